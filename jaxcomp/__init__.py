@@ -1,0 +1,71 @@
+"""Gradient compression for JAX.
+
+Compressors are pure functions, joined with an algorithm and chained into any optax optimizer::
+
+    tx = optax.chain(
+        jc.compressed_mean(jc.error_feedback(jc.sidco(0.001)), axis_name="data"),
+        optax.adamw(1e-3),
+    )
+
+What is listed here is public. Everything else may change without notice.
+"""
+
+from jaxcomp import payloads, wire
+from jaxcomp.algorithms import diana, direct, error_feedback
+from jaxcomp.base import Algorithm, Compressor, Spec, State, roundtrip
+from jaxcomp.bits import code_bits, lane_bytes
+from jaxcomp.compressors import (
+    bernoulli,
+    cast,
+    compose,
+    contract,
+    dithering,
+    flat,
+    identity,
+    natural,
+    per_leaf,
+    rand_k,
+    sidco,
+    top_k,
+)
+from jaxcomp.exchange import Info, compressed_mean, info, init_state, state_axes, state_specs
+from jaxcomp.ledger import Ledger, ledger
+from jaxcomp.wire import WireError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Algorithm",
+    "Compressor",
+    "Info",
+    "Ledger",
+    "Spec",
+    "State",
+    "WireError",
+    "bernoulli",
+    "cast",
+    "code_bits",
+    "compose",
+    "compressed_mean",
+    "contract",
+    "diana",
+    "direct",
+    "dithering",
+    "error_feedback",
+    "flat",
+    "identity",
+    "info",
+    "init_state",
+    "lane_bytes",
+    "ledger",
+    "natural",
+    "payloads",
+    "per_leaf",
+    "rand_k",
+    "roundtrip",
+    "sidco",
+    "state_axes",
+    "state_specs",
+    "top_k",
+    "wire",
+]

@@ -1,0 +1,88 @@
+"""DIANA: compresses the difference to a learned shift, so the compression error vanishes."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.base import Algorithm, Compressor, State, accumulate, advance, finite, like_of, size_of
+from jaxcomp.compressors.tree import lift
+
+__all__ = ["diana"]
+
+
+class DianaLocal(NamedTuple):
+    shift: Any
+    compressor: Any
+
+
+class DianaShared(NamedTuple):
+    shift: Any
+    compressor: Any
+
+
+def diana(compressor: Compressor, *, alpha: float | None = None) -> Algorithm:
+    """Sends C(g_i - h_i) and moves the shift h_i towards the gradient.
+
+    delta_i = C(g_i - h_i),   direction = h + (1/n) sum_i delta_i,
+    h_i <- h_i + alpha delta_i,   h <- h + (alpha/n) sum_i delta_i.
+
+    h, the mean of the shifts, is known to all workers without being sent. Each worker's shift
+    learns its own gradient at the optimum, so unlike `direct` there is no neighbourhood. Shifts
+    are kept in f32 (f64 for f64 gradients). Non-finite entries of a gradient count as zero.
+
+    Args:
+        compressor: unbiased (omega known), of one array (then `per_leaf` of it is used for trees)
+            or of trees.
+        alpha: step of the shifts, in (0, 1 / (1 + omega)]; that bound is the default.
+
+    Raises:
+        ValueError: the compressor is biased, or alpha is out of range (when omega is known only
+            for the shapes at hand, at `init`).
+
+    Reference: Mishchenko, Gorbunov, Takac, Richtarik 2019 (DIANA), algorithm 1; the range of alpha as in
+    Horvath, Kovalev, Mishchenko, Richtarik, Stich 2019.
+
+    >>> import jaxcomp as jc
+    >>> jc.diana(jc.top_k(0.1))
+    Traceback (most recent call last):
+    ValueError: diana needs an unbiased compressor; top_k(0.1) is not one. Use error_feedback(top_k(0.1)) instead
+    """
+    spec = compressor.spec
+    if spec.omega is None:
+        cure = f"Use error_feedback({spec.name}) instead" if spec.alpha is not None else "Its omega is not known"
+        raise ValueError(f"diana needs an unbiased compressor; {spec.name} is not one. {cure}")
+    if alpha is not None and not 0 < alpha <= 1:
+        raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)]; got {alpha}")
+    compressor = lift(compressor)
+
+    def step_of(tree):
+        return 1 / (1 + compressor.spec.omega(size_of(tree))) if alpha is None else alpha
+
+    def init(shared_key, like):
+        like = like_of(like, jnp.float32)
+        bound = 1 / (1 + compressor.spec.omega(size_of(like)))
+        if alpha is not None and alpha > bound * (1 + 1e-6):
+            raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)] = (0, {bound:.6g}]; got {alpha}")
+        state = compressor.init(shared_key, like)
+        zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)  # noqa: E731
+        return State(DianaLocal(zeros(), state.local), DianaShared(zeros(), state.shared))
+
+    def message(grads, local):
+        return jax.tree.map(lambda g, h: g.astype(h.dtype) - h, finite(grads), local.shift)
+
+    def send(key, grads, state):
+        difference = message(grads, state.local)
+        payload, local = compressor.compress(key, difference, State(state.local.compressor, state.shared.compressor))
+        stacked = jax.tree.map(lambda a: a[None], payload)
+        weight = jnp.full((1,), step_of(grads), jnp.float32)
+        shift = accumulate(compressor, state.local.shift, stacked, weight, state.shared.compressor)
+        return payload, DianaLocal(shift, local)
+
+    def receive(mean, shared):
+        step = step_of(mean)
+        direction = jax.tree.map(lambda h, m: h + m, shared.shift, mean)
+        shift = jax.tree.map(lambda h, m: h + step * m, shared.shift, mean)
+        return direction, DianaShared(shift, advance(compressor, shared.compressor))
+
+    return Algorithm(init, send, receive, compressor, message)

@@ -1,0 +1,54 @@
+"""Distributed compressed gradient descent: every worker sends its compressed gradient."""
+
+from typing import Any, NamedTuple
+
+from jaxcomp.base import Algorithm, Compressor, State, advance, like_of
+from jaxcomp.compressors.tree import lift
+
+__all__ = ["direct"]
+
+
+class DirectShared(NamedTuple):
+    compressor: Any
+
+
+def direct(compressor: Compressor) -> Algorithm:
+    """Sends C(g_i); the direction is the mean of what was sent (DCGD).
+
+    direction = (1/n) sum_i C_i(g_i).
+
+    With an unbiased C it converges to a neighbourhood whose size grows with omega and with the
+    disagreement of the workers' gradients at the optimum; `diana` removes it. With a biased C
+    that loses much (top_k) it need not converge at all: use `error_feedback`. Gradients are sent
+    in their own dtype.
+
+    Args:
+        compressor: of one array (then `per_leaf` of it is used for trees) or of trees.
+
+    Raises:
+        ValueError: neither omega nor alpha of the compressor is known.
+
+    Reference: Khirirat, Feyzmahdavian, Johansson 2018.
+
+    >>> import jaxcomp as jc
+    >>> jc.direct(jc.dithering(7)).compressor.spec.name
+    'per_leaf(dithering(levels=7))'
+    """
+    spec = compressor.spec
+    if spec.omega is None and spec.alpha is None:
+        raise ValueError(
+            f"direct needs a compressor with a known error bound (omega or alpha); {spec.name} has none"
+        )
+    compressor = lift(compressor)
+
+    def init(shared_key, like):
+        state = compressor.init(shared_key, like_of(like))
+        return State(state.local, DirectShared(state.shared))
+
+    def send(key, grads, state):
+        return compressor.compress(key, grads, State(state.local, state.shared.compressor))
+
+    def receive(mean, shared):
+        return mean, DirectShared(advance(compressor, shared.compressor))
+
+    return Algorithm(init, send, receive, compressor)

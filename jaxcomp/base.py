@@ -1,0 +1,289 @@
+"""The four types that everything else is made of, and the laws they obey.
+
+One gradient travels like this (`send`, `compress`, exchange, `decompress`, `receive`)::
+
+    grads --algorithm.send--> message --compressor.compress--> payload --exchange-->
+    payloads of all workers --accumulate--> mean message --algorithm.receive--> direction
+
+Laws
+----
+1. `State.local` may differ between workers, `State.shared` is bitwise equal on all of them.
+2. Shared randomness (hash seeds, common index sets) enters through `init`, moves on through
+   `advance` and costs no bits. Private randomness (dithering, sampling) enters through `compress`.
+3. A payload holds exactly what crosses the wire: no shape, no k, no seed.
+4. `spec.omega`: E C(x) = x and E|C(x) - x|^2 <= omega |x|^2.  `spec.alpha`:
+   E|C(x) - x|^2 <= (1 - alpha) |x|^2.  None means "not known".
+5. Non-finite entries count as zero: C(x) = C(where(isfinite(x), x, 0)).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = [
+    "Algorithm",
+    "Compressor",
+    "Spec",
+    "State",
+    "Tally",
+    "accumulate",
+    "advance",
+    "finite",
+    "key_data",
+    "like_of",
+    "residual",
+    "roundtrip",
+    "size_of",
+    "total_of",
+    "wrap_key",
+]
+
+Array = jax.Array
+Tree = Any
+
+
+class State(NamedTuple):
+    """What a compressor, an algorithm or a transformation remembers between rounds.
+
+    local: differs from worker to worker (memories, shifts, counters).
+    shared: bitwise equal on all workers (seeds, round counts, plans).
+
+    The split gives the `shard_map` specs (`P(axis)`, `P()`), the vmap axes (0, None), the
+    checkpoint layout and the test "shared is equal on every device" all at once.
+    """
+
+    local: Tree = ()
+    shared: Tree = ()
+
+
+class Tally(NamedTuple):
+    """Counts of one round that a compressor leaves in its local state for `info`.
+
+    overflow: i32[], entries that were chosen but found no place in the static capacity.
+    """
+
+    overflow: Array
+
+
+class Spec(NamedTuple):
+    """What is known about a compressor C on R^d.
+
+    name: how it calls itself in errors and tables.
+    omega: d -> omega with E C(x) = x and E|C(x) - x|^2 <= omega |x|^2, or None.
+    alpha: d -> alpha with E|C(x) - x|^2 <= (1 - alpha) |x|^2, or None.
+    linear: payloads may be added: decompress(p + q) = decompress(p) + decompress(q).
+    selects: C(x) copies some entries of x and zeroes the rest (an orthogonal projection), and
+        its payload has a field `values` with the copied entries.
+    lifted: acts on a tree of arrays; omega and alpha then also accept a tuple of leaf sizes.
+    """
+
+    name: str
+    omega: Callable[[Any], float] | None
+    alpha: Callable[[Any], float] | None
+    linear: bool
+    selects: bool = False
+    lifted: bool = False
+
+
+class Compressor(NamedTuple):
+    """A compressor of one array (or, when lifted, of a tree), as pure functions.
+
+    init(shared_key, like) -> State
+        like: `jax.ShapeDtypeStruct` of what will be compressed.
+    compress(key, x, state) -> (payload, local)
+        key: private to this worker and round.
+    decompress(payload, shared, like) -> x_hat
+        shape and dtype of `like`.
+    spec: Spec
+
+    The last two have defaults, which the functions `accumulate` and `advance` fill in.
+
+    accumulate(total, payloads, weights, shared) -> total + sum_j weights_j x_hat_j
+        payloads: stacked on a leading axis; weights: [n], or a prefix tree of the payload with
+        an array for each part. Folds in the order of j.
+    advance(shared) -> shared of the next round.
+    """
+
+    init: Callable[[Array, Tree], State]
+    compress: Callable[[Array, Tree, State], tuple[Tree, Tree]]
+    decompress: Callable[[Tree, Tree, Tree], Tree]
+    spec: Spec
+    accumulate: Callable[[Tree, Tree, Tree, Tree], Tree] | None = None
+    advance: Callable[[Tree], Tree] | None = None
+
+
+class Algorithm(NamedTuple):
+    """A distributed method: what is sent, and what is made of the mean of what was sent.
+
+    init(shared_key, like) -> State
+        `state.shared.compressor` is the shared state of the compressor.
+    send(key, grads, state) -> (payload, local)
+    receive(mean, shared) -> (direction, shared)
+    compressor: lifted to trees.
+    message(grads, local) -> what `send` compresses, for diagnostics.
+    """
+
+    init: Callable[[Array, Tree], State]
+    send: Callable[[Array, Tree, State], tuple[Tree, Tree]]
+    receive: Callable[[Tree, Tree], tuple[Tree, Tree]]
+    compressor: Compressor
+    message: Callable[[Tree, Tree], Tree] = lambda grads, local: grads
+
+
+# ------------------------------------------------------------------------------------------------
+# Shapes
+
+
+def like_of(tree: Tree, dtype: Any = None) -> Tree:
+    """Shapes and dtypes of a tree of arrays, as `jax.ShapeDtypeStruct`.
+
+    Args:
+        tree: arrays, scalars or ShapeDtypeStructs.
+        dtype: replaces the dtype of each leaf by `promote_types(leaf, dtype)`.
+
+    Raises:
+        ValueError: a leaf is not a real floating-point array (named with its path).
+
+    >>> like_of({"w": jnp.zeros((2, 3), jnp.bfloat16)}, jnp.float32)
+    {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
+    """
+
+    def one(path, leaf):
+        shape, kind = jnp.shape(leaf), jnp.result_type(leaf)
+        if not jnp.issubdtype(kind, jnp.floating):
+            where = jax.tree_util.keystr(path) or "the array"
+            raise ValueError(
+                f"gradients must be real floating point; {where} has dtype {kind}. "
+                "Leave such leaves out with optax.masked."
+            )
+        return jax.ShapeDtypeStruct(shape, kind if dtype is None else jnp.promote_types(kind, dtype))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def is_array(tree: Tree) -> bool:
+    """True for a bare array (or its ShapeDtypeStruct), False for a tree of arrays."""
+    return jax.tree.structure(tree) == jax.tree.structure(0)
+
+
+def size_of(like: Tree) -> int | tuple[int, ...]:
+    """Number of entries of a bare array; tuple of them for the leaves of a tree.
+
+    >>> size_of(jnp.zeros((2, 3))), size_of({"a": jnp.zeros(2), "b": jnp.zeros(())})
+    (6, (2, 1))
+    """
+    sizes = tuple(_prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(like))
+    return sizes[0] if is_array(like) else sizes
+
+
+def total_of(like: Tree) -> int:
+    """Number of entries in all leaves together."""
+    return sum(_prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(like))
+
+
+def _prod(shape: Sequence[int]) -> int:
+    result = 1
+    for length in shape:
+        result *= int(length)
+    return result
+
+
+def finite(tree: Tree) -> Tree:
+    """NaN and infinities replaced by zero (law 5)."""
+    return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)), tree)
+
+
+# ------------------------------------------------------------------------------------------------
+# Keys are kept in states as plain uint32 words, so that every optimizer wrapper, donation and
+# checkpoint treats them like any other array.
+
+
+def key_data(key: Array) -> Array:
+    """The uint32 words of a typed or raw key."""
+    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+
+
+def wrap_key(data: Array) -> Array:
+    """The typed key of uint32 words."""
+    return data if jnp.issubdtype(data.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(data)
+
+
+# ------------------------------------------------------------------------------------------------
+# What every compressor can do, whether or not it brings its own fast form
+
+
+def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tree, shared: Tree) -> Tree:
+    """total + sum_j weights_j decompress(payload_j), in the order of j, in memory O(d).
+
+    Args:
+        total: array or tree, shape of what is decompressed, in the dtype to add in.
+        payloads: payload with a leading axis of n messages on each array.
+        weights: [n] of the dtype of `total`, or a prefix tree of the payload.
+        shared: the compressor's shared state.
+
+    Returns:
+        Like `total`.
+    """
+    if compressor.accumulate is not None:
+        return compressor.accumulate(total, payloads, weights, shared)
+    like = like_of(total)
+
+    def add(total, message):
+        payload, weight = message
+        x_hat = compressor.decompress(payload, shared, like)
+        return jax.tree.map(lambda t, x: t + weight.astype(t.dtype) * x.astype(t.dtype), total, x_hat)
+
+    return fold(add, total, (payloads, weights))
+
+
+def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
+    """`lax.scan` of `add` over stacked messages; no loop is built for a single one."""
+    if jax.tree.leaves(messages)[0].shape[0] == 1:
+        return add(total, jax.tree.map(lambda a: a[0], messages))
+    total, _ = lax.scan(lambda t, m: (add(t, m), None), total, messages)
+    return total
+
+
+def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:
+    """message - decompress(payload): what was not sent.
+
+    Bitwise, `message = sent + residual` for compressors that copy entries.
+    """
+    stacked = jax.tree.map(lambda a: a[None], payload)
+    dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(message)), jnp.float32)
+    return accumulate(compressor, message, stacked, jnp.full((1,), -1, dtype), shared)
+
+
+def advance(compressor: Compressor, shared: Tree) -> Tree:
+    """The compressor's shared state of the next round."""
+    return shared if compressor.advance is None else compressor.advance(shared)
+
+
+def roundtrip(compressor: Compressor, x: Tree, *, key: Array) -> tuple[Tree, Tree]:
+    """Compresses and decompresses once: x_hat = C(x).
+
+    Both kinds of randomness, shared and private, are drawn from `key`. May be jit-compiled and
+    mapped (over keys for Monte Carlo, over x for many vectors).
+
+    Args:
+        compressor: any compressor.
+        x: floating array of any shape (a tree if the compressor is lifted).
+        key: typed key or raw uint32[2].
+
+    Returns:
+        x_hat with the shape and dtype of x, and the payload.
+
+    >>> import jaxcomp as jc
+    >>> x_hat, payload = jc.roundtrip(jc.top_k(k=1), jnp.array([1.0, -3.0]), key=jax.random.key(0))
+    >>> print(x_hat, payload.indices)
+    [ 0. -3.] [1]
+    """
+    x = jax.tree.map(jnp.asarray, x)
+    shared_key, private_key = jax.random.split(wrap_key(key))
+    like = like_of(x)
+    state = compressor.init(shared_key, like)
+    payload, _ = compressor.compress(private_key, x, state)
+    return compressor.decompress(payload, state.shared, like), payload

@@ -1,0 +1,149 @@
+"""Compressors made of compressors: contract, compose."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, fold, like_of, size_of
+
+__all__ = ["compose", "contract"]
+
+Array = jax.Array
+
+
+def contract(compressor: Compressor) -> Compressor:
+    """Scales an unbiased compressor down until it contracts.
+
+    C'(x) = C(x) / (1 + omega),   alpha = 1 / (1 + omega).  Biased. Payload, lanes and linearity
+    are those of C; the decoder does the scaling.
+
+    Raises:
+        ValueError: omega is not known.
+
+    Reference: Beznosikov, Horvath, Richtarik, Safaryan 2020, lemma 8; Richtarik, Sokolov, Fatkhullin 2021 (EF21), lemma 8.
+
+    >>> import jaxcomp as jc
+    >>> jc.contract(jc.rand_k(0.25)).spec.alpha(100)
+    0.25
+    """
+    spec = compressor.spec
+    if spec.omega is None:
+        raise ValueError(
+            f"contract needs an unbiased compressor (omega known); {spec.name} is not one. "
+            "A compressor that contracts already needs no wrapper."
+        )
+    omega = spec.omega
+
+    def scale_of(like):
+        return 1 / (1 + omega(size_of(like)))
+
+    def decompress(payload, shared, like):
+        x_hat = compressor.decompress(payload, shared, like)
+        scale = scale_of(like)
+        return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), x_hat)
+
+    def add(total, payloads, weights, shared):
+        scale = scale_of(total)
+        weights = jax.tree.map(lambda w: w * jnp.asarray(scale, w.dtype), weights)
+        return accumulate(compressor, total, payloads, weights, shared)
+
+    return compressor._replace(
+        decompress=decompress,
+        accumulate=add,
+        spec=spec._replace(
+            name=f"contract({spec.name})",
+            omega=None,
+            alpha=lambda d: 1 / (1 + omega(d)),
+            selects=False,
+        ),
+    )
+
+
+def compose(outer: Compressor, inner: Compressor) -> Compressor:
+    """Compresses the values that another compressor selected: C(x) = outer with inner(values).
+
+    `outer` chooses what to send (its payload has a field `values`: top_k, sidco, rand_k,
+    bernoulli, identity); `inner` compresses those values, a vector. The payload is that of
+    `outer` with the payload of `inner` in place of `values`.
+
+    Both unbiased:              1 + omega = (1 + omega_outer) (1 + omega_inner).
+    outer selects, inner with alpha:  alpha = alpha_outer alpha_inner, because the two errors are
+                                orthogonal.
+    outer selects, inner with omega:  alpha = alpha_outer (1 - omega_inner), where that is positive.
+    Otherwise neither is known. d of `inner` is at most d, so its omega is taken there.
+
+    Raises:
+        ValueError: the payload of `outer` has no array `values`, or a part is lifted to trees.
+
+    Reference: Basu, Data, Karakus, Diggavi 2019 (Qsparse-local-SGD), lemma 3, in the sharper form above.
+
+    >>> import jaxcomp as jc
+    >>> x_hat, payload = jc.roundtrip(jc.compose(jc.top_k(k=2), jc.cast("bfloat16")), jnp.array([1.0, 5.0, 2.0]),
+    ...                               key=jax.random.key(0))
+    >>> print(x_hat, jc.lane_bytes(payload))
+    [0. 5. 2.] 12
+    """
+    if outer.spec.lifted or inner.spec.lifted:
+        raise ValueError("compose joins compressors of one array; lift the result: per_leaf(compose(...)) or flat(...)")
+
+    def values_like(like):
+        def values(key):
+            x = jnp.zeros(like.shape, like.dtype)
+            return outer.compress(key, x, outer.init(key, like))[0]
+
+        payload = jax.eval_shape(values, jax.random.key(0))
+        if not isinstance(getattr(payload, "values", None), jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"compose: {outer.spec.name} sends {type(payload).__name__}, which has no array of values for "
+                f"{inner.spec.name} to compress; put the compressor that selects first"
+            )
+        return payload.values
+
+    def init(shared_key, like):
+        like = like_of(like)
+        first, second = jax.random.split(shared_key)
+        outer_state, inner_state = outer.init(first, like), inner.init(second, values_like(like))
+        return State(
+            local=(outer_state.local, inner_state.local),
+            shared=(outer_state.shared, inner_state.shared),
+        )
+
+    def compress(key, x, state):
+        first, second = jax.random.split(key)
+        payload, outer_local = outer.compress(first, x, State(state.local[0], state.shared[0]))
+        values, inner_local = inner.compress(second, payload.values, State(state.local[1], state.shared[1]))
+        return payload._replace(values=values), (outer_local, inner_local)
+
+    def unfold(payload, shared, like):
+        return payload._replace(values=inner.decompress(payload.values, shared[1], values_like(like)))
+
+    def decompress(payload, shared, like):
+        return outer.decompress(unfold(payload, shared, like), shared[0], like)
+
+    def add(total, payloads, weights, shared):
+        like = like_of(total)
+
+        def add_one(total, message):
+            payload, weight = message
+            stacked = jax.tree.map(lambda a: a[None], (unfold(payload, shared, like), weight))
+            return accumulate(outer, total, *stacked, shared[0])
+
+        return fold(add_one, total, (payloads, weights))
+
+    first, second = outer.spec, inner.spec
+    omega = alpha = None
+    if first.omega is not None and second.omega is not None:
+        omega = lambda d: (1 + first.omega(d)) * (1 + second.omega(d)) - 1  # noqa: E731
+    if first.selects and second.alpha is not None:
+        alpha = lambda d: first.alpha(d) * second.alpha(d)  # noqa: E731
+    elif first.selects and second.omega is not None:
+        alpha = lambda d: first.alpha(d) * (1 - second.omega(d))  # noqa: E731
+    return Compressor(
+        init,
+        compress,
+        decompress,
+        Spec(f"compose({first.name}, {second.name})", omega, alpha, first.linear and second.linear),
+        accumulate=add,
+        advance=lambda shared: (advance(outer, shared[0]), advance(inner, shared[1])),
+    )
+
+

@@ -1,0 +1,143 @@
+"""Compressors that send every entry, each by itself: identity, narrower floats, natural compression."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.base import Compressor, Spec, State, finite
+from jaxcomp.compressors.vector import check_like, on_vectors
+from jaxcomp.hashing import random_bits
+from jaxcomp.norms import max_abs
+from jaxcomp.packing import pack, unpack
+from jaxcomp.payloads import Dense, Quantized, Scaled
+
+__all__ = ["cast", "identity", "natural"]
+
+Array = jax.Array
+
+
+def identity() -> Compressor:
+    """Sends everything.  C(x) = x,  omega = 0,  alpha = 1.  Payload: `Dense`, the bits of x.
+
+    >>> import jaxcomp as jc
+    >>> print(jc.roundtrip(jc.identity(), jnp.array([1.0, 2.0]), key=jax.random.key(0))[0])
+    [1. 2.]
+    """
+    return on_vectors(
+        compress=lambda key, x, state: (Dense(finite(x)), state.local),
+        decompress=lambda payload, shared, like: payload.values.astype(like.dtype),
+        spec=Spec("identity", omega=lambda d: 0.0, alpha=lambda d: 1.0, linear=True),
+    )
+
+
+def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
+    """Rounds each entry to the nearest number of a narrower floating type.
+
+    C(x)_j = s * round_dtype(x_j / s), with s = 1, or, when scaled, the power of two that brings
+    max|x| into the top binade of the type. Biased.
+
+    With u the unit roundoff of the type (half the spacing at 1) and t half its smallest
+    subnormal over the least that max|x| / s can be, the error of an entry is at most
+    max(u |x_j|, t max|x|), so alpha = 1 - u^2 - t^2 d. Without a scale alpha = 1 - u^2 where
+    the type has the exponent range of f32 (bf16), and is not known where it has not: there,
+    entries beyond the range saturate and entries below it vanish.
+
+    Args:
+        dtype: bfloat16, float16, or one of the float8 types of `jax.numpy`; or its name.
+        scaled: send a scale (32 bits). Default: for every type with less exponent range than f32.
+
+    Returns:
+        Compressor with payload `Dense` (linear: see `exchange.sums`) or, scaled, `Scaled`.
+
+    Raises:
+        ValueError: dtype is not a floating type of 8 or 16 bits.
+
+    Reference: Higham 2002, Accuracy and Stability of Numerical Algorithms, section 2.1.
+
+    >>> import jaxcomp as jc
+    >>> x_hat, payload = jc.roundtrip(jc.cast("bfloat16"), jnp.array([1.0, 1.001]), key=jax.random.key(0))
+    >>> print(x_hat, jc.lane_bytes(payload))
+    [1. 1.] 4
+    """
+    try:
+        kind = jnp.dtype(dtype)
+        info = jnp.finfo(kind)
+        ok = info.bits in (8, 16) and info.min == -info.max
+    except (TypeError, ValueError):
+        kind, ok = dtype, False
+    if not ok:
+        raise ValueError(f"cast: dtype must be bfloat16, float16 or a float8 type; got {kind}")
+    wide = float(info.max) > 1e38
+    scaled = not wide if scaled is None else scaled
+    largest = float(info.max)
+    top = math.frexp(largest)[1] - 1  # scaled, max|x| lies in [2^(top-1), 2^top), below the largest
+    unit = float(info.eps) / 2
+    tiny = float(info.smallest_subnormal) / 2 / 2.0 ** (top - 1)
+    alpha = (lambda d: 1 - unit**2 - tiny**2 * d) if scaled else (lambda d: 1 - unit**2) if wide else None
+
+    def round_to(x: Array) -> Array:
+        return jnp.clip(x, -largest, largest).astype(kind)
+
+    def compress(key, x, state):
+        x = finite(x)
+        if not scaled:
+            return Dense(round_to(x)), state.local
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        _, exponent = jnp.frexp(max_abs(x))
+        scale = jnp.exp2(jnp.clip(exponent - top, -126, 126).astype(x.dtype))
+        return Scaled(round_to(x / scale), scale.astype(jnp.float32)), state.local
+
+    def decompress(payload, shared, like):
+        wide_type = jnp.promote_types(like.dtype, jnp.float32)
+        values = payload.values.astype(wide_type)
+        return (values * payload.scale.astype(wide_type) if scaled else values).astype(like.dtype)
+
+    return on_vectors(
+        compress=compress,
+        decompress=decompress,
+        spec=Spec(f"cast({kind.name}{', scaled' if scaled else ''})", omega=None, alpha=alpha, linear=not scaled),
+    )
+
+
+def natural() -> Compressor:
+    """Natural compression: rounds each magnitude to one of the two nearest powers of two, unbiased.
+
+    For 2^a <= |x_j| < 2^(a+1):  C(x)_j = sign(x_j) 2^(a+1) with probability |x_j| 2^-a - 1,
+    else sign(x_j) 2^a.   omega = 1/8.
+
+    Adding 23 random bits to the mantissa and dropping it does exactly this. Sign and exponent
+    travel: 9 bits per entry, `Quantized` without norms. Magnitudes above 2^127 are sent as 2^127;
+    those below 2^-126 count as zero.
+
+    Reference: Horvath, Ho, Horvath, Sahu, Canini, Richtarik 2019, definition 1 and theorem 1.
+
+    >>> import jaxcomp as jc
+    >>> print(jc.roundtrip(jc.natural(), jnp.array([4.0, -0.5, 0.0]), key=jax.random.key(0))[0])
+    [ 4.  -0.5  0. ]
+    """
+    u32 = jnp.uint32
+
+    def compress(key, x, state):
+        x = jnp.clip(finite(x).astype(jnp.float32), -(2.0**127), 2.0**127)
+        bits = lax.bitcast_convert_type(x, u32)
+        magnitude = bits & u32(0x7FFFFFFF)
+        magnitude = jnp.where(magnitude < u32(1 << 23), u32(0), magnitude)
+        rounded = (magnitude + (random_bits(key, x.shape[0]) >> u32(9))) >> u32(23)
+        exponent = jnp.where(magnitude == 0, u32(0), rounded)
+        sign = jnp.where(exponent == 0, u32(0), bits >> u32(31))
+        return Quantized(jnp.zeros((0,), jnp.float32), pack((sign << u32(8)) | exponent, 9)), state.local
+
+    def decompress(payload, shared, like):
+        check_like("natural", payload.words.shape, (9, -(-like.size // 32)))
+        codes = unpack(payload.words, like.size)
+        bits = ((codes >> u32(8)) << u32(31)) | ((codes & u32(0xFF)) << u32(23))
+        return lax.bitcast_convert_type(bits, jnp.float32).astype(like.dtype)
+
+    return on_vectors(
+        compress=compress,
+        decompress=decompress,
+        spec=Spec("natural", omega=lambda d: 1 / 8, alpha=lambda d: 1 - 1 / 8, linear=False),
+    )

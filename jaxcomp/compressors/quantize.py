@@ -1,0 +1,200 @@
+"""Random dithering: each entry is rounded at random to a multiple of a step times the norm."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomp.base import Compressor, Spec, State, finite
+from jaxcomp.compressors.vector import check_like, on_vectors
+from jaxcomp.hashing import random_uniform
+from jaxcomp.norms import Norm, block_norms
+from jaxcomp.packing import pack, unpack, width_for
+from jaxcomp.payloads import Quantized
+
+__all__ = ["dithering", "unzigzag", "zigzag"]
+
+Array = jax.Array
+
+
+def zigzag(levels: Array) -> Array:
+    """0, 1, -1, 2, -2, ... -> 0, 1, 2, 3, 4, ... as uint32.
+
+    >>> print(zigzag(jnp.array([0, 1, -1, 2, -2])))
+    [0 1 2 3 4]
+    """
+    return jnp.where(levels > 0, 2 * levels - 1, -2 * levels).astype(jnp.uint32)
+
+
+def unzigzag(codes: Array) -> Array:
+    """Inverse of `zigzag`, i32.
+
+    >>> print(unzigzag(jnp.array([0, 1, 2, 3, 4], jnp.uint32)))
+    [ 0  1 -1  2 -2]
+    """
+    codes = codes.astype(jnp.int32)
+    return jnp.where(codes % 2 == 1, (codes + 1) // 2, -(codes // 2))
+
+
+class Blocks:
+    """How a vector of d entries is cut: `rows` blocks of `length`, then one of `tail` entries.
+
+    blocks=B: B - 1 blocks of floor(d / B) entries, the last takes the remainder.
+    block_size=m: blocks of m entries, the last takes what is left.
+    """
+
+    def __init__(self, d: int, blocks: int | None, block_size: int | None):
+        if block_size is not None:
+            self.rows, self.length = d // block_size, block_size
+        else:
+            count = max(1, min(blocks or 1, d))
+            self.rows, self.length = count - 1, d // count
+        self.tail = d - self.rows * self.length
+        self.count = self.rows + (self.tail > 0)
+        self.largest = max(self.length if self.rows else 0, self.tail)
+
+    def norms(self, x: Array, order: float) -> Norm:
+        """Norm of each block, arrays of shape [count]."""
+        cut = self.rows * self.length
+        parts = []
+        if self.rows:
+            parts.append(block_norms(x[:cut].reshape(self.rows, self.length), order))
+        if self.tail:
+            parts.append(block_norms(x[cut:].reshape(1, self.tail), order))
+        if not parts:
+            return Norm(*(jnp.zeros((0,), x.dtype),) * 3)
+        return Norm(*(jnp.concatenate(group) for group in zip(*parts, strict=True)))
+
+    def spread(self, each: Array) -> Array:
+        """A number per block, repeated over the entries of its block; [count] -> [d] or [1]."""
+        if self.count <= 1:
+            return each
+        body = jnp.broadcast_to(each[: self.rows, None], (self.rows, self.length)).reshape(-1)
+        return jnp.concatenate([body, jnp.broadcast_to(each[self.rows :], (self.tail,))]) if self.tail else body
+
+
+def dithering(
+    levels: int | None = None,
+    *,
+    steps: Any = None,
+    norm: float | str = 2,
+    blocks: int | None = None,
+    block_size: int | None = None,
+) -> Compressor:
+    """Random dithering, unbiased.
+
+    C(x)_j = |x|_q sign(x_j) h_j k_j,   k_j = floor(|x_j| / (h_j |x|_q) + u_j),   u_j ~ U[0, 1),
+
+    with h_j = 1 / levels, or the given steps. Within a block of m entries with steps h and
+    e = sqrt(sum_j h_j^2),   omega <= e - 1 if e >= 2, else e^2 / 4   (equal steps: e = h sqrt(m)).
+    QSGD's bound is min(m h^2, h sqrt(m)). The norm of each block travels as f32, each level with its sign in
+    ceil(log2(2 K + 1)) bits, where K = max_j ceil(1 / h_j).
+
+    Args:
+        levels: s, number of positive levels, 1 to 2^20; s = 2^(b-1) - 1 fills b bits.
+        steps: step sizes h relative to the norm instead, each at least 2^-20: a number, one per
+            entry, or one per block. An array is kept in `State.shared`.
+        norm: 2 or "inf".
+        blocks: number of blocks; blocks of floor(d / blocks) entries, the last takes the rest.
+        block_size: entries per block instead; the last block takes what is left.
+
+    Returns:
+        Compressor with payload `Quantized`.
+
+    Raises:
+        ValueError: not exactly one of levels and steps, or something out of range.
+
+    Reference: Alistarh, Grubic, Li, Tomioka, Vojnovic 2017 (QSGD), section 3.1; varying steps: Wang,
+    Safaryan, Richtarik 2022. The bound on omega minimises lambda + sum_j h_j^2 / (4 (1 + lambda))
+    over lambda >= 0 (Lagrangian dual of the worst case); it is never above QSGD's.
+
+    >>> import jaxcomp as jc
+    >>> x = jnp.array([3.0, 0.0, -4.0, 0.0])
+    >>> x_hat, payload = jc.roundtrip(jc.dithering(5), x, key=jax.random.key(0))
+    >>> print(x_hat, payload.norms)
+    [ 3.  0. -4.  0.] [5.]
+    """
+    if (levels is None) == (steps is None):
+        raise ValueError(f"dithering: give exactly one of levels and steps; got levels={levels}, steps={steps}")
+    if levels is not None and (isinstance(levels, bool) or int(levels) != levels or not 1 <= levels <= 2**20):
+        raise ValueError(f"dithering: levels must be an integer in 1 .. 2^20; got {levels}")
+    if norm not in (2, "inf", math.inf):
+        raise ValueError(f'dithering: norm must be 2 or "inf"; got {norm!r}')
+    for name, value in (("blocks", blocks), ("block_size", block_size)):
+        if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
+            raise ValueError(f"dithering: {name} must be an integer of at least 1; got {value}")
+    if blocks is not None and block_size is not None:
+        raise ValueError(f"dithering: give at most one of blocks and block_size; got {blocks} and {block_size}")
+
+    order = 2 if norm == 2 else math.inf
+    varying = steps is not None and np.ndim(steps) > 0
+    sizes = np.asarray(1.0 / levels if steps is None else steps, np.float64).reshape(-1)
+    if sizes.size == 0 or not np.all(np.isfinite(sizes) & (sizes >= 2.0**-20)):
+        raise ValueError(f"dithering: steps must be finite and at least 2^-20; got {steps}")
+    most = math.ceil(float(np.max(1 / sizes)) - 1e-9)
+    width = width_for(2 * most + 1)
+
+    def layout(d: int) -> Blocks:
+        return Blocks(d, blocks, block_size)
+
+    def init(shared_key, like):
+        if not varying:
+            return State()
+        cut = layout(like.size)
+        if sizes.size not in (like.size, cut.count):
+            raise ValueError(
+                f"dithering: {sizes.size} steps for an array of {like.size} entries in {cut.count} block(s); "
+                "give one step per entry or one per block"
+            )
+        return State(shared=jnp.asarray(sizes, jnp.promote_types(like.dtype, jnp.float32)))
+
+    def steps_of(shared: Any, cut: Blocks, dtype: Any) -> Array:
+        """h for each entry, [d] or [1]."""
+        if not varying:
+            return jnp.full((1,), sizes[0], dtype)
+        each = shared.astype(dtype)
+        return cut.spread(each) if each.shape[0] == cut.count else each
+
+    def compress(key, x, state):
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        cut = layout(x.shape[0])
+        norms = cut.norms(x, order)
+        x = finite(x)
+        unit = jnp.abs(x) / cut.spread(norms.largest) / cut.spread(norms.relative)
+        position = unit / steps_of(state.shared, cut, x.dtype)
+        noise = random_uniform(key, x.shape[0]).astype(x.dtype)
+        level = jnp.minimum(jnp.floor(position + noise), most).astype(jnp.int32)
+        codes = zigzag(jnp.where(x < 0, -level, level))
+        return Quantized(norms.norm.astype(jnp.float32), pack(codes, width)), state.local
+
+    def decompress(payload, shared, like):
+        dtype = jnp.promote_types(like.dtype, jnp.float32)
+        cut = layout(like.size)
+        check_like("dithering", payload.words.shape, (width, -(-like.size // 32)))
+        level = unzigzag(unpack(payload.words, like.size)).astype(dtype)
+        return (level * steps_of(shared, cut, dtype) * cut.spread(payload.norms.astype(dtype))).astype(like.dtype)
+
+    def omega(d: int) -> float:
+        cut = layout(d)
+        if not varying:
+            squares = sizes[0] ** 2 * cut.largest
+        elif sizes.size == d:
+            bounds = [min(d, row * cut.length) for row in range(cut.rows)] + ([cut.rows * cut.length] if cut.tail else [])
+            squares = float(np.max(np.add.reduceat(sizes**2, bounds))) if d else 0.0
+        else:
+            lengths = np.array([cut.length] * cut.rows + ([cut.tail] if cut.tail else []))
+            squares = float(np.max(lengths * sizes**2, initial=0.0))
+        e = math.sqrt(squares)
+        return e - 1 if e >= 2 else e**2 / 4
+
+    described = f"levels={levels}" if steps is None else "varying steps" if varying else f"steps={steps}"
+    described += ", norm=inf" if order != 2 else ""
+    described += f", blocks={blocks}" if blocks else f", block_size={block_size}" if block_size else ""
+    return on_vectors(
+        init=init,
+        compress=compress,
+        decompress=decompress,
+        spec=Spec(f"dithering({described})", omega=omega, alpha=None, linear=False),
+    )

@@ -1,0 +1,240 @@
+"""Compressors of trees: leaf by leaf, or all leaves as one vector."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, fold, is_array, like_of
+from jaxcomp.payloads import Dense, Leaves
+
+__all__ = ["flat", "lift", "per_leaf"]
+
+Array = jax.Array
+DENSE_BELOW = 1024
+
+
+class PerLeaf(NamedTuple):
+    """States of the large leaves of a tree, in the order of `jax.tree.leaves`."""
+
+    leaves: tuple[Any, ...]
+
+
+def _ravel(leaves: list[Any], dtype: Any) -> Array:
+    if not leaves:
+        return jnp.zeros((0,), dtype)
+    return jnp.concatenate([leaf.reshape(-1).astype(dtype) for leaf in leaves])
+
+
+def _unravel(vector: Array, likes: list[Any]) -> list[Array]:
+    leaves, start = [], 0
+    for like in likes:
+        leaves.append(vector[start : start + like.size].reshape(like.shape).astype(like.dtype))
+        start += like.size
+    return leaves
+
+
+def _dtype_of(likes: list[Any]) -> Any:
+    """The one floating type that all leaves fit in; f32 for an empty tree."""
+    dtypes = [like.dtype for like in likes]
+    result = dtypes[0] if dtypes else jnp.dtype(jnp.float32)
+    for dtype in dtypes[1:]:
+        result = jnp.promote_types(result, dtype)
+    return result
+
+
+def lift(compressor: Compressor) -> Compressor:
+    """The compressor itself if it acts on trees, else `per_leaf` of it with the default rule."""
+    return compressor if compressor.spec.lifted else per_leaf(compressor)
+
+
+def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compressor:
+    """Compresses each leaf of a tree by itself; small leaves go dense in one fused message.
+
+    Each leaf has its own state, its own keys and its own payload. Leaves with fewer than
+    `dense_below` entries (biases, norms) are concatenated and sent as they are. A bare array, a
+    tree that is itself a leaf, is compressed whatever its size, with the compressor's own payload.
+
+    omega is the largest, alpha the smallest over the leaves (1 for dense ones).
+
+    Args:
+        compressor: of one array.
+        dense_below: number of entries, at least 0.
+
+    Returns:
+        Compressor of trees with payload `Leaves`.
+
+    Raises:
+        ValueError: the compressor is lifted already, or dense_below is negative.
+
+    >>> import jaxcomp as jc
+    >>> tree = {"b": jnp.ones(2), "w": jnp.arange(6.0)}
+    >>> x_hat, payload = jc.roundtrip(jc.per_leaf(jc.top_k(k=1), dense_below=3), tree, key=jax.random.key(0))
+    >>> print(x_hat["b"], x_hat["w"], payload.dense.values)
+    [1. 1.] [0. 0. 0. 0. 0. 5.] [1. 1.]
+    """
+    spec = compressor.spec
+    if spec.lifted:
+        raise ValueError(f"per_leaf: {spec.name} acts on trees already")
+    if dense_below < 0 or int(dense_below) != dense_below:
+        raise ValueError(f"per_leaf: dense_below must be an integer of at least 0; got {dense_below}")
+
+    def split(tree):
+        """Leaves in order, and for each whether it is large."""
+        leaves = jax.tree.leaves(tree)
+        return leaves, [leaf.size >= dense_below for leaf in leaves]
+
+    def join(tree, large, dense, leaves):
+        dense, leaves = iter(dense), iter(leaves)
+        return jax.tree.unflatten(jax.tree.structure(tree), [next(leaves) if big else next(dense) for big in large])
+
+    def init(shared_key, like):
+        like = like_of(like)
+        if is_array(like):
+            return compressor.init(shared_key, like)
+        leaves, large = split(like)
+        states = [
+            compressor.init(jax.random.fold_in(shared_key, i), leaf)
+            for i, (leaf, big) in enumerate(zip(leaves, large, strict=True))
+            if big
+        ]
+        return State(PerLeaf(tuple(s.local for s in states)), PerLeaf(tuple(s.shared for s in states)))
+
+    def compress(key, tree, state):
+        like_of(tree)
+        if is_array(tree):
+            return compressor.compress(key, tree, state)
+        leaves, large = split(tree)
+        small = [leaf for leaf, big in zip(leaves, large, strict=True) if not big]
+        dense = _ravel(small, _dtype_of(small))
+        dense = jnp.where(jnp.isfinite(dense), dense, jnp.zeros((), dense.dtype))
+        sent = [
+            (i, leaf) for i, (leaf, big) in enumerate(zip(leaves, large, strict=True)) if big
+        ]
+        payloads, locals_ = [], []
+        for (i, leaf), local, shared in zip(sent, state.local.leaves, state.shared.leaves, strict=True):
+            payload, local = compressor.compress(jax.random.fold_in(key, i), leaf, State(local, shared))
+            payloads.append(payload)
+            locals_.append(local)
+        return Leaves(Dense(dense), tuple(payloads)), PerLeaf(tuple(locals_))
+
+    def decompress(payload, shared, like):
+        if is_array(like):
+            return compressor.decompress(payload, shared, like)
+        likes, large = split(like)
+        dense = _unravel(payload.dense.values, [leaf for leaf, big in zip(likes, large, strict=True) if not big])
+        leaves = [
+            compressor.decompress(p, s, leaf)
+            for p, s, leaf in zip(
+                payload.leaves, shared.leaves, [leaf for leaf, big in zip(likes, large, strict=True) if big], strict=True
+            )
+        ]
+        return join(like, large, dense, leaves)
+
+    def add(total, payloads, weights, shared):
+        if is_array(total):
+            return accumulate(compressor, total, payloads, weights, shared)
+        if not isinstance(weights, Leaves):
+            weights = Leaves(Dense(weights), (weights,) * len(payloads.leaves))
+        totals, large = split(total)
+        small = [leaf for leaf, big in zip(totals, large, strict=True) if not big]
+        vector = _ravel(small, _dtype_of(small))
+        if small:
+            vector = fold(
+                lambda t, m: t + m[0].astype(t.dtype) * m[1].astype(t.dtype),
+                vector,
+                (payloads.dense.values, weights.dense.values),
+            )
+        leaves = [
+            accumulate(compressor, leaf, p, w, s)
+            for leaf, p, w, s in zip(
+                [leaf for leaf, big in zip(totals, large, strict=True) if big],
+                payloads.leaves,
+                weights.leaves,
+                shared.leaves,
+                strict=True,
+            )
+        ]
+        return join(total, large, _unravel(vector, small), leaves)
+
+    def advance_(shared):
+        if not isinstance(shared, PerLeaf):
+            return advance(compressor, shared)
+        return PerLeaf(tuple(advance(compressor, s) for s in shared.leaves))
+
+    def over_leaves(bound, pick, dense_value):
+        if bound is None:
+            return None
+
+        def of(d):
+            if not isinstance(d, tuple):
+                return bound(d)
+            return pick([bound(size) if size >= dense_below else dense_value for size in d], default=dense_value)
+
+        return of
+
+    return Compressor(
+        init,
+        compress,
+        decompress,
+        Spec(
+            f"per_leaf({spec.name})",
+            omega=over_leaves(spec.omega, max, 0.0),
+            alpha=over_leaves(spec.alpha, min, 1.0),
+            linear=spec.linear,
+            lifted=True,
+        ),
+        accumulate=add,
+        advance=advance_,
+    )
+
+
+def flat(compressor: Compressor) -> Compressor:
+    """Compresses all leaves of a tree as one vector, in the order of `jax.tree.leaves`.
+
+    One threshold or one norm for the whole model, one message. omega and alpha are those of the
+    compressor at the total number of entries.
+
+    Args:
+        compressor: of one array.
+
+    Returns:
+        Compressor of trees with the compressor's own payload.
+
+    Raises:
+        ValueError: the compressor is lifted already.
+
+    >>> import jaxcomp as jc
+    >>> x_hat, payload = jc.roundtrip(jc.flat(jc.top_k(k=1)), {"a": jnp.ones(2), "b": jnp.array(3.0)}, key=jax.random.key(0))
+    >>> print(x_hat["a"], x_hat["b"], payload.indices)
+    [0. 0.] 3.0 [2]
+    """
+    spec = compressor.spec
+    if spec.lifted:
+        raise ValueError(f"flat: {spec.name} acts on trees already")
+
+    def vector_like(tree):
+        likes = jax.tree.leaves(like_of(tree))
+        return jax.ShapeDtypeStruct((sum(like.size for like in likes),), _dtype_of(likes))
+
+    def ravel(tree):
+        return _ravel(jax.tree.leaves(tree), vector_like(tree).dtype)
+
+    def unravel(vector, like):
+        return jax.tree.unflatten(jax.tree.structure(like), _unravel(vector, jax.tree.leaves(like_of(like))))
+
+    total = lambda bound: None if bound is None else lambda d: bound(sum(d) if isinstance(d, tuple) else d)  # noqa: E731
+    return Compressor(
+        init=lambda shared_key, like: compressor.init(shared_key, vector_like(like)),
+        compress=lambda key, tree, state: compressor.compress(key, ravel(tree), state),
+        decompress=lambda payload, shared, like: unravel(
+            compressor.decompress(payload, shared, vector_like(like)), like
+        ),
+        spec=spec._replace(name=f"flat({spec.name})", omega=total(spec.omega), alpha=total(spec.alpha), lifted=True),
+        accumulate=lambda total, payloads, weights, shared: unravel(
+            accumulate(compressor, ravel(total), payloads, weights, shared), total
+        ),
+        advance=compressor.advance,
+    )
+
+

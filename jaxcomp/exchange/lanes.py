@@ -1,0 +1,145 @@
+"""The collectives: everything in jaxcomp that names a `lax` collective is here.
+
+Arrays of a payload are joined into one lane per width before they cross, as plain unsigned words:
+fewer launches, and no backend widens a narrow float on the way (on CPU both `psum` and
+`all_gather` of bf16 are compiled to f32).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["Axis", "all_gather", "all_sum", "axis_index", "axis_size", "is_bound", "varying"]
+
+Array = jax.Array
+Axis = str | tuple[str, ...] | None
+
+
+def axis_names(axis: Axis) -> tuple[str, ...]:
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def is_bound(axis: Axis) -> bool:
+    """Whether we are inside a `shard_map`, `pmap` or `vmap` that names the axis."""
+    try:
+        axis_size(axis)
+    except NameError:
+        return False
+    return True
+
+
+def axis_size(axis: Axis) -> int:
+    """Number of workers; 1 without an axis."""
+    return 1 if axis is None else lax.axis_size(axis)
+
+
+def axis_index(axis: Axis) -> Array:
+    """This worker's number."""
+    return jnp.zeros((), jnp.int32) if axis is None else lax.axis_index(axis)
+
+
+def varying(tree: Any, axis: Axis) -> Any:
+    """Marks arrays as differing between workers, where `shard_map` keeps track of that."""
+    manual = set(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ()))
+
+    def mark(x):
+        x = jnp.asarray(x)
+        missing = tuple(name for name in axis_names(axis) if name in manual and name not in _varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, tree)
+
+
+def _varying_axes(x: Array) -> frozenset:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _gather(x: Array, axis: Axis) -> Array:
+    """[n, *x.shape], typed as equal on all workers where the tracing context knows such a type.
+
+    Under `shard_map(check_vma=True)` only the form `to="invarying"` yields a value that the out
+    spec P() accepts; under vmap and pmap that form is refused, and the plain one is typed so.
+    """
+    if set(axis_names(axis)) <= _varying_axes(x):
+        return lax.all_gather(x, axis, to="invarying")
+    return lax.all_gather(x, axis)
+
+
+def all_gather(tree: Any, axis: Axis) -> Any:
+    """Every worker's arrays, stacked on a leading axis of n, in the order of the axis index.
+
+    One collective per width (8, 16, 32, 64 bits). Each worker contributes exactly the bytes of
+    its arrays.
+    """
+    if axis is None:
+        return jax.tree.map(lambda a: a[None], tree)
+    leaves, structure = jax.tree.flatten(varying(tree, axis))
+    gathered: list[Any] = [None] * len(leaves)
+    for group in _groups(leaves, key=lambda a: a.dtype.itemsize):
+        lane = jnp.concatenate([_as_words(leaves[i]) for i in group]) if len(group) > 1 else _as_words(leaves[group[0]])
+        if lane.size == 0:
+            rows = jnp.zeros((axis_size(axis), 0), lane.dtype)
+        else:
+            rows = _gather(lane, axis)
+        start = 0
+        for i in group:
+            part = rows[:, start : start + leaves[i].size]
+            gathered[i] = lax.bitcast_convert_type(part, leaves[i].dtype).reshape(rows.shape[:1] + leaves[i].shape)
+            start += leaves[i].size
+    return jax.tree.unflatten(structure, gathered)
+
+
+def all_sum(tree: Any, axis: Axis) -> Any:
+    """Sum over the workers of each float array, equal on all of them.
+
+    f32 and f64 use one all-reduce. Narrow floats (16 bits) would be added in their own precision,
+    or be widened on the wire, depending on the backend; they are summed in two steps instead:
+    every worker gets one n-th of the entries from all (all-to-all), adds them in f32, rounds
+    once, and sends its part to all (all-gather). The same bytes as an all-reduce of 16 bits.
+    """
+    if axis is None:
+        return tree
+    leaves, structure = jax.tree.flatten(varying(tree, axis))
+    summed: list[Any] = [None] * len(leaves)
+    for group in _groups(leaves, key=lambda a: a.dtype):
+        parts = [leaves[i] for i in group]
+        if sum(part.size for part in parts) == 0:
+            totals = parts
+        elif parts[0].dtype.itemsize >= 4:
+            totals = lax.psum(parts, axis)
+        else:
+            lane = jnp.concatenate([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
+            total, totals = _two_step_sum(lane, axis), []
+            for part in parts:
+                totals.append(total[: part.size].reshape(part.shape))
+                total = total[part.size :]
+        for i, total in zip(group, totals, strict=True):
+            summed[i] = total
+    return jax.tree.unflatten(structure, summed)
+
+
+def _two_step_sum(lane: Array, axis: Axis) -> Array:
+    workers = axis_size(axis)
+    size = lane.size
+    lane = jnp.pad(lane, (0, -size % workers))
+    chunks = _as_words(lane).reshape(workers, -1)
+    chunks = lax.all_to_all(chunks, axis, split_axis=0, concat_axis=0, tiled=True)
+    mine = jnp.sum(lax.bitcast_convert_type(chunks, lane.dtype).astype(jnp.float32), axis=0).astype(lane.dtype)
+    whole = _gather(_as_words(mine), axis).reshape(-1)
+    return lax.bitcast_convert_type(whole, lane.dtype)[:size]
+
+
+def _groups(leaves: Sequence[Array], key: Callable[[Array], Any]) -> list[list[int]]:
+    groups: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault(key(leaf), []).append(i)
+    return list(groups.values())
+
+
+def _as_words(x: Array) -> Array:
+    """The bits of x as a vector of unsigned integers of the same width."""
+    words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+    return lax.bitcast_convert_type(x.reshape(-1), words)

@@ -1,0 +1,95 @@
+"""Counter-based random words and a random permutation that needs no memory.
+
+Rounding a gradient at random needs one random word per entry. A hash of (entry, key) makes it
+inside the same loop that rounds, at the speed of memory, where `jax.random` would take about
+ten times longer on CPU. Keys still come from `jax.random`, so streams of different rounds and
+workers are as independent as threefry makes them.
+
+fmix32 is the finalizer of MurmurHash3 (Appleby 2011), a bijection of 32-bit words.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.base import wrap_key
+
+__all__ = ["fmix32", "random_bits", "random_subset", "random_uniform", "scale_to"]
+
+Array = jax.Array
+U32 = jnp.uint32
+
+
+def fmix32(h: Array) -> Array:
+    """Mixes each uint32 word so that every input bit changes every output bit with chance 1/2.
+
+    >>> print(fmix32(jnp.array([0, 1], jnp.uint32)))
+    [         0 1364076727]
+    """
+    h = h ^ (h >> U32(16))
+    h = h * U32(0x85EBCA6B)
+    h = h ^ (h >> U32(13))
+    h = h * U32(0xC2B2AE35)
+    return h ^ (h >> U32(16))
+
+
+def _words(key: Array) -> tuple[Array, Array]:
+    data = jax.random.key_data(wrap_key(key)).reshape(-1)
+    return data[0], data[-1]
+
+
+def random_bits(key: Array, size: int) -> Array:
+    """uint32[size]: word i is fmix32(fmix32(i ^ key_0) + key_1)."""
+    first, second = _words(key)
+    return fmix32(fmix32(lax.iota(U32, size) ^ first) + second)
+
+
+def random_uniform(key: Array, size: int) -> Array:
+    """f32[size], uniform on the 2^23 midpoints (i + 1/2) 2^-23: never 0, never 1, mean exactly 1/2."""
+    return ((random_bits(key, size) >> U32(9)).astype(jnp.float32) + jnp.float32(0.5)) * jnp.float32(2.0**-23)
+
+
+def scale_to(h: Array, size: int) -> Array:
+    """Maps uint32 words to 0 .. size-1 by multiply-high, floor(h * size / 2^32); size <= 2^16."""
+    high, low = h >> U32(16), h & U32(0xFFFF)
+    return (high * U32(size) + ((low * U32(size)) >> U32(16))) >> U32(16)
+
+
+def random_subset(key: Array, size: int, k: int) -> Array:
+    """k distinct indices of 0 .. size-1, in random order, in O(k) time and memory.
+
+    They are the images of 0 .. k-1 under a keyed permutation: an eight-round Feistel network on
+    the square a x a >= size, walked along its cycle until it lands below size (Black and Rogaway
+    2002). A full shuffle would sort all `size` entries.
+
+    Args:
+        key: equal on all workers where the subset must be.
+        size: below 2^31.
+        k: at most `size`.
+
+    Returns:
+        i32[k].
+
+    >>> print(jnp.sort(random_subset(jax.random.key(0), 5, 5)))
+    [0 1 2 3 4]
+    """
+    side = max(1, int(size**0.5))
+    while side * side < size:
+        side += 1
+    first, second = _words(key)
+    round_keys = [fmix32(first + U32(r) * U32(0x9E3779B9)) ^ second for r in range(8)]
+
+    def permute(index: Array) -> Array:
+        left, right = index // U32(side), index % U32(side)
+        for round_key in round_keys:
+            left, right = right, (left + scale_to(fmix32(fmix32(right) ^ round_key), side)) % U32(side)
+        return left * U32(side) + right
+
+    index = permute(lax.iota(U32, k))
+    if side * side > size:
+        index = lax.while_loop(
+            lambda i: jnp.any(i >= U32(size)),
+            lambda i: jnp.where(i >= U32(size), permute(i), i),
+            index,
+        )
+    return index.astype(jnp.int32)

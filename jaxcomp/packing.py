@@ -1,0 +1,102 @@
+"""Unsigned integers of w bits packed into uint32 words, inside jit, without a loop over elements.
+
+32 codes of w bits fill exactly w words. Codes are laid out so that neighbours in memory stay
+neighbours: with G = ceil(n / 32), code i*G + g is the i-th of group g, and row m of the result
+holds word m of every group. All slices are then contiguous, on CPU and GPU alike, and the width
+can be read off the shape: words is uint32[w, G].
+
+Within a group, code i occupies bits [i*w, (i+1)*w) of the 32*w bits, least significant first.
+"""
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["num_words", "pack", "unpack", "width_for"]
+
+Array = jax.Array
+U32 = jnp.uint32
+
+
+def width_for(num_codes: int) -> int:
+    """Bits needed for codes 0 .. num_codes - 1, at least 1.
+
+    >>> [width_for(n) for n in (1, 2, 3, 15, 16, 17)]
+    [1, 1, 2, 4, 4, 5]
+    """
+    return max(1, (num_codes - 1).bit_length())
+
+
+def num_words(size: int, width: int) -> int:
+    """Words that `pack` makes of `size` codes: width * ceil(size / 32)."""
+    return width * (-(-size // 32))
+
+
+def pack(codes: Array, width: int) -> Array:
+    """Packs codes into words.
+
+    Args:
+        codes: uint[n], each below 2^width (higher bits are dropped).
+        width: bits per code, 1 to 32.
+
+    Returns:
+        uint32[width, ceil(n / 32)], unused places zero.
+
+    Raises:
+        ValueError: width is outside 1 .. 32 or codes are not a vector.
+
+    >>> pack(jnp.arange(5, dtype=jnp.uint32), 3).shape
+    (3, 1)
+    """
+    _check_width(width)
+    if codes.ndim != 1:
+        raise ValueError(f"pack: codes must be a vector; got shape {codes.shape}")
+    groups = -(-codes.shape[0] // 32)
+    codes = codes.astype(U32)
+    if width < 32:
+        codes = codes & U32((1 << width) - 1)
+    rows = jnp.pad(codes, (0, 32 * groups - codes.shape[0])).reshape(32, groups)
+    words = []
+    for m in range(width):
+        word = None
+        for i in range(32 * m // width, min(32, -(-32 * (m + 1) // width))):
+            shift = i * width - 32 * m
+            part = rows[i] << U32(shift) if shift >= 0 else rows[i] >> U32(-shift)
+            word = part if word is None else word | part
+        words.append(word)
+    return jnp.stack(words)
+
+
+def unpack(words: Array, size: int) -> Array:
+    """Inverse of `pack`.
+
+    Args:
+        words: uint32[w, G] as `pack` returns it.
+        size: number of codes n, with ceil(n / 32) = G.
+
+    Returns:
+        uint32[n].
+
+    Raises:
+        ValueError: shape and size do not fit together.
+
+    >>> print(unpack(pack(jnp.arange(5, dtype=jnp.uint32), 3), 5))
+    [0 1 2 3 4]
+    """
+    if words.ndim != 2 or words.shape[1] != -(-size // 32):
+        raise ValueError(f"unpack: {size} codes need words of shape (w, {-(-size // 32)}); got {words.shape}")
+    width = words.shape[0]
+    _check_width(width)
+    if width == 32:
+        return words.reshape(-1)[:size]
+    start = jnp.arange(32) * width
+    row, shift = start // 32, (start % 32).astype(U32)[:, None]
+    low = words[row] >> shift
+    # A code that straddles two words takes its high bits from the next one. A shift by 32 is
+    # undefined, so codes that start at bit 0 are masked out instead.
+    high = jnp.where(shift == 0, U32(0), words[jnp.minimum(row + 1, width - 1)] << ((U32(32) - shift) % U32(32)))
+    return ((low | high) & U32((1 << width) - 1)).reshape(-1)[:size]
+
+
+def _check_width(width: int) -> None:
+    if not 1 <= width <= 32:
+        raise ValueError(f"pack: width must be in 1 .. 32 bits; got {width}")

@@ -1,0 +1,56 @@
+"""What crosses the wire: one NamedTuple of arrays per kind of message.
+
+A payload holds nothing that both ends know already (d, k, the number of levels, seeds). Sizes
+(`bits`), bytes (`wire`) and collectives (`exchange`) dispatch on these types, never on the
+compressor. A field `values` may itself hold a payload: that is how `compose` nests them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+__all__ = ["Dense", "Leaves", "Quantized", "Scaled", "Sparse"]
+
+Array = jax.Array
+
+
+class Dense(NamedTuple):
+    """values: float[m]. Plain numbers: all entries, or those of an index set that both ends know."""
+
+    values: Any
+
+
+class Scaled(NamedTuple):
+    """values: narrow float[d];  scale: f32[], a power of two.  x_hat = values * scale."""
+
+    values: Array
+    scale: Array
+
+
+class Sparse(NamedTuple):
+    """values: float[k];  indices: i32[k], ascending, unique, padded with d.
+
+    Padding has value zero. The first padding entry, if any, ends the message: `code_bits` and
+    the wire count it, what follows costs nothing there.
+    """
+
+    values: Any
+    indices: Array
+
+
+class Quantized(NamedTuple):
+    """norms: f32[b], one per block (b may be 0);  words: u32[w, ceil(d / 32)], codes of w bits.
+
+    The layout of the words is that of `packing.pack`. A code is the level in zigzag form
+    (0, 1, -1, 2, -2, ... -> 0, 1, 2, 3, 4, ...) for dithering, sign and exponent for natural.
+    """
+
+    norms: Array
+    words: Array
+
+
+class Leaves(NamedTuple):
+    """dense: one message with all small leaves;  leaves: a payload for each large one."""
+
+    dense: Dense
+    leaves: tuple[Any, ...]

@@ -1,0 +1,327 @@
+"""Payloads as bytes: one encoder and one decoder per payload type, both by dispatch.
+
+A body is a node. A node is a byte that says its type, then its parts:
+
+    0 array       dtype u8 | ndim u8 | dims varint... | raw bytes
+    1 Dense       node
+    2 Scaled      array values | array scale
+    3 Sparse      capacity | count | width u8 | indices, width bits each | values (see below)
+    4 Quantized   array norms | array words
+    5 Leaves      node dense | number varint | nodes
+
+Sparse stops at the first padding entry; what follows repeats it and is rebuilt by the decoder.
+Values are a raw array of `count` numbers, or the node of a nested payload. So that a short
+message cannot ask for a long array, every PAD_BYTES of rebuilt padding cost one filler byte.
+Numbers are little-endian, as on every machine that JAX runs on.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sparse
+from jaxcomp.wire.bitstream import pack_bits, packed_size, unpack_bits
+from jaxcomp.wire.errors import WireError
+from jaxcomp.wire.frame import Reader, seal, unseal, varint
+
+__all__ = ["decode", "encode"]
+
+ARRAY, DENSE, SCALED, SPARSE, QUANTIZED, LEAVES = range(6)
+MAX_DEPTH = 8
+MAX_DIMS = 8
+PAD_BYTES = 1024
+
+DTYPES = [
+    np.dtype(name)
+    for name in (
+        "float32",
+        "float64",
+        "float16",
+        jnp.bfloat16,
+        jnp.float8_e4m3fn,
+        jnp.float8_e5m2,
+        jnp.float8_e4m3b11fnuz,
+        jnp.float8_e4m3fnuz,
+        jnp.float8_e5m2fnuz,
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        jnp.float8_e3m4,
+        jnp.float8_e4m3,
+    )
+]
+
+
+def encode(payload: Any) -> bytes:
+    """The message as it travels between hosts: framed, versioned, checksummed.
+
+    Args:
+        payload: of one worker, with concrete arrays.
+
+    Returns:
+        bytes; `8 * len` is `code_bits(payload)` plus at most 7 bits per array and the frame.
+
+    Raises:
+        TypeError: not a payload, or an array of a dtype that no payload has.
+
+    >>> import jaxcomp as jc
+    >>> message = jc.wire.encode(jc.payloads.Dense(np.float32([1, 2])))
+    >>> len(message), jc.wire.decode(message).values
+    (30, array([1., 2.], dtype=float32))
+    """
+    payload = jax.tree.map(np.asarray, jax.device_get(payload))
+    parts: list[bytes] = []
+    _write(payload, parts)
+    return seal(b"".join(parts))
+
+
+def decode(data: bytes) -> Any:
+    """The payload of a message, with NumPy arrays.
+
+    Memory stays below PAD_BYTES times the length of the message, whatever it claims.
+
+    Raises:
+        WireError: the bytes are not a message that `encode` could have made. Says which field
+            was wrong, what was found and what is allowed.
+    """
+    reader = Reader(unseal(data))
+    payload = _read(reader, MAX_DEPTH)
+    if isinstance(payload, np.ndarray):
+        raise WireError("payload type", ARRAY, "a payload, not a bare array")
+    reader.end()
+    return payload
+
+
+# ------------------------------------------------------------------------------------------------
+# Writing
+
+
+def _write(node: Any, parts: list[bytes]) -> None:
+    if isinstance(node, np.ndarray):
+        parts.append(bytes([ARRAY]))
+        _write_array(node, parts)
+        return
+    writer = _WRITERS.get(type(node))
+    if writer is None:
+        raise TypeError(f"wire.encode: {type(node).__name__} is not a payload")
+    writer(node, parts)
+
+
+def _dtype_code(dtype: np.dtype) -> int:
+    try:
+        return DTYPES.index(dtype)
+    except ValueError:
+        raise TypeError(f"wire.encode: no payload has arrays of dtype {dtype}") from None
+
+
+def _raw(array: np.ndarray) -> bytes:
+    return np.ascontiguousarray(array).tobytes()
+
+
+def _write_array(array: np.ndarray, parts: list[bytes]) -> None:
+    if array.ndim > MAX_DIMS:
+        raise TypeError(f"wire.encode: at most {MAX_DIMS} dimensions; got {array.ndim}")
+    parts.append(bytes([_dtype_code(array.dtype), array.ndim]) + b"".join(varint(n) for n in array.shape))
+    parts.append(_raw(array))
+
+
+def _write_dense(payload: Dense, parts: list[bytes]) -> None:
+    parts.append(bytes([DENSE]))
+    _write(payload.values, parts)
+
+
+def _write_scaled(payload: Scaled, parts: list[bytes]) -> None:
+    parts.append(bytes([SCALED]))
+    _write_array(payload.values, parts)
+    _write_array(payload.scale, parts)
+
+
+def _write_quantized(payload: Quantized, parts: list[bytes]) -> None:
+    parts.append(bytes([QUANTIZED]))
+    _write_array(payload.norms, parts)
+    _write_array(payload.words, parts)
+
+
+def _write_leaves(payload: Leaves, parts: list[bytes]) -> None:
+    parts.append(bytes([LEAVES]))
+    _write(payload.dense, parts)
+    parts.append(varint(len(payload.leaves)))
+    for leaf in payload.leaves:
+        _write(leaf, parts)
+
+
+def _write_sparse(payload: Sparse, parts: list[bytes]) -> None:
+    values, indices = payload
+    if indices.ndim != 1 or indices.dtype != np.int32:
+        raise TypeError(f"wire.encode: Sparse.indices must be i32[k]; got {indices.dtype}{list(indices.shape)}")
+    plain = isinstance(values, np.ndarray)
+    if plain and values.shape != indices.shape:
+        raise TypeError(f"wire.encode: Sparse has {values.shape} values for {indices.shape} indices")
+    capacity = indices.size
+    if capacity and indices.min() < 0:
+        raise TypeError(f"wire.encode: Sparse.indices must not be negative; got {indices.min()}")
+    count = _stop(indices, values if plain else None)
+    width = max(1, int(indices.max(initial=0)).bit_length())
+    parts.append(bytes([SPARSE]) + varint(capacity) + varint(count) + bytes([width]))
+    parts.append(pack_bits(indices[:count], width))
+    if plain:
+        parts.append(bytes([ARRAY, _dtype_code(values.dtype)]))
+        parts.append(_raw(values[:count]))
+        parts.append(bytes(_filler(capacity - count, values.dtype.itemsize)))
+    else:
+        _write(values, parts)
+        parts.append(bytes(_filler(capacity - count, 0)))
+
+
+def _stop(indices: np.ndarray, values: np.ndarray | None) -> int:
+    """Entries up to the first of the padding, which repeats one index with value zero."""
+    if not indices.size:
+        return 0
+    padding = indices == indices[-1]
+    count = int(np.argmax(padding)) + 1
+    whole = not padding[count - 1 :].all()
+    if values is not None:
+        whole |= bool(np.any(_raw(values[count:]).strip(b"\0")))
+    return indices.size if whole else count
+
+
+def _filler(padding: int, itemsize: int) -> int:
+    return -(-padding * (itemsize + 4) // PAD_BYTES)
+
+
+_WRITERS: dict[type, Callable[[Any, list[bytes]], None]] = {
+    Dense: _write_dense,
+    Scaled: _write_scaled,
+    Sparse: _write_sparse,
+    Quantized: _write_quantized,
+    Leaves: _write_leaves,
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# Reading
+
+
+def _read(reader: Reader, depth: int) -> Any:
+    if depth == 0:
+        raise WireError("nesting", f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}")
+    kind = reader.byte("payload type")
+    if kind == ARRAY:
+        return _read_array(reader, "array")
+    read = _READERS.get(kind)
+    if read is None:
+        raise WireError("payload type", kind, f"one of {ARRAY}, {', '.join(map(str, _READERS))}")
+    return read(reader, depth - 1)
+
+
+def _read_dtype(reader: Reader, field: str) -> np.dtype:
+    code = reader.byte(f"{field} dtype")
+    if code >= len(DTYPES):
+        raise WireError(f"{field} dtype", code, f"below {len(DTYPES)}")
+    return DTYPES[code]
+
+
+def _read_numbers(reader: Reader, field: str, dtype: np.dtype, count: int) -> np.ndarray:
+    return np.frombuffer(reader.take(f"{field} values", count * dtype.itemsize), dtype).copy()
+
+
+def _read_array(reader: Reader, field: str, ndim: int | None = None, kind: type | None = None) -> np.ndarray:
+    dtype = _read_dtype(reader, field)
+    dims = reader.byte(f"{field} ndim")
+    if dims > MAX_DIMS or (ndim is not None and dims != ndim):
+        raise WireError(f"{field} ndim", dims, f"{ndim}" if ndim is not None else f"at most {MAX_DIMS}")
+    if kind is not None and not jnp.issubdtype(dtype, kind):
+        raise WireError(f"{field} dtype", dtype, kind.__name__)
+    count, shape = 1, []
+    for axis in range(dims):
+        length = reader.varint(f"{field} dim {axis}")
+        shape.append(length)
+        count *= length
+    # An empty array may have one long dimension; it must not overflow an index.
+    if any(length > 2**40 for length in shape):
+        raise WireError(f"{field} shape", shape, "dimensions of at most 2^40")
+    return _read_numbers(reader, field, dtype, count).reshape(shape)
+
+
+def _read_dense(reader: Reader, depth: int) -> Dense:
+    values = _read(reader, depth)
+    _check_values("Dense.values", values)
+    return Dense(values)
+
+
+def _check_values(field: str, values: Any) -> None:
+    if isinstance(values, Leaves):
+        raise WireError(field, "Leaves", "numbers or the payload of one array")
+
+
+def _read_scaled(reader: Reader, depth: int) -> Scaled:
+    values = _read_array(reader, "Scaled.values", kind=jnp.floating)
+    return Scaled(values, _read_array(reader, "Scaled.scale", ndim=0, kind=jnp.floating))
+
+
+def _read_quantized(reader: Reader, depth: int) -> Quantized:
+    norms = _read_array(reader, "Quantized.norms", ndim=1, kind=jnp.floating)
+    words = _read_array(reader, "Quantized.words", ndim=2, kind=jnp.unsignedinteger)
+    return Quantized(norms, words)
+
+
+def _read_leaves(reader: Reader, depth: int) -> Leaves:
+    dense = _read(reader, depth)
+    if not isinstance(dense, Dense) or not isinstance(dense.values, np.ndarray):
+        raise WireError("Leaves.dense", type(dense).__name__, "Dense numbers")
+    number = reader.varint("Leaves number", reader.left)
+    leaves = []
+    for _ in range(number):
+        leaf = _read(reader, depth)
+        if isinstance(leaf, np.ndarray):
+            raise WireError("Leaves leaf", "a bare array", "a payload")
+        leaves.append(leaf)
+    return Leaves(dense, tuple(leaves))
+
+
+def _read_sparse(reader: Reader, depth: int) -> Sparse:
+    capacity = reader.varint("Sparse capacity", 2**31)
+    count = reader.varint("Sparse count", capacity)
+    width = reader.byte("Sparse index width")
+    if not 1 <= width <= 31:
+        raise WireError("Sparse index width", width, "1 .. 31")
+    if capacity and not count:
+        raise WireError("Sparse count", count, f"at least 1 of {capacity}")
+    packed = reader.take("Sparse indices", packed_size(count, width))
+    plain = reader.peek("Sparse values type") == ARRAY
+    if plain:
+        reader.byte("Sparse values type")
+        dtype = _read_dtype(reader, "Sparse.values")
+        values = _read_numbers(reader, "Sparse", dtype, count)
+        itemsize = dtype.itemsize
+    else:
+        values, itemsize = _read(reader, depth), 0
+        _check_values("Sparse.values", values)
+    padding = capacity - count
+    filler = reader.take("Sparse filler", _filler(padding, itemsize))
+    if filler.tobytes().strip(b"\0"):
+        raise WireError("Sparse filler", "bytes that are not zero", "zeros")
+
+    indices = unpack_bits(packed, count, width).astype(np.int32)
+    if padding:
+        indices = np.concatenate([indices, np.full(padding, indices[-1])])
+        if plain:
+            values = np.concatenate([values, np.zeros(padding, values.dtype)])
+    return Sparse(values, indices)
+
+
+_READERS: dict[int, Callable[[Reader, int], Any]] = {
+    DENSE: _read_dense,
+    SCALED: _read_scaled,
+    SPARSE: _read_sparse,
+    QUANTIZED: _read_quantized,
+    LEAVES: _read_leaves,
+}

@@ -1,0 +1,29 @@
+"""Four virtual CPU devices, strict dtype promotion, and a seed that is printed and can be set."""
+
+import os
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+DEFAULT_SEED = 20240607
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=DEFAULT_SEED, help="seed of all random inputs")
+
+
+def pytest_report_header(config):
+    return f"jax {jax.__version__}, {os.cpu_count()} cores, --seed {config.getoption('--seed')}"
+
+
+@pytest.fixture
+def seed(request) -> int:
+    return request.config.getoption("--seed")
+
+
+@pytest.fixture
+def key(seed):
+    return jax.random.key(seed)

@@ -1,0 +1,69 @@
+"""One table: every compressor is a row, and `test_laws.py` holds each row to every law of `base`."""
+
+from typing import NamedTuple
+
+import jaxcomp as jc
+import numpy as np
+from jaxcomp.base import Compressor
+
+
+class Row(NamedTuple):
+    """name: test id; compressor: of one array; exact: copies entries, so sent + residual = x bitwise;
+    deterministic: the private key plays no part, shared randomness neither."""
+
+    name: str
+    compressor: Compressor
+    exact: bool
+    deterministic: bool
+
+
+D = 300
+P = np.linspace(0.05, 1.0, D)
+STEPS = np.linspace(0.05, 0.5, D)
+
+
+ROWS = [
+    Row("identity", jc.identity(), True, True),
+    Row("cast-bf16", jc.cast("bfloat16"), False, True),
+    Row("cast-f16", jc.cast("float16"), False, True),
+    Row("cast-f16-unscaled", jc.cast("float16", scaled=False), False, True),
+    Row("cast-e4m3", jc.cast("float8_e4m3fn"), False, True),
+    Row("cast-e5m2", jc.cast("float8_e5m2"), False, True),
+    Row("top_k-ratio", jc.top_k(0.1), True, True),
+    Row("top_k-k", jc.top_k(k=7), True, True),
+    Row("rand_k-ratio", jc.rand_k(0.1), False, False),
+    Row("rand_k-k", jc.rand_k(k=7), False, False),
+    Row("bernoulli-scalar", jc.bernoulli(0.2), False, False),
+    Row("bernoulli-array", jc.bernoulli(P), False, False),
+    Row("dithering-1", jc.dithering(1), False, False),
+    Row("dithering-7", jc.dithering(7), False, False),
+    Row("dithering-inf", jc.dithering(3, norm="inf"), False, False),
+    Row("dithering-blocks", jc.dithering(3, blocks=7), False, False),
+    Row("dithering-block_size", jc.dithering(3, block_size=64), False, False),
+    Row("dithering-steps", jc.dithering(steps=STEPS), False, False),
+    Row("dithering-block-steps", jc.dithering(steps=[0.1, 0.2, 0.4], blocks=3), False, False),
+    Row("natural", jc.natural(), False, False),
+    Row("sidco-1", jc.sidco(0.1, stages=1), True, True),
+    Row("sidco-3", jc.sidco(0.02, stages=3), True, True),
+    Row("contract-rand_k", jc.contract(jc.rand_k(0.25)), False, False),
+    Row("contract-dithering", jc.contract(jc.dithering(2)), False, False),
+    Row("compose-top_k-bf16", jc.compose(jc.top_k(0.1), jc.cast("bfloat16")), False, True),
+    Row("compose-top_k-dithering", jc.compose(jc.top_k(0.1), jc.dithering(15)), False, False),
+    Row("compose-rand_k-dithering", jc.compose(jc.rand_k(0.2), jc.dithering(7)), False, False),
+    Row("compose-identity-natural", jc.compose(jc.identity(), jc.natural()), False, False),
+    Row("compose-sidco-natural", jc.compose(jc.sidco(0.1), jc.natural()), False, False),
+]
+
+# Factories of the front door that make compressors; every one must have a row (tested).
+FACTORIES = [
+    "bernoulli",
+    "cast",
+    "compose",
+    "contract",
+    "dithering",
+    "identity",
+    "natural",
+    "rand_k",
+    "sidco",
+    "top_k",
+]

@@ -1,0 +1,292 @@
+"""Every row of `laws.ROWS` meets every law."""
+
+import jax
+import jax.numpy as jnp
+import jaxcomp as jc
+import numpy as np
+import pytest
+from jaxcomp.base import State, accumulate, advance, residual
+from laws import FACTORIES, ROWS, D
+from statistics_ import monte_carlo, z_bound
+
+each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+unbiased_row = pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.compressor.spec.omega is not None], ids=lambda row: row.name
+)
+contracting_row = pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.compressor.spec.alpha is not None], ids=lambda row: row.name
+)
+
+
+def vector(seed, d=D, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(scale * rng.standard_t(3, d), jnp.float32)
+
+
+def bits(x):
+    return np.asarray(x).view(np.uint8)
+
+
+def same(a, b):
+    """Equal trees, bit for bit (so NaN equals NaN and 0 differs from -0)."""
+    leaves_a, leaves_b = jax.tree.leaves(a), jax.tree.leaves(b)
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x.dtype == y.dtype and np.array_equal(np.atleast_1d(x).view(np.uint8), np.atleast_1d(y).view(np.uint8))
+        for x, y in zip(map(np.asarray, leaves_a), map(np.asarray, leaves_b), strict=True)
+    )
+
+
+def one_round(compressor, x, key):
+    """State, payload and decoded vector, by the three functions that make a compressor."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    shared_key, private_key = jax.random.split(key)
+    state = compressor.init(shared_key, like)
+    payload, local = compressor.compress(private_key, x, state)
+    return State(local, state.shared), payload, compressor.decompress(payload, state.shared, like)
+
+
+def test_every_factory_has_a_row():
+    lifts = {"per_leaf", "flat"}  # rows of their own in test_tree.py
+    made = {
+        name
+        for name in jc.__all__
+        if callable(getattr(jc, name)) and getattr(getattr(jc, name), "__module__", "").startswith("jaxcomp.compressors")
+    }
+    assert made - lifts == set(FACTORIES)
+    for name in FACTORIES:
+        assert any(row.name.startswith(name) for row in ROWS), name
+
+
+@each_row
+@pytest.mark.parametrize("shape", [(D,), (D // 10, 10), (D // 4, 2, 2)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shape_and_dtype_kept(row, shape, dtype, key, seed):
+    x = vector(seed).reshape(shape).astype(dtype)
+    x_hat, _ = jc.roundtrip(row.compressor, x, key=key)
+    assert x_hat.shape == shape
+    assert x_hat.dtype == x.dtype
+
+
+@each_row
+def test_jit_changes_nothing(row, key, seed):
+    x = vector(seed)
+    plain = jc.roundtrip(row.compressor, x, key=key)
+    jitted = jax.jit(lambda x, key: jc.roundtrip(row.compressor, x, key=key))(x, key)
+    # Fusion may round a norm differently in the last place; what is copied or packed may not differ.
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(jitted), strict=True):
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=3e-7, atol=1e-7)
+        else:
+            np.testing.assert_array_equal(a, b)
+
+
+@each_row
+def test_vmap_equals_loop(row, key, seed):
+    xs = jnp.stack([vector(seed + i) for i in range(3)])
+    keys = jax.random.split(key, 3)
+    run = lambda x, key: jc.roundtrip(row.compressor, x, key=key)[0]
+    mapped = jax.jit(jax.vmap(run))(xs, keys)
+    looped = jnp.stack([jax.jit(run)(x, k) for x, k in zip(xs, keys, strict=True)])
+    np.testing.assert_allclose(mapped, looped, rtol=1e-6, atol=1e-7)
+
+
+@each_row
+def test_deterministic_rows_ignore_the_key(row, key, seed):
+    x = vector(seed)
+    a, _ = jc.roundtrip(row.compressor, x, key=key)
+    b, _ = jc.roundtrip(row.compressor, x, key=jax.random.fold_in(key, 1))
+    again, _ = jc.roundtrip(row.compressor, x, key=key)
+    assert same(a, again)
+    assert same(a, b) == row.deterministic
+
+
+@unbiased_row
+def test_unbiased(row, key, seed):
+    x = vector(seed)
+    mean, standard_error = monte_carlo(lambda k: jc.roundtrip(row.compressor, x, key=k)[0], key, num_draws=4096)
+    z = np.abs(mean - np.asarray(x, np.float64)) / np.maximum(standard_error, 1e-6 * np.abs(x).max())
+    assert z.max() < z_bound(false_alarm=1e-6, num_tests=x.size)
+
+
+@pytest.mark.parametrize("kind", ["student", "sparse", "flat", "tiny", "huge"])
+@unbiased_row
+def test_omega_bounds_the_variance(row, kind, key, seed):
+    rng = np.random.default_rng(seed)
+    x = {
+        "student": rng.standard_t(3, D),
+        "sparse": np.where(rng.random(D) < 0.05, rng.standard_normal(D), 0),
+        "flat": np.ones(D),
+        "tiny": 1e-30 * rng.standard_normal(D),
+        "huge": 1e30 * rng.standard_normal(D),
+    }[kind]
+    x = jnp.asarray(x, jnp.float32)
+    scale = float(np.abs(x).max())
+
+    def squared_error(k):
+        return jnp.sum(jnp.square((jc.roundtrip(row.compressor, x, key=k)[0] - x) / scale))
+
+    mean, standard_error = monte_carlo(squared_error, key, num_draws=1024)
+    norm = float(np.sum(np.square(np.float64(x) / scale)))
+    omega = row.compressor.spec.omega(D)
+    assert mean <= omega * norm + z_bound(false_alarm=1e-6, num_tests=1) * standard_error + 1e-12 * norm
+
+
+@pytest.mark.parametrize("kind", ["student", "sparse", "flat", "one", "tiny", "huge"])
+@contracting_row
+def test_alpha_bounds_the_error(row, kind, key, seed):
+    rng = np.random.default_rng(seed)
+    x = {
+        "student": rng.standard_t(3, D),
+        "sparse": np.where(rng.random(D) < 0.05, rng.standard_normal(D), 0),
+        "flat": np.full(D, -2.0),
+        "one": np.eye(1, D, 17)[0],
+        "tiny": 1e-30 * rng.standard_normal(D),
+        "huge": 1e30 * rng.standard_normal(D),
+    }[kind]
+    x = jnp.asarray(x, jnp.float32)
+    scale = float(np.abs(x).max())
+
+    def squared_error(k):
+        return jnp.sum(jnp.square((jc.roundtrip(row.compressor, x, key=k)[0] - x) / scale))
+
+    draws = 1 if row.deterministic else 1024
+    mean, standard_error = monte_carlo(squared_error, key, num_draws=draws)
+    norm = float(np.sum(np.square(np.float64(x) / scale)))
+    alpha = row.compressor.spec.alpha(D)
+    assert 0 < alpha <= 1
+    assert mean <= (1 - alpha) * norm * (1 + 1e-6) + z_bound(false_alarm=1e-6, num_tests=1) * standard_error
+
+
+@each_row
+def test_sent_plus_residual_is_x(row, key, seed):
+    x = vector(seed)
+    state, payload, x_hat = one_round(row.compressor, x, key)
+    rest = residual(row.compressor, x, payload, state.shared)
+    if row.exact:
+        assert same(x_hat + rest, x)
+        np.testing.assert_array_equal((np.asarray(x_hat) != 0) & (np.asarray(rest) != 0), False)
+    np.testing.assert_allclose(np.float64(x_hat) + np.float64(rest), np.float64(x), rtol=1e-6, atol=1e-6)
+
+
+@each_row
+def test_zero_vector_stays_zero(row, key):
+    x_hat, payload = jc.roundtrip(row.compressor, jnp.zeros(D), key=key)
+    np.testing.assert_array_equal(x_hat, 0)
+    for leaf in jax.tree.leaves(payload):
+        assert np.isfinite(np.float64(leaf)).all()
+
+
+@each_row
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_entries_count_as_zero(row, bad, key, seed):
+    x = np.array(vector(seed))
+    x[[0, 5, D - 1]] = bad
+    clean = np.where(np.isfinite(x), x, 0).astype(np.float32)
+    got = jc.roundtrip(row.compressor, jnp.asarray(x), key=key)[0]
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got, jc.roundtrip(row.compressor, jnp.asarray(clean), key=key)[0], rtol=1e-6, atol=1e-7)
+
+
+@each_row
+@pytest.mark.parametrize("d", [0, 1, 2, 3, 31, 33])
+def test_tiny_arrays(row, d, key):
+    if row.name in ("bernoulli-array", "dithering-steps"):
+        pytest.skip("has one number per entry of an array of D entries")
+    if row.name == "dithering-block-steps" and d < 3:
+        pytest.skip("three block steps need three entries")
+    x = jnp.arange(1.0, d + 1)
+    x_hat, payload = jc.roundtrip(row.compressor, x, key=key)
+    assert x_hat.shape == (d,)
+    assert np.isfinite(x_hat).all()
+    assert jc.lane_bytes(payload) <= 4 * d + 256
+
+
+@each_row
+def test_scalar_leaf(row, key):
+    if row.name in ("bernoulli-array", "dithering-steps", "dithering-block-steps"):
+        pytest.skip("has one number per entry or block of a longer array")
+    x_hat, _ = jc.roundtrip(row.compressor, jnp.array(3.0), key=key)
+    assert x_hat.shape == ()
+    assert np.isfinite(x_hat)
+
+
+@each_row
+def test_accumulate_is_weighted_sum_of_decompress(row, key, seed):
+    like = jax.ShapeDtypeStruct((D,), jnp.float32)
+    state = row.compressor.init(key, like)
+    keys = jax.random.split(key, 3)
+    payloads = [row.compressor.compress(k, vector(seed + i), state)[0] for i, k in enumerate(keys)]
+    weights = jnp.array([0.5, -1.0, 2.0])
+    total = vector(seed + 9)
+    got = accumulate(row.compressor, total, jax.tree.map(lambda *a: jnp.stack(a), *payloads), weights, state.shared)
+    want = np.float64(total)
+    for payload, weight in zip(payloads, weights, strict=True):
+        want = want + float(weight) * np.float64(row.compressor.decompress(payload, state.shared, like))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@each_row
+def test_linear_payloads_may_be_added(row, key, seed):
+    if not row.compressor.spec.linear:
+        pytest.skip("not linear")
+    like = jax.ShapeDtypeStruct((D,), jnp.float32)
+    state = row.compressor.init(key, like)
+    one, _ = row.compressor.compress(key, vector(seed), state)
+    two, _ = row.compressor.compress(key, vector(seed + 1), state)
+    summed = jax.tree.map(lambda a, b: a + b, one, two)
+    parts = [row.compressor.decompress(p, state.shared, like) for p in (one, two)]
+    eps = max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(one))
+    np.testing.assert_allclose(
+        row.compressor.decompress(summed, state.shared, like), parts[0] + parts[1], rtol=4 * eps, atol=4 * eps
+    )
+
+
+@each_row
+def test_no_retrace_from_round_to_round(row, key, seed):
+    traces = 0
+
+    @jax.jit
+    def step(x, state, key):
+        nonlocal traces
+        traces += 1
+        payload, local = row.compressor.compress(key, x, state)
+        x_hat = row.compressor.decompress(payload, state.shared, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return x_hat, State(local, advance(row.compressor, state.shared))
+
+    state = row.compressor.init(key, jax.ShapeDtypeStruct((D,), jnp.float32))
+    for i in range(4):
+        _, state = step(vector(seed + i), state, jax.random.fold_in(key, i))
+    assert traces == 1
+
+
+@each_row
+def test_new_round_draws_new_shared_randomness(row, key, seed):
+    if row.compressor.advance is None:
+        pytest.skip("no shared randomness")
+    x = vector(seed)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    state = row.compressor.init(key, like)
+    later = State(state.local, advance(row.compressor, state.shared))
+    a = row.compressor.decompress(row.compressor.compress(key, x, state)[0], state.shared, like)
+    b = row.compressor.decompress(row.compressor.compress(key, x, later)[0], later.shared, like)
+    assert not same(a, b)
+
+
+@each_row
+def test_payload_holds_only_arrays_and_lane_bytes_follow_from_shapes(row, key, seed):
+    x = vector(seed)
+    _, payload = jc.roundtrip(row.compressor, x, key=key)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(payload))
+    shapes = jax.eval_shape(lambda x, k: jc.roundtrip(row.compressor, x, key=k)[1], x, key)
+    assert jc.lane_bytes(payload) == jc.lane_bytes(shapes) == sum(a.nbytes for a in jax.tree.leaves(payload))
+
+
+@each_row
+def test_double_precision(row, key, seed):
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(seed).standard_normal(D))
+        x_hat, _ = jc.roundtrip(row.compressor, x, key=key)
+        assert x_hat.dtype == jnp.float64
+        if row.exact:
+            kept = np.asarray(x_hat) != 0
+            np.testing.assert_array_equal(np.asarray(x_hat)[kept], np.asarray(x)[kept])
