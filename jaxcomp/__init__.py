@@ -28,7 +28,7 @@ from jaxcomp.compressors import (
     sidco,
     top_k,
 )
-from jaxcomp.exchange import Info, compressed_mean, info, init_state, state_axes, state_specs
+from jaxcomp.exchange import Info, compressed_mean, info, init_state, per_worker, state_axes, state_specs
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.wire import WireError
 
@@ -61,6 +61,7 @@ __all__ = [
     "natural",
     "payloads",
     "per_leaf",
+    "per_worker",
     "rand_k",
     "roundtrip",
     "sidco",

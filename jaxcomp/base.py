@@ -37,7 +37,9 @@ __all__ = [
     "residual",
     "roundtrip",
     "size_of",
-    "total_of",
+    "weighted",
+    "wide",
+    "wide_like",
     "wrap_key",
 ]
 
@@ -102,8 +104,8 @@ class Compressor(NamedTuple):
     The last two have defaults, which the functions `accumulate` and `advance` fill in.
 
     accumulate(total, payloads, weights, shared) -> total + sum_j weights_j x_hat_j
-        payloads: stacked on a leading axis; weights: [n], or a prefix tree of the payload with
-        an array for each part. Folds in the order of j.
+        payloads: stacked on a leading axis; weights: [n], None for all ones, or a prefix tree of
+        the payload with either for each part. Folds in the order of j.
     advance(shared) -> shared of the next round.
     """
 
@@ -137,31 +139,44 @@ class Algorithm(NamedTuple):
 # Shapes
 
 
-def like_of(tree: Tree, dtype: Any = None) -> Tree:
+def wide(*dtypes: Any) -> Any:
+    """The floating type to compute in: f64 if any of the dtypes is f64, else f32.
+
+    >>> wide(jnp.bfloat16).name
+    'float32'
+    """
+    return jnp.dtype(jnp.float64 if any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes) else jnp.float32)
+
+
+def like_of(tree: Tree) -> Tree:
     """Shapes and dtypes of a tree of arrays, as `jax.ShapeDtypeStruct`.
 
     Args:
         tree: arrays, scalars or ShapeDtypeStructs.
-        dtype: replaces the dtype of each leaf by `promote_types(leaf, dtype)`.
 
     Raises:
         ValueError: a leaf is not a real floating-point array (named with its path).
 
-    >>> like_of({"w": jnp.zeros((2, 3), jnp.bfloat16)}, jnp.float32)
+    >>> like_of({"w": jnp.zeros((2, 3))})
     {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
     """
 
     def one(path, leaf):
-        shape, kind = jnp.shape(leaf), jnp.result_type(leaf)
-        if not jnp.issubdtype(kind, jnp.floating):
+        shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
             where = jax.tree_util.keystr(path) or "the array"
             raise ValueError(
-                f"gradients must be real floating point; {where} has dtype {kind}. "
+                f"gradients must be real floating point; {where} has dtype {dtype}. "
                 "Leave such leaves out with optax.masked."
             )
-        return jax.ShapeDtypeStruct(shape, kind if dtype is None else jnp.promote_types(kind, dtype))
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def wide_like(tree: Tree) -> Tree:
+    """The same with each dtype replaced by the one that sums and memories are kept in."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, wide(leaf.dtype)), like_of(tree))
 
 
 def is_array(tree: Tree) -> bool:
@@ -177,11 +192,6 @@ def size_of(like: Tree) -> int | tuple[int, ...]:
     """
     sizes = tuple(_prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(like))
     return sizes[0] if is_array(like) else sizes
-
-
-def total_of(like: Tree) -> int:
-    """Number of entries in all leaves together."""
-    return sum(_prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(like))
 
 
 def _prod(shape: Sequence[int]) -> int:
@@ -218,10 +228,13 @@ def wrap_key(data: Array) -> Array:
 def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tree, shared: Tree) -> Tree:
     """total + sum_j weights_j decompress(payload_j), in the order of j, in memory O(d).
 
+    The result is the same bit for bit wherever it is compiled: products are rounded before they
+    are added (`weighted`), and without weights there are none.
+
     Args:
         total: array or tree, shape of what is decompressed, in the dtype to add in.
         payloads: payload with a leading axis of n messages on each array.
-        weights: [n] of the dtype of `total`, or a prefix tree of the payload.
+        weights: [n], None for all ones, or a prefix tree of the payload.
         shared: the compressor's shared state.
 
     Returns:
@@ -234,7 +247,7 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
     def add(total, message):
         payload, weight = message
         x_hat = compressor.decompress(payload, shared, like)
-        return jax.tree.map(lambda t, x: t + weight.astype(t.dtype) * x.astype(t.dtype), total, x_hat)
+        return jax.tree.map(lambda t, x: t + weighted(x.astype(t.dtype), weight), total, x_hat)
 
     return fold(add, total, (payloads, weights))
 
@@ -247,14 +260,25 @@ def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree
     return total
 
 
+def weighted(x: Array, weight: Array | None) -> Array:
+    """weight * x, rounded by itself; x for no weight.
+
+    Without the barrier a compiler may or may not contract the product with an addition that
+    follows into one rounding.
+    """
+    return x if weight is None else lax.optimization_barrier(x * weight.astype(x.dtype))
+
+
 def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:
     """message - decompress(payload): what was not sent.
 
     Bitwise, `message = sent + residual` for compressors that copy entries.
     """
+    if compressor.accumulate is None:
+        x_hat = compressor.decompress(payload, shared, like_of(message))
+        return jax.tree.map(lambda m, x: m - x, message, x_hat)
     stacked = jax.tree.map(lambda a: a[None], payload)
-    dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(message)), jnp.float32)
-    return accumulate(compressor, message, stacked, jnp.full((1,), -1, dtype), shared)
+    return compressor.accumulate(message, stacked, jnp.full((1,), -1, jnp.float32), shared)
 
 
 def advance(compressor: Compressor, shared: Tree) -> Tree:

@@ -6,6 +6,7 @@ Wire bytes are the third: len(wire.encode(payload)) = code_bits / 8, rounded up 
 each array, plus the frame.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ def lane_bytes(payload: Any) -> int:
     >>> lane_bytes(Sparse(jnp.zeros(3), jnp.zeros(3, jnp.int32)))
     24
     """
-    return sum(jnp.size(leaf) * jnp.result_type(leaf).itemsize for leaf in jax.tree.leaves(payload))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(payload))
 
 
 def code_bits(payload: Any) -> Array | int:

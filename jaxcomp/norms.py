@@ -5,30 +5,15 @@ finite case is therefore tested on the result (a NaN or an infinity anywhere mak
 finite) and the slow form stands behind a `lax.cond` that is hardly ever taken.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import finite
 
-__all__ = ["Norm", "block_norms", "max_abs"]
+__all__ = ["block_norms", "max_abs"]
 
 Array = jax.Array
-
-
-class Norm(NamedTuple):
-    """For each row of a matrix: norm = largest * relative, with `largest` = 1 for a zero row.
-
-    |x| / norm is to be computed as |x| / largest / relative, which stays in range for every
-    norm, large or small. Rows whose largest magnitude is below the smallest normal number of the
-    dtype count as zero.
-    """
-
-    norm: Array
-    largest: Array
-    relative: Array
 
 
 def max_abs(rows: Array) -> Array:
@@ -45,26 +30,27 @@ def max_abs(rows: Array) -> Array:
     )
 
 
-def block_norms(rows: Array, order: float) -> Norm:
-    """Norm of each row, of the finite entries.
+def block_norms(rows: Array, order: float) -> Array:
+    """Norm of each row, of its finite entries.
 
     Args:
         rows: float[b, m].
         order: 2 or inf.
 
     Returns:
-        `Norm` of float[b] arrays. A norm beyond the largest number of the dtype saturates.
+        float[b]. Entries are divided by the largest before they are squared, so that squares
+        neither overflow nor vanish. A norm beyond the largest number of the dtype saturates; a
+        row without a normal number has norm zero.
 
-    >>> print(block_norms(jnp.array([[3.0, 4.0], [0.0, 0.0]]), 2).norm)
+    >>> print(block_norms(jnp.array([[3.0, 4.0], [0.0, 0.0]]), 2))
     [5. 0.]
     """
     info = jnp.finfo(rows.dtype)
     largest = max_abs(rows)
     zero = largest < info.tiny
-    largest = jnp.where(zero, jnp.ones((), rows.dtype), largest)
-    relative = jnp.ones_like(largest)
     if order == 2 and rows.shape[-1] > 0:
-        square = lambda x: jnp.sum(jnp.square(x / largest[:, None]), axis=-1)  # noqa: E731
+        unit = jnp.where(zero, jnp.ones((), rows.dtype), largest)
+        square = lambda x: jnp.sum(jnp.square(x / unit[:, None]), axis=-1)
         squares = square(rows)
         squares = lax.cond(
             jnp.all(jnp.isfinite(squares)),
@@ -73,6 +59,5 @@ def block_norms(rows: Array, order: float) -> Norm:
             rows,
             squares,
         )
-        relative = jnp.where(zero, relative, jnp.sqrt(squares))
-    norm = jnp.where(zero, jnp.zeros((), rows.dtype), largest * jnp.minimum(relative, info.max / largest))
-    return Norm(norm, largest, relative)
+        largest = unit * jnp.minimum(jnp.sqrt(squares), info.max / unit)
+    return jnp.where(zero, jnp.zeros((), rows.dtype), largest)

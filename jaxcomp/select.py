@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.base import wide
 from jaxcomp.norms import max_abs
 
 __all__ = [
@@ -113,7 +114,7 @@ def take(x: Array, indices: Array) -> Array:
 
 def magnitude(x: Array) -> Array:
     """|x| in f32, or f64."""
-    return jnp.abs(x).astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.abs(x).astype(wide(x.dtype))
 
 
 def words_above(x: Array, threshold: Array) -> Array:
@@ -154,8 +155,8 @@ def exceeding(x: Array, threshold: Array, capacity: int) -> tuple[Array, Array]:
         words uint32[ceil(d / 32)], and wanted i32[], how many exceeded the threshold given.
     """
     bits = jnp.uint64 if threshold.dtype == jnp.float64 else jnp.uint32
-    as_bits = lambda t: lax.bitcast_convert_type(t, bits)  # noqa: E731
-    as_float = lambda b: lax.bitcast_convert_type(b, threshold.dtype)  # noqa: E731
+    as_bits = lambda t: lax.bitcast_convert_type(t, bits)
+    as_float = lambda b: lax.bitcast_convert_type(b, threshold.dtype)
 
     words = words_above(x, threshold)
     wanted = count_words(words)

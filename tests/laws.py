@@ -2,8 +2,9 @@
 
 from typing import NamedTuple
 
-import jaxcomp as jc
 import numpy as np
+
+import jaxcomp as jc
 from jaxcomp.base import Compressor
 
 

@@ -3,6 +3,7 @@
 None of this imports jaxcomp.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -80,7 +81,7 @@ def dithering(x, steps, uniforms, order=2, blocks=None, block_size=None):
     steps = np.broadcast_to(np.asarray(steps, np.float64), x.shape)
     out = np.zeros_like(x)
     edges = block_edges(len(x), blocks, block_size)
-    for a, b in zip(edges[:-1], edges[1:], strict=True):
+    for a, b in itertools.pairwise(edges):
         norm = np.linalg.norm(x[a:b], order)
         if norm > 0:
             level = np.floor(np.abs(x[a:b]) / (norm * steps[a:b]) + uniforms[a:b])

@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import jaxcomp as jc
 import numpy as np
 import pytest
-from jaxcomp.base import State, accumulate, advance, residual
 from laws import FACTORIES, ROWS, D
-from statistics_ import monte_carlo, z_bound
+from montecarlo import monte_carlo, z_bound
+
+import jaxcomp as jc
+from jaxcomp.base import State, accumulate, advance, residual
 
 each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 unbiased_row = pytest.mark.parametrize(
@@ -50,7 +51,8 @@ def test_every_factory_has_a_row():
     made = {
         name
         for name in jc.__all__
-        if callable(getattr(jc, name)) and getattr(getattr(jc, name), "__module__", "").startswith("jaxcomp.compressors")
+        if callable(getattr(jc, name))
+        and getattr(getattr(jc, name), "__module__", "").startswith("jaxcomp.compressors")
     }
     assert made - lifts == set(FACTORIES)
     for name in FACTORIES:
@@ -128,7 +130,8 @@ def test_omega_bounds_the_variance(row, kind, key, seed):
     mean, standard_error = monte_carlo(squared_error, key, num_draws=1024)
     norm = float(np.sum(np.square(np.float64(x) / scale)))
     omega = row.compressor.spec.omega(D)
-    assert mean <= omega * norm + z_bound(false_alarm=1e-6, num_tests=1) * standard_error + 1e-12 * norm
+    bound = omega * norm * (1 + 1e-6) + 1e-12 * norm  # float32 rounds the error itself
+    assert mean <= bound + z_bound(false_alarm=1e-6, num_tests=1) * standard_error
 
 
 @pytest.mark.parametrize("kind", ["student", "sparse", "flat", "one", "tiny", "huge"])

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Algorithm, Compressor, State, accumulate, advance, finite, like_of, size_of
+from jaxcomp.base import Algorithm, Compressor, State, accumulate, advance, finite, size_of, wide_like
 from jaxcomp.compressors.tree import lift
 
 __all__ = ["diana"]
@@ -60,12 +60,12 @@ def diana(compressor: Compressor, *, alpha: float | None = None) -> Algorithm:
         return 1 / (1 + compressor.spec.omega(size_of(tree))) if alpha is None else alpha
 
     def init(shared_key, like):
-        like = like_of(like, jnp.float32)
+        like = wide_like(like)
         bound = 1 / (1 + compressor.spec.omega(size_of(like)))
         if alpha is not None and alpha > bound * (1 + 1e-6):
             raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)] = (0, {bound:.6g}]; got {alpha}")
         state = compressor.init(shared_key, like)
-        zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)  # noqa: E731
+        zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
         return State(DianaLocal(zeros(), state.local), DianaShared(zeros(), state.shared))
 
     def message(grads, local):

@@ -36,9 +36,7 @@ def direct(compressor: Compressor) -> Algorithm:
     """
     spec = compressor.spec
     if spec.omega is None and spec.alpha is None:
-        raise ValueError(
-            f"direct needs a compressor with a known error bound (omega or alpha); {spec.name} has none"
-        )
+        raise ValueError(f"direct needs a compressor with a known error bound (omega or alpha); {spec.name} has none")
     compressor = lift(compressor)
 
     def init(shared_key, like):

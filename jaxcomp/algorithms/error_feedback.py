@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Algorithm, Compressor, State, advance, finite, like_of, residual, size_of
+from jaxcomp.base import Algorithm, Compressor, State, advance, finite, residual, size_of, wide_like
 from jaxcomp.compressors.tree import lift
 
 __all__ = ["error_feedback"]
@@ -55,7 +55,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     compressor = lift(compressor)
 
     def init(shared_key, like):
-        like = like_of(like, jnp.float32)
+        like = wide_like(like)
         alpha = compressor.spec.alpha(size_of(like))
         if not alpha > 0:
             raise ValueError(

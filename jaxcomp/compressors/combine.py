@@ -19,7 +19,8 @@ def contract(compressor: Compressor) -> Compressor:
     Raises:
         ValueError: omega is not known.
 
-    Reference: Beznosikov, Horvath, Richtarik, Safaryan 2020, lemma 8; Richtarik, Sokolov, Fatkhullin 2021 (EF21), lemma 8.
+    Reference: Beznosikov, Horvath, Richtarik, Safaryan 2020, lemma 8; Richtarik, Sokolov,
+    Fatkhullin 2021 (EF21), lemma 8.
 
     >>> import jaxcomp as jc
     >>> jc.contract(jc.rand_k(0.25)).spec.alpha(100)
@@ -42,8 +43,14 @@ def contract(compressor: Compressor) -> Compressor:
         return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), x_hat)
 
     def add(total, payloads, weights, shared):
-        scale = scale_of(total)
-        weights = jax.tree.map(lambda w: w * jnp.asarray(scale, w.dtype), weights)
+        scale = jnp.asarray(scale_of(total), jnp.float32)
+        count = jax.tree.leaves(payloads)[0].shape[0]
+        if weights is None or isinstance(weights, jax.Array):
+            weights = jnp.full((count,), scale) if weights is None else weights * scale
+        else:
+            weights = jax.tree.map(
+                lambda w: scale[None] if w is None else w * scale, weights, is_leaf=lambda w: w is None
+            )
         return accumulate(compressor, total, payloads, weights, shared)
 
     return compressor._replace(
@@ -69,7 +76,7 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
     outer selects, inner with alpha:  alpha = alpha_outer alpha_inner, because the two errors are
                                 orthogonal.
     outer selects, inner with omega:  alpha = alpha_outer (1 - omega_inner), where that is positive.
-    Otherwise neither is known. d of `inner` is at most d, so its omega is taken there.
+    Otherwise neither is known. omega and alpha of `inner` are those at the number of values.
 
     Raises:
         ValueError: the payload of `outer` has no array `values`, or a part is lifted to trees.
@@ -97,6 +104,9 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
                 f"{inner.spec.name} to compress; put the compressor that selects first"
             )
         return payload.values
+
+    def num_values(d):
+        return values_like(jax.ShapeDtypeStruct((d,), jnp.float32)).size
 
     def init(shared_key, like):
         like = like_of(like)
@@ -132,18 +142,19 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
     first, second = outer.spec, inner.spec
     omega = alpha = None
     if first.omega is not None and second.omega is not None:
-        omega = lambda d: (1 + first.omega(d)) * (1 + second.omega(d)) - 1  # noqa: E731
+        omega = lambda d: (1 + first.omega(d)) * (1 + second.omega(d)) - 1
     if first.selects and second.alpha is not None:
-        alpha = lambda d: first.alpha(d) * second.alpha(d)  # noqa: E731
+        alpha = lambda d: first.alpha(d) * second.alpha(d)
     elif first.selects and second.omega is not None:
-        alpha = lambda d: first.alpha(d) * (1 - second.omega(d))  # noqa: E731
+        alpha = lambda d: first.alpha(d) * (1 - second.omega(d))
+    next_round = None
+    if outer.advance is not None or inner.advance is not None:
+        next_round = lambda shared: (advance(outer, shared[0]), advance(inner, shared[1]))
     return Compressor(
         init,
         compress,
         decompress,
         Spec(f"compose({first.name}, {second.name})", omega, alpha, first.linear and second.linear),
         accumulate=add,
-        advance=lambda shared: (advance(outer, shared[0]), advance(inner, shared[1])),
+        advance=next_round,
     )
-
-

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, State, finite
+from jaxcomp.base import Compressor, Spec, finite, wide
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_bits
 from jaxcomp.norms import max_abs
@@ -70,13 +70,13 @@ def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
         kind, ok = dtype, False
     if not ok:
         raise ValueError(f"cast: dtype must be bfloat16, float16 or a float8 type; got {kind}")
-    wide = float(info.max) > 1e38
-    scaled = not wide if scaled is None else scaled
+    full_range = float(info.max) > 1e38
+    scaled = not full_range if scaled is None else scaled
     largest = float(info.max)
     top = math.frexp(largest)[1] - 1  # scaled, max|x| lies in [2^(top-1), 2^top), below the largest
     unit = float(info.eps) / 2
     tiny = float(info.smallest_subnormal) / 2 / 2.0 ** (top - 1)
-    alpha = (lambda d: 1 - unit**2 - tiny**2 * d) if scaled else (lambda d: 1 - unit**2) if wide else None
+    alpha = (lambda d: 1 - unit**2 - tiny**2 * d) if scaled else (lambda d: 1 - unit**2) if full_range else None
 
     def round_to(x: Array) -> Array:
         return jnp.clip(x, -largest, largest).astype(kind)
@@ -85,13 +85,15 @@ def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
         x = finite(x)
         if not scaled:
             return Dense(round_to(x)), state.local
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x.astype(wide(x.dtype))
         _, exponent = jnp.frexp(max_abs(x))
-        scale = jnp.exp2(jnp.clip(exponent - top, -126, 126).astype(x.dtype))
-        return Scaled(round_to(x / scale), scale.astype(jnp.float32)), state.local
+        # exp2 is not exact on every backend; these are the bits of a power of two in f32.
+        bits = (jnp.clip(exponent - top, -126, 126).astype(jnp.int32) + 127) << 23
+        scale = lax.bitcast_convert_type(bits, jnp.float32)
+        return Scaled(round_to(x / scale.astype(x.dtype)), scale), state.local
 
     def decompress(payload, shared, like):
-        wide_type = jnp.promote_types(like.dtype, jnp.float32)
+        wide_type = wide(like.dtype)
         values = payload.values.astype(wide_type)
         return (values * payload.scale.astype(wide_type) if scaled else values).astype(like.dtype)
 

@@ -6,17 +6,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jaxcomp.base import Compressor, Spec, State, finite
+from jaxcomp.base import Compressor, Spec, State, finite, wide
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_uniform
-from jaxcomp.norms import Norm, block_norms
+from jaxcomp.norms import block_norms
 from jaxcomp.packing import pack, unpack, width_for
 from jaxcomp.payloads import Quantized
 
 __all__ = ["dithering", "unzigzag", "zigzag"]
 
 Array = jax.Array
+MOST_LEVELS = 2**15
+LARGEST = np.finfo(np.float32).max  # of norms and units, which are f32
 
 
 def zigzag(levels: Array) -> Array:
@@ -52,20 +55,19 @@ class Blocks:
             count = max(1, min(blocks or 1, d))
             self.rows, self.length = count - 1, d // count
         self.tail = d - self.rows * self.length
-        self.count = self.rows + (self.tail > 0)
-        self.largest = max(self.length if self.rows else 0, self.tail)
+        self.lengths = [self.length] * self.rows + [self.tail] * (self.tail > 0)
+        self.count = len(self.lengths)
+        self.largest = max(self.lengths, default=0)
 
-    def norms(self, x: Array, order: float) -> Norm:
-        """Norm of each block, arrays of shape [count]."""
+    def norms(self, x: Array, order: float) -> Array:
+        """Norm of each block, [count]."""
         cut = self.rows * self.length
         parts = []
         if self.rows:
             parts.append(block_norms(x[:cut].reshape(self.rows, self.length), order))
         if self.tail:
             parts.append(block_norms(x[cut:].reshape(1, self.tail), order))
-        if not parts:
-            return Norm(*(jnp.zeros((0,), x.dtype),) * 3)
-        return Norm(*(jnp.concatenate(group) for group in zip(*parts, strict=True)))
+        return jnp.concatenate(parts) if parts else jnp.zeros((0,), x.dtype)
 
     def spread(self, each: Array) -> Array:
         """A number per block, repeated over the entries of its block; [count] -> [d] or [1]."""
@@ -93,8 +95,8 @@ def dithering(
     ceil(log2(2 K + 1)) bits, where K = max_j ceil(1 / h_j).
 
     Args:
-        levels: s, number of positive levels, 1 to 2^20; s = 2^(b-1) - 1 fills b bits.
-        steps: step sizes h relative to the norm instead, each at least 2^-20: a number, one per
+        levels: s, number of positive levels, 1 to 2^15; s = 2^(b-1) - 1 fills b bits.
+        steps: step sizes h relative to the norm instead, each at least 2^-15: a number, one per
             entry, or one per block. An array is kept in `State.shared`.
         norm: 2 or "inf".
         blocks: number of blocks; blocks of floor(d / blocks) entries, the last takes the rest.
@@ -118,8 +120,8 @@ def dithering(
     """
     if (levels is None) == (steps is None):
         raise ValueError(f"dithering: give exactly one of levels and steps; got levels={levels}, steps={steps}")
-    if levels is not None and (isinstance(levels, bool) or int(levels) != levels or not 1 <= levels <= 2**20):
-        raise ValueError(f"dithering: levels must be an integer in 1 .. 2^20; got {levels}")
+    if levels is not None and (isinstance(levels, bool) or int(levels) != levels or not 1 <= levels <= MOST_LEVELS):
+        raise ValueError(f"dithering: levels must be an integer in 1 .. 2^15; got {levels}")
     if norm not in (2, "inf", math.inf):
         raise ValueError(f'dithering: norm must be 2 or "inf"; got {norm!r}')
     for name, value in (("blocks", blocks), ("block_size", block_size)):
@@ -131,8 +133,8 @@ def dithering(
     order = 2 if norm == 2 else math.inf
     varying = steps is not None and np.ndim(steps) > 0
     sizes = np.asarray(1.0 / levels if steps is None else steps, np.float64).reshape(-1)
-    if sizes.size == 0 or not np.all(np.isfinite(sizes) & (sizes >= 2.0**-20)):
-        raise ValueError(f"dithering: steps must be finite and at least 2^-20; got {steps}")
+    if sizes.size == 0 or not np.all(np.isfinite(sizes) & (sizes >= 1 / MOST_LEVELS)):
+        raise ValueError(f"dithering: steps must be finite and at least 2^-15; got {steps}")
     most = math.ceil(float(np.max(1 / sizes)) - 1e-9)
     width = width_for(2 * most + 1)
 
@@ -148,45 +150,53 @@ def dithering(
                 f"dithering: {sizes.size} steps for an array of {like.size} entries in {cut.count} block(s); "
                 "give one step per entry or one per block"
             )
-        return State(shared=jnp.asarray(sizes, jnp.promote_types(like.dtype, jnp.float32)))
+        return State(shared=jnp.asarray(sizes, jnp.float32))
 
-    def steps_of(shared: Any, cut: Blocks, dtype: Any) -> Array:
-        """h for each entry, [d] or [1]."""
-        if not varying:
-            return jnp.full((1,), sizes[0], dtype)
-        each = shared.astype(dtype)
-        return cut.spread(each) if each.shape[0] == cut.count else each
+    def unit_of(shared: Any, cut: Blocks, norms: Array) -> Array:
+        """What a level is worth, norm * h, for each entry: f32[d] or f32[1].
+
+        Rounded up to few enough bits that level * unit is exact: then no compiler can change the
+        sum of decoded messages by contracting product and addition into one rounding.
+        """
+        each = cut.spread(norms)
+        if varying:
+            steps = shared.astype(jnp.float32)
+            each = each * (cut.spread(steps) if steps.shape[0] == cut.count else steps)
+        else:
+            each = each * jnp.float32(sizes[0])
+        spare = jnp.uint32((1 << (width - 1)) - 1)
+        bits = (lax.bitcast_convert_type(each, jnp.uint32) + spare) & ~spare
+        return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), LARGEST)
 
     def compress(key, x, state):
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x.astype(wide(x.dtype))
         cut = layout(x.shape[0])
-        norms = cut.norms(x, order)
-        x = finite(x)
-        unit = jnp.abs(x) / cut.spread(norms.largest) / cut.spread(norms.relative)
-        position = unit / steps_of(state.shared, cut, x.dtype)
+        norms = jnp.minimum(cut.norms(x, order), jnp.asarray(LARGEST, x.dtype)).astype(jnp.float32)
+        unit = unit_of(state.shared, cut, norms).astype(x.dtype)
+        position = jnp.where(unit < jnp.finfo(jnp.float32).tiny, 0, jnp.abs(finite(x)) / unit)
         noise = random_uniform(key, x.shape[0]).astype(x.dtype)
         level = jnp.minimum(jnp.floor(position + noise), most).astype(jnp.int32)
-        codes = zigzag(jnp.where(x < 0, -level, level))
-        return Quantized(norms.norm.astype(jnp.float32), pack(codes, width)), state.local
+        return Quantized(norms, pack(zigzag(jnp.where(x < 0, -level, level)), width)), state.local
 
     def decompress(payload, shared, like):
-        dtype = jnp.promote_types(like.dtype, jnp.float32)
         cut = layout(like.size)
         check_like("dithering", payload.words.shape, (width, -(-like.size // 32)))
-        level = unzigzag(unpack(payload.words, like.size)).astype(dtype)
-        return (level * steps_of(shared, cut, dtype) * cut.spread(payload.norms.astype(dtype))).astype(like.dtype)
+        level = unzigzag(unpack(payload.words, like.size)).astype(wide(like.dtype))
+        return (level * unit_of(shared, cut, payload.norms).astype(level.dtype)).astype(like.dtype)
 
     def omega(d: int) -> float:
         cut = layout(d)
         if not varying:
             squares = sizes[0] ** 2 * cut.largest
         elif sizes.size == d:
-            bounds = [min(d, row * cut.length) for row in range(cut.rows)] + ([cut.rows * cut.length] if cut.tail else [])
+            bounds = [min(d, row * cut.length) for row in range(cut.rows)] + (
+                [cut.rows * cut.length] if cut.tail else []
+            )
             squares = float(np.max(np.add.reduceat(sizes**2, bounds))) if d else 0.0
         else:
             lengths = np.array([cut.length] * cut.rows + ([cut.tail] if cut.tail else []))
             squares = float(np.max(lengths * sizes**2, initial=0.0))
-        e = math.sqrt(squares)
+        e = math.sqrt(squares) * (1 + 2.0 ** (width - 24))  # units are rounded up
         return e - 1 if e >= 2 else e**2 / 4
 
     described = f"levels={levels}" if steps is None else "varying steps" if varying else f"steps={steps}"

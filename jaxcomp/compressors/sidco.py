@@ -110,7 +110,5 @@ def sidco(ratio: float, *, law: str = "exponential", stages: int = 3, capacity: 
         compress=compress,
         decompress=dense_of_sparse,
         accumulate=add_sparse,
-        spec=Spec(
-            f"sidco({ratio})", omega=None, alpha=lambda d: 1 / d if d else 1.0, linear=False, selects=True
-        ),
+        spec=Spec(f"sidco({ratio})", omega=None, alpha=lambda d: 1 / d if d else 1.0, linear=False, selects=True),
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, State, Tally, finite, fold, key_data
+from jaxcomp.base import Compressor, Spec, State, Tally, finite, fold, key_data, weighted, wide
 from jaxcomp.compressors.vector import check_like, count_of, on_vectors
 from jaxcomp.hashing import random_bits, random_subset
 from jaxcomp.payloads import Dense, Sparse
@@ -21,8 +21,10 @@ Array = jax.Array
 
 def dense_of_sparse(payload: Sparse, shared: Any, like: jax.ShapeDtypeStruct) -> Array:
     """Scatters values into zeros; padding (index d) falls away."""
-    return jnp.zeros(like.shape, like.dtype).at[payload.indices].set(
-        payload.values.astype(like.dtype), mode="drop", indices_are_sorted=True
+    return (
+        jnp.zeros(like.shape, like.dtype)
+        .at[payload.indices]
+        .set(payload.values.astype(like.dtype), mode="drop", indices_are_sorted=True)
     )
 
 
@@ -31,7 +33,7 @@ def add_sparse(total: Array, payloads: Sparse, weights: Array, shared: Any) -> A
 
     def add(total, message):
         payload, weight = message
-        values = payload.values.astype(total.dtype) * weight.astype(total.dtype)
+        values = weighted(payload.values.astype(total.dtype), weight)
         return total.at[payload.indices].add(values, mode="drop", indices_are_sorted=True)
 
     return fold(add, total, (payloads, weights))
@@ -134,15 +136,16 @@ def rand_k(ratio: float | None = None, *, k: int | None = None) -> Compressor:
 
         def add_one(total, message):
             payload, weight = message
-            values = payload.values.astype(total.dtype) * (weight.astype(total.dtype) * scale)
+            values = weighted(payload.values.astype(total.dtype), jnp.asarray(scale, total.dtype))
+            values = weighted(values, weight)
             return total.at[indices].add(values, unique_indices=True)
 
         return fold(add_one, total, (payloads, weights))
 
     def decompress(payload, shared, like):
-        zeros = jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
+        zeros = jnp.zeros(like.shape, wide(like.dtype))
         stacked = jax.tree.map(lambda a: a[None], payload)
-        return add(zeros, stacked, jnp.ones((1,), zeros.dtype), shared).astype(like.dtype)
+        return add(zeros, stacked, None, shared).astype(like.dtype)
 
     return on_vectors(
         init=init,
@@ -207,7 +210,7 @@ def bernoulli(probabilities: Any) -> Compressor:
             raise ValueError(f"bernoulli: {np.size(p)} probabilities for an array of {like.size} entries")
         limit = np.clip(np.rint(np.asarray(p) * 2.0**32), 1, 2.0**32) - 1
         kept = (limit + 1) / 2.0**32
-        dtype = jnp.promote_types(like.dtype, jnp.float32)
+        dtype = wide(like.dtype)
         return State(
             local=Tally(jnp.zeros((), jnp.int32)),
             shared=Chances(jnp.asarray(limit.astype(np.uint32)), jnp.asarray(kept, dtype)),

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Compressor, Spec, State, accumulate, advance, fold, is_array, like_of
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, finite, fold, is_array, like_of, weighted, wide
 from jaxcomp.payloads import Dense, Leaves
 
 __all__ = ["flat", "lift", "per_leaf"]
@@ -36,11 +36,8 @@ def _unravel(vector: Array, likes: list[Any]) -> list[Array]:
 
 def _dtype_of(likes: list[Any]) -> Any:
     """The one floating type that all leaves fit in; f32 for an empty tree."""
-    dtypes = [like.dtype for like in likes]
-    result = dtypes[0] if dtypes else jnp.dtype(jnp.float32)
-    for dtype in dtypes[1:]:
-        result = jnp.promote_types(result, dtype)
-    return result
+    dtypes = {like.dtype for like in likes}
+    return dtypes.pop() if len(dtypes) == 1 else wide(*dtypes)
 
 
 def lift(compressor: Compressor) -> Compressor:
@@ -59,7 +56,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
 
     Args:
         compressor: of one array.
-        dense_below: number of entries, at least 0.
+        dense_below: number of entries, at least 0; 0 compresses every leaf.
 
     Returns:
         Compressor of trees with payload `Leaves`.
@@ -80,82 +77,65 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
         raise ValueError(f"per_leaf: dense_below must be an integer of at least 0; got {dense_below}")
 
     def split(tree):
-        """Leaves in order, and for each whether it is large."""
+        """The small leaves, and the large ones with their place in the tree."""
         leaves = jax.tree.leaves(tree)
-        return leaves, [leaf.size >= dense_below for leaf in leaves]
+        small = [leaf for leaf in leaves if leaf.size < dense_below]
+        return small, [(i, leaf) for i, leaf in enumerate(leaves) if leaf.size >= dense_below]
 
-    def join(tree, large, dense, leaves):
-        dense, leaves = iter(dense), iter(leaves)
-        return jax.tree.unflatten(jax.tree.structure(tree), [next(leaves) if big else next(dense) for big in large])
+    def join(tree, small, large):
+        small, large = iter(small), iter(large)
+        leaves, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, [next(small if x.size < dense_below else large) for x in leaves])
 
     def init(shared_key, like):
         like = like_of(like)
         if is_array(like):
             return compressor.init(shared_key, like)
-        leaves, large = split(like)
-        states = [
-            compressor.init(jax.random.fold_in(shared_key, i), leaf)
-            for i, (leaf, big) in enumerate(zip(leaves, large, strict=True))
-            if big
-        ]
+        _, large = split(like)
+        states = [compressor.init(jax.random.fold_in(shared_key, i), leaf) for i, leaf in large]
         return State(PerLeaf(tuple(s.local for s in states)), PerLeaf(tuple(s.shared for s in states)))
 
     def compress(key, tree, state):
         like_of(tree)
         if is_array(tree):
             return compressor.compress(key, tree, state)
-        leaves, large = split(tree)
-        small = [leaf for leaf, big in zip(leaves, large, strict=True) if not big]
-        dense = _ravel(small, _dtype_of(small))
-        dense = jnp.where(jnp.isfinite(dense), dense, jnp.zeros((), dense.dtype))
-        sent = [
-            (i, leaf) for i, (leaf, big) in enumerate(zip(leaves, large, strict=True)) if big
+        small, large = split(tree)
+        dense = Dense(finite(_ravel(small, _dtype_of(small))))
+        done = [
+            compressor.compress(jax.random.fold_in(key, i), leaf, State(local, shared))
+            for (i, leaf), local, shared in zip(large, state.local.leaves, state.shared.leaves, strict=True)
         ]
-        payloads, locals_ = [], []
-        for (i, leaf), local, shared in zip(sent, state.local.leaves, state.shared.leaves, strict=True):
-            payload, local = compressor.compress(jax.random.fold_in(key, i), leaf, State(local, shared))
-            payloads.append(payload)
-            locals_.append(local)
-        return Leaves(Dense(dense), tuple(payloads)), PerLeaf(tuple(locals_))
+        return Leaves(dense, tuple(payload for payload, _ in done)), PerLeaf(tuple(local for _, local in done))
 
     def decompress(payload, shared, like):
         if is_array(like):
             return compressor.decompress(payload, shared, like)
-        likes, large = split(like)
-        dense = _unravel(payload.dense.values, [leaf for leaf, big in zip(likes, large, strict=True) if not big])
+        small, large = split(like)
         leaves = [
-            compressor.decompress(p, s, leaf)
-            for p, s, leaf in zip(
-                payload.leaves, shared.leaves, [leaf for leaf, big in zip(likes, large, strict=True) if big], strict=True
-            )
+            compressor.decompress(part, leaf_shared, leaf)
+            for part, leaf_shared, (_, leaf) in zip(payload.leaves, shared.leaves, large, strict=True)
         ]
-        return join(like, large, dense, leaves)
+        return join(like, _unravel(payload.dense.values, small), leaves)
 
     def add(total, payloads, weights, shared):
         if is_array(total):
             return accumulate(compressor, total, payloads, weights, shared)
         if not isinstance(weights, Leaves):
             weights = Leaves(Dense(weights), (weights,) * len(payloads.leaves))
-        totals, large = split(total)
-        small = [leaf for leaf, big in zip(totals, large, strict=True) if not big]
+        small, large = split(total)
         vector = _ravel(small, _dtype_of(small))
-        if small:
-            vector = fold(
-                lambda t, m: t + m[0].astype(t.dtype) * m[1].astype(t.dtype),
-                vector,
-                (payloads.dense.values, weights.dense.values),
-            )
+        vector = fold(
+            lambda t, message: t + weighted(message[0].astype(t.dtype), message[1]),
+            vector,
+            (payloads.dense.values, weights.dense.values),
+        )
         leaves = [
-            accumulate(compressor, leaf, p, w, s)
-            for leaf, p, w, s in zip(
-                [leaf for leaf, big in zip(totals, large, strict=True) if big],
-                payloads.leaves,
-                weights.leaves,
-                shared.leaves,
-                strict=True,
+            accumulate(compressor, leaf, part, weight, leaf_shared)
+            for (_, leaf), part, weight, leaf_shared in zip(
+                large, payloads.leaves, weights.leaves, shared.leaves, strict=True
             )
         ]
-        return join(total, large, _unravel(vector, small), leaves)
+        return join(total, _unravel(vector, small), leaves)
 
     def advance_(shared):
         if not isinstance(shared, PerLeaf):
@@ -185,7 +165,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
             lifted=True,
         ),
         accumulate=add,
-        advance=advance_,
+        advance=None if compressor.advance is None else advance_,
     )
 
 
@@ -205,7 +185,8 @@ def flat(compressor: Compressor) -> Compressor:
         ValueError: the compressor is lifted already.
 
     >>> import jaxcomp as jc
-    >>> x_hat, payload = jc.roundtrip(jc.flat(jc.top_k(k=1)), {"a": jnp.ones(2), "b": jnp.array(3.0)}, key=jax.random.key(0))
+    >>> tree = {"a": jnp.ones(2), "b": jnp.array(3.0)}
+    >>> x_hat, payload = jc.roundtrip(jc.flat(jc.top_k(k=1)), tree, key=jax.random.key(0))
     >>> print(x_hat["a"], x_hat["b"], payload.indices)
     [0. 0.] 3.0 [2]
     """
@@ -223,7 +204,7 @@ def flat(compressor: Compressor) -> Compressor:
     def unravel(vector, like):
         return jax.tree.unflatten(jax.tree.structure(like), _unravel(vector, jax.tree.leaves(like_of(like))))
 
-    total = lambda bound: None if bound is None else lambda d: bound(sum(d) if isinstance(d, tuple) else d)  # noqa: E731
+    total = lambda bound: None if bound is None else lambda d: bound(sum(d) if isinstance(d, tuple) else d)
     return Compressor(
         init=lambda shared_key, like: compressor.init(shared_key, vector_like(like)),
         compress=lambda key, tree, state: compressor.compress(key, ravel(tree), state),
@@ -236,5 +217,3 @@ def flat(compressor: Compressor) -> Compressor:
         ),
         advance=compressor.advance,
     )
-
-

@@ -74,5 +74,3 @@ def check_like(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> No
     """Raises ValueError when a payload does not belong to the array it should decompress to."""
     if tuple(got) != tuple(expected):
         raise ValueError(f"{name}: payload of shape {tuple(got)} does not fit the array; expected {tuple(expected)}")
-
-

@@ -1,6 +1,18 @@
 """How payloads meet. `lanes` is the only module that names `lax` collectives."""
 
 from jaxcomp.exchange.meet import VIAS, Met, gather, sums
-from jaxcomp.exchange.transform import Info, compressed_mean, info, init_state, state_axes, state_specs
+from jaxcomp.exchange.transform import Info, compressed_mean, info, init_state, per_worker, state_axes, state_specs
 
-__all__ = ["VIAS", "Info", "Met", "compressed_mean", "gather", "info", "init_state", "state_axes", "state_specs", "sums"]
+__all__ = [
+    "VIAS",
+    "Info",
+    "Met",
+    "compressed_mean",
+    "gather",
+    "info",
+    "init_state",
+    "per_worker",
+    "state_axes",
+    "state_specs",
+    "sums",
+]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Axis", "all_gather", "all_sum", "axis_index", "axis_size", "is_bound", "varying"]
+__all__ = ["Axis", "all_gather", "all_sum", "axis_index", "axis_size", "is_bound", "known_equal", "varying"]
 
 Array = jax.Array
 Axis = str | tuple[str, ...] | None
@@ -51,6 +51,14 @@ def varying(tree: Any, axis: Axis) -> Any:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree)
+
+
+def known_equal(tree: Any, axis: Axis) -> bool:
+    """Whether the types say that every array is equal on all workers."""
+    leaves = jax.tree.leaves(tree)
+    names = set(axis_names(axis))
+    tracked = names <= _varying_axes(varying(jnp.zeros(()), axis)) if names else False
+    return tracked and bool(leaves) and not any(names & _varying_axes(jnp.asarray(x)) for x in leaves)
 
 
 def _varying_axes(x: Array) -> frozenset:

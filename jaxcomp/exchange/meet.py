@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
+from jaxcomp.base import weighted
 from jaxcomp.exchange.lanes import Axis, all_gather, all_sum, axis_index, axis_size
 from jaxcomp.payloads import Dense, Leaves
 
@@ -21,9 +21,8 @@ class Met(NamedTuple):
     """What arrived: mean = scale * sum_j weights_j decompress(payloads_j).
 
     payloads: stacked on a leading axis of n, or of 1 where they were summed on the way.
-    weights: [n], or a prefix tree of the payload with an array for each part.
-    scale: 1 / n for equal weights, applied last so that the sum itself is free of products and
-        the same bit for bit however it is compiled; else 1.
+    weights: [n]; None for all ones; or a prefix tree of the payload with either for each part.
+    scale: 1 / n for equal weights, applied last so that the sum itself is free of products; else 1.
     """
 
     payloads: Any
@@ -37,7 +36,7 @@ def gather(payload: Any, weights: Array | None, axis: Axis, linear: bool) -> Met
     Each worker sends its payload to n - 1 others: (n - 1) lane bytes by a ring all-gather.
     """
     del linear
-    return Met(all_gather(payload, axis), _each(weights, axis), _scale(weights, axis))
+    return Met(all_gather(payload, axis), weights, _scale(weights, axis))
 
 
 def sums(payload: Any, weights: Array | None, axis: Axis, linear: bool) -> Met:
@@ -46,14 +45,11 @@ def sums(payload: Any, weights: Array | None, axis: Axis, linear: bool) -> Met:
     A ring all-reduce sends 2 (n - 1) / n times the lane bytes, whatever n.
     """
     if linear:
-        return Met(_sum(payload, weights, axis), jnp.ones((1,), jnp.float32), _scale(weights, axis))
+        return Met(_sum(payload, weights, axis), None, _scale(weights, axis))
     if isinstance(payload, Leaves):
-        each = _each(weights, axis)
-        return Met(
-            Leaves(_sum(payload.dense, weights, axis), all_gather(payload.leaves, axis)),
-            Leaves(Dense(jnp.ones((1,), jnp.float32)), (each,) * len(payload.leaves)),
-            _scale(weights, axis),
-        )
+        met = Leaves(_sum(payload.dense, weights, axis), all_gather(payload.leaves, axis))
+        parts = None if weights is None else Leaves(Dense(None), (weights,) * len(payload.leaves))
+        return Met(met, parts, _scale(weights, axis))
     return gather(payload, weights, axis, linear)
 
 
@@ -61,15 +57,11 @@ def _scale(weights: Array | None, axis: Axis) -> float:
     return 1.0 if weights is not None else 1 / axis_size(axis)
 
 
-def _each(weights: Array | None, axis: Axis) -> Array:
-    return jnp.ones((axis_size(axis),), jnp.float32) if weights is None else weights
-
-
 def _sum(payload: Any, weights: Array | None, axis: Axis) -> Any:
     """Weighted sum over the workers, with a leading axis of one."""
     if weights is not None:
         mine = weights[axis_index(axis)]
-        payload = jax.tree.map(lambda a: a * mine.astype(a.dtype), payload)
+        payload = jax.tree.map(lambda a: weighted(a, mine), payload)
     return jax.tree.map(lambda a: a[None], all_sum(payload, axis))
 
 

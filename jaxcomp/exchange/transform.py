@@ -1,6 +1,7 @@
 """The whole road as an optax gradient transformation."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,12 +11,12 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxcomp.base import Algorithm, State, Tally, accumulate, key_data, like_of, wrap_key
+from jaxcomp.base import Algorithm, State, Tally, accumulate, key_data, like_of, wide, wide_like, wrap_key
 from jaxcomp.bits import code_bits, lane_bytes
-from jaxcomp.exchange.lanes import Axis, axis_index, axis_names, axis_size, is_bound, varying
+from jaxcomp.exchange.lanes import Axis, axis_index, axis_names, axis_size, is_bound, known_equal, varying
 from jaxcomp.exchange.meet import VIAS
 
-__all__ = ["Info", "compressed_mean", "info", "init_state", "state_axes", "state_specs"]
+__all__ = ["Info", "compressed_mean", "info", "init_state", "per_worker", "state_axes", "state_specs"]
 
 Array = jax.Array
 
@@ -144,6 +145,13 @@ def compressed_mean(
                 "jax.pmap or jax.vmap(axis_name=...)"
             )
         workers = axis_size(axis_name)
+        if workers > 1 and known_equal(grads, axis_name):
+            warnings.warn(
+                f"compressed_mean: the gradients are typed as equal on all workers of axis {axis_name!r}. Under "
+                "jax.shard_map, jax.grad sums the gradient of a replicated parameter over the workers by itself, "
+                "uncompressed. Differentiate with respect to jc.per_worker(params, axis_name) instead.",
+                stacklevel=2,
+            )
         if shares is not None and len(shares) != workers:
             raise ValueError(f"compressed_mean: {len(shares)} weights for {workers} workers on axis {axis_name!r}")
         like = like_of(grads)
@@ -159,13 +167,13 @@ def compressed_mean(
 
         each = None if shares is None else jnp.asarray(shares, jnp.float32)
         met = VIAS[via](payload, each, axis_name, spec.linear)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like_of(grads, jnp.float32))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wide_like(grads))
         total = accumulate(compressor, zeros, met.payloads, met.weights, shared.algorithm.compressor)
         mean = jax.tree.map(lambda t: t * met.scale, total)
         direction, new_shared = algorithm.receive(mean, shared.algorithm)
         direction = jax.tree.map(lambda d, g: d.astype(g.dtype), direction, like)
 
-        sent = compressor.decompress(payload, shared.algorithm.compressor, like_of(grads, jnp.float32)) if measure else None
+        sent = compressor.decompress(payload, shared.algorithm.compressor, wide_like(grads)) if measure else None
         counts = _count(payload, grads, algorithm.message(grads, local), sent, new_local)
         rows = jax.tree.map(lambda x, old: x.reshape(old.shape), MeanLocal(new_local, counts), state.local)
         return direction, State(varying(rows, axis_name), MeanShared(shared.count + 1, shared.key, new_shared))
@@ -217,9 +225,9 @@ def _no_counts() -> Counts:
 
 
 def _count(payload: Any, grads: Any, message: Any, sent: Any, local: Any) -> Counts:
-    leaves = lambda tree: [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in jax.tree.leaves(tree)]  # noqa: E731
-    total = lambda parts, dtype: jnp.sum(jnp.stack([jnp.zeros((), dtype), *parts]), dtype=dtype)  # noqa: E731
-    square = lambda x: jnp.sum(jnp.square(x)).astype(jnp.float32)  # noqa: E731
+    leaves = lambda tree: [x.astype(wide(x.dtype)) for x in jax.tree.leaves(tree)]
+    total = lambda parts, dtype: jnp.sum(jnp.stack([jnp.zeros((), dtype), *parts]), dtype=dtype)
+    square = lambda x: jnp.sum(jnp.square(x)).astype(jnp.float32)
     message = leaves(message)
     if sent is None:
         kept = jnp.zeros((), jnp.int32)
@@ -310,7 +318,9 @@ def state_axes(state: Any) -> Any:
     return _map_states(state, 0, None, None)
 
 
-def init_state(tx: optax.GradientTransformation, params: Any, mesh: jax.sharding.Mesh, axis_name: Axis) -> tuple[Any, Any]:
+def init_state(
+    tx: optax.GradientTransformation, params: Any, mesh: jax.sharding.Mesh, axis_name: Axis
+) -> tuple[Any, Any]:
     """Makes an optimizer state that lies where it belongs, each worker's part on its own device.
 
     Args:
@@ -327,13 +337,30 @@ def init_state(tx: optax.GradientTransformation, params: Any, mesh: jax.sharding
     return jax.jit(make)(params), specs
 
 
-def info(state: Any, *, per_worker: bool = False) -> Info:
+def per_worker(params: Any, axis_name: Axis) -> Any:
+    """The same parameters, as each worker's own: differentiate with respect to these.
+
+    Under `jax.shard_map` (with its default `check_vma=True`) replicated parameters are typed as
+    equal on all workers, and their gradient is therefore the sum over the workers: `jax.grad` adds an
+    all-reduce of the whole gradient by itself. This marks them as each worker's own, so that the
+    gradient stays local and nothing crosses but the compressed message. No data moves. Under vmap,
+    pmap and `check_vma=False` it does nothing, and is not needed.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> grad = lambda w, x: jax.grad(lambda w: w * x)(jc.per_worker(w, "data"))
+    >>> print(jax.vmap(grad, in_axes=(None, 0), axis_name="data")(1.0, jnp.arange(3.0)))
+    [0. 1. 2.]
+    """
+    return varying(params, axis_name)
+
+
+def info(state: Any, *, each: bool = False) -> Info:
     """What the last round cost and lost.
 
     Args:
         state: of `compressed_mean`, or of any optimizer that contains it; several are added up.
             Inside the mapped function, or the whole state outside of it.
-        per_worker: arrays of shape [n] instead of means and sums over the workers.
+        each: arrays of shape [n], one number for each worker, instead of means and sums.
 
     Returns:
         `Info` of scalars (or arrays). All zero before the first round; ratio and error are 0/0 = NaN there.
@@ -354,7 +381,7 @@ def info(state: Any, *, per_worker: bool = False) -> Info:
         raise ValueError("info: there is no compressed_mean in this state")
     rows = [jax.tree.map(lambda x: jnp.reshape(x, (-1,)), node.local.counts) for node in nodes]
     counts = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), *rows)
-    each = Info(
+    result = Info(
         counts.lane_bytes,
         counts.code_bits,
         jnp.where(jnp.isnan(counts.norm), jnp.nan, counts.sent.astype(jnp.float32) / counts.size.astype(jnp.float32)),
@@ -362,8 +389,7 @@ def info(state: Any, *, per_worker: bool = False) -> Info:
         counts.nonfinite,
         counts.overflow,
     )
-    if per_worker:
-        return each
-    means = jax.tree.map(jnp.mean, each)
-    return means._replace(nonfinite=jnp.sum(each.nonfinite), overflow=jnp.sum(each.overflow))
-
+    if each:
+        return result
+    means = jax.tree.map(jnp.mean, result)
+    return means._replace(nonfinite=jnp.sum(result.nonfinite), overflow=jnp.sum(result.overflow))

@@ -79,6 +79,8 @@ def encode(payload: Any) -> bytes:
     """
     payload = jax.tree.map(np.asarray, jax.device_get(payload))
     parts: list[bytes] = []
+    if type(payload) not in _WRITERS:
+        raise TypeError(f"wire.encode: {type(payload).__name__} is not a payload")
     _write(payload, parts)
     return seal(b"".join(parts))
 

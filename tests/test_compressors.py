@@ -1,0 +1,334 @@
+"""Each compressor against its float64 definition, and its own corners and errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from montecarlo import chi_square_bound
+
+import jaxcomp as jc
+from jaxcomp.hashing import random_bits, random_uniform
+from jaxcomp.packing import unpack
+
+
+def vector(seed, d=1000):
+    return np.random.default_rng(seed).standard_t(3, d).astype(np.float32)
+
+
+def compressed(compressor, x, key):
+    """Payload, decoded vector and the private key that was used."""
+    like = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    state = compressor.init(key, like)
+    payload, _ = compressor.compress(key, jnp.asarray(x), state)
+    return payload, np.asarray(compressor.decompress(payload, state.shared, like))
+
+
+@pytest.mark.parametrize("k", [1, 3, 100, 999, 1000, 5000])
+def test_top_k_is_the_oracle(k, key, seed):
+    x = vector(seed)
+    x[::7] = x[3]  # ties
+    np.testing.assert_array_equal(compressed(jc.top_k(k=k), x, key)[1], oracles.top_k(x, k))
+
+
+def test_top_k_indices_are_sorted_and_ties_go_to_the_lowest_index(key):
+    payload, _ = compressed(jc.top_k(k=3), np.array([1, -2, 2, 2, -2, 1], np.float32), key)
+    np.testing.assert_array_equal(payload.indices, [1, 2, 3])
+
+
+@pytest.mark.parametrize(("ratio", "d", "k"), [(0.001, 1000, 1), (0.001, 16777216, 16777), (0.29, 10, 2), (1, 7, 7)])
+def test_ratio_means_floor_and_at_least_one(ratio, d, k):
+    like = jax.ShapeDtypeStruct((d,), jnp.float32)
+    for compressor in (jc.top_k(ratio), jc.rand_k(ratio)):
+        payload = jax.eval_shape(
+            lambda x, c=compressor: c.compress(jax.random.key(0), x, c.init(jax.random.key(0), x))[0], like
+        )
+        assert payload.values.shape == (k,)
+
+
+@pytest.mark.parametrize(("d", "k"), [(1, 1), (2, 1), (5, 2), (100, 10), (1000, 1000), (4097, 37)])
+def test_rand_k_draws_distinct_indices_and_scales(d, k, key, seed):
+    x = vector(seed, d)
+    payload, x_hat = compressed(jc.rand_k(k=k), x, key)
+    chosen = np.flatnonzero(x_hat)
+    assert len(chosen) == k == payload.values.size
+    np.testing.assert_allclose(x_hat, oracles.rand_k(np.float64(x), chosen), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("d", "k"), [(6, 2), (7, 3), (30, 4)])
+def test_rand_k_draws_all_pairs_equally_often(d, k, key):
+    """Chi-square over singles and pairs of chosen indices, false alarm 1e-6 each."""
+    draws = 6000
+    keys = jax.random.split(key, draws)
+    run = jax.jit(jax.vmap(lambda k_: jc.roundtrip(jc.rand_k(k=k), jnp.ones(d), key=k_)[0] != 0))
+    hits = np.asarray(run(keys), np.float64)
+    singles = hits.sum(0)
+    # Inclusions within a draw are negatively correlated, which makes this statistic smaller: safe.
+    expected = draws * k / d
+    assert np.sum((singles - expected) ** 2 / (expected * (1 - k / d))) < chi_square_bound(d, 1e-6)
+    pairs = (hits.T @ hits)[np.triu_indices(d, 1)]
+    expected = draws * k * (k - 1) / (d * (d - 1))
+    assert np.sum((pairs - expected) ** 2 / expected) < chi_square_bound(len(pairs), 1e-6)
+
+
+def test_rand_k_changes_from_round_to_round_and_is_the_same_on_all_workers(key):
+    compressor = jc.rand_k(k=10)
+    x = jnp.arange(1.0, 1001)
+    state = compressor.init(key, x)
+    first = compressor.compress(jax.random.key(1), x, state)[0]
+    other_worker = compressor.compress(jax.random.key(2), x, state)[0]
+    np.testing.assert_array_equal(first.values, other_worker.values)
+    later = compressor.compress(jax.random.key(1), x, state._replace(shared=compressor.advance(state.shared)))[0]
+    assert not np.array_equal(first.values, later.values)
+
+
+@pytest.mark.parametrize("probability", [1.0, 0.5, 0.01, 1e-5])
+def test_bernoulli_is_the_oracle(probability, key, seed):
+    x = vector(seed, 5000)
+    p = np.full(5000, probability)
+    uniforms = np.asarray(random_bits(key, 5000), np.float64) / 2.0**32
+    _, x_hat = compressed(jc.bernoulli(probability), x, key)
+    np.testing.assert_allclose(x_hat, oracles.bernoulli(x, p, uniforms), rtol=1e-4)
+
+
+def test_bernoulli_divides_by_the_probability_it_really_uses():
+    _, chance = jc.bernoulli(1e-9).init(jax.random.key(0), jnp.zeros(3)).shared
+    assert float(chance) == 4 / 2**32  # 1e-9 * 2^32 = 4.29
+
+
+def test_bernoulli_counts_overflow_and_stays_within_capacity(key):
+    compressor = jc.bernoulli(np.linspace(1e-3, 2e-3, 1000))
+    x = jnp.ones(1000)
+    state = compressor.init(key, x)
+    # A rigged state in which every entry is drawn.
+    rigged = state._replace(shared=state.shared._replace(limit=jnp.full(1000, 2**32 - 1, jnp.uint32)))
+    payload, tally = compressor.compress(key, x, rigged)
+    capacity = payload.values.size
+    assert capacity < 40
+    assert int(tally.overflow) == 1000 - capacity
+    np.testing.assert_array_equal(payload.indices, np.arange(capacity))
+
+
+CASES = [
+    ({"levels": 1}, {}),
+    ({"levels": 7}, {}),
+    ({"levels": 127, "norm": "inf"}, {"order": np.inf}),
+    ({"levels": 4, "blocks": 3}, {"blocks": 3}),
+    ({"levels": 4, "blocks": 2000}, {"blocks": 2000}),
+    ({"levels": 4, "block_size": 128}, {"block_size": 128}),
+    ({"levels": 4, "block_size": 5000}, {"block_size": 5000}),
+    ({"steps": 0.3}, {}),
+    ({"steps": np.geomspace(0.01, 2, 1000)}, {}),
+    ({"steps": [0.1, 0.5, 0.2], "blocks": 3, "norm": "inf"}, {"blocks": 3, "order": np.inf}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "how"), CASES, ids=[f"case{i}" for i in range(len(CASES))])
+def test_dithering_is_the_oracle(arguments, how, key, seed):
+    x = vector(seed)
+    steps = arguments.get("steps", 1 / arguments.get("levels", 1))
+    if np.ndim(steps) and len(steps) == 3:
+        edges = oracles.block_edges(1000, blocks=3)
+        steps = np.repeat(steps, np.diff(edges))
+    uniforms = np.asarray(random_uniform(key, 1000), np.float64)
+    want = oracles.dithering(x, steps, uniforms, **how)
+    payload, got = compressed(jc.dithering(**arguments), x, key)
+    # What a level is worth is rounded up to 25 - w bits, which may move an entry that sits on an
+    # edge by one level.
+    width = payload.words.shape[0]
+    rounding = 2.0 ** (width - 24) + 1e-6
+    wrong = np.abs(got - want) > rounding * np.abs(want)
+    assert wrong.mean() < 0.005
+    unit = np.linalg.norm(x, how.get("order", 2)) * np.broadcast_to(steps, x.shape)
+    assert np.all(np.abs(got - want) <= (1 + rounding) * unit * wrong + rounding * np.abs(want))
+    assert payload.norms.size == len(oracles.block_edges(1000, how.get("blocks"), how.get("block_size"))) - 1
+
+
+@pytest.mark.parametrize(("levels", "width"), [(1, 2), (2, 3), (3, 3), (7, 4), (8, 5), (127, 8), (2**15, 17)])
+def test_dithering_packs_levels_to_the_bits_they_need(levels, width, key):
+    payload, _ = compressed(jc.dithering(levels), np.ones(64, np.float32), key)
+    assert payload.words.shape == (width, 2)
+    assert jc.code_bits(payload) == 32 + 64 * width
+
+
+def test_dithering_variance_is_the_formula(key, seed):
+    """Mean squared error over draws against sum h^2 |x|^2 r (1 - r), within 5 standard errors."""
+    x = vector(seed, 200)
+    run = jax.jit(jax.vmap(lambda k: jnp.sum(jnp.square(jc.roundtrip(jc.dithering(5), x, key=k)[0] - x))))
+    errors = np.asarray(run(jax.random.split(key, 4000)), np.float64)
+    want = oracles.dithering_variance(np.float64(x), 1 / 5)
+    assert abs(errors.mean() - want) < 5 * errors.std() / np.sqrt(len(errors))
+
+
+@pytest.mark.parametrize("norm", [2, "inf"])
+@pytest.mark.parametrize("scale", [1e-34, 1e-30, 1.0, 1e30, 3e37])
+def test_dithering_is_scale_free(scale, norm, key, seed):
+    x = vector(seed)
+    x = x / np.abs(x).max()
+    _, one = compressed(jc.dithering(7, norm=norm), x, key)
+    _, other = compressed(jc.dithering(7, norm=norm), np.float32(scale) * x, key)
+    close = np.isclose(other / scale, one, rtol=1e-4, atol=1e-6)
+    assert (~close).sum() <= 2
+
+
+def test_natural_rounds_to_a_neighbouring_power_of_two(key, seed):
+    x = np.concatenate([vector(seed), [0.0, 1.0, -2.0, 2.0**-126, -(2.0**126), 3.0]]).astype(np.float32)
+    payload, x_hat = compressed(jc.natural(), x, key)
+    assert payload.words.shape[0] == 9
+    for value, got in zip(x, x_hat, strict=True):
+        low, high, chance = oracles.natural_choices(float(value))
+        assert got in (low, high)
+        if chance == 0:
+            assert got == value
+
+
+def test_natural_saturates_and_flushes(key):
+    x = np.array([3e38, -3e38, 1e-39, np.inf, np.nan], np.float32)
+    np.testing.assert_array_equal(compressed(jc.natural(), x, key)[1], [2.0**127, -(2.0**127), 0, 0, 0])
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_cast_rounds_to_nearest(name, scale, key, seed):
+    x = np.float32(scale) * vector(seed)
+    payload, x_hat = compressed(jc.cast(name), x, key)
+    factor = float(payload.scale) if hasattr(payload, "scale") else 1.0
+    assert np.log2(factor) == int(np.log2(factor))
+    # ml_dtypes, in which the oracle rounds, is NumPy's own implementation of these types.
+    want = (np.float64(x) / factor).astype(jnp.dtype(name)).astype(np.float64) * factor
+    np.testing.assert_allclose(x_hat, want, rtol=1e-6)
+
+
+def test_unscaled_f16_saturates(key):
+    _, x_hat = compressed(jc.cast("float16", scaled=False), np.array([1e6, -1e6, 1.0], np.float32), key)
+    np.testing.assert_array_equal(x_hat, [65504, -65504, 1])
+
+
+LAWS = {
+    "laplace": lambda rng, d: rng.laplace(size=d),
+    "gamma": lambda rng, d: rng.gamma(0.5, size=d) * rng.choice([-1, 1], d),
+    "normal": lambda rng, d: rng.standard_normal(d),
+    "zeros": lambda rng, d: np.where(rng.random(d) < 0.5, 0, rng.laplace(size=d)),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("ratio", [0.3, 0.1, 0.01])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_sidco_selects_what_the_oracle_threshold_selects(law, ratio, stages, key, seed):
+    x = LAWS[law](np.random.default_rng(seed), 20000).astype(np.float32)
+    eta = oracles.sidco_exponential(x, ratio, stages)
+    above = np.abs(np.float64(x)) > eta
+    # Entries within rounding of the threshold may fall on either side.
+    edge = np.abs(np.abs(np.float64(x)) - eta) < 1e-5 * eta
+    capacity = 3 * int(ratio * 20000)
+    payload, x_hat = compressed(jc.sidco(ratio, stages=stages, capacity=3), x, key)
+    assert payload.indices.size == min(capacity, 20000)
+    if 0 < above.sum() <= capacity - edge.sum():
+        np.testing.assert_array_equal((x_hat != 0)[~edge], above[~edge])
+    np.testing.assert_array_equal(x_hat[x_hat != 0], x[x_hat != 0])
+
+
+def test_sidco_golden_thresholds():
+    """Specification, section 10: n = 4096 quantiles of Laplace and of gamma(1/2), delta = 0.01."""
+    laplace = -np.log1p(-(np.arange(1, 4097) - 0.5) / 4096)
+    np.testing.assert_allclose(
+        [oracles.sidco_exponential(laplace, 0.01, m) for m in (1, 2, 3)], [4.6047805, 4.6043411, 4.6011683], rtol=1e-7
+    )
+
+
+def test_sidco_on_the_golden_vector_selects_the_golden_count(key):
+    laplace = -np.log1p(-(np.arange(1, 4097) - 0.5) / 4096) * np.where(np.arange(4096) % 2, -1, 1)
+    for stages in (1, 2, 3):
+        _, x_hat = compressed(jc.sidco(0.01, stages=stages), laplace.astype(np.float32), key)
+        assert np.count_nonzero(x_hat) == 41
+
+
+@pytest.mark.parametrize(
+    ("x", "sent"),
+    [
+        (np.zeros(1000), 0),
+        (np.full(1000, -3.0), 13),  # all equal: as many as the message holds
+        (np.eye(1, 1000, 500)[0], 1),  # a single nonzero
+        (np.r_[np.ones(999), 1e6], 1),  # the threshold passes everything but one
+    ],
+    ids=["zeros", "constant", "single", "outlier"],
+)
+def test_sidco_corners(x, sent, key):
+    _, x_hat = compressed(jc.sidco(0.01), x.astype(np.float32), key)
+    assert np.count_nonzero(x_hat) == sent
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30, 3e37])
+def test_sidco_is_scale_free(scale, key, seed):
+    x = vector(seed, 20000)
+    x = x / np.abs(x).max()
+    one = compressed(jc.sidco(0.01), x, key)[0].indices
+    other = compressed(jc.sidco(0.01), (np.float32(scale) * x), key)[0].indices
+    assert len(set(np.asarray(one)) ^ set(np.asarray(other))) <= 2
+
+
+def test_sidco_overflow_raises_the_threshold_and_is_counted(key):
+    """More entries than fit: the largest are sent, the rest counted, even when the giant comes last."""
+    x = np.ones(1000, np.float32) + np.linspace(0, 1, 1000, dtype=np.float32)
+    x[:500] = 0.001
+    x[-1] = 100
+    compressor = jc.sidco(0.01, stages=1, capacity=1)
+    payload, tally = compressor.compress(key, jnp.asarray(x), compressor.init(key, x))
+    eta = oracles.sidco_exponential(x, 0.01, 1)
+    wanted = int((x > eta).sum())
+    indices = np.asarray(payload.indices)
+    if wanted > 10:
+        assert int(tally.overflow) == wanted - 10
+    assert 999 in indices
+    kept = x[indices[indices < 1000]]
+    assert kept.min() >= np.delete(x, indices[indices < 1000]).max()
+
+
+BAD = [
+    (lambda: jc.top_k(), "give exactly one of ratio and k"),
+    (lambda: jc.top_k(0.1, k=3), "give exactly one of ratio and k"),
+    (lambda: jc.top_k(1.5), r"ratio must be in \(0, 1\]; got 1.5"),
+    (lambda: jc.top_k(0.0), r"ratio must be in \(0, 1\]; got 0.0"),
+    (lambda: jc.top_k(float("nan")), r"ratio must be in \(0, 1\]; got nan"),
+    (lambda: jc.rand_k(k=0), "k must be an integer of at least 1; got 0"),
+    (lambda: jc.rand_k(k=2.5), "k must be an integer of at least 1; got 2.5"),
+    (lambda: jc.bernoulli(0.0), r"probabilities must be in \(0, 1\]"),
+    (lambda: jc.bernoulli([0.5, 1.1]), r"probabilities must be in \(0, 1\]"),
+    (lambda: jc.bernoulli([0.5, float("nan")]), r"probabilities must be in \(0, 1\]"),
+    (lambda: jc.dithering(), "give exactly one of levels and steps"),
+    (lambda: jc.dithering(0), "levels must be an integer in 1"),
+    (lambda: jc.dithering(3, norm=1), 'norm must be 2 or "inf"; got 1'),
+    (lambda: jc.dithering(3, blocks=0), "blocks must be an integer of at least 1"),
+    (lambda: jc.dithering(3, blocks=2, block_size=2), "at most one of blocks and block_size"),
+    (lambda: jc.dithering(steps=-0.5), "steps must be finite and at least"),
+    (lambda: jc.dithering(steps=[]), "steps must be finite and at least"),
+    (lambda: jc.cast("int8"), "dtype must be bfloat16, float16 or a float8 type; got int8"),
+    (lambda: jc.cast("float32"), "dtype must be bfloat16, float16 or a float8 type; got float32"),
+    (lambda: jc.cast("nonsense"), "dtype must be bfloat16, float16 or a float8 type; got nonsense"),
+    (lambda: jc.sidco(0.01, law="cauchy"), "law must be one of"),
+    (lambda: jc.sidco(2), r"ratio must be in \(0, 1\]"),
+    (lambda: jc.sidco(0.01, stages=0), "stages must be"),
+    (lambda: jc.sidco(0.01, capacity=0.5), "capacity must be at least 1; got 0.5"),
+    (lambda: jc.contract(jc.top_k(0.1)), "contract needs an unbiased compressor"),
+    (lambda: jc.compose(jc.dithering(3), jc.natural()).init(jax.random.key(0), jnp.zeros(4)), "no array of values"),
+    (lambda: jc.compose(jc.per_leaf(jc.top_k(0.1)), jc.natural()), "compressors of one array"),
+    (lambda: jc.per_leaf(jc.flat(jc.top_k(0.1))), "acts on trees already"),
+    (lambda: jc.per_leaf(jc.top_k(0.1), dense_below=-1), "dense_below must be"),
+    (lambda: jc.flat(jc.per_leaf(jc.top_k(0.1))), "acts on trees already"),
+    (lambda: jc.roundtrip(jc.top_k(0.1), {"a": jnp.ones(3)}, key=jax.random.key(0)), "acts on one array; got a dict"),
+    (lambda: jc.roundtrip(jc.top_k(0.1), jnp.arange(3), key=jax.random.key(0)), "must be real floating point"),
+    (lambda: jc.roundtrip(jc.bernoulli([0.1, 0.2]), jnp.ones(3), key=jax.random.key(0)), "2 probabilities for an"),
+    (lambda: jc.roundtrip(jc.dithering(steps=[0.1, 0.2]), jnp.ones(3), key=jax.random.key(0)), "2 steps for an array"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD, ids=lambda v: v if isinstance(v, str) else "")
+def test_wrong_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_codes_of_dithering_are_zigzag_levels(key):
+    payload, _ = compressed(jc.dithering(1, norm="inf"), np.array([1, -1, 0], np.float32), key)
+    np.testing.assert_array_equal(unpack(payload.words, 3), [1, 2, 0])

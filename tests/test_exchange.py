@@ -1,0 +1,137 @@
+"""The same payloads, met in different worlds, give the same mean bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from laws import ROWS, D
+from worlds import AXIS, mesh_of
+
+import jaxcomp as jc
+from jaxcomp.base import accumulate, wide_like
+from jaxcomp.exchange import VIAS, Met, gather, sums
+from jaxcomp.payloads import Dense, Leaves
+
+N = 4
+WEIGHTS = {"equal": None, "weighted": np.array([0.1, 0.4, 0.3, 0.2])}
+TREE = {"w": jnp.zeros((30, 50)), "b": jnp.zeros(7), "v": jnp.zeros(1100)}
+
+
+def mean_of(met, compressor, shared, like):
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wide_like(like))
+    total = accumulate(compressor, zeros, met.payloads, met.weights, shared)
+    return jax.tree.map(lambda t: t * met.scale, total)
+
+
+def payloads_of(compressor, like, key, seed):
+    """Shared state, and one payload for each worker."""
+    state = compressor.init(key, like)
+    rng = np.random.default_rng(seed)
+    messages = [jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype), like) for _ in range(N)]
+    return state.shared, [
+        compressor.compress(jax.random.fold_in(key, i), message, state)[0] for i, message in enumerate(messages)
+    ]
+
+
+def everywhere(compressor, via, weights, like, key, seed):
+    """The mean in three worlds, and what it should be in float64."""
+    shared, payloads = payloads_of(compressor, like, key, seed)
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *payloads)
+    w = None if weights is None else jnp.asarray(weights, jnp.float32)
+    linear = compressor.spec.linear
+
+    def worker(payload, shared):
+        return mean_of(VIAS[via](payload, w, AXIS, linear), compressor, shared, like)
+
+    sharded = jax.shard_map(
+        lambda p, s: worker(jax.tree.map(lambda a: a[0], p), s), mesh=mesh_of(N), in_specs=(P(AXIS), P()), out_specs=P()
+    )
+    arrived = [jc.wire.decode(jc.wire.encode(payload)) for payload in payloads]
+    met = meet_on_host(arrived, None if weights is None else np.float32(weights), via, linear)
+    decoded = [compressor.decompress(p, shared, like) for p in payloads]
+    want = jax.tree.map(lambda *x: np.average(np.float64(x), axis=0, weights=weights), *decoded)
+    on_host = jax.jit(lambda p, w: mean_of(Met(p, w, met.scale), compressor, shared, like))
+    return {
+        "shard_map": jax.jit(sharded)(stacked, shared),
+        "vmap": jax.jit(jax.vmap(worker, in_axes=(0, None), out_axes=None, axis_name=AXIS))(stacked, shared),
+        "bytes": on_host(met.payloads, met.weights),
+    }, want
+
+
+def meet_on_host(payloads, weights, via, linear):
+    """The exchange in NumPy, from decoded messages."""
+    scale = 1 / N if weights is None else 1.0
+    each = np.ones(N, np.float32) if weights is None else weights
+    stacked = jax.tree.map(lambda *a: np.stack(a), *payloads)
+
+    def summed(*parts):
+        """In the order of the workers, in f32; 16-bit floats are rounded once, at the end."""
+        terms = [p if weights is None else p * w.astype(p.dtype) for p, w in zip(parts, each, strict=True)]
+        total = terms[0].astype(np.float32)
+        for term in terms[1:]:
+            total = total + term.astype(np.float32)
+        return total.astype(parts[0].dtype)[None]
+
+    if via == "gather" or not (linear or isinstance(stacked, Leaves)):
+        return Met(stacked, weights, scale)
+    total = jax.tree.map(summed, *payloads)
+    if linear:
+        return Met(total, None, scale)
+    parts = None if weights is None else Leaves(Dense(None), (weights,) * len(stacked.leaves))
+    return Met(Leaves(total.dense, stacked.leaves), parts, scale)
+
+
+def assert_right(results, want, tolerance):
+    names = list(results)
+    for name in names[1:]:
+        for a, b in zip(jax.tree.leaves(results[names[0]]), jax.tree.leaves(results[name]), strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), (names[0], name)
+    for a, b in zip(jax.tree.leaves(results[names[0]]), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_gather_is_right_and_bitwise_equal_everywhere(row, weights, key, seed):
+    like = jax.ShapeDtypeStruct((D,), jnp.float32)
+    assert_right(*everywhere(row.compressor, "gather", WEIGHTS[weights], like, key, seed), 1e-5)
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.compressor.spec.linear], ids=lambda row: row.name)
+def test_sum_is_right_and_bitwise_equal_everywhere(row, weights, key, seed):
+    like = jax.ShapeDtypeStruct((D,), jnp.float32)
+    narrow = row.name.startswith("cast")  # 16-bit sums are rounded to 16 bits, weighted terms as well
+    assert_right(*everywhere(row.compressor, "sum", WEIGHTS[weights], like, key, seed), 2**-6 if narrow else 1e-5)
+
+
+TREES = [
+    jc.per_leaf(jc.top_k(0.05)),
+    jc.per_leaf(jc.rand_k(0.05)),
+    jc.flat(jc.dithering(7)),
+    jc.contract(jc.per_leaf(jc.rand_k(0.1))),
+]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("via", ["auto", "gather"])
+@pytest.mark.parametrize("compressor", TREES, ids=lambda c: c.spec.name)
+def test_trees_are_right_and_bitwise_equal_everywhere(compressor, via, weights, key, seed):
+    like = jax.eval_shape(lambda: TREE)
+    assert_right(*everywhere(compressor, via, WEIGHTS[weights], like, key, seed), 1e-5)
+
+
+def test_narrow_sums_are_added_in_single_precision():
+    """256 + 1 + 1 + 1 in bf16 would stay at 256; added in f32 and rounded once it is 260."""
+    x = jnp.array([[256.0], [1.0], [1.0], [1.0]], jnp.bfloat16)
+
+    def worker(values):
+        return sums(Dense(values), None, AXIS, True).payloads.values[0]
+
+    np.testing.assert_array_equal(np.float32(jax.vmap(worker, axis_name=AXIS, out_axes=None)(x)), [260])
+
+
+def test_order_of_workers_is_the_order_of_the_axis():
+    met = jax.vmap(lambda x: gather(x, None, AXIS, False).payloads, axis_name=AXIS, out_axes=None)(jnp.arange(5.0))
+    np.testing.assert_array_equal(met, np.arange(5.0))

@@ -1,0 +1,67 @@
+"""The random words are uniform and independent where the compressors rely on it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from montecarlo import chi_square_bound, z_bound
+
+from jaxcomp.hashing import fmix32, random_bits, random_subset, random_uniform, scale_to
+
+N = 1 << 18
+
+
+def test_fmix32_is_the_oracle():
+    words = [0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 123456789]
+    np.testing.assert_array_equal(fmix32(jnp.array(words, jnp.uint32)), [oracles.fmix32(w) for w in words])
+
+
+def test_uniform_on_bytes_and_mean(key):
+    """Chi-square over 256 values of each byte, false alarm 1e-6 each."""
+    words = np.asarray(random_bits(key, N))
+    for byte in words.view(np.uint8).reshape(-1, 4).T:
+        counts = np.bincount(byte, minlength=256)
+        assert np.sum((counts - N / 256) ** 2) / (N / 256) < chi_square_bound(255, 1e-6)
+    uniform = np.asarray(random_uniform(key, N), np.float64)
+    assert 0 < uniform.min() < uniform.max() < 1
+    assert abs(uniform.mean() - 0.5) * np.sqrt(12 * N) < z_bound(1e-6, 1)
+
+
+@pytest.mark.parametrize("other", ["next round", "next worker", "neighbour", "far neighbour"])
+def test_no_correlation(other, key):
+    a = np.asarray(random_uniform(key, N), np.float64) - 0.5
+    b = {
+        "next round": lambda: random_uniform(jax.random.fold_in(key, 1), N),
+        "next worker": lambda: random_uniform(jax.random.fold_in(jax.random.fold_in(key, 0), 3), N),
+        "neighbour": lambda: np.roll(a, 1) + 0.5,
+        "far neighbour": lambda: np.roll(a, 4096) + 0.5,
+    }[other]()
+    b = np.asarray(b, np.float64) - 0.5
+    assert abs(np.mean(a * b)) * 12 * np.sqrt(N) < z_bound(1e-6, 1)
+
+
+def test_pairs_are_uniform_on_the_square(key):
+    """Successive words on a 32 x 32 grid, chi-square, false alarm 1e-6."""
+    u = np.asarray(random_uniform(key, N))
+    cells = (u[0::2] * 32).astype(int) * 32 + (u[1::2] * 32).astype(int)
+    counts = np.bincount(cells, minlength=1024)
+    assert np.sum((counts - N / 2048) ** 2) / (N / 2048) < chi_square_bound(1023, 1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 1000, 46341, 65536])
+def test_scale_to_is_multiply_high(size):
+    words = np.array([0, 1, 2**31, 2**32 - 1, 12345678], np.uint32)
+    want = (words.astype(np.uint64) * size) >> 32
+    np.testing.assert_array_equal(scale_to(jnp.asarray(words), size), want)
+
+
+@pytest.mark.parametrize(("size", "k"), [(0, 0), (1, 1), (2, 2), (3, 3), (10, 10), (1023, 1023), (2**31 - 1, 1000)])
+def test_subset_is_distinct_and_in_range(size, k, key):
+    chosen = np.asarray(random_subset(key, size, k))
+    assert len(np.unique(chosen)) == k
+    assert k == 0 or (chosen.min() >= 0 and chosen.max() < size)
+
+
+def test_raw_and_typed_keys_agree(key):
+    np.testing.assert_array_equal(random_bits(key, 8), random_bits(jax.random.key_data(key), 8))

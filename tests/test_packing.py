@@ -1,0 +1,49 @@
+"""Bit packing: exact inverse at every width, and the documented layout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+
+from jaxcomp.packing import num_words, pack, unpack, width_for
+
+
+@pytest.mark.parametrize("width", range(1, 33))
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 1000])
+def test_exact_inverse_and_layout(width, size, seed):
+    rng = np.random.default_rng([seed, width, size])
+    codes = rng.integers(0, 2**width, size, dtype=np.uint64).astype(np.uint32)
+    words = jax.jit(pack, static_argnums=1)(codes, width)
+    assert words.shape == (width, -(-size // 32))
+    assert words.size == num_words(size, width)
+    np.testing.assert_array_equal(words, oracles.pack(codes, width))
+    np.testing.assert_array_equal(jax.jit(unpack, static_argnums=1)(words, size), codes)
+
+
+def test_high_bits_are_dropped():
+    np.testing.assert_array_equal(unpack(pack(jnp.array([9, 7], jnp.uint32), 3), 2), [1, 7])
+
+
+@pytest.mark.parametrize(("num_codes", "width"), [(1, 1), (2, 1), (3, 2), (2**16, 16), (2**16 + 1, 17), (2**32, 32)])
+def test_width_for(num_codes, width):
+    assert width_for(num_codes) == width
+
+
+def test_vmap():
+    codes = jnp.arange(200, dtype=jnp.uint32).reshape(4, 50)
+    words = jax.vmap(lambda c: pack(c, 8))(codes)
+    np.testing.assert_array_equal(jax.vmap(lambda w: unpack(w, 50))(words), codes)
+
+
+@pytest.mark.parametrize("width", [0, 33, -1])
+def test_width_out_of_range(width):
+    with pytest.raises(ValueError, match=r"width must be in 1 \.\. 32 bits"):
+        pack(jnp.zeros(3, jnp.uint32), width)
+
+
+def test_shapes_that_do_not_fit():
+    with pytest.raises(ValueError, match="must be a vector"):
+        pack(jnp.zeros((3, 3), jnp.uint32), 2)
+    with pytest.raises(ValueError, match=r"need words of shape \(w, 2\)"):
+        unpack(jnp.zeros((3, 1), jnp.uint32), 64)

@@ -1,0 +1,287 @@
+"""Bytes: exact round trips of every payload, and decoding that trusts nothing."""
+
+import struct
+import time
+import tracemalloc
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laws import ROWS, D
+
+import jaxcomp as jc
+from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sparse
+from jaxcomp.wire.bitstream import pack_bits, unpack_bits
+from jaxcomp.wire.codec import DTYPES
+from jaxcomp.wire.frame import Reader, seal, unseal, varint
+
+FRAME = 13 + 4
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        assert x.tobytes() == y.tobytes()
+    return True
+
+
+def examples():
+    """One payload of each kind, nested ones among them."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(9).astype(np.float32)
+    indices = np.array([0, 3, 4, 70, 71, 900, 1000, 1000, 1000], np.int32)
+    padded = np.where(indices < 1000, values, 0).astype(np.float32)
+    sparse = Sparse(padded, indices)
+    quantized = Quantized(values[:2], rng.integers(0, 2**32, (3, 4), dtype=np.uint32))
+    return {
+        "dense": Dense(values),
+        "dense-bf16": Dense(values.astype(jnp.bfloat16)),
+        "scaled": Scaled(values.astype(jnp.float8_e4m3fn), np.float32(0.5)),
+        "sparse": sparse,
+        "sparse-unsorted": Sparse(values, np.array([5, 1, 2, 8, 9, 3, 3, 3, 7], np.int32)),
+        "quantized": quantized,
+        "nested": Sparse(quantized, indices),
+        "dense-nested": Dense(quantized),
+        "leaves": Leaves(Dense(values), (sparse, quantized, Sparse(quantized, indices))),
+        "leaves-empty": Leaves(Dense(values[:0]), ()),
+    }
+
+
+EXAMPLES = examples()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("d", [D, 0])
+def test_round_trip_of_every_compressor(row, d, key, seed):
+    if d == 0 and row.name in ("bernoulli-array", "dithering-steps", "dithering-block-steps"):
+        pytest.skip("has one number per entry or block of a longer array")
+    x = jnp.asarray(np.random.default_rng(seed).standard_t(3, d), jnp.float32)
+    _, payload = jc.roundtrip(row.compressor, x, key=key)
+    data = jc.wire.encode(payload)
+    assert same(jc.wire.decode(data), payload)
+    # Frame, types, shapes and byte padding are all there is besides the code.
+    assert 0 <= 8 * len(data) - int(jc.code_bits(payload)) <= 8 * (FRAME + 40)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_round_trip_of_every_type(name):
+    payload = EXAMPLES[name]
+    data = jc.wire.encode(payload)
+    assert same(jc.wire.decode(data), payload)
+    device = jax.tree.map(jnp.asarray, payload)
+    assert jc.wire.encode(device) == data
+    arrays = len(jax.tree.leaves(payload))
+    assert 0 <= 8 * len(data) - int(jc.code_bits(device)) <= 8 * (FRAME + 16 * arrays)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+def test_round_trip_of_every_dtype(dtype):
+    payload = Dense(np.arange(24, dtype=np.uint8).repeat(8).view(np.uint8)[: 8 * dtype.itemsize].view(dtype))
+    assert same(jc.wire.decode(jc.wire.encode(payload)), payload)
+
+
+def test_padding_costs_nothing_but_is_rebuilt():
+    indices = np.full(100_000, 2**20, np.int32)
+    indices[:3] = [7, 8, 9]
+    values = np.zeros(100_000, np.float32)
+    values[:3] = [1, 2, 3]
+    data = jc.wire.encode(Sparse(values, indices))
+    assert len(data) < 900
+    assert same(jc.wire.decode(data), Sparse(values, indices))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 32).flatmap(lambda w: st.tuples(st.just(w), st.lists(st.integers(0, 2**w - 1), max_size=70))),
+)
+def test_bit_stream_is_the_oracle(case):
+    width, values = case
+    data = pack_bits(np.array(values, np.uint32), width)
+    assert data == oracles.fixed_width_stream(values, width)
+    np.testing.assert_array_equal(unpack_bits(memoryview(data), len(values), width), np.array(values, np.uint32))
+
+
+@pytest.mark.parametrize("width", [1, 7, 20, 32])
+def test_bit_stream_across_chunks(width, seed):
+    values = np.random.default_rng(seed).integers(0, 2**width, 200_001, dtype=np.uint64).astype(np.uint32)
+    np.testing.assert_array_equal(unpack_bits(memoryview(pack_bits(values, width)), values.size, width), values)
+
+
+finite_floats = st.floats(width=32, allow_nan=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), finite_floats), max_size=50, unique_by=lambda t: t[0]), st.booleans()
+)
+def test_sparse_round_trip(pairs, ordered):
+    pairs = sorted(pairs) if ordered else pairs
+    payload = Sparse(np.array([v for _, v in pairs], np.float32), np.array([i for i, _ in pairs], np.int32))
+    assert same(jc.wire.decode(jc.wire.encode(payload)), payload)
+
+
+# ------------------------------------------------------------------------------------------------
+# Hostile bytes
+
+
+def decode_guarded(data, limit_seconds=0.1):
+    """Decodes or raises WireError, within the time limit and in bounded memory; returns the payload or None."""
+    tracemalloc.start()
+    start = time.perf_counter()
+    try:
+        return jc.wire.decode(data)
+    except jc.WireError as error:
+        assert error.field  # noqa: PT017
+        return None
+    finally:
+        seconds = time.perf_counter() - start
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1100 * len(data) + 300_000
+        # tracemalloc slows everything down; the bound is still far below what a hang would take.
+        assert seconds < 10 * limit_seconds
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=300))
+def test_random_bytes(data):
+    assert decode_guarded(data) is None
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=300))
+def test_random_bodies_in_a_valid_frame(body):
+    decode_guarded(seal(body))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(sorted(EXAMPLES)), st.data())
+def test_bit_flips_are_caught_by_the_checksum(name, data):
+    message = bytearray(jc.wire.encode(EXAMPLES[name]))
+    bit = data.draw(st.integers(0, 8 * len(message) - 1))
+    message[bit // 8] ^= 1 << bit % 8
+    assert decode_guarded(bytes(message)) is None
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from(sorted(EXAMPLES)), st.data())
+def test_bit_flips_under_a_correct_checksum(name, data):
+    """A sender that lies: decodes to some payload that survives another round trip, or WireError."""
+    body = bytearray(unseal(jc.wire.encode(EXAMPLES[name])))
+    for _ in range(data.draw(st.integers(1, 3))):
+        bit = data.draw(st.integers(0, 8 * len(body) - 1))
+        body[bit // 8] ^= 1 << bit % 8
+    payload = decode_guarded(seal(bytes(body)))
+    if payload is not None:
+        assert same(jc.wire.decode(jc.wire.encode(payload)), payload)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_every_truncation_and_extension(name):
+    message = jc.wire.encode(EXAMPLES[name])
+    for cut in range(len(message)):
+        assert decode_guarded(message[:cut]) is None
+    for more in (b"\0", b"JCMP", message):
+        assert decode_guarded(message + more) is None
+    body = bytes(unseal(message))
+    for cut in range(len(body)):
+        decode_guarded(seal(body[:cut]))
+    assert decode_guarded(seal(body + b"\0")) is None
+
+
+HUGE = varint(2**31 - 1)
+HOSTILE = {
+    "dense of 2^31 numbers": bytes([1, 0, 0, 1]) + HUGE,
+    "dense of shape 2^31 x 2^31": bytes([1, 0, 0, 2]) + HUGE + HUGE,
+    "empty dense of shape 0 x 2^62": bytes([1, 0, 0, 2, 0]) + varint(2**62),
+    "dimension of ten bytes": bytes([1, 0, 0, 1]) + b"\xff" * 10,
+    "200 dimensions": bytes([1, 0, 0, 200]) + b"\1" * 200,
+    "unknown dtype": bytes([1, 0, 99, 1, 0]),
+    "unknown type": bytes([77]),
+    "bare array": bytes([0, 0, 1, 0]),
+    "sparse with capacity 2^31 of one entry": bytes([3]) + HUGE + bytes([1, 1, 0, 0, 0]) + b"\0" * 4,
+    "sparse with count above capacity": bytes([3, 1, 2, 1, 0, 0, 0]) + b"\0" * 8,
+    "sparse of width 0": bytes([3, 1, 1, 0, 0, 0, 0]) + b"\0" * 4,
+    "sparse of width 40": bytes([3, 1, 1, 40]) + b"\0" * 10,
+    "sparse with capacity and no entry": bytes([3, 9, 0, 1, 0, 0]),
+    "leaves of 2^31 parts": bytes([5, 1, 0, 0, 1, 0]) + HUGE,
+    "leaves without dense": bytes([5, 0, 0, 1, 0, 0]),
+    "leaves in leaves in dense": bytes([1, 5, 1, 0, 0, 1, 0, 0]),
+    "nested a thousand times": bytes([1]) * 1000 + bytes([0, 0, 1, 0]),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_bodies(name):
+    assert decode_guarded(seal(HOSTILE[name])) is None
+
+
+def test_time_on_large_corrupt_messages(seed):
+    """Within 100 ms, measured without tracemalloc, best of three."""
+    message = bytearray(
+        jc.wire.encode(Dense(np.random.default_rng(seed).standard_normal(1_000_000).astype(np.float32)))
+    )
+    message[len(message) // 2] ^= 1
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        with pytest.raises(jc.WireError, match="checksum"):
+            jc.wire.decode(bytes(message))
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.1
+
+
+def test_errors_name_field_found_and_allowed():
+    message = jc.wire.encode(EXAMPLES["dense"])
+    cases = [
+        (b"", "message length must be at least 17 bytes; got 0"),
+        (b"NOPE" + message[4:], "magic must be b'JCMP'; got b'NOPE'"),
+        (message[:4] + b"\7" + message[5:], "version must be 1; got 7"),
+        (message[:-1], "body length must be"),
+        (message[:-1] + bytes([message[-1] ^ 1]), "checksum must be"),
+    ]
+    for data, words in cases:
+        with pytest.raises(jc.WireError, match=words):
+            jc.wire.decode(data)
+    with pytest.raises(jc.WireError, match="message must be bytes; got str"):
+        jc.wire.decode("text")
+    assert issubclass(jc.WireError, ValueError)
+
+
+def test_frame_is_what_is_documented():
+    body = b"some bytes"
+    head = b"JCMP" + struct.pack("<BQ", 1, len(body))
+    assert seal(body) == head + body + struct.pack("<I", zlib.crc32(head + body))
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_varint_round_trip(value):
+    assert Reader(memoryview(varint(value))).varint("x") == value
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        np.zeros(3),
+        (np.zeros(3),),
+        {"a": np.zeros(3)},
+        Dense(np.zeros(3, complex)),
+        Dense(np.zeros((1,) * 9)),
+        Sparse(np.zeros(3, np.float32), np.zeros(3, np.int64)),
+        Sparse(np.zeros(2, np.float32), np.zeros(3, np.int32)),
+        Sparse(np.zeros(1, np.float32), np.array([-1], np.int32)),
+    ],
+    ids=["array", "tuple", "dict", "complex", "nine dims", "i64 indices", "lengths differ", "negative"],
+)
+def test_encode_refuses_what_is_not_a_payload(payload):
+    with pytest.raises(TypeError, match=r"wire\.encode"):
+        jc.wire.encode(payload)
