@@ -1,0 +1,340 @@
+"""`compressed_mean` among optax's wrappers, scans, donated buffers, odd dtypes and bad gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, get_abstract_mesh
+from jax.sharding import PartitionSpec as P
+from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
+
+import jaxcomp as jc
+
+N = 4
+PARAMS = {"b": jnp.zeros(5), "w": jnp.zeros((40, 30))}
+EF = jc.error_feedback(jc.top_k(0.05))
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """optax itself relies on implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def gradients(seed, rounds=3, params=PARAMS, workers=N):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((rounds, workers, *p.shape)), p.dtype), params)
+
+
+def assert_close(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+WRAPPERS = {
+    "chain-adamw": lambda mean: optax.chain(mean, optax.adamw(1e-2)),
+    "chain-clip-first": lambda mean: optax.chain(optax.clip_by_global_norm(1.0), mean, optax.sgd(0.1, momentum=0.9)),
+    "inject": lambda mean: optax.inject_hyperparams(lambda learning_rate: optax.chain(mean, optax.sgd(learning_rate)))(
+        learning_rate=0.1
+    ),
+    "masked": lambda mean: optax.chain(optax.masked(mean, {"b": False, "w": True}), optax.sgd(0.1)),
+    "multi_steps": lambda mean: optax.MultiSteps(optax.chain(mean, optax.sgd(0.1)), 2),
+    "apply_if_finite": lambda mean: optax.chain(mean, optax.apply_if_finite(optax.adam(0.1), 3)),
+    "partition": lambda mean: optax.partition(
+        {"x": optax.chain(mean, optax.sgd(0.1)), "y": optax.sgd(0.2)}, {"b": "y", "w": "x"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_optax_wrappers_in_every_world(name, seed):
+    tx = WRAPPERS[name](jc.compressed_mean(EF, AXIS))
+    grads = gradients(seed, rounds=4)
+    if name in ("masked", "partition"):  # what is not compressed is not averaged either: give it equal gradients
+        grads["b"] = jnp.broadcast_to(grads["b"][:, :1], grads["b"].shape)
+    unchecked = name in ("masked", "partition")  # and then it is typed as differing between workers
+    sharded, state = run_shard_map(tx, PARAMS, grads, check_vma=not unchecked)
+    simulated, _ = run_vmap(tx, PARAMS, grads) if not unchecked else run_pmap(tx, PARAMS, grads)
+    assert_close(sharded, simulated)
+    assert jc.info(state).lane_bytes > 0
+    if name == "multi_steps":  # the mean of two rounds comes out every second round
+        np.testing.assert_array_equal(sharded["w"][0], 0)
+        assert np.abs(sharded["w"][1]).max() > 0
+
+
+def test_multi_steps_accumulates_the_gradients_of_each_worker(seed):
+    grads = gradients(seed, rounds=2)
+    tx = optax.MultiSteps(optax.chain(jc.compressed_mean(jc.direct(jc.identity()), AXIS), optax.sgd(1.0)), 2)
+    directions, _ = run_shard_map(tx, PARAMS, grads)
+    assert_close(jax.tree.map(lambda d: d[1], directions), jax.tree.map(lambda g: -g.mean((0, 1)), grads))
+
+
+def test_whole_training_in_one_scan_inside_shard_map(seed):
+    tx = optax.chain(jc.compressed_mean(EF, AXIS), optax.adam(1e-2))
+    grads = gradients(seed)
+
+    def train(params, grads):
+        def body(carry, g):
+            params, state = carry
+            updates, state = tx.update(g, state, params)
+            return (optax.apply_updates(params, updates), state), jc.info(state).relative_error
+
+        (params, _), errors = jax.lax.scan(body, (params, tx.init(params)), jax.tree.map(lambda g: g[:, 0], grads))
+        return params, errors[None]
+
+    specs = (P(), P(None, AXIS))
+    fn = jax.jit(jax.shard_map(train, mesh=mesh_of(N), in_specs=specs, out_specs=(P(), P(AXIS))))
+    params, errors = fn(PARAMS, grads)
+    stepwise, _ = run_shard_map(tx, PARAMS, grads)
+    assert_close(params, jax.tree.map(lambda d: d.sum(0), stepwise))
+    assert errors.shape == (N, 3)
+    assert np.all((errors > 0) & (errors < 1))
+
+
+@pytest.mark.parametrize("workers", [1, 100])
+def test_one_worker_and_a_hundred(workers, seed):
+    grads = gradients(seed, rounds=2, workers=workers)
+    tx = jc.compressed_mean(jc.direct(jc.identity()), AXIS)
+    directions, _ = run_vmap(tx, PARAMS, grads)
+    assert_close(directions, jax.tree.map(lambda g: g.mean(1), grads))
+    if workers == 1:
+        assert_close(run_shard_map(tx, PARAMS, grads)[0], directions)
+        alone = jc.compressed_mean(jc.direct(jc.identity()), None)
+        direction, _ = alone.update(jax.tree.map(lambda g: g[0, 0], grads), alone.init(PARAMS))
+        assert_close(direction, jax.tree.map(lambda d: d[0], directions))
+
+
+def test_donated_buffers(seed):
+    tx = optax.chain(jc.compressed_mean(jc.diana(jc.rand_k(0.1)), AXIS), optax.adam(1e-2))
+    mesh = mesh_of(N)
+    state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
+    step = jax.jit(
+        jax.shard_map(
+            lambda s, g, p: tx.update(jax.tree.map(lambda x: x[0], g), s, p),
+            mesh=mesh,
+            in_specs=(specs, P(AXIS), P()),
+            out_specs=(P(), specs),
+        ),
+        donate_argnums=0,
+    )
+    grads = gradients(seed)
+    for t in range(3):
+        old = state
+        updates, state = jax.block_until_ready(step(state, jax.tree.map(lambda g: g[t], grads), PARAMS))  # noqa: B023
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old[0].local.algorithm))
+    want, _ = run_shard_map(tx, PARAMS, grads)
+    assert_close(updates, jax.tree.map(lambda d: d[-1], want))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [EF, jc.diana(jc.dithering(7)), jc.direct(jc.identity())], ids=["ef", "diana", "direct"]
+)
+def test_bf16_gradients_have_f32_memories(algorithm, seed):
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    grads = gradients(seed, params=params)
+    directions, state = run_shard_map(jc.compressed_mean(algorithm, AXIS), params, grads)
+    assert {d.dtype for d in jax.tree.leaves(directions)} == {jnp.dtype(jnp.bfloat16)}
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype for x in floats} == {jnp.dtype(jnp.float32)}
+    if algorithm.compressor.spec.name == "per_leaf(identity)":
+        assert jc.info(state).lane_bytes == 2 * sum(p.size for p in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "algorithm",
+    [EF, jc.diana(jc.dithering(7)), jc.direct(jc.identity()), jc.error_feedback(jc.flat(jc.sidco(0.05)))],
+    ids=["ef", "diana", "direct", "sidco"],
+)
+def test_non_finite_gradients_never_enter_a_memory_and_are_counted(algorithm, bad, seed):
+    grads = gradients(seed, rounds=2)
+    dirty = jax.tree.map(lambda g: g.copy(), grads)
+    dirty["w"] = dirty["w"].at[0, 1, :3, 7].set(bad)
+    dirty["b"] = dirty["b"].at[0, 2, 0].set(bad)
+    clean = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0), dirty)
+    tx = jc.compressed_mean(algorithm, AXIS)
+    first = lambda tree: jax.tree.map(lambda g: g[:1], tree)
+    directions, state = run_shard_map(tx, PARAMS, first(dirty))
+    want, want_state = run_shard_map(tx, PARAMS, first(clean))
+    assert_close(directions, want)
+    assert_close(state.local.algorithm, want_state.local.algorithm)
+    assert int(jc.info(state).nonfinite) == 4
+    np.testing.assert_array_equal(jc.info(state, each=True).nonfinite, [0, 3, 1, 0])
+
+
+def test_info_is_what_it_says(seed):
+    grads = gradients(seed, rounds=1)
+    tx = optax.chain(jc.compressed_mean(EF, AXIS), optax.sgd(1.0))
+    _, state = run_shard_map(tx, PARAMS, grads)
+    info = jc.info(state)
+    assert info.lane_bytes == 60 * 8 + 5 * 4
+    assert info.achieved_ratio == pytest.approx(65 / 1205)
+    errors = []
+    for i in range(N):
+        w = np.asarray(grads["w"][0, i]).ravel()
+        whole = np.sum(w**2) + np.sum(np.asarray(grads["b"][0, i]) ** 2)
+        errors.append(np.sqrt(np.sum(np.sort(w**2)[:-60]) / whole))
+    np.testing.assert_allclose(jc.info(state, each=True).relative_error, errors, rtol=1e-5)
+    assert float(info.relative_error) == pytest.approx(np.mean(errors), rel=1e-5)
+    assert float(info.code_bits) == pytest.approx(60 * (32 + 11) + 5 * 32)
+    assert info.nonfinite == info.overflow == 0
+
+
+def test_info_without_measurements_and_without_a_state(seed):
+    tx = jc.compressed_mean(EF, AXIS, measure=False)
+    _, state = run_vmap(tx, PARAMS, gradients(seed, rounds=1))
+    info = jc.info(state)
+    assert info.lane_bytes == 500
+    assert np.isnan(info.achieved_ratio)
+    assert np.isnan(info.relative_error)
+    with pytest.raises(ValueError, match="no compressed_mean in this state"):
+        jc.info(optax.adam(1e-3).init(PARAMS))
+
+
+def test_overflow_is_counted(seed):
+    """A gradient that gives SIDCo's first threshold twice as many entries as expected."""
+    x = np.ones(2000, np.float32)
+    x[:200] = 30
+    tx = jc.compressed_mean(jc.error_feedback(jc.sidco(0.05, stages=1, capacity=1)), None)
+    _, state = tx.update(jnp.asarray(x), tx.init(jnp.asarray(x)))
+    assert int(jc.info(state).overflow) == 200 - 100
+
+
+def test_no_retrace_over_steps(seed):
+    traces = 0
+    tx = optax.chain(jc.compressed_mean(jc.diana(jc.rand_k(0.1)), AXIS), optax.adam(1e-2))
+    mesh = mesh_of(N)
+    state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
+
+    def step(state, grads, params):
+        nonlocal traces
+        traces += 1
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
+
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS), P()), out_specs=(P(), specs)))
+    grads = gradients(seed, rounds=4)
+    for t in range(4):
+        _, state = jax.block_until_ready(step(state, jax.tree.map(lambda g: g[t], grads), PARAMS))  # noqa: B023
+    assert traces == 1
+    assert step._cache_size() == 1
+
+
+def test_rounds_can_be_replayed(seed):
+    """The same count and key give the same draw; the next round another."""
+    tx = jc.compressed_mean(jc.direct(jc.dithering(3)), None, seed=7)
+    g = jnp.asarray(np.random.default_rng(seed).standard_normal(2000), jnp.float32)
+    state = tx.init(g)
+    first, after = tx.update(g, state)
+    again, _ = tx.update(g, state)
+    second, _ = tx.update(g, after)
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, second)
+    other_seed, _ = jc.compressed_mean(jc.direct(jc.dithering(3)), None, seed=8).update(g, state)
+    np.testing.assert_array_equal(first, other_seed)  # the key lives in the state
+
+
+def test_workers_draw_independently(seed):
+    tx = jc.compressed_mean(jc.direct(jc.dithering(1)), AXIS)
+    g = jnp.ones(2000)
+    mean, _ = run_vmap(tx, g, jnp.ones((1, 50, 2000)))
+    # 50 independent draws average out; one draw shared by all would be 50 times as noisy.
+    alone, _ = run_vmap(tx, g, jnp.ones((1, 1, 2000)))
+    assert np.var(mean) < np.var(alone) / 25
+
+
+def test_init_outside_under_an_ambient_mesh(seed):
+    """tx.init outside of shard_map makes one row for each worker of the mesh in use."""
+    tx = optax.chain(jc.compressed_mean(EF, AXIS), optax.sgd(0.1))
+    mesh = mesh_of(N)
+    grads = gradients(seed)
+    with jax.set_mesh(mesh):
+        state = tx.init(PARAMS)
+        specs = jc.state_specs(state, AXIS)
+        step = jax.jit(
+            jax.shard_map(
+                lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s),
+                in_specs=(specs, P(AXIS)),
+                out_specs=(P(), specs),
+            )
+        )
+        directions = []
+        for t in range(3):
+            d, state = jax.block_until_ready(step(state, jax.tree.map(lambda g: g[t], grads)))  # noqa: B023
+            directions.append(d)
+    assert get_abstract_mesh().empty
+    assert_close(directions[-1], jax.tree.map(lambda d: d[-1], run_shard_map(tx, PARAMS, grads)[0]))
+    assert state[0].local.algorithm.memory["w"].shape == (N, 40, 30)
+
+
+def test_axes_of_two_names(seed):
+    mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
+    axes = ("dcn", "ici")
+    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), axes)
+    state, specs = jc.init_state(tx, PARAMS, mesh, axes)
+    step = jax.shard_map(
+        lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s),
+        mesh=mesh,
+        in_specs=(specs, P(axes)),
+        out_specs=(P(), specs),
+    )
+    grads = gradients(seed, rounds=1)
+    direction, _ = jax.jit(step)(state, jax.tree.map(lambda g: g[0], grads))
+    want, _ = run_vmap(jc.compressed_mean(EF, AXIS), PARAMS, grads)
+    assert_close(direction, jax.tree.map(lambda w: w[0], want))
+
+
+def test_gradients_that_were_summed_already_are_reported():
+    tx = jc.compressed_mean(EF, AXIS)
+    mesh = mesh_of(N)
+    state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
+
+    def step(params, state, x, mine):
+        loss = lambda p: jnp.sum(p["w"]) * x[0] + jnp.sum(p["b"]) * x[0]
+        return tx.update(jax.grad(loss)(mine(params)), state)
+
+    def run(mine):
+        fn = jax.shard_map(
+            lambda p, s, x: step(p, s, x, mine), mesh=mesh, in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs)
+        )
+        return jax.jit(fn)(PARAMS, state, jnp.arange(4.0))[0]
+
+    with pytest.warns(UserWarning, match=r"jc\.per_worker"):
+        summed = run(lambda p: p)
+    mean = run(lambda p: jc.per_worker(p, AXIS))
+    np.testing.assert_allclose(summed["b"], 6.0)  # 0 + 1 + 2 + 3: not a mean at all
+    np.testing.assert_allclose(mean["b"], 1.5)
+
+
+def test_errors_help():
+    tx = jc.compressed_mean(EF, AXIS)
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match="no axis named 'data' is bound here"):
+        tx.update(PARAMS, state)
+    with pytest.raises(ValueError, match=r"\['n'\] has dtype int32"):
+        tx.init({"n": jnp.zeros(3, jnp.int32)})
+    weighted = jc.compressed_mean(EF, AXIS, weights=[1, 2, 3])
+    with pytest.raises(ValueError, match="3 weights for 4 workers on axis 'data'"):
+        run_vmap(weighted, PARAMS, gradients(0, rounds=1))
+    with pytest.raises(ValueError, match="made for another tree"):
+        jax.vmap(lambda g: tx.update({"other": g}, state)[0], axis_name=AXIS)(jnp.zeros((N, 3)))
+    rows = jax.tree.map(lambda x: jnp.tile(x, (N,) + (1,) * (x.ndim - 1)), state.local)
+    grads = jax.tree.map(lambda p: jnp.zeros((N, *p.shape)), PARAMS)
+    with pytest.raises(ValueError, match=r"in_specs=jc\.state_specs"):
+        jax.vmap(lambda g: tx.update(g, state._replace(local=rows))[0], axis_name=AXIS)(grads)
+    scalar = optax.MultiSteps(optax.chain(tx, optax.sgd(0.1)), 2)
+    with pytest.raises(ValueError, match="one of them is a scalar"):
+        jc.state_specs(scalar.init({"s": jnp.zeros(())}), AXIS)
+
+
+@pytest.mark.parametrize("params", [{}, {"s": jnp.zeros(())}, {"a": jnp.zeros((0,)), "b": jnp.zeros(1)}], ids=str)
+def test_empty_and_tiny_trees(params, seed):
+    grads = gradients(seed, rounds=1, params=params)
+    tx = jc.compressed_mean(EF, AXIS)
+    if params:
+        assert_close(run_shard_map(tx, params, grads)[0], jax.tree.map(lambda g: g.mean(1), grads))
+        assert_close(run_vmap(tx, params, grads)[0], jax.tree.map(lambda g: g.mean(1), grads))
+    else:
+        direction, _ = jax.vmap(lambda i: tx.update({}, tx.init({})), axis_name=AXIS, out_axes=None)(jnp.arange(2))
+        assert direction == {}
