@@ -228,8 +228,9 @@ def wrap_key(data: Array) -> Array:
 def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tree, shared: Tree) -> Tree:
     """total + sum_j weights_j decompress(payload_j), in the order of j, in memory O(d).
 
-    The result is the same bit for bit wherever it is compiled: products are rounded before they
-    are added (`weighted`), and without weights there are none.
+    Without weights there are no products, and the result is the same bit for bit wherever it is
+    compiled. With weights a compiler may contract a product and the addition that follows into
+    one rounding, so it is the same up to the last place.
 
     Args:
         total: array or tree, shape of what is decompressed, in the dtype to add in.
@@ -261,12 +262,8 @@ def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree
 
 
 def weighted(x: Array, weight: Array | None) -> Array:
-    """weight * x, rounded by itself; x for no weight.
-
-    Without the barrier a compiler may or may not contract the product with an addition that
-    follows into one rounding.
-    """
-    return x if weight is None else lax.optimization_barrier(x * weight.astype(x.dtype))
+    """weight * x; x for no weight."""
+    return x if weight is None else x * weight.astype(x.dtype)
 
 
 def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:

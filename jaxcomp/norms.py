@@ -5,13 +5,15 @@ finite case is therefore tested on the result (a NaN or an infinity anywhere mak
 finite) and the slow form stands behind a `lax.cond` that is hardly ever taken.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import finite
 
-__all__ = ["block_norms", "max_abs"]
+__all__ = ["block_norms", "max_abs", "power_of_two"]
 
 Array = jax.Array
 
@@ -30,6 +32,18 @@ def max_abs(rows: Array) -> Array:
     )
 
 
+def power_of_two(exponent: Array, dtype: Any) -> Array:
+    """2^exponent for exponents of normal numbers, exactly (exp2 is not, on every backend).
+
+    >>> print(power_of_two(jnp.array([-1, 3]), jnp.float32))
+    [0.5 8. ]
+    """
+    info = jnp.finfo(dtype)
+    integer = jnp.int64 if info.bits == 64 else jnp.int32
+    bits = (exponent.astype(integer) + (1 - info.minexp)) << info.nmant
+    return lax.bitcast_convert_type(bits, dtype)
+
+
 def block_norms(rows: Array, order: float) -> Array:
     """Norm of each row, of its finite entries.
 
@@ -38,9 +52,9 @@ def block_norms(rows: Array, order: float) -> Array:
         order: 2 or inf.
 
     Returns:
-        float[b]. Entries are divided by the largest before they are squared, so that squares
-        neither overflow nor vanish. A norm beyond the largest number of the dtype saturates; a
-        row without a normal number has norm zero.
+        float[b]. Entries are scaled by the power of two of the largest before they are squared,
+        so that squares neither overflow nor vanish. A norm beyond the largest number of the dtype
+        saturates; a row without a normal number has norm zero.
 
     >>> print(block_norms(jnp.array([[3.0, 4.0], [0.0, 0.0]]), 2))
     [5. 0.]
@@ -49,8 +63,11 @@ def block_norms(rows: Array, order: float) -> Array:
     largest = max_abs(rows)
     zero = largest < info.tiny
     if order == 2 and rows.shape[-1] > 0:
-        unit = jnp.where(zero, jnp.ones((), rows.dtype), largest)
-        square = lambda x: jnp.sum(jnp.square(x / unit[:, None]), axis=-1)
+        exponent = jnp.clip(jnp.frexp(largest)[1], info.minexp, -info.minexp)
+        scale = power_of_two(-exponent, rows.dtype)
+        # |x * scale| is below 4 anyway. The clip keeps XLA from rewriting (x s)^2 as x^2 s^2, which
+        # overflows (seen with constant x; likewise (x / s)^2 as x^2 / s^2).
+        square = lambda x: jnp.sum(jnp.square(jnp.clip(x * scale[:, None], -4, 4)), axis=-1)
         squares = square(rows)
         squares = lax.cond(
             jnp.all(jnp.isfinite(squares)),
@@ -59,5 +76,6 @@ def block_norms(rows: Array, order: float) -> Array:
             rows,
             squares,
         )
+        unit = power_of_two(exponent, rows.dtype)
         largest = unit * jnp.minimum(jnp.sqrt(squares), info.max / unit)
     return jnp.where(zero, jnp.zeros((), rows.dtype), largest)

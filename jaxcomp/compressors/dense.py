@@ -10,7 +10,7 @@ from jax import lax
 from jaxcomp.base import Compressor, Spec, finite, wide
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_bits
-from jaxcomp.norms import max_abs
+from jaxcomp.norms import max_abs, power_of_two
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Dense, Quantized, Scaled
 
@@ -87,9 +87,7 @@ def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
             return Dense(round_to(x)), state.local
         x = x.astype(wide(x.dtype))
         _, exponent = jnp.frexp(max_abs(x))
-        # exp2 is not exact on every backend; these are the bits of a power of two in f32.
-        bits = (jnp.clip(exponent - top, -126, 126).astype(jnp.int32) + 127) << 23
-        scale = lax.bitcast_convert_type(bits, jnp.float32)
+        scale = power_of_two(jnp.clip(exponent - top, -126, 126), jnp.float32)
         return Scaled(round_to(x / scale.astype(x.dtype)), scale), state.local
 
     def decompress(payload, shared, like):

@@ -166,14 +166,15 @@ def dithering(
             each = each * jnp.float32(sizes[0])
         spare = jnp.uint32((1 << (width - 1)) - 1)
         bits = (lax.bitcast_convert_type(each, jnp.uint32) + spare) & ~spare
-        return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), LARGEST)
+        return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), jnp.float32(LARGEST))
 
     def compress(key, x, state):
         x = x.astype(wide(x.dtype))
         cut = layout(x.shape[0])
         norms = jnp.minimum(cut.norms(x, order), jnp.asarray(LARGEST, x.dtype)).astype(jnp.float32)
         unit = unit_of(state.shared, cut, norms).astype(x.dtype)
-        position = jnp.where(unit < jnp.finfo(jnp.float32).tiny, 0, jnp.abs(finite(x)) / unit)
+        empty = unit < jnp.asarray(jnp.finfo(jnp.float32).tiny, x.dtype)
+        position = jnp.where(empty, jnp.zeros((), x.dtype), jnp.abs(finite(x)) / unit)
         noise = random_uniform(key, x.shape[0]).astype(x.dtype)
         level = jnp.minimum(jnp.floor(position + noise), most).astype(jnp.int32)
         return Quantized(norms, pack(zigzag(jnp.where(x < 0, -level, level)), width)), state.local

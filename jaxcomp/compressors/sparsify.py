@@ -136,7 +136,8 @@ def rand_k(ratio: float | None = None, *, k: int | None = None) -> Compressor:
 
         def add_one(total, message):
             payload, weight = message
-            values = weighted(payload.values.astype(total.dtype), jnp.asarray(scale, total.dtype))
+            # The barrier keeps the product from being contracted with the addition (`accumulate`).
+            values = lax.optimization_barrier(payload.values.astype(total.dtype) * scale)
             values = weighted(values, weight)
             return total.at[indices].add(values, unique_indices=True)
 
