@@ -20,16 +20,17 @@ Array = jax.Array
 
 def max_abs(rows: Array) -> Array:
     """Largest finite magnitude along the last axis, 0 for an empty one."""
+    return _largest(rows)[0]
+
+
+def _largest(rows: Array) -> tuple[Array, Array]:
+    """Largest finite magnitude of each row, and whether all entries of all rows are finite."""
     if rows.shape[-1] == 0:
-        return jnp.zeros(rows.shape[:-1], rows.dtype)
-    largest = jnp.max(jnp.abs(rows), axis=-1)
-    return lax.cond(
-        jnp.all(jnp.isfinite(largest)),
-        lambda rows, largest: largest,
-        lambda rows, largest: jnp.max(jnp.abs(finite(rows)), axis=-1),
-        rows,
-        largest,
-    )
+        return jnp.zeros(rows.shape[:-1], rows.dtype), jnp.array(True)
+    peaks = jnp.max(jnp.abs(rows), axis=-1)
+    clean = jnp.all(jnp.isfinite(peaks))
+    slow = lambda rows, peaks: jnp.max(jnp.abs(finite(rows)), axis=-1)
+    return lax.cond(clean, lambda rows, peaks: peaks, slow, rows, peaks), clean
 
 
 def power_of_two(exponent: Array, dtype: Any) -> Array:
@@ -60,7 +61,7 @@ def block_norms(rows: Array, order: float) -> Array:
     [5. 0.]
     """
     info = jnp.finfo(rows.dtype)
-    largest = max_abs(rows)
+    largest, clean = _largest(rows)
     zero = largest < info.tiny
     if order == 2 and rows.shape[-1] > 0:
         exponent = jnp.clip(jnp.frexp(largest)[1], info.minexp, -info.minexp)
@@ -68,14 +69,7 @@ def block_norms(rows: Array, order: float) -> Array:
         # |x * scale| is below 4 anyway. The clip keeps XLA from rewriting (x s)^2 as x^2 s^2, which
         # overflows (seen with constant x; likewise (x / s)^2 as x^2 / s^2).
         square = lambda x: jnp.sum(jnp.square(jnp.clip(x * scale[:, None], -4, 4)), axis=-1)
-        squares = square(rows)
-        squares = lax.cond(
-            jnp.all(jnp.isfinite(squares)),
-            lambda rows, squares: squares,
-            lambda rows, squares: square(finite(rows)),
-            rows,
-            squares,
-        )
+        squares = lax.cond(clean, square, lambda rows: square(finite(rows)), rows)
         unit = power_of_two(exponent, rows.dtype)
         largest = unit * jnp.minimum(jnp.sqrt(squares), info.max / unit)
     return jnp.where(zero, jnp.zeros((), rows.dtype), largest)

@@ -27,3 +27,11 @@ def seed(request) -> int:
 @pytest.fixture
 def key(seed):
     return jax.random.key(seed)
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of one row of a table run in one process (--dist loadgroup), where they share compiled functions."""
+    for item in items:
+        row = getattr(item, "callspec", None) and item.callspec.params.get("row")
+        if row is not None:
+            item.add_marker(pytest.mark.xdist_group(row.name))

@@ -10,12 +10,14 @@ from jaxcomp.base import Compressor
 
 class Row(NamedTuple):
     """name: test id; compressor: of one array; exact: copies entries, so sent + residual = x bitwise;
-    deterministic: the private key plays no part, shared randomness neither."""
+    deterministic: the private key plays no part, shared randomness neither; fixed_length: made for
+    an array of D entries (or of at least three, for three block steps)."""
 
     name: str
     compressor: Compressor
     exact: bool
     deterministic: bool
+    fixed_length: bool = False
 
 
 D = 300
@@ -35,14 +37,14 @@ ROWS = [
     Row("rand_k-ratio", jc.rand_k(0.1), False, False),
     Row("rand_k-k", jc.rand_k(k=7), False, False),
     Row("bernoulli-scalar", jc.bernoulli(0.2), False, False),
-    Row("bernoulli-array", jc.bernoulli(P), False, False),
+    Row("bernoulli-array", jc.bernoulli(P), False, False, True),
     Row("dithering-1", jc.dithering(1), False, False),
     Row("dithering-7", jc.dithering(7), False, False),
     Row("dithering-inf", jc.dithering(3, norm="inf"), False, False),
     Row("dithering-blocks", jc.dithering(3, blocks=7), False, False),
     Row("dithering-block_size", jc.dithering(3, block_size=64), False, False),
-    Row("dithering-steps", jc.dithering(steps=STEPS), False, False),
-    Row("dithering-block-steps", jc.dithering(steps=[0.1, 0.2, 0.4], blocks=3), False, False),
+    Row("dithering-steps", jc.dithering(steps=STEPS), False, False, True),
+    Row("dithering-block-steps", jc.dithering(steps=[0.1, 0.2, 0.4], blocks=3), False, False, True),
     Row("natural", jc.natural(), False, False),
     Row("sidco-1", jc.sidco(0.1, stages=1), True, True),
     Row("sidco-3", jc.sidco(0.02, stages=3), True, True),

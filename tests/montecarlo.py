@@ -6,11 +6,13 @@ import jax
 import numpy as np
 
 
-def monte_carlo(draw, key, num_draws, batch=256):
-    """Mean and standard error of draw(key), over independent keys, in float64."""
-    run = jax.jit(jax.vmap(draw))
+def monte_carlo(draws, key, num_draws, batch=256):
+    """Mean and standard error over independent keys, in float64.
+
+    draws: maps keys [batch] to values [batch, ...], jitted.
+    """
     keys = jax.random.split(key, num_draws)
-    values = np.concatenate([np.asarray(run(keys[i : i + batch]), np.float64) for i in range(0, num_draws, batch)])
+    values = np.concatenate([np.asarray(draws(keys[i : i + batch]), np.float64) for i in range(0, num_draws, batch)])
     spread = values.std(0, ddof=1) if num_draws > 1 else np.zeros_like(values[0])
     return values.mean(0), spread / np.sqrt(num_draws)
 

@@ -1,0 +1,1 @@
+"""Experiments: `python -m experiments NAME`. Not part of the installed package."""

@@ -1,0 +1,36 @@
+"""`python -m experiments NAME ...`: one name for each experiment."""
+
+import importlib
+import sys
+
+from experiments.cli import UserError, fail
+
+# name -> (module, what it shows). Modules are imported only when asked for: each sets up JAX itself.
+EXPERIMENTS = {
+    "compare": ("experiments.compare", "train one model with several compression methods and compare them"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, EXPERIMENTS))
+    rows = "\n".join(f"  {name.ljust(width)}  {what}" for name, (_, what) in EXPERIMENTS.items())
+    return (
+        f"usage: python -m experiments NAME [options]\n\n{rows}\n\npython -m experiments NAME --help lists the options."
+    )
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in EXPERIMENTS:
+        fail(f"unknown experiment {name!r}; choose from {', '.join(EXPERIMENTS)}")
+    try:
+        return importlib.import_module(EXPERIMENTS[name][0]).main(rest)
+    except UserError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

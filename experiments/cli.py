@@ -1,0 +1,70 @@
+"""The command line of the experiments: options, and errors that fit on one line."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["Parser", "UserError", "at_least", "fail", "fraction"]
+
+
+class UserError(Exception):
+    """Something the user can mend; shown as one line, without a traceback."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with defaults in the help and errors on one line."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        fail(f"{self.prog}: {message} (--help lists all options)")
+
+
+def fail(message: str) -> NoReturn:
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def at_least(least: int):
+    """An integer option with a lower bound."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}; got {text!r}")
+        return value
+
+    return parse
+
+
+def fraction(text: str) -> float:
+    """A number in (0, 1]."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be a number in (0, 1]; got {text!r}")
+    return value
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text!r}")
+    return value
+
+
+def existing_folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise UserError(f"no folder {path}")
+    return path

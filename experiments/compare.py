@@ -1,0 +1,348 @@
+"""The main job: one model, several compression methods, what each costs and what it loses.
+
+Trains a Flax model data-parallel on n workers with every method and every seed, and writes to
+runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.json (a row for each
+finished method and seed), table.txt, compare.png, and checkpoints.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.cli import Parser, UserError, at_least, fraction, positive
+
+__all__ = ["main"]
+
+DEFAULT_METHODS = ["dense-f32", "dense-bf16", "top-k", "sidco", "dithering", "diana"]
+
+
+def parser(**kwargs: Any) -> Parser:
+    from experiments.data import DATASETS
+    from experiments.methods import METHODS
+    from experiments.models import MODELS
+    from experiments.training import OPTIMIZERS
+
+    known = "; ".join(f"{name}: {method.what}" for name, method in METHODS.items())
+    p = Parser(prog="python -m experiments compare", description=(__doc__ or "").split("\n\n")[0], **kwargs)
+    p.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
+    p.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --data mnist")
+    p.add_argument("--model", choices=MODELS, default="mlp", help="architecture")
+    p.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT_METHODS, metavar="METHOD", help=known)
+    p.add_argument("--workers", type=at_least(1), default=4, help="data-parallel workers, one device each")
+    p.add_argument("--steps", type=at_least(1), default=300, help="steps of each run")
+    p.add_argument("--batch", type=at_least(1), default=32, help="examples of each worker in a step")
+    p.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="what follows the compressed mean")
+    p.add_argument("--lr", type=positive, default=1e-3, help="learning rate")
+    p.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
+    p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
+    p.add_argument("--alpha", type=positive, default=None, help="Dirichlet label split; without it IID")
+    p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="one run for each")
+    p.add_argument("--name", default=None, help="folder under --runs; without it the next free compare-N")
+    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    p.add_argument("--log-every", type=at_least(1), default=10, help="steps between lines of metrics.jsonl")
+    p.add_argument("--checkpoint-every", type=at_least(1), default=100, help="steps between checkpoints")
+    p.add_argument("--resume", action="store_true", help="continue --name with the options it was started with")
+    return p
+
+
+class Job(NamedTuple):
+    """One method with one seed."""
+
+    method: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.seed}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = vars(parser().parse_args(arguments))
+    resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs")
+    folder = choose_folder(runs, name, resume)
+    if resume:
+        given = vars(parser(argument_default=argparse_suppress()).parse_args(arguments))
+        options = resumed(folder, options, given)
+    return Run(folder, options).go(resume)
+
+
+def argparse_suppress() -> str:
+    import argparse
+
+    return argparse.SUPPRESS
+
+
+def choose_folder(runs: Path, name: str | None, resume: bool) -> Path:
+    if name is None:
+        if resume:
+            raise UserError("--resume needs --name, the run to continue")
+        number = 1
+        while (runs / f"compare-{number}").exists():
+            number += 1
+        return runs / f"compare-{number}"
+    folder = runs / name
+    if resume and not (folder / "config.json").is_file():
+        raise UserError(f"there is no run {folder} to resume")
+    if not resume and folder.exists():
+        raise UserError(f"{folder} exists; continue it with --resume or choose another --name")
+    return folder
+
+
+def resumed(folder: Path, options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The options of the run; what is given again must agree with them."""
+    kept = json.loads((folder / "config.json").read_text())
+    for key in kept.keys() & given.keys():
+        if jsonable(given[key]) != kept[key]:
+            flag = "--" + key.replace("_", "-")
+            raise UserError(f"{folder} was started with {flag} {kept[key]}, not {given[key]}; leave it out")
+    kept["data_dir"] = Path(kept["data_dir"]) if kept["data_dir"] else None
+    return options | kept
+
+
+def jsonable(value: Any) -> Any:
+    return str(value.absolute()) if isinstance(value, Path) else value
+
+
+def write_json(path: Path, content: Any) -> None:
+    """All or nothing: a killed process leaves the old file."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(draft, path)
+
+
+class Run:
+    """All jobs of one folder."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]):
+        self.folder = folder
+        self.options = options
+        self.results: list[dict[str, Any]] = []
+
+    def go(self, resume: bool) -> int:
+        from rich.console import Console
+
+        from experiments.data import load, split
+        from experiments.training import find_devices
+
+        o = self.options
+        console = Console(width=None if sys.stdout.isatty() else 150)
+        self.console = console
+        self.devices = devices = find_devices(o["workers"])
+        self.data = load(o["data"], o["data_dir"])
+        self.parts = {seed: split(self.data.train_y, o["workers"], o["alpha"], seed) for seed in o["seeds"]}
+        if not resume:  # only now, so that a wrong option leaves nothing behind
+            self.folder.mkdir(parents=True)
+            write_json(self.folder / "config.json", {key: jsonable(value) for key, value in o.items()})
+        elif (self.folder / "results.json").is_file():
+            self.results = json.loads((self.folder / "results.json").read_text())
+        jobs = [Job(method, seed) for method in dict.fromkeys(o["methods"]) for seed in dict.fromkeys(o["seeds"])]
+        done = {(row["method"], row["seed"]) for row in self.results}
+        console.print(
+            f"{o['data']}, {o['model']}, {o['workers']} workers on {devices[0].platform}, {o['steps']} steps of "
+            f"{o['batch']} examples each, {'IID' if o['alpha'] is None else 'Dirichlet(%g)' % o['alpha']}; "
+            f"writing to {self.folder}"
+        )
+        interrupted = False
+        try:
+            self.train([job for job in jobs if (job.method, job.seed) not in done], console)
+        except KeyboardInterrupt:
+            interrupted = True
+            console.print(f"interrupted; continue with --resume --name {self.folder.name}")
+        self.report(console)
+        return 130 if interrupted else 0
+
+    def train(self, jobs: list[Job], console: Any) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed}/{task.total} steps"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[now]}"),
+        )
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            trainer, method = None, None
+            for job in jobs:
+                task = bar.add_task(f"{job.method}, seed {job.seed}", total=self.options["steps"], now="compiling")
+                if trainer is None or method != job.method:
+                    trainer, method = self.trainer_for(job.method), job.method
+                row = self.train_one(trainer, job, lambda step, now, t=task: bar.update(t, completed=step, now=now))
+                self.results.append(row)
+                write_json(self.folder / "results.json", self.results)
+                if bar.disable:
+                    console.print(
+                        f"{job.method}, seed {job.seed}: loss {row['loss']:.4f}, test accuracy {row['accuracy']:.4f}, "
+                        f"{row['sent_bytes']:,.0f} B sent per step, {1e3 * row['seconds']:.1f} ms per step"
+                    )
+
+    def trainer_for(self, method: str) -> Any:
+        from experiments.methods import METHODS
+        from experiments.models import MODELS
+        from experiments.training import Trainer
+
+        o = self.options
+        algorithm = METHODS[method].make(o["ratio"], o["levels"])
+        return Trainer(algorithm, MODELS[o["model"]], self.data, self.devices, o["optimizer"], o["lr"], o["batch"])
+
+    def train_one(self, trainer: Any, job: Job, show: Any) -> dict[str, Any]:
+        """Trains one job from its newest checkpoint to the end."""
+        from experiments.training import Checkpoints, fingerprint
+
+        o = self.options
+        checkpoints = Checkpoints(self.folder / "checkpoints" / job.name)
+        state = trainer.initial_state(job.seed)
+        first = checkpoints.latest() or 0
+        if first:
+            abstract = trainer.abstract_state(state.params)
+            state = checkpoints.restore(first, abstract)
+        self.keep_metrics(job, first)
+        sent = trainer.ledger.total_bytes
+        reached = first
+        shown = 0.0
+        try:
+            with (self.folder / "metrics.jsonl").open("a") as metrics:
+                for now in trainer.steps(state, self.parts[job.seed], job.seed, first, o["steps"]):
+                    reached, state = now.step, now.state
+                    if now.step % o["log_every"] == 0 or now.step in (1, o["steps"]):
+                        info = {key: float(value) for key, value in trainer.info(now.state.optimizer)._asdict().items()}
+                        line = {"method": job.method, "seed": job.seed, "step": now.step, "loss": now.loss}
+                        line |= {"sent_bytes": sent * now.step, "seconds": now.seconds, **info}
+                        metrics.write(json.dumps(line) + "\n")
+                        metrics.flush()
+                    if time.monotonic() - shown > 0.1 or now.step == o["steps"]:
+                        shown = time.monotonic()
+                        show(now.step, f"loss {now.loss:.3f}, {sent * now.step / 1e6:.2f} MB sent")
+                    if now.step % o["checkpoint_every"] == 0 or now.step == o["steps"]:
+                        checkpoints.save(now.step, now.state)
+        except KeyboardInterrupt:
+            with contextlib.suppress(RuntimeError):  # the interrupt may have come while a step donated the state
+                if reached > first:
+                    checkpoints.save(reached, state)
+            raise
+        finally:
+            checkpoints.close()
+        lines = [line for line in self.metrics() if (line["method"], line["seed"]) == job]
+        test_loss, accuracy = trainer.test(state)
+        last = lines[-5:]
+        return {
+            "method": job.method,
+            "seed": job.seed,
+            "steps": o["steps"],
+            "loss": float(np.mean([line["loss"] for line in last])),
+            "test_loss": test_loss,
+            "accuracy": accuracy,
+            "lane_bytes": lines[-1]["lane_bytes"],
+            "code_bits": float(np.mean([line["code_bits"] for line in lines])),
+            "sent_bytes": sent,
+            "seconds": float(np.median([line["seconds"] for line in lines[1:] or lines])),
+            "parameters": trainer.num_params,
+            "sha256": fingerprint(state.params),
+        }
+
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def keep_metrics(self, job: Job, step: int) -> None:
+        """Drops what was logged of this job after its checkpoint: those steps are done again."""
+        lines = [line for line in self.metrics() if (line["method"], line["seed"]) != job or line["step"] <= step]
+        draft = self.folder / "metrics.tmp"
+        draft.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        os.replace(draft, self.folder / "metrics.jsonl")
+
+    # --------------------------------------------------------------------------------------------
+
+    def report(self, console: Any) -> None:
+        if self.results:
+            table = self.table()
+            console.print(table)
+            console.print(NOTES)
+            from rich.console import Console
+
+            with (self.folder / "table.txt").open("w") as file:
+                plain = Console(file=file, width=150)
+                plain.print(table)
+                plain.print(NOTES)
+        if any(line["step"] > 1 for line in self.metrics()):
+            console.print(f"plot: {self.plot()}")
+
+    def table(self) -> Any:
+        from rich.table import Table
+
+        def bytes_of(dense: str) -> float | None:
+            found = [row["sent_bytes"] for row in self.results if row["method"] == dense]
+            return found[0] if found else None
+
+        f32, bf16 = bytes_of("dense-f32"), bytes_of("dense-bf16")
+        table = Table(title=f"{self.folder.name}: {self.results[0]['parameters']:,} parameters", title_justify="left")
+        table.add_column("method")
+        for head in ("final loss", "test accuracy", "lane B", "code B", "sent B", "vs f32", "vs bf16", "ms/step"):
+            table.add_column(head, justify="right")
+        for method in dict.fromkeys(row["method"] for row in self.results):
+            rows = [row for row in self.results if row["method"] == method]
+            sent = rows[0]["sent_bytes"]
+
+            def spread(key: str, digits: int, rows: list[dict[str, Any]] = rows) -> str:
+                values = [row[key] for row in rows]
+                more = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+                return f"{np.mean(values):.{digits}f}{more}"
+
+            table.add_row(
+                method,
+                spread("loss", 4),
+                spread("accuracy", 4),
+                f"{rows[0]['lane_bytes']:,.0f}",
+                f"{np.mean([row['code_bits'] for row in rows]) / 8:,.0f}",
+                f"{sent:,.0f}",
+                f"{f32 / sent:.1f} x" if f32 and sent else "-",
+                f"{bf16 / sent:.1f} x" if bf16 and sent else "-",
+                f"{1e3 * np.median([row['seconds'] for row in rows]):.1f}",
+            )
+        return table
+
+    def plot(self) -> Path:
+        from experiments.plots import LINES, new_figure, running_mean, save
+
+        lines = self.metrics()
+        figure, (by_step, by_bytes) = new_figure(2)
+        for look, method in zip(LINES, dict.fromkeys(line["method"] for line in lines), strict=False):
+            runs: dict[int, list[dict[str, Any]]] = {}
+            for line in lines:
+                if line["method"] == method:
+                    runs.setdefault(line["seed"], []).append(line)
+            length = min(len(run) for run in runs.values())
+            losses = running_mean(np.array([[line["loss"] for line in run[:length]] for run in runs.values()]), 5)
+            some = next(iter(runs.values()))[:length]
+            steps = np.array([line["step"] for line in some])
+            megabytes = np.array([line["sent_bytes"] for line in some]) / 1e6
+            for axis, x in ((by_step, steps), (by_bytes, megabytes)):
+                axis.plot(x, losses.mean(0), label=method, markevery=max(1, length // 6), markersize=5, **look)
+                if len(losses) > 1:
+                    axis.fill_between(x, losses.min(0), losses.max(0), color=look["color"], alpha=0.15, linewidth=0)
+        o = self.options
+        by_step.set(xlabel="step", ylabel="training loss (mean of 5 logged steps)", yscale="log", title="loss by step")
+        by_bytes.set(xlabel="MB sent by each worker", xscale="log", yscale="log", title="loss by bytes sent")
+        by_step.legend()
+        figure.suptitle(
+            f"{o['data']}, {o['model']}, {o['workers']} workers, {o['optimizer']} {o['lr']:g}, ratio {o['ratio']:g}; "
+            f"{len(o['seeds'])} seed(s), band: min to max",
+            fontsize=10,
+        )
+        path = self.folder / "compare.png"
+        save(figure, path)
+        return path
+
+
+NOTES = """\
+Per worker and step. lane B: bytes it contributes to the collective. code B: the best code we have for that message.
+sent B: what the compiled program sends from one device (ring model, read by jaxcomp.ledger, with the 4-byte loss).
+vs f32, vs bf16: sent B of the dense exchange divided by this one's. ms/step: median; all devices share this machine.
+final loss: training loss, mean of the last 5 logged steps. ±: standard deviation over seeds."""

@@ -1,0 +1,37 @@
+"""Compression methods by name, as the experiments use them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jaxcomp as jc
+from jaxcomp.base import Algorithm
+
+__all__ = ["METHODS", "Method"]
+
+
+class Method(NamedTuple):
+    """what: one line for the help; make(ratio, levels) -> algorithm."""
+
+    what: str
+    make: Callable[[float, int], Algorithm]
+
+
+BLOCK = 512  # entries per norm: one norm for a whole layer would be 10 times noisier
+
+METHODS: dict[str, Method] = {
+    "dense-f32": Method("all entries in 32 bits", lambda ratio, levels: jc.direct(jc.identity())),
+    "dense-bf16": Method("all entries in 16 bits, added in f32", lambda r, s: jc.direct(jc.cast("bfloat16"))),
+    "fp8": Method("8 bits with a scale, error feedback", lambda r, s: jc.error_feedback(jc.cast("float8_e4m3fn"))),
+    "natural": Method("powers of two, 9 bits", lambda r, s: jc.direct(jc.natural())),
+    "dithering": Method(
+        "random dithering with --levels levels", lambda r, s: jc.direct(jc.dithering(s, block_size=BLOCK))
+    ),
+    "diana": Method("DIANA with the same dithering", lambda r, s: jc.diana(jc.dithering(s, block_size=BLOCK))),
+    "rand-k": Method("random entries, error feedback", lambda r, s: jc.error_feedback(jc.contract(jc.rand_k(r)))),
+    "top-k": Method("largest --ratio of the entries, error feedback", lambda r, s: jc.error_feedback(jc.top_k(r))),
+    "sidco": Method("threshold by SIDCo-E, error feedback", lambda r, s: jc.error_feedback(jc.sidco(r))),
+    "top-k-bf16": Method(
+        "top-k with values in 16 bits, error feedback",
+        lambda r, s: jc.error_feedback(jc.compose(jc.top_k(r), jc.cast("bfloat16"))),
+    ),
+}

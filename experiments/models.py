@@ -1,0 +1,51 @@
+"""Small Flax (NNX) models for images."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+__all__ = ["MODELS", "Cnn", "Mlp"]
+
+
+class Mlp(nnx.Module):
+    """Two hidden layers of 256."""
+
+    def __init__(self, shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs):
+        size = 1
+        for length in shape:
+            size *= length
+        self.first = nnx.Linear(size, 256, rngs=rngs)
+        self.second = nnx.Linear(256, 256, rngs=rngs)
+        self.last = nnx.Linear(256, num_classes, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], -1)
+        x = nnx.relu(self.first(x))
+        x = nnx.relu(self.second(x))
+        return self.last(x)
+
+
+class Cnn(nnx.Module):
+    """Two convolutions with pooling, then two dense layers."""
+
+    def __init__(self, shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs):
+        height, width, channels = shape
+        self.first = nnx.Conv(channels, 16, (3, 3), rngs=rngs)
+        self.second = nnx.Conv(16, 32, (3, 3), rngs=rngs)
+        self.third = nnx.Linear(32 * (height // 4) * (width // 4), 128, rngs=rngs)
+        self.last = nnx.Linear(128, num_classes, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = nnx.max_pool(nnx.relu(self.first(x)), (2, 2), (2, 2))
+        x = nnx.max_pool(nnx.relu(self.second(x)), (2, 2), (2, 2))
+        x = nnx.relu(self.third(x.reshape(x.shape[0], -1)))
+        return self.last(x)
+
+
+MODELS: dict[str, Callable[..., nnx.Module]] = {"mlp": Mlp, "cnn": Cnn}
+
+
+def num_params(params: object) -> int:
+    return sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))

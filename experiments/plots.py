@@ -1,0 +1,42 @@
+"""Plots that can be read in print, in grey, and by colour-blind eyes."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+__all__ = ["LINES", "new_figure", "running_mean", "save"]
+
+# Okabe and Ito's colours with a line style and a marker each: two ways to tell lines apart besides hue.
+COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F"]
+STYLES = ["-", "--", "-.", ":"]
+MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]
+LINES: list[dict[str, Any]] = [
+    {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[i // 2 % 4], "marker": MARKERS[i % len(MARKERS)]}
+    for i in range(16)
+]
+
+
+def new_figure(columns: int, height: float = 4.2) -> tuple[Any, list[Any]]:
+    """A figure with panels side by side."""
+    plt.rcParams.update({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False})
+    plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False, "lines.linewidth": 1.6})
+    figure, axes = plt.subplots(1, columns, figsize=(5.2 * columns, height), squeeze=False, layout="constrained")
+    return figure, list(axes[0])
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of the last `window` values (fewer at the start), along the last axis."""
+    sums = np.cumsum(np.concatenate([np.zeros((*values.shape[:-1], 1)), values], -1), -1)
+    ends = np.arange(1, values.shape[-1] + 1)
+    starts = np.maximum(ends - window, 0)
+    return (sums[..., ends] - sums[..., starts]) / (ends - starts)
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
