@@ -2,9 +2,10 @@
 
 Trains a Flax model data-parallel on n workers with every method and every seed, and writes to
 runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.json (a row for each
-finished method and seed), table.txt, compare.png, and checkpoints.
+finished method and seed), table.md, compare.png, and checkpoints.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -17,20 +18,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.cli import Parser, UserError, at_least, fraction, positive
+from experiments.report import show
 
 __all__ = ["main"]
 
 DEFAULT_METHODS = ["dense-f32", "dense-bf16", "top-k", "sidco", "dithering", "diana"]
 
 
-def parser(**kwargs: Any) -> Parser:
+def parser() -> Parser:
     from experiments.data import DATASETS
     from experiments.methods import METHODS
     from experiments.models import MODELS
     from experiments.training import OPTIMIZERS
 
     known = "; ".join(f"{name}: {method.what}" for name, method in METHODS.items())
-    p = Parser(prog="python -m experiments compare", description=(__doc__ or "").split("\n\n")[0], **kwargs)
+    p = Parser(prog="python -m experiments compare", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
     p.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --data mnist")
     p.add_argument("--model", choices=MODELS, default="mlp", help="architecture")
@@ -68,15 +70,16 @@ def main(arguments: Sequence[str]) -> int:
     resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs")
     folder = choose_folder(runs, name, resume)
     if resume:
-        given = vars(parser(argument_default=argparse_suppress()).parse_args(arguments))
-        options = resumed(folder, options, given)
+        options = resumed(folder, options, given_in(arguments))
     return Run(folder, options).go(resume)
 
 
-def argparse_suppress() -> str:
-    import argparse
-
-    return argparse.SUPPRESS
+def given_in(arguments: Sequence[str]) -> dict[str, Any]:
+    """Only the options that stand on the command line, without defaults."""
+    bare = parser()
+    for action in bare._actions:
+        action.default = argparse.SUPPRESS
+    return vars(bare.parse_args(arguments))
 
 
 def choose_folder(runs: Path, name: str | None, resume: bool) -> Path:
@@ -144,10 +147,10 @@ class Run:
             self.results = json.loads((self.folder / "results.json").read_text())
         jobs = [Job(method, seed) for method in dict.fromkeys(o["methods"]) for seed in dict.fromkeys(o["seeds"])]
         done = {(row["method"], row["seed"]) for row in self.results}
+        labels = "IID" if o["alpha"] is None else f"Dirichlet({o['alpha']:g})"
         console.print(
             f"{o['data']}, {o['model']}, {o['workers']} workers on {devices[0].platform}, {o['steps']} steps of "
-            f"{o['batch']} examples each, {'IID' if o['alpha'] is None else 'Dirichlet(%g)' % o['alpha']}; "
-            f"writing to {self.folder}"
+            f"{o['batch']} examples each, {labels}; writing to {self.folder}"
         )
         interrupted = False
         try:
@@ -262,49 +265,40 @@ class Run:
 
     def report(self, console: Any) -> None:
         if self.results:
-            table = self.table()
-            console.print(table)
-            console.print(NOTES)
-            from rich.console import Console
-
-            with (self.folder / "table.txt").open("w") as file:
-                plain = Console(file=file, width=150)
-                plain.print(table)
-                plain.print(NOTES)
+            title = f"{self.folder.name}: {self.results[0]['parameters']:,} parameters"
+            show(console, title, HEAD, self.rows(), NOTES, self.folder / "table.md")
         if any(line["step"] > 1 for line in self.metrics()):
             console.print(f"plot: {self.plot()}")
 
-    def table(self) -> Any:
-        from rich.table import Table
+    def rows(self) -> list[list[str]]:
+        """The cells of the table, a row for each method that has a result."""
 
         def bytes_of(dense: str) -> float | None:
             found = [row["sent_bytes"] for row in self.results if row["method"] == dense]
             return found[0] if found else None
 
+        def spread(rows: list[dict[str, Any]], key: str) -> str:
+            values = [row[key] for row in rows]
+            more = f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
+            return f"{np.mean(values):.4f}{more}"
+
         f32, bf16 = bytes_of("dense-f32"), bytes_of("dense-bf16")
-        table = Table(title=f"{self.folder.name}: {self.results[0]['parameters']:,} parameters", title_justify="left")
-        table.add_column("method")
-        for head in ("final loss", "test accuracy", "lane B", "code B", "sent B", "vs f32", "vs bf16", "ms/step"):
-            table.add_column(head, justify="right")
+        table = []
         for method in dict.fromkeys(row["method"] for row in self.results):
             rows = [row for row in self.results if row["method"] == method]
             sent = rows[0]["sent_bytes"]
-
-            def spread(key: str, digits: int, rows: list[dict[str, Any]] = rows) -> str:
-                values = [row[key] for row in rows]
-                more = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
-                return f"{np.mean(values):.{digits}f}{more}"
-
-            table.add_row(
-                method,
-                spread("loss", 4),
-                spread("accuracy", 4),
-                f"{rows[0]['lane_bytes']:,.0f}",
-                f"{np.mean([row['code_bits'] for row in rows]) / 8:,.0f}",
-                f"{sent:,.0f}",
-                f"{f32 / sent:.1f} x" if f32 and sent else "-",
-                f"{bf16 / sent:.1f} x" if bf16 and sent else "-",
-                f"{1e3 * np.median([row['seconds'] for row in rows]):.1f}",
+            table.append(
+                [
+                    method,
+                    spread(rows, "loss"),
+                    spread(rows, "accuracy"),
+                    f"{rows[0]['lane_bytes']:,.0f}",
+                    f"{np.mean([row['code_bits'] for row in rows]) / 8:,.0f}",
+                    f"{sent:,.0f}",
+                    f"{f32 / sent:.1f} x" if f32 and sent else "-",
+                    f"{bf16 / sent:.1f} x" if bf16 and sent else "-",
+                    f"{1e3 * np.median([row['seconds'] for row in rows]):.1f}",
+                ]
             )
         return table
 
@@ -341,6 +335,7 @@ class Run:
         return path
 
 
+HEAD = ["method", "final loss", "test accuracy", "lane B", "code B", "sent B", "vs f32", "vs bf16", "ms/step"]
 NOTES = """\
 Per worker and step. lane B: bytes it contributes to the collective. code B: the best code we have for that message.
 sent B: what the compiled program sends from one device (ring model, read by jaxcomp.ledger, with the 4-byte loss).

@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
 }
 
 
-def find_devices(workers: int) -> list[jax.Device]:
+def find_devices(workers: int) -> list[Any]:
     """One device for each worker: real accelerators if there are any, else virtual CPU devices.
 
     Must be called before anything else touches JAX's devices.
@@ -69,7 +69,7 @@ class Trainer:
         algorithm: Algorithm,
         model: Callable[..., nnx.Module],
         data: Dataset,
-        devices: list[jax.Device],
+        devices: list[Any],
         optimizer: str,
         rate: float,
         batch: int,

@@ -107,7 +107,7 @@ def ledger(fn: Any, *args: Any, **kwargs: Any) -> Ledger:
     else:
         lowered = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args, **kwargs)
         compiled = lowered.compile()
-    return read(compiled.as_text())
+    return read(str(compiled.as_text()))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -7,11 +7,9 @@ compressor. A field `values` may itself hold a payload: that is how `compose` ne
 
 from typing import Any, NamedTuple
 
-import jax
-
 __all__ = ["Dense", "Leaves", "Quantized", "Scaled", "Sparse"]
 
-Array = jax.Array
+Array = Any  # of JAX inside jit, of NumPy once decoded from bytes
 
 
 class Dense(NamedTuple):

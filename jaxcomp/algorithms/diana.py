@@ -55,13 +55,14 @@ def diana(compressor: Compressor, *, alpha: float | None = None) -> Algorithm:
     if alpha is not None and not 0 < alpha <= 1:
         raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)]; got {alpha}")
     compressor = lift(compressor)
+    omega = compressor.spec.omega or (lambda sizes: 0.0)
 
     def step_of(tree):
-        return 1 / (1 + compressor.spec.omega(size_of(tree))) if alpha is None else alpha
+        return 1 / (1 + omega(size_of(tree))) if alpha is None else alpha
 
     def init(shared_key, like):
         like = wide_like(like)
-        bound = 1 / (1 + compressor.spec.omega(size_of(like)))
+        bound = 1 / (1 + omega(size_of(like)))
         if alpha is not None and alpha > bound * (1 + 1e-6):
             raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)] = (0, {bound:.6g}]; got {alpha}")
         state = compressor.init(shared_key, like)

@@ -53,10 +53,11 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     if not 0 <= decay <= 1:
         raise ValueError(f"error_feedback: decay must be in [0, 1]; got {decay}")
     compressor = lift(compressor)
+    bound = compressor.spec.alpha or (lambda sizes: 0.0)
 
     def init(shared_key, like):
         like = wide_like(like)
-        alpha = compressor.spec.alpha(size_of(like))
+        alpha = bound(size_of(like))
         if not alpha > 0:
             raise ValueError(
                 f"error_feedback needs a contraction; {spec.name} has alpha = {alpha:.3g} for leaves of "

@@ -1,5 +1,8 @@
 """Compressors made of compressors: contract, compose."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -134,19 +137,20 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
 
         def add_one(total, message):
             payload, weight = message
-            stacked = jax.tree.map(lambda a: a[None], (unfold(payload, shared, like), weight))
-            return accumulate(outer, total, *stacked, shared[0])
+            one, weight = jax.tree.map(lambda a: a[None], (unfold(payload, shared, like), weight))
+            return accumulate(outer, total, one, weight, shared[0])
 
         return fold(add_one, total, (payloads, weights))
 
     first, second = outer.spec, inner.spec
     omega = alpha = None
     if first.omega is not None and second.omega is not None:
-        omega = lambda d: (1 + first.omega(d)) * (1 + second.omega(d)) - 1
-    if first.selects and second.alpha is not None:
-        alpha = lambda d: first.alpha(d) * second.alpha(d)
-    elif first.selects and second.omega is not None:
-        alpha = lambda d: first.alpha(d) * (1 - second.omega(d))
+        omega = _omega_of_both(first.omega, second.omega, num_values)
+    if first.selects and first.alpha is not None:
+        if second.alpha is not None:
+            alpha = _alpha_of_both(first.alpha, second.alpha, num_values)
+        elif second.omega is not None:
+            alpha = _alpha_of_both(first.alpha, _one_minus(second.omega), num_values)
     next_round = None
     if outer.advance is not None or inner.advance is not None:
         next_round = lambda shared: (advance(outer, shared[0]), advance(inner, shared[1]))
@@ -158,3 +162,18 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
         accumulate=add,
         advance=next_round,
     )
+
+
+Bound = Callable[[Any], float]
+
+
+def _omega_of_both(first: Bound, second: Bound, num_values: Callable[[int], int]) -> Bound:
+    return lambda d: (1 + first(d)) * (1 + second(num_values(d))) - 1
+
+
+def _alpha_of_both(first: Bound, second: Bound, num_values: Callable[[int], int]) -> Bound:
+    return lambda d: first(d) * second(num_values(d))
+
+
+def _one_minus(omega: Bound) -> Bound:
+    return lambda d: 1 - omega(d)

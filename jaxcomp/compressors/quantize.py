@@ -132,7 +132,7 @@ def dithering(
 
     order = 2 if norm == 2 else math.inf
     varying = steps is not None and np.ndim(steps) > 0
-    sizes = np.asarray(1.0 / levels if steps is None else steps, np.float64).reshape(-1)
+    sizes = np.asarray(steps if levels is None else 1.0 / levels, np.float64).reshape(-1)
     if sizes.size == 0 or not np.all(np.isfinite(sizes) & (sizes >= 1 / MOST_LEVELS)):
         raise ValueError(f"dithering: steps must be finite and at least 2^-15; got {steps}")
     most = math.ceil(float(np.max(1 / sizes)) - 1e-9)

@@ -232,7 +232,7 @@ def bernoulli(probabilities: Any) -> Compressor:
         decompress=dense_of_sparse,
         accumulate=add_sparse,
         spec=Spec(
-            f"bernoulli({probabilities})" if np.ndim(p) == 0 else f"bernoulli({p.size} probabilities)",
+            f"bernoulli({probabilities})" if np.ndim(p) == 0 else f"bernoulli({np.size(p)} probabilities)",
             omega=lambda d: 1 / smallest - 1,
             alpha=None,
             linear=False,

@@ -19,7 +19,7 @@ def on_vectors(
     decompress: Callable,
     spec: Spec,
     init: Callable | None = None,
-    accumulate: Callable | None = None,
+    accumulate: Callable[..., Array] | None = None,
     advance: Callable | None = None,
 ) -> Compressor:
     """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`)."""
@@ -44,11 +44,15 @@ def on_vectors(
     def decompress_(payload, shared, like):
         return decompress(payload, shared, flat_like(like)).reshape(like.shape)
 
-    def accumulate_(total, payloads, weights, shared):
-        flat_like(total)
-        return accumulate(total.reshape(-1), payloads, weights, shared).reshape(total.shape)
+    def of_any_shape(accumulate):
+        def accumulate_(total, payloads, weights, shared):
+            flat_like(total)
+            return accumulate(total.reshape(-1), payloads, weights, shared).reshape(total.shape)
 
-    return Compressor(init_, compress_, decompress_, spec, None if accumulate is None else accumulate_, advance)
+        return accumulate_
+
+    accumulate = None if accumulate is None else of_any_shape(accumulate)
+    return Compressor(init_, compress_, decompress_, spec, accumulate, advance)
 
 
 def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], int]:
@@ -65,7 +69,7 @@ def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], i
         if isinstance(k, bool) or int(k) != k or k < 1:
             raise ValueError(f"{name}: k must be an integer of at least 1; got {k}")
         return lambda d: min(int(k), d)
-    if not 0 < ratio <= 1:
+    if ratio is None or not 0 < ratio <= 1:
         raise ValueError(f"{name}: ratio must be in (0, 1]; got {ratio}")
     return lambda d: min(max(1, int(ratio * d)), d)
 

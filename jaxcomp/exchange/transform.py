@@ -178,7 +178,7 @@ def compressed_mean(
         rows = jax.tree.map(lambda x, old: x.reshape(old.shape), MeanLocal(new_local, counts), state.local)
         return direction, State(varying(rows, axis_name), MeanShared(shared.count + 1, shared.key, new_shared))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _shares(weights: Any) -> np.ndarray:

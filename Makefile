@@ -1,0 +1,34 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# Both need only Python 3.11 or newer (choose it with PYTHON=python3.12) and a package index.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+# Train a small network on digits with six methods; table and plot in about a minute.
+demo: $(VENV)/experiments.done
+	$(BIN)/python -m experiments compare
+
+# Everything that is checked: format, types, tests, doctests, notebooks.
+test: $(VENV)/dev.done lint
+	$(BIN)/python -m pytest -n $(or $(WORKERS),2)
+
+lint: $(VENV)/dev.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --level error
+
+$(VENV)/python.done:
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "jaxcomp needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@touch $@
+
+$(VENV)/%.done: $(VENV)/python.done pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,96 @@
+"""Time to compress and to decompress, as a multiple of one pass over memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from experiments.bench.timing import machine, time_all
+from experiments.cli import Parser, at_least
+from experiments.report import show
+
+__all__ = ["main"]
+
+HEAD = ["compressor", "compress ms", "decompress ms", "/ read pass", "/ copy pass", "lane B / f32"]
+
+
+def rows() -> list:
+    import jaxcomp as jc
+
+    return [
+        jc.identity(),
+        jc.cast("bfloat16"),
+        jc.cast("float8_e4m3fn"),
+        jc.top_k(0.001),
+        jc.top_k(0.01),
+        jc.rand_k(0.001),
+        jc.rand_k(0.01),
+        jc.bernoulli(0.001),
+        jc.sidco(0.001),
+        jc.sidco(0.01),
+        jc.dithering(1, block_size=512),
+        jc.dithering(7, block_size=512),
+        jc.dithering(127),
+        jc.dithering(7, norm="inf"),
+        jc.natural(),
+        jc.compose(jc.top_k(0.001), jc.cast("bfloat16")),
+        jc.compose(jc.sidco(0.001), jc.dithering(7)),
+        jc.contract(jc.rand_k(0.001)),
+    ]
+
+
+def main(arguments: Sequence[str]) -> int:
+    p = Parser(prog="python -m experiments bench compressors", description=__doc__)
+    p.add_argument("--log2-size", type=at_least(5), default=24, help="d = 2^this entries of a Laplace vector")
+    p.add_argument("--repeats", type=at_least(1), default=9, help="rounds; the median is shown")
+    p.add_argument("--markdown", type=Path, default=None, help="keep the table in this file")
+    options = p.parse_args(arguments)
+
+    import jax
+    import jax.numpy as jnp
+    from rich.console import Console
+
+    import jaxcomp as jc
+
+    d = 2**options.log2_size
+    x = jax.random.laplace(jax.random.key(0), (d,))
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    key = jax.random.key(1)
+    read = jax.jit(lambda x: jnp.sum(jnp.abs(x)))
+    copy = jax.jit(lambda x: x * 2)
+    calls = {"read": lambda: read(x), "copy": lambda: copy(x)}
+    lanes = {}
+    for compressor in rows():
+        name = compressor.spec.name
+        state = compressor.init(key, like)
+        compress = jax.jit(lambda x, key, state, c=compressor: c.compress(key, x, state))
+        decompress = jax.jit(lambda payload, shared, c=compressor: c.decompress(payload, shared, like))
+        payload, _ = compress(x, key, state)
+        lanes[name] = jc.lane_bytes(payload)
+        calls[f"compress {name}"] = lambda f=compress, s=state: f(x, key, s)
+        calls[f"decompress {name}"] = lambda f=decompress, p=payload, s=state.shared: f(p, s)
+
+    console = Console(width=None if Console().is_terminal else 130)
+    with console.status("compiling") as status:
+        seconds = time_all(calls, options.repeats, status.update)
+    gigabytes = 4 * d / 1e9
+    table = []
+    for name, lane in lanes.items():
+        compress, decompress = seconds[f"compress {name}"], seconds[f"decompress {name}"]
+        both = compress + decompress
+        table.append(
+            [
+                name,
+                f"{1e3 * compress:.1f}",
+                f"{1e3 * decompress:.1f}",
+                f"{both / seconds['read']:.1f}",
+                f"{both / seconds['copy']:.1f}",
+                f"{lane / (4 * d):.5f}",
+            ]
+        )
+    read_speed, copy_speed = gigabytes / seconds["read"], 2 * gigabytes / seconds["copy"]
+    notes = (
+        f"One read pass, sum|x|: {1e3 * seconds['read']:.2f} ms ({read_speed:.0f} GB/s). "
+        f"One copy pass, 2x into new memory: {1e3 * seconds['copy']:.2f} ms ({copy_speed:.0f} GB/s).\n"
+        "The passes are over compress + decompress. Decompressing writes d floats, so it costs about one copy at least."
+    )
+    show(console, f"d = 2^{options.log2_size}, float32; {machine()}", HEAD, table, notes, options.markdown)
+    return 0

@@ -1,0 +1,30 @@
+"""One table, printed to people and kept as markdown."""
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["markdown", "show"]
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """A table in markdown; every column after the first is aligned to the right if it holds figures."""
+    figures = [all(row[i][:1] in "-+0123456789." for row in rows) for i in range(len(head))]
+    rule = ["---:" if i and figures[i] else "---" for i in range(len(head))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rows))
+
+
+def show(
+    console: Any, title: str, head: list[str], rows: list[list[str]], notes: str, path: Path | None = None
+) -> None:
+    """Prints a table with notes below it, and keeps it as markdown if a path is given."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(head):
+        table.add_column(name, justify="right" if i else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(notes, highlight=False)
+    if path is not None:
+        path.write_text(f"{title}\n\n{markdown(head, rows)}\n\n{notes}\n")

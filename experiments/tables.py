@@ -1,0 +1,130 @@
+"""The README's tables of compressors and algorithms, made from the code.
+
+`python -m experiments.tables` prints them; with --write it puts them into README.md between their
+markers. A test compares the two.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import jaxcomp as jc
+from experiments.report import markdown
+
+__all__ = ["tables"]
+
+D = 2**20
+
+# call, what it does, omega, alpha (as formulas; the figures beside them are computed)
+COMPRESSORS = [
+    ("jc.identity()", "everything", "0", "1"),
+    ('jc.cast("bfloat16")', "rounds to 16 bits", "", "1 - 2^-16"),
+    ('jc.cast("float8_e4m3fn")', "rounds to 8 bits, one scale", "", "1 - 2^-8 - t^2 d"),
+    ("jc.top_k(0.01)", "largest magnitudes", "", "k / d"),
+    ("jc.rand_k(0.01)", "random entries, same on all workers", "d / k - 1", ""),
+    ("jc.bernoulli(0.01)", "each entry with its own probability", "max 1 / p - 1", ""),
+    ("jc.sidco(0.01)", "above a fitted threshold", "", "at least 1 / d"),
+    ("jc.dithering(7)", "random rounding to levels", "e - 1 if e >= 2 else e^2 / 4", ""),
+    ("jc.dithering(7, block_size=512)", "the same, a norm per block", "the same, per block", ""),
+    ("jc.natural()", "random rounding to powers of two", "1 / 8", "7 / 8"),
+    ("jc.contract(jc.rand_k(0.01))", "unbiased, scaled to contract", "", "1 / (1 + omega)"),
+    (
+        "jc.compose(jc.top_k(0.01), jc.dithering(127))",
+        "selects, then compresses the values",
+        "(1 + w1)(1 + w2) - 1",
+        "a1 a2, or a1 (1 - w2)",
+    ),
+]
+
+ALGORITHMS = [
+    ("jc.direct(c)", "C(g)", "mean of C(g)", "a known omega or alpha", "jc.direct(jc.natural())"),
+    (
+        "jc.error_feedback(c, decay=1.0)",
+        "C(e + g), keeps the rest as e",
+        "mean of what was sent",
+        "a contraction (alpha)",
+        "jc.error_feedback(jc.top_k(0.01))",
+    ),
+    (
+        "jc.diana(c, alpha=None)",
+        "C(g - h), moves h by alpha C(g - h)",
+        "mean shift + mean of what was sent",
+        "unbiased (omega)",
+        "jc.diana(jc.dithering(7))",
+    ),
+]
+
+
+def number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def compressor_rows() -> list[list[str]]:
+    rows = []
+    x = jnp.asarray(jax.random.laplace(jax.random.key(0), (D,)))
+    for call, what, omega, alpha in COMPRESSORS:
+        compressor = eval(call, {"jc": jc})
+        spec = compressor.spec
+        _, payload = jc.roundtrip(compressor, x, key=jax.random.key(1))
+
+        def bound(formula: str, value: object) -> str:
+            if value is None:
+                return "-"
+            figure = number(value(D))  # pyright: ignore[reportCallIssue]
+            return figure if figure == formula else f"{formula} = {figure}" if formula else figure
+
+        rows.append(
+            [
+                f"`{call}`",
+                what,
+                bound(omega, spec.omega),
+                bound(alpha, spec.alpha),
+                type(payload).__name__,
+                number(8 * jc.lane_bytes(payload) / D),
+                number(float(jc.code_bits(payload)) / D),
+                "sum" if spec.linear else "gather",
+            ]
+        )
+    return rows
+
+
+def algorithm_rows() -> list[list[str]]:
+    for *_, example in ALGORITHMS:
+        eval(example, {"jc": jc})
+    return [
+        [f"`{call}`", sends, direction, needs, f"`{example}`"] for call, sends, direction, needs, example in ALGORITHMS
+    ]
+
+
+def tables() -> dict[str, str]:
+    """Marker -> markdown."""
+    compressors = ["compressor", "sends", "omega", "alpha", "payload", "lane bits/entry", "code bits/entry", "auto"]
+    algorithms = ["algorithm", "worker sends", "direction", "compressor must be", "for example"]
+    return {
+        "compressors": markdown(compressors, compressor_rows()),
+        "algorithms": markdown(algorithms, algorithm_rows()),
+    }
+
+
+def placed(text: str) -> str:
+    """README text with each table between its markers."""
+    for name, table in tables().items():
+        begin, end = f"<!-- table: {name} -->", "<!-- end -->"
+        pattern = re.escape(begin) + ".*?" + re.escape(end)
+        text = re.sub(pattern, lambda _, t=table, b=begin, e=end: f"{b}\n{t}\n{e}", text, flags=re.DOTALL)
+    return text
+
+
+def main(arguments: list[str]) -> None:
+    readme = Path(__file__).parent.parent / "README.md"
+    if arguments == ["--write"]:
+        readme.write_text(placed(readme.read_text()))
+    else:
+        print("\n\n".join(tables().values()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
