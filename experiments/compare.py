@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from experiments.report import show
 
 __all__ = ["main"]
 
+WINDOW = 5  # logged steps that a loss is averaged over
 DEFAULT_METHODS = ["dense-f32", "dense-bf16", "top-k", "sidco", "dithering", "diana"]
 
 
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = choose_folder(runs, name, resume)
     if resume:
         options = resumed(folder, options, given_in(arguments))
-    return Run(folder, options).go(resume)
+    return Run(folder, options, runs).go(resume)
 
 
 def given_in(arguments: Sequence[str]) -> dict[str, Any]:
@@ -90,6 +92,8 @@ def choose_folder(runs: Path, name: str | None, resume: bool) -> Path:
         while (runs / f"compare-{number}").exists():
             number += 1
         return runs / f"compare-{number}"
+    if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UserError(f"--name must be a folder below --runs; got {name}")
     folder = runs / name
     if resume and not (folder / "config.json").is_file():
         raise UserError(f"there is no run {folder} to resume")
@@ -123,8 +127,9 @@ def write_json(path: Path, content: Any) -> None:
 class Run:
     """All jobs of one folder."""
 
-    def __init__(self, folder: Path, options: dict[str, Any]):
+    def __init__(self, folder: Path, options: dict[str, Any], runs: Path):
         self.folder = folder
+        self.runs = runs
         self.options = options
         self.results: list[dict[str, Any]] = []
 
@@ -147,19 +152,28 @@ class Run:
             self.results = json.loads((self.folder / "results.json").read_text())
         jobs = [Job(method, seed) for method in dict.fromkeys(o["methods"]) for seed in dict.fromkeys(o["seeds"])]
         done = {(row["method"], row["seed"]) for row in self.results}
-        labels = "IID" if o["alpha"] is None else f"Dirichlet({o['alpha']:g})"
         console.print(
             f"{o['data']}, {o['model']}, {o['workers']} workers on {devices[0].platform}, {o['steps']} steps of "
-            f"{o['batch']} examples each, {labels}; writing to {self.folder}"
+            f"{o['batch']} examples each, {self.labels}; writing to {self.folder}"
         )
         interrupted = False
         try:
             self.train([job for job in jobs if (job.method, job.seed) not in done], console)
         except KeyboardInterrupt:
             interrupted = True
-            console.print(f"interrupted; continue with --resume --name {self.folder.name}")
+            console.print(f"interrupted; continue with --resume{self.how_to_find()}", highlight=False)
         self.report(console)
         return 130 if interrupted else 0
+
+    @property
+    def labels(self) -> str:
+        """How labels are spread over the workers."""
+        alpha = self.options["alpha"]
+        return "IID" if alpha is None else f"Dirichlet({alpha:g})"
+
+    def how_to_find(self) -> str:
+        runs = "" if self.runs == Path("runs") else f" --runs {shlex.quote(str(self.runs))}"
+        return f"{runs} --name {shlex.quote(str(self.folder.relative_to(self.runs)))}"
 
     def train(self, jobs: list[Job], console: Any) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -234,7 +248,7 @@ class Run:
             checkpoints.close()
         lines = [line for line in self.metrics() if (line["method"], line["seed"]) == job]
         test_loss, accuracy = trainer.test(state)
-        last = lines[-5:]
+        last = lines[-WINDOW:]
         return {
             "method": job.method,
             "seed": job.seed,
@@ -306,28 +320,33 @@ class Run:
         from experiments.plots import LINES, new_figure, running_mean, save
 
         lines = self.metrics()
-        figure, (by_step, by_bytes) = new_figure(2)
+        anything_sent = any(line["sent_bytes"] > 0 for line in lines)  # one worker sends nothing
+        figure, (by_step, *by_bytes) = new_figure(2 if anything_sent else 1)
         for look, method in zip(LINES, dict.fromkeys(line["method"] for line in lines), strict=False):
             runs: dict[int, list[dict[str, Any]]] = {}
             for line in lines:
                 if line["method"] == method:
                     runs.setdefault(line["seed"], []).append(line)
             length = min(len(run) for run in runs.values())
-            losses = running_mean(np.array([[line["loss"] for line in run[:length]] for run in runs.values()]), 5)
-            some = next(iter(runs.values()))[:length]
-            steps = np.array([line["step"] for line in some])
-            megabytes = np.array([line["sent_bytes"] for line in some]) / 1e6
-            for axis, x in ((by_step, steps), (by_bytes, megabytes)):
+            # Steps and bytes are averaged like the losses, so that no curve lags behind.
+            mean_of = lambda run, key: running_mean(np.array([line[key] for line in run[:length]], float), WINDOW)  # noqa: B023
+            losses = np.stack([mean_of(run, "loss") for run in runs.values()])
+            some = next(iter(runs.values()))
+            steps, megabytes = mean_of(some, "step"), mean_of(some, "sent_bytes") / 1e6
+            for axis, x in zip((by_step, *by_bytes), (steps, megabytes), strict=False):
                 axis.plot(x, losses.mean(0), label=method, markevery=max(1, length // 6), markersize=5, **look)
                 if len(losses) > 1:
                     axis.fill_between(x, losses.min(0), losses.max(0), color=look["color"], alpha=0.15, linewidth=0)
         o = self.options
-        by_step.set(xlabel="step", ylabel="training loss (mean of 5 logged steps)", yscale="log", title="loss by step")
-        by_bytes.set(xlabel="MB sent by each worker", xscale="log", yscale="log", title="loss by bytes sent")
+        by_step.set(
+            xlabel="step", ylabel=f"training loss (mean of {WINDOW} logged steps)", yscale="log", title="loss by step"
+        )
+        for axis in by_bytes:
+            axis.set(xlabel="MB sent by each worker", xscale="log", yscale="log", title="loss by bytes sent")
         by_step.legend()
         figure.suptitle(
             f"{o['data']}, {o['model']}, {o['workers']} workers, {o['optimizer']} {o['lr']:g}, ratio {o['ratio']:g}; "
-            f"{len(o['seeds'])} seed(s), band: min to max",
+            f"{self.labels}; {len(o['seeds'])} seed(s), band: min to max",
             fontsize=10,
         )
         path = self.folder / "compare.png"

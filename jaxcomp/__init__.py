@@ -11,7 +11,7 @@ What is listed here is public. Everything else may change without notice.
 """
 
 from jaxcomp import payloads, wire
-from jaxcomp.algorithms import diana, direct, error_feedback
+from jaxcomp.algorithms import diana, direct, error_feedback, momentum_correction
 from jaxcomp.base import Algorithm, Compressor, Spec, State, roundtrip
 from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.compressors import (
@@ -19,14 +19,20 @@ from jaxcomp.compressors import (
     cast,
     compose,
     contract,
+    dgc,
     dithering,
     flat,
+    gaussian_k,
+    hard_threshold,
     identity,
+    narrow,
     natural,
     per_leaf,
     rand_k,
+    redsync,
     sidco,
     top_k,
+    warm_up,
 )
 from jaxcomp.exchange import Info, compressed_mean, info, init_state, per_worker, state_axes, state_specs
 from jaxcomp.ledger import Ledger, ledger
@@ -48,25 +54,32 @@ __all__ = [
     "compose",
     "compressed_mean",
     "contract",
+    "dgc",
     "diana",
     "direct",
     "dithering",
     "error_feedback",
     "flat",
+    "gaussian_k",
+    "hard_threshold",
     "identity",
     "info",
     "init_state",
     "lane_bytes",
     "ledger",
+    "momentum_correction",
+    "narrow",
     "natural",
     "payloads",
     "per_leaf",
     "per_worker",
     "rand_k",
+    "redsync",
     "roundtrip",
     "sidco",
     "state_axes",
     "state_specs",
     "top_k",
+    "warm_up",
     "wire",
 ]

@@ -31,6 +31,7 @@ __all__ = [
     "Tally",
     "accumulate",
     "advance",
+    "check_compressor",
     "finite",
     "key_data",
     "like_of",
@@ -80,6 +81,7 @@ class Spec(NamedTuple):
     selects: C(x) copies some entries of x and zeroes the rest (an orthogonal projection), and
         its payload has a field `values` with the copied entries.
     lifted: acts on a tree of arrays; omega and alpha then also accept a tuple of leaf sizes.
+    dense_below: when lifted, leaves of a tree with fewer entries are sent as they are.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Spec(NamedTuple):
     linear: bool
     selects: bool = False
     lifted: bool = False
+    dense_below: int = 0
 
 
 class Compressor(NamedTuple):
@@ -133,6 +136,17 @@ class Algorithm(NamedTuple):
     receive: Callable[[Tree, Tree], tuple[Tree, Tree]]
     compressor: Compressor
     message: Callable[[Tree, Tree], Tree] = lambda grads, local: grads
+
+
+def check_compressor(name: str, value: Any) -> Spec:
+    """The spec of a compressor; TypeError for anything else, named after the function `name`."""
+    if isinstance(value, Compressor):
+        return value.spec
+    if callable(value):
+        got = f"the function {getattr(value, '__name__', value)}; call it first: jc.top_k(0.01), not jc.top_k"
+    else:
+        got = f"{value!r}" if not isinstance(value, Algorithm) else "an algorithm"
+    raise TypeError(f"{name} needs a compressor; got {got}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -218,6 +232,8 @@ def key_data(key: Array) -> Array:
 
 def wrap_key(data: Array) -> Array:
     """The typed key of uint32 words."""
+    if not hasattr(data, "dtype"):
+        raise TypeError(f"a key of jax.random is needed, for instance jax.random.key(0); got {data!r}")
     return data if jnp.issubdtype(data.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(data)
 
 
@@ -302,6 +318,7 @@ def roundtrip(compressor: Compressor, x: Tree, *, key: Array) -> tuple[Tree, Tre
     >>> print(x_hat, payload.indices)
     [ 0. -3.] [1]
     """
+    check_compressor("roundtrip", compressor)
     x = jax.tree.map(jnp.asarray, x)
     shared_key, private_key = jax.random.split(wrap_key(key))
     like = like_of(x)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sparse
+from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sparse
 
 __all__ = ["code_bits", "lane_bytes"]
 
@@ -40,7 +40,8 @@ def code_bits(payload: Any) -> Array | int:
 
     Dense, Scaled, Quantized: the bits of the arrays (32 codes of w bits fill w words).
     Sparse: m (value bits + w), with m the entries up to the first padding and w the bit length of the
-    largest index. With a payload in place of `values`: that payload's bits plus m w.
+    largest index. With a payload in place of `values`: that payload's bits plus m w. With `LocalIndices`:
+    w = 16, m the entries without padding, and 32 bits for each block's count.
     Leaves: the sum of the parts.
 
     Args:
@@ -69,6 +70,8 @@ def _is_array(values: Any) -> bool:
 
 
 def _sparse_bits(payload: Sparse) -> Array | int:
+    if isinstance(payload.indices, LocalIndices):
+        return _local_bits(payload)
     capacity = payload.indices.shape[-1]
     plain = _is_array(payload.values)
     if capacity == 0:
@@ -85,4 +88,22 @@ def _sparse_bits(payload: Sparse) -> Array | int:
     value_bits = 8 * payload.values.dtype.itemsize if plain else 0
     dtype = jnp.int32 if capacity * (value_bits + 32) < 2**31 else jnp.float32
     bits = count.astype(dtype) * (width + value_bits).astype(dtype)
+    return bits if plain else bits + code_bits(payload.values)
+
+
+def _local_bits(payload: Sparse) -> Array | int:
+    low, counts = payload.indices
+    capacity = low.shape[-1]
+    plain = _is_array(payload.values)
+    value_bits = 8 * payload.values.dtype.itemsize if plain else 0
+    # The message ends after the entries that the blocks count, unless something stands behind them.
+    rank = lax.iota(jnp.int32, capacity)
+    count = jnp.clip(jnp.sum(counts, dtype=jnp.int32), 0, capacity)
+    behind = low != 0
+    if plain:
+        behind |= payload.values != 0
+    count = jnp.where(jnp.any((rank >= count) & behind), capacity, count)
+    fixed = 8 * lane_bytes(counts)
+    dtype = jnp.int32 if capacity * (value_bits + 16) + fixed < 2**31 else jnp.float32
+    bits = count.astype(dtype) * (16 + value_bits) + fixed
     return bits if plain else bits + code_bits(payload.values)

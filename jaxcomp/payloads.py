@@ -7,7 +7,7 @@ compressor. A field `values` may itself hold a payload: that is how `compose` ne
 
 from typing import Any, NamedTuple
 
-__all__ = ["Dense", "Leaves", "Quantized", "Scaled", "Sparse"]
+__all__ = ["Dense", "Leaves", "LocalIndices", "Quantized", "Scaled", "Sparse"]
 
 Array = Any  # of JAX inside jit, of NumPy once decoded from bytes
 
@@ -26,14 +26,25 @@ class Scaled(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """values: float[k];  indices: i32[k], ascending, unique, padded with d.
+    """values: float[k];  indices: i32[k], ascending, unique, padded with d; or `LocalIndices`.
 
     Padding has value zero. The first padding entry, if any, ends the message: `code_bits` and
     the wire count it, what follows costs nothing there.
     """
 
     values: Any
-    indices: Array
+    indices: Any
+
+
+class LocalIndices(NamedTuple):
+    """Ascending indices in 16 bits each: block by block of 2^16 entries.
+
+    low: u16[k], the index within its block, padded with zeros;  counts: i32[ceil(d / 2^16)], how many
+    indices lie in each block. What is beyond their sum is padding.
+    """
+
+    low: Array
+    counts: Array
 
 
 class Quantized(NamedTuple):

@@ -9,28 +9,37 @@
 Cost O(d + capacity): the d entries are read once, everything else touches d/32 words.
 """
 
+import math
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import wide
+from jaxcomp.base import finite, wide
 from jaxcomp.norms import max_abs
+from jaxcomp.payloads import LocalIndices
 
 __all__ = [
     "count_above",
     "count_words",
-    "exceeding",
     "excess_above",
+    "first_bits",
+    "global_indices",
     "indices_of_words",
+    "largest",
+    "local_indices",
     "magnitude",
     "mask_words",
     "take",
+    "top_set",
     "words_above",
 ]
 
 Array = jax.Array
 U32 = jnp.uint32
 I32 = jnp.int32
+SAMPLED = 128  # entries of the sample that `largest` expects above its threshold
 
 
 def mask_words(mask: Array) -> Array:
@@ -106,6 +115,36 @@ def take(x: Array, indices: Array) -> Array:
     return jnp.where(jnp.isfinite(values), values, jnp.zeros((), x.dtype))
 
 
+BLOCK = 1 << 16
+
+
+def local_indices(indices: Array, size: int) -> LocalIndices:
+    """Ascending indices, padded with d, in 16 bits each. Exact.
+
+    Args:
+        indices: i32[k], ascending, padded with `size`.
+        size: d.
+
+    >>> print(local_indices(jnp.array([7, 65537, 70000, 70000]), 70000))
+    LocalIndices(low=Array([7, 1, 0, 0], dtype=uint16), counts=Array([1, 1], dtype=int32))
+    """
+    blocks = -(-size // BLOCK)
+    bounds = jnp.minimum((lax.iota(jnp.uint32, blocks) + U32(1)) * U32(BLOCK), U32(size)).astype(I32)
+    ends = jnp.searchsorted(indices, bounds).astype(I32)
+    low = jnp.where(indices < size, indices & I32(BLOCK - 1), 0).astype(jnp.uint16)
+    return LocalIndices(low, jnp.diff(ends, prepend=I32(0)))
+
+
+def global_indices(local: LocalIndices, size: int) -> Array:
+    """The inverse: i32[k], padded with d."""
+    capacity = local.low.shape[0]
+    ends = jnp.cumsum(local.counts, dtype=I32)
+    block = jnp.cumsum(jnp.zeros((capacity,), I32).at[ends].add(1, mode="drop"), dtype=I32)
+    index = BLOCK * block + local.low.astype(I32)
+    real = lax.iota(I32, capacity) < (ends[-1] if ends.shape[0] else 0)
+    return jnp.where(real & (index >= 0), jnp.minimum(index, size), size)
+
+
 # ------------------------------------------------------------------------------------------------
 # Single passes over memory. XLA would merge neighbouring passes that share |x|, or a broadcast
 # constant, into one fusion that is ten times slower on CPU, or write a broadcast of size d to
@@ -118,7 +157,8 @@ def magnitude(x: Array) -> Array:
 
 
 def words_above(x: Array, threshold: Array) -> Array:
-    """Mask words of the finite entries with |x| > threshold."""
+    """Mask words of the finite entries with |x| > threshold; a threshold that is negative or NaN counts as zero."""
+    threshold = jnp.where(threshold > 0, threshold, jnp.zeros((), threshold.dtype))
     x, threshold = lax.optimization_barrier((x, threshold))
     a = magnitude(x)
     return mask_words((a > threshold) & (a < jnp.inf))
@@ -129,53 +169,178 @@ def count_above(x: Array, threshold: Array) -> Array:
     return count_words(words_above(x, threshold))
 
 
-def excess_above(x: Array, threshold: Array, after: Array) -> tuple[Array, Array]:
-    """sum_j max(|x_j| - threshold, 0), computed once `after` is; returns it and `after`."""
-    zero = jnp.zeros((), threshold.dtype)
-    x, threshold, zero, after = lax.optimization_barrier((x, threshold, zero, after))
-    return jnp.sum(jnp.maximum(magnitude(x) - threshold, zero)), after
-
-
-def exceeding(x: Array, threshold: Array, capacity: int) -> tuple[Array, Array]:
-    """Mask words of the entries above a threshold, which rises until they fit.
-
-    If more than `capacity` magnitudes exceed the threshold it is raised, by bisection on the bits
-    of the float, to the lowest value that at most `capacity` exceed. So whatever is selected is
-    at least as large as whatever is not, which is what makes a selection contract. Only when the
-    largest magnitude itself occurs more than `capacity` times do more remain: all of them equal,
-    and the first by index are as good as any. If none exceeds the threshold, it falls to just
-    below the largest magnitude; a zero vector selects nothing. Non-finite entries count as zero.
+def excess_above(x: Array, threshold: Array, after: Array, *, scale: Array | None = None, power: int = 1) -> Any:
+    """sum_j max(s |x_j| - s threshold, 0)^power, computed once `after` is; returns it and `after`.
 
     Args:
         x: float[d].
-        threshold: float[], dtype of `magnitude(x)`, finite and not negative.
-        capacity: at least 1.
+        threshold: float[], dtype of `magnitude(x)`, not negative.
+        after: any array; a result of the pass before, so that the two passes stay apart.
+        scale: s, a power of two (exact); None for 1.
+        power: 1 or 2.
+    """
+    zero = jnp.zeros((), threshold.dtype)
+    x, threshold, scale, zero, after = lax.optimization_barrier((x, threshold, scale, zero, after))
+    a = magnitude(x)
+    if scale is not None:
+        a, threshold = a * scale, threshold * scale
+    # The maximum stands between the scaling and the square, which XLA would exchange (see `norms`).
+    excess = jnp.maximum(a - threshold, zero)
+    return jnp.sum(excess if power == 1 else jnp.square(excess)), after
+
+
+# ------------------------------------------------------------------------------------------------
+# The largest entries
+
+
+def first_bits(words: Array, count: Array) -> Array:
+    """The words with only their first `count` set bits, in O(number of words).
+
+    >>> print(first_bits(jnp.array([0b1101, 0b11], jnp.uint32), 2))
+    [5 0]
+    """
+    counts = lax.population_count(words).astype(I32)
+    room = jnp.clip(count - (jnp.cumsum(counts, dtype=I32) - counts), 0, counts)
+    # Everything below the position of the bit with `room` set bits below it.
+    below = (U32(1) << _bit_of_rank(words, room).astype(U32)) - U32(1)
+    return jnp.where(room == counts, words, words & below)
+
+
+def top_set(
+    x: Array,
+    threshold: Array,
+    least: Array | int,
+    most: Array | int,
+    *,
+    enough: Array | int = 1,
+    words: Array | None = None,
+) -> Array:
+    """Mask words of the entries above a threshold, which is moved only if they are too few or too many.
+
+    If fewer than `enough` magnitudes exceed the threshold, or more than `most`, a search on the
+    bits of floats finds another one that between `least` and `most` exceed (and no more than a quarter
+    above `least`, if there were too few). Where equal magnitudes make
+    that impossible, the first of them by index fill up to `least`. So whatever is selected is at
+    least as large as whatever is not, which is what makes a selection contract. Zeros and entries
+    that are not finite are never selected.
+
+    One pass over x when the threshold serves; about five more, at most 64, when it does not.
+
+    Args:
+        x: float[d].
+        threshold: float[], dtype of `magnitude(x)`. Negative or NaN counts as zero.
+        least: number of entries to find when the threshold does not serve, i32[] or int, 1 .. most.
+        most: capacity, i32[] or int.
+        enough: number of entries for which the threshold serves, 1 .. least.
+        words: words_above(x, threshold), if they are known.
 
     Returns:
-        words uint32[ceil(d / 32)], and wanted i32[], how many exceeded the threshold given.
+        uint32[ceil(d / 32)].
+
+    >>> words = top_set(jnp.array([3.0, -5.0, 5.0, 1.0]), jnp.float32(2), 1, 2)
+    >>> print(indices_of_words(words, 2, 4)[0])
+    [1 2]
     """
+    least, most = jnp.asarray(least, I32), jnp.asarray(most, I32)
+    words = words_above(x, threshold) if words is None else words
+    wanted = count_words(words)
+    serves = (wanted >= enough) & (wanted <= most)
+    move = lambda x, words, *rest: _moved(x, *rest)
+    return lax.cond(serves, lambda x, words, *_: words, move, x, words, threshold, wanted, least, most)
+
+
+class _Bracket(NamedTuple):
+    """Thresholds, as bits, that too many (`low`) and too few (`high`) exceed, and those counts."""
+
+    low: Array
+    num_low: Array
+    high: Array
+    num_high: Array
+    found: Array
+    steps: Array
+
+
+def _moved(x: Array, threshold: Array, wanted: Array, least: Array, most: Array) -> Array:
     bits = jnp.uint64 if threshold.dtype == jnp.float64 else jnp.uint32
     as_bits = lambda t: lax.bitcast_convert_type(t, bits)
     as_float = lambda b: lax.bitcast_convert_type(b, threshold.dtype)
+    log = lambda count: jnp.log(jnp.maximum(count.astype(jnp.float32), 0.5))
 
-    words = words_above(x, threshold)
-    wanted = count_words(words)
+    zero = jnp.zeros((), threshold.dtype)
+    threshold = jnp.where(threshold > 0, threshold, zero)
+    too_many = wanted > most
+    most = jnp.where(too_many, most, jnp.minimum(most, least + least // 4))
+    low = jnp.where(too_many, threshold, zero)
+    num_low = jnp.where(too_many, wanted, count_above(x, zero))
+    known = ~too_many & (wanted > 0)
+    start = _Bracket(
+        as_bits(low),
+        num_low,
+        as_bits(jnp.where(known, threshold, max_abs(x).astype(threshold.dtype))),
+        jnp.where(known, wanted, 0),
+        num_low <= most,
+        jnp.zeros((), I32),
+    )
+    aim = (log(least) + log(most)) / 2
 
-    def fit(x, words, threshold, wanted):
-        largest = max_abs(x).astype(threshold.dtype)
-        below = jnp.where(largest > 0, as_bits(largest) - bits(1), bits(0))
-        # `low` is exceeded by too many (or was never tried), `high` by few enough, unless the
-        # largest magnitude alone is too many.
-        low = jnp.where(wanted == 0, below, as_bits(threshold))
+    def step(b):
+        # The bits of a float grow like its logarithm, so this line is a power law between the two
+        # counts. Every other step halves the bracket instead, which bounds their number.
+        share = (log(b.num_low) - aim) / jnp.maximum(log(b.num_low) - log(b.num_high), 1e-6)
+        width = b.high - b.low
+        share = jnp.where(b.steps % 2 == 0, jnp.clip(share, 0.01, 0.99), 0.5)
+        jump = jnp.where(b.steps % 2 == 0, (share * width.astype(threshold.dtype)).astype(bits), width // bits(2))
+        middle = b.low + jnp.clip(jump, bits(1), width - bits(1))
+        count = count_above(x, as_float(middle))
+        few, many = count < least, count > most
+        found = ~(few | many)
+        return _Bracket(
+            jnp.where(few, b.low, middle),
+            jnp.where(few, b.num_low, count),
+            jnp.where(few, middle, b.high),
+            jnp.where(few, count, b.num_high),
+            found,
+            b.steps + 1,
+        )
 
-        def step(bracket):
-            low, high = bracket
-            middle = low + (high - low) // bits(2)
-            few = count_above(x, as_float(middle)) <= capacity
-            return jnp.where(few, low, middle), jnp.where(few, middle, high)
+    end = lax.while_loop(lambda b: ~b.found & (b.high > b.low + bits(1)), step, start)
+    words = words_above(x, as_float(end.low))
 
-        _, high = lax.while_loop(lambda b: b[1] > b[0] + bits(1), step, (low, below))
-        return words_above(x, as_float(high))
+    def with_ties(words):
+        above = words_above(x, as_float(end.high))
+        return above | first_bits(words & ~above, least - count_words(above))
 
-    fits = (wanted > 0) & (wanted <= capacity)
-    return lax.cond(fits, lambda x, words, *_: words, fit, x, words, threshold, wanted), wanted
+    return lax.cond(end.found, lambda words: words, with_ties, words)
+
+
+def largest(x: Array, count: Array | int, capacity: int) -> Array:
+    """Indices of the `count` entries of largest magnitude, ascending, without a sort.
+
+    A strided sample gives a threshold that a few more than `count` exceed (`top_set` mends it where
+    the sample misled); among those few, the same search finds the exact one.
+
+    Args:
+        x: float[d].
+        count: i32[] or int, 1 .. capacity.
+        capacity: number of places.
+
+    Returns:
+        i32[capacity], padded with d. Ties go to the lowest index. Zeros are not selected.
+
+    >>> print(largest(jnp.array([3.0, -5.0, 5.0, 1.0, 5.0]), 2, 3))
+    [1 2 5]
+    """
+    d = x.shape[0]
+    most = min(d, capacity + capacity // 2 + 64)
+    sampled = max(1, round(SAMPLED * d / max(capacity, SAMPLED)))
+    stride = max(1, d // sampled) | 1  # odd, so that it does not run along the columns of a matrix
+    sample = magnitude(finite(x[::stride]))
+    # Aim for a quarter more than the capacity: three standard deviations from either end.
+    rank = jnp.clip(jnp.asarray(count, jnp.float32) * 1.25 / stride, 0, sample.shape[0] - 1).astype(I32)
+    ordered = lax.top_k(sample, min(sample.shape[0], math.ceil(capacity * 1.25 / stride) + 1))[0]
+    words = top_set(x, ordered[jnp.minimum(rank, ordered.shape[0] - 1)], count, most, enough=count)
+    candidates, _ = indices_of_words(words, most, d)
+    values = take(x, candidates)
+    exact = top_set(values, jnp.zeros((), sample.dtype), count, count, enough=count)
+    places, _ = indices_of_words(exact, capacity, most)
+    return candidates.at[places].get(mode="fill", fill_value=d, indices_are_sorted=True)

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # One compressor, taken apart
 #
-# A compressor is four pure functions. Here we watch one gradient go through them, chain the result into optax, and
-# read in the compiled program what really crosses between workers.
+# A compressor is a few pure functions: `init`, `compress`, `decompress`. Here we watch one gradient go through them,
+# chain the result into optax, and read in the compiled program what really crosses between workers.
 
 # %%
 import jax

@@ -7,6 +7,7 @@ import itertools
 import math
 
 import numpy as np
+from scipy import special
 
 # ------------------------------------------------------------------------------------------------
 # Words and bits
@@ -105,25 +106,119 @@ def natural_choices(x):
     return math.copysign(low, x), math.copysign(2 * low, x), abs(x) / low - 1
 
 
-def sidco_exponential(x, ratio, stages, first_ratio=0.25):
-    """Threshold eta of SIDCo-E: multi-stage peaks over threshold, location at the last threshold.
+def excess_quantile(law, e, ratio, quantile="newton"):
+    """(1 - ratio) quantile of the law fitted to the excesses e >= 0."""
+    mean, log_ratio = e.mean(), math.log(1 / ratio)
+    if law == "gamma":
+        s = math.log(mean) - np.log(e).mean()
+        alpha = (3 - s + math.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)
+        if quantile == "approximate":
+            return mean / alpha * (log_ratio - math.lgamma(alpha))
+        return mean / alpha * special.gammainccinv(alpha, ratio)
+    if law == "pareto" and e.size >= 8 and e.var(ddof=1) > 0:
+        q = mean**2 / e.var(ddof=1)
+        xi, sigma = (1 - q) / 2, mean * (1 + q) / 2
+        if abs(xi) > 1e-8:
+            return sigma / xi * math.expm1(xi * log_ratio)
+    return mean * log_ratio
+
+
+def sidco(x, ratio, law="exponential", stages=3, counted=False, quantile="newton", first_ratio=0.25):
+    """Threshold eta of SIDCo: multi-stage peaks over threshold, location at the last threshold.
 
     Zeros are left out of the fit and the target is raised to ratio d / (number of nonzeros).
+    counted: stage ratios from the measured counts, then up to three corrections by the counts.
     """
+    d = len(x)
     a = np.abs(np.asarray(x, np.float64))
     a = a[a > 0]
     if a.size == 0:
         return 0.0
-    target = min(ratio * len(x) / a.size, 1.0)
-    if stages == 1 or target >= first_ratio:
-        return a.mean() * math.log(1 / target)
-    eta = a.mean() * math.log(1 / first_ratio)
-    each = (target / first_ratio) ** (1 / (stages - 1))
-    for _ in range(stages - 1):
-        above = a[a > eta]
-        if above.size:
-            eta += (above - eta).mean() * math.log(1 / each)
+    k = max(1, int(ratio * d))
+    target = min(ratio * d / a.size, 1.0)
+    single = stages == 1 or target >= first_ratio
+    eta = max(0.0, excess_quantile(law, a, target if single else first_ratio, quantile))
+    tail = "exponential" if law == "exponential" else "pareto"
+    before = (0.0, a.size)
+    for m in range(2, stages + 1):
+        e = a[a > eta] - eta
+        if counted:
+            each = (k / max(e.size, 1)) ** (1 / (stages - m + 1))
+        else:
+            each = 1.0 if single else (target / first_ratio) ** (1 / (stages - 1))
+        before = (eta, e.size)
+        if e.size >= 2:
+            eta = max(0.0, eta + excess_quantile(tail, e, each))
+    for _ in range(3 if counted else 0):
+        above = int(np.sum(a > eta))
+        if abs(above - k) <= 0.1 * k or above == before[1]:
+            break
+        low, high = math.log(max(before[1], 0.5)), math.log(max(above, 0.5))
+        here = (eta, above)
+        eta = max(0.0, eta + (eta - before[0]) * (high - math.log(k)) / (low - high))
+        before = here
     return eta
+
+
+def local_indices(indices, d):
+    """Position within blocks of 65536 entries, padded with zeros, and the number in each block."""
+    real = [j for j in indices if j < d]
+    counts = [sum(j // 65536 == b for j in real) for b in range(-(-d // 65536))]
+    return [j % 65536 for j in real] + [0] * (len(indices) - len(real)), counts
+
+
+def gaussian_k(x, ratio):
+    """Threshold of Gaussian-k: a normal quantile, at most two corrections."""
+    x = np.asarray(x, np.float64)
+    k = max(1, int(ratio * len(x)))
+    eta = x.mean() + special.ndtri(1 - ratio / 2) * x.std()
+    for _ in range(2):
+        count = np.sum(np.abs(x) > eta)
+        if 3 * count < 2 * k:
+            eta *= 0.5
+        elif 3 * count > 4 * k:
+            eta *= 1.5
+        else:
+            break
+    return eta
+
+
+def redsync(x, ratio, step=0.2):
+    """Threshold of RedSync's binary search."""
+    a = np.abs(np.asarray(x, np.float64))
+    k = max(1, int(ratio * len(x)))
+    low, high = 0.0, 1.0
+    while True:
+        t = (low + high) / 2
+        eta = a.mean() + t * (a.max() - a.mean())
+        count = np.sum(a > eta)
+        low, high = (t if count > 2 * k else low), (t if count < k else high)
+        if k <= count <= 2 * k or high - low <= step:
+            return eta
+
+
+def momentum_correction(grads, compress, momentum, nesterov=False, masking=True):
+    """Directions of DGC over gradients [rounds, workers, d]."""
+    rounds, workers, d = grads.shape
+    u, v = np.zeros((workers, d)), np.zeros((workers, d))
+    directions = []
+    for t in range(rounds):
+        sent = np.zeros((workers, d))
+        for i in range(workers):
+            g = grads[t, i]
+            if nesterov:
+                u[i] = momentum * (u[i] + g)
+                v[i] = v[i] + u[i] + g
+            else:
+                u[i] = momentum * u[i] + g
+                v[i] = v[i] + u[i]
+            sent[i] = compress(v[i])
+            mask = sent[i] != 0
+            v[i] = v[i] - sent[i]
+            if masking:
+                u[i][mask] = 0
+        directions.append(sent.mean(0))
+    return np.array(directions)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -3,9 +3,22 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 
-from jaxcomp.select import count_above, count_words, exceeding, excess_above, indices_of_words, mask_words, take
+from jaxcomp.select import (
+    count_above,
+    count_words,
+    excess_above,
+    first_bits,
+    global_indices,
+    indices_of_words,
+    largest,
+    local_indices,
+    mask_words,
+    take,
+    top_set,
+)
 
 MASKS = {
     "empty": lambda rng, d: np.zeros(d, bool),
@@ -48,35 +61,105 @@ def test_passes(dtype, seed):
     excess, after = excess_above(x, threshold, jnp.int32(5))
     np.testing.assert_allclose(excess, np.maximum(a - 0.7, 0).sum(), rtol=1e-5)
     assert int(after) == 5
+    squares, _ = excess_above(x, threshold, after, scale=jnp.float32(0.25), power=2)
+    np.testing.assert_allclose(squares, np.square(np.maximum(a - 0.7, 0)).sum() / 16, rtol=1e-5)
 
 
-@pytest.mark.parametrize("capacity", [1, 10, 100, 999])
-@pytest.mark.parametrize("threshold", [0.0, 0.5, 100.0])
-def test_exceeding_always_selects_the_largest(capacity, threshold, seed):
+@pytest.mark.parametrize("most", [1, 10, 100, 999])
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 100.0, -1.0, np.nan])
+def test_top_set_always_selects_the_largest(most, threshold, seed):
     x = np.random.default_rng(seed).standard_normal(1000).astype(np.float32)
-    words, wanted = jax.jit(exceeding, static_argnums=2)(x, jnp.float32(threshold), capacity)
-    indices, count = indices_of_words(words, capacity, 1000)
     a = np.abs(x)
-    assert int(wanted) == (a > threshold).sum()
-    expected = min(capacity, max(int(wanted), 1))
-    assert int(count) == expected
-    np.testing.assert_array_equal(np.sort(indices)[:expected], np.sort(np.argsort(-a)[:expected]))
+    for least in {1, max(1, most // 2), most}:
+        words = jax.jit(top_set)(x, jnp.float32(threshold), least, most)
+        count = int(count_words(words))
+        above = (a > max(np.nan_to_num(threshold), 0)).sum()
+        assert count == above if 1 <= above <= most else least <= count <= most
+        indices, _ = indices_of_words(words, 1000, 1000)
+        np.testing.assert_array_equal(np.sort(indices)[:count], np.sort(np.argsort(-a)[:count]))
 
 
-def test_exceeding_with_ties_at_the_top():
-    x = jnp.array([1.0, 5.0, -5.0, 5.0, 2.0])
-    words, _ = exceeding(x, jnp.float32(0), 2)
-    np.testing.assert_array_equal(indices_of_words(words, 2, 5)[0], [1, 2])
-    # Ties below the top do not fit and are left out: what is sent is still the largest.
-    words, _ = exceeding(jnp.array([1.0, 1.0, 1.0, 7.0]), jnp.float32(0), 2)
-    np.testing.assert_array_equal(indices_of_words(words, 2, 4)[0], [3, 4])
+def test_top_set_with_ties():
+    selected = lambda x, least, most: indices_of_words(top_set(jnp.array(x), jnp.float32(0), least, most), 3, len(x))[0]
+    np.testing.assert_array_equal(selected([1.0, 5.0, -5.0, 5.0, 2.0], 2, 2), [1, 2, 5])
+    # The first of the equal ones by index fill up.
+    np.testing.assert_array_equal(selected([1.0, 1.0, 1.0, 7.0], 2, 2), [0, 3, 4])
+    np.testing.assert_array_equal(selected([1.0, 1.0, 1.0, 7.0], 1, 2), [3, 4, 4])
 
 
-def test_exceeding_of_zeros_and_of_garbage():
-    words, wanted = exceeding(jnp.zeros(40), jnp.float32(0), 3)
-    assert int(count_words(words)) == int(wanted) == 0
-    words, _ = exceeding(jnp.array([np.nan, np.inf, 1.0, -np.inf]), jnp.float32(0), 1)
+def test_top_set_of_zeros_and_of_garbage():
+    assert int(count_words(top_set(jnp.zeros(40), jnp.float32(0), 3, 3))) == 0
+    words = top_set(jnp.array([np.nan, np.inf, 1.0, -np.inf]), jnp.float32(0), 1, 1)
     np.testing.assert_array_equal(indices_of_words(words, 1, 4)[0], [2])
+
+
+KINDS = {
+    "normal": lambda rng, d: rng.standard_normal(d),
+    "few values": lambda rng, d: rng.integers(-3, 4, d),
+    "all equal": lambda rng, d: np.ones(d),
+    "zeros": lambda rng, d: np.zeros(d),
+    "hardly any": lambda rng, d: np.where(rng.random(d) < 0.001, rng.standard_normal(d), 0),
+    "very heavy": lambda rng, d: rng.standard_cauchy(d) ** 5,
+    "garbage": lambda rng, d: np.where(rng.random(d) < 0.1, rng.choice([np.nan, np.inf, -np.inf], d), rng.random(d)),
+    "tiny": lambda rng, d: rng.standard_normal(d) * 1e-36,
+}
+run_largest = jax.jit(largest, static_argnums=(2,))
+
+
+@pytest.mark.parametrize(
+    ("d", "capacity", "dtype"),
+    [(1, 1, "float32"), (33, 7, "float32"), (1000, 1000, "float32"), (1000, 300, "bfloat16"), (50_001, 500, "float32")],
+)
+def test_largest_is_a_stable_sort(d, capacity, dtype, seed):
+    for kind, draw in KINDS.items():
+        x = jnp.asarray(draw(np.random.default_rng(seed), d), dtype)
+        a = np.nan_to_num(np.abs(np.float64(x)), nan=0, posinf=0)
+        a[a < float(jnp.finfo(jnp.float32).tiny)] = 0  # XLA flushes subnormal numbers
+        order = np.argsort(-a, kind="stable")
+        for k in {1, capacity}:
+            want = np.full(capacity, d)
+            kept = order[:k][a[order[:k]] > 0]
+            want[: kept.size] = np.sort(kept)
+            np.testing.assert_array_equal(run_largest(x, k, capacity), want, err_msg=kind)
+
+
+def test_largest_under_vmap_with_counts_of_their_own(seed):
+    xs = np.random.default_rng(seed).standard_normal((3, 5000)).astype(np.float32)
+    mapped = jax.jit(jax.vmap(lambda x, k: largest(x, k, 60)))(xs, jnp.array([1, 20, 60]))
+    for x, k, got in zip(xs, (1, 20, 60), mapped, strict=True):
+        np.testing.assert_array_equal(got[:k], np.sort(np.argsort(-np.abs(x))[:k]))
+        assert np.all(got[k:] == 5000)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 31, 32, 33, 70, 500])
+def test_first_bits(count, seed):
+    mask = np.random.default_rng(seed).random(300) < 0.3
+    mask[40:110] = True
+    words = first_bits(mask_words(jnp.asarray(mask)), count)
+    np.testing.assert_array_equal(
+        indices_of_words(words, 300, 300)[0], np.r_[np.flatnonzero(mask)[:count], [300] * 300][:300]
+    )
+
+
+@pytest.mark.parametrize("d", [1, 65535, 65536, 65537, 200_000])
+def test_local_indices_are_the_oracle_and_come_back(d, seed):
+    rng = np.random.default_rng(seed)
+    for count, capacity in ((0, 4), (1, 1), (min(d, 50), 60), (min(d, 300), 300)):
+        indices = np.full(capacity, d, np.int32)
+        indices[:count] = np.sort(rng.choice(d, count, replace=False))
+        local = jax.jit(local_indices, static_argnums=1)(indices, d)
+        low, counts = oracles.local_indices(indices, d)
+        np.testing.assert_array_equal(local.low, low)
+        np.testing.assert_array_equal(local.counts, counts)
+        np.testing.assert_array_equal(global_indices(local, d), indices)
+
+
+def test_local_indices_of_a_dense_block():
+    """All 65536 entries of a block, the largest count there is."""
+    indices = jnp.arange(65536 + 3, dtype=jnp.int32)
+    local = local_indices(indices, 70_000)
+    np.testing.assert_array_equal(local.counts, [65536, 3])
+    np.testing.assert_array_equal(global_indices(local, 70_000), indices)
 
 
 def test_take_pads_with_zero_and_drops_garbage():

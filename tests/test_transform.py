@@ -300,10 +300,12 @@ def test_gradients_that_were_summed_already_are_reported():
         )
         return jax.jit(fn)(PARAMS, state, jnp.arange(4.0))[0]
 
-    with pytest.warns(UserWarning, match=r"jc\.per_worker"):
-        summed = run(lambda p: p)
+    # 0 + 1 + 2 + 3 = 6 would not be a mean at all.
+    with pytest.raises(ValueError, match=r"jc\.per_worker\(params"):
+        run(lambda p: p)
+    with pytest.raises(ValueError, match=r"gradients\['w'\] are typed"):
+        run(lambda p: {"w": p["w"], "b": jc.per_worker(p["b"], AXIS)})
     mean = run(lambda p: jc.per_worker(p, AXIS))
-    np.testing.assert_allclose(summed["b"], 6.0)  # 0 + 1 + 2 + 3: not a mean at all
     np.testing.assert_allclose(mean["b"], 1.5)
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Algorithm, Compressor, State, accumulate, advance, finite, size_of, wide_like
+from jaxcomp.base import Algorithm, Compressor, State, accumulate, advance, check_compressor, finite, size_of, wide_like
 from jaxcomp.compressors.tree import lift
 
 __all__ = ["diana"]
@@ -48,7 +48,7 @@ def diana(compressor: Compressor, *, alpha: float | None = None) -> Algorithm:
     Traceback (most recent call last):
     ValueError: diana needs an unbiased compressor; top_k(0.1) is not one. Use error_feedback(top_k(0.1)) instead
     """
-    spec = compressor.spec
+    spec = check_compressor("diana", compressor)
     if spec.omega is None:
         cure = f"Use error_feedback({spec.name}) instead" if spec.alpha is not None else "Its omega is not known"
         raise ValueError(f"diana needs an unbiased compressor; {spec.name} is not one. {cure}")

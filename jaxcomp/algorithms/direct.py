@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxcomp.base import Algorithm, Compressor, State, advance, like_of
+from jaxcomp.base import Algorithm, Compressor, State, advance, check_compressor, like_of
 from jaxcomp.compressors.tree import lift
 
 __all__ = ["direct"]
@@ -34,7 +34,7 @@ def direct(compressor: Compressor) -> Algorithm:
     >>> jc.direct(jc.dithering(7)).compressor.spec.name
     'per_leaf(dithering(levels=7))'
     """
-    spec = compressor.spec
+    spec = check_compressor("direct", compressor)
     if spec.omega is None and spec.alpha is None:
         raise ValueError(f"direct needs a compressor with a known error bound (omega or alpha); {spec.name} has none")
     compressor = lift(compressor)

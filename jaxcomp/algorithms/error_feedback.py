@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Algorithm, Compressor, State, advance, finite, residual, size_of, wide_like
+from jaxcomp.base import Algorithm, Compressor, State, advance, check_compressor, finite, residual, size_of, wide_like
 from jaxcomp.compressors.tree import lift
 
 __all__ = ["error_feedback"]
@@ -46,7 +46,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     Traceback (most recent call last):
     ValueError: error_feedback needs a contraction; rand_k(0.1) is not one. Wrap it: contract(rand_k(0.1))
     """
-    spec = compressor.spec
+    spec = check_compressor("error_feedback", compressor)
     if spec.alpha is None:
         cure = f"Wrap it: contract({spec.name})" if spec.omega is not None else "Its alpha is not known."
         raise ValueError(f"error_feedback needs a contraction; {spec.name} is not one. {cure}")

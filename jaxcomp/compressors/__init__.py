@@ -1,10 +1,12 @@
 """One file per family; every factory returns a `base.Compressor`."""
 
-from jaxcomp.compressors.combine import compose, contract
+from jaxcomp.compressors.combine import compose, contract, narrow
 from jaxcomp.compressors.dense import cast, identity, natural
+from jaxcomp.compressors.dgc import dgc, warm_up
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.sparsify import bernoulli, rand_k, top_k
+from jaxcomp.compressors.threshold import gaussian_k, hard_threshold, redsync
 from jaxcomp.compressors.tree import flat, lift, per_leaf
 
 __all__ = [
@@ -12,13 +14,19 @@ __all__ = [
     "cast",
     "compose",
     "contract",
+    "dgc",
     "dithering",
     "flat",
+    "gaussian_k",
+    "hard_threshold",
     "identity",
     "lift",
+    "narrow",
     "natural",
     "per_leaf",
     "rand_k",
+    "redsync",
     "sidco",
     "top_k",
+    "warm_up",
 ]

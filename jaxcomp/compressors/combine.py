@@ -1,4 +1,4 @@
-"""Compressors made of compressors: contract, compose."""
+"""Compressors made of compressors: contract, compose, narrow."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,9 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Compressor, Spec, State, accumulate, advance, fold, like_of, size_of
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, fold, like_of, size_of
+from jaxcomp.compressors.dense import cast
+from jaxcomp.payloads import LocalIndices, Sparse
+from jaxcomp.select import global_indices, local_indices
 
-__all__ = ["compose", "contract"]
+__all__ = ["compose", "contract", "narrow"]
 
 Array = jax.Array
 
@@ -29,7 +32,7 @@ def contract(compressor: Compressor) -> Compressor:
     >>> jc.contract(jc.rand_k(0.25)).spec.alpha(100)
     0.25
     """
-    spec = compressor.spec
+    spec = check_compressor("contract", compressor)
     if spec.omega is None:
         raise ValueError(
             f"contract needs an unbiased compressor (omega known); {spec.name} is not one. "
@@ -92,7 +95,8 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
     >>> print(x_hat, jc.lane_bytes(payload))
     [0. 5. 2.] 12
     """
-    if outer.spec.lifted or inner.spec.lifted:
+    first, second = check_compressor("compose", outer), check_compressor("compose", inner)
+    if first.lifted or second.lifted:
         raise ValueError("compose joins compressors of one array; lift the result: per_leaf(compose(...)) or flat(...)")
 
     def values_like(like):
@@ -113,17 +117,17 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
 
     def init(shared_key, like):
         like = like_of(like)
-        first, second = jax.random.split(shared_key)
-        outer_state, inner_state = outer.init(first, like), inner.init(second, values_like(like))
+        outer_key, inner_key = jax.random.split(shared_key)
+        outer_state, inner_state = outer.init(outer_key, like), inner.init(inner_key, values_like(like))
         return State(
             local=(outer_state.local, inner_state.local),
             shared=(outer_state.shared, inner_state.shared),
         )
 
     def compress(key, x, state):
-        first, second = jax.random.split(key)
-        payload, outer_local = outer.compress(first, x, State(state.local[0], state.shared[0]))
-        values, inner_local = inner.compress(second, payload.values, State(state.local[1], state.shared[1]))
+        outer_key, inner_key = jax.random.split(key)
+        payload, outer_local = outer.compress(outer_key, x, State(state.local[0], state.shared[0]))
+        values, inner_local = inner.compress(inner_key, payload.values, State(state.local[1], state.shared[1]))
         return payload._replace(values=values), (outer_local, inner_local)
 
     def unfold(payload, shared, like):
@@ -142,7 +146,6 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
 
         return fold(add_one, total, (payloads, weights))
 
-    first, second = outer.spec, inner.spec
     omega = alpha = None
     if first.omega is not None and second.omega is not None:
         omega = _omega_of_both(first.omega, second.omega, num_values)
@@ -177,3 +180,60 @@ def _alpha_of_both(first: Bound, second: Bound, num_values: Callable[[int], int]
 
 def _one_minus(omega: Bound) -> Bound:
     return lambda d: 1 - omega(d)
+
+
+def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -> Compressor:
+    """Lets the message of a sparsifier travel in fewer bits: 16 instead of 32 for values, indices or both.
+
+    values: rounded to a narrower floating type, which is `compose` with `cast`: alpha is multiplied by
+        1 - u^2, and with `error_feedback` the rounding errors stay in the memory.
+    indices: "uint16" sends the position within blocks of 2^16 entries, and how many there are in each block
+        (4 bytes for every 65536 entries of the vector). Nothing is lost.
+
+    Args:
+        compressor: of one array, with payload `Sparse`.
+        values: "bfloat16", "float16" (with one scale), a float8 type, or None to leave them as they are.
+        indices: "uint16" or None.
+
+    Returns:
+        Compressor with payload `Sparse`.
+
+    Raises:
+        ValueError: another type, or the compressor sends no `Sparse`.
+
+    >>> import jaxcomp as jc
+    >>> x_hat, payload = jc.roundtrip(jc.narrow(jc.top_k(k=2), values="bfloat16", indices="uint16"),
+    ...                               jnp.array([1.0, 5.0, 2.0]), key=jax.random.key(0))
+    >>> print(x_hat, payload.indices.low, jc.lane_bytes(payload))
+    [0. 5. 2.] [1 2] 12
+    """
+    if indices not in (None, "uint16"):
+        raise ValueError(f"narrow: indices must be 'uint16' or None; got {indices!r}")
+    check_compressor("narrow", compressor)
+    if values is not None:
+        compressor = compose(compressor, cast(values))
+    if indices is None:
+        return compressor
+    spec = compressor.spec
+    if spec.lifted:
+        raise ValueError(f"narrow: {spec.name} acts on trees; narrow the compressor of one array and lift the result")
+
+    def compress(key, x, state):
+        payload, local = compressor.compress(key, x, state)
+        if not isinstance(payload, Sparse) or isinstance(payload.indices, LocalIndices):
+            raise ValueError(f"narrow: {spec.name} sends no 32-bit indices; got {type(payload).__name__}")
+        return payload._replace(indices=local_indices(payload.indices, x.size)), local
+
+    def widen(payload, like):
+        return payload._replace(indices=global_indices(payload.indices, like.size))
+
+    def add(total, payloads, weights, shared):
+        wide_payloads = jax.vmap(lambda payload: widen(payload, total))(payloads)
+        return accumulate(compressor, total, wide_payloads, weights, shared)
+
+    return compressor._replace(
+        compress=compress,
+        decompress=lambda payload, shared, like: compressor.decompress(widen(payload, like), shared, like),
+        accumulate=add,
+        spec=spec._replace(name=f"narrow({spec.name})"),
+    )

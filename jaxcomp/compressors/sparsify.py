@@ -9,14 +9,16 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.base import Compressor, Spec, State, Tally, finite, fold, key_data, weighted, wide
+from jaxcomp.compressors.combine import narrow
 from jaxcomp.compressors.vector import check_like, count_of, on_vectors
 from jaxcomp.hashing import random_bits, random_subset
 from jaxcomp.payloads import Dense, Sparse
-from jaxcomp.select import indices_of_words, mask_words, take
+from jaxcomp.select import indices_of_words, largest, magnitude, mask_words, take
 
 __all__ = ["add_sparse", "bernoulli", "dense_of_sparse", "rand_k", "top_k"]
 
 Array = jax.Array
+UNSORTED_FROM = 1 << 14  # entries; below, a sort is as fast
 
 
 def dense_of_sparse(payload: Sparse, shared: Any, like: jax.ShapeDtypeStruct) -> Array:
@@ -39,15 +41,18 @@ def add_sparse(total: Array, payloads: Sparse, weights: Array, shared: Any) -> A
     return fold(add, total, (payloads, weights))
 
 
-def top_k(ratio: float | None = None, *, k: int | None = None) -> Compressor:
+def top_k(ratio: float | None = None, *, k: int | None = None, values: Any = None, indices: Any = None) -> Compressor:
     """Keeps the k entries of largest magnitude.
 
     C(x)_j = x_j if j is among the k largest |x_j|, else 0. Ties go to the lowest index. Biased,
-    alpha = k / d.
+    alpha = k / d. Zeros are not sent: where fewer than k entries differ from zero the message ends in padding.
+
+    Long vectors are not sorted: see `select.largest`.
 
     Args:
         ratio: k = max(1, floor(ratio d)), in (0, 1].
         k: number of entries instead; k >= d keeps all.
+        values, indices: narrower lanes, see `narrow`.
 
     Returns:
         Compressor with payload `Sparse` of k values and k indices.
@@ -64,12 +69,15 @@ def top_k(ratio: float | None = None, *, k: int | None = None) -> Compressor:
     count = count_of("top_k", ratio, k)
 
     def compress(key, x, state):
-        magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.zeros((), x.dtype))
-        _, indices = lax.top_k(magnitude, count(x.shape[0]))
-        indices = jnp.sort(indices.astype(jnp.int32))
-        return Sparse(take(x, indices), indices), state.local
+        d = x.shape[0]
+        if d >= UNSORTED_FROM:
+            positions = largest(x, count(d), count(d))
+        else:
+            top, positions = lax.top_k(magnitude(finite(x)), count(d))
+            positions = jnp.sort(jnp.where(top > 0, positions, d).astype(jnp.int32))
+        return Sparse(take(x, positions), positions), state.local
 
-    return on_vectors(
+    compressor = on_vectors(
         compress=compress,
         decompress=dense_of_sparse,
         accumulate=add_sparse,
@@ -81,6 +89,7 @@ def top_k(ratio: float | None = None, *, k: int | None = None) -> Compressor:
             selects=True,
         ),
     )
+    return narrow(compressor, values=values, indices=indices)
 
 
 class Draw(NamedTuple):

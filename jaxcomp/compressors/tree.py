@@ -5,7 +5,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Compressor, Spec, State, accumulate, advance, finite, fold, is_array, like_of, weighted, wide
+from jaxcomp.base import (
+    Compressor,
+    Spec,
+    State,
+    accumulate,
+    advance,
+    check_compressor,
+    finite,
+    fold,
+    is_array,
+    like_of,
+    weighted,
+    wide,
+)
 from jaxcomp.payloads import Dense, Leaves
 
 __all__ = ["flat", "lift", "per_leaf"]
@@ -70,7 +83,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
     >>> print(x_hat["b"], x_hat["w"], payload.dense.values)
     [1. 1.] [0. 0. 0. 0. 0. 5.] [1. 1.]
     """
-    spec = compressor.spec
+    spec = check_compressor("per_leaf", compressor)
     if spec.lifted:
         raise ValueError(f"per_leaf: {spec.name} acts on trees already")
     if dense_below < 0 or int(dense_below) != dense_below:
@@ -163,6 +176,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
             alpha=over_leaves(spec.alpha, min, 1.0),
             linear=spec.linear,
             lifted=True,
+            dense_below=int(dense_below),
         ),
         accumulate=add,
         advance=None if compressor.advance is None else advance_,
@@ -190,7 +204,7 @@ def flat(compressor: Compressor) -> Compressor:
     >>> print(x_hat["a"], x_hat["b"], payload.indices)
     [0. 0.] 3.0 [2]
     """
-    spec = compressor.spec
+    spec = check_compressor("flat", compressor)
     if spec.lifted:
         raise ValueError(f"flat: {spec.name} acts on trees already")
 

@@ -53,12 +53,13 @@ def varying(tree: Any, axis: Axis) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def known_equal(tree: Any, axis: Axis) -> bool:
-    """Whether the types say that every array is equal on all workers."""
-    leaves = jax.tree.leaves(tree)
+def known_equal(tree: Any, axis: Axis) -> list[str]:
+    """Paths of the arrays whose types say that they are equal on all workers."""
     names = set(axis_names(axis))
-    tracked = names <= _varying_axes(varying(jnp.zeros(()), axis)) if names else False
-    return tracked and bool(leaves) and not any(names & _varying_axes(jnp.asarray(x)) for x in leaves)
+    if not names or not names <= _varying_axes(varying(jnp.zeros(()), axis)):
+        return []  # types do not tell
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, x in leaves if not names & _varying_axes(jnp.asarray(x))]
 
 
 def _varying_axes(x: Array) -> frozenset:

@@ -1,7 +1,6 @@
 """The whole road as an optax gradient transformation."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxcomp.base import Algorithm, State, Tally, accumulate, key_data, like_of, wide, wide_like, wrap_key
+from jaxcomp.base import Algorithm, Compressor, State, Tally, accumulate, key_data, like_of, wide, wide_like, wrap_key
 from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.exchange.lanes import Axis, axis_index, axis_names, axis_size, is_bound, known_equal, varying
 from jaxcomp.exchange.meet import VIAS
@@ -120,6 +119,12 @@ def compressed_mean(
     """
     if via not in VIAS:
         raise ValueError(f"compressed_mean: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
+    if not isinstance(algorithm, Algorithm):
+        got = f"the compressor {algorithm.spec.name}" if isinstance(algorithm, Compressor) else repr(algorithm)
+        raise TypeError(
+            f"compressed_mean needs an algorithm; got {got}. Wrap a compressor in error_feedback(...), diana(...) or "
+            "direct(...)"
+        )
     spec = algorithm.compressor.spec
     if via == "sum" and not spec.linear:
         raise ValueError(f'compressed_mean: via="sum" needs a linear compressor; {spec.name} is not. Use via="gather"')
@@ -145,12 +150,14 @@ def compressed_mean(
                 "jax.pmap or jax.vmap(axis_name=...)"
             )
         workers = axis_size(axis_name)
-        if workers > 1 and known_equal(grads, axis_name):
-            warnings.warn(
-                f"compressed_mean: the gradients are typed as equal on all workers of axis {axis_name!r}. Under "
-                "jax.shard_map, jax.grad sums the gradient of a replicated parameter over the workers by itself, "
-                "uncompressed. Differentiate with respect to jc.per_worker(params, axis_name) instead.",
-                stacklevel=2,
+        equal = known_equal(grads, axis_name) if workers > 1 else []
+        if equal:
+            raise ValueError(
+                f"compressed_mean: gradients{', gradients'.join(equal[:3])}{' ...' if equal[3:] else ''} are typed as "
+                f"equal on all workers of axis {axis_name!r}. Under jax.shard_map, jax.grad sums the gradient of a "
+                "replicated parameter over the workers by itself: uncompressed, and n times the mean. Differentiate "
+                "with respect to jc.per_worker(params, axis_name) instead; mark gradients that are meant to be equal "
+                "the same way, jc.per_worker(grads, axis_name)."
             )
         if shares is not None and len(shares) != workers:
             raise ValueError(f"compressed_mean: {len(shares)} weights for {workers} workers on axis {axis_name!r}")
@@ -313,25 +320,47 @@ def state_specs(state: Any, axis_name: Axis) -> Any:
 
 
 def state_axes(state: Any) -> Any:
-    """The same for `jax.vmap` and `jax.pmap`: 0 for local arrays, None for all others."""
+    """The same for `jax.vmap` and `jax.pmap`: 0 for local arrays, None for all others.
+
+    Args:
+        state: as for `state_specs`.
+
+    Returns:
+        Tree prefix for `in_axes` and `out_axes`.
+    """
     # None is an empty tree to JAX, so the result is a tree prefix: exactly what in_axes takes.
     return _map_states(state, 0, None, None)
 
 
 def init_state(
-    tx: optax.GradientTransformation, params: Any, mesh: jax.sharding.Mesh, axis_name: Axis
+    tx: optax.GradientTransformation, params: Any, mesh: jax.sharding.Mesh | int, axis_name: Axis
 ) -> tuple[Any, Any]:
     """Makes an optimizer state that lies where it belongs, each worker's part on its own device.
 
     Args:
         tx: optimizer with `compressed_mean` in it.
         params: parameters, equal on all workers.
-        mesh: the mesh that `shard_map` will run on.
+        mesh: the mesh that `shard_map` will run on; or the number of workers of a `vmap` or `pmap`.
         axis_name: its data axis (or a tuple of axes).
 
     Returns:
-        (state, specs): the state, and its PartitionSpecs for in_specs and out_specs.
+        (state, specs): the state, and its PartitionSpecs for in_specs and out_specs; or, for a number of workers,
+        the axes for in_axes and out_axes.
+
+    Sixty-four workers on one device:
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), "data")
+    >>> state, axes = jc.init_state(tx, jnp.zeros(5), 64, "data")
+    >>> step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")
+    >>> direction, state = step(jnp.ones((64, 5)), state)
+    >>> print(direction, state.local.algorithm.memory.shape)
+    [1. 0. 0. 0. 0.] (64, 1, 5)
     """
+    if isinstance(mesh, int):
+        axes = state_axes(jax.eval_shape(tx.init, params))
+        make = jax.vmap(tx.init, in_axes=None, out_axes=axes, axis_name=axis_name, axis_size=mesh)
+        return jax.jit(make)(params), axes
     specs = state_specs(jax.eval_shape(tx.init, params), axis_name)
     make = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
     return jax.jit(make)(params), specs

@@ -8,6 +8,7 @@ A body is a node. A node is a byte that says its type, then its parts:
     3 Sparse      capacity | count | width u8 | indices, width bits each | values (see below)
     4 Quantized   array norms | array words
     5 Leaves      node dense | number varint | nodes
+    6 Sparse      with local indices: capacity | count | blocks | counts i32 | low u16 | values
 
 Sparse stops at the first padding entry; what follows repeats it and is rebuilt by the decoder.
 Values are a raw array of `count` numbers, or the node of a nested payload. So that a short
@@ -22,14 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sparse
+from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sparse
 from jaxcomp.wire.bitstream import pack_bits, packed_size, unpack_bits
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.frame import Reader, seal, unseal, varint
 
 __all__ = ["decode", "encode"]
 
-ARRAY, DENSE, SCALED, SPARSE, QUANTIZED, LEAVES = range(6)
+ARRAY, DENSE, SCALED, SPARSE, QUANTIZED, LEAVES, SPARSE_LOCAL = range(7)
 MAX_DEPTH = 8
 MAX_DIMS = 8
 PAD_BYTES = 1024
@@ -162,6 +163,9 @@ def _write_leaves(payload: Leaves, parts: list[bytes]) -> None:
 
 def _write_sparse(payload: Sparse, parts: list[bytes]) -> None:
     values, indices = payload
+    if isinstance(indices, LocalIndices):
+        _write_local(values, indices, parts)
+        return
     if indices.ndim != 1 or indices.dtype != np.int32:
         raise TypeError(f"wire.encode: Sparse.indices must be i32[k]; got {indices.dtype}{list(indices.shape)}")
     plain = isinstance(values, np.ndarray)
@@ -174,7 +178,31 @@ def _write_sparse(payload: Sparse, parts: list[bytes]) -> None:
     width = max(1, int(indices.max(initial=0)).bit_length())
     parts.append(bytes([SPARSE]) + varint(capacity) + varint(count) + bytes([width]))
     parts.append(pack_bits(indices[:count], width))
-    if plain:
+    _write_values(values, count, capacity, parts)
+
+
+def _write_local(values: Any, indices: LocalIndices, parts: list[bytes]) -> None:
+    low, counts = indices
+    if low.ndim != 1 or low.dtype != np.uint16 or counts.ndim != 1 or counts.dtype != np.int32:
+        raise TypeError(
+            "wire.encode: LocalIndices must be u16[k] and i32[b]; got "
+            f"{low.dtype}{list(low.shape)} and {counts.dtype}{list(counts.shape)}"
+        )
+    plain = isinstance(values, np.ndarray)
+    if plain and values.shape != low.shape:
+        raise TypeError(f"wire.encode: Sparse has {values.shape} values for {low.shape} indices")
+    count = int(np.clip(np.sum(counts, dtype=np.int64), 0, low.size))
+    if low[count:].any() or (plain and _raw(values[count:]).strip(b"\0")):
+        count = low.size
+    parts.append(bytes([SPARSE_LOCAL]) + varint(low.size) + varint(count) + varint(counts.size))
+    parts.append(_raw(counts))
+    parts.append(_raw(low[:count]))
+    _write_values(values, count, low.size, parts)
+
+
+def _write_values(values: Any, count: int, capacity: int, parts: list[bytes]) -> None:
+    """The first `count` of them, or all of a nested payload, and what the padding behind them costs."""
+    if isinstance(values, np.ndarray):
         parts.append(bytes([ARRAY, _dtype_code(values.dtype)]))
         parts.append(_raw(values[:count]))
         parts.append(bytes(_filler(capacity - count, values.dtype.itemsize)))
@@ -298,6 +326,25 @@ def _read_sparse(reader: Reader, depth: int) -> Sparse:
     if capacity and not count:
         raise WireError("Sparse count", count, f"at least 1 of {capacity}")
     packed = reader.take("Sparse indices", packed_size(count, width))
+    values = _read_values(reader, count, capacity, depth)
+    indices = unpack_bits(packed, count, width).astype(np.int32)
+    return Sparse(values, np.concatenate([indices, np.full(capacity - count, indices[-1] if count else 0, np.int32)]))
+
+
+def _read_local(reader: Reader, depth: int) -> Sparse:
+    capacity = reader.varint("Sparse capacity", 2**31)
+    count = reader.varint("Sparse count", capacity)
+    blocks = reader.varint("LocalIndices blocks", 2**15)
+    counts = _read_numbers(reader, "LocalIndices counts", np.dtype(np.int32), blocks)
+    low = _read_numbers(reader, "LocalIndices low", np.dtype(np.uint16), count)
+    values = _read_values(reader, count, capacity, depth)
+    low = np.concatenate([low, np.zeros(capacity - count, np.uint16)])
+    return Sparse(values, LocalIndices(low, counts))
+
+
+def _read_values(reader: Reader, count: int, capacity: int, depth: int) -> Any:
+    """`count` numbers and zeros up to the capacity, or a nested payload."""
+    padding = capacity - count
     plain = reader.peek("Sparse values type") == ARRAY
     if plain:
         reader.byte("Sparse values type")
@@ -307,17 +354,10 @@ def _read_sparse(reader: Reader, depth: int) -> Sparse:
     else:
         values, itemsize = _read(reader, depth), 0
         _check_values("Sparse.values", values)
-    padding = capacity - count
     filler = reader.take("Sparse filler", _filler(padding, itemsize))
     if filler.tobytes().strip(b"\0"):
         raise WireError("Sparse filler", "bytes that are not zero", "zeros")
-
-    indices = unpack_bits(packed, count, width).astype(np.int32)
-    if padding:
-        indices = np.concatenate([indices, np.full(padding, indices[-1])])
-        if plain:
-            values = np.concatenate([values, np.zeros(padding, values.dtype)])
-    return Sparse(values, indices)
+    return np.concatenate([values, np.zeros(padding, values.dtype)]) if plain and padding else values
 
 
 _READERS: dict[int, Callable[[Reader, int], Any]] = {
@@ -326,4 +366,5 @@ _READERS: dict[int, Callable[[Reader, int], Any]] = {
     SPARSE: _read_sparse,
     QUANTIZED: _read_quantized,
     LEAVES: _read_leaves,
+    SPARSE_LOCAL: _read_local,
 }

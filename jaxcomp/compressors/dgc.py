@@ -1,0 +1,136 @@
+"""Deep Gradient Compression: a threshold from a sample, and the warm-up of its ratio.
+
+Momentum correction, factor masking and local clipping are `algorithms.momentum_correction`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.base import Compressor, finite, wide
+from jaxcomp.compressors.threshold import by_threshold, shown, target_of
+from jaxcomp.select import count_words, magnitude, words_above
+
+__all__ = ["dgc", "warm_up"]
+
+Array = jax.Array
+TOO_MANY = 1.3  # times k: then the exact k largest are taken
+TOO_FEW = 0.8  # times k: then the threshold is lowered by this factor
+TRIES = 10
+
+
+def dgc(
+    ratio: float | Callable[[Any], Any],
+    *,
+    sample: float = 0.01,
+    peak: float | None = None,
+    values: Any = None,
+    indices: Any = None,
+) -> Compressor:
+    """Keeps the entries above the quantile of a strided sample.
+
+    eta = the (n_s delta)-th largest of n_s = max(sample d, 2 / delta) magnitudes, taken at an odd stride from a
+    random start. With c entries at or above it: more than 1.3 k, the exact k largest are sent (the
+    hierarchical selection); fewer than 0.8 k, eta <- 0.8 eta, at most ten times. At most k are sent, the
+    first by index. Biased; alpha = 1 / d (at least the largest is sent), about delta in practice.
+
+    The rest of the method is `momentum_correction` (the algorithm) and `warm_up` (the ratio).
+
+    Args:
+        ratio: delta, target share of entries, in (0, 1], or an optax schedule.
+        sample: share of the entries in the sample, in (0, 1].
+        peak: largest value of the schedule; its first one if not given.
+        values, indices: narrower lanes, see `narrow`.
+
+    Returns:
+        Compressor with payload `Sparse` of k = max(1, floor(delta d)) entries.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Reference: Lin, Han, Mao, Wang, Dally 2018 (DGC), section 3 and appendix; sampling and correction as in the authors'
+    code, whose K is rounded up.
+
+    >>> import jaxcomp as jc
+    >>> x = jnp.array([0.1, -3.0, 0.5, 2.0])
+    >>> print(jc.roundtrip(jc.dgc(0.5), x, key=jax.random.key(0))[0])
+    [ 0. -3.  0.  2.]
+    """
+    target = target_of("dgc", ratio, peak)
+    if not 0 < sample <= 1:
+        raise ValueError(f"dgc: sample must be in (0, 1]; got {sample}")
+
+    def estimate(key, x, k, share, memory):
+        d = x.shape[0]
+        smallest = target.peak(d) / d if target.scheduled else ratio
+        size = min(d, max(math.ceil(sample * d), math.ceil(2 / smallest)))
+        stride = max(1, d // size - 1) | 1
+        size = d // stride
+        start = jax.random.randint(key, (), 0, min(stride, d - (size - 1) * stride))
+        taken = magnitude(finite(x[start + stride * lax.iota(jnp.int32, size)]))
+        most = min(size, math.ceil(size * target.peak(d) / d) + 1)
+        rank = jnp.clip(jnp.ceil(size * share - 1e-4).astype(jnp.int32), 1, most) - 1
+        at = lax.top_k(taken, most)[0][rank]
+        # The method keeps |x| >= eta; just below it, > is the same.
+        eta = jnp.nextafter(at, jnp.zeros((), wide(x.dtype)))
+        words = words_above(x, eta)
+
+        smallest_count = (TOO_FEW * k.astype(jnp.float32)).astype(jnp.int32)
+
+        def few(carry):
+            tries, _, words = carry
+            return (count_words(words) < smallest_count) & (tries < TRIES)
+
+        def lower(carry):
+            tries, eta, _ = carry
+            eta = eta * TOO_FEW
+            return tries + 1, eta, words_above(x, eta)
+
+        _, eta, words = lax.while_loop(few, lower, (jnp.zeros((), jnp.int32), eta, words))
+        return eta, words, memory
+
+    def bounds(wanted, k):
+        limit = (TOO_MANY * k.astype(jnp.float32)).astype(jnp.int32)
+        return 1, jnp.where(wanted > limit, k, limit)
+
+    return by_threshold(
+        f"dgc({shown(ratio)})",
+        target,
+        estimate,
+        capacity=1.0,
+        bounds=bounds,
+        values=values,
+        indices=indices,
+    )
+
+
+def warm_up(ratios: Sequence[float], rounds: int) -> Callable[[Any], Array]:
+    """A ratio that falls step by step, as an optax schedule for any sparsifier that takes one.
+
+    ratio(t) = ratios[min(t // rounds, len(ratios) - 1)].
+
+    Args:
+        ratios: shares of entries, in (0, 1], falling; DGC takes 0.25, 0.0625, 0.015625, 0.004, 0.001.
+        rounds: how many rounds each is kept, at least 1; the last one is kept for good.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    >>> schedule = warm_up([0.25, 0.01], 100)
+    >>> print(schedule(99), schedule(100), schedule(10**6))
+    0.25 0.01 0.01
+    """
+    table = [float(ratio) for ratio in ratios]
+    if not table or not all(0 < ratio <= 1 for ratio in table) or sorted(table, reverse=True) != table:
+        raise ValueError(f"warm_up: ratios must be in (0, 1] and fall; got {ratios}")
+    if isinstance(rounds, bool) or int(rounds) != rounds or rounds < 1:
+        raise ValueError(f"warm_up: rounds must be an integer of at least 1; got {rounds}")
+
+    def schedule(count):
+        return jnp.asarray(table, jnp.float32)[jnp.minimum(count // rounds, len(table) - 1)]
+
+    return schedule
