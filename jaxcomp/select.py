@@ -65,7 +65,7 @@ def count_words(words: Array) -> Array:
     >>> print(count_words(jnp.array([5, 1], jnp.uint32)))
     3
     """
-    return jnp.sum(lax.population_count(words).astype(I32))
+    return jnp.sum(lax.population_count(words).astype(I32), dtype=I32)
 
 
 def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
@@ -288,8 +288,8 @@ def _moved(x: Array, threshold: Array, wanted: Array, least: Array, most: Array)
         # counts. Every other step halves the bracket instead, which bounds their number.
         share = (log(b.num_low) - aim) / jnp.maximum(log(b.num_low) - log(b.num_high), 1e-6)
         width = b.high - b.low
-        share = jnp.where(b.steps % 2 == 0, jnp.clip(share, 0.01, 0.99), 0.5)
-        jump = jnp.where(b.steps % 2 == 0, (share * width.astype(threshold.dtype)).astype(bits), width // bits(2))
+        guess = (jnp.clip(share, 0.01, 0.99).astype(threshold.dtype) * width.astype(threshold.dtype)).astype(bits)
+        jump = jnp.where(b.steps % 2 == 0, guess, width // bits(2))
         middle = b.low + jnp.clip(jump, bits(1), width - bits(1))
         count = count_above(x, as_float(middle))
         few, many = count < least, count > most

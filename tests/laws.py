@@ -50,7 +50,7 @@ ROWS = [
     Row("sidco-published", jc.sidco(0.02, stages=2, adapt=None), True, True),
     Row("sidco-pareto", jc.sidco(0.1, law="pareto", values="bfloat16"), False, True),
     Row("sidco-gamma-climb", jc.sidco(0.02, law="gamma", adapt="climb"), True, True),
-    Row("dgc", jc.dgc(0.1), True, False),
+    Row("dgc", jc.dgc(0.02), True, False),
     Row("redsync", jc.redsync(0.1), True, True),
     Row("redsync-trimmed", jc.redsync(0.1, method="trimmed"), True, True),
     Row("gaussian_k", jc.gaussian_k(0.1), True, True),

@@ -21,6 +21,7 @@ Array = jax.Array
 TOO_MANY = 1.3  # times k: then the exact k largest are taken
 TOO_FEW = 0.8  # times k: then the threshold is lowered by this factor
 TRIES = 10
+LAST_RATIO = 0.001  # that schedules are taken to end at, for the size of the sample
 
 
 def dgc(
@@ -66,11 +67,11 @@ def dgc(
 
     def estimate(key, x, k, share, memory):
         d = x.shape[0]
-        smallest = target.peak(d) / d if target.scheduled else ratio
+        smallest = LAST_RATIO if callable(ratio) else ratio
         size = min(d, max(math.ceil(sample * d), math.ceil(2 / smallest)))
         stride = max(1, d // size - 1) | 1
         size = d // stride
-        start = jax.random.randint(key, (), 0, min(stride, d - (size - 1) * stride))
+        start = jax.random.randint(key, (), 0, min(stride, d - (size - 1) * stride), jnp.int32)
         taken = magnitude(finite(x[start + stride * lax.iota(jnp.int32, size)]))
         most = min(size, math.ceil(size * target.peak(d) / d) + 1)
         rank = jnp.clip(jnp.ceil(size * share - 1e-4).astype(jnp.int32), 1, most) - 1

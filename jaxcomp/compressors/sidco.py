@@ -77,8 +77,8 @@ def sidco(
 
     Exact zeros are left out of the fit, and the ratios refer to the entries that are not zero, so delta is still a
     share of all entries. Fits are free of scale. If no entry exceeds the threshold about k are sent, and
-    whatever is sent is at least as large as whatever is not, so alpha = 1 / d is certain, and about delta in practice. Biased.
-    Equal magnitudes: the first k by index. A zero vector sends nothing.
+    whatever is sent is at least as large as whatever is not, so alpha = 1 / d is certain, and about delta in practice.
+    Biased. Equal magnitudes: the first k by index. A zero vector sends nothing.
 
     Args:
         ratio: delta, target share of entries, in (0, 1], or an optax schedule.
@@ -125,7 +125,8 @@ def sidco(
     if not callable(ratio) and ratio >= FIRST_RATIO:
         num_stages = 1
 
-    fit = partial(_threshold, law=law, exact=quantile == "newton", counted=adapt == "count")
+    def fit(*statistics):
+        return _threshold(*statistics, law=law, exact=quantile == "newton", counted=adapt == "count")
 
     def estimate(key, x, k, ratio, memory):
         number = memory.stages if moves else num_stages

@@ -6,7 +6,7 @@ fitted law, in the units of the mean. All are scalars, all are equivariant: stat
 s times the quantile. A negative -ln(delta) extrapolates below the threshold.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ class Moments(NamedTuple):
 
     count: Array
     mean: Array
-    variance: Array | None = None
-    mean_log: Array | None = None
+    variance: Any = None
+    mean_log: Any = None
 
 
 def exponential(moments: Moments, log_ratio: Array) -> Array:

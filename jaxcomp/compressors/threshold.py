@@ -26,6 +26,7 @@ from jaxcomp.select import (
     count_above,
     count_words,
     excess_above,
+    first_bits,
     indices_of_words,
     magnitude,
     take,
@@ -115,8 +116,9 @@ def by_threshold(
         learn: (memory, number of entries above eta, k, ratio) -> memory, after each round with an
             entry that is not zero.
         bounds: (number of entries above eta, k) -> how many are enough, and at most how many to keep;
-            where it is not so, the threshold moves until at least k and at most that many are left. Not
-            given: one is enough, and as many as the capacity are kept, the others being counted as overflow.
+            where it is not so, the threshold moves until at least k and at most that many are left; the
+            first k by index are sent. Not given: one is enough, and as many as the capacity are kept, the
+            others being counted as overflow.
         alpha: of the compressor.
         values, indices: see `narrow`.
     """
@@ -139,10 +141,13 @@ def by_threshold(
         wanted = count_words(words)
         enough, most = (1, places(d)) if bounds is None else bounds(wanted, k)
         words = top_set(x, eta, k, most, enough=enough, words=words)
-        positions, chosen = indices_of_words(words, places(d), d)
+        chosen = count_words(words)
         if bounds is None:
-            chosen = jnp.maximum(chosen, wanted)
-        overflow = Tally(jnp.maximum(chosen - places(d), 0))
+            room, chosen = places(d), jnp.maximum(chosen, wanted)
+        else:
+            room, words = k, first_bits(words, k)
+        positions, _ = indices_of_words(words, places(d), d)
+        overflow = Tally(jnp.maximum(chosen - room, 0))
         learnt = learn(remembered, wanted, k, ratio)
         learnt = jax.tree.map(lambda new, old: jnp.where(chosen > 0, new, old), learnt, state.local.memory)
         return Sparse(take(x, positions), positions), ThresholdLocal(overflow, learnt)
@@ -168,9 +173,7 @@ def _peeled(estimate: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[A
     return with_words
 
 
-def hard_threshold(
-    threshold: float | Callable[[Any], Any], *, ratio: float = 0.01, values: Any = None, indices: Any = None
-) -> Compressor:
+def hard_threshold(threshold: float, *, ratio: float = 0.01, values: Any = None, indices: Any = None) -> Compressor:
     """Keeps the entries above a fixed threshold.
 
     C(x)_j = x_j if |x_j| > threshold, else 0. If none exceeds it the largest is sent, so that the
