@@ -8,6 +8,7 @@ from experiments.cli import UserError, fail
 # name -> (module, what it shows). Modules are imported only when asked for: each sets up JAX itself.
 EXPERIMENTS = {
     "compare": ("experiments.compare", "train one model with several compression methods and compare them"),
+    "sidco": ("experiments.sidco", "SIDCo and its rivals: quality of the threshold, and training"),
     "bench": ("experiments.bench", "benchmarks of the hot paths"),
 }
 

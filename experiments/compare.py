@@ -51,6 +51,7 @@ def parser() -> Parser:
     p.add_argument("--name", default=None, help="folder under --runs; without it the next free compare-N")
     p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
     p.add_argument("--log-every", type=at_least(1), default=10, help="steps between lines of metrics.jsonl")
+    p.add_argument("--test-every", type=at_least(0), default=0, help="steps between tests; 0: only at the end")
     p.add_argument("--checkpoint-every", type=at_least(1), default=100, help="steps between checkpoints")
     p.add_argument("--resume", action="store_true", help="continue --name with the options it was started with")
     return p
@@ -97,14 +98,17 @@ def choose_folder(runs: Path, name: str | None, resume: bool) -> Path:
     folder = runs / name
     if resume and not (folder / "config.json").is_file():
         raise UserError(f"there is no run {folder} to resume")
-    if not resume and folder.exists():
+    if not resume and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder} exists; continue it with --resume or choose another --name")
     return folder
 
 
 def resumed(folder: Path, options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The options of the run; what is given again must agree with them."""
-    kept = json.loads((folder / "config.json").read_text())
+    try:
+        kept = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'} is damaged: {error}") from None
     for key in kept.keys() & given.keys():
         if jsonable(given[key]) != kept[key]:
             flag = "--" + key.replace("_", "-")
@@ -137,6 +141,7 @@ class Run:
         from rich.console import Console
 
         from experiments.data import load, split
+        from experiments.methods import METHODS
         from experiments.training import find_devices
 
         o = self.options
@@ -145,8 +150,13 @@ class Run:
         self.devices = devices = find_devices(o["workers"])
         self.data = load(o["data"], o["data_dir"])
         self.parts = {seed: split(self.data.train_y, o["workers"], o["alpha"], seed) for seed in o["seeds"]}
+        for method in o["methods"]:
+            try:
+                METHODS[method].make(o["ratio"], o["levels"])
+            except ValueError as error:
+                raise UserError(f"{method}: {error}") from None
         if not resume:  # only now, so that a wrong option leaves nothing behind
-            self.folder.mkdir(parents=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / "config.json", {key: jsonable(value) for key, value in o.items()})
         elif (self.folder / "results.json").is_file():
             self.results = json.loads((self.folder / "results.json").read_text())
@@ -232,6 +242,8 @@ class Run:
                         info = {key: float(value) for key, value in trainer.info(now.state.optimizer)._asdict().items()}
                         line = {"method": job.method, "seed": job.seed, "step": now.step, "loss": now.loss}
                         line |= {"sent_bytes": sent * now.step, "seconds": now.seconds, **info}
+                        if o["test_every"] and (now.step % o["test_every"] == 0 or now.step == o["steps"]):
+                            line["accuracy"] = trainer.test(now.state)[1]
                         metrics.write(json.dumps(line) + "\n")
                         metrics.flush()
                     if time.monotonic() - shown > 0.1 or now.step == o["steps"]:
@@ -266,7 +278,10 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+        lines = path.read_text().splitlines() if path.is_file() else []
+        if lines and not lines[-1].endswith("}"):
+            lines.pop()  # a killed process may have left half a line
+        return [json.loads(line) for line in lines]
 
     def keep_metrics(self, job: Job, step: int) -> None:
         """Drops what was logged of this job after its checkpoint: those steps are done again."""

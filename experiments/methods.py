@@ -30,6 +30,15 @@ METHODS: dict[str, Method] = {
     "rand-k": Method("random entries, error feedback", lambda r, s: jc.error_feedback(jc.contract(jc.rand_k(r)))),
     "top-k": Method("largest --ratio of the entries, error feedback", lambda r, s: jc.error_feedback(jc.top_k(r))),
     "sidco": Method("threshold by SIDCo-E, error feedback", lambda r, s: jc.error_feedback(jc.sidco(r))),
+    "sidco-p": Method("SIDCo-P, error feedback", lambda r, s: jc.error_feedback(jc.sidco(r, law="pareto"))),
+    "sidco-gp": Method("SIDCo-GP, error feedback", lambda r, s: jc.error_feedback(jc.sidco(r, law="gamma"))),
+    "sidco-narrow": Method(
+        "SIDCo-E in 4 bytes an entry, error feedback",
+        lambda r, s: jc.error_feedback(jc.sidco(r, values="bfloat16", indices="uint16")),
+    ),
+    "dgc": Method("DGC's sampled threshold, error feedback", lambda r, s: jc.error_feedback(jc.dgc(r))),
+    "redsync": Method("RedSync's binary search, error feedback", lambda r, s: jc.error_feedback(jc.redsync(r))),
+    "gaussian-k": Method("Gaussian-k, error feedback", lambda r, s: jc.error_feedback(jc.gaussian_k(r))),
     "top-k-bf16": Method(
         "top-k with values in 16 bits, error feedback",
         lambda r, s: jc.error_feedback(jc.compose(jc.top_k(r), jc.cast("bfloat16"))),

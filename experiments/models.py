@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-__all__ = ["MODELS", "Cnn", "Mlp"]
+__all__ = ["MODELS", "CharLstm", "Cnn", "Mlp"]
 
 
 class Mlp(nnx.Module):
@@ -44,8 +44,18 @@ class Cnn(nnx.Module):
         return self.last(x)
 
 
+class CharLstm(nnx.Module):
+    """One LSTM of 256 over embedded characters: i32[n, t] -> logits f32[n, t, characters]."""
+
+    def __init__(self, characters: int, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(characters, 64, rngs=rngs)
+        self.lstm = nnx.RNN(nnx.OptimizedLSTMCell(64, 256, rngs=rngs))
+        self.last = nnx.Linear(256, characters, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        empty = jnp.zeros((x.shape[0], 256))
+        hidden = self.lstm(self.embed(x), initial_carry=(empty, empty))
+        return self.last(hidden)  # pyright: ignore[reportArgumentType]
+
+
 MODELS: dict[str, Callable[..., nnx.Module]] = {"mlp": Mlp, "cnn": Cnn}
-
-
-def num_params(params: object) -> int:
-    return sum(jnp.size(leaf) for leaf in jax.tree.leaves(params))

@@ -21,12 +21,12 @@ LINES: list[dict[str, Any]] = [
 ]
 
 
-def new_figure(columns: int, height: float = 4.2) -> tuple[Any, list[Any]]:
-    """A figure with panels side by side."""
+def new_figure(columns: int, height: float = 4.2, rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure with panels side by side; with several rows, row after row."""
     plt.rcParams.update({"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False})
     plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False, "lines.linewidth": 1.6})
-    figure, axes = plt.subplots(1, columns, figsize=(5.2 * columns, height), squeeze=False, layout="constrained")
-    return figure, list(axes[0])
+    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, height), squeeze=False, layout="constrained")
+    return figure, list(axes.reshape(-1))
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:

@@ -16,6 +16,8 @@ Laws
 5. Non-finite entries count as zero: C(x) = C(where(isfinite(x), x, 0)).
 """
 
+import functools
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,11 +33,13 @@ __all__ = [
     "Tally",
     "accumulate",
     "advance",
+    "bounded",
     "check_compressor",
     "finite",
     "key_data",
     "like_of",
     "residual",
+    "root_key",
     "roundtrip",
     "size_of",
     "weighted",
@@ -220,6 +224,12 @@ def finite(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)), tree)
 
 
+def bounded(x: Array) -> Array:
+    """x, with what overflowed to infinity cut to the largest number of its dtype."""
+    info = jnp.finfo(x.dtype)
+    return jnp.clip(x, jnp.asarray(info.min, x.dtype), jnp.asarray(info.max, x.dtype))
+
+
 # ------------------------------------------------------------------------------------------------
 # Keys are kept in states as plain uint32 words, so that every optimizer wrapper, donation and
 # checkpoint treats them like any other array.
@@ -228,6 +238,16 @@ def finite(tree: Tree) -> Tree:
 def key_data(key: Array) -> Array:
     """The uint32 words of a typed or raw key."""
     return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+
+
+def root_key(seed: Any) -> Array:
+    """A typed key of the default kind from an integer, or from a key of any kind."""
+    if isinstance(seed, numbers.Integral):
+        return jax.random.key(int(seed))
+    data = key_data(wrap_key(seed)).reshape(-1)
+    if data.shape == jax.random.key_data(jax.random.key(0)).shape:
+        return jax.random.wrap_key_data(data)
+    return functools.reduce(jax.random.fold_in, data, jax.random.key(0))
 
 
 def wrap_key(data: Array) -> Array:
@@ -320,7 +340,7 @@ def roundtrip(compressor: Compressor, x: Tree, *, key: Array) -> tuple[Tree, Tre
     """
     check_compressor("roundtrip", compressor)
     x = jax.tree.map(jnp.asarray, x)
-    shared_key, private_key = jax.random.split(wrap_key(key))
+    shared_key, private_key = jax.random.split(root_key(key) if hasattr(key, "dtype") else wrap_key(key))
     like = like_of(x)
     state = compressor.init(shared_key, like)
     payload, _ = compressor.compress(private_key, x, state)

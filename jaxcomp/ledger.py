@@ -163,7 +163,8 @@ class Module:
             elif op == "while":
                 trips = trip_count(attributes)
                 inner = None if trips is None or times is None else times * trips
-                more, sent = self.walk(called(attributes, "body")[0], inner, branch)
+                parts = [self.walk(called(attributes, part)[0], inner, branch) for part in ("condition", "body")]
+                more, sent = [row for rows, _ in parts for row in rows], sum(sent for _, sent in parts)
                 rows += more
                 total += sent
             elif op == "conditional":

@@ -10,7 +10,7 @@ Cost O(d + capacity): the d entries are read once, everything else touches d/32 
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +169,9 @@ def count_above(x: Array, threshold: Array) -> Array:
     return count_words(words_above(x, threshold))
 
 
-def excess_above(x: Array, threshold: Array, after: Array, *, scale: Array | None = None, power: int = 1) -> Any:
+def excess_above(
+    x: Array, threshold: Array, after: Array, *, scale: Array | None = None, power: int = 1
+) -> tuple[Array, Array]:
     """sum_j max(s |x_j| - s threshold, 0)^power, computed once `after` is; returns it and `after`.
 
     Args:

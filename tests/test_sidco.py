@@ -134,6 +134,22 @@ def test_the_default_hits_the_target_whatever_the_law(law, ratio, key, seed):
             assert abs(np.count_nonzero(x_hat) / (ratio * 100_000) - 1) <= 0.1, name
 
 
+@pytest.mark.parametrize("law", ["exponential", "gamma"])
+def test_a_sample_serves_as_well(law, key, seed):
+    """What the sample gets wrong, the count of all entries mends; NaN in the sample spoils nothing."""
+    rng = np.random.default_rng(seed)
+    compressor = sidco(0.01, law=law, sample=5000, capacity=4)
+    for name, draw in HEAVY.items():
+        x = draw(rng, 100_000).astype(np.float32)
+        x[::1000] = np.nan
+        _, x_hat = compressed(compressor, x, key)
+        assert abs(np.count_nonzero(x_hat) / 1000 - 1) <= 0.1, name
+    x[:] = 0
+    x[1:4] = 5.0  # nothing in the sample at all
+    _, x_hat = compressed(compressor, x, key)
+    np.testing.assert_array_equal(x_hat, x)
+
+
 CORNERS = {
     "zeros": (np.zeros(1000), 0),
     "constant": (np.full(1000, -3.0), 10),  # all equal: the first k
@@ -178,7 +194,7 @@ def test_scale_free(name, dtype, key, seed):
     x = np.random.default_rng(seed).laplace(size=SIZE)
     x = jnp.asarray(x / np.abs(x).max(), dtype)
     one = np.asarray(send(x)) != 0
-    for exponent in (-100, 100, 126):  # powers of two, so that rounding to bf16 commutes with them
+    for exponent in (-100, 100):  # powers of two, so that rounding to bf16 commutes with them
         other = np.asarray(send(x * jnp.asarray(2.0**exponent, dtype))) != 0
         assert np.sum(one != other) <= 0.01 * one.sum() + 1, exponent
 
@@ -331,6 +347,7 @@ BAD = [
     (lambda: jc.sidco(0.01, adapt="yes"), "adapt must be one of 'count', 'paper', 'climb', None; got 'yes'"),
     (lambda: jc.sidco(0.01, quantile="table"), "quantile must be one of"),
     (lambda: jc.sidco(0.01, capacity=0.5), "capacity must be at least 1; got 0.5"),
+    (lambda: jc.sidco(0.01, sample=0), "sample must be an integer of at least 1, or None; got 0"),
     (lambda: jc.sidco(0.01, peak=0.1), "peak is for a ratio that follows a schedule"),
     (lambda: jc.sidco(lambda count: 0.0), r"ratio must be in \(0, 1\]; got 0"),
     (lambda: jc.dgc(0.01, sample=0), r"sample must be in \(0, 1\]; got 0"),

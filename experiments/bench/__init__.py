@@ -9,6 +9,7 @@ __all__ = ["main"]
 
 BENCHMARKS = {
     "compressors": "compress and decompress of every compressor, against one pass over memory",
+    "select": "thresholds and compaction against sorts, over sizes",
 }
 
 

@@ -5,7 +5,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Algorithm, Compressor, State, accumulate, advance, check_compressor, finite, size_of, wide_like
+from jaxcomp.base import (
+    Algorithm,
+    Compressor,
+    State,
+    accumulate,
+    advance,
+    bounded,
+    check_compressor,
+    finite,
+    size_of,
+    wide_like,
+)
 from jaxcomp.compressors.tree import lift
 
 __all__ = ["diana"]
@@ -70,7 +81,7 @@ def diana(compressor: Compressor, *, alpha: float | None = None) -> Algorithm:
         return State(DianaLocal(zeros(), state.local), DianaShared(zeros(), state.shared))
 
     def message(grads, local):
-        return jax.tree.map(lambda g, h: g.astype(h.dtype) - h, finite(grads), local.shift)
+        return jax.tree.map(lambda g, h: bounded(g.astype(h.dtype) - h), finite(grads), local.shift)
 
     def send(key, grads, state):
         difference = message(grads, state.local)
@@ -78,12 +89,12 @@ def diana(compressor: Compressor, *, alpha: float | None = None) -> Algorithm:
         stacked = jax.tree.map(lambda a: a[None], payload)
         weight = jnp.full((1,), step_of(grads), jnp.float32)
         shift = accumulate(compressor, state.local.shift, stacked, weight, state.shared.compressor)
-        return payload, DianaLocal(shift, local)
+        return payload, DianaLocal(jax.tree.map(bounded, shift), local)
 
     def receive(mean, shared):
         step = step_of(mean)
         direction = jax.tree.map(lambda h, m: h + m, shared.shift, mean)
-        shift = jax.tree.map(lambda h, m: h + step * m, shared.shift, mean)
+        shift = jax.tree.map(lambda h, m: bounded(h + step * m), shared.shift, mean)
         return direction, DianaShared(shift, advance(compressor, shared.compressor))
 
     return Algorithm(init, send, receive, compressor, message)

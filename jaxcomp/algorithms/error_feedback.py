@@ -5,7 +5,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Algorithm, Compressor, State, advance, check_compressor, finite, residual, size_of, wide_like
+from jaxcomp.base import (
+    Algorithm,
+    Compressor,
+    State,
+    advance,
+    bounded,
+    check_compressor,
+    finite,
+    residual,
+    size_of,
+    wide_like,
+)
 from jaxcomp.compressors.tree import lift
 
 __all__ = ["error_feedback"]
@@ -27,7 +38,9 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
 
     Nothing is lost: sent + memory = message, bitwise where C copies entries. Entries that overflow
     the capacity of C stay in the memory as well. Non-finite entries of a gradient count as
-    zero, so they never enter the memory. Memories are kept in f32 (f64 for f64 gradients).
+    zero, and sums saturate at the largest number, so no infinity enters the memory. With a 16-bit `cast`
+    and via="auto" the mean of the messages is rounded once more, on its way back, which no memory sees;
+    via="gather" avoids it. Memories are kept in f32 (f64 for f64 gradients).
 
     Args:
         compressor: contracts (alpha known), of one array (then `per_leaf` of it is used for
@@ -68,7 +81,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
         return State(ErrorFeedbackLocal(memory, state.local), ErrorFeedbackShared(state.shared))
 
     def message(grads, local):
-        return jax.tree.map(lambda g, e: g.astype(e.dtype) + decay * e, finite(grads), local.memory)
+        return jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + decay * e), finite(grads), local.memory)
 
     def send(key, grads, state):
         whole = message(grads, state.local)

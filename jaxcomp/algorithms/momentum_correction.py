@@ -11,6 +11,7 @@ from jaxcomp.base import (
     Compressor,
     State,
     advance,
+    bounded,
     check_compressor,
     finite,
     like_of,
@@ -120,7 +121,7 @@ def momentum_correction(
             if is_dense:
                 return jnp.zeros_like(u), g
             u, step = heavy_ball(u, g)
-            return u, v + step
+            return bounded(u), bounded(v + step)
 
         return _unzip(grads, jax.tree.map(one, grads, local.momentum, local.velocity, dense(grads)))
 

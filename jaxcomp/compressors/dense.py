@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, finite, wide
+from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_bits
-from jaxcomp.norms import max_abs, power_of_two
+from jaxcomp.norms import exponent_of, max_abs, power_of_two
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Dense, Quantized, Scaled
 
@@ -86,14 +86,14 @@ def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
         if not scaled:
             return Dense(round_to(x)), state.local
         x = x.astype(wide(x.dtype))
-        _, exponent = jnp.frexp(max_abs(x))
+        exponent = exponent_of(max_abs(x))
         scale = power_of_two(jnp.clip(exponent - top, -126, 126), jnp.float32)
         return Scaled(round_to(x / scale.astype(x.dtype)), scale), state.local
 
     def decompress(payload, shared, like):
         wide_type = wide(like.dtype)
         values = payload.values.astype(wide_type)
-        return (values * payload.scale.astype(wide_type) if scaled else values).astype(like.dtype)
+        return bounded(bounded(values * payload.scale.astype(wide_type) if scaled else values).astype(like.dtype))
 
     return on_vectors(
         compress=compress,
@@ -134,7 +134,7 @@ def natural() -> Compressor:
         check_like("natural", payload.words.shape, (9, -(-like.size // 32)))
         codes = unpack(payload.words, like.size)
         bits = ((codes >> u32(8)) << u32(31)) | ((codes & u32(0xFF)) << u32(23))
-        return lax.bitcast_convert_type(bits, jnp.float32).astype(like.dtype)
+        return bounded(lax.bitcast_convert_type(bits, jnp.float32).astype(like.dtype))
 
     return on_vectors(
         compress=compress,

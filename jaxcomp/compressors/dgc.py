@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxcomp.base import Compressor, finite, wide
 from jaxcomp.compressors.threshold import by_threshold, shown, target_of
+from jaxcomp.compressors.vector import is_whole
 from jaxcomp.select import count_words, magnitude, words_above
 
 __all__ = ["dgc", "warm_up"]
@@ -128,7 +129,7 @@ def warm_up(ratios: Sequence[float], rounds: int) -> Callable[[Any], Array]:
     table = [float(ratio) for ratio in ratios]
     if not table or not all(0 < ratio <= 1 for ratio in table) or sorted(table, reverse=True) != table:
         raise ValueError(f"warm_up: ratios must be in (0, 1] and fall; got {ratios}")
-    if isinstance(rounds, bool) or int(rounds) != rounds or rounds < 1:
+    if not is_whole(rounds):
         raise ValueError(f"warm_up: rounds must be an integer of at least 1; got {rounds}")
 
     def schedule(count):

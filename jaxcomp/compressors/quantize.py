@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, State, finite, wide
-from jaxcomp.compressors.vector import check_like, on_vectors
+from jaxcomp.base import Compressor, Spec, State, bounded, finite, wide
+from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
 from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
 from jaxcomp.packing import pack, unpack, width_for
@@ -120,12 +120,12 @@ def dithering(
     """
     if (levels is None) == (steps is None):
         raise ValueError(f"dithering: give exactly one of levels and steps; got levels={levels}, steps={steps}")
-    if levels is not None and (isinstance(levels, bool) or int(levels) != levels or not 1 <= levels <= MOST_LEVELS):
+    if levels is not None and not (is_whole(levels) and levels <= MOST_LEVELS):
         raise ValueError(f"dithering: levels must be an integer in 1 .. 2^15; got {levels}")
     if norm not in (2, "inf", math.inf):
         raise ValueError(f'dithering: norm must be 2 or "inf"; got {norm!r}')
     for name, value in (("blocks", blocks), ("block_size", block_size)):
-        if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
+        if value is not None and not (is_whole(value) and isinstance(value, int)):
             raise ValueError(f"dithering: {name} must be an integer of at least 1; got {value}")
     if blocks is not None and block_size is not None:
         raise ValueError(f"dithering: give at most one of blocks and block_size; got {blocks} and {block_size}")
@@ -183,7 +183,8 @@ def dithering(
         cut = layout(like.size)
         check_like("dithering", payload.words.shape, (width, -(-like.size // 32)))
         level = unzigzag(unpack(payload.words, like.size)).astype(wide(like.dtype))
-        return (level * unit_of(shared, cut, payload.norms).astype(level.dtype)).astype(like.dtype)
+        x_hat = bounded(level * unit_of(shared, cut, payload.norms).astype(level.dtype))
+        return bounded(x_hat.astype(like.dtype))
 
     def omega(d: int) -> float:
         cut = layout(d)

@@ -18,7 +18,8 @@ from jax import lax
 from jaxcomp.base import Compressor, finite, wide
 from jaxcomp.compressors import tails
 from jaxcomp.compressors.threshold import by_threshold, shown, target_of
-from jaxcomp.norms import max_abs, power_of_two
+from jaxcomp.compressors.vector import is_whole
+from jaxcomp.norms import exponent_of, power_of_two
 from jaxcomp.select import count_above, count_words, excess_above, magnitude, words_above
 
 __all__ = ["sidco"]
@@ -28,6 +29,7 @@ FIRST_RATIO = 0.25  # of the first stage
 STAGES = 3  # what "auto" means without a rule that changes it
 WINDOW = 5  # rounds between two changes of the number of stages
 BAND = 0.2  # relative deviation from the target that changes it
+SAMPLE = 1 << 18  # entries that "count" fits to
 TOLERANCE = 0.1  # relative deviation beyond which the counts correct the threshold
 LAWS = ("exponential", "gamma", "pareto")
 ADAPTS = ("count", "paper", "climb", None)
@@ -56,6 +58,7 @@ def sidco(
     adapt: str | None = "count",
     capacity: float = 1.25,
     quantile: str = "newton",
+    sample: int | None = SAMPLE,
     peak: float | None = None,
     values: Any = None,
     indices: Any = None,
@@ -73,12 +76,14 @@ def sidco(
     Stage ratios: r_m = (4 delta)^(1 / (M - 1)) as published; with adapt="count" r_m =
     (k / n_m)^(1 / (M - m + 1)), which mends the error of each stage in the next, and if the last threshold
     still misses k by more than 10 %, a line through the logarithms of the last two counts moves it, at most three
-    times. With one stage, or delta >= 1/4, eta = Q(a, delta).
+    times. Since it is counted in the end, the laws of long vectors are fitted to a strided sample.
+    With one stage, or delta >= 1/4, eta = Q(a, delta).
 
     Exact zeros are left out of the fit, and the ratios refer to the entries that are not zero, so delta is still a
     share of all entries. Fits are free of scale. If no entry exceeds the threshold about k are sent, and
     whatever is sent is at least as large as whatever is not, so alpha = 1 / d is certain, and about delta in practice.
-    Biased. Equal magnitudes: the first k by index. A zero vector sends nothing.
+    Biased. Equal magnitudes: the first k by index. Where entries are not finite, or their sum is not, there is no
+    fit: about the k largest of the others are sent. A zero vector sends nothing.
 
     Args:
         ratio: delta, target share of entries, in (0, 1], or an optax schedule.
@@ -93,6 +98,8 @@ def sidco(
             more entries exceed the threshold it rises until they fit; the others stay in the
             memory of the algorithm and are counted as overflow.
         quantile: of the gamma law: "newton" (exact) or "approximate" (closed form).
+        sample: with adapt="count", the least number of entries to fit to; None for all of them. The count is
+            always that of all entries.
         peak: largest value of a schedule; its first one if not given.
         values, indices: narrower lanes, see `narrow`.
 
@@ -118,29 +125,42 @@ def sidco(
         raise ValueError(f"sidco: adapt must be one of {', '.join(map(repr, ADAPTS))}; got {adapt!r}")
     if quantile not in QUANTILES:
         raise ValueError(f"sidco: quantile must be one of {', '.join(map(repr, QUANTILES))}; got {quantile!r}")
+    if sample is not None and not is_whole(sample):
+        raise ValueError(f"sidco: sample must be an integer of at least 1, or None; got {sample!r}")
     moves = adapt in ("paper", "climb")
-    if stages != "auto" and (isinstance(stages, bool | str) or int(stages) != stages or stages < 1):
+    if stages != "auto" and not is_whole(stages):
         raise ValueError(f'sidco: stages must be an integer of at least 1, or "auto"; got {stages!r}')
     num_stages = int(stages) if stages != "auto" else 1 if moves else STAGES
     if not callable(ratio) and ratio >= FIRST_RATIO:
         num_stages = 1
 
-    def fit(*statistics):
-        return _threshold(*statistics, law=law, exact=quantile == "newton", counted=adapt == "count")
+    counted = adapt == "count"
 
     def estimate(key, x, k, ratio, memory):
         number = memory.stages if moves else num_stages
+        # Odd, so that the sample does not run along the columns of a matrix.
+        stride = max(1, x.shape[0] // sample - 1) | 1 if counted and sample else 1
+        y = x if stride == 1 else finite(x[::stride])
         zero = jnp.zeros((), wide(x.dtype))
-        total, present = excess_above(x, zero, count_above(x, zero))
+        total, present = excess_above(y, zero, count_above(y, zero))
         mean = total / jnp.maximum(present, 1).astype(total.dtype)
-        small = 2.0 ** (jnp.finfo(mean.dtype).minexp + 10)
-        plain = jnp.isfinite(total) & (mean > small)
-        eta, words = lax.cond(
+        goal = jnp.log(k.astype(mean.dtype)) if counted else None
+        # NaN, infinities, sums that overflow and means below 2^-116 are beyond a fit: `top_set` then searches.
+        plain = jnp.isfinite(total) & (mean > 2.0 ** (jnp.finfo(mean.dtype).minexp + 10))
+        eta, before = lax.cond(
             plain,
-            lambda *args: fit(*args, number),
-            lambda x, mean, *rest: _rescaled(fit, x, *rest, number),
-            *(x, mean, present, k, ratio),
+            lambda y, mean: _threshold(
+                *(y, mean, present, None if goal is None else goal - math.log(stride), ratio, number),
+                law=law,
+                exact=quantile == "newton",
+            ),
+            lambda y, mean: (jnp.full_like(mean, jnp.inf), _Point(zero, present)),
+            *(y, mean),
         )
+        words = words_above(x, eta)
+        if goal is not None:
+            before = before._replace(above=before.above * stride)
+            eta, words = _corrected(x, before, eta, words, goal)
         return eta, words, memory
 
     def first_memory(dtype):
@@ -163,48 +183,47 @@ def _threshold(
     x: Array,
     mean: Array,
     present: Array,
-    k: Array,
+    goal: Array | None,
     ratio: Array,
     number: Array | int,
     *,
     law: str,
     exact: bool,
-    counted: bool,
-) -> tuple[Array, Array]:
-    """eta and words_above(x, eta).
+) -> tuple[Array, "_Point"]:
+    """eta_M, and eta_(M-1) with its count.
 
-    mean: of the magnitudes that are not zero, `present` of them; neither tiny nor infinite. number: M.
+    mean: of the magnitudes that are not zero, `present` of them. All entries are finite. number: M.
+    goal: logarithm of the number of entries to find; None for the published stage ratios.
     """
     dtype = mean.dtype
-    # Everything in units of 2^e, about the mean: squares neither overflow nor vanish.
-    exponent = jnp.frexp(mean)[1]
-    scale = power_of_two(-exponent, dtype)
-    unit = power_of_two(exponent, dtype)
+    # Everything in units of 2^e, about the mean: squares neither overflow nor vanish. Plain sums do neither.
+    exponent = exponent_of(mean) if law != "exponential" else jnp.zeros((), jnp.int32)
+    scale, unit = power_of_two(-exponent, dtype), power_of_two(exponent, dtype)
+    excess = partial(excess_above, x, scale=None if law == "exponential" else scale)
     size = jnp.asarray(x.shape[0], dtype)
     share = jnp.minimum(ratio.astype(dtype) * size / jnp.maximum(present, 1).astype(dtype), 1)
-    goal = jnp.log(k.astype(dtype))
     one_stage = (share >= FIRST_RATIO) | (jnp.asarray(number) == 1)
     later = jnp.where(one_stage, 0, jnp.log(FIRST_RATIO / share) / jnp.maximum(jnp.asarray(number, dtype) - 1, 1))
 
     def moments(eta, above, total):
-        """Of the excesses over eta, in units of 2^e; total: their sum, if known."""
+        """Of the excesses over eta, in units; total: their sum, if known."""
         count = jnp.maximum(above, 1).astype(dtype)
         if total is None:
-            total, above = excess_above(x, eta, above, scale=scale)
+            total, above = excess(eta, above)
         result = tails.Moments(count, total / count)
         if law != "exponential":
-            squares, _ = excess_above(x, eta, total, scale=scale, power=2)
+            squares, _ = excess(eta, total, power=2)
             spread = jnp.maximum(squares - total * result.mean, 0)
             result = result._replace(variance=spread / jnp.maximum(count - 1, 1))
         return result
 
     first = jnp.where(one_stage, -jnp.log(share), -math.log(FIRST_RATIO))
     if law == "gamma":
-        start = tails.Moments(present.astype(dtype), mean * scale, mean_log=_mean_log(x, scale, present))
+        start = tails.Moments(present.astype(dtype), mean / unit, mean_log=_mean_log(x, scale, present))
         eta = tails.gamma(start, first, exact=exact) * unit
     elif law == "pareto":
         zero = jnp.zeros((), dtype)
-        eta = tails.pareto(moments(zero, present, mean * scale * present.astype(dtype)), first) * unit
+        eta = tails.pareto(moments(zero, present, mean / unit * present.astype(dtype)), first) * unit
     else:
         eta = tails.exponential(tails.Moments(present.astype(dtype), mean), first)
     tail = tails.exponential if law == "exponential" else tails.pareto
@@ -212,7 +231,7 @@ def _threshold(
     def stage(m, eta, before):
         above = count_above(x, eta)
         log_ratio = later
-        if counted:
+        if goal is not None:
             left = jnp.asarray(number, dtype) - m + 1
             log_ratio = (jnp.log(jnp.maximum(above, 1).astype(dtype)) - goal) / left
         step = tail(moments(eta, above, None), log_ratio) * unit
@@ -225,8 +244,7 @@ def _threshold(
             eta, before = stage(m, eta, before)
     else:
         eta, before = lax.fori_loop(2, number + 1, lambda m, c: stage(m, *c), (eta, before))
-    words = words_above(x, eta)
-    return _corrected(x, before, eta, words, goal) if counted else (eta, words)
+    return eta, before
 
 
 class _Point(NamedTuple):
@@ -257,19 +275,6 @@ def _corrected(x: Array, before: _Point, eta: Array, words: Array, goal: Array) 
     start = (jnp.zeros((), jnp.int32), before, _Point(eta, count_words(words)), words)
     _, _, end, words = lax.while_loop(misses, move, start)
     return end.eta, words
-
-
-def _rescaled(fit: Callable, x: Array, present: Array, k: Array, ratio: Array, number: Any) -> tuple[Array, Array]:
-    """The same where something is not finite, or the mean is too large or too small to compute with."""
-    a = finite(magnitude(x))
-    exponent = jnp.frexp(max_abs(a))[1]
-    limit = -jnp.finfo(a.dtype).minexp - 1
-    exponent = jnp.clip(exponent, -limit, limit)
-    unit = power_of_two(exponent, a.dtype)
-    a = a * power_of_two(-exponent, a.dtype)
-    mean = jnp.maximum(jnp.sum(a) / jnp.maximum(present, 1).astype(a.dtype), jnp.finfo(a.dtype).eps)
-    eta, words = fit(a, mean, present, k, ratio, number)
-    return eta * unit, words
 
 
 def _mean_log(x: Array, scale: Array, present: Array) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, State, Tally, finite, fold, key_data, weighted, wide
+from jaxcomp.base import Compressor, Spec, State, Tally, bounded, finite, fold, key_data, weighted, wide
 from jaxcomp.compressors.combine import narrow
 from jaxcomp.compressors.vector import check_like, count_of, on_vectors
 from jaxcomp.hashing import random_bits, random_subset
@@ -146,7 +146,7 @@ def rand_k(ratio: float | None = None, *, k: int | None = None) -> Compressor:
         def add_one(total, message):
             payload, weight = message
             # The barrier keeps the product from being contracted with the addition (`accumulate`).
-            values = lax.optimization_barrier(payload.values.astype(total.dtype) * scale)
+            values = lax.optimization_barrier(bounded(payload.values.astype(total.dtype) * scale))
             values = weighted(values, weight)
             return total.at[indices].add(values, unique_indices=True)
 
@@ -233,7 +233,8 @@ def bernoulli(probabilities: Any) -> Compressor:
         indices, chosen = indices_of_words(mask_words(random_bits(key, d) <= limit), capacity, d)
         if chance.ndim and d:
             chance = chance[jnp.minimum(indices, d - 1)]
-        return Sparse(take(x, indices) / chance.astype(x.dtype), indices), Tally(jnp.maximum(chosen - capacity, 0))
+        values = bounded(take(x, indices).astype(chance.dtype) / chance)
+        return Sparse(bounded(values.astype(x.dtype)), indices), Tally(jnp.maximum(chosen - capacity, 0))
 
     return on_vectors(
         init=init,

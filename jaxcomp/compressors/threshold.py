@@ -19,8 +19,8 @@ from jax.scipy.special import ndtri
 from jaxcomp.base import Compressor, Spec, State, Tally, finite, wide
 from jaxcomp.compressors.combine import narrow
 from jaxcomp.compressors.sparsify import add_sparse, dense_of_sparse
-from jaxcomp.compressors.vector import count_of, on_vectors
-from jaxcomp.norms import max_abs, power_of_two
+from jaxcomp.compressors.vector import count_of, is_whole, on_vectors
+from jaxcomp.norms import exponent_of, max_abs, power_of_two
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import (
     count_above,
@@ -250,7 +250,7 @@ def gaussian_k(
 
     def estimate(key, x, k, share, memory):
         dtype = wide(x.dtype)
-        exponent = jnp.frexp(max_abs(x).astype(dtype))[1]
+        exponent = exponent_of(max_abs(x).astype(dtype))
         scale = power_of_two(jnp.clip(-exponent, -126, 126), dtype)
         first = lambda x: jnp.mean(x.astype(dtype) * scale)
         second = lambda x: jnp.mean(jnp.square(jnp.clip(x.astype(dtype) * scale, -2, 2)))
@@ -336,7 +336,7 @@ def redsync(
         raise ValueError(f"redsync: method must be 'search' or 'trimmed'; got {method!r}")
     if not 0 < step < 1:
         raise ValueError(f"redsync: step must be in (0, 1); got {step}")
-    if isinstance(reuse, bool) or int(reuse) != reuse or reuse < 1:
+    if not is_whole(reuse):
         raise ValueError(f"redsync: reuse must be an integer of at least 1; got {reuse}")
     trimmed = method == "trimmed"
     target = target_of("redsync", ratio, peak)

@@ -19,6 +19,7 @@ from jaxcomp.base import (
     weighted,
     wide,
 )
+from jaxcomp.compressors.vector import is_whole
 from jaxcomp.payloads import Dense, Leaves
 
 __all__ = ["flat", "lift", "per_leaf"]
@@ -86,7 +87,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
     spec = check_compressor("per_leaf", compressor)
     if spec.lifted:
         raise ValueError(f"per_leaf: {spec.name} acts on trees already")
-    if dense_below < 0 or int(dense_below) != dense_below:
+    if not is_whole(dense_below, 0):
         raise ValueError(f"per_leaf: dense_below must be an integer of at least 0; got {dense_below}")
 
     def split(tree):

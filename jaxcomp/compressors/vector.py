@@ -1,5 +1,6 @@
 """Compressors are written for one flat vector; this lifts them to an array of any shape."""
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxcomp.base import Compressor, Spec, State, is_array, like_of
 
-__all__ = ["check_like", "count_of", "on_vectors"]
+__all__ = ["check_like", "count_of", "is_whole", "on_vectors"]
 
 Array = jax.Array
 
@@ -66,12 +67,17 @@ def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], i
     if (ratio is None) == (k is None):
         raise ValueError(f"{name}: give exactly one of ratio and k; got ratio={ratio}, k={k}")
     if k is not None:
-        if isinstance(k, bool) or int(k) != k or k < 1:
+        if not is_whole(k):
             raise ValueError(f"{name}: k must be an integer of at least 1; got {k}")
         return lambda d: min(int(k), d)
-    if ratio is None or not 0 < ratio <= 1:
+    if not isinstance(ratio, numbers.Real) or not 0 < ratio <= 1:
         raise ValueError(f"{name}: ratio must be in (0, 1]; got {ratio}")
     return lambda d: min(max(1, int(ratio * d)), d)
+
+
+def is_whole(value: Any, least: int = 1) -> bool:
+    """Whether it is an integer of at least `least`: not a bool, NaN, or text."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) >= least and value % 1 == 0
 
 
 def check_like(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:

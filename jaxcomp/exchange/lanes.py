@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.base import weighted
+
 __all__ = ["Axis", "all_gather", "all_sum", "axis_index", "axis_size", "is_bound", "known_equal", "varying"]
 
 Array = jax.Array
@@ -101,27 +103,34 @@ def all_gather(tree: Any, axis: Axis) -> Any:
     return jax.tree.unflatten(structure, gathered)
 
 
-def all_sum(tree: Any, axis: Axis) -> Any:
-    """Sum over the workers of each float array, equal on all of them.
+def all_sum(tree: Any, axis: Axis, weights: Array | None = None) -> Any:
+    """sum_j weights_j x_j over the workers of each float array, equal on all of them.
 
     f32 and f64 use one all-reduce. Narrow floats (16 bits) would be added in their own precision,
     or be widened on the wire, depending on the backend; they are summed in two steps instead:
     every worker gets one n-th of the entries from all (all-to-all), adds them in f32, rounds
-    once, and sends its part to all (all-gather). The same bytes as an all-reduce of 16 bits.
+    once, and sends its part to all (all-gather). The same bytes as an all-reduce of 16 bits. What is
+    rounded is the mean, so it cannot overflow; the sum comes out in f32.
+
+    Args:
+        tree: this worker's arrays.
+        axis: mapped axis, or None.
+        weights: [n], of all workers, with sum one; None for all ones.
     """
     if axis is None:
-        return tree
+        return tree if weights is None else jax.tree.map(lambda a: weighted(a, weights[0]), tree)
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     summed: list[Any] = [None] * len(leaves)
     for group in _groups(leaves, key=lambda a: a.dtype):
         parts = [leaves[i] for i in group]
         if sum(part.size for part in parts) == 0:
-            totals = parts
+            totals = [jnp.zeros(part.shape, part.dtype) for part in parts]
         elif parts[0].dtype.itemsize >= 4:
-            totals = lax.psum(parts, axis)
+            mine = None if weights is None else weights[axis_index(axis)]
+            totals = lax.psum([weighted(part, mine) for part in parts], axis)
         else:
             lane = jnp.concatenate([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
-            total, totals = _two_step_sum(lane, axis), []
+            total, totals = _two_step_sum(lane, axis, weights), []
             for part in parts:
                 totals.append(total[: part.size].reshape(part.shape))
                 total = total[part.size :]
@@ -130,15 +139,17 @@ def all_sum(tree: Any, axis: Axis) -> Any:
     return jax.tree.unflatten(structure, summed)
 
 
-def _two_step_sum(lane: Array, axis: Axis) -> Array:
+def _two_step_sum(lane: Array, axis: Axis, weights: Array | None) -> Array:
     workers = axis_size(axis)
     size = lane.size
     lane = jnp.pad(lane, (0, -size % workers))
     chunks = _as_words(lane).reshape(workers, -1)
     chunks = lax.all_to_all(chunks, axis, split_axis=0, concat_axis=0, tiled=True)
-    mine = jnp.sum(lax.bitcast_convert_type(chunks, lane.dtype).astype(jnp.float32), axis=0).astype(lane.dtype)
-    whole = _gather(_as_words(mine), axis).reshape(-1)
-    return lax.bitcast_convert_type(whole, lane.dtype)[:size]
+    rows = lax.bitcast_convert_type(chunks, lane.dtype).astype(jnp.float32)
+    mean = jnp.sum(rows, axis=0) / workers if weights is None else weights.astype(jnp.float32) @ rows
+    whole = _gather(_as_words(mean.astype(lane.dtype)), axis).reshape(-1)
+    mean = lax.bitcast_convert_type(whole, lane.dtype)[:size].astype(jnp.float32)
+    return mean * workers if weights is None else mean
 
 
 def _groups(leaves: Sequence[Array], key: Callable[[Array], Any]) -> list[list[int]]:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxcomp.base import weighted
-from jaxcomp.exchange.lanes import Axis, all_gather, all_sum, axis_index, axis_size
+from jaxcomp.exchange.lanes import Axis, all_gather, all_sum, axis_size
 from jaxcomp.payloads import Dense, Leaves
 
 __all__ = ["VIAS", "Met", "gather", "sums"]
@@ -59,10 +58,7 @@ def _scale(weights: Array | None, axis: Axis) -> float:
 
 def _sum(payload: Any, weights: Array | None, axis: Axis) -> Any:
     """Weighted sum over the workers, with a leading axis of one."""
-    if weights is not None:
-        mine = weights[axis_index(axis)]
-        payload = jax.tree.map(lambda a: weighted(a, mine), payload)
-    return jax.tree.map(lambda a: a[None], all_sum(payload, axis))
+    return jax.tree.map(lambda a: a[None], all_sum(payload, axis, weights))
 
 
 VIAS: dict[str, Callable[..., Met]] = {"auto": sums, "sum": sums, "gather": gather}

@@ -10,10 +10,23 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxcomp.base import Algorithm, Compressor, State, Tally, accumulate, key_data, like_of, wide, wide_like, wrap_key
+from jaxcomp.base import (
+    Algorithm,
+    Compressor,
+    State,
+    Tally,
+    accumulate,
+    key_data,
+    like_of,
+    root_key,
+    wide,
+    wide_like,
+    wrap_key,
+)
 from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.exchange.lanes import Axis, axis_index, axis_names, axis_size, is_bound, known_equal, varying
 from jaxcomp.exchange.meet import VIAS
+from jaxcomp.norms import block_norms
 
 __all__ = ["Info", "compressed_mean", "info", "init_state", "per_worker", "state_axes", "state_specs"]
 
@@ -129,7 +142,7 @@ def compressed_mean(
     if via == "sum" and not spec.linear:
         raise ValueError(f'compressed_mean: via="sum" needs a linear compressor; {spec.name} is not. Use via="gather"')
     shares = None if weights is None else _shares(weights)
-    root = wrap_key(jax.random.key(seed) if isinstance(seed, int) else seed)
+    root = root_key(seed)
 
     def init(params):
         like = like_of(params)
@@ -234,7 +247,7 @@ def _no_counts() -> Counts:
 def _count(payload: Any, grads: Any, message: Any, sent: Any, local: Any) -> Counts:
     leaves = lambda tree: [x.astype(wide(x.dtype)) for x in jax.tree.leaves(tree)]
     total = lambda parts, dtype: jnp.sum(jnp.stack([jnp.zeros((), dtype), *parts]), dtype=dtype)
-    square = lambda x: jnp.sum(jnp.square(x)).astype(jnp.float32)
+    norm_of = lambda parts: _joint_norm([block_norms(x.reshape(1, -1), 2)[0] for x in parts])
     message = leaves(message)
     if sent is None:
         kept = jnp.zeros((), jnp.int32)
@@ -243,8 +256,8 @@ def _count(payload: Any, grads: Any, message: Any, sent: Any, local: Any) -> Cou
         sent = leaves(sent)
         message = [jnp.where(jnp.isfinite(m), m, jnp.zeros((), m.dtype)) for m in message]
         kept = total([jnp.sum(s != 0, dtype=jnp.int32) for s in sent], jnp.int32)
-        error = total([square(s - m) for s, m in zip(sent, message, strict=True)], jnp.float32)
-        norm = total([square(m) for m in message], jnp.float32)
+        error = norm_of([s - m for s, m in zip(sent, message, strict=True)])
+        norm = norm_of(message)
     tallies = [t for t in jax.tree.leaves(local, is_leaf=lambda t: isinstance(t, Tally)) if isinstance(t, Tally)]
     return Counts(
         lane_bytes=jnp.asarray(lane_bytes(payload), jnp.float32),
@@ -256,6 +269,14 @@ def _count(payload: Any, grads: Any, message: Any, sent: Any, local: Any) -> Cou
         nonfinite=total([jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in jax.tree.leaves(grads)], jnp.int32),
         overflow=total([t.overflow for t in tallies], jnp.int32),
     )
+
+
+def _joint_norm(norms: list[Array]) -> Array:
+    """Norm of vectors laid end to end, from theirs, without overflow: f32[...]."""
+    stacked = jnp.stack([jnp.zeros((), jnp.float32), *(norm.astype(jnp.float32) for norm in norms)])
+    largest = jnp.max(stacked, axis=0)
+    unit = jnp.where(largest > 0, largest, 1)
+    return unit * jnp.sqrt(jnp.sum(jnp.square(jnp.clip(stacked / unit, 0, 1)), axis=0))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -410,11 +431,14 @@ def info(state: Any, *, each: bool = False) -> Info:
         raise ValueError("info: there is no compressed_mean in this state")
     rows = [jax.tree.map(lambda x: jnp.reshape(x, (-1,)), node.local.counts) for node in nodes]
     counts = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), *rows)
+    error, norm = (
+        jax.vmap(lambda *xs: _joint_norm(list(xs)))(*(getattr(row, name) for row in rows)) for name in ("error", "norm")
+    )
     result = Info(
         counts.lane_bytes,
         counts.code_bits,
         jnp.where(jnp.isnan(counts.norm), jnp.nan, counts.sent.astype(jnp.float32) / counts.size.astype(jnp.float32)),
-        jnp.sqrt(counts.error / counts.norm),
+        error / norm,
         counts.nonfinite,
         counts.overflow,
     )

@@ -16,6 +16,7 @@ message cannot ask for a long array, every PAD_BYTES of rebuilt padding cost one
 Numbers are little-endian, as on every machine that JAX runs on.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,9 @@ __all__ = ["decode", "encode"]
 ARRAY, DENSE, SCALED, SPARSE, QUANTIZED, LEAVES, SPARSE_LOCAL = range(7)
 MAX_DEPTH = 8
 MAX_DIMS = 8
-PAD_BYTES = 1024
+PAD_BYTES = 64
+MAX_LEAVES = 4096
+MAX_BYTES = 2**48  # of an array, zero dimensions counted as one
 
 DTYPES = [
     np.dtype(name)
@@ -154,6 +157,8 @@ def _write_quantized(payload: Quantized, parts: list[bytes]) -> None:
 
 
 def _write_leaves(payload: Leaves, parts: list[bytes]) -> None:
+    if len(payload.leaves) > MAX_LEAVES:
+        raise TypeError(f"wire.encode: at most {MAX_LEAVES} leaves in one message; got {len(payload.leaves)}")
     parts.append(bytes([LEAVES]))
     _write(payload.dense, parts)
     parts.append(varint(len(payload.leaves)))
@@ -275,9 +280,9 @@ def _read_array(reader: Reader, field: str, ndim: int | None = None, kind: type 
         length = reader.varint(f"{field} dim {axis}")
         shape.append(length)
         count *= length
-    # An empty array may have one long dimension; it must not overflow an index.
-    if any(length > 2**40 for length in shape):
-        raise WireError(f"{field} shape", shape, "dimensions of at most 2^40")
+    # An empty array may have long dimensions; they must not overflow an index.
+    if math.prod(max(length, 1) for length in shape) * dtype.itemsize > MAX_BYTES:
+        raise WireError(f"{field} shape", shape, f"at most {MAX_BYTES} bytes")
     return _read_numbers(reader, field, dtype, count).reshape(shape)
 
 
@@ -307,7 +312,7 @@ def _read_leaves(reader: Reader, depth: int) -> Leaves:
     dense = _read(reader, depth)
     if not isinstance(dense, Dense) or not isinstance(dense.values, np.ndarray):
         raise WireError("Leaves.dense", type(dense).__name__, "Dense numbers")
-    number = reader.varint("Leaves number", reader.left)
+    number = reader.varint("Leaves number", min(reader.left, MAX_LEAVES))
     leaves = []
     for _ in range(number):
         leaf = _read(reader, depth)

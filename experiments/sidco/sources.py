@@ -1,0 +1,111 @@
+"""What the estimates are tried on: vectors of known laws, and gradients recorded from training."""
+
+import lzma
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.cli import UserError
+
+__all__ = ["LAWS", "ZEROS", "draws", "record_images", "record_text"]
+
+Rng = np.random.Generator
+
+
+def pareto(shape: float) -> Callable[[Rng, int], np.ndarray]:
+    return lambda rng, d: (rng.random(d) ** -shape - 1) / shape
+
+
+# Magnitudes of d entries.
+LAWS: dict[str, Callable[[Rng, int], np.ndarray]] = {
+    "Laplace": lambda rng, d: rng.exponential(size=d),
+    "gamma 0.2": lambda rng, d: rng.gamma(0.2, size=d),
+    "gamma 0.5": lambda rng, d: rng.gamma(0.5, size=d),
+    "Pareto 0.2": pareto(0.2),
+    "Pareto 0.4": pareto(0.4),
+    "half-normal": lambda rng, d: np.abs(rng.standard_normal(d)),
+    "Student t3": lambda rng, d: np.abs(rng.standard_t(3, d)),
+    "scale mixture": lambda rng, d: np.abs(rng.standard_normal(d) * np.exp(rng.standard_normal(d))),
+}
+ZEROS = (0.0, 0.1, 0.5)  # shares of exact zeros
+
+
+def draws(law: str, zeros: float, size: int, number: int, seed: int) -> Iterator[np.ndarray]:
+    """`number` vectors f32[size] of a law with random signs, a share of whose entries is exactly zero."""
+    rng = np.random.default_rng([seed, list(LAWS).index(law), int(100 * zeros)])
+    for _ in range(number):
+        x = LAWS[law](rng, size) * rng.choice([-1.0, 1.0], size)
+        x[rng.random(size) < zeros] = 0
+        yield x.astype(np.float32)
+
+
+def record_images(data: str, folder: Path | None, steps: int, seed: int) -> np.ndarray:
+    """Gradients f32[steps, d] of a CNN, trained dense with Adam on batches of 64."""
+    from flax import nnx
+
+    from experiments.data import batch_of, load
+    from experiments.models import Cnn
+
+    images = load(data, folder)
+    model = Cnn(images.train_x.shape[1:], images.num_classes, rngs=nnx.Rngs(seed))
+    everyone = [np.arange(len(images.train_y))]
+
+    def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+        chosen = batch_of(everyone, 64, seed, step)
+        return images.train_x[chosen], images.train_y[chosen]
+
+    return record(model, batch, steps, rate=1e-3)
+
+
+def record_text(path: Path, steps: int, seed: int) -> np.ndarray:
+    """Gradients f32[steps, d] of a character LSTM, trained dense with Adam on 32 windows of 64 characters."""
+    from flax import nnx
+
+    from experiments.models import CharLstm
+
+    if not path.is_file():
+        raise UserError(f"no file {path}")
+    try:
+        text = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+    except (OSError, lzma.LZMAError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    known, codes = np.unique(np.frombuffer(text, np.uint8), return_inverse=True)
+    codes = codes.astype(np.int32)
+    if len(codes) < 1000:
+        raise UserError(f"{path} is too short: {len(codes)} characters")
+    model = CharLstm(len(known), rngs=nnx.Rngs(seed))
+
+    def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+        starts = np.random.default_rng([seed, 4, step]).integers(0, len(codes) - 65, 32)
+        windows = codes[starts[:, None] + np.arange(65)]
+        return windows[:, :-1], windows[:, 1:]
+
+    return record(model, batch, steps, rate=2e-3)
+
+
+def record(model: Any, batch: Callable, steps: int, rate: float) -> np.ndarray:
+    """All leaves of each gradient as one vector, in the order of `jax.tree.leaves`."""
+    import jax
+    import optax
+    from flax import nnx
+    from jax.flatten_util import ravel_pytree
+
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    optimizer = optax.adam(rate)
+
+    def loss_of(params, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graph, params, rest)(x), y).mean()
+
+    @jax.jit
+    def step(params, state, x, y):
+        grads = jax.grad(loss_of)(params, x, y)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, ravel_pytree(grads)[0]
+
+    state, recorded = optimizer.init(params), []
+    for number in range(steps):
+        params, state, gradient = step(params, state, *batch(number))
+        recorded.append(np.asarray(gradient))
+    return np.stack(recorded)
