@@ -62,6 +62,42 @@ def test_weights(world, seed):
     np.testing.assert_allclose(np.reshape(state.local.algorithm.memory, (N, SIZE)), memory, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+def test_momentum_correction_is_the_oracle(nesterov, masking, seed):
+    grads = gradients(seed)
+    algorithm = jc.momentum_correction(jc.top_k(k=6), momentum=0.8, nesterov=nesterov, masking=masking)
+    directions, _ = run_shard_map(jc.compressed_mean(algorithm, AXIS), jnp.zeros(SIZE), jnp.asarray(grads))
+    want = oracles.momentum_correction(np.float64(grads), lambda x: oracles.top_k(x, 6), 0.8, nesterov, masking)
+    np.testing.assert_allclose(directions, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_of_dense_leaves_comes_after_the_mean(nesterov, seed):
+    """Small leaves go dense: for them the whole is SGD with momentum, as it is for large ones if all is sent."""
+    tree = {"b": jnp.zeros(5), "w": jnp.zeros(1500)}
+    rng = np.random.default_rng(seed)
+    grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((ROUNDS, N, *p.shape)), p.dtype), tree)
+    algorithm = jc.momentum_correction(jc.top_k(1.0), momentum=0.8, nesterov=nesterov, masking=False)
+    directions, _ = run_shard_map(jc.compressed_mean(algorithm, AXIS), tree, grads)
+    trace = optax.trace(0.8, nesterov=nesterov)
+    state = trace.init(tree)
+    for t in range(ROUNDS):
+        want, state = trace.update(jax.tree.map(lambda g: g[t].mean(0), grads), state)  # noqa: B023
+        for name in tree:
+            np.testing.assert_allclose(directions[name][t], want[name], rtol=1e-4, atol=1e-5)
+
+
+def test_local_clipping(seed):
+    """Each worker's gradient is cut to clip_norm / sqrt(n), over all leaves, before it is accumulated."""
+    grads = gradients(seed)
+    algorithm = jc.momentum_correction(jc.top_k(1.0), momentum=0, clip_norm=2.0, workers=N)
+    directions, _ = run_shard_map(jc.compressed_mean(algorithm, AXIS), jnp.zeros(SIZE), jnp.asarray(grads))
+    norms = np.linalg.norm(grads, axis=-1, keepdims=True)
+    want = (grads * np.minimum(1, 2.0 / np.sqrt(N) / norms)).mean(1)
+    np.testing.assert_allclose(directions, want, rtol=1e-5, atol=1e-6)
+
+
 TREE = {"b": jnp.zeros(7), "s": jnp.zeros(()), "w": jnp.zeros((40, 50))}
 ALGORITHMS = {
     "direct-identity": jc.direct(jc.identity()),
@@ -70,6 +106,8 @@ ALGORITHMS = {
     "direct-dithering": jc.direct(jc.dithering(7)),
     "ef-top_k": jc.error_feedback(jc.top_k(0.05)),
     "ef-sidco-flat": jc.error_feedback(jc.flat(jc.sidco(0.05))),
+    "momentum-dgc": jc.momentum_correction(jc.dgc(0.05), clip_norm=1.0, workers=N),
+    "ef-narrow": jc.error_feedback(jc.sidco(0.05, values="bfloat16", indices="uint16")),
     "ef-rand_k": jc.error_feedback(jc.contract(jc.rand_k(0.1))),
     "ef-compose": jc.error_feedback(jc.compose(jc.top_k(0.05), jc.natural())),
     "diana-dithering": jc.diana(jc.dithering(7)),
@@ -197,6 +235,10 @@ BAD = [
         lambda: jc.error_feedback(jc.compose(jc.top_k(0.5), jc.dithering(1))).init(jax.random.key(0), jnp.zeros(10000)),
         "has alpha = -",
     ),
+    (lambda: jc.momentum_correction(jc.rand_k(0.1)), "needs a contraction"),
+    (lambda: jc.momentum_correction(jc.dgc(0.1), momentum=1), r"momentum must be in \[0, 1\); got 1"),
+    (lambda: jc.momentum_correction(jc.dgc(0.1), clip_norm=1.0), "give clip_norm and workers"),
+    (lambda: jc.momentum_correction(jc.dgc(0.1), clip_norm=-1.0, workers=2), "clip_norm must be positive"),
     (lambda: jc.diana(jc.top_k(0.1)), r"Use error_feedback\(top_k\(0.1\)\) instead"),
     (lambda: jc.diana(jc.rand_k(0.1), alpha=0.0), "alpha must be in"),
     (lambda: jc.diana(jc.rand_k(0.1), alpha=0.5).init(jax.random.key(0), jnp.zeros(100)), r"= \(0, 0.1\]; got 0.5"),

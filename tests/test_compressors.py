@@ -211,6 +211,7 @@ BAD = [
     (lambda: jc.top_k(0.0), r"ratio must be in \(0, 1\]; got 0.0"),
     (lambda: jc.top_k(float("nan")), r"ratio must be in \(0, 1\]; got nan"),
     (lambda: jc.rand_k(k=0), "k must be an integer of at least 1; got 0"),
+    (lambda: jc.rand_k(k=float("nan")), "k must be an integer of at least 1; got nan"),
     (lambda: jc.rand_k(k=2.5), "k must be an integer of at least 1; got 2.5"),
     (lambda: jc.bernoulli(0.0), r"probabilities must be in \(0, 1\]"),
     (lambda: jc.bernoulli([0.5, 1.1]), r"probabilities must be in \(0, 1\]"),
@@ -242,6 +243,22 @@ BAD = [
 def test_wrong_arguments_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_compose_takes_the_bounds_at_the_number_of_values():
+    omega = jc.dithering(7).spec.omega
+    composed = jc.compose(jc.rand_k(0.2), jc.dithering(7)).spec.omega
+    assert composed(300) == pytest.approx(5 * (1 + omega(60)) - 1)
+    alpha = jc.compose(jc.top_k(0.2), jc.dithering(7)).spec.alpha
+    assert alpha(300) == pytest.approx(0.2 * (1 - omega(60)))
+
+
+def test_natural_is_worst_where_its_omega_says(key):
+    """x = 4/3 of a power of two: the variance is exactly omega |x|^2, within five standard errors."""
+    x = jnp.full(2000, 4 / 3)
+    run = jax.jit(jax.vmap(lambda k: jnp.sum(jnp.square(jc.roundtrip(jc.natural(), x, key=k)[0] - x))))
+    errors = np.asarray(run(jax.random.split(key, 500)), np.float64) / float(jnp.sum(x * x))
+    assert abs(errors.mean() - 1 / 8) < 5 * errors.std() / np.sqrt(500)
 
 
 def test_codes_of_dithering_are_zigzag_levels(key):

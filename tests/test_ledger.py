@@ -259,3 +259,14 @@ def test_no_other_collective_is_left_in_a_training_step():
     assert {r.op for r in book.rows} == {"all-gather", "all-reduce"}
     gradient = 4 * sum(p.size for p in jax.tree.leaves(params))
     assert max(r.operand_bytes for r in book.rows) < gradient / 15
+
+
+def test_collectives_in_the_condition_of_a_loop_count():
+    mesh = mesh_of(2)
+
+    def loop(x):
+        return jax.lax.while_loop(lambda c: jnp.sum(jax.lax.psum(c, AXIS)) < 100, lambda c: c + 1, x)
+
+    rows = jc.ledger(jax.shard_map(loop, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), jnp.zeros(64)).rows
+    assert [row.op for row in rows] == ["all-reduce"]
+    assert rows[0].times is None

@@ -340,3 +340,115 @@ def test_empty_and_tiny_trees(params, seed):
     else:
         direction, _ = jax.vmap(lambda i: tx.update({}, tx.init({})), axis_name=AXIS, out_axes=None)(jnp.arange(2))
         assert direction == {}
+
+
+ADVANCING = {
+    "direct": lambda c: jc.direct(c),
+    "error_feedback": lambda c: jc.error_feedback(jc.contract(c)),
+    "diana": lambda c: jc.diana(c),
+    "momentum_correction": lambda c: jc.momentum_correction(jc.contract(c)),
+}
+
+
+@pytest.mark.parametrize("name", ADVANCING)
+@pytest.mark.parametrize("tree", [False, True], ids=["array", "tree"])
+def test_shared_randomness_is_new_every_round(name, tree):
+    tx = jc.compressed_mean(ADVANCING[name](jc.rand_k(0.05)), None)
+    g = {"w": jnp.ones(2000)} if tree else jnp.ones(2000)
+    first, state = tx.update(g, tx.init(g))
+    second, _ = tx.update(g, state)
+    a, b = (np.asarray(jax.tree.leaves(direction)[0]) != 0 for direction in (first, second))
+    if name == "diana":  # the second direction holds the first shift as well
+        assert np.sum(b & ~a) > 50
+    else:
+        assert np.sum(a & ~b) > 50
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("weights", [None, [1, 2, 3, 10]])
+def test_sums_of_narrow_floats_do_not_overflow(dtype, weights):
+    grads = jnp.full((1, N, 8), 20000.0, dtype)
+    for via in ("auto", "gather"):
+        tx = jc.compressed_mean(jc.direct(jc.identity()), AXIS, via=via, weights=weights)
+        directions, _ = run_vmap(tx, jnp.zeros(8, dtype), grads)
+        np.testing.assert_allclose(np.float64(directions), 20000, rtol=2**-8)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        jc.error_feedback(jc.top_k(k=1)),
+        jc.error_feedback(jc.contract(jc.rand_k(k=1))),
+        jc.diana(jc.rand_k(k=1)),
+        jc.diana(jc.dithering(7)),
+        jc.error_feedback(jc.cast("float8_e4m3fn")),
+        jc.momentum_correction(jc.top_k(k=1)),
+    ],
+    ids=lambda algorithm: algorithm.compressor.spec.name,
+)
+def test_huge_gradients_leave_no_infinity_behind(algorithm):
+    tx = jc.compressed_mean(algorithm, None)
+    g = jnp.full(1000, 3e38)
+    state, update = tx.init(g), jax.jit(tx.update)
+    for _ in range(3):
+        direction, state = update(g, state)
+        assert np.all(np.isfinite(direction))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.local.algorithm))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-19, 1.0, 1e18, 1e30])
+def test_relative_error_is_free_of_scale(scale, seed):
+    x = np.random.default_rng(seed).standard_normal(500)
+    g = jnp.asarray(scale * x, jnp.float32)
+    tx = jc.compressed_mean(jc.direct(jc.top_k(0.3)), None)
+    _, state = tx.update(g, tx.init(g))
+    want = np.sqrt(np.sum(np.sort(x**2)[:350]) / np.sum(x**2))
+    np.testing.assert_allclose(jc.info(state).relative_error, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", [np.int64(3), jax.random.key(0, impl="rbg"), jax.random.PRNGKey(1)], ids=str)
+def test_seeds_of_every_kind(seed):
+    tx = jc.compressed_mean(jc.diana(jc.rand_k(0.5)), None, seed=seed)
+    direction, _ = tx.update(jnp.ones(10), tx.init(jnp.ones(10)))
+    assert np.sum(np.asarray(direction) != 0) == 5
+
+
+@pytest.mark.parametrize(
+    "algorithm", [jc.direct(jc.identity()), EF, jc.diana(jc.dithering(3))], ids=["d", "ef", "diana"]
+)
+@pytest.mark.parametrize("leaf", [{"a": jnp.zeros(0)}, jnp.zeros(0)], ids=["tree", "array"])
+def test_empty_leaves_alone_under_shard_map(algorithm, leaf):
+    directions, _ = run_shard_map(
+        jc.compressed_mean(algorithm, AXIS), leaf, jax.tree.map(lambda x: jnp.zeros((1, N, 0)), leaf)
+    )
+    assert jax.tree.leaves(directions)[0].shape == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [jc.dithering(7), jc.contract(jc.natural()), jc.sidco(0.1), jc.cast("float16")],
+    ids=lambda compressor: compressor.spec.name,
+)
+def test_vmap_inside_shard_map(compressor, seed):
+    """Several models in one program: the axis of vmap is not that of the workers."""
+    make = jc.diana if compressor.spec.omega is not None else jc.error_feedback
+    tx = jc.compressed_mean(make(compressor), AXIS)
+    mesh = mesh_of(N)
+    grads = jnp.asarray(np.random.default_rng(seed).standard_normal((N, 2, 50)), jnp.float32)
+
+    def step(g):
+        return jax.vmap(lambda g: tx.update(g, tx.init(g))[0])(g[0])
+
+    directions = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(AXIS), out_specs=P()))(grads)
+    for i in range(2):
+        want, _ = run_vmap(tx, jnp.zeros(50), grads[None, :, i])
+        assert np.isclose(directions[i], want[0], rtol=1e-5, atol=1e-6).mean() > 0.95
+
+
+def test_what_is_not_an_algorithm_is_named():
+    with pytest.raises(TypeError, match=r"got the compressor top_k\(0.01\). Wrap a compressor in error_feedback"):
+        jc.compressed_mean(jc.top_k(0.01), AXIS)
+    with pytest.raises(TypeError, match="call it first"):
+        jc.direct(jc.top_k)
+    with pytest.raises(TypeError, match=r"a key of jax\.random is needed"):
+        jc.roundtrip(jc.top_k(0.1), jnp.ones(3), key=0)
