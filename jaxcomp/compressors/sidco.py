@@ -154,7 +154,7 @@ def sidco(
                 law=law,
                 exact=quantile == "newton",
             ),
-            lambda y, mean: (jnp.full_like(mean, jnp.inf), _Point(zero, present)),
+            lambda y, mean: (jnp.full_like(mean, jnp.inf), _Point(jnp.zeros_like(mean), present)),
             *(y, mean),
         )
         words = words_above(x, eta)
@@ -238,7 +238,7 @@ def _threshold(
         # One excess has no spread to speak of, none has no mean: the threshold stays.
         return jnp.where(above >= 2, jnp.maximum(eta + step, 0), eta), _Point(eta, above)
 
-    before = _Point(jnp.zeros((), dtype), present)
+    before = _Point(jnp.zeros_like(mean), present)
     if isinstance(number, int):
         for m in range(2, number + 1):
             eta, before = stage(m, eta, before)

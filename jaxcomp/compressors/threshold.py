@@ -366,7 +366,9 @@ def redsync(
                 low, high, _, count = carry
                 return (high - low > step) & ((count < k) | (count > 2 * k))
 
-            start = (jnp.zeros((), dtype), jnp.ones((), dtype), eta(jnp.zeros((), dtype)), jnp.zeros((), jnp.int32))
+            none = eta(jnp.zeros((), dtype))
+            # Like `none`, so that they have its type under shard_map.
+            start = (jnp.zeros_like(none), jnp.ones_like(none), none, jnp.zeros_like(none, jnp.int32))
             return lax.while_loop(unsettled, probe, start)[2]
 
         threshold, age = memory
@@ -382,7 +384,7 @@ def redsync(
             t = jnp.maximum(t - step, 0)
             return t, count_above(x, eta(t))
 
-        start = (jnp.ones((), dtype), jnp.zeros((), jnp.int32))
+        start = (jnp.ones((), dtype), jnp.zeros_like(eta(jnp.ones((), dtype)), jnp.int32))
         t, _ = lax.while_loop(lambda c: (c[1] < k) & (c[0] > 0), lower, start)
         return eta(t), memory
 
