@@ -27,6 +27,11 @@ COMPRESSORS = [
     ("jc.rand_k(0.01)", "random entries, same on all workers", "d / k - 1", ""),
     ("jc.bernoulli(0.01)", "each entry with its own probability", "max 1 / p - 1", ""),
     ("jc.sidco(0.01)", "above a fitted threshold", "", "at least 1 / d"),
+    ('jc.sidco(0.01, values="bfloat16", indices="uint16")', "the same in 4 bytes", "", "at least 1 / d, less rounding"),
+    ("jc.dgc(0.01)", "above the quantile of a sample", "", "at least 1 / d"),
+    ("jc.redsync(0.01)", "above a point between mean and maximum", "", "at least 1 / d"),
+    ("jc.gaussian_k(0.01)", "above a normal quantile", "", "at least 1 / d"),
+    ("jc.hard_threshold(5.0)", "above a fixed threshold", "", "at least 1 / d"),
     ("jc.dithering(7)", "random rounding to levels", "e - 1 if e >= 2 else e^2 / 4", ""),
     ("jc.dithering(7, block_size=512)", "the same, a norm per block", "the same, per block", ""),
     ("jc.natural()", "random rounding to powers of two", "1 / 8", "7 / 8"),
@@ -54,6 +59,13 @@ ALGORITHMS = [
         "mean shift + mean of what was sent",
         "unbiased (omega)",
         "jc.diana(jc.dithering(7))",
+    ),
+    (
+        "jc.momentum_correction(c, momentum=0.9)",
+        "C(v + u), u <- m u + g, keeps the rest as v",
+        "mean of what was sent",
+        "a contraction (alpha)",
+        "jc.momentum_correction(jc.dgc(0.01))",
     ),
 ]
 

@@ -1,0 +1,79 @@
+"""The experiments of SIDCo on tiny settings: tables, plots and numbers come out, errors fit on a line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.sidco.sources import LAWS, ZEROS, draws
+
+pytestmark = pytest.mark.xdist_group("experiments")
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments, code=0):
+    command = [sys.executable, "-m", "experiments", *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert result.returncode == code, result.stderr
+    return result
+
+
+def test_quality(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    out = tmp_path / "q"
+    options = ("--log2-size", 12, "--rounds", 4, "--steps", 4, "--ratios", 0.05, "--text", text, "--out", out)
+    result = run("sidco", "quality", *options)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    methods = {row["method"] for row in rows}
+    assert {row["source"] for row in rows} >= {"Laplace", "Student t3, 50% zeros", "CNN, digits", "LSTM, text"}
+    assert len(rows) == len(methods) * (len(LAWS) * len(ZEROS) + 2 * 2)
+    default = [np.mean(row["achieved"]) for row in rows if row["method"] == "SIDCo-E" and row["source"] in LAWS]
+    assert np.all(np.abs(np.array(default) - 1) < 0.2)
+    for name in ("laws.png", "recorded.png", "laws.md", "cnn-feedback.md", "lstm-plain.md"):
+        assert (out / name).stat().st_size > 100
+        assert name.endswith(".md") or name in result.stdout
+
+
+def test_training(tmp_path):
+    out = tmp_path / "t"
+    options = ("--ratios", 0.1, "--methods", "top-k", "sidco", "--steps", 20, "--seeds", 0, "--workers", 2)
+    run("sidco", "training", *options, "--out", out)
+    table = (out / "table.md").read_text()
+    assert all(name in table for name in ("dense-f32", "top-k", "sidco"))
+    assert (out / "training.png").stat().st_size > 1000
+    assert "exists; choose another --out" in run("sidco", "training", "--out", out, code=2).stderr
+
+
+def test_bench_select(tmp_path):
+    result = run("bench", "select", "--log2-sizes", 10, 15, "--repeats", 1, "--out", tmp_path / "b")
+    assert "jc.sidco + residual" in result.stdout
+    assert (tmp_path / "b" / "select.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("sidco",), ""),
+        (("sidco", "speed"), "unknown part 'speed' of sidco; choose from quality, training"),
+        (("sidco", "quality", "--ratios", "2"), "must be a number in (0, 1]; got '2'"),
+        (("sidco", "quality", "--mnist", "/nowhere"), "no folder /nowhere"),
+        (("sidco", "training", "--methods", "magic"), "invalid choice: 'magic'"),
+        (("bench", "select", "--log2-sizes", "40"), "--log2-sizes must be at most 30; got 40"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_errors_fit_on_a_line(arguments, message):
+    result = run(*arguments, code=2)
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) <= 1
+
+
+def test_laws_have_the_zeros_they_name():
+    for law in LAWS:
+        (x,) = draws(law, 0.5, 20_000, 1, 0)
+        assert abs(np.mean(x == 0) - 0.5) < 0.02
+        assert abs(np.mean(x > 0) - np.mean(x < 0)) < 0.05
