@@ -10,7 +10,7 @@ Compressors are pure functions, joined with an algorithm and chained into any op
 What is listed here is public. Everything else may change without notice.
 """
 
-from jaxcomp import payloads, wire
+from jaxcomp import allocate, payloads, wire
 from jaxcomp.algorithms import diana, direct, error_feedback, momentum_correction
 from jaxcomp.base import Algorithm, Compressor, Spec, State, roundtrip
 from jaxcomp.bits import code_bits, lane_bytes
@@ -48,6 +48,7 @@ __all__ = [
     "Spec",
     "State",
     "WireError",
+    "allocate",
     "bernoulli",
     "cast",
     "code_bits",
