@@ -12,6 +12,7 @@ What is listed here is public. Everything else may change without notice.
 
 from jaxcomp import allocate, payloads, wire
 from jaxcomp.algorithms import diana, direct, error_feedback, momentum_correction
+from jaxcomp.amounts import set_amounts
 from jaxcomp.base import Algorithm, Compressor, Spec, State, roundtrip
 from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.compressors import (
@@ -19,6 +20,7 @@ from jaxcomp.compressors import (
     cast,
     compose,
     contract,
+    dagc,
     dgc,
     dithering,
     flat,
@@ -34,7 +36,7 @@ from jaxcomp.compressors import (
     top_k,
     warm_up,
 )
-from jaxcomp.exchange import Info, compressed_mean, info, init_state, per_worker, state_axes, state_specs
+from jaxcomp.exchange import Info, Link, compressed_mean, info, init_state, per_worker, state_axes, state_specs
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.wire import WireError
 
@@ -45,6 +47,7 @@ __all__ = [
     "Compressor",
     "Info",
     "Ledger",
+    "Link",
     "Spec",
     "State",
     "WireError",
@@ -55,6 +58,7 @@ __all__ = [
     "compose",
     "compressed_mean",
     "contract",
+    "dagc",
     "dgc",
     "diana",
     "direct",
@@ -77,6 +81,7 @@ __all__ = [
     "rand_k",
     "redsync",
     "roundtrip",
+    "set_amounts",
     "sidco",
     "state_axes",
     "state_specs",

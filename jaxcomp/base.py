@@ -28,6 +28,8 @@ from jax import lax
 __all__ = [
     "Algorithm",
     "Compressor",
+    "Lengths",
+    "Seat",
     "Spec",
     "State",
     "Tally",
@@ -37,6 +39,7 @@ __all__ = [
     "check_compressor",
     "finite",
     "key_data",
+    "lengths",
     "like_of",
     "residual",
     "root_key",
@@ -75,6 +78,27 @@ class Tally(NamedTuple):
     overflow: Array
 
 
+class Seat(NamedTuple):
+    """This worker's number, for compressors that treat workers differently.
+
+    number: i32[]. A compressor leaves one in its local state; `compressed_mean` fills in the axis
+    index before each round. Zero until then.
+    """
+
+    number: Array
+
+
+class Lengths(NamedTuple):
+    """How many entries of a message each worker may fill; what follows is padding and need not travel.
+
+    counts: one static number for each worker.
+    size: number of entries d of what was compressed, also the index of padding.
+    """
+
+    counts: tuple[int, ...]
+    size: int
+
+
 class Spec(NamedTuple):
     """What is known about a compressor C on R^d.
 
@@ -86,6 +110,7 @@ class Spec(NamedTuple):
         its payload has a field `values` with the copied entries.
     lifted: acts on a tree of arrays; omega and alpha then also accept a tuple of leaf sizes.
     dense_below: when lifted, leaves of a tree with fewer entries are sent as they are.
+    weights: share of each worker in the mean, where the compressor brings them (`dagc`).
     """
 
     name: str
@@ -95,6 +120,7 @@ class Spec(NamedTuple):
     selects: bool = False
     lifted: bool = False
     dense_below: int = 0
+    weights: tuple[float, ...] | None = None
 
 
 class Compressor(NamedTuple):
@@ -108,12 +134,15 @@ class Compressor(NamedTuple):
         shape and dtype of `like`.
     spec: Spec
 
-    The last two have defaults, which the functions `accumulate` and `advance` fill in.
+    The last three may be None: the functions `accumulate` and `advance` then do the usual thing, and
+    messages of all workers are equally long.
 
     accumulate(total, payloads, weights, shared) -> total + sum_j weights_j x_hat_j
         payloads: stacked on a leading axis; weights: [n], None for all ones, or a prefix tree of
         the payload with either for each part. Folds in the order of j.
     advance(shared) -> shared of the next round.
+    lengths(like) -> `Lengths` in the place of each payload whose length depends on the worker, None
+        in the place of the others.
     """
 
     init: Callable[[Array, Tree], State]
@@ -122,6 +151,7 @@ class Compressor(NamedTuple):
     spec: Spec
     accumulate: Callable[[Tree, Tree, Tree, Tree], Tree] | None = None
     advance: Callable[[Tree], Tree] | None = None
+    lengths: Callable[[Tree], Tree] | None = None
 
 
 class Algorithm(NamedTuple):
@@ -317,6 +347,11 @@ def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree)
 def advance(compressor: Compressor, shared: Tree) -> Tree:
     """The compressor's shared state of the next round."""
     return shared if compressor.advance is None else compressor.advance(shared)
+
+
+def lengths(compressor: Compressor, like: Tree) -> Tree:
+    """How long each worker's message of `like` may be (see `Compressor`); None: all equally."""
+    return None if compressor.lengths is None else compressor.lengths(like)
 
 
 def roundtrip(compressor: Compressor, x: Tree, *, key: Array) -> tuple[Tree, Tree]:

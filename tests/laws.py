@@ -56,12 +56,15 @@ ROWS = [
     Row("gaussian_k", jc.gaussian_k(0.1), True, True),
     Row("hard_threshold", jc.hard_threshold(1.5, ratio=0.2), True, True),
     Row("narrow-top_k", jc.narrow(jc.top_k(0.1), values="float16", indices="uint16"), False, True),
+    Row("dagc-top_k", jc.dagc([3, 0, 9, 1], 0.1), True, True),
+    Row("dagc-spare", jc.dagc([1, 1], 0.05, capacity=1.5), True, True),
     Row("contract-rand_k", jc.contract(jc.rand_k(0.25)), False, False),
     Row("contract-dithering", jc.contract(jc.dithering(2)), False, False),
     Row("compose-top_k-bf16", jc.compose(jc.top_k(0.1), jc.cast("bfloat16")), False, True),
     Row("compose-top_k-dithering", jc.compose(jc.top_k(0.1), jc.dithering(15)), False, False),
     Row("compose-rand_k-dithering", jc.compose(jc.rand_k(0.2), jc.dithering(7)), False, False),
     Row("compose-identity-natural", jc.compose(jc.identity(), jc.natural()), False, False),
+    Row("compose-dagc-bf16", jc.compose(jc.dagc([1, 2], 0.1), jc.cast("bfloat16")), False, True),
     Row("compose-sidco-natural", jc.compose(jc.sidco(0.1), jc.natural()), False, False),
 ]
 
@@ -71,6 +74,7 @@ FACTORIES = [
     "cast",
     "compose",
     "contract",
+    "dagc",
     "dgc",
     "dithering",
     "gaussian_k",

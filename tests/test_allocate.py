@@ -212,7 +212,7 @@ BAD = [
     (lambda: allocate.ratios([1, 2], 0.1, cap=2), r"cap must be in \(0, 1\]; got 2"),
     (lambda: allocate.thresholds([1, 2], 0.0), "base must be above 0"),
     (lambda: allocate.thresholds([1, 2], 1.0, cap=0.5), "cap must be at least 1"),
-    (lambda: allocate.thresholds([1, 2], 1.0, rule="phi"), "rule must be one of 'uniform', 'sqrt'"),
+    (lambda: allocate.thresholds([1, 2], 1.0, rule="phi"), "rule must be one of 'released', 'sqrt', 'uniform'"),
     (lambda: allocate.calibrate([1, 2], np.ones(3), 0.1), r"probes must have shape \[2, d\]"),
     (lambda: allocate.calibrate([1, 2], np.zeros((2, 3)), 0.1), "no entry of the probes"),
     (lambda: allocate.counts([0.1, -1], 10), "ratios must be n finite numbers >= 0"),

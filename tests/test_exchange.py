@@ -10,7 +10,8 @@ from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
 from jaxcomp.base import accumulate, wide_like
-from jaxcomp.exchange import VIAS, Met, gather, sums
+from jaxcomp.exchange import Met, gather, sums
+from jaxcomp.exchange.meet import meet
 from jaxcomp.payloads import Dense, Leaves
 
 N = 4
@@ -42,7 +43,7 @@ def everywhere(compressor, via, weights, like, key, seed):
     linear = compressor.spec.linear
 
     def worker(payload, shared):
-        return mean_of(VIAS[via](payload, w, AXIS, linear), compressor, shared, like)
+        return mean_of(meet(via, payload, w, AXIS, linear), compressor, shared, like)
 
     sharded = jax.shard_map(
         lambda p, s: worker(jax.tree.map(lambda a: a[0], p), s), mesh=mesh_of(N), in_specs=(P(AXIS), P()), out_specs=P()
@@ -144,5 +145,5 @@ def test_narrow_sums_are_added_in_single_precision():
 
 
 def test_order_of_workers_is_the_order_of_the_axis():
-    met = jax.vmap(lambda x: gather(x, None, AXIS, False).payloads, axis_name=AXIS, out_axes=None)(jnp.arange(5.0))
+    met = jax.vmap(lambda x: gather(x, None, AXIS).payloads, axis_name=AXIS, out_axes=None)(jnp.arange(5.0))
     np.testing.assert_array_equal(met, np.arange(5.0))

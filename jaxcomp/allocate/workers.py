@@ -33,6 +33,7 @@ Array = np.ndarray
 Rule = str | float
 NAMED = {"uniform": 0.0, "sqrt": 0.5}
 RULES = ("sqrt", "phi", "released", "uniform")
+THRESHOLD_RULES = ("released", "sqrt", "uniform")
 
 
 def ratios(
@@ -105,7 +106,7 @@ def ratios(
 
 
 def thresholds(
-    volumes: Sequence[float] | Array, base: float, *, rule: float | str = 2 / 3, cap: float = math.inf
+    volumes: Sequence[float] | Array, base: float, *, rule: Rule = "released", cap: float = math.inf
 ) -> Array:
     """Hard threshold of each worker (DAGC-A): lambda_i = base mean_j(p_j^s) / p_i^s.
 
@@ -116,8 +117,8 @@ def thresholds(
         volumes: samples of each worker, n numbers >= 0; a worker without data gets infinity.
         base: harmonic mean, above 0, in the unit of what is compressed. A memory of gradients keeps the
             thresholds valid when the step size changes; a memory of steps does not.
-        rule: exponent s >= 0. 2/3 is the released rule, the minimiser of sum p_i^2 lambda_i^2; "sqrt" =
-            1/2 minimises the tighter bound sum p_i lambda_i; "uniform" = 0.
+        rule: exponent s >= 0, or its name. "released" = 2/3 minimises sum p_i^2 lambda_i^2; "sqrt" = 1/2
+            the tighter bound sum p_i lambda_i; "uniform" = 0.
         cap: largest threshold as a multiple of `base`, at least 1; a worker with little data
             would otherwise send nothing.
 
@@ -137,7 +138,7 @@ def thresholds(
         raise ValueError(f"thresholds: base must be above 0; got {base}")
     if not cap >= 1:
         raise ValueError(f"thresholds: cap must be at least 1; got {cap}")
-    exponent = _exponent("thresholds", rule, tuple(NAMED))
+    exponent = _threshold_exponent("thresholds", rule)
     return base * np.minimum(_scales(weight, exponent), np.where(weight > 0, cap, np.inf))
 
 
@@ -146,7 +147,7 @@ def calibrate(
     probes: Sequence[Array] | Array,
     mean_ratio: float,
     *,
-    rule: float | str = 2 / 3,
+    rule: Rule = "released",
 ) -> float:
     """The base threshold with which the workers together keep their budget on a probe step.
 
@@ -176,7 +177,7 @@ def calibrate(
     if not 0 < mean_ratio <= 1:
         raise ValueError(f"calibrate: mean_ratio must be in (0, 1]; got {mean_ratio}")
     active = weight > 0
-    scale = _scales(weight, _exponent("calibrate", rule, tuple(NAMED)))[active]
+    scale = _scales(weight, _threshold_exponent("calibrate", rule))[active]
     u = np.where(np.isfinite(u), u, 0)[active]
     quotients = (u / scale[:, None]).reshape(-1)
     quotients = np.sort(quotients[quotients > 0])[::-1]
@@ -274,6 +275,11 @@ def _exponent(name: str, rule: Rule, names: Sequence[str]) -> float | None:
     return float(rule)
 
 
+def _threshold_exponent(name: str, rule: Rule) -> float:
+    exponent = _exponent(name, rule, THRESHOLD_RULES)
+    return 2 / 3 if exponent is None else exponent
+
+
 def _pair(name: str, volumes: Any, ratios: Any) -> tuple[Array, Array]:
     p, delta = shares(name, volumes), np.asarray(ratios, np.float64)
     if delta.shape != p.shape:
@@ -285,11 +291,11 @@ def _down(x: float) -> int:
     return math.floor(x + 1e-9 * max(1.0, x))
 
 
-def _scales(weight: Array, exponent: float | None) -> Array:
+def _scales(weight: Array, exponent: float) -> Array:
     """lambda_i / base: mean_j(p_j^s) / p_i^s over the workers with data, infinity for the others."""
     active = weight > 0
     result = np.full(len(weight), np.inf)
-    powers = weight[active] ** (exponent or 0.0)
+    powers = weight[active] ** exponent
     result[active] = powers.mean() / powers
     return result
 

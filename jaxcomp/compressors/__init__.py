@@ -1,6 +1,7 @@
 """One file per family; every factory returns a `base.Compressor`."""
 
 from jaxcomp.compressors.combine import compose, contract, narrow
+from jaxcomp.compressors.dagc import Selector, dagc
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.compressors.dgc import dgc, warm_up
 from jaxcomp.compressors.quantize import dithering
@@ -10,10 +11,12 @@ from jaxcomp.compressors.threshold import gaussian_k, hard_threshold, redsync
 from jaxcomp.compressors.tree import flat, lift, per_leaf
 
 __all__ = [
+    "Selector",
     "bernoulli",
     "cast",
     "compose",
     "contract",
+    "dagc",
     "dgc",
     "dithering",
     "flat",

@@ -161,9 +161,16 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
         init,
         compress,
         decompress,
-        Spec(f"compose({first.name}, {second.name})", omega, alpha, first.linear and second.linear),
+        Spec(
+            f"compose({first.name}, {second.name})",
+            omega,
+            alpha,
+            first.linear and second.linear,
+            weights=first.weights,
+        ),
         accumulate=add,
         advance=next_round,
+        lengths=outer.lengths,
     )
 
 

@@ -15,6 +15,7 @@ from jaxcomp.base import (
     finite,
     fold,
     is_array,
+    lengths,
     like_of,
     weighted,
     wide,
@@ -156,6 +157,13 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
             return advance(compressor, shared)
         return PerLeaf(tuple(advance(compressor, s) for s in shared.leaves))
 
+    def lengths_(like):
+        like = like_of(like)
+        if is_array(like):
+            return lengths(compressor, like)
+        _, large = split(like)
+        return Leaves(Dense(None), tuple(lengths(compressor, leaf) for _, leaf in large))
+
     def over_leaves(bound, pick, dense_value):
         if bound is None:
             return None
@@ -178,9 +186,11 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
             linear=spec.linear,
             lifted=True,
             dense_below=int(dense_below),
+            weights=spec.weights,
         ),
         accumulate=add,
         advance=None if compressor.advance is None else advance_,
+        lengths=None if compressor.lengths is None else lengths_,
     )
 
 
@@ -231,4 +241,5 @@ def flat(compressor: Compressor) -> Compressor:
             accumulate(compressor, ravel(total), payloads, weights, shared), total
         ),
         advance=compressor.advance,
+        lengths=None if compressor.lengths is None else lambda like: lengths(compressor, vector_like(like)),
     )

@@ -22,6 +22,7 @@ def on_vectors(
     init: Callable | None = None,
     accumulate: Callable[..., Array] | None = None,
     advance: Callable | None = None,
+    lengths: Callable | None = None,
 ) -> Compressor:
     """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`)."""
 
@@ -53,7 +54,8 @@ def on_vectors(
         return accumulate_
 
     accumulate = None if accumulate is None else of_any_shape(accumulate)
-    return Compressor(init_, compress_, decompress_, spec, accumulate, advance)
+    of_flat = None if lengths is None else lambda like: lengths(flat_like(like))
+    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat)
 
 
 def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], int]:

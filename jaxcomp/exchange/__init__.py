@@ -1,11 +1,14 @@
 """How payloads meet. `lanes` is the only module that names `lax` collectives."""
 
-from jaxcomp.exchange.meet import VIAS, Met, gather, sums
+from jaxcomp.exchange.links import Link
+from jaxcomp.exchange.meet import CHOICES, VIAS, Met, gather, sums
 from jaxcomp.exchange.transform import Info, compressed_mean, info, init_state, per_worker, state_axes, state_specs
 
 __all__ = [
+    "CHOICES",
     "VIAS",
     "Info",
+    "Link",
     "Met",
     "compressed_mean",
     "gather",

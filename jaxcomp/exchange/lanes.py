@@ -11,10 +11,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from jaxcomp.base import weighted
 
-__all__ = ["Axis", "all_gather", "all_sum", "axis_index", "axis_size", "is_bound", "known_equal", "varying"]
+__all__ = [
+    "Axis",
+    "all_gather",
+    "all_sum",
+    "all_sum_words",
+    "axis_index",
+    "axis_size",
+    "has_ragged",
+    "is_bound",
+    "known_equal",
+    "proven_equal",
+    "ragged_all_to_all",
+    "send",
+    "varying",
+]
 
 Array = jax.Array
 Axis = str | tuple[str, ...] | None
@@ -77,6 +93,81 @@ def _gather(x: Array, axis: Axis) -> Array:
     if set(axis_names(axis)) <= _varying_axes(x):
         return lax.all_gather(x, axis, to="invarying")
     return lax.all_gather(x, axis)
+
+
+_proven_equal = Primitive("proven_equal")
+_proven_equal.def_impl(lambda x, **_: x)
+mlir.register_lowering(_proven_equal, lambda context, x, **_: [x])
+
+
+@_proven_equal.def_abstract_eval
+def _(x, *, names):
+    kind = x.manual_axis_type
+    return x.update(manual_axis_type=type(kind)(varying=kind.varying - frozenset(names)))
+
+
+def _batched_proven_equal(axis_data, args, dims, *, names):
+    (x,), (dim,) = args, dims
+    if dim is None or axis_data.name not in names:
+        return _proven_equal.bind(x, names=names), dim
+    # All rows are equal: any of them is the value without the axis.
+    return lax.index_in_dim(x, 0, dim, keepdims=False), None
+
+
+batching.fancy_primitive_batchers[_proven_equal] = _batched_proven_equal
+
+
+def proven_equal(tree: Any, axis: Axis) -> Any:
+    """Retypes arrays as equal on all workers, where the exchange that made them proves it.
+
+    What arrived by point-to-point messages is typed as varying, although every worker ends with the same
+    rows. This tells `shard_map(check_vma=True)` and `vmap(out_axes=None)` so; no data moves.
+    """
+    names = axis_names(axis)
+    return jax.tree.map(lambda x: _proven_equal.bind(x, names=names), tree) if names else tree
+
+
+def send(x: Array, pairs: Sequence[tuple[int, int]], axis: Axis) -> Array:
+    """x of worker a at worker b for each listed pair (a, b), zeros elsewhere. Only listed pairs cost bytes.
+
+    Under vmap, where nothing is sent, only whole permutations are allowed: the pairs are completed
+    to one, and what was not asked for is dropped.
+    """
+    if set(axis_names(axis)) <= set(getattr(jax.sharding.get_abstract_mesh(), "manual_axes", ())):
+        return lax.ppermute(x, axis, pairs)
+    workers = range(axis_size(axis))
+    targets = dict(pairs)
+    free = sorted(set(workers) - set(targets.values()))
+    asked = jnp.asarray([worker not in free for worker in workers])[axis_index(axis)]
+    whole = [(worker, targets[worker] if worker in targets else free.pop()) for worker in workers]
+    arrived = lax.ppermute(x, axis, whole)
+    return jnp.where(asked, arrived, jnp.zeros_like(arrived))
+
+
+def all_sum_words(words: Array, axis: Axis) -> Array:
+    """Sum of uint32 words over the workers: of bits, where only one worker has any at each place."""
+    return lax.psum(words, axis)
+
+
+def has_ragged() -> bool:
+    """Whether the backend compiles `ragged_all_to_all` (XLA's CPU backend does not)."""
+    return jax.default_backend() in ("gpu", "tpu")
+
+
+def ragged_all_to_all(words: Array, counts: Sequence[int], axis: Axis) -> Array:
+    """The first counts[i] words of every worker i, one after the other: u32[sum(counts)] on all."""
+    n, number = len(counts), axis_index(axis)
+    sizes = jnp.asarray(counts, jnp.int32)
+    starts = jnp.cumsum(sizes) - sizes
+    return lax.ragged_all_to_all(
+        words,
+        varying(jnp.zeros((sum(counts),), words.dtype), axis),
+        varying(jnp.zeros((n,), jnp.int32), axis),
+        jnp.full((n,), sizes[number]),
+        jnp.full((n,), starts[number]),  # where my words belong, at every receiver
+        varying(sizes, axis),
+        axis_name=axis,
+    )
 
 
 def all_gather(tree: Any, axis: Axis) -> Any:

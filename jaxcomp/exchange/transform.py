@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec
 from jaxcomp.base import (
     Algorithm,
     Compressor,
+    Seat,
     State,
     Tally,
     accumulate,
     key_data,
+    lengths,
     like_of,
     root_key,
     wide,
@@ -25,7 +27,8 @@ from jaxcomp.base import (
 )
 from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.exchange.lanes import Axis, axis_index, axis_names, axis_size, is_bound, known_equal, varying
-from jaxcomp.exchange.meet import VIAS
+from jaxcomp.exchange.links import DEFAULT, Link
+from jaxcomp.exchange.meet import CHOICES, VIAS, meet
 from jaxcomp.norms import block_norms
 
 __all__ = ["Info", "compressed_mean", "info", "init_state", "per_worker", "state_axes", "state_specs"]
@@ -44,6 +47,8 @@ class Counts(NamedTuple):
     norm: Array
     nonfinite: Array
     overflow: Array
+    sent_bytes: Array
+    via: Array
 
 
 class MeanLocal(NamedTuple):
@@ -64,12 +69,14 @@ class MeanShared(NamedTuple):
 class Info(NamedTuple):
     """One round of `compressed_mean`, averaged over the workers.
 
-    lane_bytes: bytes a worker contributed to the collective.
+    lane_bytes: bytes of a worker's payload, padding included.
     code_bits: bits that the best code we have needs for its message.
     achieved_ratio: share of the message's entries that are not zero after compression.
     relative_error: |C(m) - m| / |m| for the message m (gradient, plus memory or minus shift).
     nonfinite: NaN or infinite gradient entries, summed over workers.
     overflow: chosen entries that found no place in the static capacity, summed over workers.
+    sent_bytes: bytes a worker sends in the exchange, every hop counted, as the compiled program does.
+    via: how the payloads met, as an index of `jaxcomp.exchange.CHOICES`; `chosen` is its name.
     """
 
     lane_bytes: Array
@@ -78,6 +85,13 @@ class Info(NamedTuple):
     relative_error: Array
     nonfinite: Array
     overflow: Array
+    sent_bytes: Array
+    via: Array
+
+    @property
+    def chosen(self) -> str:
+        """Name of the exchange, of a concrete `Info`."""
+        return CHOICES[int(np.max(np.asarray(self.via)))]
 
 
 def compressed_mean(
@@ -88,6 +102,7 @@ def compressed_mean(
     *,
     seed: int | Array = 0,
     measure: bool = True,
+    link: Link = DEFAULT,
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces each worker's gradient by the mean direction of a compressed exchange.
 
@@ -106,11 +121,16 @@ def compressed_mean(
         axis_name: mapped axis, a tuple of them, or None for a single worker without an axis.
         via: "gather": all payloads to all workers, (n - 1) lane bytes sent by each, any compressor;
             "sum": payloads added on the way, 2 (n - 1) / n lane bytes, linear compressors only;
-            "auto": linear parts (small dense leaves among them) by sum, the others by gather.
-        weights: relative weight of each worker, n numbers >= 0; divided by their sum. None: equal.
+            "concat", "ring", "ragged": all payloads without their padding, for a compressor whose
+            messages are not equally long (`dagc`): bitwise the mean of "gather", for fewer bytes;
+            "auto": linear parts (small dense leaves among them) by sum, the others by gather, or by
+            the exchange that `jaxcomp.exchange.links.costs` expects to be fastest on `link`.
+        weights: relative weight of each worker, n numbers >= 0; divided by their sum. None: those that
+            the compressor brings (`dagc`), else equal.
         seed: int or key for both kinds of randomness.
         measure: keep relative error and achieved ratio for `info`. Costs a few passes over the
             gradient; without it they are NaN.
+        link: latency and bandwidth between workers, for via="auto" and the pieces of via="ring".
 
     Returns:
         `optax.GradientTransformationExtraArgs`. Directions have the dtype of the gradients.
@@ -141,6 +161,7 @@ def compressed_mean(
     spec = algorithm.compressor.spec
     if via == "sum" and not spec.linear:
         raise ValueError(f'compressed_mean: via="sum" needs a linear compressor; {spec.name} is not. Use via="gather"')
+    weights = spec.weights if weights is None else weights
     shares = None if weights is None else _shares(weights)
     root = root_key(seed)
 
@@ -183,10 +204,10 @@ def compressed_mean(
 
         key = jax.random.fold_in(wrap_key(shared.key), shared.count)
         key = jax.random.fold_in(key, axis_index(axis_name))
-        payload, new_local = algorithm.send(key, grads, State(local, shared.algorithm))
+        payload, new_local = algorithm.send(key, grads, State(_seated(local, axis_name), shared.algorithm))
 
         each = None if shares is None else jnp.asarray(shares, jnp.float32)
-        met = VIAS[via](payload, each, axis_name, spec.linear)
+        met = meet(via, payload, each, axis_name, spec.linear, lengths(compressor, like), link)
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wide_like(grads))
         total = accumulate(compressor, zeros, met.payloads, met.weights, shared.algorithm.compressor)
         mean = jax.tree.map(lambda t: t * met.scale, total)
@@ -195,6 +216,9 @@ def compressed_mean(
 
         sent = compressor.decompress(payload, shared.algorithm.compressor, wide_like(grads)) if measure else None
         counts = _count(payload, grads, algorithm.message(grads, local), sent, new_local)
+        counts = counts._replace(
+            sent_bytes=jnp.asarray(met.sent_bytes, jnp.float32), via=jnp.asarray(CHOICES.index(met.chosen), jnp.int32)
+        )
         rows = jax.tree.map(lambda x, old: x.reshape(old.shape), MeanLocal(new_local, counts), state.local)
         return direction, State(varying(rows, axis_name), MeanShared(shared.count + 1, shared.key, new_shared))
 
@@ -239,9 +263,16 @@ def _one_worker(local: Any, algorithm: Algorithm, like: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, got, expected)
 
 
+def _seated(local: Any, axis: Axis) -> Any:
+    """The algorithm's local state with this worker's number in every `Seat`."""
+    is_seat = lambda node: isinstance(node, Seat)
+    number = axis_index(axis)
+    return jax.tree.map(lambda node: Seat(number) if is_seat(node) else node, local, is_leaf=is_seat)
+
+
 def _no_counts() -> Counts:
     integer, real = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-    return Counts(real, real, integer, integer, real, real, integer, integer)
+    return Counts(real, real, integer, integer, real, real, integer, integer, real, integer)
 
 
 def _count(payload: Any, grads: Any, message: Any, sent: Any, local: Any) -> Counts:
@@ -268,6 +299,8 @@ def _count(payload: Any, grads: Any, message: Any, sent: Any, local: Any) -> Cou
         norm=norm,
         nonfinite=total([jnp.sum(~jnp.isfinite(g), dtype=jnp.int32) for g in jax.tree.leaves(grads)], jnp.int32),
         overflow=total([t.overflow for t in tallies], jnp.int32),
+        sent_bytes=jnp.zeros((), jnp.float32),
+        via=jnp.zeros((), jnp.int32),
     )
 
 
@@ -441,8 +474,11 @@ def info(state: Any, *, each: bool = False) -> Info:
         error / norm,
         counts.nonfinite,
         counts.overflow,
+        counts.sent_bytes,
+        jnp.max(jnp.stack([row.via for row in rows]), axis=0),
     )
     if each:
         return result
     means = jax.tree.map(jnp.mean, result)
-    return means._replace(nonfinite=jnp.sum(result.nonfinite), overflow=jnp.sum(result.overflow))
+    totals = {"nonfinite": jnp.sum(result.nonfinite), "overflow": jnp.sum(result.overflow)}
+    return means._replace(**totals, via=jnp.max(result.via))

@@ -1,0 +1,174 @@
+"""DAGC: workers with more data compress less, under one budget, inside one SPMD program.
+
+All workers run one program and all arrays have one shape, so each worker selects at the largest
+capacity and keeps what its own share allows: the rest is padding, which `via="concat"`, `"ring"` and
+`"ragged"` leave at home. The shares are arguments of the program (`State.shared`), so they can
+change from round to round without compiling again.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcomp.allocate import counts, ratios, thresholds
+from jaxcomp.allocate.workers import Rule, shares
+from jaxcomp.amounts import Amounts
+from jaxcomp.base import Compressor, Lengths, Seat, Spec, State, Tally, wide
+from jaxcomp.compressors.sparsify import add_sparse, dense_of_sparse, top_k
+from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.payloads import Sparse
+from jaxcomp.select import take
+
+__all__ = ["Selector", "dagc"]
+
+Array = jax.Array
+Numbers = Sequence[float] | np.ndarray
+
+
+class DagcLocal(NamedTuple):
+    seat: Seat
+    tally: Tally
+
+
+class Selector(NamedTuple):
+    """How a sparsifier chooses entries when the amount is a traced number of this worker.
+
+    unit: "ratio", a share of the entries, or "threshold", a magnitude from which on all are sent.
+    spare: default capacity, as a multiple of the worker's share.
+    select(x, amount, room, capacity) -> (indices, wanted)
+        x: float[d], d >= 1; amount: f32[]; room: i32[], places of this worker; capacity: int, places of
+        the largest. indices: i32[capacity] ascending, at most `room` of them, padded with d; what is
+        chosen is at least as large as what is not. wanted: i32[], entries that asked for a place.
+    """
+
+    unit: str
+    spare: float
+    select: Callable[[Array, Array, Array, int], tuple[Array, Array]]
+
+
+def _ordered(x: Array, capacity: int) -> tuple[Array, Array]:
+    magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.zeros((), x.dtype)).astype(wide(x.dtype))
+    values, indices = lax.top_k(magnitude, capacity)
+    return values, indices.astype(jnp.int32)
+
+
+def _largest(x: Array, ratio: Array, room: Array, capacity: int) -> tuple[Array, Array]:
+    _, indices = _ordered(x, capacity)
+    wanted = jnp.clip(jnp.rint(ratio * x.shape[0]), 0, x.shape[0]).astype(jnp.int32)
+    wanted = jnp.where(ratio > 0, jnp.maximum(wanted, 1), 0)
+    chosen = lax.iota(jnp.int32, capacity) < jnp.minimum(wanted, room)
+    return jnp.sort(jnp.where(chosen, indices, x.shape[0])), wanted
+
+
+SELECTORS: dict[Any, Selector] = {top_k: Selector("ratio", 1.0, _largest)}
+
+
+def dagc(
+    volumes: Numbers,
+    mean_ratio: float,
+    *,
+    sparsifier: Callable[..., Compressor] | Selector = top_k,
+    rule: Rule = "sqrt",
+    floor: float = 0.0,
+    cap: float | Numbers | None = None,
+    base: float | None = None,
+    capacity: float | None = None,
+) -> Compressor:
+    """Sparsifies with a ratio (or threshold) for each worker, from its data volume.
+
+    worker i: C_i(x) = the k_i largest entries of x,  sum_i k_i = n mean_ratio d,  k_i / d = delta_i
+    from `allocate.ratios`. The mean is weighted by the volumes: sum_i p_i C_i(x_i).
+
+    The weight p_i multiplies what is sent, never what is remembered. They are the default `weights` of
+    `compressed_mean`, which also tells each worker its number; alone, C is that of worker 0. A
+    worker without data sends nothing.
+
+    Biased; alpha = min_i k_i / d over the workers with data.
+
+    Args:
+        volumes: samples of each worker, in the order of the axis.
+        mean_ratio: mean of the ratios, in (0, 1].
+        sparsifier: `top_k`, or a `Selector`.
+        rule: of `allocate.ratios`, or of `allocate.thresholds`.
+        floor, cap: limits of the ratios, as for `allocate.ratios`.
+        base: mean threshold of a sparsifier by threshold; `allocate.calibrate` finds it.
+        capacity: room of each worker as a multiple of its share, at least 1; None: the selector's own. Room
+            for ratios that grow later (`set_amounts`), or for data-dependent numbers of entries. What
+            finds no place stays in the memory of the algorithm and is counted as overflow.
+
+    Returns:
+        Compressor with payload `Sparse`, as long as the largest room on every worker.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Reference: Lu, Song, Chen, Cui, Wang 2023 (DAGC); see `allocate` for what the rules optimise.
+
+    >>> import jaxcomp as jc
+    >>> tx = jc.compressed_mean(jc.direct(jc.dagc([4, 1], 0.5)), "data")
+    >>> step = lambda g: tx.update(g, tx.init(g))[0]
+    >>> g = jnp.array([[4.0, 3.0, 2.0, 1.0, 0.5, 0.1], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]])
+    >>> print(jax.vmap(step, axis_name="data", out_axes=None)(g))  # 4 entries from one, 2 from the other
+    [4.4 3.4 1.6 0.8 0.  0. ]
+    """
+    selector = sparsifier if isinstance(sparsifier, Selector) else SELECTORS.get(sparsifier)
+    if selector is None:
+        known = ", ".join(f"jc.{factory.__name__}" for factory in SELECTORS)
+        raise ValueError(f"dagc: sparsifier must be one of {known} or a Selector; got {sparsifier!r}")
+    if not 0 < mean_ratio <= 1:
+        raise ValueError(f"dagc: mean_ratio must be in (0, 1]; got {mean_ratio}")
+    spare = selector.spare if capacity is None else capacity
+    if not 1 <= spare < math.inf:
+        raise ValueError(f"dagc: capacity must be at least 1; got {capacity}")
+    if (selector.unit == "threshold") != (base is not None):
+        raise ValueError(f"dagc: base is the mean threshold of a sparsifier by threshold; got {base} for {sparsifier}")
+    weights = shares("dagc", volumes)
+    each = None
+    if base is not None:
+        each = thresholds(volumes, base, rule=rule)
+        rule = 2 / 3 if rule == "released" else rule  # the numbers of entries go as 1 / threshold
+    share = ratios(volumes, mean_ratio, rule=rule, floor=floor, cap=cap)
+
+    def rooms(d: int) -> np.ndarray:
+        return np.minimum(np.ceil(spare * counts(share, d) - 1e-9), d).astype(np.int64)
+
+    def init(shared_key, like):
+        d = like.size
+        amounts = counts(share, d) / max(d, 1) if each is None else each
+        local = DagcLocal(Seat(jnp.zeros((), jnp.int32)), Tally(jnp.zeros((), jnp.int32)))
+        return State(local, Amounts(jnp.asarray(amounts, jnp.float32)))
+
+    def compress(key, x, state):
+        d = x.shape[0]
+        if d == 0:
+            return Sparse(x, jnp.zeros((0,), jnp.int32)), state.local
+        number = state.local.seat.number
+        room = jnp.asarray(rooms(d), jnp.int32)[number]
+        indices, wanted = selector.select(x, state.shared.each[number], room, int(rooms(d).max()))
+        return Sparse(take(x, indices), indices), DagcLocal(state.local.seat, Tally(jnp.maximum(wanted - room, 0)))
+
+    def alpha(d: int) -> float:
+        least = counts(share, d)[weights > 0].min() if each is None else 1
+        return float(least / d) if d else 1.0
+
+    name = getattr(sparsifier, "__name__", "selector")
+    return on_vectors(
+        init=init,
+        compress=compress,
+        decompress=dense_of_sparse,
+        accumulate=add_sparse,
+        lengths=lambda like: Lengths(tuple(int(room) for room in rooms(like.size)), like.size),
+        spec=Spec(
+            f"dagc({name}, {mean_ratio}, rule={rule})",
+            omega=None,
+            alpha=alpha,
+            linear=False,
+            selects=True,
+            weights=tuple(float(w) for w in weights),
+        ),
+    )
