@@ -15,7 +15,7 @@ import jaxcomp as jc
 from jaxcomp.amounts import Amounts
 from jaxcomp.base import Seat, State, accumulate, lengths, like_of
 from jaxcomp.compressors.tree import lift
-from jaxcomp.exchange import lanes, links
+from jaxcomp.exchange import lanes
 from jaxcomp.exchange.links import Link, costs, ring_plan
 from jaxcomp.exchange.meet import meet
 
@@ -205,7 +205,7 @@ def test_auto_takes_what_the_model_says(seed):
     assert chosen(SLOW)[0] == "ring"
     assert chosen(Link(1.0, 1e6))[0] == "gather"
     assert chosen(SLOW, CASES["equal"])[0] == "gather"
-    assert links.costs((100,) * 8, 100)["gather"].seconds == links.costs((100,) * 8, 100)["ring"].seconds
+    assert min(costs((100,) * 8, 100).items(), key=lambda item: item[1].seconds)[0] == "gather"
 
 
 def test_auto_says_what_it_chose_for_others_too(seed):

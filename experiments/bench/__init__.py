@@ -8,6 +8,7 @@ from experiments.cli import fail
 __all__ = ["main"]
 
 BENCHMARKS = {
+    "exchange": "exchanges of unequal messages between processes: bytes on the wire, time on a link",
     "compressors": "compress and decompress of every compressor, against one pass over memory",
     "select": "thresholds and compaction against sorts, over sizes",
 }

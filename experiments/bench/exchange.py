@@ -1,0 +1,228 @@
+"""Exchanges of unequal messages between processes: bytes on the wire, and time on a link.
+
+Starts one process for each worker on this machine, joined by gloo. Each exchanges top-k messages
+whose lengths follow DAGC's ratios. Bytes are those that the kernel counted, headers included. With
+--mbit each process gets a network namespace of its own, joined by a bridge, and every link is
+limited to that rate (Linux and root only); without it they meet on the loopback device.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.cli import Parser, UserError, at_least, fraction, positive
+from experiments.dagc_data import skewed_volumes
+from experiments.report import show
+
+__all__ = ["main"]
+
+NAME = "jxc"  # of namespaces, their links and the bridge
+SUBNET = "10.213.77"
+WAYS = ("gather", "concat", "ring", "auto")
+
+
+def parser() -> Parser:
+    p = Parser(prog="python -m experiments bench exchange", description=(__doc__ or "").split("\n\n")[0])
+    p.add_argument("--workers", type=at_least(2), default=4, help="processes")
+    p.add_argument("--skew", type=positive, default=100.0, help="largest data volume over the smallest")
+    p.add_argument("--size", type=at_least(1), default=1_000_000, help="entries of the gradient")
+    p.add_argument("--ratio", type=fraction, default=0.01, help="mean ratio")
+    p.add_argument("--rounds", type=at_least(1), default=10, help="timed exchanges of each kind; the median counts")
+    p.add_argument("--mbit", type=positive, default=None, help="limit of every link, Mbit/s (needs root)")
+    p.add_argument("--latency", type=positive, default=1e-3, help="seconds that the model takes for a message")
+    p.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    p.add_argument("--address", default=None, help=argparse.SUPPRESS)
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(arguments)
+    if options.worker is not None:
+        work(options)
+        return 0
+    with hosts(options) as (prefixes, address), tempfile.TemporaryDirectory() as folder:
+        rows = run(options, list(arguments), prefixes, address, Path(folder))
+    report(options, rows)
+    return 0
+
+
+# ------------------------------------------------------------------------------------------------
+# Hosts: the loopback device, or namespaces with shaped links
+
+
+@contextlib.contextmanager
+def hosts(options: Any) -> Iterator[tuple[list[list[str]], str]]:
+    """The words before each worker's command, and the address of worker 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    if options.mbit is None:
+        yield [[]] * options.workers, f"127.0.0.1:{port}"
+        return
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
+        raise UserError("--mbit needs root and the commands ip and tc")
+    names = [f"{NAME}{i}" for i in range(options.workers)]
+    try:
+        command("ip", "link", "add", f"{NAME}br", "type", "bridge")
+        command("ip", "link", "set", f"{NAME}br", "up")
+        for i, name in enumerate(names):
+            command("ip", "netns", "add", name)
+            etc = Path("/etc/netns") / name
+            etc.mkdir(parents=True, exist_ok=True)
+            (etc / "hosts").write_text(f"127.0.0.1 localhost\n{SUBNET}.{i + 1} {socket.gethostname()}\n")
+            command("ip", "link", "add", f"{name}b", "type", "veth", "peer", "name", "eth0", "netns", name)
+            command("ip", "link", "set", f"{name}b", "master", f"{NAME}br", "up")
+            inside = ("ip", "netns", "exec", name)
+            command(*inside, "ip", "addr", "add", f"{SUBNET}.{i + 1}/24", "dev", "eth0")
+            command(*inside, "ip", "link", "set", "eth0", "up")
+            command(*inside, "ip", "link", "set", "lo", "up")
+            shape = ("root", "tbf", "rate", f"{options.mbit}mbit", "burst", "32kbit", "latency", "400ms")
+            command(*inside, "tc", "qdisc", "add", "dev", "eth0", *shape)
+        yield [["ip", "netns", "exec", name] for name in names], f"{SUBNET}.1:{port}"
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+        subprocess.run(["ip", "link", "del", f"{NAME}br"], capture_output=True)
+
+
+def command(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def run(options: Any, arguments: list[str], prefixes: list[list[str]], address: str, folder: Path) -> list[dict]:
+    processes = []
+    for i, prefix in enumerate(prefixes):
+        more = ["--worker", str(i), "--address", address]
+        words = [*prefix, sys.executable, "-m", "experiments", "bench", "exchange", *arguments, *more]
+        log = (folder / f"{i}.log").open("w")
+        processes.append(subprocess.Popen(words, stdout=log, stderr=log, env=os.environ | {"JAX_PLATFORMS": "cpu"}))
+    try:
+        for i, process in enumerate(processes):
+            if process.wait(timeout=600):
+                raise UserError(f"worker {i} failed: {(folder / f'{i}.log').read_text().strip().splitlines()[-1:]}")
+    finally:
+        for process in processes:
+            process.kill()
+    lines = [(folder / f"{i}.log").read_text().splitlines() for i in range(len(processes))]
+    each = [[json.loads(line[len("row ") :]) for line in log if line.startswith("row ")] for log in lines]
+    rows = []
+    for ways in zip(*each, strict=True):
+        shared = options.mbit is None  # all workers then read the counter of one device
+        sent = ways[0]["bytes"] / len(ways) if shared else sum(way["bytes"] for way in ways) / len(ways)
+        rows.append({**ways[0], "bytes": sent, "seconds": float(np.median(ways[0]["seconds"]))})
+        assert len({way["sum"] for way in ways}) == 1
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------
+# One worker
+
+
+def sent_so_far(device: str) -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == device:
+            return int(counters.split()[8])
+    raise UserError(f"no network device {device}")
+
+
+def work(options: Any) -> None:
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import multihost_utils
+    from jax.sharding import AxisType, PartitionSpec
+
+    import jaxcomp as jc
+    from jaxcomp.base import Lengths
+    from jaxcomp.exchange.meet import meet
+    from jaxcomp.exchange.unequal import choice, message_of
+    from jaxcomp.payloads import Sparse
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    n, d = options.workers, options.size
+    jax.distributed.initialize(options.address, n, options.worker)
+    counts = jc.allocate.counts(jc.allocate.ratios(skewed_volumes(n, options.skew), options.ratio), d)
+    lengths = Lengths(tuple(int(k) for k in counts), d)
+    capacity, mine = max(lengths.counts), int(counts[options.worker])
+    indices = np.full((1, capacity), d, np.int32)
+    indices[0, :mine] = np.arange(mine) * (d // mine)
+    values = np.where(indices < d, options.worker + 1, 0).astype(np.float32)
+    mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, PartitionSpec("data"))
+    payload = jax.tree.map(lambda x: jax.make_array_from_process_local_data(spread, x), Sparse(values, indices))
+    link = jc.Link(options.latency, (options.mbit or 100) * 1e6 / 8)
+    device = "lo" if options.mbit is None else "eth0"
+
+    for via in WAYS:
+
+        def exchange(payload, via=via):
+            mine = jax.tree.map(lambda a: a[0], payload)
+            met = meet(via, mine, None, "data", False, lengths, link).payloads
+            return jnp.sum(met.values) + jnp.sum(met.indices % 7)
+
+        step = jax.shard_map(exchange, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+        step = jax.jit(step).lower(payload).compile()
+        total = float(jax.block_until_ready(step(payload)))
+        multihost_utils.sync_global_devices(f"before {via}")
+        time.sleep(0.2)
+        before, seconds = sent_so_far(device), []
+        for _ in range(options.rounds):
+            start = time.perf_counter()
+            jax.block_until_ready(step(payload))
+            seconds.append(time.perf_counter() - start)
+        time.sleep(0.2)
+        sent = (sent_so_far(device) - before) / options.rounds
+        multihost_utils.sync_global_devices(f"after {via}")
+        message = message_of(jax.tree.map(lambda a: a[0], Sparse(values, indices)), lengths, n)
+        name = choice(message, link) if via == "auto" else via
+        cost = message.costs(link)[name]
+        row = {"via": via, "chosen": name, "bytes": sent, "seconds": seconds, "sum": total}
+        row |= {"model_bytes": cost.sent_bytes, "model_seconds": cost.seconds, "real": 4 * sum(message.lengths)}
+        print("row", json.dumps(row), flush=True)
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+def report(options: Any, rows: list[dict]) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    quickest = min(row["seconds"] for row in rows)
+    table = [
+        [
+            row["via"] if row["via"] == row["chosen"] else f"{row['via']} ({row['chosen']})",
+            f"{row['bytes'] / 1e3:,.1f}",
+            f"{row['bytes'] / row['real']:.3f}",
+            f"{row['model_bytes'] / row['real']:.3f}",
+            f"{1e3 * row['seconds']:.1f}",
+            f"{1e3 * row['model_seconds']:.1f}",
+            f"{row['seconds'] / quickest:.2f}",
+        ]
+        for row in rows
+    ]
+    link = "the loopback device" if options.mbit is None else f"links of {options.mbit:g} Mbit/s"
+    head = ["exchange", "kB sent by a worker", "/ real sizes", "by the program", "ms", "by the model", "/ best"]
+    show(
+        console,
+        f"{options.workers} processes, skew {options.skew:g}, {options.size:,} entries, "
+        f"mean ratio {options.ratio:g}, {link}",
+        head,
+        table,
+        "real sizes: the sum over all workers of their values and indices. ms: median of an exchange.",
+    )
