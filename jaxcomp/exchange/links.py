@@ -5,11 +5,11 @@ workers with messages of w_i bytes, W = sum w_i:
 
     gather   (n - 1) (latency + max w_i / bandwidth)           ring all-gather of padded messages
     concat   2 (n - 1) (latency + W / n / bandwidth)           ring all-reduce of their concatenation
-    ring     sum over ticks (latency + 1.7 piece / bandwidth)   pieces passed on, about W over each link
+    ring     sum over ticks (latency + 1.4 piece / bandwidth)   pieces passed on, about W over each link
     ragged   (n - 1) (latency + max w_i / bandwidth)        each sends its own message n - 1 times
 
 So concat beats gather from max w_i > 2 W / n on. Ring sends the fewest bytes but waits most often, and
-at every tick for both neighbours, which a collective that runs by itself does not: the factor 1.7 and
+at every tick for both neighbours, which a collective that runs by itself does not: the factor 1.4 and
 the latency of 1 ms were measured with gloo, eight processes and links of 100 Mbit/s
 (`python -m experiments bench exchange --workers 8 --mbit 100`).
 """
@@ -21,7 +21,7 @@ __all__ = ["DEFAULT", "Cost", "Link", "Phase", "Plan", "costs", "ring_plan"]
 
 MOST_PIECES = 48  # of the longest message
 MOST_REST = 8  # pieces of the longest rest
-WAITS = 1.7  # time of a tick over that of its bytes
+WAITS = 1.4  # time of a tick over that of its bytes
 WASTE = 1.04  # what a link carries, over the sum of the real sizes, that is worth more ticks to avoid
 
 
