@@ -58,6 +58,8 @@ ROWS = [
     Row("narrow-top_k", jc.narrow(jc.top_k(0.1), values="float16", indices="uint16"), False, True),
     Row("dagc-top_k", jc.dagc([3, 0, 9, 1], 0.1), True, True),
     Row("dagc-spare", jc.dagc([1, 1], 0.05, capacity=1.5), True, True),
+    Row("dagc-sidco", jc.dagc([2, 1], 0.1, sparsifier=jc.sidco), True, True),
+    Row("dagc-threshold", jc.dagc([2, 1], 0.2, sparsifier=jc.hard_threshold, base=1.5), True, True),
     Row("contract-rand_k", jc.contract(jc.rand_k(0.25)), False, False),
     Row("contract-dithering", jc.contract(jc.dithering(2)), False, False),
     Row("compose-top_k-bf16", jc.compose(jc.top_k(0.1), jc.cast("bfloat16")), False, True),

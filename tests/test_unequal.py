@@ -116,6 +116,7 @@ def test_skew_100_on_eight_workers_meets_the_promised_bytes():
 CASES = {
     "per_leaf": jc.dagc(VOLUMES, 0.1),
     "flat": jc.flat(jc.dagc([2, 0, 5, 5], 0.05)),
+    "uint16": jc.narrow(jc.dagc(VOLUMES, 0.03, capacity=1.3), values="float16", indices="uint16"),
     "bf16": jc.compose(jc.dagc([9, 1, 3, 3], 0.021), jc.cast("bfloat16")),
     "dithering": jc.compose(jc.dagc(VOLUMES, 0.1), jc.dithering(7)),
     "equal": jc.dagc([1, 1, 1, 1], 0.02),
@@ -346,6 +347,54 @@ def test_seat_decides_the_share(number):
     assert compressor.spec.alpha(100) == pytest.approx(0.04)
 
 
+def sent_by(compressor, number, x):
+    state = compressor.init(jax.random.key(0), x)
+    seated = State(state.local._replace(seat=Seat(jnp.int32(number))), state.shared)
+    payload, local = jax.jit(compressor.compress)(jax.random.key(0), x, seated)
+    assert np.all(np.diff(payload.indices[payload.indices < x.size]) > 0)
+    return np.asarray(payload.indices[payload.indices < x.size]), int(local.tally.overflow)
+
+
+@pytest.mark.parametrize("size", [600, 40_000])
+def test_every_sparsifier_keeps_the_largest_within_the_room_of_its_worker(size, seed):
+    """Short vectors are sorted, long ones are not; both must agree with a sort."""
+    x = jnp.asarray(np.random.default_rng(seed).laplace(size=size), jnp.float32)
+    order = np.argsort(-np.abs(np.asarray(x)), kind="stable")
+    share = jc.allocate.counts(jc.allocate.ratios(VOLUMES, 0.05), size)
+    base = float(np.abs(x)[order[size // 20]])
+    each = jc.allocate.thresholds(VOLUMES, base)
+    room = np.ceil(1.25 * jc.allocate.counts(jc.allocate.ratios(VOLUMES, 0.05, rule=2 / 3), size) - 1e-9)
+    for number in (0, 3):
+        largest, overflow = sent_by(jc.dagc(VOLUMES, 0.05), number, x)
+        np.testing.assert_array_equal(largest, np.sort(order[: share[number]]))
+        assert overflow == 0
+        fitted, _ = sent_by(jc.dagc(VOLUMES, 0.05, sparsifier=jc.sidco), number, x)
+        assert 0.75 * share[number] <= fitted.size <= np.ceil(1.25 * share[number])
+        np.testing.assert_array_equal(fitted, np.sort(order[: fitted.size]))
+        compressor = jc.dagc(VOLUMES, 0.05, sparsifier=jc.hard_threshold, base=base, rule="released")
+        above, overflow = sent_by(compressor, number, x)
+        wanted = max(np.sum(np.abs(x) > np.float32(each[number])), 1)
+        np.testing.assert_array_equal(above, np.sort(order[: above.size]))
+        assert above.size == wanted if wanted <= room[number] else 7 / 8 * room[number] <= above.size <= room[number]
+        assert overflow == max(wanted - room[number], 0) or wanted == 1
+
+
+def test_thresholds_of_workers_are_weighted_error_feedback_too(seed):
+    """DAGC-A over rounds: what is not sent stays, entry by entry, below the threshold or without room."""
+    rounds, d = 4, 300
+    grads = gradients(seed, rounds, jnp.zeros(d))
+    compressor = jc.dagc(VOLUMES, 0.5, sparsifier=jc.hard_threshold, rule="released", base=1.0, capacity=2)
+    directions, state = run_vmap(jc.compressed_mean(jc.error_feedback(compressor), AXIS, "ring"), jnp.zeros(d), grads)
+    each, weights, memory = jc.allocate.thresholds(VOLUMES, 1.0), np.array(VOLUMES) / 100, np.zeros((N, d))
+    for t in range(rounds):
+        message = memory + np.asarray(grads[t], np.float64)
+        keep = np.abs(message) > each[:, None]
+        keep |= np.abs(message) == np.abs(message).max(1, keepdims=True)
+        memory = np.where(keep, 0, message)
+        np.testing.assert_allclose(directions[t], weights @ np.where(keep, message, 0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.local.algorithm.memory[:, 0], memory, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("params", [{}, {"s": jnp.zeros(())}, {"a": jnp.zeros((0,)), "b": jnp.zeros(1)}], ids=str)
 @pytest.mark.parametrize("via", ["concat", "ring"])
 def test_empty_and_tiny_trees(params, via, seed):
@@ -368,6 +417,10 @@ def test_wrong_arguments_are_named():
         jc.dagc([1, 2], 0.1, capacity=0.5)
     with pytest.raises(ValueError, match=r"dagc: sparsifier must be one of jc\.top_k"):
         jc.dagc([1, 2], 0.1, sparsifier=jc.rand_k)
+    with pytest.raises(ValueError, match=r"dagc: base is the mean threshold of hard_threshold; got 0\.1 for top_k"):
+        jc.dagc([1, 2], 0.1, base=0.1)
+    with pytest.raises(ValueError, match="got None for hard_threshold"):
+        jc.dagc([1, 2], 0.1, sparsifier=jc.hard_threshold)
     with pytest.raises(ValueError, match="volumes must be n finite numbers"):
         jc.dagc([1, -2], 0.1)
     with pytest.raises(ValueError, match="there is no dagc in this state"):

@@ -18,11 +18,13 @@ from jax import lax
 from jaxcomp.allocate import counts, ratios, thresholds
 from jaxcomp.allocate.workers import Rule, shares
 from jaxcomp.amounts import Amounts
-from jaxcomp.base import Compressor, Lengths, Seat, Spec, State, Tally, wide
-from jaxcomp.compressors.sparsify import add_sparse, dense_of_sparse, top_k
+from jaxcomp.base import Compressor, Lengths, Seat, Spec, State, Tally, finite, wide
+from jaxcomp.compressors.sidco import sidco
+from jaxcomp.compressors.sparsify import UNSORTED_FROM, add_sparse, dense_of_sparse, top_k
+from jaxcomp.compressors.threshold import hard_threshold
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.payloads import Sparse
-from jaxcomp.select import take
+from jaxcomp.select import count_words, indices_of_words, largest, magnitude, take, top_set, words_above
 
 __all__ = ["Selector", "dagc"]
 
@@ -51,21 +53,46 @@ class Selector(NamedTuple):
     select: Callable[[Array, Array, Array, int], tuple[Array, Array]]
 
 
-def _ordered(x: Array, capacity: int) -> tuple[Array, Array]:
-    magnitude = jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.zeros((), x.dtype)).astype(wide(x.dtype))
-    values, indices = lax.top_k(magnitude, capacity)
-    return values, indices.astype(jnp.int32)
-
-
 def _largest(x: Array, ratio: Array, room: Array, capacity: int) -> tuple[Array, Array]:
-    _, indices = _ordered(x, capacity)
-    wanted = jnp.clip(jnp.rint(ratio * x.shape[0]), 0, x.shape[0]).astype(jnp.int32)
-    wanted = jnp.where(ratio > 0, jnp.maximum(wanted, 1), 0)
-    chosen = lax.iota(jnp.int32, capacity) < jnp.minimum(wanted, room)
-    return jnp.sort(jnp.where(chosen, indices, x.shape[0])), wanted
+    d = x.shape[0]
+    wanted = jnp.clip(jnp.rint(ratio * d), 1, d).astype(jnp.int32)
+    wanted = jnp.where(ratio > 0, wanted, 0)
+    count = jnp.minimum(wanted, room)
+    if d >= UNSORTED_FROM:
+        return jnp.where(count > 0, largest(x, jnp.maximum(count, 1), capacity), d), wanted
+    top, indices = lax.top_k(magnitude(finite(x)), capacity)
+    chosen = (top > 0) & (lax.iota(jnp.int32, capacity) < count)
+    return jnp.sort(jnp.where(chosen, indices, d).astype(jnp.int32)), wanted
 
 
-SELECTORS: dict[Any, Selector] = {top_k: Selector("ratio", 1.0, _largest)}
+def _above(x: Array, threshold: Array, room: Array, capacity: int) -> tuple[Array, Array]:
+    """All from the threshold on, at least the largest one; if they do not fit it rises until they do."""
+    threshold = threshold.astype(wide(x.dtype))
+    words = words_above(x, threshold)
+    wanted = count_words(words)
+    most = jnp.maximum(room, 1)
+    least = jnp.where(wanted > most, most - most // 8, 1)
+    indices, _ = indices_of_words(top_set(x, threshold, least, most, words=words), capacity, x.shape[0])
+    return jnp.where(room > 0, indices, x.shape[0]), wanted
+
+
+def _fitted(x: Array, ratio: Array, room: Array, capacity: int) -> tuple[Array, Array]:
+    """Those that SIDCo keeps at this ratio; if they do not fit, the largest of them."""
+    d = x.shape[0]
+    inner = sidco(lambda round_: ratio, peak=capacity / d, capacity=1.0)
+    state = inner.init(jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))
+    payload, local = inner.compress(jax.random.key(0), x, state)
+    wanted = jnp.sum(payload.indices < d, dtype=jnp.int32) + local.tally.overflow
+    places, _ = _above(payload.values, jnp.zeros(()), room, capacity)
+    indices = payload.indices.at[places].get(mode="fill", fill_value=d, indices_are_sorted=True)
+    return jnp.where(ratio > 0, indices, d), jnp.where(ratio > 0, wanted, 0)
+
+
+SELECTORS: dict[Any, Selector] = {
+    top_k: Selector("ratio", 1.0, _largest),
+    sidco: Selector("ratio", 1.25, _fitted),
+    hard_threshold: Selector("threshold", 1.25, _above),
+}
 
 
 def dagc(
@@ -88,15 +115,20 @@ def dagc(
     `compressed_mean`, which also tells each worker its number; alone, C is that of worker 0. A
     worker without data sends nothing.
 
-    Biased; alpha = min_i k_i / d over the workers with data.
+    With `sidco` the k_i are targets that a fitted threshold meets roughly. With `hard_threshold` (DAGC-A)
+    worker i sends all from its own threshold lambda_i on, from `allocate.thresholds`: volumes make it
+    lower, not higher.
+
+    Biased; alpha = min_i k_i / d over the workers with data for `top_k`, 1 / d for the others, which send
+    at least the largest entry.
 
     Args:
         volumes: samples of each worker, in the order of the axis.
         mean_ratio: mean of the ratios, in (0, 1].
-        sparsifier: `top_k`, or a `Selector`.
+        sparsifier: `top_k`, `sidco`, `hard_threshold`, or a `Selector`.
         rule: of `allocate.ratios`, or of `allocate.thresholds`.
         floor, cap: limits of the ratios, as for `allocate.ratios`.
-        base: mean threshold of a sparsifier by threshold; `allocate.calibrate` finds it.
+        base: mean threshold of `hard_threshold`; `allocate.calibrate` finds it.
         capacity: room of each worker as a multiple of its share, at least 1; None: the selector's own. Room
             for ratios that grow later (`set_amounts`), or for data-dependent numbers of entries. What
             finds no place stays in the memory of the algorithm and is counted as overflow.
@@ -125,8 +157,9 @@ def dagc(
     spare = selector.spare if capacity is None else capacity
     if not 1 <= spare < math.inf:
         raise ValueError(f"dagc: capacity must be at least 1; got {capacity}")
+    name = getattr(sparsifier, "__name__", "selector")
     if (selector.unit == "threshold") != (base is not None):
-        raise ValueError(f"dagc: base is the mean threshold of a sparsifier by threshold; got {base} for {sparsifier}")
+        raise ValueError(f"dagc: base is the mean threshold of hard_threshold; got {base} for {name}")
     weights = shares("dagc", volumes)
     each = None
     if base is not None:
@@ -153,10 +186,9 @@ def dagc(
         return Sparse(take(x, indices), indices), DagcLocal(state.local.seat, Tally(jnp.maximum(wanted - room, 0)))
 
     def alpha(d: int) -> float:
-        least = counts(share, d)[weights > 0].min() if each is None else 1
-        return float(least / d) if d else 1.0
+        exact = selector.select is _largest
+        return float(counts(share, d)[weights > 0].min() if exact else 1) / d if d else 1.0
 
-    name = getattr(sparsifier, "__name__", "selector")
     return on_vectors(
         init=init,
         compress=compress,

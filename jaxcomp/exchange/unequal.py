@@ -24,7 +24,7 @@ from jaxcomp.exchange.lanes import (
     varying,
 )
 from jaxcomp.exchange.links import Cost, Link, Phase, costs, ring_plan
-from jaxcomp.payloads import Dense, Leaves, Scaled, Sparse
+from jaxcomp.payloads import Dense, Leaves, LocalIndices, Scaled, Sparse
 
 __all__ = ["EXCHANGES", "concat", "message_of", "ragged", "ring"]
 
@@ -97,11 +97,12 @@ def _limits(payload: Any, lengths: Any) -> list[tuple[Lengths, int] | None]:
     if type(payload) is tuple and type(lengths) is tuple:
         return [limit for pair in zip(payload, lengths, strict=True) for limit in _limits(*pair)]
     if isinstance(payload, Sparse) and isinstance(lengths, Lengths):
-        values = payload.values
-        if isinstance(values, Dense | Scaled):
-            return [(lengths, 0)] + [None] * (len(values) - 1) + [(lengths, lengths.size)]
-        if jax.tree.structure(values) == jax.tree.structure(0):
-            return [(lengths, 0), (lengths, lengths.size)]
+        values, zero = payload.values, (lengths, 0)
+        single = jax.tree.structure(values) == jax.tree.structure(0)
+        if single or isinstance(values, Dense | Scaled):
+            rest = [] if single else [None] * (len(values) - 1)
+            local = isinstance(payload.indices, LocalIndices)
+            return [zero, *rest, *([zero, None] if local else [(lengths, lengths.size)])]
     return [None] * len(jax.tree.leaves(payload))
 
 
