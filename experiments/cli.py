@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Parser", "UserError", "at_least", "fail", "fraction"]
+__all__ = ["Parser", "UserError", "at_least", "choose_new", "fail", "fraction", "positive", "rule_of", "share"]
 
 
 class UserError(Exception):
@@ -51,6 +51,42 @@ def fraction(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be a number in (0, 1]; got {text!r}")
     return value
+
+
+def share(text: str) -> float:
+    """A number in [0, 1)."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number in [0, 1); got {text!r}")
+    return value
+
+
+def rule_of(text: str) -> str | float:
+    """A rule of `jc.allocate.ratios`: a name or an exponent."""
+    if text in ("sqrt", "phi", "released", "uniform"):
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be sqrt, phi, released, uniform or a number >= 0; got {text!r}")
+    return value
+
+
+def choose_new(runs: Path, name: str | None, kind: str) -> Path:
+    """A folder that is not there yet: runs/NAME, or the next free runs/KIND-N."""
+    if name is None:
+        number = 1
+        while (runs / f"{kind}-{number}").exists():
+            number += 1
+        return runs / f"{kind}-{number}"
+    if (runs / name).exists():
+        raise UserError(f"{runs / name} exists; choose another --name")
+    return runs / name
 
 
 def positive(text: str) -> float:

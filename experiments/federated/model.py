@@ -1,0 +1,55 @@
+"""The model as one vector, so that a round's change is one array with one ratio."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from experiments.data import Dataset
+from experiments.models import MODELS
+
+__all__ = ["FlatModel", "flat_model", "local_steps"]
+
+
+class FlatModel(NamedTuple):
+    """start: f32[d]; logits(vector, images) -> f32[n, classes]."""
+
+    start: jax.Array
+    logits: Callable[[jax.Array, jax.Array], jax.Array]
+
+    def loss(self, vector: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(self.logits(vector, x), y).mean()
+
+    def test(self, vector: Any, x: Any, y: Any) -> tuple[jax.Array, jax.Array]:
+        """Mean loss and accuracy."""
+        logits = self.logits(vector, x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return losses.mean(), (logits.argmax(1) == y).mean()
+
+
+def flat_model(name: str, data: Dataset, seed: int) -> FlatModel:
+    graph, params = nnx.split(MODELS[name](data.train_x.shape[1:], data.num_classes, rngs=nnx.Rngs(seed)))
+    start, restore = ravel_pytree(params)
+    return FlatModel(jnp.asarray(start), lambda vector, x: nnx.merge(graph, restore(vector))(x))
+
+
+def local_steps(model: FlatModel, vector: jax.Array, x: jax.Array, y: jax.Array, rate: Any) -> jax.Array:
+    """The change of the model after a step of SGD for each batch: x [steps, batch, ...], y [steps, batch]."""
+
+    def step(current, batch):
+        return current - rate * jax.grad(model.loss)(current, *batch), None
+
+    end, _ = lax.scan(step, vector, (x, y))
+    return end - vector
+
+
+def local_batches(part: np.ndarray, steps: int, batch: int, seed: int, round_: int, client: int) -> np.ndarray:
+    """Indices [steps, batch] of one client's round, a function of its arguments alone."""
+    rng = np.random.default_rng([seed, 21, round_, client])
+    return part[rng.integers(0, len(part), (steps, batch))]
