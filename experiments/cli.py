@@ -1,11 +1,35 @@
 """The command line of the experiments: options, and errors that fit on one line."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Parser", "UserError", "at_least", "choose_new", "fail", "fraction", "positive", "rule_of", "share"]
+__all__ = [
+    "Parser",
+    "UserError",
+    "at_least",
+    "choose_new",
+    "fail",
+    "fraction",
+    "one_thread",
+    "positive",
+    "rule_of",
+    "share",
+]
+
+
+def one_thread() -> None:
+    """Has XLA's CPU backend run each operation in one thread; call it before JAX is imported.
+
+    For programs of many small operations in loops, and for many processes on few cores: threads
+    that share an operation wait for each other, and on a busy machine they wait a hundred times longer
+    than they work.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_cpu_multi_thread_eigen" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
 
 
 class UserError(Exception):

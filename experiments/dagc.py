@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, choose_new, fraction, positive, rule_of
+from experiments.cli import Parser, UserError, at_least, choose_new, fraction, one_thread, positive, rule_of
 
 __all__ = ["main"]
 
@@ -64,6 +64,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
+    one_thread()
     options = vars(parser().parse_args(arguments))
     name, runs = options.pop("name"), options.pop("runs")
     if min(options["skews"]) < 1:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.cli import Parser, UserError, at_least, choose_new, fraction, positive, rule_of, share
+from experiments.cli import Parser, UserError, at_least, choose_new, fraction, one_thread, positive, rule_of, share
 
 __all__ = ["main"]
 
@@ -47,6 +47,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
+    one_thread()
     options = vars(parser().parse_args(arguments))
     name, runs = options.pop("name"), options.pop("runs")
     if options["garbage"] >= options["clients"]:

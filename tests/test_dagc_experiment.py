@@ -1,0 +1,126 @@
+"""The dagc experiment and the benchmark of exchanges, on tiny settings; the generators of unequal workers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import oracles_dagc as oracle
+import pytest
+
+from experiments import dagc_data
+from experiments.cli import UserError
+from experiments.dagc import against_uniform, interval, rule_in
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments):
+    words = [sys.executable, "-m", "experiments", *map(str, arguments)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+
+def test_dagc_compares_rules_and_thresholds_with_uniform(tmp_path):
+    rules = ("sqrt", "2/3", "threshold:released")
+    result = run(
+        *("dagc", "--task", "quadratics", "--runs", tmp_path, "--name", "r", "--rounds", 300, "--lr", 0.3),
+        *("--target", 1e-3, "--rules", *rules, "--skews", 5, 100, "--ratios", 0.02, "--workers", 6, "--seeds", 0, 1),
+    )
+    assert result.returncode == 0, result.stderr
+    for text in ("against uniform, %", "threshold:uniform", "dagc.png", "final |grad f|^2"):
+        assert text in result.stdout
+    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    methods = ["threshold:uniform", "uniform", *rules]
+    assert sorted({row["method"] for row in rows}) == sorted(methods)
+    assert len(rows) == 2 * 2 * len(methods)
+    assert all(len(row["scores"]) == 300 and np.isfinite(row["final"]) for row in rows)
+    # One budget: rules by ratio send the same number of entries in all.
+    full = {
+        row["method"]: row["mb"] for row in rows if not row["reached"] and not row["method"].startswith("threshold")
+    }
+    assert len(set(full.values())) <= 1
+    assert (tmp_path / "r" / "dagc.png").read_bytes()[:4] == b"\x89PNG"
+    assert "| sqrt |" in (tmp_path / "r" / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--rules", "best"], "argument --rules: must be sqrt, phi, released, uniform or a number >= 0"),
+        (["--skews", "0.5"], "--skews must be at least 1; got 0.5"),
+        (["--ratios", "2"], "argument --ratios: must be a number in (0, 1]"),
+        (["--task", "mnist"], "--data mnist needs --data-dir"),
+    ],
+)
+def test_wrong_options_are_one_line(more, why, tmp_path):
+    result = run("dagc", "--runs", tmp_path, *more)
+    assert result.returncode == 2
+    assert why in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rules_in_options():
+    assert [rule_in(text) for text in ("sqrt", "2/3", "threshold:1/2", "0.25")] == ["sqrt", 2 / 3, 0.5, 0.25]
+
+
+def test_intervals_are_paired_by_seed():
+    assert interval([3.0]) == (3.0, 0.0)
+    mean, width = interval([1.0, 2.0, 3.0])
+    assert (mean, width) == (2.0, pytest.approx(4.302653 / np.sqrt(3), rel=1e-6))
+    rows = [
+        {"method": method, "seed": seed, "ratio": 0.1, "skew": 2, "rounds": rounds}
+        for method, each in (("uniform", (10, 100)), ("sqrt", (9, 90)))
+        for seed, rounds in enumerate(each)
+    ]
+    assert against_uniform(rows, "rounds", (0.1, 2), "sqrt") == (pytest.approx(-10), pytest.approx(0, abs=1e-9))
+
+
+@pytest.mark.parametrize(("workers", "skew"), [(3, 2.0), (10, 100.0), (10, 1.0)])
+def test_volumes_of_the_released_generator(workers, skew):
+    np.testing.assert_allclose(dagc_data.skewed_volumes(workers, skew), oracle.skewed_volumes(workers, skew))
+    assert dagc_data.skewed_volumes(2, skew).tolist() == [skew, 1.0]
+
+
+def test_split_is_a_partition_with_the_volumes_it_was_asked_for(seed):
+    labels = np.random.default_rng(seed).integers(0, 10, 20_000)
+    parts = dagc_data.imbalanced_split(labels, 10, 100.0, 1.0, seed)
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
+    volumes = np.array([len(part) for part in parts])
+    wanted = dagc_data.skewed_volumes(10, 100.0)
+    # Label mixes differ, classes are equally large: volumes are met roughly.
+    assert np.all(np.abs(np.log(volumes / volumes.sum() / (wanted / wanted.sum()))) < 1.0)
+    mixes = np.array([np.bincount(labels[part], minlength=10) / len(part) for part in parts])
+    assert mixes.std(0).mean() > 0.03
+    with pytest.raises(UserError, match="5 workers for 3 examples"):
+        dagc_data.imbalanced_split(np.zeros(3, int), 5, 2.0, 1.0, 0)
+    assert [len(part) for part in dagc_data.imbalanced_split(np.zeros(3, int), 3, 50.0, 1.0, 0)] == [1, 1, 1]
+
+
+def test_exchanges_between_processes_send_what_the_program_says():
+    """Real messages between two processes, counted by the kernel: headers cost a few per cent."""
+    result = run("bench", "exchange", "--workers", 2, "--size", 2_000_000, "--skew", 20, "--rounds", 2)
+    assert result.returncode == 0, result.stderr
+    rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if line.startswith("│")]
+    assert [row[0].split()[0] for row in rows] == ["gather", "concat", "ring", "auto"]
+    for row in rows:
+        measured, program = float(row[2]), float(row[3])
+        assert program <= measured <= 1.15 * program + 0.02
+    assert float(rows[2][3]) <= 1.05
+
+
+def test_shaped_links_need_root(tmp_path):
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os; os.geteuid = lambda: 1000\nfrom experiments.__main__ import main\n"
+            "main(['bench', 'exchange', '--mbit', '100'])",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stderr) == (2, "error: --mbit needs root and the commands ip and tc\n")
