@@ -32,6 +32,7 @@ COMPRESSORS = [
     ("jc.redsync(0.01)", "above a point between mean and maximum", "", "at least 1 / d"),
     ("jc.gaussian_k(0.01)", "above a normal quantile", "", "at least 1 / d"),
     ("jc.hard_threshold(5.0)", "above a fixed threshold", "", "at least 1 / d"),
+    ("jc.dagc([4, 1], 0.01)", "largest magnitudes, a ratio for each worker", "", "min k_i / d"),
     ("jc.dithering(7)", "random rounding to levels", "e - 1 if e >= 2 else e^2 / 4", ""),
     ("jc.dithering(7, block_size=512)", "the same, a norm per block", "the same, per block", ""),
     ("jc.natural()", "random rounding to powers of two", "1 / 8", "7 / 8"),
@@ -97,7 +98,7 @@ def compressor_rows() -> list[list[str]]:
                 type(payload).__name__,
                 number(8 * jc.lane_bytes(payload) / D),
                 number(float(jc.code_bits(payload)) / D),
-                "sum" if spec.linear else "gather",
+                "sum" if spec.linear else "gather" if compressor.lengths is None else "fastest",
             ]
         )
     return rows
