@@ -9,6 +9,7 @@ from experiments.cli import UserError, fail
 EXPERIMENTS = {
     "compare": ("experiments.compare", "train one model with several compression methods and compare them"),
     "sidco": ("experiments.sidco", "SIDCo and its rivals: quality of the threshold, and training"),
+    "smoothness": ("experiments.smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),
     "bench": ("experiments.bench", "benchmarks of the hot paths"),
 }
 

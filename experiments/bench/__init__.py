@@ -10,6 +10,7 @@ __all__ = ["main"]
 BENCHMARKS = {
     "compressors": "compress and decompress of every compressor, against one pass over memory",
     "select": "thresholds and compaction against sorts, over sizes",
+    "smoothness": "the parts of a DIANA+ round, against the gradients",
 }
 
 

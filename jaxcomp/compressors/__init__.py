@@ -3,6 +3,7 @@
 from jaxcomp.compressors.combine import compose, contract, narrow
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.compressors.dgc import dgc, warm_up
+from jaxcomp.compressors.precondition import precondition, refresh
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.sparsify import bernoulli, rand_k, top_k
@@ -24,8 +25,10 @@ __all__ = [
     "narrow",
     "natural",
     "per_leaf",
+    "precondition",
     "rand_k",
     "redsync",
+    "refresh",
     "sidco",
     "top_k",
     "warm_up",

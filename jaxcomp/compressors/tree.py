@@ -14,6 +14,7 @@ from jaxcomp.base import (
     check_compressor,
     finite,
     fold,
+    for_worker,
     is_array,
     like_of,
     weighted,
@@ -156,6 +157,11 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
             return advance(compressor, shared)
         return PerLeaf(tuple(advance(compressor, s) for s in shared.leaves))
 
+    def pick(shared, worker, workers):
+        if not isinstance(shared, PerLeaf):
+            return for_worker(compressor, shared, worker, workers)
+        return PerLeaf(tuple(for_worker(compressor, s, worker, workers) for s in shared.leaves))
+
     def over_leaves(bound, pick, dense_value):
         if bound is None:
             return None
@@ -181,6 +187,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
         ),
         accumulate=add,
         advance=None if compressor.advance is None else advance_,
+        for_worker=None if compressor.for_worker is None else pick,
     )
 
 
@@ -231,4 +238,5 @@ def flat(compressor: Compressor) -> Compressor:
             accumulate(compressor, ravel(total), payloads, weights, shared), total
         ),
         advance=compressor.advance,
+        for_worker=compressor.for_worker,
     )

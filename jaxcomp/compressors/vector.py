@@ -22,6 +22,7 @@ def on_vectors(
     init: Callable | None = None,
     accumulate: Callable[..., Array] | None = None,
     advance: Callable | None = None,
+    for_worker: Callable | None = None,
 ) -> Compressor:
     """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`)."""
 
@@ -53,7 +54,7 @@ def on_vectors(
         return accumulate_
 
     accumulate = None if accumulate is None else of_any_shape(accumulate)
-    return Compressor(init_, compress_, decompress_, spec, accumulate, advance)
+    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, for_worker)
 
 
 def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], int]:
