@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxcomp as jc
 from experiments.report import markdown
@@ -35,8 +36,10 @@ COMPRESSORS = [
     ("jc.dagc([4, 1], 0.01)", "largest magnitudes, a ratio for each worker", "", "min k_i / d"),
     ("jc.dithering(7)", "random rounding to levels", "e - 1 if e >= 2 else e^2 / 4", ""),
     ("jc.dithering(7, block_size=512)", "the same, a norm per block", "the same, per block", ""),
+    ('jc.dithering(1, norm_dtype="bfloat16")', "the same, the norm in 16 bits, rounded up", "as dithering", ""),
     ("jc.natural()", "random rounding to powers of two", "1 / 8", "7 / 8"),
     ("jc.contract(jc.rand_k(0.01))", "unbiased, scaled to contract", "", "1 / (1 + omega)"),
+    ("jc.precondition(jc.dithering(7), S)", "C of the whitened vector", "that of C, in the norm of S", ""),
     (
         "jc.compose(jc.top_k(0.01), jc.dithering(127))",
         "selects, then compresses the values",
@@ -70,6 +73,14 @@ ALGORITHMS = [
     ),
 ]
 
+# call, what a worker sends, what comes of it, theory.step_sizes
+METHODS = [
+    ("jc.descend(algorithm, gamma)", "what the algorithm sends", "x <- prox(x - gamma direction)", "dcgd, diana"),
+    ("jc.adiana(c, steps)", "C(grad(x) - h) and C'(grad(w) - h)", "DIANA with Nesterov's acceleration", "adiana"),
+    ("jc.isega(p, S, gamma)", "sampled entries of S^(-1/2)(g - h)", "shifts take over what was sampled", "isega"),
+    ("jc.marina(c, gamma, full)", "C of the gradient's change, or all of it", "for non-convex losses", "marina"),
+]
+
 
 def number(value: float) -> str:
     return f"{value:.3g}"
@@ -79,7 +90,7 @@ def compressor_rows() -> list[list[str]]:
     rows = []
     x = jnp.asarray(jax.random.laplace(jax.random.key(0), (D,)))
     for call, what, omega, alpha in COMPRESSORS:
-        compressor = eval(call, {"jc": jc})
+        compressor = eval(call, {"jc": jc, "S": jc.smoothness.diagonal_of(1.0 / np.arange(1, D + 1))})
         spec = compressor.spec
         _, payload = jc.roundtrip(compressor, x, key=jax.random.key(1))
 
@@ -114,11 +125,13 @@ def algorithm_rows() -> list[list[str]]:
 
 def tables() -> dict[str, str]:
     """Marker -> markdown."""
+    methods = ["method", "worker sends", "what it does", "step sizes"]
     compressors = ["compressor", "sends", "omega", "alpha", "payload", "lane bits/entry", "code bits/entry", "auto"]
     algorithms = ["algorithm", "worker sends", "direction", "compressor must be", "for example"]
     return {
         "compressors": markdown(compressors, compressor_rows()),
         "algorithms": markdown(algorithms, algorithm_rows()),
+        "methods": markdown(methods, [[f"`{call}`", *rest] for call, *rest in METHODS]),
     }
 
 

@@ -10,8 +10,17 @@ Compressors are pure functions, joined with an algorithm and chained into any op
 What is listed here is public. Everything else may change without notice.
 """
 
-from jaxcomp import allocate, payloads, wire
-from jaxcomp.algorithms import diana, direct, error_feedback, momentum_correction
+from jaxcomp import allocate, payloads, prox, smoothness, theory, wire
+from jaxcomp.algorithms import (
+    adiana,
+    descend,
+    diana,
+    direct,
+    error_feedback,
+    isega,
+    marina,
+    momentum_correction,
+)
 from jaxcomp.amounts import set_amounts
 from jaxcomp.base import Algorithm, Compressor, Spec, State, roundtrip
 from jaxcomp.bits import code_bits, lane_bytes
@@ -30,13 +39,15 @@ from jaxcomp.compressors import (
     narrow,
     natural,
     per_leaf,
+    precondition,
     rand_k,
     redsync,
+    refresh,
     sidco,
     top_k,
     warm_up,
 )
-from jaxcomp.exchange import Info, Link, compressed_mean, info, init_state, per_worker, state_axes, state_specs
+from jaxcomp.exchange import Info, Link, compressed_mean, info, init_state, per_worker, rounds, state_axes, state_specs
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.wire import WireError
 
@@ -51,6 +62,7 @@ __all__ = [
     "Spec",
     "State",
     "WireError",
+    "adiana",
     "allocate",
     "bernoulli",
     "cast",
@@ -59,6 +71,7 @@ __all__ = [
     "compressed_mean",
     "contract",
     "dagc",
+    "descend",
     "dgc",
     "diana",
     "direct",
@@ -70,21 +83,29 @@ __all__ = [
     "identity",
     "info",
     "init_state",
+    "isega",
     "lane_bytes",
     "ledger",
+    "marina",
     "momentum_correction",
     "narrow",
     "natural",
     "payloads",
     "per_leaf",
     "per_worker",
+    "precondition",
+    "prox",
     "rand_k",
     "redsync",
+    "refresh",
+    "rounds",
     "roundtrip",
     "set_amounts",
     "sidco",
+    "smoothness",
     "state_axes",
     "state_specs",
+    "theory",
     "top_k",
     "warm_up",
     "wire",

@@ -12,8 +12,13 @@ Laws
    `advance` and costs no bits. Private randomness (dithering, sampling) enters through `compress`.
 3. A payload holds exactly what crosses the wire: no shape, no k, no seed.
 4. `spec.omega`: E C(x) = x and E|C(x) - x|^2 <= omega |x|^2.  `spec.alpha`:
-   E|C(x) - x|^2 <= (1 - alpha) |x|^2.  None means "not known".
+   E|C(x) - x|^2 <= (1 - alpha) |x|^2.  None means "not known". The norm is Euclidean unless
+   `spec.norm` says otherwise.
 5. Non-finite entries count as zero: C(x) = C(where(isfinite(x), x, 0)).
+6. Where workers have different plans (smoothness matrices, probabilities, steps), shared state holds
+   the plans of all of them, stacked, so law 1 stands. `for_worker` picks one. Compressing and
+   decompressing take the state of one worker; `accumulate` takes the stack, and message j is decoded
+   with plan j.
 """
 
 import functools
@@ -38,12 +43,15 @@ __all__ = [
     "bounded",
     "check_compressor",
     "finite",
+    "for_worker",
     "key_data",
     "lengths",
     "like_of",
+    "one_row",
     "residual",
     "root_key",
     "roundtrip",
+    "row_of",
     "size_of",
     "weighted",
     "wide",
@@ -111,6 +119,7 @@ class Spec(NamedTuple):
     lifted: acts on a tree of arrays; omega and alpha then also accept a tuple of leaf sizes.
     dense_below: when lifted, leaves of a tree with fewer entries are sent as they are.
     weights: share of each worker in the mean, where the compressor brings them (`dagc`).
+    norm: (x, shared) -> |x|^2 in the norm in which omega and alpha hold; None: Euclidean.
     """
 
     name: str
@@ -121,6 +130,7 @@ class Spec(NamedTuple):
     lifted: bool = False
     dense_below: int = 0
     weights: tuple[float, ...] | None = None
+    norm: Callable[[Any, Any], Any] | None = None
 
 
 class Compressor(NamedTuple):
@@ -134,8 +144,7 @@ class Compressor(NamedTuple):
         shape and dtype of `like`.
     spec: Spec
 
-    The last three may be None: the functions `accumulate` and `advance` then do the usual thing, and
-    messages of all workers are equally long.
+    The others may be None: the functions of the same names then do the usual thing.
 
     accumulate(total, payloads, weights, shared) -> total + sum_j weights_j x_hat_j
         payloads: stacked on a leading axis; weights: [n], None for all ones, or a prefix tree of
@@ -143,6 +152,7 @@ class Compressor(NamedTuple):
     advance(shared) -> shared of the next round.
     lengths(like) -> `Lengths` in the place of each payload whose length depends on the worker, None
         in the place of the others.
+    for_worker(shared, worker, workers) -> shared as one worker uses it (law 6). Built with `row_of`.
     """
 
     init: Callable[[Array, Tree], State]
@@ -152,6 +162,7 @@ class Compressor(NamedTuple):
     accumulate: Callable[[Tree, Tree, Tree, Tree], Tree] | None = None
     advance: Callable[[Tree], Tree] | None = None
     lengths: Callable[[Tree], Tree] | None = None
+    for_worker: Callable[[Tree, Array | int, int | None], Tree] | None = None
 
 
 class Algorithm(NamedTuple):
@@ -302,7 +313,8 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
         total: array or tree, shape of what is decompressed, in the dtype to add in.
         payloads: payload with a leading axis of n messages on each array.
         weights: [n], None for all ones, or a prefix tree of the payload.
-        shared: the compressor's shared state.
+        shared: the compressor's shared state; with plans of several workers, those of all n, in
+            the order of the messages.
 
     Returns:
         Like `total`.
@@ -310,13 +322,14 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
     if compressor.accumulate is not None:
         return compressor.accumulate(total, payloads, weights, shared)
     like = like_of(total)
+    workers = jax.tree.leaves(payloads)[0].shape[0]
 
     def add(total, message):
-        payload, weight = message
-        x_hat = compressor.decompress(payload, shared, like)
+        payload, weight, worker = message
+        x_hat = compressor.decompress(payload, for_worker(compressor, shared, worker, workers), like)
         return jax.tree.map(lambda t, x: t + weighted(x.astype(t.dtype), weight), total, x_hat)
 
-    return fold(add, total, (payloads, weights))
+    return fold(add, total, (payloads, weights, jnp.arange(workers)))
 
 
 def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
@@ -354,7 +367,43 @@ def lengths(compressor: Compressor, like: Tree) -> Tree:
     return None if compressor.lengths is None else compressor.lengths(like)
 
 
-def roundtrip(compressor: Compressor, x: Tree, *, key: Array) -> tuple[Tree, Tree]:
+def for_worker(compressor: Compressor, shared: Tree, worker: Array | int, workers: int | None = None) -> Tree:
+    """The compressor's shared state as one worker uses it: with its own plan where plans differ.
+
+    Args:
+        compressor: any compressor.
+        shared: its shared state.
+        worker: number of the worker, may be traced.
+        workers: how many there are; None if it is not known.
+
+    Raises:
+        ValueError: the plans are those of another number of workers.
+    """
+    return shared if compressor.for_worker is None else compressor.for_worker(shared, worker, workers)
+
+
+def row_of(name: str, plans: Tree, worker: Array | int, workers: int | None) -> Tree:
+    """Plan of one worker from plans stacked on a leading axis, which stays, with length 1.
+
+    A stack of one plan is returned as it is, for every worker: picking twice is picking once.
+    """
+    rows = jax.tree.leaves(plans)[0].shape[0]
+    if rows == 1:
+        return plans
+    if workers not in (None, rows):
+        raise ValueError(f"{name}: plans of {rows} workers for {workers} workers")
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, worker, 0), plans)
+
+
+def one_row(name: str, plans: Tree) -> Tree:
+    """The only plan of a stack of one, without the leading axis."""
+    rows = jax.tree.leaves(plans)[0].shape[0]
+    if rows != 1:
+        raise ValueError(f"{name}: shared state holds the plans of {rows} workers; pick one with base.for_worker")
+    return jax.tree.map(lambda a: a[0], plans)
+
+
+def roundtrip(compressor: Compressor, x: Tree, *, key: Array, worker: Array | int = 0) -> tuple[Tree, Tree]:
     """Compresses and decompresses once: x_hat = C(x).
 
     Both kinds of randomness, shared and private, are drawn from `key`. May be jit-compiled and
@@ -364,6 +413,7 @@ def roundtrip(compressor: Compressor, x: Tree, *, key: Array) -> tuple[Tree, Tre
         compressor: any compressor.
         x: floating array of any shape (a tree if the compressor is lifted).
         key: typed key or raw uint32[2].
+        worker: whose plan to use, where plans differ between workers.
 
     Returns:
         x_hat with the shape and dtype of x, and the payload.
@@ -378,5 +428,6 @@ def roundtrip(compressor: Compressor, x: Tree, *, key: Array) -> tuple[Tree, Tre
     shared_key, private_key = jax.random.split(root_key(key) if hasattr(key, "dtype") else wrap_key(key))
     like = like_of(x)
     state = compressor.init(shared_key, like)
-    payload, _ = compressor.compress(private_key, x, state)
-    return compressor.decompress(payload, state.shared, like), payload
+    shared = for_worker(compressor, state.shared, worker)
+    payload, _ = compressor.compress(private_key, x, State(state.local, shared))
+    return compressor.decompress(payload, shared, like), payload

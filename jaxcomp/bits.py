@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.packing import unpack
 from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sparse
 
 __all__ = ["code_bits", "lane_bytes"]
@@ -35,17 +36,24 @@ def lane_bytes(payload: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(payload))
 
 
-def code_bits(payload: Any) -> Array | int:
+def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:
     """Bits of the code that `wire.encode` uses for this payload, without frame and byte padding.
 
+    With code="fixed":
     Dense, Scaled, Quantized: the bits of the arrays (32 codes of w bits fill w words).
     Sparse: m (value bits + w), with m the entries up to the first padding and w the bit length of the
     largest index. With a payload in place of `values`: that payload's bits plus m w. With `LocalIndices`:
     w = 16, m the entries without padding, and 32 bits for each block's count.
     Leaves: the sum of the parts.
 
+    With code="elias" there are other bits for
+    Quantized: the norms, and for each non-zero level the Elias omega code of its distance from the one
+    before (the first counts from -1), a sign and the code of its magnitude;
+    Sparse: for each entry before the padding the code of its distance, and its value.
+
     Args:
         payload: concrete or traced.
+        code: "fixed" or "elias", as for `wire.encode`.
 
     Returns:
         A Python int where it follows from the shapes; else a scalar, i32 when the largest
@@ -54,12 +62,16 @@ def code_bits(payload: Any) -> Array | int:
     >>> print(code_bits(Sparse(jnp.array([1.0, 2.0, 0.0, 0.0]), jnp.array([1, 5, 9, 9]))))
     108
     """
+    if code not in ("fixed", "elias"):
+        raise ValueError(f'code_bits: code must be "fixed" or "elias"; got {code!r}')
     if isinstance(payload, Leaves):
-        return sum((code_bits(part) for part in payload.leaves), code_bits(payload.dense))
+        return sum((code_bits(part, code=code) for part in payload.leaves), code_bits(payload.dense, code=code))
     if isinstance(payload, Sparse):
-        return _sparse_bits(payload)
+        return _sparse_bits(payload, code)
     if isinstance(payload, Dense) and not _is_array(payload.values):
-        return code_bits(payload.values)
+        return code_bits(payload.values, code=code)
+    if isinstance(payload, Quantized) and code == "elias":
+        return _elias_quantized_bits(payload)
     if isinstance(payload, Dense | Scaled | Quantized):
         return 8 * lane_bytes(payload)
     raise TypeError(f"code_bits: unknown payload type {type(payload).__name__}")
@@ -69,9 +81,11 @@ def _is_array(values: Any) -> bool:
     return jax.tree.structure(values) == jax.tree.structure(0)
 
 
-def _sparse_bits(payload: Sparse) -> Array | int:
+def _sparse_bits(payload: Sparse, code: str) -> Array | int:
     if isinstance(payload.indices, LocalIndices):
-        return _local_bits(payload)
+        return _local_bits(payload, code)
+    if code == "elias":
+        return _elias_sparse_bits(payload)
     capacity = payload.indices.shape[-1]
     plain = _is_array(payload.values)
     if capacity == 0:
@@ -91,7 +105,7 @@ def _sparse_bits(payload: Sparse) -> Array | int:
     return bits if plain else bits + code_bits(payload.values)
 
 
-def _local_bits(payload: Sparse) -> Array | int:
+def _local_bits(payload: Sparse, code: str) -> Array | int:
     low, counts = payload.indices
     capacity = low.shape[-1]
     plain = _is_array(payload.values)
@@ -106,4 +120,47 @@ def _local_bits(payload: Sparse) -> Array | int:
     fixed = 8 * lane_bytes(counts)
     dtype = jnp.int32 if capacity * (value_bits + 16) + fixed < 2**31 else jnp.float32
     bits = count.astype(dtype) * (16 + value_bits) + fixed
-    return bits if plain else bits + code_bits(payload.values)
+    return bits if plain else bits + code_bits(payload.values, code=code)
+
+
+# ------------------------------------------------------------------------------------------------
+# Elias omega codes
+
+
+def _elias_length(n: Array) -> Array:
+    """Bits of the omega code of each n >= 1, i32."""
+    total = jnp.ones_like(n)
+    for _ in range(5):  # 2^31 has 32 digits, 31 has 5, 4 has 3, 2 has 2
+        digits = 32 - lax.clz(n.astype(jnp.uint32)).astype(jnp.int32)
+        total += jnp.where(n > 1, digits, 0)
+        n = jnp.where(n > 1, digits - 1, 1)
+    return total
+
+
+def _total(bits: Array, most: int) -> Array:
+    return jnp.sum(bits, dtype=jnp.int32 if most < 2**31 else jnp.float32)
+
+
+def _elias_quantized_bits(payload: Quantized) -> Array:
+    size = 32 * payload.words.shape[1]
+    codes = unpack(payload.words, size).astype(jnp.int32)
+    place = lax.iota(jnp.int32, size)
+    marks = jnp.where(codes != 0, place, -1)
+    before = jnp.concatenate([jnp.full((1,), -1, jnp.int32), lax.cummax(marks)[:-1]]) if size else marks
+    each = _elias_length(jnp.maximum(place - before, 1)) + 1 + _elias_length(jnp.maximum((codes + 1) // 2, 1))
+    return _total(jnp.where(codes != 0, each, 0), 80 * size) + 8 * lane_bytes(payload.norms)
+
+
+def _elias_sparse_bits(payload: Sparse) -> Array | int:
+    capacity = payload.indices.shape[-1]
+    plain = _is_array(payload.values)
+    if capacity == 0:
+        return 0 if plain else code_bits(payload.values, code="elias")
+    indices = payload.indices
+    sent = indices != indices[-1]
+    if plain:  # a last entry that is not padding
+        sent |= (lax.iota(jnp.int32, capacity) == capacity - 1) & (payload.values[-1] != 0)
+    gaps = jnp.diff(indices, prepend=jnp.full((1,), -1, indices.dtype))
+    value_bits = 8 * payload.values.dtype.itemsize if plain else 0
+    bits = _total(jnp.where(sent, _elias_length(jnp.maximum(gaps, 1)) + value_bits, 0), capacity * (value_bits + 40))
+    return bits if plain else bits + code_bits(payload.values, code="elias")

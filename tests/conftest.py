@@ -2,6 +2,9 @@
 
 import os
 
+# Two test processes with two threads each wait for one another inside XLA's loops, up to a hundredfold.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+
 import jax
 import pytest
 

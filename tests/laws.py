@@ -25,6 +25,16 @@ P = np.linspace(0.05, 1.0, D)
 STEPS = np.linspace(0.05, 0.5, D)
 
 
+WORKERS = 3  # of rows with plans per worker
+_rng = np.random.default_rng(0)
+_features = _rng.standard_normal((WORKERS, 2 * D, D)) * np.geomspace(0.2, 2, D)
+MATRICES = [a.T @ a / (8 * D) + 0.01 * np.eye(D) for a in _features]
+DENSE = jc.smoothness.stack([jc.smoothness.dense_of(matrix) for matrix in MATRICES])
+CHANCES = jc.smoothness.probabilities(DENSE.diag, D / 5)
+VARYING = jc.smoothness.steps(DENSE.diag, 2 * D)
+SCALES = jc.smoothness.diagonal_of(np.geomspace(0.1, 10, D))
+
+
 ROWS = [
     Row("identity", jc.identity(), True, True),
     Row("cast-bf16", jc.cast("bfloat16"), False, True),
@@ -68,6 +78,26 @@ ROWS = [
     Row("compose-identity-natural", jc.compose(jc.identity(), jc.natural()), False, False),
     Row("compose-dagc-bf16", jc.compose(jc.dagc([1, 2], 0.1), jc.cast("bfloat16")), False, True),
     Row("compose-sidco-natural", jc.compose(jc.sidco(0.1), jc.natural()), False, False),
+    Row("bernoulli-workers", jc.bernoulli(CHANCES, per_worker=True), False, False, True),
+    Row("dithering-norm-bf16", jc.dithering(7, blocks=7, norm_dtype="bfloat16"), False, False),
+    Row("dithering-workers", jc.dithering(steps=VARYING, per_worker=True), False, False, True),
+    Row("compose-workers", jc.compose(jc.bernoulli(CHANCES, per_worker=True), jc.dithering(7)), False, False, True),
+    Row("precondition-shared-rand_k", jc.precondition(jc.rand_k(0.2), SCALES), False, False, True),
+    Row("precondition-natural", jc.precondition(jc.natural(), DENSE), False, False, True),
+    Row(
+        "precondition-bernoulli",
+        jc.precondition(jc.bernoulli(CHANCES, per_worker=True), DENSE),
+        False,
+        False,
+        True,
+    ),
+    Row(
+        "precondition-dithering",
+        jc.precondition(jc.dithering(steps=VARYING, per_worker=True), DENSE),
+        False,
+        False,
+        True,
+    ),
 ]
 
 # Factories of the front door that make compressors; every one must have a row (tested).
@@ -84,6 +114,7 @@ FACTORIES = [
     "identity",
     "narrow",
     "natural",
+    "precondition",
     "rand_k",
     "redsync",
     "sidco",

@@ -122,7 +122,7 @@ def test_public_names_are_documented(name):
         doc = inspect.getdoc(thing)
         assert ">>>" in doc, "one doctest"
         assert "Raises:" in doc or name in ("identity", "natural"), "errors"
-        assert "omega" in doc or "alpha" in doc, "theory"
+        assert "omega" in doc or "alpha" in doc or name == "warm_up", "theory"
 
 
 def test_versions_agree():

@@ -1,8 +1,22 @@
 """Distributed methods: what each worker sends, and what is made of the mean."""
 
+from jaxcomp.algorithms.adiana import adiana
 from jaxcomp.algorithms.diana import diana
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import error_feedback
+from jaxcomp.algorithms.isega import isega
+from jaxcomp.algorithms.marina import marina
+from jaxcomp.algorithms.method import Method, descend
 from jaxcomp.algorithms.momentum_correction import momentum_correction
 
-__all__ = ["diana", "direct", "error_feedback", "momentum_correction"]
+__all__ = [
+    "Method",
+    "adiana",
+    "descend",
+    "diana",
+    "direct",
+    "error_feedback",
+    "isega",
+    "marina",
+    "momentum_correction",
+]

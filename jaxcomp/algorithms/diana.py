@@ -15,6 +15,7 @@ from jaxcomp.base import (
     check_compressor,
     finite,
     size_of,
+    wide,
     wide_like,
 )
 from jaxcomp.compressors.tree import lift
@@ -32,7 +33,7 @@ class DianaShared(NamedTuple):
     compressor: Any
 
 
-def diana(compressor: Compressor, *, alpha: float | None = None) -> Algorithm:
+def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> Algorithm:
     """Sends C(g_i - h_i) and moves the shift h_i towards the gradient.
 
     delta_i = C(g_i - h_i),   direction = h + (1/n) sum_i delta_i,
@@ -45,7 +46,8 @@ def diana(compressor: Compressor, *, alpha: float | None = None) -> Algorithm:
     Args:
         compressor: unbiased (omega known), of one array (then `per_leaf` of it is used for trees)
             or of trees.
-        alpha: step of the shifts, in (0, 1 / (1 + omega)]; that bound is the default.
+        alpha: step of the shifts, in (0, 1 / (1 + omega)]; that bound is the default. A JAX array (for
+            sweeps inside jit) is not checked.
 
     Raises:
         ValueError: the compressor is biased, or alpha is out of range (when omega is known only
@@ -63,7 +65,8 @@ def diana(compressor: Compressor, *, alpha: float | None = None) -> Algorithm:
     if spec.omega is None:
         cure = f"Use error_feedback({spec.name}) instead" if spec.alpha is not None else "Its omega is not known"
         raise ValueError(f"diana needs an unbiased compressor; {spec.name} is not one. {cure}")
-    if alpha is not None and not 0 < alpha <= 1:
+    fixed = None if isinstance(alpha, jax.Array) else alpha
+    if fixed is not None and not 0 < fixed <= 1:
         raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)]; got {alpha}")
     compressor = lift(compressor)
     omega = compressor.spec.omega or (lambda sizes: 0.0)
@@ -74,7 +77,7 @@ def diana(compressor: Compressor, *, alpha: float | None = None) -> Algorithm:
     def init(shared_key, like):
         like = wide_like(like)
         bound = 1 / (1 + omega(size_of(like)))
-        if alpha is not None and alpha > bound * (1 + 1e-6):
+        if fixed is not None and fixed > bound * (1 + 1e-6):
             raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)] = (0, {bound:.6g}]; got {alpha}")
         state = compressor.init(shared_key, like)
         zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
@@ -87,7 +90,7 @@ def diana(compressor: Compressor, *, alpha: float | None = None) -> Algorithm:
         difference = message(grads, state.local)
         payload, local = compressor.compress(key, difference, State(state.local.compressor, state.shared.compressor))
         stacked = jax.tree.map(lambda a: a[None], payload)
-        weight = jnp.full((1,), step_of(grads), jnp.float32)
+        weight = jnp.full((1,), step_of(grads), wide(*(leaf.dtype for leaf in jax.tree.leaves(state.local.shift))))
         shift = accumulate(compressor, state.local.shift, stacked, weight, state.shared.compressor)
         return payload, DianaLocal(jax.tree.map(bounded, shift), local)
 

@@ -60,7 +60,7 @@ def momentum_correction(
     (Nesterov: u <- m (u + g), direction u + g).
 
     Args:
-        compressor: contracts, of one array or of trees; `dgc` in the paper, any sparsifier will do.
+        compressor: contracts (alpha known), of one array or of trees; `dgc` in the paper, any sparsifier will do.
         momentum: m, in [0, 1).
         nesterov: which of the two forms.
         masking: set u_i to zero where v_i was sent.

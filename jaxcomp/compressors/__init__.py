@@ -4,6 +4,7 @@ from jaxcomp.compressors.combine import compose, contract, narrow
 from jaxcomp.compressors.dagc import Selector, dagc
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.compressors.dgc import dgc, warm_up
+from jaxcomp.compressors.precondition import precondition, refresh
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.sparsify import bernoulli, rand_k, top_k
@@ -27,8 +28,10 @@ __all__ = [
     "narrow",
     "natural",
     "per_leaf",
+    "precondition",
     "rand_k",
     "redsync",
+    "refresh",
     "sidco",
     "top_k",
     "warm_up",

@@ -6,7 +6,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, fold, like_of, size_of
+from jaxcomp.base import (
+    Compressor,
+    Spec,
+    State,
+    accumulate,
+    advance,
+    check_compressor,
+    fold,
+    for_worker,
+    like_of,
+    size_of,
+)
 from jaxcomp.compressors.dense import cast
 from jaxcomp.payloads import LocalIndices, Sparse
 from jaxcomp.select import global_indices, local_indices
@@ -102,7 +113,8 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
     def values_like(like):
         def values(key):
             x = jnp.zeros(like.shape, like.dtype)
-            return outer.compress(key, x, outer.init(key, like))[0]
+            state = outer.init(key, like)
+            return outer.compress(key, x, State(state.local, for_worker(outer, state.shared, 0)))[0]
 
         payload = jax.eval_shape(values, jax.random.key(0))
         if not isinstance(getattr(payload, "values", None), jax.ShapeDtypeStruct):
@@ -138,13 +150,18 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
 
     def add(total, payloads, weights, shared):
         like = like_of(total)
+        workers = jax.tree.leaves(payloads)[0].shape[0]
 
         def add_one(total, message):
-            payload, weight = message
-            one, weight = jax.tree.map(lambda a: a[None], (unfold(payload, shared, like), weight))
-            return accumulate(outer, total, one, weight, shared[0])
+            payload, weight, worker = message
+            mine = pick(shared, worker, workers)
+            one, weight = jax.tree.map(lambda a: a[None], (unfold(payload, mine, like), weight))
+            return accumulate(outer, total, one, weight, mine[0])
 
-        return fold(add_one, total, (payloads, weights))
+        return fold(add_one, total, (payloads, weights, jnp.arange(workers)))
+
+    def pick(shared, worker, workers):
+        return for_worker(outer, shared[0], worker, workers), for_worker(inner, shared[1], worker, workers)
 
     omega = alpha = None
     if first.omega is not None and second.omega is not None:
@@ -171,6 +188,7 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
         accumulate=add,
         advance=next_round,
         lengths=outer.lengths,
+        for_worker=None if outer.for_worker is None and inner.for_worker is None else pick,
     )
 
 

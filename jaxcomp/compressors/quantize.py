@@ -1,5 +1,6 @@
 """Random dithering: each entry is rounded at random to a multiple of a step times the norm."""
 
+import functools
 import math
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, State, bounded, finite, wide
+from jaxcomp.base import Compressor, Spec, State, bounded, finite, one_row, row_of, wide
 from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
 from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
@@ -39,6 +40,16 @@ def unzigzag(codes: Array) -> Array:
     """
     codes = codes.astype(jnp.int32)
     return jnp.where(codes % 2 == 1, (codes + 1) // 2, -(codes // 2))
+
+
+def up_to_bfloat16(norms: Array) -> Array:
+    """The next bfloat16 that is not smaller, as f32; at most the largest.
+
+    >>> print(up_to_bfloat16(jnp.array([1.0, 1.0001])))
+    [1.        1.0078125]
+    """
+    bits = (lax.bitcast_convert_type(norms, jnp.uint32) + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
+    return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), jnp.float32(jnp.finfo(jnp.bfloat16).max))
 
 
 class Blocks:
@@ -84,6 +95,8 @@ def dithering(
     norm: float | str = 2,
     blocks: int | None = None,
     block_size: int | None = None,
+    per_worker: bool = False,
+    norm_dtype: Any = None,
 ) -> Compressor:
     """Random dithering, unbiased.
 
@@ -101,6 +114,9 @@ def dithering(
         norm: 2 or "inf".
         blocks: number of blocks; blocks of floor(d / blocks) entries, the last takes the rest.
         block_size: entries per block instead; the last block takes what is left.
+        per_worker: `steps` is a matrix with a row of steps for each worker.
+        norm_dtype: float32 (default) or bfloat16, in which norms travel. They are rounded up, which
+            keeps C unbiased and multiplies e by at most 1 + 2^-7.
 
     Returns:
         Compressor with payload `Quantized`.
@@ -130,9 +146,16 @@ def dithering(
     if blocks is not None and block_size is not None:
         raise ValueError(f"dithering: give at most one of blocks and block_size; got {blocks} and {block_size}")
 
+    if norm_dtype is not None and jnp.dtype(norm_dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+        raise ValueError(f"dithering: norm_dtype must be float32 or bfloat16; got {norm_dtype!r}")
+    short = norm_dtype is not None and jnp.dtype(norm_dtype) == jnp.bfloat16
+
     order = 2 if norm == 2 else math.inf
     varying = steps is not None and np.ndim(steps) > 0
-    sizes = np.asarray(steps if levels is None else 1.0 / levels, np.float64).reshape(-1)
+    if per_worker and np.ndim(steps) != 2:
+        raise ValueError(f"dithering: per_worker needs a row of steps for each worker; got shape {np.shape(steps)}")
+    sizes = np.asarray(steps if levels is None else 1.0 / levels, np.float64)
+    sizes = sizes if per_worker else sizes.reshape(1, -1)
     if sizes.size == 0 or not np.all(np.isfinite(sizes) & (sizes >= 1 / MOST_LEVELS)):
         raise ValueError(f"dithering: steps must be finite and at least 2^-15; got {steps}")
     most = math.ceil(float(np.max(1 / sizes)) - 1e-9)
@@ -145,9 +168,9 @@ def dithering(
         if not varying:
             return State()
         cut = layout(like.size)
-        if sizes.size not in (like.size, cut.count):
+        if sizes.shape[1] not in (like.size, cut.count):
             raise ValueError(
-                f"dithering: {sizes.size} steps for an array of {like.size} entries in {cut.count} block(s); "
+                f"dithering: {sizes.shape[1]} steps for an array of {like.size} entries in {cut.count} block(s); "
                 "give one step per entry or one per block"
             )
         return State(shared=jnp.asarray(sizes, jnp.float32))
@@ -160,10 +183,10 @@ def dithering(
         """
         each = cut.spread(norms)
         if varying:
-            steps = shared.astype(jnp.float32)
+            steps = one_row("dithering", shared).astype(jnp.float32)
             each = each * (cut.spread(steps) if steps.shape[0] == cut.count else steps)
         else:
-            each = each * jnp.float32(sizes[0])
+            each = each * jnp.float32(sizes[0, 0])
         spare = jnp.uint32((1 << (width - 1)) - 1)
         bits = (lax.bitcast_convert_type(each, jnp.uint32) + spare) & ~spare
         return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), jnp.float32(LARGEST))
@@ -172,41 +195,39 @@ def dithering(
         x = x.astype(wide(x.dtype))
         cut = layout(x.shape[0])
         norms = jnp.minimum(cut.norms(x, order), jnp.asarray(LARGEST, x.dtype)).astype(jnp.float32)
+        norms = up_to_bfloat16(norms) if short else norms
         unit = unit_of(state.shared, cut, norms).astype(x.dtype)
         empty = unit < jnp.asarray(jnp.finfo(jnp.float32).tiny, x.dtype)
         position = jnp.where(empty, jnp.zeros((), x.dtype), jnp.abs(finite(x)) / unit)
         noise = random_uniform(key, x.shape[0]).astype(x.dtype)
         level = jnp.minimum(jnp.floor(position + noise), most).astype(jnp.int32)
+        norms = norms.astype(jnp.bfloat16) if short else norms
         return Quantized(norms, pack(zigzag(jnp.where(x < 0, -level, level)), width)), state.local
 
     def decompress(payload, shared, like):
         cut = layout(like.size)
         check_like("dithering", payload.words.shape, (width, -(-like.size // 32)))
         level = unzigzag(unpack(payload.words, like.size)).astype(wide(like.dtype))
-        x_hat = bounded(level * unit_of(shared, cut, payload.norms).astype(level.dtype))
-        return bounded(x_hat.astype(like.dtype))
+        unit = unit_of(shared, cut, payload.norms.astype(jnp.float32)).astype(level.dtype)
+        return bounded(bounded(level * unit).astype(like.dtype))
 
     def omega(d: int) -> float:
         cut = layout(d)
-        if not varying:
-            squares = sizes[0] ** 2 * cut.largest
-        elif sizes.size == d:
-            bounds = [min(d, row * cut.length) for row in range(cut.rows)] + (
-                [cut.rows * cut.length] if cut.tail else []
-            )
-            squares = float(np.max(np.add.reduceat(sizes**2, bounds))) if d else 0.0
+        if sizes.shape[1] == d:
+            starts = np.cumsum([0, *cut.lengths[:-1]])
+            squares = float(np.max(np.add.reduceat(sizes**2, starts, axis=1))) if d else 0.0
         else:
-            lengths = np.array([cut.length] * cut.rows + ([cut.tail] if cut.tail else []))
-            squares = float(np.max(lengths * sizes**2, initial=0.0))
-        e = math.sqrt(squares) * (1 + 2.0 ** (width - 24))  # units are rounded up
+            squares = float(np.max(np.array(cut.lengths) * sizes**2, initial=0.0))
+        e = math.sqrt(squares) * (1 + 2.0 ** (width - 24)) * (1 + short * 2.0**-7)  # units and norms are rounded up
         return e - 1 if e >= 2 else e**2 / 4
 
     described = f"levels={levels}" if steps is None else "varying steps" if varying else f"steps={steps}"
-    described += ", norm=inf" if order != 2 else ""
+    described += (", norm=inf" if order != 2 else "") + (", norm_dtype=bfloat16" if short else "")
     described += f", blocks={blocks}" if blocks else f", block_size={block_size}" if block_size else ""
     return on_vectors(
         init=init,
         compress=compress,
         decompress=decompress,
         spec=Spec(f"dithering({described})", omega=omega, alpha=None, linear=False),
+        for_worker=functools.partial(row_of, "dithering") if per_worker else None,
     )

@@ -1,5 +1,6 @@
 """Compressors that keep a few entries: the largest, random ones, or each with its own probability."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -8,7 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, State, Tally, bounded, finite, fold, key_data, weighted, wide
+from jaxcomp.base import (
+    Compressor,
+    Spec,
+    State,
+    Tally,
+    bounded,
+    finite,
+    fold,
+    key_data,
+    one_row,
+    row_of,
+    weighted,
+    wide,
+)
 from jaxcomp.compressors.combine import narrow
 from jaxcomp.compressors.vector import check_like, count_of, on_vectors
 from jaxcomp.hashing import random_bits, random_subset
@@ -179,7 +193,7 @@ class Chances(NamedTuple):
     chance: Array
 
 
-def bernoulli(probabilities: Any) -> Compressor:
+def bernoulli(probabilities: Any, *, per_worker: bool = False) -> Compressor:
     """Keeps each entry independently with its own probability.
 
     C(x)_j = x_j / p_j with probability p_j, else 0.   omega = max_j 1 / p_j - 1.
@@ -192,12 +206,14 @@ def bernoulli(probabilities: Any) -> Compressor:
     Args:
         probabilities: one number in (0, 1], or an array with the shape of x. Kept in
             `State.shared`, because decoders need the array's length and encoders its values.
+        per_worker: the leading axis of `probabilities` counts workers; worker i uses row i.
 
     Returns:
         Compressor with payload `Sparse`.
 
     Raises:
-        ValueError: a probability is outside (0, 1] or the length does not match x.
+        ValueError: a probability is outside (0, 1], the length does not match x, or per_worker
+            without a matrix.
 
     Reference: Safaryan, Hanzely, Richtarik 2021, independent sampling.
 
@@ -205,19 +221,25 @@ def bernoulli(probabilities: Any) -> Compressor:
     >>> print(jc.roundtrip(jc.bernoulli([1.0, 1.0, 0.5]), jnp.array([1.0, 2.0, 0.0]), key=jax.random.key(0))[0])
     [1. 2. 0.]
     """
-    p = np.asarray(probabilities, np.float64).reshape(-1) if np.ndim(probabilities) else float(probabilities)
+    if per_worker and np.ndim(probabilities) < 2:
+        raise ValueError(
+            f"bernoulli: per_worker needs a row of probabilities per worker; got shape {np.shape(probabilities)}"
+        )
+    p = np.asarray(probabilities, np.float64)
+    p = p.reshape(p.shape[0], -1) if per_worker else p.reshape(-1) if p.ndim else float(p)
     smallest = float(np.min(p, initial=1.0))
     if not (smallest > 0 and np.all(np.asarray(p) <= 1)):
         raise ValueError(f"bernoulli: probabilities must be in (0, 1]; got {probabilities}")
 
     def capacity_of(d: int) -> int:
-        each = np.broadcast_to(p, (d,))
-        mean, variance = float(np.sum(each)), float(np.sum(each * (1 - each)))
-        return d if variance == 0 else min(d, math.ceil(mean + 8 * math.sqrt(variance) + 8))
+        rows = p if per_worker else np.broadcast_to(p, (1, d))
+        mean, variance = np.sum(rows, 1), np.sum(rows * (1 - rows), 1)
+        most = np.max(np.where(variance == 0, d, mean + 8 * np.sqrt(variance) + 8), initial=0)
+        return min(d, math.ceil(most))
 
     def init(shared_key, like):
-        if np.ndim(p) and np.size(p) != like.size:
-            raise ValueError(f"bernoulli: {np.size(p)} probabilities for an array of {like.size} entries")
+        if np.ndim(p) and np.shape(p)[-1] != like.size:
+            raise ValueError(f"bernoulli: {np.shape(p)[-1]} probabilities for an array of {like.size} entries")
         limit = np.clip(np.rint(np.asarray(p) * 2.0**32), 1, 2.0**32) - 1
         kept = (limit + 1) / 2.0**32
         dtype = wide(like.dtype)
@@ -228,7 +250,7 @@ def bernoulli(probabilities: Any) -> Compressor:
 
     def compress(key, x, state):
         d = x.shape[0]
-        limit, chance = state.shared
+        limit, chance = one_row("bernoulli", state.shared) if per_worker else state.shared
         capacity = capacity_of(d)
         indices, chosen = indices_of_words(mask_words(random_bits(key, d) <= limit), capacity, d)
         if chance.ndim and d:
@@ -242,9 +264,10 @@ def bernoulli(probabilities: Any) -> Compressor:
         decompress=dense_of_sparse,
         accumulate=add_sparse,
         spec=Spec(
-            f"bernoulli({probabilities})" if np.ndim(p) == 0 else f"bernoulli({np.size(p)} probabilities)",
+            f"bernoulli({probabilities})" if np.ndim(p) == 0 else f"bernoulli({np.shape(p)[-1]} probabilities)",
             omega=lambda d: 1 / smallest - 1,
             alpha=None,
             linear=False,
         ),
+        for_worker=functools.partial(row_of, "bernoulli") if per_worker else None,
     )

@@ -14,6 +14,7 @@ from jaxcomp.base import (
     check_compressor,
     finite,
     fold,
+    for_worker,
     is_array,
     lengths,
     like_of,
@@ -164,6 +165,11 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
         _, large = split(like)
         return Leaves(Dense(None), tuple(lengths(compressor, leaf) for _, leaf in large))
 
+    def pick(shared, worker, workers):
+        if not isinstance(shared, PerLeaf):
+            return for_worker(compressor, shared, worker, workers)
+        return PerLeaf(tuple(for_worker(compressor, s, worker, workers) for s in shared.leaves))
+
     def over_leaves(bound, pick, dense_value):
         if bound is None:
             return None
@@ -191,6 +197,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
         accumulate=add,
         advance=None if compressor.advance is None else advance_,
         lengths=None if compressor.lengths is None else lengths_,
+        for_worker=None if compressor.for_worker is None else pick,
     )
 
 
@@ -242,4 +249,5 @@ def flat(compressor: Compressor) -> Compressor:
         ),
         advance=compressor.advance,
         lengths=None if compressor.lengths is None else lambda like: lengths(compressor, vector_like(like)),
+        for_worker=compressor.for_worker,
     )

@@ -23,6 +23,7 @@ def on_vectors(
     accumulate: Callable[..., Array] | None = None,
     advance: Callable | None = None,
     lengths: Callable | None = None,
+    for_worker: Callable | None = None,
 ) -> Compressor:
     """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`)."""
 
@@ -55,7 +56,7 @@ def on_vectors(
 
     accumulate = None if accumulate is None else of_any_shape(accumulate)
     of_flat = None if lengths is None else lambda like: lengths(flat_like(like))
-    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat)
+    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker)
 
 
 def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], int]:

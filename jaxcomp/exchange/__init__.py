@@ -2,6 +2,7 @@
 
 from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.meet import CHOICES, VIAS, Met, gather, sums
+from jaxcomp.exchange.rounds import Rounds, rounds
 from jaxcomp.exchange.transform import Info, compressed_mean, info, init_state, per_worker, state_axes, state_specs
 
 __all__ = [
@@ -10,11 +11,13 @@ __all__ = [
     "Info",
     "Link",
     "Met",
+    "Rounds",
     "compressed_mean",
     "gather",
     "info",
     "init_state",
     "per_worker",
+    "rounds",
     "state_axes",
     "state_specs",
     "sums",

@@ -17,6 +17,7 @@ from jaxcomp.base import (
     State,
     Tally,
     accumulate,
+    for_worker,
     key_data,
     lengths,
     like_of,
@@ -52,10 +53,13 @@ class Counts(NamedTuple):
 
 
 class MeanLocal(NamedTuple):
-    """Every array has a leading axis of workers: [1, ...] at one worker, [n, ...] for all of them."""
+    """Every array has a leading axis of workers: [1, ...] at one worker, [n, ...] for all of them.
+
+    counts: of `compressed_mean`; None in the state of `rounds`, which returns what it sent.
+    """
 
     algorithm: Any
-    counts: Counts
+    counts: Counts | None
 
 
 class MeanShared(NamedTuple):
@@ -169,7 +173,7 @@ def compressed_mean(
         like = like_of(params)
         shared_key, private_key = jax.random.split(root)
         state = algorithm.init(shared_key, like)
-        rows = _rows(axis_name)
+        rows = local_rows(axis_name)
         local = MeanLocal(state.local, _no_counts())
         local = jax.tree.map(lambda x: jnp.tile(x[None], (rows,) + (1,) * x.ndim), local)
         if is_bound(axis_name):
@@ -204,7 +208,9 @@ def compressed_mean(
 
         key = jax.random.fold_in(wrap_key(shared.key), shared.count)
         key = jax.random.fold_in(key, axis_index(axis_name))
-        payload, new_local = algorithm.send(key, grads, State(_seated(local, axis_name), shared.algorithm))
+        mine = for_worker(compressor, shared.algorithm.compressor, axis_index(axis_name), workers)
+        own = State(_seated(local, axis_name), shared.algorithm._replace(compressor=mine))
+        payload, new_local = algorithm.send(key, grads, own)
 
         each = None if shares is None else jnp.asarray(shares, jnp.float32)
         met = meet(via, payload, each, axis_name, spec.linear, lengths(compressor, like), link)
@@ -214,7 +220,7 @@ def compressed_mean(
         direction, new_shared = algorithm.receive(mean, shared.algorithm)
         direction = jax.tree.map(lambda d, g: d.astype(g.dtype), direction, like)
 
-        sent = compressor.decompress(payload, shared.algorithm.compressor, wide_like(grads)) if measure else None
+        sent = compressor.decompress(payload, mine, wide_like(grads)) if measure else None
         counts = _count(payload, grads, algorithm.message(grads, local), sent, new_local)
         counts = counts._replace(
             sent_bytes=jnp.asarray(met.sent_bytes, jnp.float32), via=jnp.asarray(CHOICES.index(met.chosen), jnp.int32)
@@ -232,7 +238,7 @@ def _shares(weights: Any) -> np.ndarray:
     return values / values.sum()
 
 
-def _rows(axis: Axis) -> int:
+def local_rows(axis: Axis) -> int:
     """Leading axis of local arrays: n where we stand outside and the ambient mesh says what n is."""
     if is_bound(axis):
         return 1
@@ -460,6 +466,7 @@ def info(state: Any, *, each: bool = False) -> Info:
     8.0 0.5 0.6
     """
     nodes = [node for node in jax.tree.leaves(state, is_leaf=_is_mean) if _is_mean(node)]
+    nodes = [node for node in nodes if node.local.counts is not None]
     if not nodes:
         raise ValueError("info: there is no compressed_mean in this state")
     rows = [jax.tree.map(lambda x: jnp.reshape(x, (-1,)), node.local.counts) for node in nodes]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-__all__ = ["pack_bits", "packed_size", "unpack_bits"]
+__all__ = ["pack_bits", "pack_words", "packed_size", "unpack_bits", "unpack_words"]
 
 CHUNK = 1 << 16  # values at a time; a multiple of 8, so each chunk starts on a byte
 
@@ -47,3 +47,35 @@ def unpack_bits(data: memoryview, count: int, width: int) -> np.ndarray:
         padded[:, :width] = bits.reshape(size, width)
         values[start : start + size] = np.packbits(padded, axis=1, bitorder="little").view("<u4")[:, 0]
     return values
+
+
+def pack_words(indices: np.ndarray, codes: np.ndarray, width: int, groups: int) -> np.ndarray:
+    """What `packing.pack` makes of 32 * groups codes, of which only some are not zero: uint32[width, groups].
+
+    Args:
+        indices: of the codes that are not zero, distinct.
+        codes: these, below 2^width.
+
+    >>> unpack_words(pack_words(np.array([1, 3]), np.array([7, 9]), 5, 1))[:4]
+    array([0, 7, 0, 9], dtype=uint32)
+    """
+    words = np.zeros((width, groups), np.uint32)
+    place, group = np.divmod(np.asarray(indices, np.int64), max(groups, 1))
+    row, shift = np.divmod(place * width, 32)
+    value = np.asarray(codes, np.uint64) << shift.astype(np.uint64)
+    np.bitwise_or.at(words, (row, group), (value & np.uint64(0xFFFFFFFF)).astype(np.uint32))
+    high = (value >> np.uint64(32)).astype(np.uint32)
+    over = np.flatnonzero(high)
+    np.bitwise_or.at(words, (row[over] + 1, group[over]), high[over])
+    return words
+
+
+def unpack_words(words: np.ndarray) -> np.ndarray:
+    """All codes of words uint32[width, G]: uint32[32 G]."""
+    width, groups = words.shape
+    rows = np.ascontiguousarray(words.T, "<u4")
+    bits = np.unpackbits(rows.view(np.uint8).reshape(groups, 4 * width), axis=1, bitorder="little")
+    padded = np.zeros((groups, 32, 32), np.uint8)
+    padded[:, :, :width] = bits.reshape(groups, 32, width)
+    codes = np.packbits(padded, axis=2, bitorder="little").view("<u4")[:, :, 0]
+    return np.ascontiguousarray(codes.T).reshape(-1)

@@ -9,6 +9,11 @@ A body is a node. A node is a byte that says its type, then its parts:
     4 Quantized   array norms | array words
     5 Leaves      node dense | number varint | nodes
     6 Sparse      with local indices: capacity | count | blocks | counts i32 | low u16 | values
+    7 Quantized   array norms | width u8 | groups varint | non-zeros varint | filler varint | Elias stream | filler
+    8 Sparse      capacity | count | padding index | gap stream length varint | Elias stream | values | filler
+
+The last two are written by `encode(payload, code="elias")`: gaps and levels in Elias omega codes (`elias`), which
+pays where most levels are zero or indices lie close. In 8 the message ends before the padding.
 
 Sparse stops at the first padding entry; what follows repeats it and is rebuilt by the decoder.
 Values are a raw array of `count` numbers, or the node of a nested payload. So that a short
@@ -25,13 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sparse
-from jaxcomp.wire.bitstream import pack_bits, packed_size, unpack_bits
+from jaxcomp.wire.bitstream import pack_bits, pack_words, packed_size, unpack_bits, unpack_words
+from jaxcomp.wire.elias import decode_gaps, decode_levels, encode_gaps, encode_levels
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.frame import Reader, seal, unseal, varint
 
 __all__ = ["decode", "encode"]
 
-ARRAY, DENSE, SCALED, SPARSE, QUANTIZED, LEAVES, SPARSE_LOCAL = range(7)
+ARRAY, DENSE, SCALED, SPARSE, QUANTIZED, LEAVES, SPARSE_LOCAL, ELIAS_QUANTIZED, ELIAS_SPARSE = range(9)
 MAX_DEPTH = 8
 MAX_DIMS = 8
 PAD_BYTES = 64
@@ -64,16 +70,19 @@ DTYPES = [
 ]
 
 
-def encode(payload: Any) -> bytes:
+def encode(payload: Any, *, code: str = "fixed") -> bytes:
     """The message as it travels between hosts: framed, versioned, checksummed.
 
     Args:
         payload: of one worker, with concrete arrays.
+        code: "fixed": levels and indices in a fixed number of bits; "elias": gaps and levels in
+            Elias omega codes.
 
     Returns:
-        bytes; `8 * len` is `code_bits(payload)` plus at most 7 bits per array and the frame.
+        bytes; `8 * len` is `code_bits(payload, code=code)` plus at most 7 bits per array and the frame.
 
     Raises:
+        ValueError: unknown code.
         TypeError: not a payload, or an array of a dtype that no payload has.
 
     >>> import jaxcomp as jc
@@ -83,9 +92,11 @@ def encode(payload: Any) -> bytes:
     """
     payload = jax.tree.map(np.asarray, jax.device_get(payload))
     parts: list[bytes] = []
+    if code not in _CODES:
+        raise ValueError(f"wire.encode: code must be one of {', '.join(_CODES)}; got {code!r}")
     if type(payload) not in _WRITERS:
         raise TypeError(f"wire.encode: {type(payload).__name__} is not a payload")
-    _write(payload, parts)
+    _write(payload, parts, _CODES[code])
     return seal(b"".join(parts))
 
 
@@ -110,15 +121,15 @@ def decode(data: bytes) -> Any:
 # Writing
 
 
-def _write(node: Any, parts: list[bytes]) -> None:
+def _write(node: Any, parts: list[bytes], writers: dict) -> None:
     if isinstance(node, np.ndarray):
         parts.append(bytes([ARRAY]))
         _write_array(node, parts)
         return
-    writer = _WRITERS.get(type(node))
+    writer = writers.get(type(node))
     if writer is None:
         raise TypeError(f"wire.encode: {type(node).__name__} is not a payload")
-    writer(node, parts)
+    writer(node, parts, writers)
 
 
 def _dtype_code(dtype: np.dtype) -> int:
@@ -139,54 +150,61 @@ def _write_array(array: np.ndarray, parts: list[bytes]) -> None:
     parts.append(_raw(array))
 
 
-def _write_dense(payload: Dense, parts: list[bytes]) -> None:
+def _write_dense(payload: Dense, parts: list[bytes], writers: dict) -> None:
     parts.append(bytes([DENSE]))
-    _write(payload.values, parts)
+    _write(payload.values, parts, writers)
 
 
-def _write_scaled(payload: Scaled, parts: list[bytes]) -> None:
+def _write_scaled(payload: Scaled, parts: list[bytes], writers: dict) -> None:
     parts.append(bytes([SCALED]))
     _write_array(payload.values, parts)
     _write_array(payload.scale, parts)
 
 
-def _write_quantized(payload: Quantized, parts: list[bytes]) -> None:
+def _write_quantized(payload: Quantized, parts: list[bytes], writers: dict) -> None:
     parts.append(bytes([QUANTIZED]))
     _write_array(payload.norms, parts)
     _write_array(payload.words, parts)
 
 
-def _write_leaves(payload: Leaves, parts: list[bytes]) -> None:
+def _write_leaves(payload: Leaves, parts: list[bytes], writers: dict) -> None:
     if len(payload.leaves) > MAX_LEAVES:
         raise TypeError(f"wire.encode: at most {MAX_LEAVES} leaves in one message; got {len(payload.leaves)}")
     parts.append(bytes([LEAVES]))
-    _write(payload.dense, parts)
+    _write(payload.dense, parts, writers)
     parts.append(varint(len(payload.leaves)))
     for leaf in payload.leaves:
-        _write(leaf, parts)
+        _write(leaf, parts, writers)
 
 
-def _write_sparse(payload: Sparse, parts: list[bytes]) -> None:
+def _check_sparse(payload: Sparse) -> bool:
+    """Whether the values are plain numbers, after checking the indices."""
     values, indices = payload
-    if isinstance(indices, LocalIndices):
-        _write_local(values, indices, parts)
-        return
     if indices.ndim != 1 or indices.dtype != np.int32:
         raise TypeError(f"wire.encode: Sparse.indices must be i32[k]; got {indices.dtype}{list(indices.shape)}")
     plain = isinstance(values, np.ndarray)
     if plain and values.shape != indices.shape:
         raise TypeError(f"wire.encode: Sparse has {values.shape} values for {indices.shape} indices")
-    capacity = indices.size
-    if capacity and indices.min() < 0:
+    if indices.size and indices.min() < 0:
         raise TypeError(f"wire.encode: Sparse.indices must not be negative; got {indices.min()}")
+    return plain
+
+
+def _write_sparse(payload: Sparse, parts: list[bytes], writers: dict) -> None:
+    values, indices = payload
+    if isinstance(indices, LocalIndices):
+        _write_local(values, indices, parts, writers)
+        return
+    plain = _check_sparse(payload)
+    capacity = indices.size
     count = _stop(indices, values if plain else None)
     width = max(1, int(indices.max(initial=0)).bit_length())
     parts.append(bytes([SPARSE]) + varint(capacity) + varint(count) + bytes([width]))
     parts.append(pack_bits(indices[:count], width))
-    _write_values(values, count, capacity, parts)
+    _write_values(values, count, capacity, parts, writers)
 
 
-def _write_local(values: Any, indices: LocalIndices, parts: list[bytes]) -> None:
+def _write_local(values: Any, indices: LocalIndices, parts: list[bytes], writers: dict) -> None:
     low, counts = indices
     if low.ndim != 1 or low.dtype != np.uint16 or counts.ndim != 1 or counts.dtype != np.int32:
         raise TypeError(
@@ -202,17 +220,17 @@ def _write_local(values: Any, indices: LocalIndices, parts: list[bytes]) -> None
     parts.append(bytes([SPARSE_LOCAL]) + varint(low.size) + varint(count) + varint(counts.size))
     parts.append(_raw(counts))
     parts.append(_raw(low[:count]))
-    _write_values(values, count, low.size, parts)
+    _write_values(values, count, low.size, parts, writers)
 
 
-def _write_values(values: Any, count: int, capacity: int, parts: list[bytes]) -> None:
+def _write_values(values: Any, count: int, capacity: int, parts: list[bytes], writers: dict) -> None:
     """The first `count` of them, or all of a nested payload, and what the padding behind them costs."""
     if isinstance(values, np.ndarray):
         parts.append(bytes([ARRAY, _dtype_code(values.dtype)]))
         parts.append(_raw(values[:count]))
         parts.append(bytes(_filler(capacity - count, values.dtype.itemsize)))
     else:
-        _write(values, parts)
+        _write(values, parts, writers)
         parts.append(bytes(_filler(capacity - count, 0)))
 
 
@@ -232,12 +250,46 @@ def _filler(padding: int, itemsize: int) -> int:
     return -(-padding * (itemsize + 4) // PAD_BYTES)
 
 
-_WRITERS: dict[type, Callable[[Any, list[bytes]], None]] = {
+def _write_elias_quantized(payload: Quantized, parts: list[bytes], writers: dict) -> None:
+    width, groups = payload.words.shape
+    count, stream = encode_levels(unpack_words(payload.words))
+    filler = max(0, -(-payload.words.nbytes // PAD_BYTES) - len(stream) - payload.norms.nbytes)
+    parts.append(bytes([ELIAS_QUANTIZED]))
+    _write_array(payload.norms, parts)
+    parts.append(bytes([width]) + varint(groups) + varint(count) + varint(filler))
+    parts.append(stream + bytes(filler))
+
+
+def _write_elias_sparse(payload: Sparse, parts: list[bytes], writers: dict) -> None:
+    if isinstance(payload.indices, LocalIndices):
+        _write_sparse(payload, parts, writers)
+        return
+    plain = _check_sparse(payload)
+    values, indices = payload
+    count = _stop(indices, values if plain else None)
+    last = int(indices[-1]) if indices.size else 0
+    if count < indices.size or (count and not (plain and _raw(values[count - 1 : count]).strip(b"\0"))):
+        count -= 1  # the first padding entry is not sent either: its index is in the header
+    if np.any(np.diff(indices[:count], prepend=-1) < 1):
+        _write_sparse(payload, parts, writers)  # only ascending indices have gaps
+        return
+    stream = encode_gaps(indices[:count])
+    parts.append(bytes([ELIAS_SPARSE]) + varint(indices.size) + varint(count) + varint(last) + varint(len(stream)))
+    parts.append(stream)
+    _write_values(values, count, indices.size, parts, writers)
+
+
+_WRITERS: dict[type, Callable[[Any, list[bytes], dict], None]] = {
     Dense: _write_dense,
     Scaled: _write_scaled,
     Sparse: _write_sparse,
     Quantized: _write_quantized,
     Leaves: _write_leaves,
+}
+
+_CODES = {
+    "fixed": _WRITERS,
+    "elias": _WRITERS | {Quantized: _write_elias_quantized, Sparse: _write_elias_sparse},
 }
 
 
@@ -333,7 +385,11 @@ def _read_sparse(reader: Reader, depth: int) -> Sparse:
     packed = reader.take("Sparse indices", packed_size(count, width))
     values = _read_values(reader, count, capacity, depth)
     indices = unpack_bits(packed, count, width).astype(np.int32)
-    return Sparse(values, np.concatenate([indices, np.full(capacity - count, indices[-1] if count else 0, np.int32)]))
+    return Sparse(values, _padded(indices, capacity, indices[-1] if count else 0))
+
+
+def _padded(indices: np.ndarray, capacity: int, last: int) -> np.ndarray:
+    return np.concatenate([indices, np.full(capacity - indices.size, last, np.int32)])
 
 
 def _read_local(reader: Reader, depth: int) -> Sparse:
@@ -359,10 +415,41 @@ def _read_values(reader: Reader, count: int, capacity: int, depth: int) -> Any:
     else:
         values, itemsize = _read(reader, depth), 0
         _check_values("Sparse.values", values)
-    filler = reader.take("Sparse filler", _filler(padding, itemsize))
-    if filler.tobytes().strip(b"\0"):
-        raise WireError("Sparse filler", "bytes that are not zero", "zeros")
+    _zeros(reader, "Sparse filler", _filler(padding, itemsize))
     return np.concatenate([values, np.zeros(padding, values.dtype)]) if plain and padding else values
+
+
+def _zeros(reader: Reader, field: str, size: int) -> None:
+    if reader.take(field, size).tobytes().strip(b"\0"):
+        raise WireError(field, "bytes that are not zero", "zeros")
+
+
+def _read_elias_quantized(reader: Reader, depth: int) -> Quantized:
+    norms = _read_array(reader, "Quantized.norms", ndim=1, kind=jnp.floating)
+    width = reader.byte("Quantized width")
+    if not 1 <= width <= 32:
+        raise WireError("Quantized width", width, "1 .. 32")
+    groups = reader.varint("Quantized groups", 2**36)
+    count = reader.varint("Quantized non-zeros", 32 * groups)
+    filler = reader.varint("Quantized filler", reader.left)
+    if 4 * width * groups > PAD_BYTES * (reader.left + norms.nbytes):
+        raise WireError("Quantized groups", groups, f"paid for by {reader.left} bytes")
+    indices, codes, used = decode_levels(reader.body[reader.position :], count, 32 * groups)
+    reader.take("Elias stream", used)
+    _zeros(reader, "Quantized filler", filler)
+    if codes.size and int(codes.max()) >> width:
+        raise WireError("Quantized level", int(codes.max()), f"below 2^{width}")
+    return Quantized(norms, pack_words(indices, codes, width, groups))
+
+
+def _read_elias_sparse(reader: Reader, depth: int) -> Sparse:
+    capacity = reader.varint("Sparse capacity", 2**31)
+    count = reader.varint("Sparse count", capacity)
+    last = reader.varint("Sparse padding index", 2**31 - 1)
+    stream = reader.take("Sparse gaps", reader.varint("Sparse gap bytes", reader.left))
+    indices = decode_gaps(stream, count, 2**31)
+    values = _read_values(reader, count, capacity, depth)
+    return Sparse(values, _padded(indices, capacity, last))
 
 
 _READERS: dict[int, Callable[[Reader, int], Any]] = {
@@ -372,4 +459,6 @@ _READERS: dict[int, Callable[[Reader, int], Any]] = {
     QUANTIZED: _read_quantized,
     LEAVES: _read_leaves,
     SPARSE_LOCAL: _read_local,
+    ELIAS_QUANTIZED: _read_elias_quantized,
+    ELIAS_SPARSE: _read_elias_sparse,
 }

@@ -1,0 +1,105 @@
+"""Regularised logistic regression, split among workers: data, optimum, smoothness."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import jaxcomp as jc
+from experiments.cli import UserError
+from jaxcomp.smoothness.preprocess import scaled_rows
+
+__all__ = ["PROBLEMS", "Problem", "make_problem"]
+
+# name -> file below --data-dir, None for the embedded default
+PROBLEMS: dict[str, str | None] = {
+    "digits": None,
+    "a9a": "a9a/a9a.xz",
+    "a1a": "a9a/a1a.xz",
+    "mushrooms": "mushrooms/mushrooms.xz",
+    "german": "german_numer/german.numer.xz",
+    "madelon": "madelon/madelon.mat",
+}
+FEATURES = {"a9a": 123, "a1a": 123}
+
+
+class Problem(NamedTuple):
+    """f_i(x) = mean_j log(1 + exp(-b_ij a_ij' x)) + (l2/2)|x|^2 for each of n workers.
+
+    features [n, m, d], labels [n, m] of -1 and 1;  smoothness: stack of dense operators;  optimum [d];  L, L_max.
+    """
+
+    name: str
+    features: np.ndarray
+    labels: np.ndarray
+    l2: float
+    smoothness: Any
+    optimum: np.ndarray
+    L: float
+    L_max: float
+
+    @property
+    def workers(self) -> int:
+        return self.features.shape[0]
+
+    @property
+    def d(self) -> int:
+        return self.features.shape[2]
+
+    @property
+    def matrices(self) -> np.ndarray:
+        return self.smoothness.matrix_root @ self.smoothness.matrix_root
+
+
+def make_problem(name: str, folder: Path | None, workers: int, l2: float = 1e-3, split: str = "sorted") -> Problem:
+    """Rows divided by their largest magnitude, dealt to workers, with the exact optimum by Newton's method."""
+    rows, labels = _read(name, folder)
+    rows = scaled_rows(rows)
+    values = np.unique(labels)
+    signs = np.where(labels == values[-1], 1.0, -1.0)
+    try:
+        owner = jc.smoothness.assign(split, np.linalg.norm(rows, axis=1), signs, workers)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    parts = [np.flatnonzero(owner == i) for i in range(workers)]
+    features, signs = np.stack([rows[p] for p in parts]), np.stack([signs[p] for p in parts])
+    S = jc.smoothness.glm(list(features), l2=l2)
+    L = jc.smoothness.mean_lambda_max(S)
+    return Problem(name, features, signs, l2, S, _optimum(features, signs, l2), L, float(np.max(S.lambda_max)))
+
+
+def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    file = PROBLEMS[name]
+    if file is None:
+        from sklearn.datasets import load_digits
+
+        images, digit = load_digits(return_X_y=True)
+        return images.astype(np.float64), (digit >= 5).astype(np.float64)
+    if folder is None:
+        raise UserError(f"--data {name} needs --data-dir, the folder with {file}")
+    if not (folder / file).is_file():
+        raise UserError(f"no file {folder / file}")
+    source = jc.smoothness.open_source(folder / file, num_features=FEATURES.get(name))
+    chunks = list(source.chunks())
+    rows = np.concatenate([part.toarray() if hasattr(part, "toarray") else part for part, _ in chunks])
+    return rows, np.concatenate([y for _, y in chunks])
+
+
+def _optimum(features: np.ndarray, labels: np.ndarray, l2: float) -> np.ndarray:
+    """Damped Newton steps until the gradient is at rounding level."""
+    n, m, d = features.shape
+    a = (features * labels[..., None]).reshape(n * m, d)
+    loss = lambda x: np.mean(np.logaddexp(0, -a @ x)) + l2 / 2 * x @ x
+    x = np.zeros(d)
+    for _ in range(60):
+        s = 1 / (1 + np.exp(a @ x))
+        gradient = -a.T @ s / (n * m) + l2 * x
+        hessian = (a * (s * (1 - s))[:, None]).T @ a / (n * m) + l2 * np.eye(d)
+        move = np.linalg.solve(hessian, gradient)
+        size = 1.0
+        while size > 1e-3 and loss(x - size * move) > loss(x) + 1e-15:
+            size /= 2
+        x = x - size * move
+        if np.linalg.norm(move) < 1e-15 * max(1.0, np.linalg.norm(x)):
+            break
+    return x

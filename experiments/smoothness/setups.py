@@ -1,0 +1,159 @@
+"""Methods and compressors by name, with their plans and theoretical step sizes for a budget."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxcomp as jc
+from experiments.smoothness.problems import Problem
+from jaxcomp.smoothness import block_variance, dithering_variance, sparsification_variance
+from jaxcomp.theory import StepSizes
+
+__all__ = ["COMPRESSORS", "METHODS", "Setup", "make_setup"]
+
+METHODS = ("dcgd", "diana", "adiana", "dcgd+", "diana+", "adiana+", "isega+")
+# name -> what it does; each takes a budget: expected non-zeros (and norms) over d
+COMPRESSORS = {
+    "rand": "independent sampling, 32 bits a value; probabilities by smoothness in the + methods",
+    "uniform": "dithering with equal steps",
+    "varying": "dithering with steps by smoothness (plain methods: equal steps)",
+    "uniform-16": "dithering with equal steps, its norm in 16 bits",
+    "varying-16": "dithering with steps by smoothness, its norm in 16 bits",
+    "block": "dithering in n blocks, a norm and a step each",
+}
+
+
+class Setup(NamedTuple):
+    """One method with one compressor, for several budgets at once.
+
+    budgets: shares of d;  make(steps) -> Method, for StepSizes of arrays;  operator: what whitens;  plans: list, one
+    for each budget, of what replaces the compressor's shared state;  steps: StepSizes for each budget;
+    omega, variance: for each.
+    """
+
+    label: str
+    budgets: list[float]
+    make: Callable[[StepSizes], Any]
+    operator: Any
+    plans: list[Any]
+    steps: list[StepSizes]
+    omega: list[float]
+    variance: list[float]
+
+
+class Plan(NamedTuple):
+    """What a budget gives: a compressor with its probabilities or steps, its omega, and V for each worker."""
+
+    compressor: Any
+    parameters: np.ndarray
+    omega: float
+    variance: np.ndarray
+
+
+def plan_of(compressor: str, aware: bool, shifts: bool, diag: np.ndarray, budget: float, mu: float) -> Plan:
+    """diag: [n, d] of the operator that whitens (ones without whitening); budget: in entries."""
+    n, d = diag.shape
+    options: dict[str, Any] = {"method": "diana+" if shifts else "dcgd+", "workers": n, "mu": mu}
+    uniform: dict[str, Any] = {"method": "uniform"}
+    ones = np.ones(d)
+    if compressor == "rand":
+        p = jc.smoothness.probabilities(diag, min(budget, d), **(options if aware else uniform))
+        variance = np.array([sparsification_variance(row, q) for row, q in zip(diag, p, strict=True)])
+        omega = max(sparsification_variance(ones, q) for q in p)
+        return Plan(jc.bernoulli(p, per_worker=True), p, omega, variance)
+    if compressor == "block":
+        blocks = min(n, d)
+        h = jc.smoothness.block_steps(diag, budget + blocks, blocks, **(options if aware else uniform))
+        variance = np.array([block_variance(row, q) for row, q in zip(diag, h, strict=True)])
+        omega = max(block_variance(ones, q) for q in h)
+        return Plan(jc.dithering(steps=h, blocks=blocks, per_worker=True), h, omega, variance)
+    varying = compressor.startswith("varying") and aware
+    short = compressor.endswith("-16")
+    norm_dtype, rounded = (jnp.bfloat16, 1 + 2.0**-7) if short else (None, 1.0)
+    h = jc.smoothness.steps(diag, budget, **(options if varying else uniform))
+    variance = np.array([dithering_variance(row, rounded * q) for row, q in zip(diag, h, strict=True)])
+    omega = max(dithering_variance(ones, rounded * q) for q in h)
+    return Plan(jc.dithering(steps=h, per_worker=True, norm_dtype=norm_dtype), h, omega, variance)
+
+
+def make_setup(
+    problem: Problem,
+    method: str,
+    compressor: str,
+    budgets: list[float],
+    *,
+    form: str = "paper",
+    operator: Any = None,
+    label: str | None = None,
+) -> Setup:
+    """A method with a compressor for several budgets, each with its theoretical step sizes.
+
+    Args:
+        problem: data and constants.
+        method: one of METHODS.
+        compressor: one of COMPRESSORS.
+        budgets: expected non-zeros of a message as a share of d (blocks: norms come on top).
+        form: of `theory.step_sizes`, where the method has it ("tight": diana).
+        operator: what whitens in the + methods, instead of the exact dense matrices.
+        label: for tables and plots.
+    """
+    aware = method.endswith("+")
+    name = method.removesuffix("+")
+    n, d = problem.workers, problem.d
+    if aware:
+        operator = problem.smoothness if operator is None else operator
+        diag = np.asarray(operator.diag, np.float64)
+    else:
+        operator, diag = jc.smoothness.diagonal_of(np.ones(d)), np.ones((n, d))
+    L = problem.L if not aware or operator is problem.smoothness else jc.smoothness.mean_lambda_max(operator)
+    L = min(L, problem.L)
+    plans = [plan_of(compressor, aware, name != "dcgd", diag, share * d, problem.l2) for share in budgets]
+    steps, variances = [], []
+    for plan in plans:
+        variance = float(np.max(plan.variance)) if aware else plan.omega * problem.L_max
+        variances.append(variance)
+        smallest = 1 / (1 + plan.omega)
+        steps.append(
+            jc.theory.step_sizes(
+                method,
+                smoothness=L,
+                workers=n,
+                variance=variance,
+                omega=plan.omega,
+                mu=problem.l2,
+                form=form if name == "diana" else "paper",
+                smallest_probability=smallest if name == "isega" else None,
+                smoothness_max=problem.L_max,
+            )
+        )
+    # The finest plan has the widest levels and the largest capacity: its static shapes serve all budgets.
+    chosen = plans[int(np.argmin([plan.omega for plan in plans]))]
+    dtype = jnp.float32 if compressor == "rand" else None
+    wrapped = jc.precondition(chosen.compressor, operator, dtype=dtype)
+
+    def make(s: StepSizes) -> Any:
+        if name == "dcgd":
+            return jc.descend(jc.direct(wrapped), s.gamma)
+        if name == "diana":
+            return jc.descend(jc.diana(wrapped, alpha=s.alpha), s.gamma)
+        if name == "adiana":
+            return jc.adiana(wrapped, s)
+        return jc.isega(chosen.parameters, operator, s.gamma, dtype=dtype)
+
+    def shared_of(plan: Plan) -> Any:
+        like = jax.ShapeDtypeStruct((d,), jnp.float64)
+        return plan.compressor.init(jax.random.key(0), like).shared
+
+    return Setup(
+        label or f"{method} {compressor}",
+        list(budgets),
+        make,
+        operator,
+        [shared_of(plan) for plan in plans],
+        steps,
+        [plan.omega for plan in plans],
+        variances,
+    )

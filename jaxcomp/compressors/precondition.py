@@ -1,0 +1,161 @@
+"""Smoothness-aware compression: whiten with the smoothness matrix, compress, take the whitening back."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, finite, for_worker, one_row, row_of, wide
+from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.smoothness.operator import Operator, is_stacked
+
+__all__ = ["precondition", "refresh"]
+
+Array = jax.Array
+
+
+class Preconditioned(NamedTuple):
+    """operator: of all workers, stacked, or the one that they have in common; compressor: shared state of C."""
+
+    operator: Any
+    compressor: Any
+
+
+def refresh(state: Any, smoothness: Operator, plan: Any = None) -> Any:
+    """A state with another smoothness operator, where curvature is estimated anew during training.
+
+    Args:
+        state: of `compressed_mean`, `rounds`, an optimizer or a compressor, with one preconditioned compressor.
+        smoothness: operator of the same form and shape.
+        plan: shared state of the compressor inside (steps, probabilities), if it changes too.
+
+    Returns:
+        The same tree with the operator replaced. Nothing recompiles: shapes and dtypes stay. The omega that
+        `diana` took from the first plan stays too.
+
+    Raises:
+        ValueError: there is no preconditioned compressor in the state, or shapes differ.
+
+    >>> import jaxcomp as jc
+    >>> S = jc.smoothness.diagonal_of(np.ones(2))
+    >>> state = jc.precondition(jc.natural(), S).init(jax.random.key(0), jax.ShapeDtypeStruct((2,), jnp.float32))
+    >>> print(refresh(state, jc.smoothness.diagonal_of([1.0, 4.0])).shared.operator.diag)
+    [1. 4.]
+    """
+    found = 0
+
+    def cast(new, old):
+        if np.shape(new) != np.shape(old):
+            raise ValueError(f"refresh: operator of shape {np.shape(new)} in place of {np.shape(old)}")
+        return jnp.asarray(new, old.dtype)
+
+    def one(node):
+        nonlocal found
+        if not isinstance(node, Preconditioned):
+            return node
+        found += 1
+        inner = node.compressor if plan is None else jax.tree.map(cast, plan, node.compressor)
+        return Preconditioned(jax.tree.map(cast, smoothness, node.operator), inner)
+
+    state = jax.tree.map(one, state, is_leaf=lambda node: isinstance(node, Preconditioned))
+    if not found:
+        raise ValueError("refresh: there is no preconditioned compressor in this state")
+    return state
+
+
+def precondition(compressor: Compressor, smoothness: Operator, *, dtype: Any = None) -> Compressor:
+    """Compresses in the coordinates of a smoothness matrix, so that the error is small where it matters.
+
+    C'(x) = L^(1/2) C(L^(-1/2) x),   E|C'(x) - x|^2 <= V(C, L) |x|^2_(L^-1).
+
+    C' is unbiased on the range of L (everywhere when L is positive definite; gradients of a loss
+    lie in the range). omega is that of C and holds in the norm |x|^2_(L^-1), which is what `diana` needs
+    for its alpha; step sizes follow from V(C, L), see `theory.step_sizes`.
+
+    With a stack of operators worker i whitens with the i-th, and its message is decoded with the
+    i-th. With a single one the decoder adds the messages before it multiplies once, and a linear C
+    stays linear, so its payloads can be summed on the way.
+
+    Args:
+        compressor: unbiased, of one array; with plans per worker where it has them.
+        smoothness: an operator, or a stack of them, one per worker (`smoothness.stack`).
+        dtype: floating type in which C sees the whitened vector, and so in which it sends values;
+            default that of x.
+
+    Returns:
+        Compressor of one array with the payload of C. Operators are kept in `State.shared`.
+
+    Raises:
+        ValueError: C is lifted to trees or biased; at `init`, sizes that do not fit.
+
+    Reference: Safaryan, Hanzely, Richtarik 2021; Wang, Safaryan, Richtarik 2022, for any unbiased C.
+
+    >>> import jaxcomp as jc
+    >>> S = jc.smoothness.dense_of(np.diag([4.0, 1.0]))
+    >>> print(jc.roundtrip(jc.precondition(jc.identity(), S), jnp.array([1.0, 2.0]), key=jax.random.key(0))[0])
+    [1. 2.]
+    """
+    spec = compressor.spec
+    if spec.lifted:
+        raise ValueError(f"precondition acts on one array; {spec.name} acts on trees. Lift the result instead")
+    if spec.omega is None:
+        raise ValueError(f"precondition needs an unbiased compressor (omega known); {spec.name} is not one")
+    if not hasattr(smoothness, "inv_root"):
+        raise ValueError(f"precondition: smoothness must be an operator; got {type(smoothness).__name__}")
+    stacked = is_stacked(smoothness)
+    size = np.shape(smoothness.diag)[-1]
+
+    def inner(like: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), like.dtype if dtype is None else jnp.dtype(dtype))
+
+    def operator_of(shared: Preconditioned) -> Operator:
+        return one_row("precondition", shared.operator) if stacked else shared.operator
+
+    def init(shared_key, like):
+        if like.size != size:
+            raise ValueError(f"precondition: operators of {size} entries for an array of {like.size}")
+        state = compressor.init(shared_key, inner(like))
+        kind = wide(like.dtype)
+        return State(
+            state.local, Preconditioned(jax.tree.map(lambda a: jnp.asarray(a, kind), smoothness), state.shared)
+        )
+
+    def compress(key, x, state):
+        white = operator_of(state.shared).inv_root(finite(x).astype(wide(x.dtype)))
+        return compressor.compress(key, white.astype(inner(x).dtype), State(state.local, state.shared.compressor))
+
+    def decompress(payload, shared, like):
+        white = compressor.decompress(payload, shared.compressor, inner(like))
+        return operator_of(shared).root(white.astype(wide(like.dtype))).astype(like.dtype)
+
+    def add(total, payloads, weights, shared):
+        zeros = jnp.zeros((size,), wide(total.dtype))
+        white = accumulate(compressor, zeros, payloads, weights, shared.compressor)
+        return total + shared.operator.root(white).astype(total.dtype)
+
+    def pick(shared, worker, workers):
+        operator = row_of("precondition", shared.operator, worker, workers) if stacked else shared.operator
+        return Preconditioned(operator, for_worker(compressor, shared.compressor, worker, workers))
+
+    def norm(x, shared):
+        white = operator_of(shared).inv_root(x)
+        return jnp.sum(jnp.square(white))
+
+    return on_vectors(
+        init=init,
+        compress=compress,
+        decompress=decompress,
+        spec=Spec(
+            f"precondition({spec.name})",
+            omega=spec.omega,
+            alpha=None,
+            linear=spec.linear and not stacked,
+            norm=norm,
+        ),
+        accumulate=None if stacked else add,
+        advance=None
+        if compressor.advance is None
+        else lambda shared: shared._replace(compressor=advance(compressor, shared.compressor)),
+        for_worker=pick if stacked or compressor.for_worker is not None else None,
+    )

@@ -1,0 +1,103 @@
+"""Smoothness operators in one file: arrays, and where they come from.
+
+A NumPy .npz with the operator's arrays and a JSON text: format version, form, shape, dtype, and the
+provenance of the preprocessing pass (hash of the data, split, loss, l2, library version).
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax
+from jaxcomp.smoothness.sources import digest_of
+
+__all__ = ["describe", "load", "save"]
+
+VERSION = 1
+FORMS: dict[str, Any] = {form.__name__: form for form in (Dense, Diagonal, LowRank, Blocks, Softmax)}
+
+
+def save(path: str | Path, operator: Operator, **provenance: Any) -> None:
+    """Writes an operator (or a stack of them) and its provenance; all or nothing.
+
+    Args:
+        path: of the file; used as it is.
+        operator: of any form.
+        provenance: anything that JSON can hold; `digest` is what `load(data=...)` compares.
+    """
+    content = {
+        "version": VERSION,
+        "form": type(operator).__name__,
+        "inner": type(operator.inner).__name__ if isinstance(operator, Softmax) else None,
+        "shape": list(np.shape(operator.diag)),
+        "provenance": provenance,
+    }
+    arrays = {f"array_{i}": np.asarray(a) for i, a in enumerate(jax.tree.leaves(operator))}
+    draft = Path(f"{path}.tmp")
+    with draft.open("wb") as file:
+        np.savez(file, header=np.array(json.dumps(content)), **arrays)  # pyright: ignore[reportArgumentType]
+    os.replace(draft, path)
+
+
+def _open(path: str | Path) -> tuple[dict[str, Any], Any]:
+    if not Path(path).is_file():
+        raise ValueError(f"smoothness.load: no file {path}")
+    try:
+        file = np.load(path, allow_pickle=False)
+        header = json.loads(str(file["header"]))
+        version = header["version"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise ValueError(f"smoothness.load: {path} is not a file of smoothness.save: {error}") from None
+    if version != VERSION:
+        raise ValueError(f"smoothness.load: {path} has format version {version}; this library reads {VERSION}")
+    return header, file
+
+
+def describe(path: str | Path) -> dict[str, Any]:
+    """Form, shape and provenance of a file, without its arrays."""
+    header, file = _open(path)
+    file.close()
+    return {"form": header["form"], "shape": tuple(header["shape"]), **header["provenance"]}
+
+
+def load(path: str | Path, *, shape: tuple[int, ...] | None = None, data: Any = None) -> Operator:
+    """The operator of a file that `save` wrote.
+
+    Args:
+        path: of the file.
+        shape: expected shape of the diagonal, (d,) or (workers, d).
+        data: the data that the operator should belong to: a path or an array, whose hash is compared.
+
+    Raises:
+        ValueError: not such a file, another format version, shape or data.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile(suffix=".npz") as file:
+    ...     save(file.name, Diagonal(np.ones(2), np.float64(1), np.float64(1)))
+    ...     print(load(file.name, shape=(2,)).diag)
+    [1. 1.]
+    """
+    header, file = _open(path)
+    with file:
+        if shape is not None and tuple(header["shape"]) != tuple(shape):
+            raise ValueError(f"smoothness.load: {path} holds shape {tuple(header['shape'])}; expected {tuple(shape)}")
+        kept = header["provenance"].get("digest")
+        if data is not None and digest_of(data) != kept:
+            raise ValueError(f"smoothness.load: {path} was made from other data (hash {str(kept)[:12]}...)")
+        try:
+            form = FORMS[header["form"]]
+            fields = len(form._fields) if header["inner"] is None else len(FORMS[header["inner"]]._fields) + 2
+            arrays = [file[f"array_{i}"] for i in range(fields)]
+            if header["inner"] is not None:
+                operator = Softmax(FORMS[header["inner"]](*arrays[:-2]), *arrays[-2:])
+            else:
+                operator = form(*arrays)
+        except (KeyError, ValueError, OSError) as error:
+            raise ValueError(f"smoothness.load: {path} is damaged: {error}") from None
+    if list(np.shape(operator.diag)) != header["shape"]:
+        raise ValueError(f"smoothness.load: {path} is damaged: shape {np.shape(operator.diag)}")
+    return operator

@@ -1,0 +1,137 @@
+"""The smoothness experiments as a user runs them, and the runner against a plain loop."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomp as jc
+from experiments.smoothness.problems import make_problem
+from experiments.smoothness.report import upload_bits
+from experiments.smoothness.runner import AXIS, gradient_of, run_setup
+from experiments.smoothness.setups import make_setup
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "experiments", "smoothness", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return make_problem("digits", None, workers=4, l2=0.05)
+
+
+def test_problem_is_what_it_says(problem):
+    """Contiguous workers of rows sorted by norm; the optimum has a zero gradient; L bounds the Hessian there."""
+    norms = np.linalg.norm(problem.features, axis=2)
+    assert np.all(norms.max(1)[:-1] <= norms.min(1)[1:])
+    assert np.max(np.abs(problem.features)) == 1
+    a = (problem.features * problem.labels[..., None]).reshape(-1, problem.d)
+    s = 1 / (1 + np.exp(a @ problem.optimum))
+    gradient = -a.T @ s / len(a) + problem.l2 * problem.optimum
+    assert np.linalg.norm(gradient) < 1e-14
+    hessian = (a * (s * (1 - s))[:, None]).T @ a / len(a) + problem.l2 * np.eye(problem.d)
+    assert np.linalg.eigvalsh(hessian)[-1] <= problem.L
+
+
+def test_batched_runs_are_single_runs(problem):
+    """Two budgets and two seeds at once give what the library gives one by one.
+
+    Levels have the width of the finest budget, which rounds units of the others in another place.
+    """
+    with jax.enable_x64(True):
+        setup = make_setup(problem, "diana+", "varying", [0.25, 1.0])
+        curves = run_setup(problem, setup, [3, 4], target=0.0, max_rounds=20, chunk=10)
+        for b, share in enumerate((0.25, 1.0)):
+            single = make_setup(problem, "diana+", "varying", [share])
+            rounds = jc.rounds(single.make(single.steps[0]), AXIS, seed=jax.random.key(4))
+
+            def worker(features, labels, rounds=rounds):
+                def body(state, _):
+                    state, bits = rounds.step(state, gradient_of(features, labels, problem.l2))
+                    return state, (rounds.point(state), bits)
+
+                return jax.lax.scan(body, rounds.init(jnp.zeros(problem.d)), length=20)[1]
+
+            points, bits = jax.jit(jax.vmap(worker, axis_name=AXIS))(problem.features, problem.labels)
+            errors = np.sum((np.asarray(points[0]) - problem.optimum) ** 2, 1) / np.sum(problem.optimum**2)
+            bits = np.cumsum(np.asarray(bits, np.float64).mean(0))
+            np.testing.assert_allclose(curves.errors[b, 1], errors, rtol=1e-6 if b else 0.1)
+            np.testing.assert_allclose(curves.bits[b, 1], bits, rtol=1e-6 if b else 0.1)
+
+
+def test_aware_needs_fewer_bits_and_uploads_its_roots(problem):
+    with jax.enable_x64(True):
+        made = [
+            make_setup(problem, method, how, [0.25]) for method, how in (("diana", "uniform"), ("diana+", "varying"))
+        ]
+        plain, aware = (run_setup(problem, s, [0], target=1e-6, max_rounds=3000).bits_to(1e-6)[0, 0] for s in made)
+    assert aware < plain / 1.5
+    assert upload_bits(made[0], problem.d) == 0
+    assert upload_bits(made[1], problem.d) == 32 * (64 * 65 / 2 + 64)
+
+
+SHORT = ("--l2", 0.1, "--workers", 4, "--rounds", 200, "--seeds", 0, "--target", 1e-3)
+
+
+@pytest.mark.parametrize("study", ["all", "variants"])
+def test_studies_write_everything(study, tmp_path):
+    budgets = ("--budgets", 0.5, 1)
+    names = {
+        "all": ["dcgd rand", "diana+ varying", "adiana+ block"],
+        "variants": ["diana+ varying", "diana+ uniform, rotated", "diana+ varying, low rank d/8"],
+    }[study]
+    only = ("--only", *names)
+    result = run(study, "--runs", tmp_path, "--name", "r", *SHORT, *budgets, *only)
+    assert result.returncode == 0, result.stderr
+    assert "diana+ varying" in result.stdout
+    assert "+ upload" in result.stdout
+    folder = tmp_path / "r"
+    assert (folder / "curves-4.png").read_bytes()[:4] == b"\x89PNG"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {line["budget"] for line in lines} == {0.5, 1.0}
+    assert all(line["bits"] > 0 and line["error"] >= 0 for line in lines)
+    rows = json.loads((folder / "results.json").read_text())
+    assert sorted(row["method"] for row in rows) == sorted(names)
+
+
+def test_workers_study_plots_against_n(tmp_path):
+    options = [a if a != 4 else (2, 4) for a in SHORT]
+    flat = [b for a in options for b in (a if isinstance(a, tuple) else (a,))]
+    result = run("workers", "--runs", tmp_path, "--name", "r", *flat, "--budgets", 1)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "r" / "workers.png").is_file()
+
+
+def test_networks(tmp_path):
+    result = run("networks", "--runs", tmp_path, "--name", "r", "--rounds", 3, "--seeds", 0, "--budgets", 0.1)
+    assert result.returncode == 0, result.stderr
+    for words in ("layer-wise", "diagonal, equal steps", "networks.png", "test accuracy"):
+        assert words in result.stdout
+
+
+ERRORS = [
+    (("--data", "a9a"), "--data a9a needs --data-dir, the folder with a9a/a9a.xz"),
+    (("--data", "a9a", "--data-dir", "/no/such"), "no file /no/such/a9a/a9a.xz"),
+    (("--workers", 5000), "5000 workers for 1797 rows; each needs at least one"),
+    (("--workers", 2, 4), "several --workers only for the study workers"),
+    (("--only", "sgd"), "no method 'sgd' in this study; it has diana rand"),
+    (("magic",), "invalid choice: 'magic'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[message[:40] for _, message in ERRORS])
+def test_errors_are_one_line_and_leave_nothing_behind(arguments, message, tmp_path):
+    result = run(*arguments, "--runs", tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,448 @@
+"""DCGD+, DIANA+, ADIANA+, ISEGA+ and MARINA+ against their float64 recursions, in every world, and their theory."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles_smoothness as oracle
+import pytest
+from jax.sharding import PartitionSpec as P
+from worlds import AXIS, mesh_of
+
+import jaxcomp as jc
+from jaxcomp.base import State, accumulate, for_worker
+
+FILE = json.loads((Path(__file__).parent / "smoothness_oracle.json").read_text())
+MU = FILE["mu"]
+
+
+@pytest.fixture(autouse=True)
+def double():
+    with jax.enable_x64(True):
+        yield
+
+
+# ------------------------------------------------------------------------------------------------
+# The worked example
+
+
+def example():
+    S = jc.smoothness.stack([jc.smoothness.dense_of(node["L"]) for node in FILE["nodes"]])
+    p = jc.smoothness.probabilities(S.diag, FILE["tau"], method="diana+", workers=2, mu=MU)
+    return S, p
+
+
+def constants(S, p=None, h=None):
+    variance = jc.smoothness.sparsification_variance if p is not None else None
+    if p is not None:
+        v = [variance(diag, row) for diag, row in zip(S.diag, p, strict=True)]
+        omega = max(variance(np.ones(3), row) for row in p)
+    else:
+        bound = jc.smoothness.dithering_variance
+        v = [bound(diag, row, bound="norm") for diag, row in zip(S.diag, h, strict=True)]
+        omega = max(min(bound(np.ones(3), row, bound="norm"), np.sum(row**2)) for row in h)
+    L = jc.smoothness.mean_lambda_max(S)
+    return {"smoothness": L, "workers": 2, "mu": MU, "variance": max(v), "omega": omega}
+
+
+def test_step_sizes_are_those_of_the_file():
+    S, p = example()
+    want = FILE["stepsizes"]
+    close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-8)
+    close(constants(S, p)["smoothness"], FILE["L_global"])
+    dcgd = jc.smoothness.probabilities(S.diag, FILE["tau"])
+    close(jc.theory.step_sizes("dcgd+", **constants(S, dcgd)).gamma, want["dcgd_plus_sparse"])
+    diana = jc.theory.step_sizes("diana+", **constants(S, p))
+    close(diana.gamma, want["diana_plus_sparse"])
+    close(diana.alpha, want["alpha_diana_plus_sparse"])
+    h = jc.smoothness.steps(S.diag, FILE["beta"])
+    close(jc.theory.step_sizes("dcgd+", **constants(S, h=h)).gamma, want["dcgd_plus_quant"])
+    h = jc.smoothness.steps(S.diag, FILE["beta"], method="diana+", workers=2, mu=MU)
+    diana = jc.theory.step_sizes("diana+", **constants(S, h=h))
+    close(diana.gamma, want["diana_plus_quant"])
+    close(diana.alpha, want["alpha_diana_plus_quant"])
+    adiana, want = jc.theory.step_sizes("adiana+", **constants(S, p)), FILE["adiana_plus_sparse"]
+    names = {"q": "q", "eta": "eta", "theta_1": "th1", "theta_2": "th2", "gamma": "gamma", "beta": "beta"}
+    for ours, theirs in names.items():
+        close(getattr(adiana, ours), want[theirs])
+    close(adiana.alpha, want["alpha"])
+    # Figures in the text of the specification: uniform sampling, and the baseline of the released code.
+    uniform = {"smoothness": FILE["L_global"], "workers": 2, "mu": MU, "omega": 1.0, "variance": FILE["L_max"]}
+    assert jc.theory.step_sizes("dcgd", **uniform).gamma == pytest.approx(0.9022289464, abs=1e-10)
+    assert jc.theory.step_sizes("diana", **uniform).gamma == pytest.approx(0.4194525247, abs=1e-10)
+    released = jc.theory.step_sizes("diana", form="released", smoothness_max=FILE["L_max"], **uniform)
+    assert released.gamma == pytest.approx(0.7838871007, abs=1e-10)
+
+
+def test_one_step_of_diana_plus_is_that_of_the_file():
+    """Keys are searched whose draws are the masks of the file; the rest is the library."""
+    S, p = example()
+    algorithm = jc.diana(jc.precondition(jc.bernoulli(p, per_worker=True), S))
+    want = FILE["diana_plus_one_step"]
+    x = jnp.zeros(3)
+    state = algorithm.init(jax.random.key(0), x)
+    whole = state.shared.compressor
+
+    def send(key, gradient, worker):
+        shared = state.shared._replace(compressor=for_worker(algorithm.compressor, whole, worker, 2))
+        return algorithm.send(key, gradient, State(state.local, shared))
+
+    payloads = []
+    for i, mask in enumerate(want["masks"]):
+        gradient = jnp.asarray(FILE["nodes"][i]["grad_at_0"])
+        keys = jax.random.split(jax.random.key(i), 500)
+        drawn = jax.vmap(lambda key: send(key, gradient, i)[0].indices)(keys)  # noqa: B023
+        masks = np.stack([np.isin(np.arange(3), row) for row in np.asarray(drawn)])
+        key = keys[int(np.argmax(np.all(masks == np.array(mask, bool), axis=1)))]
+        payload, local = send(key, gradient, i)
+        payloads.append(payload)
+        np.testing.assert_allclose(local.shift, want["h1"][i], rtol=1e-8, atol=1e-9)
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *payloads)
+    mean = accumulate(algorithm.compressor, x, stacked, None, whole) / 2
+    direction, _ = algorithm.receive(mean, state.shared)
+    gamma = jc.theory.step_sizes("diana+", **constants(S, p)).gamma
+    np.testing.assert_allclose(x - gamma * direction, want["x1"], rtol=1e-8)
+
+
+def test_dithering_of_the_example():
+    """Levels, values and bits that the specification prints."""
+    u = np.array(FILE["nodes"][0]["u_at_0"])
+    noise = np.array([0.3, 0.6, 0.9])
+    for beta, levels, bits, variance in ((1.5, (1, 0, 1), 40, 0.0759168859), (6, (4, 1, 1), 46, 0.0097138644)):
+        h = jc.smoothness.steps(np.diag(FILE["nodes"][0]["L"]), beta)
+        got, _ = oracle.dither(u, h, noise)
+        np.testing.assert_array_equal(np.abs(got), levels)
+        assert oracle.elias_bits(got) == bits
+        diag = np.diag(FILE["nodes"][0]["L"])
+        assert oracle.dithering_error(u, h, diag) == pytest.approx(variance, abs=1e-10)
+
+
+# ------------------------------------------------------------------------------------------------
+# A small problem, against the recursions, in every world
+
+N, D, L2 = 4, 6, 0.05
+_rng = np.random.default_rng(3)
+A = _rng.standard_normal((N, 9, D)) * np.geomspace(0.3, 2, D)
+B = np.sign(_rng.standard_normal((N, 9)))
+S = jc.smoothness.glm(list(A), l2=L2)
+ROOTS = [(S.matrix_root[i], S.matrix_inv_root[i]) for i in range(N)]
+GRADIENTS = [lambda x, i=i: oracle.logistic_gradient(A[i], (B[i] + 1) / 2, L2, x) for i in range(N)]
+
+
+def gradient_of(a, b):
+    loss = lambda x: jnp.mean(jnp.logaddexp(0.0, -b * (a @ x))) + L2 / 2 * jnp.sum(x**2)
+    return jax.grad(loss)
+
+
+def in_vmap(run, count, x):
+    make = lambda _: run.init(x)
+    axes = jc.state_axes(jax.eval_shape(run.init, x))
+    state = jax.vmap(make, axis_name=AXIS, out_axes=axes)(jnp.arange(N))
+
+    def step(state, a, b):
+        return run.step(state, gradient_of(a, b))
+
+    step = jax.jit(jax.vmap(step, in_axes=(axes, 0, 0), out_axes=(axes, 0), axis_name=AXIS))
+    points, bits = [], []
+    for _ in range(count):
+        state, sent = step(state, jnp.asarray(A), jnp.asarray(B))
+        points.append(np.asarray(run.point(state)))
+        bits.append(np.asarray(sent))
+    return np.stack(points), np.stack(bits), state
+
+
+def in_shard_map(run, count, x):
+    mesh = mesh_of(N)
+    state, specs = jc.init_state(run, x, mesh, AXIS)
+
+    def step(state, a, b):
+        state, bits = run.step(state, gradient_of(a[0], b[0]))
+        return state, bits[None]
+
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS), P(AXIS)), out_specs=(specs, P(AXIS))))
+    points, bits = [], []
+    for _ in range(count):
+        state, sent = jax.block_until_ready(step(state, jnp.asarray(A), jnp.asarray(B)))
+        points.append(np.asarray(run.point(state)))
+        bits.append(np.asarray(sent))
+    return np.stack(points), np.stack(bits), state
+
+
+def compressors():
+    p = jc.smoothness.probabilities(S.diag, 2.0, method="diana+", workers=N, mu=L2)
+    h = jc.smoothness.steps(S.diag, 4.0, method="diana+", workers=N, mu=L2)
+    per_block = jc.smoothness.block_steps(S.diag, 8.0, 2)
+    return {
+        "bernoulli": jc.precondition(jc.bernoulli(p, per_worker=True), S),
+        "varying": jc.precondition(jc.dithering(steps=h, per_worker=True), S),
+        "blocks": jc.precondition(jc.dithering(steps=per_block, blocks=2, per_worker=True), S),
+        "uniform-inf": jc.precondition(jc.dithering(2, norm="inf"), S),
+        "ternary": jc.precondition(jc.dithering(1), S),
+        "natural": jc.precondition(jc.natural(), S),
+        "rand_k": jc.precondition(jc.rand_k(k=3), S),
+        "shared": jc.precondition(jc.rand_k(k=3), jc.smoothness.dense_of(np.mean(S.matrix_root @ S.matrix_root, 0))),
+    }
+
+
+IDENTITY = jc.precondition(jc.identity(), S)
+X0 = np.linspace(1, -1, D)
+STEPS = jc.theory.step_sizes("adiana+", smoothness=2.0, mu=L2, workers=N, variance=4.0, omega=0.5)
+
+
+def coins_of(run, count, x, chance):
+    """The coins that a method tosses, from the key in its state."""
+    state = run.init(x).shared.algorithm
+    return [
+        bool(jax.random.bernoulli(jax.random.fold_in(jax.random.wrap_key_data(state.key), t), chance))
+        for t in range(count)
+    ]
+
+
+@pytest.mark.parametrize("world", [in_vmap, in_shard_map])
+def test_methods_with_the_identity_are_their_recursions(world):
+    """With everything sent the random draws play no part, and every formula can be followed."""
+    x = jnp.asarray(X0)
+    send_all = lambda i, t, *u: u[-1]
+    alpha = 0.3
+    run = jc.rounds(jc.descend(jc.diana(IDENTITY, alpha=alpha), 0.2), AXIS)
+    want, shifts = oracle.descent(GRADIENTS, ROOTS, send_all, X0, 0.2, alpha, 5)
+    points, bits, state = world(run, 5, x)
+    np.testing.assert_allclose(points[-1], want, rtol=1e-9)
+    np.testing.assert_allclose(np.reshape(state.local.algorithm.shift, (N, D)), shifts, rtol=1e-9)
+    np.testing.assert_array_equal(bits, 64 * D)
+    steps = STEPS._replace(alpha=0.4, q=0.5)
+    run = jc.rounds(jc.adiana(IDENTITY, steps), AXIS)
+    numbers = (steps.eta, steps.theta_1, steps.theta_2, steps.gamma, steps.beta, steps.alpha)
+    want = oracle.adiana(GRADIENTS, ROOTS, send_all, X0, numbers, coins_of(run, 8, x, 0.5), 8)
+    points, bits, _ = world(run, 8, x)
+    np.testing.assert_allclose(points[-1], want, rtol=1e-9)
+    np.testing.assert_array_equal(bits, 2 * 64 * D)
+    run = jc.rounds(jc.marina(IDENTITY, 0.2, 0.5), AXIS)
+    coins = [True, *coins_of(run, 8, x, 0.5)[1:]]
+    points, _, state = world(run, 8, x)
+    np.testing.assert_allclose(points[-1], oracle.marina(GRADIENTS, ROOTS, send_all, X0, 0.2, coins[1:8]), rtol=1e-9)
+    run = jc.rounds(jc.isega(np.ones((N, D)), S, 0.2), AXIS)
+    masks = np.ones((5, N, D), bool)
+    want, _ = oracle.isega(GRADIENTS, ROOTS, masks, np.ones((N, D)), X0, 0.2)
+    np.testing.assert_allclose(world(run, 5, x)[0][-1], want, rtol=1e-9)
+
+
+METHODS = [
+    lambda c: jc.descend(jc.diana(c), 0.05),
+    lambda c: jc.adiana(c, STEPS._replace(alpha=1 / (1 + c.spec.omega(D)))),
+    lambda c: jc.marina(c, 0.05, 0.4),
+]
+
+
+@pytest.mark.parametrize(("i", "name"), list(enumerate(compressors())), ids=list(compressors()))
+def test_worlds_agree(i, name):
+    """Every compressor, and every method with two or three of them."""
+    run = jc.rounds(METHODS[i % 3](compressors()[name]), AXIS)
+    a, b = in_vmap(run, 4, jnp.asarray(X0)), in_shard_map(run, 4, jnp.asarray(X0))
+    np.testing.assert_allclose(a[0], b[0], rtol=1e-9, atol=1e-12)
+    np.testing.assert_array_equal(a[1], b[1])
+    for leaf in jax.tree.leaves(b[2].shared):
+        copies = [np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards]
+        assert len(set(copies)) == 1
+
+
+def test_plans_per_worker_go_through_trees():
+    """flat and per_leaf of a compressor with plans per worker do what the compressor does to the vector."""
+    c = compressors()["varying"]
+    gradients = jnp.asarray(np.random.default_rng(1).standard_normal((N, D)))
+    results = []
+    for algorithm, shape in (
+        (jc.diana(c), lambda g: g),
+        (jc.diana(jc.flat(c)), lambda g: {"a": g[:2], "b": g[2:].reshape(2, 2)}),
+        (jc.diana(jc.per_leaf(c, dense_below=0)), lambda g: (g,)),
+    ):
+        tx = jc.compressed_mean(algorithm, AXIS, seed=1)
+        step = lambda g, tx=tx, shape=shape: tx.update(shape(g), tx.init(shape(g)))[0]
+        direction = jax.vmap(step, axis_name=AXIS, out_axes=None)(gradients)
+        results.append(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(direction)]))
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-9)
+    # Leaves have keys of their own, so the draws differ; the mean of the workers' gradients does not.
+    assert np.linalg.norm(results[2] - gradients.mean(0)) < 3 * np.linalg.norm(gradients.mean(0))
+
+
+def test_isega_overwrites_what_it_sampled():
+    """The recursion with the masks that were drawn, read off the shifts."""
+    p = jc.smoothness.probabilities(S.diag, 2.0, method="diana+", workers=N, mu=L2)
+    run = jc.rounds(jc.isega(p, S, 0.1), AXIS)
+    x = jnp.asarray(X0)
+    masks, old = [], np.zeros((N, D))
+    for count in range(1, 5):
+        _, _, state = in_vmap(run, count, x)
+        shift = np.reshape(state.local.algorithm.shift, (N, D))
+        white = np.stack([ROOTS[i][1] @ (shift[i] - old[i]) for i in range(N)])
+        masks.append(np.abs(white) > 1e-12)
+        old = shift
+    points, _, state = in_vmap(run, 4, x)
+    want, shifts = oracle.isega(GRADIENTS, ROOTS, masks, p, X0, 0.1)
+    np.testing.assert_allclose(points[-1], want, rtol=1e-8)
+    np.testing.assert_allclose(np.reshape(state.local.algorithm.shift, (N, D)), shifts, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(state.shared.algorithm.shift, np.mean(shifts, axis=0), rtol=1e-8, atol=1e-10)
+
+
+def optimum():
+    x = np.zeros(D)
+    for _ in range(20000):
+        x = x - 0.5 * np.mean([g(x) for g in GRADIENTS], axis=0)
+    return x
+
+
+def distances(method, count):
+    run = jc.rounds(method, AXIS)
+    best = jnp.asarray(optimum())
+
+    def worker(a, b):
+        def body(state, _):
+            state, bits = run.step(state, gradient_of(a, b))
+            return state, (jnp.sum((run.point(state) - best) ** 2), bits)
+
+        return jax.lax.scan(body, run.init(jnp.zeros(D)), length=count)[1]
+
+    far, _ = jax.jit(jax.vmap(worker, axis_name=AXIS))(jnp.asarray(A), jnp.asarray(B))
+    return np.asarray(far[0]) / float(jnp.sum(best**2))
+
+
+def test_methods_converge_at_their_theoretical_steps():
+    p = jc.smoothness.probabilities(S.diag, 2.0, method="diana+", workers=N, mu=L2)
+    v = max(jc.smoothness.sparsification_variance(d, q) for d, q in zip(S.diag, p, strict=True))
+    given = {
+        "smoothness": jc.smoothness.mean_lambda_max(S),
+        "workers": N,
+        "mu": L2,
+        "variance": v,
+        "omega": float(np.max(1 / p - 1)),
+    }
+    c = jc.precondition(jc.bernoulli(p, per_worker=True), S)
+    paper, tight = (jc.theory.step_sizes("diana+", form=form, **given) for form in ("paper", "tight"))
+    assert tight.gamma > paper.gamma
+    assert tight.rate >= paper.rate
+    for steps in (paper, tight):
+        far = distances(jc.descend(jc.diana(c), steps.gamma), 4000)
+        # The proven rate bounds the expectation; a single run stays below it by far.
+        assert far[-1] < max(1e-20, 100 * (1 - steps.rate) ** 4000)
+    isega = jc.theory.step_sizes("isega+", smallest_probability=float(p.min()), **given)
+    assert distances(jc.isega(p, S, isega.gamma), 4000)[-1] < 1e-8
+    adiana = jc.theory.step_sizes("adiana+", **given)
+    assert distances(jc.adiana(c, adiana), 8000)[-1] < 1e-8
+    dcgd = jc.theory.step_sizes("dcgd+", **given)
+    far = distances(jc.descend(jc.direct(c), dcgd.gamma), 4000)
+    best = optimum()
+    noise = np.mean([v * np.sum((ROOTS[i][1] @ GRADIENTS[i](best)) ** 2) for i in range(N)])
+    ball = 2 * dcgd.gamma / (L2 * N) * noise / np.sum(best**2)
+    assert np.mean(far[2000:]) < ball
+    full = jc.theory.step_sizes(
+        "marina+",
+        full=0.3,
+        **given | {"variance": float(np.linalg.eigvalsh(v * np.mean(S.matrix_root @ S.matrix_root, 0))[-1])},
+    )
+    assert distances(jc.marina(c, full.gamma, 0.3), 4000)[-1] < 1e-8
+
+
+def test_identities():
+    """A multiple of the identity whitens nothing: DIANA+ is DIANA; everything sent: it is gradient descent."""
+    scalar = jc.smoothness.stack([jc.smoothness.diagonal_of(np.full(D, 0.25))] * N)
+    for c in (jc.dithering(2), jc.bernoulli(np.linspace(0.3, 0.9, D))):
+        plain = in_vmap(jc.rounds(jc.descend(jc.diana(c), 0.1), AXIS), 5, jnp.asarray(X0))[0]
+        white = in_vmap(jc.rounds(jc.descend(jc.diana(jc.precondition(c, scalar)), 0.1), AXIS), 5, jnp.asarray(X0))[0]
+        np.testing.assert_allclose(plain, white, rtol=1e-6, atol=1e-9)
+    x = X0
+    for _ in range(5):
+        x = x - 0.2 * np.mean([g(x) for g in GRADIENTS], axis=0)
+    for algorithm in (jc.direct(IDENTITY), jc.diana(IDENTITY)):
+        got = in_vmap(jc.rounds(jc.descend(algorithm, 0.2), AXIS), 5, jnp.asarray(X0))[0][-1]
+        np.testing.assert_allclose(got, x, rtol=1e-9)
+
+
+def test_optax_transform_is_the_same_method():
+    c = compressors()["varying"]
+    tx = optax.chain(jc.compressed_mean(jc.diana(c), AXIS, seed=5), optax.sgd(0.1))
+
+    def worker(a, b):
+        def body(carry, _):
+            x, state = carry
+            updates, state = tx.update(gradient_of(a, b)(x), state)
+            return (optax.apply_updates(x, updates), state), None
+
+        (x, _), _ = jax.lax.scan(body, (jnp.asarray(X0), tx.init(jnp.asarray(X0))), length=6)
+        return x
+
+    x = jax.jit(jax.vmap(worker, axis_name=AXIS))(jnp.asarray(A), jnp.asarray(B))[0]
+    method = jc.rounds(jc.descend(jc.diana(c), 0.1), AXIS, seed=5)
+    np.testing.assert_allclose(x, in_vmap(method, 6, jnp.asarray(X0))[0][-1], rtol=1e-9)
+
+
+def test_composite_steps_reach_the_composite_optimum():
+    """l1: the optimum of proximal gradient descent with exact gradients, and zeros where it has zeros."""
+    prox = jc.prox.l1(0.05)
+    x = np.zeros(D)
+    for _ in range(5000):
+        x = np.asarray(prox(jnp.asarray(x - 0.3 * np.mean([g(x) for g in GRADIENTS], axis=0)), 0.3))
+    assert 0 < np.sum(x == 0) < D
+    c = compressors()["varying"]
+    found = [
+        in_scan(jc.descend(jc.diana(c), 0.1, prox=prox), 3000),
+        in_scan(jc.adiana(c, STEPS._replace(alpha=1 / (1 + c.spec.omega(D))), prox=prox), 6000),
+    ]
+    for got in found:
+        np.testing.assert_allclose(got, x, atol=1e-6)
+
+
+def in_scan(method, count):
+    run = jc.rounds(method, AXIS)
+
+    def worker(a, b):
+        body = lambda state, _: (run.step(state, gradient_of(a, b))[0], None)
+        return run.point(jax.lax.scan(body, run.init(jnp.zeros(D)), length=count)[0])
+
+    return np.asarray(jax.jit(jax.vmap(worker, axis_name=AXIS, out_axes=None))(jnp.asarray(A), jnp.asarray(B)))
+
+
+BAD = [
+    (lambda: jc.adiana(jc.top_k(0.1), STEPS), "adiana needs an unbiased compressor"),
+    (lambda: jc.adiana(jc.natural(), jc.theory.StepSizes(0.1)), "adiana needs the steps of"),
+    (lambda: jc.marina(jc.top_k(0.1), 0.1, 0.5), "marina needs an unbiased compressor"),
+    (lambda: jc.marina(jc.natural(), 0.1, 0.0), r"full must be in \(0, 1\]; got 0.0"),
+    (lambda: jc.descend(jc.direct(jc.natural()), 0), "step_size must be above 0; got 0"),
+    (lambda: jc.isega(np.ones(D), S, -1), "step_size must be above 0; got -1"),
+    (lambda: jc.rounds(jc.marina(jc.natural(), 0.1, 0.5), AXIS, via="pigeon"), "via must be one of"),
+    (lambda: jc.theory.step_sizes("sgd", smoothness=1, workers=1, variance=0), "method must be one of dcgd"),
+    (lambda: jc.theory.step_sizes("dcgd", smoothness=0, workers=1, variance=0), "needs smoothness > 0"),
+    (lambda: jc.theory.step_sizes("adiana", smoothness=1, workers=1, variance=1), "adiana needs mu > 0"),
+    (lambda: jc.theory.step_sizes("adiana", smoothness=1, workers=1, variance=1, form="released"), "is not known for"),
+    (lambda: jc.theory.step_sizes("marina", smoothness=1, workers=1, variance=1), "marina needs full"),
+    (lambda: jc.bernoulli([0.5], per_worker=True), "a row of probabilities per worker"),
+    (lambda: jc.dithering(steps=[0.5], per_worker=True), "a row of steps for each worker"),
+    (lambda: jc.prox.l1(-1), "weight must be at least 0"),
+    (lambda: jc.prox.box(1, 0), "low must be at most high"),
+    (
+        lambda: in_vmap(
+            jc.rounds(
+                jc.descend(jc.direct(jc.precondition(jc.identity(), jc.smoothness.row(S, slice(0, 3)))), 0.1), AXIS
+            ),
+            1,
+            jnp.asarray(X0),
+        ),
+        "plans of 3 workers for 4 workers",
+    ),
+    (
+        lambda: jc.precondition(jc.identity(), S).compress(
+            jax.random.key(0),
+            jnp.zeros(D),
+            jc.precondition(jc.identity(), S).init(jax.random.key(0), jax.ShapeDtypeStruct((D,), jnp.float64)),
+        ),
+        "plans of 4 workers; pick one with base.for_worker",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), BAD, ids=[message for _, message in BAD])
+def test_wrong_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
