@@ -16,7 +16,7 @@ COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 STYLES = ["-", "--", "-.", ":"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X", "*"]
 LINES: list[dict[str, Any]] = [
-    {"color": COLOURS[i % len(COLOURS)], "linestyle": STYLES[i // 2 % 4], "marker": MARKERS[i % len(MARKERS)]}
+    {"color": COLOURS[i % 8], "linestyle": STYLES[(i // 2 + i // 8) % 4], "marker": MARKERS[(i + 4 * (i // 8)) % 8]}
     for i in range(16)
 ]
 
