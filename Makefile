@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 # Train a small network on digits with six methods; table and plot in about a minute.
 demo: $(VENV)/experiments.done
@@ -14,6 +14,10 @@ demo: $(VENV)/experiments.done
 # Everything that is checked: format, types, tests, doctests, notebooks.
 test: $(VENV)/dev.done lint
 	$(BIN)/python -m pytest -n $(or $(WORKERS),2)
+
+# The same with the tests marked slow: experiments of single papers, more variants of each row.
+test-all: $(VENV)/dev.done lint
+	$(BIN)/python -m pytest -n $(or $(WORKERS),2) -m ""
 
 lint: $(VENV)/dev.done
 	$(BIN)/ruff check .

@@ -3,7 +3,11 @@
 import os
 
 # Two test processes with two threads each wait for one another inside XLA's loops, up to a hundredfold.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+# What is tested is what XLA's own passes make of a program; LLVM's dearer ones only take time here.
+FLAGS = " --xla_cpu_multi_thread_eigen=false --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FLAGS
+    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false --xla_llvm_disable_expensive_passes=true"
+)
 
 import jax
 import pytest
@@ -12,6 +16,40 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 DEFAULT_SEED = 20240607
+# One row for each kind of payload and of shared state, for the tests that compile for several workers.
+BETWEEN_WORKERS = {
+    "bernoulli-scalar",
+    "cast-bf16",
+    "compose-top_k-dithering",
+    "contract-rand_k",
+    "dagc-top_k",
+    "dithering-7",
+    "identity",
+    "narrow-top_k",
+    "precondition-bernoulli",
+    "rand_k-ratio",
+    "sidco",
+}
+# Variants of rows that stay: every test holds for them, too, but only `make test-all` runs them.
+SLOW_ROWS = {
+    "cast-f16-unscaled",
+    "compose-dagc-bf16",
+    "compose-identity-natural",
+    "compose-sidco-natural",
+    "compose-workers",
+    "dagc-sidco",
+    "dagc-threshold",
+    "dithering-1",
+    "dithering-block-steps",
+    "gaussian_k",
+    "hard_threshold",
+    "precondition-dithering",
+    "precondition-natural",
+    "rand_k-k",
+    "sidco-gamma-climb",
+    "sidco-published",
+    "top_k-k",
+}
 
 
 def pytest_addoption(parser):
@@ -38,3 +76,6 @@ def pytest_collection_modifyitems(items):
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")
         if row is not None:
             item.add_marker(pytest.mark.xdist_group(row.name))
+            between_workers = item.path.name in ("test_exchange.py", "test_ledger.py")
+            if row.name in SLOW_ROWS or (between_workers and row.name not in BETWEEN_WORKERS):
+                item.add_marker(pytest.mark.slow)

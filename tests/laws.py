@@ -25,7 +25,7 @@ P = np.linspace(0.05, 1.0, D)
 STEPS = np.linspace(0.05, 0.5, D)
 
 
-WORKERS = 3  # of rows with plans per worker
+WORKERS = 4  # of rows with plans per worker
 _rng = np.random.default_rng(0)
 _features = _rng.standard_normal((WORKERS, 2 * D, D)) * np.geomspace(0.2, 2, D)
 MATRICES = [a.T @ a / (8 * D) + 0.01 * np.eye(D) for a in _features]
@@ -62,12 +62,10 @@ ROWS = [
     Row("sidco-gamma-climb", jc.sidco(0.02, law="gamma", adapt="climb"), True, True),
     Row("dgc", jc.dgc(0.02), True, False),
     Row("redsync", jc.redsync(0.1), True, True),
-    Row("redsync-trimmed", jc.redsync(0.1, method="trimmed"), True, True),
     Row("gaussian_k", jc.gaussian_k(0.1), True, True),
     Row("hard_threshold", jc.hard_threshold(1.5, ratio=0.2), True, True),
     Row("narrow-top_k", jc.narrow(jc.top_k(0.1), values="float16", indices="uint16"), False, True),
     Row("dagc-top_k", jc.dagc([3, 0, 9, 1], 0.1), True, True),
-    Row("dagc-spare", jc.dagc([1, 1], 0.05, capacity=1.5), True, True),
     Row("dagc-sidco", jc.dagc([2, 1], 0.1, sparsifier=jc.sidco), True, True),
     Row("dagc-threshold", jc.dagc([2, 1], 0.2, sparsifier=jc.hard_threshold, base=1.5), True, True),
     Row("contract-rand_k", jc.contract(jc.rand_k(0.25)), False, False),
@@ -76,7 +74,6 @@ ROWS = [
     Row("compose-top_k-dithering", jc.compose(jc.top_k(0.1), jc.dithering(15)), False, False),
     Row("compose-rand_k-dithering", jc.compose(jc.rand_k(0.2), jc.dithering(7)), False, False),
     Row("compose-identity-natural", jc.compose(jc.identity(), jc.natural()), False, False),
-    Row("compose-dagc-bf16", jc.compose(jc.dagc([1, 2], 0.1), jc.cast("bfloat16")), False, True),
     Row("compose-sidco-natural", jc.compose(jc.sidco(0.1), jc.natural()), False, False),
     Row("bernoulli-workers", jc.bernoulli(CHANCES, per_worker=True), False, False, True),
     Row("dithering-norm-bf16", jc.dithering(7, blocks=7, norm_dtype="bfloat16"), False, False),

@@ -21,6 +21,7 @@ def run(*arguments):
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 def test_dagc_compares_rules_and_thresholds_with_uniform(tmp_path):
     rules = ("sqrt", "2/3", "threshold:released")
     result = run(
@@ -98,6 +99,7 @@ def test_split_is_a_partition_with_the_volumes_it_was_asked_for(seed):
     assert [len(part) for part in dagc_data.imbalanced_split(np.zeros(3, int), 3, 50.0, 1.0, 0)] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_exchanges_between_processes_send_what_the_program_says():
     """Real messages between two processes, counted by the kernel: headers cost a few per cent."""
     result = run("bench", "exchange", "--workers", 2, "--size", 2_000_000, "--skew", 20, "--rounds", 2)

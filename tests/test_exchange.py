@@ -9,7 +9,7 @@ from laws import ROWS, D
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.base import accumulate, wide_like
+from jaxcomp.base import accumulate, for_worker, wide_like
 from jaxcomp.exchange import Met, gather, sums
 from jaxcomp.exchange.meet import meet
 from jaxcomp.payloads import Dense, Leaves
@@ -30,8 +30,9 @@ def payloads_of(compressor, like, key, seed):
     state = compressor.init(key, like)
     rng = np.random.default_rng(seed)
     messages = [jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype), like) for _ in range(N)]
+    own = [state._replace(shared=for_worker(compressor, state.shared, i, N)) for i in range(N)]
     return state.shared, [
-        compressor.compress(jax.random.fold_in(key, i), message, state)[0] for i, message in enumerate(messages)
+        compressor.compress(jax.random.fold_in(key, i), message, own[i])[0] for i, message in enumerate(messages)
     ]
 
 
@@ -50,7 +51,7 @@ def everywhere(compressor, via, weights, like, key, seed):
     )
     arrived = [jc.wire.decode(jc.wire.encode(payload)) for payload in payloads]
     met = meet_on_host(arrived, None if weights is None else np.float32(weights), via, linear)
-    decoded = [compressor.decompress(p, shared, like) for p in payloads]
+    decoded = [compressor.decompress(p, for_worker(compressor, shared, i, N), like) for i, p in enumerate(payloads)]
     want = jax.tree.map(lambda *x: np.average(np.float64(x), axis=0, weights=weights), *decoded)
     on_host = jax.jit(lambda p, w: mean_of(Met(p, w, met.scale), compressor, shared, like))
     return {

@@ -174,6 +174,7 @@ def test_a_client_keeps_what_it_did_not_send_across_its_own_death(tmp_path):
 # Processes
 
 
+@pytest.mark.slow
 def test_a_whole_run_with_deaths_garbage_and_partial_participation(tmp_path):
     """With this seed two of three are asked in each round; in the first one, client 1 dies."""
     options = ["--clients", 3, "--rounds", 6, "--local-steps", 4, "--ratio", 0.02, "--skew", 20, "--seed", 209]

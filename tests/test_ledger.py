@@ -217,7 +217,8 @@ def test_lanes_of_odd_trees(name):
         rows = np.stack([np.float64(leaf) * (i + 1) for i in range(N)])
         np.testing.assert_array_equal(np.float64(a), rows if name == "all_gather" else rows.sum(0))
         np.testing.assert_array_equal(np.float64(a), np.float64(b))
-        assert a.dtype == leaf.dtype
+        # Sums of narrow floats come out in f32.
+        assert a.dtype == (leaf.dtype if name == "all_gather" or leaf.dtype.itemsize >= 4 else jnp.float32)
     book = jc.ledger(mapped(fn), workers)
     assert len({(r.op, r.dtype) for r in book.rows}) == 3
 

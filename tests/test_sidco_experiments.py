@@ -21,6 +21,7 @@ def run(*arguments, code=0):
     return result
 
 
+@pytest.mark.slow
 def test_quality(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
@@ -38,6 +39,7 @@ def test_quality(tmp_path):
         assert name.endswith(".md") or name in result.stdout
 
 
+@pytest.mark.slow
 def test_training(tmp_path):
     out = tmp_path / "t"
     options = ("--ratios", 0.1, "--methods", "top-k", "sidco", "--steps", 20, "--seeds", 0, "--workers", 2)

@@ -42,6 +42,7 @@ def test_problem_is_what_it_says(problem):
     assert np.linalg.eigvalsh(hessian)[-1] <= problem.L
 
 
+@pytest.mark.slow
 def test_batched_runs_are_single_runs(problem):
     """Two budgets and two seeds at once give what the library gives one by one.
 
@@ -82,6 +83,7 @@ def test_aware_needs_fewer_bits_and_uploads_its_roots(problem):
 SHORT = ("--l2", 0.1, "--workers", 4, "--rounds", 200, "--seeds", 0, "--target", 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", ["all", "variants"])
 def test_studies_write_everything(study, tmp_path):
     budgets = ("--budgets", 0.5, 1)
@@ -103,6 +105,7 @@ def test_studies_write_everything(study, tmp_path):
     assert sorted(row["method"] for row in rows) == sorted(names)
 
 
+@pytest.mark.slow
 def test_workers_study_plots_against_n(tmp_path):
     options = [a if a != 4 else (2, 4) for a in SHORT]
     flat = [b for a in options for b in (a if isinstance(a, tuple) else (a,))]
@@ -111,6 +114,7 @@ def test_workers_study_plots_against_n(tmp_path):
     assert (tmp_path / "r" / "workers.png").is_file()
 
 
+@pytest.mark.slow
 def test_networks(tmp_path):
     result = run("networks", "--runs", tmp_path, "--name", "r", "--rounds", 3, "--seeds", 0, "--budgets", 0.1)
     assert result.returncode == 0, result.stderr

@@ -201,6 +201,7 @@ def coins_of(run, count, x, chance):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [in_vmap, in_shard_map])
 def test_methods_with_the_identity_are_their_recursions(world):
     """With everything sent the random draws play no part, and every formula can be followed."""
@@ -237,6 +238,7 @@ METHODS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("i", "name"), list(enumerate(compressors())), ids=list(compressors()))
 def test_worlds_agree(i, name):
     """Every compressor, and every method with two or three of them."""
@@ -309,6 +311,7 @@ def distances(method, count):
     return np.asarray(far[0]) / float(jnp.sum(best**2))
 
 
+@pytest.mark.slow
 def test_methods_converge_at_their_theoretical_steps():
     p = jc.smoothness.probabilities(S.diag, 2.0, method="diana+", workers=N, mu=L2)
     v = max(jc.smoothness.sparsification_variance(d, q) for d, q in zip(S.diag, p, strict=True))
@@ -378,6 +381,7 @@ def test_optax_transform_is_the_same_method():
     np.testing.assert_allclose(x, in_vmap(method, 6, jnp.asarray(X0))[0][-1], rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_composite_steps_reach_the_composite_optimum():
     """l1: the optimum of proximal gradient descent with exact gradients, and zeros where it has zeros."""
     prox = jc.prox.l1(0.05)
