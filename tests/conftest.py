@@ -4,8 +4,11 @@ import os
 
 # Two test processes with two threads each wait for one another inside XLA's loops, up to a hundredfold.
 # What is tested is what XLA's own passes make of a program; LLVM's dearer ones only take time here.
-FLAGS = " --xla_cpu_multi_thread_eigen=false --xla_llvm_disable_expensive_passes=true"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FLAGS
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_cpu_multi_thread_eigen=false"
+    + " --xla_llvm_disable_expensive_passes=true"
+)
 
 import jax
 import pytest
