@@ -241,7 +241,7 @@ class Run:
                     if now.step % o["log_every"] == 0 or now.step in (1, o["steps"]):
                         info = {key: float(value) for key, value in trainer.info(now.state.optimizer)._asdict().items()}
                         line = {"method": job.method, "seed": job.seed, "step": now.step, "loss": now.loss}
-                        line |= {"sent_bytes": sent * now.step, "seconds": now.seconds, **info}
+                        line |= info | {"sent_bytes": sent * now.step, "seconds": now.seconds}
                         if o["test_every"] and (now.step % o["test_every"] == 0 or now.step == o["steps"]):
                             line["accuracy"] = trainer.test(now.state)[1]
                         metrics.write(json.dumps(line) + "\n")

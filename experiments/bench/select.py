@@ -16,7 +16,7 @@ from experiments.report import show
 
 __all__ = ["main"]
 
-READ, SORT, TORCH = "read pass, sum|x|", "lax.top_k", "torch.topk"
+READ, SORT, TORCH = "read pass (sum of magnitudes)", "lax.top_k", "torch.topk"
 SIDCO = "jc.sidco"
 WHOLE = "jc.sidco + residual"
 
