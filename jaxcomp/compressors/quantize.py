@@ -151,9 +151,10 @@ def dithering(
     short = norm_dtype is not None and jnp.dtype(norm_dtype) == jnp.bfloat16
 
     order = 2 if norm == 2 else math.inf
-    varying = steps is not None and np.ndim(steps) > 0
-    if per_worker and np.ndim(steps) != 2:
-        raise ValueError(f"dithering: per_worker needs a row of steps for each worker; got shape {np.shape(steps)}")
+    shape = np.shape(np.asarray(0.0 if steps is None else steps))
+    varying = len(shape) > 0
+    if per_worker and len(shape) != 2:
+        raise ValueError(f"dithering: per_worker needs a row of steps for each worker; got shape {shape}")
     sizes = np.asarray(steps if levels is None else 1.0 / levels, np.float64)
     sizes = sizes if per_worker else sizes.reshape(1, -1)
     if sizes.size == 0 or not np.all(np.isfinite(sizes) & (sizes >= 1 / MOST_LEVELS)):
