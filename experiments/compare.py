@@ -171,7 +171,7 @@ class Run:
             self.train([job for job in jobs if (job.method, job.seed) not in done], console)
         except KeyboardInterrupt:
             interrupted = True
-            console.print(f"interrupted; continue with --resume{self.how_to_find()}", highlight=False)
+            console.print(f"interrupted; continue with --resume{self.how_to_find()}", highlight=False, soft_wrap=True)
         self.report(console)
         return 130 if interrupted else 0
 

@@ -73,7 +73,7 @@ def test_resume_gives_bitwise_the_same_parameters(kill, tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == (130 if kill == signal.SIGINT else -signal.SIGKILL)
     if kill == signal.SIGINT:
-        assert "continue with --resume --name cut" in output
+        assert f"continue with --resume --runs {tmp_path} --name cut" in output
         assert (tmp_path / "cut" / "compare.png").is_file()
     assert not (tmp_path / "cut" / "results.json").is_file()  # it was stopped within the first job
     resumed = run("compare", "--runs", tmp_path, "--name", "cut", "--resume", "--steps", 120)
