@@ -33,6 +33,16 @@ BETWEEN_WORKERS = {
 }
 # Variants of rows that stay: every test holds for them, too, but only `make test-all` runs them.
 SLOW_ROWS = {
+    "bernoulli-workers",
+    "cast-e5m2",
+    "compose-rand_k-dithering",
+    "contract-dithering",
+    "dithering-block_size",
+    "dithering-inf",
+    "dithering-norm-bf16",
+    "precondition-shared-rand_k",
+    "redsync",
+    "sidco-pareto",
     "cast-f16-unscaled",
     "compose-dagc-bf16",
     "compose-identity-natural",
