@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from laws import FACTORIES, ROWS, D
+from laws import FACTORIES, ROWS, WORKERS, D
 from montecarlo import monte_carlo, z_bound
 
 import jaxcomp as jc
@@ -256,7 +256,7 @@ def test_accumulate_is_weighted_sum_of_decompress(row, key, seed):
     @jax.jit
     def run(xs, keys, weights, total):
         state = row.compressor.init(key, like)
-        mine = [for_worker(row.compressor, state.shared, i, 3) for i in range(3)]
+        mine = [for_worker(row.compressor, state.shared, i, WORKERS) for i in range(WORKERS)]
         payloads = [
             row.compressor.compress(k, x, State(state.local, shared))[0]
             for x, k, shared in zip(xs, keys, mine, strict=True)
@@ -271,9 +271,9 @@ def test_accumulate_is_weighted_sum_of_decompress(row, key, seed):
             decoded,
         )
 
-    weights, total = np.array([0.5, -1.0, 2.0]), vector(seed + 9)
-    xs = [vector(seed + i) for i in range(3)]
-    got, plain, decoded = run(xs, list(jax.random.split(key, 3)), jnp.asarray(weights, jnp.float32), total)
+    weights, total = np.array([0.5, -1.0, 2.0, 0.25]), vector(seed + 9)
+    xs = [vector(seed + i) for i in range(WORKERS)]
+    got, plain, decoded = run(xs, list(jax.random.split(key, WORKERS)), jnp.asarray(weights, jnp.float32), total)
     np.testing.assert_allclose(got, np.float64(total) + weights @ np.float64(decoded), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(plain, np.float64(total) + np.sum(np.float64(decoded), 0), rtol=1e-5, atol=1e-5)
 
