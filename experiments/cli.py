@@ -1,8 +1,10 @@
 """The command line of the experiments: options, and errors that fit on one line."""
 
 import argparse
+import importlib
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,6 +101,26 @@ def rule_of(text: str) -> str | float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be sqrt, phi, released, uniform or a number >= 0; got {text!r}")
     return value
+
+
+def dispatch(what: str, package: str, parts: dict[str, str], arguments: Sequence[str]) -> int:
+    """Runs `main` of the module package.NAME, for `python -m experiments WHAT NAME [options]`.
+
+    Args:
+        what: the word before NAME.
+        package: that holds the modules.
+        parts: NAME -> one line about it.
+        arguments: NAME and its options.
+    """
+    if not arguments or arguments[0] in ("-h", "--help"):
+        width = max(map(len, parts))
+        rows = "\n".join(f"  {name.ljust(width)}  {line}" for name, line in parts.items())
+        print(f"usage: python -m experiments {what} NAME [options]\n\n{rows}")
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name not in parts:
+        fail(f"unknown name {name!r} after {what}; choose from {', '.join(parts)}")
+    return importlib.import_module(f"{package}.{name}").main(rest)
 
 
 def choose_new(runs: Path, name: str | None, kind: str) -> Path:

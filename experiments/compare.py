@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, fraction, positive
+from experiments.cli import Parser, UserError, at_least, choose_new, fraction, positive
 from experiments.report import show
 
 __all__ = ["main"]
@@ -89,10 +89,7 @@ def choose_folder(runs: Path, name: str | None, resume: bool) -> Path:
     if name is None:
         if resume:
             raise UserError("--resume needs --name, the run to continue")
-        number = 1
-        while (runs / f"compare-{number}").exists():
-            number += 1
-        return runs / f"compare-{number}"
+        return choose_new(runs, None, "compare")
     if not name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise UserError(f"--name must be a folder below --runs; got {name}")
     folder = runs / name

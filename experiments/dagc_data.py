@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from experiments.cli import UserError
+from experiments.data import nobody_empty
 
 __all__ = ["Quadratics", "imbalanced_split", "quadratics", "skewed_volumes"]
 
@@ -42,12 +43,7 @@ def imbalanced_split(labels: np.ndarray, workers: int, skew: float, alpha: float
         edges = np.rint(np.cumsum(demand[:, column])[:-1] / demand[:, column].sum() * len(members)).astype(int)
         for part, piece in zip(parts, np.split(members, edges), strict=True):
             part.append(piece)
-    joined = [np.concatenate(part) for part in parts]
-    for i in range(workers):  # whoever got nothing takes one from the largest
-        if not joined[i].size:
-            largest = max(range(workers), key=lambda j: joined[j].size)
-            joined[i], joined[largest] = joined[largest][:1], joined[largest][1:]
-    return [np.sort(part) for part in joined]
+    return nobody_empty(parts)
 
 
 class Quadratics(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 
 from experiments.cli import UserError, existing_folder
 
-__all__ = ["DATASETS", "Dataset", "batch_of", "load", "read_idx", "split"]
+__all__ = ["DATASETS", "Dataset", "batch_of", "load", "nobody_empty", "read_idx", "split"]
 
 
 class Dataset(NamedTuple):
@@ -115,10 +115,15 @@ def split(labels: np.ndarray, workers: int, alpha: float | None, seed: int) -> l
         edges = np.rint(np.cumsum(shares)[:-1] * len(members)).astype(int)
         for part, piece in zip(parts, np.split(members, edges), strict=True):
             part.append(piece)
+    return nobody_empty(parts)
+
+
+def nobody_empty(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """The pieces of each worker joined and sorted; whoever got nothing takes one example from the largest."""
     joined = [np.concatenate(part) for part in parts]
-    for i in range(workers):  # whoever got nothing takes one from the largest
+    for i in range(len(joined)):
         if not joined[i].size:
-            largest = max(range(workers), key=lambda j: joined[j].size)
+            largest = max(range(len(joined)), key=lambda j: joined[j].size)
             joined[i], joined[largest] = joined[largest][:1], joined[largest][1:]
     return [np.sort(part) for part in joined]
 

@@ -15,6 +15,7 @@ __all__ = ["main"]
 
 
 def parser() -> argparse.ArgumentParser:
+    """The options of `jaxcomp`."""
     p = argparse.ArgumentParser(prog="jaxcomp", description="Gradient compression for JAX.")
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     s = commands.add_parser(

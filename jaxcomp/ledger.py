@@ -214,6 +214,7 @@ class Module:
 
 
 def parse_instruction(line: str) -> Instruction | None:
+    """One line of HLO text taken apart; None if it is no instruction."""
     found = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
     if not found:
         return None
@@ -255,6 +256,7 @@ def called(attributes: str, kind: str) -> list[str]:
 
 
 def trip_count(attributes: str) -> int | None:
+    """How often a loop runs, where XLA found it out; else None."""
     start = attributes.find("backend_config={")
     if start >= 0:
         opening = attributes.index("{", start)
@@ -273,6 +275,7 @@ def arrays_of(type_: str) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def bits_of(dtype: str) -> int:
+    """Bits of one entry of an HLO type; 0 for what has none (tokens)."""
     if dtype == "pred":
         return 8
     number = re.match(r"[a-z]+(\d+)", dtype)

@@ -60,7 +60,7 @@ def test_bench_select(tmp_path):
     ("arguments", "message"),
     [
         (("sidco",), ""),
-        (("sidco", "speed"), "unknown part 'speed' of sidco; choose from quality, training"),
+        (("sidco", "speed"), "unknown name 'speed' after sidco; choose from quality, training"),
         (("sidco", "quality", "--ratios", "2"), "must be a number in (0, 1]; got '2'"),
         (("sidco", "quality", "--mnist", "/nowhere"), "no folder /nowhere"),
         (("sidco", "training", "--methods", "magic"), "invalid choice: 'magic'"),

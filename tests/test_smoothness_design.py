@@ -17,8 +17,12 @@ FILE = json.loads((Path(__file__).parent / "smoothness_oracle.json").read_text()
 N, D, MU = FILE["n"], FILE["d"], FILE["mu"]
 A = [np.array(a) for a in FILE["A"]]
 CUTS = {"n": N, "mu": MU}
-close = lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-8, atol=1e-8)
 each_node = pytest.mark.parametrize("i", range(N))
+
+
+def assert_close(got, want):
+    """Equal to eight digits."""
+    np.testing.assert_allclose(got, want, rtol=1e-8, atol=1e-8)
 
 
 def diagonal(i):
@@ -29,16 +33,16 @@ def diagonal(i):
 def test_matrix_and_roots_are_those_of_the_file(i):
     node = FILE["nodes"][i]
     matrix = oracle.glm_matrix(A[i], 1 / 4, MU)
-    close(matrix, node["L"])
+    assert_close(matrix, node["L"])
     operator = smoothness.dense_of(matrix)
-    close(operator.matrix_root, node["L_sqrt"])
-    close(operator.matrix_inv_root, node["L_isqrt"])
-    close(operator.diag, diagonal(i))
-    close(operator.lambda_max, node["eig"][-1])
-    close(smoothness.operator.pseudo_roots(matrix)[2], node["eig"])
+    assert_close(operator.matrix_root, node["L_sqrt"])
+    assert_close(operator.matrix_inv_root, node["L_isqrt"])
+    assert_close(operator.diag, diagonal(i))
+    assert_close(operator.lambda_max, node["eig"][-1])
+    assert_close(smoothness.operator.pseudo_roots(matrix)[2], node["eig"])
     gradient = oracle.logistic_gradient(A[i], np.array(FILE["b"][i]), MU, np.zeros(D))
-    close(gradient, node["grad_at_0"])
-    close(operator.inv_root(gradient), node["u_at_0"])
+    assert_close(gradient, node["grad_at_0"])
+    assert_close(operator.inv_root(gradient), node["u_at_0"])
 
 
 @each_node
@@ -46,11 +50,11 @@ def test_probabilities_are_those_of_the_file(i):
     diag, want = diagonal(i), FILE["nodes"][i]
     for method, key in (("dcgd+", "dcgd_plus_sparse"), ("diana+", "diana_plus_sparse")):
         p = smoothness.probabilities(diag, FILE["tau"], method=method, workers=N, mu=MU)
-        close(p, want[key]["p"])
-        close(p.sum(), FILE["tau"])
-        close(smoothness.sparsification_variance(diag, p), want[key]["calL"])
-        close(smoothness.sparsification_variance(np.ones(D), p), want[key]["omega"])
-    close(want["diana_plus_sparse"]["rho"], np.max((1 / p - 1) * (1 + diag / (N * MU))))
+        assert_close(p, want[key]["p"])
+        assert_close(p.sum(), FILE["tau"])
+        assert_close(smoothness.sparsification_variance(diag, p), want[key]["calL"])
+        assert_close(smoothness.sparsification_variance(np.ones(D), p), want[key]["omega"])
+    assert_close(want["diana_plus_sparse"]["rho"], np.max((1 / p - 1) * (1 + diag / (N * MU))))
 
 
 @each_node
@@ -59,13 +63,13 @@ def test_steps_and_bounds_are_those_of_the_file(i, key):
     diag, want = diagonal(i), FILE["nodes"][i][key]
     beta = 6 if key.endswith("6") else FILE["beta"]
     h = smoothness.steps(diag, beta, method="diana+" if "diana" in key else "dcgd+", workers=N, mu=MU)
-    close(h, want["h"])
-    close(smoothness.expected_nonzeros(h), beta)
+    assert_close(h, want["h"])
+    assert_close(smoothness.expected_nonzeros(h), beta)
     for bound, name in (("norm", "calL_norm"), ("quarter", "calL_quarter"), ("dual", "calL_dual")):
-        close(smoothness.dithering_variance(diag, h, bound=bound), want[name])
+        assert_close(smoothness.dithering_variance(diag, h, bound=bound), want[name])
     for bound, name in (("norm", "omega_norm"), ("dual", "omega_dual")):
         if name in want:
-            close(smoothness.dithering_variance(np.ones(D), h, bound=bound), want[name])
+            assert_close(smoothness.dithering_variance(np.ones(D), h, bound=bound), want[name])
 
 
 @each_node
@@ -73,20 +77,20 @@ def test_block_steps_are_those_of_the_file(i):
     diag, node = diagonal(i), FILE["nodes"][i]
     options = {"beta": 3.5, "blocks": 2, "workers": N, "mu": MU}
     want = node["block_dcgd_plus"]
-    close(smoothness.block_steps(diag, rule="released", **options), want["h_code"])
+    assert_close(smoothness.block_steps(diag, rule="released", **options), want["h_code"])
     h = smoothness.block_steps(diag, **options)
-    close(h, want["h_exact"])
-    close(h * want["N"], want["delta_exact"])
+    assert_close(h, want["h_exact"])
+    assert_close(h * want["N"], want["delta_exact"])
     lengths = np.array([1, 2])
-    close(np.sum(1 / h**2 + np.sqrt(lengths) / h), 1.5)
+    assert_close(np.sum(1 / h**2 + np.sqrt(lengths) / h), 1.5)
     want = node["block_diana_plus"]
     h = smoothness.block_steps(diag, rule="released", method="diana+", **options)
-    close(h, want["h"])
-    close(want["delta"], h * np.array(want["A"]))
-    close(smoothness.block_variance(diag, h, bound="norm"), want["calL"])
-    close(max(h * np.sqrt(lengths)), want["omega"])
+    assert_close(h, want["h"])
+    assert_close(want["delta"], h * np.array(want["A"]))
+    assert_close(smoothness.block_variance(diag, h, bound="norm"), want["calL"])
+    assert_close(max(h * np.sqrt(lengths)), want["omega"])
     h = smoothness.block_steps(diag, method="diana+", **options)
-    close(np.sum(1 / h**2 + np.sqrt(lengths) / h), 1.5)
+    assert_close(np.sum(1 / h**2 + np.sqrt(lengths) / h), 1.5)
 
 
 @each_node
@@ -100,7 +104,7 @@ def test_figures_of_the_specification(i):
     )
     # The specification's optimum came from a grid; the search finds a slightly better one.
     assert [2.929724, 2.597226][i] * (1 - 1e-4) < total <= [2.929724, 2.597226][i]
-    close(exact.sum(), 1.5)
+    assert_close(exact.sum(), 1.5)
     if i == 0:
         assert smoothness.rand_k_variance(matrix, 2) == pytest.approx(0.3050711769, abs=1e-10)
     safe = smoothness.operator.safe_factor(matrix, np.diag(1 / np.sqrt(diag)))
@@ -115,9 +119,9 @@ def test_rank_deficient_matrix():
     features = np.array([[1.0, 1, 0], [0, 0, 2]])
     matrix = oracle.glm_matrix(features, 1 / 4, 0.0)
     operator = smoothness.dense_of(matrix)
-    close(operator.matrix_root, [[0.25, 0.25, 0], [0.25, 0.25, 0], [0, 0, np.sqrt(0.5)]])
-    close(operator.matrix_inv_root, [[1, 1, 0], [1, 1, 0], [0, 0, np.sqrt(2)]])
-    close(operator.matrix_root @ operator.matrix_inv_root, [[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]])
+    assert_close(operator.matrix_root, [[0.25, 0.25, 0], [0.25, 0.25, 0], [0, 0, np.sqrt(0.5)]])
+    assert_close(operator.matrix_inv_root, [[1, 1, 0], [1, 1, 0], [0, 0, np.sqrt(2)]])
+    assert_close(operator.matrix_root @ operator.matrix_inv_root, [[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -136,9 +140,9 @@ def test_sparsification_variance_is_attained_for_every_vector(seed):
     _, inverse = oracle.roots(matrix)
     p = smoothness.probabilities(np.diag(matrix), 2.0)
     rho = smoothness.sparsification_variance(np.diag(matrix), p)
-    close(oracle.sparsification_error(inverse @ v, p, matrix), rho * v @ np.linalg.solve(matrix, v))
+    assert_close(oracle.sparsification_error(inverse @ v, p, matrix), rho * v @ np.linalg.solve(matrix, v))
     scaled = smoothness.probabilities(9 * np.diag(matrix), 2.0)
-    close(scaled, p)
+    assert_close(scaled, p)
 
 
 def test_rand_k_variance_by_enumeration(seed):
@@ -148,7 +152,7 @@ def test_rand_k_variance_by_enumeration(seed):
     second = np.mean([np.outer(mask, mask) for mask in masks], axis=0)
     single = np.diag(second)
     weight = second / np.outer(single, single) - 1
-    close(smoothness.rand_k_variance(matrix, 2), np.linalg.eigvalsh(weight * matrix)[-1])
+    assert_close(smoothness.rand_k_variance(matrix, 2), np.linalg.eigvalsh(weight * matrix)[-1])
 
 
 @pytest.mark.parametrize("method", ["dcgd+", "diana+", "exact"])
@@ -200,7 +204,7 @@ def test_no_optimizer_finds_better_block_steps(seed):
     norms = np.array([np.linalg.norm(part) for part in (diag[:2], diag[2:4], diag[4:])])
     lengths = np.array([2, 2, 3])
     spent = lambda h: blocks + np.sum(1 / h**2 + np.sqrt(lengths) / h)
-    close(spent(h), beta)
+    assert_close(spent(h), beta)
     rng = np.random.default_rng(seed)
     for _ in range(200):  # any other point of the budget has a larger maximum
         other = h * np.exp(0.3 * rng.standard_normal(3))
@@ -308,12 +312,12 @@ def test_softmax_form_bounds_the_hessian(seed):
 
 def test_zero_entries_of_the_diagonal():
     p = smoothness.probabilities([1.0, 0.0, 2.0], 1.0)
-    close(p[[0, 2]].sum(), 1.0)
+    assert_close(p[[0, 2]].sum(), 1.0)
     assert p[1] == min(p[[0, 2]])
-    close(smoothness.probabilities([1.0, 0.0, 2.0], 2.0), 1.0)
+    assert_close(smoothness.probabilities([1.0, 0.0, 2.0], 2.0), 1.0)
     h = smoothness.steps([1.0, 0.0, 2.0], 1.0)
     assert np.isfinite(h).all()
-    close(np.linalg.norm(1 / h[[0, 2]]), 1.0)
+    assert_close(np.linalg.norm(1 / h[[0, 2]]), 1.0)
     assert np.isfinite(smoothness.block_steps([1.0, 0.0, 2.0, 1.0], 9.0, 4)).all()
 
 

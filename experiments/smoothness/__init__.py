@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, positive
+from experiments.cli import Parser, UserError, at_least, choose_new, positive
 
 __all__ = ["main"]
 
@@ -52,24 +52,13 @@ def main(arguments: Sequence[str]) -> int:
     import jax
 
     options = parser().parse_args(arguments)
-    folder = free_folder(options.runs, options.name)
+    folder = choose_new(options.runs, options.name, "smoothness")
     with jax.enable_x64(options.study != "networks"):
         if options.study == "networks":
             from experiments.smoothness.networks import networks
 
             return networks(options, folder)
         return compare(options, folder)
-
-
-def free_folder(runs: Path, name: str | None) -> Path:
-    if name is not None:
-        if (runs / name).exists():
-            raise UserError(f"{runs / name} exists; choose another --name")
-        return runs / name
-    number = 1
-    while (runs / f"smoothness-{number}").exists():
-        number += 1
-    return runs / f"smoothness-{number}"
 
 
 def console_of() -> Any:

@@ -402,4 +402,5 @@ def redsync(
 
 
 def shown(ratio: Ratio) -> str:
+    """A ratio as it stands in the name of a compressor."""
     return "schedule" if callable(ratio) else str(ratio)

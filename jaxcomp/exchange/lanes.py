@@ -37,6 +37,7 @@ Axis = str | tuple[str, ...] | None
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:
+    """The names of an axis: none for None, one for a string."""
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 

@@ -14,6 +14,7 @@ Reference: Liberty 2013, Ghashami, Liberty, Phillips, Woodruff 2016 (Frequent Di
 1992 (softmax). The use of Collatz-Wielandt and of the sketch for a certified M >= L is ours.
 """
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ def _dense(rows: Any) -> np.ndarray:
     return rows.toarray() if hasattr(rows, "toarray") else np.asarray(rows, np.float64)
 
 
-class Collector:
+class Collector(abc.ABC):
     """Takes the rows of one worker and returns its operator. Subclasses say what they keep.
 
     passes: how often all rows must be added. `arrays` and `restore` carry it over an interruption.
@@ -65,15 +66,16 @@ class Collector:
         self.d, self.curvature, self.l2 = d, curvature, l2
         self.count = 0
 
+    @abc.abstractmethod
     def add(self, rows: Any) -> None:
         """Adds rows [k, d], dense or CSR."""
-        raise NotImplementedError
 
-    def next_pass(self) -> None:
+    def next_pass(self) -> None:  # noqa: B027 - most take one pass
         """Called between two passes."""
 
+    @abc.abstractmethod
     def finish(self) -> Operator:
-        raise NotImplementedError
+        """The operator of all rows added."""
 
     def arrays(self) -> dict[str, np.ndarray]:
         """All that was collected, as arrays."""
@@ -338,6 +340,7 @@ def glm(
 
 
 def check_finite(rows: Any) -> None:
+    """Raises ValueError if dense or sparse rows hold NaN or infinities."""
     values = rows.data if hasattr(rows, "indptr") else rows
     if not np.all(np.isfinite(values)):
         raise ValueError("smoothness: features must be finite; got NaN or infinity")
