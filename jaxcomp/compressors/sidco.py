@@ -82,8 +82,8 @@ def sidco(
     Exact zeros are left out of the fit, and the ratios refer to the entries that are not zero, so delta is still a
     share of all entries. Fits are free of scale. If no entry exceeds the threshold about k are sent, and
     whatever is sent is at least as large as whatever is not, so alpha = 1 / d is certain, and about delta in practice.
-    Biased. Equal magnitudes: the first k by index. Where entries are not finite, or their sum is not, there is no
-    fit: about the k largest of the others are sent. A zero vector sends nothing.
+    Biased. Equal magnitudes: the first k by index. NaN and infinities count as zeros. Where the sum of magnitudes
+    overflows there is no fit: about the k largest are sent. A zero vector sends nothing.
 
     Args:
         ratio: delta, target share of entries, in (0, 1], or an optax schedule.
@@ -140,12 +140,12 @@ def sidco(
         number = memory.stages if moves else num_stages
         # Odd, so that the sample does not run along the columns of a matrix.
         stride = max(1, x.shape[0] // sample - 1) | 1 if counted and sample else 1
-        y = x if stride == 1 else finite(x[::stride])
+        y = finite(x[::stride])
         zero = jnp.zeros((), wide(x.dtype))
         total, present = excess_above(y, zero, count_above(y, zero))
         mean = total / jnp.maximum(present, 1).astype(total.dtype)
         goal = jnp.log(k.astype(mean.dtype)) if counted else None
-        # NaN, infinities, sums that overflow and means below 2^-116 are beyond a fit: `top_set` then searches.
+        # Sums that overflow and means below 2^-116 are beyond a fit: `top_set` then searches.
         plain = jnp.isfinite(total) & (mean > 2.0 ** (jnp.finfo(mean.dtype).minexp + 10))
         eta, before = lax.cond(
             plain,
