@@ -1,6 +1,8 @@
 """Four virtual CPU devices, strict dtype promotion, and a seed that is printed and can be set."""
 
 import os
+import shutil
+import tempfile
 
 # Two test processes with two threads each wait for one another inside XLA's loops, up to a hundredfold.
 # What is tested is what XLA's own passes make of a program; LLVM's dearer ones only take time here.
@@ -9,6 +11,11 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_multi_thread_eigen=false"
     + " --xla_llvm_disable_expensive_passes=true"
 )
+# Programs that a test starts compile the same steps again and again: they share them, for as long as the tests run.
+CACHE = None
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxcomp-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 import jax
 import pytest
@@ -69,6 +76,11 @@ def pytest_addoption(parser):
 
 def pytest_report_header(config):
     return f"jax {jax.__version__}, {os.cpu_count()} cores, --seed {config.getoption('--seed')}"
+
+
+def pytest_unconfigure():
+    if CACHE is not None:
+        shutil.rmtree(CACHE, ignore_errors=True)
 
 
 @pytest.fixture

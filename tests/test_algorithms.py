@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
+from variants import variants
 from worlds import AXIS, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
@@ -120,12 +121,16 @@ ALGORITHMS = {
 }
 
 
+# One for each kind of payload, of shared state and of memory.
+KINDS = {"direct-dithering", "ef-top_k", "ef-sidco-flat", "ef-compose", "diana-rand_k", "momentum-dgc"}
+
+
 def tree_gradients(seed, tree=TREE):
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((ROUNDS, N, *p.shape)), p.dtype), tree)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", variants(ALGORITHMS, KINDS))
 def test_all_worlds_agree_and_shared_state_is_shared(name, seed):
     grads = tree_gradients(seed)
     tx = jc.compressed_mean(ALGORITHMS[name], AXIS)
@@ -146,7 +151,7 @@ def test_all_worlds_agree_and_shared_state_is_shared(name, seed):
         assert all(np.asarray(row).tobytes() == np.asarray(leaf[0]).tobytes() for row in leaf)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", variants(ALGORITHMS, KINDS))
 def test_messages_as_bytes_give_the_same_round(name, key, seed):
     """Workers and server as plain Python: send, encode, decode, accumulate, receive."""
     algorithm = ALGORITHMS[name]

@@ -31,9 +31,8 @@ def payloads_of(compressor, like, key, seed):
     rng = np.random.default_rng(seed)
     messages = [jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype), like) for _ in range(N)]
     own = [state._replace(shared=for_worker(compressor, state.shared, i, N)) for i in range(N)]
-    return state.shared, [
-        compressor.compress(jax.random.fold_in(key, i), message, own[i])[0] for i, message in enumerate(messages)
-    ]
+    compress = jax.jit(compressor.compress)
+    return state.shared, [compress(jax.random.fold_in(key, i), messages[i], own[i])[0] for i in range(N)]
 
 
 def everywhere(compressor, via, weights, like, key, seed):
@@ -51,7 +50,8 @@ def everywhere(compressor, via, weights, like, key, seed):
     )
     arrived = [jc.wire.decode(jc.wire.encode(payload)) for payload in payloads]
     met = meet_on_host(arrived, None if weights is None else np.float32(weights), via, linear)
-    decoded = [compressor.decompress(p, for_worker(compressor, shared, i, N), like) for i, p in enumerate(payloads)]
+    decompress = jax.jit(lambda p, shared: compressor.decompress(p, shared, like))
+    decoded = [decompress(p, for_worker(compressor, shared, i, N)) for i, p in enumerate(payloads)]
     want = jax.tree.map(lambda *x: np.average(np.float64(x), axis=0, weights=weights), *decoded)
     on_host = jax.jit(lambda p, w: mean_of(Met(p, w, met.scale), compressor, shared, like))
     return {

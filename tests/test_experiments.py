@@ -54,29 +54,32 @@ def test_compare_writes_everything(tmp_path):
     assert run(*short(tmp_path, "r")).stderr.startswith(f"error: {folder} exists; continue it with --resume")
 
 
-@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
-def test_resume_gives_bitwise_the_same_parameters(kill, tmp_path):
-    options = ("--methods", "sidco", "diana", "--seeds", 3, "--log-every", 3, "--checkpoint-every", 7, "--steps", 120)
-    assert run(*short(tmp_path, "whole", *options)).returncode == 0
+def cut_short(metrics, lines, kill, *arguments):
+    """Sends a signal once there are so many lines of metrics; returns what was printed."""
     process = subprocess.Popen(
-        command(*short(tmp_path, "cut", *options)),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    metrics = tmp_path / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("\n") >= 6):
+    while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("\n") >= lines):
         time.sleep(0.01)
     process.send_signal(kill)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == (130 if kill == signal.SIGINT else -signal.SIGKILL)
-    if kill == signal.SIGINT:
-        assert f"continue with --resume --runs {tmp_path} --name cut" in output
-        assert (tmp_path / "cut" / "compare.png").is_file()
+    assert process.returncode == (130 if kill == signal.SIGINT else -signal.SIGKILL), output
+    return output
+
+
+def test_resume_gives_bitwise_the_same_parameters(tmp_path):
+    """Interrupted in the first job, killed after that, resumed: nothing of it is to be seen in the outcome."""
+    options = ("--methods", "sidco", "diana", "--seeds", 3, "--log-every", 3, "--checkpoint-every", 7, "--steps", 120)
+    assert run(*short(tmp_path, "whole", *options)).returncode == 0
+    metrics, resume = tmp_path / "cut" / "metrics.jsonl", ("compare", "--runs", tmp_path, "--name", "cut", "--resume")
+    output = cut_short(metrics, 6, signal.SIGINT, *short(tmp_path, "cut", *options))
+    assert f"continue with --resume --runs {tmp_path} --name cut" in output
+    assert (tmp_path / "cut" / "compare.png").is_file()
     assert not (tmp_path / "cut" / "results.json").is_file()  # it was stopped within the first job
-    resumed = run("compare", "--runs", tmp_path, "--name", "cut", "--resume", "--steps", 120)
+    cut_short(metrics, 25, signal.SIGKILL, *resume)
+    assert not (tmp_path / "cut" / "results.json").is_file()
+    resumed = run(*resume, "--steps", 120)
     assert resumed.returncode == 0, resumed.stderr
 
     def outcome(name):

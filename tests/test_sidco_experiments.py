@@ -51,7 +51,7 @@ def test_training(tmp_path):
 
 
 def test_bench_select(tmp_path):
-    result = run("bench", "select", "--log2-sizes", 10, 15, "--repeats", 1, "--out", tmp_path / "b")
+    result = run("bench", "select", "--log2-sizes", 10, 11, "--repeats", 1, "--out", tmp_path / "b")
     assert "jc.sidco + residual" in result.stdout
     assert (tmp_path / "b" / "select.png").stat().st_size > 1000
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
+from variants import variants
 from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
@@ -48,7 +49,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", variants(WRAPPERS, {"chain-clip-first", "masked", "multi_steps"}))
 def test_optax_wrappers_in_every_world(name, seed):
     tx = WRAPPERS[name](jc.compressed_mean(EF, AXIS))
     grads = gradients(seed, rounds=4)
@@ -142,22 +143,19 @@ def test_bf16_gradients_have_f32_memories(algorithm, seed):
         assert jc.info(state).lane_bytes == 2 * sum(p.size for p in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(
     "algorithm",
     [EF, jc.diana(jc.dithering(7)), jc.direct(jc.identity()), jc.error_feedback(jc.flat(jc.sidco(0.05)))],
     ids=["ef", "diana", "direct", "sidco"],
 )
-def test_non_finite_gradients_never_enter_a_memory_and_are_counted(algorithm, bad, seed):
-    grads = gradients(seed, rounds=2)
-    dirty = jax.tree.map(lambda g: g.copy(), grads)
-    dirty["w"] = dirty["w"].at[0, 1, :3, 7].set(bad)
-    dirty["b"] = dirty["b"].at[0, 2, 0].set(bad)
+def test_non_finite_gradients_never_enter_a_memory_and_are_counted(algorithm, seed):
+    dirty = gradients(seed, rounds=1)
+    dirty["w"] = dirty["w"].at[0, 1, :3, 7].set(jnp.array([np.nan, np.inf, -np.inf]))
+    dirty["b"] = dirty["b"].at[0, 2, 0].set(np.nan)
     clean = jax.tree.map(lambda g: jnp.where(jnp.isfinite(g), g, 0), dirty)
     tx = jc.compressed_mean(algorithm, AXIS)
-    first = lambda tree: jax.tree.map(lambda g: g[:1], tree)
-    directions, state = run_shard_map(tx, PARAMS, first(dirty))
-    want, want_state = run_shard_map(tx, PARAMS, first(clean))
+    directions, state = run_shard_map(tx, PARAMS, dirty)
+    want, want_state = run_shard_map(tx, PARAMS, clean)
     assert_close(directions, want)
     assert_close(state.local.algorithm, want_state.local.algorithm)
     assert int(jc.info(state).nonfinite) == 4
@@ -355,8 +353,9 @@ ADVANCING = {
 def test_shared_randomness_is_new_every_round(name, tree):
     tx = jc.compressed_mean(ADVANCING[name](jc.rand_k(0.05)), None)
     g = {"w": jnp.ones(2000)} if tree else jnp.ones(2000)
-    first, state = tx.update(g, tx.init(g))
-    second, _ = tx.update(g, state)
+    update = jax.jit(tx.update)
+    first, state = update(g, jax.jit(tx.init)(g))
+    second, _ = update(g, state)
     a, b = (np.asarray(jax.tree.leaves(direction)[0]) != 0 for direction in (first, second))
     if name == "diana":  # the second direction holds the first shift as well
         assert np.sum(b & ~a) > 50
