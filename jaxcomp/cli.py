@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     s.add_argument("--scale-rows", action="store_true", help="divide each row by its largest magnitude")
     s.add_argument("--seed", type=int, default=0, help="of the iid and dirichlet splits")
     s.add_argument("--concentration", type=float, default=0.5, help="of the dirichlet split")
-    s.add_argument("--labels", default=None, help="labels (.npy), for features in .npy")
+    s.add_argument("--labels", default=None, help="labels (.npy), in place of those in the data")
     s.add_argument("--num-features", type=int, default=None, help="of LIBSVM text; without it the largest index")
     return p
 

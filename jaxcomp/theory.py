@@ -12,7 +12,7 @@ from typing import NamedTuple
 __all__ = ["StepSizes", "step_sizes"]
 
 METHODS = ("dcgd", "diana", "adiana", "isega", "marina")
-FORMS = ("paper", "tight", "released", "interpolation")
+FORMS = {"paper": METHODS, "tight": ("diana", "isega"), "released": ("diana",), "interpolation": ("dcgd",)}
 
 
 class StepSizes(NamedTuple):
@@ -63,7 +63,7 @@ def step_sizes(
         variance: V >= 0, see above.
         omega: largest omega of the compressors.
         mu: strong convexity; above 0 for adiana.
-        form: "paper", "tight" (diana), "released" (diana), "interpolation" (dcgd).
+        form: "paper", "tight" (diana, isega), "released" (diana), "interpolation" (dcgd).
         smoothness_max: L_max, for "released".
         smallest_probability: for the rate of isega.
         full: p, for marina.
@@ -80,9 +80,7 @@ def step_sizes(
     name = method.removesuffix("+")
     if name not in METHODS:
         raise ValueError(f"step_sizes: method must be one of {', '.join(METHODS)}, with or without +; got {method!r}")
-    if form not in FORMS or (form, name) in {
-        (f, m) for m in METHODS for f, of in (("released", "diana"), ("interpolation", "dcgd")) if m != of
-    }:
+    if name not in FORMS.get(form, ()):
         raise ValueError(f"step_sizes: form {form!r} is not known for {method}")
     if not (smoothness > 0 and workers >= 1 and variance >= 0 and omega >= 0 and 0 <= mu <= smoothness * (1 + 1e-9)):
         raise ValueError(

@@ -11,14 +11,14 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_cpu_multi_thread_eigen=false"
     + " --xla_llvm_disable_expensive_passes=true"
 )
+import jax
+import pytest
+
 # Programs that a test starts compile the same steps again and again: they share them, for as long as the tests run.
 CACHE = None
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     CACHE = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxcomp-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-
-import jax
-import pytest
 
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -33,7 +33,9 @@ def parser() -> Parser:
     p.add_argument("--data", choices=PROBLEMS, default="digits", help="digits come with scikit-learn")
     p.add_argument("--data-dir", type=Path, default=None, help="folder with the other data sets")
     p.add_argument("--workers", nargs="+", type=at_least(1), default=None, help="n; several for the study workers")
-    p.add_argument("--l2", type=positive, default=1e-3, help="regularisation, which is also mu")
+    p.add_argument(
+        "--l2", type=positive, default=None, help="regularisation, which is also mu; 1e-2 for digits, else 1e-3"
+    )
     p.add_argument("--split", choices=["sorted", "contiguous", "iid"], default="sorted", help="how rows are dealt")
     p.add_argument(
         "--budgets", nargs="+", type=positive, default=None, help="expected non-zeros over d; the best counts"
@@ -52,6 +54,10 @@ def main(arguments: Sequence[str]) -> int:
     import jax
 
     options = parser().parse_args(arguments)
+    if options.study == "networks":
+        refuse_what_it_has_not(options)
+    if options.l2 is None:
+        options.l2 = 1e-2 if options.data == "digits" else 1e-3
     folder = choose_new(options.runs, options.name, "smoothness")
     with jax.enable_x64(options.study != "networks"):
         if options.study == "networks":
@@ -59,6 +65,14 @@ def main(arguments: Sequence[str]) -> int:
 
             return networks(options, folder)
         return compare(options, folder)
+
+
+def refuse_what_it_has_not(options: Any) -> None:
+    """Options that only the convex studies read."""
+    given = vars(parser().parse_args(["networks"]))
+    for name in ("data", "data_dir", "workers", "l2", "split", "form", "target", "only"):
+        if getattr(options, name) != given[name]:
+            raise UserError(f"the study networks has no --{name.replace('_', '-')}: it trains a CNN on digits")
 
 
 def console_of() -> Any:
@@ -137,10 +151,9 @@ def run_all(problem: Any, setups: Any, target: float, limit: int, seeds: Any, fo
             results.append(result)
             write_metrics(metrics, result, seeds)
             if bar.disable:
-                kilobytes = result.kilobytes[result.best]
-                console.print(
-                    f"{setup.label}: {kilobytes:,.1f} kB at budget {setup.budgets[result.best]:g} d", highlight=False
-                )
+                kilobytes, error = result.kilobytes[result.best], np.nanmin(curves.errors[result.best])
+                to = f"{kilobytes:,.1f} kB" if np.isfinite(kilobytes) else f"target not reached, error {error:.1e},"
+                console.print(f"{setup.label}: {to} at budget {setup.budgets[result.best]:g} d", highlight=False)
     return results
 
 

@@ -28,16 +28,14 @@ class Curves(NamedTuple):
     seconds: float
 
     def reached(self, target: float) -> np.ndarray:
-        """[budgets, seeds]: first round with an error of at most target; rounds run if there is none."""
+        """[budgets, seeds]: rounds until the error was at most target; all rounds that were run if it never was."""
         below = self.errors <= target
-        return np.where(below.any(-1), below.argmax(-1), self.errors.shape[-1])
+        return np.where(below.any(-1), below.argmax(-1) + 1, self.errors.shape[-1])
 
     def bits_to(self, target: float) -> np.ndarray:
         """[budgets, seeds]: bits sent by a worker up to that round; infinite if it was not reached."""
-        at = self.reached(target)
-        inside = np.minimum(at, self.errors.shape[-1] - 1)
-        bits = np.take_along_axis(self.bits, inside[..., None], -1)[..., 0]
-        return np.where(at < self.errors.shape[-1], bits, np.inf)
+        bits = np.take_along_axis(self.bits, self.reached(target)[..., None] - 1, -1)[..., 0]
+        return np.where((self.errors <= target).any(-1), bits, np.inf)
 
 
 def _swap(state: Any, operator: Any, plan: Any) -> Any:
@@ -89,7 +87,7 @@ def run_setup(
         chunk: rounds between two looks from the host.
         show: called with rounds done and the largest error of any run.
     """
-    num_seeds = len(seeds)
+    num_seeds, chunk = len(seeds), min(chunk, max_rounds)
     repeat = lambda values: jnp.repeat(jnp.asarray(np.asarray(values)), num_seeds, axis=0)
     steps = jax.tree.map(lambda *s: repeat(s), *setup.steps)
     plans = jax.tree.map(lambda *p: repeat(np.stack(p)), *setup.plans)
@@ -127,6 +125,7 @@ def run_setup(
 
     advance = jax.jit(jax.vmap(advance, in_axes=(0, 0, 0, 0, None, None)), donate_argnums=0)
     state = jax.jit(jax.vmap(start))(steps, keys)
+    advance = advance.lower(state, steps, keys, plans, operator, data).compile()
     errors, bits, seconds, done = [], [], [], 0
     while done < max_rounds:
         begin = time.perf_counter()
@@ -140,7 +139,6 @@ def run_setup(
         if _decided(np.concatenate(errors, 1), np.concatenate(bits, 1), num_seeds, target):
             break
     shape = (len(setup.plans), num_seeds, -1)
-    each = float(np.median(seconds[1:] or seconds)) / chunk / (num_seeds * len(setup.plans))
-    return Curves(
-        np.concatenate(errors, 1).reshape(shape), np.cumsum(np.concatenate(bits, 1), axis=1).reshape(shape), each
-    )
+    each = float(np.median(seconds)) / chunk / (num_seeds * len(setup.plans))
+    errors, bits = (np.concatenate(parts, 1)[:, :max_rounds] for parts in (errors, bits))
+    return Curves(errors.reshape(shape), np.cumsum(bits, axis=1).reshape(shape), each)

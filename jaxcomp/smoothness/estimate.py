@@ -185,14 +185,22 @@ class LowRankCollector(Collector):
 
     def add(self, rows):
         self.count += rows.shape[0]
-        if self.count <= EXACT_ROWS:
-            self.kept.append(rows)
-            return
-        for part in [*self.kept, rows]:
-            for start in range(0, part.shape[0], self.rank):
-                self.sketch = np.concatenate([self.sketch, _dense(part[start : start + self.rank])])
-                self._shrink()
-        self.kept = []
+        self.kept.append(rows)
+        if self.count > EXACT_ROWS:
+            self._fold(self._joined().shape[0] // self.rank * self.rank)
+
+    def _fold(self, count: int) -> None:
+        """Moves kept rows into the sketch, `rank` at a time, so that it plays no part in what chunks they came."""
+        rows = self._joined()
+        for start in range(0, count, self.rank):
+            self.sketch = np.concatenate([self.sketch, _dense(rows[start : min(start + self.rank, count)])])
+            self._shrink()
+        self.kept = [rows[count:]]
+
+    def _joined(self) -> Any:
+        if hasattr(self.kept[0], "indptr"):
+            return need("scipy.sparse", "sparse rows").vstack(self.kept).tocsr()
+        return np.concatenate(self.kept)
 
     def _shrink(self) -> None:
         """Keeps rank directions, subtracting the square of the next from all: one step of the sketch."""
@@ -206,15 +214,12 @@ class LowRankCollector(Collector):
         self.sketch = (left * np.sqrt((values - cut) / values)).T @ self.sketch
         self.shrunk += cut
 
-    def rows(self) -> Any:
-        if self.kept and hasattr(self.kept[0], "indptr"):
-            return need("scipy.sparse", "sparse rows").vstack(self.kept).tocsr()
-        return np.concatenate(self.kept) if self.kept else self.sketch
-
     def arrays(self):
-        rows = self.rows()
-        if not self.kept or not hasattr(rows, "indptr"):
-            return super().arrays() | ({"kept": rows} if self.kept else {})
+        if not self.kept:
+            return super().arrays()
+        rows = self._joined()
+        if not hasattr(rows, "indptr"):
+            return super().arrays() | {"kept": rows}
         return super().arrays() | {"data": rows.data, "indices": rows.indices, "indptr": rows.indptr}
 
     def restore(self, arrays):
@@ -228,7 +233,9 @@ class LowRankCollector(Collector):
 
     def finish(self) -> LowRank:
         scale = self.scale()
-        rows = self.rows()
+        if self.count > EXACT_ROWS:
+            self._fold(self._joined().shape[0])
+        rows = self.sketch if self.count > EXACT_ROWS else self._joined()
         values, left = np.linalg.eigh(_dense(rows @ rows.T))
         count = min(self.rank, int(np.sum(values > 1e-12 * max(values[-1], 1e-300))))
         following = max(values[-count - 1], 0.0) if count < values.size else 0.0
@@ -321,9 +328,11 @@ def glm(
     >>> print(S.diag, S.root(np.ones(2)))
     [2. 8.] [1.41421356 2.82842712]
     """
-    if isinstance(features, Sequence) and not isinstance(features, np.ndarray) and np.ndim(features[0]) == 2:
+    if isinstance(features, Sequence) and features and np.ndim(features[0]) == 2:
         options: dict[str, Any] = {"loss": loss, "l2": l2, "form": form, "rank": rank, "blocks": blocks}
         return stack([glm(one, classes=classes, **options) for one in features])
+    if np.iscomplexobj(features):
+        raise ValueError("smoothness: features must be real; got complex numbers")
     rows: Any = features
     rows = rows.tocsr() if hasattr(rows, "tocsr") else np.asarray(rows, np.float64)
     if rows.ndim == 3:

@@ -233,6 +233,8 @@ def dense_of(matrix: Array) -> Dense:
 def diagonal_of(diag: Array, factor: float = 1.0) -> Diagonal:
     """M = factor * diag. Needs factor Diag(diag) >= L; factor = 1 and ones make whitening the identity."""
     diag = factor * np.asarray(diag, np.float64)
+    if diag.ndim != 1 or not np.all(np.isfinite(diag) & (diag >= 0)):
+        raise ValueError(f"smoothness: a diagonal must be [d], finite and at least 0; got {diag}")
     return Diagonal(diag, np.float64(np.max(diag, initial=0.0)), np.float64(factor))
 
 
@@ -240,6 +242,8 @@ def blocks_of(matrix: Array, blocks: int) -> Blocks:
     """M = c blockdiag(L), blocks of ceil(d / blocks) entries, with the smallest c that gives M >= L."""
     matrix = np.asarray(matrix, np.float64)
     d = matrix.shape[0]
+    if not 1 <= blocks <= d:
+        raise ValueError(f"smoothness: blocks must be in 1 .. {d}; got {blocks}")
     size = -(-d // blocks)
     count = -(-d // size)
     kept = np.zeros((count * size, count * size))
@@ -287,7 +291,10 @@ def rotate(matrix: Array, rotation: Array) -> Dense:
         rotation: Q, [d, d], orthogonal.
     """
     values, vectors = _eigen(matrix)
-    return _rotated(values, vectors, np.asarray(rotation, np.float64))
+    rotation = np.asarray(rotation, np.float64)
+    if rotation.shape != vectors.shape or not np.allclose(rotation.T @ rotation, np.eye(len(vectors)), atol=1e-8):
+        raise ValueError(f"rotate: rotation must be an orthogonal matrix {vectors.shape}; got shape {rotation.shape}")
+    return _rotated(values, vectors, rotation)
 
 
 def _rotated(values: np.ndarray, vectors: np.ndarray, rotation: np.ndarray) -> Dense:

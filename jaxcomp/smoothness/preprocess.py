@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxcomp.smoothness.estimate import Collector, check_finite, collector, lift_loss
 from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax, stack
-from jaxcomp.smoothness.sources import Source, assign
+from jaxcomp.smoothness.sources import BROKEN, Source, assign
 from jaxcomp.smoothness.store import describe, load, save
 
 __all__ = ["Scan", "mean_lambda_max", "preprocess", "scaled_rows", "scan"]
@@ -129,11 +129,12 @@ class Pass:
             with np.load(self.partial, allow_pickle=False) as file:
                 if str(file["key"]) != self.key:
                     return False
-                for i, one in enumerate(self.collectors):
-                    one.restore({name.split("/", 1)[1]: file[name] for name in file.files if name.startswith(f"{i}/")})
-                self.turn, self.row = int(file["turn"]), int(file["row"])
-        except (OSError, ValueError, KeyError, EOFError):
+                content = {name: file[name] for name in file.files}  # all of it, before anything is taken up
+        except BROKEN:
             return False
+        for i, one in enumerate(self.collectors):
+            one.restore({name.split("/", 1)[1]: a for name, a in content.items() if name.startswith(f"{i}/")})
+        self.turn, self.row = int(content["turn"]), int(content["row"])
         return True
 
     def go(self, source: Source, scale: bool, keep_every: float, show: Callable[[int, int], None]) -> list[Operator]:
@@ -207,6 +208,7 @@ def preprocess(
     out = Path(out)
     options = {
         "digest": source.digest,
+        "labels": source.labels_digest,
         "workers": workers,
         "features": source.num_features,
         "loss": loss,

@@ -121,6 +121,8 @@ def exact_probabilities(diag: Any, tau: float, objective: Callable[[float, float
     2.929679
     """
     diag = _diagonal("exact_probabilities", diag)
+    if not np.all(diag > 0) or not 0 < tau < diag.size:
+        raise ValueError(f"exact_probabilities: needs diag above 0 and tau in (0, {diag.size}); got {diag} and {tau}")
 
     def at(c):
         shape = np.minimum(1, c / diag)
@@ -208,7 +210,7 @@ def block_steps(
     V = max_l h_l N_l), A_l = sqrt(d_l) + N_l / (n mu) ("diana+"), or A_l = sqrt(d_l) for equal blocks ("uniform").
 
     rule "exact" takes the root delta that spends the budget; "released" the closed forms of the
-    authors' code, which spend less (a bound for "dcgd+", a mean for "diana+").
+    authors' code, which spend less (a bound for "dcgd+", a mean for "diana+") or, for "uniform", the same.
 
     Args:
         diag: L_jj, [d] or [workers, d].
@@ -251,7 +253,7 @@ def block_steps(
     else:
         a, first = np.sqrt(lengths), 1.0
     linear = np.sum(np.sqrt(lengths) * a) / budget
-    if rule == "exact":
+    if rule == "exact" or method == "uniform":
         delta = linear / 2 + np.sqrt(linear**2 / 4 + np.sum(a**2) / budget)
     elif method == "diana+":
         delta = linear / 2 + np.sqrt(linear**2 / 4 + d * first**2 / budget)
@@ -281,7 +283,9 @@ def rand_k_variance(matrix: Any, k: int) -> float:
     """
     matrix = np.asarray(matrix, np.float64)
     d = matrix.shape[0]
-    if d == 1:
+    if not 1 <= k <= d:
+        raise ValueError(f"rand_k_variance: k must be in 1 .. {d}; got {k}")
+    if k == d:
         return 0.0
     return float((d - k) / k / (d - 1) * np.linalg.eigvalsh(d * np.diag(np.diag(matrix)) - matrix)[-1])
 

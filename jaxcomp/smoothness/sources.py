@@ -11,15 +11,19 @@ import gzip
 import hashlib
 import io
 import lzma
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["SPLITS", "Source", "assign", "digest_of", "open_source"]
+__all__ = ["BROKEN", "SPLITS", "Source", "assign", "digest_of", "open_source"]
 
 CHUNK_ROWS = 4096
+KEPT_BYTES = 1 << 28  # of parsed LIBSVM text that are kept for the passes that follow
+BROKEN = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)  # a damaged .npz
 OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".bz2": bz2.open, ".gz": gzip.open}
 
 
@@ -29,11 +33,13 @@ class Source(NamedTuple):
     chunks() -> iterator of (rows [k, d], dense float64 or SciPy CSR; labels float64[k]).
     num_features: d.
     digest: of the content, sha256 in hex.
+    labels_digest: of labels that were given apart from it; None if there were none.
     """
 
     chunks: Callable[[], Iterator[tuple[Any, np.ndarray]]]
     num_features: int
     digest: str
+    labels_digest: str | None = None
 
 
 def need(module: str, purpose: str) -> Any:
@@ -70,12 +76,19 @@ def open_source(data: Any, labels: Any = None, *, num_features: int | None = Non
     Args:
         data: path to LIBSVM text, .npy, .npz (arrays X and y, or a SciPy sparse matrix), .mat; or
             [m, d] array or sparse matrix.
-        labels: [m], for arrays; None where the loss needs none. For a .npy path, a path to labels.
+        labels: [m], or a path to them (.npy), in place of those in the data; None where the loss needs none.
         num_features: d of LIBSVM text; None: the largest index in the file.
 
     Raises:
         ValueError: no such file, or not what its name says.
     """
+    if labels is not None:
+        labels = _array(labels) if isinstance(labels, str | Path) else labels
+        labels = np.asarray(labels, np.float64).reshape(-1)
+    return _open(data, labels, num_features)._replace(labels_digest=None if labels is None else digest_of(labels))
+
+
+def _open(data: Any, labels: np.ndarray | None, num_features: int | None) -> Source:
     if not isinstance(data, str | Path):
         return _of_arrays(data, labels, digest_of(data))
     path = Path(data)
@@ -83,14 +96,20 @@ def open_source(data: Any, labels: Any = None, *, num_features: int | None = Non
         raise ValueError(f"no file {path}")
     digest = digest_of(path)
     if path.suffix == ".npy":
-        rows = np.load(path, mmap_mode="r", allow_pickle=False)
-        labels = np.load(labels, allow_pickle=False) if isinstance(labels, str | Path) else labels
-        return _of_arrays(rows, labels, digest)
+        return _of_arrays(_array(path), labels, digest)
     if path.suffix == ".npz":
         return _of_arrays(*_npz(path, labels), digest)
     if path.suffix == ".mat":
         return _of_arrays(*_mat(path, labels), digest)
-    return _libsvm(path, digest, num_features)
+    return _libsvm(path, digest, num_features, labels)
+
+
+def _array(path: str | Path) -> np.ndarray:
+    """The array of a .npy file, mapped into memory."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except BROKEN as error:
+        raise ValueError(f"{path} is not a .npy file: {error}") from None
 
 
 def _of_arrays(rows: Any, labels: Any, digest: str) -> Source:
@@ -98,8 +117,8 @@ def _of_arrays(rows: Any, labels: Any, digest: str) -> Source:
         rows = rows.tocsr() if hasattr(rows, "tocsr") else rows if isinstance(rows, np.ndarray) else np.asarray(rows)
     elif getattr(rows, "format", "csr") != "csr":
         rows = rows.tocsr()
-    if rows.ndim != 2:
-        raise ValueError(f"features must be a matrix [rows, features]; got shape {rows.shape}")
+    if rows.ndim != 2 or not np.can_cast(rows.dtype, np.float64, "same_kind"):
+        raise ValueError(f"features must be a real matrix [rows, features]; got {rows.dtype}{list(rows.shape)}")
     y = np.zeros(rows.shape[0]) if labels is None else np.asarray(labels, np.float64).reshape(-1)
     if y.size != rows.shape[0]:
         raise ValueError(f"{y.size} labels for {rows.shape[0]} rows")
@@ -113,16 +132,24 @@ def _of_arrays(rows: Any, labels: Any, digest: str) -> Source:
 
 
 def _npz(path: Path, labels: Any) -> tuple[Any, Any]:
-    with np.load(path, allow_pickle=False) as file:
-        if "indptr" in file:
-            return need("scipy.sparse", "reading a sparse .npz").load_npz(path), labels
-        if "X" not in file:
-            raise ValueError(f"{path} has no array X (and y); it has {', '.join(file.files)}")
-        return file["X"], file["y"] if "y" in file and labels is None else labels
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if "indptr" in file:
+                return need("scipy.sparse", "reading a sparse .npz").load_npz(path), labels
+            if "X" in file:
+                return file["X"], file["y"] if "y" in file and labels is None else labels
+            names = ", ".join(file.files)
+    except BROKEN as error:
+        raise ValueError(f"cannot read {path}: {error}") from None
+    raise ValueError(f"{path} has no array X (and y); it has {names}")
 
 
 def _mat(path: Path, labels: Any) -> tuple[Any, Any]:
-    content = need("scipy.io", "reading .mat").loadmat(path)
+    loadmat = need("scipy.io", "reading .mat").loadmat
+    try:
+        content = loadmat(path)
+    except Exception as error:  # whatever SciPy makes of a damaged file, or of format 7.3
+        raise ValueError(f"cannot read {path}: {error}") from None
     arrays = {name: value for name, value in content.items() if not name.startswith("__") and np.ndim(value) == 2}
     if not arrays:
         raise ValueError(f"{path} holds no matrix")
@@ -132,7 +159,7 @@ def _mat(path: Path, labels: Any) -> tuple[Any, Any]:
     return arrays[features], found[0] if found and labels is None else labels
 
 
-def _libsvm(path: Path, digest: str, num_features: int | None) -> Source:
+def _libsvm(path: Path, digest: str, num_features: int | None, labels: np.ndarray | None) -> Source:
     parse = need("sklearn.datasets", "reading LIBSVM text").load_svmlight_file
     opener = OPENERS.get(path.suffix, open)
 
@@ -153,22 +180,34 @@ def _libsvm(path: Path, digest: str, num_features: int | None) -> Source:
             except (OSError, EOFError, lzma.LZMAError) as error:
                 raise ValueError(f"cannot read {path}: {error}") from None
 
-    whole: list[tuple[Any, np.ndarray]] | None = None
-    if num_features is None or path.stat().st_size < 1 << 28:  # parsed once and kept, where it fits
-        parts = [parsed(lines, None) for lines in blocks()]
-        widest = max((part.shape[1] for part, _ in parts), default=0)
-        d = widest if num_features is None else num_features
-        if widest > d:
-            raise ValueError(f"{path} has feature {widest}, beyond num_features = {d}")
-        for part, _ in parts:
-            part.resize(part.shape[0], d)
-        if path.stat().st_size < 1 << 28:
-            whole = parts
-    else:
-        d = num_features
+    # Parsed once and kept where it fits; beyond that only the largest index is looked for.
+    whole: list[tuple[Any, np.ndarray]] | None = []
+    widest = kept = 0
+    for lines in blocks():
+        part, y = parsed(lines, None)
+        widest = max(widest, part.shape[1])
+        kept += part.data.nbytes + part.indices.nbytes + y.nbytes
+        if whole is not None:
+            whole.append((part, y))
+        if kept > KEPT_BYTES:
+            whole = None
+            if num_features is not None:
+                break
+    d = widest if num_features is None else num_features
+    if widest > d:
+        raise ValueError(f"{path} has feature {widest}, beyond num_features = {d}")
+    for part, _ in whole or ():
+        part.resize(part.shape[0], d)
 
     def chunks():
-        yield from whole if whole is not None else (parsed(lines, d) for lines in blocks())
+        done = 0
+        for rows, y in whole if whole is not None else (parsed(lines, d) for lines in blocks()):
+            start, done = done, done + rows.shape[0]
+            if labels is not None and done > labels.size:
+                raise ValueError(f"{labels.size} labels for at least {done} rows")
+            yield rows, y if labels is None else labels[start:done]
+        if labels is not None and done < labels.size:
+            raise ValueError(f"{labels.size} labels for {done} rows")
 
     return Source(chunks, d, digest)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax
-from jaxcomp.smoothness.sources import digest_of
+from jaxcomp.smoothness.sources import BROKEN, digest_of
 
 __all__ = ["describe", "load", "save"]
 
@@ -50,7 +50,7 @@ def _open(path: str | Path) -> tuple[dict[str, Any], Any]:
         file = np.load(path, allow_pickle=False)
         header = json.loads(str(file["header"]))
         version = header["version"]
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except BROKEN as error:
         raise ValueError(f"smoothness.load: {path} is not a file of smoothness.save: {error}") from None
     if version != VERSION:
         raise ValueError(f"smoothness.load: {path} has format version {version}; this library reads {VERSION}")
@@ -96,7 +96,7 @@ def load(path: str | Path, *, shape: tuple[int, ...] | None = None, data: Any = 
                 operator = Softmax(FORMS[header["inner"]](*arrays[:-2]), *arrays[-2:])
             else:
                 operator = form(*arrays)
-        except (KeyError, ValueError, OSError) as error:
+        except BROKEN as error:
             raise ValueError(f"smoothness.load: {path} is damaged: {error}") from None
     if list(np.shape(operator.diag)) != header["shape"]:
         raise ValueError(f"smoothness.load: {path} is damaged: shape {np.shape(operator.diag)}")
