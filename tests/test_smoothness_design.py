@@ -197,6 +197,15 @@ def test_no_optimizer_finds_better_steps(method, seed):
     assert goal(1 / fit.x) == pytest.approx(ours, rel=1e-5)
 
 
+def test_equal_block_steps_spend_the_budget():
+    """Specification, section 3.1: plain blocks have one rule."""
+    d, blocks, beta = 8, 4, 9.0
+    size, c = d / blocks, beta / blocks - 1
+    for rule in ("exact", "released"):
+        h = smoothness.block_steps(np.ones(d), beta, blocks, method="uniform", rule=rule)
+        assert_close(h, np.full(blocks, (np.sqrt(size) + np.sqrt(size + 4 * c)) / (2 * c)))
+
+
 def test_no_optimizer_finds_better_block_steps(seed):
     matrix, _ = random_case(seed, d=7)
     diag, blocks, beta = np.diag(matrix), 3, 9.0
@@ -329,6 +338,13 @@ BAD = [
     (lambda: smoothness.steps([-1.0], 1), "finite and at least 0"),
     (lambda: smoothness.steps([1.0], -1), "steps: beta must be above 0; got -1"),
     (lambda: smoothness.block_steps([1.0, 2.0], 2.0, 2), "above the number of blocks, 2; got 2.0"),
+    (lambda: smoothness.rotate(np.eye(2), 2 * np.eye(2)), "rotation must be an orthogonal matrix"),
+    (lambda: smoothness.diagonal_of([-1.0, 1.0]), "a diagonal must be .d., finite and at least 0"),
+    (lambda: smoothness.rand_k_variance(np.eye(3), 5), r"k must be in 1 .. 3; got 5"),
+    (lambda: smoothness.glm(np.eye(2) * 1j), "features must be real"),
+    (lambda: smoothness.glm([]), "features must be .rows, features."),
+    (lambda: smoothness.glm(np.eye(2), form="block", blocks=0), "needs blocks in 1 .. 2; got 0"),
+    (lambda: smoothness.exact_probabilities([1.0, 0.0], 0.5, max), "needs diag above 0"),
     (lambda: smoothness.block_steps([1.0, 2.0], 9.0, 2, rule="x"), 'rule must be "exact" or "released"'),
     (lambda: smoothness.dense_of([[1.0, 0], [0, -1.0]]), "positive semidefinite; smallest eigenvalue -1"),
     (lambda: smoothness.dense_of([[np.nan]]), "finite square matrix"),

@@ -232,6 +232,93 @@ def test_softmax_file(tmp_path, seed):
     assert type(again).__name__ == "Softmax"
 
 
+def test_labels_belong_to_what_a_file_was_made_from(tmp_path, seed):
+    rows, _ = data(seed)
+    out, options = tmp_path / "s.npz", {"workers": 2, "loss": "softmax", "l2": 0.1}
+    smoothness.preprocess(smoothness.open_source(rows, np.arange(60) % 3), out, **options)
+    with pytest.raises(ValueError, match="was made from other data or options"):
+        smoothness.preprocess(smoothness.open_source(rows, np.arange(60) % 5), out, **options)
+    assert smoothness.load(out, data=rows).diag.shape == (2, 36)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".npy", ".npz", ".mat", "-sparse.npz"])
+def test_labels_of_their_own_replace_those_of_the_data(suffix, tmp_path, seed):
+    rows, labels = data(seed)
+    path, own = tmp_path / f"x{suffix}", tmp_path / "own.npy"
+    np.save(own, np.arange(60.0))
+    if suffix == ".txt":
+        write_libsvm(path, rows, labels)
+    elif suffix == ".npy":
+        np.save(path, rows)
+    elif suffix == ".npz":
+        np.savez(path, X=rows, y=labels)
+    elif suffix == ".mat":
+        scipy.io.savemat(path, {"X": rows, "y": labels})
+    else:
+        scipy.sparse.save_npz(path, scipy.sparse.csr_matrix(rows))
+    source = smoothness.open_source(path, own)
+    np.testing.assert_array_equal(np.concatenate([y for _, y in source.chunks()]), np.arange(60.0))
+    np.save(own, np.arange(59.0))
+    with pytest.raises(ValueError, match=r"59 labels for (at least )?60 rows"):
+        list(smoothness.open_source(path, own).chunks())
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".npz", ".mat"])
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b[:90] + bytes(9) + b[99:], lambda b: b""])
+def test_damaged_files_are_named(suffix, damage, tmp_path, seed):
+    rows, labels = data(seed)
+    path = tmp_path / f"x{suffix}"
+    {".npy": np.save, ".npz": lambda p, x: np.savez(p, X=x), ".mat": lambda p, x: scipy.io.savemat(p, {"X": x})}[
+        suffix
+    ](path, rows)
+    path.write_bytes(damage(path.read_bytes()))
+    try:  # what is damaged may still be numbers, which `scan` then checks
+        (chunk,) = smoothness.open_source(path, labels).chunks()
+        assert chunk[0].shape[0] == 60
+    except ValueError as error:
+        assert str(path) in str(error)  # noqa: PT017
+
+
+def test_damaged_operators_are_named_and_a_damaged_partial_pass_starts_again(tmp_path, seed):
+    rows, labels = data(seed)
+    out, source = tmp_path / "o.npz", smoothness.open_source(rows, labels)
+    want = smoothness.preprocess(source, out, workers=2, l2=0.1)
+    content = out.read_bytes()
+    out.with_name("o.npz.partial").write_bytes(content[: len(content) // 2])
+    for broken in (content[: len(content) // 2], content[:1000] + bytes(50) + content[1050:], b""):
+        out.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"is damaged|is not a file"):
+            smoothness.load(out)
+    out.unlink()
+    got = smoothness.preprocess(source, out, workers=2, l2=0.1)
+    np.testing.assert_array_equal(got.diag, want.diag)
+
+
+def test_a_long_sketch_does_not_depend_on_chunks(monkeypatch, seed):
+    monkeypatch.setattr(estimate, "EXACT_ROWS", 10)
+    rows, _ = data(seed)
+    operators = []
+    for cuts in ([60], [7, 20, 21, 60], range(1, 61)):
+        one = estimate.LowRankCollector(12, 0.25, 0.1, 4)
+        for start, end in zip([0, *cuts][:-1], cuts, strict=True):
+            one.add(rows[start:end])
+        operators.append(one.finish())
+    for other in operators[1:]:
+        np.testing.assert_array_equal(other.diag, operators[0].diag)
+
+
+def test_long_libsvm_text_is_read_twice_rather_than_kept(tmp_path, seed, monkeypatch):
+    monkeypatch.setattr(sources, "KEPT_BYTES", 100)
+    rows, labels = data(seed)
+    write_libsvm(tmp_path / "a.txt", rows, labels)
+    for given in (None, 12):
+        source = smoothness.open_source(tmp_path / "a.txt", num_features=given)
+        got = np.concatenate([part.toarray() for part, _ in source.chunks()])
+        np.testing.assert_allclose(got, rows[:, : got.shape[1]])
+    with pytest.raises(ValueError, match="beyond num_features = 3"):
+        smoothness.open_source(tmp_path / "a.txt", num_features=3)
+
+
 BAD = [
     (lambda: ("labels", np.full(60, 3.0), {}), r"needs labels -1/\+1, 0/1 or 1/2; got 3"),
     (lambda: ("labels", np.full(60, np.nan), {}), "labels must be finite"),

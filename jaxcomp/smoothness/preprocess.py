@@ -126,7 +126,7 @@ class Pass:
     def resume(self) -> bool:
         """Takes up what an interrupted pass with the same options left; True if there was one."""
         try:
-            with np.load(self.partial, allow_pickle=False) as file:
+            with self.partial.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
                 if str(file["key"]) != self.key:
                     return False
                 content = {name: file[name] for name in file.files}  # all of it, before anything is taken up

@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import io
 import lzma
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,7 +24,18 @@ __all__ = ["BROKEN", "SPLITS", "Source", "assign", "digest_of", "open_source"]
 
 CHUNK_ROWS = 4096
 KEPT_BYTES = 1 << 28  # of parsed LIBSVM text that are kept for the passes that follow
-BROKEN = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)  # a damaged .npz
+# What NumPy raises for a damaged .npy or .npz.
+BROKEN = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".bz2": bz2.open, ".gz": gzip.open}
 
 
@@ -133,7 +145,7 @@ def _of_arrays(rows: Any, labels: Any, digest: str) -> Source:
 
 def _npz(path: Path, labels: Any) -> tuple[Any, Any]:
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             if "indptr" in file:
                 return need("scipy.sparse", "reading a sparse .npz").load_npz(path), labels
             if "X" in file:

@@ -4,8 +4,10 @@ A NumPy .npz with the operator's arrays and a JSON text: format version, form, s
 provenance of the preprocessing pass (hash of the data, split, loss, l2, library version).
 """
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,25 +45,27 @@ def save(path: str | Path, operator: Operator, **provenance: Any) -> None:
     os.replace(draft, path)
 
 
-def _open(path: str | Path) -> tuple[dict[str, Any], Any]:
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[tuple[dict[str, Any], Any]]:
+    """Header and arrays of a file; whatever is wrong with it becomes a ValueError."""
     if not Path(path).is_file():
         raise ValueError(f"smoothness.load: no file {path}")
-    try:
-        file = np.load(path, allow_pickle=False)
-        header = json.loads(str(file["header"]))
-        version = header["version"]
-    except BROKEN as error:
-        raise ValueError(f"smoothness.load: {path} is not a file of smoothness.save: {error}") from None
-    if version != VERSION:
-        raise ValueError(f"smoothness.load: {path} has format version {version}; this library reads {VERSION}")
-    return header, file
+    with Path(path).open("rb") as raw:
+        try:
+            file = np.load(raw, allow_pickle=False)
+            header = json.loads(str(file["header"]))
+            version = header["version"]
+        except BROKEN as error:
+            raise ValueError(f"smoothness.load: {path} is not a file of smoothness.save: {error}") from None
+        if version != VERSION:
+            raise ValueError(f"smoothness.load: {path} has format version {version}; this library reads {VERSION}")
+        yield header, file
 
 
 def describe(path: str | Path) -> dict[str, Any]:
     """Form, shape and provenance of a file, without its arrays."""
-    header, file = _open(path)
-    file.close()
-    return {"form": header["form"], "shape": tuple(header["shape"]), **header["provenance"]}
+    with _opened(path) as (header, _):
+        return {"form": header["form"], "shape": tuple(header["shape"]), **header["provenance"]}
 
 
 def load(path: str | Path, *, shape: tuple[int, ...] | None = None, data: Any = None) -> Operator:
@@ -81,8 +85,7 @@ def load(path: str | Path, *, shape: tuple[int, ...] | None = None, data: Any = 
     ...     print(load(file.name, shape=(2,)).diag)
     [1. 1.]
     """
-    header, file = _open(path)
-    with file:
+    with _opened(path) as (header, file):
         if shape is not None and tuple(header["shape"]) != tuple(shape):
             raise ValueError(f"smoothness.load: {path} holds shape {tuple(header['shape'])}; expected {tuple(shape)}")
         kept = header["provenance"].get("digest")
