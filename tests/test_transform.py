@@ -425,7 +425,7 @@ def test_empty_leaves_alone_under_shard_map(algorithm, leaf):
 
 @pytest.mark.parametrize(
     "compressor",
-    [jc.dithering(7), jc.contract(jc.natural()), jc.cast("float16")],
+    [jc.dithering(7), jc.contract(jc.natural()), jc.cast("float16"), jc.top_k(0.1), jc.sidco(0.1), jc.redsync(0.1)],
     ids=lambda compressor: compressor.spec.name,
 )
 def test_vmap_inside_shard_map(compressor, seed):

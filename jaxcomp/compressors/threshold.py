@@ -372,6 +372,7 @@ def redsync(
             return lax.while_loop(unsettled, probe, start)[2]
 
         threshold, age = memory
+        threshold = threshold + jnp.sum(jnp.zeros_like(x[:0], dtype))  # of the type of x under shard_map
         threshold = lax.cond(age % reuse == 0, found, lambda: threshold)
         return threshold, (threshold, age + 1)
 

@@ -40,9 +40,11 @@ def on_vectors(
         like = flat_like(like)
         return State() if init is None else init(shared_key, like)
 
+    each = row_by_row(compress) if spec.selects else compress
+
     def compress_(key, x, state):
         flat_like(x)
-        return compress(key, jnp.reshape(x, (-1,)), state)
+        return each(key, jnp.reshape(x, (-1,)), state)
 
     def decompress_(payload, shared, like):
         return decompress(payload, shared, flat_like(like)).reshape(like.shape)
@@ -57,6 +59,32 @@ def on_vectors(
     accumulate = None if accumulate is None else of_any_shape(accumulate)
     of_flat = None if lengths is None else lambda like: lengths(flat_like(like))
     return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker)
+
+
+def row_by_row(function: Callable) -> Callable:
+    """The same function; under vmap it does one row after another.
+
+    A selection searches, and knows when it may stop. Mapped, its loops would go on for all rows until the last is
+    done, and its conditionals would compute both sides for each.
+    """
+    mapped = jax.custom_batching.custom_vmap(function)
+
+    @mapped.def_vmap
+    def rule(size, batched, *args):
+        del size
+        leaves, tree = jax.tree.flatten(args)
+        is_row = jax.tree.leaves(batched)
+
+        def one(rows):
+            rows = iter(rows)
+            return mapped(
+                *jax.tree.unflatten(tree, [next(rows) if b else a for a, b in zip(leaves, is_row, strict=True)])
+            )
+
+        out = jax.lax.map(one, [a for a, b in zip(leaves, is_row, strict=True) if b])
+        return out, jax.tree.map(lambda _: True, out)
+
+    return mapped
 
 
 def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], int]:
