@@ -347,7 +347,7 @@ def test_midpoints_can_expand(key):
     """Of 600 ones and 100 thousands the ones fill a bucket that reaches up to a thousand."""
     x = np.where(np.arange(700) < 600, 1, 1000).astype(np.float32)
     _, x_hat, *_ = compressed("paper", x, key, buckets=64)
-    assert np.linalg.norm(x_hat) > 1.5 * np.linalg.norm(x)
+    assert np.linalg.norm(x_hat - x) > 1.2 * np.linalg.norm(x)
     for algorithm in (jc.error_feedback, jc.direct, jc.momentum_correction):
         with pytest.raises(ValueError, match=r'take mode="recentred" or "quantile"'):
             algorithm(jc.per_leaf(jc.skcompress(jc.top_k(0.1), mode="paper")))
@@ -363,7 +363,7 @@ def test_error_feedback_converges(mode, key, seed):
         jnp.asarray(rng.standard_t(2, d), jnp.float32),
     )
     algorithm = jc.error_feedback(jc.skcompress(jc.top_k(0.2), mode=mode, buckets=32))
-    state = algorithm.init(key, jax.ShapeDtypeStruct((d,), jnp.float32))
+    state = algorithm.init(key, like)
 
     def step(carry, round_):
         x, state = carry

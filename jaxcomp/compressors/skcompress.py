@@ -5,10 +5,9 @@ stands for. The numbers travel by position ("quantile"), or in sketches that the
 ("recentred", "paper"). Keys (indices) are exact. How the message is coded is `bits` and `wire`.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,9 +83,9 @@ def skcompress(
     values can be told by their place, and lists per group cost log2(groups) bits a key. It is the default.
 
     Contraction: "quantile" and "recentred" replace values by means, so |x - C(x)|^2 = |x|^2 - |C(x)|^2 for
-    what is selected. The mean of m values of one sign has m mean^2 >= sum of squares / m, hence alpha is
-    at least that of the sparsifier over the number of places k; measured, it is far larger. "paper" can expand: alpha is
-    unknown.
+    what is selected. The mean of m values of one sign has m mean^2 >= sum of squares / m, hence alpha is at
+    least that of the sparsifier over the number of places k; measured, it is far larger. "paper" can expand: its
+    alpha is not known.
 
     Where the message has place for no more values than there are buckets, they travel as they are. An empty
     selection sends nothing. Entries that are not finite count as zero.
