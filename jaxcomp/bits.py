@@ -7,16 +7,17 @@ each array, plus the frame.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.packing import unpack
-from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sparse
+from jaxcomp import codes
+from jaxcomp.packing import unpack, width_for
+from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sketch, Sparse
 
-__all__ = ["code_bits", "lane_bytes"]
+__all__ = ["SketchBits", "code_bits", "lane_bytes", "sketch_bits"]
 
 Array = jax.Array
 
@@ -45,6 +46,7 @@ def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:
     largest index. With a payload in place of `values`: that payload's bits plus m w. With `LocalIndices`:
     w = 16, m the entries without padding, and 32 bits for each block's count.
     Leaves: the sum of the parts.
+    Sketch: the parts of `sketch_bits`, which are entropy-coded whatever `code` says.
 
     With code="elias" there are other bits for
     Quantized: the norms, and for each non-zero level the Elias omega code of its distance from the one
@@ -68,6 +70,8 @@ def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:
         return sum((code_bits(part, code=code) for part in payload.leaves), code_bits(payload.dense, code=code))
     if isinstance(payload, Sparse):
         return _sparse_bits(payload, code)
+    if isinstance(payload, Sketch):
+        return sum(sketch_bits(payload))
     if isinstance(payload, Dense) and not _is_array(payload.values):
         return code_bits(payload.values, code=code)
     if isinstance(payload, Quantized) and code == "elias":
@@ -121,6 +125,42 @@ def _local_bits(payload: Sparse, code: str) -> Array | int:
     dtype = jnp.int32 if capacity * (value_bits + 16) + fixed < 2**31 else jnp.float32
     bits = count.astype(dtype) * (16 + value_bits) + fixed
     return bits if plain else bits + code_bits(payload.values, code=code)
+
+
+class SketchBits(NamedTuple):
+    """Bits of the parts of a `Sketch`, i32[].
+
+    keys: coded gaps, list by list;  values: cells, in Huffman codes with their table or in a fixed number of bits,
+    whichever is shorter;  tables: levels (a bit each, and those that are not zero), the number of keys in each list,
+    and the two numbers of the released form.
+    """
+
+    keys: Array
+    values: Array
+    tables: Array
+
+
+def sketch_bits(payload: Sketch) -> SketchBits:
+    """What `wire.encode` spends on keys, values and tables."""
+    levels, counts, keys, cells, zero = payload
+    key_bits = codes.key_bits(keys, counts, coder="released" if zero.shape[0] else "best")
+    present = jnp.sum(levels != 0, dtype=jnp.int32)
+    tables = levels.shape[0] + 8 * levels.dtype.itemsize * present
+    tables += counts.shape[0] * width_for(keys.shape[0] + 1) + 32 * zero.shape[0]
+    return SketchBits(key_bits, _cell_bits(cells), tables)
+
+
+def _cell_bits(cells: Array) -> Array:
+    width, size = cells.shape[0], 32 * cells.shape[1]
+    symbols = unpack(cells, size).astype(jnp.int32)
+    used = jnp.max(jnp.where(symbols != 0, lax.iota(jnp.int32, size) + 1, 0), initial=0)
+    fixed = width * used
+    most = min(1 << width, 511)
+    known = lax.iota(jnp.int32, size) < used
+    numbers = jnp.zeros((most,), jnp.int32).at[jnp.where(known, symbols, most)].add(1, mode="drop")
+    lengths = codes.code_lengths(numbers)
+    huffman = jnp.sum(codes.length_codes(lengths)[1]) + codes.symbol_bits(numbers, lengths)
+    return jnp.where((jnp.max(symbols, initial=0) < most) & (used > 0), jnp.minimum(fixed, huffman), fixed)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -358,19 +358,16 @@ def test_error_feedback_converges(mode, key, seed):
     """Gradient descent on a quadratic, conditions 1 to 100; the memory stays bounded and the optimum is reached."""
     d = 600
     rng = np.random.default_rng(seed)
-    curvature, optimum = (
-        jnp.asarray(np.geomspace(0.01, 1, d), jnp.float32),
-        jnp.asarray(rng.standard_t(2, d), jnp.float32),
-    )
+    curvature = jnp.asarray(np.geomspace(0.01, 1, d), jnp.float32)
+    optimum = jnp.asarray(rng.standard_t(2, d), jnp.float32)
+    like = jax.ShapeDtypeStruct((d,), jnp.float32)
     algorithm = jc.error_feedback(jc.skcompress(jc.top_k(0.2), mode=mode, buckets=32))
     state = algorithm.init(key, like)
 
     def step(carry, round_):
         x, state = carry
         payload, local = algorithm.send(jax.random.fold_in(key, round_), curvature * (x - optimum), state)
-        sent = algorithm.compressor.decompress(
-            payload, state.shared.compressor, jax.ShapeDtypeStruct((d,), jnp.float32)
-        )
+        sent = algorithm.compressor.decompress(payload, state.shared.compressor, like)
         direction, shared = algorithm.receive(sent, state.shared)
         return (x - 0.2 * direction, State(local, shared)), jnp.linalg.norm(local.memory)
 

@@ -279,6 +279,12 @@ def _table_size(payload: Sketch, shape: Shape) -> int:
     return shape.size(payload.keys.shape[0], payload.counts.shape[0])
 
 
+def _packed(table: Array, symbols: int, counts: Array, shape: Shape) -> Array:
+    used = shape.rows * jnp.sum(shape.widths(counts))
+    used_cells = jnp.where(lax.iota(I32, table.shape[0]) < used, table, 0)
+    return pack(used_cells.astype(jnp.uint32), width_for(symbols))
+
+
 # ------------------------------------------------------------------------------------------------
 # "quantile"
 
@@ -307,7 +313,7 @@ def _recentred(keys: Array, values: Array, n: Array, seeds: Array, *, q: int, r:
     # What no key fell into is never read, so it needs no symbol of its own.
     table = minmax_sketch.insert(where, rank, shape.size(keys.shape[0], r), width - 1)
     decoded = jnp.where(lists < r, width * lists + query(table, where), q)
-    cells = pack(table.astype(jnp.uint32), width_for(width))
+    cells = _packed(table, width, counts, shape)
     return Sketch(means(values, decoded, q), counts, keys, cells, jnp.zeros((0,), I32))
 
 
@@ -363,7 +369,7 @@ def _released(keys: Array, values: Array, n: Array, seeds: Array, *, q: int, r: 
     base, sign = _frame(list_of(shape.rows * shape.widths(counts), size), splits, r)
     place = sign * (splits.zero + jnp.where(table % 2 == 1, -(table // 2), table // 2) - base)
     widest = _widest(q, r)
-    cells = pack(jnp.where(table == empty, widest, place).astype(jnp.uint32), width_for(widest + 1))
+    cells = _packed(jnp.where(table == empty, widest, place), widest + 1, counts, shape)
     zero = jnp.where(n > 0, jnp.stack([splits.zero, splits.number]), 0)
     return Sketch(midpoints(ordered, n, splits), counts, keys, cells, zero)
 

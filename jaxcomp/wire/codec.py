@@ -11,6 +11,7 @@ A body is a node. A node is a byte that says its type, then its parts:
     6 Sparse      with local indices: capacity | count | blocks | counts i32 | low u16 | values
     7 Quantized   array norms | width u8 | groups varint | non-zeros varint | filler varint | Elias stream | filler
     8 Sparse      capacity | count | padding index | gap stream length varint | Elias stream | values | filler
+    32 Sketch     see `sketch`
 
 The last two are written by `encode(payload, code="elias")`: gaps and levels in Elias omega codes (`elias`), which
 pays where most levels are zero or indices lie close. In 8 the message ends before the padding.
@@ -29,15 +30,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sparse
+from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sketch, Sparse
 from jaxcomp.wire.bitstream import pack_bits, pack_words, packed_size, unpack_bits, unpack_words
 from jaxcomp.wire.elias import decode_gaps, decode_levels, encode_gaps, encode_levels
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.frame import Reader, seal, unseal, varint
+from jaxcomp.wire.sketch import read_sketch, write_sketch
 
 __all__ = ["decode", "encode"]
 
 ARRAY, DENSE, SCALED, SPARSE, QUANTIZED, LEAVES, SPARSE_LOCAL, ELIAS_QUANTIZED, ELIAS_SPARSE = range(9)
+SKETCH = 32
 MAX_DEPTH = 8
 MAX_DIMS = 8
 PAD_BYTES = 64
@@ -177,6 +180,10 @@ def _write_leaves(payload: Leaves, parts: list[bytes], writers: dict) -> None:
         _write(leaf, parts, writers)
 
 
+def _write_sketch(payload: Sketch, parts: list[bytes], writers: dict) -> None:
+    parts += [bytes([SKETCH]), write_sketch(payload, _dtype_code, PAD_BYTES)]
+
+
 def _check_sparse(payload: Sparse) -> bool:
     """Whether the values are plain numbers, after checking the indices."""
     values, indices = payload
@@ -285,6 +292,7 @@ _WRITERS: dict[type, Callable[[Any, list[bytes], dict], None]] = {
     Sparse: _write_sparse,
     Quantized: _write_quantized,
     Leaves: _write_leaves,
+    Sketch: _write_sketch,
 }
 
 _CODES = {
@@ -461,4 +469,5 @@ _READERS: dict[int, Callable[[Reader, int], Any]] = {
     SPARSE_LOCAL: _read_local,
     ELIAS_QUANTIZED: _read_elias_quantized,
     ELIAS_SPARSE: _read_elias_sparse,
+    SKETCH: lambda reader, depth: read_sketch(reader, _read_dtype, PAD_BYTES),
 }
