@@ -18,7 +18,10 @@ def test_packing_is_the_oracle_in_jit_and_on_the_host(size, seed):
     numbers = rng.integers(0, 2**32, size, dtype=np.uint64).astype(np.uint32)
     lengths = rng.integers(0, 33, size).astype(np.int32)
     want, bits = oracle.stream(numbers, lengths)
-    for pack, read in ((jax.jit(codes.pack_codes, static_argnums=2), jax.jit(codes.read_fields)), (codes.pack_codes, codes.read_fields)):
+    for pack, read in (
+        (jax.jit(codes.pack_codes, static_argnums=2), jax.jit(codes.read_fields)),
+        (codes.pack_codes, codes.read_fields),
+    ):
         words, total = pack(numbers, lengths, size + 1)
         assert int(total) == bits
         np.testing.assert_array_equal(words[: want.size], want)
@@ -219,9 +222,7 @@ def test_symbols_come_back(size, count, tables, seed):
         np.testing.assert_array_equal(back, np.where(np.arange(size) < count, symbols, 0))
         return np.asarray(words)
 
-    jitted = both(
-        jax.jit(codes.encode_symbols, static_argnums=2), jax.jit(codes.decode_symbols, static_argnums=2)
-    )
+    jitted = both(jax.jit(codes.encode_symbols, static_argnums=2), jax.jit(codes.decode_symbols, static_argnums=2))
     np.testing.assert_array_equal(jitted, both(codes.encode_symbols, codes.decode_symbols))
 
 
