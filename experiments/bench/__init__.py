@@ -10,6 +10,7 @@ BENCHMARKS = {
     "exchange": "exchanges of unequal messages between processes: bytes on the wire, time on a link",
     "compressors": "compress and decompress of every compressor, against one pass over memory",
     "select": "thresholds and compaction against sorts, over sizes",
+    "skcompress": "sketches and quantile buckets in jit and as bytes, against one sort of as many floats",
     "smoothness": "the parts of a DIANA+ round, against the gradients",
 }
 

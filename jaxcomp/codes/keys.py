@@ -369,7 +369,9 @@ def decode_gaps(words: Array, counts: Array, size: int, *, coder: str = "best") 
         return symbols, SCHEME_BITS + count * width
 
     def unary():
-        begin = xp.where(xp.arange(words.shape[0]) == 0, words & xp.uint32(0xFFFFFFFF << SCHEME_BITS & 0xFFFFFFFF), words)
+        begin = xp.where(
+            xp.arange(words.shape[0]) == 0, words & xp.uint32(0xFFFFFFFF << SCHEME_BITS & 0xFFFFFFFF), words
+        )
         ends = ones(begin, size) + 1
         symbols = ends - xp.concatenate([xp.full((1,), SCHEME_BITS, xp.int32), ends])[:size] - 1
         last = xp.max(xp.where(valid, ends, SCHEME_BITS), initial=SCHEME_BITS)
