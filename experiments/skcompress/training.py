@@ -199,8 +199,8 @@ def plot(everything: dict, titles: dict, o: Any) -> Path:
             sent = np.mean([run.bytes for run in some], 0)[1:] / 1e3
             loss = np.mean([run.loss for run in some], 0)[1:]
             axis.plot(sent, loss, label=label, markevery=4, markersize=5, **look)
-        axis.set(xscale="log", yscale="log", xlabel="kB sent by each worker", ylabel="training loss", title=titles[key])
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=9)
+        axis.set(xscale="log", xlabel="kB sent by each worker", ylabel="training loss", title=titles[key])
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * columns, fontsize=8)
     path = o.out / "training.png"
     save(figure, path)
     return path
