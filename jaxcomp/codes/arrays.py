@@ -14,7 +14,19 @@ from jax import lax
 
 from jaxcomp.select import indices_of_words
 
-__all__ = ["bit_length", "branch", "gather", "histogram", "is_host", "mark", "namespace", "ones", "running_max", "scan", "scatter_bits"]
+__all__ = [
+    "bit_length",
+    "branch",
+    "gather",
+    "histogram",
+    "is_host",
+    "mark",
+    "namespace",
+    "ones",
+    "running_max",
+    "scan",
+    "scatter_bits",
+]
 
 Array = Any
 

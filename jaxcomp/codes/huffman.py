@@ -49,7 +49,8 @@ def code_lengths(counts: Array) -> Array:
     """Lengths of an optimal code of at most 15 bits.
 
     Args:
-        counts: i32[..., S], how often each symbol occurs, S <= 511. Beyond a total of 2^26 they are halved until they fit.
+        counts: i32[..., S], how often each symbol occurs, S <= 511. Beyond a total of 2^26 they are halved until
+            they fit.
 
     Returns:
         i32[..., S], 0 for symbols that do not occur; 1 for one that is alone.
@@ -231,7 +232,8 @@ def encode_symbols(
         which: i32[n], table of each symbol; None for one table.
 
     Returns:
-        words u32[num_words], zero outside of what is written (add it to other parts of the stream); the bit after the last, i32[].
+        words u32[num_words], zero outside of what is written (add it to other parts of the stream); the bit
+        after the last, i32[].
     """
     xp = namespace(symbols)
     count = xp.asarray(count, xp.int32)
@@ -261,8 +263,8 @@ def decode_symbols(
         size: n, number of places.
 
     Returns:
-        symbols i32[size], 0 beyond the count; the bit after the last, i32[]. From a stream that `encode_symbols` did not make,
-        some symbols of the table, and some bit after `start`.
+        symbols i32[size], 0 beyond the count; the bit after the last, i32[]. From a stream that `encode_symbols`
+        did not make, some symbols of the table, and some bit after `start`.
     """
     xp = namespace(words)
     count, start = xp.asarray(count, xp.int32), xp.asarray(start, xp.int32)
