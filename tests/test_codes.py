@@ -1,6 +1,7 @@
 """Codes in jit: exact inverses, bits as the specification counts them, the same bits in NumPy."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -150,9 +151,9 @@ def test_vmap_of_keys(seed):
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="key coder must be one of best, sketchml, .*; got 'zip'"):
+    with pytest.raises(ValueError, match=r"key coder must be one of best, sketchml, .*; got 'zip'"):
         codes.key_bits(jnp.zeros(3, jnp.int32), jnp.array([3]), coder="zip")
-    with pytest.raises(ValueError, match="at most 2\\^25"):
+    with pytest.raises(ValueError, match=r"at most 2\^25"):
         jax.eval_shape(codes.key_bits, jax.ShapeDtypeStruct((2**26,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
     with pytest.raises(ValueError, match=r"code_lengths: 1 \.\. 511 symbols; got 512"):
         codes.code_lengths(np.ones(512, np.int32))
@@ -210,7 +211,7 @@ def test_codes_are_canonical(seed):
         order = sorted(np.flatnonzero(each), key=lambda s: (each[s], s))
         texts = [f"{number[s]:0{each[s]}b}"[::-1] for s in order]
         assert texts == sorted(texts)
-        assert not any(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+        assert not any(b.startswith(a) for a, b in itertools.pairwise(texts))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Ascending keys as coded gaps, several lists in one array.
 
-With k_{-1} = -1 at the start of each list, a key is its gap g_i = k_i - k_{i-1} - 1 >= 0, or, as SketchML and SKCompress
-count it, D_i = g_i + 1, but D_i = k_i at the start of a list. n is the number of binary digits of D. A key becomes a prefix and
-a body; all prefixes stand before all bodies, so that both are found in parallel:
+With k_{-1} = -1 at the start of each list, a key is its gap g_i = k_i - k_{i-1} - 1 >= 0, or, as SketchML and
+SKCompress count it, D_i = g_i + 1, but D_i = k_i at the start of a list. n is the number of binary digits of D. A key
+becomes a prefix and a body; all prefixes stand before all bodies, so that both are found in parallel:
 
     scheme                prefix                              body
     plain                 none                                32 bits
@@ -13,8 +13,8 @@ a body; all prefixes stand before all bodies, so that both are found in parallel
     huffman               n, in a canonical Huffman code      n - 1 bits, the leading 1 left out
     rice k                g >> k, then a mark                 k bits
 
-for m in 2, 4, 8, 16. A unary number u is u zeros and a one. A stream is the number of its scheme (8 bits), the lengths and
-chunks of the Huffman code if it has one (`huffman`), prefixes, bodies.
+for m in 2, 4, 8, 16. A unary number u is u zeros and a one. A stream is the number of its scheme (8 bits), the lengths
+and chunks of the Huffman code if it has one (`huffman`), prefixes, bodies.
 
 coder          schemes to choose from, by number of bits
 "sketchml"     that one
@@ -46,7 +46,6 @@ from jaxcomp.codes.arrays import (
     scatter_bits,
 )
 from jaxcomp.codes.huffman import (
-    canonical_codes,
     chunk_bits,
     code_lengths,
     decode_symbols,
@@ -81,8 +80,8 @@ SPLITS = (2, 4, 8, 16)
 
 
 class Scheme(NamedTuple):
-    """Prefix symbol s: of `width` bits, or unary, or Huffman. Body: base + unit s bits. width of a unary prefix: what is
-    added to I - 1. rice: s counts multiples of 2^base."""
+    """Prefix symbol s: of `width` bits, or unary, or Huffman. Body: base + unit s bits. width of a unary prefix: what
+    is added to I - 1. rice: s counts multiples of 2^base."""
 
     kind: int
     width: int
@@ -149,7 +148,7 @@ SYMBOLS = _class_symbols()
 CLASS_BITS = _class_bits()
 ESTIMATES = _estimates()
 ESTIMATED = np.array([PLAIN, *(row for i in range(len(SPLITS)) for row in (SPLIT + i, DEAD + i))], np.int32)
-FIELDS = np.array([scheme for scheme in SCHEMES], np.int32).T  # kind, width, base, unit, rice
+FIELDS = np.array(list(SCHEMES), np.int32).T  # kind, width, base, unit, rice
 
 
 # ------------------------------------------------------------------------------------------------
@@ -353,7 +352,8 @@ def decode_gaps(words: Array, counts: Array, size: int, *, coder: str = "best") 
     """Inverse of `encode_keys` up to the gaps.
 
     Returns:
-        gaps u32[size], 0 beyond the lists; the bit after the stream, i32[], 2^31 - 1 if there are fewer marks than keys.
+        gaps u32[size], 0 beyond the lists; the bit after the stream, i32[], 2^31 - 1 if there are fewer marks than
+        keys.
     """
     xp = namespace(words)
     first, valid = list_starts(counts, size)
@@ -368,10 +368,8 @@ def decode_gaps(words: Array, counts: Array, size: int, *, coder: str = "best") 
         return symbols, SCHEME_BITS + count * width
 
     def unary():
-        begin = xp.where(
-            xp.arange(words.shape[0]) == 0, words & xp.uint32(0xFFFFFFFF << SCHEME_BITS & 0xFFFFFFFF), words
-        )
-        ends = ones(begin, size) + 1
+        head = xp.arange(words.shape[0], dtype=xp.int32) == 0
+        ends = ones(words & ~xp.where(head, xp.uint32(2**SCHEME_BITS - 1), xp.uint32(0)), size) + 1
         symbols = ends - xp.concatenate([xp.full((1,), SCHEME_BITS, xp.int32), ends])[:size] - 1
         last = xp.max(xp.where(valid, ends, SCHEME_BITS), initial=SCHEME_BITS)
         return symbols, xp.where(last > 32 * words.shape[0], TOO_DEAR, last)
