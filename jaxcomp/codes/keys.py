@@ -73,6 +73,7 @@ __all__ = [
 
 Array = Any
 MAX_KEYS = 1 << 25  # of one stream: bits are counted in i32
+MAX_TABLE_WIDTH = 8  # bits of the widest levels that have a Huffman table
 SCHEME_BITS = 8
 CLASSES = 33  # n = 0 .. 32
 FIXED, UNARY, HUFFMAN = range(3)
@@ -383,7 +384,7 @@ def decode_gaps(words: Array, counts: Array, size: int, *, coder: str = "best") 
     symbols = xp.where(valid, symbols, 0)
     widths = xp.where(kind == HUFFMAN, xp.maximum(symbols - 1, 0), base + unit * symbols)
     widths = xp.where(valid, xp.clip(widths, 0, 32), 0)
-    bodies = read_fields(words, end + starts_of(widths), widths)
+    bodies = read_fields(words, xp.where(end == TOO_DEAR, 0, end) + starts_of(widths), widths)
     one = xp.uint32(1)
     tops = xp.where(rice > 0, symbols.astype(xp.uint32) << (base & 31).astype(xp.uint32), xp.uint32(0))
     tops = xp.where((kind == HUFFMAN) & (symbols > 0), one << (xp.maximum(symbols - 1, 0) & 31).astype(xp.uint32), tops)
