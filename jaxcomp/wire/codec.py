@@ -15,7 +15,8 @@ A body is a node. A node is a byte that says its type, then its parts:
     9 Sparse      capacity | count | padding index | key stream | values
    10 Sparse      with local indices: capacity | count | blocks | filler varint | key stream | values | filler
    11 Quantized   array norms | width u8 | groups varint | level stream
-   12 Quantized   array norms | width u8 | groups varint | non-zeros varint | filler varint | key stream | level stream | filler
+   12 Quantized   array norms | width u8 | groups varint | non-zeros varint | filler varint | key stream
+                  | level stream | filler
 
 7 and 8 are written by `encode(payload, code="elias")`: gaps and levels in Elias omega codes (`elias`), which pays where
 most levels are zero or indices lie close. From 8 on a sparse message ends before the padding.
@@ -357,7 +358,7 @@ def _write_best_local(payload: Sparse, parts: list[bytes], writers: dict) -> Non
     values, (low, counts) = payload
     blocks, count = counts.size, int(np.sum(counts, dtype=np.int64))
     plain = isinstance(values, np.ndarray)
-    canonical = low.size <= keycodes.MAX_KEYS and 0 <= counts.min(initial=0) and count <= low.size
+    canonical = low.size <= keycodes.MAX_KEYS and counts.min(initial=0) >= 0 and count <= low.size
     if canonical and not low[count:].any() and not (plain and _raw(values[count:]).strip(b"\0")):
         indices = (np.repeat(np.arange(blocks), counts) << 16) + low[:count]
         if indices.max(initial=0) < 2**31 and not np.any(np.diff(indices, prepend=-1) < 1):
@@ -380,7 +381,10 @@ def _write_best_quantized(payload: Quantized, parts: list[bytes], writers: dict)
     where = np.flatnonzero(codes)
     levels = codes[where].astype(np.int64)
     gaps = np.diff(where, prepend=-1)
-    options = {QUANTIZED: width * size, ELIAS_QUANTIZED: int(np.sum(elias_length(gaps) + 1 + elias_length((levels + 1) // 2)))}
+    options = {
+        QUANTIZED: width * size,
+        ELIAS_QUANTIZED: int(np.sum(elias_length(gaps) + 1 + elias_length((levels + 1) // 2))),
+    }
     if width <= keycodes.MAX_TABLE_WIDTH and size <= keycodes.MAX_KEYS:
         each = np.bincount(codes, minlength=1 << width).astype(np.int32)
         dense, options[CODED_LEVELS] = table_bits(each)
