@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 
-# Bits per key for geometric gaps, measured over 10^5 random keys (section 1.8): mean gap -> SketchML, released adaptive,
-# adaptive at true cost without the dead unary bit, Huffman on n with the leading 1 implicit, Rice, entropy.
+# Bits per key for geometric gaps, measured over 10^5 random keys (section 1.8): mean gap -> SketchML, released
+# adaptive, adaptive at true cost without the dead unary bit, Huffman on n with the leading 1 implicit, Rice, entropy.
 TABLE = {
     2: (10.00, 4.38, 3.38, 2.27, 2.00, 2.00),
     10: (10.00, 6.82, 5.82, 4.84, 4.76, 4.69),

@@ -1,5 +1,8 @@
 """Codes in jit: exact inverses, bits as the specification counts them, the same bits in NumPy."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,18 +61,30 @@ EDGES = [
 ]
 
 
-def run_keys(lists, coder, spare):
+PLACES, LISTS = 1024, 5
+
+
+@functools.cache
+def jitted(coder):
+    """One program for each coder."""
+    encode = jax.jit(lambda k, c: codes.encode_keys(k, c, coder=coder))
+    return encode, jax.jit(lambda w, c: codes.decode_keys(w, c, PLACES, coder=coder))
+
+
+def run_keys(lists, coder):
     """Coded and decoded in jit and on the host; returns the bits."""
-    keys = np.array([k for one in lists for k in one] + [TOP] * spare, np.int32)
+    lists = [*lists, *[[]] * (LISTS - len(lists))]
+    flat = np.array([k for one in lists for k in one], np.int32)
+    keys = np.pad(flat, (0, PLACES - flat.size), constant_values=TOP)
     counts = np.array([len(one) for one in lists], np.int32)
-    size = keys.size
-    words, bits = jax.jit(lambda k, c: codes.encode_keys(k, c, coder=coder))(keys, counts)
-    want = np.concatenate([keys[: size - spare], np.zeros(spare, np.int32)])
-    np.testing.assert_array_equal(jax.jit(lambda w, c: codes.decode_keys(w, c, size, coder=coder))(words, counts), want)
+    encode, decode = jitted(coder)
+    words, bits = encode(keys, counts)
+    want = np.pad(flat, (0, PLACES - flat.size))
+    np.testing.assert_array_equal(decode(words, counts), want)
     host, host_bits = codes.encode_keys(keys, counts, coder=coder)
     np.testing.assert_array_equal(host, words)
     assert int(bits) == int(host_bits) == int(codes.key_bits(keys, counts, coder=coder))
-    np.testing.assert_array_equal(codes.decode_keys(host, counts, size), want)
+    np.testing.assert_array_equal(codes.decode_keys(host, counts, PLACES), want)
     used = -(-int(bits) // 32)
     assert used <= words.size
     assert not np.any(words[used:])
@@ -79,7 +94,7 @@ def run_keys(lists, coder, spare):
 @pytest.mark.parametrize("coder", codes.CODERS)
 def test_every_coder_inverts_at_the_edges(coder):
     for lists in EDGES:
-        run_keys(lists, coder, spare=2)
+        run_keys(lists, coder)
 
 
 COUNTED = {
@@ -96,11 +111,11 @@ def test_bits_are_those_of_the_specification(mean, seed):
     rng = np.random.default_rng([seed, int(mean)])
     lists = [oracle.random_keys(rng, mean, n) for n in (700, 0, 1, 299)]
     for coder, count in COUNTED.items():
-        assert run_keys(lists, coder, spare=0) == 8 + count(lists), coder
+        assert run_keys(lists, coder) == 8 + count(lists), coder
     used = max(d.bit_length() for d in oracle.deltas(lists)) + 1
-    assert run_keys(lists, "huffman", spare=24) == 8 + 9 + 4 * used + 3 * 12 + oracle.huffman_bits(lists)
-    best = min(run_keys(lists, coder, spare=0) for coder in ("sketchml", "adaptive", "rice", "huffman"))
-    assert run_keys(lists, "best", spare=0) == best
+    assert run_keys(lists, "huffman") == 8 + 9 + 4 * used + 3 * 12 + oracle.huffman_bits(lists)
+    best = min(run_keys(lists, coder) for coder in ("sketchml", "adaptive", "rice", "huffman"))
+    assert run_keys(lists, "best") == best
 
 
 @pytest.mark.parametrize("mean", oracle.TABLE)
@@ -111,9 +126,11 @@ def test_table_of_the_specification(mean, seed):
     count = np.array([keys.size], np.int32)
     each = {coder: int(codes.key_bits(keys, count, coder=coder)) / keys.size for coder in codes.CODERS}
     figures = dict(zip(oracle.COLUMNS, oracle.TABLE[mean], strict=True))
-    for coder in ("sketchml", "released", "adaptive", "rice"):
-        assert each[coder] == pytest.approx(figures[coder], abs=0.015), coder
-    assert each["huffman"] == pytest.approx(figures["huffman"] + 12 / 256, abs=0.015)
+    figures["huffman"] += 12 / 256  # chunk lengths
+    for coder in ("sketchml", "released", "adaptive", "huffman", "rice"):
+        # Four standard errors of the difference of two samples: keys differ by 8 bits at most ways, or by about 1.5.
+        deviation = 1.5 if coder in ("huffman", "rice") else 4
+        assert each[coder] == pytest.approx(figures[coder], abs=0.005 + 4 * deviation * (2 / keys.size) ** 0.5), coder
     assert each["best"] <= min(figures["released"], figures["entropy"] + 0.15)
     assert each["best"] <= oracle.geometric_entropy(mean) + 0.15
 
@@ -128,15 +145,15 @@ def test_best_is_near_the_entropy_between_the_rows_of_the_table(seed):
 def test_vmap_of_keys(seed):
     keys = np.sort(np.random.default_rng(seed).choice(9999, (3, 50), replace=False), axis=1).astype(np.int32)
     counts = np.array([[50], [20], [0]], np.int32)
-    words, _ = jax.jit(jax.vmap(lambda k, c: codes.encode_keys(k, c)))(keys, counts)
-    back = jax.jit(jax.vmap(lambda w, c: codes.decode_keys(w, c, 50)))(words, counts)
+    words, _ = jax.jit(jax.vmap(lambda k, c: codes.encode_keys(k, c, coder="adaptive")))(keys, counts)
+    back = jax.jit(jax.vmap(lambda w, c: codes.decode_keys(w, c, 50, coder="adaptive")))(words, counts)
     np.testing.assert_array_equal(back, np.where(np.arange(50) < counts, keys, 0))
 
 
 def test_wrong_arguments_are_named():
-    with pytest.raises(ValueError, match="key coder must be one of best, sketchml, .*; got 'zip'"):
+    with pytest.raises(ValueError, match=r"key coder must be one of best, sketchml, .*; got 'zip'"):
         codes.key_bits(jnp.zeros(3, jnp.int32), jnp.array([3]), coder="zip")
-    with pytest.raises(ValueError, match="at most 2\\^25"):
+    with pytest.raises(ValueError, match=r"at most 2\^25"):
         jax.eval_shape(codes.key_bits, jax.ShapeDtypeStruct((2**26,), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32))
     with pytest.raises(ValueError, match=r"code_lengths: 1 \.\. 511 symbols; got 512"):
         codes.code_lengths(np.ones(512, np.int32))
@@ -149,41 +166,35 @@ def test_wrong_arguments_are_named():
 
 
 def count_examples(rng):
+    """Counts of up to 257 symbols in each row."""
     fibonacci = [1, 1]
     while len(fibonacci) < 26:
         fibonacci.append(fibonacci[-1] + fibonacci[-2])
-    return [
-        [0, 0, 0],
+    rows = [
+        [],
         [0, 7, 0],
         [3, 3],
         [1, 0, 1, 1],
         fibonacci,  # an unlimited code would take 25 bits
         [2**i for i in range(25)],
-        rng.integers(0, 50, 33).tolist(),
-        (rng.pareto(0.5, 60) * 10).astype(int).clip(0, 10**6).tolist(),
+        rng.integers(0, 50, 33),
+        (rng.pareto(0.5, 60) * 10).astype(int).clip(0, 10**6),
         [1] * 257,
     ]
+    return np.stack([np.pad(np.array(row, np.int32), (0, 257 - len(row))) for row in rows])
 
 
 def test_lengths_are_optimal_and_limited(seed):
-    for counts in count_examples(np.random.default_rng(seed)):
-        lengths = np.asarray(jax.jit(codes.code_lengths)(jnp.array(counts)))
-        np.testing.assert_array_equal(codes.code_lengths(np.array(counts)), lengths)
-        np.testing.assert_array_equal(lengths > 0, np.array(counts) > 0)
-        cost = int(np.sum(lengths * np.array(counts)))
-        present = np.count_nonzero(counts)
-        if present:
-            assert huffman.is_prefix_code(lengths)
-            assert cost >= oracle.huffman_cost(counts)
-            assert cost == (oracle.limited_cost(counts, 15) if present < 40 else oracle.huffman_cost(counts))
-        else:
-            assert cost == 0
-
-
-def test_batched_lengths_are_those_of_each(seed):
-    counts = np.random.default_rng(seed).integers(0, 9, (4, 33)).astype(np.int32)
-    together = jax.jit(codes.code_lengths)(counts)
-    np.testing.assert_array_equal(together, np.stack([codes.code_lengths(row) for row in counts]))
+    examples = count_examples(np.random.default_rng(seed))
+    lengths = np.asarray(jax.jit(codes.code_lengths)(examples))
+    np.testing.assert_array_equal(lengths, np.stack([codes.code_lengths(row) for row in examples]))
+    np.testing.assert_array_equal(lengths > 0, examples > 0)
+    np.testing.assert_array_equal(huffman.is_prefix_code(lengths), np.any(examples > 0, axis=1))
+    costs = np.sum(lengths * examples, axis=1)
+    assert costs[0] == 0
+    for counts, cost in zip(examples[1:-1], costs[1:-1], strict=True):
+        assert cost == oracle.limited_cost(counts.tolist(), 15) >= oracle.huffman_cost(counts.tolist())
+    assert costs[-1] == oracle.huffman_cost([1] * 257)
 
 
 def test_many_counts_are_halved_until_they_fit():
@@ -193,18 +204,20 @@ def test_many_counts_are_halved_until_they_fit():
 
 def test_codes_are_canonical(seed):
     """Read from their first bit on: ascending by length and then by symbol, none the beginning of another."""
-    for counts in count_examples(np.random.default_rng(seed)):
-        lengths = codes.code_lengths(np.array(counts))
-        numbers = codes.canonical_codes(lengths)
-        np.testing.assert_array_equal(jax.jit(codes.canonical_codes)(lengths), numbers)
-        order = sorted(np.flatnonzero(lengths), key=lambda s: (lengths[s], s))
-        texts = [f"{numbers[s]:0{lengths[s]}b}"[::-1] for s in order]
+    lengths = codes.code_lengths(count_examples(np.random.default_rng(seed)))
+    numbers = codes.canonical_codes(lengths)
+    np.testing.assert_array_equal(jax.jit(codes.canonical_codes)(lengths), numbers)
+    for each, number in zip(lengths, numbers, strict=True):
+        order = sorted(np.flatnonzero(each), key=lambda s: (each[s], s))
+        texts = [f"{number[s]:0{each[s]}b}"[::-1] for s in order]
         assert texts == sorted(texts)
-        assert not any(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+        assert not any(b.startswith(a) for a, b in itertools.pairwise(texts))
 
 
-@pytest.mark.parametrize(("size", "count"), [(0, 0), (1, 1), (5, 0), (256, 256), (257, 257), (600, 300), (3000, 2999)])
-@pytest.mark.parametrize("tables", [None, 3])
+@pytest.mark.parametrize(
+    ("size", "count", "tables"),
+    [(0, 0, None), (1, 1, None), (5, 0, 3), (256, 256, None), (257, 257, 3), (3000, 2999, None), (3000, 1300, 3)],
+)
 def test_symbols_come_back(size, count, tables, seed):
     rng = np.random.default_rng([seed, size])
     symbols = np.minimum(rng.geometric(0.2, size) - 1, 32).astype(np.int32)
@@ -222,8 +235,9 @@ def test_symbols_come_back(size, count, tables, seed):
         np.testing.assert_array_equal(back, np.where(np.arange(size) < count, symbols, 0))
         return np.asarray(words)
 
-    jitted = both(jax.jit(codes.encode_symbols, static_argnums=2), jax.jit(codes.decode_symbols, static_argnums=2))
-    np.testing.assert_array_equal(jitted, both(codes.encode_symbols, codes.decode_symbols))
+    on_host = both(codes.encode_symbols, codes.decode_symbols)
+    in_jit = both(jax.jit(codes.encode_symbols, static_argnums=2), jax.jit(codes.decode_symbols, static_argnums=2))
+    np.testing.assert_array_equal(in_jit, on_host)
 
 
 @pytest.mark.parametrize(("columns", "bits"), [(0.3, 4.57), (0.2, 4.13), (0.5, 4.73), (1.0, 4.14)])
@@ -238,10 +252,10 @@ def test_static_table_of_a_sketch(columns, bits):
 
 
 def test_headers_of_tables_come_back(seed):
-    for counts in count_examples(np.random.default_rng(seed)):
-        lengths = codes.code_lengths(np.array(counts))
+    read = jax.jit(codes.read_lengths, static_argnums=2)
+    for lengths in codes.code_lengths(count_examples(np.random.default_rng(seed))):
         words, bits = codes.pack_codes(*codes.length_codes(lengths), 40)
-        back, end = jax.jit(codes.read_lengths, static_argnums=2)(words, 0, lengths.size)
+        back, end = read(words, 0, lengths.size)
         np.testing.assert_array_equal(back, lengths)
         assert int(end) == int(bits) == 9 + 4 * (np.flatnonzero(lengths).max(initial=-1) + 1)
 

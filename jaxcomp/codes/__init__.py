@@ -12,7 +12,8 @@ How to use them, for a message with keys in r lists and cells in r tables::
 
 A stream begins at bit `start` (0) and ends at bit `end`; words that two calls make for one stream are added.
 `codes.length_codes(lengths)` and `codes.read_lengths` are the header of an adaptive table; `codes.pack_codes` and
-`codes.read_fields` write and read whatever else there is. `codes.key_bits` and `codes.symbol_bits` give the bits without coding.
+`codes.read_fields` write and read whatever else there is. `codes.key_bits` and `codes.symbol_bits` give the bits
+without coding.
 
 Every function takes NumPy arrays as well and then runs on the host, to the same bits: `wire` calls these very
 functions. Capacities are static; counts and bits are traced. Streams hold at most 2^31 bits.

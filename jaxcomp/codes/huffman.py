@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxcomp.codes.arrays import bit_length, gather, namespace, scan, scatter_bits
-from jaxcomp.codes.stream import read_fields, starts_of
+from jaxcomp.codes.stream import pack_codes, read_fields, starts_of
 
 __all__ = [
     "CHUNK",
@@ -27,12 +27,15 @@ __all__ = [
     "chunk_bits",
     "code_lengths",
     "decode_symbols",
+    "decode_with_table",
     "encode_symbols",
+    "encode_with_table",
     "is_prefix_code",
     "length_codes",
     "read_lengths",
     "sketch_counts",
     "symbol_bits",
+    "table_bits",
 ]
 
 Array = Any
@@ -49,7 +52,8 @@ def code_lengths(counts: Array) -> Array:
     """Lengths of an optimal code of at most 15 bits.
 
     Args:
-        counts: i32[..., S], how often each symbol occurs, S <= 511. Beyond a total of 2^26 they are halved until they fit.
+        counts: i32[..., S], how often each symbol occurs, S <= 511. Beyond a total of 2^26 they are halved until
+            they fit.
 
     Returns:
         i32[..., S], 0 for symbols that do not occur; 1 for one that is alone.
@@ -209,6 +213,30 @@ def symbol_bits(counts: Array, lengths: Array) -> Array:
     return xp.sum(counts * lengths, dtype=xp.int32) + chunk_bits(xp.sum(counts, dtype=xp.int32))
 
 
+def table_bits(counts: Array) -> tuple[Array, Array]:
+    """The lengths that suit these counts, and the bits of header and coded sequence, i32[].
+
+    Args:
+        counts: i32[S].
+    """
+    xp = namespace(counts)
+    lengths = code_lengths(counts)
+    return lengths, xp.sum(length_codes(lengths)[1], dtype=xp.int32) + symbol_bits(counts, lengths)
+
+
+def encode_with_table(symbols: Array, lengths: Array, num_words: int, *, count: Array) -> tuple[Array, Array]:
+    """As `encode_symbols` for one table, with the header before it; begins at bit 0."""
+    header, bits = pack_codes(*length_codes(lengths), num_words)
+    words, end = encode_symbols(symbols, lengths, num_words, count=count, start=bits)
+    return header + words, end
+
+
+def decode_with_table(words: Array, num_symbols: int, size: int, *, count: Array) -> tuple[Array, Array]:
+    """Inverse of `encode_with_table`."""
+    lengths, start = read_lengths(words, namespace(words).int32(0), num_symbols)
+    return decode_symbols(words, lengths[None], size, count=count, start=start)
+
+
 def _symbol_lengths(symbols: Array, lengths: Array, which: Array | None, count: Array) -> tuple[Array, Array]:
     """For each symbol its place in the flattened tables, and the length of its code, 0 beyond the count."""
     xp = namespace(symbols)
@@ -231,7 +259,8 @@ def encode_symbols(
         which: i32[n], table of each symbol; None for one table.
 
     Returns:
-        words u32[num_words], zero outside of what is written (add it to other parts of the stream); the bit after the last, i32[].
+        words u32[num_words], zero outside of what is written (add it to other parts of the stream); the bit
+        after the last, i32[].
     """
     xp = namespace(symbols)
     count = xp.asarray(count, xp.int32)
@@ -261,8 +290,8 @@ def decode_symbols(
         size: n, number of places.
 
     Returns:
-        symbols i32[size], 0 beyond the count; the bit after the last, i32[]. From a stream that `encode_symbols` did not make,
-        some symbols of the table, and some bit after `start`.
+        symbols i32[size], 0 beyond the count; the bit after the last, i32[]. From a stream that `encode_symbols`
+        did not make, some symbols of the table; where a chunk does not end where the next begins, 2^31 - 1.
     """
     xp = namespace(words)
     count, start = xp.asarray(count, xp.int32), xp.asarray(start, xp.int32)
@@ -293,4 +322,6 @@ def decode_symbols(
 
     (ends, _), symbols = scan(step, (begins, number), CHUNK, words)
     last = xp.clip((count - 1) // CHUNK, 0, num_chunks - 1)
-    return symbols.T.reshape(-1)[:size], xp.where(count > 0, ends[last], start)
+    meet = xp.all((ends[:-1] == begins[1:]) | (place >= last))
+    end = xp.where(count > 0, ends[last], start)
+    return symbols.T.reshape(-1)[:size], xp.where(meet, end, xp.int32(2**31 - 1))

@@ -11,10 +11,19 @@ A body is a node. A node is a byte that says its type, then its parts:
     6 Sparse      with local indices: capacity | count | blocks | counts i32 | low u16 | values
     7 Quantized   array norms | width u8 | groups varint | non-zeros varint | filler varint | Elias stream | filler
     8 Sparse      capacity | count | padding index | gap stream length varint | Elias stream | values | filler
-    32 Sketch     see `sketch`
+    9 Sparse      capacity | count | padding index | key stream | values
+   10 Sparse      with local indices: capacity | count | blocks | filler varint | key stream | values | filler
+   11 Quantized   array norms | width u8 | groups varint | level stream
+   12 Quantized   array norms | width u8 | groups varint | non-zeros varint | filler varint | key stream
+                  | level stream | filler
+   13 Sketch      see `sketch`
 
-The last two are written by `encode(payload, code="elias")`: gaps and levels in Elias omega codes (`elias`), which
-pays where most levels are zero or indices lie close. In 8 the message ends before the padding.
+7 and 8 are written by `encode(payload, code="elias")`: gaps and levels in Elias omega codes (`elias`), which pays where
+most levels are zero or indices lie close. From 8 on, a sparse message ends before the padding.
+
+9 to 12 are written by `encode(payload, code="best")`, where they are the shortest. A stream is its number of
+bytes (varint) and these; what is in it is that of `jaxcomp.codes`: keys, or a Huffman table and the codes of all levels
+(11) or of those that are not zero (12).
 
 Sparse stops at the first padding entry; what follows repeats it and is rebuilt by the decoder.
 Values are a raw array of `count` numbers, or the node of a nested payload. So that a short
@@ -30,9 +39,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomp.codes import keys as keycodes
+from jaxcomp.codes.huffman import decode_with_table, encode_with_table, is_prefix_code, read_lengths, table_bits
 from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sketch, Sparse
-from jaxcomp.wire.bitstream import pack_bits, pack_words, packed_size, unpack_bits, unpack_words
-from jaxcomp.wire.elias import decode_gaps, decode_levels, encode_gaps, encode_levels
+from jaxcomp.wire.bitstream import (
+    pack_bits,
+    pack_words,
+    packed_size,
+    stream_bytes,
+    unpack_bits,
+    unpack_words,
+    words_of,
+)
+from jaxcomp.wire.elias import decode_gaps, decode_levels, elias_length, encode_gaps, encode_levels
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.frame import Reader, seal, unseal, varint
 from jaxcomp.wire.sketch import read_sketch, write_sketch
@@ -40,11 +59,12 @@ from jaxcomp.wire.sketch import read_sketch, write_sketch
 __all__ = ["decode", "encode"]
 
 ARRAY, DENSE, SCALED, SPARSE, QUANTIZED, LEAVES, SPARSE_LOCAL, ELIAS_QUANTIZED, ELIAS_SPARSE = range(9)
-SKETCH = 32
+CODED_SPARSE, CODED_LOCAL, CODED_LEVELS, CODED_NONZEROS, SKETCH = range(9, 14)
 MAX_DEPTH = 8
 MAX_DIMS = 8
 PAD_BYTES = 64
 MAX_LEAVES = 4096
+MAX_STREAM = 2**27  # bytes of a key or level stream: its bits are counted in i32
 MAX_BYTES = 2**48  # of an array, zero dimensions counted as one
 
 DTYPES = [
@@ -79,7 +99,8 @@ def encode(payload: Any, *, code: str = "fixed") -> bytes:
     Args:
         payload: of one worker, with concrete arrays.
         code: "fixed": levels and indices in a fixed number of bits; "elias": gaps and levels in
-            Elias omega codes.
+            Elias omega codes; "best": for each part of the message whatever is shortest of these and the
+            key coders and Huffman codes of `jaxcomp.codes`.
 
     Returns:
         bytes; `8 * len` is `code_bits(payload, code=code)` plus at most 7 bits per array and the frame.
@@ -260,30 +281,137 @@ def _filler(padding: int, itemsize: int) -> int:
 def _write_elias_quantized(payload: Quantized, parts: list[bytes], writers: dict) -> None:
     width, groups = payload.words.shape
     count, stream = encode_levels(unpack_words(payload.words))
-    filler = max(0, -(-payload.words.nbytes // PAD_BYTES) - len(stream) - payload.norms.nbytes)
+    filler = _unpaid(payload.words.nbytes, len(stream) + payload.norms.nbytes)
     parts.append(bytes([ELIAS_QUANTIZED]))
     _write_array(payload.norms, parts)
     parts.append(bytes([width]) + varint(groups) + varint(count) + varint(filler))
     parts.append(stream + bytes(filler))
 
 
-def _write_elias_sparse(payload: Sparse, parts: list[bytes], writers: dict) -> None:
-    if isinstance(payload.indices, LocalIndices):
-        _write_sparse(payload, parts, writers)
-        return
+def _unpaid(size: int, paid: int) -> int:
+    """Filler without which `paid` bytes would ask for an array of `size` bytes."""
+    return max(0, -(-size // PAD_BYTES) - paid)
+
+
+def _ascending(payload: Sparse) -> tuple[int, int] | None:
+    """Entries before the padding, and its index; None if they do not ascend."""
     plain = _check_sparse(payload)
     values, indices = payload
     count = _stop(indices, values if plain else None)
     last = int(indices[-1]) if indices.size else 0
     if count < indices.size or (count and not (plain and _raw(values[count - 1 : count]).strip(b"\0"))):
         count -= 1  # the first padding entry is not sent either: its index is in the header
-    if np.any(np.diff(indices[:count], prepend=-1) < 1):
-        _write_sparse(payload, parts, writers)  # only ascending indices have gaps
+    return None if np.any(np.diff(indices[:count], prepend=-1) < 1) else (count, last)
+
+
+def _write_elias_sparse(payload: Sparse, parts: list[bytes], writers: dict) -> None:
+    entries = None if isinstance(payload.indices, LocalIndices) else _ascending(payload)
+    if entries is None:
+        _write_sparse(payload, parts, writers)
         return
-    stream = encode_gaps(indices[:count])
-    parts.append(bytes([ELIAS_SPARSE]) + varint(indices.size) + varint(count) + varint(last) + varint(len(stream)))
+    count, last = entries
+    _write_entries(ELIAS_SPARSE, payload, count, last, encode_gaps(payload.indices[:count]), parts, writers)
+
+
+def _write_entries(
+    kind: int, payload: Sparse, count: int, last: int, stream: bytes, parts: list[bytes], writers: dict
+) -> None:
+    capacity = payload.indices.size
+    parts.append(bytes([kind]) + varint(capacity) + varint(count) + varint(last) + varint(len(stream)))
     parts.append(stream)
-    _write_values(values, count, indices.size, parts, writers)
+    _write_values(payload.values, count, capacity, parts, writers)
+
+
+# ------------------------------------------------------------------------------------------------
+# The shortest of several codes. `code_bits(payload, code="best")` makes the same choices.
+
+
+def _key_plan(indices: np.ndarray) -> tuple[Any, np.ndarray]:
+    counts = np.array([indices.size], np.int32)
+    return keycodes.plan(keycodes.gaps_of(indices, counts)), counts
+
+
+def _key_stream(indices: np.ndarray, plan: Any, counts: np.ndarray) -> bytes:
+    words, bits = keycodes.encode_keys(indices, counts, num_words=(int(plan.bits) + 31) // 32, chosen=plan)
+    return stream_bytes(words, bits)
+
+
+def _level_stream(codes: np.ndarray, lengths: np.ndarray, bits: int) -> bytes:
+    words, _ = encode_with_table(codes.astype(np.int32), lengths, (int(bits) + 31) // 32, count=np.int32(codes.size))
+    return stream_bytes(words, bits)
+
+
+def _write_best_sparse(payload: Sparse, parts: list[bytes], writers: dict) -> None:
+    if isinstance(payload.indices, LocalIndices):
+        _write_best_local(payload, parts, writers)
+        return
+    entries = _ascending(payload) if payload.indices.size <= keycodes.MAX_KEYS else None
+    if entries is not None:
+        (count, last), values = entries, payload.values
+        indices = payload.indices[:count]
+        plan, counts = _key_plan(indices)
+        fixed = _stop(payload.indices, values if isinstance(values, np.ndarray) else None)
+        each = 8 * values.itemsize if isinstance(values, np.ndarray) else 0
+        width = max(1, int(payload.indices.max(initial=0)).bit_length())
+        if int(plan.bits) + each * count < (each + width) * fixed:
+            _write_entries(CODED_SPARSE, payload, count, last, _key_stream(indices, plan, counts), parts, writers)
+            return
+    _write_sparse(payload, parts, writers)
+
+
+def _write_best_local(payload: Sparse, parts: list[bytes], writers: dict) -> None:
+    values, (low, counts) = payload
+    blocks, count = counts.size, int(np.sum(counts, dtype=np.int64))
+    plain = isinstance(values, np.ndarray)
+    canonical = low.size <= keycodes.MAX_KEYS and counts.min(initial=0) >= 0 and count <= low.size
+    if canonical and not low[count:].any() and not (plain and _raw(values[count:]).strip(b"\0")):
+        indices = (np.repeat(np.arange(blocks), counts) << 16) + low[:count]
+        if indices.max(initial=0) < 2**31 and not np.any(np.diff(indices, prepend=-1) < 1):
+            plan, lists = _key_plan(indices.astype(np.int32))
+            if int(plan.bits) < 16 * count + 32 * blocks:
+                stream = _key_stream(indices.astype(np.int32), plan, lists)
+                filler = _unpaid(counts.nbytes, len(stream))
+                head = varint(low.size) + varint(count) + varint(blocks) + varint(filler) + varint(len(stream))
+                parts.append(bytes([CODED_LOCAL]) + head + stream)
+                _write_values(values, count, low.size, parts, writers)
+                parts.append(bytes(filler))
+                return
+    _write_sparse(payload, parts, writers)
+
+
+def _write_best_quantized(payload: Quantized, parts: list[bytes], writers: dict) -> None:
+    width, groups = payload.words.shape
+    size = 32 * groups
+    codes = unpack_words(payload.words)
+    where = np.flatnonzero(codes)
+    levels = codes[where].astype(np.int64)
+    gaps = np.diff(where, prepend=-1)
+    options = {
+        QUANTIZED: width * size,
+        ELIAS_QUANTIZED: int(np.sum(elias_length(gaps) + 1 + elias_length((levels + 1) // 2))),
+    }
+    if width <= keycodes.MAX_TABLE_WIDTH and size <= keycodes.MAX_KEYS:
+        each = np.bincount(codes, minlength=1 << width).astype(np.int32)
+        dense, options[CODED_LEVELS] = table_bits(each)
+        each[0] = 0
+        sparse, nonzeros = table_bits(each)
+        plan, lists = _key_plan(where.astype(np.int32))
+        options[CODED_NONZEROS] = int(plan.bits) + int(nonzeros)
+    kind = min(options, key=lambda kind: options[kind])
+    if kind in (QUANTIZED, ELIAS_QUANTIZED):
+        (_write_quantized if kind == QUANTIZED else _write_elias_quantized)(payload, parts, writers)
+        return
+    parts.append(bytes([kind]))
+    _write_array(payload.norms, parts)
+    parts.append(bytes([width]) + varint(groups))
+    if kind == CODED_LEVELS:
+        stream = _level_stream(codes, dense, options[kind])
+        parts.append(varint(len(stream)) + stream)
+        return
+    keys, stream = _key_stream(where.astype(np.int32), plan, lists), _level_stream(levels, sparse, nonzeros)
+    filler = _unpaid(payload.words.nbytes, len(keys) + len(stream) + payload.norms.nbytes)
+    parts.append(varint(where.size) + varint(filler) + varint(len(keys)) + keys + varint(len(stream)) + stream)
+    parts.append(bytes(filler))
 
 
 _WRITERS: dict[type, Callable[[Any, list[bytes], dict], None]] = {
@@ -298,6 +426,7 @@ _WRITERS: dict[type, Callable[[Any, list[bytes], dict], None]] = {
 _CODES = {
     "fixed": _WRITERS,
     "elias": _WRITERS | {Quantized: _write_elias_quantized, Sparse: _write_elias_sparse},
+    "best": _WRITERS | {Quantized: _write_best_quantized, Sparse: _write_best_sparse},
 }
 
 
@@ -432,22 +561,32 @@ def _zeros(reader: Reader, field: str, size: int) -> None:
         raise WireError(field, "bytes that are not zero", "zeros")
 
 
-def _read_elias_quantized(reader: Reader, depth: int) -> Quantized:
+def _read_shape(reader: Reader, most: int) -> tuple[np.ndarray, int, int]:
+    """Norms, width and groups, checked against what the rest of the message can pay for."""
     norms = _read_array(reader, "Quantized.norms", ndim=1, kind=jnp.floating)
     width = reader.byte("Quantized width")
-    if not 1 <= width <= 32:
-        raise WireError("Quantized width", width, "1 .. 32")
+    if not 1 <= width <= most:
+        raise WireError("Quantized width", width, f"1 .. {most}")
     groups = reader.varint("Quantized groups", 2**36)
-    count = reader.varint("Quantized non-zeros", 32 * groups)
-    filler = reader.varint("Quantized filler", reader.left)
     if 4 * width * groups > PAD_BYTES * (reader.left + norms.nbytes):
         raise WireError("Quantized groups", groups, f"paid for by {reader.left} bytes")
+    return norms, width, groups
+
+
+def _scattered(indices: np.ndarray, codes: np.ndarray, width: int, groups: int) -> np.ndarray:
+    if codes.size and int(codes.max()) >> width:
+        raise WireError("Quantized level", int(codes.max()), f"below 2^{width}")
+    return pack_words(indices, codes, width, groups)
+
+
+def _read_elias_quantized(reader: Reader, depth: int) -> Quantized:
+    norms, width, groups = _read_shape(reader, 32)
+    count = reader.varint("Quantized non-zeros", 32 * groups)
+    filler = reader.varint("Quantized filler", reader.left)
     indices, codes, used = decode_levels(reader.body[reader.position :], count, 32 * groups)
     reader.take("Elias stream", used)
     _zeros(reader, "Quantized filler", filler)
-    if codes.size and int(codes.max()) >> width:
-        raise WireError("Quantized level", int(codes.max()), f"below 2^{width}")
-    return Quantized(norms, pack_words(indices, codes, width, groups))
+    return Quantized(norms, _scattered(indices, codes, width, groups))
 
 
 def _read_elias_sparse(reader: Reader, depth: int) -> Sparse:
@@ -460,6 +599,90 @@ def _read_elias_sparse(reader: Reader, depth: int) -> Sparse:
     return Sparse(values, _padded(indices, capacity, last))
 
 
+def _read_stream(reader: Reader, field: str, count: int) -> tuple[np.ndarray, int]:
+    """The words of a stream of `count` numbers, each of at least one bit, and its bytes."""
+    size = reader.varint(f"{field} bytes", min(reader.left, MAX_STREAM - 1))
+    if count > min(8 * size, keycodes.MAX_KEYS):
+        raise WireError(f"{field} count", count, f"at most {min(8 * size, keycodes.MAX_KEYS)} in {size} bytes")
+    return words_of(reader.take(field, size)), size
+
+
+def _check_end(field: str, words: np.ndarray, bits: int, size: int) -> None:
+    if (bits + 7) // 8 != size:
+        raise WireError(f"{field} bytes", size, f"the {(bits + 7) // 8} that it needs")
+    if bits % 32 and int(words[bits // 32]) >> bits % 32:
+        raise WireError(f"{field} padding", "bits that are set", "zeros")
+
+
+def _check_table(field: str, words: np.ndarray, start: int, num_symbols: int, count: int) -> None:
+    lengths, end = read_lengths(words, np.int32(start), num_symbols)
+    if end > 32 * words.size or (count and not is_prefix_code(lengths)):
+        raise WireError(f"{field} table", lengths[lengths > 0].tolist()[:64], "the lengths of a complete prefix code")
+
+
+def _read_keys(reader: Reader, field: str, count: int, limit: int) -> np.ndarray:
+    """Ascending keys below the limit: int64[count]."""
+    words, size = _read_stream(reader, field, count)
+    scheme = int(words[0]) & 255 if size else -1
+    if not 0 <= scheme < len(keycodes.SCHEMES):
+        raise WireError(f"{field} scheme", scheme, f"below {len(keycodes.SCHEMES)}")
+    if scheme == keycodes.ENTROPY:
+        _check_table(field, words, keycodes.SCHEME_BITS, keycodes.CLASSES, count)
+    gaps, bits = keycodes.decode_gaps(words, np.array([count], np.int32), count)
+    _check_end(field, words, int(bits), size)
+    keys = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    if count and keys[-1] >= limit:
+        raise WireError(f"{field} key", int(keys[-1]), f"below {limit}")
+    return keys
+
+
+def _read_levels(reader: Reader, field: str, count: int, width: int) -> np.ndarray:
+    words, size = _read_stream(reader, field, count)
+    _check_table(field, words, 0, 1 << width, count)
+    levels, bits = decode_with_table(words, 1 << width, count, count=np.int32(count))
+    _check_end(field, words, int(bits), size)
+    return levels
+
+
+def _read_coded_sparse(reader: Reader, depth: int) -> Sparse:
+    capacity = reader.varint("Sparse capacity", 2**31)
+    count = reader.varint("Sparse count", capacity)
+    last = reader.varint("Sparse padding index", 2**31 - 1)
+    indices = _read_keys(reader, "Sparse key stream", count, 2**31).astype(np.int32)
+    values = _read_values(reader, count, capacity, depth)
+    return Sparse(values, _padded(indices, capacity, last))
+
+
+def _read_coded_local(reader: Reader, depth: int) -> Sparse:
+    capacity = reader.varint("Sparse capacity", 2**31)
+    count = reader.varint("Sparse count", capacity)
+    blocks = reader.varint("LocalIndices blocks", 2**15)
+    filler = reader.varint("LocalIndices filler", reader.left)
+    if 4 * blocks > PAD_BYTES * reader.left:
+        raise WireError("LocalIndices blocks", blocks, f"paid for by {reader.left} bytes")
+    indices = _read_keys(reader, "Sparse key stream", count, blocks << 16)
+    values = _read_values(reader, count, capacity, depth)
+    _zeros(reader, "LocalIndices filler", filler)
+    low = np.concatenate([indices.astype(np.uint16), np.zeros(capacity - count, np.uint16)])
+    return Sparse(values, LocalIndices(low, np.bincount(indices >> 16, minlength=blocks).astype(np.int32)))
+
+
+def _read_coded_levels(reader: Reader, depth: int) -> Quantized:
+    norms, width, groups = _read_shape(reader, keycodes.MAX_TABLE_WIDTH)
+    levels = _read_levels(reader, "Quantized level stream", 32 * groups, width)
+    return Quantized(norms, pack_words(np.arange(levels.size), levels, width, groups))
+
+
+def _read_coded_nonzeros(reader: Reader, depth: int) -> Quantized:
+    norms, width, groups = _read_shape(reader, keycodes.MAX_TABLE_WIDTH)
+    count = reader.varint("Quantized non-zeros", 32 * groups)
+    filler = reader.varint("Quantized filler", reader.left)
+    indices = _read_keys(reader, "Quantized key stream", count, 32 * groups)
+    levels = _read_levels(reader, "Quantized level stream", count, width)
+    _zeros(reader, "Quantized filler", filler)
+    return Quantized(norms, _scattered(indices, levels, width, groups))
+
+
 _READERS: dict[int, Callable[[Reader, int], Any]] = {
     DENSE: _read_dense,
     SCALED: _read_scaled,
@@ -469,5 +692,9 @@ _READERS: dict[int, Callable[[Reader, int], Any]] = {
     SPARSE_LOCAL: _read_local,
     ELIAS_QUANTIZED: _read_elias_quantized,
     ELIAS_SPARSE: _read_elias_sparse,
+    CODED_SPARSE: _read_coded_sparse,
+    CODED_LOCAL: _read_coded_local,
+    CODED_LEVELS: _read_coded_levels,
+    CODED_NONZEROS: _read_coded_nonzeros,
     SKETCH: lambda reader, depth: read_sketch(reader, _read_dtype, PAD_BYTES),
 }

@@ -13,19 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from jaxcomp import codes
-from jaxcomp.codes.huffman import is_prefix_code
-from jaxcomp.codes.keys import decode_gaps, keys_of
+from jaxcomp.codes.huffman import decode_with_table, encode_with_table, is_prefix_code, read_lengths, table_bits
+from jaxcomp.codes.keys import MAX_TABLE_WIDTH, decode_gaps, encode_keys, keys_of
 from jaxcomp.packing import width_for
 from jaxcomp.payloads import Sketch
-from jaxcomp.wire.bitstream import pack_bits, pack_words, packed_size, unpack_bits, unpack_words
+from jaxcomp.wire.bitstream import (
+    pack_bits,
+    pack_words,
+    packed_size,
+    stream_bytes,
+    unpack_bits,
+    unpack_words,
+    words_of,
+)
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.frame import Reader, varint
 
 __all__ = ["read_sketch", "write_sketch"]
 
 FIXED, HUFFMAN = range(2)
-MOST_SYMBOLS = 511
 
 
 def write_sketch(payload: Sketch, dtype_code: Callable[[np.dtype], int], pad_bytes: int) -> bytes:
@@ -43,10 +49,11 @@ def write_sketch(payload: Sketch, dtype_code: Callable[[np.dtype], int], pad_byt
     _check(payload)
     n, capacity = int(counts.sum(dtype=np.int64)), keys.size
     last = int(keys[n]) if n < capacity else 0
-    words, bits = codes.encode_keys(keys[:n], counts, coder=coder_of(zero.size))
+    words, bits = encode_keys(keys[:n], counts, coder="released" if zero.size else "best")
+    stream = stream_bytes(words, int(bits))
     present = levels.view(f"u{levels.dtype.itemsize}") != 0
     out = [varint(capacity), varint(counts.size), pack_bits(counts.astype(np.uint32), width_for(capacity + 1))]
-    out += [varint(last), *_stream(words, int(bits))]
+    out += [varint(last), varint(len(stream)), stream]
     out += [bytes([dtype_code(levels.dtype)]), varint(levels.size), np.packbits(present, bitorder="little").tobytes()]
     out += [levels[present].tobytes(), bytes([zero.size // 2]), zero.astype("<i4").tobytes()]
     symbols = unpack_words(cells)
@@ -56,11 +63,6 @@ def write_sketch(payload: Sketch, dtype_code: Callable[[np.dtype], int], pad_byt
     out += [varint(len(packed)), packed]
     body = b"".join(out)
     return body + bytes(_filler(capacity - n, cells.nbytes, len(body), pad_bytes))
-
-
-def coder_of(zero_size: int) -> str:
-    """The key coder of the released form, or the best."""
-    return "released" if zero_size else "best"
 
 
 def _check(payload: Sketch) -> None:
@@ -85,27 +87,14 @@ def _ascending(keys: np.ndarray, counts: np.ndarray) -> bool:
     return bool(np.all((np.diff(keys.astype(np.int64)) > 0) | starts[1 : keys.size]))
 
 
-def _stream(words: np.ndarray, bits: int) -> list[bytes]:
-    size = packed_size(bits, 1)
-    return [varint(size), words.astype("<u4").tobytes()[:size]]
-
-
 def _code_cells(symbols: np.ndarray, width: int) -> tuple[int, bytes]:
-    fixed = pack_bits(symbols, width)
-    most = min(1 << width, MOST_SYMBOLS)
-    if not symbols.size or symbols.max() >= most:
-        return FIXED, fixed
-    counts = np.bincount(symbols, minlength=most).astype(np.int32)
-    lengths = codes.code_lengths(counts)
-    table, widths = codes.length_codes(lengths)
-    start = int(widths.sum())
-    bits = start + int(codes.symbol_bits(counts, lengths))
-    if bits >= symbols.size * width:
-        return FIXED, fixed
-    num_words = -(-bits // 32)
-    words = codes.pack_codes(table, widths, num_words)[0]
-    words += codes.encode_symbols(symbols, lengths, num_words, count=np.int32(symbols.size), start=start)[0]
-    return HUFFMAN, _stream(words, bits)[1]
+    if width <= MAX_TABLE_WIDTH:
+        counts = np.bincount(symbols, minlength=1 << width).astype(np.int32)
+        lengths, bits = table_bits(counts)
+        if bits < symbols.size * width:
+            words, end = encode_with_table(symbols, lengths, -(-int(bits) // 32), count=np.int32(symbols.size))
+            return HUFFMAN, stream_bytes(words, int(end))
+    return FIXED, pack_bits(symbols, width)
 
 
 def _filler(padding: int, cell_bytes: int, paid: int, pad_bytes: int) -> int:
@@ -126,7 +115,7 @@ def read_sketch(reader: Reader, read_dtype: Callable[[Reader, str], np.dtype], p
     n = int(counts.sum())
     last = reader.varint("Sketch padding key", 2**31 - 1)
     stream = reader.take("Sketch keys", reader.varint("Sketch key bytes", reader.left))
-    if n > min(capacity, 8 * len(stream)):
+    if not stream or n > min(capacity, 8 * len(stream)):
         raise WireError("Sketch counts", n, f"at most the capacity {capacity} and the bits of the stream")
     counts = counts.astype(np.int32)
     keys = _read_keys(stream, counts, n)
@@ -162,10 +151,6 @@ def read_sketch(reader: Reader, read_dtype: Callable[[Reader, str], np.dtype], p
     return Sketch(levels, counts, np.concatenate([keys, np.full(capacity - n, last, np.int32)]), cells, zero)
 
 
-def _words(stream: memoryview) -> np.ndarray:
-    return np.frombuffer(bytes(stream) + bytes(-len(stream) % 4 or 4), "<u4").astype(np.uint32)
-
-
 def _no_bits_behind(field: str, data: Any, bits: int) -> None:
     """The stream ends with its last bit, and zeros fill its last byte."""
     data = np.frombuffer(data, np.uint8)
@@ -174,7 +159,7 @@ def _no_bits_behind(field: str, data: Any, bits: int) -> None:
 
 
 def _read_keys(stream: memoryview, counts: np.ndarray, n: int) -> np.ndarray:
-    gaps, end = decode_gaps(_words(stream), counts, n)
+    gaps, end = decode_gaps(words_of(stream), counts, n)
     _no_bits_behind("Sketch keys", stream, int(end))
     keys = keys_of(gaps, counts)
     if not _ascending(keys, counts) or np.any(keys < 0):
@@ -189,11 +174,12 @@ def _read_cells(stream: memoryview, coding: int, used: int, width: int) -> np.nd
         _no_bits_behind("Sketch cells", stream, used * width)
         symbols = unpack_bits(stream, used, width)
     elif coding == HUFFMAN:
-        words = _words(stream)
-        lengths, start = codes.read_lengths(words, 0, min(1 << width, MOST_SYMBOLS))
-        if not is_prefix_code(lengths):
+        if width > MAX_TABLE_WIDTH:
+            raise WireError("Sketch width", width, f"at most {MAX_TABLE_WIDTH} with a Huffman table")
+        words = words_of(stream)
+        if not is_prefix_code(read_lengths(words, np.int32(0), 1 << width)[0]):
             raise WireError("Sketch table", "lengths that are not those of a prefix code", "a complete code")
-        symbols, end = codes.decode_symbols(words, lengths, used, count=np.int32(used), start=start)
+        symbols, end = decode_with_table(words, 1 << width, used, count=np.int32(used))
         _no_bits_behind("Sketch cells", stream, int(end))
     else:
         raise WireError("Sketch coding", coding, f"{FIXED} or {HUFFMAN}")
