@@ -147,6 +147,27 @@ def quantile(values, buckets):
     return {"values": means_of(values, bucket), "bucket": bucket}
 
 
+def weighted(values, buckets, power):
+    """Buckets of equal weight |v|^power on each side of zero; a value goes where the middle of its weight lies."""
+    weight = np.abs(values) ** power
+    left, total = weight[values < 0].sum(), weight.sum()
+    negative, rest = sorted(v for v in values if v < 0), sorted(v for v in values if v >= 0)
+    below = sum(total * (2 * g + 1) / (2 * buckets) < left for g in range(buckets))
+    below = min(max(below, 1 if negative else 0), buckets - 1 if rest else buckets)
+
+    def splits_of(side, number):
+        middles = np.cumsum(np.abs(side) ** power) - np.abs(side) ** power / 2
+        goals = [sum(np.abs(side) ** power) * j / number for j in range(1, number)]
+        return [
+            next((v for v, middle in zip(side, middles, strict=True) if middle >= goal), math.inf) for goal in goals
+        ]
+
+    splits = [min(split, 0.0) for split in splits_of(negative, below)]
+    splits += [0.0] if 0 < below < buckets else []
+    splits += splits_of(rest, buckets - below)
+    return {"bucket": np.array([sum(split <= v for split in splits) for v in values]), "below": below}
+
+
 def recentred(keys, values, buckets, groups, seeds, per_mille):
     width = buckets // groups
     bucket, below = signed_buckets(values, buckets, groups)

@@ -45,7 +45,7 @@ def test_sizes(tmp_path):
     assert found["quantile, 16 buckets"]["error"] < found["SKCompress as released"]["error"]
     assert found["+ Huffman"]["values"] < found["+ MinMaxSketch, recentred"]["values"]
     for row in rows:
-        if row["method"].startswith(("quantile", "recentred")):
+        if row["method"].startswith(("quantile", "equal depth", "recentred")):
             assert row["error"] == pytest.approx(1 - row["length"] ** 2, abs=1e-3)
     assert (out / "sizes.png").stat().st_size > 1000
     assert all(name in result.stdout for name in ("zlib -9", "what each part is worth".capitalize(), "sizes.png"))

@@ -48,7 +48,8 @@ def methods() -> dict[str, Any]:
         "SKCompress as released": jc.skcompress(mode="paper", **whole),
         "recentred sketch": jc.skcompress(mode="recentred", **whole),
         "recentred sketch, 64 buckets": jc.skcompress(mode="recentred", buckets=64, **whole),
-        **{f"quantile, {q} buckets": jc.skcompress(buckets=q, **whole) for q in (4, 8, 16, 32, 64, 256)},
+        **{f"equal depth, {q} buckets": jc.skcompress(buckets=q, power=0, **whole) for q in (8, 16, 32, 64)},
+        **{f"quantile, {q} buckets": jc.skcompress(buckets=q, **whole) for q in (4, 8, 16, 32, 64)},
         "top-k 0.05 + dithering 7": jc.compose(jc.top_k(0.05), jc.dithering(7, norm="inf")),
         "top-k 0.05 + quantile": jc.skcompress(jc.top_k(0.05)),
     }
@@ -110,18 +111,16 @@ def meter(name: str, compressor: Any, d: int) -> Callable[[np.ndarray], Measured
         vector = jnp.asarray(x)
         payload, compressing = timed(lambda: compress(vector, state))
         x_hat, decompressing = timed(lambda: decompress(payload, state.shared))
-        code = "fixed" if isinstance(payload, Sketch) else "elias"
         host = jax.device_get(payload)
-        data, encoding = timed(lambda: jc.wire.encode(host, code=code))
+        data, encoding = timed(lambda: jc.wire.encode(host, code="best"))
         _, decoding = timed(lambda: jc.wire.decode(data))
         total = len(data) - FRAME
         if isinstance(payload, Sketch):
             keys, values = (int(bits) / 8 for bits in split(payload)[:2])
         else:
-            nothing = jc.payloads.Dense(jnp.zeros(0))
-            keys = int(jc.code_bits(payload._replace(values=nothing), code=code)) / 8
-            values = total - keys
-        # Tables come with lengths, and with the bits that fill the last byte of each part.
+            values = int(jc.code_bits(payload.values, code="best")) / 8
+            keys = total - values
+        # Tables come with all headers, and with the bits that fill the last byte of each part.
         seconds = (compressing, decompressing, encoding, decoding)
         return measured(name, x, np.asarray(x_hat), (keys, values, total - keys - values), seconds)
 
@@ -174,7 +173,7 @@ def parts_meter(d: int) -> Callable[[np.ndarray], list[Measured]]:
     from jaxcomp.wire.bitstream import unpack_words
 
     def run_of(mode: str) -> Callable[..., Any]:
-        compressor = jc.skcompress(mode=mode, buckets=256, capacity=1.0)
+        compressor = jc.skcompress(mode=mode, buckets=256, power=0, capacity=1.0)
         roundtrip = lambda x: jc.roundtrip(compressor, x, key=jax.random.key(0))
         return jax.jit(lambda x: (*roundtrip(x), sketch_bits(roundtrip(x)[1])))
 
@@ -217,6 +216,7 @@ NOTES = """\
 B/nonzero: bytes of the message over nonzero entries of the gradient, in parts. values: what tells the bucket of each
 key, with its Huffman table; tables: what the buckets stand for, and all headers. error: |x - C(x)|^2 / |x|^2.
 length: |C(x)| / |x|.
+equal depth: quantile with power=0, the control with as many values in each bucket.
 Speed: million nonzeros per second, compress and decompress in jit, encode and decode on the host."""
 
 
@@ -314,11 +314,13 @@ def plot(results: dict[str, tuple[list[Measured], list[Measured]]], path: Path) 
 
     figure, axes = new_figure(2 * len(results), height=4.6)
     for (name, (whole, parts)), left, right in zip(results.items(), axes[::2], axes[1::2], strict=True):
-        quantiles = [row for row in whole if row.method.startswith("quantile")]
-        others = [row for row in whole if row.error > 0 and row not in quantiles]
         place = lambda row: (row.bytes / row.nonzeros, row.error)
-        left.plot(*zip(*map(place, quantiles), strict=True), label="quantile, 4 .. 256 buckets", **LINES[0])
-        for look, row in zip(LINES[1:], others, strict=False):
+        lines = {"quantile": "quantile, 4 .. 64 buckets", "equal depth": "equal depth, 8 .. 64 buckets"}
+        for look, (start, label) in zip(LINES, lines.items(), strict=False):
+            points = [place(row) for row in whole if row.method.startswith(start)]
+            left.plot(*zip(*points, strict=True), label=label, **look)
+        others = [row for row in whole if row.error > 0 and not row.method.startswith(tuple(lines))]
+        for look, row in zip(LINES[2:], others, strict=False):
             left.plot(*place(row), label=row.method, **(look | {"linestyle": "none", "markersize": 9}))
         left.set(xlabel="bytes per nonzero", ylabel="relative squared error", yscale="log", title=name)
         left.legend(fontsize=8)

@@ -19,11 +19,11 @@ __all__ = ["main", "methods", "train"]
 
 
 class Method(NamedTuple):
-    """compressor: of a vector; feedback: with a memory of what was not sent; code: of `code_bits`."""
+    """compressor: of a vector; feedback: with a memory of what was not sent; raw: 64 bits a nonzero, not coded."""
 
     compressor: Any
     feedback: bool = False
-    code: str = "fixed"
+    raw: bool = False
 
 
 def methods(ratio: float | None) -> dict[str, Method]:
@@ -35,15 +35,15 @@ def methods(ratio: float | None) -> dict[str, Method]:
     tops = 0.05 if ratio is None else ratio
     return {
         "dense f32": Method(jc.identity()),
-        "f32 keys + values": Method(kept),
+        "f32 keys + values": Method(kept, raw=True),
         "as released": Method(jc.skcompress(mode="paper", **before)),
         "recentred sketch": Method(jc.skcompress(mode="recentred", **before)),
         "quantile 16": Method(jc.skcompress(**before)),
-        "quantile 64": Method(jc.skcompress(buckets=64, **before)),
+        "equal depth 16": Method(jc.skcompress(power=0, **before)),
         "quantile 16, memory": Method(jc.skcompress(**before), feedback=True),
         "top-k + quantile 16, memory": Method(jc.skcompress(jc.top_k(tops / 5)), feedback=True),
         "top-k + dithering 7, memory": Method(
-            jc.compose(jc.top_k(tops / 5), jc.dithering(7, norm="inf")), feedback=True, code="elias"
+            jc.compose(jc.top_k(tops / 5), jc.dithering(7, norm="inf")), feedback=True
         ),
     }
 
@@ -76,8 +76,8 @@ def train(
         message = problem.gradient(params, data, chosen) + memory
         payload, local = compressor.compress(key, message, State(local, shared))
         x_hat = compressor.decompress(payload, shared, like)
-        bits = jnp.asarray(jc.code_bits(payload, code=method.code), jnp.float32)
-        return x_hat, message - x_hat if method.feedback else memory, local, bits
+        bits = 64 * jnp.sum(x_hat != 0, dtype=jnp.int32) if method.raw else jc.code_bits(payload, code="best")
+        return x_hat, message - x_hat if method.feedback else memory, local, jnp.asarray(bits, jnp.float32)
 
     @jax.jit
     def step(carry, data, chosen, round_):

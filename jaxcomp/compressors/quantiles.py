@@ -1,10 +1,10 @@
 """Quantile buckets: exact splits by one sort, the bucket of each value, and what a bucket stands for.
 
-Of n values in ascending order, n / q fall into each of q buckets (equal depth). A bucket is the interval
-[split_b, split_(b+1)), so bucket(v) = number of splits <= v. Two rules for the splits:
+Of n values in ascending order, n / q fall into each of q buckets (equal depth), or, with weights |v|^power, buckets of
+equal weight. A bucket is the interval [split_b, split_(b+1)), so bucket(v) = number of splits <= v. Two rules:
 
 signed: zero is a split, and the negative values and the others have buckets of their own, in whole groups of
-    buckets, about in proportion to their number. No bucket and no group mixes signs.
+    buckets, about in proportion to their number or weight. No bucket and no group mixes signs.
 released: quantiles of all values together, repeated splits dropped. A bucket may hold zero.
 """
 
@@ -49,30 +49,50 @@ def sort_floats(x: Array) -> Array:
     return lax.bitcast_convert_type(turn(jnp.sort(turn(bits))), x.dtype)
 
 
-def signed_splits(ordered: Array, n: Array, buckets: int, groups: int) -> Splits:
+def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: float = 0.0) -> Splits:
     """Splits with zero among them.
 
     A group is negative if its middle value is, but each sign that occurs has at least one; its
-    buckets / groups buckets then divide the values of that sign equally.
+    buckets / groups buckets then divide the values of that sign equally. With a power, "middle" and "equally" are
+    by weight, and a value belongs where the middle of its own weight lies.
 
     Args:
         ordered: float[k], ascending; what follows the first n is padding, not negative.
         n: i32[].
         buckets: q, a multiple of groups, below 2^15.
         groups: at least 2.
+        power: of the weights |v|^power, at least 0.
     """
     k, width = ordered.shape[0], buckets // groups
-    middle = ordered[jnp.minimum(of_product(n, 2 * lax.iota(I32, groups) + 1, 2 * groups), k - 1)]
-    below = jnp.sum((ordered < 0) & (lax.iota(I32, k) < n), dtype=I32)
-    negative = jnp.sum(middle < 0, dtype=I32)
+    real = lax.iota(I32, k) < n
+    below = jnp.sum((ordered < 0) & real, dtype=I32)
+    middles, j = 2 * lax.iota(I32, groups) + 1, lax.iota(I32, buckets - 1) + 1
+    if power == 0:
+        middle = ordered[jnp.minimum(of_product(n, middles, 2 * groups), k - 1)]
+        negative = jnp.sum(middle < 0, dtype=I32)
+    else:
+        weights = _weights(jnp.where(real, ordered, jnp.zeros((), ordered.dtype)), power)
+        ends = jnp.cumsum(weights)
+        left, total = jnp.where(below > 0, ends[jnp.maximum(below - 1, 0)], 0), ends[-1]
+        negative = jnp.sum(total * (middles.astype(ends.dtype) / (2 * groups)) < left, dtype=I32)
     negative = jnp.clip(negative, jnp.minimum(below, 1), groups - jnp.minimum(n - below, 1))
     zero = width * negative
-    j = lax.iota(I32, buckets - 1) + 1
-    left = _share(below, j, zero)
-    right = below + _share(n - below, j - zero, buckets - zero)
-    edges = ordered[jnp.clip(jnp.where(j < zero, left, right), 0, k - 1)]
+    if power == 0:
+        place = jnp.where(j < zero, _share(below, j, zero), below + _share(n - below, j - zero, buckets - zero))
+    else:
+        part = lambda i, q: i.astype(ends.dtype) / jnp.maximum(q, 1).astype(ends.dtype)
+        goal = jnp.where(j < zero, left * part(j, zero), left + (total - left) * part(j - zero, buckets - zero))
+        place = jnp.searchsorted(ends - weights / 2, goal, method="scan_unrolled").astype(I32)
+        place = jnp.where(j < zero, jnp.minimum(place, below), jnp.clip(place, below, n))
+    edges = ordered[jnp.clip(place, 0, k - 1)]
     edges = jnp.where(j == zero, jnp.zeros((), edges.dtype), edges)
     return Splits(edges, zero, jnp.full_like(zero, buckets))
+
+
+def _weights(values: Array, power: float) -> Array:
+    """|v|^power, in units in which the largest is about 1."""
+    exponent = jnp.clip(exponent_of(max_abs(values)), -126, 126)
+    return (jnp.abs(values) * power_of_two(-exponent, values.dtype)) ** power
 
 
 def _share(n: Array, i: Array, q: Array) -> Array:

@@ -59,6 +59,7 @@ def skcompress(
     *,
     mode: str = "quantile",
     buckets: int | None = None,
+    power: float = 1.0,
     groups: int = 8,
     rows: int = 2,
     columns: float = 0.3,
@@ -66,21 +67,24 @@ def skcompress(
 ) -> Compressor:
     """Compresses values and keys of a sparse gradient.
 
-    C(x)_j = level[bucket of x_j] if the sparsifier selects j, else 0. Buckets hold equally many values.
+    C(x)_j = level[bucket of x_j] if the sparsifier selects j, else 0.
 
-    "quantile": zero is a split, so no bucket mixes signs, and a level is the mean of its bucket. The bucket
-        of each value travels as a number of ceil(log2(buckets)) bits.
-    "recentred": the buckets fall into `groups` groups of one sign each. Keys go in one list per group, and a
-        MinMaxSketch of `rows` rows and ceil(columns * keys) columns holds each key's rank of distance from zero within
-        the group. Collisions make ranks smaller, never larger, and never change a sign. The encoder decodes
-        its own message and lets each level be the mean of the values that decode to it.
+    "quantile": zero is a split, so no bucket mixes signs, and a level is the mean of its bucket. Buckets hold equal
+        parts of sum |x_j|^power: with power=1 of the L1 norm, with power=0 equally many values, as the others do. The
+        bucket of each value travels as a number of ceil(log2(buckets)) bits, Huffman-coded on the wire.
+    "recentred": the buckets, of equally many values, fall into `groups` groups of one sign each. Keys go in one list
+        per group, and a MinMaxSketch of `rows` rows and ceil(columns * keys) columns holds each key's rank of distance
+        from zero within the group. Collisions make ranks smaller, never larger, and never change a sign. The encoder
+        decodes its own message and lets each level be the mean of the values that decode to it.
     "paper": as released. Quantiles of all values together, midpoints as levels, edges of groups aligned with
         the bucket of zero. Decoded values are too short on average, or many times too long where tails are heavy
         (the midpoint of the outermost bucket), and the bucket of zero, or the last group if 94 % of the values
         are negative, may change signs. For comparison.
 
-    On gradients that we measured "quantile" has the smaller error at equal bits: keys travel anyway, so
-    values can be told by their place, and lists per group cost log2(groups) bits a key. It is the default.
+    On the gradients that we measured "quantile" has the smaller error at equal bits, already with power=0: keys
+    travel anyway, so values can be told by their place, and lists per group cost log2(groups) bits a key. With power=1
+    large values have narrow buckets, which heavy tails need, and bucket numbers are no longer uniform, so that they can
+    be coded. It is the default.
 
     Contraction: "quantile" and "recentred" replace values by means, so |x - C(x)|^2 = |x|^2 - |C(x)|^2 for
     what is selected. The mean of m values of one sign has m mean^2 >= sum of squares / m, hence alpha is at
@@ -95,6 +99,7 @@ def skcompress(
             not zero. Values beyond the capacity are left out, smallest first, and counted as overflow.
         mode: "quantile", "recentred" or "paper".
         buckets: q, 2 .. 16384 and a multiple of groups where there are groups; 16 for "quantile", else 256.
+        power: of the weights in "quantile", in [0, 2].
         groups: r, of the sketches, at least 2.
         rows: s, hash tables in each sketch, 1 .. 16.
         columns: rho, cells in a row over keys in the group, in (0, 4], a multiple of 1e-4.
@@ -122,6 +127,8 @@ def skcompress(
     q = BUCKETS[mode] if buckets is None else buckets
     if not is_whole(q, 2) or q > MOST_BUCKETS:
         raise ValueError(f"{name}: buckets must be an integer in 2 .. {MOST_BUCKETS}; got {buckets}")
+    if not 0 <= power <= 2:
+        raise ValueError(f"{name}: power must be in [0, 2]; got {power}")
     if not is_whole(groups, 2):
         raise ValueError(f"{name}: groups must be an integer of at least 2, one for each sign; got {groups}")
     if mode != "quantile" and q % groups:
@@ -143,7 +150,7 @@ def skcompress(
     if inner.lifted:
         raise ValueError(f"{name}: {inner.name} acts on trees; sketch the compressor of one array and lift the result")
     shape = Shape(int(rows), float(columns), 1 if mode == "paper" else LEAST_COLUMNS)
-    coder = _coder(mode, int(q), int(groups), shape)
+    coder = _coder(mode, int(q), float(power), int(groups), shape)
 
     def selected(like):
         """Shape of what the sparsifier sends."""
@@ -242,9 +249,10 @@ class _Coder(NamedTuple):
     hashes: bool
 
 
-def _coder(mode: str, q: int, r: int, shape: Shape) -> _Coder:
+def _coder(mode: str, q: int, power: float, r: int, shape: Shape) -> _Coder:
     if mode == "quantile":
-        return _Coder(partial(_quantile, q=q), lambda payload, seeds: _level_of(payload, _codes(payload)), False)
+        decode = lambda payload, seeds: _level_of(payload, _codes(payload))
+        return _Coder(partial(_quantile, q=q, power=power), decode, False)
     if mode == "recentred":
         return _Coder(
             partial(_recentred, q=q, r=r, shape=shape), partial(_decode_recentred, width=q // r, shape=shape), True
@@ -289,9 +297,9 @@ def _packed(table: Array, symbols: int, counts: Array, shape: Shape) -> Array:
 # "quantile"
 
 
-def _quantile(keys: Array, values: Array, n: Array, seeds: None, *, q: int) -> Sketch:
+def _quantile(keys: Array, values: Array, n: Array, seeds: None, *, q: int, power: float) -> Sketch:
     real = lax.iota(I32, keys.shape[0]) < n
-    bucket = bucket_of(values, signed_splits(_ordered(values, n), n, q, q))
+    bucket = bucket_of(values, signed_splits(_ordered(values, n), n, q, q, power))
     levels = means(values, jnp.where(real, bucket, q), q)
     cells = pack(jnp.where(real, bucket, 0).astype(jnp.uint32), width_for(q))
     return Sketch(levels, n[None], keys, cells, jnp.zeros((0,), I32))
