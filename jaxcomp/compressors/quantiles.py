@@ -82,7 +82,7 @@ def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: fl
     else:
         part = lambda i, q: i.astype(ends.dtype) / jnp.maximum(q, 1).astype(ends.dtype)
         goal = jnp.where(j < zero, left * part(j, zero), left + (total - left) * part(j - zero, buckets - zero))
-        place = jnp.searchsorted(ends - weights / 2, goal, method="scan_unrolled").astype(I32)
+        place = jnp.searchsorted(ends - weights / 2, goal).astype(I32)
         place = jnp.where(j < zero, jnp.minimum(place, below), jnp.clip(place, below, n))
     edges = ordered[jnp.clip(place, 0, k - 1)]
     edges = jnp.where(j == zero, jnp.zeros((), edges.dtype), edges)
@@ -116,7 +116,10 @@ def released_splits(ordered: Array, n: Array, buckets: int) -> Splits:
 
 def bucket_of(values: Array, splits: Splits) -> Array:
     """Number of splits that are not above each value: i32[k]."""
-    return jnp.searchsorted(splits.edges, values, side="right", method="scan_unrolled").astype(I32)
+    # Eight times as fast as in a loop; but fused with what comes before or after, it would compile for minutes.
+    edges, values = lax.optimization_barrier((splits.edges, values))
+    bucket = jnp.searchsorted(edges, values, side="right", method="scan_unrolled").astype(I32)
+    return lax.optimization_barrier(bucket)
 
 
 def midpoints(ordered: Array, n: Array, splits: Splits) -> Array:
