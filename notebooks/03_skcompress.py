@@ -133,53 +133,63 @@ axis.legend()
 # As released, a bucket stands for its midpoint; collisions then shrink what is decoded. The encoder can run the decoder
 # and let each bucket stand for the mean of the values that really decode to it. That costs no bytes, and makes the
 # error orthogonal to what is sent: $|x - C(x)|^2 = |x|^2 - |C(x)|^2$, so $C$ contracts and error feedback is safe.
-# "paper" is refused there.
+# "paper" is refused there. Below, the same sketches as released, and with their levels recentred afterwards.
 
 
 # %%
-def roundtrip(**options):
-    x_hat, payload = jc.roundtrip(
-        jc.skcompress(jc.hard_threshold(0.0, ratio=0.25), **options), jnp.asarray(g), key=jax.random.key(1)
-    )
-    x_hat, size = np.float64(x_hat), np.sum(np.float64(g) ** 2)
-    bits = sum(int(part) for part in jax.jit(sketch_bits)(payload)) / n
-    return x_hat, bits, np.sum((g - x_hat) ** 2) / size, np.sum(x_hat**2) / size
+def roundtrip(key=1, **options):
+    compressor = jc.skcompress(jc.hard_threshold(0.0, ratio=0.25), **options)
+    x_hat, payload = jax.jit(lambda x, key: jc.roundtrip(compressor, x, key=key))(jnp.asarray(g), jax.random.key(key))
+    return np.float64(x_hat)[keys], sum(int(part) for part in jax.jit(sketch_bits)(payload)) / n
 
 
-figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained", sharey=True)
-for axis, (mode, colour) in zip(axes, zip(("paper", "recentred", "quantile"), COLOURS, strict=False), strict=True):
-    x_hat, bits, error, kept_share = roundtrip(mode=mode)
-    axis.plot(np.abs(values), np.abs(x_hat[keys]), ".", markersize=3, color=colour)
-    axis.plot([np.abs(values).min(), np.abs(values).max()], [np.abs(values).min(), np.abs(values).max()], color="black")
-    axis.set(xscale="log", yscale="log", xlabel="magnitude", title=f"{mode}: {bits:.1f} bits, error {error:.3f}")
-    flips = np.mean(np.sign(x_hat[keys]) != np.sign(values))
-    print(f"{mode:10s} error {error:.4f}   1 - |C(x)|²/|x|² {1 - kept_share:.4f}   signs that changed {flips:.2%}")
+def error_of(decoded):
+    return np.sum((values - decoded) ** 2) / np.sum(np.float64(values) ** 2)
+
+
+def recentred(decoded):
+    _, bucket = np.unique(decoded, return_inverse=True)
+    return (np.bincount(bucket, values) / np.bincount(bucket))[bucket]
+
+
+released, bits = roundtrip(mode="paper")
+sides = [np.abs(values).min(), np.abs(values).max()]
+figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+for axis, decoded, name, colour in zip(
+    axes, (released, recentred(released)), ("released", "recentred"), COLOURS, strict=False
+):
+    axis.plot(np.abs(values), np.abs(decoded), ".", markersize=3, color=colour)
+    axis.plot(sides, sides, color="black")
+    axis.set(xscale="log", yscale="log", xlabel="magnitude", title=f"{name}: error {error_of(decoded):.3f}")
+    length = np.sum(decoded**2) / np.sum(np.float64(values) ** 2)
+    print(f"{name:10s} error {error_of(decoded):.4f}   1 - |C(x)|²/|x|² {1 - length:.4f}")
 axes[0].set_ylabel("decoded magnitude")
 
 # %% [markdown]
 # ## 5. And what it cannot mend
 #
 # Keys travel without loss anyway, so a value can be told by its place in the list, which needs no hashing: "quantile".
-# And the lists for each group, without which collisions would be worse, cost $\log_2 r$ bits a key. At equal bits the
-# plain buckets have the smaller error, which is why they are the default.
+# And the lists for each group, without which collisions would be worse, cost $\log_2 r$ bits a key. With equally many
+# values in each bucket (`power=0`) that is the control for the sketch at equal bits. Where tails are heavy, buckets of
+# equal parts of $\sum|x_j|$ do far better (`power=1`, the default): narrow where values are large, and so unequally
+# filled that Huffman coding shortens their numbers.
 
 # %%
-figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
-for (label, mode, choices), colour, marker in zip(
-    [
-        ("quantile", "quantile", (4, 8, 16, 32, 64)),
-        ("recentred sketch", "recentred", (32, 64, 256)),
-        ("paper", "paper", (64, 256)),
-    ],
-    COLOURS,
-    "os^",
-    strict=False,
-):
-    results = [roundtrip(mode=mode, buckets=q) for q in choices]
-    axis.plot([r[1] for r in results], [r[2] for r in results], color=colour, marker=marker, label=label)
-    for q, result in zip(choices, results, strict=True):
-        axis.annotate(f"{q}", (result[1], result[2]), textcoords="offset points", xytext=(4, 4), fontsize=8)
+families = {
+    "quantile, power 1": ({"power": 1}, (4, 8, 16, 32, 64)),
+    "quantile, power 0": ({"power": 0}, (8, 16, 32, 64, 256)),
+    "recentred sketch": ({"mode": "recentred"}, (64, 256)),
+    "paper": ({"mode": "paper"}, (64, 256)),
+}
+figure, axis = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
+for (label, (options, choices)), colour, marker in zip(families.items(), COLOURS, "os^D", strict=True):
+    points = [roundtrip(buckets=q, **options) for q in choices]
+    sizes, errors = [bits for _, bits in points], [error_of(decoded) for decoded, _ in points]
+    axis.plot(sizes, errors, color=colour, marker=marker, label=label)
+    for q, size, error in zip(choices, sizes, errors, strict=True):
+        print(f"{label:18s} {q:4d} buckets: {size:5.2f} bits, error {error:.4f}")
+        axis.annotate(f"{q}", (size, error), textcoords="offset points", xytext=(4, 4), fontsize=8)
 axis.set(
     yscale="log", xlabel="bits per nonzero, keys among them", ylabel="relative squared error", title="number of buckets"
 )
-axis.legend()
+axis.legend(fontsize=8)
