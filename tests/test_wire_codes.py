@@ -81,7 +81,7 @@ def best(payload):
     return jc.wire.encode(payload, code="best")
 
 
-COUNTED = {"dense", "scaled", "sparse-empty", "sparse-bf16", "local", "nested", "leaves", "levels-wide"}
+COUNTED = {"dense", "scaled", "sparse-empty", "local", "levels-wide", "leaves"}  # others in the next test
 
 
 @pytest.mark.parametrize("name", examples())
@@ -137,7 +137,7 @@ def test_levels_round_trip(width, groups, data, code):
 CODED = [name for name, (_, kind) in examples().items() if kind >= codec.ELIAS_QUANTIZED] + ["nested", "leaves"]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.sampled_from(CODED), st.sampled_from(["elias", "best"]), st.data())
 def test_bit_flips_under_a_correct_checksum(name, code, data):
     """A sender that lies: decodes to some payload that survives another round trip, or WireError."""
