@@ -22,7 +22,7 @@ from jaxcomp.exchange.ladder import ladder, rungs
 from jaxcomp.packing import pack
 from jaxcomp.payloads import Quantized, Sparse
 from jaxcomp.select import local_indices
-from jaxcomp.wire.codec import PAD_BYTES
+from jaxcomp.wire.nodes import PAD_BYTES
 
 N = 3
 
