@@ -102,8 +102,8 @@ def scatter_bits(parts: Sequence[tuple[Array, Array]], num_words: int) -> Array:
         u32[num_words].
     """
     host = is_host(parts[0][0])
-    xp = np if host else jnp
-    words = xp.zeros((num_words,), xp.uint32)
+    xp: Any = np if host else jnp
+    words: Any = xp.zeros((num_words,), xp.uint32)
     for numbers, places in parts:
         word, shift = places >> 5, (places & 31).astype(xp.uint32)
         low = numbers << shift

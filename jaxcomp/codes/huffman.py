@@ -78,7 +78,9 @@ def code_lengths(counts: Array) -> Array:
         place = xp.argsort(both, axis=-1, stable=True)
         return xp.take_along_axis(both, place, axis=-1), place >= size
 
-    _, is_pair = scan(merge, xp.full((*counts.shape[:-1], 2 * size), NEVER, xp.int32), LIMIT, counts)
+    # 0 times the data, so that inside `shard_map` the start has the type of what follows.
+    nothing = 0 * xp.concatenate([ascending, ascending], axis=-1) + NEVER
+    _, is_pair = scan(merge, nothing, LIMIT, counts)
     # Of the last list the first 2 (n - 1) items are taken; of each list before it the halves of the pairs taken.
     present = xp.sum(counts > 0, axis=-1, keepdims=True, dtype=xp.int32)
     taken, rank = 2 * present - 2, xp.arange(2 * size, dtype=xp.int32)
@@ -303,7 +305,7 @@ def decode_symbols(
     sums = read_fields(words, start + CHUNK_BITS * place, CHUNK_BITS).astype(xp.int32)
     sums = xp.where(place < (count - 1) // CHUNK, sums, 0)
     first = start + chunk_bits(count)
-    begins = first + xp.concatenate([xp.zeros((1,), xp.int32), xp.cumsum(sums, dtype=xp.int32)])
+    begins = first + xp.concatenate([0 * words[:1].astype(xp.int32), xp.cumsum(sums, dtype=xp.int32)])
     number = CHUNK * xp.arange(num_chunks, dtype=xp.int32)
     flat = lambda x, row, column: gather(x.reshape(-1), row * x.shape[1] + column)
     which = None if which is None else which.astype(xp.int32)

@@ -139,11 +139,15 @@ def _numbers(words: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 @functools.cache
 def _table() -> tuple[np.ndarray, np.ndarray]:
-    """For every 16 bits, the number of the code that they begin with, and its length; 0 if it has more bits."""
+    """For every 16 bits, followed by zeros, the number of the code that they begin with, and its length.
+
+    A code of more bits has that length, too, if it ends with a 0: which digits are its last is known within 10 bits,
+    and after more than 5 digits nothing but the end may follow.
+    """
     every = np.arange(2**LOOK, dtype=np.uint32)
     words = np.stack([every, np.zeros_like(every)], axis=1).reshape(-1)
     n, length = _numbers(words, 64 * np.arange(every.size))
-    return np.where(length <= LOOK, n, 0).astype(np.uint16), np.where(length <= LOOK, length, 0).astype(np.uint8)
+    return n.astype(np.uint32), length.astype(np.uint8)
 
 
 def _lookup(words: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -151,7 +155,7 @@ def _lookup(words: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarr
     numbers, lengths = _table()
     look = read_fields(words, places, np.int32(LOOK))
     n, length = numbers[look].astype(np.int64), lengths[look].astype(np.int64)
-    long = np.flatnonzero(length == 0)
+    long = np.flatnonzero(length > LOOK)
     n[long], length[long] = _numbers(words, places[long])
     return n, length
 
@@ -164,8 +168,9 @@ def _ends(words: np.ndarray, size: int) -> np.ndarray:
     window = view[:size] | view[1 : size + 1] << np.uint32(8) | view[2 : size + 2] << np.uint32(16)
     look = (window[:, None] >> np.arange(8, dtype=np.uint32)) & np.uint32(2**LOOK - 1)
     length = _table()[1][look.reshape(-1)]
-    long = np.flatnonzero(length == 0)
-    length[long] = _numbers(words, long)[1]
+    long = np.flatnonzero((length > LOOK) & (length < BAD))
+    goes_on = read_fields(words, long + length[long] - 1, np.int32(1)) == 1
+    length[long[goes_on]] = BAD
     return np.where(length == BAD, NEVER, np.arange(8 * size, dtype=np.int32) + length)
 
 
