@@ -312,7 +312,7 @@ def plot(results: dict[str, tuple[list[Measured], list[Measured]]], path: Path) 
     """Error against bytes of every lossy method, and the bytes of each step in parts."""
     from experiments.plots import COLOURS, LINES, new_figure, save
 
-    figure, axes = new_figure(2 * len(results), height=4.6)
+    figure, axes = new_figure(2, rows=len(results), height=5.4 * len(results))
     for (name, (whole, parts)), left, right in zip(results.items(), axes[::2], axes[1::2], strict=True):
         place = lambda row: (row.bytes / row.nonzeros, row.error)
         lines = {"quantile": "quantile, 4 .. 64 buckets", "equal depth": "equal depth, 8 .. 64 buckets"}
@@ -323,7 +323,7 @@ def plot(results: dict[str, tuple[list[Measured], list[Measured]]], path: Path) 
         for look, row in zip(LINES[2:], others, strict=False):
             left.plot(*place(row), label=row.method, **(look | {"linestyle": "none", "markersize": 9}))
         left.set(xlabel="bytes per nonzero", ylabel="relative squared error", yscale="log", title=name)
-        left.legend(fontsize=8)
+        left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
         heights = np.arange(len(parts))
         start = np.zeros(len(parts))
         kinds = zip(("keys", "values", "tables"), COLOURS[1:4], ("", "//", ".."), strict=True)
