@@ -10,6 +10,8 @@ import pytest
 
 import jaxcomp as jc
 from jaxcomp.base import State, residual
+from jaxcomp.bits import sketch_bits
+from jaxcomp.codes.messages import decode_message, encode_message
 from jaxcomp.compressors.minmax_sketch import Shape, insert, list_of, places, query
 from jaxcomp.compressors.quantiles import means, of_product, sort_floats
 from jaxcomp.hashing import multiply_high
@@ -308,10 +310,16 @@ def test_non_finite_entries_are_not_sent(mode, key, seed):
 def test_overflow_stays_in_the_residual_and_is_counted(mode, key, seed):
     x = vector("normal", seed)
     compressor = jc.skcompress(mode=mode, buckets=32, capacity=0.2)
-    state = compressor.init(key, x)
-    payload, local = compressor.compress(key, jnp.asarray(x), state)
-    rest = np.float64(residual(compressor, jnp.asarray(x), payload, state.shared))
-    sent = np.float64(compressor.decompress(payload, state.shared, jax.ShapeDtypeStruct(x.shape, jnp.float32)))
+
+    @jax.jit
+    def run(x, key):
+        state = compressor.init(key, x)
+        payload, local = compressor.compress(key, x, state)
+        sent = compressor.decompress(payload, state.shared, jax.ShapeDtypeStruct(x.shape, jnp.float32))
+        return sent, residual(compressor, x, payload, state.shared), local
+
+    sent, rest, local = run(jnp.asarray(x), key)
+    sent, rest = np.float64(sent), np.float64(rest)
     room = int(0.2 * len(x))
     assert int(local.tally.overflow) == len(x) - room
     np.testing.assert_array_equal(np.sort(np.flatnonzero(sent)), np.sort(np.argsort(-np.abs(x))[:room]))
@@ -343,9 +351,29 @@ def test_takes_any_sparsifier_and_keeps_its_choice(sparsifier, key, seed):
     shared_key, private_key = jax.random.split(key)
     state = compressor.init(shared_key, x)
     shared = state.shared if compressor.for_worker is None else compressor.for_worker(state.shared, 0, 2)
-    payload, _ = compressor.compress(private_key, x, State(state.local, shared))
-    alone, _ = sparsifier.compress(private_key, x, State(state.local, shared[0]))
+    payload, _ = jax.jit(compressor.compress)(private_key, x, State(state.local, shared))
+    alone, _ = jax.jit(sparsifier.compress)(private_key, x, State(state.local, shared[0]))
     np.testing.assert_array_equal(payload.keys, alone.indices)
+
+
+@pytest.mark.parametrize(
+    "mode", ["recentred", *(pytest.param(m, marks=pytest.mark.slow) for m in ("quantile", "paper"))]
+)
+def test_messages_for_a_ladder_are_the_payload_bit_for_bit(mode, key, seed):
+    payload, *_ = compressed(mode, vector("sparse", seed), key, buckets=64)
+
+    @jax.jit
+    def run(payload):
+        message = encode_message(payload)
+        return decode_message(message.words, payload), message.used, message.fits, sum(sketch_bits(payload))
+
+    back, used, fits, bits = run(payload)
+    assert fits
+    for a, b in zip(payload, back, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    # Levels and counts travel whole, each part begins at a word, and the table comes even where it does not pay.
+    assert int(bits) / 32 - 4 < int(used) < int(bits) / 32 + 64 + 60 < jc.lane_bytes(payload) / 4
+    assert not run(payload._replace(keys=payload.keys[::-1]))[2]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -428,7 +456,8 @@ def test_hash_functions_change_from_round_to_round(key, seed):
     x = jnp.asarray(vector("normal", seed))
     compressor = jc.skcompress(EVERYTHING, mode="recentred", buckets=64)
     state = compressor.init(key, x)
-    one, _ = compressor.compress(key, x, state)
-    other, _ = compressor.compress(key, x, state._replace(shared=compressor.advance(state.shared)))
+    compress = jax.jit(compressor.compress)
+    one, _ = compress(key, x, state)
+    other, _ = compress(key, x, state._replace(shared=compressor.advance(state.shared)))
     np.testing.assert_array_equal(one.keys, other.keys)
     assert np.mean(np.asarray(one.cells) != np.asarray(other.cells)) > 0.5

@@ -7,6 +7,8 @@ A message is a sequence of streams, each beginning at a word:
     LocalIndices     the same, as global indices
     Quantized        norms | which of two forms | Huffman table and codes of all levels, or
                      number of levels that are not zero | key stream of their places | Huffman table and their codes
+    Sketch           number of keys in each list, padding key, number of cells | key stream | levels | zero
+                     | Huffman table and codes of the cells
     Leaves           dense | leaves
 
 Capacities are static, and so large that whatever can be coded fits; how many words are in use depends on the content.
@@ -24,9 +26,9 @@ from jax import lax
 
 from jaxcomp.codes.arrays import histogram
 from jaxcomp.codes.huffman import decode_with_table, encode_with_table, table_bits
-from jaxcomp.codes.keys import MAX_KEYS, MAX_TABLE_WIDTH, decode_gaps, encode_keys, keys_of
+from jaxcomp.codes.keys import MAX_KEYS, MAX_TABLE_WIDTH, decode_gaps, encode_keys, key_words, keys_of
 from jaxcomp.packing import pack, unpack
-from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sparse
+from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sketch, Sparse
 from jaxcomp.select import BLOCK, global_indices, indices_of_words, local_indices, mask_words
 
 __all__ = ["Coded", "decode_message", "encode_message", "from_words", "to_words"]
@@ -307,11 +309,59 @@ def _read_uncoded(cursor: _Cursor, like: Any) -> Any:
     return jax.tree.map(lambda leaf: from_words(cursor.take(num_words(leaf)), leaf), like)
 
 
+def _write_sketch(payload: Sketch) -> Coded:
+    levels, counts, keys, cells, zero = payload
+    width, size, capacity = cells.shape[0], 32 * cells.shape[1], keys.shape[0]
+    if width > MAX_TABLE_WIDTH or max(size, capacity) > MAX_KEYS or 0 in (size, capacity):
+        return _uncoded(payload)
+    n = jnp.sum(counts, dtype=I32)
+    coder = "released" if zero.shape[0] else "best"
+    words, bits = encode_keys(keys, counts, coder=coder, num_words=key_words(capacity))
+    symbols = unpack(cells, size).astype(I32)
+    used = jnp.max(jnp.where(symbols != 0, lax.iota(I32, size) + 1, 0))
+    lengths, _ = table_bits(histogram(symbols, 1 << width, lax.iota(I32, size) < used))
+    coded, end = encode_with_table(symbols, lengths, _level_room(size, width), count=used)
+    return _joined(
+        [
+            _whole(jnp.concatenate([counts, jnp.stack([keys[-1], used])])),
+            Coded(words, (bits + 31) // 32, _in_lists(keys, counts, n)),
+            _whole(levels),
+            _whole(zero),
+            Coded(coded, (end + 31) // 32, jnp.asarray(True)),
+        ]
+    )
+
+
+def _in_lists(keys: Array, counts: Array, n: Array) -> Array:
+    """Whether the first n keys ascend in each list, and one key fills the places behind them."""
+    rank = lax.iota(I32, keys.shape[0])
+    start = jnp.zeros((keys.shape[0],), bool).at[jnp.cumsum(counts, dtype=I32)].set(True, mode="drop")
+    ascends = jnp.concatenate([jnp.ones((1,), bool), keys[1:] > keys[:-1]]) | start
+    return (n <= keys.shape[0]) & jnp.all(jnp.where(rank < n, ascends & (keys >= 0), keys == keys[-1]))
+
+
+def _read_sketch(cursor: _Cursor, like: Sketch) -> Sketch:
+    width, size, capacity = like.cells.shape[0], 32 * like.cells.shape[1], like.keys.shape[0]
+    if width > MAX_TABLE_WIDTH or max(size, capacity) > MAX_KEYS or 0 in (size, capacity):
+        return _read_uncoded(cursor, like)
+    lists = like.counts.shape[0]
+    head = cursor.take(lists + 2).astype(I32)
+    counts, last, used = head[:lists], head[lists], head[lists + 1]
+    coder = "released" if like.zero.shape[0] else "best"
+    gaps = cursor.bits(key_words(capacity), lambda words: decode_gaps(words, counts, capacity, coder=coder))
+    keys = jnp.where(lax.iota(I32, capacity) < jnp.sum(counts, dtype=I32), keys_of(gaps, counts), last)
+    levels, zero = (from_words(cursor.take(num_words(part)), part) for part in (like.levels, like.zero))
+    read = lambda words: decode_with_table(words, 1 << width, size, count=used)
+    symbols = cursor.bits(_level_room(size, width), read)
+    return Sketch(levels, counts, keys, pack(symbols.astype(U32), width), zero)
+
+
 _WRITERS: dict[type, Callable[[Any], Coded]] = {
     Dense: _write_arrays,
     Scaled: _write_arrays,
     Sparse: _write_sparse,
     Quantized: _write_quantized,
+    Sketch: _write_sketch,
     Leaves: _write_leaves,
 }
 _READERS: dict[type, Callable[[_Cursor, Any], Any]] = {
@@ -319,5 +369,6 @@ _READERS: dict[type, Callable[[_Cursor, Any], Any]] = {
     Scaled: _read_arrays,
     Sparse: _read_sparse,
     Quantized: _read_quantized,
+    Sketch: _read_sketch,
     Leaves: _read_leaves,
 }
