@@ -68,22 +68,26 @@ def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: fl
     below = jnp.sum((ordered < 0) & real, dtype=I32)
     middles, j = 2 * lax.iota(I32, groups) + 1, lax.iota(I32, buckets - 1) + 1
     if power == 0:
-        middle = ordered[jnp.minimum(of_product(n, middles, 2 * groups), k - 1)]
-        negative = jnp.sum(middle < 0, dtype=I32)
+        negative = jnp.sum(ordered[jnp.minimum(of_product(n, middles, 2 * groups), k - 1)] < 0, dtype=I32)
+
+        def place_of(zero):
+            return jnp.where(j < zero, _share(below, j, zero), below + _share(n - below, j - zero, buckets - zero))
+
     else:
         weights = _weights(jnp.where(real, ordered, jnp.zeros((), ordered.dtype)), power)
         ends = jnp.cumsum(weights)
         left, total = jnp.where(below > 0, ends[jnp.maximum(below - 1, 0)], 0), ends[-1]
         negative = jnp.sum(total * (middles.astype(ends.dtype) / (2 * groups)) < left, dtype=I32)
+
+        def place_of(zero):
+            part = lambda i, q: i.astype(ends.dtype) / jnp.maximum(q, 1).astype(ends.dtype)
+            goal = jnp.where(j < zero, left * part(j, zero), left + (total - left) * part(j - zero, buckets - zero))
+            place = jnp.searchsorted(ends - weights / 2, goal).astype(I32)
+            return jnp.where(j < zero, jnp.minimum(place, below), jnp.clip(place, below, n))
+
     negative = jnp.clip(negative, jnp.minimum(below, 1), groups - jnp.minimum(n - below, 1))
     zero = width * negative
-    if power == 0:
-        place = jnp.where(j < zero, _share(below, j, zero), below + _share(n - below, j - zero, buckets - zero))
-    else:
-        part = lambda i, q: i.astype(ends.dtype) / jnp.maximum(q, 1).astype(ends.dtype)
-        goal = jnp.where(j < zero, left * part(j, zero), left + (total - left) * part(j - zero, buckets - zero))
-        place = jnp.searchsorted(ends - weights / 2, goal).astype(I32)
-        place = jnp.where(j < zero, jnp.minimum(place, below), jnp.clip(place, below, n))
+    place = place_of(zero)
     edges = ordered[jnp.clip(place, 0, k - 1)]
     edges = jnp.where(j == zero, jnp.zeros((), edges.dtype), edges)
     return Splits(edges, zero, jnp.full_like(zero, buckets))

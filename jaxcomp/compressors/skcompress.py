@@ -288,7 +288,7 @@ def _table_size(payload: Sketch, shape: Shape) -> int:
 
 
 def _packed(table: Array, symbols: int, counts: Array, shape: Shape) -> Array:
-    used = shape.rows * jnp.sum(shape.widths(counts))
+    used = shape.rows * jnp.sum(shape.widths(counts), dtype=I32)
     used_cells = jnp.where(lax.iota(I32, table.shape[0]) < used, table, 0)
     return pack(used_cells.astype(jnp.uint32), width_for(symbols))
 
