@@ -60,7 +60,7 @@ def work(address, number):
 
     def payload(count):
         indices = np.full((1, CAPACITY), SIZE, np.int32)
-        indices[0, :count] = np.sort(rng.choice(SIZE, count, replace=False))
+        indices[0, :count] = np.cumsum(rng.integers(1, SIZE // CAPACITY, count))
         values = np.where(indices < SIZE, rng.standard_normal((1, CAPACITY)), 0).astype(np.float32)
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(spread, x), Sparse(values, indices))
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,10 +39,10 @@ def test_payloads_survive_as_words(name):
     assert same(jax.jit(lambda words: decode_message(words, payload))(message.words), payload)
 
 
-def test_all_contents_of_one_shape(key, seed):
-    """One program codes and decodes levels and entries of every density; the size follows the content."""
+def test_levels_of_every_density(seed):
+    """One program codes and decodes them; the size follows the content."""
     rng = np.random.default_rng(seed)
-    size, room = 3200, 700
+    size = 3200
 
     @jax.jit
     def there_and_back(payload):
@@ -53,32 +52,35 @@ def test_all_contents_of_one_shape(key, seed):
     used = []
     for density in (0, 0.003, 0.1, 0.9, 1):
         levels = jnp.asarray(np.where(rng.random(size) < density, rng.integers(1, 8, size), 0).astype(np.uint32))
-        quantized = Quantized(jnp.ones(3), pack(levels, 3))
-        count = int(room * density)
-        indices = np.pad(np.sort(rng.choice(10**6, count, replace=False)), (0, room - count), constant_values=10**6)
-        values = np.pad(rng.standard_normal(count), (0, room - count))
-        sparse = Sparse(jnp.asarray(values, jnp.float32), jnp.asarray(indices, jnp.int32))
-        for payload in (quantized, sparse):
-            back, words, fits = there_and_back(payload)
-            assert fits
-            assert same(back, payload)
-            # Whole words for each part, and what stands before them; the wire has bytes and a frame,
-            # and fills up a short message that stands for a long array.
-            spare = 64 + jc.lane_bytes(payload) // PAD_BYTES
-            assert abs(4 * int(words) - len(jc.wire.encode(payload, code="best"))) < spare
-            used.append(int(words))
-    assert used[0] < used[2] < used[4] < used[8]
-    assert used[1] < used[3] < used[5] < used[9]
-    assert used[:2] <= [10, 3]
+        payload = Quantized(jnp.ones(3), pack(levels, 3))
+        back, words, fits = there_and_back(payload)
+        assert fits
+        assert same(back, payload)
+        # Whole words for each part, and what stands before them; the wire has bytes and a frame,
+        # and fills up a short message that stands for a long array.
+        spare = 64 + jc.lane_bytes(payload) // PAD_BYTES
+        assert abs(4 * int(words) - len(jc.wire.encode(payload, code="best"))) < spare
+        used.append(int(words))
+    assert used[:4] == sorted(set(used[:4]))
+    assert used[0] <= 10
+    assert used[3] > used[4]  # without zeros there is one level less to tell apart
 
 
 def test_what_no_code_can_hold_is_reported():
     far = Sparse(jnp.ones(3), jnp.array([5, 4, 9]))
     after = Sparse(jnp.ones(3), jnp.array([5, 9, 9]))
+    encode = jax.jit(encode_message)
+    for payload in (far, after):
+        assert not encode(payload).fits
+    assert encode(Sparse(jnp.ones(3), jnp.array([4, 5, 9]))).fits
+
+
+@pytest.mark.slow
+def test_local_indices_that_are_not_canonical_are_reported():
     local = Sparse(jnp.ones(3), local_indices(jnp.array([5, 6, 9]), 9))
-    for payload in (far, after, local._replace(indices=local.indices._replace(counts=jnp.array([1])))):
-        assert not jax.jit(encode_message)(payload).fits
-    assert jax.jit(encode_message)(local).fits
+    encode = jax.jit(encode_message)
+    assert encode(local).fits
+    assert not encode(local._replace(indices=local.indices._replace(counts=jnp.array([1])))).fits
 
 
 def test_rungs():
@@ -184,7 +186,7 @@ def test_the_loopback_device_carries_what_is_accounted():
     inside = ["unshare", "--user", "--map-root-user", "--net"]
     allowed = subprocess.run([*inside, "true"], capture_output=True).returncode == 0
     command = [*(inside if allowed else []), sys.executable, str(worker)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"XLA_FLAGS": ""})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(rows) == 4
