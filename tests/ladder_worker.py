@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-WORKERS, CAPACITY, SIZE, ROUNDS = 3, 60_000, 10**7, 3
+WORKERS, CAPACITY, SIZE, ROUNDS = 3, 400_000, 10**8, 10
 
 
 def raise_loopback():
