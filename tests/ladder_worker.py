@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-WORKERS, CAPACITY, SIZE, ROUNDS = 3, 60_000, 10**7, 3
+WORKERS, CAPACITY, SIZE, ROUNDS = 3, 400_000, 10**8, 10
 
 
 def raise_loopback():
@@ -60,7 +60,7 @@ def work(address, number):
 
     def payload(count):
         indices = np.full((1, CAPACITY), SIZE, np.int32)
-        indices[0, :count] = np.sort(rng.choice(SIZE, count, replace=False))
+        indices[0, :count] = np.cumsum(rng.integers(1, SIZE // CAPACITY, count))
         values = np.where(indices < SIZE, rng.standard_normal((1, CAPACITY)), 0).astype(np.float32)
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(spread, x), Sparse(values, indices))
 

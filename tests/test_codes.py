@@ -143,6 +143,7 @@ def test_best_is_near_the_entropy_between_the_rows_of_the_table(seed):
         assert bits <= oracle.geometric_entropy(mean) + 0.15, mean
 
 
+@pytest.mark.slow
 def test_vmap_of_keys(seed):
     keys = np.sort(np.random.default_rng(seed).choice(9999, (3, 50), replace=False), axis=1).astype(np.int32)
     counts = np.array([[50], [20], [0]], np.int32)

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
 from jaxcomp.codes.messages import decode_message, encode_message
-from jaxcomp.exchange.ladder import ladder, rungs
+from jaxcomp.exchange.ladder import rungs
 from jaxcomp.packing import pack
 from jaxcomp.payloads import Quantized, Sparse
 from jaxcomp.select import local_indices
@@ -40,10 +39,10 @@ def test_payloads_survive_as_words(name):
     assert same(jax.jit(lambda words: decode_message(words, payload))(message.words), payload)
 
 
-def test_all_contents_of_one_shape(key, seed):
-    """One program codes and decodes levels and entries of every density; the size follows the content."""
+def test_levels_of_every_density(seed):
+    """One program codes and decodes them; the size follows the content."""
     rng = np.random.default_rng(seed)
-    size, room = 3200, 700
+    size = 3200
 
     @jax.jit
     def there_and_back(payload):
@@ -53,32 +52,35 @@ def test_all_contents_of_one_shape(key, seed):
     used = []
     for density in (0, 0.003, 0.1, 0.9, 1):
         levels = jnp.asarray(np.where(rng.random(size) < density, rng.integers(1, 8, size), 0).astype(np.uint32))
-        quantized = Quantized(jnp.ones(3), pack(levels, 3))
-        count = int(room * density)
-        indices = np.pad(np.sort(rng.choice(10**6, count, replace=False)), (0, room - count), constant_values=10**6)
-        values = np.pad(rng.standard_normal(count), (0, room - count))
-        sparse = Sparse(jnp.asarray(values, jnp.float32), jnp.asarray(indices, jnp.int32))
-        for payload in (quantized, sparse):
-            back, words, fits = there_and_back(payload)
-            assert fits
-            assert same(back, payload)
-            # Whole words for each part, and what stands before them; the wire has bytes and a frame,
-            # and fills up a short message that stands for a long array.
-            spare = 64 + jc.lane_bytes(payload) // PAD_BYTES
-            assert abs(4 * int(words) - len(jc.wire.encode(payload, code="best"))) < spare
-            used.append(int(words))
-    assert used[0] < used[2] < used[4] < used[8]
-    assert used[1] < used[3] < used[5] < used[9]
-    assert used[:2] <= [10, 3]
+        payload = Quantized(jnp.ones(3), pack(levels, 3))
+        back, words, fits = there_and_back(payload)
+        assert fits
+        assert same(back, payload)
+        # Whole words for each part, and what stands before them; the wire has bytes and a frame,
+        # and fills up a short message that stands for a long array.
+        spare = 64 + jc.lane_bytes(payload) // PAD_BYTES
+        assert abs(4 * int(words) - len(jc.wire.encode(payload, code="best"))) < spare
+        used.append(int(words))
+    assert used[:4] == sorted(set(used[:4]))
+    assert used[0] <= 10
+    assert used[3] > used[4]  # without zeros there is one level less to tell apart
 
 
 def test_what_no_code_can_hold_is_reported():
     far = Sparse(jnp.ones(3), jnp.array([5, 4, 9]))
     after = Sparse(jnp.ones(3), jnp.array([5, 9, 9]))
+    encode = jax.jit(encode_message)
+    for payload in (far, after):
+        assert not encode(payload).fits
+    assert encode(Sparse(jnp.ones(3), jnp.array([4, 5, 9]))).fits
+
+
+@pytest.mark.slow
+def test_local_indices_that_are_not_canonical_are_reported():
     local = Sparse(jnp.ones(3), local_indices(jnp.array([5, 6, 9]), 9))
-    for payload in (far, after, local._replace(indices=local.indices._replace(counts=jnp.array([1])))):
-        assert not jax.jit(encode_message)(payload).fits
-    assert jax.jit(encode_message)(local).fits
+    encode = jax.jit(encode_message)
+    assert encode(local).fits
+    assert not encode(local._replace(indices=local.indices._replace(counts=jnp.array([1])))).fits
 
 
 def test_rungs():
@@ -125,7 +127,7 @@ def test_bitwise_the_mean_of_gather(name, seed):
 
 
 def test_rungs_follow_the_content_without_compiling_again(seed):
-    """Bitwise the mean of gathering on every rung, in one program for several workers."""
+    """Bitwise the mean of gathering on every rung, in one program for several workers; the ledger lists the rungs."""
     rng, size = np.random.default_rng(seed), 2000
     algorithm, like = jc.direct(jc.hard_threshold(1.0, ratio=1.0)), jnp.zeros(size)
     mesh, traces, directions, sent = mesh_of(N), [], {}, []
@@ -139,42 +141,32 @@ def test_rungs_follow_the_content_without_compiling_again(seed):
             return tx.update(grads[0], state)
 
         step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(P(), specs)))
+        step = step.lower(state, rounds[0]).compile()
         directions[via] = []
         for grads in rounds:
             direction, state = jax.block_until_ready(step(state, grads))
             directions[via].append(bits(direction))
             sent.append(float(jc.info(state).sent_bytes))
-        return jc.info(state)
+        return jc.info(state), jc.ledger(step)
 
     rounds = [jnp.asarray(x * rng.standard_normal((N, size)), jnp.float32) for x in (0.4, 0.6, 0.9, 3)]
     with jax.numpy_dtype_promotion("standard"):
         run("gather")
         sent.clear()
-        info = run("ladder")
+        info, table = run("ladder")
     assert directions["ladder"] == directions["gather"]
     assert traces.count("ladder") == 1
     assert info.chosen == "ladder"
     steps = [4 * step for step in (*rungs(2 * size), 2 * size)]
     assert all(any(each == pytest.approx((N - 1) * step + 8 * (N - 1) / N) for step in steps) for each in sent)
     assert sent == sorted(set(sent))
-
-
-def test_ledger_gives_the_bytes_of_every_rung():
-    payload = Sparse(jnp.zeros((N, 500)), jnp.zeros((N, 500), jnp.int32))
-
-    def exchange(payload):
-        stacked, each = ladder(jax.tree.map(lambda a: a[0], payload), AXIS)
-        return stacked, each
-
-    step = jax.shard_map(exchange, mesh=mesh_of(N), in_specs=P(AXIS), out_specs=P())
-    table = jc.ledger(step, payload)
+    # The compiled program has one gather for each rung, each in a branch of its own, and agrees on one word.
     gathers = [row for row in table.rows if row.op == "all-gather"]
-    assert sorted(row.operand_bytes for row in gathers) == [4 * step for step in rungs(1000)] + [4000]
+    assert sorted(row.operand_bytes for row in gathers) == steps
     assert len({row.branch for row in gathers}) == len(gathers)
     assert all(row.branch for row in gathers)
     (agreed,) = [row for row in table.rows if row.op == "all-reduce"]
-    assert agreed.operand_bytes == 4
-    assert table.total_bytes == (N - 1) * 4000 + agreed.sent_bytes
+    assert table.total_bytes == (N - 1) * steps[-1] + agreed.sent_bytes
 
 
 @pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="needs Linux's counters")
@@ -184,7 +176,7 @@ def test_the_loopback_device_carries_what_is_accounted():
     inside = ["unshare", "--user", "--map-root-user", "--net"]
     allowed = subprocess.run([*inside, "true"], capture_output=True).returncode == 0
     command = [*(inside if allowed else []), sys.executable, str(worker)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"XLA_FLAGS": ""})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(rows) == 4

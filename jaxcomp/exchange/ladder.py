@@ -10,7 +10,8 @@ at most, by 9 % in the mean, and there are about twenty.
 
 What the conditional costs inside `shard_map`: it is an ordering point, so nothing that the collective could have
 overlapped with runs beside it; one more latency for the `pmax`; and buffers for the longest rung, which are written
-whatever the rung is. `python -m experiments bench codes` measures it.
+whatever the rung is: 0.6 ms beside 3.5 ms for a gather of 4 MB, two CPU devices on one core
+(`python -m experiments bench codes`).
 """
 
 import math
