@@ -9,6 +9,7 @@ from experiments.cli import UserError, fail
 EXPERIMENTS = {
     "compare": ("experiments.compare", "train one model with several compression methods and compare them"),
     "sidco": ("experiments.sidco", "SIDCo and its rivals: quality of the threshold, and training"),
+    "skcompress": ("experiments.skcompress", "SKCompress and its rivals: sizes and errors of messages, and training"),
     "dagc": ("experiments.dagc", "rules for a ratio per worker, against each other and against uniform"),
     "federated": ("experiments.federated", "a server and clients as processes; messages as long as their ratio"),
     "smoothness": ("experiments.smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),

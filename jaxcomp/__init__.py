@@ -44,6 +44,7 @@ from jaxcomp.compressors import (
     redsync,
     refresh,
     sidco,
+    skcompress,
     top_k,
     warm_up,
 )
@@ -102,6 +103,7 @@ __all__ = [
     "roundtrip",
     "set_amounts",
     "sidco",
+    "skcompress",
     "smoothness",
     "state_axes",
     "state_specs",

@@ -120,6 +120,7 @@ class Spec(NamedTuple):
     dense_below: when lifted, leaves of a tree with fewer entries are sent as they are.
     weights: share of each worker in the mean, where the compressor brings them (`dagc`).
     norm: (x, shared) -> |x|^2 in the norm in which omega and alpha hold; None: Euclidean.
+    remedy: what to take instead where theory asks for more than is known, for error messages.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Spec(NamedTuple):
     dense_below: int = 0
     weights: tuple[float, ...] | None = None
     norm: Callable[[Any, Any], Any] | None = None
+    remedy: str | None = None
 
 
 class Compressor(NamedTuple):

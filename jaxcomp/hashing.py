@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxcomp.base import wrap_key
 
-__all__ = ["fmix32", "random_bits", "random_subset", "random_uniform", "scale_to"]
+__all__ = ["fmix32", "multiply_high", "random_bits", "random_subset", "random_uniform", "scale_to"]
 
 Array = jax.Array
 U32 = jnp.uint32
@@ -53,6 +53,18 @@ def scale_to(h: Array, size: int) -> Array:
     """Maps uint32 words to 0 .. size-1 by multiply-high, floor(h * size / 2^32); size <= 2^16."""
     high, low = h >> U32(16), h & U32(0xFFFF)
     return (high * U32(size) + ((low * U32(size)) >> U32(16))) >> U32(16)
+
+
+def multiply_high(h: Array, size: Array) -> Array:
+    """Maps uint32 words to 0 .. size-1 by floor(h * size / 2^32), in 16-bit halves; size: uint32, any.
+
+    >>> print(multiply_high(jnp.array([0, 2**31, 2**32 - 1], jnp.uint32), jnp.uint32(100_000)))
+    [    0 50000 99999]
+    """
+    half = U32(0xFFFF)
+    (a, b), (c, e) = (h >> U32(16), h & half), (size >> U32(16), size & half)
+    middle = ((b * e) >> U32(16)) + ((a * e) & half) + ((b * c) & half)
+    return a * c + ((a * e) >> U32(16)) + ((b * c) >> U32(16)) + (middle >> U32(16))
 
 
 def random_subset(key: Array, size: int, k: int) -> Array:

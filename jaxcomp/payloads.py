@@ -7,7 +7,7 @@ compressor. A field `values` may itself hold a payload: that is how `compose` ne
 
 from typing import Any, NamedTuple
 
-__all__ = ["Dense", "Leaves", "LocalIndices", "Quantized", "Scaled", "Sparse"]
+__all__ = ["Dense", "Leaves", "LocalIndices", "Quantized", "Scaled", "Sketch", "Sparse"]
 
 Array = Any  # of JAX inside jit, of NumPy once decoded from bytes
 
@@ -56,6 +56,21 @@ class Quantized(NamedTuple):
 
     norms: Array
     words: Array
+
+
+class Sketch(NamedTuple):
+    """What `skcompress` sends: keys in lists, and cells that tell each key's bucket.
+
+    levels: float[q], what each bucket stands for;  counts: i32[r], keys in each list;  keys: i32[k], list after list,
+    ascending within each, padded with d;  cells: u32[w, ceil(c / 32)], codes of w bits in the layout of
+    `packing.pack`;  zero: i32[0], or, as released, i32[2]: the bucket that holds zero, and the number of buckets.
+    """
+
+    levels: Array
+    counts: Array
+    keys: Array
+    cells: Array
+    zero: Array
 
 
 class Leaves(NamedTuple):

@@ -37,6 +37,7 @@ BETWEEN_WORKERS = {
     "precondition-bernoulli",
     "rand_k-ratio",
     "sidco",
+    "skcompress-recentred",
 }
 # Variants of rows that stay: every test holds for them, too, but only `make test-all` runs them.
 SLOW_ROWS = {
@@ -66,6 +67,8 @@ SLOW_ROWS = {
     "rand_k-k",
     "sidco-gamma-climb",
     "sidco-published",
+    "skcompress-nonzero",
+    "skcompress-paper",
     "top_k-k",
 }
 

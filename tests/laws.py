@@ -64,6 +64,10 @@ ROWS = [
     Row("redsync", jc.redsync(0.1), True, True),
     Row("gaussian_k", jc.gaussian_k(0.1), True, True),
     Row("hard_threshold", jc.hard_threshold(1.5, ratio=0.2), True, True),
+    Row("skcompress", jc.skcompress(jc.top_k(0.3), buckets=8), False, True),
+    Row("skcompress-recentred", jc.skcompress(jc.top_k(0.3), mode="recentred", buckets=32), False, False),
+    Row("skcompress-paper", jc.skcompress(jc.top_k(0.3), mode="paper", buckets=32), False, False),
+    Row("skcompress-nonzero", jc.skcompress(buckets=8), False, True),
     Row("narrow-top_k", jc.narrow(jc.top_k(0.1), values="float16", indices="uint16"), False, True),
     Row("dagc-top_k", jc.dagc([3, 0, 9, 1], 0.1), True, True),
     Row("dagc-sidco", jc.dagc([2, 1], 0.1, sparsifier=jc.sidco), True, True),
@@ -115,5 +119,6 @@ FACTORIES = [
     "rand_k",
     "redsync",
     "sidco",
+    "skcompress",
     "top_k",
 ]

@@ -8,8 +8,10 @@ __all__ = ["main"]
 
 BENCHMARKS = {
     "exchange": "exchanges of unequal messages between processes: bytes on the wire, time on a link",
+    "codes": "keys and levels in jit and on the host, against a sort, zlib and zstd",
     "compressors": "compress and decompress of every compressor, against one pass over memory",
     "select": "thresholds and compaction against sorts, over sizes",
+    "skcompress": "sketches and quantile buckets in jit and as bytes, against one sort of as many floats",
     "smoothness": "the parts of a DIANA+ round, against the gradients",
 }
 

@@ -36,7 +36,10 @@ def direct(compressor: Compressor) -> Algorithm:
     """
     spec = check_compressor("direct", compressor)
     if spec.omega is None and spec.alpha is None:
-        raise ValueError(f"direct needs a compressor with a known error bound (omega or alpha); {spec.name} has none")
+        raise ValueError(
+            f"direct needs a compressor with a known error bound (omega or alpha); {spec.name} has none. "
+            f"{spec.remedy or ''}".rstrip()
+        )
     compressor = lift(compressor)
 
     def init(shared_key, like):

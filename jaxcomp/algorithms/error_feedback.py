@@ -62,6 +62,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     spec = check_compressor("error_feedback", compressor)
     if spec.alpha is None:
         cure = f"Wrap it: contract({spec.name})" if spec.omega is not None else "Its alpha is not known."
+        cure = spec.remedy or cure
         raise ValueError(f"error_feedback needs a contraction; {spec.name} is not one. {cure}")
     if not 0 <= decay <= 1:
         raise ValueError(f"error_feedback: decay must be in [0, 1]; got {decay}")

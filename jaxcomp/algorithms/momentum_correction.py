@@ -78,7 +78,9 @@ def momentum_correction(
     """
     spec = check_compressor("momentum_correction", compressor)
     if spec.alpha is None:
-        raise ValueError(f"momentum_correction needs a contraction; {spec.name} is not known to be one")
+        raise ValueError(
+            f"momentum_correction needs a contraction; {spec.name} is not known to be one. {spec.remedy or ''}".rstrip()
+        )
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum_correction: momentum must be in [0, 1); got {momentum}")
     if clip_norm is not None and not 0 < clip_norm < math.inf:

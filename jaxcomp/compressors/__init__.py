@@ -7,6 +7,7 @@ from jaxcomp.compressors.dgc import dgc, warm_up
 from jaxcomp.compressors.precondition import precondition, refresh
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.sidco import sidco
+from jaxcomp.compressors.skcompress import skcompress
 from jaxcomp.compressors.sparsify import bernoulli, rand_k, top_k
 from jaxcomp.compressors.threshold import gaussian_k, hard_threshold, redsync
 from jaxcomp.compressors.tree import flat, lift, per_leaf
@@ -33,6 +34,7 @@ __all__ = [
     "redsync",
     "refresh",
     "sidco",
+    "skcompress",
     "top_k",
     "warm_up",
 ]

@@ -193,6 +193,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
             lifted=True,
             dense_below=int(dense_below),
             weights=spec.weights,
+            remedy=spec.remedy,
         ),
         accumulate=add,
         advance=None if compressor.advance is None else advance_,

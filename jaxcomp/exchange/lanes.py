@@ -19,6 +19,7 @@ from jaxcomp.base import weighted
 __all__ = [
     "Axis",
     "all_gather",
+    "all_max",
     "all_sum",
     "all_sum_words",
     "axis_index",
@@ -143,6 +144,11 @@ def send(x: Array, pairs: Sequence[tuple[int, int]], axis: Axis) -> Array:
     whole = [(worker, targets[worker] if worker in targets else free.pop()) for worker in workers]
     arrived = lax.ppermute(x, axis, whole)
     return jnp.where(asked, arrived, jnp.zeros_like(arrived))
+
+
+def all_max(x: Array, axis: Axis) -> Array:
+    """The largest over the workers, equal on all of them."""
+    return x if axis is None else lax.pmax(varying(x, axis), axis)
 
 
 def all_sum_words(words: Array, axis: Axis) -> Array:

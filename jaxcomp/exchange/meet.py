@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxcomp.bits import lane_bytes
+from jaxcomp.exchange.ladder import ladder
 from jaxcomp.exchange.lanes import Axis, all_gather, all_sum, axis_size, has_ragged
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.unequal import EXCHANGES, choice, message_of
@@ -18,8 +19,8 @@ __all__ = ["CHOICES", "VIAS", "Met", "gather", "meet", "sums"]
 
 Array = jax.Array
 
-VIAS = ("auto", "sum", "gather", *EXCHANGES)
-CHOICES = ("sum", "gather", *EXCHANGES)
+VIAS = ("auto", "sum", "gather", *EXCHANGES, "ladder")
+CHOICES = ("sum", "gather", *EXCHANGES, "ladder")
 PADDED = 1.1  # longest message / mean message from which on gathering is worth a warning
 
 
@@ -30,14 +31,14 @@ class Met(NamedTuple):
     weights: [n]; None for all ones; or a prefix tree of the payload with either for each part.
     scale: 1 / n for equal weights, applied last so that the sum itself is free of products; else 1.
     chosen: one of CHOICES, for the parts that are not summed if there are any.
-    sent_bytes: what a worker sends, all hops included, mean over the workers.
+    sent_bytes: what a worker sends, all hops included, mean over the workers. Traced for "ladder".
     """
 
     payloads: Any
     weights: Any
     scale: float
     chosen: str = "gather"
-    sent_bytes: float = 0.0
+    sent_bytes: float | Array = 0.0
 
 
 def meet(
@@ -53,7 +54,8 @@ def meet(
 
     Args:
         via: "gather": all payloads, padded to the longest; "concat", "ring", "ragged": all payloads
-            at their real lengths (see `unequal`); "sum": added on the way; "auto": linear parts
+            at their real lengths (see `unequal`); "ladder": all payloads in code (see `ladder`);
+            "sum": added on the way; "auto": linear parts
             by sum, the others by gathering, or, where lengths differ, by the exchange that takes the
             least time on `link` (see `links.costs`).
         payload: of this worker.
@@ -69,6 +71,8 @@ def meet(
         return sums(payload, weights, axis, linear)
     if via == "gather":
         return gather(payload, weights, axis, lengths)
+    if via == "ladder":
+        return _coded(payload, weights, axis)
     return _unequal(via, payload, weights, axis, lengths, link)
 
 
@@ -138,6 +142,13 @@ def _unequal(name: str, payload: Any, weights: Array | None, axis: Axis, lengths
         return gather(payload, weights, axis)
     stacked = EXCHANGES[name](message, axis, link)
     return Met(stacked, weights, _scale(weights, axis), name, message.costs(link)[name].sent_bytes)
+
+
+def _coded(payload: Any, weights: Array | None, axis: Axis) -> Met:
+    workers = axis_size(axis)
+    stacked, each = ladder(payload, axis)
+    agreed = 2 * (workers - 1) / workers * 4  # on the rung: an all-reduce of one word
+    return Met(stacked, weights, _scale(weights, axis), "ladder", (workers - 1) * each + agreed)
 
 
 def _scale(weights: Array | None, axis: Axis) -> float:

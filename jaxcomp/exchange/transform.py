@@ -127,6 +127,8 @@ def compressed_mean(
             "sum": payloads added on the way, 2 (n - 1) / n lane bytes, linear compressors only;
             "concat", "ring", "ragged": all payloads without their padding, for a compressor whose
             messages are not equally long (`dagc`): bitwise the mean of "gather", for fewer bytes;
+            "ladder": all payloads in the shortest code that there is for what they hold, at the smallest of a
+            static ladder of capacities that holds them all: bitwise the mean of "gather" again;
             "auto": linear parts (small dense leaves among them) by sum, the others by gather, or by
             the exchange that `jaxcomp.exchange.links.costs` expects to be fastest on `link`.
         weights: relative weight of each worker, n numbers >= 0; divided by their sum. None: those that

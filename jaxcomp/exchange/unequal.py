@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import Lengths
+from jaxcomp.codes.messages import from_words, to_words
 from jaxcomp.exchange.lanes import (
     Axis,
     all_sum_words,
@@ -110,31 +111,13 @@ def _limits(payload: Any, lengths: Any) -> list[tuple[Lengths, int] | None]:
 # Arrays as words, and back
 
 
-def _words(array: Array) -> Array:
-    """The bits of an array as uint32 words; the first entries are in the first words."""
-    flat = array.reshape(-1)
-    per = 4 // flat.dtype.itemsize
-    if per > 1:
-        flat = jnp.pad(flat, (0, -flat.size % per)).reshape(-1, per)
-    return lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
-
-
-def _entries(words: Array, like: Array) -> Array:
-    """[n, words] back as [n, *like.shape]."""
-    n, size = words.shape[0], like.dtype.itemsize
-    if size == 8:
-        words = words.reshape(n, -1, 2)
-    flat = lax.bitcast_convert_type(words, like.dtype).reshape(n, -1)
-    return flat[:, : like.size].reshape((n, *like.shape))
-
-
 def _unpacked(message: Message, rows: list[list[Array]], axis: Axis) -> Any:
     """The stacked payloads of all workers from the words of each, [worker][array]."""
     arrays = []
     for number, part in enumerate(message.parts):
-        whole = _words(part.array).size
+        whole = to_words(part.array).size
         padded = [jnp.pad(row[number], (0, whole - row[number].size)) for row in rows]
-        entries = _entries(jnp.stack(padded), part.array)
+        entries = from_words(jnp.stack(padded), part.array)
         if min(part.counts) < part.array.shape[0]:
             place = lax.iota(jnp.int32, part.array.shape[0])
             real = place < jnp.asarray(part.counts, jnp.int32)[:, None]
@@ -161,7 +144,7 @@ def _own(message: Message, axis: Axis, room: int) -> Array:
     buffer = varying(jnp.zeros((message.capacity,), jnp.uint32), axis)
     start = jnp.zeros((), jnp.int32)
     for part in message.parts:
-        words = _words(part.array)
+        words = to_words(part.array)
         mine = jnp.asarray(part.words, jnp.int32)[number]
         words = jnp.where(lax.iota(jnp.int32, words.size) < mine, words, jnp.uint32(0))
         # The zeros after my words are overwritten by the next array.

@@ -1,73 +1,17 @@
-"""Payloads as bytes: one encoder and one decoder per payload type, both by dispatch.
+"""Payloads as bytes: one encoder (`writing`) and one decoder (`reading`) per payload type, both by dispatch."""
 
-A body is a node. A node is a byte that says its type, then its parts:
-
-    0 array       dtype u8 | ndim u8 | dims varint... | raw bytes
-    1 Dense       node
-    2 Scaled      array values | array scale
-    3 Sparse      capacity | count | width u8 | indices, width bits each | values (see below)
-    4 Quantized   array norms | array words
-    5 Leaves      node dense | number varint | nodes
-    6 Sparse      with local indices: capacity | count | blocks | counts i32 | low u16 | values
-    7 Quantized   array norms | width u8 | groups varint | non-zeros varint | filler varint | Elias stream | filler
-    8 Sparse      capacity | count | padding index | gap stream length varint | Elias stream | values | filler
-
-The last two are written by `encode(payload, code="elias")`: gaps and levels in Elias omega codes (`elias`), which
-pays where most levels are zero or indices lie close. In 8 the message ends before the padding.
-
-Sparse stops at the first padding entry; what follows repeats it and is rebuilt by the decoder.
-Values are a raw array of `count` numbers, or the node of a nested payload. So that a short
-message cannot ask for a long array, every PAD_BYTES of rebuilt padding cost one filler byte.
-Numbers are little-endian, as on every machine that JAX runs on.
-"""
-
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sparse
-from jaxcomp.wire.bitstream import pack_bits, pack_words, packed_size, unpack_bits, unpack_words
-from jaxcomp.wire.elias import decode_gaps, decode_levels, encode_gaps, encode_levels
 from jaxcomp.wire.errors import WireError
-from jaxcomp.wire.frame import Reader, seal, unseal, varint
+from jaxcomp.wire.frame import Reader, seal, unseal
+from jaxcomp.wire.nodes import ARRAY, MAX_DEPTH
+from jaxcomp.wire.reading import read
+from jaxcomp.wire.writing import CODES, write
 
 __all__ = ["decode", "encode"]
-
-ARRAY, DENSE, SCALED, SPARSE, QUANTIZED, LEAVES, SPARSE_LOCAL, ELIAS_QUANTIZED, ELIAS_SPARSE = range(9)
-MAX_DEPTH = 8
-MAX_DIMS = 8
-PAD_BYTES = 64
-MAX_LEAVES = 4096
-MAX_BYTES = 2**48  # of an array, zero dimensions counted as one
-
-DTYPES = [
-    np.dtype(name)
-    for name in (
-        "float32",
-        "float64",
-        "float16",
-        jnp.bfloat16,
-        jnp.float8_e4m3fn,
-        jnp.float8_e5m2,
-        jnp.float8_e4m3b11fnuz,
-        jnp.float8_e4m3fnuz,
-        jnp.float8_e5m2fnuz,
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        jnp.float8_e3m4,
-        jnp.float8_e4m3,
-    )
-]
 
 
 def encode(payload: Any, *, code: str = "fixed") -> bytes:
@@ -76,7 +20,8 @@ def encode(payload: Any, *, code: str = "fixed") -> bytes:
     Args:
         payload: of one worker, with concrete arrays.
         code: "fixed": levels and indices in a fixed number of bits; "elias": gaps and levels in
-            Elias omega codes.
+            Elias omega codes; "best": for each part of the message whatever is shortest of these and the
+            key coders and Huffman codes of `jaxcomp.codes`.
 
     Returns:
         bytes; `8 * len` is `code_bits(payload, code=code)` plus at most 7 bits per array and the frame.
@@ -92,11 +37,11 @@ def encode(payload: Any, *, code: str = "fixed") -> bytes:
     """
     payload = jax.tree.map(np.asarray, jax.device_get(payload))
     parts: list[bytes] = []
-    if code not in _CODES:
-        raise ValueError(f"wire.encode: code must be one of {', '.join(_CODES)}; got {code!r}")
-    if type(payload) not in _WRITERS:
+    if code not in CODES:
+        raise ValueError(f"wire.encode: code must be one of {', '.join(CODES)}; got {code!r}")
+    if type(payload) not in CODES[code]:
         raise TypeError(f"wire.encode: {type(payload).__name__} is not a payload")
-    _write(payload, parts, _CODES[code])
+    write(payload, parts, CODES[code])
     return seal(b"".join(parts))
 
 
@@ -110,355 +55,8 @@ def decode(data: bytes) -> Any:
             was wrong, what was found and what is allowed.
     """
     reader = Reader(unseal(data))
-    payload = _read(reader, MAX_DEPTH)
+    payload = read(reader, MAX_DEPTH)
     if isinstance(payload, np.ndarray):
         raise WireError("payload type", ARRAY, "a payload, not a bare array")
     reader.end()
     return payload
-
-
-# ------------------------------------------------------------------------------------------------
-# Writing
-
-
-def _write(node: Any, parts: list[bytes], writers: dict) -> None:
-    if isinstance(node, np.ndarray):
-        parts.append(bytes([ARRAY]))
-        _write_array(node, parts)
-        return
-    writer = writers.get(type(node))
-    if writer is None:
-        raise TypeError(f"wire.encode: {type(node).__name__} is not a payload")
-    writer(node, parts, writers)
-
-
-def _dtype_code(dtype: np.dtype) -> int:
-    try:
-        return DTYPES.index(dtype)
-    except ValueError:
-        raise TypeError(f"wire.encode: no payload has arrays of dtype {dtype}") from None
-
-
-def _raw(array: np.ndarray) -> bytes:
-    return np.ascontiguousarray(array).tobytes()
-
-
-def _write_array(array: np.ndarray, parts: list[bytes]) -> None:
-    if array.ndim > MAX_DIMS:
-        raise TypeError(f"wire.encode: at most {MAX_DIMS} dimensions; got {array.ndim}")
-    parts.append(bytes([_dtype_code(array.dtype), array.ndim]) + b"".join(varint(n) for n in array.shape))
-    parts.append(_raw(array))
-
-
-def _write_dense(payload: Dense, parts: list[bytes], writers: dict) -> None:
-    parts.append(bytes([DENSE]))
-    _write(payload.values, parts, writers)
-
-
-def _write_scaled(payload: Scaled, parts: list[bytes], writers: dict) -> None:
-    parts.append(bytes([SCALED]))
-    _write_array(payload.values, parts)
-    _write_array(payload.scale, parts)
-
-
-def _write_quantized(payload: Quantized, parts: list[bytes], writers: dict) -> None:
-    parts.append(bytes([QUANTIZED]))
-    _write_array(payload.norms, parts)
-    _write_array(payload.words, parts)
-
-
-def _write_leaves(payload: Leaves, parts: list[bytes], writers: dict) -> None:
-    if len(payload.leaves) > MAX_LEAVES:
-        raise TypeError(f"wire.encode: at most {MAX_LEAVES} leaves in one message; got {len(payload.leaves)}")
-    parts.append(bytes([LEAVES]))
-    _write(payload.dense, parts, writers)
-    parts.append(varint(len(payload.leaves)))
-    for leaf in payload.leaves:
-        _write(leaf, parts, writers)
-
-
-def _check_sparse(payload: Sparse) -> bool:
-    """Whether the values are plain numbers, after checking the indices."""
-    values, indices = payload
-    if indices.ndim != 1 or indices.dtype != np.int32:
-        raise TypeError(f"wire.encode: Sparse.indices must be i32[k]; got {indices.dtype}{list(indices.shape)}")
-    plain = isinstance(values, np.ndarray)
-    if plain and values.shape != indices.shape:
-        raise TypeError(f"wire.encode: Sparse has {values.shape} values for {indices.shape} indices")
-    if indices.size and indices.min() < 0:
-        raise TypeError(f"wire.encode: Sparse.indices must not be negative; got {indices.min()}")
-    return plain
-
-
-def _write_sparse(payload: Sparse, parts: list[bytes], writers: dict) -> None:
-    values, indices = payload
-    if isinstance(indices, LocalIndices):
-        _write_local(values, indices, parts, writers)
-        return
-    plain = _check_sparse(payload)
-    capacity = indices.size
-    count = _stop(indices, values if plain else None)
-    width = max(1, int(indices.max(initial=0)).bit_length())
-    parts.append(bytes([SPARSE]) + varint(capacity) + varint(count) + bytes([width]))
-    parts.append(pack_bits(indices[:count], width))
-    _write_values(values, count, capacity, parts, writers)
-
-
-def _write_local(values: Any, indices: LocalIndices, parts: list[bytes], writers: dict) -> None:
-    low, counts = indices
-    if low.ndim != 1 or low.dtype != np.uint16 or counts.ndim != 1 or counts.dtype != np.int32:
-        raise TypeError(
-            "wire.encode: LocalIndices must be u16[k] and i32[b]; got "
-            f"{low.dtype}{list(low.shape)} and {counts.dtype}{list(counts.shape)}"
-        )
-    plain = isinstance(values, np.ndarray)
-    if plain and values.shape != low.shape:
-        raise TypeError(f"wire.encode: Sparse has {values.shape} values for {low.shape} indices")
-    count = int(np.clip(np.sum(counts, dtype=np.int64), 0, low.size))
-    if low[count:].any() or (plain and _raw(values[count:]).strip(b"\0")):
-        count = low.size
-    parts.append(bytes([SPARSE_LOCAL]) + varint(low.size) + varint(count) + varint(counts.size))
-    parts.append(_raw(counts))
-    parts.append(_raw(low[:count]))
-    _write_values(values, count, low.size, parts, writers)
-
-
-def _write_values(values: Any, count: int, capacity: int, parts: list[bytes], writers: dict) -> None:
-    """The first `count` of them, or all of a nested payload, and what the padding behind them costs."""
-    if isinstance(values, np.ndarray):
-        parts.append(bytes([ARRAY, _dtype_code(values.dtype)]))
-        parts.append(_raw(values[:count]))
-        parts.append(bytes(_filler(capacity - count, values.dtype.itemsize)))
-    else:
-        _write(values, parts, writers)
-        parts.append(bytes(_filler(capacity - count, 0)))
-
-
-def _stop(indices: np.ndarray, values: np.ndarray | None) -> int:
-    """Entries up to the first of the padding, which repeats one index with value zero."""
-    if not indices.size:
-        return 0
-    padding = indices == indices[-1]
-    count = int(np.argmax(padding)) + 1
-    whole = not padding[count - 1 :].all()
-    if values is not None:
-        whole |= bool(np.any(_raw(values[count:]).strip(b"\0")))
-    return indices.size if whole else count
-
-
-def _filler(padding: int, itemsize: int) -> int:
-    return -(-padding * (itemsize + 4) // PAD_BYTES)
-
-
-def _write_elias_quantized(payload: Quantized, parts: list[bytes], writers: dict) -> None:
-    width, groups = payload.words.shape
-    count, stream = encode_levels(unpack_words(payload.words))
-    filler = max(0, -(-payload.words.nbytes // PAD_BYTES) - len(stream) - payload.norms.nbytes)
-    parts.append(bytes([ELIAS_QUANTIZED]))
-    _write_array(payload.norms, parts)
-    parts.append(bytes([width]) + varint(groups) + varint(count) + varint(filler))
-    parts.append(stream + bytes(filler))
-
-
-def _write_elias_sparse(payload: Sparse, parts: list[bytes], writers: dict) -> None:
-    if isinstance(payload.indices, LocalIndices):
-        _write_sparse(payload, parts, writers)
-        return
-    plain = _check_sparse(payload)
-    values, indices = payload
-    count = _stop(indices, values if plain else None)
-    last = int(indices[-1]) if indices.size else 0
-    if count < indices.size or (count and not (plain and _raw(values[count - 1 : count]).strip(b"\0"))):
-        count -= 1  # the first padding entry is not sent either: its index is in the header
-    if np.any(np.diff(indices[:count], prepend=-1) < 1):
-        _write_sparse(payload, parts, writers)  # only ascending indices have gaps
-        return
-    stream = encode_gaps(indices[:count])
-    parts.append(bytes([ELIAS_SPARSE]) + varint(indices.size) + varint(count) + varint(last) + varint(len(stream)))
-    parts.append(stream)
-    _write_values(values, count, indices.size, parts, writers)
-
-
-_WRITERS: dict[type, Callable[[Any, list[bytes], dict], None]] = {
-    Dense: _write_dense,
-    Scaled: _write_scaled,
-    Sparse: _write_sparse,
-    Quantized: _write_quantized,
-    Leaves: _write_leaves,
-}
-
-_CODES = {
-    "fixed": _WRITERS,
-    "elias": _WRITERS | {Quantized: _write_elias_quantized, Sparse: _write_elias_sparse},
-}
-
-
-# ------------------------------------------------------------------------------------------------
-# Reading
-
-
-def _read(reader: Reader, depth: int) -> Any:
-    if depth == 0:
-        raise WireError("nesting", f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}")
-    kind = reader.byte("payload type")
-    if kind == ARRAY:
-        return _read_array(reader, "array")
-    read = _READERS.get(kind)
-    if read is None:
-        raise WireError("payload type", kind, f"one of {ARRAY}, {', '.join(map(str, _READERS))}")
-    return read(reader, depth - 1)
-
-
-def _read_dtype(reader: Reader, field: str) -> np.dtype:
-    code = reader.byte(f"{field} dtype")
-    if code >= len(DTYPES):
-        raise WireError(f"{field} dtype", code, f"below {len(DTYPES)}")
-    return DTYPES[code]
-
-
-def _read_numbers(reader: Reader, field: str, dtype: np.dtype, count: int) -> np.ndarray:
-    return np.frombuffer(reader.take(f"{field} values", count * dtype.itemsize), dtype).copy()
-
-
-def _read_array(reader: Reader, field: str, ndim: int | None = None, kind: type | None = None) -> np.ndarray:
-    dtype = _read_dtype(reader, field)
-    dims = reader.byte(f"{field} ndim")
-    if dims > MAX_DIMS or (ndim is not None and dims != ndim):
-        raise WireError(f"{field} ndim", dims, f"{ndim}" if ndim is not None else f"at most {MAX_DIMS}")
-    if kind is not None and not jnp.issubdtype(dtype, kind):
-        raise WireError(f"{field} dtype", dtype, kind.__name__)
-    count, shape = 1, []
-    for axis in range(dims):
-        length = reader.varint(f"{field} dim {axis}")
-        shape.append(length)
-        count *= length
-    # An empty array may have long dimensions; they must not overflow an index.
-    if math.prod(max(length, 1) for length in shape) * dtype.itemsize > MAX_BYTES:
-        raise WireError(f"{field} shape", shape, f"at most {MAX_BYTES} bytes")
-    return _read_numbers(reader, field, dtype, count).reshape(shape)
-
-
-def _read_dense(reader: Reader, depth: int) -> Dense:
-    values = _read(reader, depth)
-    _check_values("Dense.values", values)
-    return Dense(values)
-
-
-def _check_values(field: str, values: Any) -> None:
-    if isinstance(values, Leaves):
-        raise WireError(field, "Leaves", "numbers or the payload of one array")
-
-
-def _read_scaled(reader: Reader, depth: int) -> Scaled:
-    values = _read_array(reader, "Scaled.values", kind=jnp.floating)
-    return Scaled(values, _read_array(reader, "Scaled.scale", ndim=0, kind=jnp.floating))
-
-
-def _read_quantized(reader: Reader, depth: int) -> Quantized:
-    norms = _read_array(reader, "Quantized.norms", ndim=1, kind=jnp.floating)
-    words = _read_array(reader, "Quantized.words", ndim=2, kind=jnp.unsignedinteger)
-    return Quantized(norms, words)
-
-
-def _read_leaves(reader: Reader, depth: int) -> Leaves:
-    dense = _read(reader, depth)
-    if not isinstance(dense, Dense) or not isinstance(dense.values, np.ndarray):
-        raise WireError("Leaves.dense", type(dense).__name__, "Dense numbers")
-    number = reader.varint("Leaves number", min(reader.left, MAX_LEAVES))
-    leaves = []
-    for _ in range(number):
-        leaf = _read(reader, depth)
-        if isinstance(leaf, np.ndarray):
-            raise WireError("Leaves leaf", "a bare array", "a payload")
-        leaves.append(leaf)
-    return Leaves(dense, tuple(leaves))
-
-
-def _read_sparse(reader: Reader, depth: int) -> Sparse:
-    capacity = reader.varint("Sparse capacity", 2**31)
-    count = reader.varint("Sparse count", capacity)
-    width = reader.byte("Sparse index width")
-    if not 1 <= width <= 31:
-        raise WireError("Sparse index width", width, "1 .. 31")
-    if capacity and not count:
-        raise WireError("Sparse count", count, f"at least 1 of {capacity}")
-    packed = reader.take("Sparse indices", packed_size(count, width))
-    values = _read_values(reader, count, capacity, depth)
-    indices = unpack_bits(packed, count, width).astype(np.int32)
-    return Sparse(values, _padded(indices, capacity, indices[-1] if count else 0))
-
-
-def _padded(indices: np.ndarray, capacity: int, last: int) -> np.ndarray:
-    return np.concatenate([indices, np.full(capacity - indices.size, last, np.int32)])
-
-
-def _read_local(reader: Reader, depth: int) -> Sparse:
-    capacity = reader.varint("Sparse capacity", 2**31)
-    count = reader.varint("Sparse count", capacity)
-    blocks = reader.varint("LocalIndices blocks", 2**15)
-    counts = _read_numbers(reader, "LocalIndices counts", np.dtype(np.int32), blocks)
-    low = _read_numbers(reader, "LocalIndices low", np.dtype(np.uint16), count)
-    values = _read_values(reader, count, capacity, depth)
-    low = np.concatenate([low, np.zeros(capacity - count, np.uint16)])
-    return Sparse(values, LocalIndices(low, counts))
-
-
-def _read_values(reader: Reader, count: int, capacity: int, depth: int) -> Any:
-    """`count` numbers and zeros up to the capacity, or a nested payload."""
-    padding = capacity - count
-    plain = reader.peek("Sparse values type") == ARRAY
-    if plain:
-        reader.byte("Sparse values type")
-        dtype = _read_dtype(reader, "Sparse.values")
-        values = _read_numbers(reader, "Sparse", dtype, count)
-        itemsize = dtype.itemsize
-    else:
-        values, itemsize = _read(reader, depth), 0
-        _check_values("Sparse.values", values)
-    _zeros(reader, "Sparse filler", _filler(padding, itemsize))
-    return np.concatenate([values, np.zeros(padding, values.dtype)]) if plain and padding else values
-
-
-def _zeros(reader: Reader, field: str, size: int) -> None:
-    if reader.take(field, size).tobytes().strip(b"\0"):
-        raise WireError(field, "bytes that are not zero", "zeros")
-
-
-def _read_elias_quantized(reader: Reader, depth: int) -> Quantized:
-    norms = _read_array(reader, "Quantized.norms", ndim=1, kind=jnp.floating)
-    width = reader.byte("Quantized width")
-    if not 1 <= width <= 32:
-        raise WireError("Quantized width", width, "1 .. 32")
-    groups = reader.varint("Quantized groups", 2**36)
-    count = reader.varint("Quantized non-zeros", 32 * groups)
-    filler = reader.varint("Quantized filler", reader.left)
-    if 4 * width * groups > PAD_BYTES * (reader.left + norms.nbytes):
-        raise WireError("Quantized groups", groups, f"paid for by {reader.left} bytes")
-    indices, codes, used = decode_levels(reader.body[reader.position :], count, 32 * groups)
-    reader.take("Elias stream", used)
-    _zeros(reader, "Quantized filler", filler)
-    if codes.size and int(codes.max()) >> width:
-        raise WireError("Quantized level", int(codes.max()), f"below 2^{width}")
-    return Quantized(norms, pack_words(indices, codes, width, groups))
-
-
-def _read_elias_sparse(reader: Reader, depth: int) -> Sparse:
-    capacity = reader.varint("Sparse capacity", 2**31)
-    count = reader.varint("Sparse count", capacity)
-    last = reader.varint("Sparse padding index", 2**31 - 1)
-    stream = reader.take("Sparse gaps", reader.varint("Sparse gap bytes", reader.left))
-    indices = decode_gaps(stream, count, 2**31)
-    values = _read_values(reader, count, capacity, depth)
-    return Sparse(values, _padded(indices, capacity, last))
-
-
-_READERS: dict[int, Callable[[Reader, int], Any]] = {
-    DENSE: _read_dense,
-    SCALED: _read_scaled,
-    SPARSE: _read_sparse,
-    QUANTIZED: _read_quantized,
-    LEAVES: _read_leaves,
-    SPARSE_LOCAL: _read_local,
-    ELIAS_QUANTIZED: _read_elias_quantized,
-    ELIAS_SPARSE: _read_elias_sparse,
-}

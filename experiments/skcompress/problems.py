@@ -1,0 +1,154 @@
+"""Models with sparse gradients: linear ones on sparse rows, and a small network.
+
+The rows are a file of LIBSVM text (news20 and the like), or drawn: `synthetic` imitates the KDD Cup sets on which
+SketchML was tried, that is, rows of one-hot fields whose values are as unequal in frequency as words are.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.cli import UserError
+from experiments.data import load
+
+__all__ = ["LOSSES", "Problem", "Rows", "linear", "make", "network", "read", "synthetic"]
+
+LOSSES = ("logistic", "svm", "regression")
+L2 = 1e-5  # on the features that occur in a batch, as in the released code
+
+
+class Rows(NamedTuple):
+    """indices i32[m, l], values f32[m, l], zero where a row has fewer than l entries;  labels f32[m], -1 or 1;
+    d features."""
+
+    name: str
+    indices: np.ndarray
+    values: np.ndarray
+    labels: np.ndarray
+    d: int
+
+
+class Problem(NamedTuple):
+    """params: f32[d], where training starts;  examples: how many;  loss(params, batch) and gradient(params, batch) for
+    indices i32[b] of examples, given `data`, a tree of arrays."""
+
+    name: str
+    params: np.ndarray
+    examples: int
+    data: Any
+    loss: Callable[..., Any]
+    gradient: Callable[..., Any]
+
+
+def synthetic(
+    rows: int = 20_000, d: int = 1 << 17, fields: int = 20, skew: float = 1.1, positive: float = 0.2, seed: int = 0
+) -> Rows:
+    """One-hot rows with frequencies by Zipf's law, labels from a sparse logistic model.
+
+    The d features are dealt to fields of geometrically growing size (a few small ones, one with most of
+    them). In each field a row has the feature of rank k with a chance in proportion to 1 / k^skew. Entries are
+    1 / sqrt(fields). A quarter of the features carry a weight with a normal law, and the offset is such that
+    about `positive` of the labels are 1.
+
+    Args:
+        rows, d, fields: numbers; d at least 2 fields. KDD 2010 has about 30 entries in a row, KDD 2012 about 11.
+        skew: exponent of Zipf's law, above 0; 0 would make all features of a field equally frequent.
+        positive: share of the labels that are 1, in (0, 1).
+        seed: of the draw.
+    """
+    rng = np.random.default_rng([seed, 5])
+    sizes = np.geomspace(2, 2 * d / fields, fields)
+    sizes = np.maximum(np.floor(sizes * d / sizes.sum()).astype(int), 1)
+    starts = np.cumsum(sizes) - sizes
+    columns = []
+    for start, size in zip(starts, sizes, strict=True):
+        law = np.arange(1, size + 1) ** -skew
+        columns.append(start + np.searchsorted(np.cumsum(law) / law.sum(), rng.random(rows)).clip(0, size - 1))
+    shuffled = rng.permutation(d).astype(np.int32)
+    indices = np.sort(shuffled[np.stack(columns, 1)], axis=1)
+    weights = np.where(rng.random(d) < 0.25, 2 * rng.standard_normal(d), 0)
+    margin = weights[indices].sum(1)
+    chance = 1 / (1 + np.exp(-(margin - np.quantile(margin, 1 - positive))))
+    labels = np.where(rng.random(rows) < chance, 1, -1).astype(np.float32)
+    values = np.full(indices.shape, fields**-0.5, np.float32)
+    return Rows(f"synthetic, Zipf {skew:g}", indices, values, labels, d)
+
+
+def read(path: Path) -> Rows:
+    """LIBSVM text, rows scaled to norm one. Of several classes the lower half is against the upper one."""
+    import jaxcomp as jc
+
+    try:
+        source = jc.smoothness.open_source(path)
+        chunks = list(source.chunks())
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    labels = np.concatenate([part for _, part in chunks])
+    longest = max(int(np.diff(rows.indptr).max(initial=0)) for rows, _ in chunks)
+    indices = np.zeros((labels.size, longest), np.int32)
+    values = np.zeros((labels.size, longest), np.float32)
+    first = 0
+    for rows, _ in chunks:
+        lengths = np.diff(rows.indptr)
+        row = np.repeat(np.arange(lengths.size), lengths)
+        place = np.arange(rows.nnz) - np.repeat(rows.indptr[:-1], lengths)
+        norms = np.sqrt(np.bincount(row, rows.data**2, lengths.size))
+        indices[first + row, place] = rows.indices
+        values[first + row, place] = rows.data / np.maximum(norms, 1e-12)[row]
+        first += lengths.size
+    signs = np.where(labels > np.median(np.unique(labels)), 1, -1).astype(np.float32)
+    return Rows(path.name.split(".")[0], indices, values, signs, source.num_features)
+
+
+def linear(rows: Rows, kind: str) -> Problem:
+    """Logistic regression, linear SVM or least squares on the labels, from zero."""
+    import jax
+    import jax.numpy as jnp
+
+    of_margin = {
+        "logistic": lambda margin: jnp.logaddexp(0.0, -margin),
+        "svm": lambda margin: jnp.maximum(0.0, 1.0 - margin),
+        "regression": lambda margin: 0.5 * jnp.square(1.0 - margin),  # labels are 1 and -1
+    }[kind]
+
+    def loss(params, data, batch):
+        indices, values, labels = (part[batch] for part in data)
+        return jnp.mean(of_margin(labels * jnp.sum(values * params[indices], axis=1)))
+
+    def gradient(params, data, batch):
+        present = jnp.zeros(params.shape).at[data[0][batch]].max(jnp.sign(jnp.abs(data[1][batch])))
+        return jax.grad(loss)(params, data, batch) + L2 * present * params
+
+    data = tuple(map(jnp.asarray, (rows.indices, rows.values, rows.labels)))
+    return Problem(f"{kind}, {rows.name}", np.zeros(rows.d, np.float32), rows.labels.size, data, loss, gradient)
+
+
+def network(seed: int = 0) -> Problem:
+    """Two hidden layers of 256 on scikit-learn's digits: zeros in the gradient come from ReLU and from empty pixels."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+    from jax.flatten_util import ravel_pytree
+
+    from experiments.models import Mlp
+
+    images = load("digits")
+    graph, params, rest = nnx.split(Mlp(images.train_x.shape[1:], 10, rngs=nnx.Rngs(seed)), nnx.Param, ...)
+    vector, unravel = ravel_pytree(params)
+
+    def loss(params, data, batch):
+        model = nnx.merge(graph, unravel(params), rest)
+        return optax.softmax_cross_entropy_with_integer_labels(model(data[0][batch]), data[1][batch]).mean()
+
+    data = (jnp.asarray(images.train_x), jnp.asarray(images.train_y))
+    return Problem("network, digits", np.asarray(vector), len(images.train_y), data, loss, jax.grad(loss))
+
+
+def make(name: str, data: Path | None, seed: int) -> Problem:
+    """A problem by name: one of LOSSES or "network"."""
+    if name == "network":
+        return network(seed)
+    return linear(synthetic(seed=seed) if data is None else read(data), name)

@@ -1,0 +1,72 @@
+"""Codes of varying length as a stream of bits in uint32 words.
+
+Bit p of a stream is bit p % 32 of word p // 32, counted from the least significant one; a code starts with its
+least significant bit. As little-endian bytes this is the order of `wire.bitstream`.
+"""
+
+from typing import Any
+
+from jaxcomp.codes.arrays import gather, namespace, scatter_bits
+
+__all__ = ["low_bits", "pack_codes", "read_fields", "starts_of"]
+
+Array = Any
+
+
+def starts_of(lengths: Array) -> Array:
+    """Exclusive running sum: where each code starts. i32[n]."""
+    xp = namespace(lengths)
+    return xp.cumsum(lengths, dtype=xp.int32) - lengths
+
+
+def low_bits(x: Array, widths: Array) -> Array:
+    """The lowest `widths` (0 .. 32) bits of each uint32."""
+    xp = namespace(x)
+    widths = xp.asarray(widths).astype(xp.uint32)
+    mask = xp.where(widths >= 32, xp.uint32(0xFFFFFFFF), (xp.uint32(1) << (widths & xp.uint32(31))) - xp.uint32(1))
+    return x & mask
+
+
+def pack_codes(codes: Array, lengths: Array, num_words: int) -> tuple[Array, Array]:
+    """Codes one after the other.
+
+    Args:
+        codes: u32[n]; bits beyond the length are dropped.
+        lengths: i32[n], 0 .. 32; 0 leaves a code out.
+        num_words: capacity. What does not fit is dropped.
+
+    Returns:
+        words u32[num_words], unused bits zero, and the number of bits i32[], which may exceed the capacity. Their
+        sum must be below 2^31.
+
+    >>> import jax.numpy as jnp
+    >>> words, bits = pack_codes(jnp.array([1, 2, 3], jnp.uint32), jnp.array([1, 5, 2]), 1)
+    >>> print(words, bits)
+    [197] 8
+    """
+    xp = namespace(codes)
+    words = scatter_bits([(low_bits(codes, lengths), starts_of(lengths))], num_words)
+    return words, xp.sum(lengths, dtype=xp.int32)
+
+
+def read_fields(words: Array, starts: Array, widths: Array) -> Array:
+    """Numbers of given widths at given places of a stream; bits beyond its end read as zero.
+
+    Args:
+        words: u32[w].
+        starts: i32[...], not negative.
+        widths: i32, 0 .. 32, of the same shape or a scalar.
+
+    Returns:
+        u32[...].
+
+    >>> import jax.numpy as jnp
+    >>> print(read_fields(jnp.array([197], jnp.uint32), jnp.array([0, 1, 6]), jnp.array([1, 5, 2])))
+    [1 2 3]
+    """
+    xp = namespace(words)
+    word, shift = starts >> 5, (starts & 31).astype(xp.uint32)
+    low = gather(words, word) >> shift
+    # A shift by 32 is undefined.
+    high = xp.where(shift == 0, xp.uint32(0), gather(words, word + 1) << ((xp.uint32(32) - shift) & xp.uint32(31)))
+    return low_bits(low | high, widths)

@@ -1,0 +1,157 @@
+"""Quantile buckets: exact splits by one sort, the bucket of each value, and what a bucket stands for.
+
+Of n values in ascending order, n / q fall into each of q buckets (equal depth), or, with weights |v|^power, buckets of
+equal weight. A bucket is the interval [split_b, split_(b+1)), so bucket(v) = number of splits <= v. Two rules:
+
+signed: zero is a split, and the negative values and the others have buckets of their own, in whole groups of
+    buckets, about in proportion to their number or weight. No bucket and no group mixes signs.
+released: quantiles of all values together, repeated splits dropped. A bucket may hold zero.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.norms import exponent_of, max_abs, power_of_two
+
+__all__ = ["Splits", "bucket_of", "means", "midpoints", "of_product", "released_splits", "signed_splits", "sort_floats"]
+
+Array = jax.Array
+I32 = jnp.int32
+
+
+class Splits(NamedTuple):
+    """edges: float[q-1], ascending, infinite where there are fewer;  zero: i32[], the first bucket of the values
+    that are not negative (signed), or the bucket that holds zero (released);  number: i32[], of buckets."""
+
+    edges: Array
+    zero: Array
+    number: Array
+
+
+def of_product(n: Array, i: Array | int, q: int) -> Array:
+    """floor(n i / q) in 32 bits, for q^2 < 2^31 and i <= q.
+
+    >>> print(of_product(jnp.int32(2**31 - 1), 3, 4))
+    1610612735
+    """
+    return (n // q) * i + (n % q) * i // q
+
+
+def sort_floats(x: Array) -> Array:
+    """Ascending. As integers, which XLA's CPU backend sorts eight times as fast as floats; no NaN."""
+    integer = jnp.int64 if x.dtype == jnp.float64 else I32
+    bits = lax.bitcast_convert_type(x, integer)
+    # Below zero, larger magnitudes come first: their bits but for the sign are turned over.
+    turn = lambda bits: jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
+    return lax.bitcast_convert_type(turn(jnp.sort(turn(bits))), x.dtype)
+
+
+def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: float = 0.0) -> Splits:
+    """Splits with zero among them.
+
+    A group is negative if its middle value is, but each sign that occurs has at least one; its
+    buckets / groups buckets then divide the values of that sign equally. With a power, "middle" and "equally" are
+    by weight, and a value belongs where the middle of its own weight lies.
+
+    Args:
+        ordered: float[k], ascending; what follows the first n is padding, not negative.
+        n: i32[].
+        buckets: q, a multiple of groups, below 2^15.
+        groups: at least 2.
+        power: of the weights |v|^power, at least 0.
+    """
+    k, width = ordered.shape[0], buckets // groups
+    real = lax.iota(I32, k) < n
+    below = jnp.sum((ordered < 0) & real, dtype=I32)
+    middles, j = 2 * lax.iota(I32, groups) + 1, lax.iota(I32, buckets - 1) + 1
+    if power == 0:
+        negative = jnp.sum(ordered[jnp.minimum(of_product(n, middles, 2 * groups), k - 1)] < 0, dtype=I32)
+
+        def place_of(zero):
+            return jnp.where(j < zero, _share(below, j, zero), below + _share(n - below, j - zero, buckets - zero))
+
+    else:
+        weights = _weights(jnp.where(real, ordered, jnp.zeros((), ordered.dtype)), power)
+        ends = jnp.cumsum(weights)
+        left, total = jnp.where(below > 0, ends[jnp.maximum(below - 1, 0)], 0), ends[-1]
+        negative = jnp.sum(total * (middles.astype(ends.dtype) / (2 * groups)) < left, dtype=I32)
+
+        def place_of(zero):
+            part = lambda i, q: i.astype(ends.dtype) / jnp.maximum(q, 1).astype(ends.dtype)
+            goal = jnp.where(j < zero, left * part(j, zero), left + (total - left) * part(j - zero, buckets - zero))
+            place = jnp.searchsorted(ends - weights / 2, goal).astype(I32)
+            return jnp.where(j < zero, jnp.minimum(place, below), jnp.clip(place, below, n))
+
+    negative = jnp.clip(negative, jnp.minimum(below, 1), groups - jnp.minimum(n - below, 1))
+    zero = width * negative
+    place = place_of(zero)
+    edges = ordered[jnp.clip(place, 0, k - 1)]
+    edges = jnp.where(j == zero, jnp.zeros((), edges.dtype), edges)
+    return Splits(edges, zero, jnp.full_like(zero, buckets))
+
+
+def _weights(values: Array, power: float) -> Array:
+    """|v|^power, in units in which the largest is about 1."""
+    exponent = jnp.clip(exponent_of(max_abs(values)), -126, 126)
+    return (jnp.abs(values) * power_of_two(-exponent, values.dtype)) ** power
+
+
+def _share(n: Array, i: Array, q: Array) -> Array:
+    """floor(n i / q) for a traced q; 0 for q = 0."""
+    q = jnp.maximum(q, 1)
+    return (n // q) * i + (n % q) * i // q
+
+
+def released_splits(ordered: Array, n: Array, buckets: int) -> Splits:
+    """Splits of all values together: the values of rank min(floor(n i / q), n - 1), each once."""
+    k = ordered.shape[0]
+    ranks = jnp.minimum(of_product(n, lax.iota(I32, buckets - 1) + 1, buckets), n - 1)
+    splits = ordered[jnp.clip(ranks, 0, k - 1)]
+    place = jnp.cumsum(jnp.concatenate([jnp.zeros((1,), I32), (splits[1:] > splits[:-1]).astype(I32)]), dtype=I32)
+    edges = jnp.full_like(splits, jnp.inf).at[place].set(splits)
+    number = place[-1] + 2
+    last = ordered[jnp.clip(n - 1, 0, k - 1)]
+    zero = jnp.where(ordered[0] > 0, 0, jnp.where(last < 0, number - 1, jnp.sum(edges < 0, dtype=I32)))
+    return Splits(edges, zero, number)
+
+
+def bucket_of(values: Array, splits: Splits) -> Array:
+    """Number of splits that are not above each value: i32[k]."""
+    # Eight times as fast as in a loop; but fused with what comes before or after, it would compile for minutes.
+    edges, values = lax.optimization_barrier((splits.edges, values))
+    bucket = jnp.searchsorted(edges, values, side="right", method="scan_unrolled").astype(I32)
+    return lax.optimization_barrier(bucket)
+
+
+def midpoints(ordered: Array, n: Array, splits: Splits) -> Array:
+    """(e_b + e_(b+1)) / 2 with e the splits between the least and the largest value: float[q], 0 beyond the last."""
+    last = ordered[jnp.clip(n - 1, 0, ordered.shape[0] - 1)][None]
+    ends = jnp.concatenate([ordered[:1], jnp.minimum(splits.edges, last), last])
+    # XLA would add before it halves, and the sum may overflow.
+    halves = lax.optimization_barrier(jnp.asarray(0.5, ends.dtype) * ends)
+    inside = lax.iota(I32, ends.shape[0] - 1) < jnp.where(n > 0, splits.number, 0)
+    return jnp.where(inside, halves[:-1] + halves[1:], jnp.zeros((), ends.dtype))
+
+
+def means(values: Array, bucket: Array, buckets: int) -> Array:
+    """Mean of the values of each bucket: float[q], 0 for an empty one.
+
+    A bucket holds values of one sign. Its mean is that of what exceeds its smallest magnitude, in units of
+    a power of two near the largest: nothing overflows or cancels, and equal values have their own value as mean.
+
+    Args:
+        values: float[k], finite.
+        bucket: i32[k], `buckets` for values that do not count.
+    """
+    exponent = jnp.clip(exponent_of(max_abs(values)), -126, 126)
+    scaled = jnp.abs(values) * power_of_two(-exponent, values.dtype)
+    into = lambda start: jnp.full((buckets,), start, values.dtype).at[bucket]
+    least = into(jnp.inf).min(scaled, mode="drop")
+    count = jnp.zeros((buckets,), I32).at[bucket].add(1, mode="drop")
+    excess = into(0).add(scaled - least.at[bucket].get(mode="fill", fill_value=0), mode="drop")
+    sign = into(0).max(jnp.sign(values), mode="drop") + into(0).min(jnp.sign(values), mode="drop")
+    mean = sign * (least + excess / jnp.maximum(count, 1).astype(values.dtype)) * power_of_two(exponent, values.dtype)
+    return jnp.where(count > 0, mean, jnp.zeros((), values.dtype))

@@ -1,0 +1,39 @@
+"""Checks of messages: equal to the last bit, and decoded within bounds whatever they say."""
+
+import time
+import tracemalloc
+
+import jax
+import numpy as np
+
+import jaxcomp as jc
+
+FRAME = 13 + 4
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        assert x.tobytes() == y.tobytes()
+    return True
+
+
+def decode_guarded(data, limit_seconds=0.1):
+    """Decodes or raises WireError, within the time limit and in bounded memory; returns the payload or None."""
+    tracemalloc.start()
+    start = time.perf_counter()
+    try:
+        return jc.wire.decode(data)
+    except jc.WireError as error:
+        assert error.field  # noqa: PT017
+        return None
+    finally:
+        seconds = time.perf_counter() - start
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1100 * len(data) + 300_000
+        # tracemalloc slows everything down; the bound is still far below what a hang would take.
+        assert seconds < 10 * limit_seconds
