@@ -411,6 +411,8 @@ def test_empty_and_tiny_trees(params, via, seed):
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"dagc: mean_ratio must be in \(0, 1\]; got 0"):
         jc.dagc([1, 2], 0)
+    with pytest.raises(ValueError, match=r"dagc: mean_ratio must be in \(0, 1\]; got None"):
+        jc.dagc([1, 2], None)
     with pytest.raises(ValueError, match=r"dagc: capacity must be at least 1; got 0\.5"):
         jc.dagc([1, 2], 0.1, capacity=0.5)
     with pytest.raises(ValueError, match=r"dagc: sparsifier must be one of jc\.top_k"):
@@ -428,6 +430,8 @@ def test_wrong_arguments_are_named():
         jc.set_amounts(state, [1, 2, 3])
     with pytest.raises(ValueError, match="3 lists of amounts for 1 compressed arrays"):
         jc.set_amounts(state, [[1, 2], [1, 2], [1, 2]])
+    with pytest.raises(ValueError, match=r"expected 2 amounts; got shape \(0,\)"):
+        jc.set_amounts(state, [])
     tx = jc.compressed_mean(jc.error_feedback(jc.dagc([1, 2, 3], 0.1)), AXIS)
     with pytest.raises(ValueError, match="3 weights for 4 workers"):
         run_vmap(tx, PARAMS, gradients(0, rounds=1))
