@@ -15,6 +15,7 @@ __all__ = [
     "choose_new",
     "fail",
     "fraction",
+    "one_or_more",
     "one_thread",
     "positive",
     "rule_of",
@@ -91,12 +92,13 @@ def share(text: str) -> float:
 
 
 def rule_of(text: str) -> str | float:
-    """A rule of `jc.allocate.ratios`: a name or an exponent."""
+    """A rule of `jc.allocate.ratios`: a name or an exponent, which may be a fraction."""
     if text in ("sqrt", "phi", "released", "uniform"):
         return text
+    top, slash, bottom = text.partition("/")
     try:
-        value = float(text)
-    except ValueError:
+        value = float(top) / float(bottom if slash else 1)
+    except (ValueError, ZeroDivisionError):
         value = -1.0
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be sqrt, phi, released, uniform or a number >= 0; got {text!r}")
@@ -143,6 +145,17 @@ def positive(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number above 0; got {text!r}")
+    return value
+
+
+def one_or_more(text: str) -> float:
+    """A number of at least 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1; got {text!r}")
     return value
 
 

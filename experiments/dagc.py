@@ -2,10 +2,12 @@
 
 Simulates n workers with unequal data volumes: local steps, error feedback, top-k (or a hard threshold)
 with a ratio for each worker, and the mean weighted by volumes. All rules send the same number of
-entries in all. Writes to runs/NAME: config.json, metrics.jsonl (a line for each rule, skew, ratio and
-seed), table.md, dagc.png.
+entries in all: with thresholds their common factor is fitted to it in every round. Thresholds are
+compared with the uniform threshold, the others with uniform ratios. Writes to runs/NAME: config.json,
+metrics.jsonl (a line for each rule, skew, ratio and seed), table.md, dagc.png.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, choose_new, fraction, one_thread, positive, rule_of
+from experiments.cli import Parser, at_least, choose_new, fraction, one_or_more, one_thread, positive, rule_of
 
 __all__ = ["main"]
 
@@ -24,18 +26,13 @@ THRESHOLDS = "threshold"  # before a rule: a hard threshold for each worker (DAG
 
 def method_of(text: str) -> str:
     """A rule, or threshold:RULE; exponents may be written as fractions."""
-    rule = text.removeprefix(THRESHOLDS + ":")
-    top, slash, bottom = rule.partition("/")
-    if slash and top.isdigit() and bottom.isdigit() and int(bottom):
-        return text
-    rule_of(rule)
+    if rule_in(text) == "phi" and text != "phi":
+        raise argparse.ArgumentTypeError(f"thresholds have the rules sqrt, released, uniform or a number; got {text!r}")
     return text
 
 
 def rule_in(method: str) -> str | float:
-    rule = method.removeprefix(THRESHOLDS + ":")
-    top, slash, bottom = rule.partition("/")
-    return int(top) / int(bottom) if slash else rule_of(rule)
+    return rule_of(method.removeprefix(THRESHOLDS + ":"))
 
 
 def parser() -> Parser:
@@ -49,7 +46,7 @@ def parser() -> Parser:
     methods = ["uniform", "sqrt", "phi", "released", "2/3", "1"]
     p.add_argument("--rules", nargs="+", type=method_of, default=methods, metavar="RULE", help=what)
     p.add_argument("--workers", type=at_least(2), default=10, help="workers")
-    p.add_argument("--skews", nargs="+", type=positive, default=[10.0, 100.0], metavar="SKEW", help="volume ratios")
+    p.add_argument("--skews", nargs="+", type=one_or_more, default=[10.0, 100.0], metavar="SKEW", help="volume ratios")
     p.add_argument("--ratios", nargs="+", type=fraction, default=[0.01], metavar="RATIO", help="mean ratios")
     p.add_argument("--alpha", type=positive, default=1.0, help="Dirichlet parameter of the label mixes")
     p.add_argument("--rounds", type=at_least(2), default=60, help="rounds of each run")
@@ -67,8 +64,6 @@ def main(arguments: Sequence[str]) -> int:
     one_thread()
     options = vars(parser().parse_args(arguments))
     name, runs = options.pop("name"), options.pop("runs")
-    if min(options["skews"]) < 1:
-        raise UserError(f"--skews must be at least 1; got {min(options['skews']):g}")
     options["rules"] = list(dict.fromkeys(options["rules"]))
     for kind in ("", THRESHOLDS + ":"):  # what every comparison is against
         if any(rule.startswith(THRESHOLDS) == bool(kind) for rule in options["rules"]):
@@ -133,7 +128,7 @@ def one(simulation: Any, task: Any, options: dict[str, Any], ratio: float, metho
     import jax.numpy as jnp
 
     import jaxcomp as jc
-    from experiments.dagc_tasks import probe, runner
+    from experiments.dagc_tasks import runner
 
     n, d = options["workers"], task.start.size
     rule, by_threshold = rule_in(method), method.startswith(THRESHOLDS)
@@ -141,13 +136,10 @@ def one(simulation: Any, task: Any, options: dict[str, Any], ratio: float, metho
         room = min(float(n), 1 / ratio)  # whatever the rule gives to one worker
         more = {"sparsifier": jc.hard_threshold, "base": 1.0} if by_threshold else {}
         compressor = jc.dagc([1] * n, ratio, rule="uniform", capacity=room, **more)
-        programs[ratio, by_threshold] = runner(simulation, compressor, options["rounds"])
+        budget = int(jc.allocate.counts([ratio] * n, d).sum()) if by_threshold else None
+        programs[ratio, by_threshold] = runner(simulation, compressor, options["rounds"], budget)
     if by_threshold:
-        rule = "released" if rule == "phi" else rule
-        probes = np.asarray(probe(simulation, task.start, task.inputs))
-        amounts = jc.allocate.thresholds(
-            task.volumes, jc.allocate.calibrate(task.volumes, probes, ratio, rule=rule), rule=rule
-        )
+        amounts = jc.allocate.thresholds(task.volumes, 1.0, rule=rule)
     else:
         amounts = jc.allocate.counts(jc.allocate.ratios(task.volumes, ratio, rule=rule, cap=1.0), d) / d
     weights = jnp.asarray(task.volumes / task.volumes.sum(), jnp.float32)
@@ -159,6 +151,7 @@ def one(simulation: Any, task: Any, options: dict[str, Any], ratio: float, metho
         "reached": bool(there.size),
         "rounds": end,
         "mb": 8e-6 * float(sent[:end].sum()),
+        "achieved": float(sent[:end].mean()) / (n * d),
         "final": float(np.mean(scores[-max(len(scores) // 10, 1) :])),
         "scores": [float(f"{score:.5g}") for score in scores],
     }
@@ -213,6 +206,7 @@ def report(options: dict[str, Any], rows: list[dict[str, Any]], folder: Path) ->
                         rounds if reached == len(mine) else f"{rounds} ({reached} of {len(mine)} reached it)",
                         f"{change:+.1f} ± {width:.1f}",
                         f"{np.mean([r['mb'] for r in mine]):.3f}",
+                        f"{np.mean([r['achieved'] for r in mine]):.4g}",
                         f"{mean:.4g} ± {spread:.2g}",
                     ]
                 )
@@ -223,11 +217,14 @@ def report(options: dict[str, Any], rows: list[dict[str, Any]], folder: Path) ->
         f"rounds to {options['target']:g}",
         "against uniform, %",
         "MB sent by all",
+        "achieved ratio",
         f"final {final}",
     ]
     title = f"{options['task']}: {options['workers']} workers, {len(options['seeds'])} seeds"
     notes = "± is half a 95 % confidence interval over seeds; against uniform is paired by seed. A run that does not "
-    notes += "reach the target counts with all its rounds. MB: 4 bytes for each value and each index."
+    notes += "reach the target counts with all its rounds. MB: 4 bytes for each value and each index, up to the target."
+    if any(method.startswith(THRESHOLDS) for method in options["rules"]):
+        notes += f" Rows of {THRESHOLDS}:RULE are against {THRESHOLDS}:uniform."
     show(console, title, head, table, notes, folder / "table.md")
     draw(options, rows, folder / "dagc.png")
     console.print(f"plot: {folder / 'dagc.png'}")
@@ -242,16 +239,20 @@ def draw(options: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> Non
     methods = [m for m in options["rules"] if any(r["method"] == m for r in rows)]
     for axis, ratio in zip(axes, ratios, strict=False):
         axis.axhline(0, color=LINES[0]["color"], linewidth=1)
+        every = [0.0]
         rivals = [m for m in methods if not m.endswith("uniform")]
         for i, method in enumerate(rivals):
             line = LINES[methods.index(method) % len(LINES)]
             points = [against_uniform(rows, "rounds", (ratio, skew), method) for skew in skews]
             places = np.array(skews) * 1.06 ** (i - (len(rivals) - 1) / 2)
             means, widths = np.array(points).T
+            every += [mean for mean in means if np.isfinite(mean)]
             axis.errorbar(places, means, widths, label=method, capsize=2, markersize=5, elinewidth=1, **line)
         axis.set(
             xscale="log", xlabel="skew: largest data volume / smallest", ylabel="rounds to target, % against uniform"
         )
+        margin = max(max(every) - min(every), 10) / 2  # bars of few seeds may be longer, and are cut off
+        axis.set_ylim(min(every) - margin, max(every) + margin)
         axis.set_xticks(skews, [f"{skew:g}" for skew in skews])
         axis.minorticks_off()
         axis.set_title(f"mean ratio {ratio:g}; below 0 the rule wins, above 0 uniform does", fontsize=10)

@@ -41,7 +41,7 @@ def set_amounts(state: Any, amounts: Any) -> Any:
     found = [node for node in jax.tree.leaves(state, is_leaf=is_amounts) if is_amounts(node)]
     if not found:
         raise ValueError("set_amounts: there is no dagc in this state")
-    if not isinstance(amounts, (list, tuple)) or np.ndim(amounts[0]) == 0:
+    if not isinstance(amounts, (list, tuple)) or not amounts or np.ndim(amounts[0]) == 0:
         amounts = [amounts] * len(found)
     if len(amounts) != len(found):
         raise ValueError(f"set_amounts: {len(amounts)} lists of amounts for {len(found)} compressed arrays")

@@ -2,13 +2,13 @@
 
 A payload says what should cross (`lane_bytes`); the compiled program says what does. XLA may
 widen a narrow float, gather a whole gradient that was sharded, or merge collectives; only its
-output is proof. Bytes sent per device follow the usual models, for operands of b bytes at each of
-g devices:
+output is proof. Bytes sent per device (their mean, where devices differ) follow the usual models,
+for operands of b bytes at each of g devices:
 
     all-gather               (g - 1) b            ring
     all-reduce               2 (g - 1) / g b      ring (reduce-scatter, then all-gather)
     reduce-scatter, all-to-all   (g - 1) / g b    ring, pairwise
-    collective-permute       b                    from each device that is a source
+    collective-permute       b pairs / devices    the mean: only the source of a pair sends
     collective-broadcast     b
 """
 
@@ -28,7 +28,7 @@ SENT: dict[str, Callable[[int, int], float]] = {
     "reduce-scatter": lambda b, g: (g - 1) * b / g,
     "all-to-all": lambda b, g: (g - 1) * b / g,
     "ragged-all-to-all": lambda b, g: (g - 1) * b / g,
-    "collective-permute": lambda b, g: b if g else 0,
+    "collective-permute": lambda b, g: b,
     "collective-broadcast": lambda b, g: b if g > 1 else 0,
 }
 
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     op: HLO name, e.g. "all-gather". dtype, shape: of what each device contributes.
     group_size: devices that take part together; for collective-permute, pairs with two ends.
     operand_bytes: bytes each device contributes, once.
-    sent_bytes: bytes a device sends, all repetitions included.
+    sent_bytes: bytes a device sends, all repetitions included; the mean over the devices.
     times: repetitions by enclosing loops; None if the compiler does not know (counted once).
     branch: which arm of a conditional, "" outside of any. Only one arm of each runs.
     """
@@ -193,7 +193,8 @@ class Module:
             types = operand if "[" in operand else known[name].type
             for dtype, shape in arrays_of(types):
                 size = math.prod(shape) * bits_of(dtype) // 8
-                sent = SENT[op](size, group) * (1 if times is None else times)
+                senders = group / self.devices if op == "collective-permute" else 1
+                sent = SENT[op](size, group) * senders * (1 if times is None else times)
                 yield Row(op, dtype, shape, group, size, sent, times, branch)
 
     def group_size(self, op: str, attributes: str) -> int:

@@ -116,7 +116,7 @@ print("bitwise the same mean:", all(np.array_equal(means["ring"], mean) for mean
 step, state = program("ring")
 book = jc.ledger(step, state, gradients)
 permutes = [row for row in book.rows if row.op == "collective-permute"]
-print(len(permutes), "permutes;", sum(row.operand_bytes * row.group_size for row in permutes) / 4, "B sent by a worker")
+print(len(permutes), "permutes;", f"{sum(row.sent_bytes for row in permutes):,.0f} B sent by a worker")
 
 # %% [markdown]
 # ## 3. Which exchange, on which link

@@ -158,6 +158,16 @@ def test_caps_of_each_worker():
     assert allocate.ratios([80, 10, 10], 0.5, cap=[0.1, 0.2, 0.3]).tolist() == [0.1, 0.2, 0.3]
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_worker_on_a_dead_link_counts_as_one_without_data(rule):
+    cap = allocate.by_bandwidth([0, 1e6, 1e6], 1.0, 10**5)
+    delta = allocate.ratios([10, 5, 1], 0.05, rule=rule, cap=cap)
+    np.testing.assert_array_equal(delta, allocate.ratios([0, 5, 1], 0.05, rule=rule, cap=1.0))
+    shared = allocate.ratios([10, 5, 1], 0.05, rule=rule, cap=cap, active_only=False)
+    assert shared.sum() == pytest.approx(0.15)
+    assert allocate.ratios([10, 5], 0.05, rule=rule, cap=0).tolist() == [0, 0]
+
+
 def test_counts_keep_the_budget(seed):
     rng = np.random.default_rng(seed)
     for _ in range(500):
@@ -186,6 +196,7 @@ def test_thresholds():
         assert 3 / np.sum(1 / each[each < np.inf]) == pytest.approx(0.02)
     assert allocate.thresholds([1, 1e-9], 1.0, cap=20)[1] == 20
     np.testing.assert_array_equal(allocate.thresholds([3, 3], 0.5), [0.5, 0.5])
+    assert np.all(np.isfinite(allocate.thresholds([1, 1e-100], 1.0, rule=5)))
 
 
 @pytest.mark.parametrize("rule", [2 / 3, "sqrt", "uniform"])
@@ -198,6 +209,9 @@ def test_calibration_meets_the_budget(rule, seed):
         kept = lambda base: np.sum(np.abs(probes) >= allocate.thresholds(EXAMPLE, base, rule=rule)[:, None])
         assert kept(base) == min(round(mean * 2000), 1999)
         assert kept(base * (1 - 1e-9)) >= kept(base)
+        capped = allocate.calibrate(EXAMPLE, probes, mean, rule=rule, cap=1.5)
+        each = allocate.thresholds(EXAMPLE, capped, rule=rule, cap=1.5)
+        assert np.sum(np.abs(probes) >= each[:, None]) == min(round(mean * 2000), 1999)
 
 
 BAD = [
@@ -205,12 +219,19 @@ BAD = [
     (lambda: allocate.ratios([1, -1], 0.1), "n finite numbers"),
     (lambda: allocate.ratios([0, 0], 0.1), "at least one volume"),
     (lambda: allocate.ratios([1, np.nan], 0.1), "n finite numbers"),
-    (lambda: allocate.ratios([1, 2], 0), "mean_ratio must be above 0; got 0"),
+    (lambda: allocate.ratios([1, 2], 0), "mean_ratio must be a finite number above 0; got 0"),
+    (lambda: allocate.ratios([1, 2], None), "mean_ratio must be a finite number above 0; got None"),
+    (lambda: allocate.ratios([1, 2], 0.1, rule=None), "rule must be a name or a finite exponent >= 0; got None"),
+    (lambda: allocate.ratios([1, 2], 0.1, floor=None), r"floor must be in \[0, 0.1\]; got None"),
+    (lambda: allocate.ratios([1, 2], 0.1, cap=[1, 1, 1]), r"cap must be one number or 2; got shape \(3,\)"),
+    (lambda: allocate.ratios([1, 2], 0.1, cap=[1, -1]), r"cap must be in \[0, 1\]; got \[1, -1\]"),
+    (lambda: allocate.calibrate([1, 2], np.ones((2, 3)), None), r"mean_ratio must be in \(0, 1\]; got None"),
+    (lambda: allocate.calibrate([1, 2], np.ones((2, 3)), 0.1, cap=0), "calibrate: cap must be at least 1; got 0"),
     (lambda: allocate.ratios([1, 2], 0.1, rule="magic"), "rule must be one of 'sqrt', 'phi', 'released', 'uniform'"),
-    (lambda: allocate.ratios([1, 2], 0.1, rule=-1), "exponent must be a finite number >= 0; got -1"),
+    (lambda: allocate.ratios([1, 2], 0.1, rule=-1), "rule must be a name or a finite exponent >= 0; got -1"),
     (lambda: allocate.ratios([1, 2], 0.1, floor=0.2), r"floor must be in \[0, 0.1\]; got 0.2"),
-    (lambda: allocate.ratios([1, 2], 0.1, cap=2), r"cap must be in \(0, 1\]; got 2"),
-    (lambda: allocate.thresholds([1, 2], 0.0), "base must be above 0"),
+    (lambda: allocate.ratios([1, 2], 0.1, cap=2), r"cap must be in \[0, 1\]; got 2"),
+    (lambda: allocate.thresholds([1, 2], 0.0), "base must be a finite number above 0; got 0"),
     (lambda: allocate.thresholds([1, 2], 1.0, cap=0.5), "cap must be at least 1"),
     (lambda: allocate.thresholds([1, 2], 1.0, rule="phi"), "rule must be one of 'released', 'sqrt', 'uniform'"),
     (lambda: allocate.calibrate([1, 2], np.ones(3), 0.1), r"probes must have shape \[2, d\]"),

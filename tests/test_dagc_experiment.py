@@ -5,13 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import oracles_dagc as oracle
 import pytest
 
 from experiments import dagc_data
+from experiments.bench import exchange
 from experiments.cli import UserError
-from experiments.dagc import against_uniform, interval, rule_in
+from experiments.dagc import against_uniform, interval, one, rule_in
+from experiments.dagc_tasks import factor_for, heterogeneous_quadratics
+from jaxcomp import allocate
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,11 +40,10 @@ def test_dagc_compares_rules_and_thresholds_with_uniform(tmp_path):
     assert sorted({row["method"] for row in rows}) == sorted(methods)
     assert len(rows) == 2 * 2 * len(methods)
     assert all(len(row["scores"]) == 300 and np.isfinite(row["final"]) for row in rows)
-    # One budget: rules by ratio send the same number of entries in all.
-    full = {
-        row["method"]: row["mb"] for row in rows if not row["reached"] and not row["method"].startswith("threshold")
-    }
-    assert len(set(full.values())) <= 1
+    # One budget: all rules send the same number of entries in all.
+    assert all(row["achieved"] == pytest.approx(row["ratio"], rel=0.02) for row in rows)
+    assert "achieved ratio" in result.stdout
+    assert "are against threshold:uniform" in result.stdout
     assert (tmp_path / "r" / "dagc.png").read_bytes()[:4] == b"\x89PNG"
     assert "| sqrt |" in (tmp_path / "r" / "table.md").read_text()
 
@@ -49,7 +52,8 @@ def test_dagc_compares_rules_and_thresholds_with_uniform(tmp_path):
     ("more", "why"),
     [
         (["--rules", "best"], "argument --rules: must be sqrt, phi, released, uniform or a number >= 0"),
-        (["--skews", "0.5"], "--skews must be at least 1; got 0.5"),
+        (["--rules", "threshold:phi"], "thresholds have the rules sqrt, released, uniform or a number"),
+        (["--skews", "0.5"], "argument --skews: must be a number of at least 1; got '0.5'"),
         (["--ratios", "2"], "argument --ratios: must be a number in (0, 1]"),
         (["--task", "mnist"], "--data mnist needs --data-dir"),
     ],
@@ -60,6 +64,26 @@ def test_wrong_options_are_one_line(more, why, tmp_path):
     assert why in result.stderr
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_thresholds_keep_the_budget_when_there_is_memory():
+    options = {"workers": 4, "rounds": 30, "lr": 0.3, "target": 1e-9}
+    simulation, programs = heterogeneous_quadratics(options), {}
+    for method in ("threshold:uniform", "threshold:released"):
+        row = one(simulation, simulation.task(100.0, 0), options, 0.1, method, programs)
+        assert row["achieved"] == pytest.approx(0.1, rel=0.01)
+    assert len(programs) == 1
+
+
+@pytest.mark.parametrize("rule", ["uniform", 2 / 3])
+def test_the_factor_of_thresholds_is_that_of_calibrate(rule, seed):
+    probes = np.random.default_rng(seed).standard_normal((4, 300)).astype(np.float32)
+    each = allocate.thresholds([70, 20, 8, 2], 1.0, rule=rule)
+    factor = float(factor_for(120, jnp.asarray(probes), jnp.asarray(each, jnp.float32)))
+    calibrated = allocate.calibrate([70, 20, 8, 2], probes, 0.1, rule=rule)
+    assert factor >= calibrated * (1 - 1e-6)
+    for base in (factor, calibrated):
+        assert np.sum(np.abs(probes) >= base * each[:, None]) == 120
 
 
 def test_rules_in_options():
@@ -110,6 +134,29 @@ def test_exchanges_between_processes_send_what_the_program_says():
         measured, program = float(row[2]), float(row[3])
         assert program <= measured <= 1.15 * program + 0.02
     assert float(rows[2][3]) <= 1.05
+
+
+def test_two_runs_on_shaped_links_leave_each_other_alone(monkeypatch, tmp_path):
+    made, removed = [], []
+
+    def command(*words):
+        if words[:3] == ("ip", "netns", "add") and words[3].endswith("w1"):
+            raise UserError("no more namespaces")
+        if words[2] == "add" and "veth" not in words:  # a pair of links goes with its namespace
+            made.append(words[3])
+
+    monkeypatch.setattr(exchange, "command", command)
+    monkeypatch.setattr(exchange, "Path", lambda path: tmp_path)
+    monkeypatch.setattr(exchange.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(exchange.os, "getpid", lambda: 4194304)
+    monkeypatch.setattr(exchange.shutil, "which", str)
+    monkeypatch.setattr(exchange.subprocess, "run", lambda words, **_: removed.append(words[3]))
+    options = exchange.parser().parse_args(["--mbit", "100", "--workers", "99"])
+    with pytest.raises(UserError, match="no more"), exchange.hosts(options):
+        pass
+    assert made == ["jxc4194304br", "jxc4194304w0"]
+    assert removed == made[::-1]
+    assert len("jxc4194304w98b") <= 15
 
 
 def test_shaped_links_need_root(tmp_path):

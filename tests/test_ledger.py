@@ -34,7 +34,7 @@ PLAIN = {
     "all-reduce": (lambda x: lax.psum(x, AXIS), P(), 4000, 6000),
     "reduce-scatter": (lambda x: lax.psum_scatter(x, AXIS, scatter_dimension=1, tiled=True), P(AXIS), 4000, 3000),
     "all-to-all": (lambda x: lax.all_to_all(x, AXIS, 1, 1, tiled=True), P(AXIS), 4000, 3000),
-    "collective-permute": (lambda x: lax.ppermute(x, AXIS, [(0, 1), (2, 3)]), P(AXIS), 4000, 4000),
+    "collective-permute": (lambda x: lax.ppermute(x, AXIS, [(0, 1), (2, 3)]), P(AXIS), 4000, 2000),
 }
 
 

@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, fraction, positive
+from experiments.cli import Parser, UserError, at_least, fraction, one_or_more, positive
 from experiments.dagc_data import skewed_volumes
 from experiments.report import show
 
 __all__ = ["main"]
 
-NAME = "jxc"  # of namespaces, their links and the bridge
+NAME = "jxc"  # and the process id: of namespaces, their links and the bridge (15 letters at most)
 SUBNET = "10.213.77"
 WAYS = ("gather", "concat", "ring", "auto")
 
@@ -36,7 +36,7 @@ WAYS = ("gather", "concat", "ring", "auto")
 def parser() -> Parser:
     p = Parser(prog="python -m experiments bench exchange", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--workers", type=at_least(2), default=4, help="processes")
-    p.add_argument("--skew", type=positive, default=100.0, help="largest data volume over the smallest")
+    p.add_argument("--skew", type=one_or_more, default=100.0, help="largest data volume over the smallest")
     p.add_argument("--size", type=at_least(1), default=1_000_000, help="entries of the gradient")
     p.add_argument("--ratio", type=fraction, default=0.01, help="mean ratio")
     p.add_argument("--rounds", type=at_least(1), default=10, help="timed exchanges of each kind; the median counts")
@@ -73,17 +73,21 @@ def hosts(options: Any) -> Iterator[tuple[list[list[str]], str]]:
         return
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
         raise UserError("--mbit needs root and the commands ip and tc")
-    names = [f"{NAME}{i}" for i in range(options.workers)]
-    try:
-        command("ip", "link", "add", f"{NAME}br", "type", "bridge")
-        command("ip", "link", "set", f"{NAME}br", "up")
+    own = f"{NAME}{os.getpid()}"  # another run has its own
+    names, bridge = [f"{own}w{i}" for i in range(options.workers)], f"{own}br"
+    with contextlib.ExitStack() as created:
+        command("ip", "link", "add", bridge, "type", "bridge")
+        created.callback(subprocess.run, ["ip", "link", "del", bridge], capture_output=True)
+        command("ip", "link", "set", bridge, "up")
         for i, name in enumerate(names):
             command("ip", "netns", "add", name)
+            created.callback(subprocess.run, ["ip", "netns", "del", name], capture_output=True)
             etc = Path("/etc/netns") / name
             etc.mkdir(parents=True, exist_ok=True)
+            created.callback(shutil.rmtree, etc, ignore_errors=True)
             (etc / "hosts").write_text(f"127.0.0.1 localhost\n{SUBNET}.{i + 1} {socket.gethostname()}\n")
             command("ip", "link", "add", f"{name}b", "type", "veth", "peer", "name", "eth0", "netns", name)
-            command("ip", "link", "set", f"{name}b", "master", f"{NAME}br", "up")
+            command("ip", "link", "set", f"{name}b", "master", bridge, "up")
             inside = ("ip", "netns", "exec", name)
             command(*inside, "ip", "addr", "add", f"{SUBNET}.{i + 1}/24", "dev", "eth0")
             command(*inside, "ip", "link", "set", "eth0", "up")
@@ -91,11 +95,6 @@ def hosts(options: Any) -> Iterator[tuple[list[list[str]], str]]:
             shape = ("root", "tbf", "rate", f"{options.mbit}mbit", "burst", "32kbit", "latency", "400ms")
             command(*inside, "tc", "qdisc", "add", "dev", "eth0", *shape)
         yield [["ip", "netns", "exec", name] for name in names], f"{SUBNET}.1:{port}"
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
-        subprocess.run(["ip", "link", "del", f"{NAME}br"], capture_output=True)
 
 
 def command(*words: str) -> None:

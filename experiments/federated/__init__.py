@@ -2,7 +2,8 @@
 
 Starts a gRPC server and one process for each client on this machine. Each round the server sends its
 model to the chosen clients; each trains on its own data, adds what it could not send before, and
-sends the largest entries of the change that its ratio allows. Ratios follow data volumes (DAGC).
+sends the largest entries of the change that its ratio allows. Ratios follow the data volumes of the
+clients of the round (DAGC), so every round has the same budget.
 Writes to runs/NAME: config.json, metrics.jsonl (a line for each round), table.md, federated.png.
 """
 
@@ -14,9 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.cli import Parser, UserError, at_least, choose_new, fraction, one_thread, positive, rule_of, share
+from experiments.cli import (
+    Parser,
+    UserError,
+    at_least,
+    choose_new,
+    fraction,
+    one_or_more,
+    one_thread,
+    positive,
+    rule_of,
+    share,
+)
 
 __all__ = ["main"]
+
+RESTARTS = 3  # of a client that dies again and again before it is ready
 
 
 def parser() -> Parser:
@@ -28,7 +42,7 @@ def parser() -> Parser:
     p.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --data mnist")
     p.add_argument("--model", choices=MODELS, default="mlp", help="architecture")
     p.add_argument("--clients", type=at_least(1), default=4, help="client processes")
-    p.add_argument("--skew", type=positive, default=100.0, help="largest data volume over the smallest")
+    p.add_argument("--skew", type=one_or_more, default=100.0, help="largest data volume over the smallest")
     p.add_argument("--alpha", type=positive, default=1.0, help="Dirichlet parameter of the label mixes")
     p.add_argument("--rule", type=rule_of, default="sqrt", help="sqrt, phi, released, uniform, or an exponent")
     p.add_argument("--ratio", type=fraction, default=0.01, help="mean ratio of the clients")
@@ -69,7 +83,7 @@ class Clients:
 
     def __init__(self, number: int, port: int, folder: Path):
         self.port, self.folder = port, folder
-        self.lives = [-1] * number
+        self.lives, self.failures = [-1] * number, [0] * number
         self.processes: list[subprocess.Popen] = []
         self.processes = [self.start(i) for i in range(number)]
 
@@ -78,19 +92,38 @@ class Clients:
         words = [sys.executable, "-m", "experiments.federated.client", "--number", str(number)]
         words += ["--port", str(self.port), "--config", str(self.folder / "config.json")]
         words += ["--life", str(self.lives[number])]
-        log = (self.folder / "clients" / f"client-{number}.log").open("a")
-        return subprocess.Popen(words, stdout=log, stderr=log)
+        with self.log(number).open("a") as log:
+            return subprocess.Popen(words, stdout=log, stderr=log)
 
-    def look_after(self) -> int:
-        """Starts those again that are gone; returns how many."""
+    def log(self, number: int) -> Path:
+        return self.folder / "clients" / f"client-{number}.log"
+
+    @property
+    def restarts(self) -> int:
+        return sum(self.lives)
+
+    def look_after(self, ready: set[int]) -> None:
+        """Starts those again that are gone, and takes them out of `ready`.
+
+        Raises:
+            UserError: one has died RESTARTS + 1 times in a row before it was ready.
+        """
         gone = [i for i, process in enumerate(self.processes) if process.poll() not in (None, 0)]
         for i in gone:
+            self.failures[i] = 0 if i in ready else self.failures[i] + 1
+            if self.failures[i] > RESTARTS:
+                last = self.log(i).read_text(errors="replace").strip().splitlines()[-1:]
+                why = f"its log ends: {last[0]}" if last else f"exit status {self.processes[i].poll()}"
+                raise UserError(f"client {i} died {self.failures[i]} times before it was ready; {why}")
+            ready.discard(i)
             self.processes[i] = self.start(i)
-        return len(gone)
 
-    def stop(self, seconds: float = 20.0) -> None:
+    def stop(self, ready: set[int], seconds: float = 20.0) -> None:
+        """Ends those that are not ready, as nobody will tell them; waits for the others."""
         end = time.monotonic() + seconds
-        for process in self.processes:
+        for i, process in enumerate(self.processes):
+            if i not in ready:
+                process.kill()
             try:
                 process.wait(max(end - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
@@ -109,9 +142,11 @@ def run(options: dict[str, Any], data: Any, folder: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 150)
     model = flat_model(options["model"], data, options["seed"])
     test = jax.jit(model.test)
-    server = Server(model.start, options["clients"], options["ratio"], options["rule"], options["seed"])
+    o = options
+    server = Server(model.start, o["clients"], o["ratio"], o["rule"], o["seed"], o["participation"])
     clients = Clients(options["clients"], server.port, folder)
-    lines, restarts = [], 0
+    server.look_after = lambda: clients.look_after(server.ready)
+    lines = []
     console.print(f"{options['clients']} clients on port {server.port}; writing to {folder}")
     columns = (
         TextColumn("{task.description}"),
@@ -124,11 +159,10 @@ def run(options: dict[str, Any], data: Any, folder: Path) -> None:
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task("rounds", total=options["rounds"], now="")
             with (folder / "metrics.jsonl").open("w") as metrics:
-                for now in server.rounds(options["rounds"], options["participation"], options["deadline"]):
+                for now in server.rounds(options["rounds"], options["deadline"]):
                     loss, accuracy = (float(x) for x in test(now.vector, data.test_x, data.test_y))
-                    restarts += clients.look_after()
                     line = {key: value for key, value in now._asdict().items() if key != "vector"}
-                    line |= {"loss": loss, "accuracy": accuracy, "restarts": restarts}
+                    line |= {"loss": loss, "accuracy": accuracy, "restarts": clients.restarts}
                     lines.append(line)
                     metrics.write(json.dumps(line) + "\n")
                     metrics.flush()
@@ -139,7 +173,7 @@ def run(options: dict[str, Any], data: Any, folder: Path) -> None:
         console.print("interrupted")
     finally:
         server.stop()
-        clients.stop()
+        clients.stop(server.ready)
     if lines:
         report(console, options, server, lines, folder)
 
@@ -151,11 +185,13 @@ def report(console: Any, options: dict[str, Any], server: Any, lines: list[dict[
     from experiments.report import show
 
     volumes = np.array([server.samples[i] for i in range(options["clients"])])
+    counts = np.array(list(server.shared_among(range(options["clients"])).values()))
     rows = [
         [str(i), f"{n:,}", f"{k / server.vector.size:.5f}", f"{k:,}"]
-        for i, (n, k) in enumerate(zip(volumes, server.counts, strict=True))
+        for i, (n, k) in enumerate(zip(volumes, counts, strict=True))
     ]
-    show(console, "Clients", ["client", "samples", "ratio", "entries a round"], rows, "")
+    note = "" if server.asked == options["clients"] else "If all take part; the clients of a round share its budget."
+    show(console, "Clients", ["client", "samples", "ratio", "entries a round"], rows, note)
     total = lambda key: sum(line[key] for line in lines)
     row = [
         str(options["rule"]),
@@ -166,9 +202,12 @@ def report(console: Any, options: dict[str, Any], server: Any, lines: list[dict[
         str(total("accepted")),
         str(total("rejected")),
         str(total("missing")),
+        str(total("refused")),
+        str(total("skipped")),
         str(lines[-1]["restarts"]),
     ]
-    head = ["rule", "rounds", "test accuracy", "MB up", "MB down", "accepted", "rejected", "missing", "restarts"]
+    head = ["rule", "rounds", "test accuracy", "MB up", "MB down", "accepted", "rejected", "missing"]
+    head += ["bad calls", "rounds skipped", "restarts"]
     dense = 4 * server.vector.size * total("accepted")
     notes = f"{dense / max(total('up_bytes'), 1):.0f} times fewer bytes up than dense f32; the model goes down whole."
     if server.reasons:
@@ -177,7 +216,7 @@ def report(console: Any, options: dict[str, Any], server: Any, lines: list[dict[
     figure, (left, right) = new_figure(2)
     left.plot([line["number"] for line in lines], [line["accuracy"] for line in lines], **LINES[1], markersize=3)
     left.set(xlabel="round", ylabel="test accuracy")
-    right.bar(range(len(volumes)), 8 * server.counts / 1e3, color=LINES[1]["color"])
+    right.bar(range(len(volumes)), 8 * counts / 1e3, color=LINES[1]["color"])
     right.set(
         xlabel=f"client, {volumes.max():,} to {volumes.min():,} samples", ylabel="kB of values and indices a round"
     )

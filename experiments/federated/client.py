@@ -1,4 +1,4 @@
-"""One client process: trains on its own data, sends what its own ratio allows, keeps the rest on disk."""
+"""One client process: trains on its own data, sends as many entries as it is told, keeps the rest on disk."""
 
 import argparse
 import json
@@ -19,6 +19,7 @@ from experiments.data import load
 from experiments.federated.model import flat_model, local_batches, local_steps
 from experiments.federated.protocol import OPTIONS, call_of
 from jaxcomp.base import State
+from jaxcomp.payloads import Sparse
 
 __all__ = ["DROPPED", "main"]
 
@@ -26,7 +27,7 @@ DROPPED = 75  # exit status of a client that dropped out on purpose
 
 
 class Client:
-    """Its program is compiled for its own k: no other client's size is in it."""
+    """Its program is compiled for its own room: no other client's size is in it."""
 
     def __init__(self, number: int, options: dict[str, Any], folder: Path):
         self.number, self.options = number, options
@@ -42,28 +43,33 @@ class Client:
             kept = np.load(self.file)
             self.after, self.memory = int(kept["round"]), jnp.asarray(kept["memory"])
 
-    def compile(self, k: int) -> None:
-        model, rate = self.model, self.options["lr"]
-        algorithm = jc.error_feedback(jc.top_k(k=max(k, 1)))
+    def compile(self, room: int) -> None:
+        """For messages of at most `room` entries; how many of them is an argument of each round."""
+        model, rate, size = self.model, self.options["lr"], self.model.start.size
+        algorithm = jc.error_feedback(jc.dagc([1], room / size))
         start = algorithm.init(jax.random.key(self.number), model.start)
 
-        def round_(vector, memory, x, y):
+        def round_(vector, memory, ratio, x, y):
             delta = local_steps(model, vector, x, y, rate)
-            local = start.local._replace(memory=memory)
-            payload, local = algorithm.send(jax.random.key(0), delta, State(local, start.shared))
+            state = jc.set_amounts(State(start.local._replace(memory=memory), start.shared), ratio)
+            payload, local = algorithm.send(jax.random.key(0), delta, state)
             return payload, local.memory, memory + delta
 
         steps, batch = self.options["local_steps"], self.options["batch"]
         x = jax.ShapeDtypeStruct((steps, batch, *self.data.train_x.shape[1:]), jnp.float32)
         y = jax.ShapeDtypeStruct((steps, batch), jnp.int32)
-        self.round = jax.jit(round_).lower(model.start, model.start, x, y).compile()
+        ratio = jax.ShapeDtypeStruct((1,), jnp.float32)
+        self.round = jax.jit(round_).lower(model.start, model.start, ratio, x, y).compile()
 
-    def train(self, round_: int, vector: np.ndarray) -> tuple[bytes, Any, Any]:
-        """The message, the memory if it is accepted, and the memory if it is not."""
+    def train(self, round_: int, vector: np.ndarray, k: int) -> tuple[bytes, Any, Any]:
+        """The message of k entries, the memory if it is accepted, and the memory if it is not."""
         o = self.options
         chosen = local_batches(self.part, o["local_steps"], o["batch"], o["seed"], round_, self.number)
-        payload, rest, whole = self.round(vector, self.memory, self.data.train_x[chosen], self.data.train_y[chosen])
-        return jc.wire.encode(payload), rest, whole
+        ratio = np.full(1, k / vector.size, np.float32)
+        batches = self.data.train_x[chosen], self.data.train_y[chosen]
+        (values, indices), rest, whole = self.round(vector, self.memory, ratio, *batches)
+        real = np.asarray(indices) < vector.size  # the padding of the room stays here
+        return jc.wire.encode(Sparse(np.asarray(values)[real], np.asarray(indices)[real])), rest, whole
 
     def keep(self, round_: int, memory: Any) -> None:
         """All or nothing: a killed process leaves the old file."""
@@ -84,7 +90,7 @@ def garbage(message: bytes, round_: int) -> bytes:
     if round_ % 4 == 2:
         return bytes([*message[:20], message[20] ^ 0x5A, *message[21:]])
     nan = np.full(1, np.nan, np.float32)
-    return jc.wire.encode(jc.payloads.Sparse(nan, np.zeros(1, np.int32)))
+    return jc.wire.encode(Sparse(nan, np.zeros(1, np.int32)))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -107,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
                 welcome, _ = join({**me, "samples": len(client.part)})
             if "done" in welcome:
                 return 0
-            client.compile(welcome["k"])
+            client.compile(welcome["room"])
             while True:
                 task, body = pull({**me, "after": client.after})
                 if "done" in task:
@@ -117,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
                 number = task["round"]
                 if chance.random() < options["dropout"]:
                     return DROPPED
-                message, rest, whole = client.train(number, jc.wire.decode(body).values)
+                message, rest, whole = client.train(number, jc.wire.decode(body).values, task["k"])
                 sent = garbage(message, number) if bad else message
                 answer, _ = push({**me, "round": number}, sent)
                 client.keep(number, rest if answer["accepted"] else whole)

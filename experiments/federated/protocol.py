@@ -5,19 +5,20 @@ kept by its community, does deadlines, limits and reconnection, and with generic
 generated code. Messages of the model and of the clients are `jc.wire` frames, whose length is what is
 really sent: nothing is padded to another client's size.
 
-    Join   client -> {client, samples}                      server -> {k, samples of all, ...}
-    Pull   client -> {client, after}                         server -> {round} + model, {wait} or {done}
-    Push   client -> {client, round, samples} + message      server -> {accepted, why}
+    Join   client -> {client, samples}                       server -> {room}, {wait} or {done}
+    Pull   client -> {client, after}                         server -> {round, k} + model, {wait} or {done}
+    Push   client -> {client, round} + message               server -> {accepted, why}
 """
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
-__all__ = ["METHODS", "OPTIONS", "SERVICE", "BadCall", "call_of", "handler_of", "pack", "unpack"]
+__all__ = ["METHODS", "OPTIONS", "SERVICE", "BadCall", "call_of", "handler_of", "pack", "unpack", "whole"]
 
 SERVICE = "jaxcomp.Federated"
 METHODS = ("Join", "Pull", "Push")
@@ -53,21 +54,39 @@ def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
         raise BadCall(f"a header of {size} bytes in a call of {len(data)}")
     try:
         header = json.loads(data[4 : 4 + size])
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadCall("the header is not JSON") from None
     if not isinstance(header, dict):
         raise BadCall("the header is not an object")
     return header, data[4 + size :]
 
 
-def handler_of(methods: dict[str, Callable[[dict[str, Any], bytes], bytes]]) -> grpc.GenericRpcHandler:
-    """A gRPC service of bytes from functions of (header, body); a bad call is refused, not fatal."""
+def whole(header: dict[str, Any], name: str, low: int, high: float = math.inf) -> int:
+    """A field of a header that is an integer in [low, high).
+
+    Raises:
+        BadCall: it is not.
+    """
+    value = header.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < high:
+        raise BadCall(f"{name} must be an integer in [{low}, {high}); got {str(value)[:20]}")
+    return value
+
+
+def handler_of(methods: dict[str, Callable[..., bytes]], refused: Callable[[str], None]) -> grpc.GenericRpcHandler:
+    """A gRPC service of bytes.
+
+    Args:
+        methods: name -> function of (header, body, waits); waits() is False once the caller has gone.
+        refused: is told why a call was refused; a bad call is not fatal.
+    """
 
     def serve(function):
         def answer(data: bytes, context: grpc.ServicerContext) -> bytes:
             try:
-                return function(*unpack(data))
+                return function(*unpack(data), context.is_active)
             except BadCall as error:
+                refused(str(error))
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
                 raise
 
@@ -81,6 +100,6 @@ def call_of(channel: grpc.Channel, method: str) -> Callable[..., tuple[dict[str,
     stub = channel.unary_unary(f"/{SERVICE}/{method}")
 
     def call(header: dict[str, Any], body: bytes = b"", *, timeout: float = 60.0) -> tuple[dict[str, Any], bytes]:
-        return unpack(stub(pack(header, body), timeout=timeout, wait_for_ready=True))
+        return unpack(stub(pack(header, body), timeout=timeout))
 
     return call

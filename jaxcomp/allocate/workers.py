@@ -55,8 +55,9 @@ def ratios(
         mean_ratio: mean of the ratios, above 0. From 1 on every worker sends everything.
         rule: "sqrt", "phi", "released", "uniform", or the exponent s >= 0 of delta_i ~ p_i^s.
         floor: least ratio, in [0, mean_ratio]. A memory is stale for about 1 / delta_i rounds.
-        cap: largest ratio, in (0, 1], one number or one for each worker (`by_bandwidth`). None is 1,
-            except with "released", which is left as its authors' code has it.
+        cap: largest ratio, in [0, 1], one number or one for each worker (`by_bandwidth`). A worker with
+            cap 0, as on a dead link, counts as one without data. None is 1, except with "released",
+            which is left as its authors' code has it.
         active_only: workers without data get 0. True: mean_ratio is the mean over the others;
             False: it is the mean over all, and the others share what is free.
 
@@ -77,17 +78,22 @@ def ratios(
     [0.0906 0.1188 0.0906]
     """
     weight = shares("ratios", volumes)
-    if not (math.isfinite(mean_ratio) and mean_ratio > 0):
-        raise ValueError(f"ratios: mean_ratio must be above 0; got {mean_ratio}")
+    if not 0 < number_of(mean_ratio) < math.inf:
+        raise ValueError(f"ratios: mean_ratio must be a finite number above 0; got {mean_ratio}")
     exponent = _exponent("ratios", rule, RULES)
-    active = weight > 0
-    p = weight[active]
+    most = np.asarray(1.0 if cap is None else cap, np.float64)
+    if most.shape not in ((), weight.shape):
+        raise ValueError(f"ratios: cap must be one number or {len(weight)}; got shape {most.shape}")
+    if not np.all((most >= 0) & (most <= 1)):
+        raise ValueError(f"ratios: cap must be in [0, 1]; got {cap}")
+    most = np.broadcast_to(most, weight.shape)
+    active = (weight > 0) & (most > 0)
+    if not active.any():
+        return np.zeros(len(weight))
+    p, most = shares("ratios", weight[active]), most[active]
     n = len(p)
-    most = np.broadcast_to(np.asarray(1.0 if cap is None else cap, np.float64), weight.shape)[active]
-    if not (np.all(most > 0) and np.all(most <= 1)):
-        raise ValueError(f"ratios: cap must be in (0, 1]; got {cap}")
     budget = mean_ratio * (n if active_only else len(weight))
-    if not 0 <= floor <= min(budget / n, float(most.min())):
+    if not 0 <= number_of(floor) <= min(budget / n, float(most.min())):
         raise ValueError(f"ratios: floor must be in [0, {min(budget / n, most.min()):.6g}]; got {floor}")
     result = np.zeros(len(weight))
     if budget >= most.sum():
@@ -134,12 +140,9 @@ def thresholds(
     [0.625 2.5  ]
     """
     weight = shares("thresholds", volumes)
-    if not (math.isfinite(base) and base > 0):
-        raise ValueError(f"thresholds: base must be above 0; got {base}")
-    if not cap >= 1:
-        raise ValueError(f"thresholds: cap must be at least 1; got {cap}")
-    exponent = _threshold_exponent("thresholds", rule)
-    return base * np.minimum(_scales(weight, exponent), np.where(weight > 0, cap, np.inf))
+    if not 0 < number_of(base) < math.inf:
+        raise ValueError(f"thresholds: base must be a finite number above 0; got {base}")
+    return base * _scales("thresholds", weight, rule, cap)
 
 
 def calibrate(
@@ -148,43 +151,44 @@ def calibrate(
     mean_ratio: float,
     *,
     rule: Rule = "released",
+    cap: float = math.inf,
 ) -> float:
     """The base threshold with which the workers together keep their budget on a probe step.
 
     The smallest base such that sum_i |{j : |u_ij| >= lambda_i}| <= n mean_ratio d, exactly: entry u_ij is
-    kept as long as base <= |u_ij| / (lambda_i / base), so base lies just above the first such
-    quotient that is one too many.
+    kept as long as base <= |u_ij| / (lambda_i / base), so base lies two roundings above the
+    first such quotient that is one too many.
 
     Args:
         volumes: samples of each worker; those without data do not count.
         probes: [n, d], what each worker would compress at one step (gradient plus memory).
         mean_ratio: mean share of entries, in (0, 1].
-        rule: as for `thresholds`.
+        rule, cap: as for `thresholds`.
 
     Returns:
         `base` for `thresholds`. Between entries of equal quotient the budget is met from below.
 
     Raises:
-        ValueError: shapes do not fit, mean_ratio is out of range, or no probe entry is above 0.
+        ValueError: shapes do not fit, an argument is out of range, or no probe entry is above 0.
 
     >>> calibrate([1, 1], [[4.0, 3.0, 1.0, 0.5], [2.0, 1.0, 1.0, 0.0]], 3 / 8)
-    1.0000000000000002
+    1.0000000000000004
     """
     weight = shares("calibrate", volumes)
     u = np.abs(np.asarray(probes, np.float64))
     if u.ndim != 2 or len(u) != len(weight):
         raise ValueError(f"calibrate: probes must have shape [{len(weight)}, d]; got {u.shape}")
-    if not 0 < mean_ratio <= 1:
+    if not 0 < number_of(mean_ratio) <= 1:
         raise ValueError(f"calibrate: mean_ratio must be in (0, 1]; got {mean_ratio}")
     active = weight > 0
-    scale = _scales(weight, _threshold_exponent("calibrate", rule))[active]
+    scale = _scales("calibrate", weight, rule, cap)[active]
     u = np.where(np.isfinite(u), u, 0)[active]
     quotients = (u / scale[:, None]).reshape(-1)
     quotients = np.sort(quotients[quotients > 0])[::-1]
     if not quotients.size:
         raise ValueError("calibrate: no entry of the probes is above 0")
     keep = _down(mean_ratio * u.size)
-    return float(quotients[-1] if keep >= quotients.size else np.nextafter(quotients[keep], np.inf))
+    return float(quotients[-1] if keep >= quotients.size else quotients[keep] * (1 + 2**-51))
 
 
 def counts(ratios: Sequence[float] | Array, size: int, *, mode: str = "exact") -> Array:
@@ -264,20 +268,23 @@ def shares(name: str, volumes: Any) -> Array:
     return values / values.sum()
 
 
+def number_of(value: Any) -> float:
+    """A number as a float; NaN, which no range contains, for what is none."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
 def _exponent(name: str, rule: Rule, names: Sequence[str]) -> float | None:
     """The exponent of a power rule, None for the others."""
     if isinstance(rule, str):
         if rule not in names:
             raise ValueError(f"{name}: rule must be one of {', '.join(map(repr, names))} or a number; got {rule!r}")
         return NAMED.get(rule)
-    if isinstance(rule, bool) or not 0 <= rule < math.inf:
-        raise ValueError(f"{name}: the exponent must be a finite number >= 0; got {rule}")
+    if isinstance(rule, bool) or not 0 <= number_of(rule) < math.inf:
+        raise ValueError(f"{name}: rule must be a name or a finite exponent >= 0; got {rule}")
     return float(rule)
-
-
-def _threshold_exponent(name: str, rule: Rule) -> float:
-    exponent = _exponent(name, rule, THRESHOLD_RULES)
-    return 2 / 3 if exponent is None else exponent
 
 
 def _pair(name: str, volumes: Any, ratios: Any) -> tuple[Array, Array]:
@@ -291,12 +298,15 @@ def _down(x: float) -> int:
     return math.floor(x + 1e-9 * max(1.0, x))
 
 
-def _scales(weight: Array, exponent: float) -> Array:
-    """lambda_i / base: mean_j(p_j^s) / p_i^s over the workers with data, infinity for the others."""
+def _scales(name: str, weight: Array, rule: Rule, cap: float) -> Array:
+    """lambda_i / base: mean_j(p_j^s) / p_i^s, at most cap, over the workers with data; infinity for the others."""
+    if not number_of(cap) >= 1:
+        raise ValueError(f"{name}: cap must be at least 1; got {cap}")
+    exponent = _exponent(name, rule, THRESHOLD_RULES)
     active = weight > 0
     result = np.full(len(weight), np.inf)
-    powers = weight[active] ** exponent
-    result[active] = powers.mean() / powers
+    powers = np.maximum((weight[active] / weight.max()) ** (2 / 3 if exponent is None else exponent), 1e-300)
+    result[active] = np.minimum(powers.mean() / powers, cap)
     return result
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.allocate import counts, ratios, thresholds
-from jaxcomp.allocate.workers import Rule, shares
+from jaxcomp.allocate.workers import Rule, number_of, shares
 from jaxcomp.amounts import Amounts
 from jaxcomp.base import Compressor, Lengths, Seat, Spec, State, Tally, finite, wide
 from jaxcomp.compressors.sidco import sidco
@@ -127,7 +127,8 @@ def dagc(
         mean_ratio: mean of the ratios, in (0, 1].
         sparsifier: `top_k`, `sidco`, `hard_threshold`, or a `Selector`.
         rule: of `allocate.ratios`, or of `allocate.thresholds`.
-        floor, cap: limits of the ratios, as for `allocate.ratios`.
+        floor, cap: limits of the ratios, as for `allocate.ratios`. With `hard_threshold` they limit only the
+            room that a worker has, not its threshold.
         base: mean threshold of `hard_threshold`; `allocate.calibrate` finds it.
         capacity: room of each worker as a multiple of its share, at least 1; None: the selector's own. Room
             for ratios that grow later (`set_amounts`), or for data-dependent numbers of entries. What
@@ -152,10 +153,10 @@ def dagc(
     if selector is None:
         known = ", ".join(f"jc.{factory.__name__}" for factory in SELECTORS)
         raise ValueError(f"dagc: sparsifier must be one of {known} or a Selector; got {sparsifier!r}")
-    if not 0 < mean_ratio <= 1:
+    if not 0 < number_of(mean_ratio) <= 1:
         raise ValueError(f"dagc: mean_ratio must be in (0, 1]; got {mean_ratio}")
     spare = selector.spare if capacity is None else capacity
-    if not 1 <= spare < math.inf:
+    if not 1 <= number_of(spare) < math.inf:
         raise ValueError(f"dagc: capacity must be at least 1; got {capacity}")
     name = getattr(sparsifier, "__name__", "selector")
     if (selector.unit == "threshold") != (base is not None):
