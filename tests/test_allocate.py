@@ -7,7 +7,7 @@ import oracles_dagc as oracle
 import pytest
 from oracles_dagc import EXAMPLE
 
-from jaxcomp import allocate
+from jaxcomp import allocate, dagc
 
 RULES = ["uniform", "released", "phi", "sqrt", 2 / 3, 1.0]
 MONOTONE = [rule for rule in RULES if rule != "released"]
@@ -166,6 +166,9 @@ def test_a_worker_on_a_dead_link_counts_as_one_without_data(rule):
     shared = allocate.ratios([10, 5, 1], 0.05, rule=rule, cap=cap, active_only=False)
     assert shared.sum() == pytest.approx(0.15)
     assert allocate.ratios([10, 5], 0.05, rule=rule, cap=0).tolist() == [0, 0]
+    capped, without = dagc([10, 5, 1], 0.05, rule=rule, cap=cap).spec, dagc([0, 5, 1], 0.05, rule=rule, cap=1.0).spec
+    assert capped.weights == without.weights
+    assert capped.alpha(100) == without.alpha(100) > 0
 
 
 def test_counts_keep_the_budget(seed):

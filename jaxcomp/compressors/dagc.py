@@ -161,12 +161,13 @@ def dagc(
     name = getattr(sparsifier, "__name__", "selector")
     if (selector.unit == "threshold") != (base is not None):
         raise ValueError(f"dagc: base is the mean threshold of hard_threshold; got {base} for {name}")
-    weights = shares("dagc", volumes)
+    shares("dagc", volumes)  # the first error names dagc
     each = None
     if base is not None:
         each = thresholds(volumes, base, rule=rule)
         rule = 2 / 3 if rule == "released" else rule  # the numbers of entries go as 1 / threshold
     share = ratios(volumes, mean_ratio, rule=rule, floor=floor, cap=cap)
+    weights = shares("dagc", np.where(share > 0, volumes, 0))  # without a link is as without data
 
     def rooms(d: int) -> np.ndarray:
         return np.minimum(np.ceil(spare * counts(share, d) - 1e-9), d).astype(np.int64)
