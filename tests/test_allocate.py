@@ -6,6 +6,7 @@ import numpy as np
 import oracles_dagc as oracle
 import pytest
 from oracles_dagc import EXAMPLE
+from variants import variants
 
 from jaxcomp import allocate, dagc
 
@@ -67,10 +68,11 @@ def profiles(seed, count):
         yield p, float(rng.uniform(0.001, 0.06))
 
 
-def test_ten_thousand_profiles_keep_every_property(seed):
+@pytest.mark.parametrize("count", variants([1000, 10_000], {1000}))
+def test_random_profiles_keep_every_property(count, seed):
     """Budget, limits, order, scale, permutation; and which rule is never above which on which bound."""
     rng = np.random.default_rng(seed + 1)
-    for number, (volumes, mean) in enumerate(profiles(seed, 10_000)):
+    for number, (volumes, mean) in enumerate(profiles(seed, count)):
         n = len(volumes)
         p = volumes / volumes.sum()
         order = rng.permutation(n)

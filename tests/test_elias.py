@@ -8,6 +8,7 @@ import numpy as np
 import oracles_smoothness as oracle
 import pytest
 from laws import CHANCES, DENSE, VARYING, D
+from variants import variants
 
 import jaxcomp as jc
 from jaxcomp import packing
@@ -72,7 +73,7 @@ COMPRESSORS = {
 }
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", variants(COMPRESSORS, {"compose", "dithering", "top_k"}))
 def test_every_payload_survives_and_costs_what_is_counted(name, key, seed):
     x = jnp.asarray(np.random.default_rng(seed).standard_t(3, D), jnp.float32)
     _, payload = jc.roundtrip(COMPRESSORS[name], x, key=key)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from laws import ROWS, D
+from variants import variants
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
@@ -127,10 +128,14 @@ TREES = [
 ]
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("via", ["auto", "gather"])
+@pytest.mark.parametrize(
+    "way",
+    variants([(v, w) for v in ("auto", "gather") for w in WEIGHTS], [("auto", "weighted"), ("gather", "equal")]),
+    ids="-".join,
+)
 @pytest.mark.parametrize("compressor", TREES, ids=lambda c: c.spec.name)
-def test_trees_are_right_and_bitwise_equal_everywhere(compressor, via, weights, key, seed):
+def test_trees_are_right_and_bitwise_equal_everywhere(compressor, way, key, seed):
+    via, weights = way
     like = jax.eval_shape(lambda: TREE)
     assert_right(*everywhere(compressor, via, WEIGHTS[weights], like, key, seed), 1e-5, weights)
 

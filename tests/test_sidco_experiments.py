@@ -50,6 +50,7 @@ def test_training(tmp_path):
     assert "exists; choose another --out" in run("sidco", "training", "--out", out, code=2).stderr
 
 
+@pytest.mark.slow
 def test_bench_select(tmp_path):
     result = run("bench", "select", "--log2-sizes", 10, 11, "--repeats", 1, "--out", tmp_path / "b")
     assert "jc.sidco + residual" in result.stdout

@@ -66,6 +66,7 @@ def test_training(tmp_path):
     assert "loss at equal bytes" in result.stdout
 
 
+@pytest.mark.slow
 def test_bench(tmp_path):
     result = run("bench", "skcompress", "--nonzeros", 2000, "--repeats", 1, "--markdown", tmp_path / "b.md")
     assert "One jnp.sort of 2,000 floats" in result.stdout
