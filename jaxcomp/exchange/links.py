@@ -3,14 +3,14 @@
 A link carries a message of b bytes in `latency + b / bandwidth`, and all links work at once. For n
 workers with messages of w_i bytes, W = sum w_i:
 
-    gather   (n - 1) (latency + max w_i / bandwidth)           ring all-gather of padded messages
-    concat   2 (n - 1) (latency + W / n / bandwidth)           ring all-reduce of their concatenation
-    ring     sum over ticks (latency + 1.4 piece / bandwidth)   pieces passed on, about W over each link
-    ragged   (n - 1) (latency + max w_i / bandwidth)        each sends its own message n - 1 times
+    gather   (n - 1) (latency + 1.1 max w_i / bandwidth)       ring all-gather of padded messages
+    concat   2 (n - 1) (latency + 1.2 W / n / bandwidth)       ring all-reduce of their concatenation
+    ring     sum over ticks (latency + 1.5 piece / bandwidth)  pieces passed on, about W over each link
+    ragged   (n - 1) (latency + 1.1 max w_i / bandwidth)       each sends its own message n - 1 times
 
-So concat beats gather from max w_i > 2 W / n on. Ring sends the fewest bytes but waits most often, and
-at every tick for both neighbours, which a collective that runs by itself does not: the factor 1.4 and
-the latency of 1 ms were measured with gloo, eight processes and links of 100 Mbit/s
+So concat beats gather from about max w_i > 2.2 W / n on. Ring sends the fewest bytes but waits most often, and
+at every tick for both neighbours, which a collective that runs by itself does not. The factors and the
+latency of 1 ms were measured with gloo, eight processes and links of 100 Mbit/s
 (`python -m experiments bench exchange --workers 8 --mbit 100`).
 """
 
@@ -21,7 +21,7 @@ __all__ = ["DEFAULT", "Cost", "Link", "Phase", "Plan", "costs", "ring_plan"]
 
 MOST_PIECES = 48  # of the longest message
 MOST_REST = 8  # pieces of the longest rest
-WAITS = 1.4  # time of a tick over that of its bytes
+GATHERS, ADDS, WAITS = 1.1, 1.2, 1.5  # time of a message, of one that is added, and of a tick over that of its bytes
 WASTE = 1.04  # what a link carries, over the sum of the real sizes, that is worth more ticks to avoid
 
 
@@ -153,12 +153,12 @@ def costs(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> dict
     n, total = len(lengths), 4 * sum(lengths)
     plan = ring_plan(lengths, link)
 
-    def cost(messages: int, size: float, sent: float) -> Cost:
-        return Cost(messages * (link.latency + size / link.bandwidth), float(sent))
+    def cost(messages: int, size: float, sent: float, factor: float = GATHERS) -> Cost:
+        return Cost(messages * (link.latency + factor * size / link.bandwidth), float(sent))
 
     return {
         "gather": cost(n - 1, 4 * capacity, (n - 1) * 4 * capacity),
-        "concat": cost(2 * (n - 1), total / n, 2 * (n - 1) / n * total),
+        "concat": cost(2 * (n - 1), total / n, 2 * (n - 1) / n * total, ADDS),
         "ring": Cost(plan.seconds(link), plan.sent_bytes),
         "ragged": cost(n - 1, 4 * max(lengths), (n - 1) / n * total),
     }
