@@ -14,7 +14,7 @@ from jax import lax
 from jaxcomp.base import Compressor, finite, wide
 from jaxcomp.compressors.threshold import by_threshold, shown, target_of
 from jaxcomp.compressors.vector import is_whole
-from jaxcomp.select import count_words, magnitude, words_above
+from jaxcomp.select import count_words, descending, magnitude, words_above
 
 __all__ = ["dgc", "warm_up"]
 
@@ -76,7 +76,7 @@ def dgc(
         taken = magnitude(finite(x[start + stride * lax.iota(jnp.int32, size)]))
         most = min(size, math.ceil(size * target.peak(d) / d) + 1)
         rank = jnp.clip(jnp.ceil(size * share - 1e-4).astype(jnp.int32), 1, most) - 1
-        at = lax.top_k(taken, most)[0][rank]
+        at = descending(taken, most)[rank]
         # The method keeps |x| >= eta; just below it, > is the same.
         eta = jnp.nextafter(at, jnp.zeros((), wide(x.dtype)))
         words = words_above(x, eta)
