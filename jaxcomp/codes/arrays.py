@@ -32,6 +32,7 @@ Array = Any
 
 
 def is_host(x: Any) -> bool:
+    """True for NumPy arrays and scalars, with which a code runs on the host."""
     return isinstance(x, np.ndarray | np.generic)
 
 

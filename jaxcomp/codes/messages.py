@@ -68,6 +68,7 @@ def from_words(words: Array, like: Any) -> Array:
 
 
 def num_words(like: Any) -> int:
+    """uint32 words that an array of this shape and dtype fills, the last one padded."""
     return -(-like.size * like.dtype.itemsize // 4)
 
 

@@ -44,6 +44,15 @@ __all__ = ["read"]
 
 
 def read(reader: Reader, depth: int) -> Any:
+    """The array or payload of the node that begins here.
+
+    Args:
+        reader: of a body, at the first byte of a node; afterwards at the byte behind it.
+        depth: levels of nesting that are still allowed.
+
+    Raises:
+        WireError: no node that a writer could have made; says which field was wrong.
+    """
     if depth == 0:
         raise WireError("nesting", f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}")
     kind = reader.byte("payload type")

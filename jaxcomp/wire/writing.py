@@ -41,6 +41,16 @@ __all__ = ["CODES", "write"]
 
 
 def write(node: Any, parts: list[bytes], writers: dict) -> None:
+    """Appends the bytes of a node to `parts`.
+
+    Args:
+        node: NumPy array, or payload of them.
+        parts: of the body so far.
+        writers: of a code, from `CODES`: payload type -> writer.
+
+    Raises:
+        TypeError: not a payload, or an array of a dtype that no payload has.
+    """
     if isinstance(node, np.ndarray):
         parts.append(bytes([ARRAY]))
         _write_array(node, parts)
