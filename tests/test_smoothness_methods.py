@@ -348,6 +348,55 @@ def test_methods_converge_at_their_theoretical_steps():
     assert distances(jc.marina(c, full.gamma, 0.3), 4000)[-1] < 1e-8
 
 
+@pytest.mark.parametrize("aware", [False, True])
+def test_marina_finds_a_stationary_point_of_a_non_convex_loss(aware):
+    """Logistic loss and weight sum_j x_j^2 / (1 + x_j^2), whose curvature lies in weight [-1/2, 2]."""
+    weight, full = 0.1, 0.3
+    bend = lambda x: weight * jnp.sum(x**2 / (1 + x**2))
+    matrices = [root @ root + 2 * weight * np.eye(D) for root in S.matrix_root]
+    L = np.linalg.eigvalsh(np.mean(matrices, 0))[-1]
+    if aware:
+        operator = jc.smoothness.stack([jc.smoothness.dense_of(matrix) for matrix in matrices])
+        p = jc.smoothness.probabilities(operator.diag, 2.0)
+        c = jc.precondition(jc.bernoulli(p, per_worker=True), operator)
+        each = [jc.smoothness.sparsification_variance(d, q) for d, q in zip(operator.diag, p, strict=True)]
+        variance = np.linalg.eigvalsh(np.mean([v * m for v, m in zip(each, matrices, strict=True)], 0))[-1]
+    else:
+        c = jc.bernoulli(2 / D)
+        variance = (D / 2 - 1) * max(np.linalg.eigvalsh(m)[-1] for m in matrices) ** 2
+    steps = jc.theory.step_sizes("marina+", smoothness=L, workers=N, variance=variance, full=full)
+    run = jc.rounds(jc.marina(c, steps.gamma, full), AXIS)
+
+    def worker(a, b):
+        gradient = lambda x: gradient_of(a, b)(x) + jax.grad(bend)(x)
+
+        def body(state, _):
+            state, _ = run.step(state, gradient)
+            return state, jnp.sum(jax.lax.pmean(gradient(run.point(state)), AXIS) ** 2)
+
+        return jax.lax.scan(body, run.init(2 * jnp.ones(D)), length=1500)[1]
+
+    squares = jax.jit(jax.vmap(worker, axis_name=AXIS))(jnp.asarray(A), jnp.asarray(B))[0]
+    assert squares[-1] < 1e-12 * squares[0]
+
+
+def test_marina_with_a_prox_solves_the_composite_problem():
+    """|x|_1 pulls coordinates to zero exactly, and the rest to where the gradient is the weight."""
+    prox, full = jc.prox.l1(0.05), 0.3
+    p = jc.smoothness.probabilities(S.diag, 2.0)
+    c = jc.precondition(jc.bernoulli(p, per_worker=True), S)
+    run = jc.rounds(jc.marina(c, 0.05, full, prox=prox), AXIS)
+
+    def worker(a, b):
+        body = lambda state, _: (run.step(state, gradient_of(a, b))[0], None)
+        return run.point(jax.lax.scan(body, run.init(jnp.ones(D)), length=3000)[0])
+
+    x = np.asarray(jax.jit(jax.vmap(worker, axis_name=AXIS))(jnp.asarray(A), jnp.asarray(B)))[0]
+    g = np.mean([gradient(x) for gradient in GRADIENTS], axis=0)
+    np.testing.assert_allclose(g[x != 0], -0.05 * np.sign(x[x != 0]), atol=1e-6)
+    assert np.all(np.abs(g[x == 0]) <= 0.05 + 1e-9)
+
+
 def test_identities():
     """A multiple of the identity whitens nothing: DIANA+ is DIANA; everything sent: it is gradient descent."""
     scalar = jc.smoothness.stack([jc.smoothness.diagonal_of(np.full(D, 0.25))] * N)

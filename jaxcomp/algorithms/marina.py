@@ -10,6 +10,7 @@ from jaxcomp.algorithms.method import Method, move, view
 from jaxcomp.base import Compressor, State, advance, finite, key_data, wide_like, wrap_key
 from jaxcomp.compressors.dense import identity
 from jaxcomp.compressors.tree import lift
+from jaxcomp.prox import Prox
 
 __all__ = ["marina"]
 
@@ -29,8 +30,8 @@ class MarinaShared(NamedTuple):
     compressor: Any
 
 
-def marina(compressor: Compressor, step_size: float, full: float) -> Method:
-    """x <- x - gamma g;  g <- mean gradient with probability `full`, else g + mean of C(change of the gradient).
+def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox | None = None) -> Method:
+    """x <- prox(x - gamma g);  g <- mean gradient with probability `full`, else g + mean of C(change of the gradient).
 
     With a preconditioned compressor it is MARINA+, whose error counts in the norm of the smoothness
     matrix. There are no shifts, and it needs no convexity. omega of the compressor must be known. The first
@@ -40,6 +41,7 @@ def marina(compressor: Compressor, step_size: float, full: float) -> Method:
         compressor: unbiased, of one array or of trees.
         step_size: gamma; `theory.step_sizes("marina", ...)`.
         full: probability of a full round, in (0, 1]; usually the share of bits that a compressed one needs.
+        prox: of a regulariser (`jaxcomp.prox`), for composite problems.
 
     Raises:
         ValueError: the compressor is biased, or a number is out of range.
@@ -67,7 +69,7 @@ def marina(compressor: Compressor, step_size: float, full: float) -> Method:
 
     def step(key, state, gradient, exchange):
         local, shared = state
-        x = move(shared.x, shared.direction, step_size, None)
+        x = move(shared.x, shared.direction, step_size, prox)
         new = jax.tree.map(lambda g, old: g.astype(old.dtype), finite(gradient(x)), local.gradient)
         like = wide_like(new)
 
