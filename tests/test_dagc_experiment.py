@@ -3,12 +3,12 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import oracles_dagc as oracle
 import pytest
+from programs import ROOT, run
 
 from experiments import dagc_data
 from experiments.bench import exchange
@@ -16,13 +16,6 @@ from experiments.cli import UserError
 from experiments.dagc import against_uniform, interval, one, rule_in
 from experiments.dagc_tasks import factor_for, heterogeneous_quadratics
 from jaxcomp import allocate
-
-ROOT = Path(__file__).parent.parent
-
-
-def run(*arguments):
-    words = [sys.executable, "-m", "experiments", *map(str, arguments)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.slow

@@ -5,25 +5,14 @@ import json
 import signal
 import struct
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import ROOT, command, run
 
 from experiments import data
 from experiments.cli import UserError
-
-ROOT = Path(__file__).parent.parent
-
-
-def command(*arguments):
-    return [sys.executable, "-m", "experiments", *map(str, arguments)]
-
-
-def run(*arguments, **kwargs):
-    return subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=300, **kwargs)
 
 
 def short(folder, name, *more):

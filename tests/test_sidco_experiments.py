@@ -1,24 +1,14 @@
 """The experiments of SIDCo on tiny settings: tables, plots and numbers come out, errors fit on a line."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import run_to
 
 from experiments.sidco.sources import LAWS, ZEROS, draws
 
 pytestmark = pytest.mark.xdist_group("experiments")
-ROOT = Path(__file__).parent.parent
-
-
-def run(*arguments, code=0):
-    command = [sys.executable, "-m", "experiments", *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert result.returncode == code, result.stderr
-    return result
 
 
 @pytest.mark.slow
@@ -27,7 +17,7 @@ def test_quality(tmp_path):
     text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
     out = tmp_path / "q"
     options = ("--log2-size", 12, "--rounds", 4, "--steps", 4, "--ratios", 0.05, "--text", text, "--out", out)
-    result = run("sidco", "quality", *options)
+    result = run_to(0, "sidco", "quality", *options)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     methods = {row["method"] for row in rows}
     assert {row["source"] for row in rows} >= {"Laplace", "Student t3, 50% zeros", "CNN, digits", "LSTM, text"}
@@ -43,16 +33,16 @@ def test_quality(tmp_path):
 def test_training(tmp_path):
     out = tmp_path / "t"
     options = ("--ratios", 0.1, "--methods", "top-k", "sidco", "--steps", 20, "--seeds", 0, "--workers", 2)
-    run("sidco", "training", *options, "--out", out)
+    run_to(0, "sidco", "training", *options, "--out", out)
     table = (out / "table.md").read_text()
     assert all(name in table for name in ("dense-f32", "top-k", "sidco"))
     assert (out / "training.png").stat().st_size > 1000
-    assert "exists; choose another --out" in run("sidco", "training", "--out", out, code=2).stderr
+    assert "exists; choose another --out" in run_to(2, "sidco", "training", "--out", out).stderr
 
 
 @pytest.mark.slow
 def test_bench_select(tmp_path):
-    result = run("bench", "select", "--log2-sizes", 10, 11, "--repeats", 1, "--out", tmp_path / "b")
+    result = run_to(0, "bench", "select", "--log2-sizes", 10, 11, "--repeats", 1, "--out", tmp_path / "b")
     assert "jc.sidco + residual" in result.stdout
     assert (tmp_path / "b" / "select.png").stat().st_size > 1000
 
@@ -70,7 +60,7 @@ def test_bench_select(tmp_path):
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_errors_fit_on_a_line(arguments, message):
-    result = run(*arguments, code=2)
+    result = run_to(2, *arguments)
     assert message in result.stderr
     assert len(result.stderr.splitlines()) <= 1
 

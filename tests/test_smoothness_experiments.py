@@ -1,27 +1,18 @@
 """The smoothness experiments as a user runs them, and the runner against a plain loop."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import run
 
 import jaxcomp as jc
 from experiments.smoothness.problems import make_problem
 from experiments.smoothness.report import upload_bits
 from experiments.smoothness.runner import AXIS, gradient_of, run_setup
 from experiments.smoothness.setups import make_setup
-
-ROOT = Path(__file__).parent.parent
-
-
-def run(*arguments):
-    command = [sys.executable, "-m", "experiments", "smoothness", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +83,7 @@ def test_studies_write_everything(study, tmp_path):
         "variants": ["diana+ varying", "diana+ uniform, rotated", "diana+ varying, low rank d/8"],
     }[study]
     only = ("--only", *names)
-    result = run(study, "--runs", tmp_path, "--name", "r", *SHORT, *budgets, *only)
+    result = run("smoothness", study, "--runs", tmp_path, "--name", "r", *SHORT, *budgets, *only)
     assert result.returncode == 0, result.stderr
     assert "diana+ varying" in result.stdout
     assert "+ upload" in result.stdout
@@ -109,14 +100,16 @@ def test_studies_write_everything(study, tmp_path):
 def test_workers_study_plots_against_n(tmp_path):
     options = [a if a != 4 else (2, 4) for a in SHORT]
     flat = [b for a in options for b in (a if isinstance(a, tuple) else (a,))]
-    result = run("workers", "--runs", tmp_path, "--name", "r", *flat, "--budgets", 1)
+    result = run("smoothness", "workers", "--runs", tmp_path, "--name", "r", *flat, "--budgets", 1)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "r" / "workers.png").is_file()
 
 
 @pytest.mark.slow
 def test_networks(tmp_path):
-    result = run("networks", "--runs", tmp_path, "--name", "r", "--rounds", 3, "--seeds", 0, "--budgets", 0.1)
+    result = run(
+        "smoothness", "networks", "--runs", tmp_path, "--name", "r", "--rounds", 3, "--seeds", 0, "--budgets", 0.1
+    )
     assert result.returncode == 0, result.stderr
     for words in ("layer-wise", "diagonal, equal steps", "networks.png", "test accuracy"):
         assert words in result.stdout
@@ -134,7 +127,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[message[:40] for _, message in ERRORS])
 def test_errors_are_one_line_and_leave_nothing_behind(arguments, message, tmp_path):
-    result = run(*arguments, "--runs", tmp_path)
+    result = run("smoothness", *arguments, "--runs", tmp_path)
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
