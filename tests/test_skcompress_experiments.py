@@ -22,7 +22,7 @@ def libsvm(path, rows):
 @pytest.mark.slow
 def test_sizes(tmp_path):
     rng = np.random.default_rng(0)
-    draw = lambda: sorted({int(j): rng.random() + 0.1 for j in rng.integers(0, 3000, 20)}.items())
+    draw = lambda: sorted({int(j): rng.random() + 0.1 for j in rng.integers(0, 2999, 20)}.items())
     data = libsvm(tmp_path / "rows.txt", [(1 + i % 4, [*draw(), (2999 + i % 2, 1.0)]) for i in range(300)])
     out = tmp_path / "s"
     options = ("--data", data, "--batch", 100, "--steps", 4, "--gradients", 2, "--losses", "logistic", "svm")
