@@ -176,6 +176,8 @@ class Algorithm(NamedTuple):
     receive(mean, shared) -> (direction, shared)
     compressor: lifted to trees.
     message(grads, local) -> what `send` compresses, for diagnostics.
+    over(wrap) -> the same algorithm with wrap(compressor) in place of the compressor it was given; None where the
+        mean must reach `receive` as it was sent.
     """
 
     init: Callable[[Array, Tree], State]
@@ -183,6 +185,7 @@ class Algorithm(NamedTuple):
     receive: Callable[[Tree, Tree], tuple[Tree, Tree]]
     compressor: Compressor
     message: Callable[[Tree, Tree], Tree] = lambda grads, local: grads
+    over: Callable[[Callable[[Compressor], Compressor]], "Algorithm"] | None = None
 
 
 def check_compressor(name: str, value: Any) -> Spec:

@@ -40,7 +40,7 @@ def direct(compressor: Compressor) -> Algorithm:
             f"direct needs a compressor with a known error bound (omega or alpha); {spec.name} has none. "
             f"{spec.remedy or ''}".rstrip()
         )
-    compressor = lift(compressor)
+    given, compressor = compressor, lift(compressor)
 
     def init(shared_key, like):
         state = compressor.init(shared_key, like_of(like))
@@ -52,4 +52,4 @@ def direct(compressor: Compressor) -> Algorithm:
     def receive(mean, shared):
         return mean, DirectShared(advance(compressor, shared.compressor))
 
-    return Algorithm(init, send, receive, compressor)
+    return Algorithm(init, send, receive, compressor, over=lambda wrap: direct(wrap(given)))

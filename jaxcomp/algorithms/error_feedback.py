@@ -66,7 +66,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
         raise ValueError(f"error_feedback needs a contraction; {spec.name} is not one. {cure}")
     if not 0 <= decay <= 1:
         raise ValueError(f"error_feedback: decay must be in [0, 1]; got {decay}")
-    compressor = lift(compressor)
+    given, compressor = compressor, lift(compressor)
     bound = compressor.spec.alpha or (lambda sizes: 0.0)
 
     def init(shared_key, like):
@@ -93,4 +93,5 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     def receive(mean, shared):
         return mean, ErrorFeedbackShared(advance(compressor, shared.compressor))
 
-    return Algorithm(init, send, receive, compressor, message)
+    over = lambda wrap: error_feedback(wrap(given), decay=decay)
+    return Algorithm(init, send, receive, compressor, message, over)

@@ -90,7 +90,7 @@ def momentum_correction(
             "momentum_correction: give clip_norm and workers (at least 1) together, or neither; "
             f"got clip_norm={clip_norm}, workers={workers}"
         )
-    compressor = lift(compressor)
+    given, compressor = compressor, lift(compressor)
     bound = compressor.spec.alpha or (lambda sizes: 0.0)
     dense_below = compressor.spec.dense_below
 
@@ -156,7 +156,17 @@ def momentum_correction(
         after, direction = _unzip(mean, jax.tree.map(one, mean, shared.momentum, dense(mean)))
         return direction, MomentumShared(after, advance(compressor, shared.compressor))
 
-    return Algorithm(init, send, receive, compressor, lambda grads, local: moved(grads, local)[1])
+    def over(wrap):
+        return momentum_correction(
+            wrap(given),
+            momentum=momentum,
+            nesterov=nesterov,
+            masking=masking,
+            clip_norm=clip_norm,
+            workers=workers,
+        )
+
+    return Algorithm(init, send, receive, compressor, lambda grads, local: moved(grads, local)[1], over)
 
 
 def _norm(tree: Any) -> jax.Array:

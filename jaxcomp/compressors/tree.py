@@ -24,7 +24,7 @@ from jaxcomp.base import (
 from jaxcomp.compressors.vector import is_whole
 from jaxcomp.payloads import Dense, Leaves
 
-__all__ = ["flat", "lift", "per_leaf"]
+__all__ = ["dtype_of", "flat", "lift", "per_leaf", "ravel", "unravel"]
 
 Array = jax.Array
 DENSE_BELOW = 1024
@@ -36,13 +36,15 @@ class PerLeaf(NamedTuple):
     leaves: tuple[Any, ...]
 
 
-def _ravel(leaves: list[Any], dtype: Any) -> Array:
+def ravel(leaves: list[Any], dtype: Any) -> Array:
+    """The entries of all leaves, end to end."""
     if not leaves:
         return jnp.zeros((0,), dtype)
     return jnp.concatenate([leaf.reshape(-1).astype(dtype) for leaf in leaves])
 
 
-def _unravel(vector: Array, likes: list[Any]) -> list[Array]:
+def unravel(vector: Array, likes: list[Any]) -> list[Array]:
+    """Inverse of `ravel`; what is left of the vector is dropped."""
     leaves, start = [], 0
     for like in likes:
         leaves.append(vector[start : start + like.size].reshape(like.shape).astype(like.dtype))
@@ -50,7 +52,7 @@ def _unravel(vector: Array, likes: list[Any]) -> list[Array]:
     return leaves
 
 
-def _dtype_of(likes: list[Any]) -> Any:
+def dtype_of(likes: list[Any]) -> Any:
     """The one floating type that all leaves fit in; f32 for an empty tree."""
     dtypes = {like.dtype for like in likes}
     return dtypes.pop() if len(dtypes) == 1 else wide(*dtypes)
@@ -116,7 +118,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
         if is_array(tree):
             return compressor.compress(key, tree, state)
         small, large = split(tree)
-        dense = Dense(finite(_ravel(small, _dtype_of(small))))
+        dense = Dense(finite(ravel(small, dtype_of(small))))
         done = [
             compressor.compress(jax.random.fold_in(key, i), leaf, State(local, shared))
             for (i, leaf), local, shared in zip(large, state.local.leaves, state.shared.leaves, strict=True)
@@ -131,7 +133,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
             compressor.decompress(part, leaf_shared, leaf)
             for part, leaf_shared, (_, leaf) in zip(payload.leaves, shared.leaves, large, strict=True)
         ]
-        return join(like, _unravel(payload.dense.values, small), leaves)
+        return join(like, unravel(payload.dense.values, small), leaves)
 
     def add(total, payloads, weights, shared):
         if is_array(total):
@@ -139,7 +141,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
         if not isinstance(weights, Leaves):
             weights = Leaves(Dense(weights), (weights,) * len(payloads.leaves))
         small, large = split(total)
-        vector = _ravel(small, _dtype_of(small))
+        vector = ravel(small, dtype_of(small))
         vector = fold(
             lambda t, message: t + weighted(message[0].astype(t.dtype), message[1]),
             vector,
@@ -151,7 +153,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
                 large, payloads.leaves, weights.leaves, shared.leaves, strict=True
             )
         ]
-        return join(total, _unravel(vector, small), leaves)
+        return join(total, unravel(vector, small), leaves)
 
     def advance_(shared):
         if not isinstance(shared, PerLeaf):
@@ -229,24 +231,22 @@ def flat(compressor: Compressor) -> Compressor:
 
     def vector_like(tree):
         likes = jax.tree.leaves(like_of(tree))
-        return jax.ShapeDtypeStruct((sum(like.size for like in likes),), _dtype_of(likes))
+        return jax.ShapeDtypeStruct((sum(like.size for like in likes),), dtype_of(likes))
 
-    def ravel(tree):
-        return _ravel(jax.tree.leaves(tree), vector_like(tree).dtype)
+    def join(tree):
+        return ravel(jax.tree.leaves(tree), vector_like(tree).dtype)
 
-    def unravel(vector, like):
-        return jax.tree.unflatten(jax.tree.structure(like), _unravel(vector, jax.tree.leaves(like_of(like))))
+    def cut(vector, like):
+        return jax.tree.unflatten(jax.tree.structure(like), unravel(vector, jax.tree.leaves(like_of(like))))
 
     total = lambda bound: None if bound is None else lambda d: bound(sum(d) if isinstance(d, tuple) else d)
     return Compressor(
         init=lambda shared_key, like: compressor.init(shared_key, vector_like(like)),
-        compress=lambda key, tree, state: compressor.compress(key, ravel(tree), state),
-        decompress=lambda payload, shared, like: unravel(
-            compressor.decompress(payload, shared, vector_like(like)), like
-        ),
+        compress=lambda key, tree, state: compressor.compress(key, join(tree), state),
+        decompress=lambda payload, shared, like: cut(compressor.decompress(payload, shared, vector_like(like)), like),
         spec=spec._replace(name=f"flat({spec.name})", omega=total(spec.omega), alpha=total(spec.alpha), lifted=True),
-        accumulate=lambda total, payloads, weights, shared: unravel(
-            accumulate(compressor, ravel(total), payloads, weights, shared), total
+        accumulate=lambda total, payloads, weights, shared: cut(
+            accumulate(compressor, join(total), payloads, weights, shared), total
         ),
         advance=compressor.advance,
         lengths=None if compressor.lengths is None else lambda like: lengths(compressor, vector_like(like)),

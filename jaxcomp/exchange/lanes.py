@@ -5,7 +5,7 @@ fewer launches, and no backend widens a narrow float on the way (on CPU both `ps
 `all_gather` of bf16 are compiled to f32).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,9 @@ __all__ = [
     "all_max",
     "all_sum",
     "all_sum_words",
+    "all_to_all",
     "axis_index",
+    "axis_names",
     "axis_size",
     "has_ragged",
     "is_bound",
@@ -30,6 +32,8 @@ __all__ = [
     "proven_equal",
     "ragged_all_to_all",
     "send",
+    "sum_scatter",
+    "unknown_axes",
     "varying",
 ]
 
@@ -80,6 +84,24 @@ def known_equal(tree: Any, axis: Axis) -> list[str]:
         return []  # types do not tell
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [jax.tree_util.keystr(path) for path, x in leaves if not names & _varying_axes(jnp.asarray(x))]
+
+
+def unknown_axes(tree: Any, axis: Axis, named: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Mesh axes, other than the named ones, over which arrays differ; and over which the compiler may have cut them.
+
+    Both are empty outside of a `shard_map` over `axis`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = tuple(getattr(mesh, "manual_axes", ()))
+    if not axis_names(axis) or not set(axis_names(axis)) <= set(manual):
+        return [], []
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+    differ = {name for x in leaves for name in _varying_axes(x)} - set(named)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    open_ = [name for name in mesh.axis_names if name not in manual and mesh.shape[name] > 1]
+    specs = [str(jax.typeof(x).sharding.spec) for x in leaves]
+    cut = lambda name: kinds[name] == jax.sharding.AxisType.Auto or any(f"'{name}'" in spec for spec in specs)
+    return sorted(differ), [name for name in open_ if cut(name)]
 
 
 def _varying_axes(x: Array) -> frozenset:
@@ -177,22 +199,58 @@ def ragged_all_to_all(words: Array, counts: Sequence[int], axis: Axis) -> Array:
     )
 
 
-def all_gather(tree: Any, axis: Axis) -> Any:
+def all_to_all(tree: Any, axis: Axis) -> Any:
+    """Row j of every array goes to worker j: [n, ...] by destination becomes [n, ...] by origin.
+
+    One collective per width. Each worker sends (n - 1) / n of the bytes of its arrays.
+    """
+    if axis is None:
+        return tree
+    leaves, structure = jax.tree.flatten(varying(tree, axis))
+    workers = axis_size(axis)
+    arrived: list[Any] = [None] * len(leaves)
+    for group in _groups(range(len(leaves)), key=lambda i: leaves[i].dtype.itemsize):
+        lane = jnp.concatenate([_as_words(leaves[i]).reshape(workers, -1) for i in group], axis=1)
+        if lane.size:
+            lane = lax.all_to_all(lane, axis, split_axis=0, concat_axis=0, tiled=True)
+        start = 0
+        for i in group:
+            size = leaves[i].size // workers
+            part = lane[:, start : start + size]
+            arrived[i] = lax.bitcast_convert_type(part, leaves[i].dtype).reshape(leaves[i].shape)
+            start += size
+    return jax.tree.unflatten(structure, arrived)
+
+
+def sum_scatter(x: Array, axis: Axis) -> Array:
+    """sum over the workers of row j of each one's x [n, ...], at worker j; added in the dtype of x."""
+    return x[0] if axis is None else lax.psum_scatter(varying(x, axis), axis, scatter_dimension=0)
+
+
+def all_gather(tree: Any, axis: Axis, inner: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> Any:
     """Every worker's arrays, stacked on a leading axis of n, in the order of the axis index.
 
-    One collective per width (8, 16, 32, 64 bits). Each worker contributes exactly the bytes of
-    its arrays.
+    One collective per bucket and width (8, 16, 32, 64 bits). Each worker contributes exactly the bytes of
+    its arrays; each of the devices on `inner` one part of them.
+
+    Args:
+        tree: this worker's arrays.
+        axis: mapped axis, or None.
+        inner: mapped axes on which the arrays are equal: each device there sends its part, and then they tell
+            each other what arrived.
+        buckets: number of the bucket of each array; None for a single bucket.
     """
     if axis is None:
         return jax.tree.map(lambda a: a[None], tree)
     leaves, structure = jax.tree.flatten(varying(tree, axis))
+    numbers = [0] * len(leaves) if buckets is None else list(buckets)
     gathered: list[Any] = [None] * len(leaves)
-    for group in _groups(leaves, key=lambda a: a.dtype.itemsize):
+    for group in _groups(range(len(leaves)), key=lambda i: (numbers[i], leaves[i].dtype.itemsize)):
         lane = jnp.concatenate([_as_words(leaves[i]) for i in group]) if len(group) > 1 else _as_words(leaves[group[0]])
         if lane.size == 0:
             rows = jnp.zeros((axis_size(axis), 0), lane.dtype)
         else:
-            rows = _gather(lane, axis)
+            rows = _shared_out(lane, inner, lambda part: _gather(part, axis))
         start = 0
         for i in group:
             part = rows[:, start : start + leaves[i].size]
@@ -201,7 +259,26 @@ def all_gather(tree: Any, axis: Axis) -> Any:
     return jax.tree.unflatten(structure, gathered)
 
 
-def all_sum(tree: Any, axis: Axis, weights: Array | None = None) -> Any:
+def _shared_out(lane: Array, inner: tuple[str, ...], exchange: Callable[[Array], Array]) -> Array:
+    """exchange(lane), [m] -> [..., m], where each device on `inner` does one part of the lane."""
+    devices = axis_size(inner) if inner else 1
+    if devices == 1:
+        return exchange(lane)
+    size = -(-lane.size // devices)
+    padded = jnp.pad(lane, (0, size * devices - lane.size))
+    start = axis_index(inner).astype(jnp.int32) * size
+    parts = _gather(exchange(lax.dynamic_slice_in_dim(padded, start, size)), inner)
+    whole = jnp.moveaxis(parts, 0, -2)
+    return whole.reshape(*whole.shape[:-2], size * devices)[..., : lane.size]
+
+
+def all_sum(
+    tree: Any,
+    axis: Axis,
+    weights: Array | None = None,
+    inner: tuple[str, ...] = (),
+    buckets: Sequence[int] | None = None,
+) -> Any:
     """sum_j weights_j x_j over the workers of each float array, equal on all of them.
 
     f32 and f64 use one all-reduce. Narrow floats (16 bits) would be added in their own precision,
@@ -214,21 +291,27 @@ def all_sum(tree: Any, axis: Axis, weights: Array | None = None) -> Any:
         tree: this worker's arrays.
         axis: mapped axis, or None.
         weights: [n], of all workers, with sum one; None for all ones.
+        inner, buckets: as for `all_gather`.
     """
     if axis is None:
         return tree if weights is None else jax.tree.map(lambda a: weighted(a, weights[0]), tree)
     leaves, structure = jax.tree.flatten(varying(tree, axis))
+    numbers = [0] * len(leaves) if buckets is None else list(buckets)
+    mine = None if weights is None else weights[axis_index(axis)]
     summed: list[Any] = [None] * len(leaves)
-    for group in _groups(leaves, key=lambda a: a.dtype):
+    for group in _groups(range(len(leaves)), key=lambda i: (numbers[i], leaves[i].dtype)):
         parts = [leaves[i] for i in group]
+        wide = parts[0].dtype.itemsize >= 4
         if sum(part.size for part in parts) == 0:
             totals = [jnp.zeros(part.shape, part.dtype) for part in parts]
-        elif parts[0].dtype.itemsize >= 4:
-            mine = None if weights is None else weights[axis_index(axis)]
+        elif wide and not inner:
             totals = lax.psum([weighted(part, mine) for part in parts], axis)
         else:
             lane = jnp.concatenate([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
-            total, totals = _two_step_sum(lane, axis, weights), []
+            add = lambda part: (
+                lax.psum(weighted(part, mine), axis) if wide else _two_step_sum(part, axis, weights)  # noqa: B023
+            )
+            total, totals = _shared_out(lane, inner, add), []
             for part in parts:
                 totals.append(total[: part.size].reshape(part.shape))
                 total = total[part.size :]
@@ -250,10 +333,10 @@ def _two_step_sum(lane: Array, axis: Axis, weights: Array | None) -> Array:
     return mean * workers if weights is None else mean
 
 
-def _groups(leaves: Sequence[Array], key: Callable[[Array], Any]) -> list[list[int]]:
+def _groups(items: Iterable[int], key: Callable[[int], Any]) -> list[list[int]]:
     groups: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        groups.setdefault(key(leaf), []).append(i)
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return list(groups.values())
 
 

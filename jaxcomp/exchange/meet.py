@@ -4,6 +4,7 @@ In a payload of a tree the two can be mixed, part by part.
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +16,12 @@ from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.unequal import EXCHANGES, choice, message_of
 from jaxcomp.payloads import Dense, Leaves
 
-__all__ = ["CHOICES", "VIAS", "Met", "gather", "meet", "sums"]
+__all__ = ["CHOICES", "VIAS", "How", "Met", "bucketed", "gather", "meet", "sums"]
 
 Array = jax.Array
 
-VIAS = ("auto", "sum", "gather", *EXCHANGES, "ladder")
-CHOICES = ("sum", "gather", *EXCHANGES, "ladder")
+CHOICES = ("sum", "gather", *EXCHANGES, "ladder", "two_shot")
+VIAS = ("auto", *CHOICES)
 PADDED = 1.1  # longest message / mean message from which on gathering is worth a warning
 
 
@@ -41,6 +42,47 @@ class Met(NamedTuple):
     sent_bytes: float | Array = 0.0
 
 
+class How(NamedTuple):
+    """What sums and gathers do besides.
+
+    inner: mesh axes on which payloads are equal: the devices there share the work.
+    buckets: number of the bucket of each array of the payload, a collective for each; None for a single one.
+    """
+
+    inner: tuple[str, ...] = ()
+    buckets: tuple[int, ...] | None = None
+
+    def of_leaves(self) -> "How":
+        """The same for the large leaves of `Leaves`."""
+        return self if self.buckets is None else self._replace(buckets=self.buckets[1:])
+
+
+PLAIN = How()
+
+
+def bucketed(payload: Any, leaf_bytes: Sequence[int], bucket_bytes: int) -> tuple[int, ...] | None:
+    """Numbers for `How.buckets`: leaves are put together, from the last to the first, until a bucket is full.
+
+    The gradients of the last leaves come first out of a backward pass. Small leaves, which come from everywhere, have a
+    bucket of their own.
+
+    Args:
+        payload: of a tree; None is returned for any that is not cut by leaves.
+        leaf_bytes: of the gradient of each large leaf.
+        bucket_bytes: a bucket is full when it holds as much.
+    """
+    if not isinstance(payload, Leaves):
+        return None
+    numbers, number, held = [], 1, 0
+    for size in reversed(leaf_bytes):
+        if held >= bucket_bytes:
+            number, held = number + 1, 0
+        numbers.append(number)
+        held += size
+    parts = zip(payload.leaves, reversed(numbers), strict=True)
+    return (0, *(number for leaf, number in parts for _ in jax.tree.leaves(leaf)))
+
+
 def meet(
     via: str,
     payload: Any,
@@ -49,6 +91,7 @@ def meet(
     linear: bool,
     lengths: Any = None,
     link: Link = DEFAULT,
+    how: How = PLAIN,
 ) -> Met:
     """Brings the payloads of all workers together.
 
@@ -64,22 +107,24 @@ def meet(
         linear: payloads may be added.
         lengths: from `Compressor.lengths`; None if all messages are equally long.
         link: for "auto", and for the size of the pieces of "ring".
+        how: for sums and gathers.
     """
     if via == "auto":
-        return sums(payload, weights, axis, linear, lengths, link)
+        return sums(payload, weights, axis, linear, lengths, link, how)
     if via == "sum":
-        return sums(payload, weights, axis, linear)
+        return sums(payload, weights, axis, linear, how=how)
     if via == "gather":
-        return gather(payload, weights, axis, lengths)
+        return gather(payload, weights, axis, lengths, how)
     if via == "ladder":
         return _coded(payload, weights, axis)
     return _unequal(via, payload, weights, axis, lengths, link)
 
 
-def gather(payload: Any, weights: Array | None, axis: Axis, lengths: Any = None) -> Met:
+def gather(payload: Any, weights: Array | None, axis: Axis, lengths: Any = None, how: How = PLAIN) -> Met:
     """All payloads, each with its weight.
 
-    Each worker sends its payload to n - 1 others: (n - 1) lane bytes by a ring all-gather.
+    Each worker sends its payload to n - 1 others: (n - 1) lane bytes by a ring all-gather. With p devices on inner
+    axes, each sends a p-th of that, and p - 1 times its part of all payloads to the other p - 1.
     """
     workers = axis_size(axis)
     if lengths is not None and workers > 1:
@@ -92,8 +137,11 @@ def gather(payload: Any, weights: Array | None, axis: Axis, lengths: Any = None)
                 'the padding at home; via="auto" takes what is fastest.',
                 stacklevel=4,
             )
-    sent = (workers - 1) * lane_bytes(payload)
-    return Met(all_gather(payload, axis), weights, _scale(weights, axis), "gather", sent)
+    devices = axis_size(how.inner or None)
+    each = lane_bytes(payload) / devices
+    sent = (workers - 1) * each + (devices - 1) * workers * each
+    met = all_gather(payload, axis, how.inner, how.buckets)
+    return Met(met, weights, _scale(weights, axis), "gather", sent)
 
 
 def sums(
@@ -103,25 +151,26 @@ def sums(
     linear: bool,
     lengths: Any = None,
     link: Link = DEFAULT,
+    how: How = PLAIN,
 ) -> Met:
     """Linear parts as their weighted sum, the others brought to all.
 
     A ring all-reduce sends 2 (n - 1) / n times the lane bytes, whatever n.
     """
-    workers = axis_size(axis)
-    each = 2 * (workers - 1) / workers
     if linear:
-        return Met(_sum(payload, weights, axis), None, _scale(weights, axis), "sum", each * lane_bytes(payload))
+        met = _sum(payload, weights, axis, how)
+        return Met(met, None, _scale(weights, axis), "sum", _sent_by_sum(payload, axis, how))
     if isinstance(payload, Leaves):
         lengths = lengths.leaves if isinstance(lengths, Leaves) else None
-        rest = _fastest(payload.leaves, weights, axis, lengths, link)
-        met = Leaves(_sum(payload.dense, weights, axis), rest.payloads)
+        rest = _fastest(payload.leaves, weights, axis, lengths, link, how.of_leaves())
+        met = Leaves(_sum(payload.dense, weights, axis, How(how.inner)), rest.payloads)
         parts = None if weights is None else Leaves(Dense(None), (weights,) * len(payload.leaves))
-        return Met(met, parts, rest.scale, rest.chosen, rest.sent_bytes + each * lane_bytes(payload.dense))
-    return _fastest(payload, weights, axis, lengths, link)
+        sent = rest.sent_bytes + _sent_by_sum(payload.dense, axis, how)
+        return Met(met, parts, rest.scale, rest.chosen, sent)
+    return _fastest(payload, weights, axis, lengths, link, how)
 
 
-def _fastest(payload: Any, weights: Array | None, axis: Axis, lengths: Any, link: Link) -> Met:
+def _fastest(payload: Any, weights: Array | None, axis: Axis, lengths: Any, link: Link, how: How) -> Met:
     """By the model of `links.costs` where lengths differ, else gathered."""
     workers = axis_size(axis)
     if lengths is not None and workers > 1 and jax.tree.leaves(payload):
@@ -130,7 +179,7 @@ def _fastest(payload: Any, weights: Array | None, axis: Axis, lengths: Any, link
             name = choice(message, link)
             if name != "gather":
                 return _unequal(name, payload, weights, axis, lengths, link)
-    return gather(payload, weights, axis)
+    return gather(payload, weights, axis, how=how)
 
 
 def _unequal(name: str, payload: Any, weights: Array | None, axis: Axis, lengths: Any, link: Link) -> Met:
@@ -155,6 +204,13 @@ def _scale(weights: Array | None, axis: Axis) -> float:
     return 1.0 if weights is not None else 1 / axis_size(axis)
 
 
-def _sum(payload: Any, weights: Array | None, axis: Axis) -> Any:
+def _sum(payload: Any, weights: Array | None, axis: Axis, how: How) -> Any:
     """Weighted sum over the workers, with a leading axis of one."""
-    return jax.tree.map(lambda a: a[None], all_sum(payload, axis, weights))
+    return jax.tree.map(lambda a: a[None], all_sum(payload, axis, weights, how.inner, how.buckets))
+
+
+def _sent_by_sum(payload: Any, axis: Axis, how: How) -> float:
+    """Narrow floats come out of their sum in f32, and so they travel on inner axes."""
+    workers, devices = axis_size(axis), axis_size(how.inner or None)
+    wide = sum(a.size * max(a.dtype.itemsize, 4) for a in jax.tree.leaves(payload))
+    return 2 * (workers - 1) / workers * lane_bytes(payload) / devices + (devices - 1) / devices * wide

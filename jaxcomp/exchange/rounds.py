@@ -10,9 +10,9 @@ from jaxcomp.algorithms.method import Exchange, Method
 from jaxcomp.base import State, accumulate, key_data, root_key, wide_like, wrap_key
 from jaxcomp.bits import code_bits
 from jaxcomp.exchange.lanes import Axis, axis_index, axis_size, is_bound, varying
+from jaxcomp.exchange.layout import MeanLocal, MeanShared, local_rows, with_rows
 from jaxcomp.exchange.meet import VIAS
 from jaxcomp.exchange.meet import meet as bring_together
-from jaxcomp.exchange.transform import MeanLocal, MeanShared, local_rows
 
 __all__ = ["Rounds", "rounds"]
 
@@ -53,15 +53,16 @@ def rounds(method: Method, axis_name: Axis, via: str = "auto", *, seed: int | ja
     >>> print(jax.vmap(step, axis_name="data", out_axes=None)(jnp.array([[1.0, 2.0], [3.0, 4.0]])))
     [0.2 0.3]
     """
-    if via not in VIAS:
-        raise ValueError(f"rounds: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
+    ways = [way for way in VIAS if way != "two_shot"]
+    if via not in ways:
+        raise ValueError(f"rounds: via must be one of {', '.join(map(repr, ways))}; got {via!r}")
     root = root_key(seed)
 
     def init(x):
         shared_key, private_key = jax.random.split(root)
         x = jax.tree.map(jnp.asarray, x)
         state = method.init(shared_key, x)
-        local = jax.tree.map(lambda a: jnp.tile(a[None], (local_rows(axis_name),) + (1,) * a.ndim), state.local)
+        local = with_rows(state.local, local_rows(axis_name))
         if is_bound(axis_name):
             local = varying(local, axis_name)
         shared = MeanShared(jnp.zeros((), jnp.int32), key_data(private_key), state.shared)
