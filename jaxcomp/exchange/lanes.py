@@ -33,6 +33,7 @@ __all__ = [
     "ragged_all_to_all",
     "send",
     "sum_scatter",
+    "types_tell",
     "unknown_axes",
     "varying",
 ]
@@ -77,11 +78,17 @@ def varying(tree: Any, axis: Axis) -> Any:
     return jax.tree.map(mark, tree)
 
 
+def types_tell(axis: Axis) -> bool:
+    """Whether types say what is equal on all workers: inside `shard_map` with its default check_vma=True."""
+    names = set(axis_names(axis))
+    return bool(names) and names <= _varying_axes(varying(jnp.zeros(()), axis))
+
+
 def known_equal(tree: Any, axis: Axis) -> list[str]:
     """Paths of the arrays whose types say that they are equal on all workers."""
     names = set(axis_names(axis))
-    if not names or not names <= _varying_axes(varying(jnp.zeros(()), axis)):
-        return []  # types do not tell
+    if not types_tell(axis):
+        return []
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [jax.tree_util.keystr(path) for path, x in leaves if not names & _varying_axes(jnp.asarray(x))]
 
@@ -212,6 +219,8 @@ def all_to_all(tree: Any, axis: Axis) -> Any:
     for group in _groups(range(len(leaves)), key=lambda i: leaves[i].dtype.itemsize):
         lane = jnp.concatenate([_as_words(leaves[i]).reshape(workers, -1) for i in group], axis=1)
         if lane.size:
+            # Under vmap, what is equal on all workers would come out with a wrong shape: make it differ by type.
+            lane = lane ^ (axis_index(axis) * 0).astype(lane.dtype)
             lane = lax.all_to_all(lane, axis, split_axis=0, concat_axis=0, tiled=True)
         start = 0
         for i in group:

@@ -88,7 +88,7 @@ def rounds(method: Method, axis_name: Axis, via: str = "auto", *, seed: int | ja
     def step(state, gradient):
         if not is_bound(axis_name):
             raise ValueError(f"rounds: no axis named {axis_name!r} is bound here; map the step over the workers")
-        count, key, shared = state.shared
+        count, key, shared, _ = state.shared
         local = varying(jax.tree.map(lambda a: a[0], state.local.algorithm), axis_name)
         private = jax.random.fold_in(jax.random.fold_in(wrap_key(key), count), axis_index(axis_name))
         exchange = Exchange(axis_index(axis_name), axis_size(axis_name), meet, bits)

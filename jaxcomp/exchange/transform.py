@@ -182,13 +182,14 @@ def _mean(
     if via == "sum" and not spec.linear:
         raise ValueError(f'compressed_mean: via="sum" needs a linear compressor; {spec.name} is not. Use via="gather"')
     two_shot = via == "two_shot"
-    if two_shot and algorithm.over is None:
+    over = algorithm.over
+    if two_shot and over is None:
         raise ValueError(
             'compressed_mean: via="two_shot" compresses the mean once more, and this algorithm keeps a shift in step '
             'with the mean as it was sent. Use direct(...) or error_feedback(...), or via="gather"'
         )
-    if two_shot:
-        _ = algorithm.over(lambda c: in_chunks(c, 1))  # refuses here what it would refuse when it is run
+    if two_shot and over is not None:
+        over(lambda c: in_chunks(c, 1))  # refuses here what it would refuse when it is run
     if bucket_bytes is not None and not (isinstance(bucket_bytes, int) and bucket_bytes >= 1):
         raise ValueError(f"compressed_mean: bucket_bytes must be an integer of at least 1; got {bucket_bytes!r}")
     if bucket_bytes is not None and via not in ("auto", "sum", "gather"):
@@ -196,12 +197,17 @@ def _mean(
     weights = spec.weights if weights is None else weights
     shares = None if weights is None else _shares(weights)
 
-    def plan(workers: int, like: Any) -> tuple[Algorithm, Compressor | None, Algorithm | None]:
+    def plan(workers: int) -> tuple[Algorithm, Compressor | None, Algorithm | None]:
         """The algorithm as it runs; with two shots also the compressor of a chunk, and what sends it again."""
-        if not two_shot:
+        if not two_shot or over is None:
             return algorithm, None, None
-        given = []
-        whole = algorithm.over(lambda c: (given.append(c), in_chunks(c, workers))[1])
+        given: list[Compressor] = []
+
+        def cut(compressor):
+            given.append(compressor)
+            return in_chunks(compressor, workers)
+
+        whole = over(cut)
         return whole, given[0], again(given[0])
 
     def workers_here() -> int:
@@ -210,7 +216,7 @@ def _mean(
     def init(params):
         like = like_of(params)
         workers = workers_here()
-        whole, _, second = plan(workers, like)
+        whole, _, second = plan(workers)
         shared_key, private_key = jax.random.split(root)
         state = whole.init(shared_key, like)
         then = State() if second is None else second.init(jax.random.fold_in(shared_key, 1), chunk_like(like, workers))
@@ -242,7 +248,7 @@ def _mean(
                 "compressed_mean: the state was made with sharded= or a hierarchy, this transformation not"
             )
         like = like_of(grads)
-        whole, chunk_compressor, second = plan(workers, like)
+        whole, chunk_compressor, second = plan(workers)
         compressor = whole.compressor
         shared = state.shared
         local = _one_worker(state.local, whole, like)

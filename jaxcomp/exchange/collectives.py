@@ -1,0 +1,262 @@
+"""Drop-in collectives: `lax.pmean` and `lax.psum_scatter` with a chosen format on the wire and sums in f32.
+
+A backend adds bf16 in bf16, or widens it to f32 on the wire (XLA on CPU does). Here what crosses is exactly what the
+wire format says, as unsigned words, and is added in f32 (or f64). Nothing is remembered between calls: for formats that
+lose much take `compressed_mean`, which has error feedback.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.algorithms.direct import direct
+from jaxcomp.base import Compressor, State, accumulate, like_of, wrap_key
+from jaxcomp.compressors.dense import cast
+from jaxcomp.compressors.tree import unravel
+from jaxcomp.exchange.lanes import (
+    Axis,
+    all_gather,
+    all_sum,
+    all_to_all,
+    axis_index,
+    axis_size,
+    is_bound,
+    sum_scatter,
+    types_tell,
+    varying,
+)
+from jaxcomp.exchange.two_shot import chunk_like, in_chunks, second_shot
+
+__all__ = ["pmean", "psum_scatter"]
+
+Array = jax.Array
+
+
+class Plan(NamedTuple):
+    """What both directions of a collective need to know, apart from arrays."""
+
+    axis: Axis
+    wire: Compressor | None
+    dtype: Any
+    equal: bool  # types tell that a mean is equal everywhere, so its cotangent is, too
+    dimension: int = 0
+    tiled: bool = False
+
+
+def pmean(x: Any, axis_name: Axis, *, wire: Any = None, accumulate: str = "f32", key: Array | None = None) -> Any:
+    """Mean over the workers, as `lax.pmean`, with a chosen format on the wire.
+
+    y = C((1/n) sum_i C(x_i)): each worker adds up one n-th of the entries in `accumulate` and sends it to all, so that
+    2 (n - 1) / n times the lane bytes of C leave it, whatever n.
+
+    Differentiable (in reverse): the cotangent of x_i is that of y over n. Where `shard_map` knows y to be equal on all
+    workers nothing crosses for that; elsewhere (vmap, pmap, check_vma=False) it is the `pmean` of the cotangents, in
+    the same format, as for `lax.pmean`.
+
+    Args:
+        x: array or tree of arrays, real floating point.
+        axis_name: mapped axis, or a tuple of them.
+        wire: a dtype (bfloat16, float16, a float8 type, which gets a scale) or a compressor of one array with a known
+            error bound, say jc.dithering(7, block_size=512). None: the dtype of x.
+        accumulate: "f32" or "f64" (in 64-bit mode): in which to add. At least f32, f64 for f64.
+        key: for a random wire; equal on all workers, new in each call.
+
+    Returns:
+        Like x, equal on all workers.
+
+    Raises:
+        ValueError: unbound axis, unknown accumulate, a wire without an error bound, a random wire without a key.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    >>> print(jax.vmap(lambda x: jc.pmean(x, "data", wire="bfloat16"), axis_name="data", out_axes=None)(x))
+    [2. 3.]
+    """
+    plan, words = _planned("pmean", x, axis_name, wire, accumulate, key)
+    return _pmean(plan, varying(x, axis_name), words)
+
+
+def psum_scatter(
+    x: Array,
+    axis_name: Axis,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    wire: Any = None,
+    accumulate: str = "f32",
+    key: Array | None = None,
+) -> Array:
+    """Sum over the workers, one part to each, as `lax.psum_scatter`, with a chosen format on the wire.
+
+    y_j = sum_i C(x_ij), for part j of x at worker j. (n - 1) / n times the lane bytes of C leave each worker.
+
+    Differentiable (in reverse): the cotangents of all parts are gathered, in the same format.
+
+    Args:
+        x: array, real floating point.
+        axis_name: mapped axis, or a tuple of them.
+        scatter_dimension: along which x is cut.
+        tiled: parts keep the dimension, whose length is a multiple of n; else its length is n and it vanishes.
+        wire, accumulate, key: as for `pmean`.
+
+    Returns:
+        This worker's part.
+
+    Raises:
+        ValueError: as for `pmean`, or x cannot be cut so.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    >>> print(jax.vmap(lambda x: jc.psum_scatter(x, "data", wire="bfloat16"), axis_name="data")(x))
+    [4. 6.]
+    """
+    plan, words = _planned("psum_scatter", x, axis_name, wire, accumulate, key)
+    x = jnp.asarray(x)
+    workers = axis_size(axis_name)
+    dimension = scatter_dimension + x.ndim if scatter_dimension < 0 else scatter_dimension
+    if not 0 <= dimension < x.ndim:
+        raise ValueError(f"psum_scatter: scatter_dimension {scatter_dimension} of an array of shape {x.shape}")
+    length = x.shape[dimension]
+    if (length % workers if tiled else length != workers) != 0:
+        needed = f"a multiple of {workers}" if tiled else f"{workers}, or give tiled=True"
+        raise ValueError(f"psum_scatter: dimension {dimension} of {x.shape} must be {needed}, the number of workers")
+    return _psum_scatter(plan._replace(dimension=dimension, tiled=tiled), varying(x, axis_name), words)
+
+
+def _planned(name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Array | None) -> tuple[Plan, Array]:
+    if axis is None or not is_bound(axis):
+        raise ValueError(f"{name}: no axis named {axis!r} is bound here; call it inside jax.shard_map, pmap or vmap")
+    if accumulate not in ("f32", "f64"):
+        raise ValueError(f'{name}: accumulate must be "f32" or "f64"; got {accumulate!r}')
+    if accumulate == "f64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(f'{name}: accumulate="f64" needs 64-bit mode (jax_enable_x64)')
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(like_of(x))}
+    dtype = jnp.dtype(jnp.float64 if accumulate == "f64" or jnp.dtype(jnp.float64) in dtypes else jnp.float32)
+    if wire is None:
+        narrow = {kind for kind in dtypes if kind.itemsize < 4}
+        if narrow and len(dtypes) == 1:
+            wire = cast(narrow.pop(), scaled=False)
+    elif not isinstance(wire, Compressor):
+        wire = cast(wire)
+    if wire is not None:
+        spec = wire.spec
+        if spec.omega is None and spec.alpha is None and not spec.name.startswith("cast"):
+            raise ValueError(f"{name}: wire must be a dtype or a compressor with a known error bound; got {spec.name}")
+        if spec.omega is not None and spec.omega(1024) > 0 and key is None:
+            raise ValueError(
+                f"{name}: wire={spec.name} is random; give key=, equal on all workers and new in each call"
+            )
+    key = jax.random.key(0) if key is None else wrap_key(key)
+    return Plan(axis, wire, dtype, types_tell(axis)), jax.random.key_data(key)
+
+
+def _keys(plan: Plan, words: Array) -> tuple[Array, Array]:
+    """For what is equal on all workers, and for this one."""
+    shared, private = jax.random.split(wrap_key(words))
+    return shared, jax.random.fold_in(private, axis_index(plan.axis))
+
+
+def _cast_like(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), tree, like)
+
+
+def _mean(plan: Plan, x: Any, words: Array) -> Any:
+    workers = axis_size(plan.axis)
+    wide = jax.tree.map(lambda leaf: leaf.astype(plan.dtype), x)
+    if plan.wire is None:
+        return _cast_like(jax.tree.map(lambda t: t / workers, all_sum(wide, plan.axis)), x)
+    shared_key, private = _keys(plan, words)
+    whole, chunk = in_chunks(plan.wire, workers), chunk_like(wide, workers)
+    state = whole.init(shared_key, like_of(wide))
+    payload, _ = whole.compress(private, wide, State(varying(state.local, plan.axis), state.shared))
+    second = _again(plan.wire)
+    then = second.init(jax.random.fold_in(shared_key, 1), chunk)
+    then = State(varying(then.local, plan.axis), then.shared)
+    again = jax.random.fold_in(private, 1)
+    shot = second_shot(payload, None, plan.axis, plan.wire, state.shared, second, then, again, chunk)
+    likes, structure = jax.tree.flatten(like_of(wide))
+    return _cast_like(jax.tree.unflatten(structure, unravel(shot.mean, likes)), x)
+
+
+def _again(wire: Compressor) -> Any:
+    """The second compression, without a memory."""
+    spec = wire.spec
+    known = spec if spec.omega is not None or spec.alpha is not None else spec._replace(alpha=lambda d: 0.0)
+    return direct(wire._replace(spec=known))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pmean(plan: Plan, x: Any, words: Array) -> Any:
+    return _mean(plan, x, words)
+
+
+def _pmean_forward(plan, x, words):
+    return _pmean(plan, x, words), words
+
+
+def _pmean_backward(plan, words, cotangent):
+    workers = axis_size(plan.axis)
+    if plan.equal:
+        back = varying(jax.tree.map(lambda c: c / workers, cotangent), plan.axis)
+    else:
+        later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
+        back = _mean(plan, cotangent, later)
+    return back, None
+
+
+_pmean.defvjp(_pmean_forward, _pmean_backward)
+
+
+def _parts(plan: Plan, x: Array) -> Array:
+    """[n, ...]: the part of each worker."""
+    rows = jnp.moveaxis(x, plan.dimension, 0)
+    return rows.reshape(axis_size(plan.axis), -1, *rows.shape[1:]) if plan.tiled else rows
+
+
+def _joined(plan: Plan, parts: Array) -> Array:
+    """Inverse of `_parts`."""
+    rows = parts.reshape(-1, *parts.shape[2:]) if plan.tiled else parts
+    return jnp.moveaxis(rows, 0, plan.dimension)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _psum_scatter(plan: Plan, x: Array, words: Array) -> Array:
+    rows = _parts(plan, x)
+    workers, shape = rows.shape[0], rows.shape[1:]
+    rows = rows.astype(plan.dtype).reshape(workers, -1)
+    if plan.wire is None:
+        total = sum_scatter(rows, plan.axis)
+    else:
+        shared_key, private = _keys(plan, words)
+        wire, like = plan.wire, jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+        state = wire.init(shared_key, like)
+        one = lambda key, row: wire.compress(key, row, State(varying(state.local, plan.axis), state.shared))[0]
+        arrived = all_to_all(jax.vmap(one)(jax.random.split(private, workers), rows), plan.axis)
+        total = accumulate(wire, varying(jnp.zeros(like.shape, like.dtype), plan.axis), arrived, None, state.shared)
+    total = total.reshape(shape).astype(x.dtype)
+    return jnp.moveaxis(total, 0, plan.dimension) if plan.tiled else total
+
+
+def _psum_scatter_forward(plan, x, words):
+    return _psum_scatter(plan, x, words), words
+
+
+def _psum_scatter_backward(plan, words, cotangent):
+    part = jnp.moveaxis(cotangent, plan.dimension, 0) if plan.tiled else cotangent
+    mine = part.astype(plan.dtype).reshape(-1)
+    if plan.wire is None:
+        rows = all_gather(mine, plan.axis)
+    else:
+        later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
+        shared_key, private = _keys(plan, later)
+        like = jax.ShapeDtypeStruct(mine.shape, mine.dtype)
+        state = plan.wire.init(shared_key, like)
+        payload, _ = plan.wire.compress(private, mine, State(varying(state.local, plan.axis), state.shared))
+        rows = jax.vmap(lambda each: plan.wire.decompress(each, state.shared, like))(all_gather(payload, plan.axis))
+    rows = rows.reshape(rows.shape[0], *part.shape).astype(cotangent.dtype)
+    return varying(_joined(plan, rows), plan.axis), None
+
+
+_psum_scatter.defvjp(_psum_scatter_forward, _psum_scatter_backward)

@@ -1,0 +1,166 @@
+"""Are all workers still the same? Fingerprints of what should be equal, and steps that are skipped by all or none.
+
+Data-parallel training relies on parameters and shared state that are bitwise equal on all workers, and never compares
+them. A flipped bit, a nondeterministic kernel or a restart from different files then spoils it without a word. One
+32-bit fingerprint from each worker every so many steps finds that out.
+"""
+
+import collections
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxcomp.exchange.lanes import Axis, all_gather, all_max, is_bound
+from jaxcomp.exchange.layout import Layout, lay_out
+from jaxcomp.hashing import fmix32
+
+__all__ = ["ReplicaDrift", "check_replicas", "fingerprint", "fingerprints", "skip_nonfinite"]
+
+Array = jax.Array
+
+
+class ReplicaDrift(RuntimeError):
+    """Workers hold different parameters or shared state. workers: those that differ from the majority."""
+
+    def __init__(self, message: str, workers: tuple[int, ...]):
+        super().__init__(message)
+        self.workers = workers
+
+
+def fingerprint(tree: Any) -> Array:
+    """u32[] of all bits of a tree that should be equal on all workers: sum over words of mix(mix(place) ^ word).
+
+    Arrays that differ between workers (local state of `compressed_mean` and `rounds`, gradients that `optax.MultiSteps`
+    accumulates) are left out. Trees that differ in one bit have different fingerprints; of two that differ in more,
+    one in 2^32 pairs has the same.
+
+    >>> import jax.numpy as jnp
+    >>> bool(fingerprint(jnp.array([0.0, 1.0])) == fingerprint(jnp.array([1.0, 0.0])))
+    False
+    """
+    shared = lay_out(tree, None, Layout(lambda axes, outer: False, lambda outer: True, lambda leaf: True))
+    total = jnp.uint32(0)
+    for number, (leaf, counts) in enumerate(zip(jax.tree.leaves(tree), jax.tree.leaves(shared), strict=True)):
+        if counts:
+            words = _words(jnp.asarray(leaf))
+            places = fmix32(lax.iota(jnp.uint32, words.size) ^ fmix32(jnp.uint32(number + 1)))
+            total = total + jnp.sum(fmix32(places ^ words), dtype=jnp.uint32)
+    return total
+
+
+def _words(x: Array) -> Array:
+    """The bits of any array as uint32 words; narrower entries fill a word each."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return jnp.concatenate([_words(x.real), _words(x.imag)])
+    if x.dtype == jnp.bool_:
+        return x.reshape(-1).astype(jnp.uint32)
+    width = x.dtype.itemsize
+    if width < 1 or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8):
+        return x.reshape(-1).astype(jnp.int32).astype(jnp.uint32)
+    words = lax.bitcast_convert_type(x.reshape(-1), jnp.dtype(f"uint{8 * min(width, 4)}"))
+    return words.reshape(-1).astype(jnp.uint32)
+
+
+def fingerprints(tree: Any, axis_name: Axis) -> Array:
+    """The `fingerprint` of every worker, u32[n], equal on all of them: an exchange of one word.
+
+    Call it inside the mapped function, with parameters and optimizer state, every so many steps, and give the result to
+    `check_replicas` on the host.
+
+    Args:
+        tree: anything that should be equal on all workers; what is known to be local is left out.
+        axis_name: mapped axis, or a tuple of them.
+
+    Raises:
+        ValueError: unbound axis.
+    """
+    if not is_bound(axis_name):
+        raise ValueError(f"fingerprints: no axis named {axis_name!r} is bound here")
+    return all_gather(fingerprint(tree), axis_name)
+
+
+def check_replicas(fingerprints: Any, *, step: int | None = None) -> None:
+    """Raises if the workers' fingerprints differ.
+
+    Args:
+        fingerprints: u32[n], of `fingerprints`.
+        step: for the message.
+
+    Raises:
+        ReplicaDrift: naming the workers that differ from the majority, or all where there is none.
+
+    >>> check_replicas([7, 7, 9, 7], step=40)
+    Traceback (most recent call last):
+    jaxcomp.exchange.replicas.ReplicaDrift: step 40: parameters or shared state of worker 2 differ from the other 3's
+    """
+    marks = [int(mark) for mark in np.asarray(fingerprints).reshape(-1)]
+    counts = collections.Counter(marks).most_common()
+    if len(counts) <= 1:
+        return
+    when = "" if step is None else f"step {step}: "
+    common, holders = counts[0]
+    if 2 * holders > len(marks):
+        odd = tuple(i for i, mark in enumerate(marks) if mark != common)
+        who = f"worker {odd[0]} differ" if len(odd) == 1 else f"workers {', '.join(map(str, odd))} differ"
+        raise ReplicaDrift(f"{when}parameters or shared state of {who} from the other {holders}'s", odd)
+    groups = collections.defaultdict(list)
+    for i, mark in enumerate(marks):
+        groups[mark].append(i)
+    parts = " | ".join(", ".join(map(str, group)) for group in groups.values())
+    raise ReplicaDrift(
+        f"{when}parameters or shared state differ between workers {parts}, and no group is a majority",
+        tuple(range(len(marks))),
+    )
+
+
+class SkipState(NamedTuple):
+    """inner: of the wrapped optimizer; skipped: i32[], steps that were skipped so far."""
+
+    inner: Any
+    skipped: Array
+
+
+def skip_nonfinite(tx: optax.GradientTransformation, axis_name: Axis) -> optax.GradientTransformationExtraArgs:
+    """Skips a step everywhere if a gradient is NaN or infinite anywhere.
+
+    Without it `compressed_mean` masks such entries: they count as zero, and are counted. With it all workers agree, by
+    an exchange of one word, and either all take the step or none does: updates are zero and nothing of the state of
+    `tx` changes, memories and moments included.
+
+    Args:
+        tx: the whole optimizer, `compressed_mean` included.
+        axis_name: mapped axis; all mesh axes over which gradients differ.
+
+    Returns:
+        Transformation with a `SkipState`.
+
+    >>> import jax, jax.numpy as jnp, optax, jaxcomp as jc
+    >>> tx = optax.chain(jc.compressed_mean(jc.direct(jc.identity()), "data"), optax.sgd(1.0))
+    >>> tx = jc.skip_nonfinite(tx, "data")
+    >>> def step(grads):
+    ...     updates, state = tx.update(grads, tx.init(grads))
+    ...     return updates, state.skipped
+    >>> print(*jax.vmap(step, axis_name="data", out_axes=None)(jnp.array([[1.0, 2.0], [3.0, jnp.nan]])))
+    [0. 0.] 1
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params):
+        return SkipState(tx.init(params), jnp.zeros((), jnp.int32))
+
+    def update(grads, state, params=None, **extra):
+        bad = [~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+        mine = jnp.any(jnp.stack(bad)) if bad else jnp.zeros((), bool)
+        skip = all_max(mine.astype(jnp.int32), axis_name) > 0
+        updates, inner = tx.update(grads, state.inner, params, **extra)
+        updates = jax.tree.map(lambda u: jnp.where(skip, jnp.zeros_like(u), u), updates)
+        inner = jax.tree.map(lambda old, new: jnp.where(skip, old, new), state.inner, inner)
+        return updates, SkipState(inner, state.skipped + skip.astype(jnp.int32))
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
