@@ -92,6 +92,13 @@ def seed(request) -> int:
 
 
 @pytest.fixture
+def standard_promotion():
+    """optax itself relies on implicit promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
 def key(seed):
     return jax.random.key(seed)
 

@@ -17,12 +17,7 @@ PARAMS = {"b": jnp.zeros(5), "w": jnp.zeros((40, 30))}
 EF = jc.error_feedback(jc.top_k(0.05))
 SIDCO, REDSYNC = jc.sidco(0.1), jc.redsync(0.1)
 
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """optax itself relies on implicit promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def gradients(seed, rounds=3, params=PARAMS, workers=N):

@@ -153,9 +153,9 @@ def _planned(name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Arr
 
 
 def _keys(plan: Plan, words: Array) -> tuple[Array, Array]:
-    """For what is equal on all workers, and for this one."""
+    """For both compressions: [2] keys that are equal on all workers, and [2] of this one."""
     shared, private = jax.random.split(wrap_key(words))
-    return shared, jax.random.fold_in(private, axis_index(plan.axis))
+    return jax.random.split(shared), jax.random.split(jax.random.fold_in(private, axis_index(plan.axis)))
 
 
 def _cast_like(tree: Any, like: Any) -> Any:
@@ -167,14 +167,13 @@ def _mean(plan: Plan, x: Any, words: Array) -> Any:
     wide = jax.tree.map(lambda leaf: leaf.astype(plan.dtype), x)
     if plan.wire is None:
         return _cast_like(jax.tree.map(lambda t: t / workers, all_sum(wide, plan.axis)), x)
-    shared_key, private = _keys(plan, words)
+    (shared_key, shared_again), (private, again) = _keys(plan, words)
     whole, chunk = in_chunks(plan.wire, workers), chunk_like(wide, workers)
     state = whole.init(shared_key, like_of(wide))
     payload, _ = whole.compress(private, wide, State(varying(state.local, plan.axis), state.shared))
     second = _again(plan.wire)
-    then = second.init(jax.random.fold_in(shared_key, 1), chunk)
+    then = second.init(shared_again, chunk)
     then = State(varying(then.local, plan.axis), then.shared)
-    again = jax.random.fold_in(private, 1)
     shot = second_shot(payload, None, plan.axis, plan.wire, state.shared, second, then, again, chunk)
     likes, structure = jax.tree.flatten(like_of(wide))
     return _cast_like(jax.tree.unflatten(structure, unravel(shot.mean, likes)), x)
@@ -229,7 +228,7 @@ def _psum_scatter(plan: Plan, x: Array, words: Array) -> Array:
     if plan.wire is None:
         total = sum_scatter(rows, plan.axis)
     else:
-        shared_key, private = _keys(plan, words)
+        (shared_key, _), (private, _) = _keys(plan, words)
         wire, like = plan.wire, jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
         state = wire.init(shared_key, like)
         one = lambda key, row: wire.compress(key, row, State(varying(state.local, plan.axis), state.shared))[0]
@@ -250,7 +249,7 @@ def _psum_scatter_backward(plan, words, cotangent):
         rows = all_gather(mine, plan.axis)
     else:
         later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
-        shared_key, private = _keys(plan, later)
+        (shared_key, _), (private, _) = _keys(plan, later)
         like = jax.ShapeDtypeStruct(mine.shape, mine.dtype)
         state = plan.wire.init(shared_key, like)
         payload, _ = plan.wire.compress(private, mine, State(varying(state.local, plan.axis), state.shared))

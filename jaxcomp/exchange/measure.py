@@ -138,7 +138,7 @@ def info(state: Any, *, each: bool = False) -> Info:
     nodes = [node for node in nodes if node.local.counts is not None]
     if not nodes:
         raise ValueError("info: there is no compressed_mean in this state")
-    rows = [jax.tree.map(lambda x: jnp.reshape(x, (-1,)), node.local.counts) for node in nodes]
+    rows = [jax.tree.map(lambda x: jnp.reshape(_here(x), (-1,)), node.local.counts) for node in nodes]
     if len({row.norm.size for row in rows}) > 1:  # levels of a hierarchy
         if each:
             raise ValueError("info: levels have different numbers of workers; leave each=True out, or give one level")
@@ -158,6 +158,12 @@ def info(state: Any, *, each: bool = False) -> Info:
         jnp.max(jnp.stack([row.via for row in rows]), axis=0),
     )
     return result if each else jax.tree.map(lambda x: x[0], _over_workers(result))
+
+
+def _here(x: Any) -> Any:
+    """A concrete array as one of NumPy: a handful of numbers is not worth a program among all devices."""
+    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    return np.asarray(x) if concrete else x
 
 
 def _over_workers(rows: Any) -> Any:

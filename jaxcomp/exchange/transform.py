@@ -1,12 +1,13 @@
 """The whole road as an optax gradient transformation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from jaxcomp.base import (
     Algorithm,
@@ -54,7 +55,7 @@ def compressed_mean(
     seed: int | Array = 0,
     measure: bool = True,
     link: Link = DEFAULT,
-    sharded: Axis = None,
+    sharded: Any = None,
     bucket_bytes: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces each worker's gradient by the mean direction of a compressed exchange.
@@ -91,9 +92,10 @@ def compressed_mean(
         measure: keep relative error and achieved ratio for `info`. Costs a few passes over the
             gradient; without it they are NaN.
         link: latency and bandwidth between workers, for via="auto" and the pieces of via="ring".
-        sharded: other mesh axes over which parameters, and so gradients, are cut into shards (FSDP, tensor parallel).
-            Each device compresses its own shard and exchanges it over axis_name alone. Make the state with
-            `init_state(tx, params, mesh, axis_name, specs)`.
+        sharded: for parameters, and so gradients, that are cut into shards over other mesh axes (FSDP, tensor
+            parallel): their PartitionSpecs, a tree like the parameters; or, if all are cut over the same axes, the
+            names of these. Each device compresses its own shard and exchanges it over axis_name alone. Make the state
+            with `init_state(tx, params, mesh, axis_name, specs)`.
         bucket_bytes: leaves are put together, from the last to the first, until their gradients have so many
             bytes, and each such bucket is exchanged by a collective of its own, which need not wait for the rest of
             the backward pass. None: one collective. For sums and gathers of compressors that act leaf by leaf.
@@ -120,9 +122,35 @@ def compressed_mean(
     if isinstance(axis_name, Mapping):
         if algorithm is not None:
             raise ValueError("compressed_mean: give an algorithm, or a mapping from axes to algorithms; got both")
-        return _hierarchy(axis_name, via, weights, seed, measure, link, sharded, bucket_bytes)
-    place = Place(axis_name, axis_names(sharded), (), bool(axis_names(sharded)))
-    return _mean(algorithm, place, via, weights, root_key(seed), measure, link, bucket_bytes)
+        if weights is not None:
+            raise ValueError("compressed_mean: weights are of the workers of one axis; a hierarchy takes none")
+        levels = dict(axis_name)
+    else:
+        levels = {axis_name: algorithm}
+    whole_mesh = sharded is None and not isinstance(axis_name, Mapping)
+    names = [axis_names(axis) for axis in levels]
+    every = [name for each in names for name in each]
+    if not levels or (not all(names) and not whole_mesh) or len(set(every)) < len(every):
+        raise ValueError(
+            "compressed_mean: means over part of a mesh need names, and each level axes of its own; "
+            f"got {list(levels)} and sharded={sharded!r}"
+        )
+    root = root_key(seed)
+
+    def mean_of(outer: tuple[str, ...], inner: tuple[str, ...]) -> optax.GradientTransformationExtraArgs:
+        """All levels, for gradients that differ over `outer` and are equal over `inner`."""
+        parts = []
+        for i, (axis, each) in enumerate(levels.items()):
+            later = tuple(name for names_ in names[i + 1 :] for name in names_)
+            earlier = tuple(name for names_ in names[:i] for name in names_)
+            place = Place(axis, later + outer, earlier + inner, not whole_mesh)
+            own = jax.random.fold_in(root, i) if len(levels) > 1 else root
+            parts.append(_mean(each, place, via, weights, own, measure, link, bucket_bytes))
+        return parts[0] if len(parts) == 1 else optax.chain(*parts)
+
+    if sharded is None or isinstance(sharded, str) or _are_names(sharded):
+        return mean_of(axis_names(sharded), ())
+    return _by_shards(sharded, mean_of, every)
 
 
 class Place(NamedTuple):
@@ -138,24 +166,52 @@ class Place(NamedTuple):
     level: bool
 
 
-def _hierarchy(levels, via, weights, seed, measure, link, sharded, bucket_bytes):
-    names = [axis_names(axis) for axis in levels]
-    flat = [name for each in names for name in each] + list(axis_names(sharded))
-    if not levels or not all(names) or len(set(flat)) < len(flat):
+def _are_names(sharded: Any) -> bool:
+    return isinstance(sharded, tuple) and all(isinstance(name, str) for name in sharded)
+
+
+def _by_shards(
+    specs: Any, mean_of: Callable[..., optax.GradientTransformationExtraArgs], axes: list[str]
+) -> optax.GradientTransformationExtraArgs:
+    """A mean for each group of leaves that are sharded over the same axes.
+
+    Leaves that are whole on several devices stay bitwise equal there: they have one message, of which each device
+    carries a part.
+    """
+    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    if not all(isinstance(leaf, PartitionSpec) for leaf in leaves):
+        raise ValueError(f"compressed_mean: sharded must be axis names or a tree of PartitionSpecs; got {specs!r}")
+    cut = [tuple(name for entry in spec if entry is not None for name in axis_names(entry)) for spec in leaves]
+    everything = sorted({name for each in cut for name in each})
+    if set(everything) & set(axes):
         raise ValueError(
-            "compressed_mean: a hierarchy needs at least one level, each over axes of its own; "
-            f"got {list(levels)} and sharded={sharded!r}"
+            f"compressed_mean: parameters are sharded over {sorted(set(everything) & set(axes))}, over which the mean "
+            "is taken. There each device needs the mean of its shard alone: jc.psum_scatter."
         )
-    if weights is not None:
-        raise ValueError("compressed_mean: weights are of the workers of one axis; a hierarchy takes none")
-    root = root_key(seed)
-    parts = []
-    for i, (axis, algorithm) in enumerate(levels.items()):
-        outer = tuple(name for each in names[i + 1 :] for name in each) + axis_names(sharded)
-        inner = tuple(name for each in names[:i] for name in each)
-        own = root if len(levels) == 1 else jax.random.fold_in(root, i)
-        parts.append(_mean(algorithm, Place(axis, outer, inner, True), via, None, own, measure, link, bucket_bytes))
-    return optax.chain(*parts)
+    groups = sorted(set(cut))
+    means = [mean_of(group, tuple(name for name in everything if name not in group)) for group in groups]
+
+    def parted(tree):
+        if jax.tree.structure(tree) != structure:
+            raise ValueError(
+                f"compressed_mean: gradients have the structure {jax.tree.structure(tree)}, sharded= has {structure}"
+            )
+        flat = jax.tree.leaves(tree)
+        return [tuple(x for x, each in zip(flat, cut, strict=True) if each == group) for group in groups]
+
+    def init(params):
+        like_of(params)
+        return tuple(mean.init(part) for mean, part in zip(means, parted(params), strict=True))
+
+    def update(grads, state, params=None, **extra):
+        del params, extra
+        for axis in axes:
+            _check_own(grads, axis)
+        done = [mean.update(part, old) for mean, part, old in zip(means, parted(grads), state, strict=True)]
+        parts = {group: iter(jax.tree.leaves(direction)) for group, (direction, _) in zip(groups, done, strict=True)}
+        return jax.tree.unflatten(structure, [next(parts[each]) for each in cut]), tuple(new for _, new in done)
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _mean(
@@ -218,8 +274,11 @@ def _mean(
         workers = workers_here()
         whole, _, second = plan(workers)
         shared_key, private_key = jax.random.split(root)
+        then = State()
+        if second is not None:
+            shared_key, again_key = jax.random.split(shared_key)
+            then = second.init(again_key, chunk_like(like, workers))
         state = whole.init(shared_key, like)
-        then = State() if second is None else second.init(jax.random.fold_in(shared_key, 1), chunk_like(like, workers))
         every = (*outer, *axis_names(axis_name)) or None
         rows = local_rows(every)
         local = with_rows(MeanLocal(state.local, no_counts(), then.local), rows)
@@ -260,6 +319,9 @@ def _mean(
         if outer:
             key = jax.random.fold_in(key, axis_index(outer))
         key = jax.random.fold_in(key, axis_index(axis_name))
+        again_key = key
+        if two_shot:  # not fold_in of the key that is split for the chunks: that would be the key of one of them
+            key, again_key = jax.random.split(key)
         mine = for_worker(compressor, shared.algorithm.compressor, axis_index(axis_name), workers)
         own = State(_seated(local, axis_name), shared.algorithm._replace(compressor=mine))
         payload, new_local = whole.send(key, grads, own)
@@ -283,7 +345,7 @@ def _mean(
                 shared.algorithm.compressor,
                 second,
                 then,
-                jax.random.fold_in(key, 1),
+                again_key,
                 chunk_like(like, workers),
                 outer,
             )
@@ -311,17 +373,15 @@ def _mean(
 
 def _check_types(grads: Any, place: Place) -> None:
     """Refuses gradients that are equal where they should differ, or differ where nobody said so."""
-    axis = place.axis
-    equal = known_equal(grads, axis) if axis_size(axis) > 1 else []
-    if equal:
+    _check_own(grads, place.axis)
+    whole = [name for name in place.outer if known_equal(grads, name)]
+    if whole:
+        leaves = known_equal(grads, whole[0])
         raise ValueError(
-            f"compressed_mean: gradients{', gradients'.join(equal[:3])}{' ...' if equal[3:] else ''} are typed as "
-            f"equal on all workers of axis {axis!r}. Under jax.shard_map, jax.grad sums the gradient of a "
-            "replicated parameter over the workers by itself: uncompressed, and n times the mean. Differentiate "
-            "with respect to jc.per_worker(params, axis_name) instead; mark gradients that are meant to be equal "
-            "the same way, jc.per_worker(grads, axis_name)."
+            f"compressed_mean: gradients{', gradients'.join(leaves[:3])}{' ...' if leaves[3:] else ''} are equal along "
+            f"mesh axis {whole[0]!r}, and not shards. Give sharded= the tree of PartitionSpecs of the parameters."
         )
-    differ, automatic = unknown_axes(grads, axis, (*axis_names(axis), *place.outer))
+    differ, automatic = unknown_axes(grads, place.axis, (*axis_names(place.axis), *place.outer))
     if differ:
         raise ValueError(
             f"compressed_mean: gradients differ over mesh axis {differ[0]!r}, too. If parameters are shards over it, "
@@ -334,6 +394,19 @@ def _check_types(grads: Any, place: Place) -> None:
             "compress them the compiler would gather the whole of each on every device. Make all axes of the mesh "
             f"manual (leave axis_names out of jax.shard_map) and say sharded={automatic[0]!r}: then each device "
             "compresses its own shard."
+        )
+
+
+def _check_own(grads: Any, axis: Axis) -> None:
+    """Refuses gradients that are equal on all workers."""
+    equal = known_equal(grads, axis) if is_bound(axis) and axis_size(axis) > 1 else []
+    if equal:
+        raise ValueError(
+            f"compressed_mean: gradients{', gradients'.join(equal[:3])}{' ...' if equal[3:] else ''} are typed as "
+            f"equal on all workers of axis {axis!r}. Under jax.shard_map, jax.grad sums the gradient of a "
+            "replicated parameter over the workers by itself: uncompressed, and n times the mean. Differentiate "
+            "with respect to jc.per_worker(params, axis_name) instead; mark gradients that are meant to be equal "
+            "the same way, jc.per_worker(grads, axis_name)."
         )
 
 

@@ -1,0 +1,294 @@
+"""Means over part of a mesh: hierarchies, sharded parameters, buckets, and meshes of every kind of axis."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp as jc
+from jaxcomp.exchange.meet import bucketed
+from jaxcomp.payloads import Dense, Leaves
+
+PARAMS = {"b": jnp.zeros(6), "v": jnp.zeros((64, 32)), "w": jnp.zeros((40, 30))}
+BOTH = P(("dcn", "ici"))
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+DENSE, TOP = jc.direct(jc.identity()), jc.error_feedback(jc.top_k(0.05))
+
+
+def mesh_of(names, kind=AxisType.Auto):
+    return jax.make_mesh((2, 2), names, axis_types=(kind, kind))
+
+
+def gradients(seed, rounds=2, params=PARAMS):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((rounds, 4, *p.shape)), p.dtype), params)
+
+
+def assert_close(a, b, **tolerance):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, **(tolerance or {"rtol": 1e-5, "atol": 1e-6}))
+
+
+def stepper(tx, mesh, axis, across, params=PARAMS):
+    state, specs = jc.init_state(tx, params, mesh, axis)
+    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
+    return state, jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, across), out_specs=(P(), specs)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Hierarchies
+
+
+@pytest.mark.parametrize("inside", [DENSE, jc.direct(jc.cast("bfloat16"))], ids=["f32", "bf16"])
+@pytest.mark.parametrize("across", [TOP, jc.diana(jc.dithering(7))], ids=["top_k", "diana"])
+def test_a_hierarchy_is_one_mean_after_the_other(inside, across, seed):
+    """What two workers get from the means of their groups, though each device carries half of the message."""
+    levels = {"ici": inside, "dcn": across}
+    mesh, grads = mesh_of(("dcn", "ici")), gradients(seed)
+    grads = jax.tree.map(lambda g: jnp.round(g * 64.0) / 64.0, grads)  # whose sums are exact in any order
+    state, step = stepper(jc.compressed_mean(axis_name=levels), mesh, levels, BOTH)
+    root = jax.random.fold_in(jax.random.key(0), 1)
+    alone = jc.compressed_mean(across, "dcn", seed=root)
+    plain, axes = jc.init_state(alone, PARAMS, 2, "dcn")
+    simulated = jax.vmap(alone.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="dcn")
+    inner = jc.compressed_mean(inside, "ici")
+    within = jax.vmap(lambda g: inner.update(g, inner.init(g))[0], axis_name="ici", out_axes=None)
+    for t in range(2):
+        now = jax.tree.map(lambda g: g[t], grads)  # noqa: B023
+        direction, state = jax.block_until_ready(step(state, now))
+        groups = jax.vmap(within)(jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]), now))
+        want, plain = simulated(groups, plain)
+        assert_close(direction, want, rtol=1e-6, atol=1e-6)
+    assert jc.info(state).sent_bytes > 0
+
+
+def test_only_the_compressed_message_crosses_and_once_per_group(seed):
+    levels = {"ici": DENSE, "dcn": TOP}
+    state, step = stepper(jc.compressed_mean(axis_name=levels), mesh_of(("dcn", "ici")), levels, BOTH)
+    first = jax.tree.map(lambda g: g[0], gradients(seed))
+    rows = jc.ledger(step, state, first)
+    _, state = jax.block_until_ready(step(state, first))
+    assert rows.total_bytes == pytest.approx(float(jc.info(state).sent_bytes), abs=16)  # padding of odd halves
+    outer = jc.info(state[1])
+    gathers = [row for row in rows.rows if row.op == "all-gather" and row.dtype == "u32"]
+    halves = sum(row.operand_bytes for row in gathers) - 2 * gathers[0].operand_bytes
+    assert gathers[0].operand_bytes == pytest.approx((float(outer.lane_bytes) - 4 * 6) / 2, abs=4)
+    assert halves == gathers[0].operand_bytes  # what came from two groups is then told within one
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_training_with_a_hierarchy_among_optax(kind, seed):
+    levels = {"ici": DENSE, "dcn": TOP}
+    mesh = mesh_of(("dcn", "ici"), kind)
+    tx = optax.chain(jc.compressed_mean(axis_name=levels), optax.adam(1e-2))
+    state, step = stepper(tx, mesh, levels, BOTH)
+    grads = gradients(seed, rounds=1)
+    now = jax.device_put(jax.tree.map(lambda g: g[0], grads), NamedSharding(mesh, BOTH))
+    updates, state = jax.block_until_ready(step(state, now))
+    updates, state = jax.block_until_ready(step(state, now))
+    assert all(np.all(np.isfinite(u)) for u in jax.tree.leaves(updates))
+    memory = state[0][1].state.local.algorithm.memory["w"]
+    assert memory.shape == (2, 40, 30)  # one for each group
+
+
+def test_hierarchies_are_checked():
+    with pytest.raises(ValueError, match="got both"):
+        jc.compressed_mean(DENSE, {"a": DENSE})
+    with pytest.raises(ValueError, match="axes of its own"):
+        jc.compressed_mean(axis_name={"a": DENSE, ("b", "a"): DENSE})
+    with pytest.raises(ValueError, match="axes of its own"):
+        jc.compressed_mean(axis_name={})
+    with pytest.raises(ValueError, match="a hierarchy takes none"):
+        jc.compressed_mean(axis_name={"a": DENSE}, weights=[1.0])
+    with pytest.raises(TypeError, match="needs an algorithm; got the compressor top_k"):
+        jc.compressed_mean(axis_name={"a": jc.top_k(0.1)})
+    levels = {"ici": DENSE, "dcn": TOP}
+    tx = jc.compressed_mean(axis_name=levels)
+    with pytest.raises(ValueError, match="several mesh axes"):
+        jc.state_axes(jax.eval_shape(tx.init, PARAMS))
+    state, _ = jc.init_state(tx, PARAMS, mesh_of(("dcn", "ici")), levels)
+    with pytest.raises(ValueError, match="different numbers of workers"):
+        jc.info(state, each=True)
+    assert jc.info(state[1], each=True).sent_bytes.shape == (2,)
+
+
+# ------------------------------------------------------------------------------------------------
+# Sharded parameters
+
+
+SPECS = {"b": P(), "v": P("model"), "w": P(None, "model")}  # b is whole on every device
+
+
+def loss_of(params, x):
+    """Columns of w and rows of v are on the devices of one group: hidden = x w, out = hidden v, summed over them."""
+    hidden = jnp.tanh(x @ params["w"])
+    out = lax.psum(hidden @ params["v"][: hidden.shape[1]], "model")
+    return jnp.mean(jnp.square(out - 1.0)) + jnp.sum(jnp.square(params["b"] - 1.0))
+
+
+def sharded_step(tx, mesh, params, specs_of_params):
+    state, specs = jc.init_state(tx, params, mesh, "data", specs_of_params)
+
+    def step(params, state, x):
+        grads = jax.grad(loss_of)(jc.per_worker(params, "data"), x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    whole = (specs_of_params, specs, P("data"))
+    return state, jax.jit(jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole[:2]))
+
+
+def start(seed):
+    rng = np.random.default_rng(seed)
+    shapes = {"b": (6,), "v": (64, 32), "w": (40, 64)}
+    params = {name: jnp.asarray(0.3 * rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    return params, jnp.asarray(rng.standard_normal((8, 40)), jnp.float32)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_each_device_compresses_its_own_shard(kind, seed):
+    mesh = mesh_of(("data", "model"), kind)
+    params, x = start(seed)
+    place = lambda tree, specs: jax.tree.map(lambda a, s: jax.device_put(a, NamedSharding(mesh, s)), tree, specs)
+    params, x = place(params, SPECS), place(x, P("data"))
+    tx = optax.chain(jc.compressed_mean(TOP, "data", sharded=SPECS), optax.adam(1e-2))
+    state, step = sharded_step(tx, mesh, params, SPECS)
+    assert state[0][1].state.local.algorithm.memory[1].shape == (4, 40, 32)
+    assert state[1][0].mu["w"].shape == (40, 64)
+    for _ in range(2):
+        params, state = jax.block_until_ready(step(params, state, x))
+    rows = jc.ledger(step, params, state, x).rows
+    largest = max(row.operand_bytes for row in rows if row.op == "all-gather")
+    assert largest <= 8 * (0.05 * 40 * 32 + 0.05 * 32 * 32)  # payloads; a whole shard of w alone has 5,120 bytes
+    assert all(np.all(np.isfinite(p)) for p in jax.tree.leaves(params))
+
+
+def test_dense_shards_train_like_the_whole(seed):
+    params, x = start(seed)
+    results = []
+    for shape, names in (((2, 2), ("data", "model")), ((2, 1), ("data", "model"))):
+        mesh = jax.make_mesh(
+            shape, names, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: shape[0] * shape[1]]
+        )
+        tx = optax.chain(jc.compressed_mean(DENSE, "data", sharded=SPECS), optax.adam(1e-2))
+        state, step = sharded_step(tx, mesh, params, SPECS)
+        moved = params
+        for _ in range(3):
+            moved, state = jax.block_until_ready(step(moved, state, x))
+        results.append(jax.tree.map(np.asarray, moved))
+    assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def test_workers_and_shards_draw_independently(seed):
+    mesh = mesh_of(("data", "model"))
+    tx = jc.compressed_mean(jc.direct(jc.bernoulli(0.5)), "data", sharded="model")
+    params = {"w": jnp.zeros((64, 64))}
+    specs = {"w": P("model")}
+    state, where = jc.init_state(tx, params, mesh, "data", specs)
+    ones = jnp.ones((2, 64, 64))
+    step = lambda s, g: tx.update({"w": g[0]}, s)
+    step = jax.shard_map(step, mesh=mesh, in_specs=(where, P("data", "model")), out_specs=(specs, where))
+    direction, _ = jax.jit(step)(state, ones)
+    top, bottom = np.asarray(direction["w"])[:32], np.asarray(direction["w"])[32:]
+    assert np.mean(top == bottom) < 0.5
+
+
+def test_gradients_over_an_axis_that_nobody_named_are_refused():
+    mesh = mesh_of(("data", "model"))
+    tx = jc.compressed_mean(DENSE, "data")
+    state, specs = jc.init_state(tx, jnp.zeros(8), mesh, "data")
+    step = lambda s, g: tx.update(g, s)
+    with pytest.raises(ValueError, match="say sharded='model'"):
+        jax.shard_map(step, mesh=mesh, in_specs=(specs, P(("data", "model"))), out_specs=(P(), specs))(
+            state, jnp.ones(32)
+        )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_axes_that_are_not_manual(kind):
+    mesh = mesh_of(("data", "model"), kind)
+    tx = jc.compressed_mean(DENSE, "data")
+    with jax.set_mesh(mesh):
+        state, specs = jc.init_state(tx, jnp.zeros((8, 4)), mesh, "data")
+
+        def run(grads):
+            step = lambda s, g: tx.update(g[0], s)
+            step = jax.shard_map(step, in_specs=(specs, P("data")), out_specs=(P(), specs), axis_names={"data"})
+            return jax.jit(step)(state, jax.device_put(grads, NamedSharding(mesh, P("data", "model"))))
+
+        with pytest.raises(ValueError, match="mesh axis 'model' is not manual here"):
+            run(jnp.ones((2, 8, 4)))
+
+
+def test_the_state_of_another_place_is_refused():
+    tx, other = jc.compressed_mean(DENSE, "data", sharded="model"), jc.compressed_mean(DENSE, "data")
+    mesh = mesh_of(("data", "model"))
+    state, specs = jc.init_state(tx, jnp.zeros(8), mesh, "data", P("model"))
+    step = lambda tx: lambda s, g: tx.update(g, s)
+    run = lambda tx, state, specs, grads: jax.shard_map(
+        step(tx), mesh=mesh, in_specs=(specs, grads), out_specs=(P("model"), specs)
+    )(state, jnp.ones(32))
+    with pytest.raises(ValueError, match="made with sharded= or a hierarchy"):
+        run(other, state, specs, P("data"))
+    plain, plain_specs = jc.init_state(other, jnp.zeros(8), mesh, "data")
+    with pytest.raises(ValueError, match="expected a state of axes"):
+        run(tx, plain, plain_specs, P(("data", "model")))
+
+
+def test_sharded_is_checked():
+    with pytest.raises(ValueError, match="must be axis names or a tree of PartitionSpecs"):
+        jc.compressed_mean(DENSE, "data", sharded={"w": "model"})
+    with pytest.raises(ValueError, match=r"jc\.psum_scatter"):
+        jc.compressed_mean(DENSE, "data", sharded={"w": P("data")})
+    with pytest.raises(ValueError, match="need names"):
+        jc.compressed_mean(DENSE, None, sharded="model")
+    with pytest.raises(ValueError, match="gradients have the structure"):
+        jc.compressed_mean(DENSE, "data", sharded={"w": P("model")}).init({"v": jnp.zeros(3)})
+    mesh = mesh_of(("data", "model"))
+    tx = jc.compressed_mean(DENSE, "data", sharded="model")
+    state, specs = jc.init_state(tx, jnp.zeros(8), mesh, "data", P("model"))
+    step = jax.shard_map(lambda s, g: tx.update(g, s), mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs))
+    with pytest.raises(ValueError, match="equal along mesh axis 'model', and not shards"):
+        step(state, jnp.ones(8))
+
+
+# ------------------------------------------------------------------------------------------------
+# Buckets
+
+
+def test_leaves_are_put_together_from_the_last():
+    payload = Leaves(Dense(jnp.zeros(3)), tuple(Dense(jnp.zeros(1)) for _ in range(5)))
+    assert bucketed(payload, [10, 10, 10, 10, 10], 20) == (0, 3, 2, 2, 1, 1)
+    assert bucketed(payload, [10, 10, 10, 10, 10], 1) == (0, 5, 4, 3, 2, 1)
+    assert bucketed(payload, [10, 10, 10, 10, 10], 1000) == (0, 1, 1, 1, 1, 1)
+    assert bucketed(Dense(jnp.zeros(3)), [12], 1) is None
+
+
+@pytest.mark.parametrize("algorithm", [TOP, DENSE, jc.direct(jc.cast("bfloat16"))], ids=["top_k", "f32", "bf16"])
+def test_buckets_change_collectives_and_nothing_else(algorithm, seed):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    grads = gradients(seed, rounds=1)
+    now, ops, directions = jax.tree.map(lambda g: g[0], grads), [], []
+    for bucket_bytes in (None, 1):
+        tx = jc.compressed_mean(algorithm, "data", bucket_bytes=bucket_bytes)
+        state, step = stepper(tx, mesh, "data", P("data"))
+        rows = jc.ledger(step, state, now)
+        ops.append([row for row in rows.rows if row.op == "all-gather"])
+        direction, state = jax.block_until_ready(step(state, now))
+        directions.append(direction)
+        assert rows.total_bytes == pytest.approx(float(jc.info(state).sent_bytes), rel=0.01)
+    for a, b in zip(*(jax.tree.leaves(d) for d in directions), strict=True):
+        np.testing.assert_array_equal(a, b)
+    if algorithm is not DENSE:
+        assert len(ops[1]) > len(ops[0])
+
+
+def test_bucket_sizes_are_checked():
+    with pytest.raises(ValueError, match="bucket_bytes must be an integer of at least 1; got 0"):
+        jc.compressed_mean(DENSE, "data", bucket_bytes=0)
+    with pytest.raises(ValueError, match='bucket_bytes goes with via="auto"'):
+        jc.compressed_mean(TOP, "data", via="ladder", bucket_bytes=10)

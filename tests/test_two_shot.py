@@ -1,0 +1,312 @@
+"""via="two_shot" and the drop-in collectives: against NumPy, in every world, in bytes, and where they must refuse."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from variants import variants
+from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
+
+import jaxcomp as jc
+from jaxcomp.exchange.two_shot import chunk_like
+
+N = 4
+PARAMS = {"b": jnp.zeros(5), "w": jnp.zeros((40, 30))}
+SIZE = 1205
+
+
+def gradients(seed, rounds=3, workers=N, params=PARAMS):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((rounds, workers, *p.shape)), p.dtype), params)
+
+
+def vectors(tree):
+    """[..., d] in the order of the tree."""
+    leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
+    lead = leaves[0].ndim - jax.tree.leaves(PARAMS)[0].ndim
+    return np.concatenate([x.reshape(*x.shape[:lead], -1) for x in leaves], -1)
+
+
+def two_shot(algorithm, **options):
+    return jc.compressed_mean(algorithm, AXIS, via="two_shot", **options)
+
+
+# ------------------------------------------------------------------------------------------------
+# The oracle: both halves with error feedback, in float64
+
+
+def top_k_oracle(grads, k, weights):
+    """grads f64[rounds, n, d] -> directions, first memories [n, n, m], second memories [n, m]."""
+    rounds, n, d = grads.shape
+    m = chunk_like(jax.ShapeDtypeStruct((d,), jnp.float32), n).size
+    padded = np.pad(grads, ((0, 0), (0, 0), (0, n * m - d))).reshape(rounds, n, n, m)
+    first, second = np.zeros((n, n, m)), np.zeros((n, m))
+
+    def largest(x):
+        kept = np.zeros_like(x)
+        kept[np.argsort(-np.abs(x), kind="stable")[:k]] = 1
+        return x * kept
+
+    directions = []
+    for g in padded:
+        message = first + g
+        sent = np.apply_along_axis(largest, -1, message)
+        first = message - sent
+        mean = np.einsum("i,ijm->jm", weights, sent)
+        again = np.apply_along_axis(largest, -1, mean + second)
+        second = mean + second - again
+        directions.append(again.reshape(-1)[:d])
+    return np.stack(directions), first, second
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0, 4.0]])
+def test_both_memories_are_those_of_the_oracle(weights, seed):
+    grads = gradients(seed)
+    tx = two_shot(jc.error_feedback(jc.top_k(k=7)), weights=weights)
+    directions, state = run_shard_map(tx, PARAMS, grads)
+    shares = np.full(N, 1 / N) if weights is None else np.array(weights) / 10
+    want, first, second = top_k_oracle(vectors(grads), 7, shares)
+    np.testing.assert_allclose(vectors(directions), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        vectors(state.local.algorithm.memory), first.reshape(N, -1)[:, :SIZE], rtol=1e-5, atol=1e-6
+    )
+    np.testing.assert_allclose(state.local.second.memory, second, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_lost(seed):
+    """What came out, and what both memories hold, is all that went in."""
+    grads = gradients(seed, rounds=4)
+    directions, state = run_vmap(two_shot(jc.error_feedback(jc.cast("float8_e4m3fn"))), PARAMS, grads)
+    first = vectors(state.local.algorithm.memory).reshape(N, SIZE).mean(0)
+    second = np.asarray(state.local.second.memory, np.float64).reshape(-1)[:SIZE]
+    assert min(np.abs(first).max(), np.abs(second).max()) > 1e-4
+    came_out = vectors(directions).sum(0)
+    np.testing.assert_allclose(came_out + first + second, vectors(grads).mean(1).sum(0), atol=2e-5)
+
+
+ROWS = {
+    "identity": jc.direct(jc.identity()),
+    "cast": jc.direct(jc.cast("bfloat16")),
+    "dithering": jc.direct(jc.dithering(7, block_size=64)),
+    "fp8": jc.error_feedback(jc.cast("float8_e4m3fn")),
+    "sidco": jc.error_feedback(jc.sidco(0.1)),
+    "momentum": jc.momentum_correction(jc.top_k(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", variants(ROWS, {"dithering", "sidco"}))
+def test_every_world_gives_the_same_and_the_ledger_agrees(name, seed):
+    grads = gradients(seed, rounds=2)
+    tx = two_shot(ROWS[name])
+    sharded, state = run_shard_map(tx, PARAMS, grads)
+    simulated, other = run_vmap(tx, PARAMS, grads)
+    for a, b in zip(
+        jax.tree.leaves((sharded, state.local.second)), jax.tree.leaves((simulated, other.local.second)), strict=True
+    ):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b).reshape(a.shape), rtol=1e-6, atol=1e-6)
+    mesh = mesh_of(N)
+    state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
+    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS)), out_specs=(P(), specs)))
+    first = jax.tree.map(lambda g: g[0], grads)
+    total = jc.ledger(step, state, first).total_bytes
+    info = jc.info(jax.block_until_ready(step(state, first))[1])
+    assert total == info.sent_bytes
+    assert info.chosen == "two_shot"
+    assert info.sent_bytes == 2 * (N - 1) / N * info.lane_bytes * N / (N + 1)  # n chunks went, one came back
+    if name in ("identity", "cast"):
+        np.testing.assert_allclose(vectors(sharded), vectors(grads).mean(1), atol=1e-6 if name == "identity" else 0.02)
+
+
+def test_bytes_do_not_grow_with_the_workers(seed):
+    sent = {}
+    for workers in (2, 32):
+        grads = gradients(seed, rounds=1, workers=workers, params={"w": jnp.zeros(2**14)})
+        tx = two_shot(jc.direct(jc.dithering(7)))
+        _, state = run_vmap(tx, {"w": jnp.zeros(2**14)}, grads)
+        sent[workers] = float(jc.info(state).sent_bytes)
+    assert sent[32] < 2 * sent[2] * 1.01
+    np.testing.assert_allclose(sent[2], 2**14 / 2, rtol=0.01)  # 4 bits, half out and half back
+
+
+def test_unbiased_stays_unbiased(seed):
+    draws = 2000
+    grads = np.random.default_rng(seed).standard_normal((2, 24)).astype(np.float32)
+
+    def draw(key):
+        tx = two_shot(jc.direct(jc.dithering(2)), seed=key)
+        step = lambda g: tx.update(g, tx.init(g))[0]
+        return jax.vmap(step, axis_name=AXIS, out_axes=None)(jnp.asarray(grads))
+
+    found = np.asarray(jax.lax.map(draw, jax.random.split(jax.random.key(seed), draws)), np.float64)
+    z = (found.mean(0) - grads.mean(0)) / (found.std(0, ddof=1) / np.sqrt(draws))
+    assert np.abs(z).max() < 5.1  # 24 numbers at a false alarm of 1e-5
+    assert found.std(0).max() > 0.05
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"a": jnp.zeros(0)}, {"a": jnp.zeros(1)}, {"a": jnp.zeros(3), "b": jnp.zeros(())}], ids=str
+)
+def test_tiny_trees(params, seed):
+    if not jax.tree.leaves(params):
+        tx = two_shot(jc.direct(jc.identity()))
+        step = lambda i: tx.update({}, tx.init({}))[0]
+        assert jax.vmap(step, axis_name=AXIS, out_axes=None)(jnp.arange(3)) == {}
+        return
+    grads = gradients(seed, params=params)
+    directions, _ = run_shard_map(two_shot(jc.direct(jc.identity())), params, grads)
+    for d, g in zip(jax.tree.leaves(directions), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(d, g.mean(1), atol=1e-6)
+
+
+def test_one_worker_and_pmap(seed):
+    grads = gradients(seed, workers=1)
+    directions, _ = run_vmap(two_shot(jc.direct(jc.identity())), PARAMS, grads)
+    np.testing.assert_allclose(vectors(directions), vectors(grads)[:, 0], atol=1e-7)
+    grads = gradients(seed, rounds=1, workers=2)
+    directions, _ = run_pmap(two_shot(jc.direct(jc.cast("bfloat16"))), PARAMS, grads)
+    np.testing.assert_allclose(vectors(directions), vectors(grads).mean(1), atol=0.02)
+
+
+def test_bad_gradients_never_enter_either_memory(seed):
+    grads = gradients(seed)
+    grads["w"] = grads["w"].at[0, 1, 3].set(jnp.nan).at[1, 2, 4].set(jnp.inf)
+    directions, state = run_vmap(two_shot(jc.error_feedback(jc.top_k(0.1))), PARAMS, grads)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((directions, state.local.second, state.local.algorithm)))
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="keeps a shift in step"):
+        two_shot(jc.diana(jc.dithering(7)))
+    with pytest.raises(ValueError, match="needs a compressor of one array; got per_leaf"):
+        two_shot(jc.error_feedback(jc.per_leaf(jc.top_k(0.1))))
+    with pytest.raises(ValueError, match="has a plan for each"):
+        two_shot(jc.error_feedback(jc.dagc([1, 2], 0.1)))
+    with pytest.raises(ValueError, match="bucket_bytes goes with"):
+        two_shot(jc.direct(jc.identity()), bucket_bytes=100)
+    with pytest.raises(ValueError, match="rounds: via must be one of"):
+        jc.rounds(jc.descend(jc.direct(jc.identity()), 0.1), AXIS, "two_shot")
+
+
+# ------------------------------------------------------------------------------------------------
+# pmean and psum_scatter
+
+
+def shard(fn, out, check_vma=True):
+    spec = P(AXIS)
+    return jax.jit(jax.shard_map(fn, mesh=mesh_of(N), in_specs=spec, out_specs=out, check_vma=check_vma))
+
+
+WIRES = [None, "bfloat16", jc.cast("float8_e4m3fn"), jc.natural()]
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=["plain", "bf16", "fp8", "natural"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_pmean_and_its_gradient(wire, check_vma, seed, key):
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((N, 6, 64)), jnp.float32)
+    tolerance = {None: 1e-6, "bfloat16": 0.02}.get(wire if wire is None or isinstance(wire, str) else "")
+
+    def both(mean):
+        run = lambda x: jax.value_and_grad(lambda x: jnp.sum(jnp.sin(mean(x))))(x[0])
+        step = shard(run, (P(), P(AXIS)), check_vma)
+        return jax.block_until_ready(step(x)), jc.ledger(step, x).total_bytes
+
+    (want, gradient), dense = both(lambda x: lax.pmean(x, AXIS))
+    (got, back), sent = both(lambda x: jc.pmean(x, AXIS, wire=wire, key=key))
+    if tolerance is not None:
+        np.testing.assert_allclose(got, want, atol=400 * tolerance)
+        np.testing.assert_allclose(back, gradient, atol=2 * tolerance * np.abs(gradient).max() + 1e-7)
+    assert np.all(np.isfinite(back))
+    assert np.abs(back).max() > 0
+    assert sent / dense == pytest.approx(
+        {None: 1, "bfloat16": 1 / 2}.get(wire, 9 / 32 if wire is WIRES[3] else 1 / 4), rel=0.07
+    )
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("dimension", [0, 1, -1])
+def test_psum_scatter_is_that_of_lax(dimension, tiled, seed):
+    shape = [5, 6, 7]
+    shape[dimension] = 8 if tiled else N
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((N, *shape)), jnp.float32)
+
+    def both(scatter):
+        def run(x):
+            loss = lambda x: jnp.sum(jnp.cos(scatter(x)) * (1.0 + lax.axis_index(AXIS).astype(jnp.float32)))
+            return scatter(x), jax.grad(loss)(x)
+
+        return run
+
+    want = jax.vmap(
+        both(lambda x: lax.psum_scatter(x, AXIS, scatter_dimension=dimension % 3, tiled=tiled)), axis_name=AXIS
+    )(x)
+    for wire, tolerance in ((None, 1e-5), ("bfloat16", 0.2)):
+        mine = both(
+            functools.partial(jc.psum_scatter, axis_name=AXIS, scatter_dimension=dimension, tiled=tiled, wire=wire)
+        )
+        for got in (jax.vmap(mine, axis_name=AXIS)(x), shard(functools.partial(_row, mine), P(AXIS))(x)):
+            for a, b in zip(got, want, strict=True):
+                assert a.shape == b.shape
+                np.testing.assert_allclose(a, b, atol=tolerance)
+
+
+def _row(run, x):
+    """One worker of shard_map: its row, and its results as rows."""
+    return jax.tree.map(lambda a: a[None], run(x[0]))
+
+
+def test_trees_and_narrow_arrays(seed):
+    rng = np.random.default_rng(seed)
+    x = {
+        "a": jnp.asarray(rng.standard_normal((N, 100)), jnp.bfloat16),
+        "b": jnp.asarray(rng.standard_normal((N, 3)), jnp.bfloat16),
+    }
+    step = shard(lambda x: jc.pmean(jax.tree.map(lambda a: a[0], x), AXIS), P())
+    got = step(x)
+    exact = jax.tree.map(lambda a: np.asarray(a, np.float64).mean(0), x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2**-8, atol=1e-7)  # added in f32, rounded once
+    assert jc.ledger(step, x).total_bytes == 2 * 3 / 4 * 2 * 104  # 103 entries in four parts
+
+
+def test_the_collectives_say_what_they_need(key):
+    run = lambda fn: jax.vmap(fn, axis_name=AXIS)(jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match="no axis named 'data' is bound"):
+        jc.pmean(jnp.ones(3), AXIS)
+    with pytest.raises(ValueError, match="is random; give key="):
+        run(lambda x: jc.pmean(x, AXIS, wire=jc.dithering(7)))
+    with pytest.raises(ValueError, match='accumulate must be "f32" or "f64"'):
+        run(lambda x: jc.pmean(x, AXIS, accumulate="bf16"))
+    with pytest.raises(ValueError, match="needs 64-bit mode"):
+        run(lambda x: jc.pmean(x, AXIS, accumulate="f64"))
+    with pytest.raises(ValueError, match="dtype must be bfloat16"):
+        run(lambda x: jc.pmean(x, AXIS, wire="int8"))
+    with pytest.raises(ValueError, match="must be a multiple of 2"):
+        run(lambda x: jc.psum_scatter(x[:3], AXIS, tiled=True))
+    with pytest.raises(ValueError, match="must be 2, or give tiled=True"):
+        run(lambda x: jc.psum_scatter(x, AXIS))
+    with pytest.raises(ValueError, match="real floating point"):
+        run(lambda x: jc.pmean(x.astype(jnp.int32), AXIS))
+
+
+def test_two_shots_inside_an_optimizer_do_not_retrace(seed):
+    traces = []
+
+    def update(grads, state):
+        traces.append(1)
+        return tx.update(grads, state)
+
+    with jax.numpy_dtype_promotion("standard"):
+        tx = optax.chain(two_shot(jc.error_feedback(jc.cast("bfloat16"))), optax.adam(1e-2))
+        grads = gradients(seed)
+        state, axes = jc.init_state(tx, PARAMS, N, AXIS)
+        step = jax.jit(jax.vmap(update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+        for t in range(3):
+            _, state = step(jax.tree.map(lambda g: g[t], grads), state)  # noqa: B023
+    assert len(traces) == 1
