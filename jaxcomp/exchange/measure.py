@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxcomp.base import Tally, wide
 from jaxcomp.bits import lane_bytes
@@ -161,9 +162,9 @@ def info(state: Any, *, each: bool = False) -> Info:
 
 
 def _here(x: Any) -> Any:
-    """A concrete array as one of NumPy: a handful of numbers is not worth a program among all devices."""
-    concrete = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    return np.asarray(x) if concrete else x
+    """A concrete array on one device: a handful of numbers is not worth programs among all."""
+    concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
+    return jnp.asarray(np.asarray(x)) if concrete else x
 
 
 def _over_workers(rows: Any) -> Any:
