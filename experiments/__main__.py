@@ -8,6 +8,8 @@ from experiments.cli import UserError, fail
 # name -> (module, what it shows). Modules are imported only when asked for: each sets up JAX itself.
 EXPERIMENTS = {
     "compare": ("experiments.compare", "train one model with several compression methods and compare them"),
+    "train": ("experiments.train", "train one model with one method: in one process, in several, or on a cluster"),
+    "kills": ("experiments.kills", "kill processes of a training at random; what was trained must not show it"),
     "sidco": ("experiments.sidco", "SIDCo and its rivals: quality of the threshold, and training"),
     "skcompress": ("experiments.skcompress", "SKCompress and its rivals: sizes and errors of messages, and training"),
     "dagc": ("experiments.dagc", "rules for a ratio per worker, against each other and against uniform"),

@@ -5,25 +5,23 @@ runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.jso
 finished method and seed), table.md, compare.png, and checkpoints.
 """
 
-import argparse
-import contextlib
 import json
-import os
-import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, choose_new, fraction, positive
-from experiments.report import show
+from experiments.cli import Parser, UserError, at_least, fraction, positive
+from experiments.folders import Journal, choose_folder, given_in, how_to_find, jsonable, resumed, write_json
+from experiments.report import progress_bar, show
+
+if TYPE_CHECKING:
+    from experiments.job import Job
 
 __all__ = ["main"]
 
-WINDOW = 5  # logged steps that a loss is averaged over
 DEFAULT_METHODS = ["dense-f32", "dense-bf16", "top-k", "sidco", "dithering", "diana"]
 
 
@@ -32,6 +30,7 @@ def parser() -> Parser:
     from experiments.methods import METHODS
     from experiments.models import MODELS
     from experiments.training import OPTIMIZERS
+    from jaxcomp.exchange.meet import VIAS
 
     known = "; ".join(f"{name}: {method.what}" for name, method in METHODS.items())
     p = Parser(prog="python -m experiments compare", description=(__doc__ or "").split("\n\n")[0])
@@ -46,6 +45,7 @@ def parser() -> Parser:
     p.add_argument("--lr", type=positive, default=1e-3, help="learning rate")
     p.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
     p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
+    p.add_argument("--via", choices=VIAS, default="auto", help="how messages meet, as for jc.compressed_mean")
     p.add_argument("--alpha", type=positive, default=None, help="Dirichlet label split; without it IID")
     p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="one run for each")
     p.add_argument("--name", default=None, help="folder under --runs; without it the next free compare-N")
@@ -57,72 +57,13 @@ def parser() -> Parser:
     return p
 
 
-class Job(NamedTuple):
-    """One method with one seed."""
-
-    method: str
-    seed: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.method}-{self.seed}"
-
-
 def main(arguments: Sequence[str]) -> int:
     options = vars(parser().parse_args(arguments))
     resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs")
-    folder = choose_folder(runs, name, resume)
+    folder = choose_folder(runs, name, resume, "compare")
     if resume:
-        options = resumed(folder, options, given_in(arguments))
+        options = resumed(folder, options, given_in(parser(), arguments))
     return Run(folder, options, runs).go(resume)
-
-
-def given_in(arguments: Sequence[str]) -> dict[str, Any]:
-    """Only the options that stand on the command line, without defaults."""
-    bare = parser()
-    for action in bare._actions:
-        action.default = argparse.SUPPRESS
-    return vars(bare.parse_args(arguments))
-
-
-def choose_folder(runs: Path, name: str | None, resume: bool) -> Path:
-    if name is None:
-        if resume:
-            raise UserError("--resume needs --name, the run to continue")
-        return choose_new(runs, None, "compare")
-    if not name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise UserError(f"--name must be a folder below --runs; got {name}")
-    folder = runs / name
-    if resume and not (folder / "config.json").is_file():
-        raise UserError(f"there is no run {folder} to resume")
-    if not resume and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists; continue it with --resume or choose another --name")
-    return folder
-
-
-def resumed(folder: Path, options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The options of the run; what is given again must agree with them."""
-    try:
-        kept = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is damaged: {error}") from None
-    for key in kept.keys() & given.keys():
-        if jsonable(given[key]) != kept[key]:
-            flag = "--" + key.replace("_", "-")
-            raise UserError(f"{folder} was started with {flag} {kept[key]}, not {given[key]}; leave it out")
-    kept["data_dir"] = Path(kept["data_dir"]) if kept["data_dir"] else None
-    return options | kept
-
-
-def jsonable(value: Any) -> Any:
-    return str(value.absolute()) if isinstance(value, Path) else value
-
-
-def write_json(path: Path, content: Any) -> None:
-    """All or nothing: a killed process leaves the old file."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(draft, path)
 
 
 class Run:
@@ -133,25 +74,24 @@ class Run:
         self.runs = runs
         self.options = options
         self.results: list[dict[str, Any]] = []
+        self.journal = Journal(folder)
 
     def go(self, resume: bool) -> int:
         from rich.console import Console
 
         from experiments.data import load, split
-        from experiments.methods import METHODS
-        from experiments.training import find_devices
+        from experiments.job import Job
+        from experiments.methods import algorithm_for
+        from experiments.training import find_mesh
 
         o = self.options
         console = Console(width=None if sys.stdout.isatty() else 150)
         self.console = console
-        self.devices = devices = find_devices(o["workers"])
+        self.mesh = find_mesh(o["workers"])
         self.data = load(o["data"], o["data_dir"])
         self.parts = {seed: split(self.data.train_y, o["workers"], o["alpha"], seed) for seed in o["seeds"]}
         for method in o["methods"]:
-            try:
-                METHODS[method].make(o["ratio"], o["levels"])
-            except ValueError as error:
-                raise UserError(f"{method}: {error}") from None
+            algorithm_for(method, o["ratio"], o["levels"], o["via"])
         if not resume:  # only now, so that a wrong option leaves nothing behind
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / "config.json", {key: jsonable(value) for key, value in o.items()})
@@ -160,15 +100,16 @@ class Run:
         jobs = [Job(method, seed) for method in dict.fromkeys(o["methods"]) for seed in dict.fromkeys(o["seeds"])]
         done = {(row["method"], row["seed"]) for row in self.results}
         console.print(
-            f"{o['data']}, {o['model']}, {o['workers']} workers on {devices[0].platform}, {o['steps']} steps of "
-            f"{o['batch']} examples each, {self.labels}; writing to {self.folder}"
+            f"{o['data']}, {o['model']}, {o['workers']} workers on {self.mesh.devices.flat[0].platform}, "
+            f"{o['steps']} steps of {o['batch']} examples each, {self.labels}; writing to {self.folder}"
         )
         interrupted = False
         try:
             self.train([job for job in jobs if (job.method, job.seed) not in done], console)
         except KeyboardInterrupt:
             interrupted = True
-            console.print(f"interrupted; continue with --resume{self.how_to_find()}", highlight=False, soft_wrap=True)
+            where = how_to_find(self.runs, self.folder)
+            console.print(f"interrupted; continue with --resume{where}", highlight=False, soft_wrap=True)
         self.report(console)
         return 130 if interrupted else 0
 
@@ -178,21 +119,8 @@ class Run:
         alpha = self.options["alpha"]
         return "IID" if alpha is None else f"Dirichlet({alpha:g})"
 
-    def how_to_find(self) -> str:
-        runs = "" if self.runs == Path("runs") else f" --runs {shlex.quote(str(self.runs))}"
-        return f"{runs} --name {shlex.quote(str(self.folder.relative_to(self.runs)))}"
-
-    def train(self, jobs: list[Job], console: Any) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.completed}/{task.total} steps"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[now]}"),
-        )
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    def train(self, jobs: list["Job"], console: Any) -> None:
+        with progress_bar(console) as bar:
             trainer, method = None, None
             for job in jobs:
                 task = bar.add_task(f"{job.method}, seed {job.seed}", total=self.options["steps"], now="compiling")
@@ -208,84 +136,19 @@ class Run:
                     )
 
     def trainer_for(self, method: str) -> Any:
-        from experiments.methods import METHODS
+        from experiments.methods import algorithm_for
         from experiments.models import MODELS
         from experiments.training import Trainer
 
         o = self.options
-        algorithm = METHODS[method].make(o["ratio"], o["levels"])
-        return Trainer(algorithm, MODELS[o["model"]], self.data, self.devices, o["optimizer"], o["lr"], o["batch"])
+        algorithm = algorithm_for(method, o["ratio"], o["levels"], o["via"])
+        args = (algorithm, MODELS[o["model"]], self.data, self.mesh, o["optimizer"], o["lr"], o["batch"])
+        return Trainer(*args, via=o["via"])
 
-    def train_one(self, trainer: Any, job: Job, show: Any) -> dict[str, Any]:
-        """Trains one job from its newest checkpoint to the end."""
-        from experiments.training import Checkpoints, fingerprint
+    def train_one(self, trainer: Any, job: "Job", show: Any) -> dict[str, Any]:
+        from experiments.job import train_one
 
-        o = self.options
-        checkpoints = Checkpoints(self.folder / "checkpoints" / job.name)
-        state = trainer.initial_state(job.seed)
-        first = checkpoints.latest() or 0
-        if first:
-            abstract = trainer.abstract_state(state.params)
-            state = checkpoints.restore(first, abstract)
-        self.keep_metrics(job, first)
-        sent = trainer.ledger.total_bytes
-        reached = first
-        shown = 0.0
-        try:
-            with (self.folder / "metrics.jsonl").open("a") as metrics:
-                for now in trainer.steps(state, self.parts[job.seed], job.seed, first, o["steps"]):
-                    reached, state = now.step, now.state
-                    if now.step % o["log_every"] == 0 or now.step in (1, o["steps"]):
-                        info = {key: float(value) for key, value in trainer.info(now.state.optimizer)._asdict().items()}
-                        line = {"method": job.method, "seed": job.seed, "step": now.step, "loss": now.loss}
-                        line |= info | {"sent_bytes": sent * now.step, "seconds": now.seconds}
-                        if o["test_every"] and (now.step % o["test_every"] == 0 or now.step == o["steps"]):
-                            line["accuracy"] = trainer.test(now.state)[1]
-                        metrics.write(json.dumps(line) + "\n")
-                        metrics.flush()
-                    if time.monotonic() - shown > 0.1 or now.step == o["steps"]:
-                        shown = time.monotonic()
-                        show(now.step, f"loss {now.loss:.3f}, {sent * now.step / 1e6:.2f} MB sent")
-                    if now.step % o["checkpoint_every"] == 0 or now.step == o["steps"]:
-                        checkpoints.save(now.step, now.state)
-        except KeyboardInterrupt:
-            with contextlib.suppress(RuntimeError):  # the interrupt may have come while a step donated the state
-                if reached > first:
-                    checkpoints.save(reached, state)
-            raise
-        finally:
-            checkpoints.close()
-        lines = [line for line in self.metrics() if (line["method"], line["seed"]) == job]
-        test_loss, accuracy = trainer.test(state)
-        last = lines[-WINDOW:]
-        return {
-            "method": job.method,
-            "seed": job.seed,
-            "steps": o["steps"],
-            "loss": float(np.mean([line["loss"] for line in last])),
-            "test_loss": test_loss,
-            "accuracy": accuracy,
-            "lane_bytes": lines[-1]["lane_bytes"],
-            "code_bits": float(np.mean([line["code_bits"] for line in lines])),
-            "sent_bytes": sent,
-            "seconds": float(np.median([line["seconds"] for line in lines[1:] or lines])),
-            "parameters": trainer.num_params,
-            "sha256": fingerprint(state.params),
-        }
-
-    def metrics(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
-        if lines and not lines[-1].endswith("}"):
-            lines.pop()  # a killed process may have left half a line
-        return [json.loads(line) for line in lines]
-
-    def keep_metrics(self, job: Job, step: int) -> None:
-        """Drops what was logged of this job after its checkpoint: those steps are done again."""
-        lines = [line for line in self.metrics() if (line["method"], line["seed"]) != job or line["step"] <= step]
-        draft = self.folder / "metrics.tmp"
-        draft.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        os.replace(draft, self.folder / "metrics.jsonl")
+        return train_one(trainer, job, self.options, self.folder, self.journal, self.parts[job.seed], show)
 
     # --------------------------------------------------------------------------------------------
 
@@ -293,7 +156,7 @@ class Run:
         if self.results:
             title = f"{self.folder.name}: {self.results[0]['parameters']:,} parameters"
             show(console, title, HEAD, self.rows(), NOTES, self.folder / "table.md")
-        if any(line["step"] > 1 for line in self.metrics()):
+        if any(line["step"] > 1 for line in self.journal.lines()):
             console.print(f"plot: {self.plot()}")
 
     def rows(self) -> list[list[str]]:
@@ -329,9 +192,10 @@ class Run:
         return table
 
     def plot(self) -> Path:
+        from experiments.job import WINDOW
         from experiments.plots import LINES, new_figure, running_mean, save
 
-        lines = self.metrics()
+        lines = self.journal.lines()
         anything_sent = any(line["sent_bytes"] > 0 for line in lines)  # one worker sends nothing
         figure, (by_step, *by_bytes) = new_figure(2 if anything_sent else 1)
         for look, method in zip(LINES, dict.fromkeys(line["method"] for line in lines), strict=False):

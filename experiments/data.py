@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,32 +13,45 @@ from experiments.cli import UserError, existing_folder
 __all__ = ["DATASETS", "Dataset", "batch_of", "load", "nobody_empty", "read_idx", "split"]
 
 
+Choose = Callable[[np.ndarray], np.ndarray]  # labels of all examples -> indices of those to keep, ascending
+
+
 class Dataset(NamedTuple):
-    """Images f32[n, height, width, 1], labels i32[n], for training and for the test."""
+    """Images f32[n, height, width, 1], labels i32[n], for training and for the test.
+
+    rows: i64[m], ascending: train_x holds the images of these examples alone, f32[m, ...]; None: of all.
+    """
 
     name: str
     train_x: np.ndarray
     train_y: np.ndarray
     test_x: np.ndarray
     test_y: np.ndarray
+    rows: np.ndarray | None = None
+
+    def images_of(self, examples: np.ndarray) -> np.ndarray:
+        """Training images of examples, by their numbers in the whole data set."""
+        return self.train_x[examples if self.rows is None else np.searchsorted(self.rows, examples)]
 
     @property
     def num_classes(self) -> int:
         return int(max(self.train_y.max(), self.test_y.max())) + 1
 
 
-def digits(folder: Path | None) -> Dataset:
+def digits(folder: Path | None, choose: Choose | None, test: bool) -> Dataset:
     """scikit-learn's 1,797 images of 8 x 8 pixels; every fifth is for the test. Needs no download."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     x = ((images - images.mean()) / images.std()).astype(np.float32).reshape(-1, 8, 8, 1)
     y = labels.astype(np.int32)
-    test = np.arange(len(y)) % 5 == 4
-    return Dataset("digits", x[~test], y[~test], x[test], y[test])
+    tested = np.arange(len(y)) % 5 == 4
+    rows = None if choose is None else choose(y[~tested])
+    train_x = x[~tested] if rows is None else x[~tested][rows]
+    return Dataset("digits", train_x, y[~tested], x[tested] if test else x[:0], y[tested], rows)
 
 
-def mnist(folder: Path | None) -> Dataset:
+def mnist(folder: Path | None, choose: Choose | None, test: bool) -> Dataset:
     """The four idx files of MNIST, plain or gzipped, in `folder`."""
     if folder is None:
         raise UserError("--data mnist needs --data-dir, the folder with its four idx files")
@@ -49,38 +63,54 @@ def mnist(folder: Path | None) -> Dataset:
             raise UserError(f"no file {stem} or {stem}.gz in {folder}")
         return read_idx(found[0])
 
-    def images(stem: str) -> np.ndarray:
+    def images(stem: str, labels: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
         raw = read(stem)
         if raw.ndim != 3:
             raise UserError(f"{stem} in {folder} holds no images: shape {raw.shape}")
+        if len(raw) != len(labels):
+            raise UserError(f"images and labels in {folder} differ in number")
+        raw = raw if rows is None else raw[rows]
         return ((raw / np.float32(255) - np.float32(0.1307)) / np.float32(0.3081))[..., None]
 
-    train_x, test_x = images("train-images-idx3-ubyte"), images("t10k-images-idx3-ubyte")
     train_y = read("train-labels-idx1-ubyte").astype(np.int32)
     test_y = read("t10k-labels-idx1-ubyte").astype(np.int32)
-    if len(train_x) != len(train_y) or len(test_x) != len(test_y):
-        raise UserError(f"images and labels in {folder} differ in number")
-    return Dataset("mnist", train_x, train_y, test_x, test_y)
+    rows = None if choose is None else choose(train_y)
+    train_x = images("train-images-idx3-ubyte", train_y, rows)
+    test_x = images("t10k-images-idx3-ubyte", test_y, None if test else np.arange(0))
+    return Dataset("mnist", train_x, train_y, test_x, test_y, rows)
 
 
 DATASETS = {"digits": digits, "mnist": mnist}
 
 
-def load(name: str, folder: Path | None = None) -> Dataset:
-    return DATASETS[name](folder)
+def load(name: str, folder: Path | None = None, choose: Choose | None = None, test: bool = True) -> Dataset:
+    """A data set, or a worker's part of it.
+
+    Args:
+        name: of `DATASETS`.
+        folder: with its files, for those that have some.
+        choose: picks the examples whose images are kept, by the labels of all; None: all of them.
+        test: keep the images of the test.
+    """
+    return DATASETS[name](folder, choose, test)
 
 
 def read_idx(path: Path) -> np.ndarray:
     """An idx file of unsigned bytes (the format of MNIST), gzipped if its name ends in .gz.
 
+    Of a plain file only those parts are read that are used.
+
     Raises:
         UserError: the file is not what its header says.
     """
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        if path.suffix == ".gz":
+            data = memoryview(gzip.decompress(path.read_bytes()))
+        else:  # an empty file cannot be mapped
+            data = memoryview(np.memmap(path, np.uint8, "r")) if path.stat().st_size else memoryview(b"")
     except (OSError, EOFError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
-    if len(data) < 4 or data[:3] != b"\0\0\x08":
+    if len(data) < 4 or bytes(data[:3]) != b"\0\0\x08":
         raise UserError(f"{path} is not an idx file of bytes")
     dims = data[3]
     if len(data) < 4 + 4 * dims:

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jaxcomp as jc
+from experiments.cli import UserError
 from jaxcomp.base import Algorithm
 
-__all__ = ["METHODS", "Method"]
+__all__ = ["METHODS", "Method", "algorithm_for"]
 
 
 class Method(NamedTuple):
@@ -44,3 +45,17 @@ METHODS: dict[str, Method] = {
         lambda r, s: jc.error_feedback(jc.compose(jc.top_k(r), jc.cast("bfloat16"))),
     ),
 }
+
+
+def algorithm_for(method: str, ratio: float, levels: int, via: str) -> Algorithm:
+    """The algorithm of a method.
+
+    Raises:
+        UserError: these options do not go together.
+    """
+    try:
+        algorithm = METHODS[method].make(ratio, levels)
+        jc.compressed_mean(algorithm, None, via=via)
+    except ValueError as error:
+        raise UserError(f"{method}: {error}") from None
+    return algorithm

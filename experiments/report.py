@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-__all__ = ["markdown", "show"]
+__all__ = ["markdown", "progress_bar", "show"]
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -28,3 +28,17 @@ def show(
     console.print(notes, highlight=False)
     if path is not None:
         path.write_text(f"{title}\n\n{markdown(head, rows)}\n\n{notes}\n")
+
+
+def progress_bar(console: Any) -> Any:
+    """A bar for steps, with a field `now` of a few words; hidden where nobody watches."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed}/{task.total} steps"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    return Progress(*columns, console=console, disable=not console.is_terminal)

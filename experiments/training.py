@@ -1,4 +1,8 @@
-"""Data-parallel training of a small Flax model with a compressed exchange of gradients."""
+"""Data-parallel training of a small Flax model with a compressed exchange of gradients.
+
+The workers are the devices of one process, or of many that `jax.distributed` has joined: the same program, as a
+process hands to JAX what belongs to its own workers.
+"""
 
 import hashlib
 import time
@@ -13,7 +17,7 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
@@ -21,7 +25,17 @@ from experiments.cli import UserError
 from experiments.data import Dataset, batch_of
 from jaxcomp.base import Algorithm
 
-__all__ = ["AXIS", "OPTIMIZERS", "Progress", "Trainer", "find_devices"]
+__all__ = [
+    "AXIS",
+    "OPTIMIZERS",
+    "Checkpoints",
+    "Progress",
+    "State",
+    "Trainer",
+    "find_mesh",
+    "fingerprint",
+    "own_workers",
+]
 
 AXIS = "data"
 OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
@@ -30,19 +44,32 @@ OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
 }
 
 
-def find_devices(workers: int) -> list[Any]:
+def find_mesh(workers: int | None, processes: int = 1) -> Mesh:
     """One device for each worker: real accelerators if there are any, else virtual CPU devices.
 
-    Must be called before anything else touches JAX's devices.
+    Must be called before anything else touches JAX's devices, and after `jax.distributed.initialize`.
+
+    Args:
+        workers: on all processes together, equally many on each; None: one for each device there is.
+        processes: that were joined.
     """
-    jax.config.update("jax_num_cpu_devices", workers)
+    if workers is not None:
+        jax.config.update("jax_num_cpu_devices", workers // processes)
     devices = jax.devices()
-    if len(devices) < workers:
-        raise UserError(
-            f"{workers} workers need {workers} devices, and there are {len(devices)} ({devices[0].platform}); "
-            f"use --workers {len(devices)}, or JAX_PLATFORMS=cpu for virtual devices"
-        )
-    return devices[:workers]
+    if workers is not None:
+        here = [[d for d in devices if d.process_index == p][: workers // processes] for p in range(processes)]
+        if sum(map(len, here)) < workers:
+            raise UserError(
+                f"{workers} workers need {workers} devices, and there are {len(devices)} ({devices[0].platform}); "
+                f"use --workers {len(devices)}, or JAX_PLATFORMS=cpu for virtual devices"
+            )
+        devices = [device for some in here for device in some]
+    return jax.make_mesh((len(devices),), (AXIS,), devices=devices, axis_types=(AxisType.Auto,))
+
+
+def own_workers(mesh: Mesh) -> list[int]:
+    """Numbers of the workers that this process runs."""
+    return [i for i, device in enumerate(mesh.devices.flat) if device.process_index == jax.process_index()]
 
 
 class State(NamedTuple):
@@ -62,21 +89,35 @@ class Progress(NamedTuple):
 
 
 class Trainer:
-    """One method on one model; compiled once for all seeds."""
+    """One method on one model; compiled once for all seeds.
+
+    Args:
+        algorithm: what the workers send.
+        model: makes the Flax module from an input shape and a number of classes.
+        data: with the images of this process's workers, or of all.
+        mesh: of `find_mesh`.
+        optimizer, rate: what follows the compressed mean.
+        batch: examples of each worker in a step.
+        via: how payloads meet, as for `jc.compressed_mean`.
+        nonfinite: "mask" takes NaN and infinite entries of a gradient as zero; "skip" drops the step on all workers.
+    """
 
     def __init__(
         self,
         algorithm: Algorithm,
         model: Callable[..., nnx.Module],
         data: Dataset,
-        devices: list[Any],
+        mesh: Mesh,
         optimizer: str,
         rate: float,
         batch: int,
+        via: str = "auto",
+        nonfinite: str = "mask",
     ):
-        self.algorithm, self.data, self.batch = algorithm, data, batch
+        self.algorithm, self.data, self.batch, self.via, self.nonfinite = algorithm, data, batch, via, nonfinite
         self.model = lambda seed: model(data.train_x.shape[1:], data.num_classes, rngs=nnx.Rngs(seed))
-        self.mesh = jax.make_mesh((len(devices),), (AXIS,), devices=devices, axis_types=(AxisType.Auto,))
+        self.mesh = mesh
+        self.everywhere, self.split = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
         self.optimizer = OPTIMIZERS[optimizer](rate)
         self.graph, params = nnx.split(self.model(0))
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -84,10 +125,12 @@ class Trainer:
         self.specs = jc.state_specs(jax.eval_shape(self.transform.init, params), AXIS)
         self.compiled = self._compile(params)
         self.ledger = jc.ledger(self.compiled)
-        self.info = jax.jit(jc.info)
+        self.info = jax.jit(jc.info, out_shardings=self.everywhere)
+        self.copy = jax.jit(lambda tree: tree, out_shardings=self.everywhere)
 
     def transform_for(self, seed: int) -> optax.GradientTransformation:
-        return optax.chain(jc.compressed_mean(self.algorithm, AXIS, seed=seed), self.optimizer)
+        chain = optax.chain(jc.compressed_mean(self.algorithm, AXIS, via=self.via, seed=seed), self.optimizer)
+        return jc.skip_nonfinite(chain, AXIS) if self.nonfinite == "skip" else chain
 
     def _compile(self, params: Any) -> Any:
         def loss_of(params, x, y):
@@ -102,16 +145,17 @@ class Trainer:
         specs = State(P(), self.specs)
         step = jax.shard_map(step, mesh=self.mesh, in_specs=(specs, P(AXIS), P(AXIS)), out_specs=(specs, P()))
         size = self.batch * self.mesh.size
-        split = NamedSharding(self.mesh, P(AXIS))
-        x = jax.ShapeDtypeStruct((size, *self.data.train_x.shape[1:]), jnp.float32, sharding=split)
-        y = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=split)
+        x = jax.ShapeDtypeStruct((size, *self.data.train_x.shape[1:]), jnp.float32, sharding=self.split)
+        y = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self.split)
         return jax.jit(step, donate_argnums=0).lower(self.abstract_state(params), x, y).compile()
 
-    def abstract_state(self, params: Any) -> State:
-        """Shapes, dtypes and places of the state."""
-        make = jax.shard_map(self.transform.init, mesh=self.mesh, in_specs=P(), out_specs=self.specs)
+    def abstract_state(self, params: Any, workers: int | None = None) -> State:
+        """Shapes, dtypes and places of the state; of one that so many other workers left, all of it everywhere."""
+        mesh = self.mesh if workers is None else AbstractMesh((workers,), (AXIS,), axis_types=(AxisType.Auto,))
+        make = jax.shard_map(self.transform.init, mesh=mesh, in_specs=P(), out_specs=self.specs)
 
         def place(leaf, spec):
+            spec = P() if workers is not None else spec
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
 
         optimizer = jax.tree.map(place, jax.eval_shape(make, params), self.specs)
@@ -119,29 +163,58 @@ class Trainer:
 
     def initial_state(self, seed: int) -> State:
         _, params = nnx.split(self.model(seed))
-        params = jax.device_put(params, NamedSharding(self.mesh, P()))
+        params = jax.device_put(params, self.everywhere)
         optimizer, _ = jc.init_state(self.transform_for(seed), params, self.mesh, AXIS)
         return State(params, optimizer)
 
+    def taken_over(self, old: State, seed: int) -> State:
+        """The state that other workers left, however many, for the workers of this trainer: the sum of memories stays."""
+        new = self.initial_state(seed).optimizer
+        return State(old.params, jc.redistribute(old.optimizer, new, keep="sum"))
+
+    def check(self, state: State, step: int) -> None:
+        """Compares what must be equal on all workers.
+
+        Raises:
+            jc.ReplicaDrift: it is not; names the workers that differ.
+        """
+        if not hasattr(self, "_fingerprints"):
+            specs = State(P(), self.specs)
+            prints = jax.shard_map(
+                lambda state: jc.fingerprints(state, AXIS), mesh=self.mesh, in_specs=(specs,), out_specs=P()
+            )
+            self._fingerprints = jax.jit(prints)
+        jc.check_replicas(np.asarray(self._fingerprints(state)), step=step)
+
+    def whole(self, tree: Any) -> Any:
+        """Every worker's part of a tree of arrays, on this process's host."""
+        return jax.tree.map(np.asarray, self.copy(tree))
+
     def steps(self, state: State, parts: list[np.ndarray], seed: int, first: int, last: int) -> Iterator[Progress]:
         """Steps first + 1 .. last. Each is finished before it is reported."""
-        split = NamedSharding(self.mesh, P(AXIS))
         for number in range(first + 1, last + 1):
             start = time.perf_counter()
             chosen = batch_of(parts, self.batch, seed, number)
-            x = jax.device_put(self.data.train_x[chosen], split)
-            y = jax.device_put(self.data.train_y[chosen], split)
+            x = self._spread(self.data.images_of, chosen, self.data.train_x.shape[1:])
+            y = self._spread(self.data.train_y.__getitem__, chosen, ())
             state, loss = self.compiled(state, x, y)
             loss = float(jax.block_until_ready(loss))
             jax.block_until_ready(state)
             yield Progress(number, loss, time.perf_counter() - start, state)
 
+    def _spread(self, rows_of: Callable[[np.ndarray], np.ndarray], chosen: np.ndarray, shape: tuple[int, ...]) -> Any:
+        """Each worker's rows on its own device; this process makes those of its own workers alone."""
+        return jax.make_array_from_callback(
+            (len(chosen), *shape), self.split, lambda index: rows_of(chosen[index[0]])
+        )
+
     def test(self, state: State) -> tuple[float, float]:
-        """Mean loss and accuracy on the test images."""
+        """Mean loss and accuracy on the test images, on one device of this process."""
+        params = jax.tree.map(lambda leaf: leaf.addressable_data(0), state.params)
         losses, right = 0.0, 0
         for start in range(0, len(self.data.test_y), 1000):
             x, y = self.data.test_x[start : start + 1000], self.data.test_y[start : start + 1000]
-            loss, correct = self._evaluate(state.params, x, y)
+            loss, correct = self._evaluate(params, x, y)
             losses, right = losses + float(loss), right + int(correct)
         return losses / len(self.data.test_y), right / len(self.data.test_y)
 
@@ -158,31 +231,41 @@ class Trainer:
         return self._evaluate_jitted
 
 
-def fingerprint(params: Any) -> str:
-    """SHA-256 of the bits of all parameters, in the order of the tree."""
+def fingerprint(tree: Any) -> str:
+    """SHA-256 of the bits of all arrays, in the order of the tree."""
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
+    for leaf in jax.tree.leaves(tree):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
 
 
 class Checkpoints:
-    """The newest state of one job on disk, by orbax."""
+    """The newest state of one job on disk, by orbax: every process writes what it holds.
+
+    Orbax writes beside the place and renames in the end, so that a checkpoint is there whole or not at all; the one
+    before it goes only then.
+    """
 
     def __init__(self, folder: Path):
-        options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True, cleanup_tmp_directories=True)
         self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def latest(self) -> int | None:
         return self.manager.latest_step()
 
-    def save(self, step: int, state: State) -> None:
+    def save(self, step: int, state: State, about: dict[str, Any]) -> None:
+        """Writes the state, and what has to be known of it before it can be read."""
         if self.manager.latest_step() != step:
-            self.manager.save(step, args=ocp.args.StandardSave(state._asdict()))
+            args = ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(about))
+            self.manager.save(step, args=args)
             self.manager.wait_until_finished()
 
+    def about(self, step: int) -> dict[str, Any]:
+        return self.manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+
     def restore(self, step: int, abstract: State) -> State:
-        return State(**self.manager.restore(step, args=ocp.args.StandardRestore(abstract._asdict())))
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract._asdict()))
+        return State(**self.manager.restore(step, args=args).state)
 
     def close(self) -> None:
         self.manager.close()

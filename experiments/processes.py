@@ -1,0 +1,310 @@
+"""Processes that train together: joined by `jax.distributed`, started here or by a cluster, stopped all at once.
+
+A process that fails writes down why before it goes; its peers then lose their connection to it and fail, too. The first
+cause is what the user gets to see.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.cli import UserError
+
+__all__ = ["Failed", "Group", "Interrupted", "agree", "describe", "first_cause", "join", "leave", "stop_on_signals"]
+
+# How the failure of another process looks from here.
+LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "gloo", "unavailable", "heartbeat")
+LOST += ("deadline_exceeded", "coordination", "peer", "barrier")
+PATIENCE = 30.0  # seconds that processes have to stop together, before they are killed
+TAIL = 15  # lines of a log that are shown
+
+
+class Failed(Exception):
+    """A process failed; str() says which and why, in one line and the end of its log."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Somebody asked for a stop."""
+
+
+class Failure(NamedTuple):
+    """When (seconds since the epoch) which process failed, with what; whether the user can mend it."""
+
+    time: float
+    process: int
+    message: str
+    user: bool
+
+    @property
+    def secondary(self) -> bool:
+        """Whether it was only left alone by another that failed before."""
+        return not self.user and any(word in self.message.lower() for word in LOST)
+
+
+# ------------------------------------------------------------------------------------------------
+# Within a process
+
+
+def join(coordinator: str | None, number: int | None, process: int | None) -> None:
+    """Joins the others: at a coordinator, or wherever JAX finds one in the environment of the cluster.
+
+    Raises:
+        UserError: they cannot be found.
+    """
+    import jax
+
+    # Gloo's greetings go to the standard error; what the program itself prints stays where it was.
+    sys.stdout.flush()
+    out = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(out, "w", buffering=1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        if coordinator is None:
+            jax.distributed.initialize()
+        else:
+            jax.distributed.initialize(coordinator, number, process, cluster_detection_method="deactivate")
+    except (ValueError, RuntimeError) as error:
+        where = f"at {coordinator}" if coordinator else "in the environment of this cluster"
+        hint = "" if coordinator else "; name it: --coordinator HOST:PORT --num-processes N --process-id I"
+        raise UserError(f"found no other processes {where}: {str(error).splitlines()[0]}{hint}") from None
+
+
+def agree(decide: Callable[[], Any]) -> Any:
+    """What process 0 decides (JSON), on all processes; a UserError of its, too."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return decide()
+    content: dict[str, Any] = {}
+    if jax.process_index() == 0:
+        try:
+            content = {"value": decide()}
+        except UserError as error:
+            content = {"error": str(error)}
+    text = np.frombuffer(json.dumps(content).encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    text = text if jax.process_index() == 0 else np.zeros(length, np.uint8)
+    content = json.loads(np.asarray(multihost_utils.broadcast_one_to_all(text)).astype(np.uint8).tobytes())
+    if "error" in content:
+        raise UserError(content["error"])
+    return content["value"]
+
+
+def stop_on_signals(alone: bool) -> None:
+    """Has SIGINT and SIGTERM end the training after a step that all processes agree on; a second SIGINT ends it at once.
+
+    With others, JAX itself catches SIGTERM (which is what clusters send before they take a machine away) and has
+    `multihost_utils.reached_preemption_sync_point` return True on all processes after the same step.
+
+    Args:
+        alone: no other processes; then the signals are interrupts, as in any program.
+    """
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def pass_on(*_: Any) -> None:
+        signal.signal(signal.SIGINT, interrupt)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if alone:
+        signal.signal(signal.SIGTERM, interrupt)
+    else:
+        signal.signal(signal.SIGINT, pass_on)
+
+
+def leave(logs: Path | None, process: int, error: BaseException) -> None:
+    """Ends this process because of an error, after writing it down for the others. Does not return.
+
+    There is no orderly way out: JAX would wait for processes that are gone, or wait for this one.
+    """
+    user = isinstance(error, UserError)
+    message = str(error) if user else describe(error)
+    failure = Failure(time.time(), process, message, user)
+    logs = logs if logs is not None and (logs.exists() or (logs.parent / "config.json").is_file()) else None
+    if logs is not None:
+        logs.mkdir(exist_ok=True)
+        draft = logs / f"failed-{process}.tmp"
+        draft.write_text(json.dumps(failure._asdict()))
+        os.replace(draft, logs / f"failed-{process}.json")
+    if not user:
+        traceback.print_exception(error)
+    print(f"error: {message}", file=sys.stderr)
+    if failure.secondary and logs is not None:
+        time.sleep(1.0)  # the one that failed first may still be writing
+        first = first_cause(logs)
+        if first is not None and not first.secondary:
+            print(f"error: process {first.process} failed first: {first.message}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if user else 1)
+
+
+def describe(error: BaseException) -> str:
+    """An error on one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
+
+
+def first_cause(logs: Path) -> Failure | None:
+    """What failed first, of what was written down: the earliest that is no consequence of another."""
+    found = []
+    for path in logs.glob("failed-*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(Failure(**json.loads(path.read_text())))
+    return min(found, key=lambda failure: (failure.secondary, failure.time), default=None)
+
+
+def die_with_parent() -> None:
+    """Ends this process when the one that started it is gone: the pipe to its standard input then closes."""
+
+    def watch() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# ------------------------------------------------------------------------------------------------
+# Starting them here
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Group:
+    """Local processes that live and die together.
+
+    Args:
+        arguments: of `python -m experiments`, the same for all; where they meet is added.
+        number: how many.
+        logs: folder for what they print; process 0 prints to the terminal.
+        quiet: process 0 prints to its log, too.
+    """
+
+    def __init__(self, arguments: Sequence[str], number: int, logs: Path, quiet: bool = False):
+        self.logs = logs
+        logs.mkdir(parents=True, exist_ok=True)
+        for path in logs.glob("failed-*.json"):
+            path.unlink()
+        # Several processes share a few cores here, whatever accelerators there are.
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        meet = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(number), "--logs", str(logs)]
+        self.processes: list[subprocess.Popen] = []
+        try:
+            for i in range(number):
+                words = [sys.executable, "-m", "experiments", *arguments, *meet, "--process-id", str(i)]
+                with self.log(i).open("w") as log:
+                    out = None if i == 0 and not quiet else log
+                    # Ctrl-C reaches this process alone, which then tells the others how to stop.
+                    pipes = {"stdin": subprocess.PIPE, "stdout": out, "stderr": log}
+                    self.processes.append(
+                        subprocess.Popen(words, env=environment, start_new_session=True, **pipes)  # pyright: ignore[reportCallIssue, reportArgumentType]
+                    )
+        except BaseException:
+            self.kill()
+            raise
+
+    def log(self, process: int) -> Path:
+        return self.logs / f"process-{process}.log"
+
+    def wait(self) -> None:
+        """Waits for all to end; on SIGINT and SIGTERM has them stop after a common step.
+
+        Raises:
+            UserError, Failed: one failed; then all are stopped.
+            Interrupted: they were asked to stop, and did.
+        """
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGTERM, interrupt) if in_main_thread() else None
+        try:
+            try:
+                while any(code is None for code in self.codes()) and not self.failed():
+                    time.sleep(0.02)
+            except KeyboardInterrupt:
+                self.stop()
+                raise Interrupted from None
+            if self.failed():
+                raise self.failure()
+            if any(self.codes()):
+                raise Interrupted
+        finally:
+            self.kill()
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
+
+    def codes(self) -> list[int | None]:
+        return [process.poll() for process in self.processes]
+
+    def failed(self) -> bool:
+        return any(code not in (None, 0, 130) for code in self.codes())
+
+    def stop(self) -> None:
+        """Asks them to stop after a common step; waits until they have, or until a second interrupt."""
+        with contextlib.suppress(ProcessLookupError):
+            self.processes[0].send_signal(signal.SIGTERM)
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end and any(code is None for code in self.codes()) and not self.failed():
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for process in self.processes:
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+    def failure(self) -> Exception:
+        """The first cause, once those that fail have had time to say why."""
+        sudden = self.killed()
+        end = time.monotonic() + 2.0
+        while not sudden and time.monotonic() < end:
+            first = first_cause(self.logs)
+            if first is not None and not first.secondary:
+                if first.user:
+                    return UserError(first.message)
+                return self.told(first.process, first.message)
+            time.sleep(0.05)
+            sudden = self.killed()
+        if sudden:
+            name = signal.Signals(-self.processes[sudden[0]].returncode).name
+            more = " (out of memory?)" if name == "SIGKILL" else ""
+            return Failed(f"process {sudden[0]} was killed by {name}{more}; all were stopped")
+        first = first_cause(self.logs)
+        process = first.process if first else next(i for i, code in enumerate(self.codes()) if code not in (None, 0))
+        return self.told(process, first.message if first else f"exit status {self.processes[process].returncode}")
+
+    def killed(self) -> list[int]:
+        """Processes that a signal ended, but for those that gave up because they were left alone (SIGABRT)."""
+        return [i for i, code in enumerate(self.codes()) if code is not None and code < 0 and code != -signal.SIGABRT]
+
+    def told(self, process: int, message: str) -> Failed:
+        lines = self.log(process).read_text(errors="replace").strip().splitlines()[-TAIL:]
+        tail = "".join(f"\n  {line}" for line in lines)
+        return Failed(f"process {process} failed: {message}; all were stopped. {self.log(process)} ends:{tail}")
+
+
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
