@@ -1,6 +1,7 @@
 """Data sets, and how they are split among workers."""
 
 import gzip
+import importlib.util
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -40,9 +41,17 @@ class Dataset(NamedTuple):
 
 def digits(folder: Path | None, choose: Choose | None, test: bool) -> Dataset:
     """scikit-learn's 1,797 images of 8 x 8 pixels; every fifth is for the test. Needs no download."""
-    from sklearn.datasets import load_digits
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise UserError("--data digits needs scikit-learn, where they are kept")
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if path.is_file():  # importing scikit-learn takes longer than all the rest, in every process
+        table = np.loadtxt(path, delimiter=",")
+        images, labels = table[:, :-1], table[:, -1]
+    else:
+        from sklearn.datasets import load_digits
 
-    images, labels = load_digits(return_X_y=True)
+        images, labels = load_digits(return_X_y=True)
     x = ((images - images.mean()) / images.std()).astype(np.float32).reshape(-1, 8, 8, 1)
     y = labels.astype(np.int32)
     tested = np.arange(len(y)) % 5 == 4

@@ -29,7 +29,7 @@ class Job(NamedTuple):
 
 
 class Stopped(KeyboardInterrupt):
-    """All processes agreed to stop after the same step."""
+    """Stopped between two steps, all processes after the same one."""
 
 
 def train_one(

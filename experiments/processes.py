@@ -103,27 +103,35 @@ def agree(decide: Callable[[], Any]) -> Any:
     return content["value"]
 
 
-def stop_on_signals(alone: bool) -> None:
+def stop_on_signals(alone: bool) -> Callable[[int], bool]:
     """Has SIGINT and SIGTERM end the training after a step that all processes agree on; a second SIGINT ends it at once.
 
-    With others, JAX itself catches SIGTERM (which is what clusters send before they take a machine away) and has
-    `multihost_utils.reached_preemption_sync_point` return True on all processes after the same step.
+    With others, JAX itself catches SIGTERM, which is what clusters send before they take a machine away.
 
     Args:
-        alone: no other processes; then the signals are interrupts, as in any program.
+        alone: there are no other processes.
+
+    Returns:
+        Whether to stop after a step; to be asked after each, on all processes.
     """
+    from jax.experimental import multihost_utils
+
+    asked = threading.Event()
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    def pass_on(*_: Any) -> None:
+    def ask(*_: Any) -> None:
         signal.signal(signal.SIGINT, interrupt)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if alone:
+            asked.set()
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
 
+    signal.signal(signal.SIGINT, ask)
     if alone:
-        signal.signal(signal.SIGTERM, interrupt)
-    else:
-        signal.signal(signal.SIGINT, pass_on)
+        signal.signal(signal.SIGTERM, ask)
+    return (lambda step: asked.is_set()) if alone else multihost_utils.reached_preemption_sync_point
 
 
 def leave(logs: Path | None, process: int, error: BaseException) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     if place["processes"] > 1:
         return start(arguments, options, given, place)
     if place["coordinator"] is None and not place["cluster"]:
-        processes.stop_on_signals(alone=True)
-        try:
-            return Run(options, given, place).go()
-        except KeyboardInterrupt:  # before training began
-            return 130
+        return Run(options, given, place).go(processes.stop_on_signals(alone=True))
     return take_part(options, given, place)
 
 
@@ -154,9 +150,8 @@ def take_part(options: dict[str, Any], given: dict[str, Any], place: dict[str, A
     run, number = None, place["process_id"] or 0
     try:
         processes.join(place["coordinator"], place["num_processes"], place["process_id"])
-        processes.stop_on_signals(alone=False)
         run = Run(options, given, place)
-        return run.go()
+        return run.go(processes.stop_on_signals(alone=False))
     except KeyboardInterrupt:
         os._exit(130)  # at once: JAX would wait for the others
     except Exception as error:
@@ -173,7 +168,7 @@ class Run:
         self.folder = Path()
         self.number = place["process_id"] or 0
 
-    def go(self) -> int:
+    def go(self, stop_after: Callable[[int], bool]) -> int:
         import jax
 
         import jaxcomp as jc
@@ -209,17 +204,15 @@ class Run:
             write_json(self.folder / "config.json", {key: jsonable(value) for key, value in o.items()})
         console.print(self.title())
         try:
-            row = self.train(algorithm, console)
-        except jc.ReplicaDrift as error:
-            where = how_to_find(place["runs"], self.folder)
-            raise UserError(f"{error}; go back to the newest checkpoint with --resume{where}") from None
+            row = self.train(algorithm, console, stop_after)
         except KeyboardInterrupt as interrupt:
             if self.together and not isinstance(interrupt, Stopped):
                 raise
             if place["logs"] is None:
-                where = how_to_find(place["runs"], self.folder)
-                console.print(f"interrupted; continue with --resume{where}", highlight=False, soft_wrap=True)
+                console.print(f"interrupted; continue with {self.how_to_resume()}", highlight=False, soft_wrap=True)
             return 130
+        except jc.ReplicaDrift as error:
+            raise UserError(f"{error}; go back to the newest checkpoint with {self.how_to_resume()}") from None
         if self.number == 0:
             row |= {"processes": jax.process_count(), "workers": o["workers"], "via": o["via"]}
             write_json(self.folder / "results.json", [row])
@@ -244,6 +237,9 @@ class Run:
         folder, finished = processes.agree(decide)
         return Path(folder), finished
 
+    def how_to_resume(self) -> str:
+        return f"--resume{how_to_find(self.place['runs'], self.folder)}"
+
     def console(self) -> Any:
         from rich.console import Console
 
@@ -260,15 +256,12 @@ class Run:
             f"{o['steps']} steps of {o['batch']} examples each, {labels}; writing to {self.folder}"
         )
 
-    def train(self, algorithm: Any, console: Any) -> dict[str, Any]:
-        from jax.experimental import multihost_utils
-
+    def train(self, algorithm: Any, console: Any, stop_after: Callable[[int], bool]) -> dict[str, Any]:
         from experiments.job import Job, train_one
         from experiments.models import MODELS
         from experiments.training import Trainer
 
         o = self.options
-        stop_after = multihost_utils.reached_preemption_sync_point if self.together else lambda step: False
         with progress_bar(console) as bar:
             task = bar.add_task(f"{o['method']}, seed {o['seed']}", total=o["steps"], now="compiling")
             args = (algorithm, MODELS[o["model"]], self.data, self.mesh, o["optimizer"], o["lr"], o["batch"])

@@ -140,7 +140,9 @@ class Trainer:
         def step(state, x, y):
             loss, grads = jax.value_and_grad(loss_of)(jc.per_worker(state.params, AXIS), x, y)
             updates, optimizer = self.transform.update(grads, state.optimizer, state.params)
-            return State(optax.apply_updates(state.params, updates), optimizer), lax.pmean(loss, AXIS)
+                        # Added in the order of the workers, whatever carries them: a sum on the way has an order of its own.
+            losses = lax.all_gather(loss, AXIS, to="invarying")
+            return State(optax.apply_updates(state.params, updates), optimizer), losses.mean()
 
         specs = State(P(), self.specs)
         step = jax.shard_map(step, mesh=self.mesh, in_specs=(specs, P(AXIS), P(AXIS)), out_specs=(specs, P()))

@@ -1,0 +1,169 @@
+"""Kills processes of a training at random, resumes it, and compares what comes out with a run that nobody disturbed.
+
+Parameters and optimizer state (memories, shifts, counters, keys) must be the same bit for bit, and so must every loss.
+Options that are not listed here are those of `train`: --method, --steps, --checkpoint-every, ...
+Writes to runs/NAME: a run for each life, kills.json and table.md.
+"""
+
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.cli import Parser, UserError, at_least, choose_new, one_thread
+from experiments.folders import Journal, write_json
+from experiments.processes import Failed, Group
+from experiments.report import show
+
+__all__ = ["main"]
+
+# Short, with many checkpoints, so that many kills hit one that is being written.
+TRAIN = ["--steps", "60", "--batch", "8", "--checkpoint-every", "7"]
+HEAD = ["kill", "run", "process", "SIGKILL after step", "moment", "went on from step", "first cause named", "recovered"]
+NOTES = """\
+after step: the last one that was logged. moment: what was going on, as far as the folder shows. first cause named: the
+message of the run says which process was killed. recovered: parameters, optimizer state and all losses of the finished
+run are bit for bit those of the run without kills."""
+
+
+def parser() -> Parser:
+    p = Parser(prog="python -m experiments kills", description=(__doc__ or "").split("\n\nParam")[0])
+    p.epilog = "All other options are those of train; python -m experiments train --help lists them."
+    p.add_argument("--kills", type=at_least(1), default=20, help="how many")
+    p.add_argument("--in-a-row", type=at_least(1), default=1, help="kills in the life of one run")
+    p.add_argument("--processes", type=at_least(1), default=3, help="processes of each run")
+    p.add_argument("--kill-seed", type=at_least(0), default=0, help="of the choice of processes and moments")
+    p.add_argument("--name", default=None, help="folder under --runs; without it the next free kills-N")
+    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    return p
+
+
+class Kill(NamedTuple):
+    """One kill: of which process in which run, when, and what became of it."""
+
+    run: int
+    process: int
+    step: int
+    moment: str
+    resumed: int
+    named: bool
+    recovered: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    from rich.console import Console
+
+    one_thread()
+    o, rest = parser().parse_known_args(arguments)
+    folder = choose_new(o.runs, o.name, "kills")
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    lives = Lives(folder, o.processes, [*TRAIN, *rest], random.Random(o.kill_seed))
+    console.print(f"a run of {o.processes} processes without kills; writing to {folder}")
+    lives.live(0, 0)
+    kills: list[Kill] = []
+    while len(kills) < o.kills:
+        number = 1 + max((kill.run for kill in kills), default=0)
+        of_this = lives.live(number, min(o.in_a_row, o.kills - len(kills)))
+        recovered = lives.outcome(number) == lives.outcome(0)
+        for kill in of_this:
+            kills.append(kill._replace(recovered=recovered))
+            console.print(f"{len(kills):2}: {in_words(kills[-1])}", highlight=False, soft_wrap=True)
+        write_json(folder / "kills.json", [kill._asdict() for kill in kills])
+    good = sum(kill.recovered for kill in kills)
+    title = f"{folder.name}: {good} of {len(kills)} kills recovered bitwise"
+    rows = [
+        [str(i), *map(str, (k.run, k.process, k.step, k.moment, k.resumed)), *(yes(x) for x in (k.named, k.recovered))]
+        for i, k in enumerate(kills, 1)
+    ]
+    show(console, title, HEAD, rows, NOTES, folder / "table.md")
+    return 0 if good == len(kills) and all(kill.named for kill in kills) else 1
+
+
+def yes(value: bool) -> str:
+    return "yes" if value else "NO"
+
+
+def in_words(kill: Kill) -> str:
+    end = "recovered bitwise" if kill.recovered else "NOT recovered"
+    return (
+        f"process {kill.process} killed after step {kill.step} ({kill.moment}), "
+        f"went on from step {kill.resumed}: {end}"
+    )
+
+
+class Lives:
+    """Runs of the same training, each killed now and then."""
+
+    def __init__(self, folder: Path, processes: int, options: list[str], draw: random.Random):
+        self.folder, self.processes, self.options, self.draw = folder, processes, options, draw
+        self.folder.mkdir(parents=True)
+
+    def live(self, number: int, kills: int) -> list[Kill]:
+        """One run: killed so many times, resumed after each, and finished."""
+        run, done = self.folder / f"run-{number}", []
+        while len(done) < kills:
+            group = self.start(number, resume=bool(done))
+            killed = self.kill(group, run, number)
+            if killed is None:  # it was finished before its time came
+                if not done:
+                    raise UserError("the run is too short to be killed; give it more --steps")
+                break
+            done.append(killed)
+        if not (run / "results.json").is_file():
+            self.start(number, resume=bool(done)).wait()
+        return done
+
+    def start(self, number: int, resume: bool) -> Group:
+        name = f"run-{number}"
+        words = ["train", *self.options, "--log-every", "1", "--runs", str(self.folder), "--name", name]
+        run = self.folder / name
+        if resume and (run / "config.json").is_file():
+            words.append("--resume")
+        return Group(words, self.processes, run / "logs", quiet=True)
+
+    def kill(self, group: Group, run: Path, number: int) -> Kill | None:
+        """Waits for a random moment and kills a random process. None: too late."""
+        victim, last = self.draw.randrange(self.processes), self.last_step()
+        journal = Journal(run)
+        first = newest(run)
+        target, delay = self.draw.randint(first + 1, max(first + 1, last - 2)), self.draw.uniform(0, 0.1)
+        while step_of(journal) < target:
+            if group.failed() or all(code == 0 for code in group.codes()):
+                group.wait()  # raises what failed
+                return None
+            time.sleep(0.005)
+        time.sleep(delay)
+        moment = "writing a checkpoint" if list(run.glob("checkpoints/*/*tmp*")) else "training"
+        group.processes[victim].kill()
+        step, message = step_of(journal), ""
+        try:
+            group.wait()
+        except Failed as error:
+            message = str(error)
+        if not message:
+            return None
+        named = message.startswith(f"process {victim} was killed by SIGKILL")
+        return Kill(number, victim, step, moment, newest(run), named)
+
+    def last_step(self) -> int:
+        return Journal(self.folder / "run-0").lines()[-1]["step"]
+
+    def outcome(self, number: int) -> Any:
+        """Everything that must be the same: bits of the state, losses of all steps."""
+        run = self.folder / f"run-{number}"
+        (row,) = json.loads((run / "results.json").read_text())
+        losses = {line["step"]: line["loss"] for line in Journal(run).lines()}
+        return row["sha256"], row["sha256_optimizer"], row["accuracy"], losses
+
+
+def step_of(journal: Journal) -> int:
+    lines = journal.lines()
+    return lines[-1]["step"] if lines else 0
+
+
+def newest(run: Path) -> int:
+    """The step of the newest checkpoint; 0 without one."""
+    return max((int(path.name) for path in run.glob("checkpoints/*/*") if path.name.isdigit()), default=0)
