@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, fraction, positive
+from experiments.cli import Parser, at_least, fraction, positive
 from experiments.folders import Journal, choose_folder, given_in, how_to_find, jsonable, resumed, write_json
 from experiments.report import progress_bar, show
 

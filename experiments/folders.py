@@ -42,9 +42,7 @@ def how_to_find(runs: Path, folder: Path) -> str:
     return f"{where} --name {shlex.quote(str(folder.relative_to(runs)))}"
 
 
-def resumed(
-    folder: Path, options: dict[str, Any], given: dict[str, Any], free: Collection[str] = ()
-) -> dict[str, Any]:
+def resumed(folder: Path, options: dict[str, Any], given: dict[str, Any], free: Collection[str] = ()) -> dict[str, Any]:
     """The options of the run; what is given again must agree with them, but for those that are free to change."""
     try:
         kept = json.loads((folder / "config.json").read_text())

@@ -30,7 +30,7 @@ run are bit for bit those of the run without kills."""
 
 
 def parser() -> Parser:
-    p = Parser(prog="python -m experiments kills", description=(__doc__ or "").split("\n\nParam")[0])
+    p = Parser(prog="python -m experiments kills", description=(__doc__ or "").split("\n\n")[0])
     p.epilog = "All other options are those of train; python -m experiments train --help lists them."
     p.add_argument("--kills", type=at_least(1), default=20, help="how many")
     p.add_argument("--in-a-row", type=at_least(1), default=1, help="kills in the life of one run")
@@ -89,8 +89,7 @@ def yes(value: bool) -> str:
 def in_words(kill: Kill) -> str:
     end = "recovered bitwise" if kill.recovered else "NOT recovered"
     return (
-        f"process {kill.process} killed after step {kill.step} ({kill.moment}), "
-        f"went on from step {kill.resumed}: {end}"
+        f"process {kill.process} killed after step {kill.step} ({kill.moment}), went on from step {kill.resumed}: {end}"
     )
 
 

@@ -20,10 +20,29 @@ from typing import Any, NamedTuple
 
 from experiments.cli import UserError
 
-__all__ = ["Failed", "Group", "Interrupted", "agree", "describe", "first_cause", "join", "leave", "stop_on_signals"]
+__all__ = [
+    "Failed",
+    "Failure",
+    "Group",
+    "Interrupted",
+    "agree",
+    "die_with_parent",
+    "first_cause",
+    "join",
+    "leave",
+    "stop_on_signals",
+]
 
 # How the failure of another process looks from here.
-LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "gloo", "unavailable", "heartbeat")
+LOST = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "gloo",
+    "unavailable",
+    "heartbeat",
+)
 LOST += ("deadline_exceeded", "coordination", "peer", "barrier")
 PATIENCE = 30.0  # seconds that processes have to stop together, before they are killed
 TAIL = 15  # lines of a log that are shown
@@ -104,7 +123,7 @@ def agree(decide: Callable[[], Any]) -> Any:
 
 
 def stop_on_signals(alone: bool) -> Callable[[int], bool]:
-    """Has SIGINT and SIGTERM end the training after a step that all processes agree on; a second SIGINT ends it at once.
+    """Has SIGINT and SIGTERM end the training after a step that all processes agree on; another SIGINT at once.
 
     With others, JAX itself catches SIGTERM, which is what clusters send before they take a machine away.
 
@@ -201,13 +220,21 @@ class Group:
     """Local processes that live and die together.
 
     Args:
-        arguments: of `python -m experiments`, the same for all; where they meet is added.
+        arguments: the same for all; where they meet is added.
         number: how many.
         logs: folder for what they print; process 0 prints to the terminal.
         quiet: process 0 prints to its log, too.
+        program: that the arguments are for.
     """
 
-    def __init__(self, arguments: Sequence[str], number: int, logs: Path, quiet: bool = False):
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        number: int,
+        logs: Path,
+        quiet: bool = False,
+        program: Sequence[str] = (sys.executable, "-m", "experiments"),
+    ):
         self.logs = logs
         logs.mkdir(parents=True, exist_ok=True)
         for path in logs.glob("failed-*.json"):
@@ -218,7 +245,7 @@ class Group:
         self.processes: list[subprocess.Popen] = []
         try:
             for i in range(number):
-                words = [sys.executable, "-m", "experiments", *arguments, *meet, "--process-id", str(i)]
+                words = [*program, *arguments, *meet, "--process-id", str(i)]
                 with self.log(i).open("w") as log:
                     out = None if i == 0 and not quiet else log
                     # Ctrl-C reaches this process alone, which then tells the others how to stop.

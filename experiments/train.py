@@ -2,7 +2,7 @@
 
 One process has as many virtual devices as there are workers. --processes N starts N processes on this machine. With
 --coordinator, --num-processes and --process-id this process is one of many, started by somebody else; with --cluster
-it finds the others as JAX does (SLURM, Open MPI, Kubernetes, TPU pods, ...). All of them need the folder --runs in common.
+it finds the others as JAX does (SLURM, Open MPI, Kubernetes, TPU pods, ...). All need the folder --runs in common.
 Each process keeps the images of its own workers; process 0 alone prints and writes, but for checkpoints.
 Writes to runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.json, checkpoints, and logs.
 """
@@ -106,12 +106,16 @@ def check_place(place: dict[str, Any]) -> None:
 
 
 def find_run(options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The folder of the run, and its options; writes nothing."""
+    """The folder of the run, and its options, which go together; writes nothing."""
+    from experiments.methods import algorithm_for
+
     if place["logs"] is not None:  # who started this process has chosen it
         folder = place["runs"] / place["name"]
     else:
         folder = choose_folder(place["runs"], place["name"], place["resume"], "train")
-    return folder, resumed(folder, options, given, free=["workers"]) if place["resume"] else options
+    o = resumed(folder, options, given, free=["workers"]) if place["resume"] else options
+    algorithm_for(o["method"], o["ratio"], o["levels"], o["via"])
+    return folder, o
 
 
 def workers_of(options: dict[str, Any], number: int) -> int:
@@ -177,10 +181,8 @@ class Run:
         from experiments.methods import algorithm_for
         from experiments.training import find_mesh, own_workers
 
-        place, known = self.place, None
-        if place["resume"]:
-            self.folder, known = find_run(self.options, self.given, place)
-        self.options = known or self.options
+        place = self.place
+        self.folder, self.options = find_run(self.options, self.given, place)
         count = place["num_processes"] or 1
         self.mesh = find_mesh(None if place["cluster"] else workers_of(self.options, count), count)
         self.number = jax.process_index()
@@ -230,9 +232,8 @@ class Run:
         """The folder, and what came out if the run is finished; process 0 decides."""
 
         def decide() -> list[str]:
-            folder, _ = find_run(self.options, self.given, self.place)
-            results = folder / "results.json"
-            return [str(folder), said(json.loads(results.read_text())[0]) if results.is_file() else ""]
+            results = self.folder / "results.json"
+            return [str(self.folder), said(json.loads(results.read_text())[0]) if results.is_file() else ""]
 
         folder, finished = processes.agree(decide)
         return Path(folder), finished

@@ -140,7 +140,7 @@ class Trainer:
         def step(state, x, y):
             loss, grads = jax.value_and_grad(loss_of)(jc.per_worker(state.params, AXIS), x, y)
             updates, optimizer = self.transform.update(grads, state.optimizer, state.params)
-                        # Added in the order of the workers, whatever carries them: a sum on the way has an order of its own.
+            # Added in the order of the workers, whatever carries them: a sum on the way has an order of its own.
             losses = lax.all_gather(loss, AXIS, to="invarying")
             return State(optax.apply_updates(state.params, updates), optimizer), losses.mean()
 
@@ -170,7 +170,7 @@ class Trainer:
         return State(params, optimizer)
 
     def taken_over(self, old: State, seed: int) -> State:
-        """The state that other workers left, however many, for the workers of this trainer: the sum of memories stays."""
+        """The state that other workers left, however many, for those of this trainer: the sum of memories stays."""
         new = self.initial_state(seed).optimizer
         return State(old.params, jc.redistribute(old.optimizer, new, keep="sum"))
 
@@ -206,9 +206,7 @@ class Trainer:
 
     def _spread(self, rows_of: Callable[[np.ndarray], np.ndarray], chosen: np.ndarray, shape: tuple[int, ...]) -> Any:
         """Each worker's rows on its own device; this process makes those of its own workers alone."""
-        return jax.make_array_from_callback(
-            (len(chosen), *shape), self.split, lambda index: rows_of(chosen[index[0]])
-        )
+        return jax.make_array_from_callback((len(chosen), *shape), self.split, lambda index: rows_of(chosen[index[0]]))
 
     def test(self, state: State) -> tuple[float, float]:
         """Mean loss and accuracy on the test images, on one device of this process."""

@@ -1,0 +1,386 @@
+"""Training in several processes: the same bits as in one, whatever is killed, and an end with the first cause."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from hostile import same
+from programs import ROOT, command, run, run_to
+
+import jaxcomp as jc
+from experiments import data, processes, train
+from experiments.cli import UserError
+from experiments.folders import Journal
+from experiments.job import Job, taken_up, train_one
+from experiments.kills import TRAIN
+from experiments.models import MODELS
+from experiments.training import Checkpoints, State, Trainer, own_workers
+
+METHOD = ("--method", "dithering", "--ratio", 0.02)
+
+
+def outcome(folder):
+    """What must not depend on how a run came about: bits of the state, losses."""
+    (row,) = json.loads((folder / "results.json").read_text())
+    return (
+        row["sha256"],
+        row["sha256_optimizer"],
+        row["accuracy"],
+        {x["step"]: x["loss"] for x in Journal(folder).lines()},
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of two workers in one process."""
+    runs = tmp_path_factory.mktemp("alone")
+    run_to(0, "train", *TRAIN, *METHOD, "--workers", 2, "--runs", runs, "--name", "r", "--log-every", 1)
+    return runs / "r"
+
+
+# ------------------------------------------------------------------------------------------------
+# Whole programs
+
+
+@pytest.mark.parametrize(("kills", "in_a_row"), [(3, 3), pytest.param(20, 1, marks=pytest.mark.slow)], ids=["3", "20"])
+def test_killed_runs_recover_bitwise(alone, kills, in_a_row, tmp_path, seed):
+    """Two processes that nobody kills, two that are killed again and again, and one process: the same bits."""
+    some = ("--kills", kills, "--in-a-row", in_a_row, "--kill-seed", seed)
+    result = run_to(0, "kills", *some, "--processes", 2, *METHOD, "--runs", tmp_path, "--name", "k")
+    assert f"{kills} of {kills} kills recovered bitwise" in result.stdout
+    rows = json.loads((tmp_path / "k" / "kills.json").read_text())
+    assert len(rows) == kills
+    assert all(row["recovered"] and row["named"] and row["resumed"] <= row["step"] for row in rows)
+    assert outcome(tmp_path / "k" / "run-0") == outcome(tmp_path / "k" / "run-1") == outcome(alone)
+
+
+def test_a_cluster_gives_bitwise_the_single_run(alone, tmp_path):
+    """Two processes that find each other in what Open MPI leaves in the environment."""
+    job = 4096 * (os.getpid() % 4096)
+    cluster = {"OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:34911", "OMPI_COMM_WORLD_SIZE": "2"}
+    words = command("train", *TRAIN, *METHOD, "--cluster", "--runs", tmp_path, "--log-every", 1)
+    each = []
+    for i in range(2):
+        rank = {"OMPI_COMM_WORLD_RANK": str(i), "OMPI_COMM_WORLD_LOCAL_RANK": str(i), "JAX_PLATFORMS": "cpu"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT if i else subprocess.DEVNULL}
+        each.append(subprocess.Popen(words, cwd=ROOT, env=os.environ | cluster | rank, text=True, **pipes))
+    said = [process.communicate(timeout=300)[0] for process in each]
+    assert [process.returncode for process in each] == [0, 0], said
+    assert said[0].startswith("digits, mlp, 2 workers in 2 processes on cpu, 60 steps")
+    assert said[0].count("\n") == 2
+    assert "loss" not in said[1]
+    assert outcome(tmp_path / "train-1") == outcome(alone)
+    assert sorted(p.name for p in (tmp_path / "train-1").iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+        "results.json",
+    ]
+
+
+def test_interrupted_processes_go_on_as_another_number_of_workers(tmp_path):
+    """Ctrl-C stops all after the same step; three workers in one process take over what two in two left."""
+    where = ("--runs", tmp_path, "--name", "r")
+    words = command("train", *METHOD, "--steps", 4000, "--batch", 8, "--processes", 2, "--log-every", 1, *where)
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    journal, end = Journal(tmp_path / "r"), time.monotonic() + 200
+    while time.monotonic() < end and len(journal.lines()) < 3:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert output.endswith(f"interrupted; continue with --resume --runs {tmp_path} --name r\n")
+    (step,) = [int(path.name) for path in (tmp_path / "r" / "checkpoints").glob("*/*")]
+    assert step == journal.lines()[-1]["step"] >= 3
+    config = json.loads((tmp_path / "r" / "config.json").read_text())
+    (tmp_path / "r" / "config.json").write_text(json.dumps(config | {"steps": step + 2}))
+    result = run_to(0, "train", "--resume", *where, "--workers", 3)
+    assert "3 workers on cpu" in result.stdout
+    lines = journal.lines()
+    assert [line["step"] for line in lines] == list(range(1, step + 3))
+    assert lines[-1]["sent_bytes"] - lines[-2]["sent_bytes"] > 1.1 * lines[0]["sent_bytes"]
+    assert json.loads((tmp_path / "r" / "results.json").read_text())[0]["workers"] == 3
+    assert "is finished" in run_to(0, "train", "--resume", *where).stdout
+
+
+def test_an_error_in_the_processes_is_one_line(tmp_path):
+    """The same line from two processes as from one, and nothing left behind."""
+    result = run("train", "--processes", 2, "--data", "mnist", "--data-dir", tmp_path, "--runs", tmp_path / "runs")
+    assert result.returncode == 2
+    assert result.stderr == f"error: no file train-labels-idx1-ubyte or train-labels-idx1-ubyte.gz in {tmp_path}\n"
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+ERRORS = [
+    (["--coordinator", "localhost:1"], "--coordinator, --num-processes and --process-id belong together"),
+    (["--processes", "2", "--cluster"], "choose one of --processes, --coordinator and --cluster"),
+    (["--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"], "--process-id must be below"),
+    (["--processes", "2", "--workers", "3"], "2 processes cannot share 3 workers equally; use --workers 2, or a mul"),
+    (["--resume", "--name", "nothing"], "there is no run"),
+    (["--method", "top-k", "--via", "sum"], 'top-k: compressed_mean: via="sum" needs a linear compressor'),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[message[:30] for _, message in ERRORS])
+def test_wrong_options(arguments, message, tmp_path):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(UserError, match="^" + message.replace("(", r"\(")[:200]):
+            train.main([*arguments, "--runs", str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGTERM, before[1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_every_option():
+    result = run_to(0, "train", "--help")
+    for option in ("--coordinator HOST:PORT", "--cluster", "--check-every", "--nonfinite", "--via", "(default: 1)"):
+        assert option in result.stdout
+    assert "--logs" not in result.stdout
+
+
+# ------------------------------------------------------------------------------------------------
+# Processes, without JAX
+
+# Process 1 fails; process 0 loses its connection and says so first.
+FAILS = """
+import sys, time
+from pathlib import Path
+from experiments import processes
+logs, number = Path(sys.argv[sys.argv.index("--logs") + 1]), int(sys.argv[-1])
+if number == 0:
+    processes.leave(logs, 0, RuntimeError("Gloo: connection closed by peer"))
+time.sleep(0.3)
+processes.leave(logs, 1, {error})
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        ("ValueError('boom')", processes.Failed, "process 1 failed: ValueError: boom; all were stopped"),
+        ("processes.UserError('no such file')", UserError, "no such file"),
+    ],
+)
+def test_the_first_cause_is_shown(error, kind, message, tmp_path):
+    group = processes.Group(["-c", FAILS.format(error=error)], 2, tmp_path, quiet=True, program=[sys.executable])
+    with pytest.raises(kind, match=f"^{message}") as raised:
+        group.wait()
+    assert ("ValueError: boom\n" in str(raised.value)) == (kind is processes.Failed)
+    assert all(code is not None for code in group.codes())
+
+
+def test_a_killed_process_is_named(tmp_path):
+    group = processes.Group(["-c", "import time; time.sleep(60)"], 3, tmp_path, quiet=True, program=[sys.executable])
+    group.processes[1].kill()
+    with pytest.raises(processes.Failed, match=r"^process 1 was killed by SIGKILL"):
+        group.wait()
+    assert all(code == -signal.SIGKILL for code in group.codes())
+
+
+def test_no_orphans(tmp_path):
+    """Processes end when the one that started them is killed."""
+    sleeper = "from experiments import processes; processes.die_with_parent(); import time; time.sleep(60)"
+    starter = (
+        "import sys; from pathlib import Path; from experiments.processes import Group; "
+        f"group = Group(['-c', {sleeper!r}], 2, Path({str(tmp_path)!r}), True, [sys.executable]); "
+        "print(*(p.pid for p in group.processes), flush=True); group.wait()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", starter], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    children = [int(word) for word in process.stdout.readline().split()]
+    assert len(children) == 2
+    time.sleep(0.5)
+    assert all(alive(child) for child in children)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    end = time.monotonic() + 20
+    while time.monotonic() < end and any(alive(child) for child in children):
+        time.sleep(0.05)
+    assert not any(alive(child) for child in children)
+
+
+def alive(pid):
+    """Whether it runs; a process that nobody has waited for yet does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = f"/proc/{pid}/stat"
+    return not os.path.exists(stat) or open(stat).read().rpartition(")")[2].split()[0] != "Z"
+
+
+# ------------------------------------------------------------------------------------------------
+# What a process keeps
+
+
+def test_each_process_keeps_the_images_of_its_workers():
+    whole = data.load("digits")
+    rows = np.array([3, 5, 700])
+    own = data.load("digits", choose=lambda labels: rows, test=False)
+    assert own.train_x.shape == (3, 8, 8, 1)
+    assert own.test_x.shape == (0, 8, 8, 1)
+    np.testing.assert_array_equal(own.images_of(np.array([700, 3, 3])), whole.train_x[[700, 3, 3]])
+    assert (own.num_classes, len(own.train_y)) == (whole.num_classes, len(whole.train_y))
+
+
+# ------------------------------------------------------------------------------------------------
+# One job, on the devices of this process
+
+OPTIONS = {"steps": 6, "log_every": 1, "test_every": 0, "checkpoint_every": 4, "check_every": 0}
+JOB = Job("sidco", 0)
+
+
+def trainer_of(workers, nonfinite="mask", images=None, method=None):
+    digits = data.load("digits")
+    digits = digits if images is None else digits._replace(train_x=images(digits.train_x))
+    method = method or jc.error_feedback(jc.flat(jc.top_k(0.02)))
+    mesh = jax.make_mesh(
+        (workers,), ("data",), devices=jax.devices()[:workers], axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    with jax.numpy_dtype_promotion("standard"):
+        return Trainer(method, MODELS["mlp"], digits, mesh, "adam", 1e-3, 4, nonfinite=nonfinite)
+
+
+def parts_of(trainer, seed=0):
+    return data.split(trainer.data.train_y, trainer.mesh.size, None, seed)
+
+
+@pytest.fixture(scope="module")
+def four():
+    with jax.numpy_dtype_promotion("standard"):
+        yield trainer_of(4)
+
+
+def after(trainer, steps):
+    with jax.numpy_dtype_promotion("standard"):
+        *_, last = trainer.steps(trainer.initial_state(0), parts_of(trainer), 0, 0, steps)
+    return last.state
+
+
+def test_other_workers_take_over_the_sum_of_memories(four, tmp_path):
+    state = after(four, 5)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(5, state, {"workers": 4, "base_step": 0, "base_bytes": 0.0, "step_bytes": 10.0})
+    with jax.numpy_dtype_promotion("standard"):
+        two = trainer_of(2)
+        taken, about = taken_up(two, checkpoints, 5, two.initial_state(0), 0)
+        checkpoints.close()
+        old, new = (
+            [np.asarray(x, np.float64).sum(0) for x in jax.tree.leaves(s.optimizer[0].local.algorithm.memory)]
+            for s in (state, taken)
+        )
+        assert any(np.any(x != 0) for x in old)
+        for a, b in zip(old, new, strict=True):
+            np.testing.assert_allclose(b, a.reshape(b.shape), rtol=1e-12, atol=1e-14)
+        assert same(two.whole(taken.params), four.whole(state.params))
+        assert about == {"workers": 2, "base_step": 5, "base_bytes": 50.0, "step_bytes": two.ledger.total_bytes}
+        *_, last = two.steps(taken, parts_of(two), 0, 5, 7)
+    assert np.isfinite(last.loss)
+    assert int(last.state.optimizer[0].shared.count) == 7
+
+
+def test_a_half_written_checkpoint_is_not_taken(four, tmp_path):
+    state = after(four, 2)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, state, {"workers": 4})
+    checkpoints.close()
+    shutil.copytree(tmp_path / "2", tmp_path / "4.orbax-checkpoint-tmp")
+    next((tmp_path / "4.orbax-checkpoint-tmp" / "state" / "d").iterdir()).write_bytes(b"")
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.latest() == 2
+    assert checkpoints.about(2) == {"workers": 4}
+    back = checkpoints.restore(2, four.abstract_state(state.params))
+    checkpoints.close()
+    assert same(four.whole(back), four.whole(state))
+    assert not (tmp_path / "4.orbax-checkpoint-tmp").exists()
+
+
+def flipped(leaf, worker):
+    """The same array, with one bit other in the copy of one worker."""
+    copies = [np.array(shard.data) for shard in leaf.addressable_shards]
+    copies[worker].reshape(-1).view(np.uint32)[0] ^= 1
+    devices = [shard.device for shard in leaf.addressable_shards]
+    each = [jax.device_put(copy, device) for copy, device in zip(copies, devices, strict=True)]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, each)
+
+
+@pytest.mark.parametrize("part", ["params", "optimizer"])
+def test_a_corrupted_worker_stops_the_run(four, part, tmp_path):
+    """A bit of one copy flips in step 3; it is found at step 4, before anything of it is saved."""
+    journal = Journal(tmp_path)
+
+    class Corrupted:
+        def __getattr__(self, name):
+            return getattr(four, name)
+
+        def steps(self, state, parts, seed, first, last):
+            for now in four.steps(state, parts, seed, first, last):
+                yield now
+                if now.step == 2:
+                    # The third step is taken by hand, so that what it sees is corrupted.
+                    some = now.state.params if part == "params" else now.state.optimizer[1]
+                    leaves, structure = jax.tree.flatten(some)
+                    number = max(range(len(leaves)), key=lambda i: leaves[i].size)
+                    leaves[number] = flipped(leaves[number], 2)
+                    some = jax.tree.unflatten(structure, leaves)
+                    state = (
+                        State(some, now.state.optimizer)
+                        if part == "params"
+                        else State(now.state.params, (now.state.optimizer[0], some))
+                    )
+                    yield from four.steps(state, parts, seed, 2, last)
+                    return
+
+    options = OPTIONS | {"check_every": 2, "checkpoint_every": 3}
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        pytest.raises(jc.ReplicaDrift, match=r"^step 3: parameters or shared state of worker 2 differ"),
+    ):
+        train_one(Corrupted(), JOB, options, tmp_path, journal, parts_of(four), lambda *_: None)
+    assert [line["step"] for line in journal.lines()] == [1, 2]
+    checkpoints = Checkpoints(tmp_path / "checkpoints" / JOB.name)
+    assert checkpoints.latest() is None
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "mask"])
+def test_nonfinite_gradients(nonfinite, tmp_path):
+    """Some images of one worker are NaN. Its steps are skipped by all, or its gradients masked, and counted."""
+
+    def poisoned(images):
+        images = images.copy()
+        images[::40] = np.nan
+        return images
+
+    journal = Journal(tmp_path)
+    with jax.numpy_dtype_promotion("standard"):
+        trainer = trainer_of(2, nonfinite, poisoned)
+        row = train_one(trainer, JOB, OPTIONS, tmp_path, journal, parts_of(trainer), lambda *_: None)
+        checkpoints = Checkpoints(tmp_path / "checkpoints" / JOB.name)
+        state = checkpoints.restore(6, trainer.abstract_state(trainer.initial_state(0).params))
+        checkpoints.close()
+    lines = journal.lines()
+    spoiled = [not np.isfinite(line["loss"]) for line in lines]
+    assert 0 < sum(spoiled) < 6
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(trainer.whole(state)) if leaf.dtype == np.float32)
+    if nonfinite == "skip":
+        assert [line["skipped"] for line in lines] == list(np.cumsum(spoiled))
+        assert int(state.optimizer.inner[0].shared.count) == 6 - sum(spoiled)
+    else:
+        assert [line["nonfinite"] > 0 for line in lines] == spoiled
+        assert int(state.optimizer[0].shared.count) == 6
+    assert row["steps"] == 6
+
+
+def test_own_workers(four):
+    assert own_workers(four.mesh) == [0, 1, 2, 3]
