@@ -168,8 +168,10 @@ class Run:
 
     def __init__(self, options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]):
         self.place, self.together = place, place["coordinator"] is not None or place["cluster"]
-        self.options, self.given = options, given
+        self.options: dict[str, Any] = options
+        self.given = given
         self.folder = Path()
+        self.parts: list[np.ndarray] = []  # examples of each worker
         self.number = place["process_id"] or 0
 
     def go(self, stop_after: Callable[[int], bool]) -> int:
@@ -226,7 +228,7 @@ class Run:
         asked = self.given.get("workers")
         if asked not in (None, self.mesh.size):
             raise UserError(f"--workers {asked}: the processes of this cluster have {self.mesh.size} devices together")
-        self.options = self.options | {"workers": self.mesh.size}
+        self.options["workers"] = self.mesh.size
 
     def agree_on_folder(self) -> tuple[Path, str]:
         """The folder, and what came out if the run is finished; process 0 decides."""

@@ -206,7 +206,11 @@ class Trainer:
 
     def _spread(self, rows_of: Callable[[np.ndarray], np.ndarray], chosen: np.ndarray, shape: tuple[int, ...]) -> Any:
         """Each worker's rows on its own device; this process makes those of its own workers alone."""
-        return jax.make_array_from_callback((len(chosen), *shape), self.split, lambda index: rows_of(chosen[index[0]]))
+
+        def mine(index: tuple[slice, ...] | None) -> np.ndarray:
+            return rows_of(chosen[index[0] if index else slice(None)])
+
+        return jax.make_array_from_callback((len(chosen), *shape), self.split, mine)
 
     def test(self, state: State) -> tuple[float, float]:
         """Mean loss and accuracy on the test images, on one device of this process."""
@@ -261,11 +265,11 @@ class Checkpoints:
             self.manager.wait_until_finished()
 
     def about(self, step: int) -> dict[str, Any]:
-        return self.manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+        return self.manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
 
     def restore(self, step: int, abstract: State) -> State:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract._asdict()))
-        return State(**self.manager.restore(step, args=args).state)
+        return State(**self.manager.restore(step, args=args)["state"])
 
     def close(self) -> None:
         self.manager.close()
