@@ -35,6 +35,12 @@ def parser() -> Parser:
     p.add_argument("--kills", type=at_least(1), default=20, help="how many")
     p.add_argument("--in-a-row", type=at_least(1), default=1, help="kills in the life of one run")
     p.add_argument("--processes", type=at_least(1), default=3, help="processes of each run")
+    p.add_argument(
+        "--reference-processes",
+        type=at_least(1),
+        default=None,
+        help="of the run without kills; else as many as --processes",
+    )
     p.add_argument("--kill-seed", type=at_least(0), default=0, help="of the choice of processes and moments")
     p.add_argument("--name", default=None, help="folder under --runs; without it the next free kills-N")
     p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
@@ -60,8 +66,10 @@ def main(arguments: Sequence[str]) -> int:
     o, rest = parser().parse_known_args(arguments)
     folder = choose_new(o.runs, o.name, "kills")
     console = Console(width=None if sys.stdout.isatty() else 150)
-    lives = Lives(folder, o.processes, [*TRAIN, *rest], random.Random(o.kill_seed))
-    console.print(f"a run of {o.processes} processes without kills; writing to {folder}")
+    reference = o.reference_processes or o.processes
+    options = [*TRAIN, "--workers", str(o.processes), *rest]
+    lives = Lives(folder, [reference, o.processes], options, random.Random(o.kill_seed))
+    console.print(f"first a run in {reference} process{'es' * (reference > 1)} without kills; writing to {folder}")
     lives.live(0, 0)
     kills: list[Kill] = []
     while len(kills) < o.kills:
@@ -94,9 +102,16 @@ def in_words(kill: Kill) -> str:
 
 
 class Lives:
-    """Runs of the same training, each killed now and then."""
+    """Runs of the same training, each killed now and then.
 
-    def __init__(self, folder: Path, processes: int, options: list[str], draw: random.Random):
+    Args:
+        folder: for all runs; run 0 is the one without kills.
+        processes: of run 0, and of each other run.
+        options: of train.
+        draw: of processes and moments.
+    """
+
+    def __init__(self, folder: Path, processes: list[int], options: list[str], draw: random.Random):
         self.folder, self.processes, self.options, self.draw = folder, processes, options, draw
         self.folder.mkdir(parents=True)
 
@@ -121,11 +136,11 @@ class Lives:
         run = self.folder / name
         if resume and (run / "config.json").is_file():
             words.append("--resume")
-        return Group(words, self.processes, run / "logs", quiet=True)
+        return Group(words, self.processes[number > 0], run / "logs", quiet=True)
 
     def kill(self, group: Group, run: Path, number: int) -> Kill | None:
         """Waits for a random moment and kills a random process. None: too late."""
-        victim, last = self.draw.randrange(self.processes), self.last_step()
+        victim, last = self.draw.randrange(self.processes[1]), self.last_step()
         journal = Journal(run)
         first = newest(run)
         target, delay = self.draw.randint(first + 1, max(first + 1, last - 2)), self.draw.uniform(0, 0.1)

@@ -106,16 +106,12 @@ def check_place(place: dict[str, Any]) -> None:
 
 
 def find_run(options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The folder of the run, and its options, which go together; writes nothing."""
-    from experiments.methods import algorithm_for
-
+    """The folder of the run, and its options; writes nothing."""
     if place["logs"] is not None:  # who started this process has chosen it
         folder = place["runs"] / place["name"]
     else:
         folder = choose_folder(place["runs"], place["name"], place["resume"], "train")
-    o = resumed(folder, options, given, free=["workers"]) if place["resume"] else options
-    algorithm_for(o["method"], o["ratio"], o["levels"], o["via"])
-    return folder, o
+    return folder, resumed(folder, options, given, free=["workers"]) if place["resume"] else options
 
 
 def workers_of(options: dict[str, Any], number: int) -> int:
@@ -206,7 +202,7 @@ class Run:
         if self.number == 0:  # only now, so that a wrong option leaves nothing behind
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(self.folder / "config.json", {key: jsonable(value) for key, value in o.items()})
-        console.print(self.title())
+        console.print(self.title(), highlight=False, soft_wrap=True)
         try:
             row = self.train(algorithm, console, stop_after)
         except KeyboardInterrupt as interrupt:

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from hostile import same
 from programs import ROOT, command, run, run_to
 
@@ -21,7 +22,7 @@ from experiments.cli import UserError
 from experiments.folders import Journal
 from experiments.job import Job, taken_up, train_one
 from experiments.kills import TRAIN
-from experiments.models import MODELS
+from experiments.methods import algorithm_for
 from experiments.training import Checkpoints, State, Trainer, own_workers
 
 METHOD = ("--method", "dithering", "--ratio", 0.02)
@@ -38,12 +39,16 @@ def outcome(folder):
     )
 
 
+def killed(runs, kills, in_a_row, seed):
+    """What `kills` prints, and where it wrote: two processes killed again and again, against one that was not."""
+    some = ("--kills", kills, "--in-a-row", in_a_row, "--kill-seed", seed, "--processes", 2)
+    result = run_to(0, "kills", *some, "--reference-processes", 1, *METHOD, "--runs", runs, "--name", "k")
+    return result.stdout, runs / "k"
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """A run of two workers in one process."""
-    runs = tmp_path_factory.mktemp("alone")
-    run_to(0, "train", *TRAIN, *METHOD, "--workers", 2, "--runs", runs, "--name", "r", "--log-every", 1)
-    return runs / "r"
+def thrice(tmp_path_factory, request):
+    return killed(tmp_path_factory.mktemp("thrice"), 3, 3, request.config.getoption("--seed"))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -92,7 +97,7 @@ def test_interrupted_processes_go_on_as_another_number_of_workers(tmp_path):
     words = command("train", *METHOD, "--steps", 4000, "--batch", 8, "--processes", 2, "--log-every", 1, *where)
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     journal, end = Journal(tmp_path / "r"), time.monotonic() + 200
-    while time.monotonic() < end and len(journal.lines()) < 3:
+    while time.monotonic() < end and len(journal.lines()) < 3 and process.poll() is None:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
@@ -125,7 +130,6 @@ ERRORS = [
     (["--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"], "--process-id must be below"),
     (["--processes", "2", "--workers", "3"], "2 processes cannot share 3 workers equally; use --workers 2, or a mul"),
     (["--resume", "--name", "nothing"], "there is no run"),
-    (["--method", "top-k", "--via", "sum"], 'top-k: compressed_mean: via="sum" needs a linear compressor'),
 ]
 
 
@@ -139,6 +143,11 @@ def test_wrong_options(arguments, message, tmp_path):
         signal.signal(signal.SIGINT, before[0])
         signal.signal(signal.SIGTERM, before[1])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_methods_refuse_an_exchange():
+    with pytest.raises(UserError, match='^top-k: compressed_mean: via="sum" needs a linear compressor'):
+        algorithm_for("top-k", 0.01, 7, "sum")
 
 
 def test_help_lists_every_option():
@@ -241,6 +250,16 @@ OPTIONS = {"steps": 6, "log_every": 1, "test_every": 0, "checkpoint_every": 4, "
 JOB = Job("sidco", 0)
 
 
+class Tiny(nnx.Module):
+    """One layer, which compiles quickly."""
+
+    def __init__(self, shape, num_classes, rngs):
+        self.only = nnx.Linear(64, num_classes, rngs=rngs)
+
+    def __call__(self, x):
+        return self.only(x.reshape(x.shape[0], -1))
+
+
 def trainer_of(workers, nonfinite="mask", images=None, method=None):
     digits = data.load("digits")
     digits = digits if images is None else digits._replace(train_x=images(digits.train_x))
@@ -249,7 +268,7 @@ def trainer_of(workers, nonfinite="mask", images=None, method=None):
         (workers,), ("data",), devices=jax.devices()[:workers], axis_types=(jax.sharding.AxisType.Auto,)
     )
     with jax.numpy_dtype_promotion("standard"):
-        return Trainer(method, MODELS["mlp"], digits, mesh, "adam", 1e-3, 4, nonfinite=nonfinite)
+        return Trainer(method, Tiny, digits, mesh, "adam", 1e-3, 4, nonfinite=nonfinite)
 
 
 def parts_of(trainer, seed=0):
@@ -309,7 +328,7 @@ def test_a_half_written_checkpoint_is_not_taken(four, tmp_path):
 def flipped(leaf, worker):
     """The same array, with one bit other in the copy of one worker."""
     copies = [np.array(shard.data) for shard in leaf.addressable_shards]
-    copies[worker].reshape(-1).view(np.uint32)[0] ^= 1
+    copies[worker].reshape(-1).view(np.uint32)[0] ^= 1 << 26  # not a denormal, which counts as zero
     devices = [shard.device for shard in leaf.addressable_shards]
     each = [jax.device_put(copy, device) for copy, device in zip(copies, devices, strict=True)]
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, each)
@@ -317,7 +336,7 @@ def flipped(leaf, worker):
 
 @pytest.mark.parametrize("part", ["params", "optimizer"])
 def test_a_corrupted_worker_stops_the_run(four, part, tmp_path):
-    """A bit of one copy flips in step 3; it is found at step 4, before anything of it is saved."""
+    """A bit of one copy flips after step 2; the checkpoint of step 3 would be the first to hold it."""
     journal = Journal(tmp_path)
 
     class Corrupted:
@@ -328,7 +347,6 @@ def test_a_corrupted_worker_stops_the_run(four, part, tmp_path):
             for now in four.steps(state, parts, seed, first, last):
                 yield now
                 if now.step == 2:
-                    # The third step is taken by hand, so that what it sees is corrupted.
                     some = now.state.params if part == "params" else now.state.optimizer[1]
                     leaves, structure = jax.tree.flatten(some)
                     number = max(range(len(leaves)), key=lambda i: leaves[i].size)
