@@ -55,19 +55,26 @@ def thrice(tmp_path_factory, request):
 # Whole programs
 
 
-@pytest.mark.parametrize(("kills", "in_a_row"), [(3, 3), pytest.param(20, 1, marks=pytest.mark.slow)], ids=["3", "20"])
-def test_killed_runs_recover_bitwise(alone, kills, in_a_row, tmp_path, seed):
-    """Two processes that nobody kills, two that are killed again and again, and one process: the same bits."""
-    some = ("--kills", kills, "--in-a-row", in_a_row, "--kill-seed", seed)
-    result = run_to(0, "kills", *some, "--processes", 2, *METHOD, "--runs", tmp_path, "--name", "k")
-    assert f"{kills} of {kills} kills recovered bitwise" in result.stdout
-    rows = json.loads((tmp_path / "k" / "kills.json").read_text())
+def check_recovered(output, folder, kills):
+    assert f"{kills} of {kills} kills recovered bitwise" in output
+    rows = json.loads((folder / "kills.json").read_text())
     assert len(rows) == kills
     assert all(row["recovered"] and row["named"] and row["resumed"] <= row["step"] for row in rows)
-    assert outcome(tmp_path / "k" / "run-0") == outcome(tmp_path / "k" / "run-1") == outcome(alone)
+    assert outcome(folder / "run-0") == outcome(folder / "run-1")
 
 
-def test_a_cluster_gives_bitwise_the_single_run(alone, tmp_path):
+@pytest.mark.xdist_group("kills")
+def test_a_killed_run_recovers_bitwise(thrice):
+    check_recovered(*thrice, 3)
+
+
+@pytest.mark.slow
+def test_twenty_killed_runs_recover_bitwise(tmp_path, seed):
+    check_recovered(*killed(tmp_path, 20, 1, seed), 20)
+
+
+@pytest.mark.xdist_group("kills")
+def test_a_cluster_gives_bitwise_the_single_run(thrice, tmp_path):
     """Two processes that find each other in what Open MPI leaves in the environment."""
     job = 4096 * (os.getpid() % 4096)
     cluster = {"OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:34911", "OMPI_COMM_WORLD_SIZE": "2"}
@@ -82,7 +89,7 @@ def test_a_cluster_gives_bitwise_the_single_run(alone, tmp_path):
     assert said[0].startswith("digits, mlp, 2 workers in 2 processes on cpu, 60 steps")
     assert said[0].count("\n") == 2
     assert "loss" not in said[1]
-    assert outcome(tmp_path / "train-1") == outcome(alone)
+    assert outcome(tmp_path / "train-1") == outcome(thrice[1] / "run-0")
     assert sorted(p.name for p in (tmp_path / "train-1").iterdir()) == [
         "checkpoints",
         "config.json",
@@ -113,7 +120,6 @@ def test_interrupted_processes_go_on_as_another_number_of_workers(tmp_path):
     assert [line["step"] for line in lines] == list(range(1, step + 3))
     assert lines[-1]["sent_bytes"] - lines[-2]["sent_bytes"] > 1.1 * lines[0]["sent_bytes"]
     assert json.loads((tmp_path / "r" / "results.json").read_text())[0]["workers"] == 3
-    assert "is finished" in run_to(0, "train", "--resume", *where).stdout
 
 
 def test_an_error_in_the_processes_is_one_line(tmp_path):
@@ -146,7 +152,7 @@ def test_wrong_options(arguments, message, tmp_path):
 
 
 def test_methods_refuse_an_exchange():
-    with pytest.raises(UserError, match='^top-k: compressed_mean: via="sum" needs a linear compressor'):
+    with pytest.raises(UserError, match=r'^top-k: compressed_mean: via="sum" needs a linear compressor'):
         algorithm_for("top-k", 0.01, 7, "sum")
 
 
