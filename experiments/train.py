@@ -90,7 +90,10 @@ def main(arguments: Sequence[str]) -> int:
     if place["processes"] > 1:
         return start(arguments, options, given, place)
     if place["coordinator"] is None and not place["cluster"]:
-        return Run(options, given, place).go(processes.stop_on_signals(alone=True))
+        try:
+            return Run(options, given, place).go(processes.stop_on_signals(alone=True))
+        except KeyboardInterrupt:  # twice, while it was compiling
+            return 130
     return take_part(options, given, place)
 
 
@@ -131,8 +134,9 @@ def start(arguments: Sequence[str], options: dict[str, Any], given: dict[str, An
     words = ["train", *arguments, "--processes", "1", "--workers", str(workers), "--name", name]
     try:
         processes.Group(words, place["processes"], folder / "logs").wait()
-    except processes.Interrupted:
-        print(f"interrupted; continue with --resume{how_to_find(place['runs'], folder)}")
+    except KeyboardInterrupt:
+        begun = (folder / "config.json").is_file()
+        print("interrupted" + (f"; continue with --resume{how_to_find(place['runs'], folder)}" if begun else ""))
         return 130
     except processes.Failed as error:
         print(f"error: {error}", file=sys.stderr)

@@ -32,6 +32,7 @@ __all__ = [
     "Progress",
     "State",
     "Trainer",
+    "find_devices",
     "find_mesh",
     "fingerprint",
     "own_workers",
@@ -44,7 +45,7 @@ OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
 }
 
 
-def find_mesh(workers: int | None, processes: int = 1) -> Mesh:
+def find_devices(workers: int | None, processes: int = 1) -> list[Any]:
     """One device for each worker: real accelerators if there are any, else virtual CPU devices.
 
     Must be called before anything else touches JAX's devices, and after `jax.distributed.initialize`.
@@ -53,17 +54,22 @@ def find_mesh(workers: int | None, processes: int = 1) -> Mesh:
         workers: on all processes together, equally many on each; None: one for each device there is.
         processes: that were joined.
     """
-    if workers is not None:
-        jax.config.update("jax_num_cpu_devices", workers // processes)
+    if workers is None:
+        return jax.devices()
+    jax.config.update("jax_num_cpu_devices", workers // processes)
     devices = jax.devices()
-    if workers is not None:
-        here = [[d for d in devices if d.process_index == p][: workers // processes] for p in range(processes)]
-        if sum(map(len, here)) < workers:
-            raise UserError(
-                f"{workers} workers need {workers} devices, and there are {len(devices)} ({devices[0].platform}); "
-                f"use --workers {len(devices)}, or JAX_PLATFORMS=cpu for virtual devices"
-            )
-        devices = [device for some in here for device in some]
+    here = [[d for d in devices if d.process_index == p][: workers // processes] for p in range(processes)]
+    if sum(map(len, here)) < workers:
+        raise UserError(
+            f"{workers} workers need {workers} devices, and there are {len(devices)} ({devices[0].platform}); "
+            f"use --workers {len(devices)}, or JAX_PLATFORMS=cpu for virtual devices"
+        )
+    return [device for some in here for device in some]
+
+
+def find_mesh(workers: int | None, processes: int = 1) -> Mesh:
+    """The workers in a row, on `find_devices`."""
+    devices = find_devices(workers, processes)
     return jax.make_mesh((len(devices),), (AXIS,), devices=devices, axis_types=(AxisType.Auto,))
 
 
