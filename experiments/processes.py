@@ -167,14 +167,15 @@ def leave(logs: Path | None, process: int, error: BaseException) -> None:
         draft = logs / f"failed-{process}.tmp"
         draft.write_text(json.dumps(failure._asdict()))
         os.replace(draft, logs / f"failed-{process}.json")
-    if not user:
+    if failure.secondary:
+        message = f"lost the other processes: {message}"
+        time.sleep(1.0)  # the one that failed first may still be writing
+        first = None if logs is None else first_cause(logs)
+        if first is not None and not first.secondary:
+            message = f"process {first.process} failed: {first.message}"
+    elif not user:
         traceback.print_exception(error)
     print(f"error: {message}", file=sys.stderr)
-    if failure.secondary and logs is not None:
-        time.sleep(1.0)  # the one that failed first may still be writing
-        first = first_cause(logs)
-        if first is not None and not first.secondary:
-            print(f"error: process {first.process} failed first: {first.message}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(2 if user else 1)
