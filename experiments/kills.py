@@ -120,7 +120,7 @@ class Lives:
         run, done = self.folder / f"run-{number}", []
         while len(done) < kills:
             group = self.start(number, resume=bool(done))
-            killed = self.kill(group, run, number)
+            killed = self.kill(group, run, number, kills - len(done))
             if killed is None:  # it was finished before its time came
                 if not done:
                     raise UserError("the run is too short to be killed; give it more --steps")
@@ -138,12 +138,13 @@ class Lives:
             words.append("--resume")
         return Group(words, self.processes[number > 0], run / "logs", quiet=True)
 
-    def kill(self, group: Group, run: Path, number: int) -> Kill | None:
-        """Waits for a random moment and kills a random process. None: too late."""
-        victim, last = self.draw.randrange(self.processes[1]), self.last_step()
-        journal = Journal(run)
-        first = newest(run)
-        target, delay = self.draw.randint(first + 1, max(first + 1, last - 2)), self.draw.uniform(0, 0.1)
+    def kill(self, group: Group, run: Path, number: int, left: int) -> Kill | None:
+        """Waits for a random moment and kills a random process; so many kills are left for this run. None: too late."""
+        victim, journal, first = self.draw.randrange(self.processes[1]), Journal(run), newest(run) + 1
+        # On average the kills divide what is left of the run equally.
+        room = max(0, self.last_step() - 2 - first)
+        target = first + self.draw.randint(0, min(room, 2 * room // (left + 1)))
+        delay = self.draw.uniform(0, 0.1)
         while step_of(journal) < target:
             if group.failed() or all(code == 0 for code in group.codes()):
                 group.wait()  # raises what failed
