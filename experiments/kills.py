@@ -9,7 +9,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     reference = o.reference_processes or o.processes
     options = [*TRAIN, "--workers", str(o.processes), *rest]
-    lives = Lives(folder, [reference, o.processes], options, random.Random(o.kill_seed))
+    say = lambda words: console.print(words, highlight=False, soft_wrap=True)
+    lives = Lives(folder, [reference, o.processes], options, random.Random(o.kill_seed), say)
     console.print(f"first a run in {reference} process{'es' * (reference > 1)} without kills; writing to {folder}")
     lives.live(0, 0)
     kills: list[Kill] = []
@@ -76,9 +77,9 @@ def main(arguments: Sequence[str]) -> int:
         number = 1 + max((kill.run for kill in kills), default=0)
         of_this = lives.live(number, min(o.in_a_row, o.kills - len(kills)))
         recovered = lives.outcome(number) == lives.outcome(0)
-        for kill in of_this:
-            kills.append(kill._replace(recovered=recovered))
-            console.print(f"{len(kills):2}: {in_words(kills[-1])}", highlight=False, soft_wrap=True)
+        kills += [kill._replace(recovered=recovered) for kill in of_this]
+        end = "bit for bit the run without kills" if recovered else "NOT the run without kills"
+        say(f"run {number}: {end} ({len(kills)} of {o.kills} kills)")
         write_json(folder / "kills.json", [kill._asdict() for kill in kills])
     good = sum(kill.recovered for kill in kills)
     title = f"{folder.name}: {good} of {len(kills)} kills recovered bitwise"
@@ -94,13 +95,6 @@ def yes(value: bool) -> str:
     return "yes" if value else "NO"
 
 
-def in_words(kill: Kill) -> str:
-    end = "recovered bitwise" if kill.recovered else "NOT recovered"
-    return (
-        f"process {kill.process} killed after step {kill.step} ({kill.moment}), went on from step {kill.resumed}: {end}"
-    )
-
-
 class Lives:
     """Runs of the same training, each killed now and then.
 
@@ -109,10 +103,18 @@ class Lives:
         processes: of run 0, and of each other run.
         options: of train.
         draw: of processes and moments.
+        say: prints a line.
     """
 
-    def __init__(self, folder: Path, processes: list[int], options: list[str], draw: random.Random):
-        self.folder, self.processes, self.options, self.draw = folder, processes, options, draw
+    def __init__(
+        self,
+        folder: Path,
+        processes: list[int],
+        options: list[str],
+        draw: random.Random,
+        say: Callable[[str], None],
+    ):
+        self.folder, self.processes, self.options, self.draw, self.say = folder, processes, options, draw, say
         self.folder.mkdir(parents=True)
 
     def live(self, number: int, kills: int) -> list[Kill]:
@@ -161,7 +163,9 @@ class Lives:
         if not message:
             return None
         named = message.startswith(f"process {victim} was killed by SIGKILL")
-        return Kill(number, victim, step, moment, newest(run), named)
+        kill = Kill(number, victim, step, moment, newest(run), named)
+        self.say(f"run {number}: process {victim} killed after step {step} ({moment}), goes on from {kill.resumed}")
+        return kill
 
     def last_step(self) -> int:
         return Journal(self.folder / "run-0").lines()[-1]["step"]
