@@ -14,18 +14,15 @@ from jax.extend import core
 
 __all__ = ["offline"]
 
-COLLECTIVES = {
+SUMS = {"psum", "psum2", "psum_invariant", "reduce_scatter"}
+COLLECTIVES = SUMS | {
     "all_gather",
     "all_gather_invariant",
     "all_to_all",
     "pmax",
     "pmin",
     "ppermute",
-    "psum",
-    "psum2",
-    "psum_invariant",
     "ragged_all_to_all",
-    "reduce_scatter",
 }
 CALLS = {"closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2", "checkpoint"}
 
@@ -50,21 +47,22 @@ def offline(fn: Callable, axis_name: str, workers: int, *args: Any) -> tuple[Cal
     def run(number, receive, *args):
         sent: list[Any] = []
 
-        def exchange(operands, outcomes):
+        def exchange(name, operands, outcomes):
             sent.extend(operands)
-            return receive(operands, outcomes)
+            return receive(name, operands, outcomes)
 
         results = evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(args), number, exchange)
         return sent, results
 
-    def same_from_all(operands, outcomes):
-        return [jnp.resize(x, outcome.shape) for x, outcome in zip(operands, outcomes, strict=True)]
+    def same_from_all(name, operands, outcomes):
+        times = workers if name in SUMS else 1
+        return [times * jnp.resize(x, outcome.shape) for x, outcome in zip(operands, outcomes, strict=True)]
 
     def first(*args):
         received: list[Any] = []
 
-        def receive(operands, outcomes):
-            received.extend(same_from_all(operands, outcomes))
+        def receive(name, operands, outcomes):
+            received.extend(same_from_all(name, operands, outcomes))
             return received[-len(outcomes) :]
 
         run(jnp.zeros((), jnp.int32), receive, *args)
@@ -72,7 +70,7 @@ def offline(fn: Callable, axis_name: str, workers: int, *args: Any) -> tuple[Cal
 
     def program(number, received, *args):
         left = list(received)
-        return run(number, lambda operands, outcomes: [left.pop(0) for _ in outcomes], *args)
+        return run(number, lambda name, operands, outcomes: [left.pop(0) for _ in outcomes], *args)
 
     return program, jax.jit(first)(*args)
 
@@ -84,7 +82,7 @@ def evaluate(jaxpr: Any, consts: Any, args: Any, number: Any, exchange: Callable
         operands, name = [read(x) for x in eqn.invars], eqn.primitive.name
         inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
         if name in COLLECTIVES:
-            results = exchange(operands, [x.aval for x in eqn.outvars])
+            results = exchange(name, operands, [x.aval for x in eqn.outvars])
         elif name == "axis_index":
             results = [number]
         elif name in CALLS and inner is not None:
