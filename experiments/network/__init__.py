@@ -27,6 +27,13 @@ from experiments.network.methods import DEFAULT, known, method_name
 
 __all__ = ["main"]
 
+# The C library gives large arrays back at once, and fresh ones cost more than most passes over them. For all methods.
+KEEP_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TOP_PAD_": str(2**28),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+}
 SETTLE_SECONDS = 0.1  # for the last acknowledgements, before the counters are read
 
 
@@ -110,7 +117,7 @@ def crew_in(lab: Lab) -> Crew:
         address = f"{lab.addresses[0]}:{probe.getsockname()[1]}"
     more = ["network", "--workers", str(len(lab.prefixes)), "--address", address, "--worker"]
     words = [[*prefix, sys.executable, "-m", "experiments", *more, str(i)] for i, prefix in enumerate(lab.prefixes)]
-    return Crew(words, {"JAX_PLATFORMS": "cpu"})
+    return Crew(words, {"JAX_PLATFORMS": "cpu", **KEEP_MEMORY})
 
 
 @contextlib.contextmanager
