@@ -13,6 +13,7 @@ EXPERIMENTS = {
     "sidco": ("experiments.sidco", "SIDCo and its rivals: quality of the threshold, and training"),
     "skcompress": ("experiments.skcompress", "SKCompress and its rivals: sizes and errors of messages, and training"),
     "dagc": ("experiments.dagc", "rules for a ratio per worker, against each other and against uniform"),
+    "network": ("experiments.network", "dense against compressed exchanges over slow links, in network namespaces"),
     "federated": ("experiments.federated", "a server and clients as processes; messages as long as their ratio"),
     "smoothness": ("experiments.smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),
     "bench": ("experiments.bench", "benchmarks of the hot paths"),

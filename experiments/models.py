@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-__all__ = ["MODELS", "CharLstm", "Cnn", "Mlp"]
+__all__ = ["MODELS", "CharLstm", "Cnn", "Mlp", "WideCnn"]
 
 
 class Mlp(nnx.Module):
@@ -30,18 +30,26 @@ class Mlp(nnx.Module):
 class Cnn(nnx.Module):
     """Two convolutions with pooling, then two dense layers."""
 
+    hidden = 128
+
     def __init__(self, shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs):
         height, width, channels = shape
         self.first = nnx.Conv(channels, 16, (3, 3), rngs=rngs)
         self.second = nnx.Conv(16, 32, (3, 3), rngs=rngs)
-        self.third = nnx.Linear(32 * (height // 4) * (width // 4), 128, rngs=rngs)
-        self.last = nnx.Linear(128, num_classes, rngs=rngs)
+        self.third = nnx.Linear(32 * (height // 4) * (width // 4), self.hidden, rngs=rngs)
+        self.last = nnx.Linear(self.hidden, num_classes, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = nnx.max_pool(nnx.relu(self.first(x)), (2, 2), (2, 2))
         x = nnx.max_pool(nnx.relu(self.second(x)), (2, 2), (2, 2))
         x = nnx.relu(self.third(x.reshape(x.shape[0], -1)))
         return self.last(x)
+
+
+class WideCnn(Cnn):
+    """The same with 2,048 hidden units: 3.2 million parameters for images of 28 x 28."""
+
+    hidden = 2048
 
 
 class CharLstm(nnx.Module):
@@ -58,4 +66,4 @@ class CharLstm(nnx.Module):
         return self.last(hidden)  # pyright: ignore[reportArgumentType]
 
 
-MODELS: dict[str, Callable[..., nnx.Module]] = {"mlp": Mlp, "cnn": Cnn}
+MODELS: dict[str, Callable[..., nnx.Module]] = {"mlp": Mlp, "cnn": Cnn, "cnn-wide": WideCnn}

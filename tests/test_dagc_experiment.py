@@ -11,7 +11,6 @@ import pytest
 from programs import ROOT, run
 
 from experiments import dagc_data
-from experiments.bench import exchange
 from experiments.cli import UserError
 from experiments.dagc import against_uniform, interval, one, rule_in
 from experiments.dagc_tasks import factor_for, heterogeneous_quadratics
@@ -127,29 +126,6 @@ def test_exchanges_between_processes_send_what_the_program_says():
         measured, program = float(row[2]), float(row[3])
         assert program <= measured <= 1.15 * program + 0.02
     assert float(rows[2][3]) <= 1.05
-
-
-def test_two_runs_on_shaped_links_leave_each_other_alone(monkeypatch, tmp_path):
-    made, removed = [], []
-
-    def command(*words):
-        if words[:3] == ("ip", "netns", "add") and words[3].endswith("w1"):
-            raise UserError("no more namespaces")
-        if words[2] == "add" and "veth" not in words:  # a pair of links goes with its namespace
-            made.append(words[3])
-
-    monkeypatch.setattr(exchange, "command", command)
-    monkeypatch.setattr(exchange, "Path", lambda path: tmp_path)
-    monkeypatch.setattr(exchange.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(exchange.os, "getpid", lambda: 4194304)
-    monkeypatch.setattr(exchange.shutil, "which", str)
-    monkeypatch.setattr(exchange.subprocess, "run", lambda words, **_: removed.append(words[3]))
-    options = exchange.parser().parse_args(["--mbit", "100", "--workers", "99"])
-    with pytest.raises(UserError, match="no more"), exchange.hosts(options):
-        pass
-    assert made == ["jxc4194304br", "jxc4194304w0"]
-    assert removed == made[::-1]
-    assert len("jxc4194304w98b") <= 15
 
 
 def test_shaped_links_need_root(tmp_path):

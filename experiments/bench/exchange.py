@@ -9,12 +9,8 @@ limited to that rate (Linux and root only); without it they meet on the loopback
 import argparse
 import contextlib
 import json
-import os
-import shutil
 import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,13 +19,13 @@ from typing import Any
 import numpy as np
 
 from experiments.cli import Parser, UserError, at_least, fraction, one_or_more, positive
+from experiments.crew import Crew, or_die
 from experiments.dagc_data import skewed_volumes
+from experiments.netlab import laboratory, missing
 from experiments.report import show
 
 __all__ = ["main"]
 
-NAME = "jxc"  # and the process id: of namespaces, their links and the bridge (15 letters at most)
-SUBNET = "10.213.77"
 WAYS = ("gather", "concat", "ring", "auto")
 
 
@@ -50,10 +46,11 @@ def parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     if options.worker is not None:
-        work(options)
+        with or_die():
+            work(options)
         return 0
-    with hosts(options) as (prefixes, address), tempfile.TemporaryDirectory() as folder:
-        rows = run(options, list(arguments), prefixes, address, Path(folder))
+    with hosts(options) as (prefixes, address):
+        rows = run(options, list(arguments), prefixes, address)
     report(options, rows)
     return 0
 
@@ -71,53 +68,21 @@ def hosts(options: Any) -> Iterator[tuple[list[list[str]], str]]:
     if options.mbit is None:
         yield [[]] * options.workers, f"127.0.0.1:{port}"
         return
-    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
-        raise UserError("--mbit needs root and the commands ip and tc")
-    own = f"{NAME}{os.getpid()}"  # another run has its own
-    names, bridge = [f"{own}w{i}" for i in range(options.workers)], f"{own}br"
-    with contextlib.ExitStack() as created:
-        command("ip", "link", "add", bridge, "type", "bridge")
-        created.callback(subprocess.run, ["ip", "link", "del", bridge], capture_output=True)
-        command("ip", "link", "set", bridge, "up")
-        for i, name in enumerate(names):
-            command("ip", "netns", "add", name)
-            created.callback(subprocess.run, ["ip", "netns", "del", name], capture_output=True)
-            etc = Path("/etc/netns") / name
-            etc.mkdir(parents=True, exist_ok=True)
-            created.callback(shutil.rmtree, etc, ignore_errors=True)
-            (etc / "hosts").write_text(f"127.0.0.1 localhost\n{SUBNET}.{i + 1} {socket.gethostname()}\n")
-            command("ip", "link", "add", f"{name}b", "type", "veth", "peer", "name", "eth0", "netns", name)
-            command("ip", "link", "set", f"{name}b", "master", bridge, "up")
-            inside = ("ip", "netns", "exec", name)
-            command(*inside, "ip", "addr", "add", f"{SUBNET}.{i + 1}/24", "dev", "eth0")
-            command(*inside, "ip", "link", "set", "eth0", "up")
-            command(*inside, "ip", "link", "set", "lo", "up")
-            shape = ("root", "tbf", "rate", f"{options.mbit}mbit", "burst", "32kbit", "latency", "400ms")
-            command(*inside, "tc", "qdisc", "add", "dev", "eth0", *shape)
-        yield [["ip", "netns", "exec", name] for name in names], f"{SUBNET}.1:{port}"
+    reason = missing()
+    if reason:
+        raise UserError(f"--mbit needs {reason}")
+    with laboratory(options.workers, 1e6 * options.mbit) as lab:
+        yield lab.prefixes, f"{lab.addresses[0]}:{port}"
 
 
-def command(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"{' '.join(words)}: {done.stderr.strip()}")
-
-
-def run(options: Any, arguments: list[str], prefixes: list[list[str]], address: str, folder: Path) -> list[dict]:
-    processes = []
-    for i, prefix in enumerate(prefixes):
-        more = ["--worker", str(i), "--address", address]
-        words = [*prefix, sys.executable, "-m", "experiments", "bench", "exchange", *arguments, *more]
-        log = (folder / f"{i}.log").open("w")
-        processes.append(subprocess.Popen(words, stdout=log, stderr=log, env=os.environ | {"JAX_PLATFORMS": "cpu"}))
-    try:
-        for i, process in enumerate(processes):
-            if process.wait(timeout=600):
-                raise UserError(f"worker {i} failed: {(folder / f'{i}.log').read_text().strip().splitlines()[-1:]}")
-    finally:
-        for process in processes:
-            process.kill()
-    lines = [(folder / f"{i}.log").read_text().splitlines() for i in range(len(processes))]
+def run(options: Any, arguments: list[str], prefixes: list[list[str]], address: str) -> list[dict]:
+    commands = [
+        [*prefix, sys.executable, "-m", "experiments", "bench", "exchange", *arguments]
+        + ["--worker", str(i), "--address", address]
+        for i, prefix in enumerate(prefixes)
+    ]
+    with Crew(commands, {"JAX_PLATFORMS": "cpu"}) as crew:
+        lines = crew.wait()
     each = [[json.loads(line[len("row ") :]) for line in log if line.startswith("row ")] for log in lines]
     rows = []
     for ways in zip(*each, strict=True):

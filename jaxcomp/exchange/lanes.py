@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from jaxcomp.base import weighted
+from jaxcomp.exchange.turns import turns
 
 __all__ = [
     "Axis",
@@ -221,7 +222,7 @@ def all_to_all(tree: Any, axis: Axis) -> Any:
         if lane.size:
             # Under vmap, what is equal on all workers would come out with a wrong shape: make it differ by type.
             lane = lane ^ (axis_index(axis) * 0).astype(lane.dtype)
-            lane = lax.all_to_all(lane, axis, split_axis=0, concat_axis=0, tiled=True)
+            lane = _all_to_all(lane, axis)
         start = 0
         for i in group:
             size = leaves[i].size // workers
@@ -229,6 +230,28 @@ def all_to_all(tree: Any, axis: Axis) -> Any:
             arrived[i] = lax.bitcast_convert_type(part, leaves[i].dtype).reshape(leaves[i].shape)
             start += size
     return jax.tree.unflatten(structure, arrived)
+
+
+def _all_to_all(lane: Array, axis: Axis) -> Array:
+    if jax.default_backend() == "cpu" and jax.process_count() > 1:
+        return _all_to_all_in_turns(lane, axis)
+    return lax.all_to_all(lane, axis, split_axis=0, concat_axis=0, tiled=True)
+
+
+def _all_to_all_in_turns(lane: Array, axis: Axis) -> Array:
+    """The all-to-all of rows [n, m] by permutations (see `turns`), for the same bytes."""
+    workers, number = axis_size(axis), axis_index(axis)
+    plan, parts = turns(workers)
+    size = lane.shape[1]
+    pieces = jnp.pad(lane, ((0, 0), (0, -size % parts))).reshape(workers, parts, -1)
+    arrived = [pieces[number, part] for part in range(parts)]
+    places = [[[part if j == i else 0 for part in range(parts)] for j in range(workers)] for i in range(workers)]
+    for place, turn in enumerate(plan, start=parts):
+        piece = pieces[jnp.asarray(turn.targets)[number], jnp.asarray(turn.parts)[number]]
+        arrived.append(lax.ppermute(piece, axis, list(enumerate(turn.targets))))
+        for origin, (target, part) in enumerate(zip(*turn, strict=True)):
+            places[target][origin][part] = place
+    return jnp.stack(arrived)[jnp.asarray(places)[number]].reshape(workers, -1)[:, :size]
 
 
 def sum_scatter(x: Array, axis: Axis) -> Array:
@@ -334,7 +357,7 @@ def _two_step_sum(lane: Array, axis: Axis, weights: Array | None) -> Array:
     size = lane.size
     lane = jnp.pad(lane, (0, -size % workers))
     chunks = _as_words(lane).reshape(workers, -1)
-    chunks = lax.all_to_all(chunks, axis, split_axis=0, concat_axis=0, tiled=True)
+    chunks = _all_to_all(chunks, axis)
     rows = lax.bitcast_convert_type(chunks, lane.dtype).astype(jnp.float32)
     mean = jnp.sum(rows, axis=0) / workers if weights is None else weights.astype(jnp.float32) @ rows
     whole = _gather(_as_words(mean.astype(lane.dtype)), axis).reshape(-1)

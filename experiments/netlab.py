@@ -1,0 +1,263 @@
+"""A network laboratory on one machine: hosts joined by a switch, over links as slow as one likes.
+
+Each host is a network namespace with one device, the switch a bridge in a namespace of its own, so that
+nothing of the machine's own network is touched. The rate of a link holds in both directions, each by a token
+bucket that never drops (`tc tbf`): what the host sends is held back on its side, what it receives on the
+switch's. A delay is added in each direction (`tc netem`), so a message from host to host meets it twice.
+The counters are the kernel's, of every frame that passed, headers included.
+
+Linux and root only. Whatever was made is removed in the end: after an error, Ctrl-C and SIGTERM, and,
+where nothing could run any more (SIGKILL), by the next laboratory.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.cli import UserError
+
+__all__ = ["HEADER_BYTES", "Lab", "Link", "delay_of", "laboratory", "missing", "rate_name", "rate_of"]
+
+NAME = "jaxcomp"  # and the process id: of namespaces
+SUBNET = "10.213.77"
+HEADER_BYTES = 14 + 20 + 32  # of a frame with TCP in it: Ethernet, IP, and TCP with time stamps
+BURST_SECONDS = 3e-4  # that a token bucket lets through at once: short beside any message that matters
+FRAME_BYTES = 2000  # the least that it must let through
+QUEUE_BYTES = 64_000_000  # a switch that drops would measure TCP's recovery instead of the link
+PLACES = (Path("/run/netns"), Path("/etc/netns"))
+UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+number = itertools.count()
+
+
+class Link(NamedTuple):
+    """What passed between a host and the switch: bytes with headers, and frames."""
+
+    sent_bytes: int
+    sent_frames: int
+    received_bytes: int
+    received_frames: int
+
+    def since(self, before: "Link") -> "Link":
+        return Link(*(new - old for new, old in zip(self, before, strict=True)))
+
+    @property
+    def sent_payload(self) -> int:
+        """Bytes sent without headers; the acknowledgements of what was received are nothing else."""
+        return self.sent_bytes - HEADER_BYTES * self.sent_frames
+
+
+def rate_of(text: str) -> float | None:
+    """10mbit, 1gbit, ... in bit/s, as tc writes them; None for "none", no limit."""
+    if text == "none":
+        return None
+    found = re.fullmatch(r"([0-9.]+)([kmg]?bit)", text.lower())
+    with contextlib.suppress(ValueError):
+        if found and float(found[1]) > 0:
+            return float(found[1]) * UNITS[found[2]]
+    raise argparse.ArgumentTypeError(f"must be a rate such as 10mbit or 1gbit, or none; got {text!r}")
+
+
+def delay_of(text: str) -> float:
+    """0.2ms, 50us, 1s in seconds."""
+    found = re.fullmatch(r"([0-9.]+)(us|ms|s)", text.lower())
+    with contextlib.suppress(ValueError):
+        if found:
+            return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+    raise argparse.ArgumentTypeError(f"must be a delay such as 0.2ms; got {text!r}")
+
+
+def rate_name(rate: float | None) -> str:
+    if rate is None:
+        return "no limit"
+    scale, unit = next((scale, unit) for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")) if rate >= scale)
+    return f"{rate / scale:g} {unit}bit/s"
+
+
+def missing() -> str | None:
+    """What a laboratory needs and is not here, in words; None if nothing is."""
+    if not sys.platform.startswith("linux"):
+        return "Linux"
+    return (
+        None if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc") else "root and the commands ip and tc"
+    )
+
+
+def command(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise UserError(f"{' '.join(words)}: {said[-1] if said else f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+class Lab:
+    """Hosts 0 .. n - 1.
+
+    prefixes: the words before a command that shall run on each host.
+    addresses: theirs, on the slow links.
+    """
+
+    def __init__(self, name: str, hosts: int):
+        self.switch = f"{name}-switch"
+        self.names = [f"{name}-{i}" for i in range(hosts)]
+        self.prefixes = [["ip", "netns", "exec", host] for host in self.names]
+        self.addresses = [f"{SUBNET}.{i + 1}" for i in range(hosts)]
+        self.shaped = False
+
+    def build(self, undo: contextlib.ExitStack) -> None:
+        add_namespace(self.switch, undo)
+        command("ip", "-n", self.switch, "link", "add", "name", "bridge", "type", "bridge")
+        command("ip", "-n", self.switch, "link", "set", "bridge", "up")
+        for i, (host, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            add_namespace(host, undo)
+            # gloo looks up the host's name and must find the slow link.
+            etc = Path("/etc/netns") / host
+            etc.mkdir(parents=True, exist_ok=True)
+            undo.callback(shutil.rmtree, etc, ignore_errors=True)
+            (etc / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+            peer = ("peer", "name", "eth0", "netns", host)
+            command("ip", "-n", self.switch, "link", "add", "name", f"port{i}", "type", "veth", *peer)
+            command("ip", "-n", self.switch, "link", "set", f"port{i}", "master", "bridge", "up")
+            command("ip", "-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
+            command("ip", "-n", host, "link", "set", "eth0", "up")
+            command("ip", "-n", host, "link", "set", "lo", "up")
+
+    def ends(self) -> Iterator[tuple[str, str]]:
+        """Namespace and device of both ends of every link."""
+        for i, host in enumerate(self.names):
+            yield host, "eth0"
+            yield self.switch, f"port{i}"
+
+    def shape(self, rate: float | None = None, delay: float = 0.0) -> None:
+        """Gives every link a rate in bit/s (None: no limit) and a delay in seconds, each way."""
+        for namespace, device in self.ends():
+            tc = lambda *words, ns=namespace, dev=device: command(
+                "tc", "-n", ns, "qdisc", *words[:1], "dev", dev, *words[1:]
+            )
+            if self.shaped:
+                tc("del", "root")
+            parent = ["root"]
+            if rate is not None:
+                burst = max(FRAME_BYTES, round(rate / 8 * BURST_SECONDS))
+                bucket = ("rate", f"{round(rate)}bit", "burst", f"{burst}", "limit", f"{QUEUE_BYTES}")
+                tc("add", "root", "handle", "1:", "tbf", *bucket)
+                parent = ["parent", "1:1"]
+            if delay:
+                try:
+                    tc("add", *parent, "handle", "10:", "netem", "delay", f"{round(1e6 * delay)}us", "limit", "1000000")
+                except UserError as error:
+                    if "unknown" in str(error):
+                        raise UserError("this kernel has no netem (CONFIG_NET_SCH_NETEM), which delays need") from None
+                    raise
+        self.shaped = rate is not None or bool(delay)
+
+    def counters(self) -> list[Link]:
+        """What passed each link so far, counted at the switch."""
+        found = json.loads(command("ip", "-n", self.switch, "-json", "-statistics", "link", "show"))
+        stats = {device["ifname"]: device["stats64"] for device in found}
+        links = []
+        for i in range(len(self.names)):
+            sent, received = stats[f"port{i}"]["rx"], stats[f"port{i}"]["tx"]
+            links.append(Link(sent["bytes"], sent["packets"], received["bytes"], received["packets"]))
+        return links
+
+
+@contextlib.contextmanager
+def laboratory(hosts: int, rate: float | None = None, delay: float = 0.0) -> Iterator[Lab]:
+    """A switch and its hosts, for as long as the context lasts.
+
+    Args:
+        hosts: at most 250.
+        rate: of each link, both ways, bit/s; None for no limit.
+        delay: of each link, each way, seconds.
+
+    Raises:
+        UserError: something that it needs is missing or not permitted.
+    """
+    reason = missing()
+    if reason:
+        raise UserError(f"a network laboratory needs {reason}")
+    lab = Lab(f"{NAME}-{os.getpid()}-{next(number)}", hosts)  # another run has its own
+    remove_leftovers(mine=lab.switch)
+    undo = contextlib.ExitStack()
+    with terminated_softly():
+        try:
+            try:
+                lab.build(undo)
+            except UserError as error:
+                if "not permitted" in str(error) or "denied" in str(error):
+                    raise UserError(f"network namespaces are not permitted here ({error})") from None
+                raise
+            lab.shape(rate, delay)
+            yield lab
+        finally:
+            with deaf():
+                undo.close()
+
+
+def add_namespace(name: str, undo: contextlib.ExitStack) -> None:
+    undo.callback(remove_namespace, name)  # before: an interrupt may come between the two
+    command("ip", "netns", "add", name)
+
+
+def remove_namespace(name: str) -> None:
+    """With all that still runs in it."""
+    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    for process in listed.stdout.split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(process), signal.SIGKILL)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def remove_leftovers(mine: str) -> None:
+    """Removes what killed runs left behind: their process is gone, or its number has come to us."""
+    for place in PLACES:
+        for path in sorted(place.glob(f"{NAME}-*-*")):
+            found = re.match(rf"{NAME}-(\d+)-\d+-", path.name)
+            if found and (not is_running(int(found[1])) or mine.startswith(found[0])):
+                remove_namespace(path.name)
+                shutil.rmtree(Path("/etc/netns") / path.name, ignore_errors=True)
+
+
+def is_running(process: int) -> bool:
+    return Path(f"/proc/{process}").exists()
+
+
+@contextlib.contextmanager
+def handling(handler: Any, *numbers: int) -> Iterator[None]:
+    """With this handler for these signals, where Python lets us set one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def terminated_softly() -> Any:
+    """SIGTERM and SIGHUP as an exception, so that what was made is removed."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    return handling(stop, signal.SIGTERM, signal.SIGHUP)
+
+
+def deaf() -> Any:
+    """A second Ctrl-C does not interrupt the removal."""
+    return handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,0 +1,230 @@
+"""Dense against compressed exchanges over slow links, in a laboratory of network namespaces.
+
+One process for each worker, each on a host of its own (see `experiments.netlab`). Measured for every method and
+every rate: seconds of a whole `compressed_mean.update` (compress, exchange, decode, remember), bytes that
+passed the links by the kernel's counters, and the time to a target loss when a model is trained so. Written
+to runs/NAME: config.json, results.json, exchange.md, training.md, network.png.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.cli import Parser, at_least, choose_new, fraction, one_thread, positive
+from experiments.crew import Crew
+from experiments.netlab import Lab, delay_of, laboratory, rate_name, rate_of
+from experiments.network import results
+from experiments.network.methods import DEFAULT, known, method_name
+
+__all__ = ["main"]
+
+# The C library gives large arrays back at once, and fresh ones cost more than most passes over them. For all methods.
+KEEP_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TOP_PAD_": str(2**28),
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+}
+SETTLE_SECONDS = 0.1  # for the last acknowledgements, before the counters are read
+
+
+def parser() -> Parser:
+    from experiments.data import DATASETS
+    from experiments.models import MODELS
+    from experiments.training import OPTIMIZERS
+
+    p = Parser(prog="python -m experiments network", description=(__doc__ or "").split("\n\n")[0])
+    rates = {"type": rate_of, "nargs": "+", "metavar": "RATE"}
+    p.add_argument(
+        "--rates", **rates, default=["10mbit", "100mbit", "1gbit", "none"], help="of the links; none: no limit"
+    )
+    p.add_argument("--delay", type=delay_of, default="0ms", help="of a link, each way; needs netem")
+    p.add_argument("--workers", type=at_least(2), default=4, help="processes, each on a host of its own")
+    p.add_argument("--sizes", type=at_least(1), nargs="+", default=[4_200_000], metavar="SIZE", help="entries")
+    names = {"type": method_name, "nargs": "+", "metavar": "METHOD"}
+    p.add_argument("--methods", **names, default=DEFAULT, help=f"what is measured: {known()}")
+    p.add_argument("--ratio", type=fraction, default=0.001, help="share of entries that sparse methods keep")
+    p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
+    p.add_argument("--rounds", type=at_least(1), default=15, help="timed exchanges; the median counts")
+    p.add_argument("--seconds", type=positive, default=15.0, help="fewer rounds, at least two, if they take longer")
+    p.add_argument("--only", choices=("exchange", "training"), default=None, help="one of the two parts")
+    p.add_argument("--train-rates", **rates, default=["100mbit"], help="rates at which a model is trained")
+    p.add_argument("--train-methods", **names, default=TRAINED, help="what it is trained with")
+    p.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
+    p.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --data mnist")
+    p.add_argument("--model", choices=MODELS, default="cnn", help="architecture")
+    p.add_argument("--batch", type=at_least(1), default=32, help="examples of each worker in a step")
+    p.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="what follows the mean")
+    p.add_argument("--lr", type=positive, default=1e-3, help="learning rate")
+    p.add_argument("--target", type=positive, default=0.2, help="training loss, mean of 10 steps, at which it ends")
+    p.add_argument("--steps", type=at_least(1), default=1000, help="steps after which it ends anyhow")
+    p.add_argument("--name", default=None, help="folder under --runs; without it the next free network-N")
+    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    p.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    p.add_argument("--address", default=None, help=argparse.SUPPRESS)
+    return p
+
+
+TRAINED = ["psum-f32", "dense-bf16", "dithering:two_shot", "sidco"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(arguments)
+    if options.worker is not None:
+        from experiments.network.worker import work
+
+        work(options.address, options.workers, options.worker)
+        return 0
+
+    from rich.console import Console
+
+    from experiments.data import load
+
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    if options.only != "exchange":
+        load(options.data, options.data_dir)  # a wrong folder is noticed before anything is measured
+    folder = choose_new(options.runs, options.name, "network")
+    one_thread()  # as many processes as workers share the cores
+    with laboratory(options.workers) as lab, crew_in(lab) as crew, status(console) as show:
+        crew.show = show
+        show("starting the workers")
+        crew.hear()
+        folder.mkdir(parents=True)
+        described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+        (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+        runs = Runs(options, lab, crew, folder, show, console)
+        if options.only != "training":
+            runs.exchanges()
+        if options.only != "exchange":
+            runs.trainings()
+    results.report(console, options, runs.rows, runs.trained, folder)
+    return 0
+
+
+def crew_in(lab: Lab) -> Crew:
+    """A worker on each host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"{lab.addresses[0]}:{probe.getsockname()[1]}"
+    more = ["network", "--workers", str(len(lab.prefixes)), "--address", address, "--worker"]
+    words = [[*prefix, sys.executable, "-m", "experiments", *more, str(i)] for i, prefix in enumerate(lab.prefixes)]
+    return Crew(words, {"JAX_PLATFORMS": "cpu", **KEEP_MEMORY})
+
+
+@contextlib.contextmanager
+def status(console: Any) -> Iterator[Callable[[str], None]]:
+    """Where we are: a line that changes, on a terminal."""
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as line:
+        yield line.update
+
+
+class Runs:
+    """All measurements of one folder."""
+
+    def __init__(self, options: Any, lab: Lab, crew: Crew, folder: Path, show: Callable[[str], None], console: Any):
+        self.options, self.lab, self.crew, self.folder, self.show, self.console = (
+            options,
+            lab,
+            crew,
+            folder,
+            show,
+            console,
+        )
+        self.rows: list[dict[str, Any]] = []
+        self.trained: list[dict[str, Any]] = []
+
+    def keep(self, rows: list[dict[str, Any]], row: dict[str, Any], said: str) -> None:
+        rows.append(row)
+        content = {"machine": {"cores": len(os.sched_getaffinity(0))}, "exchange": self.rows, "training": self.trained}
+        (self.folder / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+        self.console.print(said, highlight=False)
+
+    def counted(self, **request: Any) -> tuple[list[Any], float, float]:
+        """Answers, and what a host sent meanwhile: bytes without headers, and with them; means over the hosts."""
+        time.sleep(SETTLE_SECONDS)
+        before = self.lab.counters()
+        answers = self.crew.ask(**request)
+        time.sleep(SETTLE_SECONDS)
+        links = [new.since(old) for new, old in zip(self.lab.counters(), before, strict=True)]
+        return answers, float(np.mean([x.sent_payload for x in links])), float(np.mean([x.sent_bytes for x in links]))
+
+    def exchanges(self) -> None:
+        o = self.options
+        for size in dict.fromkeys(o.sizes):
+            for method in dict.fromkeys(o.methods):
+                where = f"{method}, {size:,} entries"
+                self.show(f"{where}: compiling")
+                self.lab.shape()
+                program = self.crew.ask(what="exchange", method=method, size=size, ratio=o.ratio, levels=o.levels)[0]
+                self.show(f"{where}: without the network")
+                compute = [answer["seconds"] for answer in self.crew.ask(what="compute", number=o.rounds)]
+                # The slowest worker's: the others wait for it.
+                alone = max(float(np.median(each)) for each in compute) if all(compute) else None
+                for rate in dict.fromkeys(o.rates):
+                    self.show(f"{where}: {rate_name(rate)}")
+                    self.lab.shape(rate, o.delay)
+                    first = self.crew.ask(what="rounds", number=1)[0]["seconds"][0]
+                    if first < 1:  # the first rounds still meet the queues and windows of the rate before
+                        first = self.crew.ask(what="rounds", number=3)[0]["seconds"][-1]
+                    rounds = min(o.rounds, max(2, int(o.seconds / first)))
+                    answers, payload, whole = self.counted(what="rounds", number=rounds)
+                    seconds = np.max([answer["seconds"] for answer in answers], axis=0)
+                    row = {
+                        "method": method,
+                        "size": size,
+                        "rate": rate,
+                        "seconds": float(np.median(seconds)),
+                        "all_seconds": seconds.tolist(),
+                        "compute": alone,
+                        "payload_bytes": payload / rounds,
+                        "link_bytes": whole / rounds,
+                        "lane_bytes": answers[0].get("lane_bytes"),
+                        "sent_bytes": answers[0].get("sent_bytes"),
+                        "equal": len({answer["sum"] for answer in answers}) == 1,
+                        **program,
+                    }
+                    said = (
+                        f"{where}, {rate_name(rate)}: {1e3 * row['seconds']:.1f} ms, {row['link_bytes'] / 1e6:.3f} MB"
+                    )
+                    self.keep(self.rows, row, said)
+        self.lab.shape()
+
+    def trainings(self) -> None:
+        o = self.options
+        for method in dict.fromkeys(o.train_methods):
+            self.show(f"training with {method}: compiling")
+            self.lab.shape()
+            described = {key: getattr(o, key) for key in ("ratio", "levels", "data", "model", "batch", "optimizer")}
+            described |= {"data_dir": str(o.data_dir) if o.data_dir else None, "rate": o.lr}
+            program = self.crew.ask(what="training", method=method, **described)[0]
+            for rate in dict.fromkeys(o.train_rates):
+                self.lab.shape(rate, o.delay)
+                where = f"training with {method}, {rate_name(rate)}"
+                self.crew.show = lambda text, where=where: self.show(f"{where}: {text}")
+                answers, payload, whole = self.counted(what="train", steps=o.steps, target=o.target)
+                self.crew.show = self.show
+                steps = len(answers[0]["losses"])
+                row = {
+                    **answers[0],
+                    **program,
+                    "method": method,
+                    "rate": rate,
+                    "total": max(answer["seconds"][-1] for answer in answers),
+                    "payload_bytes": payload / steps,
+                    "link_bytes": whole / steps,
+                }
+                ended = f"{row['total']:.1f} s, {steps} steps, loss {np.mean(row['losses'][-10:]):.3f}"
+                self.keep(self.trained, row, f"{where}: {ended}")
+        self.lab.shape()

@@ -1,0 +1,67 @@
+"""What is exchanged, and how: an optax transformation by name.
+
+psum-f32, psum-bf16    `lax.pmean` of the gradient, as it is or cast, without this library
+METHOD                 of `experiments.methods`, in `jc.compressed_mean`
+METHOD:VIA             the same with via=VIA, as in dithering:two_shot
+"""
+
+import argparse
+from typing import Any
+
+__all__ = ["AXIS", "DEFAULT", "known", "method_name", "transformation"]
+
+AXIS = "data"
+PLAIN = ("psum-f32", "psum-bf16")
+DEFAULT = [
+    *PLAIN,
+    "dense-bf16",
+    "fp8:two_shot",
+    "natural:two_shot",
+    "dithering",
+    "dithering:two_shot",
+    "top-k",
+    "sidco",
+    "sidco-narrow",
+]
+
+
+def known() -> str:
+    from experiments.methods import METHODS
+
+    return f"{', '.join(PLAIN)} (lax.pmean), or METHOD or METHOD:VIA with METHOD one of {', '.join(METHODS)}"
+
+
+def method_name(text: str) -> str:
+    """An option: the name of a method, checked."""
+    from experiments.methods import METHODS
+    from jaxcomp.exchange.meet import VIAS
+
+    name, colon, via = text.partition(":")
+    if text not in PLAIN and name not in METHODS:
+        raise argparse.ArgumentTypeError(f"unknown method {text!r}; choose from {known()}")
+    if colon and via not in VIAS:
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no via {via!r}; choose from {', '.join(VIAS)}")
+    return text
+
+
+def transformation(text: str, ratio: float, levels: int, seed: int = 0) -> Any:
+    """The optax transformation that makes the mean of the workers' gradients."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax import lax
+
+    import jaxcomp as jc
+    from experiments.methods import METHODS
+
+    if text in PLAIN:
+        dtype = jnp.dtype(text.removeprefix("psum-").replace("bf16", "bfloat16").replace("f32", "float32"))
+
+        def update(grads, state, params=None):
+            mean = jax.tree.map(lambda g: lax.pmean(g.astype(dtype), AXIS).astype(g.dtype), grads)
+            return mean, state
+
+        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    name, _, via = text.partition(":")
+    algorithm = METHODS[name].make(ratio, levels)
+    return jc.compressed_mean(algorithm, AXIS, via=via or "auto", seed=seed, measure=False)

@@ -1,0 +1,111 @@
+"""A program that exchanges, without its exchanges: what the work beside them takes.
+
+The program is traced, and each collective in it is replaced: what a worker would have sent becomes a result, what
+it would have received an argument. All else stays, so nothing can be left out by the compiler that the
+program with its collectives needs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+__all__ = ["offline"]
+
+SUMS = {"psum", "psum2", "psum_invariant", "reduce_scatter"}
+COLLECTIVES = SUMS | {
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "pmax",
+    "pmin",
+    "ppermute",
+    "ragged_all_to_all",
+}
+CALLS = {"closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2", "checkpoint"}
+
+
+def offline(fn: Callable, axis_name: str, workers: int, *args: Any) -> tuple[Callable, list[jax.Array]]:
+    """The program of one worker without its network.
+
+    Args:
+        fn: of one worker, to be mapped over the axis; returns a tree of arrays.
+        axis_name, workers: the axis.
+        *args: of one worker.
+
+    Returns:
+        A function to jit, of `(number, received, *args)`, that returns `(sent, results)`; and what is received where
+        all workers send the same, which has the shapes and the kind of content that the program expects.
+
+    Raises:
+        NotImplementedError: a collective lies within a conditional or a loop.
+    """
+    traced = jax.make_jaxpr(fn, axis_env=[(axis_name, workers)])(*args)
+
+    def run(number, receive, *args):
+        sent: list[Any] = []
+
+        def exchange(name, operands, outcomes):
+            sent.extend(operands)
+            return receive(name, operands, outcomes)
+
+        results = evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(args), number, exchange)
+        return sent, results
+
+    def same_from_all(name, operands, outcomes):
+        times = workers if name in SUMS else 1
+        return [times * jnp.resize(x, outcome.shape) for x, outcome in zip(operands, outcomes, strict=True)]
+
+    def first(*args):
+        received: list[Any] = []
+
+        def receive(name, operands, outcomes):
+            received.extend(same_from_all(name, operands, outcomes))
+            return received[-len(outcomes) :]
+
+        run(jnp.zeros((), jnp.int32), receive, *args)
+        return received
+
+    def program(number, received, *args):
+        left = list(received)
+        return run(number, lambda name, operands, outcomes: [left.pop(0) for _ in outcomes], *args)
+
+    return program, jax.jit(first)(*args)
+
+
+def evaluate(jaxpr: Any, consts: Any, args: Any, number: Any, exchange: Callable) -> list[Any]:
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    read = lambda x: x.val if isinstance(x, core.Literal) else values[x]
+    for eqn in jaxpr.eqns:
+        operands, name = [read(x) for x in eqn.invars], eqn.primitive.name
+        inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
+        if name in COLLECTIVES:
+            results = exchange(name, operands, [x.aval for x in eqn.outvars])
+        elif name == "axis_index":
+            results = [number]
+        elif name in CALLS and inner is not None:
+            closed = isinstance(inner, core.ClosedJaxpr)
+            results = evaluate(
+                inner.jaxpr if closed else inner, inner.consts if closed else (), operands, number, exchange
+            )
+        else:
+            if any(collective_in(part) for part in jaxprs_of(eqn.params)):
+                raise NotImplementedError(f"a collective within {name}")
+            results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+            results = results if eqn.primitive.multiple_results else [results]
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def jaxprs_of(params: Any) -> list[Any]:
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))
+    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")]
+
+
+def collective_in(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name in COLLECTIVES | {"axis_index"} or any(map(collective_in, jaxprs_of(eqn.params)))
+        for eqn in jaxpr.eqns
+    )

@@ -1,0 +1,210 @@
+"""Tables and plot of the network laboratory."""
+
+import itertools
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from experiments.netlab import rate_name
+from experiments.report import show
+
+__all__ = ["break_even", "limit_of", "report"]
+
+DENSE = ("psum-f32", "psum-bf16", "dense-bf16")  # that others are held against, where they were measured
+
+
+def limit_of(row: dict[str, Any]) -> float:
+    """Seconds that the exchange cannot fall below: max(work without the network, bytes of the program / rate)."""
+    alone = row["compute"] or 0.0
+    return alone if row["rate"] is None else max(alone, 8 * row["ledger_bytes"] / row["rate"])
+
+
+def break_even(points: list[tuple[float | None, float, float]]) -> float | None:
+    """The rate at which a method is as fast as the dense one.
+
+    Between two rates both times are taken as a + b / rate, which a message on a link costs; so the point is exact
+    where they are.
+
+    Args:
+        points: (rate in bit/s or None for no limit, seconds of the method, seconds of the dense one).
+
+    Returns:
+        bit/s; None if one of them is faster at every rate measured. The highest, if there are several.
+
+    >>> round(break_even([(1e6, 1 + 1, 0.5 + 4), (None, 1.0, 0.5)]) / 1e6)
+    6
+    """
+    line = sorted((0.0 if rate is None else 1 / rate, mine - dense) for rate, mine, dense in points)
+    for (x0, y0), (x1, y1) in itertools.pairwise(line):
+        if (y0 > 0) != (y1 > 0):
+            x = x0 - y0 * (x1 - x0) / (y1 - y0)
+            return 1 / x if x > 0 else math.inf
+    return None
+
+
+def report(console: Any, options: Any, rows: list[dict], trained: list[dict], folder: Path) -> None:
+    cores = f"{options.workers} processes on {len(os.sched_getaffinity(0))} cores"
+    if rows:
+        text, title = (
+            [],
+            f"{cores}, ratio {options.ratio:g}" + (f", delay {1e3 * options.delay:g} ms" if options.delay else ""),
+        )
+        show(console, title, HEAD, [cells(row, rows) for row in rows], NOTES, folder / "exchange.md")
+        for size in dict.fromkeys(row["size"] for row in rows):
+            text += [line for dense in DENSE for line in even_lines([r for r in rows if r["size"] == size], dense)]
+        console.print("\n".join(text), highlight=False)
+        with (folder / "exchange.md").open("a") as file:
+            file.write("".join(f"\n{line}  " for line in text) + "\n")
+        if not all(row["equal"] for row in rows):
+            console.print("the workers' means differed", style="bold red")
+    if trained:
+        size = f"{trained[0]['parameters']:,} parameters"
+        title = f"{options.data}, {options.model}, {size}, {cores}, ratio {options.ratio:g}"
+        show(
+            console,
+            title,
+            TRAINED,
+            [trained_cells(row, trained) for row in trained],
+            TRAINED_NOTES,
+            folder / "training.md",
+        )
+    if rows or trained:
+        console.print(f"plot: {plot(options, rows, trained, folder / 'network.png')}")
+
+
+HEAD = ["method", "rate", "ms", "/ limit", "limit ms", "compute ms", "program MB", "payload / it", "frames / it"]
+HEAD += [f"x {name}" for name in DENSE]
+NOTES = """\
+ms: median of a whole exchange (compress, exchange, decode, remember), the slowest worker's. limit: max(compute, bytes
+of the program / rate). compute: the same program with its collectives cut out, in all processes at once. program MB:
+sent by a worker, read from the compiled program by jaxcomp.ledger. payload / it: bytes that the kernel counted on the
+links, less the headers of its frames; frames / it: with headers and acknowledgements. x: times as fast as."""
+TRAINED = ["method", "rate", "steps", "s to target", "ms/step", "program MB", "payload / it", "loss", "test accuracy"]
+TRAINED += [f"x {name}" for name in DENSE]
+TRAINED_NOTES = """\
+s to target: wall clock from the first step to the target loss (training, mean of 10 steps, all workers' batches), or to
+the last step where a + says that it was not reached. x: times as fast to the target as."""
+
+
+def against(row: dict, rows: list[dict], dense: str) -> dict | None:
+    keys = ("size", "rate")
+    return next((r for r in rows if r["method"] == dense and all(r.get(k) == row.get(k) for k in keys)), None)
+
+
+def times(row: dict, rows: list[dict], dense: str, key: str) -> str:
+    other = against(row, rows, dense)
+    if other is None or row["method"] == dense or not (row.get("reached", True) and other.get("reached", True)):
+        return "-"
+    return f"{other[key] / row[key]:.2f}" if other[key] < 10 * row[key] else f"{other[key] / row[key]:.1f}"
+
+
+def cells(row: dict, rows: list[dict]) -> list[str]:
+    limit, sent = limit_of(row), row["ledger_bytes"]
+    sizes = "" if len({r["size"] for r in rows}) == 1 else f", {row['size']:,}"
+    return [
+        row["method"] + sizes,
+        rate_name(row["rate"]),
+        f"{1e3 * row['seconds']:.1f}",
+        f"{row['seconds'] / limit:.2f}" if limit else "-",
+        f"{1e3 * limit:.1f}",
+        "-" if row["compute"] is None else f"{1e3 * row['compute']:.1f}",
+        f"{sent / 1e6:.3f}",
+        f"{row['payload_bytes'] / sent:.3f}",
+        f"{row['link_bytes'] / sent:.3f}",
+        *(times(row, rows, dense, "seconds") for dense in DENSE),
+    ]
+
+
+def trained_cells(row: dict, rows: list[dict]) -> list[str]:
+    steps = len(row["losses"])
+    return [
+        row["method"],
+        rate_name(row["rate"]),
+        f"{steps:,}",
+        f"{row['total']:.1f}" + ("" if row["reached"] else " +"),
+        f"{1e3 * row['total'] / steps:.1f}",
+        f"{row['ledger_bytes'] / 1e6:.3f}",
+        f"{row['payload_bytes'] / row['ledger_bytes']:.3f}",
+        f"{sum(row['losses'][-10:]) / min(10, steps):.3f}",
+        f"{row['accuracy']:.4f}",
+        *(times(row, rows, dense, "total") for dense in DENSE),
+    ]
+
+
+def even_lines(rows: list[dict], dense: str) -> list[str]:
+    """Where each method stops to pay, in words."""
+    base = {row["rate"]: row["seconds"] for row in rows if row["method"] == dense}
+    found = []
+    for method in dict.fromkeys(row["method"] for row in rows if row["method"] not in DENSE):
+        points = [
+            (r["rate"], r["seconds"], base[r["rate"]]) for r in rows if r["method"] == method and r["rate"] in base
+        ]
+        even = break_even(points)
+        if even is not None and math.isfinite(even):
+            found.append(f"{method} {rate_name(float(f'{even:.2g}'))}")
+        elif points:
+            faster = sum(mine < other for _, mine, other in points) > len(points) / 2
+            found.append(f"{method} {'faster' if faster else 'slower'} at every rate")
+    size = f" at {rows[0]['size']:,} entries" if rows else ""
+    return [f"as fast as {dense}{size}: {', '.join(found)}"] if found else []
+
+
+def plot(options: Any, rows: list[dict], trained: list[dict], path: Path) -> Path:
+    """Speed-up against bandwidth for each size and dense method, break-even marked; loss against the clock."""
+    from experiments.plots import LINES, new_figure, save
+
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    bases = [name for name in ("psum-f32", "dense-bf16") if any(row["method"] == name for row in rows)]
+    panels = [(size, base) for size in sizes for base in bases]
+    rates = list(dict.fromkeys(row["rate"] for row in trained))
+    figure, axes = new_figure(len(panels) + len(rates), 4.8)
+    names = list(dict.fromkeys(row["method"] for row in (*rows, *trained)))
+    looks = {name: LINES[i % len(LINES)] for i, name in enumerate(names)}
+    for axis, (size, base) in zip(axes, panels, strict=False):
+        draw_speed(axis, [row for row in rows if row["size"] == size], base, looks)
+        axis.set_title(f"{size:,} entries, against {base}")
+    for axis, rate in zip(axes[len(panels) :], rates, strict=True):
+        for row in (r for r in trained if r["rate"] == rate):
+            smooth = [sum(row["losses"][max(0, i - 9) : i + 1]) / min(10, i + 1) for i in range(len(row["losses"]))]
+            look = looks[row["method"]]
+            axis.plot(row["seconds"], smooth, label=row["method"], markevery=[-1], markersize=6, **look)
+        axis.axhline(options.target, color="0.5", linewidth=1)
+        axis.set(xlabel="seconds", ylabel="training loss (mean of 10 steps)", yscale="log", xscale="log")
+        axis.set_title(f"{options.data}, {options.model}, {rate_name(rate)}")
+        axis.legend(fontsize=8)
+    delay = f", delay {1e3 * options.delay:g} ms" if options.delay else ""
+    figure.suptitle(f"{options.workers} processes on {len(os.sched_getaffinity(0))} cores{delay}", fontsize=10)
+    save(figure, path)
+    return path
+
+
+def draw_speed(axis: Any, rows: list[dict], base: str, looks: dict[str, Any]) -> None:
+    dense = {row["rate"]: row["seconds"] for row in rows if row["method"] == base}
+    limited = sorted({row["rate"] for row in rows if row["rate"] is not None})
+    unlimited = 10 * limited[-1] if limited else 1e9  # where "no limit" is drawn
+    place = lambda rate: unlimited if rate is None else rate
+    for method in dict.fromkeys(row["method"] for row in rows if row["method"] != base):
+        points = [
+            (r["rate"], r["seconds"], dense[r["rate"]]) for r in rows if r["method"] == method and r["rate"] in dense
+        ]
+        points.sort(key=lambda point: place(point[0]))
+        x, y = [place(rate) for rate, _, _ in points], [other / mine for _, mine, other in points]
+        axis.plot(x, y, label=method, markersize=5, **looks[method])
+        even = break_even(points)
+        if even is not None and even < unlimited:
+            axis.plot([even], [1], marker="o", markersize=11, markerfacecolor="none", color=looks[method]["color"])
+    axis.axhline(1, color="0.3", linewidth=1)
+    ticks = [*limited, *([unlimited] if None in dense else [])]
+    axis.set(
+        xscale="log", yscale="log", xlabel="rate of every link", ylabel=f"times as fast as {base} (circle: break-even)"
+    )
+    axis.set_xticks(ticks, [rate_name(rate if rate in limited else None) for rate in ticks])
+    axis.minorticks_off()
+    axis.set_yticks(
+        steps := [
+            s for s in (0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if axis.get_ylim()[0] <= s <= axis.get_ylim()[1]
+        ],
+        [f"{s:g}" for s in steps],
+    )
+    axis.legend(fontsize=7)
