@@ -1,9 +1,10 @@
 """What the exchanges of a compiled training step wait for, read from its HLO text.
 
-The backward pass is what JAX's transposition made: instructions whose `op_name` has `transpose(` in it. Its work is counted in the
-multiply-adds of its matrix products. An exchange can run at the same time as those products that it does not depend
-on, directly or through others: that share is what a scheduler may hide it behind. Where the program has been scheduled with
-asynchronous collectives (TPU, GPU), the products between `-start` and `-done` are what it is hidden behind.
+The backward pass is what JAX's transposition made: instructions whose `op_name` has `transpose(` in it. Its work is
+counted in the multiply-adds of its matrix products. An exchange can run at the same time as those products that it
+does not depend on, directly or through others: that share is what a scheduler may hide it behind. Where the program
+has been scheduled with asynchronous collectives (TPU, GPU), the products between `-start` and `-done` are what it is
+hidden behind.
 """
 
 import math

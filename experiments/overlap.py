@@ -2,8 +2,8 @@
 
 Compiles the training step of a small transformer without buckets and with buckets of several sizes, and reads from the
 compiled program what each exchange waits for. With --topology the program is compiled for a TPU (which need not
-be there, only the package libtpu), where the exchanges are asynchronous and the schedule says what they are hidden behind;
-else it runs, too, on virtual or real devices, and is timed. Writes to runs/NAME: config.json, results.json,
+be there, only the package libtpu), where the exchanges are asynchronous and the schedule says what they are hidden
+behind; else it runs, too, on virtual or real devices, and is timed. Writes to runs/NAME: config.json, results.json,
 exchanges.md, table.md.
 """
 
@@ -25,11 +25,15 @@ def parser() -> Parser:
     from experiments.methods import METHODS
 
     p = Parser(prog="python -m experiments overlap", description=(__doc__ or "").split("\n\n")[0])
-    p.add_argument("--methods", nargs="+", choices=METHODS, default=["dense-f32", "top-k", "dithering"], metavar="METHOD")
+    p.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=["dense-f32", "top-k", "dithering"], metavar="METHOD"
+    )
     what = "bytes of gradient in a bucket; 0: no buckets"
     p.add_argument("--buckets", nargs="+", type=at_least(0), default=[0, 2**20, 2**18], metavar="BYTES", help=what)
     p.add_argument("--workers", type=at_least(2), default=2, help="data-parallel workers, one device each")
-    p.add_argument("--topology", default=None, help="compile for this TPU topology, for instance v5e:2x2, and do not run")
+    p.add_argument(
+        "--topology", default=None, help="compile for this TPU topology, for instance v5e:2x2, and do not run"
+    )
     p.add_argument("--text", type=Path, default=None, help="plain or .xz; without it the source of this package")
     p.add_argument("--steps", type=at_least(2), default=30, help="timed steps of each program")
     p.add_argument("--batch", type=at_least(1), default=8, help="windows of all workers in a step")
@@ -74,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     from experiments.dependencies import exchanges
     from experiments.methods import METHODS
     from experiments.report import show
-    from experiments.sharded_step import Program, check_sizes, mesh_for
+    from experiments.sharded_step import LOSS_BYTES, Program, check_sizes, mesh_for
     from experiments.text import text_of
     from experiments.training import find_devices
     from experiments.transformer import DATA, Sizes
@@ -99,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
             algorithm = METHODS[method].make(o["ratio"], o["levels"])
             more = {"bucket_bytes": bucket} if bucket else {}
             program = Program("data", mesh, algorithm, sizes, o["batch"], o["lr"], **more)
-            found = exchanges(program.compiled.as_text(), mesh, DATA)
+            found = [e for e in exchanges(program.compiled.as_text(), mesh, DATA) if e.operand_bytes > LOSS_BYTES]
             programs[bucket] = program
             results.append({"method": method, "bucket_bytes": bucket, "parameters": program.num_params})
             results[-1]["exchanges"] = [exchange._asdict() for exchange in found]
@@ -163,9 +167,10 @@ def summary(row: dict[str, Any]) -> list[str]:
 
 
 NOTES = """\
-An exchange for each bucket, and one for the loss; bucket 0: no buckets. free of it: share of the backward pass's matrix products that
-the exchange does not depend on, so that they may run at the same time. hidden behind: share that the compiler has scheduled between
-start and end of the exchange; - where the program has no asynchronous collectives (XLA's CPU backend)."""
+An exchange for each bucket and dtype, and one for small leaves; bucket 0: no buckets. free of it: share of the
+backward pass's matrix products that the exchange does not depend on, so that they may run at the same time. hidden
+behind: share that the compiler has scheduled between start and end of the exchange; - where the program has no
+asynchronous collectives (XLA's CPU backend)."""
 SUMMARY_NOTES = """\
-free of it: mean over the exchanges, weighted by bytes. hidden behind, sum: may exceed 100 % where exchanges overlap one another.
-ms/step: median and quartiles, programs in turn; all devices share this machine."""
+free of it: mean over the exchanges, weighted by bytes. hidden behind, sum: may exceed 100 % where exchanges overlap
+one another. ms/step: median and quartiles, programs in turn; all devices share this machine."""

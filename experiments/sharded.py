@@ -115,18 +115,29 @@ def train(layout: str, method: str, text: Any, sizes: Any, o: dict[str, Any], me
         "payload_sent_bytes": size["sent_bytes"],
         "data_bytes": program.over_data(),
         "other_bytes": program.over(program.layout.axes[1:]) if program.layout.axis else 0.0,
-        "largest_over_data": max((c.largest_bytes for c in crossings(program.ledger, mesh) if DATA in c.axes), default=0),
+        "largest_over_data": max(
+            (c.largest_bytes for c in crossings(program.ledger, mesh) if DATA in c.axes), default=0
+        ),
         "gradient_bytes": 4 * program.num_params,
         "seconds": float(np.median(seconds[1:] or seconds)),
         "parameters": program.num_params,
     }
     console.print(
-        f"{layout}, {method}: loss {row['loss']:.4f}, test {row['test_loss']:.4f}, over data {row['data_bytes']:,.0f} B "
-        f"per step and device, of which payloads {row['payload_sent_bytes']:,.0f} B",
+        f"{layout}, {method}: loss {row['loss']:.4f}, test {row['test_loss']:.4f}, over data {row['data_bytes']:,.0f} "
+        f"B per step and device, of which payloads {row['payload_sent_bytes']:,.0f} B",
         highlight=False,
     )
     cells = [
-        [layout, method, " x ".join(c.axes), c.op, c.dtype, str(c.number), f"{c.largest_bytes:,}", f"{c.sent_bytes:,.0f}"]
+        [
+            layout,
+            method,
+            " x ".join(c.axes),
+            c.op,
+            c.dtype,
+            str(c.number),
+            f"{c.largest_bytes:,}",
+            f"{c.sent_bytes:,.0f}",
+        ]
         for c in crossings(program.ledger, mesh)
     ]
     return row, lines, cells
@@ -153,7 +164,9 @@ def report(
             f"{row['test_loss']:.4f}",
             f"{row['lane_bytes']:,.0f}",
             f"{row['data_bytes']:,.0f}",
-            f"{dense[row['layout']] / row['data_bytes']:.1f} x" if row["layout"] in dense and row["data_bytes"] else "-",
+            f"{dense[row['layout']] / row['data_bytes']:.1f} x"
+            if row["layout"] in dense and row["data_bytes"]
+            else "-",
             "all" if row["data_bytes"] == row["payload_sent_bytes"] else f"{row['payload_sent_bytes']:,.0f}",
             f"{row['other_bytes']:,.0f}",
             f"{1e3 * row['seconds']:.1f}",
@@ -178,13 +191,14 @@ HEAD = [
     "ms/step",
 ]
 NOTES = """\
-Per device and step. lane B: bytes of the payload of its own shard. over data B: what it sends over the slow axis, read from
-the compiled program, without the 4-byte loss. payload: what of this is compressed gradient by the library's own count; the rest
-would be a gather of something else. over other B: gathered parameters and scattered gradients (fsdp), sums of activations
-(tensor). final loss: training loss, mean of the last 10 logged steps. ms/step: median; all devices share this machine."""
+Per device and step. lane B: bytes of the payload of its own shard. over data B: what it sends over the slow axis, read
+from the compiled program, without the 4-byte loss. payload: what of this is compressed gradient by the library's own
+count; the rest would be a gather of something else. over other B: gathered parameters and scattered gradients (fsdp),
+sums of activations (tensor). final loss: training loss, mean of the last 10 logged steps. ms/step: median; all devices
+share this machine."""
 CROSSING_NOTES = """\
-Read from the compiled program. over: mesh axes along which the devices of a group differ. operands: arrays that take part.
-largest B: bytes that a device contributes to the largest of them. sent B: per device and step (ring model)."""
+Read from the compiled program. over: mesh axes along which the devices of a group differ. operands: arrays that take
+part. largest B: bytes that a device contributes to the largest of them. sent B: per device and step (ring model)."""
 
 
 def draw(lines: list[dict[str, Any]], o: dict[str, Any], folder: Path) -> Path:

@@ -46,7 +46,8 @@ def check_sizes(sizes: Sizes, batch: int, shape: tuple[int, int]) -> None:
 
 
 class Crossing(NamedTuple):
-    """All collectives of one kind over the same axes: how many operands, the largest of them, bytes sent by a device."""
+    """All collectives of one kind over the same axes: how many operands, the largest of them, bytes sent by a
+    device."""
 
     axes: tuple[str, ...]
     op: str
@@ -84,9 +85,7 @@ class Program:
         """options: more arguments of `jc.compressed_mean`, for instance bucket_bytes."""
         self.layout, self.mesh, self.sizes, self.batch = LAYOUTS[layout], mesh, sizes, batch
         sharded = {} if self.layout.axis is None else {"sharded": self.layout.axis}
-        self.transform = optax.chain(
-            jc.compressed_mean(algorithm, DATA, **sharded, **options), optax.adam(rate)
-        )
+        self.transform = optax.chain(jc.compressed_mean(algorithm, DATA, **sharded, **options), optax.adam(rate))
         like = jax.eval_shape(lambda: initial(sizes, 0))
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(like))
         self.specs = self.layout.specs(like)
@@ -136,9 +135,7 @@ class Program:
             return optax.apply_updates(params, updates), state, lax.pmean(loss, DATA)
 
         specs = (self.specs, self.state_specs)
-        return jax.shard_map(
-            step, mesh=self.mesh, in_specs=(*specs, self.layout.batch), out_specs=(*specs, P())
-        )
+        return jax.shard_map(step, mesh=self.mesh, in_specs=(*specs, self.layout.batch), out_specs=(*specs, P()))
 
     def run(self, text: Text, seed: int, steps: int) -> Iterator[tuple[float, float, Any, Any]]:
         """(loss before the update, seconds, params, state) of each step."""

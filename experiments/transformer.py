@@ -1,13 +1,14 @@
 """A small causal transformer whose parameters may be shards, with every exchange of shards written out.
 
-Three layouts of a mesh ("data", other); in all of them every parameter is cut over the other axis, none is stored twice:
+Three layouts of a mesh ("data", other); in all of them every parameter is cut over the other axis, none is stored
+twice:
 
     data     no other axis: whole parameters at each worker.
     fsdp     a parameter is gathered over "fsdp" right before its use, whose transpose scatters (and adds) its gradient.
              The batch is split over both axes.
-    tensor   heads and hidden units are split over "model" and used where they lie; one sum after attention and one after
-             the hidden layer (Shoeybi et al. 2019, section 3). The rest is gathered as in fsdp, so that its gradient, too,
-             crosses the slow axis once, not once per device. The batch is split over "data" alone.
+    tensor   heads and hidden units are split over "model" and used where they lie; one sum after attention and one
+             after the hidden layer (Shoeybi et al. 2019, section 3). The rest is gathered as in fsdp, so that its
+             gradient, too, crosses the slow axis once, not once per device. The batch is split over "data" alone.
 
 Run `mean_loss` inside `jax.shard_map` with all axes manual and `check_vma=True`: which sums the backward pass needs
 follows from the types.
@@ -35,6 +36,28 @@ class Sizes(NamedTuple):
     width: int
     heads: int
     layers: int
+
+
+class Block(NamedTuple):
+    """Parameters of a layer, in the order of their use."""
+
+    first_scale: Any
+    qkv: Any
+    out: Any
+    second_scale: Any
+    up: Any
+    down: Any
+
+
+class Params(NamedTuple):
+    """All parameters in the order of their use: the last gradients come first out of the backward pass, as
+    `bucket_bytes` of `jc.compressed_mean` expects."""
+
+    embed: Any
+    position: Any
+    layers: list[Block]
+    last_scale: Any
+    head: Any
 
 
 # Which dimension of each parameter is cut: by fsdp, by tensor.
@@ -76,14 +99,14 @@ class Layout(NamedTuple):
         """PartitionSpecs of the parameters, a tree like them."""
 
         def spec(path, leaf):
-            cut = self.cut(path[-1].key)
+            cut = self.cut(path[-1].name)
             return P() if self.axis is None else P(*(self.axis if i == cut else None for i in range(leaf.ndim)))
 
         return jax.tree_util.tree_map_with_path(spec, params)
 
-    def take(self, params: dict[str, Array], name: str) -> Array:
+    def take(self, params: Params | Block, name: str) -> Array:
         """A parameter as the computation of this device needs it."""
-        leaf = params[name]
+        leaf = getattr(params, name)
         if self.axis is None or name in self.in_place:
             return leaf
         # Gathered for different examples (fsdp) it is typed as each device's own, so that gradients are added; for the
@@ -103,31 +126,31 @@ LAYOUTS = {
 }
 
 
-def initial(sizes: Sizes, seed: int) -> dict[str, Any]:
+def initial(sizes: Sizes, seed: int) -> Params:
     """Whole parameters in f32."""
     size, hidden = sizes.width // sizes.heads, 4 * sizes.width
     keys = iter(jax.random.split(jax.random.key(seed), 3 + 4 * sizes.layers))
     normal = lambda *shape, fan: jax.random.normal(next(keys), shape) / math.sqrt(fan)
     ones = jnp.ones(sizes.width)
     deep = 2 * sizes.layers  # residual branches that add up
-    layer = lambda: {
-        "first_scale": ones,
-        "qkv": normal(sizes.width, 3, sizes.heads, size, fan=sizes.width),
-        "out": normal(sizes.heads, size, sizes.width, fan=sizes.width * deep),
-        "second_scale": ones,
-        "up": normal(sizes.width, hidden, fan=sizes.width),
-        "down": normal(hidden, sizes.width, fan=hidden * deep),
-    }
-    return {
-        "embed": normal(sizes.characters, sizes.width, fan=sizes.width),
-        "position": normal(sizes.length, sizes.width, fan=sizes.width),
-        "layers": [layer() for _ in range(sizes.layers)],
-        "last_scale": ones,
-        "head": normal(sizes.width, sizes.characters, fan=sizes.width),
-    }
+    layer = lambda: Block(
+        first_scale=ones,
+        qkv=normal(sizes.width, 3, sizes.heads, size, fan=sizes.width),
+        out=normal(sizes.heads, size, sizes.width, fan=sizes.width * deep),
+        second_scale=ones,
+        up=normal(sizes.width, hidden, fan=sizes.width),
+        down=normal(hidden, sizes.width, fan=hidden * deep),
+    )
+    return Params(
+        embed=normal(sizes.characters, sizes.width, fan=sizes.width),
+        position=normal(sizes.length, sizes.width, fan=sizes.width),
+        layers=[layer() for _ in range(sizes.layers)],
+        last_scale=ones,
+        head=normal(sizes.width, sizes.characters, fan=sizes.width),
+    )
 
 
-def mean_loss(params: dict[str, Any], windows: Array, layout: Layout) -> Array:
+def mean_loss(params: Params, windows: Array, layout: Layout) -> Array:
     """Cross entropy of the next character: mean over the examples of one data worker, f32[].
 
     Args:
@@ -140,11 +163,11 @@ def mean_loss(params: dict[str, Any], windows: Array, layout: Layout) -> Array:
     return lax.pmean(loss, layout.axis) if layout.name == "fsdp" else loss
 
 
-def logits(params: dict[str, Any], tokens: Array, layout: Layout) -> Array:
+def logits(params: Params, tokens: Array, layout: Layout) -> Array:
     """f32[n, length, characters]."""
     length = tokens.shape[1]
     x = layout.take(params, "embed")[tokens] + layout.take(params, "position")[:length]
-    for layer in params["layers"]:
+    for layer in params.layers:
         q, k, v = jnp.einsum("ntd,dchs->cnhts", normed(x, layout.take(layer, "first_scale")), layout.take(layer, "qkv"))
         weights = jnp.einsum("nhts,nhus->nhtu", q, k) / math.sqrt(q.shape[-1])
         weights = jax.nn.softmax(jnp.where(jnp.tri(length, dtype=bool), weights, -1e30))

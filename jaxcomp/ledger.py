@@ -285,8 +285,8 @@ def mesh_groups(devices: np.ndarray, sizes: dict[str, int], used: list[tuple[str
     Args:
         devices: their numbers in the order of the mesh.
         sizes: of all axes, in order.
-        used: (axis, before, size): the part of an axis that is left when it is cut into [before, size, rest]; before and
-            size are empty for the whole axis.
+        used: (axis, before, size): the part of an axis that is left when it is cut into [before, size, rest]; before
+            and size are empty for the whole axis.
     """
     lengths: list[int] = []
     together: list[bool] = []
