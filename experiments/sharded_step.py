@@ -86,7 +86,7 @@ class Program:
         self.layout, self.mesh, self.sizes, self.batch = LAYOUTS[layout], mesh, sizes, batch
         sharded = {} if self.layout.axis is None else {"sharded": self.layout.axis}
         self.transform = optax.chain(jc.compressed_mean(algorithm, DATA, **sharded, **options), optax.adam(rate))
-        like = jax.eval_shape(lambda: initial(sizes, 0))
+        like = initial(sizes, 0)
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(like))
         self.specs = self.layout.specs(like)
         self.like = self.typed(like, self.specs)
@@ -111,7 +111,8 @@ class Program:
 
     def start(self, seed: int) -> tuple[Any, Any]:
         """Parameters and state of the optimizer, each shard on its devices."""
-        params = self.place(initial(self.sizes, seed), self.specs)
+        place = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))
+        params = jax.tree.map(place, initial(self.sizes, seed), self.specs)
         return params, self.initial_state(params)[0]
 
     def typed(self, tree: Any, specs: Any) -> Any:
@@ -121,9 +122,6 @@ class Program:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
 
         return jax.tree.map(one, tree, specs)
-
-    def place(self, tree: Any, specs: Any) -> Any:
-        return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec)), tree, specs)
 
     def mapped_step(self) -> Any:
         """(params, state, windows) -> (params, state, loss), each device with its shards."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -127,17 +128,17 @@ LAYOUTS = {
 
 
 def initial(sizes: Sizes, seed: int) -> Params:
-    """Whole parameters in f32."""
+    """Whole parameters in f32, as NumPy arrays."""
     size, hidden = sizes.width // sizes.heads, 4 * sizes.width
-    keys = iter(jax.random.split(jax.random.key(seed), 3 + 4 * sizes.layers))
-    normal = lambda *shape, fan: jax.random.normal(next(keys), shape) / math.sqrt(fan)
-    ones = jnp.ones(sizes.width)
+    rng = np.random.default_rng([seed, 5])
+    normal = lambda *shape, fan: (rng.standard_normal(shape) / math.sqrt(fan)).astype(np.float32)
+    ones = lambda: np.ones(sizes.width, np.float32)
     deep = 2 * sizes.layers  # residual branches that add up
     layer = lambda: Block(
-        first_scale=ones,
+        first_scale=ones(),
         qkv=normal(sizes.width, 3, sizes.heads, size, fan=sizes.width),
         out=normal(sizes.heads, size, sizes.width, fan=sizes.width * deep),
-        second_scale=ones,
+        second_scale=ones(),
         up=normal(sizes.width, hidden, fan=sizes.width),
         down=normal(hidden, sizes.width, fan=hidden * deep),
     )
@@ -145,7 +146,7 @@ def initial(sizes: Sizes, seed: int) -> Params:
         embed=normal(sizes.characters, sizes.width, fan=sizes.width),
         position=normal(sizes.length, sizes.width, fan=sizes.width),
         layers=[layer() for _ in range(sizes.layers)],
-        last_scale=ones,
+        last_scale=ones(),
         head=normal(sizes.width, sizes.characters, fan=sizes.width),
     )
 
