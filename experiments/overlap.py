@@ -73,6 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     options = vars(parser().parse_args(arguments))
     name, runs = options.pop("name"), options.pop("runs")
 
+    import optax
     from rich.console import Console
 
     from experiments.dependencies import exchanges
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
         for bucket in dict.fromkeys(o["buckets"]):
             algorithm = METHODS[method].make(o["ratio"], o["levels"])
             more = {"bucket_bytes": bucket} if bucket else {}
-            program = Program("data", mesh, algorithm, sizes, o["batch"], o["lr"], **more)
+            program = Program("data", mesh, algorithm, sizes, o["batch"], optax.adam(o["lr"]), **more)
             found = [e for e in exchanges(program.compiled.as_text(), mesh, DATA) if e.operand_bytes > LOSS_BYTES]
             programs[bucket] = program
             results.append({"method": method, "bucket_bytes": bucket, "parameters": program.num_params})

@@ -91,13 +91,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def train(layout: str, method: str, text: Any, sizes: Any, o: dict[str, Any], metrics: Any, console: Any) -> tuple:
     """One method with one layout: its row, its logged lines, the cells of its collectives."""
+    import optax
+
     from experiments.methods import METHODS
     from experiments.sharded_step import Program, crossings, mesh_for
     from experiments.transformer import DATA
 
     mesh = mesh_for(layout, tuple(o["mesh"]), o["axis_types"])
     algorithm = METHODS[method].make(o["ratio"], o["levels"])
-    program = Program(layout, mesh, algorithm, sizes, o["batch"], o["lr"])
+    program = Program(layout, mesh, algorithm, sizes, o["batch"], optax.adam(o["lr"]))
     lines, seconds, params, state = [], [], None, None
     for number, (loss, took, params, state) in enumerate(program.run(text, o["seed"], o["steps"]), 1):  # noqa: B007
         seconds.append(took)

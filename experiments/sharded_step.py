@@ -1,5 +1,6 @@
 """The compiled training step of a sharded transformer: what crosses which axis, and running it."""
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -79,13 +80,13 @@ class Program:
         algorithm: Algorithm,
         sizes: Sizes,
         batch: int,
-        rate: float,
+        optimizer: optax.GradientTransformation,
         **options: Any,
     ):
         """options: more arguments of `jc.compressed_mean`, for instance bucket_bytes."""
         self.layout, self.mesh, self.sizes, self.batch = LAYOUTS[layout], mesh, sizes, batch
         sharded = {} if self.layout.axis is None else {"sharded": self.layout.axis}
-        self.transform = optax.chain(jc.compressed_mean(algorithm, DATA, **sharded, **options), optax.adam(rate))
+        self.transform = optax.chain(jc.compressed_mean(algorithm, DATA, **sharded, **options), optimizer)
         like = initial(sizes, 0)
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(like))
         self.specs = self.layout.specs(like)
@@ -99,11 +100,17 @@ class Program:
 
         state = jax.eval_shape(first_state, self.like)
         self.state_specs = kept[0]
-        tokens = jax.ShapeDtypeStruct((batch, sizes.length + 1), jnp.int32)
-        tokens = self.typed(tokens, self.layout.batch)
-        step = jax.jit(self.mapped_step(), donate_argnums=(0, 1))
-        self.compiled = step.lower(self.like, self.typed(state, self.state_specs), tokens).compile()
-        self.ledger = jc.ledger(self.compiled)
+        self.state_like = self.typed(state, self.state_specs)
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        tokens = jax.ShapeDtypeStruct((self.batch, self.sizes.length + 1), jnp.int32)
+        arguments = (self.like, self.state_like, self.typed(tokens, self.layout.batch))
+        return jax.jit(self.mapped_step(), donate_argnums=(0, 1)).lower(*arguments).compile()
+
+    @functools.cached_property
+    def ledger(self) -> jc.Ledger:
+        return jc.ledger(self.compiled)
 
     def initial_state(self, params: Any) -> tuple[Any, Any]:
         specs = {} if self.layout.axis is None else {"specs": self.specs}
@@ -137,12 +144,12 @@ class Program:
 
     def run(self, text: Text, seed: int, steps: int) -> Iterator[tuple[float, float, Any, Any]]:
         """(loss before the update, seconds, params, state) of each step."""
-        params, state = self.start(seed)
+        (params, state), step = self.start(seed), self.compiled
         for number in range(1, steps + 1):
             begin = time.perf_counter()
             chosen = windows(text.codes[: text.train], self.batch, self.sizes.length, seed, number)
             tokens = jax.device_put(chosen, NamedSharding(self.mesh, self.layout.batch))
-            params, state, loss = jax.block_until_ready(self.compiled(params, state, tokens))
+            params, state, loss = jax.block_until_ready(step(params, state, tokens))
             yield float(loss), time.perf_counter() - begin, params, state
 
     def test(self, params: Any, text: Text, number: int = 64) -> float:
