@@ -16,6 +16,9 @@ from jaxcomp.ledger import SENT, Instruction, Module, Row, arrays_of, called, sp
 __all__ = ["Exchange", "exchanges"]
 
 
+FUSED_START = "async-collective-start"  # XLA's name on TPU for one whose steps are fused with matrix products
+
+
 class Exchange(NamedTuple):
     """One collective instruction.
 
@@ -61,6 +64,8 @@ def exchanges(text: str, mesh: Any, axis: str) -> list[Exchange]:
 
 
 def ends(instruction: Instruction, start: str) -> bool:
+    if start.startswith(FUSED_START):  # the steps lie in fusions in between
+        return instruction.name == start.replace(FUSED_START, FUSED_START.replace("start", "done"))
     return instruction.op.endswith("-done") and start in operands(instruction)
 
 
@@ -69,7 +74,7 @@ def rows_in(module: Module, computation: str, instruction: Instruction) -> list[
     op = instruction.op.removesuffix("-start")
     if op in SENT:
         return list(module.rows_of(op, instruction, computation, 1, ""))
-    if instruction.op in ("fusion", "call", "async-start"):
+    if instruction.op in ("call", "async-start") or instruction.name.startswith(FUSED_START):
         return [row for part in parts(instruction) for row in module.walk(part, 1, "")[0]]
     return []
 

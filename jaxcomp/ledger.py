@@ -181,6 +181,7 @@ class Module:
         replicas = re.search(r"replica_count=(\d+)", header)
         self.devices = int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
         self.computations: dict[str, dict[str, Instruction]] = {}
+        self.channels: set[str] = set()  # of collectives in fusions that were counted
         self.entry = ""
         current: dict[str, Instruction] = {}
         for line in re.sub(r"/\*index=\d+\*/", "", text).splitlines():
@@ -225,10 +226,24 @@ class Module:
                     total += sent if number == dearest else 0.0
             elif op in ("call", "async", "fusion"):
                 for target in called(attributes, "to_apply") + called(attributes, "calls"):
+                    if op == "fusion" and self.seen_before(target):
+                        continue
                     more, sent = self.walk(target, times, branch)
                     rows += more
                     total += sent
         return rows, total
+
+    def seen_before(self, computation: str) -> bool:
+        """Whether a fusion only goes on with a collective that another one has started.
+
+        On TPU, matrix products are fused with the steps of an asynchronous collective, and each such fusion names it.
+        """
+        inside = self.computations.get(computation, {}).values()
+        inside = [i.attributes for i in inside if i.op.removesuffix("-start") in SENT]
+        channels = {found[1] for found in (re.search(r"channel_id=(\d+)", text) for text in inside) if found}
+        known = bool(channels) and channels <= self.channels
+        self.channels |= channels
+        return known
 
     def rows_of(self, op: str, instruction: Instruction, computation: str, times: int | None, branch: str):
         groups = self.groups(op, instruction.attributes)

@@ -299,6 +299,36 @@ def test_what_is_scheduled_between_start_and_done():
     assert found.hidden_behind == pytest.approx(192 / 320)
 
 
+FUSED = """HloModule m, is_scheduled=true, num_partitions=2
+
+%step (p: f32[4,8]) -> f32[8,8] {
+  %p = f32[4,8]{1,0} parameter(0)
+  ROOT %g = f32[8,8]{1,0} all-gather(%p), channel_id=9, replica_groups={{0,1}}, dimensions={0}
+}
+
+%both (p: f32[4,8]) -> f32[4,4] {
+  %p = f32[4,8]{1,0} parameter(0)
+  %g = f32[8,8]{1,0} all-gather(%p), channel_id=9, replica_groups={{0,1}}, dimensions={0}
+  ROOT %d = f32[4,4]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}, metadata={op_name="jit(step)/transpose(jvp())/dot_general"}
+}
+
+ENTRY %main (x: f32[4,8]) -> f32[8,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %async-collective-start.1 = f32[4,8]{1,0} fusion(%x), kind=kCustom, calls=%step
+  %fusion.2 = f32[4,4]{1,0} fusion(%async-collective-start.1), kind=kOutput, calls=%both
+  ROOT %async-collective-done.1 = f32[8,8]{1,0} fusion(%fusion.2), kind=kCustom, calls=%step
+}
+"""  # noqa: E501
+
+
+def test_a_collective_whose_steps_are_fused_with_products_counts_once():
+    """As XLA writes it for TPUs."""
+    assert [row.sent_bytes for row in read(FUSED).rows] == [128.0]
+    (found,) = exchanges(FUSED, jax.sharding.AbstractMesh((2,), (DATA,)), DATA)
+    assert (found.name, found.operand_bytes, found.waits_for) == ("async-collective-start.1", 128, 0.0)
+    assert found.hidden_behind == 1.0
+
+
 # ------------------------------------------------------------------------------------------------
 # As a user starts them
 
