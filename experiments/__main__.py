@@ -16,6 +16,8 @@ EXPERIMENTS = {
     "network": ("experiments.network", "dense against compressed exchanges over slow links, in network namespaces"),
     "federated": ("experiments.federated", "a server and clients as processes; messages as long as their ratio"),
     "smoothness": ("experiments.smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),
+    "sharded": ("experiments.sharded", "sharded models: each device compresses its shard, and what crosses which axis"),
+    "overlap": ("experiments.overlap", "buckets: exchanges that may start while the backward pass still runs"),
     "bench": ("experiments.bench", "benchmarks of the hot paths"),
 }
 

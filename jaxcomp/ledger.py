@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 __all__ = ["Ledger", "Row", "ledger"]
 
@@ -42,6 +43,8 @@ class Row(NamedTuple):
     sent_bytes: bytes a device sends, all repetitions included; the mean over the devices.
     times: repetitions by enclosing loops; None if the compiler does not know (counted once).
     branch: which arm of a conditional, "" outside of any. Only one arm of each runs.
+    counted: whether it is part of the total; not in an arm of a conditional that a dearer arm outweighs.
+    groups: numbers of the devices that take part together; for collective-permute, its pairs.
     """
 
     op: str
@@ -52,6 +55,30 @@ class Row(NamedTuple):
     sent_bytes: float
     times: int | None
     branch: str
+    counted: bool = True
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    def axes(self, mesh: Any) -> tuple[str, ...]:
+        """The axes of a mesh that it crosses: those along which devices of one group differ.
+
+        Args:
+            mesh: `jax.sharding.Mesh` that the program was compiled for, or its abstract mesh. Programs number the
+                devices in its order, the last axis fastest.
+
+        Returns:
+            Names in the order of the mesh; none for groups of one device.
+
+        Raises:
+            ValueError: the program has more devices than the mesh.
+        """
+        names, sizes = tuple(mesh.shape), tuple(mesh.shape.values())
+        crossed = set()
+        for group in self.groups:
+            if max(group) >= math.prod(sizes):
+                raise ValueError(f"ledger: device {max(group)} of the program is not in a mesh of {math.prod(sizes)}")
+            places = np.array(np.unravel_index(np.array(group), sizes))
+            crossed |= {name for name, place in zip(names, places, strict=True) if np.ptp(place)}
+        return tuple(name for name in names if name in crossed)
 
 
 class Ledger(NamedTuple):
@@ -62,6 +89,23 @@ class Ledger(NamedTuple):
 
     rows: tuple[Row, ...]
     total_bytes: float
+
+    def by_axes(self, mesh: Any) -> dict[tuple[str, ...], float]:
+        """Bytes sent per device over each combination of mesh axes; together they are `total_bytes`.
+
+        Args:
+            mesh: as for `Row.axes`.
+
+        >>> import jax, jax.numpy as jnp, jaxcomp as jc
+        >>> jc.ledger(lambda x: x + 1, jnp.zeros(3)).by_axes(jax.sharding.AbstractMesh((1,), ("data",)))
+        {}
+        """
+        sent: dict[tuple[str, ...], float] = {}
+        for row in self.rows:
+            if row.counted:
+                axes = row.axes(mesh)
+                sent[axes] = sent.get(axes, 0.0) + row.sent_bytes
+        return sent
 
     def __str__(self) -> str:
         head = ("op", "dtype", "shape", "group", "operand B", "times", "sent B", "branch")
@@ -137,9 +181,10 @@ class Module:
         replicas = re.search(r"replica_count=(\d+)", header)
         self.devices = int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
         self.computations: dict[str, dict[str, Instruction]] = {}
+        self.channels: set[str] = set()  # of collectives in fusions that were counted
         self.entry = ""
         current: dict[str, Instruction] = {}
-        for line in text.splitlines():
+        for line in re.sub(r"/\*index=\d+\*/", "", text).splitlines():
             start = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line)
             if start:
                 current = self.computations[start[2]] = {}
@@ -171,21 +216,39 @@ class Module:
                 arms = called(attributes, "branch_computations") or (
                     called(attributes, "true_computation") + called(attributes, "false_computation")
                 )
-                costs = []
-                for number, arm in enumerate(arms):
-                    more, sent = self.walk(arm, times, f"{branch}/{instruction.name}[{number}]".lstrip("/"))
-                    rows += more
-                    costs.append(sent)
-                total += max(costs, default=0.0)
+                inside = [
+                    self.walk(arm, times, f"{branch}/{instruction.name}[{number}]".lstrip("/"))
+                    for number, arm in enumerate(arms)
+                ]
+                dearest = max(range(len(arms)), key=lambda number: inside[number][1], default=0)
+                for number, (more, sent) in enumerate(inside):
+                    rows += more if number == dearest else [row._replace(counted=False) for row in more]
+                    total += sent if number == dearest else 0.0
             elif op in ("call", "async", "fusion"):
                 for target in called(attributes, "to_apply") + called(attributes, "calls"):
+                    if op == "fusion" and self.seen_before(target):
+                        continue
                     more, sent = self.walk(target, times, branch)
                     rows += more
                     total += sent
         return rows, total
 
+    def seen_before(self, computation: str) -> bool:
+        """Whether a fusion only goes on with a collective that another one has started.
+
+        On TPU, matrix products are fused with the steps of an asynchronous collective, and each such fusion names it.
+        """
+        inside = self.computations.get(computation, {}).values()
+        inside = [i.attributes for i in inside if i.op.removesuffix("-start") in SENT]
+        channels = {found[1] for found in (re.search(r"channel_id=(\d+)", text) for text in inside) if found}
+        known = bool(channels) and channels <= self.channels
+        self.channels |= channels
+        return known
+
     def rows_of(self, op: str, instruction: Instruction, computation: str, times: int | None, branch: str):
-        group = self.group_size(op, instruction.attributes)
+        groups = self.groups(op, instruction.attributes)
+        # A permutation has a group for each of its pairs.
+        group = len(groups) if op == "collective-permute" else max(map(len, groups))
         known = self.computations[computation]
         for operand in split_list(instruction.operands):
             name = operand.split()[-1].lstrip("%")
@@ -195,23 +258,64 @@ class Module:
                 size = math.prod(shape) * bits_of(dtype) // 8
                 senders = group / self.devices if op == "collective-permute" else 1
                 sent = SENT[op](size, group) * senders * (1 if times is None else times)
-                yield Row(op, dtype, shape, group, size, sent, times, branch)
+                yield Row(op, dtype, shape, group, size, sent, times, branch, True, groups)
 
-    def group_size(self, op: str, attributes: str) -> int:
+    def groups(self, op: str, attributes: str) -> tuple[tuple[int, ...], ...]:
+        """Devices that take part together; of a permutation, the pairs with two ends."""
         if op == "collective-permute":
             pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
             ends = re.findall(r"\{(\d+),(\d+)\}", pairs[1]) if pairs else []
-            return sum(a != b for a, b in ends)
-        mesh = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", attributes)
+            return tuple((int(a), int(b)) for a, b in ends if a != b)
+        mesh = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*\)?)\))?\s*\{([^}]*)\}", attributes)
         if mesh:
             sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
-            used = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2])
-            return math.prod(int(part) if part else sizes[name] for name, part in used)
-        iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=", attributes)
-        if iota:
-            return int(iota[2])
-        listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
-        return listed[1].count(",") + 1 if listed else self.devices
+            used = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", mesh[3])
+            devices = iota(mesh[2]) if mesh[2] else np.arange(math.prod(sizes.values()))
+            return as_groups(mesh_groups(devices, sizes, used))
+        regular = re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", attributes)
+        if regular:
+            return as_groups(iota(regular[1]))
+        listed = re.search(r"replica_groups=\{((?:\{[\d,]+\},?)+)\}", attributes)
+        if listed:
+            return tuple(tuple(map(int, part.split(","))) for part in re.findall(r"\{([\d,]+)\}", listed[1]))
+        return (tuple(range(self.devices)),)
+
+
+def as_groups(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, row)) for row in rows)
+
+
+def iota(text: str) -> np.ndarray:
+    """The array that XLA writes as [2,4]<=[4,2]T(1,0): 0, 1, 2, ... as [4,2], transposed, as [2,4]."""
+    numbers = lambda part: [int(n) for n in part.split(",")]
+    shape, source, order = re.fullmatch(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?", text.strip()).groups()
+    source = numbers(source or shape)
+    array = np.arange(math.prod(source)).reshape(source)
+    return (array.transpose(numbers(order)) if order else array).reshape(numbers(shape))
+
+
+def mesh_groups(devices: np.ndarray, sizes: dict[str, int], used: list[tuple[str, str, str]]) -> np.ndarray:
+    """Groups over some axes of a mesh, one a row.
+
+    Args:
+        devices: their numbers in the order of the mesh.
+        sizes: of all axes, in order.
+        used: (axis, before, size): the part of an axis that is left when it is cut into [before, size, rest]; before
+            and size are empty for the whole axis.
+    """
+    lengths: list[int] = []
+    together: list[bool] = []
+    for name, size in sizes.items():
+        done = 1
+        for before, part in sorted((int(b or 1), int(p or size)) for axis, b, p in used if axis == name):
+            lengths += [before // done, part]
+            together += [False, True]
+            done = before * part
+        lengths.append(size // done)
+        together.append(False)
+    order = sorted(range(len(lengths)), key=lambda i: together[i])
+    members = math.prod(n for n, inside in zip(lengths, together, strict=True) if inside)
+    return devices.reshape(lengths).transpose(order).reshape(-1, members)
 
 
 def parse_instruction(line: str) -> Instruction | None:

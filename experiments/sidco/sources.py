@@ -1,13 +1,12 @@
 """What the estimates are tried on: vectors of known laws, and gradients recorded from training."""
 
-import lzma
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.cli import UserError
+from experiments.text import read_characters
 
 __all__ = ["LAWS", "ZEROS", "draws", "record_images", "record_text"]
 
@@ -65,17 +64,8 @@ def record_text(path: Path, steps: int, seed: int) -> np.ndarray:
 
     from experiments.models import CharLstm
 
-    if not path.is_file():
-        raise UserError(f"no file {path}")
-    try:
-        text = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-    except (OSError, lzma.LZMAError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    known, codes = np.unique(np.frombuffer(text, np.uint8), return_inverse=True)
-    codes = codes.astype(np.int32)
-    if len(codes) < 1000:
-        raise UserError(f"{path} is too short: {len(codes)} characters")
-    model = CharLstm(len(known), rngs=nnx.Rngs(seed))
+    codes, characters = read_characters(path)
+    model = CharLstm(characters, rngs=nnx.Rngs(seed))
 
     def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
         starts = np.random.default_rng([seed, 4, step]).integers(0, len(codes) - 65, 32)

@@ -122,9 +122,22 @@ def _gather(x: Array, axis: Axis) -> Array:
     Under `shard_map(check_vma=True)` only the form `to="invarying"` yields a value that the out
     spec P() accepts; under vmap and pmap that form is refused, and the plain one is typed so.
     """
+    size = x.shape[-1]
+    if _platform() == "tpu" and size % TPU_LANES:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % TPU_LANES)])
     if set(axis_names(axis)) <= _varying_axes(x):
-        return lax.all_gather(x, axis, to="invarying")
-    return lax.all_gather(x, axis)
+        return lax.all_gather(x, axis, to="invarying")[..., :size]
+    return lax.all_gather(x, axis)[..., :size]
+
+
+# XLA for TPU compiles a gather of anything else to an all-reduce of all n parts, at twice the bytes (libtpu 0.0.50).
+TPU_LANES = 128
+
+
+def _platform() -> str:
+    """Of the mesh that we are compiled for, where it says so; else of the default backend."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None) or jax.default_backend()
 
 
 _proven_equal = Primitive("proven_equal")
@@ -277,12 +290,14 @@ def all_gather(tree: Any, axis: Axis, inner: tuple[str, ...] = (), buckets: Sequ
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     numbers = [0] * len(leaves) if buckets is None else list(buckets)
     gathered: list[Any] = [None] * len(leaves)
-    for group in _groups(range(len(leaves)), key=lambda i: (numbers[i], leaves[i].dtype.itemsize)):
+    before: Any = None
+    for group in _in_turn(_groups(range(len(leaves)), key=lambda i: (numbers[i], leaves[i].dtype.itemsize)), numbers):
         lane = jnp.concatenate([_as_words(leaves[i]) for i in group]) if len(group) > 1 else _as_words(leaves[group[0]])
         if lane.size == 0:
             rows = jnp.zeros((axis_size(axis), 0), lane.dtype)
         else:
-            rows = _shared_out(lane, inner, lambda part: _gather(part, axis))
+            lane = lane if buckets is None else _after(lane, before)
+            before = rows = _shared_out(lane, inner, lambda part: _gather(part, axis))
         start = 0
         for i in group:
             part = rows[:, start : start + leaves[i].size]
@@ -331,8 +346,10 @@ def all_sum(
     numbers = [0] * len(leaves) if buckets is None else list(buckets)
     mine = None if weights is None else weights[axis_index(axis)]
     summed: list[Any] = [None] * len(leaves)
-    for group in _groups(range(len(leaves)), key=lambda i: (numbers[i], leaves[i].dtype)):
+    before: Any = None
+    for group in _in_turn(_groups(range(len(leaves)), key=lambda i: (numbers[i], leaves[i].dtype)), numbers):
         parts = [leaves[i] for i in group]
+        parts = parts if buckets is None else _after(parts, before)
         wide = parts[0].dtype.itemsize >= 4
         if sum(part.size for part in parts) == 0:
             totals = [jnp.zeros(part.shape, part.dtype) for part in parts]
@@ -347,6 +364,7 @@ def all_sum(
             for part in parts:
                 totals.append(total[: part.size].reshape(part.shape))
                 total = total[part.size :]
+        before = totals
         for i, total in zip(group, totals, strict=True):
             summed[i] = total
     return jax.tree.unflatten(structure, summed)
@@ -363,6 +381,19 @@ def _two_step_sum(lane: Array, axis: Axis, weights: Array | None) -> Array:
     whole = _gather(_as_words(mean.astype(lane.dtype)), axis).reshape(-1)
     mean = lax.bitcast_convert_type(whole, lane.dtype)[:size].astype(jnp.float32)
     return mean * workers if weights is None else mean
+
+
+def _in_turn(groups: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
+    """Groups in the order of their buckets; number 0, of small leaves from everywhere, is the last to be ready."""
+    return sorted(groups, key=lambda group: (numbers[group[0]] == 0, numbers[group[0]]))
+
+
+def _after(x: Any, before: Any) -> Any:
+    """x, once `before` is there: XLA would else combine the collectives of all buckets into one, which waits for all.
+
+    They share a link, so that taking turns costs nothing.
+    """
+    return x if before is None else lax.optimization_barrier((x, before))[0]
 
 
 def _groups(items: Iterable[int], key: Callable[[int], Any]) -> list[list[int]]:

@@ -264,11 +264,21 @@ def init_state(
         axes = state_axes(jax.eval_shape(tx.init, params))
         make = jax.vmap(tx.init, in_axes=None, out_axes=axes, axis_name=axis_name, axis_size=mesh)
         return jax.jit(make)(params), axes
-    state = jax.eval_shape(tx.init, params)
-    made = state_specs(state, axis_name, params=params, specs=specs)
+    like = params if specs is None else _shards(params, mesh, specs)
+    made = state_specs(jax.eval_shape(tx.init, like), axis_name, params=like, specs=specs)
     whole = PartitionSpec() if specs is None else specs
     make = jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made)
     return jax.jit(make)(params), made
+
+
+def _shards(params: Any, mesh: Any, specs: Any) -> Any:
+    """Shapes of the parameters at one device: whether a leaf is large or small is decided for its shard."""
+
+    def one(leaf, spec):
+        shape = jax.sharding.NamedSharding(mesh, spec).shard_shape(jnp.shape(leaf))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    return jax.tree.map(one, params, specs)
 
 
 def per_worker(params: Any, axis_name: Axis) -> Any:

@@ -1,0 +1,176 @@
+"""The compiled training step of a sharded transformer: what crosses which axis, and running it."""
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp as jc
+from experiments.cli import UserError
+from experiments.text import Text, windows
+from experiments.transformer import DATA, LAYOUTS, Sizes, initial, mean_loss
+from jaxcomp.base import Algorithm
+
+__all__ = ["AXIS_TYPES", "Crossing", "Program", "check_sizes", "crossings", "mesh_for"]
+
+AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+LOSS_BYTES = 4  # the mean of the loss over workers, one f32 in an all-reduce
+
+
+def mesh_for(layout: str, shape: tuple[int, int], axis_types: str = "auto") -> jax.sharding.Mesh:
+    """Mesh of (data, other) devices; of the layout "data" only the first axis."""
+    axes = LAYOUTS[layout].axes
+    lengths = shape[: len(axes)]
+    devices = jax.devices()[: int(np.prod(lengths))]
+    if len(devices) < np.prod(lengths):
+        raise UserError(f"a mesh of {lengths} needs {np.prod(lengths)} devices, and there are {len(devices)}")
+    return jax.make_mesh(lengths, axes, axis_types=(AXIS_TYPES[axis_types],) * len(axes), devices=devices)
+
+
+def check_sizes(sizes: Sizes, batch: int, shape: tuple[int, int]) -> None:
+    """Raises UserError if something cannot be cut evenly."""
+    if sizes.width % sizes.heads:
+        raise UserError(f"--width {sizes.width} is not a multiple of --heads {sizes.heads}")
+    for flag, value in (("--width", sizes.width), ("--heads", sizes.heads)):
+        if value % shape[1]:
+            raise UserError(f"{flag} {value} cannot be cut into {shape[1]} equal parts")
+    if batch % (shape[0] * shape[1]):
+        raise UserError(f"--batch {batch} cannot be split among {shape[0] * shape[1]} devices")
+
+
+class Crossing(NamedTuple):
+    """All collectives of one kind over the same axes: how many operands, the largest of them, bytes sent by a
+    device."""
+
+    axes: tuple[str, ...]
+    op: str
+    dtype: str
+    number: int
+    largest_bytes: int
+    sent_bytes: float
+
+
+def crossings(book: jc.Ledger, mesh: Any) -> list[Crossing]:
+    """What crosses each combination of axes, collective by collective."""
+    found: dict[tuple, list[Any]] = {}
+    for row in book.rows:
+        if row.counted and row.sent_bytes:
+            found.setdefault((row.axes(mesh), row.op, row.dtype), []).append(row)
+    return [
+        Crossing(*key, len(rows), max(row.operand_bytes for row in rows), sum(row.sent_bytes for row in rows))
+        for key, rows in sorted(found.items())
+    ]
+
+
+class Program:
+    """One method with one layout on a mesh: compiled once, run from any seed."""
+
+    def __init__(
+        self,
+        layout: str,
+        mesh: jax.sharding.Mesh,
+        algorithm: Algorithm,
+        sizes: Sizes,
+        batch: int,
+        optimizer: optax.GradientTransformation,
+        **options: Any,
+    ):
+        """options: more arguments of `jc.compressed_mean`, for instance bucket_bytes."""
+        self.layout, self.mesh, self.sizes, self.batch = LAYOUTS[layout], mesh, sizes, batch
+        sharded = {} if self.layout.axis is None else {"sharded": self.layout.axis}
+        self.transform = optax.chain(jc.compressed_mean(algorithm, DATA, **sharded, **options), optimizer)
+        like = initial(sizes, 0)
+        self.num_params = sum(leaf.size for leaf in jax.tree.leaves(like))
+        self.specs = self.layout.specs(like)
+        self.like = self.typed(like, self.specs)
+        kept: list[Any] = []  # the specs are no arrays, so that they cannot be returned
+
+        def first_state(params):
+            state, specs = self.initial_state(params)
+            kept.append(specs)
+            return state
+
+        state = jax.eval_shape(first_state, self.like)
+        self.state_specs = kept[0]
+        self.state_like = self.typed(state, self.state_specs)
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        tokens = jax.ShapeDtypeStruct((self.batch, self.sizes.length + 1), jnp.int32)
+        arguments = (self.like, self.state_like, self.typed(tokens, self.layout.batch))
+        return jax.jit(self.mapped_step(), donate_argnums=(0, 1)).lower(*arguments).compile()
+
+    @functools.cached_property
+    def ledger(self) -> jc.Ledger:
+        return jc.ledger(self.compiled)
+
+    def initial_state(self, params: Any) -> tuple[Any, Any]:
+        specs = {} if self.layout.axis is None else {"specs": self.specs}
+        return jc.init_state(self.transform, params, self.mesh, DATA, **specs)
+
+    def start(self, seed: int) -> tuple[Any, Any]:
+        """Parameters and state of the optimizer, each shard on its devices."""
+        place = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))
+        params = jax.tree.map(place, initial(self.sizes, seed), self.specs)
+        return params, self.initial_state(params)[0]
+
+    def typed(self, tree: Any, specs: Any) -> Any:
+        """Shapes and dtypes with the places where the arrays will lie. The devices need not be there."""
+
+        def one(x, spec):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(one, tree, specs)
+
+    def mapped_step(self) -> Any:
+        """(params, state, windows) -> (params, state, loss), each device with its shards."""
+
+        def step(params, state, tokens):
+            loss_of = lambda params: mean_loss(params, tokens, self.layout)
+            loss, grads = jax.value_and_grad(loss_of)(jc.per_worker(params, DATA))
+            updates, state = self.transform.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, lax.pmean(loss, DATA)
+
+        specs = (self.specs, self.state_specs)
+        return jax.shard_map(step, mesh=self.mesh, in_specs=(*specs, self.layout.batch), out_specs=(*specs, P()))
+
+    def run(self, text: Text, seed: int, steps: int) -> Iterator[tuple[float, float, Any, Any]]:
+        """(loss before the update, seconds, params, state) of each step."""
+        (params, state), step = self.start(seed), self.compiled
+        for number in range(1, steps + 1):
+            begin = time.perf_counter()
+            chosen = windows(text.codes[: text.train], self.batch, self.sizes.length, seed, number)
+            tokens = jax.device_put(chosen, NamedSharding(self.mesh, self.layout.batch))
+            params, state, loss = jax.block_until_ready(step(params, state, tokens))
+            yield float(loss), time.perf_counter() - begin, params, state
+
+    def test(self, params: Any, text: Text, number: int = 64) -> float:
+        """Mean loss on windows that lie evenly over the test text."""
+        codes, length = text.codes[text.train :], self.sizes.length
+        starts = np.linspace(0, len(codes) - length - 1, number).astype(int)
+        chosen = codes[starts[:, None] + np.arange(length + 1)]
+        whole = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), params)
+        return float(jax.jit(lambda p, w: mean_loss(p, w, LAYOUTS["data"]))(whole, chosen))
+
+    def payload_bytes(self, state: Any) -> dict[str, float]:
+        """Of the last step: bytes of a device's payload, and bytes it sends over "data" by the count of the library."""
+        info = jc.info(state)
+        return {"lane_bytes": float(info.lane_bytes), "sent_bytes": float(info.sent_bytes)}
+
+    def over_data(self) -> float:
+        """Bytes that a device sends over "data" or any axes with it, by the compiled program, without the loss."""
+        workers = self.mesh.shape[DATA]
+        total = sum(sent for axes, sent in self.ledger.by_axes(self.mesh).items() if DATA in axes)
+        return total - 2 * (workers - 1) / workers * LOSS_BYTES
+
+    def over(self, axes: Sequence[str]) -> float:
+        """Bytes that a device sends over exactly these axes."""
+        return self.ledger.by_axes(self.mesh).get(tuple(axes), 0.0)

@@ -1,0 +1,56 @@
+"""Characters of a text as a data set: windows of them, and the same moved on by one as the targets."""
+
+import lzma
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import jaxcomp as jc
+from experiments.cli import UserError
+
+__all__ = ["Text", "read_characters", "text_of", "windows"]
+
+
+class Text(NamedTuple):
+    """name; codes i32[n], numbers of the characters; characters: how many there are; train: how many codes are for
+    training, those after them for the test."""
+
+    name: str
+    codes: np.ndarray
+    characters: int
+    train: int
+
+
+def read_characters(path: Path | None) -> tuple[np.ndarray, int]:
+    """Codes i32[n] and the number of different characters; of this package's own source if there is no path.
+
+    Raises:
+        UserError: no such file, damaged, or fewer than 1,000 characters.
+    """
+    if path is None:
+        raw = b"".join(file.read_bytes() for file in sorted(Path(jc.__file__).parent.rglob("*.py")))
+    else:
+        if not path.is_file():
+            raise UserError(f"no file {path}")
+        try:
+            raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+        except (OSError, lzma.LZMAError) as error:
+            raise UserError(f"cannot read {path}: {error}") from None
+    known, codes = np.unique(np.frombuffer(raw, np.uint8), return_inverse=True)
+    if len(codes) < 1000:
+        raise UserError(f"{path} is too short: {len(codes)} characters")
+    return codes.astype(np.int32), len(known)
+
+
+def text_of(path: Path | None) -> Text:
+    """A text of which the last tenth is for the test."""
+    codes, characters = read_characters(path)
+    name = "source of jaxcomp" if path is None else path.name
+    return Text(name, codes, characters, len(codes) * 9 // 10)
+
+
+def windows(codes: np.ndarray, number: int, length: int, seed: int, step: int) -> np.ndarray:
+    """i32[number, length + 1] from random places. Depends on nothing but its arguments."""
+    starts = np.random.default_rng([seed, 4, step]).integers(0, len(codes) - length, number)
+    return codes[starts[:, None] + np.arange(length + 1)]
