@@ -169,7 +169,7 @@ class Instruction(NamedTuple):
 
 def read(text: str) -> Ledger:
     """The ledger of a compiled module in HLO text form."""
-    module = Module(re.sub(r"/\*.*?\*/", "", text))  # long lists of operands have every fifth numbered
+    module = Module(text)
     rows, total = module.walk(module.entry, 1, "")
     return Ledger(tuple(rows), float(total))
 
@@ -184,7 +184,7 @@ class Module:
         self.channels: set[str] = set()  # of collectives in fusions that were counted
         self.entry = ""
         current: dict[str, Instruction] = {}
-        for line in re.sub(r"/\*index=\d+\*/", "", text).splitlines():
+        for line in re.sub(r"/\*.*?\*/", "", text).splitlines():  # long lists have every fifth operand numbered
             start = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line)
             if start:
                 current = self.computations[start[2]] = {}
