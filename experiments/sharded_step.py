@@ -60,13 +60,15 @@ class Crossing(NamedTuple):
 
 def crossings(book: jc.Ledger, mesh: Any) -> list[Crossing]:
     """What crosses each combination of axes, collective by collective."""
-    found: dict[tuple, list[Any]] = {}
+    found: dict[tuple[tuple[str, ...], str, str], list[Any]] = {}
     for row in book.rows:
         if row.counted and row.sent_bytes:
             found.setdefault((row.axes(mesh), row.op, row.dtype), []).append(row)
     return [
-        Crossing(*key, len(rows), max(row.operand_bytes for row in rows), sum(row.sent_bytes for row in rows))
-        for key, rows in sorted(found.items())
+        Crossing(
+            axes, op, dtype, len(rows), max(row.operand_bytes for row in rows), sum(row.sent_bytes for row in rows)
+        )
+        for (axes, op, dtype), rows in sorted(found.items())
     ]
 
 

@@ -288,7 +288,10 @@ def as_groups(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
 def iota(text: str) -> np.ndarray:
     """The array that XLA writes as [2,4]<=[4,2]T(1,0): 0, 1, 2, ... as [4,2], transposed, as [2,4]."""
     numbers = lambda part: [int(n) for n in part.split(",")]
-    shape, source, order = re.fullmatch(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?", text.strip()).groups()
+    found = re.fullmatch(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?", text.strip())
+    if not found:
+        raise ValueError(f"ledger: cannot read the devices {text}")
+    shape, source, order = found.groups()
     source = numbers(source or shape)
     array = np.arange(math.prod(source)).reshape(source)
     return (array.transpose(numbers(order)) if order else array).reshape(numbers(shape))
