@@ -77,8 +77,16 @@ def parser() -> Parser:
 TRAINED = ["psum-f32", "dense-bf16", "dithering:two_shot", "sidco"]
 
 
-def main(arguments: Sequence[str]) -> int:
+def read(arguments: Sequence[str]) -> Any:
     options = parser().parse_args(arguments)
+    for name in ("rates", "train_rates"):  # argparse leaves a list that is a default as it is
+        rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in getattr(options, name)]
+        setattr(options, name, rates)
+    return options
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = read(arguments)
     if options.worker is not None:
         from experiments.network.worker import work
 
@@ -170,8 +178,8 @@ class Runs:
                 program = self.crew.ask(what="exchange", method=method, size=size, ratio=o.ratio, levels=o.levels)[0]
                 self.show(f"{where}: without the network")
                 compute = [answer["seconds"] for answer in self.crew.ask(what="compute", number=o.rounds)]
-                # The slowest worker's: the others wait for it.
-                alone = max(float(np.median(each)) for each in compute) if all(compute) else None
+                # The slowest worker's in each round, as below: the others wait for it.
+                alone = float(np.median(np.max(compute, axis=0))) if all(compute) else None
                 for rate in dict.fromkeys(o.rates):
                     self.show(f"{where}: {rate_name(rate)}")
                     self.lab.shape(rate, o.delay)

@@ -61,7 +61,7 @@ def transformation(text: str, ratio: float, levels: int, seed: int = 0) -> Any:
             mean = jax.tree.map(lambda g: lax.pmean(g.astype(dtype), AXIS).astype(g.dtype), grads)
             return mean, state
 
-        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
     name, _, via = text.partition(":")
     algorithm = METHODS[name].make(ratio, levels)
     return jc.compressed_mean(algorithm, AXIS, via=via or "auto", seed=seed, measure=False)

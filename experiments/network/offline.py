@@ -86,7 +86,7 @@ def evaluate(jaxpr: Any, consts: Any, args: Any, number: Any, exchange: Callable
         elif name == "axis_index":
             results = [number]
         elif name in CALLS and inner is not None:
-            closed = isinstance(inner, core.ClosedJaxpr)
+            closed = hasattr(inner, "consts")
             results = evaluate(
                 inner.jaxpr if closed else inner, inner.consts if closed else (), operands, number, exchange
             )

@@ -37,7 +37,7 @@ def turns(workers: int) -> tuple[list[Turn], int]:
     sent: dict[tuple[int, int], int] = {}
     for rest in itertools.permutations((1, 2, 3)):
         cycle = (0, *rest)
-        after = dict(zip(cycle, (*rest, 0), strict=True))
+        after: dict[int, int] = dict(zip(cycle, (*rest, 0), strict=True))
         parts = []
         for i in range(4):
             parts.append(sent.get((i, after[i]), 0))
