@@ -73,6 +73,7 @@ def test_twenty_killed_runs_recover_bitwise(tmp_path, seed):
     check_recovered(*killed(tmp_path, 20, 1, seed), 20)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("kills")
 def test_a_cluster_gives_bitwise_the_single_run(thrice, tmp_path):
     """Two processes that find each other in what Open MPI leaves in the environment."""
