@@ -233,6 +233,7 @@ class Run:
 HEAD = ["method", "final loss", "test accuracy", "lane B", "code B", "sent B", "vs f32", "vs bf16", "ms/step"]
 NOTES = """\
 Per worker and step. lane B: bytes it contributes to the collective. code B: the best code we have for that message.
-sent B: what the compiled program sends from one device (ring model, read by jaxcomp.ledger, with the 4-byte loss).
+sent B: what the compiled program sends from one device (ring model, read by jaxcomp.ledger, with the loss of
+each worker, 4 bytes).
 vs f32, vs bf16: sent B of the dense exchange divided by this one's. ms/step: median; all devices share this machine.
 final loss: training loss, mean of the last 5 logged steps. ±: standard deviation over seeds."""
