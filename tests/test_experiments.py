@@ -57,6 +57,7 @@ def cut_short(metrics, lines, kill, *arguments):
     return output
 
 
+@pytest.mark.slow
 def test_resume_gives_bitwise_the_same_parameters(tmp_path):
     """Interrupted in the first job, killed after that, resumed: nothing of it is to be seen in the outcome."""
     options = ("--methods", "sidco", "diana", "--seeds", 3, "--log-every", 3, "--checkpoint-every", 7, "--steps", 120)

@@ -170,6 +170,7 @@ def test_rungs_follow_the_content_without_compiling_again(seed):
 
 
 @pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="needs Linux's counters")
+@pytest.mark.slow
 def test_the_loopback_device_carries_what_is_accounted():
     """Three processes joined by gloo, alone in a network namespace where the system lets us make one."""
     worker = Path(__file__).with_name("ladder_worker.py")

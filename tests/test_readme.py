@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_tables_are_those_of_the_code():
     assert placed(README) == README, "run `python -m experiments.tables --write`"
 

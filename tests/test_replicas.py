@@ -171,7 +171,7 @@ def test_one_worker_has_to_round(seed):
     np.testing.assert_array_equal(spread(huge, 1), [[np.finfo(np.float32).max]])
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", variants(ALGORITHMS, {"sidco", "diana", "momentum"}))
 @pytest.mark.parametrize("workers", variants([2, 6], {6}))
 def test_training_goes_on_with_other_workers(name, workers, seed):
     tx = optax.chain(jc.compressed_mean(ALGORITHMS[name], AXIS), optax.adam(1e-2))

@@ -41,6 +41,7 @@ def test_training(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_bench_select(tmp_path):
     result = run_to(0, "bench", "select", "--log2-sizes", 10, 11, "--repeats", 1, "--out", tmp_path / "b")
     assert "jc.sidco + residual" in result.stdout

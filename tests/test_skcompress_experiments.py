@@ -57,6 +57,7 @@ def test_training(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_bench(tmp_path):
     result = run_to(0, "bench", "skcompress", "--nonzeros", 2000, "--repeats", 1, "--markdown", tmp_path / "b.md")
     assert "One jnp.sort of 2,000 floats" in result.stdout
