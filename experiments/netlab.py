@@ -35,6 +35,8 @@ SUBNET = "10.213.77"
 HEADER_BYTES = 14 + 20 + 32  # of a frame with TCP in it: Ethernet, IP, and TCP with time stamps
 BURST_SECONDS = 3e-4  # that a token bucket lets through at once: short beside any message that matters
 FRAME_BYTES = 2000  # the least that it must let through
+WHOLE_BYTES = 70_000  # what the kernel hands over at once, which a larger bucket need not cut into frames
+WHOLE_FROM = 1e9  # bit/s from which on it is as large: cutting takes more time than the link there
 QUEUE_BYTES = 64_000_000  # a switch that drops would measure TCP's recovery instead of the link
 PLACES = (Path("/run/netns"), Path("/etc/netns"))
 UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -150,7 +152,8 @@ class Lab:
                 tc("del", "root")
             parent = ["root"]
             if rate is not None:
-                burst = max(FRAME_BYTES, round(rate / 8 * BURST_SECONDS))
+                least = WHOLE_BYTES if rate >= WHOLE_FROM else FRAME_BYTES
+                burst = max(least, round(rate / 8 * BURST_SECONDS))
                 bucket = ("rate", f"{round(rate)}bit", "burst", f"{burst}", "limit", f"{QUEUE_BYTES}")
                 tc("add", "root", "handle", "1:", "tbf", *bucket)
                 parent = ["parent", "1:1"]

@@ -59,6 +59,9 @@ def parser() -> Parser:
     p.add_argument("--only", choices=("exchange", "training"), default=None, help="one of the two parts")
     p.add_argument("--train-rates", **rates, default=["100mbit"], help="rates at which a model is trained")
     p.add_argument("--train-methods", **names, default=TRAINED, help="what it is trained with")
+    p.add_argument(
+        "--train-ratio", type=fraction, default=None, help="of sparse methods in training; --ratio if not given"
+    )
     p.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
     p.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --data mnist")
     p.add_argument("--model", choices=MODELS, default="cnn", help="architecture")
@@ -74,7 +77,7 @@ def parser() -> Parser:
     return p
 
 
-TRAINED = ["psum-f32", "dense-bf16", "dithering:two_shot", "sidco"]
+TRAINED = ["psum-f32", "dense-bf16:two_shot", "dithering:two_shot", "sidco"]
 
 
 def read(arguments: Sequence[str]) -> Any:
@@ -82,6 +85,7 @@ def read(arguments: Sequence[str]) -> Any:
     for name in ("rates", "train_rates"):  # argparse leaves a list that is a default as it is
         rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in getattr(options, name)]
         setattr(options, name, rates)
+    options.train_ratio = options.train_ratio or options.ratio
     return options
 
 
@@ -214,8 +218,8 @@ class Runs:
         for method in dict.fromkeys(o.train_methods):
             self.show(f"training with {method}: compiling")
             self.lab.shape()
-            described = {key: getattr(o, key) for key in ("ratio", "levels", "data", "model", "batch", "optimizer")}
-            described |= {"data_dir": str(o.data_dir) if o.data_dir else None, "rate": o.lr}
+            described = {key: getattr(o, key) for key in ("levels", "data", "model", "batch", "optimizer")}
+            described |= {"ratio": o.train_ratio, "data_dir": str(o.data_dir) if o.data_dir else None, "rate": o.lr}
             program = self.crew.ask(what="training", method=method, **described)[0]
             for rate in dict.fromkeys(o.train_rates):
                 self.lab.shape(rate, o.delay)

@@ -14,7 +14,7 @@ AXIS = "data"
 PLAIN = ("psum-f32", "psum-bf16")
 DEFAULT = [
     *PLAIN,
-    "dense-bf16",
+    "dense-bf16:two_shot",
     "fp8:two_shot",
     "natural:two_shot",
     "dithering",

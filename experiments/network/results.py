@@ -11,7 +11,7 @@ from experiments.report import show
 
 __all__ = ["break_even", "limit_of", "report"]
 
-DENSE = ("psum-f32", "psum-bf16", "dense-bf16")  # that others are held against, where they were measured
+DENSE = ("psum-f32", "psum-bf16", "dense-bf16:two_shot")  # that others are held against, where they were measured
 
 
 def limit_of(row: dict[str, Any]) -> float:
@@ -60,7 +60,7 @@ def report(console: Any, options: Any, rows: list[dict], trained: list[dict], fo
             console.print("the workers' means differed", style="bold red")
     if trained:
         size = f"{trained[0]['parameters']:,} parameters"
-        title = f"{options.data}, {options.model}, {size}, {cores}, ratio {options.ratio:g}"
+        title = f"{options.data}, {options.model}, {size}, {cores}, ratio {options.train_ratio:g}"
         show(
             console,
             title,
@@ -155,7 +155,7 @@ def plot(options: Any, rows: list[dict], trained: list[dict], path: Path) -> Pat
     from experiments.plots import LINES, new_figure, save
 
     sizes = list(dict.fromkeys(row["size"] for row in rows))
-    bases = [name for name in ("psum-f32", "dense-bf16") if any(row["method"] == name for row in rows)]
+    bases = [name for name in ("psum-f32", "dense-bf16:two_shot") if any(row["method"] == name for row in rows)]
     panels = [(size, base) for size in sizes for base in bases]
     rates = list(dict.fromkeys(row["rate"] for row in trained))
     figure, axes = new_figure(len(panels) + len(rates), 4.8)
