@@ -88,13 +88,17 @@ def unpack(words: Array, size: int) -> Array:
     _check_width(width)
     if width == 32:
         return words.reshape(-1)[:size]
+    mask = U32((1 << width) - 1)
+    if 32 % width == 0:  # no code straddles two words
+        shifts = jnp.arange(0, 32, width, dtype=U32)[:, None]
+        return ((words[:, None] >> shifts) & mask).reshape(-1)[:size]
     start = jnp.arange(32) * width
     row, shift = start // 32, (start % 32).astype(U32)[:, None]
     low = words[row] >> shift
     # A code that straddles two words takes its high bits from the next one. A shift by 32 is
     # undefined, so codes that start at bit 0 are masked out instead.
     high = jnp.where(shift == 0, U32(0), words[jnp.minimum(row + 1, width - 1)] << ((U32(32) - shift) % U32(32)))
-    return ((low | high) & U32((1 << width) - 1)).reshape(-1)[:size]
+    return ((low | high) & mask).reshape(-1)[:size]
 
 
 def _check_width(width: int) -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from variants import variants
 from worlds import AXIS, mesh_of, run_vmap
@@ -97,6 +97,29 @@ def test_keys_scalars_and_trees_without_arrays():
     assert int(jc.fingerprint(())) == 0
     with pytest.raises(ValueError, match="no axis named 'data' is bound"):
         jc.fingerprints(jnp.ones(3), AXIS)
+
+
+def test_what_differs_between_groups_or_shards_is_no_drift():
+    mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
+    levels = {"ici": jc.diana(jc.dithering(7)), "dcn": jc.error_feedback(jc.top_k(0.1))}
+    tx = jc.compressed_mean(axis_name=levels)
+    state, specs = jc.init_state(tx, PARAMS, mesh, levels)
+    grads = jax.tree.map(lambda g: g[0], gradients(1))
+    both = P(("dcn", "ici"))
+    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)[1]
+    state = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, both), out_specs=specs))(state, grads)
+    shift = np.asarray(state[0].state.shared.algorithm.shift["w"])
+    assert np.any(shift[0] != shift[1])  # the mean shift of each group
+    marks = jax.shard_map(lambda s: jc.fingerprints(s, levels), mesh=mesh, in_specs=(specs,), out_specs=P())
+    jc.check_replicas(jax.jit(marks)(state))
+    shards = jnp.arange(8.0)
+    of_shards = jax.shard_map(
+        lambda x: jc.fingerprints(x, "dcn")[None], mesh=mesh, in_specs=P("ici"), out_specs=P("ici")
+    )(shards)
+    assert of_shards.shape == (2, 2)
+    jc.check_replicas(of_shards)
+    with pytest.raises(jc.ReplicaDrift):
+        jc.check_replicas(np.asarray(of_shards).T)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -212,6 +235,32 @@ def test_memories_of_second_shots_are_cut_anew(workers, seed):
     np.testing.assert_array_equal(line(state), line(old))
     step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
     step(jax.tree.map(lambda g: g[0], gradients(seed, workers=workers)), state)
+
+
+def test_stages_of_second_shots_are_taken_over(seed):
+    """Adaptive state of a compressor has a row for each chunk: other workers have other chunks."""
+    tx = jc.compressed_mean(jc.error_feedback(jc.sidco(0.05, adapt="climb", stages=2)), AXIS, via="two_shot")
+    _, old = run_vmap(tx, PARAMS, gradients(seed))
+    for workers in (2, 6):
+        new, _ = jc.init_state(tx, PARAMS, workers, AXIS)
+        state = jc.redistribute(old, new)
+        stages = [x for x in jax.tree.leaves(state.local.second.compressor) if x.dtype == jnp.int32]
+        assert any(np.all(np.asarray(x) > 0) for x in stages)  # stages are counted from one
+        assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, new)
+
+
+@pytest.mark.parametrize("on_a_mesh", [True, False])
+def test_half_a_step_of_accumulated_gradients_goes_on(on_a_mesh, seed):
+    tx = optax.MultiSteps(optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), AXIS), optax.sgd(0.1)), 2)
+    make = lambda n: jc.init_state(tx, PARAMS, mesh_of(n) if on_a_mesh else n, AXIS)[0]
+    old, new = make(4), make(2)
+    rng = np.random.default_rng(seed)
+    fill = lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+    old = old._replace(acc_grads=jax.tree.map(fill, old.acc_grads))
+    state = jc.redistribute(jax.tree.map(np.asarray, old), new)
+    for name, p in PARAMS.items():
+        rows = lambda x, n: np.asarray(x, np.float64).reshape(n, -1)
+        assert fsum(rows(state.acc_grads[name], 2)) == fsum(rows(old.acc_grads[name], 4)), p.shape
 
 
 def test_it_lands_on_the_devices_of_the_new_mesh(seed):

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.direct import direct
-from jaxcomp.base import Compressor, State, accumulate, like_of, wrap_key
+from jaxcomp.base import Compressor, Spec, State, accumulate, like_of, root_key, wrap_key
 from jaxcomp.compressors.dense import cast
 from jaxcomp.compressors.tree import unravel
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.exchange.lanes import (
     Axis,
     all_gather,
@@ -28,6 +29,7 @@ from jaxcomp.exchange.lanes import (
     varying,
 )
 from jaxcomp.exchange.two_shot import chunk_like, in_chunks, second_shot
+from jaxcomp.payloads import Dense
 
 __all__ = ["pmean", "psum_scatter"]
 
@@ -59,21 +61,28 @@ def pmean(x: Any, axis_name: Axis, *, wire: Any = None, accumulate: str = "f32",
         x: array or tree of arrays, real floating point.
         axis_name: mapped axis, or a tuple of them.
         wire: a dtype (bfloat16, float16, a float8 type, which gets a scale) or a compressor of one array with a known
-            error bound, say jc.dithering(7, block_size=512). None: the dtype of x.
-        accumulate: "f32" or "f64" (in 64-bit mode): in which to add. At least f32, f64 for f64.
-        key: for a random wire; equal on all workers, new in each call.
+            error bound, say jc.dithering(7, block_size=512). None: the dtype of each array. With 16 bits what is not
+            finite stays so; float8 and compressors take it as zero.
+        accumulate: "f32" or "f64" (in 64-bit mode; without a wire f64 then crosses): in which to add. f64 for f64.
+        key: for compressors, which may be random; equal on all workers, new in each call.
 
     Returns:
         Like x, equal on all workers.
 
     Raises:
-        ValueError: unbound axis, unknown accumulate, a wire without an error bound, a random wire without a key.
+        ValueError: unbound axis, unknown accumulate, a wire without an error bound, a compressor without a key.
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     >>> print(jax.vmap(lambda x: jc.pmean(x, "data", wire="bfloat16"), axis_name="data", out_axes=None)(x))
     [2. 3.]
     """
+    leaves, structure = jax.tree.flatten(x)
+    dtypes = list(dict.fromkeys(jnp.result_type(leaf) for leaf in leaves))
+    if wire is None and len(dtypes) > 1:  # each in its own
+        groups = [[leaf for leaf in leaves if jnp.result_type(leaf) == dtype] for dtype in dtypes]
+        means = [iter(pmean(group, axis_name, accumulate=accumulate)) for group in groups]
+        return jax.tree.unflatten(structure, [next(means[dtypes.index(jnp.result_type(leaf))]) for leaf in leaves])
     plan, words = _planned("pmean", x, axis_name, wire, accumulate, key)
     return _pmean(plan, varying(x, axis_name), words)
 
@@ -135,21 +144,32 @@ def _planned(name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Arr
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(like_of(x))}
     dtype = jnp.dtype(jnp.float64 if accumulate == "f64" or jnp.dtype(jnp.float64) in dtypes else jnp.float32)
     if wire is None:
-        narrow = {kind for kind in dtypes if kind.itemsize < 4}
-        if narrow and len(dtypes) == 1:
-            wire = cast(narrow.pop(), scaled=False)
-    elif not isinstance(wire, Compressor):
-        wire = cast(wire)
-    if wire is not None:
+        narrow = [kind for kind in dtypes if kind.itemsize < 4]
+        wire = _narrow(narrow[0]) if len(dtypes) == 1 and narrow else None
+    elif isinstance(wire, Compressor):
         spec = wire.spec
-        if spec.omega is None and spec.alpha is None and not spec.name.startswith("cast"):
+        if spec.lifted:
+            raise ValueError(f"{name}: wire must be a dtype or a compressor of one array; got {spec.name}")
+        if spec.omega is None and spec.alpha is None:
             raise ValueError(f"{name}: wire must be a dtype or a compressor with a known error bound; got {spec.name}")
-        if spec.omega is not None and spec.omega(1024) > 0 and key is None:
+        if key is None and not (spec.omega is not None and spec.omega(1024) == 0):
             raise ValueError(
-                f"{name}: wire={spec.name} is random; give key=, equal on all workers and new in each call"
+                f"{name}: wire={spec.name} may be random; give key=, equal on all workers, new in each call"
             )
-    key = jax.random.key(0) if key is None else wrap_key(key)
+    else:
+        rounded = cast(wire)
+        wire = _narrow(wire) if rounded.spec.linear or jnp.dtype(wire) == jnp.float16 else rounded
+    key = jax.random.key(0) if key is None else root_key(key)
     return Plan(axis, wire, dtype, types_tell(axis)), jax.random.key_data(key)
+
+
+def _narrow(dtype: Any) -> Compressor:
+    """Rounds to a type of 16 bits; what is not finite stays so, as in `lax.pmean`."""
+    return on_vectors(
+        compress=lambda key, x, state: (Dense(x.astype(dtype)), state.local),
+        decompress=lambda payload, shared, like: payload.values.astype(like.dtype),
+        spec=Spec(f"rounding to {jnp.dtype(dtype).name}", omega=None, alpha=lambda d: 0.0, linear=True),
+    )
 
 
 def _keys(plan: Plan, words: Array) -> tuple[Array, Array]:
@@ -181,8 +201,7 @@ def _mean(plan: Plan, x: Any, words: Array) -> Any:
 
 def _again(wire: Compressor) -> Any:
     """The second compression, without a memory."""
-    spec = wire.spec
-    known = spec if spec.omega is not None or spec.alpha is not None else spec._replace(alpha=lambda d: 0.0)
+    known = wire.spec if wire.spec.omega is not None else wire.spec._replace(alpha=lambda d: 0.0)
     return direct(wire._replace(spec=known))
 
 

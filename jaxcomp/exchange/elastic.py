@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -26,7 +27,8 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
     keys stay as they are; plans for each worker (ratios, matrices) and measurements are those of the new state.
 
     The direction is a mean over the workers: with fewer workers an unchanged sum of memories is delivered in larger
-    portions. keep="mean" multiplies memories by n' / n, so that what is still to be delivered stays what it was.
+    portions. keep="mean" multiplies memories by n' / n, so that what is still to be delivered stays what it was (with
+    equal weights).
 
     Args:
         old: state for n workers: arrays on this host (NumPy, or JAX arrays that are addressable or replicated).
@@ -65,9 +67,8 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
         if is_mean(old):
             return _mean(old, new, keep)
         if isinstance(old, optax.MultiStepsState):
-            fields = {name: walk(value, getattr(new, name)) for name, value in old._asdict().items()}
-            return type(old)(**fields | {"acc_grads": _memories(old.acc_grads, new.acc_grads, keep)})
-        return _placed(_host(old), new)
+            return _steps(old, new, walk, keep)
+        return _same(old, new)
 
     return walk(old, new)
 
@@ -77,7 +78,7 @@ def _mean(old: State, new: State, keep: str) -> State:
         raise ValueError("redistribute: states of rounds are not supported")
 
     def kept(old, new):
-        return _placed(_host(old), new) if np.shape(old) == np.shape(new) else new
+        return _same(old, new) if np.shape(old) == np.shape(new) else new
 
     special = lambda node: isinstance(node, ErrorFeedbackLocal | DianaLocal | MomentumLocal | Seat | Tally)
 
@@ -98,13 +99,17 @@ def _mean(old: State, new: State, keep: str) -> State:
             return DianaLocal(shift, walk(old_node.compressor, new_node.compressor))
         if isinstance(old_node, Seat | Tally):
             return new_node
-        rows = _host(old_node)
-        return _placed(rows[np.arange(np.shape(new_node)[0]) % len(rows)], new_node)
+        return _taken_over(old_node, new_node)
 
     def walk(old_tree, new_tree):
         return jax.tree.map(local, old_tree, new_tree, is_leaf=special)
 
-    second = jax.tree.map(_chunks, old.local.second, new.local.second)
+    second, fresh = old.local.second, new.local.second
+    if isinstance(second, ErrorFeedbackLocal):
+        memory = jax.tree.map(_chunks, second.memory, fresh.memory)
+        second = ErrorFeedbackLocal(memory, walk(second.compressor, fresh.compressor))
+    else:
+        second = walk(second, fresh)
     return State(
         old.local._replace(
             algorithm=walk(old.local.algorithm, new.local.algorithm), counts=new.local.counts, second=second
@@ -121,6 +126,40 @@ def _memories(old: Any, new: Any, keep: str) -> Any:
         return _placed((moved * factor).astype(rows.dtype), new)
 
     return jax.tree.map(one, old, new)
+
+
+def _steps(old: Any, new: Any, walk: Any, keep: str) -> Any:
+    """Of `optax.MultiSteps`: what each worker accumulated, [n p, ...] for parameters [p, ...], or [n, p, ...]."""
+    means = [node for node in jax.tree.leaves(old.inner_opt_state, is_leaf=is_mean) if is_mean(node)]
+    if not means:
+        raise ValueError("redistribute: optax.MultiSteps around an optimizer without compressed_mean")
+    workers = np.shape(jax.tree.leaves(means[0].local)[0])[0]
+
+    def one(old, new):
+        rows, length = _host(old), np.shape(old)[0] // workers
+        target = np.shape(new)[0] // max(length, 1)
+        moved = spread(rows.reshape(workers, length, *rows.shape[1:]), target)
+        factor = target / workers if keep == "mean" else 1
+        return _placed((moved.astype(np.float64) * factor).astype(rows.dtype).reshape(np.shape(new)), new)
+
+    fields = {name: walk(value, getattr(new, name)) for name, value in old._asdict().items() if name != "acc_grads"}
+    return type(old)(**fields, acc_grads=jax.tree.map(one, old.acc_grads, new.acc_grads))
+
+
+def _taken_over(old: Any, new: Any) -> Any:
+    """State of a compressor for other workers (and other chunks): that of number i mod n."""
+    rows = _host(old)
+    for axis, length in enumerate(np.shape(new)):
+        if axis < rows.ndim and rows.shape[axis] != length:
+            rows = np.take(rows, np.arange(length) % rows.shape[axis], axis)
+    return _placed(rows, new)
+
+
+def _same(old: Any, new: Any) -> Any:
+    if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+        data = _placed(_host(jax.random.key_data(old)), jax.random.key_data(new))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
+    return _placed(_host(old), new)
 
 
 def _chunks(old: Any, new: Any) -> Any:
@@ -168,7 +207,7 @@ def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
-    largest = np.finfo(dtype).max
+    largest = float(jnp.finfo(dtype).max)
     return np.clip(x, -largest, largest).astype(dtype)
 
 

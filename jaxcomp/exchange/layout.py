@@ -23,6 +23,7 @@ __all__ = [
     "is_mean",
     "lay_out",
     "local_rows",
+    "names_of",
     "opened",
     "per_worker",
     "state_axes",
@@ -186,12 +187,18 @@ def state_specs(state: Any, axis_name: Any, *, params: Any = None, specs: Any = 
     >>> jc.state_specs(tx.init(jnp.zeros(50)), "data").local.algorithm.memory
     P('data',)
     """
-    axis = _names_of(axis_name)
+    axis = names_of(axis_name)
     whole = lambda tree: [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
     like_params = lambda node: False
     if specs is not None:
         structure, shapes = jax.tree.structure(params), whole(params)
         like_params = lambda node: jax.tree.structure(node) == structure and whole(node) == shapes
+
+    steps = [n for n in jax.tree.leaves(state, is_leaf=_is_steps) if _is_steps(n)]
+    if specs is not None and steps:
+        raise ValueError(
+            "state_specs: optax.MultiSteps with sharded parameters is not supported; add gradients up before"
+        )
 
     def local(axes, outer):
         return PartitionSpec((*outer, *axis_names(axes)) if outer else axes)
@@ -208,7 +215,11 @@ def state_specs(state: Any, axis_name: Any, *, params: Any = None, specs: Any = 
     )
 
 
-def _names_of(axis: Any) -> Axis:
+def _is_steps(node: Any) -> bool:
+    return isinstance(node, optax.MultiStepsState)
+
+
+def names_of(axis: Any) -> Axis:
     """Axis names of an axis, which may be the mapping that `compressed_mean` takes."""
     return tuple(name for key in axis for name in axis_names(key)) if isinstance(axis, Mapping) else axis
 
@@ -262,7 +273,7 @@ def init_state(
     """
     if isinstance(mesh, int):
         axes = state_axes(jax.eval_shape(tx.init, params))
-        make = jax.vmap(tx.init, in_axes=None, out_axes=axes, axis_name=axis_name, axis_size=mesh)
+        make = jax.vmap(tx.init, in_axes=None, out_axes=axes, axis_name=names_of(axis_name), axis_size=mesh)
         return jax.jit(make)(params), axes
     like = params if specs is None else _shards(params, mesh, specs)
     made = state_specs(jax.eval_shape(tx.init, like), axis_name, params=like, specs=specs)
@@ -295,4 +306,4 @@ def per_worker(params: Any, axis_name: Axis) -> Any:
     >>> print(jax.vmap(grad, in_axes=(None, 0), axis_name="data")(1.0, jnp.arange(3.0)))
     [0. 1. 2.]
     """
-    return varying(params, _names_of(axis_name))
+    return varying(params, names_of(axis_name))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxcomp.bits import lane_bytes
-from jaxcomp.exchange.ladder import ladder
+from jaxcomp.exchange.ladder import ladder, rungs
 from jaxcomp.exchange.lanes import Axis, all_gather, all_sum, axis_size, has_ragged
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.unequal import EXCHANGES, choice, message_of
@@ -196,7 +196,7 @@ def _unequal(name: str, payload: Any, weights: Array | None, axis: Axis, lengths
 def _coded(payload: Any, weights: Array | None, axis: Axis) -> Met:
     workers = axis_size(axis)
     stacked, each = ladder(payload, axis)
-    agreed = 2 * (workers - 1) / workers * 4  # on the rung: an all-reduce of one word
+    agreed = 2 * (workers - 1) / workers * 4 if rungs(lane_bytes(payload) // 4) else 0  # on the rung, in one word
     return Met(stacked, weights, _scale(weights, axis), "ladder", (workers - 1) * each + agreed)
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from jaxcomp.exchange.lanes import Axis, all_gather, all_max, is_bound
-from jaxcomp.exchange.layout import Layout, lay_out
+from jaxcomp.exchange.lanes import all_gather, all_max, axis_names, is_bound
+from jaxcomp.exchange.layout import Layout, lay_out, names_of
 from jaxcomp.hashing import fmix32
 
 __all__ = ["ReplicaDrift", "check_replicas", "fingerprint", "fingerprints", "skip_nonfinite"]
@@ -31,18 +31,25 @@ class ReplicaDrift(RuntimeError):
         self.workers = workers
 
 
-def fingerprint(tree: Any) -> Array:
+def fingerprint(tree: Any, axis_name: Any = None) -> Array:
     """u32[] of all bits of a tree that should be equal on all workers: sum over words of mix(mix(place) ^ word).
 
     Arrays that differ between workers (local state of `compressed_mean` and `rounds`, gradients that `optax.MultiSteps`
     accumulates) are left out. Trees that differ in one bit have different fingerprints; of two that differ in more,
     one in 2^32 pairs has the same.
 
+    Args:
+        tree: anything made of arrays.
+        axis_name: axes along which it should be equal; shared state of levels and shards that differs there is left
+            out.
+
     >>> import jax.numpy as jnp
     >>> bool(fingerprint(jnp.array([0.0, 1.0])) == fingerprint(jnp.array([1.0, 0.0])))
     False
     """
-    shared = lay_out(tree, None, Layout(lambda axes, outer: False, lambda outer: True, lambda leaf: True))
+    along = set(axis_names(names_of(axis_name)))
+    equal = lambda outer: not along & set(outer)
+    shared = lay_out(tree, None, Layout(lambda axes, outer: False, equal, lambda leaf: True))
     total = jnp.uint32(0)
     for number, (leaf, counts) in enumerate(zip(jax.tree.leaves(tree), jax.tree.leaves(shared), strict=True)):
         if counts:
@@ -67,29 +74,33 @@ def _words(x: Array) -> Array:
     return words.reshape(-1).astype(jnp.uint32)
 
 
-def fingerprints(tree: Any, axis_name: Axis) -> Array:
+def fingerprints(tree: Any, axis_name: Any) -> Array:
     """The `fingerprint` of every worker, u32[n], equal on all of them: an exchange of one word.
+
+    With parameters sharded over another axis, say "model", each of its groups has fingerprints of its own: return them
+    as `fingerprints(...)[None]` with out_specs P("model").
 
     Call it inside the mapped function, with parameters and optimizer state, every so many steps, and give the result to
     `check_replicas` on the host.
 
     Args:
         tree: anything that should be equal on all workers; what is known to be local is left out.
-        axis_name: mapped axis, or a tuple of them.
+        axis_name: mapped axis, a tuple of them, or the mapping given to `compressed_mean`.
 
     Raises:
         ValueError: unbound axis.
     """
-    if not is_bound(axis_name):
-        raise ValueError(f"fingerprints: no axis named {axis_name!r} is bound here")
-    return all_gather(fingerprint(tree), axis_name)
+    axis = names_of(axis_name)
+    if not is_bound(axis):
+        raise ValueError(f"fingerprints: no axis named {axis!r} is bound here")
+    return all_gather(fingerprint(tree, axis), axis)
 
 
 def check_replicas(fingerprints: Any, *, step: int | None = None) -> None:
     """Raises if the workers' fingerprints differ.
 
     Args:
-        fingerprints: u32[n], of `fingerprints`.
+        fingerprints: u32[n], of `fingerprints`; or [groups, n], where workers are compared within each group.
         step: for the message.
 
     Raises:
@@ -99,7 +110,12 @@ def check_replicas(fingerprints: Any, *, step: int | None = None) -> None:
     Traceback (most recent call last):
     jaxcomp.exchange.replicas.ReplicaDrift: step 40: parameters or shared state of worker 2 differ from the other 3's
     """
-    marks = [int(mark) for mark in np.asarray(fingerprints).reshape(-1)]
+    rows = np.asarray(fingerprints)
+    if rows.ndim > 1:
+        for row in rows.reshape(-1, rows.shape[-1]):
+            check_replicas(row, step=step)
+        return
+    marks = [int(mark) for mark in rows.reshape(-1)]
     counts = collections.Counter(marks).most_common()
     if len(counts) <= 1:
         return
@@ -126,7 +142,7 @@ class SkipState(NamedTuple):
     skipped: Array
 
 
-def skip_nonfinite(tx: optax.GradientTransformation, axis_name: Axis) -> optax.GradientTransformationExtraArgs:
+def skip_nonfinite(tx: optax.GradientTransformation, axis_name: Any) -> optax.GradientTransformationExtraArgs:
     """Skips a step everywhere if a gradient is NaN or infinite anywhere.
 
     Without it `compressed_mean` masks such entries: they count as zero, and are counted. With it all workers agree, by
@@ -135,7 +151,7 @@ def skip_nonfinite(tx: optax.GradientTransformation, axis_name: Axis) -> optax.G
 
     Args:
         tx: the whole optimizer, `compressed_mean` included.
-        axis_name: mapped axis; all mesh axes over which gradients differ.
+        axis_name: mapped axis; all mesh axes over which gradients differ, or the mapping given to `compressed_mean`.
 
     Returns:
         Transformation with a `SkipState`.
@@ -150,14 +166,17 @@ def skip_nonfinite(tx: optax.GradientTransformation, axis_name: Axis) -> optax.G
     [0. 0.] 1
     """
     tx = optax.with_extra_args_support(tx)
+    axis = names_of(axis_name)
 
     def init(params):
         return SkipState(tx.init(params), jnp.zeros((), jnp.int32))
 
     def update(grads, state, params=None, **extra):
+        if axis is not None and not is_bound(axis):
+            raise ValueError(f"skip_nonfinite: no axis named {axis!r} is bound here")
         bad = [~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
         mine = jnp.any(jnp.stack(bad)) if bad else jnp.zeros((), bool)
-        skip = all_max(mine.astype(jnp.int32), axis_name) > 0
+        skip = all_max(mine.astype(jnp.int32), axis) > 0
         updates, inner = tx.update(grads, state.inner, params, **extra)
         updates = jax.tree.map(lambda u: jnp.where(skip, jnp.zeros_like(u), u), updates)
         inner = jax.tree.map(lambda old, new: jnp.where(skip, old, new), state.inner, inner)

@@ -75,7 +75,7 @@ def compressed_mean(
         axis_name: mapped axis, a tuple of them, or None for a single worker without an axis. Or a hierarchy: a mapping
             from axes to algorithms, in the order of the exchanges, say {"ici": jc.direct(jc.identity()),
             "dcn": jc.error_feedback(jc.sidco(1e-3))}. The mean over the first axis is the gradient of the second level,
-            so the devices along "ici" have equal messages for "dcn": each of them carries one part.
+            so the devices along "ici" have equal messages for "dcn": in sums and gathers each of them carries one part.
         via: "gather": all payloads to all workers, (n - 1) lane bytes sent by each, any compressor;
             "sum": payloads added on the way, 2 (n - 1) / n lane bytes, linear compressors only;
             "concat", "ring", "ragged": all payloads without their padding, for a compressor whose
@@ -137,32 +137,35 @@ def compressed_mean(
         )
     root = root_key(seed)
 
-    def mean_of(outer: tuple[str, ...], inner: tuple[str, ...]) -> optax.GradientTransformationExtraArgs:
+    def mean_of(
+        outer: tuple[str, ...], inner: tuple[str, ...], root: Array = root
+    ) -> optax.GradientTransformationExtraArgs:
         """All levels, for gradients that differ over `outer` and are equal over `inner`."""
         parts = []
         for i, (axis, each) in enumerate(levels.items()):
             later = tuple(name for names_ in names[i + 1 :] for name in names_)
             earlier = tuple(name for names_ in names[:i] for name in names_)
-            place = Place(axis, later + outer, earlier + inner, not whole_mesh)
+            place = Place(axis, later + outer, earlier + inner, later, not whole_mesh)
             own = jax.random.fold_in(root, i) if len(levels) > 1 else root
             parts.append(_mean(each, place, via, weights, own, measure, link, bucket_bytes))
         return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
     if sharded is None or isinstance(sharded, str) or _are_names(sharded):
         return mean_of(axis_names(sharded), ())
-    return _by_shards(sharded, mean_of, every)
+    return _by_shards(sharded, mean_of, every, root)
 
 
 class Place(NamedTuple):
     """Where on a mesh a mean is taken.
 
     axis: of its workers. outer: axes over which the gradients differ and which it leaves alone. inner: axes on which
-    they are equal. level: its state is a `Level`.
+    they are equal. later: those of `outer` over which a later level takes the mean. level: its state is a `Level`.
     """
 
     axis: Axis
     outer: tuple[str, ...]
     inner: tuple[str, ...]
+    later: tuple[str, ...]
     level: bool
 
 
@@ -171,7 +174,7 @@ def _are_names(sharded: Any) -> bool:
 
 
 def _by_shards(
-    specs: Any, mean_of: Callable[..., optax.GradientTransformationExtraArgs], axes: list[str]
+    specs: Any, mean_of: Callable[..., optax.GradientTransformationExtraArgs], axes: list[str], root: Array
 ) -> optax.GradientTransformationExtraArgs:
     """A mean for each group of leaves that are sharded over the same axes.
 
@@ -189,7 +192,8 @@ def _by_shards(
             "is taken. There each device needs the mean of its shard alone: jc.psum_scatter."
         )
     groups = sorted(set(cut))
-    means = [mean_of(group, tuple(name for name in everything if name not in group)) for group in groups]
+    rest = lambda group: tuple(name for name in everything if name not in group)
+    means = [mean_of(group, rest(group), jax.random.fold_in(root, i)) for i, group in enumerate(groups)]
 
     def parted(tree):
         if jax.tree.structure(tree) != structure:
@@ -334,9 +338,11 @@ def _mean(
             zeros = varying(zeros, outer or None)
             total = accumulate(compressor, zeros, met.payloads, met.weights, shared.algorithm.compressor)
             mean = jax.tree.map(lambda t: t * met.scale, total)
+            if jax.tree.leaves(state.local.second):
+                raise ValueError('compressed_mean: the state was made for via="two_shot", this transformation is not')
             then, bits, more, sent_bytes, chosen = State(), code_bits(payload), 0, met.sent_bytes, met.chosen
         else:
-            then = State(jax.tree.map(lambda x: x[0], state.local.second), shared.second)
+            then = State(_second_of(state.local.second, second, chunk_like(like, workers)), shared.second)
             shot = second_shot(
                 payload,
                 each,
@@ -377,6 +383,12 @@ def _check_types(grads: Any, place: Place) -> None:
     whole = [name for name in place.outer if known_equal(grads, name)]
     if whole:
         leaves = known_equal(grads, whole[0])
+        if whole[0] in place.later:
+            raise ValueError(
+                f"compressed_mean: gradients{', gradients'.join(leaves[:3])}{' ...' if leaves[3:] else ''} are equal "
+                f"along {whole[0]!r}, over which a later level takes the mean: they were added up uncompressed. "
+                "Differentiate with respect to jc.per_worker(params, levels), levels as given to compressed_mean."
+            )
         raise ValueError(
             f"compressed_mean: gradients{', gradients'.join(leaves[:3])}{' ...' if leaves[3:] else ''} are equal along "
             f"mesh axis {whole[0]!r}, and not shards. Give sharded= the tree of PartitionSpecs of the parameters."
@@ -444,6 +456,18 @@ def _one_worker(local: Any, algorithm: Algorithm, like: Any) -> Any:
         return x.reshape(leaf.shape)
 
     return jax.tree_util.tree_map_with_path(one, got, expected)
+
+
+def _second_of(local: Any, second: Algorithm, chunk: jax.ShapeDtypeStruct) -> Any:
+    """The local state of the second compression without its leading axis, checked."""
+    expected = jax.eval_shape(lambda key: second.init(key, chunk).local, jax.random.key(0))
+    same = jax.tree.structure(local) == jax.tree.structure(expected)
+    if not same or any(x.size != e.size for x, e in zip(*map(jax.tree.leaves, (local, expected)), strict=True)):
+        raise ValueError(
+            'compressed_mean: the state was made for another number of workers, or not for via="two_shot". Make it '
+            "with jc.init_state, or hand the old one on with jc.redistribute."
+        )
+    return jax.tree.map(lambda x, e: x.reshape(e.shape), local, expected)
 
 
 def _seated(local: Any, axis: Axis) -> Any:

@@ -8,7 +8,7 @@ The gradients of all leaves, laid end to end, are cut into n chunks. Worker j ow
 
 Each worker sends 2 (n - 1) / n times the lane bytes of its whole message, as an all-reduce does, where gathering sends
 n - 1 times. The second compression loses as well. An unbiased one (omega known) leaves the mean unbiased; a biased
-one is followed by error feedback of the owner: it sends C(m_j + e_j) and keeps the rest as e_j.
+one is followed by error feedback of the owner: it sends C(m_j + e_j), in f32, and keeps the rest as e_j.
 
 Reference: the two halves are those of Thakur, Rabenseifner, Gropp 2005; a memory for each as in 1-bit Adam (Tang et al.
 2021), where they are the worker's and the server's error.
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.algorithms.direct import direct
-from jaxcomp.algorithms.error_feedback import error_feedback
+from jaxcomp.algorithms.error_feedback import ErrorFeedbackLocal, error_feedback
 from jaxcomp.base import Algorithm, Compressor, State, accumulate, advance, like_of, wide
 from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.compressors.tree import dtype_of, ravel, unravel
@@ -157,9 +157,10 @@ def second_shot(
     zeros = varying(varying(jnp.zeros(chunk.shape, wide(chunk.dtype)), axis), outer or None)
     mean = accumulate(compressor, zeros, rows, weights, shared)
     mean = mean / workers if weights is None else mean
-    reply, local = second.send(key, mean, state)
-    replies = all_gather(reply, axis)
     like = like_of(mean)
+    remembers = isinstance(state.local, ErrorFeedbackLocal)
+    reply, local = second.send(key, mean if remembers else mean.astype(chunk.dtype), state)
+    replies = all_gather(reply, axis)
     whole = jax.vmap(lambda part: compressor.decompress(part, state.shared.compressor, like))(replies)
     _, after = second.receive(mean, state.shared)
     lanes = [lane_bytes(payload), lane_bytes(reply)]
