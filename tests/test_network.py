@@ -253,6 +253,7 @@ def test_break_even_and_limit():
 
 
 @in_laboratory
+@pytest.mark.slow
 def test_the_experiment(tmp_path):
     options = ["--workers", 2, "--sizes", 120_000, "--rates", "20mbit", "none", "--rounds", 3]
     options += ["--methods", "psum-f32", "psum-bf16", "sidco", "--train-methods", "psum-f32", "--train-rates", "20mbit"]

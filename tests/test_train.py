@@ -99,6 +99,7 @@ def test_a_cluster_gives_bitwise_the_single_run(thrice, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_interrupted_processes_go_on_as_another_number_of_workers(tmp_path):
     """Ctrl-C stops all after the same step; three workers in one process take over what two in two left."""
     where = ("--runs", tmp_path, "--name", "r")

@@ -123,12 +123,26 @@ def _gather(x: Array, axis: Axis) -> Array:
     spec P() accepts; under vmap and pmap that form is refused, and the plain one is typed so.
     """
     size = x.shape[-1]
+    if jax.default_backend() == "cpu" and jax.process_count() > 1 and x.nbytes >= LONG:
+        return proven_equal(_gather_around(x, axis), axis)
     if _platform() == "tpu" and size % TPU_LANES:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % TPU_LANES)])
     if set(axis_names(axis)) <= _varying_axes(x):
         return lax.all_gather(x, axis, to="invarying")[..., :size]
     return lax.all_gather(x, axis)[..., :size]
 
+
+def _gather_around(x: Array, axis: Axis) -> Array:
+    """The all-gather by permutations: each worker passes on what it has got to the next one."""
+    workers, number = axis_size(axis), axis_index(axis)
+    arrived = [x]
+    for _ in range(workers - 1):
+        arrived.append(lax.ppermute(arrived[-1], axis, [(i, (i + 1) % workers) for i in range(workers)]))
+    return jnp.stack(arrived)[(number - lax.iota(number.dtype, workers)) % workers]
+
+
+# Gloo's own all-gather of long messages takes 1.6 times what the bytes need, passing them on 1.1 times (four processes).
+LONG = 2**16
 
 # XLA for TPU compiles a gather of anything else to an all-reduce of all n parts, at twice the bytes (libtpu 0.0.50).
 TPU_LANES = 128
