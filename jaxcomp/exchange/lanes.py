@@ -141,7 +141,7 @@ def _gather_around(x: Array, axis: Axis) -> Array:
     return jnp.stack(arrived)[(number - lax.iota(number.dtype, workers)) % workers]
 
 
-# Gloo's own all-gather of long messages takes 1.6 times what the bytes need, passing them on 1.1 times (four processes).
+# Gloo's own all-gather of long messages takes 1.6 times what the bytes need; passed on, they take 1.1 (four processes).
 LONG = 2**16
 
 # XLA for TPU compiles a gather of anything else to an all-reduce of all n parts, at twice the bytes (libtpu 0.0.50).
