@@ -5,7 +5,7 @@ import importlib.util
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,7 +116,8 @@ def read_idx(path: Path) -> np.ndarray:
         if path.suffix == ".gz":
             data = memoryview(gzip.decompress(path.read_bytes()))
         else:  # an empty file cannot be mapped
-            data = memoryview(np.memmap(path, np.uint8, "r")) if path.stat().st_size else memoryview(b"")
+            mapped: Any = np.memmap(path, np.uint8, "r") if path.stat().st_size else b""
+            data = memoryview(mapped)
     except (OSError, EOFError) as error:
         raise UserError(f"cannot read {path}: {error}") from None
     if len(data) < 4 or bytes(data[:3]) != b"\0\0\x08":

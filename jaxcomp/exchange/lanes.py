@@ -275,6 +275,8 @@ def _all_to_all_in_turns(lane: Array, axis: Axis) -> Array:
     places = [[[part if j == i else 0 for part in range(parts)] for j in range(workers)] for i in range(workers)]
     for place, turn in enumerate(plan, start=parts):
         piece = pieces[jnp.asarray(turn.targets)[number], jnp.asarray(turn.parts)[number]]
+        # A turn begins when the one before is over: the number of a worker is never negative, which XLA cannot know.
+        piece = piece ^ (arrived[-1][:1] & (number >> 31).astype(piece.dtype))
         arrived.append(lax.ppermute(piece, axis, list(enumerate(turn.targets))))
         for origin, (target, part) in enumerate(zip(*turn, strict=True)):
             places[target][origin][part] = place
