@@ -57,7 +57,6 @@ class Crew:
                     text=True,
                     env=self.environment,
                     start_new_session=True,
-                    preexec_fn=die_with_parent if sys.platform == "linux" else None,
                 )
                 self.processes.append(process)
                 threading.Thread(target=self.read, args=(i, process.stdout), daemon=True).start()
@@ -134,8 +133,9 @@ class Crew:
 
 
 def die_with_parent() -> None:
-    """In the process to be: is ended by the kernel when the one that started it is gone, however it went."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    """This process is ended by the kernel when the one that started it is gone, however it went (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -157,7 +157,11 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def or_die() -> Iterator[None]:
-    """Ends the process at an error without a farewell to the others, for whom it would wait: first comes the cause."""
+    """Ends the process at an error without a farewell to the others, for whom it would wait: first comes the cause.
+
+    It ends, too, when the one that started it does.
+    """
+    die_with_parent()
     try:
         yield
     except UserError as error:

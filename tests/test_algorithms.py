@@ -122,7 +122,7 @@ ALGORITHMS = {
 
 
 # One for each kind of payload, of shared state and of memory.
-KINDS = {"ef-sidco-flat", "diana-rand_k", "momentum-dgc"}
+KINDS = {"ef-sidco-flat", "diana-rand_k"}
 
 
 def tree_gradients(seed, tree=TREE):

@@ -39,6 +39,7 @@ def test_payloads_survive_as_words(name):
     assert same(jax.jit(lambda words: decode_message(words, payload))(message.words), payload)
 
 
+@pytest.mark.slow
 def test_levels_of_every_density(seed):
     """One program codes and decodes them; the size follows the content."""
     rng = np.random.default_rng(seed)
@@ -126,6 +127,7 @@ def test_bitwise_the_mean_of_gather(name, seed):
     assert 1 < less < 1.01 if name == "raw" else less < 0.85
 
 
+@pytest.mark.slow
 def test_rungs_follow_the_content_without_compiling_again(seed):
     """Bitwise the mean of gathering on every rung, in one program for several workers; the ledger lists the rungs."""
     rng, size = np.random.default_rng(seed), 2000

@@ -102,10 +102,12 @@ def test_rates_hold_both_ways_and_every_byte_is_counted():
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind(end):
     code = (
-        "import time\nfrom experiments.crew import Crew\nfrom experiments.netlab import laboratory\n"
+        "import sys, time\nfrom experiments.crew import Crew\nfrom experiments.netlab import laboratory\n"
+        "worker = 'import time; from experiments.crew import *\\nwith or_die(): answer(0); time.sleep(600)'\n"
         "with laboratory(2, 1e6) as lab:\n"
-        "    commands = [[*prefix, 'sleep', '600'] for prefix in lab.prefixes]\n"
+        "    commands = [[*prefix, sys.executable, '-c', worker] for prefix in lab.prefixes]\n"
         "    with Crew(commands) as crew:\n"
+        "        crew.hear()\n"
         "        print(*(process.pid for process in crew.processes), flush=True)\n"
         "        time.sleep(600)\n"
     )

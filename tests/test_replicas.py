@@ -194,7 +194,7 @@ def test_one_worker_has_to_round(seed):
     np.testing.assert_array_equal(spread(huge, 1), [[np.finfo(np.float32).max]])
 
 
-@pytest.mark.parametrize("name", variants(ALGORITHMS, {"sidco", "diana", "momentum"}))
+@pytest.mark.parametrize("name", variants(ALGORITHMS, {"sidco"}))
 @pytest.mark.parametrize("workers", variants([2, 6], {6}))
 def test_training_goes_on_with_other_workers(name, workers, seed):
     tx = optax.chain(jc.compressed_mean(ALGORITHMS[name], AXIS), optax.adam(1e-2))
@@ -225,7 +225,7 @@ def test_what_is_to_be_delivered_can_stay_what_it_was(seed):
     np.testing.assert_allclose(np.mean(moved, 0), np.mean(old.local.algorithm.memory["w"], 0), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("workers", variants([2, 3, 8], {3}))
+@pytest.mark.parametrize("workers", variants([2, 3, 8], ()))
 def test_memories_of_second_shots_are_cut_anew(workers, seed):
     tx = jc.compressed_mean(jc.error_feedback(jc.cast("float8_e4m3fn")), AXIS, via="two_shot")
     _, old = run_vmap(tx, PARAMS, gradients(seed))

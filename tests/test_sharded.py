@@ -254,7 +254,7 @@ def waits(program):
     return [e.waits_for for e in found if e.op == "all-gather"]
 
 
-@pytest.mark.parametrize("method", ["sparse", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [pytest.param("sparse", marks=pytest.mark.slow), "bf16"])
 def test_a_bucket_waits_only_for_its_part_of_the_backward_pass(method):
     (whole,) = waits(bucketed(method))
     assert whole == 1.0

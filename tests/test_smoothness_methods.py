@@ -251,6 +251,7 @@ def test_worlds_agree(i, name):
         assert len(set(copies)) == 1
 
 
+@pytest.mark.slow
 def test_plans_per_worker_go_through_trees():
     """flat and per_leaf of a compressor with plans per worker do what the compressor does to the vector."""
     c = compressors()["varying"]
