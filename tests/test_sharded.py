@@ -146,7 +146,7 @@ def test_dense_training_is_the_same_in_every_layout():
         np.testing.assert_allclose(losses(program(layout))[0], expected, rtol=2e-5)
 
 
-@pytest.mark.parametrize("layout", [pytest.param("fsdp", marks=pytest.mark.slow), "tensor"])
+@pytest.mark.parametrize("layout", [pytest.param(layout, marks=pytest.mark.slow) for layout in ("fsdp", "tensor")])
 def test_explicit_axes_work_as_automatic_ones_do(layout):
     automatic, explicit = program(layout, algorithm=SPARSE), program(layout, "explicit", algorithm=SPARSE)
     assert losses(automatic)[0] == losses(explicit)[0]

@@ -156,6 +156,7 @@ def test_all_exchanges_give_bitwise_the_same_mean(name, seed):
 
 
 @pytest.mark.filterwarnings("ignore:via=")
+@pytest.mark.slow
 def test_all_worlds_give_bitwise_the_same_directions(seed):
     grads = gradients(seed)
     results = {}
