@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, choose_new, fraction, positive
+from experiments.cli import Parser, UserError, at_least, choose_new
 
 __all__ = ["main"]
 
 
 def parser() -> Parser:
     from experiments.methods import METHODS
+    from experiments.text import add_options
 
     p = Parser(prog="python -m experiments overlap", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument(
@@ -34,17 +35,8 @@ def parser() -> Parser:
     p.add_argument(
         "--topology", default=None, help="compile for this TPU topology, for instance v5e:2x2, and do not run"
     )
-    p.add_argument("--text", type=Path, default=None, help="plain or .xz; without it the source of this package")
     p.add_argument("--steps", type=at_least(2), default=30, help="timed steps of each program")
-    p.add_argument("--batch", type=at_least(1), default=8, help="windows of all workers in a step")
-    p.add_argument("--length", type=at_least(2), default=64, help="characters of a window")
-    p.add_argument("--width", type=at_least(2), default=128, help="of the residual stream")
-    p.add_argument("--heads", type=at_least(1), default=4, help="of attention")
-    p.add_argument("--layers", type=at_least(1), default=4, help="blocks")
-    p.add_argument("--lr", type=positive, default=1e-3, help="learning rate of Adam")
-    p.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
-    p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
-    p.add_argument("--seed", type=at_least(0), default=0, help="of parameters and batches")
+    add_options(p, batch=8, width=128, layers=4, lr=1e-3)
     p.add_argument("--name", default=None, help="folder under --runs; without it the next free overlap-N")
     p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
     return p

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, at_least, choose_new, fraction, positive
+from experiments.cli import Parser, at_least, choose_new
 
 __all__ = ["main"]
 
@@ -25,24 +25,16 @@ WINDOW = 10  # logged steps that a loss is averaged over
 def parser() -> Parser:
     from experiments.methods import METHODS
     from experiments.sharded_step import AXIS_TYPES
+    from experiments.text import add_options
     from experiments.transformer import LAYOUTS
 
     p = Parser(prog="python -m experiments sharded", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["fsdp", "tensor"], help="where parameters lie")
     p.add_argument("--mesh", nargs=2, type=at_least(1), default=[2, 2], metavar=("DATA", "OTHER"), help="its shape")
     p.add_argument("--axis-types", choices=AXIS_TYPES, default="auto", help="of the mesh; all axes are manual anyway")
-    p.add_argument("--text", type=Path, default=None, help="plain or .xz; without it the source of this package")
     p.add_argument("--methods", nargs="+", choices=METHODS, default=DEFAULT_METHODS, metavar="METHOD", help="exchanges")
     p.add_argument("--steps", type=at_least(1), default=300, help="steps of each run")
-    p.add_argument("--batch", type=at_least(1), default=32, help="windows of all workers in a step")
-    p.add_argument("--length", type=at_least(2), default=64, help="characters of a window")
-    p.add_argument("--width", type=at_least(2), default=64, help="of the residual stream")
-    p.add_argument("--heads", type=at_least(1), default=4, help="of attention")
-    p.add_argument("--layers", type=at_least(1), default=2, help="blocks")
-    p.add_argument("--lr", type=positive, default=3e-3, help="learning rate of Adam")
-    p.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
-    p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
-    p.add_argument("--seed", type=at_least(0), default=0, help="of parameters and batches")
+    add_options(p, batch=32, width=64, layers=2, lr=3e-3)
     p.add_argument("--log-every", type=at_least(1), default=5, help="steps between lines of metrics.jsonl")
     p.add_argument("--name", default=None, help="folder under --runs; without it the next free sharded-N")
     p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")

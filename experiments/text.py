@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 import jaxcomp as jc
-from experiments.cli import UserError
+from experiments.cli import Parser, UserError, at_least, fraction, positive
 
-__all__ = ["Text", "read_characters", "text_of", "windows"]
+__all__ = ["Text", "add_options", "read_characters", "text_of", "windows"]
 
 
 class Text(NamedTuple):
@@ -20,6 +20,20 @@ class Text(NamedTuple):
     codes: np.ndarray
     characters: int
     train: int
+
+
+def add_options(p: Parser, *, batch: int, width: int, layers: int, lr: float) -> None:
+    """Options of the experiments that train a transformer on a text, with these defaults."""
+    p.add_argument("--text", type=Path, default=None, help="plain or .xz; without it the source of this package")
+    p.add_argument("--batch", type=at_least(1), default=batch, help="windows of all workers in a step")
+    p.add_argument("--length", type=at_least(2), default=64, help="characters of a window")
+    p.add_argument("--width", type=at_least(2), default=width, help="of the residual stream")
+    p.add_argument("--heads", type=at_least(1), default=4, help="of attention")
+    p.add_argument("--layers", type=at_least(1), default=layers, help="blocks")
+    p.add_argument("--lr", type=positive, default=lr, help="learning rate of Adam")
+    p.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
+    p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
+    p.add_argument("--seed", type=at_least(0), default=0, help="of parameters and batches")
 
 
 def read_characters(path: Path | None) -> tuple[np.ndarray, int]:

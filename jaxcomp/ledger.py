@@ -282,6 +282,7 @@ class Module:
 
 
 def as_groups(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """Rows of an array as tuples of Python integers."""
     return tuple(tuple(map(int, row)) for row in rows)
 
 

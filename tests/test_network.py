@@ -22,7 +22,7 @@ from experiments.crew import Crew
 from experiments.netlab import Link, delay_of, laboratory, rate_name, rate_of
 from experiments.network import results
 from experiments.network.methods import AXIS, method_name, transformation
-from experiments.network.offline import offline
+from experiments.network.offline import Inseparable, offline
 from jaxcomp.exchange import lanes
 from jaxcomp.exchange.turns import turns
 
@@ -218,7 +218,7 @@ def test_a_program_whose_exchange_depends_on_data_has_no_offline_form():
     tx = transformation("top-k:ladder", 0.01, 7)
     gradient = jnp.ones(30_000)
     state = jax.vmap(lambda _: tx.init(gradient), axis_name=AXIS)(jnp.arange(2))
-    with pytest.raises(NotImplementedError, match="collective within cond"):
+    with pytest.raises(Inseparable, match="collective within cond"):
         offline(tx.update, AXIS, 2, gradient, jax.tree.map(lambda x: x[0], state))
 
 

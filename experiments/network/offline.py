@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-__all__ = ["offline"]
+__all__ = ["Inseparable", "offline"]
 
 SUMS = {"psum", "psum2", "psum_invariant", "reduce_scatter"}
 COLLECTIVES = SUMS | {
@@ -25,6 +25,10 @@ COLLECTIVES = SUMS | {
     "ragged_all_to_all",
 }
 CALLS = {"closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2", "checkpoint"}
+
+
+class Inseparable(ValueError):
+    """A program whose exchanges depend on what is computed between them: no work is left without them."""
 
 
 def offline(fn: Callable, axis_name: str, workers: int, *args: Any) -> tuple[Callable, list[jax.Array]]:
@@ -40,7 +44,7 @@ def offline(fn: Callable, axis_name: str, workers: int, *args: Any) -> tuple[Cal
         all workers send the same, which has the shapes and the kind of content that the program expects.
 
     Raises:
-        NotImplementedError: a collective lies within a conditional or a loop.
+        Inseparable: a collective lies within a conditional or a loop.
     """
     traced = jax.make_jaxpr(fn, axis_env=[(axis_name, workers)])(*args)
 
@@ -76,6 +80,7 @@ def offline(fn: Callable, axis_name: str, workers: int, *args: Any) -> tuple[Cal
 
 
 def evaluate(jaxpr: Any, consts: Any, args: Any, number: Any, exchange: Callable) -> list[Any]:
+    """Results of a traced program, each collective done by exchange(name, operands, outcomes) instead."""
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     read = lambda x: x.val if isinstance(x, core.Literal) else values[x]
     for eqn in jaxpr.eqns:
@@ -92,7 +97,7 @@ def evaluate(jaxpr: Any, consts: Any, args: Any, number: Any, exchange: Callable
             )
         else:
             if any(collective_in(part) for part in jaxprs_of(eqn.params)):
-                raise NotImplementedError(f"a collective within {name}")
+                raise Inseparable(f"a collective within {name}")
             results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
             results = results if eqn.primitive.multiple_results else [results]
         values.update(zip(eqn.outvars, results, strict=True))

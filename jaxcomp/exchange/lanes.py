@@ -141,7 +141,8 @@ def _gather_around(x: Array, axis: Axis) -> Array:
     return jnp.stack(arrived)[(number - lax.iota(number.dtype, workers)) % workers]
 
 
-# Gloo's own all-gather of long messages takes 1.6 times what the bytes need; passed on, they take 1.1 (four processes).
+# Gloo's own all-gather of long messages takes 1.6 times what the bytes need; passed on, they take 1.2 (four processes
+# on links of 10 Mbit/s, `python -m experiments network --methods dithering --rates 10mbit`).
 LONG = 2**16
 
 # XLA for TPU compiles a gather of anything else to an all-reduce of all n parts, at twice the bytes (libtpu 0.0.50).

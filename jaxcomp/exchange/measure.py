@@ -62,6 +62,7 @@ class Info(NamedTuple):
 
 
 def no_counts() -> Counts:
+    """Before the first round."""
     integer, real = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
     return Counts(real, real, integer, integer, real, real, integer, integer, real, integer)
 
