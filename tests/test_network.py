@@ -254,6 +254,37 @@ def test_break_even_and_limit():
     assert results.limit_of({"compute": 0.2, "rate": None, "ledger_bytes": 1e6}) == 0.2
 
 
+def test_the_peer_has_the_same_model():
+    torch = pytest.importorskip("torch", reason="the peers are not installed")
+    from flax import nnx
+
+    from experiments.models import MODELS
+    from experiments.network.ddp import Net
+
+    x = np.random.default_rng(0).normal(size=(3, 8, 8, 1)).astype(np.float32)
+    for make in MODELS.values():
+        model = make((8, 8, 1), 10, rngs=nnx.Rngs(0))
+        net = Net(jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model))))
+        got = net(torch.from_numpy(x)).detach().numpy()
+        np.testing.assert_allclose(got, model(jnp.asarray(x)), rtol=1e-4, atol=1e-5)
+
+
+@in_laboratory
+@pytest.mark.slow
+def test_the_peer_trains_as_an_all_reduce_does(tmp_path):
+    pytest.importorskip("torch", reason="the peers are not installed")
+    options = ["--only", "training", "--workers", 2, "--train-rates", "none", "--steps", 12, "--target", 0.01]
+    methods = ["psum-f32", "ddp-f32", "ddp-bf16", "ddp-powersgd"]
+    run_to(0, "network", *options, "--train-methods", *methods, "--runs", tmp_path)
+    trained = json.loads((tmp_path / "network-1" / "results.json").read_text())["training"]
+    losses = {row["method"]: row["losses"] for row in trained}
+    np.testing.assert_allclose(losses["ddp-f32"], losses["psum-f32"], rtol=1e-3)
+    np.testing.assert_allclose(losses["ddp-bf16"], losses["psum-f32"], rtol=2e-2)
+    sent = {row["method"]: row["payload_bytes"] for row in trained}
+    assert sent["ddp-bf16"] < 0.6 * sent["ddp-f32"]
+    assert sent["ddp-powersgd"] < 0.6 * sent["ddp-f32"]
+
+
 @in_laboratory
 @pytest.mark.slow
 def test_the_experiment(tmp_path):

@@ -23,7 +23,7 @@ from experiments.cli import Parser, at_least, choose_new, fraction, one_thread, 
 from experiments.crew import Crew
 from experiments.netlab import Lab, delay_of, laboratory, rate_name, rate_of
 from experiments.network import results
-from experiments.network.methods import DEFAULT, known, method_name
+from experiments.network.methods import DEFAULT, PEERS, known, method_name, trained_name
 
 __all__ = ["main"]
 
@@ -58,7 +58,12 @@ def parser() -> Parser:
     p.add_argument("--seconds", type=positive, default=15.0, help="fewer rounds, at least two, if they take longer")
     p.add_argument("--only", choices=("exchange", "training"), default=None, help="one of the two parts")
     p.add_argument("--train-rates", **rates, default=["100mbit"], help="rates at which a model is trained")
-    p.add_argument("--train-methods", **names, default=TRAINED, help="what it is trained with")
+    p.add_argument(
+        "--train-methods",
+        **{**names, "type": trained_name},
+        default=TRAINED,
+        help=f"what it is trained with: of the same, or, where PyTorch is installed, {', '.join(PEERS)}",
+    )
     p.add_argument(
         "--train-ratio", type=fraction, default=None, help="of sparse methods in training; --ratio if not given"
     )

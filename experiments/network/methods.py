@@ -3,15 +3,21 @@
 psum-f32, psum-bf16    `lax.pmean` of the gradient, as it is or cast, without this library
 METHOD                 of `experiments.methods`, in `jc.compressed_mean`
 METHOD:VIA             the same with via=VIA, as in dithering:two_shot
+
+Only trained, where PyTorch is installed:
+
+ddp-f32, ddp-bf16, ddp-powersgd    DistributedDataParallel over gloo: as it is, and with its hooks
 """
 
 import argparse
+import importlib.util
 from typing import Any
 
-__all__ = ["AXIS", "DEFAULT", "known", "method_name", "transformation"]
+__all__ = ["AXIS", "DEFAULT", "PEERS", "known", "method_name", "trained_name", "transformation"]
 
 AXIS = "data"
 PLAIN = ("psum-f32", "psum-bf16")
+PEERS = ("ddp-f32", "ddp-bf16", "ddp-powersgd")
 DEFAULT = [
     *PLAIN,
     "dense-bf16:two_shot",
@@ -41,6 +47,15 @@ def method_name(text: str) -> str:
         raise argparse.ArgumentTypeError(f"unknown method {text!r}; choose from {known()}")
     if colon and via not in VIAS:
         raise argparse.ArgumentTypeError(f"{text!r}: there is no via {via!r}; choose from {', '.join(VIAS)}")
+    return text
+
+
+def trained_name(text: str) -> str:
+    """An option: of a method or a peer, checked."""
+    if text not in PEERS:
+        return method_name(text)
+    if importlib.util.find_spec("torch") is None:
+        raise argparse.ArgumentTypeError(f"{text!r} needs PyTorch: pip install 'jaxcomp[peers]'")
     return text
 
 

@@ -84,6 +84,9 @@ class Blocks:
         """A number per block, repeated over the entries of its block; [count] -> [d] or [1]."""
         if self.count <= 1:
             return each
+        if self.tail <= self.length:  # fuses with what follows, where a concatenation would be an array of its own
+            size = self.rows * self.length + self.tail
+            return jnp.broadcast_to(each[:, None], (self.count, self.length)).reshape(-1)[:size]
         body = jnp.broadcast_to(each[: self.rows, None], (self.rows, self.length)).reshape(-1)
         return jnp.concatenate([body, jnp.broadcast_to(each[self.rows :], (self.tail,))]) if self.tail else body
 

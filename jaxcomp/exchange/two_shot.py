@@ -49,13 +49,16 @@ class Shot(NamedTuple):
 
 
 def chunk_like(tree: Any, chunks: int) -> jax.ShapeDtypeStruct:
-    """Shape of a chunk of all leaves together: a multiple of 32 entries, for whole words, unless that is too coarse."""
+    """Shape of a chunk of all leaves together: a multiple of 32 entries, for whole words, unless that is too coarse.
+
+    Long chunks are multiples of 1024, which the usual blocks divide: a shorter last block is a third of the time of
+    compressing, for less than one percent of the bytes.
+    """
     likes = jax.tree.leaves(like_of(tree))
     size = sum(like.size for like in likes)
     entries = -(-size // chunks)
-    if size >= 32 * chunks:
-        entries = -(-entries // 32) * 32
-    return jax.ShapeDtypeStruct((entries,), dtype_of(likes))
+    unit = 1024 if entries >= 2**17 else 32 if entries >= 32 else 1
+    return jax.ShapeDtypeStruct((-(-entries // unit) * unit,), dtype_of(likes))
 
 
 def in_chunks(compressor: Compressor, chunks: int) -> Compressor:

@@ -1,0 +1,27 @@
+"""The mesh of all processes, and how arrays come to lie on it."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from experiments.network.methods import AXIS
+
+__all__ = ["Workers"]
+
+
+class Workers:
+    """One worker for each process, in a row."""
+
+    def __init__(self):
+        self.mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+        self.equal, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(AXIS))
+
+    def replicate(self, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.equal, np.asarray(x)), tree)
+
+    def own(self, x: np.ndarray) -> jax.Array:
+        """This worker's rows of an array split among all."""
+        return jax.make_array_from_process_local_data(self.split, x)

@@ -1,0 +1,126 @@
+"""Data-parallel training of one model on the hosts of the laboratory, against the clock."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp as jc
+from experiments.crew import note
+from experiments.data import batch_of, load, split
+from experiments.models import MODELS
+from experiments.network.mesh import Workers
+from experiments.network.methods import AXIS, transformation
+from experiments.training import OPTIMIZERS
+
+__all__ = ["Compressed", "Training"]
+
+SMOOTH = 10  # steps that the loss is averaged over before it is held against the target
+
+
+class Training:
+    """From the same start and with the same batches for all methods. What a method is, a subclass says.
+
+    described: what can be told of its program before it is run.
+    """
+
+    described: dict[str, Any]
+
+    def __init__(self, number: int, data: str, data_dir: str | None, model: str, batch: int):
+        self.number, self.batch = number, batch
+        self.data = load(data, Path(data_dir) if data_dir else None)
+        self.parts = split(self.data.train_y, jax.process_count(), None, 0)
+        self.graph, self.params = nnx.split(
+            MODELS[model](self.data.train_x.shape[1:], self.data.num_classes, rngs=nnx.Rngs(0))
+        )
+        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    def start(self) -> None:
+        """Back to the first parameters."""
+        raise NotImplementedError
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> float:
+        """The mean loss of all workers before the step; x, y: this worker's batch."""
+        raise NotImplementedError
+
+    def right(self, x: np.ndarray, y: np.ndarray) -> int:
+        """How many of these examples the model classifies right now."""
+        raise NotImplementedError
+
+    def batches(self, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for step in range(1, steps + 1):
+            chosen = batch_of(self.parts, self.batch, 0, step)[self.number * self.batch :][: self.batch]
+            yield self.data.train_x[chosen], self.data.train_y[chosen]
+
+    def train(self, steps: int, target: float) -> dict[str, Any]:
+        """Until the loss, averaged over ten steps, is at the target; at most so many steps.
+
+        losses: of each step, of all workers' batches. seconds: since the start, at the end of each step.
+        """
+        self.start()
+        losses, seconds, shown = [], [], 0.0
+        begin = time.perf_counter()
+        for x, y in self.batches(steps):
+            losses.append(self.step(x, y))
+            seconds.append(time.perf_counter() - begin)
+            if self.number == 0 and seconds[-1] - shown > 0.5:
+                shown = seconds[-1]
+                note(f"step {len(losses)}, loss {losses[-1]:.3f}")
+            if len(losses) >= SMOOTH and np.mean(losses[-SMOOTH:]) <= target:
+                break
+        test, most = self.data.test_y, 1000
+        parts = [slice(at, at + most) for at in range(0, len(test), most)] if self.number == 0 else []
+        right = sum(self.right(self.data.test_x[part], test[part]) for part in parts)
+        reached = len(losses) >= SMOOTH and float(np.mean(losses[-SMOOTH:])) <= target
+        return {"losses": losses, "seconds": seconds, "accuracy": right / len(test), "reached": reached}
+
+
+class Compressed(Training):
+    """A method of this library, or `lax.pmean`, in a program that is compiled once."""
+
+    def __init__(
+        self, number: int, method: str, ratio: float, levels: int, optimizer: str, rate: float, **options: Any
+    ):
+        super().__init__(number, **options)
+        workers = self.workers = Workers()
+        tx = optax.chain(transformation(method, ratio, levels), OPTIMIZERS[optimizer](rate))
+        params = workers.replicate(self.params)
+        self.fresh = lambda: (params, *jc.init_state(tx, params, workers.mesh, AXIS))
+        _, state, specs = self.fresh()
+
+        def loss_of(params, x, y):
+            logits = nnx.merge(self.graph, params)(x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+        def one(params, state, x, y):
+            loss, grads = jax.value_and_grad(loss_of)(jc.per_worker(params, AXIS), x, y)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, lax.pmean(loss, AXIS)
+
+        specs = (P(), specs, P(AXIS), P(AXIS))
+        step = jax.shard_map(one, mesh=workers.mesh, in_specs=specs, out_specs=(*specs[:2], P()))
+        batch = [workers.own(x) for x in next(self.batches(1))]
+        self.compiled = jax.jit(step).lower(params, state, *batch).compile()
+        jax.block_until_ready(self.compiled(params, state, *batch))
+        self.described = {"ledger_bytes": jc.ledger(self.compiled).total_bytes, "parameters": self.parameters}
+        self.count_right = jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(1) == y))
+
+    def start(self) -> None:
+        self.now, self.state, _ = jax.block_until_ready(self.fresh())
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> float:
+        batch = self.workers.own(x), self.workers.own(y)
+        self.now, self.state, loss = jax.block_until_ready(self.compiled(self.now, self.state, *batch))
+        return float(loss)
+
+    def right(self, x: np.ndarray, y: np.ndarray) -> int:
+        mine = jax.tree.map(lambda leaf: jnp.asarray(leaf.addressable_data(0)), self.now)
+        return int(self.count_right(mine, x, y))
