@@ -8,6 +8,8 @@ import pytest
 from montecarlo import chi_square_bound
 
 import jaxcomp as jc
+from jaxcomp.base import ONE_PASS, accumulate
+from jaxcomp.compressors.dense import narrowed, widened
 from jaxcomp.hashing import random_bits, random_uniform
 from jaxcomp.packing import unpack
 
@@ -187,6 +189,26 @@ def test_natural_saturates_and_flushes(key):
     np.testing.assert_array_equal(compressed(jc.natural(), x, key)[1], [2.0**127, -(2.0**127), 0, 0, 0])
 
 
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "bfloat16"])
+def test_conversions_are_those_of_ml_dtypes(name):
+    """All numbers of the type, what lies halfway between them and next to that, and random ones, of both signs."""
+    kind = jnp.dtype(name)
+    codes = np.arange(2 ** (8 * kind.itemsize), dtype=f"uint{8 * kind.itemsize}").view(kind)
+    np.testing.assert_array_equal(widened(jnp.asarray(codes)), codes.astype(np.float32))
+    largest = float(jnp.finfo(kind).max)
+    exact = codes.astype(np.float32)
+    exact = np.unique(exact[np.isfinite(exact)])
+    halves = (exact[1:] / 2 + exact[:-1] / 2)[:: len(exact) // 200]
+    x = np.random.default_rng(0).normal(size=100_000) * np.exp(np.random.default_rng(1).uniform(-20, 5, 100_000))
+    x = np.concatenate([exact, halves, np.nextafter(halves, np.inf), np.nextafter(halves, -np.inf), [0.0, -0.0], x])
+    x = np.clip(x, -largest, largest).astype(np.float32)
+    x = x[(np.abs(x) >= np.finfo(np.float32).tiny) | (x == 0)]  # XLA takes subnormal f32 as zero
+    got = np.asarray(jax.jit(narrowed, static_argnums=1)(x, kind))
+    if "uz" in name:  # has no -0
+        x = np.where(x == 0, 0, x).astype(np.float32)
+    np.testing.assert_array_equal(got.view(f"uint{8 * kind.itemsize}"), x.astype(kind).view(f"uint{8 * kind.itemsize}"))
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_cast_rounds_to_nearest(name, scale, key, seed):
@@ -264,3 +286,39 @@ def test_natural_is_worst_where_its_omega_says(key):
 def test_codes_of_dithering_are_zigzag_levels(key):
     payload, _ = compressed(jc.dithering(1, norm="inf"), np.array([1, -1, 0], np.float32), key)
     np.testing.assert_array_equal(unpack(payload.words, 3), [1, 2, 0])
+
+
+# ------------------------------------------------------------------------------------------------
+# Sums of decoded messages
+
+
+def messages_of(compressor, workers, size, key):
+    x = jax.random.normal(key, (workers, size))
+    compress = lambda key, x: compressor.compress(key, x, compressor.init(jax.random.key(0), x))[0]
+    return jax.vmap(compress)(jax.random.split(key, workers), x)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, ONE_PASS + 1])
+def test_the_sum_of_messages_is_that_of_one_after_the_other(workers, key):
+    compressor, zeros = jc.dithering(7, block_size=64), jnp.zeros(1000)
+    payloads = messages_of(compressor, workers, 1000, key)
+    want = zeros
+    for i in range(workers):
+        want = want + compressor.decompress(jax.tree.map(lambda a: a[i], payloads), None, zeros)  # noqa: B023
+    add = lambda payloads: accumulate(compressor, zeros, payloads, None, None)
+    np.testing.assert_array_equal(jax.jit(add)(payloads), want)
+    np.testing.assert_array_equal(jax.vmap(add)(jax.tree.map(lambda a: a[None], payloads))[0], want)
+
+
+def test_messages_are_decoded_once_however_many_use_their_sum(key):
+    compressor, zeros = jc.dithering(7), jnp.zeros(1000)
+    payloads = messages_of(compressor, 4, 1000, key)
+
+    def shifts(*users):
+        def program(payloads):
+            total = accumulate(compressor, zeros, payloads, None, None)
+            return [use(total) for use in users]
+
+        return jax.jit(program).lower(payloads).compile().as_text().count("shift-right-logical(")
+
+    assert shifts(jnp.sin) == shifts(jnp.sin, jnp.cos, jnp.exp) > 0

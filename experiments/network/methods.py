@@ -1,6 +1,7 @@
 """What is exchanged, and how: an optax transformation by name.
 
 psum-f32, psum-bf16    `lax.pmean` of the gradient, as it is or cast, without this library
+lax-two-shot-bf16      `lax.all_to_all`, a sum in f32 and `lax.all_gather`, as one would write it by hand
 METHOD                 of `experiments.methods`, in `jc.compressed_mean`
 METHOD:VIA             the same with via=VIA, as in dithering:two_shot
 
@@ -10,13 +11,14 @@ ddp-f32, ddp-bf16, ddp-powersgd    DistributedDataParallel over gloo: as it is, 
 """
 
 import argparse
+import functools
 import importlib.util
 from typing import Any
 
 __all__ = ["AXIS", "DEFAULT", "PEERS", "known", "method_name", "trained_name", "transformation"]
 
 AXIS = "data"
-PLAIN = ("psum-f32", "psum-bf16")
+PLAIN = ("psum-f32", "psum-bf16", "lax-two-shot-bf16")
 PEERS = ("ddp-f32", "ddp-bf16", "ddp-powersgd")
 DEFAULT = [
     *PLAIN,
@@ -34,7 +36,7 @@ DEFAULT = [
 def known() -> str:
     from experiments.methods import METHODS
 
-    return f"{', '.join(PLAIN)} (lax.pmean), or METHOD or METHOD:VIA with METHOD one of {', '.join(METHODS)}"
+    return f"{', '.join(PLAIN)} (without this library), or METHOD or METHOD:VIA with METHOD one of {', '.join(METHODS)}"
 
 
 def method_name(text: str) -> str:
@@ -62,21 +64,38 @@ def trained_name(text: str) -> str:
 def transformation(text: str, ratio: float, levels: int, seed: int = 0) -> Any:
     """The optax transformation that makes the mean of the workers' gradients."""
     import jax
-    import jax.numpy as jnp
     import optax
-    from jax import lax
 
     import jaxcomp as jc
     from experiments.methods import METHODS
 
     if text in PLAIN:
-        dtype = jnp.dtype(text.removeprefix("psum-").replace("bf16", "bfloat16").replace("f32", "float32"))
+        mean = two_shot_bf16 if text == "lax-two-shot-bf16" else functools.partial(psum, text.removeprefix("psum-"))
 
         def update(grads, state, params=None):
-            mean = jax.tree.map(lambda g: lax.pmean(g.astype(dtype), AXIS).astype(g.dtype), grads)
-            return mean, state
+            return jax.tree.map(mean, grads), state
 
         return optax.GradientTransformation(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
     name, _, via = text.partition(":")
     algorithm = METHODS[name].make(ratio, levels)
     return jc.compressed_mean(algorithm, AXIS, via=via or "auto", seed=seed, measure=False)
+
+
+def psum(kind: str, x: Any) -> Any:
+    from jax import lax
+
+    return lax.pmean(x.astype({"f32": "float32", "bf16": "bfloat16"}[kind]), AXIS).astype(x.dtype)
+
+
+def two_shot_bf16(x: Any) -> Any:
+    """The mean of one array; on the wire as words, since backends widen bfloat16."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    bits = lambda values: lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+    values = lambda words: lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
+    workers = lax.axis_size(AXIS)
+    rows = jnp.pad(x.reshape(-1), (0, -x.size % workers)).reshape(workers, -1)
+    mean = values(lax.all_to_all(bits(rows), AXIS, 0, 0, tiled=True)).mean(0)
+    whole = values(lax.all_gather(bits(mean), AXIS, to="invarying"))
+    return whole.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)

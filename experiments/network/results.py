@@ -153,6 +153,8 @@ def even_lines(rows: list[dict], dense: str) -> list[str]:
 
 def plot(options: Any, rows: list[dict], trained: list[dict], path: Path) -> Path:
     """Speed-up against bandwidth for each size and dense method, break-even marked; loss against the clock."""
+    from matplotlib.ticker import NullFormatter
+
     from experiments.plots import LINES, new_figure, save
 
     sizes = list(dict.fromkeys(row["size"] for row in rows))
@@ -172,6 +174,7 @@ def plot(options: Any, rows: list[dict], trained: list[dict], path: Path) -> Pat
             axis.plot(row["seconds"], smooth, label=row["method"], markevery=[-1], markersize=6, **look)
         axis.axhline(options.target, color="0.5", linewidth=1)
         axis.set(xlabel="seconds", ylabel="training loss (mean of 10 steps)", yscale="log", xscale="log")
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_title(f"{options.data}, {options.model}, {rate_name(rate)}")
         axis.legend(fontsize=8)
     delay = f", delay {1e3 * options.delay:g} ms" if options.delay else ""
@@ -197,9 +200,7 @@ def draw_speed(axis: Any, rows: list[dict], base: str, looks: dict[str, Any]) ->
             axis.plot([even], [1], marker="o", markersize=11, markerfacecolor="none", color=looks[method]["color"])
     axis.axhline(1, color="0.3", linewidth=1)
     ticks = [*limited, *([unlimited] if None in dense else [])]
-    axis.set(
-        xscale="log", yscale="log", xlabel="rate of every link", ylabel=f"times as fast as {base} (circle: break-even)"
-    )
+    axis.set(xscale="log", yscale="log", xlabel="rate of every link", ylabel="times as fast (circle: break-even)")
     axis.set_xticks(ticks, [rate_name(rate if rate in limited else None) for rate in ticks])
     axis.minorticks_off()
     axis.set_yticks(

@@ -24,6 +24,7 @@ __all__ = [
     "all_sum",
     "all_sum_words",
     "all_to_all",
+    "as_words",
     "axis_index",
     "axis_names",
     "axis_size",
@@ -420,7 +421,11 @@ def _groups(items: Iterable[int], key: Callable[[int], Any]) -> list[list[int]]:
     return list(groups.values())
 
 
+def as_words(x: Array) -> Array:
+    """The bits of x as unsigned integers of the same width."""
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
 def _as_words(x: Array) -> Array:
-    """The bits of x as a vector of unsigned integers of the same width."""
-    words = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
-    return lax.bitcast_convert_type(x.reshape(-1), words)
+    """The same as a vector."""
+    return as_words(x.reshape(-1))

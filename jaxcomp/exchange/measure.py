@@ -109,7 +109,7 @@ def count(payload: Any, bits: Any, grads: Any, message: Any, sent: Any, local: A
 
 def _nonfinite(arrays: list[Array]) -> Array:
     """Number of NaN and infinite entries, i32[]. They are counted only where the sum is not finite: that is quicker."""
-    clean = jnp.isfinite(sum([jnp.sum(x) for x in arrays], jnp.zeros((), jnp.float32)))
+    clean = jnp.isfinite(sum([jnp.sum(x).astype(jnp.float32) for x in arrays], jnp.zeros((), jnp.float32)))
     none = clean.astype(jnp.int32) * 0  # with the types of all arrays
     counted = lambda none, arrays: sum([jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in arrays], none)
     return lax.cond(clean, lambda none, arrays: none, counted, none, arrays)

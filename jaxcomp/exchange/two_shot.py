@@ -25,7 +25,7 @@ from jaxcomp.algorithms.error_feedback import ErrorFeedbackLocal, error_feedback
 from jaxcomp.base import Algorithm, Compressor, State, accumulate, advance, like_of, wide
 from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.compressors.tree import dtype_of, ravel, unravel
-from jaxcomp.exchange.lanes import Axis, all_gather, all_to_all, axis_size, varying
+from jaxcomp.exchange.lanes import Axis, all_gather, all_to_all, as_words, axis_size, varying
 
 __all__ = ["Shot", "again", "chunk_like", "in_chunks", "second_shot"]
 
@@ -93,8 +93,16 @@ def in_chunks(compressor: Compressor, chunks: int) -> Compressor:
 
     def compress(key, tree, state):
         # One after the other: under vmap each `lax.cond` of a compressor would take both ways, sixfold the time.
-        one = lambda chunk: compressor.compress(chunk[0], chunk[1], State(chunk[2], state.shared))
-        return lax.map(one, (jax.random.split(key, chunks), rows(tree), state.local))
+        kinds: list[Any] = []
+
+        # As words: XLA for CPU widens a whole array of narrow floats to write a part of it in a loop, and back.
+        def one(chunk):
+            payload, local = compressor.compress(chunk[0], chunk[1], State(chunk[2], state.shared))
+            kinds[:] = [jax.tree.map(lambda x: x.dtype, payload)]
+            return jax.tree.map(as_words, payload), local
+
+        payload, local = lax.map(one, (jax.random.split(key, chunks), rows(tree), state.local))
+        return jax.tree.map(lax.bitcast_convert_type, payload, kinds[0]), local
 
     def decompress(payload, shared, like):
         chunk = chunk_like(like, chunks)
