@@ -198,9 +198,7 @@ def test_the_first_cause_is_shown_and_all_are_stopped(ends, said):
     assert all(process.returncode is not None for process in crew.processes)
 
 
-@pytest.mark.parametrize(
-    "method", ["psum-f32", "psum-bf16", "lax-two-shot-bf16", "top-k", pytest.param("sidco", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("method", ["psum-f32", "psum-bf16", "top-k", pytest.param("sidco", marks=pytest.mark.slow)])
 def test_the_program_without_its_network_computes_the_same(method, key):
     workers, size = 4, 3000
     gradient = jax.random.normal(key, (size,))
@@ -211,7 +209,7 @@ def test_the_program_without_its_network_computes_the_same(method, key):
     state = jax.tree.map(lambda x: x[2], states)
     program, received = offline(tx.update, AXIS, workers, gradient, state)
     sent, results = jax.jit(program)(jnp.asarray(2, jnp.int32), received, gradient, state)
-    assert len(sent) == len(received) == (2 if "two-shot" in method else 1)
+    assert len(sent) == len(received) == 1
     for mine, theirs in zip(results, jax.tree.leaves((mean, after)), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs[2]))
 
