@@ -104,15 +104,16 @@ class Exchange:
 
     def compute(self, number: int) -> dict[str, Any]:
         """Seconds of each round without the network."""
-        state, gradient = jax.tree.map(lambda x: jnp.array(x.addressable_data(0)), (self.state, self.gradients[0]))
+        state, gradients = jax.tree.map(lambda x: jnp.array(x.addressable_data(0)), (self.state, self.gradients))
         try:
-            program, received = offline(self.one, AXIS, jax.device_count(), state, gradient)
+            program, received = offline(self.one, AXIS, jax.device_count(), state, gradients[0])
         except Inseparable:  # its time without the network cannot be told
             return {"seconds": []}
         run = jax.jit(program, donate_argnums=2)
         place, structure = jnp.asarray(self.number, jnp.int32), jax.tree.structure(state)
         seconds = []
-        for _ in range(number + 1):
+        for i in range(number + 1):
+            gradient = gradients[i % GRADIENTS]
             start = time.perf_counter()
             _, (_, *leaves) = jax.block_until_ready(run(place, received, state, gradient))
             seconds.append(time.perf_counter() - start)
