@@ -128,8 +128,8 @@ class Crew:
         said = [line for line in self.errors[i].read().splitlines() if line.strip()]
         named = [line for line in said if re.match(r"(error|[\w.]*(Error|Exception|Interrupt)): ", line)]
         reason = next(iter(reversed(named or said)), "").removeprefix("error: ")
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed: {reason}"
-        return UserError(f"worker {i} {how}")
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "failed"
+        return UserError(f"worker {i} {how}: {reason}" if reason else f"worker {i} {how}")
 
 
 def die_with_parent() -> None:

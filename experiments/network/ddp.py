@@ -94,7 +94,10 @@ class Peer(Training):
 
     def start(self) -> None:
         self.net = Net(jax.tree.map(np.asarray, nnx.to_pure_dict(self.params)))
-        self.model = DistributedDataParallel(self.net)
+        # Of several buckets PowerSGD's second all-reduces would start in an order of their own on each host, and gloo
+        # would wait for ever.
+        whole = {"bucket_cap_mb": 2**10} if self.method == "ddp-powersgd" else {}
+        self.model = DistributedDataParallel(self.net, **whole)
         if self.method == "ddp-bf16":
             self.model.register_comm_hook(None, bf16_hook)
         elif self.method == "ddp-powersgd":
