@@ -14,8 +14,11 @@ import jaxcomp as jc
 from jaxcomp.base import State, accumulate, advance, for_worker, residual
 
 
-def rows_with(condition):
-    return pytest.mark.parametrize("row", [row for row in ROWS if condition(row)], ids=lambda row: row.name)
+def rows_with(condition, kept=None):
+    """Rows for which the condition holds; of these all but those named in `kept`, if given, are slow variants."""
+    marks = lambda row: () if kept is None or row.name in kept else pytest.mark.slow
+    rows = [pytest.param(row, marks=marks(row), id=row.name) for row in ROWS if condition(row)]
+    return pytest.mark.parametrize("row", rows)
 
 
 each_row = rows_with(lambda row: True)
@@ -126,7 +129,9 @@ def test_shape_of_the_array_plays_no_part(row, key, seed):
     np.testing.assert_allclose(matrix.reshape(-1), roundtrip_of(row)(x, key)[0], rtol=1e-6, atol=1e-7)
 
 
-@each_row
+@rows_with(
+    lambda row: True, kept={"cast-bf16", "rand_k-ratio", "dithering-7", "natural", "sidco", "compose-top_k-bf16"}
+)
 def test_jit_changes_nothing(row, key, seed):
     x = vector(seed)
     plain = jc.roundtrip(row.compressor, x, key=key)

@@ -265,6 +265,7 @@ def test_a_bucket_waits_only_for_its_part_of_the_backward_pass(method):
     assert max(shares) < 1.0  # not even the last one waits for the gradients of other buckets
 
 
+@pytest.mark.slow
 def test_buckets_carry_the_same_bytes_and_train_the_same():
     plain, cut = bucketed("sparse"), bucketed("sparse", BUCKET)
     assert plain.over_data() == cut.over_data()

@@ -227,6 +227,7 @@ def test_ragged_is_refused_where_the_backend_has_none(seed):
         run_vmap(tx, PARAMS, gradients(seed, rounds=1))
 
 
+@pytest.mark.slow
 def test_ragged_by_the_definition_of_its_collective(seed, monkeypatch):
     """XLA's CPU backend lacks it: here it is written with all_gather, as its documentation says."""
 
