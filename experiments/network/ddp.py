@@ -96,8 +96,7 @@ class Peer(Training):
         self.net = Net(jax.tree.map(np.asarray, nnx.to_pure_dict(self.params)))
         # Of several buckets PowerSGD's second all-reduces would start in an order of their own on each host, and gloo
         # would wait for ever.
-        whole = {"bucket_cap_mb": 2**10} if self.method == "ddp-powersgd" else {}
-        self.model = DistributedDataParallel(self.net, **whole)
+        self.model = DistributedDataParallel(self.net, bucket_cap_mb=2**10 if self.method == "ddp-powersgd" else None)
         if self.method == "ddp-bf16":
             self.model.register_comm_hook(None, bf16_hook)
         elif self.method == "ddp-powersgd":
