@@ -3,7 +3,8 @@
 Each host is a network namespace with one device, the switch a bridge in a namespace of its own, so that
 nothing of the machine's own network is touched. The rate of a link holds in both directions, each by a token
 bucket that never drops (`tc tbf`): what the host sends is held back on its side, what it receives on the
-switch's. A delay is added in each direction (`tc netem`), so a message from host to host meets it twice.
+switch's. A host hands over one millisecond of its link at once, not 64 kB, behind which every short message would wait
+5 ms at 100 Mbit/s. A delay is added in each direction (`tc netem`), so a message from host to host meets it twice.
 The counters are the kernel's, of every frame that passed, headers included.
 
 Linux and root only. Whatever was made is removed in the end: after an error, Ctrl-C and SIGTERM, and,
@@ -35,7 +36,9 @@ SUBNET = "10.213.77"
 HEADER_BYTES = 14 + 20 + 32  # of a frame with TCP in it: Ethernet, IP, and TCP with time stamps
 BURST_SECONDS = 3e-4  # that a token bucket lets through at once: short beside any message that matters
 FRAME_BYTES = 2000  # the least that it must let through
-WHOLE_BYTES = 70_000  # what the kernel hands over at once, which a larger bucket need not cut into frames
+AT_ONCE_SECONDS = 1e-3  # of a link, that a host hands over in one piece: what TCP itself aims at
+AT_ONCE_BYTES = 65536  # and the most that the kernel does; what is said meanwhile on other connections waits
+WHOLE_BYTES = 70_000  # more than that, which a larger bucket need not cut into frames
 WHOLE_FROM = 1e9  # bit/s from which on it is as large: cutting takes more time than the link there
 QUEUE_BYTES = 64_000_000  # a switch that drops would measure TCP's recovery instead of the link
 PLACES = (Path("/run/netns"), Path("/etc/netns"))
@@ -144,7 +147,10 @@ class Lab:
 
     def shape(self, rate: float | None = None, delay: float = 0.0) -> None:
         """Gives every link a rate in bit/s (None: no limit) and a delay in seconds, each way."""
+        piece = AT_ONCE_BYTES if rate is None else round(rate / 8 * AT_ONCE_SECONDS)
+        piece = min(max(piece, FRAME_BYTES), AT_ONCE_BYTES)
         for namespace, device in self.ends():
+            command("ip", "-n", namespace, "link", "set", device, "gso_max_size", f"{piece}")
             tc = lambda *words, ns=namespace, dev=device: command(
                 "tc", "-n", ns, "qdisc", *words[:1], "dev", dev, *words[1:]
             )

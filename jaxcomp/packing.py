@@ -10,11 +10,17 @@ Within a group, code i occupies bits [i*w, (i+1)*w) of the 32*w bits, least sign
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-__all__ = ["num_words", "pack", "unpack", "width_for"]
+__all__ = ["as_words", "num_words", "pack", "unpack", "width_for"]
 
 Array = jax.Array
 U32 = jnp.uint32
+
+
+def as_words(x: Array) -> Array:
+    """The bits of x as unsigned integers of the same width."""
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def width_for(num_codes: int) -> int:

@@ -1,4 +1,4 @@
-"""Time to compress and to decompress, as a multiple of one pass over memory."""
+"""Time to compress, to decompress, and to add the messages of several workers, beside passes over memory."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +9,10 @@ from experiments.report import show
 
 __all__ = ["main"]
 
-HEAD = ["compressor", "compress ms", "decompress ms", "/ read pass", "/ copy pass", "lane B / f32"]
+HEAD = ["compressor", "compress ms", "decompress ms", "add {} ms", "/ read pass", "/ copy pass", "lane B / f32"]
 
 
-def rows() -> list:
+def compressors() -> list:
     import jaxcomp as jc
 
     return [
@@ -40,6 +40,7 @@ def rows() -> list:
 def main(arguments: Sequence[str]) -> int:
     p = Parser(prog="python -m experiments bench compressors", description=__doc__)
     p.add_argument("--log2-size", type=at_least(5), default=24, help="d = 2^this entries of a Laplace vector")
+    p.add_argument("--workers", type=at_least(1), default=4, help="messages that are decoded and added")
     p.add_argument("--repeats", type=at_least(1), default=9, help="rounds; the median is shown")
     p.add_argument("--markdown", type=Path, default=None, help="keep the table in this file")
     options = p.parse_args(arguments)
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     import jaxcomp as jc
+    from jaxcomp.base import accumulate
 
     d = 2**options.log2_size
     x = jax.random.laplace(jax.random.key(0), (d,))
@@ -57,16 +59,20 @@ def main(arguments: Sequence[str]) -> int:
     read = jax.jit(lambda x: jnp.sum(jnp.abs(x)))
     copy = jax.jit(lambda x: x * 2)
     calls = {"read": lambda: read(x), "copy": lambda: copy(x)}
+    zeros = jnp.zeros_like(x)
     lanes = {}
-    for compressor in rows():
+    for compressor in compressors():
         name = compressor.spec.name
         state = compressor.init(key, like)
         compress = jax.jit(lambda x, key, state, c=compressor: c.compress(key, x, state))
         decompress = jax.jit(lambda payload, shared, c=compressor: c.decompress(payload, shared, like))
+        add = jax.jit(lambda total, rows, shared, c=compressor: accumulate(c, total, rows, None, shared))
         payload, _ = compress(x, key, state)
+        rows = jax.tree.map(lambda a: jnp.stack([a] * options.workers), payload)
         lanes[name] = jc.lane_bytes(payload)
         calls[f"compress {name}"] = lambda f=compress, s=state: f(x, key, s)
         calls[f"decompress {name}"] = lambda f=decompress, p=payload, s=state.shared: f(p, s)
+        calls[f"add {name}"] = lambda f=add, p=rows, s=state.shared: f(zeros, p, s)
 
     console = Console(width=None if Console().is_terminal else 130)
     with console.status("compiling") as status:
@@ -81,6 +87,7 @@ def main(arguments: Sequence[str]) -> int:
                 name,
                 f"{1e3 * compress:.1f}",
                 f"{1e3 * decompress:.1f}",
+                f"{1e3 * seconds[f'add {name}']:.1f}",
                 f"{both / seconds['read']:.1f}",
                 f"{both / seconds['copy']:.1f}",
                 f"{lane / (4 * d):.5f}",
@@ -90,7 +97,9 @@ def main(arguments: Sequence[str]) -> int:
     notes = (
         f"One read pass, sum|x|: {1e3 * seconds['read']:.2f} ms ({read_speed:.0f} GB/s). "
         f"One copy pass, 2x into new memory: {1e3 * seconds['copy']:.2f} ms ({copy_speed:.0f} GB/s).\n"
+        f"add {options.workers}: decode so many messages and add them to a sum. "
         "The passes are over compress + decompress. Decompressing writes d floats, so it costs about one copy at least."
     )
-    show(console, f"d = 2^{options.log2_size}, float32; {machine()}", HEAD, table, notes, options.markdown)
+    head = [title.format(options.workers) for title in HEAD]
+    show(console, f"d = 2^{options.log2_size}, float32; {machine()}", head, table, notes, options.markdown)
     return 0

@@ -1,5 +1,6 @@
 """Data-parallel training of one model on the hosts of the laboratory, against the clock."""
 
+import abc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ __all__ = ["Compressed", "Training"]
 SMOOTH = 10  # steps that the loss is averaged over before it is held against the target
 
 
-class Training:
+class Training(abc.ABC):
     """From the same start and with the same batches for all methods. What a method is, a subclass says.
 
     described: what can be told of its program before it is run.
@@ -43,17 +44,17 @@ class Training:
         )
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
+    @abc.abstractmethod
     def start(self) -> None:
         """Back to the first parameters."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         """The mean loss of all workers before the step; x, y: this worker's batch."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def right(self, x: np.ndarray, y: np.ndarray) -> int:
         """How many of these examples the model classifies right now."""
-        raise NotImplementedError
 
     def batches(self, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for step in range(1, steps + 1):

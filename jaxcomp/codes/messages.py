@@ -27,7 +27,7 @@ from jax import lax
 from jaxcomp.codes.arrays import histogram
 from jaxcomp.codes.huffman import decode_with_table, encode_with_table, table_bits
 from jaxcomp.codes.keys import MAX_KEYS, MAX_TABLE_WIDTH, decode_gaps, encode_keys, key_words, keys_of
-from jaxcomp.packing import pack, unpack
+from jaxcomp.packing import as_words, pack, unpack
 from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sketch, Sparse
 from jaxcomp.select import BLOCK, global_indices, indices_of_words, local_indices, mask_words
 
@@ -208,8 +208,7 @@ def _write_sparse(payload: Sparse) -> Coded:
     head = jnp.stack([count, last]).astype(U32)
     parts = [_whole(head), _keys(indices, count)]
     if _is_array(values):
-        zero = lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * values.dtype.itemsize}")) == 0
-        fits &= jnp.all(sent | zero)
+        fits &= jnp.all(sent | (as_words(values) == 0))
         parts.append(Coded(to_words(values), -(-count * values.dtype.itemsize // 4), fits))
     else:
         parts.append(encode_message(values))

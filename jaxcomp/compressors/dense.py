@@ -33,47 +33,6 @@ def identity() -> Compressor:
     )
 
 
-# Exponent bias and bits of the mantissa of the float8 types that are converted by integer operations. XLA for CPU
-# does it entry by entry.
-FLOAT8 = {"float8_e4m3fn": (7, 3), "float8_e5m2": (15, 2)}
-
-
-def narrowed(x: Array, kind: Any) -> Array:
-    """x.astype(kind), for entries within the range of the type: rounds to nearest, ties to even.
-
-    >>> print(narrowed(jnp.array([1.06, -17.0, 0.001]), jnp.dtype("float8_e4m3fn")))
-    [1 -16 0.00195312]
-    """
-    if kind.name not in FLOAT8 or x.dtype != jnp.float32:
-        return x.astype(kind)
-    bias, mantissa = FLOAT8[kind.name]
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    magnitude = bits & jnp.uint32(0x7FFFFFFF)
-    drop = 23 - mantissa
-    even = magnitude + jnp.uint32((1 << (drop - 1)) - 1) + ((magnitude >> drop) & 1)
-    normal = (even >> drop) - jnp.uint32((127 - bias) << mantissa)
-    # The spacing of f32 from here on is the smallest number of the type: adding rounds to it.
-    start = jnp.float32(2.0 ** (24 - bias - mantissa))
-    subnormal = lax.bitcast_convert_type(jnp.abs(x) + start, jnp.uint32) - lax.bitcast_convert_type(start, jnp.uint32)
-    code = jnp.where(magnitude < jnp.uint32((128 - bias) << 23), subnormal, normal)
-    return lax.bitcast_convert_type((code | ((bits >> 31) << 7)).astype(jnp.uint8), kind)
-
-
-def widened(values: Array) -> Array:
-    """values.astype(f32)."""
-    if values.dtype.name not in FLOAT8:
-        return values.astype(jnp.float32)
-    code = lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint32)
-    if values.dtype.name == "float8_e5m2":  # the upper half of a float16
-        return lax.bitcast_convert_type((code << 8).astype(jnp.uint16), jnp.float16).astype(jnp.float32)
-    bias, mantissa = FLOAT8[values.dtype.name]
-    magnitude, sign = code & 0x7F, (code >> 7) << 31
-    normal = lax.bitcast_convert_type((magnitude << (23 - mantissa)) + jnp.uint32((127 - bias) << 23), jnp.float32)
-    x = jnp.where(magnitude >> mantissa, normal, magnitude.astype(jnp.float32) * 2.0 ** (1 - bias - mantissa))
-    x = jnp.where(magnitude == 0x7F, jnp.nan, x)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.uint32) | sign, jnp.float32)
-
-
 def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
     """Rounds each entry to the nearest number of a narrower floating type.
 
@@ -120,7 +79,7 @@ def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
     alpha = (lambda d: 1 - unit**2 - tiny**2 * d) if scaled else (lambda d: 1 - unit**2) if full_range else None
 
     def round_to(x: Array) -> Array:
-        return narrowed(jnp.clip(x, -largest, largest), kind)
+        return jnp.clip(x, -largest, largest).astype(kind)
 
     def compress(key, x, state):
         x = finite(x)
@@ -133,7 +92,7 @@ def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
 
     def decompress(payload, shared, like):
         wide_type = wide(like.dtype)
-        values = widened(payload.values).astype(wide_type)
+        values = payload.values.astype(wide_type)
         return bounded(bounded(values * payload.scale.astype(wide_type) if scaled else values).astype(like.dtype))
 
     return on_vectors(

@@ -16,6 +16,7 @@ from jax.interpreters import batching, mlir
 
 from jaxcomp.base import weighted
 from jaxcomp.exchange.turns import turns
+from jaxcomp.packing import as_words
 
 __all__ = [
     "Axis",
@@ -24,7 +25,6 @@ __all__ = [
     "all_sum",
     "all_sum_words",
     "all_to_all",
-    "as_words",
     "axis_index",
     "axis_names",
     "axis_size",
@@ -124,27 +124,12 @@ def _gather(x: Array, axis: Axis) -> Array:
     spec P() accepts; under vmap and pmap that form is refused, and the plain one is typed so.
     """
     size = x.shape[-1]
-    if jax.default_backend() == "cpu" and jax.process_count() > 1 and x.nbytes >= LONG:
-        return proven_equal(_gather_around(x, axis), axis)
     if _platform() == "tpu" and size % TPU_LANES:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -size % TPU_LANES)])
     if set(axis_names(axis)) <= _varying_axes(x):
         return lax.all_gather(x, axis, to="invarying")[..., :size]
     return lax.all_gather(x, axis)[..., :size]
 
-
-def _gather_around(x: Array, axis: Axis) -> Array:
-    """The all-gather by permutations: each worker passes on what it has got to the next one."""
-    workers, number = axis_size(axis), axis_index(axis)
-    arrived = [x]
-    for _ in range(workers - 1):
-        arrived.append(lax.ppermute(arrived[-1], axis, [(i, (i + 1) % workers) for i in range(workers)]))
-    return jnp.stack(arrived)[(number - lax.iota(number.dtype, workers)) % workers]
-
-
-# Gloo's own all-gather of long messages takes 1.6 times what the bytes need; passed on, they take 1.2 (four processes
-# on links of 10 Mbit/s, `python -m experiments network --methods dithering --rates 10mbit`).
-LONG = 2**16
 
 # XLA for TPU compiles a gather of anything else to an all-reduce of all n parts, at twice the bytes (libtpu 0.0.50).
 TPU_LANES = 128
@@ -247,7 +232,7 @@ def all_to_all(tree: Any, axis: Axis) -> Any:
     workers = axis_size(axis)
     arrived: list[Any] = [None] * len(leaves)
     for group in _groups(range(len(leaves)), key=lambda i: leaves[i].dtype.itemsize):
-        lane = jnp.concatenate([_as_words(leaves[i]).reshape(workers, -1) for i in group], axis=1)
+        lane = jnp.concatenate([as_words(leaves[i]).reshape(workers, -1) for i in group], axis=1)
         if lane.size:
             # Under vmap, what is equal on all workers would come out with a wrong shape: make it differ by type.
             lane = lane ^ (axis_index(axis) * 0).astype(lane.dtype)
@@ -310,7 +295,8 @@ def all_gather(tree: Any, axis: Axis, inner: tuple[str, ...] = (), buckets: Sequ
     gathered: list[Any] = [None] * len(leaves)
     before: Any = None
     for group in _in_turn(_groups(range(len(leaves)), key=lambda i: (numbers[i], leaves[i].dtype.itemsize)), numbers):
-        lane = jnp.concatenate([_as_words(leaves[i]) for i in group]) if len(group) > 1 else _as_words(leaves[group[0]])
+        parts = [as_words(leaves[i]).reshape(-1) for i in group]
+        lane = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
         if lane.size == 0:
             rows = jnp.zeros((axis_size(axis), 0), lane.dtype)
         else:
@@ -392,11 +378,11 @@ def _two_step_sum(lane: Array, axis: Axis, weights: Array | None) -> Array:
     workers = axis_size(axis)
     size = lane.size
     lane = jnp.pad(lane, (0, -size % workers))
-    chunks = _as_words(lane).reshape(workers, -1)
+    chunks = as_words(lane).reshape(workers, -1)
     chunks = _all_to_all(chunks, axis)
     rows = lax.bitcast_convert_type(chunks, lane.dtype).astype(jnp.float32)
     mean = jnp.sum(rows, axis=0) / workers if weights is None else weights.astype(jnp.float32) @ rows
-    whole = _gather(_as_words(mean.astype(lane.dtype)), axis).reshape(-1)
+    whole = _gather(as_words(mean.astype(lane.dtype)), axis).reshape(-1)
     mean = lax.bitcast_convert_type(whole, lane.dtype)[:size].astype(jnp.float32)
     return mean * workers if weights is None else mean
 
@@ -419,13 +405,3 @@ def _groups(items: Iterable[int], key: Callable[[int], Any]) -> list[list[int]]:
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return list(groups.values())
-
-
-def as_words(x: Array) -> Array:
-    """The bits of x as unsigned integers of the same width."""
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-
-
-def _as_words(x: Array) -> Array:
-    """The same as a vector."""
-    return as_words(x.reshape(-1))

@@ -17,6 +17,7 @@ from jax import lax
 from jaxcomp.exchange.lanes import all_gather, all_max, axis_names, is_bound
 from jaxcomp.exchange.layout import Layout, lay_out, names_of
 from jaxcomp.hashing import fmix32
+from jaxcomp.packing import as_words
 
 __all__ = ["ReplicaDrift", "check_replicas", "fingerprint", "fingerprints", "skip_nonfinite"]
 
@@ -70,7 +71,8 @@ def _words(x: Array) -> Array:
     width = x.dtype.itemsize
     if width < 1 or (jnp.issubdtype(x.dtype, jnp.integer) and jnp.iinfo(x.dtype).bits < 8):
         return x.reshape(-1).astype(jnp.int32).astype(jnp.uint32)
-    words = lax.bitcast_convert_type(x.reshape(-1), jnp.dtype(f"uint{8 * min(width, 4)}"))
+    x = x.reshape(-1)
+    words = as_words(x) if width < 4 else lax.bitcast_convert_type(x, jnp.uint32)
     return words.reshape(-1).astype(jnp.uint32)
 
 
