@@ -290,7 +290,22 @@ def test_the_peer_trains_as_an_all_reduce_does(tmp_path):
 def test_the_experiment(tmp_path):
     options = ["--workers", 2, "--sizes", 120_000, "--rates", "20mbit", "none", "--rounds", 3]
     options += ["--methods", "psum-f32", "psum-bf16", "sidco", "--train-methods", "psum-f32", "--train-rates", "20mbit"]
-    result = run_to(0, "network", *options, "--target", 2, "--steps", 30, "--model", "mlp", "--runs", tmp_path)
+    result = run_to(
+        0,
+        "network",
+        *options,
+        "--train-seeds",
+        0,
+        1,
+        "--target",
+        2,
+        "--steps",
+        30,
+        "--model",
+        "mlp",
+        "--runs",
+        tmp_path,
+    )
     folder = tmp_path / "network-1"
     kept = json.loads((folder / "results.json").read_text())
     rows = {(row["method"], row["rate"]): row for row in kept["exchange"]}
@@ -303,9 +318,12 @@ def test_the_experiment(tmp_path):
     assert dense["seconds"] > 8 * dense["ledger_bytes"] / 2e7
     assert sidco["seconds"] < dense["seconds"] / 3
     assert sidco["sent_bytes"] == sidco["ledger_bytes"] < dense["ledger_bytes"] / 300
-    [trained] = kept["training"]
-    assert trained["reached"]
-    assert np.mean(trained["losses"][-10:]) <= 2
+    first, second = kept["training"]
+    assert [first["seed"], second["seed"]] == [0, 1]
+    assert first["losses"] != second["losses"]
+    for trained in (first, second):
+        assert trained["reached"]
+        assert np.mean(trained["losses"][-10:]) <= 2
     assert "psum-f32" in result.stdout
     assert (folder / "exchange.md").read_text().count("\n| ") >= 6
     assert (folder / "network.png").stat().st_size > 10_000

@@ -8,6 +8,7 @@ to runs/NAME: config.json, results.json, exchange.md, training.md, network.png.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -74,6 +75,7 @@ def parser() -> Parser:
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="what follows the mean")
     p.add_argument("--lr", type=positive, default=1e-3, help="learning rate")
     p.add_argument("--target", type=positive, default=0.2, help="training loss, mean of 10 steps, at which it ends")
+    p.add_argument("--train-seeds", type=at_least(0), nargs="+", default=[0], help="of the start and the batches")
     p.add_argument("--steps", type=at_least(1), default=1000, help="steps after which it ends anyhow")
     p.add_argument("--name", default=None, help="folder under --runs; without it the next free network-N")
     p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
@@ -226,11 +228,11 @@ class Runs:
             described = {key: getattr(o, key) for key in ("levels", "data", "model", "batch", "optimizer")}
             described |= {"ratio": o.train_ratio, "data_dir": str(o.data_dir) if o.data_dir else None, "rate": o.lr}
             program = self.crew.ask(what="training", method=method, **described)[0]
-            for rate in dict.fromkeys(o.train_rates):
+            for rate, seed in itertools.product(dict.fromkeys(o.train_rates), dict.fromkeys(o.train_seeds)):
                 self.lab.shape(rate, o.delay)
-                where = f"training with {method}, {rate_name(rate)}"
+                where = f"training with {method}, {rate_name(rate)}, seed {seed}"
                 self.crew.show = lambda text, where=where: self.show(f"{where}: {text}")
-                answers, payload, whole = self.counted(what="train", steps=o.steps, target=o.target)
+                answers, payload, whole = self.counted(what="train", steps=o.steps, target=o.target, seed=seed)
                 self.crew.show = self.show
                 steps = len(answers[0]["losses"])
                 row = {
@@ -238,6 +240,7 @@ class Runs:
                     **program,
                     "method": method,
                     "rate": rate,
+                    "seed": seed,
                     "total": max(answer["seconds"][-1] for answer in answers),
                     "payload_bytes": payload / steps,
                     "link_bytes": whole / steps,

@@ -80,16 +80,27 @@ ms: median of a whole exchange (compress, exchange, decode, remember), the slowe
 of the program / rate). compute: the same program with its collectives cut out, in all processes at once. program MB:
 sent by a worker, read from the compiled program by jaxcomp.ledger. payload / it: bytes that the kernel counted on the
 links, less the headers of its frames; frames / it: with headers and acknowledgements. x: times as fast as."""
-TRAINED = ["method", "rate", "steps", "s to target", "ms/step", "program MB", "counted MB", "loss", "test accuracy"]
+TRAINED = [
+    "method",
+    "rate",
+    "seed",
+    "steps",
+    "s to target",
+    "ms/step",
+    "program MB",
+    "counted MB",
+    "loss",
+    "test accuracy",
+]
 TRAINED += [f"x {name}" for name in DENSE]
 TRAINED_NOTES = """\
 s to target: wall clock from the first step to the target loss (training, mean of 10 steps, all workers' batches), or to
 the last step where a + says that it was not reached. MB: sent by a worker in a step, as the compiled program says and
-as the kernel counted without headers. x: times as fast to the target as."""
+as the kernel counted without headers. x: times as fast to the target as, with the same seed."""
 
 
 def against(row: dict, rows: list[dict], dense: str) -> dict | None:
-    keys = ("size", "rate")
+    keys = ("size", "rate", "seed")
     return next((r for r in rows if r["method"] == dense and all(r.get(k) == row.get(k) for k in keys)), None)
 
 
@@ -122,6 +133,7 @@ def trained_cells(row: dict, rows: list[dict]) -> list[str]:
     return [
         row["method"],
         rate_name(row["rate"]),
+        f"{row['seed']}",
         f"{steps:,}",
         f"{row['total']:.1f}" + ("" if row["reached"] else " +"),
         f"{1e3 * row['total'] / steps:.1f}",
@@ -171,7 +183,8 @@ def plot(options: Any, rows: list[dict], trained: list[dict], path: Path) -> Pat
         for row in (r for r in trained if r["rate"] == rate):
             smooth = [sum(row["losses"][max(0, i - 9) : i + 1]) / min(10, i + 1) for i in range(len(row["losses"]))]
             look = looks[row["method"]]
-            axis.plot(row["seconds"], smooth, label=row["method"], markevery=[-1], markersize=6, **look)
+            label = row["method"] if row["seed"] == options.train_seeds[0] else None
+            axis.plot(row["seconds"], smooth, label=label, markevery=[-1], markersize=6, **look)
         axis.axhline(options.target, color="0.5", linewidth=1)
         axis.set(xlabel="seconds", ylabel="training loss (mean of 10 steps)", yscale="log", xscale="log")
         axis.xaxis.set_minor_formatter(NullFormatter())

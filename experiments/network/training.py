@@ -36,13 +36,19 @@ class Training(abc.ABC):
     described: dict[str, Any]
 
     def __init__(self, number: int, data: str, data_dir: str | None, model: str, batch: int):
-        self.number, self.batch = number, batch
+        self.number, self.batch, self.model = number, batch, model
         self.data = load(data, Path(data_dir) if data_dir else None)
-        self.parts = split(self.data.train_y, jax.process_count(), None, 0)
-        self.graph, self.params = nnx.split(
-            MODELS[model](self.data.train_x.shape[1:], self.data.num_classes, rngs=nnx.Rngs(0))
-        )
+        self.draw(0)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    def draw(self, seed: int) -> None:
+        """The first parameters, and whose examples are whose."""
+        self.seed = seed
+        self.parts = split(self.data.train_y, jax.process_count(), None, seed)
+        rngs = nnx.Rngs(seed)
+        self.graph, self.params = nnx.split(
+            MODELS[self.model](self.data.train_x.shape[1:], self.data.num_classes, rngs=rngs)
+        )
 
     @abc.abstractmethod
     def start(self) -> None:
@@ -58,14 +64,15 @@ class Training(abc.ABC):
 
     def batches(self, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for step in range(1, steps + 1):
-            chosen = batch_of(self.parts, self.batch, 0, step)[self.number * self.batch :][: self.batch]
+            chosen = batch_of(self.parts, self.batch, self.seed, step)[self.number * self.batch :][: self.batch]
             yield self.data.train_x[chosen], self.data.train_y[chosen]
 
-    def train(self, steps: int, target: float) -> dict[str, Any]:
+    def train(self, steps: int, target: float, seed: int) -> dict[str, Any]:
         """Until the loss, averaged over ten steps, is at the target; at most so many steps.
 
         losses: of each step, of all workers' batches. seconds: since the start, at the end of each step.
         """
+        self.draw(seed)
         self.start()
         losses, seconds, shown = [], [], 0.0
         begin = time.perf_counter()
@@ -93,9 +100,9 @@ class Compressed(Training):
         super().__init__(number, **options)
         workers = self.workers = Workers()
         tx = optax.chain(transformation(method, ratio, levels), OPTIMIZERS[optimizer](rate))
+        self.init = lambda params: jc.init_state(tx, params, workers.mesh, AXIS)
         params = workers.replicate(self.params)
-        self.fresh = lambda: (params, *jc.init_state(tx, params, workers.mesh, AXIS))
-        _, state, specs = self.fresh()
+        state, specs = self.init(params)
 
         def loss_of(params, x, y):
             logits = nnx.merge(self.graph, params)(x)
@@ -115,7 +122,8 @@ class Compressed(Training):
         self.count_right = jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(1) == y))
 
     def start(self) -> None:
-        self.now, self.state, _ = jax.block_until_ready(self.fresh())
+        self.now = self.workers.replicate(self.params)
+        self.state, _ = jax.block_until_ready(self.init(self.now))
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         batch = self.workers.own(x), self.workers.own(y)
