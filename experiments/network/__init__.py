@@ -28,8 +28,10 @@ from experiments.network.methods import DEFAULT, PEERS, known, method_name, trai
 
 __all__ = ["main"]
 
-# The C library gives large arrays back at once, and fresh ones cost more than most passes over them. For all methods.
-KEEP_MEMORY = {
+# Of every worker, whatever its method. One thread, for several share a core: more would spend half of their time looking
+# for work. And the C library gives large arrays back at once, while fresh ones cost more than most passes over them.
+SETTINGS = {
+    "NPROC": "1",
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TOP_PAD_": str(2**28),
@@ -112,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.only != "exchange":
         load(options.data, options.data_dir)  # a wrong folder is noticed before anything is measured
     folder = choose_new(options.runs, options.name, "network")
-    one_thread()  # as many processes as workers share the cores
+    one_thread()
     with laboratory(options.workers) as lab, crew_in(lab) as crew, status(console) as show:
         crew.show = show
         show("starting the workers")
@@ -136,7 +138,7 @@ def crew_in(lab: Lab) -> Crew:
         address = f"{lab.addresses[0]}:{probe.getsockname()[1]}"
     more = ["network", "--workers", str(len(lab.prefixes)), "--address", address, "--worker"]
     words = [[*prefix, sys.executable, "-m", "experiments", *more, str(i)] for i, prefix in enumerate(lab.prefixes)]
-    return Crew(words, {"JAX_PLATFORMS": "cpu", **KEEP_MEMORY})
+    return Crew(words, {"JAX_PLATFORMS": "cpu", **SETTINGS})
 
 
 @contextlib.contextmanager
