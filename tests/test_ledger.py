@@ -14,7 +14,7 @@ from laws import ROWS, D
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.exchange.lanes import all_gather, all_sum
+from jaxcomp.exchange.lanes import FEW_BYTES, all_gather, all_sum
 from jaxcomp.ledger import read
 
 N = 4
@@ -172,9 +172,9 @@ def test_gather_carries_exactly_the_lane_bytes(row):
     assert {r.op for r in book.rows} == {"all-gather"}
     assert sum(r.operand_bytes for r in book.rows) == jc.lane_bytes(payload)
     assert book.total_bytes == (N - 1) * jc.lane_bytes(payload)
-    # Narrow arrays travel as words of their own width, not widened.
-    widths = {8 * leaf.dtype.itemsize for leaf in jax.tree.leaves(payload) if leaf.size}
-    assert {r.dtype for r in book.rows} == {f"u{width}" for width in widths}
+    # Narrow arrays travel as words of their own width, not widened; the few wide entries of these payloads beside them.
+    width = min(8 * leaf.dtype.itemsize for leaf in jax.tree.leaves(payload) if leaf.size)
+    assert {r.dtype for r in book.rows} == {f"u{width}"}
 
 
 @pytest.mark.parametrize("row", [row for row in EXCHANGED if row.compressor.spec.linear], ids=lambda row: row.name)
@@ -221,7 +221,31 @@ def test_lanes_of_odd_trees(name):
         # Sums of narrow floats come out in f32.
         assert a.dtype == (leaf.dtype if name == "all_gather" or leaf.dtype.itemsize >= 4 else jnp.float32)
     book = jc.ledger(mapped(fn), workers)
-    assert len({(r.op, r.dtype) for r in book.rows}) == 3
+    # A lane for everything, or sums for f32 and two steps for bf16.
+    assert len({(r.op, r.dtype) for r in book.rows}) == (1 if name == "all_gather" else 3)
+
+
+def test_many_wide_entries_have_a_lane_of_their_own():
+    words = lambda rng, size, kind: jnp.asarray(rng.integers(0, 2**31, size), jnp.uint32).astype(kind)
+    rng = np.random.default_rng(0)
+    tree = {
+        "bytes": words(rng, (7, 3), jnp.uint8),
+        "many": words(rng, (FEW_BYTES // 4 + 1,), jnp.uint32),
+        "few": words(rng, (5, 2), jnp.uint16),
+        "scale": jnp.float32(0.1),
+    }
+    one = {name: tree[name] for name in ("bytes", "few", "scale")}
+    for which, lanes in ((tree, ["u32", "u8"]), (one, ["u8"])):
+        program = mapped(
+            lambda i, which=which: all_gather(jax.tree.map(lambda a: a * i[0].astype(a.dtype), which), AXIS)
+        )
+        workers = jnp.arange(N)
+        for got, leaf in zip(jax.tree.leaves(program(workers)), jax.tree.leaves(which), strict=True):
+            assert got.dtype == leaf.dtype
+            np.testing.assert_array_equal(got, np.stack([leaf * np.asarray(i, leaf.dtype) for i in range(N)]))
+        book = jc.ledger(program, workers)
+        assert sorted(row.dtype for row in book.rows) == lanes
+        assert sum(row.operand_bytes for row in book.rows) == jc.lane_bytes(which)
 
 
 def test_no_other_collective_is_left_in_a_training_step():

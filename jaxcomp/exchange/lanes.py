@@ -1,6 +1,6 @@
 """The collectives: everything in jaxcomp that names a `lax` collective is here.
 
-Arrays of a payload are joined into one lane per width before they cross, as plain unsigned words:
+Arrays of a payload are joined into one lane per width or fewer before they cross, as plain unsigned words:
 fewer launches, and no backend widens a narrow float on the way (on CPU both `psum` and
 `all_gather` of bf16 are compiled to f32).
 """
@@ -224,25 +224,25 @@ def ragged_all_to_all(words: Array, counts: Sequence[int], axis: Axis) -> Array:
 def all_to_all(tree: Any, axis: Axis) -> Any:
     """Row j of every array goes to worker j: [n, ...] by destination becomes [n, ...] by origin.
 
-    One collective per width. Each worker sends (n - 1) / n of the bytes of its arrays.
+    Collectives as in `all_gather`. Each worker sends (n - 1) / n of the bytes of its arrays.
     """
     if axis is None:
         return tree
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     workers = axis_size(axis)
     arrived: list[Any] = [None] * len(leaves)
-    for group in _groups(range(len(leaves)), key=lambda i: leaves[i].dtype.itemsize):
-        lane = jnp.concatenate([as_words(leaves[i]).reshape(workers, -1) for i in group], axis=1)
+    for group in _by_width(leaves, [0] * len(leaves)):
+        parts = [words.reshape(workers, -1) for words in _in_words([leaves[i] for i in group])]
+        lane = jnp.concatenate(parts, axis=1)
         if lane.size:
             # Under vmap, what is equal on all workers would come out with a wrong shape: make it differ by type.
             lane = lane ^ (axis_index(axis) * 0).astype(lane.dtype)
             lane = _all_to_all(lane, axis)
         start = 0
-        for i in group:
-            size = leaves[i].size // workers
-            part = lane[:, start : start + size]
-            arrived[i] = lax.bitcast_convert_type(part, leaves[i].dtype).reshape(leaves[i].shape)
-            start += size
+        for i, part in zip(group, parts, strict=True):
+            words = lane[:, start : start + part.shape[1]]
+            arrived[i] = _from_words(words, leaves[i].dtype).reshape(leaves[i].shape)
+            start += part.shape[1]
     return jax.tree.unflatten(structure, arrived)
 
 
@@ -278,8 +278,8 @@ def sum_scatter(x: Array, axis: Axis) -> Array:
 def all_gather(tree: Any, axis: Axis, inner: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> Any:
     """Every worker's arrays, stacked on a leading axis of n, in the order of the axis index.
 
-    One collective per bucket and width (8, 16, 32, 64 bits). Each worker contributes exactly the bytes of
-    its arrays; each of the devices on `inner` one part of them.
+    One collective per bucket and width (8, 16, 32, 64 bits), but few wide entries go along with the narrow ones. Each
+    worker contributes exactly the bytes of its arrays; each of the devices on `inner` one part of them.
 
     Args:
         tree: this worker's arrays.
@@ -294,8 +294,8 @@ def all_gather(tree: Any, axis: Axis, inner: tuple[str, ...] = (), buckets: Sequ
     numbers = [0] * len(leaves) if buckets is None else list(buckets)
     gathered: list[Any] = [None] * len(leaves)
     before: Any = None
-    for group in _in_turn(_groups(range(len(leaves)), key=lambda i: (numbers[i], leaves[i].dtype.itemsize)), numbers):
-        parts = [as_words(leaves[i]).reshape(-1) for i in group]
+    for group in _in_turn(_by_width(leaves, numbers), numbers):
+        parts = [words.reshape(-1) for words in _in_words([leaves[i] for i in group])]
         lane = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
         if lane.size == 0:
             rows = jnp.zeros((axis_size(axis), 0), lane.dtype)
@@ -303,10 +303,10 @@ def all_gather(tree: Any, axis: Axis, inner: tuple[str, ...] = (), buckets: Sequ
             lane = lane if buckets is None else _after(lane, before)
             before = rows = _shared_out(lane, inner, lambda part: _gather(part, axis))
         start = 0
-        for i in group:
-            part = rows[:, start : start + leaves[i].size]
-            gathered[i] = lax.bitcast_convert_type(part, leaves[i].dtype).reshape(rows.shape[:1] + leaves[i].shape)
-            start += leaves[i].size
+        for i, part in zip(group, parts, strict=True):
+            words = _from_words(rows[:, start : start + part.size], leaves[i].dtype)
+            gathered[i] = words.reshape(rows.shape[:1] + leaves[i].shape)
+            start += part.size
     return jax.tree.unflatten(structure, gathered)
 
 
@@ -398,6 +398,35 @@ def _after(x: Any, before: Any) -> Any:
     They share a link, so that taking turns costs nothing.
     """
     return x if before is None else lax.optimization_barrier((x, before))[0]
+
+
+# Wide entries of so many bytes are split into the words of a narrow lane. To wait for a collective of their own takes
+# longer than splitting them, which more of them would not.
+FEW_BYTES = 2**16
+
+
+def _by_width(leaves: Sequence[Array], numbers: Sequence[int]) -> list[list[int]]:
+    """Places of the leaves that share a lane: of one bucket and width, or few beside narrower ones."""
+    whole: list[list[int]] = []
+    for places in _groups(range(len(leaves)), key=lambda i: numbers[i]):
+        widths = _groups(places, key=lambda i: leaves[i].dtype.itemsize)
+        first, *wider = sorted(widths, key=lambda group: leaves[group[0]].dtype.itemsize)
+        few = [group for group in wider if sum(leaves[i].nbytes for i in group) <= FEW_BYTES]
+        whole += [first + [i for group in few for i in group], *(group for group in wider if group not in few)]
+    return whole
+
+
+def _in_words(leaves: Sequence[Array]) -> list[Array]:
+    """Their bits as words of the narrowest of them."""
+    kind = as_words(min(leaves, key=lambda leaf: leaf.dtype.itemsize)).dtype
+    return [lax.bitcast_convert_type(leaf, kind) for leaf in leaves]
+
+
+def _from_words(words: Array, dtype: Any) -> Array:
+    """[n, m] words as [n, m / ratio] entries."""
+    ratio = jnp.dtype(dtype).itemsize // words.dtype.itemsize
+    words = words.reshape(len(words), words.shape[1] // ratio, ratio) if ratio > 1 else words
+    return lax.bitcast_convert_type(words, dtype)
 
 
 def _groups(items: Iterable[int], key: Callable[[int], Any]) -> list[list[int]]:
