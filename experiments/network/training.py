@@ -36,7 +36,7 @@ class Training(abc.ABC):
     described: dict[str, Any]
 
     def __init__(self, number: int, data: str, data_dir: str | None, model: str, batch: int):
-        self.number, self.batch, self.model = number, batch, model
+        self.number, self.batch, self.architecture = number, batch, model
         self.data = load(data, Path(data_dir) if data_dir else None)
         self.draw(0)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -47,7 +47,7 @@ class Training(abc.ABC):
         self.parts = split(self.data.train_y, jax.process_count(), None, seed)
         rngs = nnx.Rngs(seed)
         self.graph, self.params = nnx.split(
-            MODELS[self.model](self.data.train_x.shape[1:], self.data.num_classes, rngs=rngs)
+            MODELS[self.architecture](self.data.train_x.shape[1:], self.data.num_classes, rngs=rngs)
         )
 
     @abc.abstractmethod
