@@ -80,19 +80,8 @@ ms: median of a whole exchange (compress, exchange, decode, remember), the slowe
 of the program / rate). compute: the same program with its collectives cut out, in all processes at once. program MB:
 sent by a worker, read from the compiled program by jaxcomp.ledger. payload / it: bytes that the kernel counted on the
 links, less the headers of its frames; frames / it: with headers and acknowledgements. x: times as fast as."""
-TRAINED = [
-    "method",
-    "rate",
-    "seed",
-    "steps",
-    "s to target",
-    "ms/step",
-    "program MB",
-    "counted MB",
-    "loss",
-    "test accuracy",
-]
-TRAINED += [f"x {name}" for name in DENSE]
+TRAINED = ["method", "rate", "seed", "steps", "s to target", "ms/step", "program MB", "counted MB", "loss"]
+TRAINED += ["test accuracy", *(f"x {name}" for name in DENSE)]
 TRAINED_NOTES = """\
 s to target: wall clock from the first step to the target loss (training, mean of 10 steps, all workers' batches), or to
 the last step where a + says that it was not reached. MB: sent by a worker in a step, as the compiled program says and
