@@ -63,7 +63,7 @@ def test_a_hierarchy_is_one_mean_after_the_other(pair, seed):
     root = jax.random.fold_in(jax.random.key(0), 1)
     alone = jc.compressed_mean(across, "dcn", seed=root)
     plain, axes = jc.init_state(alone, PARAMS, 2, "dcn")
-    simulated = jax.vmap(alone.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="dcn")
+    simulated = jax.jit(jax.vmap(alone.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="dcn"))
     inner = jc.compressed_mean(inside, "ici")
     within = jax.vmap(lambda g: inner.update(g, inner.init(g))[0], axis_name="ici", out_axes=None)
     for t in range(2):

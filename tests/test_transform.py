@@ -45,7 +45,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("name", variants(WRAPPERS, {"chain-clip-first", "masked", "multi_steps"}))
+@pytest.mark.parametrize("name", variants(WRAPPERS, {"chain-clip-first", "multi_steps"}))
 def test_optax_wrappers_in_every_world(name, seed):
     tx = WRAPPERS[name](jc.compressed_mean(EF, AXIS))
     grads = gradients(seed, rounds=4)
@@ -192,7 +192,7 @@ def test_overflow_is_counted(seed):
     x = np.ones(2000, np.float32)
     x[:200] = 30
     tx = jc.compressed_mean(jc.error_feedback(jc.sidco(0.05, stages=1, capacity=1)), None)
-    _, state = tx.update(jnp.asarray(x), tx.init(jnp.asarray(x)))
+    _, state = jax.jit(tx.update)(jnp.asarray(x), tx.init(jnp.asarray(x)))
     assert int(jc.info(state).overflow) == 200 - 100
 
 
@@ -423,7 +423,7 @@ def test_empty_leaves_alone_under_shard_map(algorithm, leaf):
     "compressor",
     variants(
         [jc.dithering(7), jc.contract(jc.natural()), jc.cast("float16"), jc.top_k(0.1), SIDCO, REDSYNC],
-        [SIDCO, REDSYNC],
+        [SIDCO],
     ),
     ids=lambda compressor: compressor.spec.name,
 )
