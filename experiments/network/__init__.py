@@ -28,8 +28,8 @@ from experiments.network.methods import DEFAULT, PEERS, known, method_name, trai
 
 __all__ = ["main"]
 
-# Of every worker, whatever its method. One thread: several workers share a core, and more threads would spend half of
-# their time looking for work. And the C library gives large arrays back at once, while fresh ones cost more than most
+# Of every worker, whatever its method. One thread: several workers share a core, and more threads look for work in
+# the time of the others. And the C library gives large arrays back at once, while fresh ones cost more than most
 # passes over them.
 SETTINGS = {
     "NPROC": "1",

@@ -400,8 +400,7 @@ def _after(x: Any, before: Any) -> Any:
     return x if before is None else lax.optimization_barrier((x, before))[0]
 
 
-# Wide entries of so many bytes are split into the words of a narrow lane. To wait for a collective of their own takes
-# longer than splitting them, which more of them would not.
+# At most so many bytes of wide entries are split into the words of a narrow lane, to save waiting for another collective.
 FEW_BYTES = 2**16
 
 
