@@ -400,7 +400,7 @@ def _after(x: Any, before: Any) -> Any:
     return x if before is None else lax.optimization_barrier((x, before))[0]
 
 
-# At most so many bytes of wide entries are split into the words of a narrow lane, to save waiting for another collective.
+# At most so many bytes of wide entries are split into the words of a narrow lane, to save another collective.
 FEW_BYTES = 2**16
 
 
