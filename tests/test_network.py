@@ -37,7 +37,12 @@ def refusal():
 
 
 REFUSAL = refusal()
-in_laboratory = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
+
+
+def in_laboratory(test):
+    """One after the other: every laboratory removes what killed ones left behind, which tests look for."""
+    return pytest.mark.xdist_group("laboratory")(pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))(test))
+
 
 # A host that answers what it is asked: to listen, to send so many bytes to another, or how much came.
 HOST = """
@@ -96,6 +101,26 @@ def test_rates_hold_both_ways_and_every_byte_is_counted():
     assert links[1].received_bytes == pytest.approx(links[0].sent_bytes, rel=0.01)
     assert links[2].sent_bytes < 10_000
     assert not namespaces(os.getpid())
+
+
+@in_laboratory
+def test_a_delay_is_met_twice_by_every_message():
+    delay = 0.02
+    with laboratory(2, 8e6) as lab, hosts_of(lab) as crew:
+        crew.hear()
+        [at_once, *_] = crew.ask(to={0: lab.addresses[1]}, size=1000)
+        try:
+            lab.shape(8e6, delay)
+        except UserError as error:
+            pytest.skip(str(error))
+        [late, *_] = crew.ask(to={0: lab.addresses[1]}, size=1000)
+        [longer, *_] = crew.ask(to={0: lab.addresses[1]}, size=300_000)
+        lab.shape(8e6)
+        [again, *_] = crew.ask(to={0: lab.addresses[1]}, size=1000)
+    # Two messages open a connection, one carries the bytes, one is the answer.
+    assert 8 * delay < late < at_once + 10 * delay
+    assert 8 * delay + 0.3 < longer < 24 * delay + 0.4
+    assert again < 8 * delay
 
 
 @in_laboratory

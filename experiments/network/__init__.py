@@ -175,10 +175,11 @@ class Runs:
 
     def counted(self, **request: Any) -> tuple[list[Any], float, float]:
         """Answers, and what a host sent meanwhile: bytes without headers, and with them; means over the hosts."""
-        time.sleep(SETTLE_SECONDS)
+        settled = SETTLE_SECONDS + 4 * self.options.delay
+        time.sleep(settled)
         before = self.lab.counters()
         answers = self.crew.ask(**request)
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(settled)
         links = [new.since(old) for new, old in zip(self.lab.counters(), before, strict=True)]
         return answers, float(np.mean([x.sent_payload for x in links])), float(np.mean([x.sent_bytes for x in links]))
 
