@@ -11,12 +11,11 @@ BIN := $(VENV)/bin
 demo: $(VENV)/experiments.done
 	$(BIN)/python -m experiments compare
 
-# Everything that is checked: format, types, tests, doctests, notebooks. XLA for CPU spends a quarter of their time
-# emitting code for fusions in its new way; the old one does for what is tested here.
+# Everything that is checked: format, types, tests, doctests, notebooks.
 test: $(VENV)/dev.done lint
-	XLA_FLAGS="$(XLA_FLAGS) --xla_cpu_use_fusion_emitters=false" $(BIN)/python -m pytest -n $(or $(WORKERS),2)
+	$(BIN)/python -m pytest -n $(or $(WORKERS),2)
 
-# The same with the tests marked slow, and with code as users get it: experiments of single papers, more variants.
+# The same with the tests marked slow: experiments of single papers, more variants of each row.
 test-all: $(VENV)/dev.done lint
 	$(BIN)/python -m pytest -n $(or $(WORKERS),2) -m ""
 
