@@ -192,9 +192,11 @@ class Runs:
                 self.lab.shape()
                 program = self.crew.ask(what="exchange", method=method, size=size, ratio=o.ratio, levels=o.levels)[0]
                 self.show(f"{where}: without the network")
-                compute = [answer["seconds"] for answer in self.crew.ask(what="compute", number=o.rounds)]
+                # One at a time, so that all work at the same time, as in an exchange; the first two compile and settle.
+                compute = [self.crew.ask(what="compute", number=1) for _ in range(o.rounds + 2)][2:]
                 # The slowest worker's in each round, as below: the others wait for it.
-                alone = float(np.median(np.max(compute, axis=0))) if all(compute) else None
+                slowest = [max(answer["seconds"][0] for answer in round) for round in compute if round[0]["seconds"]]
+                alone = float(np.median(slowest)) if slowest else None
                 for rate in dict.fromkeys(o.rates):
                     self.show(f"{where}: {rate_name(rate)}")
                     self.lab.shape(rate, o.delay)

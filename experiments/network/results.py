@@ -69,10 +69,14 @@ def report(console: Any, options: Any, rows: list[dict], trained: list[dict], fo
             TRAINED_NOTES,
             folder / "training.md",
         )
-    if rows or trained:
-        console.print(f"plot: {plot(options, rows, trained, folder / 'network.png')}")
+    bases = [name for name in BASES if any(row["method"] == name for row in rows)]
+    if not bases and not trained:
+        console.print(f"no plot: it shows how many times as fast as {' or '.join(BASES)}, and neither was measured")
+    else:
+        console.print(f"plot: {plot(options, bases, rows, trained, folder / 'network.png')}")
 
 
+BASES = ("psum-f32", "dense-bf16:two_shot")  # of the panels
 HEAD = ["method", "rate", "ms", "/ limit", "limit ms", "compute ms", "program MB", "payload / it", "frames / it"]
 HEAD += [f"x {name}" for name in DENSE]
 NOTES = """\
@@ -152,14 +156,13 @@ def even_lines(rows: list[dict], dense: str) -> list[str]:
     return [f"as fast as {dense}{size}: {', '.join(found)}"] if found else []
 
 
-def plot(options: Any, rows: list[dict], trained: list[dict], path: Path) -> Path:
+def plot(options: Any, bases: list[str], rows: list[dict], trained: list[dict], path: Path) -> Path:
     """Speed-up against bandwidth for each size and dense method, break-even marked; loss against the clock."""
     from matplotlib.ticker import NullFormatter
 
     from experiments.plots import LINES, new_figure, save
 
     sizes = list(dict.fromkeys(row["size"] for row in rows))
-    bases = [name for name in ("psum-f32", "dense-bf16:two_shot") if any(row["method"] == name for row in rows)]
     panels = [(size, base) for size in sizes for base in bases]
     rates = list(dict.fromkeys(row["rate"] for row in trained))
     figure, axes = new_figure(len(panels) + len(rates), 4.8)
