@@ -70,10 +70,10 @@ def report(console: Any, options: Any, rows: list[dict], trained: list[dict], fo
             folder / "training.md",
         )
     bases = [name for name in BASES if any(row["method"] == name for row in rows)]
-    if not bases and not trained:
-        console.print(f"no plot: it shows how many times as fast as {' or '.join(BASES)}, and neither was measured")
-    else:
+    if bases or trained:
         console.print(f"plot: {plot(options, bases, rows, trained, folder / 'network.png')}")
+    elif rows:
+        console.print(f"no plot: it shows how many times as fast as {' or '.join(BASES)}, and neither was measured")
 
 
 BASES = ("psum-f32", "dense-bf16:two_shot")  # of the panels

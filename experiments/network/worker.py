@@ -103,10 +103,7 @@ class Exchange:
         return described | {"lane_bytes": float(info.lane_bytes), "sent_bytes": float(info.sent_bytes)}
 
     def compute(self, number: int) -> dict[str, Any]:
-        """Seconds of each round without the network.
-
-        Asked for one round first: workers that wait for others to compile would leave them the cores.
-        """
+        """Seconds of each round without the network; the first time compiles."""
         if self.alone is None:
             state, gradients = jax.tree.map(lambda x: jnp.array(x.addressable_data(0)), (self.state, self.gradients))
             try:
@@ -117,8 +114,9 @@ class Exchange:
         run, received, state, gradients = self.alone
         place, structure = jnp.asarray(self.number, jnp.int32), jax.tree.structure(state)
         seconds = []
-        for i in range(number):
-            gradient = gradients[i % GRADIENTS]
+        for _ in range(number):
+            gradient = gradients[self.count % GRADIENTS]
+            self.count += 1
             start = time.perf_counter()
             _, (_, *leaves) = jax.block_until_ready(run(place, received, state, gradient))
             seconds.append(time.perf_counter() - start)
