@@ -39,6 +39,7 @@ SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": str(2**33),
 }
 SETTLE_SECONDS = 0.1  # for the last acknowledgements, before the counters are read
+HEARD_SECONDS = 0.02  # within which every worker has heard what it is asked
 
 
 def parser() -> Parser:
@@ -192,11 +193,7 @@ class Runs:
                 self.lab.shape()
                 program = self.crew.ask(what="exchange", method=method, size=size, ratio=o.ratio, levels=o.levels)[0]
                 self.show(f"{where}: without the network")
-                # One at a time, so that all work at the same time, as in an exchange; the first two compile and settle.
-                compute = [self.crew.ask(what="compute", number=1) for _ in range(o.rounds + 2)][2:]
-                # The slowest worker's in each round, as below: the others wait for it.
-                slowest = [max(answer["seconds"][0] for answer in round) for round in compute if round[0]["seconds"]]
-                alone = float(np.median(slowest)) if slowest else None
+                alone = self.without_network()
                 for rate in dict.fromkeys(o.rates):
                     self.show(f"{where}: {rate_name(rate)}")
                     self.lab.shape(rate, o.delay)
@@ -225,6 +222,16 @@ class Runs:
                     )
                     self.keep(self.rows, row, said)
         self.lab.shape()
+
+    def without_network(self) -> float | None:
+        """Seconds of the work alone, median of the rounds; None if it cannot be told."""
+        slowest = []
+        for _ in range(self.options.rounds + 2):  # the first two compile and settle
+            answers = self.crew.ask(what="compute", at=time.perf_counter() + HEARD_SECONDS)
+            if answers[0]["seconds"] is None:
+                return None
+            slowest.append(max(answer["seconds"] for answer in answers))  # the others would wait for it
+        return float(np.median(slowest[2:]))
 
     def trainings(self) -> None:
         o = self.options

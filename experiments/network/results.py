@@ -81,7 +81,7 @@ HEAD = ["method", "rate", "ms", "/ limit", "limit ms", "compute ms", "program MB
 HEAD += [f"x {name}" for name in DENSE]
 NOTES = """\
 ms: median of a whole exchange (compress, exchange, decode, remember), the slowest worker's. limit: max(compute, bytes
-of the program / rate). compute: the same program with its collectives cut out, in all processes at once. program MB:
+of the program / rate). compute: the same program with its collectives cut out, begun by all at once. program MB:
 sent by a worker, read from the compiled program by jaxcomp.ledger. payload / it: bytes that the kernel counted on the
 links, less the headers of its frames; frames / it: with headers and acknowledgements. x: times as fast as."""
 TRAINED = ["method", "rate", "seed", "steps", "s to target", "ms/step", "program MB", "counted MB", "loss"]

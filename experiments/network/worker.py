@@ -102,24 +102,24 @@ class Exchange:
             return described
         return described | {"lane_bytes": float(info.lane_bytes), "sent_bytes": float(info.sent_bytes)}
 
-    def compute(self, number: int) -> dict[str, Any]:
-        """Seconds of each round without the network; the first time compiles."""
+    def compute(self, at: float) -> dict[str, Any]:
+        """Seconds of a round without the network; the first time compiles.
+
+        at: when all workers begin, in seconds of time.perf_counter, which processes of one machine share. Seconds count
+        from then: on fewer cores than workers some have to wait for a core, as they do in an exchange.
+        """
         if self.alone is None:
             state, gradients = jax.tree.map(lambda x: jnp.array(x.addressable_data(0)), (self.state, self.gradients))
             try:
                 program, received = offline(self.one, AXIS, jax.device_count(), state, gradients[0])
             except Inseparable:  # its time without the network cannot be told
-                return {"seconds": []}
+                return {"seconds": None}
             self.alone = jax.jit(program, donate_argnums=2), received, state, gradients
         run, received, state, gradients = self.alone
-        place, structure = jnp.asarray(self.number, jnp.int32), jax.tree.structure(state)
-        seconds = []
-        for _ in range(number):
-            gradient = gradients[self.count % GRADIENTS]
-            self.count += 1
-            start = time.perf_counter()
-            _, (_, *leaves) = jax.block_until_ready(run(place, received, state, gradient))
-            seconds.append(time.perf_counter() - start)
-            state = jax.tree.unflatten(structure, leaves)
-        self.alone = run, received, state, gradients
+        gradient, place = gradients[self.count % GRADIENTS], jnp.asarray(self.number, jnp.int32)
+        self.count += 1
+        time.sleep(max(0.0, at - time.perf_counter()))
+        _, (_, *leaves) = jax.block_until_ready(run(place, received, state, gradient))
+        seconds = time.perf_counter() - at
+        self.alone = run, received, jax.tree.unflatten(jax.tree.structure(state), leaves), gradients
         return {"seconds": seconds}
