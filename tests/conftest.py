@@ -107,6 +107,7 @@ def key(seed):
     return jax.random.key(seed)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Tests of one row of a table run in one process (--dist loadgroup), where they share compiled functions."""
     for item in items:
