@@ -322,6 +322,14 @@ def test_trees_and_narrow_arrays(seed):
     assert jc.ledger(step, x).total_bytes == 2 * 3 / 4 * 2 * 104  # 103 entries in four parts
 
 
+@pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("f16", "float16")])
+def test_short_names_of_a_wire(short, long, key):
+    x = jax.random.normal(key, (4, 33))
+    mean = lambda wire: jax.vmap(lambda x: jc.pmean(x, AXIS, wire=wire), axis_name=AXIS)(x)
+    np.testing.assert_array_equal(mean(short), mean(long))
+    assert np.any(np.asarray(mean(short)) != np.asarray(mean(None)))
+
+
 def test_the_collectives_say_what_they_need(key):
     run = lambda fn: jax.vmap(fn, axis_name=AXIS)(jnp.ones((2, 4)))
     with pytest.raises(ValueError, match="no axis named 'data' is bound"):
@@ -336,7 +344,7 @@ def test_the_collectives_say_what_they_need(key):
         run(lambda x: jc.pmean(x, AXIS, accumulate="bf16"))
     with pytest.raises(ValueError, match="needs 64-bit mode"):
         run(lambda x: jc.pmean(x, AXIS, accumulate="f64"))
-    with pytest.raises(ValueError, match="dtype must be bfloat16"):
+    with pytest.raises(ValueError, match="pmean: wire must be bfloat16, float16 or a float8 type; got int8"):
         run(lambda x: jc.pmean(x, AXIS, wire="int8"))
     with pytest.raises(ValueError, match="must be a multiple of 2"):
         run(lambda x: jc.psum_scatter(x[:3], AXIS, tiled=True))

@@ -33,6 +33,19 @@ def identity() -> Compressor:
     )
 
 
+def narrow_type(what: str, dtype: Any) -> Any:
+    """The floating type of 8 or 16 bits that a user means; ValueError says what it should have been."""
+    try:
+        kind = jnp.dtype({"bf16": "bfloat16", "f16": "float16"}.get(dtype, dtype) if isinstance(dtype, str) else dtype)
+        info = jnp.finfo(kind)
+        ok = info.bits in (8, 16) and info.min == -info.max
+    except (TypeError, ValueError):
+        kind, ok = dtype, False
+    if not ok:
+        raise ValueError(f"{what} must be bfloat16, float16 or a float8 type; got {kind}")
+    return kind
+
+
 def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
     """Rounds each entry to the nearest number of a narrower floating type.
 
@@ -46,7 +59,7 @@ def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
     entries beyond the range saturate and entries below it vanish.
 
     Args:
-        dtype: bfloat16, float16, or one of the float8 types of `jax.numpy`; or its name.
+        dtype: bfloat16, float16, or one of the float8 types of `jax.numpy`; or its name ("bf16", "f16" for short).
         scaled: send a scale (32 bits). Default: for every type with less exponent range than f32.
 
     Returns:
@@ -62,14 +75,8 @@ def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
     >>> print(x_hat, jc.lane_bytes(payload))
     [1. 1.] 4
     """
-    try:
-        kind = jnp.dtype(dtype)
-        info = jnp.finfo(kind)
-        ok = info.bits in (8, 16) and info.min == -info.max
-    except (TypeError, ValueError):
-        kind, ok = dtype, False
-    if not ok:
-        raise ValueError(f"cast: dtype must be bfloat16, float16 or a float8 type; got {kind}")
+    kind = narrow_type("cast: dtype", dtype)
+    info = jnp.finfo(kind)
     full_range = float(info.max) > 1e38
     scaled = not full_range if scaled is None else scaled
     largest = float(info.max)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.base import Compressor, Spec, State, accumulate, like_of, root_key, wrap_key
-from jaxcomp.compressors.dense import cast
+from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.tree import unravel
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.exchange.lanes import (
@@ -60,7 +60,7 @@ def pmean(x: Any, axis_name: Axis, *, wire: Any = None, accumulate: str = "f32",
     Args:
         x: array or tree of arrays, real floating point.
         axis_name: mapped axis, or a tuple of them.
-        wire: a dtype (bfloat16, float16, a float8 type, which gets a scale) or a compressor of one array with a known
+        wire: a dtype ("bf16", "f16", a float8 type, which gets a scale) or a compressor of one array with a known
             error bound, say jc.dithering(7, block_size=512). None: the dtype of each array. With 16 bits what is not
             finite stays so; float8 and compressors take it as zero.
         accumulate: "f32" or "f64" (in 64-bit mode; without a wire f64 then crosses): in which to add. f64 for f64.
@@ -157,8 +157,9 @@ def _planned(name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Arr
                 f"{name}: wire={spec.name} may be random; give key=, equal on all workers, new in each call"
             )
     else:
-        rounded = cast(wire)
-        wire = _narrow(wire) if rounded.spec.linear or jnp.dtype(wire) == jnp.float16 else rounded
+        kind = narrow_type(f"{name}: wire", wire)
+        rounded = cast(kind)
+        wire = _narrow(kind) if rounded.spec.linear or kind == jnp.float16 else rounded
     key = jax.random.key(0) if key is None else root_key(key)
     return Plan(axis, wire, dtype, types_tell(axis)), jax.random.key_data(key)
 
