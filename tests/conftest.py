@@ -107,13 +107,10 @@ def key(seed):
     return jax.random.key(seed)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Tests of one row of a table run in one process (--dist loadgroup), where they share compiled functions."""
     for item in items:
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")
         if row is not None:
-            item.add_marker(pytest.mark.xdist_group(row.name))
             between_workers = item.path.name in ("test_exchange.py", "test_ledger.py")
             if row.name in SLOW_ROWS or (between_workers and row.name not in BETWEEN_WORKERS):
                 item.add_marker(pytest.mark.slow)
