@@ -41,6 +41,9 @@ def main(arguments: list[str]) -> int:
         return importlib.import_module(EXPERIMENTS[name][0]).main(rest)
     except UserError as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

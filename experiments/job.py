@@ -41,6 +41,7 @@ def train_one(
     parts: list[np.ndarray],
     show: Callable[[int, str], None],
     stop_after: Callable[[int], bool] = lambda step: False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Trains one job from its newest checkpoint to the end.
 
@@ -54,6 +55,7 @@ def train_one(
         parts: examples of each worker.
         show: takes a step and a few words for the progress bar.
         stop_after: whether all processes stop after this step; asked after each one.
+        say: takes a line about where a run goes on.
 
     Returns:
         The row of results; only the bits that went into it on a process whose journal does not write.
@@ -70,7 +72,12 @@ def train_one(
     sent = trainer.ledger.total_bytes
     about = {"workers": workers, "base_step": 0, "base_bytes": 0.0, "step_bytes": sent}
     if first:
+        before = checkpoints.about(first)["workers"]
         state, about = taken_up(trainer, checkpoints, first, state, job.seed)
+        say(
+            f"goes on from step {first}"
+            + (f"; what {before} workers remembered is shared by {workers}" * (before != workers))
+        )
     sent_by = lambda step: about["base_bytes"] + sent * (step - about["base_step"])
     journal.keep(lambda line: (line["method"], line["seed"]) != job or line["step"] <= first)
     reached, shown = first, 0.0

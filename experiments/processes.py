@@ -96,7 +96,7 @@ def join(coordinator: str | None, number: int | None, process: int | None) -> No
     except (ValueError, RuntimeError) as error:
         where = f"at {coordinator}" if coordinator else "in the environment of this cluster"
         hint = "" if coordinator else "; name it: --coordinator HOST:PORT --num-processes N --process-id I"
-        raise UserError(f"found no other processes {where}: {str(error).splitlines()[0]}{hint}") from None
+        raise UserError(f"found no other processes {where}: {str(error).splitlines()[0].rstrip('.')}{hint}") from None
 
 
 def agree(decide: Callable[[], Any]) -> Any:

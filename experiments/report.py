@@ -21,7 +21,8 @@ def show(
 
     table = Table(title=title, title_justify="left")
     for i, name in enumerate(head):
-        table.add_column(name, justify="right" if i else "left")
+        least = None if i else max(map(len, (name, *(row[0] for row in rows))))  # what a row is about is never cut
+        table.add_column(name, justify="right" if i else "left", min_width=least)
     for row in rows:
         table.add_row(*row)
     console.print(table)

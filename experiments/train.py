@@ -271,7 +271,8 @@ class Run:
             trainer = Trainer(*args, via=o["via"], nonfinite=o["nonfinite"])
             show = lambda step, now: bar.update(task, completed=step, now=now)
             job = Job(o["method"], o["seed"])
-            return train_one(trainer, job, o, self.folder, self.journal, self.parts, show, stop_after)
+            say = lambda text: console.print(text, highlight=False)
+            return train_one(trainer, job, o, self.folder, self.journal, self.parts, show, stop_after, say)
 
 
 def said(row: dict[str, Any]) -> str:

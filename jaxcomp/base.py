@@ -232,8 +232,8 @@ def like_of(tree: Tree) -> Tree:
         if not jnp.issubdtype(dtype, jnp.floating):
             where = jax.tree_util.keystr(path) or "the array"
             raise ValueError(
-                f"gradients must be real floating point; {where} has dtype {dtype}. "
-                "Leave such leaves out with optax.masked."
+                f"only real floating point is compressed; {where} has dtype {dtype}. "
+                "Leave such leaves of a gradient out with optax.masked."
             )
         return jax.ShapeDtypeStruct(shape, dtype)
 

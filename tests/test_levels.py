@@ -305,3 +305,9 @@ def test_bucket_sizes_are_checked():
         jc.compressed_mean(DENSE, "data", bucket_bytes=0)
     with pytest.raises(ValueError, match='bucket_bytes goes with via="auto"'):
         jc.compressed_mean(TOP, "data", via="ladder", bucket_bytes=10)
+
+
+def test_an_axis_that_the_mesh_has_not_is_named():
+    levels = {"ici": jc.direct(jc.identity()), "dnc": jc.error_feedback(jc.top_k(0.1))}
+    with pytest.raises(ValueError, match=r"the mesh has axes \('dcn', 'ici'\); got axis_name with 'dnc'"):
+        jc.init_state(jc.compressed_mean(axis_name=levels), jnp.zeros(8), mesh_of(("dcn", "ici")), levels)

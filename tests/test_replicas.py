@@ -249,6 +249,13 @@ def test_stages_of_second_shots_are_taken_over(seed):
         assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, new)
 
 
+def test_gradients_without_rows_are_redistributed():
+    params = {"w": jnp.zeros((4, 5)), "e": jnp.zeros((0, 2))}
+    tx = optax.MultiSteps(optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(k=2)), AXIS), optax.sgd(0.1)), 2)
+    old, new = (jc.init_state(tx, params, mesh_of(n), AXIS)[0] for n in (4, 2))
+    assert jax.tree.map(jnp.shape, jc.redistribute(old, new)) == jax.tree.map(jnp.shape, new)
+
+
 @pytest.mark.parametrize("on_a_mesh", [True, False])
 def test_half_a_step_of_accumulated_gradients_goes_on(on_a_mesh, seed):
     tx = optax.MultiSteps(optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), AXIS), optax.sgd(0.1)), 2)

@@ -61,6 +61,32 @@ def test_optax_wrappers_in_every_world(name, seed):
         assert np.abs(sharded["w"][1]).max() > 0
 
 
+@pytest.mark.parametrize("run", [run_shard_map, run_vmap])
+def test_multi_steps_behind_the_mean_accumulates_what_is_equal_on_all(run, seed):
+    grads = gradients(seed, rounds=2)
+    mean = jc.compressed_mean(EF, AXIS)
+    directions, state = run(optax.chain(mean, optax.MultiSteps(optax.sgd(1.0), 2)), PARAMS, grads)
+    plain, _ = run(mean, PARAMS, grads)
+    assert_close(jax.tree.map(lambda d: d[1], directions), jax.tree.map(lambda d: -d.mean(0), plain))
+    assert jax.tree.map(jnp.shape, state[1].acc_grads) == jax.tree.map(jnp.shape, PARAMS)
+    again = jc.redistribute(state, state)
+    np.testing.assert_array_equal(again[1].mini_step, state[1].mini_step)
+
+
+@pytest.mark.parametrize("via", ["auto", "sum", "gather"])
+@pytest.mark.parametrize("weights", [None, [0.1, 0.2, 0.3, 0.4]])
+def test_sums_of_narrow_messages_lose_nothing_that_is_remembered(via, weights, seed):
+    """Sent + memory = input: a sum that is rounded once more, which nobody remembers, would drift."""
+    tx = jc.compressed_mean(jc.error_feedback(jc.cast("bfloat16")), AXIS, via=via, weights=weights)
+    rng = np.random.default_rng(seed)
+    grads = jnp.broadcast_to(jnp.asarray(rng.standard_normal((4, 999)), jnp.float32), (20, 4, 999))
+    directions, state = run_vmap(tx, jnp.zeros(999), grads)
+    shares = np.full(4, 1 / 4) if weights is None else np.asarray(weights)
+    memory = np.asarray(state.local.algorithm.memory, np.float64).reshape(4, 999)
+    delivered = np.asarray(directions, np.float64).sum(0) + shares @ memory
+    np.testing.assert_allclose(delivered, 20 * shares @ np.asarray(grads[0], np.float64), atol=2e-6)
+
+
 def test_multi_steps_accumulates_the_gradients_of_each_worker(seed):
     grads = gradients(seed, rounds=2)
     tx = optax.MultiSteps(optax.chain(jc.compressed_mean(jc.direct(jc.identity()), AXIS), optax.sgd(1.0)), 2)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from variants import variants
 from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
@@ -320,6 +321,35 @@ def test_trees_and_narrow_arrays(seed):
         assert a.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2**-8, atol=1e-7)  # added in f32, rounded once
     assert jc.ledger(step, x).total_bytes == 2 * 3 / 4 * 2 * 104  # 103 entries in four parts
+
+
+@pytest.mark.parametrize("wire", ["bf16", jc.dithering(7)], ids=["bf16", "dithering"])
+def test_one_axis_of_a_mesh_of_two(wire, key):
+    """Along the other axis arrays differ, too, which types tell."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    x = jax.random.normal(key, (4, 1, 64))
+
+    def mean(x):
+        return jc.pmean(x[0], "a", wire=wire, key=key)
+
+    def part(x):
+        return jc.psum_scatter(x[0], "a", scatter_dimension=1, wire=wire, key=key, tiled=True)
+
+    on = lambda fn, out: jax.shard_map(fn, mesh=mesh, in_specs=P(("b", "a")), out_specs=out)
+    norm = lambda fn, out: lambda x: jnp.sum(on(fn, out)(x) ** 2)
+    pairs = np.asarray(x).reshape(2, 2, 64)
+    got, back = jax.jit(on(mean, P("b"))), jax.jit(jax.grad(norm(mean, P("b"))))
+    sums, gradient = jax.jit(on(part, P("b", "a"))), jax.jit(jax.grad(norm(part, P("b", "a"))))
+    near = lambda a, b: np.linalg.norm(np.asarray(a) - b) < (2**-7 if wire == "bf16" else 2) * np.linalg.norm(b)
+    assert near(got(x), pairs.mean(1))
+    assert near(sums(x), pairs.sum(1))
+    assert near(back(x), np.repeat(pairs.mean(1), 2, 0).reshape(4, 1, 64))
+    assert near(gradient(x), 2 * np.repeat(pairs.sum(1), 2, 0).reshape(4, 1, 64))
+
+
+def test_parts_without_entries():
+    part = lambda x: jc.psum_scatter(x, AXIS, wire="bf16", tiled=True)
+    assert jax.vmap(part, axis_name=AXIS)(jnp.ones((8, 8, 0))).shape == (8, 1, 0)
 
 
 @pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("f16", "float16")])

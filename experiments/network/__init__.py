@@ -117,20 +117,29 @@ def main(arguments: Sequence[str]) -> int:
         load(options.data, options.data_dir)  # a wrong folder is noticed before anything is measured
     folder = choose_new(options.runs, options.name, "network")
     one_thread()
-    with laboratory(options.workers) as lab, crew_in(lab) as crew, status(console) as show:
-        crew.show = show
-        show("starting the workers")
-        crew.hear()
-        folder.mkdir(parents=True)
-        described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-        (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
-        runs = Runs(options, lab, crew, folder, show, console)
-        if options.only != "training":
-            runs.exchanges()
-        if options.only != "exchange":
-            runs.trainings()
-    results.report(console, options, runs.rows, runs.trained, folder)
-    return 0
+    rows: list[dict[str, Any]] = []
+    trained: list[dict[str, Any]] = []
+    interrupted = False
+    try:
+        with laboratory(options.workers) as lab, crew_in(lab) as crew, status(console) as show:
+            crew.show = show
+            show("starting the workers")
+            crew.hear()
+            folder.mkdir(parents=True)
+            described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
+            (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+            runs = Runs(options, lab, crew, folder, rows, trained, show, console)
+            if options.only != "training":
+                runs.exchanges()
+            if options.only != "exchange":
+                runs.trainings()
+    except KeyboardInterrupt:
+        interrupted = True
+    if rows or trained:
+        results.report(console, options, rows, trained, folder)
+    if interrupted:
+        console.print(f"interrupted; {folder} has what was measured" if rows or trained else "interrupted")
+    return 130 if interrupted else 0
 
 
 def crew_in(lab: Lab) -> Crew:
@@ -156,17 +165,19 @@ def status(console: Any) -> Iterator[Callable[[str], None]]:
 class Runs:
     """All measurements of one folder."""
 
-    def __init__(self, options: Any, lab: Lab, crew: Crew, folder: Path, show: Callable[[str], None], console: Any):
-        self.options, self.lab, self.crew, self.folder, self.show, self.console = (
-            options,
-            lab,
-            crew,
-            folder,
-            show,
-            console,
-        )
-        self.rows: list[dict[str, Any]] = []
-        self.trained: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        options: Any,
+        lab: Lab,
+        crew: Crew,
+        folder: Path,
+        rows: list[dict[str, Any]],
+        trained: list[dict[str, Any]],
+        show: Callable[[str], None],
+        console: Any,
+    ):
+        self.options, self.lab, self.crew, self.folder = options, lab, crew, folder
+        self.rows, self.trained, self.show, self.console = rows, trained, show, console
 
     def keep(self, rows: list[dict[str, Any]], row: dict[str, Any], said: str) -> None:
         rows.append(row)
@@ -217,9 +228,8 @@ class Runs:
                         "equal": len({answer["sum"] for answer in answers}) == 1,
                         **program,
                     }
-                    said = (
-                        f"{where}, {rate_name(rate)}: {1e3 * row['seconds']:.1f} ms, {row['link_bytes'] / 1e6:.3f} MB"
-                    )
+                    took, sent = 1e3 * row["seconds"], row["link_bytes"] / 1e6
+                    said = f"{where}, {rate_name(rate)}: {took:.1f} ms, {sent:.3f} MB with headers"
                     self.keep(self.rows, row, said)
         self.lab.shape()
 

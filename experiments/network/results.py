@@ -50,7 +50,7 @@ def report(console: Any, options: Any, rows: list[dict], trained: list[dict], fo
             [],
             f"{cores}, ratio {options.ratio:g}" + (f", delay {1e3 * options.delay:g} ms" if options.delay else ""),
         )
-        show(console, title, HEAD, [cells(row, rows) for row in rows], NOTES, folder / "exchange.md")
+        show(console, title, *without_empty(HEAD, [cells(row, rows) for row in rows]), NOTES, folder / "exchange.md")
         for size in dict.fromkeys(row["size"] for row in rows):
             text += [line for dense in DENSE for line in even_lines([r for r in rows if r["size"] == size], dense)]
         console.print("\n".join(text), highlight=False)
@@ -64,8 +64,7 @@ def report(console: Any, options: Any, rows: list[dict], trained: list[dict], fo
         show(
             console,
             title,
-            TRAINED,
-            [trained_cells(row, trained) for row in trained],
+            *without_empty(TRAINED, [trained_cells(row, trained) for row in trained]),
             TRAINED_NOTES,
             folder / "training.md",
         )
@@ -90,6 +89,12 @@ TRAINED_NOTES = """\
 s to target: wall clock from the first step to the target loss (training, mean of 10 steps, all workers' batches), or to
 the last step where a + says that it was not reached. MB: sent by a worker in a step, as the compiled program says and
 as the kernel counted without headers. x: times as fast to the target as, with the same seed."""
+
+
+def without_empty(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """A table without the columns in which no row has anything: those of dense methods that were not run."""
+    kept = [i for i in range(len(head)) if any(row[i] != "-" for row in rows)]
+    return [head[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def against(row: dict, rows: list[dict], dense: str) -> dict | None:
@@ -176,8 +181,9 @@ def plot(options: Any, bases: list[str], rows: list[dict], trained: list[dict], 
             smooth = [sum(row["losses"][max(0, i - 9) : i + 1]) / min(10, i + 1) for i in range(len(row["losses"]))]
             look = looks[row["method"]]
             label = row["method"] if row["seed"] == options.train_seeds[0] else None
-            axis.plot(row["seconds"], smooth, label=label, markevery=[-1], markersize=6, **look)
-        axis.axhline(options.target, color="0.5", linewidth=1)
+            reached = {} if row["reached"] else {"markerfacecolor": "none"}
+            axis.plot(row["seconds"], smooth, label=label, markevery=[-1], markersize=6, **look, **reached)
+        axis.axhline(options.target, color="0.5", linewidth=1, label=f"target {options.target:g} (open marker: missed)")
         axis.set(xlabel="seconds", ylabel="training loss (mean of 10 steps)", yscale="log", xscale="log")
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_title(f"{options.data}, {options.model}, {rate_name(rate)}")

@@ -27,6 +27,7 @@ from jaxcomp.exchange.lanes import (
     sum_scatter,
     types_tell,
     varying,
+    varying_axes,
 )
 from jaxcomp.exchange.two_shot import chunk_like, in_chunks, second_shot
 from jaxcomp.payloads import Dense
@@ -195,7 +196,7 @@ def _mean(plan: Plan, x: Any, words: Array) -> Any:
     second = _again(plan.wire)
     then = second.init(shared_again, chunk)
     then = State(varying(then.local, plan.axis), then.shared)
-    shot = second_shot(payload, None, plan.axis, plan.wire, state.shared, second, then, again, chunk)
+    shot = second_shot(payload, None, plan.axis, plan.wire, state.shared, second, then, again, chunk, varying_axes(x))
     likes, structure = jax.tree.flatten(like_of(wide))
     return _cast_like(jax.tree.unflatten(structure, unravel(shot.mean, likes)), x)
 
@@ -231,12 +232,13 @@ _pmean.defvjp(_pmean_forward, _pmean_backward)
 def _parts(plan: Plan, x: Array) -> Array:
     """[n, ...]: the part of each worker."""
     rows = jnp.moveaxis(x, plan.dimension, 0)
-    return rows.reshape(axis_size(plan.axis), -1, *rows.shape[1:]) if plan.tiled else rows
+    workers = axis_size(plan.axis)
+    return rows.reshape(workers, rows.shape[0] // workers, *rows.shape[1:]) if plan.tiled else rows
 
 
 def _joined(plan: Plan, parts: Array) -> Array:
     """Inverse of `_parts`."""
-    rows = parts.reshape(-1, *parts.shape[2:]) if plan.tiled else parts
+    rows = parts.reshape(parts.shape[0] * parts.shape[1], *parts.shape[2:]) if plan.tiled else parts
     return jnp.moveaxis(rows, 0, plan.dimension)
 
 
@@ -253,7 +255,8 @@ def _psum_scatter(plan: Plan, x: Array, words: Array) -> Array:
         state = wire.init(shared_key, like)
         one = lambda key, row: wire.compress(key, row, State(varying(state.local, plan.axis), state.shared))[0]
         arrived = all_to_all(jax.vmap(one)(jax.random.split(private, workers), rows), plan.axis)
-        total = accumulate(wire, varying(jnp.zeros(like.shape, like.dtype), plan.axis), arrived, None, state.shared)
+        zeros = varying(varying(jnp.zeros(like.shape, like.dtype), plan.axis), varying_axes(x))
+        total = accumulate(wire, zeros, arrived, None, state.shared)
     total = total.reshape(shape).astype(x.dtype)
     return jnp.moveaxis(total, 0, plan.dimension) if plan.tiled else total
 

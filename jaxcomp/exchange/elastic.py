@@ -131,13 +131,15 @@ def _memories(old: Any, new: Any, keep: str) -> Any:
 def _steps(old: Any, new: Any, walk: Any, keep: str) -> Any:
     """Of `optax.MultiSteps`: what each worker accumulated, [n p, ...] for parameters [p, ...], or [n, p, ...]."""
     means = [node for node in jax.tree.leaves(old.inner_opt_state, is_leaf=is_mean) if is_mean(node)]
-    if not means:
-        raise ValueError("redistribute: optax.MultiSteps around an optimizer without compressed_mean")
+    if not means:  # behind the mean, where all workers accumulate the same
+        return type(old)(*map(walk, old, new))
     workers = np.shape(jax.tree.leaves(means[0].local)[0])[0]
 
     def one(old, new):
         rows, length = _host(old), np.shape(old)[0] // workers
-        target = np.shape(new)[0] // max(length, 1)
+        if rows.size == 0:
+            return new
+        target = np.shape(new)[0] // length
         moved = spread(rows.reshape(workers, length, *rows.shape[1:]), target)
         factor = target / workers if keep == "mean" else 1
         return _placed((moved.astype(np.float64) * factor).astype(rows.dtype).reshape(np.shape(new)), new)

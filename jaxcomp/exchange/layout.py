@@ -141,7 +141,6 @@ def lay_out(state: Any, axis: Axis, layout: Layout) -> Any:
         return State(jax.tree.map(lambda _: local, node.local), jax.tree.map(lambda _: shared, node.shared))
 
     def of_steps(node):
-        # MultiSteps accumulates each worker's own gradients.
         local = layout.local(axis, ())
         for leaf in jax.tree.leaves(node.acc_grads):
             if jnp.ndim(leaf) == 0 and isinstance(local, PartitionSpec):
@@ -152,6 +151,9 @@ def lay_out(state: Any, axis: Axis, layout: Layout) -> Any:
         fields = {name: walk(value) for name, value in node._asdict().items() if name != "acc_grads"}
         return type(node)(**fields, acc_grads=jax.tree.map(lambda _: local, node.acc_grads))
 
+    def walk_fields(node):
+        return type(node)(*map(walk, node))
+
     def special(node):
         return isinstance(node, Level | optax.MultiStepsState) or is_mean(node) or layout.is_leaf(node)
 
@@ -161,7 +163,8 @@ def lay_out(state: Any, axis: Axis, layout: Layout) -> Any:
                 return Level(of_mean(x.state, x.axes, x.outer), x.axes, x.outer)
             if is_mean(x):
                 return of_mean(x, axis, ())
-            return of_steps(x) if isinstance(x, optax.MultiStepsState) else layout.rest(x)
+            # Around a mean, MultiSteps accumulates each worker's own gradients; behind one, what is equal on all.
+            return of_steps(x) if _is_steps(x) and _has_mean(x) else walk_fields(x) if _is_steps(x) else layout.rest(x)
 
         return jax.tree.map(one, node, is_leaf=special)
 
@@ -194,7 +197,7 @@ def state_specs(state: Any, axis_name: Any, *, params: Any = None, specs: Any = 
         structure, shapes = jax.tree.structure(params), whole(params)
         like_params = lambda node: jax.tree.structure(node) == structure and whole(node) == shapes
 
-    steps = [n for n in jax.tree.leaves(state, is_leaf=_is_steps) if _is_steps(n)]
+    steps = [n for n in jax.tree.leaves(state, is_leaf=_is_steps) if _is_steps(n) and _has_mean(n)]
     if specs is not None and steps:
         raise ValueError(
             "state_specs: optax.MultiSteps with sharded parameters is not supported; add gradients up before"
@@ -216,7 +219,14 @@ def state_specs(state: Any, axis_name: Any, *, params: Any = None, specs: Any = 
 
 
 def _is_steps(node: Any) -> bool:
+    """Of `optax.MultiSteps`."""
     return isinstance(node, optax.MultiStepsState)
+
+
+def _has_mean(node: Any) -> bool:
+    """Whether a mean over the workers is somewhere within."""
+    means = lambda x: is_mean(x) or isinstance(x, Level)
+    return any(map(means, jax.tree.leaves(node, is_leaf=means)))
 
 
 def names_of(axis: Any) -> Axis:
@@ -261,6 +271,9 @@ def init_state(
         (state, specs): the state, and its PartitionSpecs for in_specs and out_specs; or, for a number of workers,
         the axes for in_axes and out_axes.
 
+    Raises:
+        ValueError: the mesh has no such axis.
+
     Sixty-four workers on one device:
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
@@ -275,6 +288,10 @@ def init_state(
         axes = state_axes(jax.eval_shape(tx.init, params))
         make = jax.vmap(tx.init, in_axes=None, out_axes=axes, axis_name=names_of(axis_name), axis_size=mesh)
         return jax.jit(make)(params), axes
+    names = axis_names(names_of(axis_name))
+    unknown = [name for name in names if name not in mesh.shape]
+    if unknown:
+        raise ValueError(f"init_state: the mesh has axes {tuple(mesh.shape)}; got axis_name with {unknown[0]!r}")
     like = params if specs is None else _shards(params, mesh, specs)
     made = state_specs(jax.eval_shape(tx.init, like), axis_name, params=like, specs=specs)
     whole = PartitionSpec() if specs is None else specs

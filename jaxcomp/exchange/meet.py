@@ -47,10 +47,12 @@ class How(NamedTuple):
 
     inner: mesh axes on which payloads are equal: the devices there share the work.
     buckets: number of the bucket of each array of the payload, a collective for each; None for a single one.
+    exact: sums of 16-bit floats are not rounded once more, since nobody would remember that.
     """
 
     inner: tuple[str, ...] = ()
     buckets: tuple[int, ...] | None = None
+    exact: bool = True
 
     def of_leaves(self) -> "How":
         """The same for the large leaves of `Leaves`."""
@@ -163,7 +165,7 @@ def sums(
     if isinstance(payload, Leaves):
         lengths = lengths.leaves if isinstance(lengths, Leaves) else None
         rest = _fastest(payload.leaves, weights, axis, lengths, link, how.of_leaves())
-        met = Leaves(_sum(payload.dense, weights, axis, How(how.inner)), rest.payloads)
+        met = Leaves(_sum(payload.dense, weights, axis, how._replace(buckets=None)), rest.payloads)
         parts = None if weights is None else Leaves(Dense(None), (weights,) * len(payload.leaves))
         sent = rest.sent_bytes + _sent_by_sum(payload.dense, axis, how)
         return Met(met, parts, rest.scale, rest.chosen, sent)
@@ -206,11 +208,12 @@ def _scale(weights: Array | None, axis: Axis) -> float:
 
 def _sum(payload: Any, weights: Array | None, axis: Axis, how: How) -> Any:
     """Weighted sum over the workers, with a leading axis of one."""
-    return jax.tree.map(lambda a: a[None], all_sum(payload, axis, weights, how.inner, how.buckets))
+    return jax.tree.map(lambda a: a[None], all_sum(payload, axis, weights, *how))
 
 
 def _sent_by_sum(payload: Any, axis: Axis, how: How) -> float:
     """Narrow floats come out of their sum in f32, and so they travel on inner axes."""
     workers, devices = axis_size(axis), axis_size(how.inner or None)
     wide = sum(a.size * max(a.dtype.itemsize, 4) for a in jax.tree.leaves(payload))
-    return 2 * (workers - 1) / workers * lane_bytes(payload) / devices + (devices - 1) / devices * wide
+    both = lane_bytes(payload) + (wide if how.exact else lane_bytes(payload))
+    return (workers - 1) / workers * both / devices + (devices - 1) / devices * wide

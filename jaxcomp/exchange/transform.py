@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxcomp.algorithms.direct import DirectShared
 from jaxcomp.base import (
     Algorithm,
     Compressor,
@@ -332,7 +333,8 @@ def _mean(
         each = None if shares is None else jnp.asarray(shares, jnp.float32)
 
         if chunk_compressor is None or second is None:
-            how = How(place.inner, _buckets(payload, like, spec.dense_below, bucket_bytes))
+            buckets = _buckets(payload, like, spec.dense_below, bucket_bytes)
+            how = How(place.inner, buckets, exact=not isinstance(shared.algorithm, DirectShared))
             met = meet(via, payload, each, axis_name, spec.linear, lengths(compressor, like), link, how)
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wide_like(grads))
             zeros = varying(zeros, outer or None)
