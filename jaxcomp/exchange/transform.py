@@ -78,7 +78,9 @@ def compressed_mean(
             "dcn": jc.error_feedback(jc.sidco(1e-3))}. The mean over the first axis is the gradient of the second level,
             so the devices along "ici" have equal messages for "dcn": in sums and gathers each of them carries one part.
         via: "gather": all payloads to all workers, (n - 1) lane bytes sent by each, any compressor;
-            "sum": payloads added on the way, 2 (n - 1) / n lane bytes, linear compressors only;
+            "sum": payloads added on the way, 2 (n - 1) / n lane bytes, linear compressors only; 3 (n - 1) / n for 16
+            bits with an algorithm that remembers what it sent, whose mean must not be rounded once more ("two_shot"
+            remembers that rounding, too, and so sends 2 (n - 1) / n);
             "concat", "ring", "ragged": all payloads without their padding, for a compressor whose
             messages are not equally long (`dagc`): bitwise the mean of "gather", for fewer bytes;
             "ladder": all payloads in the shortest code that there is for what they hold, at the smallest of a
