@@ -47,12 +47,12 @@ class How(NamedTuple):
 
     inner: mesh axes on which payloads are equal: the devices there share the work.
     buckets: number of the bucket of each array of the payload, a collective for each; None for a single one.
-    exact: sums of 16-bit floats are not rounded once more, since nobody would remember that.
+    exact: sums of 16-bit floats are not rounded once more, for methods that remember what they sent.
     """
 
     inner: tuple[str, ...] = ()
     buckets: tuple[int, ...] | None = None
-    exact: bool = True
+    exact: bool = False
 
     def of_leaves(self) -> "How":
         """The same for the large leaves of `Leaves`."""

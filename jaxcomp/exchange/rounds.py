@@ -11,7 +11,7 @@ from jaxcomp.base import State, accumulate, key_data, root_key, wide_like, wrap_
 from jaxcomp.bits import code_bits
 from jaxcomp.exchange.lanes import Axis, axis_index, axis_size, is_bound, varying
 from jaxcomp.exchange.layout import MeanLocal, MeanShared, local_rows, with_rows
-from jaxcomp.exchange.meet import VIAS
+from jaxcomp.exchange.meet import VIAS, How
 from jaxcomp.exchange.meet import meet as bring_together
 
 __all__ = ["Rounds", "rounds"]
@@ -69,7 +69,7 @@ def rounds(method: Method, axis_name: Axis, via: str = "auto", *, seed: int | ja
         return State(MeanLocal(local, None), shared)
 
     def meet(payloads, linear):
-        met = bring_together(via, payloads, None, axis_name, linear)
+        met = bring_together(via, payloads, None, axis_name, linear, how=How(exact=True))
 
         def decoder(stacked):
             def decode(compressor, shared, like):
