@@ -187,7 +187,7 @@ def plot(options: Any, bases: list[str], rows: list[dict], trained: list[dict], 
         axis.set(xlabel="seconds", ylabel="training loss (mean of 10 steps)", yscale="log", xscale="log")
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_title(f"{options.data}, {options.model}, {rate_name(rate)}")
-        axis.legend(fontsize=8, loc="upper right")
+        axis.legend(fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
     delay = f", delay {1e3 * options.delay:g} ms" if options.delay else ""
     figure.suptitle(f"{options.workers} processes on {len(os.sched_getaffinity(0))} cores{delay}", fontsize=10)
     save(figure, path)
