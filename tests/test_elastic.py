@@ -1,0 +1,377 @@
+"""Another number of workers: memories keep their exact sum, on one axis, in hierarchies, and for sharded parameters."""
+
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from variants import variants
+from worlds import AXIS, mesh_of, run_vmap
+
+import jaxcomp as jc
+from jaxcomp.exchange.elastic import spread
+
+N = 4
+PARAMS = {"b": jnp.zeros(5), "w": jnp.zeros((40, 30))}
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+
+def gradients(seed, rounds=3, workers=N):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((rounds, workers, *p.shape)), p.dtype), PARAMS)
+
+
+ALGORITHMS = {
+    "error_feedback": jc.error_feedback(jc.top_k(0.05)),
+    "sidco": jc.error_feedback(jc.sidco(0.05, adapt="climb", stages=2)),
+    "diana": jc.diana(jc.dithering(7)),
+    "momentum": jc.momentum_correction(jc.top_k(0.05)),
+    "direct": jc.direct(jc.natural()),
+}
+
+
+def fsum(rows):
+    """The exact sum over workers, entry by entry."""
+    rows = np.asarray(rows, np.float64).reshape(len(rows), -1)
+    return [sum(map(Fraction, column)) for column in rows.T.tolist()]
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (4, 3), (2, 4), (5, 4), (9, 2), (3, 3)])
+def test_memories_keep_their_exact_sum(old, new, seed):
+    rng = np.random.default_rng(seed)
+    rows = (rng.standard_normal((old, 300)) * 2.0 ** rng.integers(-12, 3, (old, 300))).astype(np.float32)
+    rows[:, 0], rows[:, 1] = 0, 1
+    moved = spread(rows, new)
+    assert moved.shape == (new, 300)
+    assert moved.dtype == np.float32
+    assert fsum(moved) == fsum(rows)
+
+
+def test_one_worker_has_to_round(seed):
+    rows = np.random.default_rng(seed).standard_normal((4, 300)).astype(np.float32)
+    (alone,) = spread(rows, 1)
+    np.testing.assert_array_equal(alone, rows.astype(np.float64).sum(0).astype(np.float32))
+    huge = np.full((3, 1), 3e38, np.float32)
+    np.testing.assert_array_equal(spread(huge, 1), [[np.finfo(np.float32).max]])
+
+
+@pytest.mark.parametrize("name", variants(ALGORITHMS, {"sidco"}))
+@pytest.mark.parametrize("workers", variants([2, 6], {6}))
+def test_training_goes_on_with_other_workers(name, workers, seed):
+    tx = optax.chain(jc.compressed_mean(ALGORITHMS[name], AXIS), optax.adam(1e-2))
+    _, old = run_vmap(tx, PARAMS, gradients(seed))
+    new, axes = jc.init_state(tx, PARAMS, workers, AXIS)
+    state = jc.redistribute(old, new)
+    local, before = state[0].local.algorithm, old[0].local.algorithm
+    if name in ("error_feedback", "sidco", "momentum"):
+        memory = lambda local: local.velocity if name == "momentum" else local.memory
+        assert fsum(memory(local)["w"]) == fsum(memory(before)["w"])
+        assert np.abs(memory(local)["w"]).max() > 0
+    if name == "diana":
+        for row in np.asarray(local.shift["w"]):
+            np.testing.assert_array_equal(row[0], old[0].shared.algorithm.shift["w"])
+    np.testing.assert_array_equal(state[1][0].mu["w"], old[1][0].mu["w"])
+    assert state[0].shared.count == 3
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+    updates, state = step(jax.tree.map(lambda g: g[0], gradients(seed, workers=workers)), state)
+    assert all(np.all(np.isfinite(u)) for u in jax.tree.leaves(updates))
+    assert state[0].shared.count == 4
+
+
+def test_what_is_to_be_delivered_can_stay_what_it_was(seed):
+    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), AXIS)
+    _, old = run_vmap(tx, PARAMS, gradients(seed))
+    new, _ = jc.init_state(tx, PARAMS, 2, AXIS)
+    moved = jc.redistribute(old, new, keep="mean").local.algorithm.memory["w"]
+    np.testing.assert_allclose(np.mean(moved, 0), np.mean(old.local.algorithm.memory["w"], 0), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("workers", variants([2, 3, 8], ()))
+def test_memories_of_second_shots_are_cut_anew(workers, seed):
+    tx = jc.compressed_mean(jc.error_feedback(jc.cast("float8_e4m3fn")), AXIS, via="two_shot")
+    _, old = run_vmap(tx, PARAMS, gradients(seed))
+    new, axes = jc.init_state(tx, PARAMS, workers, AXIS)
+    state = jc.redistribute(old, new)
+    line = lambda state: np.asarray(state.local.second.memory).reshape(-1)[:1205]
+    np.testing.assert_array_equal(line(state), line(old))
+    step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
+    step(jax.tree.map(lambda g: g[0], gradients(seed, workers=workers)), state)
+
+
+def test_stages_of_second_shots_are_taken_over(seed):
+    """Adaptive state of a compressor has a row for each chunk: other workers have other chunks."""
+    tx = jc.compressed_mean(jc.error_feedback(jc.sidco(0.05, adapt="climb", stages=2)), AXIS, via="two_shot")
+    _, old = run_vmap(tx, PARAMS, gradients(seed))
+    for workers in (2, 6):
+        new, _ = jc.init_state(tx, PARAMS, workers, AXIS)
+        state = jc.redistribute(old, new)
+        stages = [x for x in jax.tree.leaves(state.local.second.compressor) if x.dtype == jnp.int32]
+        assert any(np.all(np.asarray(x) > 0) for x in stages)  # stages are counted from one
+        assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, new)
+
+
+def test_gradients_without_rows_are_redistributed():
+    params = {"w": jnp.zeros((4, 5)), "e": jnp.zeros((0, 2))}
+    tx = optax.MultiSteps(optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(k=2)), AXIS), optax.sgd(0.1)), 2)
+    old, new = (jc.init_state(tx, params, mesh_of(n), AXIS)[0] for n in (4, 2))
+    assert jax.tree.map(jnp.shape, jc.redistribute(old, new)) == jax.tree.map(jnp.shape, new)
+
+
+@pytest.mark.parametrize("on_a_mesh", [True, False])
+def test_half_a_step_of_accumulated_gradients_goes_on(on_a_mesh, seed):
+    tx = optax.MultiSteps(optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), AXIS), optax.sgd(0.1)), 2)
+    make = lambda n: jc.init_state(tx, PARAMS, mesh_of(n) if on_a_mesh else n, AXIS)[0]
+    old, new = make(4), make(2)
+    rng = np.random.default_rng(seed)
+    fill = lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype)
+    old = old._replace(acc_grads=jax.tree.map(fill, old.acc_grads))
+    state = jc.redistribute(jax.tree.map(np.asarray, old), new)
+    for name, p in PARAMS.items():
+        rows = lambda x, n: np.asarray(x, np.float64).reshape(n, -1)
+        assert fsum(rows(state.acc_grads[name], 2)) == fsum(rows(old.acc_grads[name], 4)), p.shape
+
+
+def test_it_lands_on_the_devices_of_the_new_mesh(seed):
+    tx = optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), AXIS), optax.adam(1e-2))
+    old, _ = jc.init_state(tx, PARAMS, mesh_of(4), AXIS)
+    new, specs = jc.init_state(tx, PARAMS, mesh_of(2), AXIS)
+    state = jc.redistribute(jax.tree.map(np.asarray, old), new)
+    memory = state[0].local.algorithm.memory["w"]
+    assert memory.sharding == new[0].local.algorithm.memory["w"].sharding
+    assert memory.shape == (2, 40, 30)
+    assert jax.tree.structure(state) == jax.tree.structure(specs, is_leaf=lambda s: isinstance(s, P))
+
+
+def test_states_that_do_not_fit_are_refused():
+    tx, other = (jc.compressed_mean(a, AXIS) for a in (ALGORITHMS["error_feedback"], ALGORITHMS["diana"]))
+    one, two = (jc.init_state(t, PARAMS, 2, AXIS)[0] for t in (tx, other))
+    with pytest.raises(ValueError, match="of different optimizers or parameters"):
+        jc.redistribute(one, two)
+    with pytest.raises(ValueError, match='keep must be "sum" or "mean"'):
+        jc.redistribute(one, one, keep="all")
+    larger, _ = jc.init_state(tx, PARAMS | {"w": jnp.zeros((40, 31))}, 2, AXIS)
+    with pytest.raises(ValueError, match="expected an array of shape"):
+        jc.redistribute(one, larger)
+    run = jc.rounds(jc.descend(jc.direct(jc.identity()), 0.1), None)
+    with pytest.raises(ValueError, match="states of rounds are not supported"):
+        jc.redistribute(run.init(jnp.zeros(3)), run.init(jnp.zeros(3)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Hierarchies and sharded parameters
+
+TOP = jc.error_feedback(jc.top_k(0.05))
+LEVELS = {"ici": TOP, "dcn": jc.error_feedback(jc.sidco(0.05, adapt="climb", stages=2))}
+WHOLE = {"b": P(), "w": P()}
+MODEL = {"b": P(), "w": P(None, "model")}  # b is whole on every device
+DEEP = ("dcn", "ici", "model")
+
+
+def mesh_like(**sizes):
+    count = int(np.prod(list(sizes.values())))
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=jax.devices()[:count])
+
+
+def made(tx, mesh, axis, specs=None, seed=None):
+    """A new state; with a seed, floats of everything that is local are random."""
+    state, where = jc.init_state(tx, PARAMS, mesh, axis, specs)
+    if seed is None:
+        return state, where
+    rng = np.random.default_rng(seed)
+
+    def filled(x, spec):
+        local = any(spec) and jnp.issubdtype(x.dtype, jnp.floating)
+        return jax.device_put(rng.standard_normal(x.shape).astype(x.dtype), x.sharding) if local else x
+
+    return jax.tree.map(filled, state, where), where
+
+
+def pending(state, specs):
+    """{parameter: exact sum over the workers of what they remember of it}, from what lies on which device."""
+    is_memory = lambda node: hasattr(node, "memory")
+    memories = [node.memory for node in jax.tree.leaves(state, is_leaf=is_memory) if is_memory(node)]
+    rows = {name: [] for name in PARAMS}
+    for memory in memories:
+        # Means of sharded parameters have a memory for each group of leaves: those that are whole, then the others.
+        named = memory if isinstance(memory, dict) else {"b" if memory[0].ndim == 2 else "w": memory[0]}
+        for name, x in named.items():
+            shape = PARAMS[name].shape
+            places = NamedSharding(x.sharding.mesh, specs[name]).devices_indices_map(shape)
+            for shard in x.addressable_shards:
+                if shard.replica_id == 0:
+                    rows[name].append(np.zeros(shape, np.float32))
+                    rows[name][-1][places[shard.device]] = shard.data[0]
+    return {name: fsum(each) for name, each in rows.items()}
+
+
+def one_more_step(tx, mesh, axis, state, where, specs, seed):
+    workers = [name for name in mesh.axis_names if name != "model"]
+    grads = jax.tree.map(lambda g: g[0], gradients(seed, 1, int(np.prod([mesh.shape[name] for name in workers]))))
+    across = jax.tree.map(lambda spec: P(tuple(workers), *spec), specs)
+    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
+    step = jax.shard_map(step, mesh=mesh, in_specs=(where, across), out_specs=(specs, where))
+    return jax.block_until_ready(jax.jit(step)(state, grads))
+
+
+HIERARCHIES = [
+    ((2, 2), (1, 2)),
+    ((2, 2), (2, 1)),
+    ((2, 2), (4, 1)),
+    ((2, 2), (1, 4)),
+    ((1, 2), (2, 2)),
+    ((4, 1), (2, 2)),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), HIERARCHIES)
+def test_levels_of_a_hierarchy_keep_their_sums(old, new, seed):
+    tx = jc.compressed_mean(axis_name=LEVELS)
+    meshes = [mesh_like(dcn=dcn, ici=ici) for dcn, ici in (old, new)]
+    states = [made(tx, mesh, LEVELS, seed=s)[0] for mesh, s in zip(meshes, (seed, None), strict=True)]
+    state = jc.redistribute(*states)
+    for level, other, size in zip(state, states[0], (new[0] * new[1], new[0]), strict=True):
+        if size > 1:
+            assert pending(level, WHOLE) == pending(other, WHOLE)
+        else:  # one worker has to round
+            memory, rows = (np.asarray(x.state.local.algorithm.memory["w"], np.float64) for x in (level, other))
+            np.testing.assert_array_equal(memory, rows.sum(0, keepdims=True).astype(np.float32))
+    like = lambda tree: jax.tree.map(lambda x: (x.shape, x.sharding), tree)
+    assert like(state) == like(states[1])
+    assert all(np.all(np.asarray(x.state.shared.count) == 0) for x in state)
+
+
+def test_what_a_hierarchy_is_to_deliver_can_stay_what_it_was(seed):
+    tx = jc.compressed_mean(axis_name=LEVELS)
+    old, new = (made(tx, mesh_like(dcn=dcn, ici=2), LEVELS, seed=s)[0] for dcn, s in ((2, seed), (1, None)))
+    state = jc.redistribute(old, new, keep="mean")
+    for level, other in zip(state, old, strict=True):
+        for a, b in zip(*(jax.tree.leaves(x.state.local.algorithm.memory) for x in (level, other)), strict=True):
+            np.testing.assert_allclose(np.mean(a, 0), np.mean(b, 0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("old", "new"), [((2, 2), (1, 2)), ((2, 2), (2, 1)), ((1, 2), (2, 2)), ((2, 1), (1, 2))])
+def test_shifts_of_a_group_are_those_of_its_workers(old, new, seed):
+    levels = {"ici": jc.diana(jc.dithering(7)), "dcn": jc.diana(jc.dithering(7))}
+    tx = jc.compressed_mean(axis_name=levels)
+    first, second = (mesh_like(dcn=dcn, ici=ici) for dcn, ici in (old, new))
+    before, where = made(tx, first, levels)
+    _, before = one_more_step(tx, first, levels, before, where, WHOLE, seed)
+    after, where = made(tx, second, levels)
+    state = jc.redistribute(before, after)
+    groups = np.asarray(before[0].state.shared.algorithm.shift["w"])
+    assert np.all(np.any(groups != 0, axis=(1, 2)))
+    shared, local = (np.asarray(x.algorithm.shift["w"]) for x in (state[0].state.shared, state[0].state.local))
+    np.testing.assert_array_equal(shared, groups[np.arange(new[0]) % old[0]])
+    np.testing.assert_array_equal(local, np.repeat(shared, new[1], axis=0))
+    top = np.asarray(state[1].state.shared.algorithm.shift["w"])
+    np.testing.assert_array_equal(top, before[1].state.shared.algorithm.shift["w"])
+    np.testing.assert_array_equal(state[1].state.local.algorithm.shift["w"], np.stack([top] * new[0]))
+    np.testing.assert_array_equal(state[0].state.shared.count, 1)
+    if new == (1, 2):
+        one_more_step(tx, second, levels, state, where, WHOLE, seed)
+
+
+SHARDED = [((2, 2), (1, 2)), ((1, 2), (2, 2)), ((2, 2), (4, 1)), ((4, 1), (2, 2)), ((2, 1), (1, 2)), ((2, 2), (2, 1))]
+
+
+@pytest.mark.parametrize(("old", "new"), SHARDED)
+def test_shards_keep_their_sums_and_may_be_others(old, new, seed):
+    tx = optax.chain(jc.compressed_mean(TOP, "data", sharded=MODEL), optax.adam(1e-2))
+    meshes = [mesh_like(data=data, model=model) for data, model in (old, new)]
+    states = [made(tx, mesh, "data", MODEL, s)[0] for mesh, s in zip(meshes, (seed, None), strict=True)]
+    state = jc.redistribute(*states)
+    if new[0] > 1 or old[0] == 1:
+        assert pending(state[0], MODEL) == pending(states[0][0], MODEL)
+    else:
+        memory = np.asarray(state[0][1].state.local.algorithm.memory[0])
+        rows = np.asarray(states[0][0][1].state.local.algorithm.memory[0], np.float64)
+        want = np.concatenate(rows.reshape(*old[::-1], 40, -1).sum(1), 1).astype(np.float32)
+        np.testing.assert_array_equal(np.concatenate(memory, 1), want)
+    np.testing.assert_array_equal(state[1][0].mu["w"], states[0][1][0].mu["w"])
+    like = lambda tree: jax.tree.map(lambda x: (x.shape, x.sharding), tree)
+    assert like(state) == like(states[1])
+
+
+@pytest.mark.parametrize("new", variants([(1, 2, 2), (2, 2, 1), (1, 1, 4)], {(2, 2, 1)}))
+def test_a_hierarchy_over_shards_trains_on(new, seed):
+    """Memories of both levels, shifts of none: 2 x 1 workers with 2 shards, then others of both."""
+    tx = jc.compressed_mean(axis_name=LEVELS, sharded=MODEL)
+    first, second = (mesh_like(**dict(zip(DEEP, sizes, strict=True))) for sizes in ((2, 1, 2), new))
+    before, where = made(tx, first, LEVELS, MODEL)
+    for s in (seed, seed + 1):
+        _, before = one_more_step(tx, first, LEVELS, before, where, MODEL, s)
+    after, where = made(tx, second, LEVELS, MODEL)
+    state = jc.redistribute(jax.tree.map(np.asarray, before), after)
+    if new[0] * new[1] > 1:
+        for i in (0, 1):
+            level = lambda parts: [part[i] for part in parts]  # noqa: B023
+            if i == 0 or new[0] > 1:
+                assert pending(level(state), MODEL) == pending(level(before), MODEL)
+    assert all(np.all(np.asarray(level.state.shared.count) == 2) for part in state for level in part)
+    directions, state = one_more_step(tx, second, LEVELS, state, where, MODEL, seed)
+    assert all(np.all(np.isfinite(d)) for d in jax.tree.leaves(directions))
+    assert all(np.all(np.asarray(level.state.shared.count) == 3) for part in state for level in part)
+
+
+def test_shifts_of_shards_are_cut_anew(seed):
+    tx = jc.compressed_mean(jc.diana(jc.dithering(7)), "data", sharded="model")
+    first, second = mesh_like(data=2, model=2), mesh_like(data=1, model=4)
+    specs = {"b": P("model"), "w": P("model")}
+    params = {"b": jnp.zeros(8), "w": jnp.zeros((40, 30))}
+    before, _ = jc.init_state(tx, params, first, "data", specs)
+    rng = np.random.default_rng(seed)
+    whole = rng.standard_normal((40, 30)).astype(np.float32)
+    shared = before.state.shared
+    shift = shared.algorithm.shift | {"w": jnp.asarray(whole.reshape(2, 20, 30))}
+    before.state = before.state._replace(shared=shared._replace(algorithm=shared.algorithm._replace(shift=shift)))
+    state = jc.redistribute(before, jc.init_state(tx, params, second, "data", specs)[0])
+    np.testing.assert_array_equal(np.asarray(state.state.shared.algorithm.shift["w"]).reshape(40, 30), whole)
+    np.testing.assert_array_equal(np.asarray(state.state.local.algorithm.shift["w"]).reshape(40, 30), whole)
+
+
+def test_second_shots_of_a_hierarchy_keep_their_sums(seed):
+    levels = {"ici": jc.error_feedback(jc.cast("float8_e4m3fn")), "dcn": jc.error_feedback(jc.cast("float8_e4m3fn"))}
+    tx = jc.compressed_mean(axis_name=levels, via="two_shot")
+    old = made(tx, mesh_like(dcn=4, ici=1), levels, seed=seed)[0]
+    state = jc.redistribute(old, made(tx, mesh_like(dcn=2, ici=2), levels)[0])
+    size = sum(p.size for p in PARAMS.values())
+    chunks = lambda level, groups: np.asarray(level.state.local.second.memory).reshape(groups, -1)[:, :size]
+    assert fsum(chunks(state[0], 2)) == fsum(chunks(old[0], 4))
+    np.testing.assert_array_equal(chunks(state[1], 1), chunks(old[1], 1))
+
+
+def test_half_a_step_of_a_hierarchy_goes_on(seed):
+    tx = optax.MultiSteps(optax.chain(jc.compressed_mean(axis_name=LEVELS), optax.sgd(0.1)), 2)
+    old = made(tx, mesh_like(dcn=2, ici=2), LEVELS, seed=seed)[0]
+    state = jc.redistribute(old, made(tx, mesh_like(dcn=2, ici=1), LEVELS)[0])
+    for name in PARAMS:
+        rows = lambda x, n: np.asarray(x, np.float64).reshape(n, -1)
+        assert fsum(rows(state.acc_grads[name], 2)) == fsum(rows(old.acc_grads[name], 4))
+
+
+def test_other_shards_that_cannot_be_cut_are_refused():
+    def states(tx, specs, *sizes):
+        return [jc.init_state(tx, PARAMS, mesh_like(**each), "data", specs)[0] for each in sizes]
+
+    two, one = {"data": 1, "x": 2, "y": 2}, {"data": 1, "x": 2, "y": 1}
+    specs = {"b": P(), "w": P("x", "y")}
+    with pytest.raises(
+        ValueError, match=r"4 shards over mesh axes \('x', 'y'\) before, 2 now; their number may change"
+    ):
+        jc.redistribute(*states(jc.compressed_mean(TOP, "data", sharded=specs), specs, two, one))
+    cast = jc.error_feedback(jc.cast("float8_e4m3fn"))
+    tx = jc.compressed_mean(cast, "data", via="two_shot", sharded=MODEL)
+    with pytest.raises(ValueError, match='not supported for via="two_shot"'):
+        jc.redistribute(*states(tx, MODEL, {"data": 2, "model": 2}, {"data": 2, "model": 1}))
+    tx = jc.compressed_mean(TOP, "data", sharded=MODEL)
+    (old,) = states(tx, MODEL, {"data": 2, "model": 2})
+    larger = PARAMS | {"w": jnp.zeros((40, 60))}
+    new, _ = jc.init_state(tx, larger, mesh_like(data=2, model=1), "data", MODEL)
+    with pytest.raises(ValueError, match="not the same whole"):
+        jc.redistribute(old, new)
