@@ -120,6 +120,76 @@ def test_what_differs_between_groups_or_shards_is_no_drift():
         jc.check_replicas(np.asarray(of_shards).T)
 
 
+def with_copies(x, spoil):
+    """The same array, but for the copies on devices i in `spoil`, where one entry has its lowest bit flipped."""
+    parts = []
+    for i, shard in enumerate(x.addressable_shards):
+        part = np.array(shard.data)
+        if i in spoil:
+            part.reshape(-1).view(np.uint32)[-1] ^= 1
+        parts.append(jax.device_put(part, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+
+LEVELS = {"dcn": jc.diana(jc.dithering(7)), "ici": jc.error_feedback(jc.top_k(0.1))}
+
+
+@pytest.mark.parametrize("where", ["shift of a group", "memory between groups", "memory within", "params"])
+def test_copies_along_inner_axes_are_compared(where):
+    """Numbers of workers: dcn times 3 plus ici. The mean over "dcn" comes first: one group for each place on "ici"."""
+    mesh = jax.make_mesh((3, 1), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:3])
+    tx = jc.compressed_mean(axis_name=LEVELS)
+    params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
+    state, specs = jc.init_state(tx, params, mesh, LEVELS)
+    run = jax.shard_map(lambda p, s: jc.fingerprints((p, s), LEVELS), mesh=mesh, in_specs=(P(), specs), out_specs=P())
+    run = jax.jit(run)
+    jc.check_replicas(run(params, state))
+    first, second = state
+    if where == "shift of a group":
+        shift = first.state.shared.algorithm.shift
+        shift["w"] = with_copies(shift["w"], {2})
+    elif where == "memory between groups":
+        memory = second.state.local.algorithm.memory
+        memory["w"] = with_copies(memory["w"], {2})
+    elif where == "memory within":
+        shift = first.state.local.algorithm.shift
+        shift["w"] = with_copies(shift["w"], {2})
+    else:
+        params["w"] = with_copies(params["w"], {2})
+    marks = run(params, state)
+    if where == "memory within":  # each worker's own
+        jc.check_replicas(marks)
+        return
+    with pytest.raises(jc.ReplicaDrift, match="of worker 2 differ from the other 2's"):
+        jc.check_replicas(marks)
+
+
+@pytest.mark.parametrize(("spoil", "odd"), [({3}, (2, 3)), ({0, 1}, None)])
+def test_a_set_without_majority_is_named_whole(spoil, odd):
+    """On 2 x 2 devices a shard has two copies. Both copies spoiled alike are no drift."""
+    mesh = jax.make_mesh((2, 2), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"b": P(), "w": P("model")}
+    params = {"b": jnp.zeros(5), "w": jnp.arange(40.0)}
+    params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
+    run = lambda p: jc.fingerprints(p, ("model", "data"), specs)
+    run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=P()))
+    jc.check_replicas(run(params))
+    marks = run(params | {"w": with_copies(params["w"], spoil)})
+    if odd is None:
+        jc.check_replicas(marks)
+        return
+    with pytest.raises(jc.ReplicaDrift) as caught:
+        jc.check_replicas(marks)
+    assert set(odd) <= set(caught.value.workers)
+    with pytest.raises(jc.ReplicaDrift, match="worker 1 differ from the other 3's"):
+        jc.check_replicas(run(params | {"b": with_copies(params["b"], {1})}))
+
+
+def test_the_group_is_named():
+    with pytest.raises(jc.ReplicaDrift, match="step 3: group 1: parameters or shared state of worker 0 differ"):
+        jc.check_replicas([[7, 7, 7], [8, 9, 9]], step=3)
+
+
 # ------------------------------------------------------------------------------------------------
 # Steps that are skipped
 

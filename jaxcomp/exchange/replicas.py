@@ -6,6 +6,7 @@ them. A flipped bit, a nondeterministic kernel or a restart from different files
 """
 
 import collections
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from jaxcomp.exchange.lanes import all_gather, all_max, axis_names, is_bound
+from jaxcomp.exchange.lanes import all_gather, all_max, axis_names, axis_size, is_bound
 from jaxcomp.exchange.layout import Layout, lay_out, names_of
 from jaxcomp.hashing import fmix32
 from jaxcomp.packing import as_words
@@ -32,7 +34,7 @@ class ReplicaDrift(RuntimeError):
         self.workers = workers
 
 
-def fingerprint(tree: Any, axis_name: Any = None) -> Array:
+def fingerprint(tree: Any, axis_name: Any = None, specs: Any = None) -> Array:
     """u32[] of all bits of a tree that should be equal on all workers: sum over words of mix(mix(place) ^ word).
 
     Arrays that differ between workers (local state of `compressed_mean` and `rounds`, gradients that `optax.MultiSteps`
@@ -43,20 +45,44 @@ def fingerprint(tree: Any, axis_name: Any = None) -> Array:
         tree: anything made of arrays.
         axis_name: axes along which it should be equal; shared state of levels and shards that differs there is left
             out.
+        specs: as for `fingerprints`.
 
     >>> import jax.numpy as jnp
     >>> bool(fingerprint(jnp.array([0.0, 1.0])) == fingerprint(jnp.array([1.0, 0.0])))
     False
     """
-    along = set(axis_names(names_of(axis_name)))
-    equal = lambda outer: not along & set(outer)
-    shared = lay_out(tree, None, Layout(lambda axes, outer: False, equal, lambda leaf: True))
+    return _mark(_kinds(tree, names_of(axis_name), specs).get(frozenset(), []))
+
+
+def _kinds(tree: Any, axis: Any, specs: Any) -> dict[frozenset[str], list[tuple[int, Array]]]:
+    """The numbered arrays of a tree, by those of the axes along which they may differ; not those that differ anyway."""
+    along = frozenset(axis_names(axis))
+    if specs is None:
+        local = lambda axes, outer: frozenset((*outer, *axis_names(axes))) if along else LOCAL
+        differ = lay_out(tree, axis, Layout(local, shared=frozenset, rest=lambda leaf: frozenset()))
+    else:
+        every = lambda spec, part: jax.tree.map(lambda _: _names_in(spec), part)
+        differ = jax.tree.map(every, specs, tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    kinds = collections.defaultdict(list)
+    for number, (leaf, names) in enumerate(zip(jax.tree.leaves(tree), jax.tree.leaves(differ), strict=True)):
+        if names != LOCAL and (not along or not along <= names):
+            kinds[names & along].append((number, leaf))
+    return kinds
+
+
+LOCAL = frozenset(["some axis"])  # of local state, where no axis is named
+
+
+def _names_in(spec: PartitionSpec) -> frozenset[str]:
+    return frozenset(name for entry in spec if entry is not None for name in axis_names(entry))
+
+
+def _mark(leaves: list[tuple[int, Array]]) -> Array:
     total = jnp.uint32(0)
-    for number, (leaf, counts) in enumerate(zip(jax.tree.leaves(tree), jax.tree.leaves(shared), strict=True)):
-        if counts:
-            words = _words(jnp.asarray(leaf))
-            places = fmix32(lax.iota(jnp.uint32, words.size) ^ fmix32(jnp.uint32(number + 1)))
-            total = total + jnp.sum(fmix32(places ^ words), dtype=jnp.uint32)
+    for number, leaf in leaves:
+        words = _words(jnp.asarray(leaf))
+        places = fmix32(lax.iota(jnp.uint32, words.size) ^ fmix32(jnp.uint32(number + 1)))
+        total = total + jnp.sum(fmix32(places ^ words), dtype=jnp.uint32)
     return total
 
 
@@ -76,26 +102,54 @@ def _words(x: Array) -> Array:
     return words.reshape(-1).astype(jnp.uint32)
 
 
-def fingerprints(tree: Any, axis_name: Any) -> Array:
-    """The `fingerprint` of every worker, u32[n], equal on all of them: an exchange of one word.
+def fingerprints(tree: Any, axis_name: Any, specs: Any = None) -> Array:
+    """The `fingerprint` of every worker, u32[n], equal on all of them: an exchange of one word, or a few.
 
-    With parameters sharded over another axis, say "model", each of its groups has fingerprints of its own: return them
-    as `fingerprints(...)[None]` with out_specs P("model").
+    What differs over some of the axes and is equal along the others (in a hierarchy the shared state of each group, and
+    memories of the level between groups) has a word of its own: it is compared within each set of devices that should
+    hold the same, and who differs from the majority of its set gets another fingerprint.
 
     Call it inside the mapped function, with parameters and optimizer state, every so many steps, and give the result to
     `check_replicas` on the host.
 
     Args:
         tree: anything that should be equal on all workers; what is known to be local is left out.
-        axis_name: mapped axis, a tuple of them, or the mapping given to `compressed_mean`.
+        axis_name: mapped axis, a tuple of them, or the mapping given to `compressed_mean`. Workers are numbered as JAX
+            does along these axes, the last one fastest.
+        specs: PartitionSpecs of the tree, as in in_specs: which arrays differ over which axes. Needed where parameters
+            are sharded over one of the axes, say ("data", "model"); without them only states of `compressed_mean` are
+            known to differ. Along "data" alone they are not needed: each group along "model" then has fingerprints of
+            its own, to be returned as fingerprints(...)[None] with out_specs P("model").
 
     Raises:
         ValueError: unbound axis.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> compare = lambda w: jc.fingerprints(w, "data")
+    >>> marks = jax.vmap(compare, axis_name="data", out_axes=None)(jnp.array([1.0, 1.0, 2.0]))
+    >>> print(marks[0] == marks[1], marks[0] == marks[2])
+    True False
     """
     axis = names_of(axis_name)
     if not is_bound(axis):
         raise ValueError(f"fingerprints: no axis named {axis!r} is bound here")
-    return all_gather(fingerprint(tree, axis), axis)
+    kinds = _kinds(tree, axis, specs)
+    everywhere = kinds.pop(frozenset(), [])
+    marks = all_gather(jnp.stack([_mark(everywhere), *map(_mark, kinds.values())]), axis)
+    sizes = [axis_size(name) for name in axis_names(axis)]
+    total = marks[:, 0]
+    for i, names in enumerate(kinds, 1):
+        places = [size if name in names else 1 for name, size in zip(axis_names(axis), sizes, strict=True)]
+        numbers = np.arange(math.prod(places), dtype=np.int32).reshape(places)
+        total = total + _odd_ones(marks[:, i], np.broadcast_to(numbers, sizes).reshape(-1))
+    return total
+
+
+def _odd_ones(marks: Array, sets: np.ndarray) -> Array:
+    """Zero for those whose mark is that of more than half of their set: u32[n], u32[n] of marks."""
+    together = jnp.asarray(sets[:, None] == sets[None, :])
+    same = jnp.sum(together & (marks[:, None] == marks[None, :]), axis=1)
+    return jnp.where(2 * same > jnp.sum(together, axis=1), jnp.uint32(0), fmix32(marks) | jnp.uint32(1))
 
 
 def check_replicas(fingerprints: Any, *, step: int | None = None) -> None:
@@ -106,22 +160,27 @@ def check_replicas(fingerprints: Any, *, step: int | None = None) -> None:
         step: for the message.
 
     Raises:
-        ReplicaDrift: naming the workers that differ from the majority, or all where there is none.
+        ReplicaDrift: naming the workers that differ from the majority, or all where there is none; of the first group
+            that has any.
 
     >>> check_replicas([7, 7, 9, 7], step=40)
     Traceback (most recent call last):
     jaxcomp.exchange.replicas.ReplicaDrift: step 40: parameters or shared state of worker 2 differ from the other 3's
     """
-    rows = np.asarray(fingerprints)
-    if rows.ndim > 1:
-        for row in rows.reshape(-1, rows.shape[-1]):
-            check_replicas(row, step=step)
-        return
-    marks = [int(mark) for mark in rows.reshape(-1)]
+    marks = np.asarray(fingerprints)
+    when = "" if step is None else f"step {step}: "
+    if marks.ndim > 1:
+        for number, row in enumerate(marks.reshape(-1, marks.shape[-1])):
+            _check(row, f"{when}group {number}: ")
+    else:
+        _check(marks.reshape(-1), when)
+
+
+def _check(row: np.ndarray, when: str) -> None:
+    marks = row.tolist()
     counts = collections.Counter(marks).most_common()
     if len(counts) <= 1:
         return
-    when = "" if step is None else f"step {step}: "
     common, holders = counts[0]
     if 2 * holders > len(marks):
         odd = tuple(i for i, mark in enumerate(marks) if mark != common)
