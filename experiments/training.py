@@ -159,14 +159,14 @@ class Trainer:
 
     def abstract_state(self, params: Any, workers: int | None = None) -> State:
         """Shapes, dtypes and places of the state; of one that so many other workers left, all of it everywhere."""
-        mesh = self.mesh if workers is None else AbstractMesh((workers,), (AXIS,), axis_types=(AxisType.Auto,))
-        make = jax.shard_map(self.transform.init, mesh=mesh, in_specs=P(), out_specs=self.specs)
+        mesh = AbstractMesh((self.mesh.size if workers is None else workers,), (AXIS,))
+        shapes, _ = jc.init_state(self.transform, params, mesh, AXIS)
 
         def place(leaf, spec):
             spec = P() if workers is not None else spec
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
 
-        optimizer = jax.tree.map(place, jax.eval_shape(make, params), self.specs)
+        optimizer = jax.tree.map(place, shapes, self.specs)
         return State(jax.tree.map(lambda leaf: place(leaf, P()), params), optimizer)
 
     def initial_state(self, seed: int) -> State:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -317,6 +318,30 @@ def test_a_hierarchy_over_shards_trains_on(new, seed):
     directions, state = one_more_step(tx, second, LEVELS, state, where, MODEL, seed)
     assert all(np.all(np.isfinite(d)) for d in jax.tree.leaves(directions))
     assert all(np.all(np.asarray(level.state.shared.count) == 3) for part in state for level in part)
+
+
+def test_orbax_brings_it_back_here_and_elsewhere(tmp_path, seed):
+    tx = optax.chain(jc.compressed_mean(axis_name=LEVELS, sharded=MODEL), optax.adam(1e-2))
+    first, second = (mesh_like(**dict(zip(DEEP, sizes, strict=True))) for sizes in ((2, 1, 2), (1, 2, 1)))
+    saved, where = made(tx, first, LEVELS, MODEL, seed)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+    shapes, specs = jc.init_state(tx, PARAMS, first.abstract_mesh, LEVELS, MODEL)
+    assert specs == where
+
+    def restored(place):
+        like = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(spec))
+        with ocp.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore(tmp_path / "state", jax.tree.map(like, shapes, specs))
+
+    again = restored(lambda spec: NamedSharding(first, spec))
+    new, _ = jc.init_state(tx, PARAMS, second, LEVELS, MODEL)
+    moved = jc.redistribute(restored(lambda spec: NamedSharding(second, P())), new)
+    for a, b in ((again, saved), (moved, jc.redistribute(saved, new))):
+        assert jax.tree.structure(a) == jax.tree.structure(b)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_array_equal(x, y)
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
 def test_shifts_of_shards_are_cut_anew(seed):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jaxcomp.base import State
 from jaxcomp.exchange.lanes import Axis, axis_names, is_bound, varying
@@ -256,14 +256,15 @@ def state_axes(state: Any) -> Any:
 
 
 def init_state(
-    tx: optax.GradientTransformation, params: Any, mesh: jax.sharding.Mesh | int, axis_name: Any, specs: Any = None
+    tx: optax.GradientTransformation, params: Any, mesh: Mesh | AbstractMesh | int, axis_name: Any, specs: Any = None
 ) -> tuple[Any, Any]:
     """Makes an optimizer state that lies where it belongs, each worker's part on its own device.
 
     Args:
         tx: optimizer with `compressed_mean` in it.
         params: parameters, equal on all workers (or sharded as `specs` says).
-        mesh: the mesh that `shard_map` will run on; or the number of workers of a `vmap` or `pmap`.
+        mesh: the mesh that `shard_map` will run on; or the number of workers of a `vmap` or `pmap`; or an
+            `AbstractMesh`, for shapes and dtypes alone, say of a state that other workers saved.
         axis_name: its data axis (or a tuple of axes, or the mapping given to `compressed_mean`).
         specs: PartitionSpecs of parameters that are sharded over other axes of the mesh, a tree like `params`.
 
@@ -295,6 +296,10 @@ def init_state(
     like = params if specs is None else _shards(params, mesh, specs)
     made = state_specs(jax.eval_shape(tx.init, like), axis_name, params=like, specs=specs)
     whole = PartitionSpec() if specs is None else specs
+    if isinstance(mesh, AbstractMesh):
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), params)
+        mesh = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        return jax.eval_shape(jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made), params), made
     make = jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made)
     return jax.jit(make)(params), made
 
