@@ -72,12 +72,10 @@ def train_one(
     sent = trainer.ledger.total_bytes
     about = {"workers": workers, "base_step": 0, "base_bytes": 0.0, "step_bytes": sent}
     if first:
-        before = checkpoints.about(first)["workers"]
-        state, about = taken_up(trainer, checkpoints, first, state, job.seed)
-        say(
-            f"goes on from step {first}"
-            + (f"; what {before} workers remembered is shared by {workers}" * (before != workers))
-        )
+        before = checkpoints.about(first)
+        state, about = taken_up(trainer, checkpoints, first, before, state, job.seed)
+        others = f"; what {before['workers']} workers remembered is shared by {workers}"
+        say(f"goes on from step {first}" + (others if before["workers"] != workers else ""))
     sent_by = lambda step: about["base_bytes"] + sent * (step - about["base_step"])
     journal.keep(lambda line: (line["method"], line["seed"]) != job or line["step"] <= first)
     reached, shown = first, 0.0
@@ -137,17 +135,17 @@ def train_one(
 
 
 def taken_up(
-    trainer: Trainer, checkpoints: Checkpoints, step: int, fresh: State, seed: int
+    trainer: Trainer, checkpoints: Checkpoints, step: int, about: dict[str, Any], fresh: State, seed: int
 ) -> tuple[State, dict[str, Any]]:
     """The state of a checkpoint, for the workers there are now; and what is to be kept with it."""
-    about, workers = checkpoints.about(step), trainer.mesh.size
+    workers = trainer.mesh.size
     if about["workers"] == workers:
         return checkpoints.restore(step, trainer.abstract_state(fresh.params)), about
     old = checkpoints.restore(step, trainer.abstract_state(fresh.params, about["workers"]))
     # What a step sends depends on the number of workers: the account goes on from here.
     spent = about["base_bytes"] + about["step_bytes"] * (step - about["base_step"])
-    about |= {"workers": workers, "base_step": step, "base_bytes": spent, "step_bytes": trainer.ledger.total_bytes}
-    return trainer.taken_over(old, seed), about
+    now = {"workers": workers, "base_step": step, "base_bytes": spent, "step_bytes": trainer.ledger.total_bytes}
+    return trainer.taken_over(old, seed), about | now
 
 
 def measured(trainer: Trainer, state: State) -> dict[str, float]:

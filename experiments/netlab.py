@@ -69,9 +69,9 @@ def rate_of(text: str) -> float | None:
         return None
     found = re.fullmatch(r"([0-9.]+)([kmg]?bit)", text.lower())
     with contextlib.suppress(ValueError):
-        if found and float(found[1]) > 0:
-            return float(found[1]) * UNITS[found[2]]
-    raise argparse.ArgumentTypeError(f"must be a rate such as 10mbit or 1gbit, or none; got {text!r}")
+        if found and 1e3 <= (rate := float(found[1]) * UNITS[found[2]]) <= 1e12:
+            return rate
+    raise argparse.ArgumentTypeError(f"must be a rate such as 10mbit, from 1kbit to 1000gbit, or none; got {text!r}")
 
 
 def delay_of(text: str) -> float:
@@ -86,7 +86,7 @@ def delay_of(text: str) -> float:
 def rate_name(rate: float | None) -> str:
     if rate is None:
         return "no limit"
-    scale, unit = next((scale, unit) for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")) if rate >= scale)
+    scale, unit = next((scale, unit) for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if rate >= scale)
     return f"{rate / scale:g} {unit}bit/s"
 
 

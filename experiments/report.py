@@ -26,7 +26,8 @@ def show(
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    console.print(notes, highlight=False)
+    paragraphs = [" ".join(part.split()) for part in notes.split("\n\n")]  # broken anew, as wide as the terminal is
+    console.print("\n\n".join(paragraphs), highlight=False)
     if path is not None:
         path.write_text(f"{title}\n\n{markdown(head, rows)}\n\n{notes}\n")
 

@@ -191,7 +191,15 @@ def test_rates_and_delays():
     assert [rate_of(text) for text in ("10mbit", "1gbit", "2.5Mbit", "500kbit", "none")] == [1e7, 1e9, 2.5e6, 5e5, None]
     assert [rate_name(rate) for rate in (1e7, 1e9, 2.5e6, None)] == ["10 Mbit/s", "1 Gbit/s", "2.5 Mbit/s", "no limit"]
     assert [delay_of(text) for text in ("0.2ms", "50us", "1s")] == pytest.approx([2e-4, 5e-5, 1.0])
-    for read, text in ((rate_of, "10"), (rate_of, "0mbit"), (rate_of, "1..2mbit"), (delay_of, "5"), (method_name, "x")):
+    for read, text in (
+        (rate_of, "10"),
+        (rate_of, "0mbit"),
+        (rate_of, "0.4bit"),
+        (rate_of, 400 * "9" + "bit"),
+        (rate_of, "1..2mbit"),
+        (delay_of, "5"),
+        (method_name, "x"),
+    ):
         with pytest.raises(Exception, match=r"got|unknown"):
             read(text)
     assert Link(1000, 5, 0, 0).sent_payload == 1000 - 5 * 66

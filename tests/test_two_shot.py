@@ -368,6 +368,7 @@ def test_the_collectives_say_what_they_need(key):
         run(lambda x: jc.pmean(x, AXIS, wire=jc.dithering(7)))
     with pytest.raises(ValueError, match="may be random; give key="):
         run(lambda x: jc.pmean(x, AXIS, wire=jc.contract(jc.rand_k(0.5))))
+    np.testing.assert_array_equal(run(lambda x: jc.pmean(x, AXIS, wire=jc.cast("bfloat16"))), 1)
     with pytest.raises(ValueError, match="a compressor of one array; got flat"):
         run(lambda x: jc.pmean(x, AXIS, wire=jc.flat(jc.top_k(0.5)), key=key))
     with pytest.raises(ValueError, match='accumulate must be "f32" or "f64"'):

@@ -153,7 +153,7 @@ def _planned(name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Arr
             raise ValueError(f"{name}: wire must be a dtype or a compressor of one array; got {spec.name}")
         if spec.omega is None and spec.alpha is None:
             raise ValueError(f"{name}: wire must be a dtype or a compressor with a known error bound; got {spec.name}")
-        if key is None and not (spec.omega is not None and spec.omega(1024) == 0):
+        if key is None and _may_draw(wire):
             raise ValueError(
                 f"{name}: wire={spec.name} may be random; give key=, equal on all workers, new in each call"
             )
@@ -163,6 +163,20 @@ def _planned(name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Arr
         wire = _narrow(kind) if rounded.spec.linear or kind == jnp.float16 else rounded
     key = jax.random.key(0) if key is None else root_key(key)
     return Plan(axis, wire, dtype, types_tell(axis)), jax.random.key_data(key)
+
+
+def _may_draw(wire: Compressor) -> bool:
+    """Whether one of its keys goes into anything."""
+    like = jax.ShapeDtypeStruct((1024,), jnp.float32)
+
+    def both(shared, private, x):
+        state = wire.init(shared, like)
+        return wire.compress(private, x, state)[0], state
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    program = jax.make_jaxpr(both)(key, key, like).jaxpr
+    read = [var for equation in program.eqns for var in equation.invars] + program.outvars
+    return any(var is one for var in read for one in program.invars[:2])
 
 
 def _narrow(dtype: Any) -> Compressor:

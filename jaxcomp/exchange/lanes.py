@@ -34,6 +34,8 @@ __all__ = [
     "proven_equal",
     "ragged_all_to_all",
     "send",
+    "sent_by_gather",
+    "sent_by_sum",
     "sum_scatter",
     "types_tell",
     "unknown_axes",
@@ -316,6 +318,17 @@ def all_gather(tree: Any, axis: Axis, inner: tuple[str, ...] = (), buckets: Sequ
     return jax.tree.unflatten(structure, gathered)
 
 
+def sent_by_gather(tree: Any, axis: Axis, inner: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> float:
+    """Bytes that a device sends in `all_gather`: (n - 1) times its part, and p - 1 times the n parts that arrived."""
+    leaves, workers, devices = jax.tree.leaves(tree), axis_size(axis), axis_size(inner or None)
+    sent = 0
+    for group in _by_width(leaves, [0] * len(leaves) if buckets is None else buckets):
+        width = min(leaves[i].dtype.itemsize for i in group)
+        words = sum(leaves[i].nbytes for i in group) // width
+        sent += -(-words // devices) * width * ((workers - 1) + (devices - 1) * workers)
+    return float(sent)
+
+
 def _shared_out(lane: Array, inner: tuple[str, ...], exchange: Callable[[Array], Array]) -> Array:
     """exchange(lane), [m] -> [..., m], where each device on `inner` does one part of the lane."""
     devices = axis_size(inner) if inner else 1
@@ -381,6 +394,25 @@ def all_sum(
         for i, total in zip(group, totals, strict=True):
             summed[i] = total
     return jax.tree.unflatten(structure, summed)
+
+
+def sent_by_sum(
+    tree: Any, axis: Axis, inner: tuple[str, ...] = (), buckets: Sequence[int] | None = None, exact: bool = False
+) -> float:
+    """Bytes that a device sends in `all_sum`: (n - 1) / n of its part twice, and p - 1 times the sum of it.
+
+    Narrow floats come out of their sum in f32, and so they travel on inner axes.
+    """
+    leaves, workers, devices = jax.tree.leaves(tree), axis_size(axis), axis_size(inner or None)
+    numbers = [0] * len(leaves) if buckets is None else buckets
+    sent = 0.0
+    for group in _groups(range(len(leaves)), key=lambda i: (numbers[i], leaves[i].dtype)):
+        width = leaves[group[0]].dtype.itemsize
+        part = -(-sum(leaves[i].size for i in group) // devices)
+        cut = part if width >= 4 else -(-part // workers) * workers
+        back = 4 if exact and width < 4 else width
+        sent += (workers - 1) / workers * cut * (width + back) + (devices - 1) * part * max(width, 4)
+    return sent
 
 
 def _two_step_sum(lane: Array, axis: Axis, weights: Array | None, exact: bool) -> Array:

@@ -11,7 +11,7 @@ import jax
 
 from jaxcomp.bits import lane_bytes
 from jaxcomp.exchange.ladder import ladder, rungs
-from jaxcomp.exchange.lanes import Axis, all_gather, all_sum, axis_size, has_ragged
+from jaxcomp.exchange.lanes import Axis, all_gather, all_sum, axis_size, has_ragged, sent_by_gather, sent_by_sum
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.unequal import EXCHANGES, choice, message_of
 from jaxcomp.payloads import Dense, Leaves
@@ -126,7 +126,7 @@ def gather(payload: Any, weights: Array | None, axis: Axis, lengths: Any = None,
     """All payloads, each with its weight.
 
     Each worker sends its payload to n - 1 others: (n - 1) lane bytes by a ring all-gather. With p devices on inner
-    axes, each sends a p-th of that, and p - 1 times its part of all payloads to the other p - 1.
+    axes, each sends a p-th of that, and then tells the other p - 1 what arrived.
     """
     workers = axis_size(axis)
     if lengths is not None and workers > 1:
@@ -139,10 +139,8 @@ def gather(payload: Any, weights: Array | None, axis: Axis, lengths: Any = None,
                 'the padding at home; via="auto" takes what is fastest.',
                 stacklevel=4,
             )
-    devices = axis_size(how.inner or None)
-    each = lane_bytes(payload) / devices
-    sent = (workers - 1) * each + (devices - 1) * workers * each
     met = all_gather(payload, axis, how.inner, how.buckets)
+    sent = sent_by_gather(payload, axis, how.inner, how.buckets)
     return Met(met, weights, _scale(weights, axis), "gather", sent)
 
 
@@ -161,13 +159,14 @@ def sums(
     """
     if linear:
         met = _sum(payload, weights, axis, how)
-        return Met(met, None, _scale(weights, axis), "sum", _sent_by_sum(payload, axis, how))
+        return Met(met, None, _scale(weights, axis), "sum", sent_by_sum(payload, axis, *how))
     if isinstance(payload, Leaves):
         lengths = lengths.leaves if isinstance(lengths, Leaves) else None
         rest = _fastest(payload.leaves, weights, axis, lengths, link, how.of_leaves())
-        met = Leaves(_sum(payload.dense, weights, axis, how._replace(buckets=None)), rest.payloads)
+        apart = how._replace(buckets=None)
+        met = Leaves(_sum(payload.dense, weights, axis, apart), rest.payloads)
         parts = None if weights is None else Leaves(Dense(None), (weights,) * len(payload.leaves))
-        sent = rest.sent_bytes + _sent_by_sum(payload.dense, axis, how)
+        sent = rest.sent_bytes + sent_by_sum(payload.dense, axis, *apart)
         return Met(met, parts, rest.scale, rest.chosen, sent)
     return _fastest(payload, weights, axis, lengths, link, how)
 
@@ -209,11 +208,3 @@ def _scale(weights: Array | None, axis: Axis) -> float:
 def _sum(payload: Any, weights: Array | None, axis: Axis, how: How) -> Any:
     """Weighted sum over the workers, with a leading axis of one."""
     return jax.tree.map(lambda a: a[None], all_sum(payload, axis, weights, *how))
-
-
-def _sent_by_sum(payload: Any, axis: Axis, how: How) -> float:
-    """Narrow floats come out of their sum in f32, and so they travel on inner axes."""
-    workers, devices = axis_size(axis), axis_size(how.inner or None)
-    wide = sum(a.size * max(a.dtype.itemsize, 4) for a in jax.tree.leaves(payload))
-    both = lane_bytes(payload) + (wide if how.exact else lane_bytes(payload))
-    return (workers - 1) / workers * both / devices + (devices - 1) / devices * wide

@@ -1,5 +1,6 @@
 """The whole road as an optax gradient transformation."""
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from jaxcomp.base import (
     Seat,
     State,
     accumulate,
+    bounded,
     for_worker,
     key_data,
     lengths,
@@ -104,7 +106,8 @@ def compressed_mean(
             the backward pass. None: one collective. For sums and gathers of compressors that act leaf by leaf.
 
     Returns:
-        `optax.GradientTransformationExtraArgs`. Directions have the dtype of the gradients.
+        `optax.GradientTransformationExtraArgs`. Directions have the dtype of the gradients; what is too large for it is
+        its largest number.
 
     Raises:
         ValueError: unknown via, via="sum" with a compressor that is not linear, via="two_shot" with an algorithm that
@@ -253,7 +256,8 @@ def _mean(
         )
     if two_shot and over is not None:
         over(lambda c: in_chunks(c, 1))  # refuses here what it would refuse when it is run
-    if bucket_bytes is not None and not (isinstance(bucket_bytes, int) and bucket_bytes >= 1):
+    integral = isinstance(bucket_bytes, numbers.Integral) and not isinstance(bucket_bytes, bool)
+    if bucket_bytes is not None and not (integral and bucket_bytes >= 1):
         raise ValueError(f"compressed_mean: bucket_bytes must be an integer of at least 1; got {bucket_bytes!r}")
     if bucket_bytes is not None and via not in ("auto", "sum", "gather"):
         raise ValueError(f'compressed_mean: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}')
@@ -364,7 +368,7 @@ def _mean(
             then, chosen = State(shot.local, shot.shared), "two_shot"
             bits, more, sent_bytes = shot.code_bits, shot.second_bytes, shot.sent_bytes
         direction, new_shared = whole.receive(mean, shared.algorithm)
-        direction = jax.tree.map(lambda d, g: d.astype(g.dtype), direction, like)
+        direction = jax.tree.map(lambda d, g: d if d.dtype == g.dtype else bounded(d.astype(g.dtype)), direction, like)
 
         sent = compressor.decompress(payload, mine, wide_like(grads)) if measure else None
         counts = count(payload, bits, grads, whole.message(grads, local), sent, new_local)
