@@ -140,7 +140,7 @@ def ledger(fn: Any, *args: Any, **kwargs: Any) -> Ledger:
         *args, **kwargs: as for the function; `jax.ShapeDtypeStruct`s will do.
 
     Returns:
-        `Ledger` of one device. Print it for a table.
+        `Ledger` of one device. Print it for a table; `by_axes(mesh)` tells what crosses which axes of a mesh.
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> jc.ledger(lambda x: x + 1, jnp.zeros(3)).total_bytes

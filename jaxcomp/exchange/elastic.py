@@ -107,7 +107,18 @@ LIKE_PARAMETERS = MEMORIES | {DianaLocal: ("shift",), DianaShared: ("shift",), M
 
 def _check_same(old: Any, new: Any, is_leaf: Any = None) -> None:
     if jax.tree.structure(old, is_leaf) != jax.tree.structure(new, is_leaf):
-        raise ValueError("redistribute: the two states are of different optimizers or parameters")
+        first, second = (
+            [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
+            for tree in (old, new)
+        )
+        alone = [f"old{path}" for path in first if path not in second] + [
+            f"new{path}" for path in second if path not in first
+        ]
+        where = f": only one of them has {alone[0]}" if alone else ""
+        raise ValueError(
+            f"redistribute: the two states are of different optimizers or parameters{where}. From a checkpoint, "
+            "restore the old one with jc.init_state(tx, params, jax.sharding.AbstractMesh(...), axis_name) as a target"
+        )
 
 
 def _rows(mean: State) -> int:
@@ -371,6 +382,10 @@ def _host(x: Any) -> np.ndarray:
 
 def _placed(value: np.ndarray, like: Any) -> Any:
     """An array with the values, where and what `like` is."""
+    if not isinstance(like, jax.Array):
+        raise ValueError(
+            f"redistribute: new must hold arrays on devices, from jc.init_state; got {type(like).__name__}"
+        )
     data = _data(like)
     if np.shape(value) != np.shape(data):
         raise ValueError(f"redistribute: expected an array of shape {np.shape(data)}; got {np.shape(value)}")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp.base import State
 from jaxcomp.exchange.lanes import Axis, axis_names, is_bound, varying
@@ -262,7 +262,7 @@ def init_state(
 
     Args:
         tx: optimizer with `compressed_mean` in it.
-        params: parameters, equal on all workers (or sharded as `specs` says).
+        params: parameters, equal on all workers, or whole ones that `specs` cuts, wherever they lie.
         mesh: the mesh that `shard_map` will run on; or the number of workers of a `vmap` or `pmap`; or an
             `AbstractMesh`, for shapes and dtypes alone, say of a state that other workers saved.
         axis_name: its data axis (or a tuple of axes, or the mapping given to `compressed_mean`).
@@ -300,6 +300,8 @@ def init_state(
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), params)
         mesh = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         return jax.eval_shape(jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made), params), made
+    if specs is not None:
+        params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
     make = jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made)
     return jax.jit(make)(params), made
 
@@ -308,13 +310,13 @@ def _shards(params: Any, mesh: Any, specs: Any) -> Any:
     """Shapes of the parameters at one device: whether a leaf is large or small is decided for its shard."""
 
     def one(leaf, spec):
-        shape = jax.sharding.NamedSharding(mesh, spec).shard_shape(jnp.shape(leaf))
+        shape = NamedSharding(mesh, spec).shard_shape(jnp.shape(leaf))
         return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
     return jax.tree.map(one, params, specs)
 
 
-def per_worker(params: Any, axis_name: Axis) -> Any:
+def per_worker(params: Any, axis_name: Any) -> Any:
     """The same parameters, as each worker's own: differentiate with respect to these.
 
     Under `jax.shard_map` (with its default `check_vma=True`) replicated parameters are typed as
@@ -322,6 +324,10 @@ def per_worker(params: Any, axis_name: Axis) -> Any:
     all-reduce of the whole gradient by itself. This marks them as each worker's own, so that the
     gradient stays local and nothing crosses but the compressed message. No data moves. Under vmap,
     pmap and `check_vma=False` it does nothing, and is not needed.
+
+    Args:
+        params: any tree.
+        axis_name: mapped axis, a tuple of them, or the mapping given to `compressed_mean`.
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> grad = lambda w, x: jax.grad(lambda w: w * x)(jc.per_worker(w, "data"))

@@ -16,7 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxcomp.exchange.lanes import all_gather, all_max, axis_names, axis_size, is_bound
+from jaxcomp.exchange.lanes import all_gather, all_max, axis_names, axis_size, is_bound, unknown_axes
 from jaxcomp.exchange.layout import Layout, lay_out, names_of
 from jaxcomp.hashing import fmix32
 from jaxcomp.packing import as_words
@@ -62,7 +62,10 @@ def _kinds(tree: Any, axis: Any, specs: Any) -> dict[frozenset[str], list[tuple[
         differ = lay_out(tree, axis, Layout(local, shared=frozenset, rest=lambda leaf: frozenset()))
     else:
         every = lambda spec, part: jax.tree.map(lambda _: _names_in(spec), part)
-        differ = jax.tree.map(every, specs, tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
+        try:
+            differ = jax.tree.map(every, specs, tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
+        except ValueError as error:
+            raise ValueError(f"fingerprints: specs must be those of the tree, as in in_specs: {error}") from None
     kinds = collections.defaultdict(list)
     for number, (leaf, names) in enumerate(zip(jax.tree.leaves(tree), jax.tree.leaves(differ), strict=True)):
         if names != LOCAL and (not along or not along <= names):
@@ -122,7 +125,7 @@ def fingerprints(tree: Any, axis_name: Any, specs: Any = None) -> Array:
             its own, to be returned as fingerprints(...)[None] with out_specs P("model").
 
     Raises:
-        ValueError: unbound axis.
+        ValueError: unbound axis, or specs of another tree.
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> compare = lambda w: jc.fingerprints(w, "data")
@@ -160,8 +163,8 @@ def check_replicas(fingerprints: Any, *, step: int | None = None) -> None:
         step: for the message.
 
     Raises:
-        ReplicaDrift: naming the workers that differ from the majority, or all where there is none; of the first group
-            that has any.
+        ReplicaDrift: naming the workers that differ from the majority, or all where there is none (of two copies that
+            differ, both); of the first group that has any.
 
     >>> check_replicas([7, 7, 9, 7], step=40)
     Traceback (most recent call last):
@@ -212,10 +215,14 @@ def skip_nonfinite(tx: optax.GradientTransformation, axis_name: Any) -> optax.Gr
 
     Args:
         tx: the whole optimizer, `compressed_mean` included.
-        axis_name: mapped axis; all mesh axes over which gradients differ, or the mapping given to `compressed_mean`.
+        axis_name: all mapped axes over which gradients differ: those of the workers (the mapping given to
+            `compressed_mean` will do) and those along which parameters are sharded, say ("data", "model").
 
     Returns:
         Transformation with a `SkipState`.
+
+    Raises:
+        ValueError: unbound axis; gradients that differ over another axis, as far as types tell.
 
     >>> import jax, jax.numpy as jnp, optax, jaxcomp as jc
     >>> tx = optax.chain(jc.compressed_mean(jc.direct(jc.identity()), "data"), optax.sgd(1.0))
@@ -235,6 +242,12 @@ def skip_nonfinite(tx: optax.GradientTransformation, axis_name: Any) -> optax.Gr
     def update(grads, state, params=None, **extra):
         if axis is not None and not is_bound(axis):
             raise ValueError(f"skip_nonfinite: no axis named {axis!r} is bound here")
+        others, _ = unknown_axes(grads, axis, axis_names(axis))
+        if others:
+            raise ValueError(
+                f"skip_nonfinite: gradients differ over mesh axis {others[0]!r}, too, so that some devices would skip "
+                f"and others not: give axis_name={(*axis_names(axis), *others)}"
+            )
         bad = [~jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
         mine = jnp.any(jnp.stack(bad)) if bad else jnp.zeros((), bool)
         skip = all_max(mine.astype(jnp.int32), axis) > 0

@@ -459,7 +459,8 @@ def _one_worker(local: Any, algorithm: Algorithm, like: Any) -> Any:
             raise ValueError(
                 f"compressed_mean: local state{jax.tree_util.keystr(path)} has shape {x.shape}, expected "
                 f"{(1, *leaf.shape)} at one worker. Under shard_map, pass the state with "
-                "in_specs=jc.state_specs(state, axis_name) and make it with jc.init_state."
+                "in_specs=jc.state_specs(state, axis_name) and make it with jc.init_state, with the specs "
+                "of sharded parameters."
             )
         return x.reshape(leaf.shape)
 
