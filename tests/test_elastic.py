@@ -14,6 +14,7 @@ from variants import variants
 from worlds import AXIS, mesh_of, run_vmap
 
 import jaxcomp as jc
+from jaxcomp.base import State
 from jaxcomp.exchange.elastic import spread
 
 N = 4
@@ -265,14 +266,23 @@ def test_shifts_of_a_group_are_those_of_its_workers(old, new, seed):
     _, before = one_more_step(tx, first, levels, before, where, WHOLE, seed)
     after, where = made(tx, second, levels)
     state = jc.redistribute(before, after)
-    groups = np.asarray(before[0].state.shared.algorithm.shift["w"])
-    assert np.all(np.any(groups != 0, axis=(1, 2)))
-    shared, local = (np.asarray(x.algorithm.shift["w"]) for x in (state[0].state.shared, state[0].state.local))
-    np.testing.assert_array_equal(shared, groups[np.arange(new[0]) % old[0]])
-    np.testing.assert_array_equal(local, np.repeat(shared, new[1], axis=0))
-    top = np.asarray(state[1].state.shared.algorithm.shift["w"])
-    np.testing.assert_array_equal(top, before[1].state.shared.algorithm.shift["w"])
-    np.testing.assert_array_equal(state[1].state.local.algorithm.shift["w"], np.stack([top] * new[0]))
+    of = lambda level: (np.asarray(x.algorithm.shift["w"]) for x in (level.state.shared, level.state.local))
+    for level, old_level, groups, old_groups, workers, old_workers in (
+        (state[0], before[0], new[0], old[0], new[1], old[1]),
+        (state[1], before[1], 1, 1, new[0], old[0]),
+    ):
+        (shared, local), (old_shared, old_local) = of(level), of(old_level)
+        cut = lambda x, *lead: x.reshape(*lead, 40, 30)
+        taken = np.arange(groups) % old_groups
+        want = cut(old_shared, old_groups)[taken]
+        assert np.all(np.any(want != 0, axis=(1, 2)))
+        np.testing.assert_array_equal(cut(shared, groups), want)
+        local = cut(local, groups, workers)
+        if workers == old_workers:
+            np.testing.assert_array_equal(local, cut(old_local, old_groups, workers)[taken])
+            np.testing.assert_allclose(local.mean(1), want, rtol=1e-5, atol=1e-6)
+        else:
+            np.testing.assert_array_equal(local, np.repeat(want[:, None], workers, axis=1))
     np.testing.assert_array_equal(state[0].state.shared.count, 1)
     if new == (1, 2):
         one_more_step(tx, second, levels, state, where, WHOLE, seed)
@@ -380,6 +390,122 @@ def test_half_a_step_of_a_hierarchy_goes_on(seed):
         assert fsum(rows(state.acc_grads[name], 2)) == fsum(rows(old.acc_grads[name], 4))
 
 
+def test_each_mean_has_levels_of_its_own(seed):
+    """Of a mixture of experts: "expert" is a level of workers for some parameters and cuts others into shards."""
+    params = {"d": jnp.zeros((40, 40)), "x": jnp.zeros((2, 40, 40))}
+    specs = {"d": P(), "x": P("expert")}
+    means = {
+        "dense": jc.compressed_mean(axis_name={"data": TOP, "expert": TOP}),
+        "experts": jc.compressed_mean(TOP, "data", sharded="expert"),
+    }
+    tx = optax.partition(means, {"d": "dense", "x": "experts"})
+    states = [
+        jc.init_state(tx, params, mesh_like(data=data, expert=expert), ("data", "expert"), specs)[0]
+        for data, expert in ((4, 1), (2, 2))
+    ]
+    level = lambda state: state.inner_states["experts"].inner_state.state.local.algorithm
+    rng = np.random.default_rng(seed)
+    memory = rng.standard_normal((4, 2, 40, 40)).astype(np.float32)
+    level(states[0]).memory["x"] = jnp.asarray(memory)
+    moved = np.asarray(level(jc.redistribute(*states)).memory["x"])  # [expert data, 1, 40, 40]
+    for expert in (0, 1):
+        assert fsum(moved[2 * expert : 2 * expert + 2]) == fsum(memory[:, expert])
+
+
+def test_a_leaf_that_becomes_small_leaves_the_others_alone(seed):
+    """Half a shard of v is so few entries that it goes dense: its state goes, that of w stays, memories all stay."""
+    params, specs = {"v": jnp.zeros((64, 24)), "w": jnp.zeros((64, 64))}, {"v": P("model"), "w": P("model")}
+    tx = jc.compressed_mean(jc.error_feedback(jc.dgc(jc.warm_up([0.5, 0.01], 4))), "data", sharded="model")
+    large, small = (jc.init_state(tx, params, mesh_like(data=2, model=n), "data", specs)[0] for n in (1, 2))
+    rng = np.random.default_rng(seed)
+    shared = large.state.shared
+    local = large.state.local
+    memory = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), local.algorithm.memory)
+    counted = lambda x: x + 3 if x.dtype == jnp.int32 else x
+    large.state = State(
+        local._replace(algorithm=local.algorithm._replace(memory=memory)),
+        shared._replace(algorithm=jax.tree.map(counted, shared.algorithm)),
+    )
+    counts = lambda level: [int(x.max()) for x in jax.tree.leaves(level.state.shared.algorithm) if x.dtype == jnp.int32]
+    there = jc.redistribute(large, small)
+    back = jc.redistribute(there, large)
+    assert (counts(large), counts(there), counts(back)) == ([3, 3], [3], [3, 3])
+    for name in params:
+        halves = np.asarray(there.state.local.algorithm.memory[name]).reshape(2, 2, 32, -1)  # [model, data, ...]
+        np.testing.assert_array_equal(np.concatenate(halves, axis=1), memory[name])
+        np.testing.assert_array_equal(back.state.local.algorithm.memory[name], memory[name])
+
+
+def test_momenta_of_groups_keep_their_mean_and_small_leaves_their_kind(seed):
+    levels = {"ici": jc.momentum_correction(jc.top_k(0.05)), "dcn": jc.direct(jc.identity())}
+    tx = jc.compressed_mean(axis_name=levels)
+    states = [made(tx, mesh_like(dcn=dcn, ici=1), levels, seed=s)[0] for dcn, s in ((4, seed), (2, None))]
+    momenta = [np.asarray(x[0].state.shared.algorithm.momentum["b"]) for x in (states[0], jc.redistribute(*states))]
+    np.testing.assert_allclose(momenta[1], np.tile(momenta[0].mean(0, dtype=np.float64), (2, 1)), rtol=1e-6, atol=1e-7)
+    tx = jc.compressed_mean(levels["ici"], "data", sharded={"b": P(), "w": P("model")})
+    states = [
+        jc.init_state(tx, PARAMS, mesh_like(data=2, model=model), "data", {"b": P(), "w": P("model")})[0]
+        for model in (1, 2)
+    ]
+    with pytest.raises(ValueError, match=r"at \[1\].*: one leaf is small enough for momentum_correction"):
+        jc.redistribute(*states)
+
+
+def test_as_many_workers_go_on_as_they_were(seed):
+    """All but the measurements, shifts of each worker among it."""
+    tx = optax.chain(jc.compressed_mean(jc.diana(jc.dithering(7)), AXIS), optax.adam(1e-2))
+    _, old = run_vmap(tx, PARAMS, gradients(seed))
+    new, _ = jc.init_state(tx, PARAMS, N, AXIS)
+    state = jc.redistribute(old, new)
+    unmeasured = lambda state: (state[0]._replace(local=state[0].local._replace(counts=None)), state[1:])
+    for a, b in zip(*(jax.tree.leaves(unmeasured(x)) for x in (state, old)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_memories_that_grow_with_the_workers_saturate():
+    tx = jc.compressed_mean(TOP, AXIS)
+    old, new = (jc.init_state(tx, PARAMS, n, AXIS)[0] for n in (1, 2))
+    old.local.algorithm.memory["w"] = jnp.full_like(old.local.algorithm.memory["w"], 3e38)
+    memory = np.asarray(jc.redistribute(old, new, keep="mean").local.algorithm.memory["w"])
+    np.testing.assert_array_equal(np.max(memory, 0), np.finfo(np.float32).max)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_shapes_of_a_state_elsewhere(kind):
+    params = PARAMS | {"s": 1.0}
+    specs = MODEL | {"s": P()}
+    tx = jc.compressed_mean(axis_name=LEVELS, sharded=specs)
+    mesh = jax.make_mesh((2, 1, 2), DEEP, axis_types=(kind,) * 3)
+    state, where = jc.init_state(tx, params, mesh, LEVELS, specs)
+    with jax.set_mesh(jax.make_mesh((4,), ("other",))):
+        shapes, again = jc.init_state(tx, params, jax.sharding.AbstractMesh((2, 1, 2), DEEP), LEVELS, specs)
+    assert again == where
+    of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert of(shapes) == of(state)
+
+
+def test_optimizers_that_differ_are_refused_whatever_the_shards():
+    direct, remembers = (jc.compressed_mean(a, "data", sharded=MODEL) for a in (jc.direct(jc.top_k(0.05)), TOP))
+    make = lambda tx, model: jc.init_state(tx, PARAMS, mesh_like(data=2, model=model), "data", MODEL)[0]
+    for one, other in ((direct, remembers), (remembers, direct)):
+        for model in (1, 2):
+            with pytest.raises(ValueError, match="different optimizers or parameters"):
+                jc.redistribute(make(one, 2), make(other, model))
+    state = make(remembers, 2)
+    with pytest.raises(ValueError, match="new must hold arrays on devices"):
+        jc.redistribute(state, jax.tree.map(np.asarray, state))
+    with pytest.raises(ValueError, match="old must hold arrays, not shapes"):
+        jc.redistribute(jax.eval_shape(lambda: state), state)
+    levels = jc.compressed_mean(axis_name=LEVELS)
+    state, _ = jc.init_state(levels, PARAMS, mesh_like(dcn=2, ici=2), LEVELS)
+    with pytest.raises(ValueError, match="give the state of the whole optimizer"):
+        jc.redistribute(state[0], state[0])
+    steps = optax.MultiSteps(optax.chain(jc.compressed_mean(TOP, AXIS), optax.sgd(0.1)), 2)
+    four, two = (jc.init_state(steps, {"b": jnp.zeros(size)}, mesh_of(n), AXIS)[0] for n, size in ((4, 5), (2, 10)))
+    with pytest.raises(ValueError, match=r"\['b'\]: expected an array of shape"):
+        jc.redistribute(four, two)
+
+
 def test_other_shards_that_cannot_be_cut_are_refused():
     def states(tx, specs, *sizes):
         return [jc.init_state(tx, PARAMS, mesh_like(**each), "data", specs)[0] for each in sizes]
@@ -387,7 +513,7 @@ def test_other_shards_that_cannot_be_cut_are_refused():
     two, one = {"data": 1, "x": 2, "y": 2}, {"data": 1, "x": 2, "y": 1}
     specs = {"b": P(), "w": P("x", "y")}
     with pytest.raises(
-        ValueError, match=r"4 shards over mesh axes \('x', 'y'\) before, 2 now; their number may change"
+        ValueError, match=r"4 shards along mesh axes \('x', 'y'\) before, 2 now; their number may change"
     ):
         jc.redistribute(*states(jc.compressed_mean(TOP, "data", sharded=specs), specs, two, one))
     cast = jc.error_feedback(jc.cast("float8_e4m3fn"))
@@ -398,5 +524,5 @@ def test_other_shards_that_cannot_be_cut_are_refused():
     (old,) = states(tx, MODEL, {"data": 2, "model": 2})
     larger = PARAMS | {"w": jnp.zeros((40, 60))}
     new, _ = jc.init_state(tx, larger, mesh_like(data=2, model=1), "data", MODEL)
-    with pytest.raises(ValueError, match="not the same whole"):
+    with pytest.raises(ValueError, match="not of the same parameter"):
         jc.redistribute(old, new)

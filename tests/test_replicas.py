@@ -185,6 +185,25 @@ def test_a_set_without_majority_is_named_whole(spoil, odd):
         jc.check_replicas(run(params | {"b": with_copies(params["b"], {1})}))
 
 
+def test_specs_are_checked():
+    run = lambda specs: jax.vmap(lambda p: jc.fingerprints(p, AXIS, specs), axis_name=AXIS)({"w": jnp.zeros((2, 3))})
+    with pytest.raises(ValueError, match="specs must be those of the tree"):
+        run({"v": P()})
+    with pytest.raises(ValueError, match="nothing to compare"):
+        run({"w": P(AXIS)})
+
+
+def test_an_axis_that_gradients_differ_over_is_asked_for():
+    mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
+    tx = jc.skip_nonfinite(jc.compressed_mean(jc.direct(jc.identity()), AXIS, sharded="model"), AXIS)
+    state, specs = jc.init_state(tx, jnp.zeros(8), mesh, AXIS, P("model"))
+    step = jax.shard_map(
+        lambda s, g: tx.update(g[0], s), mesh=mesh, in_specs=(specs, P(AXIS, "model")), out_specs=(P("model"), specs)
+    )
+    with pytest.raises(ValueError, match=r"over mesh axis 'model', too, .*: give axis_name=\('data', 'model'\)"):
+        step(state, jnp.zeros((2, 8)))
+
+
 def test_the_group_is_named():
     with pytest.raises(jc.ReplicaDrift, match="step 3: group 1: parameters or shared state of worker 0 differ"):
         jc.check_replicas([[7, 7, 7], [8, 9, 9]], step=3)

@@ -24,14 +24,14 @@ from jaxcomp.base import (
 from jaxcomp.compressors.vector import is_whole
 from jaxcomp.payloads import Dense, Leaves
 
-__all__ = ["dtype_of", "flat", "lift", "per_leaf", "ravel", "unravel"]
+__all__ = ["PerLeaf", "dtype_of", "flat", "lift", "per_leaf", "ravel", "unravel"]
 
 Array = jax.Array
 DENSE_BELOW = 1024
 
 
 class PerLeaf(NamedTuple):
-    """States of the large leaves of a tree, in the order of `jax.tree.leaves`."""
+    """States of the leaves of a tree, in the order of `jax.tree.leaves`; None for those that go dense."""
 
     leaves: tuple[Any, ...]
 
@@ -100,6 +100,11 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
         small = [leaf for leaf in leaves if leaf.size < dense_below]
         return small, [(i, leaf) for i, leaf in enumerate(leaves) if leaf.size >= dense_below]
 
+    def every(tree, large):
+        """One for each leaf, of those that the large ones have."""
+        large = iter(large)
+        return PerLeaf(tuple(next(large) if leaf.size >= dense_below else None for leaf in jax.tree.leaves(tree)))
+
     def join(tree, small, large):
         small, large = iter(small), iter(large)
         leaves, structure = jax.tree.flatten(tree)
@@ -111,7 +116,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
             return compressor.init(shared_key, like)
         _, large = split(like)
         states = [compressor.init(jax.random.fold_in(shared_key, i), leaf) for i, leaf in large]
-        return State(PerLeaf(tuple(s.local for s in states)), PerLeaf(tuple(s.shared for s in states)))
+        return State(every(like, (s.local for s in states)), every(like, (s.shared for s in states)))
 
     def compress(key, tree, state):
         like_of(tree)
@@ -120,18 +125,18 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
         small, large = split(tree)
         dense = Dense(finite(ravel(small, dtype_of(small))))
         done = [
-            compressor.compress(jax.random.fold_in(key, i), leaf, State(local, shared))
-            for (i, leaf), local, shared in zip(large, state.local.leaves, state.shared.leaves, strict=True)
+            compressor.compress(jax.random.fold_in(key, i), leaf, State(state.local.leaves[i], state.shared.leaves[i]))
+            for i, leaf in large
         ]
-        return Leaves(dense, tuple(payload for payload, _ in done)), PerLeaf(tuple(local for _, local in done))
+        return Leaves(dense, tuple(payload for payload, _ in done)), every(tree, (local for _, local in done))
 
     def decompress(payload, shared, like):
         if is_array(like):
             return compressor.decompress(payload, shared, like)
         small, large = split(like)
         leaves = [
-            compressor.decompress(part, leaf_shared, leaf)
-            for part, leaf_shared, (_, leaf) in zip(payload.leaves, shared.leaves, large, strict=True)
+            compressor.decompress(part, shared.leaves[i], leaf)
+            for part, (i, leaf) in zip(payload.leaves, large, strict=True)
         ]
         return join(like, unravel(payload.dense.values, small), leaves)
 
@@ -148,17 +153,15 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
             (payloads.dense.values, weights.dense.values),
         )
         leaves = [
-            accumulate(compressor, leaf, part, weight, leaf_shared)
-            for (_, leaf), part, weight, leaf_shared in zip(
-                large, payloads.leaves, weights.leaves, shared.leaves, strict=True
-            )
+            accumulate(compressor, leaf, part, weight, shared.leaves[i])
+            for (i, leaf), part, weight in zip(large, payloads.leaves, weights.leaves, strict=True)
         ]
         return join(total, unravel(vector, small), leaves)
 
     def advance_(shared):
         if not isinstance(shared, PerLeaf):
             return advance(compressor, shared)
-        return PerLeaf(tuple(advance(compressor, s) for s in shared.leaves))
+        return PerLeaf(tuple(None if s is None else advance(compressor, s) for s in shared.leaves))
 
     def lengths_(like):
         like = like_of(like)
@@ -170,7 +173,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
     def pick(shared, worker, workers):
         if not isinstance(shared, PerLeaf):
             return for_worker(compressor, shared, worker, workers)
-        return PerLeaf(tuple(for_worker(compressor, s, worker, workers) for s in shared.leaves))
+        return PerLeaf(tuple(None if s is None else for_worker(compressor, s, worker, workers) for s in shared.leaves))
 
     def over_leaves(bound, pick, dense_value):
         if bound is None:

@@ -1,6 +1,8 @@
 """Another number of workers: what n of them remember, handed on to n'."""
 
+import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +14,7 @@ from jaxcomp.algorithms.diana import DianaLocal, DianaShared
 from jaxcomp.algorithms.error_feedback import ErrorFeedbackLocal
 from jaxcomp.algorithms.momentum_correction import MomentumLocal, MomentumShared
 from jaxcomp.base import Seat, State, Tally
+from jaxcomp.compressors.tree import PerLeaf
 from jaxcomp.exchange.layout import Level, is_mean
 
 __all__ = ["redistribute", "spread"]
@@ -24,13 +27,15 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
     zero, and what those that are gone remembered is added to what the others do. A sum of floats is seldom a float, so
     the last worker or two take what rounding leaves over, instead of memories of their own; so two workers are as good
     as 48 bits, four as 72, while a single one has to round. DIANA's shifts start from their mean, which all know.
-    Adaptive state of compressors (stages of SIDCo) is taken over from worker i mod n. Parameters, moments, counters and
-    keys stay as they are; plans for each worker (ratios, matrices) and measurements are those of the new state.
+    Where their number stays, workers keep their shifts. Adaptive state of compressors (stages of SIDCo) is taken over
+    from worker i mod n. Parameters, moments, counters and keys stay as they are; measurements are those of the new
+    state, and so are plans for each worker (ratios, matrices) that have another shape there. What `optax.MultiSteps`
+    has accumulated is handed on as a memory is.
 
-    In a hierarchy any axis may have another length: the workers of the first level are those of all groups together,
-    and group j goes on from the mean shifts of group j mod the old number. With sharded parameters each shard keeps its
-    own sum. The number of shards may change, too, if parameters are cut along one mesh axis: memories and shifts are
-    put together and cut anew.
+    In a hierarchy any axis may have another length: the workers of the first level are those of all groups together;
+    group j goes on from the mean shift of group j mod the old number, and from the mean of the groups' momenta. With
+    sharded parameters each shard keeps its own sum. The number of shards may change, too, if parameters are cut along
+    one mesh axis: memories and shifts are put together and cut anew.
 
     The direction is a mean over the workers: with fewer workers an unchanged sum of memories is delivered in larger
     portions. keep="mean" multiplies memories by n' / n, so that what is still to be delivered stays what it was (with
@@ -42,11 +47,12 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
         keep: "sum" or "mean".
 
     Returns:
-        State for n' workers, laid out like `new`.
+        State for n' workers, laid out like `new`, some arrays of which it holds.
 
     Raises:
-        ValueError: the states are of different optimizers or of `rounds`; or another number of shards that are cut
-            along several mesh axes, or whose chunks are remembered by via="two_shot".
+        ValueError: the states are of different optimizers or parameters, or of `rounds`; or their parameters are in
+            other shards, cut along several mesh axes, remembered in chunks (via="two_shot"), or so small or so large
+            that `momentum_correction` would send another leaf as it is.
 
     >>> import jax.numpy as jnp, jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), "data")
@@ -61,29 +67,73 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
     """
     if keep not in ("sum", "mean"):
         raise ValueError(f'redistribute: keep must be "sum" or "mean"; got {keep!r}')
-    special = lambda node: is_mean(node) or isinstance(node, Level | optax.MultiStepsState)
-    before, after = _sizes(old), _sizes(new)
+    try:
+        return _optimizer(old, new, keep)
+    except Misfit as misfit:
+        where = f"at {misfit.path}: " if misfit.path else ""
+        raise ValueError(f"redistribute: {where}{misfit.what}") from None
 
-    def walk(old, new):
-        _check_same(old, new, special)
-        return jax.tree.map(one, old, new, is_leaf=special)
+
+class Misfit(Exception):
+    """What is wrong, and at which place of the trees."""
+
+    def __init__(self, what: str, path: str = ""):
+        super().__init__(what)
+        self.what, self.path = what, path
+
+
+def _map(fn: Callable[[Any, Any], Any], old: Any, new: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """As `jax.tree.map`, for trees that must be alike."""
+
+    def one(path, x, like):
+        try:
+            if type(x) is not type(like):
+                _check_alike(x, like)
+            return fn(x, like)
+        except Misfit as misfit:
+            raise Misfit(misfit.what, jax.tree_util.keystr(path) + misfit.path) from None
+
+    _check_alike(old, new, is_leaf)
+    return jax.tree_util.tree_map_with_path(one, old, new, is_leaf=is_leaf)
+
+
+def _check_alike(old: Any, new: Any, is_leaf: Callable[[Any], bool] | None = None) -> None:
+    if jax.tree.structure(old, is_leaf) == jax.tree.structure(new, is_leaf):
+        return
+    paths = lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
+    first, second = paths(old), paths(new)
+    alone = [f"old{path}" for path in first if path not in second]
+    alone += [f"new{path}" for path in second if path not in first]
+    raise Misfit(
+        f"the two states are of different optimizers or parameters{f'; only one has {alone[0]}' if alone else ''}. To "
+        "restore the old one, make a target by jc.init_state(tx, params, jax.sharding.AbstractMesh(...), axis_name)"
+    )
+
+
+def _optimizer(old: Any, new: Any, keep: str) -> Any:
+    before, after = _sizes(old), _sizes(new)
 
     def one(old, new):
         if isinstance(old, Level):
-            return _level(old, new, before, after, keep)
-        _check_same(old, new)
+            bare = [dataclasses.replace(level, state=()) for level in (old, new)]
+            _check_alike(bare[0], bare[1])
+            move = Move(_cut(old, before), _cut(new, after), keep, old.cut, leads=bool(old.outer))
+            return Level(_mean(old.state, new.state, move), old.axes, old.later, old.cut)
         if is_mean(old):
             return _mean(old, new, Move(Cut(1, 1, _rows(old)), Cut(1, 1, _rows(new)), keep))
         if isinstance(old, optax.MultiStepsState):
             return _steps(old, new, walk, keep)
-        return _same(old, new)
+        return _placed(_host(old), new)
+
+    def walk(old, new):
+        return _map(one, old, new, lambda node: is_mean(node) or isinstance(node, Level | optax.MultiStepsState))
 
     return walk(old, new)
 
 
 class Cut(NamedTuple):
-    """The leading axis of local arrays is [groups shards workers]: groups, which meet at a later level, of workers with
-    the same shard. That of shared arrays is [groups shards]; they have none where a state is not of a `Level`."""
+    """Local arrays have a leading axis of [groups shards workers]: of groups, which meet at a later level, of workers
+    with the same shard. Shared arrays have one of [groups shards] where there may be more than one of these."""
 
     groups: int
     shards: int
@@ -91,39 +141,21 @@ class Cut(NamedTuple):
 
 
 class Move(NamedTuple):
-    """From one `Cut` to another. cut_over: mesh axes along which the parameters are cut into shards."""
+    """From one `Cut` to another.
+
+    keep: as for `redistribute`. cut_along: mesh axes of the shards. leads: shared arrays have a leading axis.
+    """
 
     old: Cut
     new: Cut
     keep: str
-    cut_over: tuple[str, ...] = ()
-    within: bool = False  # other groups or shards: shared arrays have a leading axis
-
-
-# What has the shape of the parameters, in the state of an algorithm: beside the state of its compressor.
-MEMORIES = {ErrorFeedbackLocal: ("memory",), MomentumLocal: ("velocity", "momentum")}
-LIKE_PARAMETERS = MEMORIES | {DianaLocal: ("shift",), DianaShared: ("shift",), MomentumShared: ("momentum",)}
-
-
-def _check_same(old: Any, new: Any, is_leaf: Any = None) -> None:
-    if jax.tree.structure(old, is_leaf) != jax.tree.structure(new, is_leaf):
-        first, second = (
-            [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
-            for tree in (old, new)
-        )
-        alone = [f"old{path}" for path in first if path not in second] + [
-            f"new{path}" for path in second if path not in first
-        ]
-        where = f": only one of them has {alone[0]}" if alone else ""
-        raise ValueError(
-            f"redistribute: the two states are of different optimizers or parameters{where}. From a checkpoint, "
-            "restore the old one with jc.init_state(tx, params, jax.sharding.AbstractMesh(...), axis_name) as a target"
-        )
+    cut_along: tuple[str, ...] = ()
+    leads: bool = False
 
 
 def _rows(mean: State) -> int:
     if mean.local.counts is None:
-        raise ValueError("redistribute: states of rounds are not supported; begin anew at the point they reached")
+        raise Misfit("states of rounds are not supported; begin anew at the point they reached")
     return np.shape(jax.tree.leaves(mean.local.counts)[0])[0]
 
 
@@ -139,75 +171,111 @@ def _sizes(state: Any) -> dict[tuple[str, ...], int]:
 
 
 def _cut(level: Level, sizes: dict[tuple[str, ...], int]) -> Cut:
-    groups = math.prod(size for axes, size in sizes.items() if set(axes) <= set(level.outer))
+    if not set(level.later) <= set(sizes):
+        raise Misfit("one level of a hierarchy; give the state of the whole optimizer")
+    groups = math.prod(sizes[axes] for axes in level.later)
     return Cut(groups, _shared_rows(level) // groups, sizes[level.axes])
 
 
-def _level(old: Level, new: Any, before: Any, after: Any, keep: str) -> Level:
-    if not isinstance(new, Level) or (old.axes, old.outer) != (new.axes, new.outer):
-        _check_same(old, new)
-    later = {name for axes in before for name in axes}
-    cut_over = tuple(name for name in old.outer if name not in later)
-    move = Move(_cut(old, before), _cut(new, after), keep, cut_over, within=bool(old.outer))
-    state = old.state
-    if move.old.shards != move.new.shards:
-        state, move = _cut_anew(state, new.state, move)
-    _check_same(state, new.state)
-    return Level(_mean(state, new.state, move), old.axes, old.outer)
-
-
 def _mean(old: State, new: State, move: Move) -> State:
-    shared = jax.tree.map(lambda old, new: _kept(old, new, move), old.shared, new.shared)
-
-    def local(old_node, new_node):
-        if isinstance(old_node, Seat | Tally):
-            return new_node
-        if type(old_node) not in LIKE_PARAMETERS:
-            return _taken_over(old_node, new_node, move)
-        if isinstance(old_node, DianaLocal):
-            names, source, one = ("shift",), shared.algorithm, _shifts
-        else:
-            names, source, one = MEMORIES[type(old_node)], old_node, _memories
-        moved = lambda x, like: one(x, like, move)
-        fields = {name: jax.tree.map(moved, getattr(source, name), getattr(new_node, name)) for name in names}
-        return new_node._replace(**fields, compressor=walk(old_node.compressor, new_node.compressor))
-
-    def walk(old_tree, new_tree):
-        special = lambda node: isinstance(node, Seat | Tally) or type(node) in LIKE_PARAMETERS
-        return jax.tree.map(local, old_tree, new_tree, is_leaf=special)
-
+    shared = _shared(old.shared, new.shared, move)
+    algorithm = _local(old.local.algorithm, new.local.algorithm, shared.algorithm, move)
     second, fresh = old.local.second, new.local.second
-    if isinstance(second, ErrorFeedbackLocal):
-        memory = jax.tree.map(lambda x, like: _chunks(x, like, move), second.memory, fresh.memory)
-        second = ErrorFeedbackLocal(memory, walk(second.compressor, fresh.compressor))
+    if isinstance(second, ErrorFeedbackLocal) and isinstance(fresh, ErrorFeedbackLocal):
+        memory = _map(lambda x, like: _chunks(x, like, move), second.memory, fresh.memory)
+        second = ErrorFeedbackLocal(memory, _local(second.compressor, fresh.compressor, None, move))
     else:
-        second = walk(second, fresh)
-    return State(new.local._replace(algorithm=walk(old.local.algorithm, new.local.algorithm), second=second), shared)
+        second = _local(second, fresh, None, move)
+    return State(new.local._replace(algorithm=algorithm, second=second), shared)
+
+
+def _shared(old: Any, new: Any, move: Move) -> Any:
+    def node(old, new):
+        if isinstance(old, PerLeaf):
+            return _per_leaf(old, new, lambda x, like: _shared(x, like, move))
+        if isinstance(old, DianaShared):
+            shift = _map(lambda x, like: _of_groups(x, like, move), old.shift, new.shift)
+            return DianaShared(shift, _shared(old.compressor, new.compressor, move))
+        if isinstance(old, MomentumShared):
+            momentum = _map(lambda x, like: _of_groups(x, like, move, mean=True), old.momentum, new.momentum)
+            return MomentumShared(momentum, _shared(old.compressor, new.compressor, move))
+        return _kept(old, new, move)
+
+    return _map(node, old, new, lambda node: isinstance(node, PerLeaf | DianaShared | MomentumShared))
+
+
+def _local(old: Any, new: Any, shared: Any, move: Move) -> Any:
+    """shared: of the algorithm, after the move."""
+    memories = lambda old, new: _map(lambda x, like: _memories(x, like, move), old, new)
+
+    def node(old, new):
+        if isinstance(old, Seat | Tally):
+            return new
+        if isinstance(old, PerLeaf):
+            return _per_leaf(old, new, lambda x, like: _local(x, like, None, move))
+        if isinstance(old, ErrorFeedbackLocal):
+            rest = {"memory": memories(old.memory, new.memory)}
+        elif isinstance(old, MomentumLocal):
+            rest = {name: memories(getattr(old, name), getattr(new, name)) for name in ("velocity", "momentum")}
+        elif isinstance(old, DianaLocal):
+            means = _map(lambda mean, like: _of_workers(mean, like, move), shared.shift, new.shift)
+            rest = {"shift": means}
+            if move.old.workers == move.new.workers:
+                rest["shift"] = _map(lambda x, like: _same_workers(x, like, move), old.shift, new.shift)
+        else:
+            return _taken_over(old, new, move)
+        return new._replace(**rest, compressor=_local(old.compressor, new.compressor, None, move))
+
+    kinds = Seat | Tally | PerLeaf | ErrorFeedbackLocal | MomentumLocal | DianaLocal
+    return _map(node, old, new, lambda node: isinstance(node, kinds))
+
+
+def _per_leaf(old: PerLeaf, new: Any, one: Callable[[Any, Any], Any]) -> PerLeaf:
+    """A leaf that is large as one shard may be small as another, and small ones have no state: it begins anew."""
+    if not isinstance(new, PerLeaf) or len(old.leaves) != len(new.leaves):
+        _check_alike(old, new)
+    pairs = zip(old.leaves, new.leaves, strict=True)
+    return PerLeaf(tuple(like if x is None or like is None else one(x, like) for x, like in pairs))
+
+
+# ------------------------------------------------------------------------------------------------
+# Arrays
 
 
 def _kept(old: Any, new: Any, move: Move) -> Any:
     """Group j goes on from group j mod the old number of them. What has another shape, a plan, is the new one."""
     rows = _host(old)
-    if move.within:
-        rows = _opened(rows, move.old[:2])
-        rows = _closed(np.take(rows, np.arange(move.new.groups) % move.old.groups, 0), 2)
+    if move.leads:
+        rows = _closed(_modulo(_opened(rows, move.old[:2]), move.new[:2]), 2)
     return _placed(rows, new) if rows.shape == np.shape(_data(new)) else new
+
+
+def _of_groups(old: Any, new: Any, move: Move, mean: bool = False) -> Any:
+    """What has the shape of the parameters: from group j mod the old number, or from the mean of other groups."""
+    if not move.leads:
+        return _placed(_host(old), new)
+    rows = _cut_anew(_opened(_host(old), move.old[:2]), 2, np.shape(new)[1:], move)
+    if mean and move.old.groups != move.new.groups:
+        rows = rows.mean(0, dtype=np.float64, keepdims=True).astype(rows.dtype)
+    return _placed(_closed(_modulo(rows, move.new[:2]), 2), new)
 
 
 def _memories(old: Any, new: Any, move: Move) -> Any:
     """All workers with the same shard, of whatever group, are one pool: their directions are averaged in the end."""
     groups, _, workers = move.new
-    pool = _closed(_opened(_host(old), move.old).swapaxes(1, 2), 2)
-    moved = spread(pool, groups * workers) * _factor(move, groups * workers / len(pool))
-    moved = _opened(moved.astype(pool.dtype), (groups, workers))
-    return _placed(_closed(moved.swapaxes(1, 2), 3), new)
+    rows = _cut_anew(_opened(_host(old), move.old), 3, np.shape(new)[1:], move)
+    pool = _pooled(_closed(rows.swapaxes(1, 2), 2), groups * workers, move.keep)
+    return _placed(_closed(_opened(pool, (groups, workers)).swapaxes(1, 2), 3), new)
 
 
-def _factor(move: Move, ratio: float) -> float:
-    return ratio if move.keep == "mean" else 1
+def _pooled(rows: np.ndarray, workers: int, keep: str) -> np.ndarray:
+    moved = spread(rows, workers)
+    if keep == "sum" or workers == len(rows):
+        return moved
+    return _rounded(moved.astype(np.float64) * (workers / len(rows)), rows.dtype)
 
 
-def _shifts(mean: Any, new: Any, move: Move) -> Any:
+def _of_workers(mean: Any, new: Any, move: Move) -> Any:
     """The mean shift of each group at each of its workers."""
     groups, shards, workers = move.new
     shape = np.shape(new)[1:]
@@ -215,13 +283,20 @@ def _shifts(mean: Any, new: Any, move: Move) -> Any:
     return _placed(_closed(np.broadcast_to(rows, (groups, shards, workers, *shape)), 3), new)
 
 
+def _same_workers(old: Any, new: Any, move: Move) -> Any:
+    """Workers of group j are those of group j mod the old number."""
+    rows = _cut_anew(_opened(_host(old), move.old), 3, np.shape(new)[1:], move)
+    return _placed(_closed(_modulo(rows, move.new), 3), new)
+
+
 def _chunks(old: Any, new: Any, move: Move) -> Any:
     """Memories of chunks of one vector, [n, m] or [n, 1, m], cut into other chunks. What fills up the last is zero."""
-    (groups, shards, workers), old_groups = move.new, move.old.groups
+    groups, shards, workers = move.new
+    if move.old.shards != shards:
+        raise Misfit(f'{_change(move)}; not supported for via="two_shot", which remembers chunks of shards')
     rows = _opened(_host(old), move.old)
-    vectors = rows.reshape(old_groups, shards, math.prod(rows.shape[2:]))
-    if groups != old_groups:
-        vectors = (spread(vectors, groups) * _factor(move, groups / old_groups)).astype(rows.dtype)
+    vectors = rows.reshape(*rows.shape[:2], math.prod(rows.shape[2:]))
+    vectors = _pooled(vectors, groups, move.keep)
     cut = np.zeros((groups, shards, workers * math.prod(np.shape(new)[1:])), rows.dtype)
     size = min(cut.shape[-1], vectors.shape[-1])
     cut[..., :size] = vectors[..., :size]
@@ -230,63 +305,56 @@ def _chunks(old: Any, new: Any, move: Move) -> Any:
 
 def _taken_over(old: Any, new: Any, move: Move) -> Any:
     """State of a compressor for other workers (and other chunks): that of number i mod n."""
-    rows = _opened(_host(old), move.old)
-    for axis, length in enumerate((*move.new, *np.shape(_data(new))[1:])):
-        if axis < rows.ndim and rows.shape[axis] != length:
-            rows = np.take(rows, np.arange(length) % rows.shape[axis], axis)
+    rows = _modulo(_opened(_host(old), move.old), (*move.new, *np.shape(_data(new))[1:]))
     return _placed(_closed(rows, 3), new)
 
 
-def _cut_anew(old: State, new: State, move: Move) -> tuple[State, Move]:
-    """The old state with as many shards as the new one has: what is like the parameters put together and cut again."""
-    cut, shards = move.old, move.new.shards
-    change = f"{cut.shards} shards over mesh axes {move.cut_over} before, {shards} now"
-    if len(move.cut_over) > 1:
-        raise ValueError(f"redistribute: {change}; their number may change where one mesh axis cuts the parameters")
-    if jax.tree.leaves(old.local.second):
-        raise ValueError(f'redistribute: {change}; not supported for via="two_shot", which remembers chunks of shards')
+def _steps(old: Any, new: Any, walk: Any, keep: str) -> Any:
+    """Of `optax.MultiSteps`: what each worker accumulated, [n p, ...] for parameters [p, ...], or [n, p, ...]."""
+    means = lambda state: [x for x in jax.tree.leaves(state.inner_opt_state, is_leaf=is_mean) if is_mean(x)]
+    if not means(old):  # behind the mean, where all workers accumulate the same
+        return type(old)(*map(walk, old, new))
+    fields = {name: walk(value, getattr(new, name)) for name, value in old._asdict().items() if name != "acc_grads"}
+    workers, target = (_rows(means(state)[0]) for state in (old, new))
 
-    def like_parameters(old, new, lead):
-        shape = np.shape(new)[1:]
-        rows = _opened(_host(old), cut[:lead])
-        differ = [axis for axis, (a, b) in enumerate(zip(rows.shape[lead:], shape, strict=True)) if a != b]
-        if rows.size == 0:
-            return np.zeros((math.prod(move.old[:lead]) // cut.shards * shards, *shape), rows.dtype)
-        if len(differ) != 1 or cut.shards * rows.shape[lead + differ[0]] != shards * shape[differ[0]]:
-            raise ValueError(f"redistribute: {change}, of shapes {rows.shape[lead:]} and {shape}: not the same whole")
-        axis = lead - 1 + differ[0]  # once that of the shards is out of the way
-        whole = np.concatenate(np.moveaxis(rows, 1, 0), axis)
-        return _closed(np.stack(np.split(whole, shards, axis), 1), lead)
+    def one(old, new):
+        rows = _host(old)
+        rows = _opened(rows, (workers, len(rows) // workers))
+        return _placed(_closed(_pooled(rows, target, keep), 2), new)
 
-    def node(old, new, lead):
-        if type(old) is not type(new):
-            _check_same(old, new)
-        if type(old) not in LIKE_PARAMETERS:
-            rows = _opened(_host(old), cut[:lead])
-            return _closed(np.take(rows, np.arange(shards) % cut.shards, 1), lead)
-        again = lambda x, like: like_parameters(x, like, lead)
-        fields = {}
-        for name in LIKE_PARAMETERS[type(old)]:
-            _check_same(getattr(old, name), getattr(new, name))
-            fields[name] = jax.tree.map(again, getattr(old, name), getattr(new, name))
-        return old._replace(**fields, compressor=walk(old.compressor, new.compressor, lead))
+    return type(old)(**fields, acc_grads=_map(one, old.acc_grads, new.acc_grads))
 
-    def fresh(new, lead):
-        rows = _opened(_host(new), move.new[:lead])
-        for axis, length in ((0, cut.groups), (2, cut.workers))[: lead - 1]:
+
+def _cut_anew(rows: np.ndarray, lead: int, shape: tuple[int, ...], move: Move) -> np.ndarray:
+    """[groups, shards, ..., *shape of a shard] of other shards: put together and cut again."""
+    old, new = move.old.shards, move.new.shards
+    if old == new:
+        return rows
+    if len(move.cut_along) > 1:
+        raise Misfit(f"{_change(move)}; their number may change where one mesh axis cuts the parameters")
+    before = rows.shape[lead:]
+    if len(before) != len(shape) or (0 in before) != (0 in shape):
+        raise Misfit(f"{_change(move)}: one leaf is small enough for momentum_correction to send it as it is, or was")
+    if 0 in shape:
+        return np.zeros((rows.shape[0], new, *rows.shape[2:lead], *shape), rows.dtype)
+    differ = [axis for axis, (a, b) in enumerate(zip(before, shape, strict=True)) if a != b]
+    if len(differ) != 1 or old * before[differ[0]] != new * shape[differ[0]]:
+        raise Misfit(f"{_change(move)}, of shapes {before} and {shape}: not of the same parameter")
+    axis = lead - 1 + differ[0]  # once that of the shards is out of the way
+    whole = np.concatenate(np.moveaxis(rows, 1, 0), axis)
+    return np.stack(np.split(whole, new, axis), 1)
+
+
+def _change(move: Move) -> str:
+    return f"{move.old.shards} shards along mesh axes {move.cut_along} before, {move.new.shards} now"
+
+
+def _modulo(rows: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
+    """Index i of each of the first axes from i mod their length."""
+    for axis, length in enumerate(lengths[: rows.ndim]):
+        if rows.shape[axis] != length:
             rows = np.take(rows, np.arange(length) % rows.shape[axis], axis)
-        return _closed(rows, lead)
-
-    def walk(old, new, lead):
-        """A leaf that is large as one shard may be small as another, which compressors leave out: they begin anew."""
-        special = lambda node: type(node) in LIKE_PARAMETERS
-        if jax.tree.structure(old, special) != jax.tree.structure(new, special):
-            return jax.tree.map(lambda x: fresh(x, lead), new)
-        return jax.tree.map(lambda a, b: node(a, b, lead), old, new, is_leaf=special)
-
-    local = old.local._replace(algorithm=walk(old.local.algorithm, new.local.algorithm, 3), counts=new.local.counts)
-    shared = type(old.shared)(*(walk(*fields, 2) for fields in zip(old.shared, new.shared, strict=True)))
-    return State(local, shared), move._replace(old=cut._replace(shards=shards))
+    return rows
 
 
 def _opened(rows: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
@@ -297,30 +365,6 @@ def _opened(rows: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
 def _closed(rows: np.ndarray, lead: int) -> np.ndarray:
     """So many leading axes as one."""
     return rows.reshape(math.prod(rows.shape[:lead]), *rows.shape[lead:])
-
-
-def _steps(old: Any, new: Any, walk: Any, keep: str) -> Any:
-    """Of `optax.MultiSteps`: what each worker accumulated, [n p, ...] for parameters [p, ...], or [n, p, ...]."""
-    means = [node for node in jax.tree.leaves(old.inner_opt_state, is_leaf=is_mean) if is_mean(node)]
-    if not means:  # behind the mean, where all workers accumulate the same
-        return type(old)(*map(walk, old, new))
-    workers = _rows(means[0])
-
-    def one(old, new):
-        rows, length = _host(old), np.shape(old)[0] // workers
-        if rows.size == 0:
-            return new
-        target = np.shape(new)[0] // length
-        moved = spread(rows.reshape(workers, length, *rows.shape[1:]), target)
-        factor = target / workers if keep == "mean" else 1
-        return _placed((moved.astype(np.float64) * factor).astype(rows.dtype).reshape(np.shape(new)), new)
-
-    fields = {name: walk(value, getattr(new, name)) for name, value in old._asdict().items() if name != "acc_grads"}
-    return type(old)(**fields, acc_grads=jax.tree.map(one, old.acc_grads, new.acc_grads))
-
-
-def _same(old: Any, new: Any) -> Any:
-    return _placed(_host(old), new)
 
 
 def spread(rows: np.ndarray, workers: int) -> np.ndarray:
@@ -370,12 +414,12 @@ def _data(x: Any) -> Any:
 
 
 def _host(x: Any) -> np.ndarray:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise Misfit("old must hold arrays, not shapes")
     x = _data(x)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if not x.is_fully_replicated:
-            raise ValueError(
-                "redistribute: the old state lies on other hosts; restore it replicated, or as NumPy arrays"
-            )
+            raise Misfit("the old state lies on other hosts; restore it replicated, or as NumPy arrays")
         return np.asarray(x.addressable_data(0))
     return np.asarray(x)
 
@@ -383,12 +427,10 @@ def _host(x: Any) -> np.ndarray:
 def _placed(value: np.ndarray, like: Any) -> Any:
     """An array with the values, where and what `like` is."""
     if not isinstance(like, jax.Array):
-        raise ValueError(
-            f"redistribute: new must hold arrays on devices, from jc.init_state; got {type(like).__name__}"
-        )
+        raise Misfit(f"new must hold arrays on devices, from jc.init_state; got {type(like).__name__}")
     data = _data(like)
     if np.shape(value) != np.shape(data):
-        raise ValueError(f"redistribute: expected an array of shape {np.shape(data)}; got {np.shape(value)}")
+        raise Misfit(f"expected an array of shape {np.shape(data)}; got {np.shape(value)}")
     value = np.asarray(value, data.dtype)
     placed = jax.make_array_from_callback(value.shape, data.sharding, lambda index: value[index])
     return placed if data is like else jax.random.wrap_key_data(placed, impl=jax.random.key_impl(like))

@@ -25,6 +25,7 @@ __all__ = [
     "local_rows",
     "names_of",
     "opened",
+    "outer_of",
     "per_worker",
     "state_axes",
     "state_specs",
@@ -61,14 +62,26 @@ class Level:
     """The state of a mean among some axes of a larger mesh.
 
     axes: over which it exchanges.
-    outer: the other axes over which everything here may differ, because parameters are shards over them or because
-        the groups exchange at a later level. Arrays of `state.shared` have a leading axis over `outer`, arrays of
-        `state.local` one over `outer` and `axes`; at one device both have length 1.
+    later: those of each later level, at which groups of these workers exchange.
+    cut: those along which parameters are cut into shards.
+
+    Over `outer`, the later ones and those of shards, everything here may differ. Arrays of `state.shared` have a
+    leading axis over `outer`, arrays of `state.local` one over `outer` and `axes`; at one device both have length 1.
     """
 
     state: State
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    outer: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    later: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
+    cut: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def outer(self) -> tuple[str, ...]:
+        return outer_of(self.later, self.cut)
+
+
+def outer_of(later: tuple[tuple[str, ...], ...], cut: tuple[str, ...]) -> tuple[str, ...]:
+    """Mesh axes of groups and shards, in the order of the leading axis."""
+    return (*(name for axes in later for name in axes), *cut)
 
 
 def is_mean(node: Any) -> bool:
@@ -90,13 +103,14 @@ def with_rows(tree: Any, rows: int) -> Any:
     return jax.tree.map(lambda x: jnp.tile(x[None], (rows,) + (1,) * x.ndim), tree)
 
 
-def opened(state: Any, axes: tuple[str, ...], outer: tuple[str, ...]) -> State:
+def opened(state: Any, axes: tuple[str, ...], later: tuple[tuple[str, ...], ...], cut: tuple[str, ...]) -> State:
     """The state of a level as a plain `State` at this device.
 
     Raises:
         ValueError: it is the state of another transformation, or not cut for one device.
     """
-    if not isinstance(state, Level) or (state.axes, state.outer) != (axes, outer):
+    outer = outer_of(later, cut)
+    if not isinstance(state, Level) or (state.axes, state.later, state.cut) != (axes, later, cut):
         got = f"one of axes {state.axes} within {state.outer}" if isinstance(state, Level) else type(state).__name__
         raise ValueError(f"compressed_mean: expected a state of axes {axes} within {outer}; got {got}")
     if not outer:
@@ -113,12 +127,13 @@ def opened(state: Any, axes: tuple[str, ...], outer: tuple[str, ...]) -> State:
     return State(state.state.local, jax.tree_util.tree_map_with_path(one, state.state.shared))
 
 
-def closed(state: State, axes: tuple[str, ...], outer: tuple[str, ...]) -> Level:
+def closed(state: State, axes: tuple[str, ...], later: tuple[tuple[str, ...], ...], cut: tuple[str, ...]) -> Level:
     """Inverse of `opened`."""
+    outer = outer_of(later, cut)
     if not outer:
-        return Level(state, axes, outer)
+        return Level(state, axes, later, cut)
     shared = with_rows(state.shared, local_rows(outer))
-    return Level(State(state.local, varying(shared, outer) if is_bound(outer) else shared), axes, outer)
+    return Level(State(state.local, varying(shared, outer) if is_bound(outer) else shared), axes, later, cut)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -160,7 +175,7 @@ def lay_out(state: Any, axis: Axis, layout: Layout) -> Any:
     def walk(node):
         def one(x):
             if isinstance(x, Level):
-                return Level(of_mean(x.state, x.axes, x.outer), x.axes, x.outer)
+                return dataclasses.replace(x, state=of_mean(x.state, x.axes, x.outer))
             if is_mean(x):
                 return of_mean(x, axis, ())
             # Around a mean, MultiSteps accumulates each worker's own gradients; behind one, what is equal on all.
@@ -297,9 +312,10 @@ def init_state(
     made = state_specs(jax.eval_shape(tx.init, like), axis_name, params=like, specs=specs)
     whole = PartitionSpec() if specs is None else specs
     if isinstance(mesh, AbstractMesh):
-        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype), params)
+        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
         mesh = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-        return jax.eval_shape(jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made), params), made
+        with jax.sharding.use_abstract_mesh(mesh):  # whatever mesh is in force here
+            return jax.eval_shape(jax.shard_map(tx.init, in_specs=(whole,), out_specs=made), params), made
     if specs is not None:
         params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
     make = jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made)
@@ -311,7 +327,7 @@ def _shards(params: Any, mesh: Any, specs: Any) -> Any:
 
     def one(leaf, spec):
         shape = NamedSharding(mesh, spec).shard_shape(jnp.shape(leaf))
-        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf))
 
     return jax.tree.map(one, params, specs)
 

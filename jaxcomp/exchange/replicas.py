@@ -125,7 +125,7 @@ def fingerprints(tree: Any, axis_name: Any, specs: Any = None) -> Array:
             its own, to be returned as fingerprints(...)[None] with out_specs P("model").
 
     Raises:
-        ValueError: unbound axis, or specs of another tree.
+        ValueError: unbound axis; specs of another tree, or by which everything differs.
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> compare = lambda w: jc.fingerprints(w, "data")
@@ -137,6 +137,8 @@ def fingerprints(tree: Any, axis_name: Any, specs: Any = None) -> Array:
     if not is_bound(axis):
         raise ValueError(f"fingerprints: no axis named {axis!r} is bound here")
     kinds = _kinds(tree, axis, specs)
+    if specs is not None and not kinds:
+        raise ValueError(f"fingerprints: by specs everything differs along {axis!r}, so there is nothing to compare")
     everywhere = kinds.pop(frozenset(), [])
     marks = all_gather(jnp.stack([_mark(everywhere), *map(_mark, kinds.values())]), axis)
     sizes = [axis_size(name) for name in axis_names(axis)]

@@ -38,7 +38,7 @@ from jaxcomp.exchange.lanes import (
     unknown_axes,
     varying,
 )
-from jaxcomp.exchange.layout import Level, MeanLocal, MeanShared, closed, local_rows, opened, with_rows
+from jaxcomp.exchange.layout import Level, MeanLocal, MeanShared, closed, local_rows, opened, outer_of, with_rows
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.measure import count, no_counts
 from jaxcomp.exchange.meet import CHOICES, VIAS, How, bucketed, meet
@@ -144,14 +144,13 @@ def compressed_mean(
     root = root_key(seed)
 
     def mean_of(
-        outer: tuple[str, ...], inner: tuple[str, ...], root: Array = root
+        cut: tuple[str, ...], inner: tuple[str, ...], root: Array = root
     ) -> optax.GradientTransformationExtraArgs:
-        """All levels, for gradients that differ over `outer` and are equal over `inner`."""
+        """All levels, for gradients of shards over `cut` that are equal over `inner`."""
         parts = []
         for i, (axis, each) in enumerate(levels.items()):
-            later = tuple(name for names_ in names[i + 1 :] for name in names_)
             earlier = tuple(name for names_ in names[:i] for name in names_)
-            place = Place(axis, later + outer, earlier + inner, later, not whole_mesh)
+            place = Place(axis, tuple(names[i + 1 :]), cut, earlier + inner, not whole_mesh)
             own = jax.random.fold_in(root, i) if len(levels) > 1 else root
             parts.append(_mean(each, place, via, weights, own, measure, link, bucket_bytes))
         return parts[0] if len(parts) == 1 else optax.chain(*parts)
@@ -164,15 +163,20 @@ def compressed_mean(
 class Place(NamedTuple):
     """Where on a mesh a mean is taken.
 
-    axis: of its workers. outer: axes over which the gradients differ and which it leaves alone. inner: axes on which
-    they are equal. later: those of `outer` over which a later level takes the mean. level: its state is a `Level`.
+    axis: of its workers. later: those of each later level. cut: those of the shards. inner: axes on which gradients are
+    equal. level: its state is a `Level`.
     """
 
     axis: Axis
-    outer: tuple[str, ...]
+    later: tuple[tuple[str, ...], ...]
+    cut: tuple[str, ...]
     inner: tuple[str, ...]
-    later: tuple[str, ...]
     level: bool
+
+    @property
+    def outer(self) -> tuple[str, ...]:
+        """Axes over which the gradients differ and which it leaves alone."""
+        return outer_of(self.later, self.cut)
 
 
 def _are_names(sharded: Any) -> bool:
@@ -297,7 +301,7 @@ def _mean(
             local = varying(local, every)
         shared = MeanShared(jnp.zeros((), jnp.int32), key_data(private_key), state.shared, then.shared)
         state = State(local, shared)
-        return closed(state, axis_names(axis_name), outer) if place.level else state
+        return closed(state, axis_names(axis_name), place.later, place.cut) if place.level else state
 
     def update(grads, state, params=None, **extra):
         del params, extra
@@ -312,7 +316,7 @@ def _mean(
         if shares is not None and len(shares) != workers:
             raise ValueError(f"compressed_mean: {len(shares)} weights for {workers} workers on axis {axis_name!r}")
         if place.level:
-            state = opened(state, axis_names(axis_name), outer)
+            state = opened(state, axis_names(axis_name), place.later, place.cut)
         elif isinstance(state, Level):
             raise ValueError(
                 "compressed_mean: the state was made with sharded= or a hierarchy, this transformation not"
@@ -380,7 +384,7 @@ def _mean(
         new = MeanLocal(new_local, counts, then.local)
         rows = jax.tree.map(lambda x, old: x.reshape(old.shape), new, state.local)
         after = State(varying(rows, every), MeanShared(shared.count + 1, shared.key, new_shared, then.shared))
-        return direction, closed(after, axis_names(axis_name), outer) if place.level else after
+        return direction, closed(after, axis_names(axis_name), place.later, place.cut) if place.level else after
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
@@ -391,7 +395,7 @@ def _check_types(grads: Any, place: Place) -> None:
     whole = [name for name in place.outer if known_equal(grads, name)]
     if whole:
         leaves = known_equal(grads, whole[0])
-        if whole[0] in place.later:
+        if whole[0] not in place.cut:
             raise ValueError(
                 f"compressed_mean: gradients{', gradients'.join(leaves[:3])}{' ...' if leaves[3:] else ''} are equal "
                 f"along {whole[0]!r}, over which a later level takes the mean: they were added up uncompressed. "
