@@ -477,7 +477,7 @@ def test_shapes_of_a_state_elsewhere(kind):
     tx = jc.compressed_mean(axis_name=LEVELS, sharded=specs)
     mesh = jax.make_mesh((2, 1, 2), DEEP, axis_types=(kind,) * 3)
     state, where = jc.init_state(tx, params, mesh, LEVELS, specs)
-    with jax.set_mesh(jax.make_mesh((4,), ("other",))):
+    with jax.set_mesh(jax.make_mesh((2,), ("dcn",), devices=jax.devices()[:2])):
         shapes, again = jc.init_state(tx, params, jax.sharding.AbstractMesh((2, 1, 2), DEEP), LEVELS, specs)
     assert again == where
     of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)

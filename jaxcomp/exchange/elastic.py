@@ -102,8 +102,8 @@ def _check_alike(old: Any, new: Any, is_leaf: Callable[[Any], bool] | None = Non
         return
     paths = lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
     first, second = paths(old), paths(new)
-    alone = [f"old{path}" for path in first if path not in second]
-    alone += [f"new{path}" for path in second if path not in first]
+    alone = [f"old{path}" for path in first if path and path not in second]
+    alone += [f"new{path}" for path in second if path and path not in first]
     raise Misfit(
         f"the two states are of different optimizers or parameters{f'; only one has {alone[0]}' if alone else ''}. To "
         "restore the old one, make a target by jc.init_state(tx, params, jax.sharding.AbstractMesh(...), axis_name)"
@@ -218,10 +218,9 @@ def _local(old: Any, new: Any, shared: Any, move: Move) -> Any:
         elif isinstance(old, MomentumLocal):
             rest = {name: memories(getattr(old, name), getattr(new, name)) for name in ("velocity", "momentum")}
         elif isinstance(old, DianaLocal):
-            means = _map(lambda mean, like: _of_workers(mean, like, move), shared.shift, new.shift)
-            rest = {"shift": means}
-            if move.old.workers == move.new.workers:
-                rest["shift"] = _map(lambda x, like: _same_workers(x, like, move), old.shift, new.shift)
+            stay = move.old.workers == move.new.workers
+            source, one = (old, _same_workers) if stay else (shared, _of_workers)
+            rest = {"shift": _map(lambda x, like: one(x, like, move), source.shift, new.shift)}
         else:
             return _taken_over(old, new, move)
         return new._replace(**rest, compressor=_local(old.compressor, new.compressor, None, move))

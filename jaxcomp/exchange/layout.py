@@ -314,8 +314,9 @@ def init_state(
     if isinstance(mesh, AbstractMesh):
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
         mesh = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-        with jax.sharding.use_abstract_mesh(mesh):  # whatever mesh is in force here
-            return jax.eval_shape(jax.shard_map(tx.init, in_specs=(whole,), out_specs=made), params), made
+        make = jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in force here
+            return jax.eval_shape(make, params), made
     if specs is not None:
         params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
     make = jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made)
