@@ -316,7 +316,7 @@ def test_other_workers_take_over_the_sum_of_memories(four, tmp_path):
     checkpoints.save(5, state, {"workers": 4, "base_step": 0, "base_bytes": 0.0, "step_bytes": 10.0})
     with jax.numpy_dtype_promotion("standard"):
         two = trainer_of(2)
-        taken, about = taken_up(two, checkpoints, 5, two.initial_state(0), 0)
+        taken, about = taken_up(two, checkpoints, 5, checkpoints.about(5), two.initial_state(0), 0)
         checkpoints.close()
         old, new = (
             [np.asarray(x, np.float64).sum(0) for x in jax.tree.leaves(s.optimizer[0].local.algorithm.memory)]
