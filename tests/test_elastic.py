@@ -15,6 +15,7 @@ from worlds import AXIS, mesh_of, run_vmap
 
 import jaxcomp as jc
 from jaxcomp.base import State
+from jaxcomp.exchange import elastic
 from jaxcomp.exchange.elastic import spread
 
 N = 4
@@ -434,6 +435,23 @@ def test_a_leaf_that_becomes_small_leaves_the_others_alone(seed):
         halves = np.asarray(there.state.local.algorithm.memory[name]).reshape(2, 2, 32, -1)  # [model, data, ...]
         np.testing.assert_array_equal(np.concatenate(halves, axis=1), memory[name])
         np.testing.assert_array_equal(back.state.local.algorithm.memory[name], memory[name])
+
+
+def test_only_the_old_state_is_read(seed, monkeypatch):
+    """In several processes nobody can read all of an array of the new mesh."""
+    levels = {"ici": jc.diana(jc.dithering(7)), "dcn": jc.momentum_correction(jc.top_k(0.05))}
+    tx = jc.compressed_mean(axis_name=levels, sharded=MODEL)
+    meshes = [mesh_like(**dict(zip(DEEP, sizes, strict=True))) for sizes in ((2, 1, 1), (1, 2, 1))]
+    old, new = (made(tx, mesh, levels, MODEL)[0] for mesh in meshes)
+    host = elastic._host
+
+    def reads(x):
+        assert isinstance(x, np.ndarray)
+        return host(x)
+
+    monkeypatch.setattr(elastic, "_host", reads)
+    state = jc.redistribute(jax.tree.map(np.asarray, old), new)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, new)
 
 
 def test_momenta_of_groups_keep_their_mean_and_small_leaves_their_kind(seed):

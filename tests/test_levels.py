@@ -265,6 +265,22 @@ def test_sharded_is_checked():
         step(state, jnp.ones(8))
 
 
+def test_an_optimizer_for_some_of_the_sharded_parameters(seed):
+    """`optax.partition` masks the moments of the others: what is left of a tree is laid out like the parameters."""
+    mesh = mesh_of(("data", "model"))
+    params, x = start(seed)
+    tx = optax.chain(
+        jc.compressed_mean(TOP, "data", sharded=SPECS),
+        optax.partition({"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-2)}, {"b": "sgd", "v": "adam", "w": "adam"}),
+    )
+    state, step = sharded_step(tx, mesh, params, SPECS)
+    params, state = jax.block_until_ready(step(params, state, x))
+    mu = state[1].inner_states["adam"].inner_state[0].mu
+    assert isinstance(mu["b"], optax.MaskedNode)
+    assert [mu[name].sharding.spec for name in ("v", "w")] == [SPECS["v"], SPECS["w"]]
+    assert all(np.all(np.isfinite(p)) for p in jax.tree.leaves(params))
+
+
 # ------------------------------------------------------------------------------------------------
 # Buckets
 

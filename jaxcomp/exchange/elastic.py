@@ -179,7 +179,7 @@ def _cut(level: Level, sizes: dict[tuple[str, ...], int]) -> Cut:
 
 def _mean(old: State, new: State, move: Move) -> State:
     shared = _shared(old.shared, new.shared, move)
-    algorithm = _local(old.local.algorithm, new.local.algorithm, shared.algorithm, move)
+    algorithm = _local(old.local.algorithm, new.local.algorithm, old.shared.algorithm, move)
     second, fresh = old.local.second, new.local.second
     if isinstance(second, ErrorFeedbackLocal) and isinstance(fresh, ErrorFeedbackLocal):
         memory = _map(lambda x, like: _chunks(x, like, move), second.memory, fresh.memory)
@@ -205,7 +205,7 @@ def _shared(old: Any, new: Any, move: Move) -> Any:
 
 
 def _local(old: Any, new: Any, shared: Any, move: Move) -> Any:
-    """shared: of the algorithm, after the move."""
+    """shared: of the old algorithm."""
     memories = lambda old, new: _map(lambda x, like: _memories(x, like, move), old, new)
 
     def node(old, new):
@@ -249,14 +249,31 @@ def _kept(old: Any, new: Any, move: Move) -> Any:
     return _placed(rows, new) if rows.shape == np.shape(_data(new)) else new
 
 
+def _rows_of_groups(old: Any, shape: tuple[int, ...], move: Move) -> np.ndarray:
+    """[old groups, shards, *shape] of shared arrays that have the shape of the parameters."""
+    rows = _host(old)
+    return _cut_anew(_opened(rows, move.old[:2]) if move.leads else rows[None, None], 2, shape, move)
+
+
 def _of_groups(old: Any, new: Any, move: Move, mean: bool = False) -> Any:
-    """What has the shape of the parameters: from group j mod the old number, or from the mean of other groups."""
-    if not move.leads:
-        return _placed(_host(old), new)
-    rows = _cut_anew(_opened(_host(old), move.old[:2]), 2, np.shape(new)[1:], move)
+    """From group j mod the old number; or, where there are others, from the mean of all groups."""
+    rows = _rows_of_groups(old, np.shape(new)[1:] if move.leads else np.shape(new), move)
     if mean and move.old.groups != move.new.groups:
         rows = rows.mean(0, dtype=np.float64, keepdims=True).astype(rows.dtype)
-    return _placed(_closed(_modulo(rows, move.new[:2]), 2), new)
+    rows = _closed(_modulo(rows, move.new[:2]), 2)
+    return _placed(rows if move.leads else rows[0], new)
+
+
+def _of_workers(old: Any, new: Any, move: Move) -> Any:
+    """What their group has (see `_of_groups`) at each of its workers."""
+    rows = _modulo(_rows_of_groups(old, np.shape(new)[1:], move), move.new[:2])[:, :, None]
+    return _placed(_closed(np.broadcast_to(rows, (*move.new, *rows.shape[3:])), 3), new)
+
+
+def _same_workers(old: Any, new: Any, move: Move) -> Any:
+    """Workers of group j are those of group j mod the old number."""
+    rows = _cut_anew(_opened(_host(old), move.old), 3, np.shape(new)[1:], move)
+    return _placed(_closed(_modulo(rows, move.new), 3), new)
 
 
 def _memories(old: Any, new: Any, move: Move) -> Any:
@@ -272,20 +289,6 @@ def _pooled(rows: np.ndarray, workers: int, keep: str) -> np.ndarray:
     if keep == "sum" or workers == len(rows):
         return moved
     return _rounded(moved.astype(np.float64) * (workers / len(rows)), rows.dtype)
-
-
-def _of_workers(mean: Any, new: Any, move: Move) -> Any:
-    """The mean shift of each group at each of its workers."""
-    groups, shards, workers = move.new
-    shape = np.shape(new)[1:]
-    rows = _host(mean).reshape(groups, shards, 1, *shape)
-    return _placed(_closed(np.broadcast_to(rows, (groups, shards, workers, *shape)), 3), new)
-
-
-def _same_workers(old: Any, new: Any, move: Move) -> Any:
-    """Workers of group j are those of group j mod the old number."""
-    rows = _cut_anew(_opened(_host(old), move.old), 3, np.shape(new)[1:], move)
-    return _placed(_closed(_modulo(rows, move.new), 3), new)
 
 
 def _chunks(old: Any, new: Any, move: Move) -> Any:

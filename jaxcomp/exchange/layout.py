@@ -208,15 +208,25 @@ def state_specs(state: Any, axis_name: Any, *, params: Any = None, specs: Any = 
     axis = names_of(axis_name)
     whole = lambda tree: [jnp.shape(leaf) for leaf in jax.tree.leaves(tree)]
     like_params = lambda node: False
+    masked = lambda node: isinstance(node, optax.MaskedNode)  # in place of the parameters of other optimizers
     if specs is not None:
         structure, shapes = jax.tree.structure(params), whole(params)
-        like_params = lambda node: jax.tree.structure(node) == structure and whole(node) == shapes
+
+        def like_params(node):
+            if jax.tree.structure(node, masked) != structure:
+                return False
+            leaves = jax.tree.leaves(node, is_leaf=masked)
+            pairs = [(jnp.shape(x), shape) for x, shape in zip(leaves, shapes, strict=True) if not masked(x)]
+            return bool(pairs) and all(got == shape for got, shape in pairs)
 
     steps = [n for n in jax.tree.leaves(state, is_leaf=_is_steps) if _is_steps(n) and _has_mean(n)]
     if specs is not None and steps:
         raise ValueError(
             "state_specs: optax.MultiSteps with sharded parameters is not supported; add gradients up before"
         )
+
+    def of_params(node):
+        return jax.tree.map(lambda x, spec: x if masked(x) else spec, node, specs, is_leaf=masked)
 
     def local(axes, outer):
         return PartitionSpec((*outer, *axis_names(axes)) if outer else axes)
@@ -227,7 +237,7 @@ def state_specs(state: Any, axis_name: Any, *, params: Any = None, specs: Any = 
         Layout(
             local=local,
             shared=lambda outer: PartitionSpec(outer) if outer else PartitionSpec(),
-            rest=lambda node: specs if like_params(node) else PartitionSpec(),
+            rest=lambda node: of_params(node) if like_params(node) else PartitionSpec(),
             is_leaf=like_params,
         ),
     )
