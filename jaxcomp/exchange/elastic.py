@@ -251,21 +251,24 @@ def _kept(old: Any, new: Any, move: Move) -> Any:
 
 def _rows_of_groups(old: Any, shape: tuple[int, ...], move: Move) -> np.ndarray:
     """[old groups, shards, *shape] of shared arrays that have the shape of the parameters."""
-    rows = _host(old)
-    return _cut_anew(_opened(rows, move.old[:2]) if move.leads else rows[None, None], 2, shape, move)
+    return _cut_anew(_opened(_host(old), move.old[:2]), 2, shape, move)
 
 
 def _of_groups(old: Any, new: Any, move: Move, mean: bool = False) -> Any:
     """From group j mod the old number; or, where there are others, from the mean of all groups."""
-    rows = _rows_of_groups(old, np.shape(new)[1:] if move.leads else np.shape(new), move)
+    if not move.leads:
+        return _placed(_host(old), new)
+    rows = _rows_of_groups(old, np.shape(new)[1:], move)
     if mean and move.old.groups != move.new.groups:
         rows = rows.mean(0, dtype=np.float64, keepdims=True).astype(rows.dtype)
-    rows = _closed(_modulo(rows, move.new[:2]), 2)
-    return _placed(rows if move.leads else rows[0], new)
+    return _placed(_closed(_modulo(rows, move.new[:2]), 2), new)
 
 
 def _of_workers(old: Any, new: Any, move: Move) -> Any:
     """What their group has (see `_of_groups`) at each of its workers."""
+    if not move.leads:  # [n, *shape], or [n, 1, *shape] of workers under vmap
+        rows, shape = _host(old), np.shape(new)
+        return _placed(np.broadcast_to(rows, shape) if shape[len(shape) - rows.ndim :] == rows.shape else rows, new)
     rows = _modulo(_rows_of_groups(old, np.shape(new)[1:], move), move.new[:2])[:, :, None]
     return _placed(_closed(np.broadcast_to(rows, (*move.new, *rows.shape[3:])), 3), new)
 
