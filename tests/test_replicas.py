@@ -7,19 +7,11 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from worlds import AXIS, mesh_of, run_vmap
+from worlds import AXIS, PARAMS, N, gradients, mesh_of, run_vmap
 
 import jaxcomp as jc
 
-N = 4
-PARAMS = {"b": jnp.zeros(5), "w": jnp.zeros((40, 30))}
-
 pytestmark = pytest.mark.usefixtures("standard_promotion")
-
-
-def gradients(seed, rounds=3, workers=N):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((rounds, workers, *p.shape)), p.dtype), PARAMS)
 
 
 # ------------------------------------------------------------------------------------------------

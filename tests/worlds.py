@@ -1,13 +1,29 @@
 """The same step run on n workers in different ways: vmap, shard_map, pmap, bytes on the host."""
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 
 AXIS = "data"
+N = 4
+PARAMS = {"b": jnp.zeros(5), "w": jnp.zeros((40, 30))}
+
+
+def gradients(seed, rounds=3, workers=N):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((rounds, workers, *p.shape)), p.dtype), PARAMS)
+
+
+def fsum(rows):
+    """The exact sum over workers, entry by entry."""
+    rows = np.asarray(rows, np.float64).reshape(len(rows), -1)
+    return [sum(map(Fraction, column)) for column in rows.T.tolist()]
 
 
 def mesh_of(workers):

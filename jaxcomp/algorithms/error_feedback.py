@@ -38,9 +38,8 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
 
     Nothing is lost: sent + memory = message, bitwise where C copies entries. Entries that overflow
     the capacity of C stay in the memory as well. Non-finite entries of a gradient count as
-    zero, and sums saturate at the largest number, so no infinity enters the memory. With a 16-bit `cast`
-    and via="auto" the mean of the messages is rounded once more, on its way back, which no memory sees;
-    via="gather" avoids it. Memories are kept in f32 (f64 for f64 gradients).
+    zero, and sums saturate at the largest number, so no infinity enters the memory. Memories are kept in f32
+    (f64 for f64 gradients).
 
     Args:
         compressor: contracts (alpha known), of one array (then `per_leaf` of it is used for
