@@ -1,9 +1,9 @@
-"""The four types that everything else is made of, and the laws they obey.
+"""The protocols that everything else is made of, and the laws they obey.
 
-One gradient travels like this (`send`, `compress`, exchange, `decompress`, `receive`)::
+One gradient travels like this::
 
-    grads --algorithm.send--> message --compressor.compress--> payload --exchange-->
-    payloads of all workers --accumulate--> mean message --algorithm.receive--> direction
+    tree --layout--> vectors --algorithm.update--> message --compressor.compress--> payload --route--> payloads
+    of all workers --compressor.accumulate--> mean message --algorithm.update--> direction --layout--> tree
 
 Laws
 ----
@@ -15,41 +15,59 @@ Laws
    E|C(x) - x|^2 <= (1 - alpha) |x|^2.  None means "not known". The norm is Euclidean unless
    `spec.norm` says otherwise.
 5. Non-finite entries count as zero: C(x) = C(where(isfinite(x), x, 0)).
-6. Where workers have different plans (smoothness matrices, probabilities, steps), shared state holds
+6. Where workers have different plans (smoothness matrices, probabilities, ratios), shared state holds
    the plans of all of them, stacked, so law 1 stands. `for_worker` picks one. Compressing and
    decompressing take the state of one worker; `accumulate` takes the stack, and message j is decoded
    with plan j.
+7. Special cases are declared, never recognised: what a part of an algorithm's state means stands in
+   `Algorithm.roles`, and a part that is not declared is refused where it would have to be handled.
 """
 
-import functools
-import numbers
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxcomp.packing import as_words
+from jaxcomp.arrays import (
+    bounded,
+    finite,
+    is_array,
+    key_data,
+    like_of,
+    root_key,
+    size_of,
+    wide,
+    wide_like,
+    wrap_key,
+    zeros_like,
+)
+from jaxcomp.stacks import fold, fold_in_one_pass, one_row, row_of, weighted
 
 __all__ = [
+    "ROLES",
     "Algorithm",
     "Compressor",
+    "Exchange",
     "Lengths",
-    "Seat",
+    "Lifted",
+    "Sent",
     "Spec",
     "State",
-    "Tally",
     "accumulate",
     "advance",
     "bounded",
+    "check_algorithm",
     "check_compressor",
     "finite",
+    "fold",
     "for_worker",
+    "is_array",
     "key_data",
     "lengths",
     "like_of",
     "one_row",
+    "overflow",
     "residual",
     "root_key",
     "roundtrip",
@@ -59,6 +77,7 @@ __all__ = [
     "wide",
     "wide_like",
     "wrap_key",
+    "zeros_like",
 ]
 
 Array = jax.Array
@@ -78,24 +97,24 @@ class State(NamedTuple):
     local: Tree = ()
     shared: Tree = ()
 
+    def part(self, name: str) -> "State":
+        """The fields called `name` of local and of shared, as a `State`; () where there is none."""
+        return State(getattr(self.local, name, ()), getattr(self.shared, name, ()))
 
-class Tally(NamedTuple):
-    """Counts of one round that a compressor leaves in its local state for `info`.
+    def replace(self, **parts: Tree) -> "State":
+        """Other values for some fields; a `State` goes to the fields of that name in local and in shared.
 
-    overflow: i32[], entries that were chosen but found no place in the static capacity.
-    """
-
-    overflow: Array
-
-
-class Seat(NamedTuple):
-    """This worker's number, for compressors that treat workers differently.
-
-    number: i32[]. A compressor leaves one in its local state; `compressed_mean` fills in the axis
-    index before each round. Zero until then.
-    """
-
-    number: Array
+        >>> class Local(NamedTuple):
+        ...     memory: int
+        >>> State(Local(1)).replace(memory=2)
+        State(local=Local(memory=2), shared=())
+        """
+        local, shared = self
+        for name, value in parts.items():
+            both = value if isinstance(value, State) else State(value, value)
+            local = local._replace(**{name: both.local}) if hasattr(local, name) else local
+            shared = shared._replace(**{name: both.shared}) if hasattr(shared, name) else shared
+        return State(local, shared)
 
 
 class Lengths(NamedTuple):
@@ -118,8 +137,8 @@ class Spec(NamedTuple):
     linear: payloads may be added: decompress(p + q) = decompress(p) + decompress(q).
     selects: C(x) copies some entries of x and zeroes the rest (an orthogonal projection), and
         its payload has a field `values` with the copied entries.
-    lifted: acts on a tree of arrays; omega and alpha then also accept a tuple of leaf sizes.
-    dense_below: when lifted, leaves of a tree with fewer entries are sent as they are.
+    lifted: for a compressor of trees: how it lays them out, and what compresses each vector.
+    layout: the `jaxcomp.layout.Layout` in which it serves trees best; None for the default.
     weights: share of each worker in the mean, where the compressor brings them (`dagc`).
     norm: (x, shared) -> |x|^2 in the norm in which omega and alpha hold; None: Euclidean.
     remedy: what to take instead where theory asks for more than is known, for error messages.
@@ -130,8 +149,8 @@ class Spec(NamedTuple):
     alpha: Callable[[Any], float] | None
     linear: bool
     selects: bool = False
-    lifted: bool = False
-    dense_below: int = 0
+    lifted: "Lifted | None" = None
+    layout: Any = None
     weights: tuple[float, ...] | None = None
     norm: Callable[[Any, Any], Any] | None = None
     remedy: str | None = None
@@ -143,7 +162,7 @@ class Compressor(NamedTuple):
     init(shared_key, like) -> State
         like: `jax.ShapeDtypeStruct` of what will be compressed.
     compress(key, x, state) -> (payload, local)
-        key: private to this worker and round.
+        key: private to this worker and round. state: as one worker uses it (`for_worker`).
     decompress(payload, shared, like) -> x_hat
         shape and dtype of `like`.
     spec: Spec
@@ -157,6 +176,7 @@ class Compressor(NamedTuple):
     lengths(like) -> `Lengths` in the place of each payload whose length depends on the worker, None
         in the place of the others.
     for_worker(shared, worker, workers) -> shared as one worker uses it (law 6). Built with `row_of`.
+    overflow(local) -> i32[], how many chosen entries of the last round found no place in the capacity.
     """
 
     init: Callable[[Array, Tree], State]
@@ -167,142 +187,118 @@ class Compressor(NamedTuple):
     advance: Callable[[Tree], Tree] | None = None
     lengths: Callable[[Tree], Tree] | None = None
     for_worker: Callable[[Tree, Array | int, int | None], Tree] | None = None
+    overflow: Callable[[Tree], Array] | None = None
+
+
+class Lifted(NamedTuple):
+    """layout: how a compressor of trees cuts them into vectors; compressor: of one such vector."""
+
+    layout: Any
+    compressor: Compressor
+
+
+class Sent(Protocol):
+    """What came of one message, for the algorithm that sent it. What is not asked for is not computed.
+
+    mean: of what all workers sent, as they see it, equal on all; in f32 (f64 for f64 messages).
+    own: what this worker sent, as the others see it.
+    residual: message - own, bitwise so where C copies entries.
+    state: of the compressor, for the next round.
+    add_to(total, weight): total + weight own.
+    read_by(compressor): (mean, own) as another compressor with the same payloads decodes them.
+    """
+
+    @property
+    def mean(self) -> Tree: ...
+    @property
+    def own(self) -> Tree: ...
+    @property
+    def residual(self) -> Tree: ...
+    @property
+    def state(self) -> State: ...
+    def add_to(self, total: Tree, weight: Any) -> Tree: ...
+    def read_by(self, compressor: Compressor) -> tuple[Tree, Tree]: ...
+
+
+class Exchange(Protocol):
+    """What a worker may do with the others in a round; handed to `Algorithm.update`.
+
+    index i32[], size int: number of this worker, and how many there are.
+    mean(key, compressor, message, state): compresses and exchanges a message, by whatever route the user chose.
+    sum(x): sum over the workers of each array of a tree, uncompressed. With weights w_i of the workers (which add up to
+        one) it is sum_i n w_i x_i, so that sum(x) / size is their mean.
+    cond(predicate, yes, no, *operands): `lax.cond` for branches that exchange something; the predicate must be equal
+        on all workers.
+    """
+
+    @property
+    def index(self) -> Array: ...
+    @property
+    def size(self) -> int: ...
+    def mean(self, key: Array, compressor: Compressor, message: Tree, state: State) -> Sent: ...
+    def sum(self, x: Tree) -> Tree: ...
+    def cond(self, predicate: Array, yes: Callable[..., Tree], no: Callable[..., Tree], *operands: Tree) -> Tree: ...
+
+
+# What a field of an algorithm's state is, and so what becomes of it when the number of workers changes.
+ROLES = {
+    "memory": "local: what was not sent yet; its sum over the workers is kept",
+    "shift": "local h_i, shared their mean h: in step with the means as they were sent; workers start from h",
+    "momentum": "shared: an average of directions; kept",
+    "iterate": "shared: points of the method; kept",
+    "coin": "shared: keys and counts of shared randomness; kept",
+    "gradient": "local: of this worker alone, and so of no use to another one; refused",
+    "compressor": "local and shared: of the compressor; new workers take over that of worker i mod n",
+}
 
 
 class Algorithm(NamedTuple):
-    """A distributed method: what is sent, and what is made of the mean of what was sent.
+    """A distributed method: what one worker does in a round.
 
     init(shared_key, like) -> State
-        `state.shared.compressor` is the shared state of the compressor.
-    send(key, grads, state) -> (payload, local)
-    receive(mean, shared) -> (direction, shared)
-    compressor: lifted to trees.
-    message(grads, local) -> what `send` compresses, for diagnostics.
-    over(wrap) -> the same algorithm with wrap(compressor) in place of the compressor it was given; None where the
-        mean must reach `receive` as it was sent.
+        like: shapes of the vectors that the layout makes of a tree (`jaxcomp.layout`). Local and shared state are
+        NamedTuples, whose fields `roles` names.
+    update(key, grads, state, exchange) -> (direction, State)
+        key: private to this worker and round. grads: vectors; or, where the method has a `point`, a function from
+        points to this worker's gradient there. exchange: an `Exchange`; may be used once, more often, or not at all.
+        direction: vectors, equal on all workers; where the method has a `point`, anything.
+    roles: field of the state -> one of ROLES, or the roles of an algorithm inside.
+    compressor: lifted (`layout.lift`); None for a method that only sums.
+    layout: how trees are laid out; None: as the compressor says.
+    point(shared) -> the iterate of a method that chooses where gradients are taken (run it with `jc.rounds`); None for
+        one that is told (run it with `jc.compressed_mean`).
     """
 
     init: Callable[[Array, Tree], State]
-    send: Callable[[Array, Tree, State], tuple[Tree, Tree]]
-    receive: Callable[[Tree, Tree], tuple[Tree, Tree]]
-    compressor: Compressor
-    message: Callable[[Tree, Tree], Tree] = lambda grads, local: grads
-    over: Callable[[Callable[[Compressor], Compressor]], "Algorithm"] | None = None
+    update: Callable[[Array, Any, State, Exchange], tuple[Tree, State]]
+    roles: Mapping[str, Any]
+    compressor: Compressor | None = None
+    layout: Any = None
+    point: Callable[[Tree], Tree] | None = None
 
 
 def check_compressor(name: str, value: Any) -> Spec:
     """The spec of a compressor; TypeError for anything else, named after the function `name`."""
     if isinstance(value, Compressor):
         return value.spec
-    if callable(value):
+    if callable(value) and not isinstance(value, Algorithm):
         got = f"the function {getattr(value, '__name__', value)}; call it first: jc.top_k(0.01), not jc.top_k"
     else:
         got = f"{value!r}" if not isinstance(value, Algorithm) else "an algorithm"
     raise TypeError(f"{name} needs a compressor; got {got}")
 
 
-# ------------------------------------------------------------------------------------------------
-# Shapes
-
-
-def wide(*dtypes: Any) -> Any:
-    """The floating type to compute in: f64 if any of the dtypes is f64, else f32.
-
-    >>> wide(jnp.bfloat16).name
-    'float32'
-    """
-    return jnp.dtype(jnp.float64 if any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes) else jnp.float32)
-
-
-def like_of(tree: Tree) -> Tree:
-    """Shapes and dtypes of a tree of arrays, as `jax.ShapeDtypeStruct`.
-
-    Args:
-        tree: arrays, scalars or ShapeDtypeStructs.
-
-    Raises:
-        ValueError: a leaf is not a real floating-point array (named with its path).
-
-    >>> like_of({"w": jnp.zeros((2, 3))})
-    {'w': ShapeDtypeStruct(shape=(2, 3), dtype=float32)}
-    """
-
-    def one(path, leaf):
-        shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            where = jax.tree_util.keystr(path) or "the array"
-            raise ValueError(
-                f"only real floating point is compressed; {where} has dtype {dtype}. "
-                "Leave such leaves of a gradient out with optax.masked."
-            )
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    return jax.tree_util.tree_map_with_path(one, tree)
-
-
-def wide_like(tree: Tree) -> Tree:
-    """The same with each dtype replaced by the one that sums and memories are kept in."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, wide(leaf.dtype)), like_of(tree))
-
-
-def is_array(tree: Tree) -> bool:
-    """True for a bare array (or its ShapeDtypeStruct), False for a tree of arrays."""
-    return jax.tree.structure(tree) == jax.tree.structure(0)
-
-
-def size_of(like: Tree) -> int | tuple[int, ...]:
-    """Number of entries of a bare array; tuple of them for the leaves of a tree.
-
-    >>> size_of(jnp.zeros((2, 3))), size_of({"a": jnp.zeros(2), "b": jnp.zeros(())})
-    (6, (2, 1))
-    """
-    sizes = tuple(_prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(like))
-    return sizes[0] if is_array(like) else sizes
-
-
-def _prod(shape: Sequence[int]) -> int:
-    result = 1
-    for length in shape:
-        result *= int(length)
-    return result
-
-
-def finite(tree: Tree) -> Tree:
-    """NaN and infinities replaced by zero (law 5)."""
-    return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)), tree)
-
-
-def bounded(x: Array) -> Array:
-    """x, with what overflowed to infinity cut to the largest number of its dtype."""
-    info = jnp.finfo(x.dtype)
-    return jnp.clip(x, jnp.asarray(info.min, x.dtype), jnp.asarray(info.max, x.dtype))
-
-
-# ------------------------------------------------------------------------------------------------
-# Keys are kept in states as plain uint32 words, so that every optimizer wrapper, donation and
-# checkpoint treats them like any other array.
-
-
-def key_data(key: Array) -> Array:
-    """The uint32 words of a typed or raw key."""
-    return jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-
-
-def root_key(seed: Any) -> Array:
-    """A typed key of the default kind from an integer, or from a key of any kind."""
-    if isinstance(seed, numbers.Integral):
-        return jax.random.key(int(seed))
-    data = key_data(wrap_key(seed)).reshape(-1)
-    if data.shape == jax.random.key_data(jax.random.key(0)).shape:
-        return jax.random.wrap_key_data(data)
-    return functools.reduce(jax.random.fold_in, data, jax.random.key(0))
-
-
-def wrap_key(data: Array) -> Array:
-    """The typed key of uint32 words."""
-    if not hasattr(data, "dtype"):
-        raise TypeError(f"a key of jax.random is needed, for instance jax.random.key(0); got {data!r}")
-    return data if jnp.issubdtype(data.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(data)
+def check_algorithm(name: str, value: Any) -> Algorithm:
+    """An algorithm that is told where gradients are taken; TypeError for anything else."""
+    if isinstance(value, Algorithm) and value.point is None:
+        return value
+    if isinstance(value, Algorithm):
+        got = "a method that keeps its own iterate. Run that with jc.rounds"
+    elif isinstance(value, Compressor):
+        got = f"the compressor {value.spec.name}. Wrap it in error_feedback(...), diana(...) or direct(...)"
+    else:
+        got = repr(value)
+    raise TypeError(f"{name} needs an algorithm; got {got}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -339,57 +335,6 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
     return fold_in_one_pass(add, total, (payloads, weights, jnp.arange(workers)))
 
 
-def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
-    """`lax.scan` of `add` over stacked messages; no loop is built for a single one."""
-    add, messages = _in_slices(add, messages)
-    if jax.tree.leaves(messages)[0].shape[0] == 1:
-        return add(total, jax.tree.map(lambda a: a[0], messages))
-    total, _ = lax.scan(lambda t, m: (add(t, m), None), total, messages)
-    return total
-
-
-# So many messages of dense codes are added in one pass over the total, on CPU in about half the time of a pass for each
-# (`python -m experiments bench compressors --log2-size 20`: "add" against so many times "decompress"). With 20 bf16
-# and f32 lose, and compiling takes a second.
-ONE_PASS = 8
-
-
-def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
-    """`fold` for messages that are decoded entry by entry."""
-    first = next((a for a in jax.tree.leaves(messages) if a.size), None)
-    count = jax.tree.leaves(messages)[0].shape[0]
-    if first is None or not 1 < count <= ONE_PASS:
-        return fold(add, total, messages)
-
-    add, messages = _in_slices(add, messages)
-
-    def add_all(total):
-        for j in range(count):
-            total = add(total, jax.tree.map(lambda a: a[j], messages))  # noqa: B023
-        return total
-
-    # It must end in an array: each user of the total would else decode all messages for itself.
-    if jax.default_backend() != "cpu":
-        return lax.optimization_barrier(add_all(total))
-    # XLA for CPU drops that before it fuses. It keeps a condition that it does not know to hold always, as this does.
-    value = first.reshape(-1)[0].astype(jnp.float32)
-    return lax.cond((value <= jnp.inf) | jnp.isnan(value), add_all, lambda total: total, total)
-
-
-def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:
-    """Both for messages with 8-bit floats as words: XLA for CPU slices such floats more slowly."""
-    narrow = lambda a: jnp.issubdtype(a.dtype, jnp.floating) and jnp.finfo(a.dtype).bits == 8
-    kinds = jax.tree.map(lambda a: a.dtype, messages)
-    back = lambda a, kind: a if a.dtype == kind else lax.bitcast_convert_type(a, kind)
-    words = jax.tree.map(lambda a: as_words(a) if narrow(a) else a, messages)
-    return lambda total, message: add(total, jax.tree.map(back, message, kinds)), words
-
-
-def weighted(x: Array, weight: Array | None) -> Array:
-    """weight * x; x for no weight."""
-    return x if weight is None else x * weight.astype(x.dtype)
-
-
 def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:
     """message - decompress(payload): what was not sent.
 
@@ -399,7 +344,8 @@ def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree)
         x_hat = compressor.decompress(payload, shared, like_of(message))
         return jax.tree.map(lambda m, x: m - x, message, x_hat)
     stacked = jax.tree.map(lambda a: a[None], payload)
-    return compressor.accumulate(message, stacked, jnp.full((1,), -1, jnp.float32), shared)
+    dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(message)))
+    return compressor.accumulate(message, stacked, jnp.full((1,), -1, dtype), shared)
 
 
 def advance(compressor: Compressor, shared: Tree) -> Tree:
@@ -427,25 +373,9 @@ def for_worker(compressor: Compressor, shared: Tree, worker: Array | int, worker
     return shared if compressor.for_worker is None else compressor.for_worker(shared, worker, workers)
 
 
-def row_of(name: str, plans: Tree, worker: Array | int, workers: int | None) -> Tree:
-    """Plan of one worker from plans stacked on a leading axis, which stays, with length 1.
-
-    A stack of one plan is returned as it is, for every worker: picking twice is picking once.
-    """
-    rows = jax.tree.leaves(plans)[0].shape[0]
-    if rows == 1:
-        return plans
-    if workers not in (None, rows):
-        raise ValueError(f"{name}: plans of {rows} workers for {workers} workers")
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, worker, 0), plans)
-
-
-def one_row(name: str, plans: Tree) -> Tree:
-    """The only plan of a stack of one, without the leading axis."""
-    rows = jax.tree.leaves(plans)[0].shape[0]
-    if rows != 1:
-        raise ValueError(f"{name}: shared state holds the plans of {rows} workers; pick one with base.for_worker")
-    return jax.tree.map(lambda a: a[0], plans)
+def overflow(compressor: Compressor, local: Tree) -> Array:
+    """How many chosen entries of the last round found no place in the static capacity, i32[]."""
+    return jnp.zeros((), jnp.int32) if compressor.overflow is None else compressor.overflow(local)
 
 
 def roundtrip(compressor: Compressor, x: Tree, *, key: Array, worker: Array | int = 0) -> tuple[Tree, Tree]:
