@@ -55,6 +55,7 @@ __all__ = [
     "Spec",
     "State",
     "accumulate",
+    "add_own",
     "advance",
     "bounded",
     "check_algorithm",
@@ -340,12 +341,17 @@ def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree)
 
     Bitwise, `message = sent + residual` for compressors that copy entries.
     """
-    if compressor.accumulate is None:
-        x_hat = compressor.decompress(payload, shared, like_of(message))
-        return jax.tree.map(lambda m, x: m - x, message, x_hat)
+    if compressor.accumulate is not None:
+        return add_own(compressor, message, payload, -1, shared)
+    x_hat = compressor.decompress(payload, shared, like_of(message))
+    return jax.tree.map(lambda m, x: m - x, message, x_hat)
+
+
+def add_own(compressor: Compressor, total: Tree, payload: Tree, weight: Any, shared: Tree) -> Tree:
+    """total + weight decompress(payload), for the payload of one worker, whose plan is in `shared`."""
     stacked = jax.tree.map(lambda a: a[None], payload)
-    dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(message)))
-    return compressor.accumulate(message, stacked, jnp.full((1,), -1, dtype), shared)
+    dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(total)))
+    return accumulate(compressor, total, stacked, jnp.asarray(weight, dtype).reshape(1), shared)
 
 
 def advance(compressor: Compressor, shared: Tree) -> Tree:

@@ -64,6 +64,10 @@ class Layout:
     bucket_bytes: int | None = None
     longest: int = LONGEST
 
+    def in_buckets(self, bucket_bytes: int) -> "Layout":
+        """The same, bucket by bucket."""
+        return dataclasses.replace(self, bucket_bytes=bucket_bytes, single=False)
+
 
 DEFAULT = Layout()
 
@@ -118,6 +122,13 @@ class Plan:
     def buckets(self) -> tuple[int, ...]:
         """Number of the bucket of each vector."""
         return tuple(group.bucket for group in self.groups)
+
+
+def with_dtypes(plan: Plan, tree: Any) -> Plan:
+    """The same vectors for a tree whose leaves have other dtypes, say gradients of other precision than parameters."""
+    dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(like_of(tree)))
+    groups = tuple(group._replace(dtype=_common(dtypes[i] for i in group.leaves)) for group in plan.groups)
+    return dataclasses.replace(plan, dtypes=dtypes, groups=groups)
 
 
 def _common(dtypes: Iterable[Any]) -> Any:
@@ -202,7 +213,7 @@ def split(plan: Plan, tree: Any) -> Any:
         ValueError: the tree is another one than was laid out; names the leaf whose shape differs.
     """
     check_fits(plan, tree)
-    leaves = jax.tree.leaves(tree)
+    plan, leaves = with_dtypes(plan, tree), jax.tree.leaves(tree)
 
     def vector(group: Group) -> Array:
         if group.rows:

@@ -6,11 +6,10 @@ from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import error_feedback
 from jaxcomp.algorithms.isega import isega
 from jaxcomp.algorithms.marina import marina
-from jaxcomp.algorithms.method import Method, descend
+from jaxcomp.algorithms.method import descend
 from jaxcomp.algorithms.momentum_correction import momentum_correction
 
 __all__ = [
-    "Method",
     "adiana",
     "descend",
     "diana",

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.algorithms.method import Method, move, view
-from jaxcomp.base import Compressor, State, advance, finite, key_data, wide_like, wrap_key
-from jaxcomp.compressors.tree import lift
+from jaxcomp.algorithms.method import check_unbiased, move, zeros_of
+from jaxcomp.base import Algorithm, Compressor, State, finite, key_data, wide_like, wrap_key
+from jaxcomp.compressors.parts import lift
 from jaxcomp.prox import Prox
 from jaxcomp.theory import StepSizes
 
-__all__ = ["adiana"]
+__all__ = ["Coin", "adiana"]
 
 
 class AdianaLocal(NamedTuple):
@@ -19,27 +19,32 @@ class AdianaLocal(NamedTuple):
     compressor: Any
 
 
+class Coin(NamedTuple):
+    """Shared randomness: key uint32[2];  count i32[], rounds so far."""
+
+    key: Any
+    count: Any
+
+
 class AdianaShared(NamedTuple):
-    """y, z, w: the three sequences;  shift: mean of the shifts;  key, count: of the coin;  compressor."""
+    """y, z, w: the three sequences;  shift: mean of the shifts;  coin: decides when w follows y."""
 
     y: Any
     z: Any
     w: Any
     shift: Any
-    key: Any
-    count: Any
+    coin: Any
     compressor: Any
 
 
-def adiana(compressor: Compressor, steps: StepSizes, *, prox: Prox | None = None) -> Method:
+def adiana(compressor: Compressor, steps: StepSizes, *, prox: Prox | None = None) -> Algorithm:
     """Accelerated DIANA; with a preconditioned compressor, ADIANA+.
 
     x = theta_1 z + theta_2 w + (1 - theta_1 - theta_2) y,   g = h + (1/n) sum_i C(grad_i(x) - h_i),
     h_i <- h_i + alpha C'(grad_i(w) - h_i),   w <- y with probability q,
     y <- prox(x - eta g),   z <- beta z + (1 - beta) x + (gamma / eta)(y_new - x).
 
-    Both messages of a round, C and C' (an independent draw), travel in one collective, and both
-    are counted. omega of the compressor must be known; steps come from `theory.step_sizes("adiana", ...)`.
+    Both messages of a round, C and C' (an independent draw), are counted. omega of the compressor must be known; steps come from `theory.step_sizes("adiana", ...)`.
 
     Args:
         compressor: unbiased, of one array or of trees.
@@ -56,8 +61,7 @@ def adiana(compressor: Compressor, steps: StepSizes, *, prox: Prox | None = None
     >>> steps = jc.theory.step_sizes("adiana", smoothness=1.0, mu=0.1, workers=4, omega=1.0, variance=1.0)
     >>> method = jc.adiana(jc.dithering(7), steps)
     """
-    if compressor.spec.omega is None:
-        raise ValueError(f"adiana needs an unbiased compressor (omega known); {compressor.spec.name} is not one")
+    check_unbiased("adiana", compressor)
     gamma, alpha, eta, theta_1, theta_2, beta, q, _ = steps
     if alpha is None or eta is None or theta_1 is None or theta_2 is None or beta is None or q is None:
         raise ValueError('adiana needs the steps of theory.step_sizes("adiana", ...)')
@@ -65,39 +69,29 @@ def adiana(compressor: Compressor, steps: StepSizes, *, prox: Prox | None = None
 
     def init(shared_key, x):
         compressor_key, coin_key = jax.random.split(shared_key)
-        like = wide_like(x)
-        state = compressor.init(compressor_key, like)
-        zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        shared = AdianaShared(x, x, x, zeros(), key_data(coin_key), jnp.zeros((), jnp.int32), state.shared)
-        return State(AdianaLocal(zeros(), state.local), shared)
+        state = compressor.init(compressor_key, wide_like(x))
+        coin = Coin(key_data(coin_key), jnp.zeros((), jnp.int32))
+        return State(AdianaLocal(zeros_of(x), state.local), AdianaShared(x, x, x, zeros_of(x), coin, state.shared))
 
-    def step(key, state, gradient, exchange):
-        local, shared = state
-        mix = lambda z, w, y: theta_1 * z + theta_2 * w + (1 - theta_1 - theta_2) * y
-        x = jax.tree.map(mix, shared.z, shared.w, shared.y)
-        mine = view(compressor, shared.compressor, exchange)
-
-        def message(point):
-            return jax.tree.map(lambda g, h: g.astype(h.dtype) - h, finite(gradient(point)), local.shift)
-
+    def update(key, gradient, state, exchange):
+        y, z, w, _, coin, _ = state.shared
+        x = jax.tree.map(lambda z, w, y: theta_1 * z + theta_2 * w + (1 - theta_1 - theta_2) * y, z, w, y)
+        own, mean = state.part("shift")
+        difference = lambda point: jax.tree.map(lambda g, h: g.astype(h.dtype) - h, finite(gradient(point)), own)
         first_key, second_key = jax.random.split(wrap_key(key))
-        first, inner = compressor.compress(first_key, message(x), State(local.compressor, mine))
-        second, inner = compressor.compress(second_key, message(shared.w), State(inner, mine))
-        decode_first, decode_second = exchange.meet((first, second), compressor.spec.linear)
-        g = decode_first(compressor, shared.compressor, local.shift)
-        moved = decode_second(compressor, shared.compressor, local.shift)
-        own = compressor.decompress(second, mine, wide_like(local.shift))
+        first = exchange.mean(first_key, compressor, difference(x), state.part("compressor"))
+        second = exchange.mean(second_key, compressor, difference(w), first.state)
+        g = jax.tree.map(jnp.add, mean, first.mean)
 
-        y = move(x, jax.tree.map(jnp.add, shared.shift, g), eta, prox)
+        new_y = move(x, g, eta, prox)
         combine = lambda z, x, y: beta * z + (1 - beta) * x + (gamma / eta) * (y - x)
-        z = jax.tree.map(combine, shared.z, x, y)
-        coin = jax.random.bernoulli(jax.random.fold_in(wrap_key(shared.key), shared.count), q)
-        w = jax.tree.map(lambda y, w: jnp.where(coin, y, w), shared.y, shared.w)
-        learn = lambda h, c: h + alpha * c
-        shift = jax.tree.map(learn, shared.shift, moved)
-        local = AdianaLocal(jax.tree.map(learn, local.shift, own), inner)
-        compressor_shared = advance(compressor, shared.compressor)
-        shared = AdianaShared(y, z, w, shift, shared.key, shared.count + 1, compressor_shared)
-        return State(local, shared), exchange.bits((first, second))
+        new_z = jax.tree.map(combine, z, x, new_y)
+        tossed = jax.random.bernoulli(jax.random.fold_in(wrap_key(coin.key), coin.count), q)
+        new_w = jax.tree.map(lambda y, w: jnp.where(tossed, y, w), y, w)
+        shift = State(second.add_to(own, alpha), jax.tree.map(lambda h, c: h + alpha * c, mean, second.mean))
+        coin = coin._replace(count=coin.count + 1)
+        new = state.replace(y=new_y, z=new_z, w=new_w, shift=shift, coin=coin, compressor=second.state)
+        return new_y, new
 
-    return Method(init, step, lambda shared: shared.y)
+    roles = dict.fromkeys("yzw", "iterate") | {"shift": "shift", "coin": "coin", "compressor": "compressor"}
+    return Algorithm(init, update, roles, compressor, point=lambda shared: shared.y)

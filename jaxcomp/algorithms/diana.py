@@ -5,20 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import (
-    Algorithm,
-    Compressor,
-    State,
-    accumulate,
-    advance,
-    bounded,
-    check_compressor,
-    finite,
-    size_of,
-    wide,
-    wide_like,
-)
-from jaxcomp.compressors.tree import lift
+from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
+from jaxcomp.compressors.parts import lift, omega_of
 
 __all__ = ["diana"]
 
@@ -44,8 +32,7 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
     are kept in f32 (f64 for f64 gradients). Non-finite entries of a gradient count as zero.
 
     Args:
-        compressor: unbiased (omega known), of one array (then `per_leaf` of it is used for trees)
-            or of trees.
+        compressor: unbiased (omega known), of one array (then all large leaves of a tree are one) or of trees.
         alpha: step of the shifts, in (0, 1 / (1 + omega)]; that bound is the default. A JAX array (for
             sweeps inside jit) is not checked.
 
@@ -69,35 +56,27 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
     if fixed is not None and not 0 < fixed <= 1:
         raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)]; got {alpha}")
     compressor = lift(compressor)
-    omega = compressor.spec.omega or (lambda sizes: 0.0)
 
-    def step_of(tree):
-        return 1 / (1 + omega(size_of(tree))) if alpha is None else alpha
+    def step_of(like):
+        return 1 / (1 + omega_of(compressor, like)) if alpha is None else alpha
 
     def init(shared_key, like):
         like = wide_like(like)
-        bound = 1 / (1 + omega(size_of(like)))
+        bound = 1 / (1 + omega_of(compressor, like))
         if fixed is not None and fixed > bound * (1 + 1e-6):
             raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)] = (0, {bound:.6g}]; got {alpha}")
         state = compressor.init(shared_key, like)
-        zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        return State(DianaLocal(zeros(), state.local), DianaShared(zeros(), state.shared))
+        local, shared = DianaLocal(zeros_like(like), state.local), DianaShared(zeros_like(like), state.shared)
+        return State(local, shared)
 
-    def message(grads, local):
-        return jax.tree.map(lambda g, h: bounded(g.astype(h.dtype) - h), finite(grads), local.shift)
+    def update(key, grads, state, exchange):
+        own, mean = state.part("shift")
+        message = jax.tree.map(lambda g, h: bounded(g.astype(h.dtype) - h), finite(grads), own)
+        sent = exchange.mean(key, compressor, message, state.part("compressor"))
+        step = step_of(message)
+        direction = jax.tree.map(jnp.add, mean, sent.mean)
+        own = jax.tree.map(bounded, sent.add_to(own, step))
+        mean = jax.tree.map(lambda h, m: bounded(h + step * m), mean, sent.mean)
+        return direction, state.replace(shift=State(own, mean), compressor=sent.state)
 
-    def send(key, grads, state):
-        difference = message(grads, state.local)
-        payload, local = compressor.compress(key, difference, State(state.local.compressor, state.shared.compressor))
-        stacked = jax.tree.map(lambda a: a[None], payload)
-        weight = jnp.full((1,), step_of(grads), wide(*(leaf.dtype for leaf in jax.tree.leaves(state.local.shift))))
-        shift = accumulate(compressor, state.local.shift, stacked, weight, state.shared.compressor)
-        return payload, DianaLocal(jax.tree.map(bounded, shift), local)
-
-    def receive(mean, shared):
-        step = step_of(mean)
-        direction = jax.tree.map(lambda h, m: h + m, shared.shift, mean)
-        shift = jax.tree.map(lambda h, m: bounded(h + step * m), shared.shift, mean)
-        return direction, DianaShared(shift, advance(compressor, shared.compressor))
-
-    return Algorithm(init, send, receive, compressor, message)
+    return Algorithm(init, update, {"shift": "shift", "compressor": "compressor"}, compressor)

@@ -2,10 +2,14 @@
 
 from typing import Any, NamedTuple
 
-from jaxcomp.base import Algorithm, Compressor, State, advance, check_compressor, like_of
-from jaxcomp.compressors.tree import lift
+from jaxcomp.base import Algorithm, Compressor, State, check_compressor
+from jaxcomp.compressors.parts import lift
 
 __all__ = ["direct"]
+
+
+class DirectLocal(NamedTuple):
+    compressor: Any
 
 
 class DirectShared(NamedTuple):
@@ -23,7 +27,7 @@ def direct(compressor: Compressor) -> Algorithm:
     in their own dtype.
 
     Args:
-        compressor: of one array (then `per_leaf` of it is used for trees) or of trees.
+        compressor: of one array (then all large leaves of a tree are one) or of trees.
 
     Raises:
         ValueError: neither omega nor alpha of the compressor is known.
@@ -31,8 +35,8 @@ def direct(compressor: Compressor) -> Algorithm:
     Reference: Khirirat, Feyzmahdavian, Johansson 2018.
 
     >>> import jaxcomp as jc
-    >>> jc.direct(jc.dithering(7)).compressor.spec.name
-    'per_leaf(dithering(levels=7))'
+    >>> jc.direct(jc.dithering(7)).roles
+    {'compressor': 'compressor'}
     """
     spec = check_compressor("direct", compressor)
     if spec.omega is None and spec.alpha is None:
@@ -40,16 +44,14 @@ def direct(compressor: Compressor) -> Algorithm:
             f"direct needs a compressor with a known error bound (omega or alpha); {spec.name} has none. "
             f"{spec.remedy or ''}".rstrip()
         )
-    given, compressor = compressor, lift(compressor)
+    compressor = lift(compressor)
 
     def init(shared_key, like):
-        state = compressor.init(shared_key, like_of(like))
-        return State(state.local, DirectShared(state.shared))
+        state = compressor.init(shared_key, like)
+        return State(DirectLocal(state.local), DirectShared(state.shared))
 
-    def send(key, grads, state):
-        return compressor.compress(key, grads, State(state.local, state.shared.compressor))
+    def update(key, grads, state, exchange):
+        sent = exchange.mean(key, compressor, grads, state.part("compressor"))
+        return sent.mean, state.replace(compressor=sent.state)
 
-    def receive(mean, shared):
-        return mean, DirectShared(advance(compressor, shared.compressor))
-
-    return Algorithm(init, send, receive, compressor, over=lambda wrap: direct(wrap(given)))
+    return Algorithm(init, update, {"compressor": "compressor"}, compressor)

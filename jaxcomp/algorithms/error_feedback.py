@@ -3,23 +3,11 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from jaxcomp.base import (
-    Algorithm,
-    Compressor,
-    State,
-    advance,
-    bounded,
-    check_compressor,
-    finite,
-    residual,
-    size_of,
-    wide_like,
-)
-from jaxcomp.compressors.tree import lift
+from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
+from jaxcomp.compressors.parts import alpha_of, lift
 
-__all__ = ["error_feedback"]
+__all__ = ["check_contracts", "error_feedback"]
 
 
 class ErrorFeedbackLocal(NamedTuple):
@@ -42,8 +30,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     (f64 for f64 gradients).
 
     Args:
-        compressor: contracts (alpha known), of one array (then `per_leaf` of it is used for
-            trees) or of trees.
+        compressor: contracts (alpha known), of one array (then all large leaves of a tree are one) or of trees.
         decay: factor on the memory, in [0, 1]; 1 is the method of the references, less forgets
             old gradients.
 
@@ -58,39 +45,32 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     Traceback (most recent call last):
     ValueError: error_feedback needs a contraction; rand_k(0.1) is not one. Wrap it: contract(rand_k(0.1))
     """
-    spec = check_compressor("error_feedback", compressor)
-    if spec.alpha is None:
-        cure = f"Wrap it: contract({spec.name})" if spec.omega is not None else "Its alpha is not known."
-        cure = spec.remedy or cure
-        raise ValueError(f"error_feedback needs a contraction; {spec.name} is not one. {cure}")
+    check_contracts("error_feedback", compressor)
     if not 0 <= decay <= 1:
         raise ValueError(f"error_feedback: decay must be in [0, 1]; got {decay}")
-    given, compressor = compressor, lift(compressor)
-    bound = compressor.spec.alpha or (lambda sizes: 0.0)
+    compressor = lift(compressor)
 
     def init(shared_key, like):
         like = wide_like(like)
-        alpha = bound(size_of(like))
-        if not alpha > 0:
-            raise ValueError(
-                f"error_feedback needs a contraction; {spec.name} has alpha = {alpha:.3g} for leaves of "
-                f"sizes {size_of(like)}"
-            )
+        check_contracts("error_feedback", compressor, like)
         state = compressor.init(shared_key, like)
-        memory = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        return State(ErrorFeedbackLocal(memory, state.local), ErrorFeedbackShared(state.shared))
+        return State(ErrorFeedbackLocal(zeros_like(like), state.local), ErrorFeedbackShared(state.shared))
 
-    def message(grads, local):
-        return jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + decay * e), finite(grads), local.memory)
+    def update(key, grads, state, exchange):
+        message = jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + decay * e), finite(grads), state.local.memory)
+        sent = exchange.mean(key, compressor, message, state.part("compressor"))
+        return sent.mean, state.replace(memory=sent.residual, compressor=sent.state)
 
-    def send(key, grads, state):
-        whole = message(grads, state.local)
-        payload, local = compressor.compress(key, whole, State(state.local.compressor, state.shared.compressor))
-        rest = residual(compressor, whole, payload, state.shared.compressor)
-        return payload, ErrorFeedbackLocal(rest, local)
+    return Algorithm(init, update, {"memory": "memory", "compressor": "compressor"}, compressor)
 
-    def receive(mean, shared):
-        return mean, ErrorFeedbackShared(advance(compressor, shared.compressor))
 
-    over = lambda wrap: error_feedback(wrap(given), decay=decay)
-    return Algorithm(init, send, receive, compressor, message, over)
+def check_contracts(name: str, compressor: Compressor, like: Any = None) -> None:
+    """Raises ValueError unless alpha is known and, for vectors of the given shapes, positive."""
+    spec = check_compressor(name, compressor)
+    if spec.alpha is None:
+        cure = f"Wrap it: contract({spec.name})" if spec.omega is not None else "Its alpha is not known."
+        raise ValueError(f"{name} needs a contraction; {spec.name} is not one. {spec.remedy or cure}")
+    alpha = 1.0 if like is None else alpha_of(compressor, like)
+    if not alpha > 0:
+        shapes = [leaf.shape for leaf in jax.tree.leaves(like)]
+        raise ValueError(f"{name} needs a contraction; {spec.name} has alpha = {alpha:.3g} for vectors {shapes}")

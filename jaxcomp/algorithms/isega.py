@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.algorithms.method import Method, move, view
-from jaxcomp.base import State, finite, wide_like
+from jaxcomp.algorithms.method import check_step_size, move, zeros_of
+from jaxcomp.base import Algorithm, State, finite, wide_like
+from jaxcomp.compressors.parts import lift
 from jaxcomp.compressors.precondition import precondition
 from jaxcomp.compressors.sparsify import bernoulli, dense_of_sparse
 from jaxcomp.prox import Prox
@@ -34,7 +35,7 @@ def isega(
     *,
     prox: Prox | None = None,
     dtype: Any = None,
-) -> Method:
+) -> Algorithm:
     """Sends sampled coordinates of the whitened difference to the shift, which takes them over.
 
     u_i = L_i^(-1/2) (grad_i - h_i),   g = h + (1/n) sum_i L_i^(1/2) (u_i / p_i on S_i),
@@ -57,8 +58,7 @@ def isega(
     >>> import jaxcomp as jc
     >>> method = jc.isega([0.5, 0.5], jc.smoothness.diagonal_of([1.0, 2.0]), 0.1)
     """
-    if not isinstance(step_size, jax.Array) and not step_size > 0:
-        raise ValueError(f"isega: step_size must be above 0; got {step_size}")
+    check_step_size("isega", step_size)
     # A stack of one row serves every worker.
     rows = np.ndim(probabilities) > 1
     sampling = bernoulli(probabilities if rows else [probabilities], per_worker=True)
@@ -68,25 +68,23 @@ def isega(
         kept = payload.values * chance[jnp.minimum(payload.indices, like.size - 1)]
         return dense_of_sparse(payload._replace(values=kept), shared, like)
 
-    compressor = precondition(sampling, smoothness, dtype=dtype)
-    kept = precondition(sampling._replace(decompress=without_scaling, accumulate=None), smoothness, dtype=dtype)
+    compressor = lift(precondition(sampling, smoothness, dtype=dtype))
+    kept = lift(precondition(sampling._replace(decompress=without_scaling, accumulate=None), smoothness, dtype=dtype))
 
     def init(shared_key, x):
-        like = wide_like(x)
-        state = compressor.init(shared_key, like)
-        zeros = lambda: jnp.zeros(like.shape, like.dtype)
-        return State(IsegaLocal(zeros(), state.local), IsegaShared(x, zeros(), state.shared))
+        state = compressor.init(shared_key, wide_like(x))
+        return State(IsegaLocal(zeros_of(x), state.local), IsegaShared(x, zeros_of(x), state.shared))
 
-    def step(key, state, gradient, exchange):
-        local, shared = state
-        mine = view(compressor, shared.compressor, exchange)
-        message = finite(gradient(shared.x)).astype(local.shift.dtype) - local.shift
-        payload, inner = compressor.compress(key, message, State(local.compressor, mine))
-        (decode,) = exchange.meet((payload,), False)
-        direction = shared.shift + decode(compressor, shared.compressor, local.shift)
-        moved = decode(kept, shared.compressor, local.shift)
-        own = kept.decompress(payload, mine, jax.ShapeDtypeStruct(local.shift.shape, local.shift.dtype))
-        shared = IsegaShared(move(shared.x, direction, step_size, prox), shared.shift + moved, shared.compressor)
-        return State(IsegaLocal(local.shift + own, inner), shared), exchange.bits((payload,))
+    def update(key, gradient, state, exchange):
+        x, mean, _ = state.shared
+        own = state.local.shift
+        message = jax.tree.map(lambda g, h: g.astype(h.dtype) - h, finite(gradient(x)), own)
+        sent = exchange.mean(key, compressor, message, state.part("compressor"))
+        moved, mine = sent.read_by(kept)
+        direction = jax.tree.map(jnp.add, mean, sent.mean)
+        shift = State(jax.tree.map(jnp.add, own, mine), jax.tree.map(jnp.add, mean, moved))
+        x = move(x, direction, step_size, prox)
+        return x, state.replace(x=x, shift=shift, compressor=sent.state)
 
-    return Method(init, step, lambda shared: shared.x)
+    roles = {"x": "iterate", "shift": "shift", "compressor": "compressor"}
+    return Algorithm(init, update, roles, compressor, point=lambda shared: shared.x)

@@ -4,12 +4,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jaxcomp.algorithms.method import Method, move, view
-from jaxcomp.base import Compressor, State, advance, finite, key_data, wide_like, wrap_key
-from jaxcomp.compressors.dense import identity
-from jaxcomp.compressors.tree import lift
+from jaxcomp.algorithms.adiana import Coin
+from jaxcomp.algorithms.method import check_step_size, check_unbiased, move, zeros_of
+from jaxcomp.base import Algorithm, Compressor, State, finite, key_data, wide_like, wrap_key
+from jaxcomp.compressors.parts import lift
 from jaxcomp.prox import Prox
 
 __all__ = ["marina"]
@@ -25,12 +24,11 @@ class MarinaLocal(NamedTuple):
 class MarinaShared(NamedTuple):
     x: Any
     direction: Any
-    key: Any
-    count: Any
+    coin: Any
     compressor: Any
 
 
-def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox | None = None) -> Method:
+def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox | None = None) -> Algorithm:
     """x <- prox(x - gamma g);  g <- mean gradient with probability `full`, else g + mean of C(change of the gradient).
 
     With a preconditioned compressor it is MARINA+, whose error counts in the norm of the smoothness
@@ -51,46 +49,41 @@ def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox 
     >>> import jaxcomp as jc
     >>> method = jc.marina(jc.dithering(7), 0.1, 0.2)
     """
-    if compressor.spec.omega is None:
-        raise ValueError(f"marina needs an unbiased compressor (omega known); {compressor.spec.name} is not one")
-    if not step_size > 0:
-        raise ValueError(f"marina: step_size must be above 0; got {step_size}")
+    check_unbiased("marina", compressor)
+    check_step_size("marina", step_size)
     if not 0 < full <= 1:
         raise ValueError(f"marina: full must be in (0, 1]; got {full}")
-    compressor, whole = lift(compressor), lift(identity())
+    compressor = lift(compressor)
 
     def init(shared_key, x):
         compressor_key, coin_key = jax.random.split(shared_key)
-        like = wide_like(x)
-        state = compressor.init(compressor_key, like)
-        zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        shared = MarinaShared(x, zeros(), key_data(coin_key), jnp.zeros((), jnp.int32), state.shared)
-        return State(MarinaLocal(zeros(), state.local), shared)
+        state = compressor.init(compressor_key, wide_like(x))
+        coin = Coin(key_data(coin_key), jnp.zeros((), jnp.int32))
+        return State(MarinaLocal(zeros_of(x), state.local), MarinaShared(x, zeros_of(x), coin, state.shared))
 
-    def step(key, state, gradient, exchange):
-        local, shared = state
-        x = move(shared.x, shared.direction, step_size, prox)
-        new = jax.tree.map(lambda g, old: g.astype(old.dtype), finite(gradient(x)), local.gradient)
-        like = wide_like(new)
+    def update(key, gradient, state, exchange):
+        coin = state.shared.coin
+        x = move(state.shared.x, state.shared.direction, step_size, prox)
+        new = jax.tree.map(lambda g, old: g.astype(old.dtype), finite(gradient(x)), state.local.gradient)
 
         def everything(inner):
-            payload, _ = whole.compress(key, new, whole.init(key, like))
-            (decode,) = exchange.meet((payload,), True)
-            return decode(whole, whole.init(key, like).shared, like), inner, exchange.bits((payload,))
+            return jax.tree.map(lambda total: total / exchange.size, exchange.sum(new)), inner
 
         def difference(inner):
-            mine = view(compressor, shared.compressor, exchange)
-            change = jax.tree.map(jnp.subtract, new, local.gradient)
-            payload, inner = compressor.compress(wrap_key(key), change, State(inner, mine))
-            (decode,) = exchange.meet((payload,), compressor.spec.linear)
-            moved = decode(compressor, shared.compressor, like)
-            return jax.tree.map(jnp.add, shared.direction, moved), inner, exchange.bits((payload,))
+            change = jax.tree.map(jnp.subtract, new, state.local.gradient)
+            sent = exchange.mean(key, compressor, change, inner)
+            return jax.tree.map(jnp.add, state.shared.direction, sent.mean), sent.state
 
-        coin = jax.random.bernoulli(jax.random.fold_in(wrap_key(shared.key), shared.count), full)
-        coin |= shared.count == 0
-        direction, inner, bits = lax.cond(coin, everything, difference, local.compressor)
-        compressor_shared = advance(compressor, shared.compressor)
-        shared = MarinaShared(x, direction, shared.key, shared.count + 1, compressor_shared)
-        return State(MarinaLocal(new, inner), shared), bits
+        tossed = jax.random.bernoulli(jax.random.fold_in(wrap_key(coin.key), coin.count), full) | (coin.count == 0)
+        direction, inner = exchange.cond(tossed, everything, difference, state.part("compressor"))
+        coin = coin._replace(count=coin.count + 1)
+        return x, state.replace(x=x, gradient=new, direction=direction, coin=coin, compressor=inner)
 
-    return Method(init, step, lambda shared: shared.x)
+    roles = {
+        "x": "iterate",
+        "direction": "momentum",
+        "gradient": "gradient",
+        "coin": "coin",
+        "compressor": "compressor",
+    }
+    return Algorithm(init, update, roles, compressor, point=lambda shared: shared.x)

@@ -6,26 +6,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import (
-    Algorithm,
-    Compressor,
-    State,
-    advance,
-    bounded,
-    check_compressor,
-    finite,
-    like_of,
-    residual,
-    size_of,
-    wide_like,
-)
-from jaxcomp.compressors.tree import lift
+from jaxcomp.algorithms.error_feedback import check_contracts
+from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide_like, zeros_like
+from jaxcomp.compressors.parts import lift
+from jaxcomp.layout import Parts
 
 __all__ = ["momentum_correction"]
 
 
 class MomentumLocal(NamedTuple):
-    """velocity v_i and momentum u_i, trees in f32 (zeros for leaves that go dense)."""
+    """velocity v_i and momentum u_i, in f32 (zeros for small leaves, which go dense)."""
 
     velocity: Any
     momentum: Any
@@ -33,9 +23,9 @@ class MomentumLocal(NamedTuple):
 
 
 class MomentumShared(NamedTuple):
-    """momentum: of the leaves that go dense, after averaging (zeros for the others)."""
+    """dense_momentum: of the small leaves, after averaging; the vectors are empty."""
 
-    momentum: Any
+    dense_momentum: Any
     compressor: Any
 
 
@@ -56,7 +46,7 @@ def momentum_correction(
     direction = (1/n) sum_i C(v_i).
 
     The direction holds the momentum already: chain it into plain SGD, with weight decay after it. Leaves
-    that `per_leaf` sends dense get theirs after averaging: u <- m u + g, direction u, for the mean gradient g
+    that are too small to be compressed get theirs after averaging: u <- m u + g, direction u, for the mean gradient g
     (Nesterov: u <- m (u + g), direction u + g).
 
     Args:
@@ -76,11 +66,7 @@ def momentum_correction(
     >>> import jaxcomp as jc
     >>> algorithm = jc.momentum_correction(jc.dgc(jc.warm_up([0.25, 0.05, 0.001], 500)), clip_norm=1.0, workers=4)
     """
-    spec = check_compressor("momentum_correction", compressor)
-    if spec.alpha is None:
-        raise ValueError(
-            f"momentum_correction needs a contraction; {spec.name} is not known to be one. {spec.remedy or ''}".rstrip()
-        )
+    check_contracts("momentum_correction", compressor)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum_correction: momentum must be in [0, 1); got {momentum}")
     if clip_norm is not None and not 0 < clip_norm < math.inf:
@@ -90,22 +76,7 @@ def momentum_correction(
             "momentum_correction: give clip_norm and workers (at least 1) together, or neither; "
             f"got clip_norm={clip_norm}, workers={workers}"
         )
-    given, compressor = compressor, lift(compressor)
-    bound = compressor.spec.alpha or (lambda sizes: 0.0)
-    dense_below = compressor.spec.dense_below
-
-    def dense(tree):
-        """For each leaf, whether it is sent as it is."""
-        lone = jax.tree.structure(tree) == jax.tree.structure(0)
-        return jax.tree.map(lambda leaf: leaf.size < dense_below and not lone, tree)
-
-    def clipped(grads):
-        grads = finite(grads)
-        if clip_norm is None or workers is None:
-            return grads
-        norm = _norm(grads)
-        factor = jnp.minimum(1, clip_norm / math.sqrt(workers) / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
-        return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
+    compressor = lift(compressor)
 
     def heavy_ball(u, g):
         """The new momentum, and what is added to the velocity."""
@@ -115,58 +86,49 @@ def momentum_correction(
         u = momentum * u + g
         return u, u
 
-    def moved(grads, local):
-        """The new momentum and velocity; for dense leaves a momentum of zero and the gradient itself."""
-        grads = jax.tree.map(lambda g, v: g.astype(v.dtype), clipped(grads), local.velocity)
-
-        def one(g, u, v, is_dense):
-            if is_dense:
-                return jnp.zeros_like(u), g
-            u, step = heavy_ball(u, g)
-            return bounded(u), bounded(v + step)
-
-        return _unzip(grads, jax.tree.map(one, grads, local.momentum, local.velocity, dense(grads)))
-
     def init(shared_key, like):
         like = wide_like(like)
-        alpha = bound(size_of(like))
-        if not alpha > 0:
-            raise ValueError(f"momentum_correction needs a contraction; {spec.name} has alpha = {alpha:.3g}")
+        check_contracts("momentum_correction", compressor, like)
         state = compressor.init(shared_key, like)
-        zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        after = jax.tree.map(
-            lambda leaf, is_dense: jnp.zeros(leaf.shape if is_dense else (0,), leaf.dtype), like, dense(like)
-        )
-        return State(MomentumLocal(zeros(), zeros(), state.local), MomentumShared(after, state.shared))
+        local = MomentumLocal(zeros_like(like), zeros_like(like), state.local)
+        return State(local, MomentumShared(_of_dense(zeros_like(like)), state.shared))
 
-    def send(key, grads, state):
-        u, v = moved(grads, state.local)
-        shared = state.shared.compressor
-        payload, local = compressor.compress(key, v, State(state.local.compressor, shared))
-        rest = residual(compressor, v, payload, shared)
+    def update(key, grads, state, exchange):
+        """As in the formulas above; small leaves, which go dense, wait for nothing and keep no velocity."""
+        grads = jax.tree.map(lambda g, v: g.astype(v.dtype), _clipped(grads, clip_norm, workers), state.local.velocity)
+        pairs = jax.tree.map(heavy_ball, state.local.momentum, grads)
+        u, step = (jax.tree.map(lambda _, pair: pair[i], grads, pairs) for i in (0, 1))  # noqa: B023
+        u = jax.tree.map(bounded, u)
+        v = jax.tree.map(lambda v, s: bounded(v + s), state.local.velocity, step)
+        if isinstance(grads, Parts):
+            u, v = u._replace(dense=jnp.zeros_like(u.dense)), v._replace(dense=grads.dense)
+        sent = exchange.mean(key, compressor, v, state.part("compressor"))
         if masking:
-            sent = compressor.decompress(payload, shared, like_of(v))
-            u = jax.tree.map(lambda u, s: jnp.where(s != 0, jnp.zeros((), u.dtype), u), u, sent)
-        return payload, MomentumLocal(rest, u, local)
+            u = jax.tree.map(lambda u, s: jnp.where(s != 0, jnp.zeros((), u.dtype), u), u, sent.own)
+        direction, after = sent.mean, state.shared.dense_momentum
+        if isinstance(direction, Parts):
+            moved, dense = heavy_ball(after.dense, direction.dense)
+            after, direction = after._replace(dense=moved), direction._replace(dense=dense)
+        new = state.replace(velocity=sent.residual, momentum=u, dense_momentum=after, compressor=sent.state)
+        return direction, new
 
-    def receive(mean, shared):
-        def one(g, u, is_dense):
-            return heavy_ball(u, g) if is_dense else (u, g)
+    roles = {"velocity": "memory", "momentum": "memory", "dense_momentum": "momentum", "compressor": "compressor"}
+    return Algorithm(init, update, roles, compressor)
 
-        after, direction = _unzip(mean, jax.tree.map(one, mean, shared.momentum, dense(mean)))
-        return direction, MomentumShared(after, advance(compressor, shared.compressor))
 
-    def over(wrap):
-        return momentum_correction(
-            wrap(given),
-            momentum=momentum,
-            nesterov=nesterov,
-            masking=masking,
-            clip_norm=clip_norm,
-            workers=workers,
-        )
+def _of_dense(zeros: Any) -> Any:
+    """Zeros for the small leaves alone: vectors are empty."""
+    empty = lambda x: jnp.zeros((0,), x.dtype)
+    return Parts(zeros.dense, tuple(map(empty, zeros.vectors))) if isinstance(zeros, Parts) else empty(zeros)
 
-    return Algorithm(init, send, receive, compressor, lambda grads, local: moved(grads, local)[1], over)
+
+def _clipped(grads: Any, clip_norm: float | None, workers: int | None) -> Any:
+    grads = finite(grads)
+    if clip_norm is None or workers is None:
+        return grads
+    norm = _norm(grads)
+    factor = jnp.minimum(1, clip_norm / math.sqrt(workers) / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+    return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
 
 
 def _norm(tree: Any) -> jax.Array:
@@ -176,8 +138,3 @@ def _norm(tree: Any) -> jax.Array:
     unit = jnp.where(largest > 0, largest, 1)
     squares = [jnp.sum(jnp.square(jnp.clip(x / unit, -1, 1))) for x in leaves]
     return unit * jnp.sqrt(jnp.sum(jnp.stack([jnp.zeros((), jnp.float32), *squares])))
-
-
-def _unzip(like: Any, pairs: Any) -> tuple[Any, Any]:
-    """A tree of pairs as a pair of trees."""
-    return jax.tree.transpose(jax.tree.structure(like), jax.tree.structure((0, 0)), pairs)

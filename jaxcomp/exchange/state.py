@@ -1,4 +1,4 @@
-"""How the state of an optimizer lies on a mesh: which arrays differ between which workers, wherever optax put them."""
+"""The state of an optimizer on a mesh: which arrays differ between which workers, wherever optax put them."""
 
 import dataclasses
 import math
@@ -7,29 +7,33 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp.base import State
-from jaxcomp.exchange.lanes import Axis, axis_names, is_bound, varying
+from jaxcomp.exchange.placement import Placement
+from jaxcomp.exchange.varying import Axis, axis_names, is_bound, known_equal, varying
+from jaxcomp.layout import Plan
 
 __all__ = [
-    "Layout",
-    "Level",
+    "About",
     "MeanLocal",
     "MeanShared",
-    "closed",
+    "MeanState",
+    "at_device",
+    "check_rows",
+    "frozen",
     "init_state",
     "is_mean",
     "lay_out",
     "local_rows",
+    "means_in",
     "names_of",
-    "opened",
-    "outer_of",
+    "off_device",
     "per_worker",
     "state_axes",
     "state_specs",
-    "with_rows",
 ]
 
 Array = jax.Array
@@ -38,55 +42,69 @@ Array = jax.Array
 class MeanLocal(NamedTuple):
     """Every array has a leading axis of workers: [1, ...] at one worker, [n, ...] for all of them.
 
-    counts: of `compressed_mean`; None in the state of `rounds`, which returns what it sent.
-    second: of the second compression of via="two_shot".
+    algorithm, route: what they remember. counts: of the last round, for `info`.
     """
 
     algorithm: Any
+    route: Any
     counts: Any
-    second: Any = ()
 
 
 class MeanShared(NamedTuple):
-    """count i32[]: rounds so far; key uint32[2]: base key of the private randomness; second: as in `MeanLocal`."""
+    """count i32[]: rounds so far; key uint32[2]: of the private randomness; workers i32[]: how many there were."""
 
     count: Array
     key: Array
+    workers: Array
     algorithm: Any
-    second: Any = ()
+    route: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What a state is of: static, and compared before it is used.
+
+    roles: `Algorithm.roles` as nested tuples, by which the state is handed on to other workers.
+    """
+
+    placement: Placement
+    plan: Plan
+    roles: tuple
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class Level:
-    """The state of a mean among some axes of a larger mesh.
+class MeanState:
+    """The state of one `compressed_mean`, of one level of a hierarchy, or of `rounds`.
 
-    axes: over which it exchanges.
-    later: those of each later level, at which groups of these workers exchange.
-    cut: those along which parameters are cut into shards.
-
-    Over `outer`, the later ones and those of shards, everything here may differ. Arrays of `state.shared` have a
-    leading axis over `outer`, arrays of `state.local` one over `outer` and `axes`; at one device both have length 1.
+    Over `about.placement.outer`, the axes of later levels and of shards, everything here may differ. Where there are
+    such axes, arrays of `shared` have a leading axis over them and arrays of `local` one over them and the workers; at
+    one device both have length 1.
     """
 
-    state: State
-    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    later: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
-    cut: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-
-    @property
-    def outer(self) -> tuple[str, ...]:
-        return outer_of(self.later, self.cut)
+    local: MeanLocal
+    shared: MeanShared
+    about: About = dataclasses.field(metadata={"static": True})
 
 
-def outer_of(later: tuple[tuple[str, ...], ...], cut: tuple[str, ...]) -> tuple[str, ...]:
-    """Mesh axes of groups and shards, in the order of the leading axis."""
-    return (*(name for axes in later for name in axes), *cut)
+def frozen(roles: Mapping[str, Any]) -> tuple:
+    """Nested mappings as nested tuples.
+
+    >>> frozen({"x": "iterate", "algorithm": {"memory": "memory"}})
+    (('algorithm', (('memory', 'memory'),)), ('x', 'iterate'))
+    """
+    pairs = ((name, frozen(role) if isinstance(role, Mapping) else role) for name, role in roles.items())
+    return tuple(sorted(pairs))
 
 
 def is_mean(node: Any) -> bool:
-    """Whether it is the state of one `compressed_mean` (or level, or `rounds`)."""
-    return isinstance(node, State) and isinstance(node.local, MeanLocal)
+    """Whether it is the state of one mean."""
+    return isinstance(node, MeanState)
+
+
+def means_in(state: Any) -> list[MeanState]:
+    """All of them, wherever optax put them."""
+    return [node for node in jax.tree.leaves(state, is_leaf=is_mean) if is_mean(node)]
 
 
 def local_rows(axis: Axis) -> int:
@@ -98,48 +116,71 @@ def local_rows(axis: Axis) -> int:
     return math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else 1
 
 
-def with_rows(tree: Any, rows: int) -> Any:
-    """The same arrays `rows` times, on a leading axis."""
-    return jax.tree.map(lambda x: jnp.tile(x[None], (rows,) + (1,) * x.ndim), tree)
+def _with_rows(tree: Any, axis: Axis) -> Any:
+    """The same arrays on a leading axis, as often as there are rows here, typed as differing over `axis`."""
+    rows = local_rows(axis)
+    tree = jax.tree.map(lambda x: jnp.tile(x[None], (rows,) + (1,) * x.ndim), tree)
+    return varying(tree, axis) if is_bound(axis) else tree
 
 
-def opened(state: Any, axes: tuple[str, ...], later: tuple[tuple[str, ...], ...], cut: tuple[str, ...]) -> State:
-    """The state of a level as a plain `State` at this device.
+def off_device(local: MeanLocal, shared: MeanShared, about: About) -> MeanState:
+    """A state as it is kept: with leading axes."""
+    place = about.placement
+    shared = _with_rows(shared, place.outer) if place.outer else shared
+    return MeanState(_with_rows(local, place.every), shared, about)
+
+
+def at_device(name: str, state: Any, placement: Placement, roles: tuple) -> State:
+    """Local and shared state of this device, without leading axes.
 
     Raises:
-        ValueError: it is the state of another transformation, or not cut for one device.
+        ValueError: it is the state of another transformation, or not cut for one device, or the same on all devices.
     """
-    outer = outer_of(later, cut)
-    if not isinstance(state, Level) or (state.axes, state.later, state.cut) != (axes, later, cut):
-        got = f"one of axes {state.axes} within {state.outer}" if isinstance(state, Level) else type(state).__name__
-        raise ValueError(f"compressed_mean: expected a state of axes {axes} within {outer}; got {got}")
-    if not outer:
-        return state.state
+    if not isinstance(state, MeanState) or (state.about.placement, state.about.roles) != (placement, roles):
+        got = f"{state.about.placement} with {dict(state.about.roles)}" if is_mean(state) else type(state).__name__
+        raise ValueError(f"{name}: expected a state of {placement} with {dict(roles)}; got {got}")
+    cure = "Make the state, and its in_specs and out_specs, with jc.init_state"
+    equal = known_equal(state.local, placement.workers) if is_bound(placement.workers) else []
+    if equal and _workers_here(placement) > 1:
+        raise ValueError(
+            f"{name}: local state{equal[0]} is typed as equal on all workers: passed with P(), all but one worker's "
+            f"memory would be lost. {cure}, or with jc.state_specs(state, {placement.workers!r})."
+        )
 
     def one(path, x):
         if x.shape[:1] != (1,):
             raise ValueError(
-                f"compressed_mean: shared state{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading "
-                "axis of 1 at one device. Pass the state with in_specs from jc.init_state."
+                f"{name}: state{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
+                f"worker. {cure} (in_specs=jc.state_specs(state, axis_name))."
             )
         return x[0]
 
-    return State(state.state.local, jax.tree_util.tree_map_with_path(one, state.state.shared))
+    local = jax.tree_util.tree_map_with_path(one, varying(state.local, placement.every))
+    return State(local, jax.tree_util.tree_map_with_path(one, state.shared) if placement.outer else state.shared)
 
 
-def closed(state: State, axes: tuple[str, ...], later: tuple[tuple[str, ...], ...], cut: tuple[str, ...]) -> Level:
-    """Inverse of `opened`."""
-    outer = outer_of(later, cut)
-    if not outer:
-        return Level(state, axes, later, cut)
-    shared = with_rows(state.shared, local_rows(outer))
-    return Level(State(state.local, varying(shared, outer) if is_bound(outer) else shared), axes, later, cut)
+def _workers_here(placement: Placement) -> int:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes.get(name, 1) for name in placement.names)
+
+
+def check_rows(name: str, state: MeanState) -> None:
+    """Raises ValueError where a state, seen from outside, has one row of memory for several workers."""
+    workers, counts = state.shared.workers, jax.tree.leaves(state.local.counts)
+    if isinstance(workers, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        return
+    known = int(np.max(np.asarray(workers), initial=0))
+    if known > 1 and is_bound(None) and not is_bound(state.about.placement.workers) and np.shape(counts[0])[0] == 1:
+        raise ValueError(
+            f"{name}: this state has one row of memory for {known} workers: it was passed through shard_map with P(), "
+            "and all other rows are lost. Make the state and its specs with jc.init_state(tx, params, mesh, axis_name)."
+        )
 
 
 # ------------------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
+class Marks(NamedTuple):
     """What stands for each part of an optimizer state: local(axes, outer), shared(outer), rest(leaf)."""
 
     local: Callable[[Axis, tuple[str, ...]], Any]
@@ -148,15 +189,18 @@ class Layout(NamedTuple):
     is_leaf: Callable[[Any], bool] = lambda node: False
 
 
-def lay_out(state: Any, axis: Axis, layout: Layout) -> Any:
-    """A tree of the structure of an optimizer state, with what `layout` says for each array."""
+def lay_out(state: Any, axis: Axis, marks: Marks) -> Any:
+    """A tree of the structure of an optimizer state, with what `marks` says for each array."""
 
-    def of_mean(node, axes, outer):
-        local, shared = layout.local(axes, outer), layout.shared(outer)
-        return State(jax.tree.map(lambda _: local, node.local), jax.tree.map(lambda _: shared, node.shared))
+    def of_mean(node):
+        place = node.about.placement
+        axes = place.workers if place.partial else axis
+        local, shared = marks.local(axes, place.outer), marks.shared(place.outer)
+        fill = lambda value, tree: jax.tree.map(lambda _: value, tree)
+        return MeanState(fill(local, node.local), fill(shared, node.shared), node.about)
 
     def of_steps(node):
-        local = layout.local(axis, ())
+        local = marks.local(axis, ())
         for leaf in jax.tree.leaves(node.acc_grads):
             if jnp.ndim(leaf) == 0 and isinstance(local, PartitionSpec):
                 raise ValueError(
@@ -170,16 +214,14 @@ def lay_out(state: Any, axis: Axis, layout: Layout) -> Any:
         return type(node)(*map(walk, node))
 
     def special(node):
-        return isinstance(node, Level | optax.MultiStepsState) or is_mean(node) or layout.is_leaf(node)
+        return is_mean(node) or _is_steps(node) or marks.is_leaf(node)
 
     def walk(node):
         def one(x):
-            if isinstance(x, Level):
-                return dataclasses.replace(x, state=of_mean(x.state, x.axes, x.outer))
             if is_mean(x):
-                return of_mean(x, axis, ())
+                return of_mean(x)
             # Around a mean, MultiSteps accumulates each worker's own gradients; behind one, what is equal on all.
-            return of_steps(x) if _is_steps(x) and _has_mean(x) else walk_fields(x) if _is_steps(x) else layout.rest(x)
+            return of_steps(x) if _is_steps(x) and _has_mean(x) else walk_fields(x) if _is_steps(x) else marks.rest(x)
 
         return jax.tree.map(one, node, is_leaf=special)
 
@@ -234,7 +276,7 @@ def state_specs(state: Any, axis_name: Any, *, params: Any = None, specs: Any = 
     return lay_out(
         state,
         axis,
-        Layout(
+        Marks(
             local=local,
             shared=lambda outer: PartitionSpec(outer) if outer else PartitionSpec(),
             rest=lambda node: of_params(node) if like_params(node) else PartitionSpec(),
@@ -250,8 +292,7 @@ def _is_steps(node: Any) -> bool:
 
 def _has_mean(node: Any) -> bool:
     """Whether a mean over the workers is somewhere within."""
-    means = lambda x: is_mean(x) or isinstance(x, Level)
-    return any(map(means, jax.tree.leaves(node, is_leaf=means)))
+    return bool(means_in(node))
 
 
 def names_of(axis: Any) -> Axis:
@@ -277,7 +318,7 @@ def state_axes(state: Any) -> Any:
         return 0
 
     # None is an empty tree to JAX, so the result is a tree prefix: exactly what in_axes takes.
-    return lay_out(state, None, Layout(local, lambda outer: None, lambda leaf: None))
+    return lay_out(state, None, Marks(local, lambda outer: None, lambda leaf: None))
 
 
 def init_state(

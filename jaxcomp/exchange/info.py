@@ -1,0 +1,178 @@
+"""What one round cost and lost: counted in the compiled step, kept in the state, read by `info`."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from jaxcomp.base import wide
+from jaxcomp.exchange.routes import ROUTES
+from jaxcomp.exchange.state import check_rows, means_in
+from jaxcomp.norms import block_norms
+
+__all__ = ["Counts", "Errors", "Info", "add_counts", "errors_of", "info", "no_counts", "no_errors", "nonfinite"]
+
+Array = jax.Array
+NAMES = tuple(ROUTES)
+
+
+class Errors(NamedTuple):
+    """What takes passes over the gradient; NaN where it was not asked for. error, norm: of C(m) - m, and of m."""
+
+    error: Array
+    norm: Array
+    nonfinite: Array
+
+
+class Counts(NamedTuple):
+    """Measurements of one worker in one round, as they are kept in the state. All scalars, f32 or i32."""
+
+    lane_bytes: Array
+    code_bits: Array
+    entries: Array
+    size: Array
+    overflow: Array
+    sent_bytes: Array
+    route: Array
+    errors: Errors
+
+
+class Info(NamedTuple):
+    """One round of `compressed_mean`, averaged over the workers.
+
+    lane_bytes: bytes of a worker's payload, padding included.
+    code_bits: bits of the code that `wire.encode` uses for its message.
+    achieved_ratio: entries that the payload carries, as a share of those of the message.
+    relative_error: |C(m) - m| / |m| for the message m (gradient, plus memory or minus shift). NaN unless measured.
+    nonfinite: NaN or infinite gradient entries, summed over workers. NaN unless measured.
+    overflow: chosen entries that found no place in the static capacity, summed over workers.
+    sent_bytes: bytes a worker sends in the exchange, every hop counted, as the compiled program does.
+    route: how the payloads travelled, as a place in `jaxcomp.exchange.ROUTES`; `chosen` is its name.
+    """
+
+    lane_bytes: Array
+    code_bits: Array
+    achieved_ratio: Array
+    relative_error: Array
+    nonfinite: Array
+    overflow: Array
+    sent_bytes: Array
+    route: Array
+
+    @property
+    def chosen(self) -> str:
+        """Name of the route, of a concrete `Info`."""
+        return NAMES[int(np.max(np.asarray(self.route)))]
+
+
+def no_errors() -> Errors:
+    """Nothing was measured."""
+    return Errors(*(jnp.full((), jnp.nan, jnp.float32),) * 3)
+
+
+def no_counts() -> Counts:
+    """Nothing was sent."""
+    integer, real = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
+    return Counts(real, real, real, real, integer, real, integer, no_errors())
+
+
+def add_counts(counts: list[Counts]) -> Counts:
+    """Of several messages in one round: the sums; norms joined; of the routes the last one in the table."""
+    total = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), no_counts(), *counts)
+    every = [count.errors for count in counts] or [no_errors()]
+    errors = Errors(
+        joint_norm([each.error for each in every]), joint_norm([each.norm for each in every]), every[0].nonfinite
+    )
+    route = jnp.max(jnp.stack([jnp.zeros((), jnp.int32), *(count.route for count in counts)]))
+    return total._replace(errors=errors, route=route)
+
+
+def errors_of(message: Any, own: Any) -> Errors:
+    """Norms of C(m) - m and of m, over all vectors together."""
+    leaves = lambda tree: [x.astype(wide(x.dtype)) for x in jax.tree.leaves(tree)]
+    norm_of = lambda parts: joint_norm([block_norms(x.reshape(1, -1), 2)[0] for x in parts])
+    message = [jnp.where(jnp.isfinite(m), m, jnp.zeros((), m.dtype)) for m in leaves(message)]
+    error = norm_of([s - m for s, m in zip(leaves(own), message, strict=True)])
+    return Errors(error, norm_of(message), jnp.zeros((), jnp.float32))
+
+
+def nonfinite(arrays: list[Array]) -> Array:
+    """Number of NaN and infinite entries, f32[]. They are counted only where the sum is not finite: that is quicker."""
+    clean = jnp.isfinite(sum([jnp.sum(x).astype(jnp.float32) for x in arrays], jnp.zeros((), jnp.float32)))
+    none = clean.astype(jnp.int32) * 0  # with the types of all arrays
+    counted = lambda none, arrays: sum([jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in arrays], none)
+    return lax.cond(clean, lambda none, arrays: none, counted, none, arrays).astype(jnp.float32)
+
+
+def joint_norm(norms: list[Array]) -> Array:
+    """Norm of vectors laid end to end, from theirs, without overflow: f32[...]."""
+    stacked = jnp.stack([jnp.zeros((), jnp.float32), *(norm.astype(jnp.float32) for norm in norms)])
+    largest = jnp.max(stacked, axis=0)
+    unit = jnp.where(largest > 0, largest, 1)
+    return unit * jnp.sqrt(jnp.sum(jnp.square(jnp.clip(stacked / unit, 0, 1)), axis=0))
+
+
+def info(state: Any, *, each: bool = False) -> Info:
+    """What the last round cost and lost.
+
+    Args:
+        state: of `compressed_mean` or `rounds`, or of any optimizer that contains it; several are added up.
+            Inside the mapped function, or the whole state outside of it. Of a hierarchy, one level may be given.
+        each: arrays of shape [n], one number for each worker, instead of means and sums.
+
+    Returns:
+        `Info` of scalars (or arrays). All zero before the first round; the ratio is 0/0 = NaN there. Relative error and
+        non-finite entries are NaN unless they are asked for: compressed_mean(..., measure=True).
+
+    Raises:
+        ValueError: there is no `compressed_mean` in the state, or it has lost the rows of all workers but one.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> tx = jc.compressed_mean(jc.direct(jc.top_k(k=1)), axis_name=None, measure=True)
+    >>> grads = jnp.array([3.0, 4.0])
+    >>> _, state = tx.update(grads, tx.init(grads))
+    >>> i = jc.info(state)
+    >>> print(i.lane_bytes, i.achieved_ratio, i.relative_error)
+    8.0 0.5 0.6
+    """
+    nodes = means_in(state)
+    if not nodes:
+        raise ValueError("info: there is no compressed_mean in this state")
+    for node in nodes:
+        check_rows("info", node)
+    rows = [jax.tree.map(lambda x: jnp.reshape(_here(x), (-1,)), node.local.counts) for node in nodes]
+    if len({row.size.size for row in rows}) > 1:  # levels of a hierarchy
+        if each:
+            raise ValueError("info: levels have different numbers of workers; leave each=True out, or give one level")
+        rows = [jax.tree.map(lambda x: jnp.mean(x, keepdims=True), row) for row in rows]
+    counts = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), *rows)
+    error, norm = (joint_norm([getattr(row.errors, name) for row in rows]) for name in ("error", "norm"))
+    result = Info(
+        counts.lane_bytes,
+        counts.code_bits,
+        counts.entries / counts.size,
+        error / norm,
+        counts.errors.nonfinite,
+        counts.overflow,
+        counts.sent_bytes,
+        jnp.max(jnp.stack([row.route for row in rows]), axis=0),
+    )
+    return result if each else jax.tree.map(lambda x: x[0], _over_workers(result))
+
+
+def _here(x: Any) -> Any:
+    """A concrete array on one device: a handful of numbers is not worth programs among all."""
+    concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
+    return jnp.asarray(np.asarray(x)) if concrete else x
+
+
+def _over_workers(rows: Info) -> Info:
+    """The means of what each worker counted (sums and maxima where they are meant), with one row left."""
+    means = jax.tree.map(lambda x: jnp.mean(x, keepdims=True), rows)
+    add = lambda x: jnp.sum(x, keepdims=True)
+    return means._replace(
+        nonfinite=add(rows.nonfinite), overflow=add(rows.overflow), route=jnp.max(rows.route, keepdims=True)
+    )

@@ -1,0 +1,101 @@
+"""Where on a mesh a mean is taken, and whether gradients are what they should be there."""
+
+import dataclasses
+from typing import Any
+
+from jaxcomp.exchange.varying import Axis, axis_names, axis_size, is_bound, known_equal, unknown_axes
+
+__all__ = ["Placement", "check_gradients", "check_own", "is_missing"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Which mesh axes hold workers, shards and replicas.
+
+    workers: axis (or axes) over which the mean is taken; None for a single worker.
+    later: those of each later level of a hierarchy, at which groups of these workers exchange.
+    shards: those along which parameters are cut into shards.
+    replicas: those along which gradients are equal, so that the devices there share the work.
+    partial: whether it is part of a larger mesh, so that shared state may differ over `outer`.
+    """
+
+    workers: Axis
+    later: tuple[tuple[str, ...], ...] = ()
+    shards: tuple[str, ...] = ()
+    replicas: tuple[str, ...] = ()
+    partial: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the axes of the workers."""
+        return axis_names(self.workers)
+
+    @property
+    def outer(self) -> tuple[str, ...]:
+        """Axes over which gradients differ and which it leaves alone, in the order of the leading axis of a state."""
+        return (*(name for axes in self.later for name in axes), *self.shards)
+
+    @property
+    def every(self) -> Axis:
+        """Axes over which gradients differ."""
+        return (*self.outer, *self.names) or None
+
+    @property
+    def identity(self) -> "Placement":
+        """What two placements have in common whose states can be handed on to one another."""
+        return Placement(self.names, self.later, self.shards, (), self.partial)
+
+
+def is_missing(placement: Placement) -> Axis:
+    """The axes that must be bound here and are not; None if there are none."""
+    if not is_bound(placement.workers):
+        return placement.workers
+    return None if is_bound(placement.outer or None) else placement.outer
+
+
+def _some(leaves: list[str]) -> str:
+    return f"gradients{', gradients'.join(leaves[:3])}{' ...' if leaves[3:] else ''}"
+
+
+def check_gradients(grads: Any, placement: Placement) -> None:
+    """Refuses gradients that are equal where they should differ, or differ where nobody said so."""
+    check_own(grads, placement.workers)
+    whole = [name for name in placement.outer if known_equal(grads, name)]
+    if whole:
+        leaves = known_equal(grads, whole[0])
+        if whole[0] not in placement.shards:
+            raise ValueError(
+                f"compressed_mean: {_some(leaves)} are equal along {whole[0]!r}, over which a later level takes the "
+                "mean: they were added up uncompressed. Differentiate with respect to jc.per_worker(params, levels), "
+                "levels as given to compressed_mean."
+            )
+        raise ValueError(
+            f"compressed_mean: {_some(leaves)} are equal along mesh axis {whole[0]!r}, and not shards. Give sharded= "
+            "the tree of PartitionSpecs of the parameters."
+        )
+    differ, automatic = unknown_axes(grads, placement.workers, (*placement.names, *placement.outer))
+    if differ:
+        raise ValueError(
+            f"compressed_mean: gradients differ over mesh axis {differ[0]!r}, too. If parameters are shards over it, "
+            f"say sharded={differ[0]!r}; if it holds more workers, name it in axis_name; if they are parts of a sum, "
+            "add them up before."
+        )
+    if automatic:
+        raise ValueError(
+            f"compressed_mean: mesh axis {automatic[0]!r} is not manual here, and gradients may be sharded over it: to "
+            "compress them the compiler would gather the whole of each on every device. Make all axes of the mesh "
+            f"manual (leave axis_names out of jax.shard_map) and say sharded={automatic[0]!r}: then each device "
+            "compresses its own shard."
+        )
+
+
+def check_own(grads: Any, axis: Axis) -> None:
+    """Refuses gradients that are equal on all workers."""
+    equal = known_equal(grads, axis) if is_bound(axis) and axis_size(axis) > 1 else []
+    if equal:
+        raise ValueError(
+            f"compressed_mean: {_some(equal)} are typed as equal on all workers of axis {axis!r}. Under jax.shard_map, "
+            "jax.grad sums the gradient of a replicated parameter over the workers by itself: uncompressed, and n "
+            "times the mean. Differentiate with respect to jc.per_worker(params, axis_name) instead; mark gradients "
+            "that are meant to be equal the same way, jc.per_worker(grads, axis_name)."
+        )

@@ -1,0 +1,241 @@
+"""Arrays of a state for other workers, groups and shards: taken apart into leaves, moved, and laid out anew."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomp.layout import Parts, Plan
+
+__all__ = [
+    "Cut",
+    "Misfit",
+    "Move",
+    "change_of",
+    "check_alike",
+    "each_leaf",
+    "join_lead",
+    "kept",
+    "map_alike",
+    "modulo",
+    "on_host",
+    "placed",
+    "split_lead",
+    "taken_over",
+]
+
+
+class Misfit(Exception):
+    """What is wrong, and at which place of the trees."""
+
+    def __init__(self, what: str, path: str = ""):
+        super().__init__(what)
+        self.what, self.path = what, path
+
+
+def map_alike(fn: Callable[[Any, Any], Any], old: Any, new: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """As `jax.tree.map`, for trees that must be alike."""
+
+    def one(path, x, like):
+        try:
+            if type(x) is not type(like):
+                check_alike(x, like)
+            return fn(x, like)
+        except Misfit as misfit:
+            raise Misfit(misfit.what, jax.tree_util.keystr(path) + misfit.path) from None
+
+    check_alike(old, new, is_leaf)
+    return jax.tree_util.tree_map_with_path(one, old, new, is_leaf=is_leaf)
+
+
+def check_alike(old: Any, new: Any, is_leaf: Callable[[Any], bool] | None = None) -> None:
+    if jax.tree.structure(old, is_leaf) == jax.tree.structure(new, is_leaf):
+        return
+    paths = lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
+    first, second = paths(old), paths(new)
+    alone = [f"old{path}" for path in first if path and path not in second]
+    alone += [f"new{path}" for path in second if path and path not in first]
+    raise Misfit(
+        f"the two states are of different optimizers or parameters{f'; only one has {alone[0]}' if alone else ''}. To "
+        "restore the old one, make a target by jc.init_state(tx, params, jax.sharding.AbstractMesh(...), axis_name)"
+    )
+
+
+class Cut(NamedTuple):
+    """Local arrays have a leading axis of [groups shards workers]: of groups, which exchange at a later level, of
+    workers with the same shard. Shared arrays have one of [groups shards] where there may be more than one of these."""
+
+    groups: int
+    shards: int
+    workers: int
+
+
+class Move(NamedTuple):
+    """From one state to another.
+
+    keep: as for `redistribute`. along: mesh axes of the shards. leads: shared arrays have a leading axis.
+    old_plan, new_plan: of the vectors.
+    """
+
+    old: Cut
+    new: Cut
+    keep: str
+    along: tuple[str, ...]
+    leads: bool
+    old_plan: Plan
+    new_plan: Plan
+
+
+def each_leaf(old: Any, new: Any, move: Move, one: Callable, lead: tuple[int, ...] | None = None) -> Any:
+    """`one` of each leaf, [*lead, *shape] of the old shards to [groups, shards, ..., *shape] of the new ones."""
+    leads, lead = lead is None or move.leads, move.old if lead is None else lead
+    leaves = _leaves(
+        move.old_plan,
+        jax.tree.map(lambda x: split_lead(on_host(x) if leads else on_host(x)[None], lead), old),
+        len(lead),
+    )
+    shapes = move.new_plan.shapes
+    made = [x if x is None else one(_cut_anew(x, len(lead), shapes[i], move)) for i, x in enumerate(leaves)]
+    return _of_leaves(move.new_plan, made, new)
+
+
+def _leaves(plan: Plan, parts: Any, lead: int) -> list[np.ndarray | None]:
+    """Arrays of the leaves of a tree out of its vectors, behind leading axes; None for those that are left out."""
+    leaves: list[Any] = [None] * len(plan.shapes)
+    for numbers, vector in _members(plan, parts):
+        flat, start = vector.reshape(*vector.shape[:lead], -1), 0
+        for i in numbers if flat.shape[-1] or not sum(map(math.prod, (plan.shapes[i] for i in numbers))) else ():
+            size = math.prod(plan.shapes[i])
+            leaves[i] = flat[..., start : start + size].reshape(*vector.shape[:lead], *plan.shapes[i])
+            start += size
+    return leaves
+
+
+def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any) -> Any:
+    """Inverse of `_leaves`, placed like `new`."""
+    made = []
+    for numbers, like in _members(plan, new):
+        shape, parts = np.shape(like), [leaves[i] for i in numbers]
+        there = [x is not None for x in parts]
+        if (any(there) and not all(there)) or (not any(there) and parts and math.prod(shape)):
+            raise Misfit(
+                "one leaf is small enough to be sent as it is, or was: its memory has no place in the new state"
+            )
+        value = np.zeros(shape, np.asarray(_data(like)).dtype if not parts or not any(there) else parts[0].dtype)
+        if parts and all(there) and math.prod(shape):
+            rows = shape[0]
+            each = [x.reshape(rows, math.prod(plan.shapes[i])) for i, x in zip(numbers, parts, strict=True)]
+            joined = np.concatenate(each, 1)
+            value.reshape(rows, -1)[:, : joined.shape[1]] = joined
+        made.append(placed(value, like))
+    if plan.bare:
+        return made[0]
+    return Parts(made[0], tuple(made[1:]))
+
+
+def _members(plan: Plan, parts: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """Each vector with the numbers of the leaves that it holds."""
+    if plan.bare:
+        return [(plan.groups[0].leaves, parts)]
+    return [(plan.dense, parts.dense), *((g.leaves, x) for g, x in zip(plan.groups, parts.vectors, strict=True))]
+
+
+def kept(old: Any, new: Any, move: Move) -> Any:
+    """Group j goes on from group j mod the old number of them. What has another shape, a plan, is the new one."""
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        return new
+
+    def one(old, new):
+        rows = on_host(old)
+        if move.leads:
+            rows = join_lead(modulo(split_lead(rows, move.old[:2]), move.new[:2]), 2)
+        return placed(rows, new) if rows.shape == np.shape(_data(new)) else new
+
+    return jax.tree.map(one, old, new)
+
+
+def taken_over(old: Any, new: Any, move: Move) -> Any:
+    """State of a compressor for other workers (and other chunks): that of number i mod n."""
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        return new
+
+    def one(old, new):
+        rows = modulo(split_lead(on_host(old), move.old), (*move.new, *np.shape(_data(new))[1:]))
+        rows = join_lead(rows, 3)
+        return placed(rows, new) if rows.shape == np.shape(_data(new)) else new
+
+    return jax.tree.map(one, old, new)
+
+
+def _cut_anew(rows: np.ndarray, lead: int, shape: tuple[int, ...], move: Move) -> np.ndarray:
+    """[groups, shards, ..., *shape of a shard] of other shards: put together and cut again."""
+    old, new = move.old.shards, move.new.shards
+    if old == new:
+        return rows
+    if len(move.along) > 1:
+        raise Misfit(f"{change_of(move)}; their number may change where one mesh axis cuts the parameters")
+    before = rows.shape[lead:]
+    if len(before) != len(shape) or (0 in before) != (0 in shape):
+        raise Misfit(f"{change_of(move)}: one leaf is small enough for momentum_correction to send it as it is, or was")
+    if 0 in shape:
+        return np.zeros((rows.shape[0], new, *rows.shape[2:lead], *shape), rows.dtype)
+    differ = [axis for axis, (a, b) in enumerate(zip(before, shape, strict=True)) if a != b]
+    if len(differ) != 1 or old * before[differ[0]] != new * shape[differ[0]]:
+        raise Misfit(f"{change_of(move)}, of shapes {before} and {shape}: not of the same parameter")
+    axis = lead - 1 + differ[0]  # once that of the shards is out of the way
+    whole = np.concatenate(np.moveaxis(rows, 1, 0), axis)
+    return np.stack(np.split(whole, new, axis), 1)
+
+
+def change_of(move: Move) -> str:
+    return f"{move.old.shards} shards along mesh axes {move.along} before, {move.new.shards} now"
+
+
+def modulo(rows: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
+    """Index i of each of the first axes from i mod their length."""
+    for axis, length in enumerate(lengths[: rows.ndim]):
+        if rows.shape[axis] != length:
+            rows = np.take(rows, np.arange(length) % rows.shape[axis], axis)
+    return rows
+
+
+def split_lead(rows: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
+    """The leading axis as several, say those of a `Cut`."""
+    return rows.reshape(*lead, *rows.shape[1:])
+
+
+def join_lead(rows: np.ndarray, lead: int) -> np.ndarray:
+    """So many leading axes as one."""
+    return rows.reshape(math.prod(rows.shape[:lead]), *rows.shape[lead:])
+
+
+def _data(x: Any) -> Any:
+    """Typed keys as words, other arrays as they are."""
+    typed = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if typed else x
+
+
+def on_host(x: Any) -> np.ndarray:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        raise Misfit("old must hold arrays, not shapes")
+    x = _data(x)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        if not x.is_fully_replicated:
+            raise Misfit("the old state lies on other hosts; restore it replicated, or as NumPy arrays")
+        return np.asarray(x.addressable_data(0))
+    return np.asarray(x)
+
+
+def placed(value: np.ndarray, like: Any) -> Any:
+    """An array with the values, where and what `like` is."""
+    if not isinstance(like, jax.Array):
+        raise Misfit(f"new must hold arrays on devices, from jc.init_state; got {type(like).__name__}")
+    data = _data(like)
+    if np.shape(value) != np.shape(data):
+        raise Misfit(f"expected an array of shape {np.shape(data)}; got {np.shape(value)}")
+    value = np.asarray(value, data.dtype)
+    placed = jax.make_array_from_callback(value.shape, data.sharding, lambda index: value[index])
+    return placed if data is like else jax.random.wrap_key_data(placed, impl=jax.random.key_impl(like))

@@ -1,0 +1,286 @@
+"""Another number of workers: what n of them remember, handed on to n', by the roles of its parts."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxcomp.exchange.rearrange import (
+    Cut,
+    Misfit,
+    Move,
+    change_of,
+    each_leaf,
+    join_lead,
+    kept,
+    map_alike,
+    modulo,
+    on_host,
+    placed,
+    split_lead,
+    taken_over,
+)
+from jaxcomp.exchange.spread import pooled
+from jaxcomp.exchange.state import MeanState, check_rows, is_mean, means_in
+
+__all__ = ["redistribute"]
+
+
+def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
+    """The state of an optimizer for another number of workers, with nothing lost of what they remember.
+
+    Memories and velocities (what was not sent yet) keep their sum over the workers exactly: new workers start with
+    zero, and what those that are gone remembered is added to what the others do. A sum of floats is seldom a float, so
+    the last worker or two take what rounding leaves over, instead of memories of their own; so two workers are as good
+    as 48 bits, four as 72, while a single one has to round. DIANA's shifts start from their mean, which all know.
+    Where their number stays, workers keep their shifts. Adaptive state of compressors (stages of SIDCo) is taken over
+    from worker i mod n. Parameters, moments, counters and keys stay as they are; measurements are those of the new
+    state, and so are plans for each worker (ratios, matrices) that have another shape there. What `optax.MultiSteps`
+    has accumulated is handed on as a memory is.
+
+    In a hierarchy any axis may have another length: the workers of the first level are those of all groups together;
+    group j goes on from the mean shift of group j mod the old number, and from the mean of the groups' momenta. With
+    sharded parameters each shard keeps its own sum. The number of shards may change, too, if parameters are cut along
+    one mesh axis: memories and shifts are put together and cut anew.
+
+    The direction is a mean over the workers: with fewer workers an unchanged sum of memories is delivered in larger
+    portions. keep="mean" multiplies memories by n' / n, so that what is still to be delivered stays what it was (with
+    equal weights).
+
+    Args:
+        old: state for n workers: arrays on this host (NumPy, or JAX arrays that are addressable or replicated).
+        new: state freshly made for n' workers by `init_state`, with the same optimizer.
+        keep: "sum" or "mean".
+
+    Returns:
+        State for n' workers, laid out like `new`, some arrays of which it holds.
+
+    Raises:
+        ValueError: the states are of different optimizers or parameters; a part of an algorithm's state has no role
+            (`Algorithm.roles`), or one that no other worker could go on from; a state has lost all rows of memory but
+            one; parameters are in other shards, cut along several mesh axes, or remembered in chunks (via="two_shot").
+
+    >>> import jax.numpy as jnp, jaxcomp as jc
+    >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), "data")
+    >>> old, axes = jc.init_state(tx, jnp.zeros(2), 2, "data")
+    >>> step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")
+    >>> _, old = step(jnp.array([[3.0, 1.0], [4.0, 2.0]]), old)
+    >>> new, _ = jc.init_state(tx, jnp.zeros(2), 3, "data")
+    >>> print(jc.redistribute(old, new).local.algorithm.memory[:, 0])
+    [[0. 1.]
+     [0. 2.]
+     [0. 0.]]
+    """
+    if keep not in ("sum", "mean"):
+        raise ValueError(f'redistribute: keep must be "sum" or "mean"; got {keep!r}')
+    try:
+        return _optimizer(old, new, keep)
+    except Misfit as misfit:
+        where = f"at {misfit.path}: " if misfit.path else ""
+        raise ValueError(f"redistribute: {where}{misfit.what}") from None
+
+
+def _optimizer(old: Any, new: Any, keep: str) -> Any:
+    sizes = [
+        {node.about.placement.names: _rows(node) // _groups(node) for node in means_in(tree)} for tree in (old, new)
+    ]
+
+    def one(old, new):
+        if is_mean(old):
+            return _mean(old, new, sizes, keep)
+        if isinstance(old, optax.MultiStepsState):
+            return _steps(old, new, walk, keep)
+        return placed(on_host(old), new)
+
+    def walk(old, new):
+        return map_alike(one, old, new, lambda node: is_mean(node) or isinstance(node, optax.MultiStepsState))
+
+    return walk(old, new)
+
+
+def _rows(mean: MeanState) -> int:
+    return np.shape(mean.local.counts.size)[0]
+
+
+def _groups(mean: MeanState) -> int:
+    """Groups and shards together."""
+    return np.shape(mean.shared.count)[0] if mean.about.placement.outer else 1
+
+
+def _cut(mean: MeanState, sizes: dict[tuple[str, ...], int]) -> Cut:
+    later = mean.about.placement.later
+    if not set(later) <= set(sizes):
+        raise Misfit("one level of a hierarchy; give the state of the whole optimizer")
+    groups = math.prod(sizes[axes] for axes in later)
+    return Cut(groups, _groups(mean) // groups, sizes[mean.about.placement.names])
+
+
+def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanState:
+    for state in (old, new):
+        try:
+            check_rows("", state)
+        except ValueError as error:
+            raise Misfit(str(error).removeprefix(": ")) from None
+    same = lambda a, b: (a.placement, a.roles, a.plan.structure) == (b.placement, b.roles, b.plan.structure)
+    if not same(old.about, new.about):
+        raise Misfit(
+            f"the two states are of different optimizers or parameters: {old.about.placement} with "
+            f"{dict(old.about.roles)}, and {new.about.placement} with {dict(new.about.roles)}"
+        )
+    place = old.about.placement
+    cuts = [_cut(state, size) for state, size in zip((old, new), sizes, strict=True)]
+    move = Move(*cuts, keep, place.shards, bool(place.outer), old.about.plan, new.about.plan)
+    if move.old.shards == move.new.shards and move.old_plan.shapes != move.new_plan.shapes:
+        raise Misfit(f"parameters have other shapes: {move.old_plan.shapes} before, {move.new_plan.shapes} now")
+    local, shared = _algorithm(old.about.roles, old, new, move)
+    route_local, route_shared = _route(old, new, move)
+    kept = {name: kept(getattr(old.shared, name), getattr(new.shared, name), move) for name in ("count", "key")}
+    return MeanState(
+        new.local._replace(algorithm=local, route=route_local),
+        new.shared._replace(algorithm=shared, route=route_shared, **kept),
+        new.about,
+    )
+
+
+def _algorithm(roles: tuple, old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:
+    both = [(state.local.algorithm, state.shared.algorithm) for state in (old, new)]
+    return _by_roles(roles, *both, move)
+
+
+def _by_roles(roles: tuple, old: tuple[Any, Any], new: tuple[Any, Any], move: Move) -> tuple[Any, Any]:
+    """Local and shared state of an algorithm, field by field."""
+    result = []
+    for side, mine, fresh in zip(("local", "shared"), old, new, strict=True):
+        fields = getattr(mine, "_fields", None if jax.tree.leaves(mine) else ())
+        if fields is None:
+            raise Misfit(f"the {side} state of an algorithm must be a NamedTuple; got {type(mine).__name__}")
+        unknown = [name for name in fields if name not in dict(roles)]
+        if unknown:
+            raise Misfit(
+                f"{type(mine).__name__}.{unknown[0]} has no role, so nobody knows what becomes of it with other "
+                "workers; name it in the roles of the algorithm (jaxcomp.base.ROLES)"
+            )
+        result.append(fresh)
+    local, shared = result
+    for name, role in roles:
+        pairs = [tuple(getattr(side, name, None) for side in states) for states in (old, new)]
+        if isinstance(role, tuple):
+            mine, ours = _by_roles(role, *pairs, move)
+        elif role not in _ROLES:
+            raise Misfit(f"{name} has the unknown role {role!r}; it must be one of {', '.join(_ROLES)}")
+        else:
+            mine, ours = _ROLES[role](name, *pairs, move)
+        local = local._replace(**{name: mine}) if hasattr(local, name) else local
+        shared = shared._replace(**{name: ours}) if hasattr(shared, name) else shared
+    return local, shared
+
+
+Pair = tuple[Any, Any]  # local and shared part of one field, None where there is none
+
+
+def _memory(name: str, old: Pair, new: Pair, move: Move) -> Pair:
+    """All workers with the same shard, of whatever group, are one pool: their directions are averaged in the end."""
+    groups, _, workers = move.new
+
+    def one(rows):
+        pool = pooled(join_lead(rows.swapaxes(1, 2), 2), groups * workers, move.keep)
+        return split_lead(pool, (groups, workers)).swapaxes(1, 2)
+
+    return each_leaf(old[0], new[0], move, one), None
+
+
+def _shift(name: str, old: Pair, new: Pair, move: Move) -> Pair:
+    """Workers of group j: those of group j mod the old number, if they are as many; else they start from its mean."""
+    shared = _momentum(name, old, new, move, mean=False)[1]
+    if move.old.workers == move.new.workers:
+        return each_leaf(old[0], new[0], move, lambda rows: modulo(rows, move.new)), shared
+    lead = move.old[:2] if move.leads else (1, 1)
+
+    def start(rows):
+        rows = modulo(rows, move.new[:2])[:, :, None]
+        return np.broadcast_to(rows, (*move.new, *rows.shape[3:]))
+
+    return each_leaf(old[1], new[0], move, start, lead), shared
+
+
+def _momentum(name: str, old: Pair, new: Pair, move: Move, mean: bool = True) -> Pair:
+    """From group j mod the old number of them; or, where there are others, from the mean of all groups."""
+    if not move.leads:
+        return None, kept(old[1], new[1], move)
+
+    def one(rows):
+        if mean and move.old.groups != move.new.groups:
+            rows = rows.mean(0, dtype=np.float64, keepdims=True).astype(rows.dtype)
+        return modulo(rows, move.new[:2])
+
+    return None, each_leaf(old[1], new[1], move, one, move.old[:2])
+
+
+def _iterate(name: str, old: Pair, new: Pair, move: Move) -> Pair:
+    return _momentum(name, old, new, move, mean=False)
+
+
+def _coin(name: str, old: Pair, new: Pair, move: Move) -> Pair:
+    return None, kept(old[1], new[1], move)
+
+
+def _gradient(name: str, old: Pair, new: Pair, move: Move) -> Pair:
+    raise Misfit(
+        f"{name} is the last gradient of each worker, from which no other worker can go on; begin anew at the point "
+        "that the method reached"
+    )
+
+
+def _compressor(name: str, old: Pair, new: Pair, move: Move) -> Pair:
+    return taken_over(old[0], new[0], move), kept(old[1], new[1], move)
+
+
+_ROLES: dict[str, Callable[..., Pair]] = {
+    "memory": _memory,
+    "shift": _shift,
+    "momentum": _momentum,
+    "iterate": _iterate,
+    "coin": _coin,
+    "gradient": _gradient,
+    "compressor": _compressor,
+}
+
+
+def _route(old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:
+    """Of two shots: memories of chunks of one vector, cut into other chunks. What fills up the last one is zero."""
+    mine, fresh = old.local.route, new.local.route
+    shared = kept(old.shared.route, new.shared.route, move)
+    if not hasattr(mine, "memory"):
+        return taken_over(mine, fresh, move), shared
+    groups, shards, workers = move.new
+    if move.old.shards != shards:
+        raise Misfit(f'{change_of(move)}; not supported for via="two_shot", which remembers chunks of shards')
+    rows = split_lead(on_host(mine.memory), move.old)
+    vectors = pooled(rows.reshape(*rows.shape[:2], math.prod(rows.shape[2:])), groups, move.keep)
+    cut = np.zeros((groups, shards, workers * math.prod(np.shape(fresh.memory)[1:])), rows.dtype)
+    size = min(cut.shape[-1], vectors.shape[-1])
+    cut[..., :size] = vectors[..., :size]
+    memory = placed(cut.reshape(np.shape(fresh.memory)), fresh.memory)
+    rest = {
+        name: taken_over(getattr(mine, name), getattr(fresh, name), move) for name in mine._fields if name != "memory"
+    }
+    return fresh._replace(memory=memory, **rest), shared
+
+
+def _steps(old: Any, new: Any, walk: Any, keep: str) -> Any:
+    """Of `optax.MultiSteps`: what each worker accumulated, [n p, ...] for parameters [p, ...], or [n, p, ...]."""
+    means = lambda state: means_in(state.inner_opt_state)
+    if not means(old):  # behind the mean, where all workers accumulate the same
+        return type(old)(*map(walk, old, new))
+    fields = {name: walk(value, getattr(new, name)) for name, value in old._asdict().items() if name != "acc_grads"}
+    workers, target = (_rows(means(state)[0]) for state in (old, new))
+
+    def one(old, new):
+        rows = on_host(old)
+        rows = split_lead(rows, (workers, len(rows) // workers))
+        return placed(join_lead(pooled(rows, target, keep), 2), new)
+
+    return type(old)(**fields, acc_grads=map_alike(one, old.acc_grads, new.acc_grads))

@@ -1,0 +1,6 @@
+"""What users put into their training loop. All forms run the same `exchange.runner`."""
+
+from jaxcomp.transforms.compressed_mean import compressed_mean
+from jaxcomp.transforms.rounds import Rounds, rounds
+
+__all__ = ["Rounds", "compressed_mean", "rounds"]

@@ -1,0 +1,212 @@
+"""The whole road as an optax gradient transformation."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxcomp.base import Algorithm, check_algorithm, like_of, root_key
+from jaxcomp.exchange.links import DEFAULT, Link
+from jaxcomp.exchange.placement import Placement, check_gradients, check_own
+from jaxcomp.exchange.runner import runner
+from jaxcomp.exchange.varying import Axis, axis_names
+from jaxcomp.layout import join, split, with_dtypes
+
+__all__ = ["compressed_mean"]
+
+Array = jax.Array
+Transformation = optax.GradientTransformationExtraArgs
+
+
+MISSING: Any = object()  # an axis that was forgotten, which None is not
+
+
+def compressed_mean(
+    algorithm: Algorithm | None = None,
+    axis_name: Axis | Mapping[Any, Algorithm] = MISSING,
+    via: str = "auto",
+    weights: Sequence[float] | Array | None = None,
+    *,
+    seed: int | Array = 0,
+    measure: bool | int = False,
+    link: Link = DEFAULT,
+    sharded: Any = None,
+    bucket_bytes: int | None = None,
+) -> Transformation:
+    """Replaces each worker's gradient by the mean direction of a compressed exchange.
+
+    Chain it before any optax optimizer, and run `update` where `axis_name` is bound: inside
+    `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=...)`. What comes out is equal on all workers.
+
+    The state has a part `local`, which differs between workers, and a part `shared`, which does not. Each array in
+    `local` has a leading axis of workers: `init` makes it [1, ...] inside the mapped function, and [n, ...] outside if
+    the ambient mesh (`jax.set_mesh`) has the axis. `init_state` does either for you, `state_specs` gives the specs.
+
+    Private randomness of round t on worker i comes from fold_in(fold_in(key, t), i), so any
+    round can be replayed and a resumed run is the same run.
+
+    Args:
+        algorithm: `direct`, `error_feedback`, `diana`, ...; None where axis_name is a mapping.
+        axis_name: mapped axis, a tuple of them, or None for a single worker without an axis; it
+            must be given. Or a hierarchy: a mapping from axes to algorithms, in the order of the exchanges, say {"ici": jc.direct(jc.identity()),
+            "dcn": jc.error_feedback(jc.sidco(1e-3))}. The mean over the first axis is the gradient of the second level,
+            so the devices along "ici" have equal messages for "dcn": in sums and gathers each of them carries one part.
+        via: "gather": all payloads to all workers, (n - 1) lane bytes sent by each, any compressor;
+            "sum": payloads added on the way, 2 (n - 1) / n lane bytes, linear compressors only; 3 (n - 1) / n for 16
+            bits with an algorithm that remembers what it sent, whose mean must not be rounded once more ("two_shot"
+            remembers that rounding, too, and so sends 2 (n - 1) / n);
+            "concat", "ring", "ragged": all payloads without their padding, for a compressor whose
+            messages are not equally long (`dagc`): bitwise the mean of "gather", for fewer bytes;
+            "ladder": all payloads in the shortest code that there is for what they hold, at the smallest of a
+            static ladder of capacities that holds them all: bitwise the mean of "gather" again;
+            "two_shot": each worker adds up one chunk of the gradient and sends the sum, compressed again, to all:
+            2 (n - 1) / n lane bytes for any compressor of one array, see `jaxcomp.exchange.two_shot`;
+            "auto": linear parts (small dense leaves among them) by sum, the others by gather, or by
+            the exchange that `jaxcomp.exchange.links.costs` expects to be fastest on `link`.
+        weights: relative weight of each worker, n numbers >= 0; divided by their sum. None: those that
+            the compressor brings (`dagc`), else equal.
+        seed: int or key for both kinds of randomness.
+        measure: whether `info` has the relative error and the number of non-finite entries, which cost a few passes
+            over the gradient; or an integer k: they are taken in one of k rounds. Without it they are NaN. Bytes, bits,
+            ratio and overflow are always there.
+        link: latency and bandwidth between workers, for via="auto" and the pieces of via="ring".
+        sharded: for parameters, and so gradients, that are cut into shards over other mesh axes (FSDP, tensor
+            parallel): their PartitionSpecs, a tree like the parameters; or, if all are cut over the same axes, the
+            names of these. Each device compresses its own shard and exchanges it over axis_name alone. Make the state
+            with `init_state(tx, params, mesh, axis_name, specs)`.
+        bucket_bytes: leaves are put together, from the last to the first, until their gradients have so many
+            bytes; each such bucket is a vector that is compressed by itself and exchanged by a collective of its own,
+            which need not wait for the rest of the backward pass. None: one collective. For sums and gathers.
+
+    Returns:
+        `optax.GradientTransformationExtraArgs`. Directions have the dtype of the gradients; what is too large for it is
+        its largest number.
+
+    Raises:
+        ValueError: unknown via, via="sum" with a compressor that is not linear, via="two_shot" with an algorithm that
+            needs the mean as it was sent (`diana`), bad weights; and at trace time: an unbound axis, gradients or a
+            state that do not fit, gradients that differ over a mesh axis that was not named.
+
+    Example, four workers simulated on one device:
+
+    >>> import jax, jax.numpy as jnp, optax, jaxcomp as jc
+    >>> tx = optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), "data"), optax.sgd(1.0))
+    >>> def step(grads):
+    ...     updates, state = tx.update(grads, tx.init(grads))
+    ...     return updates
+    >>> grads = jnp.array([[4.0, 1.0], [4.0, 2.0], [1.0, 8.0], [0.0, 8.0]])
+    >>> print(jax.vmap(step, axis_name="data", out_axes=None)(grads))
+    [-2. -4.]
+    """
+    if axis_name is MISSING:
+        raise TypeError(
+            'compressed_mean: axis_name must be given: the mapped axis of the workers, say axis_name="data"; None is for '
+            "a single worker without an axis"
+        )
+    levels = levels_of(algorithm, axis_name, weights)
+    names = [axis_names(axis) for axis in levels]
+    every = [name for each in names for name in each]
+    partial = sharded is not None or isinstance(axis_name, Mapping)
+    if not levels or (not all(names) and partial) or len(set(every)) < len(every):
+        raise ValueError(
+            "compressed_mean: means over part of a mesh need names, and each level axes of its own; "
+            f"got {list(levels)} and sharded={sharded!r}"
+        )
+    if not isinstance(measure, (bool, int)) or measure < 0:
+        raise ValueError(f"compressed_mean: measure must be True, False, or a number of rounds; got {measure!r}")
+    options = {"weights": weights, "measure": int(measure), "link": link, "bucket_bytes": bucket_bytes}
+
+    def mean_of(shards: tuple[str, ...], replicas: tuple[str, ...], root: Array) -> Transformation:
+        """All levels, for gradients of shards over some axes that are equal over others."""
+        parts = []
+        for i, (axis, each) in enumerate(levels.items()):
+            earlier = tuple(name for axes in names[:i] for name in axes)
+            placement = Placement(axis, tuple(names[i + 1 :]), shards, earlier + replicas, partial)
+            own = jax.random.fold_in(root, i) if len(levels) > 1 else root
+            parts.append(_mean(each, placement, via, own, options))
+        return parts[0] if len(parts) == 1 else optax.chain(*parts)
+
+    root = root_key(seed)
+    if sharded is None or isinstance(sharded, str) or _are_names(sharded):
+        return mean_of(axis_names(sharded), (), root)
+    return _by_shards(sharded, mean_of, every, root)
+
+
+def levels_of(algorithm: Any, axis_name: Any, weights: Any) -> dict[Any, Any]:
+    """Axis -> algorithm, in the order of the exchanges."""
+    if not isinstance(axis_name, Mapping):
+        return {axis_name: algorithm}
+    if algorithm is not None:
+        raise ValueError("compressed_mean: give an algorithm, or a mapping from axes to algorithms; got both")
+    if weights is not None:
+        raise ValueError("compressed_mean: weights are of the workers of one axis; a hierarchy takes none")
+    return dict(axis_name)
+
+
+def _mean(algorithm: Any, placement: Placement, via: str, root: Array, options: dict[str, Any]) -> Transformation:
+    """`compressed_mean` over the workers of one placement."""
+    run = runner("compressed_mean", check_algorithm("compressed_mean", algorithm), placement, via, root, **options)
+
+    def init(params):
+        return run.init(params)
+
+    def update(grads, state, params=None, **extra):
+        del params, extra
+        check_gradients(grads, placement)
+
+        def given(plan):
+            return split(plan, grads), jax.tree.leaves(grads)
+
+        direction, after = run.step(state, given)
+        return join(with_dtypes(after.about.plan, grads), direction), after
+
+    return Transformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _are_names(sharded: Any) -> bool:
+    return isinstance(sharded, tuple) and all(isinstance(name, str) for name in sharded)
+
+
+def _by_shards(specs: Any, mean_of: Callable[..., Transformation], axes: list[str], root: Array) -> Transformation:
+    """A mean for each group of leaves that are sharded over the same axes.
+
+    Leaves that are whole on several devices stay bitwise equal there: they have one message, of which each device
+    carries a part.
+    """
+    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    if not all(isinstance(leaf, PartitionSpec) for leaf in leaves):
+        raise ValueError(f"compressed_mean: sharded must be axis names or a tree of PartitionSpecs; got {specs!r}")
+    cut = [tuple(name for entry in spec if entry is not None for name in axis_names(entry)) for spec in leaves]
+    everything = sorted({name for each in cut for name in each})
+    if set(everything) & set(axes):
+        raise ValueError(
+            f"compressed_mean: parameters are sharded over {sorted(set(everything) & set(axes))}, over which the mean "
+            "is taken. There each device needs the mean of its shard alone: jc.psum_scatter."
+        )
+    groups = sorted(set(cut))
+    rest = lambda group: tuple(name for name in everything if name not in group)
+    means = [mean_of(group, rest(group), jax.random.fold_in(root, i)) for i, group in enumerate(groups)]
+
+    def parted(tree):
+        if jax.tree.structure(tree) != structure:
+            raise ValueError(
+                f"compressed_mean: gradients have the structure {jax.tree.structure(tree)}, sharded= has {structure}"
+            )
+        flat = jax.tree.leaves(tree)
+        return [tuple(x for x, each in zip(flat, cut, strict=True) if each == group) for group in groups]
+
+    def init(params):
+        like_of(params)
+        return tuple(mean.init(part) for mean, part in zip(means, parted(params), strict=True))
+
+    def update(grads, state, params=None, **extra):
+        del params, extra
+        for axis in axes:
+            check_own(grads, axis)
+        done = [mean.update(part, old) for mean, part, old in zip(means, parted(grads), state, strict=True)]
+        parts = {group: iter(jax.tree.leaves(direction)) for group, (direction, _) in zip(groups, done, strict=True)}
+        return jax.tree.unflatten(structure, [next(parts[each]) for each in cut]), tuple(new for _, new in done)
+
+    return Transformation(init, update)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,130 @@
+"""Runs a method that chooses where gradients are taken: inside `shard_map`, `pmap` or `vmap(axis_name=...)`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.base import Algorithm, Compressor, check_algorithm, root_key
+from jaxcomp.exchange.links import DEFAULT, Link
+from jaxcomp.exchange.placement import Placement
+from jaxcomp.exchange.runner import Runner, runner
+from jaxcomp.exchange.state import MeanState
+from jaxcomp.exchange.varying import Axis, axis_names, varying
+from jaxcomp.layout import join, split
+
+__all__ = ["Rounds", "rounds"]
+
+Array = jax.Array
+
+
+class Rounds(NamedTuple):
+    """init(x) -> state;  step(state, gradient) -> (state, bits);  point(state) -> x.
+
+    gradient(x) is the gradient of the worker's own loss; bits is what this worker sent in the round. The state is laid
+    out as that of `compressed_mean`: `state_specs`, `state_axes`, `init_state`, `info` and `redistribute` know it.
+    """
+
+    init: Callable[[Any], Any]
+    step: Callable[[Any, Callable[[Any], Any]], tuple[Any, Array]]
+    point: Callable[[Any], Any]
+
+
+class _Gradient:
+    """A worker's gradient as the last level sees it: the mean over the inner levels, whose states move on."""
+
+    def __init__(self, function: Callable[[Any], Any], inner: list[Runner], states: Sequence[Any], axes: Axis):
+        self.function, self.inner, self.states, self.axes = function, inner, list(states), axes
+
+    def __call__(self, x: Any) -> Any:
+        # Under shard_map the gradient of a replicated x would be the sum of all workers' gradients.
+        grads = self.function(varying(x, self.axes))
+        for i, level in enumerate(self.inner):
+            own = grads
+            direction, self.states[i] = level.step(self.states[i], lambda plan: (split(plan, own), []))  # noqa: B023
+            grads = join(self.states[i].about.plan, direction)
+        return grads
+
+
+def rounds(
+    method: Algorithm | None,
+    axis_name: Axis | Mapping[Any, Algorithm],
+    via: str = "auto",
+    *,
+    weights: Sequence[float] | Array | None = None,
+    seed: int | Array = 0,
+    code: str = "elias",
+    link: Link = DEFAULT,
+) -> Rounds:
+    """Binds a method to a mapped axis. What it exchanges goes the same road as in `compressed_mean`.
+
+    Args:
+        method: `descend(...)`, `adiana(...)`, `isega(...)`, `marina(...)`; None where axis_name is a mapping.
+        axis_name: mapped axis, a tuple of them, or None for a single worker. Or a hierarchy, a mapping from axes to
+            algorithms, the last of which is the method: {"ici": jc.direct(jc.identity()), "dcn": jc.adiana(...)}. The
+            method then sees, as the gradient of its worker, what the exchange over the first axes brings.
+        via, weights, link: as for `compressed_mean`.
+        seed: int or key for both kinds of randomness.
+        code: of the messages that are counted, as for `code_bits`.
+
+    Returns:
+        `Rounds`.
+
+    Raises:
+        ValueError: unknown via, or one that cannot carry what the method sends.
+        TypeError: an algorithm that does not choose where gradients are taken.
+
+    >>> import jaxcomp as jc
+    >>> run = jc.rounds(jc.descend(jc.direct(jc.identity()), 0.1), "data")
+    >>> def step(target):
+    ...     state, bits = run.step(run.init(jnp.zeros(2)), lambda x: x - target)
+    ...     return run.point(state)
+    >>> print(jax.vmap(step, axis_name="data", out_axes=None)(jnp.array([[1.0, 2.0], [3.0, 4.0]])))
+    [0.2 0.3]
+    """
+    levels = dict(axis_name) if isinstance(axis_name, Mapping) else {axis_name: method}
+    *inner_levels, (last_axis, last) = levels.items()
+    check_method(last)
+    names = [axis_names(axis) for axis in levels]
+    partial = isinstance(axis_name, Mapping)
+    root = root_key(seed)
+
+    def bound(i: int, axis: Axis, algorithm: Algorithm, **options: Any) -> Runner:
+        earlier = tuple(name for axes in names[:i] for name in axes)
+        placement = Placement(axis, tuple(names[i + 1 :]), (), earlier, partial)
+        own = jax.random.fold_in(root, i) if len(levels) > 1 else root
+        return runner("rounds", algorithm, placement, via, own, link=link, **options)
+
+    inner = [bound(i, axis, check_algorithm("rounds", each)) for i, (axis, each) in enumerate(inner_levels)]
+    run = bound(len(inner), last_axis, last, weights=weights, code=code)
+    every = tuple(name for axes in names for name in axes) or None
+
+    def init(x):
+        x = jax.tree.map(jnp.asarray, x)
+        state = run.init(x, starts=True)
+        return (*(level.init(x) for level in inner), state) if partial else state
+
+    def step(state, gradient):
+        *before, own = state if partial else (state,)
+        oracle = _Gradient(gradient, inner, before, every)
+        _, after = run.step(own, lambda plan: (lambda x: split(plan, oracle(join(plan, x))), []))
+        bits = jnp.sum(after.local.counts.code_bits)
+        return (*oracle.states, after) if partial else after, bits
+
+    def point(state):
+        own: MeanState = state[-1] if partial else state
+        return join(own.about.plan, last.point(own.shared.algorithm))
+
+    return Rounds(init, step, point)
+
+
+def check_method(method: Any) -> None:
+    """Raises TypeError unless it is an algorithm that chooses where gradients are taken."""
+    if isinstance(method, Algorithm) and method.point is not None:
+        return
+    if isinstance(method, Algorithm):
+        got = "an algorithm that is told where gradients are taken. Wrap it: jc.descend(algorithm, step_size)"
+    else:
+        got = f"the compressor {method.spec.name}" if isinstance(method, Compressor) else repr(method)
+    raise TypeError(f"rounds needs a method with an iterate: descend, adiana, isega or marina; got {got}")
