@@ -12,6 +12,7 @@ BENCHMARKS = {
     "compressors": "compress and decompress of every compressor, against one pass over memory",
     "select": "thresholds and compaction against sorts, over sizes",
     "skcompress": "sketches and quantile buckets in jit and as bytes, against one sort of as many floats",
+    "trees": "a GPT's whole tree: compile time, step time and memory, beside a plain psum",
     "smoothness": "the parts of a DIANA+ round, against the gradients",
 }
 

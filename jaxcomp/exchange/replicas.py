@@ -16,8 +16,10 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxcomp.exchange.lanes import all_gather, all_max, axis_names, axis_size, is_bound, unknown_axes
-from jaxcomp.exchange.layout import Layout, lay_out, names_of
+from jaxcomp.exchange.collectives import all_max
+from jaxcomp.exchange.lanes import all_gather
+from jaxcomp.exchange.state import Marks, lay_out, names_of
+from jaxcomp.exchange.varying import axis_names, axis_size, is_bound, unknown_axes
 from jaxcomp.hashing import fmix32
 from jaxcomp.packing import as_words
 
@@ -59,7 +61,7 @@ def _kinds(tree: Any, axis: Any, specs: Any) -> dict[frozenset[str], list[tuple[
     along = frozenset(axis_names(axis))
     if specs is None:
         local = lambda axes, outer: frozenset((*outer, *axis_names(axes))) if along else LOCAL
-        differ = lay_out(tree, axis, Layout(local, shared=frozenset, rest=lambda leaf: frozenset()))
+        differ = lay_out(tree, axis, Marks(local, shared=frozenset, rest=lambda leaf: frozenset()))
     else:
         every = lambda spec, part: jax.tree.map(lambda _: _names_in(spec), part)
         try:
