@@ -18,6 +18,7 @@ EXPERIMENTS = {
     "smoothness": ("experiments.smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),
     "sharded": ("experiments.sharded", "sharded models: each device compresses its shard, and what crosses which axis"),
     "overlap": ("experiments.overlap", "buckets: exchanges that may start while the backward pass still runs"),
+    "layouts": ("experiments.layouts", "which vectors a tree should become: one, each leaf, or equal chunks"),
     "bench": ("experiments.bench", "benchmarks of the hot paths"),
 }
 

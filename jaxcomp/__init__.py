@@ -7,134 +7,115 @@ Compressors are pure functions, joined with an algorithm and chained into any op
         optax.adamw(1e-3),
     )
 
-What is listed here is public. Everything else may change without notice.
+What is listed here is public. Everything else may change without notice. What is rarer stands in groups:
+
+    jc.methods       methods that keep their own iterate: rounds, descend, adiana, isega, marina; theory, prox
+    jc.contrib       historical rivals: dgc, gaussian_k, redsync, hard_threshold, momentum_correction
+    jc.collectives   drop-in pmean and psum_scatter with a format on the wire
+    jc.replicas      are all workers still the same: fingerprints, check_replicas, skip_nonfinite
+    jc.state         states on meshes and of other workers: state_axes, refresh, set_amounts, ...
 """
 
-from jaxcomp import allocate, payloads, prox, smoothness, theory, wire
-from jaxcomp.algorithms import (
-    adiana,
-    descend,
-    diana,
-    direct,
-    error_feedback,
-    isega,
-    marina,
-    momentum_correction,
-)
-from jaxcomp.amounts import set_amounts
-from jaxcomp.base import Algorithm, Compressor, Spec, State, roundtrip
-from jaxcomp.bits import code_bits, lane_bytes
+from typing import Any
+
+from jaxcomp import allocate, collectives, contrib, methods, payloads, prox, replicas, smoothness, state, theory, wire
+from jaxcomp.algorithms import diana, direct, error_feedback, power_sgd
+from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State, roundtrip
 from jaxcomp.compressors import (
     bernoulli,
     cast,
     compose,
     contract,
     dagc,
-    dgc,
     dithering,
     flat,
-    gaussian_k,
-    hard_threshold,
     identity,
     narrow,
     natural,
     per_leaf,
     precondition,
     rand_k,
-    redsync,
-    refresh,
     sidco,
     skcompress,
     top_k,
     warm_up,
 )
-from jaxcomp.exchange import (
-    Info,
-    Link,
-    ReplicaDrift,
-    check_replicas,
-    compressed_mean,
-    fingerprint,
-    fingerprints,
-    info,
-    init_state,
-    per_worker,
-    pmean,
-    psum_scatter,
-    redistribute,
-    rounds,
-    skip_nonfinite,
-    state_axes,
-    state_specs,
-)
+from jaxcomp.exchange.info import Info, info
+from jaxcomp.exchange.links import Link
+from jaxcomp.exchange.redistribute import redistribute
+from jaxcomp.exchange.replicas import check_replicas
+from jaxcomp.exchange.state import init_state, per_worker, state_specs
+from jaxcomp.layout import Layout
 from jaxcomp.ledger import Ledger, ledger
+from jaxcomp.payloads import code_bits, lane_bytes
+from jaxcomp.transforms import compressed_mean
 from jaxcomp.wire import WireError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Algorithm",
     "Compressor",
+    "Exchange",
     "Info",
+    "Layout",
     "Ledger",
     "Link",
-    "ReplicaDrift",
+    "Sent",
     "Spec",
     "State",
     "WireError",
-    "adiana",
     "allocate",
     "bernoulli",
     "cast",
     "check_replicas",
     "code_bits",
+    "collectives",
     "compose",
     "compressed_mean",
     "contract",
+    "contrib",
     "dagc",
-    "descend",
-    "dgc",
     "diana",
     "direct",
     "dithering",
     "error_feedback",
-    "fingerprint",
-    "fingerprints",
     "flat",
-    "gaussian_k",
-    "hard_threshold",
     "identity",
     "info",
     "init_state",
-    "isega",
     "lane_bytes",
     "ledger",
-    "marina",
-    "momentum_correction",
+    "methods",
     "narrow",
     "natural",
     "payloads",
     "per_leaf",
     "per_worker",
-    "pmean",
+    "power_sgd",
     "precondition",
     "prox",
-    "psum_scatter",
     "rand_k",
     "redistribute",
-    "redsync",
-    "refresh",
-    "rounds",
+    "replicas",
     "roundtrip",
-    "set_amounts",
     "sidco",
     "skcompress",
-    "skip_nonfinite",
     "smoothness",
-    "state_axes",
+    "state",
     "state_specs",
     "theory",
     "top_k",
     "warm_up",
     "wire",
 ]
+
+_GROUPS = (methods, contrib, collectives, replicas, state)
+
+
+def __getattr__(name: str) -> Any:
+    """What is in a group is found without it, too: `jc.rounds` is `jc.methods.rounds`."""
+    for group in _GROUPS:
+        if name in group.__all__:
+            return getattr(group, name)
+    raise AttributeError(f"module 'jaxcomp' has no attribute {name!r}")

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jaxcomp.arrays import bounded, is_array, like_of, wide
 
@@ -37,6 +39,7 @@ __all__ = [
 Array = jax.Array
 DENSE_BELOW = 1024  # entries
 LONGEST = 2**30  # entries of a vector: indices, and the bits of their masks, are 32-bit integers
+FEW = 16  # leaves whose slices may be kernels of their own
 UNITS = ("tree", "leaf", "apart", "shape", "chunks")
 
 
@@ -244,31 +247,37 @@ def check_fits(plan: Plan, tree: Any) -> None:
 def _end_to_end(leaves: list[Any], dtype: Any) -> Array:
     if len(leaves) == 1:
         return leaves[0].reshape(-1).astype(dtype)
-    return jnp.concatenate([jnp.zeros((0,), dtype), *(leaf.reshape(-1).astype(dtype) for leaf in leaves)])
+    if not leaves:
+        return jnp.zeros((0,), dtype)
+    return lax.concatenate([lax.reshape(jnp.asarray(leaf, dtype), (leaf.size,)) for leaf in leaves], 0)
 
 
 def join(plan: Plan, parts: Any) -> Any:
     """Inverse of `split`. Leaves have their own dtypes; what is too large for one is its largest number."""
     leaves: list[Any] = [None] * len(plan.shapes)
-
-    def place(numbers: tuple[int, ...], vector: Array) -> None:
-        start = 0
-        for i in numbers:
-            size = math.prod(plan.shapes[i])
-            leaves[i] = vector[start : start + size].reshape(plan.shapes[i])
-            start += size
-
     dense, vectors = (None, (parts,)) if plan.bare else parts
-    for group, vector in zip(plan.groups, vectors, strict=True):
-        if group.rows:
-            for row, i in enumerate(group.leaves):
-                leaves[i] = vector[row].reshape(plan.shapes[i])
-        else:
-            place(group.leaves, vector.reshape(-1))
-    if plan.dense:
-        place(plan.dense, dense)
+    members = [(group.leaves, vector.reshape(-1)) for group, vector in zip(plan.groups, vectors, strict=True)]
+    for numbers, vector in [*members, *([(plan.dense, dense)] if plan.dense else [])]:
+        pieces = _cut_apart(vector, [math.prod(plan.shapes[i]) for i in numbers])
+        for i, piece in zip(numbers, pieces, strict=True):
+            leaves[i] = lax.reshape(piece, plan.shapes[i])
     leaves = [x if x.dtype == dtype else bounded(x.astype(dtype)) for x, dtype in zip(leaves, plan.dtypes, strict=True)]
     return jax.tree.unflatten(plan.structure, leaves)
+
+
+def _cut_apart(vector: Array, sizes: list[int]) -> list[Array]:
+    """Consecutive pieces of a vector; what is left of it is dropped.
+
+    On CPU, XLA compiles every static slice of a long vector as a kernel of its own, 30 ms each. Slices whose starts it
+    does not know are one kernel for each size, so the starts come out of a condition that it cannot decide.
+    """
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    if len(sizes) < FEW or jax.default_backend() != "cpu" or vector.size == 0:
+        return [lax.slice(vector, (start,), (start + size,)) for start, size in zip(starts, sizes, strict=True)]
+    first = vector[0].astype(jnp.float32)
+    constants = lambda numbers: lambda: tuple(jnp.asarray(number, jnp.int32) for number in numbers)
+    unknown = lax.cond((first <= jnp.inf) | jnp.isnan(first), constants(starts), constants([0] * len(starts)))
+    return [lax.dynamic_slice(vector, (start,), (size,)) for start, size in zip(unknown, sizes, strict=True)]
 
 
 def rows_of(x: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""Distributed methods: what each worker sends, and what is made of the mean."""
+"""Distributed methods: what one worker does in a round. One file each."""
 
 from jaxcomp.algorithms.adiana import adiana
 from jaxcomp.algorithms.diana import diana
@@ -8,6 +8,7 @@ from jaxcomp.algorithms.isega import isega
 from jaxcomp.algorithms.marina import marina
 from jaxcomp.algorithms.method import descend
 from jaxcomp.algorithms.momentum_correction import momentum_correction
+from jaxcomp.algorithms.power_sgd import power_sgd
 
 __all__ = [
     "adiana",
@@ -18,4 +19,5 @@ __all__ = [
     "isega",
     "marina",
     "momentum_correction",
+    "power_sgd",
 ]

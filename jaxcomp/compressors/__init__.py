@@ -10,7 +10,8 @@ from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.skcompress import skcompress
 from jaxcomp.compressors.sparsify import bernoulli, rand_k, top_k
 from jaxcomp.compressors.threshold import gaussian_k, hard_threshold, redsync
-from jaxcomp.compressors.tree import flat, lift, per_leaf
+from jaxcomp.compressors.parts import lift
+from jaxcomp.compressors.tree import flat, per_leaf
 
 __all__ = [
     "Selector",

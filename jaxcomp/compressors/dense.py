@@ -10,6 +10,7 @@ from jax import lax
 from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_bits
+from jaxcomp.layout import Layout
 from jaxcomp.norms import exponent_of, max_abs, power_of_two
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Dense, Quantized, Scaled
@@ -29,7 +30,7 @@ def identity() -> Compressor:
     return on_vectors(
         compress=lambda key, x, state: (Dense(finite(x)), state.local),
         decompress=lambda payload, shared, like: payload.values.astype(like.dtype),
-        spec=Spec("identity", omega=lambda d: 0.0, alpha=lambda d: 1.0, linear=True),
+        spec=Spec("identity", omega=lambda d: 0.0, alpha=lambda d: 1.0, linear=True, layout=Layout("apart", 0)),
     )
 
 

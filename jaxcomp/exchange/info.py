@@ -109,7 +109,9 @@ def nonfinite(arrays: list[Array]) -> Array:
 
 def joint_norm(norms: list[Array]) -> Array:
     """Norm of vectors laid end to end, from theirs, without overflow: f32[...]."""
-    stacked = jnp.stack([jnp.zeros((), jnp.float32), *(norm.astype(jnp.float32) for norm in norms)])
+    if not norms:
+        return jnp.zeros((), jnp.float32)
+    stacked = jnp.stack([norm.astype(jnp.float32) for norm in norms])
     largest = jnp.max(stacked, axis=0)
     unit = jnp.where(largest > 0, largest, 1)
     return unit * jnp.sqrt(jnp.sum(jnp.square(jnp.clip(stacked / unit, 0, 1)), axis=0))

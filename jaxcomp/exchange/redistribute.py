@@ -137,10 +137,10 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
         raise Misfit(f"parameters have other shapes: {move.old_plan.shapes} before, {move.new_plan.shapes} now")
     local, shared = _algorithm(old.about.roles, old, new, move)
     route_local, route_shared = _route(old, new, move)
-    kept = {name: kept(getattr(old.shared, name), getattr(new.shared, name), move) for name in ("count", "key")}
+    same_key = {name: kept(getattr(old.shared, name), getattr(new.shared, name), move) for name in ("count", "key")}
     return MeanState(
         new.local._replace(algorithm=local, route=route_local),
-        new.shared._replace(algorithm=shared, route=route_shared, **kept),
+        new.shared._replace(algorithm=shared, route=route_shared, **same_key),
         new.about,
     )
 

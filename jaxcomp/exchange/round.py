@@ -61,9 +61,12 @@ class Message:
         self._reduced = reduced
         self.state, self.mean = state, reduced.mean
 
+    def decoded(self) -> Any:
+        return self._compressor.decompress(self._payload, self._shared, like_of(self._message))
+
     @functools.cached_property
     def own(self) -> Any:
-        return self._compressor.decompress(self._payload, self._shared, like_of(self._message))
+        return self.decoded()
 
     @functools.cached_property
     def residual(self) -> Any:
@@ -162,7 +165,8 @@ class Round:
         if self._measured is None:
             return no_errors()
         none, every = varying(no_errors(), self._way.placement.every), self._way.placement.every
-        return lax.cond(self._measured, lambda: varying(errors_of(message, sent.own), every), lambda: none)
+        own = sent.decoded  # a function: what is computed inside a branch must not be kept outside
+        return lax.cond(self._measured, lambda: varying(errors_of(message, own()), every), lambda: none)
 
 
 def _vectors(payload: Any, message: Any) -> list[tuple[Any, Any]]:

@@ -1,6 +1,7 @@
 """The state of an optimizer on a mesh: which arrays differ between which workers, wherever optax put them."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxcomp.base import State
 from jaxcomp.exchange.placement import Placement
 from jaxcomp.exchange.varying import Axis, axis_names, is_bound, known_equal, varying
-from jaxcomp.layout import Plan
+from jaxcomp.layout import Plan, join
 
 __all__ = [
     "About",
@@ -22,6 +23,7 @@ __all__ = [
     "MeanShared",
     "MeanState",
     "at_device",
+    "by_leaf",
     "check_rows",
     "frozen",
     "init_state",
@@ -105,6 +107,21 @@ def is_mean(node: Any) -> bool:
 def means_in(state: Any) -> list[MeanState]:
     """All of them, wherever optax put them."""
     return [node for node in jax.tree.leaves(state, is_leaf=is_mean) if is_mean(node)]
+
+
+def by_leaf(mean: MeanState, vectors: Any) -> Any:
+    """Vectors of a state (memories, shifts, iterates) as a tree like the parameters, behind their leading axes.
+
+    >>> import jaxcomp as jc
+    >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), None)
+    >>> state = tx.init({"w": jnp.zeros((2, 3))})
+    >>> jc.state.by_leaf(state, state.local.algorithm.memory)["w"].shape
+    (1, 2, 3)
+    """
+    plan = mean.about.plan
+    lead = jax.tree.map(lambda x, like: x.ndim - len(like.shape), vectors, plan.like)
+    axes = max(jax.tree.leaves(lead), default=0)
+    return functools.reduce(lambda f, _: jax.vmap(f), range(axes), functools.partial(join, plan))(vectors)
 
 
 def local_rows(axis: Axis) -> int:

@@ -1,0 +1,208 @@
+"""Which vectors should a tree become? Quality at equal bytes, compile time and step time of each layout.
+
+A CNN on digits and a small transformer on characters are trained by 4 workers, simulated on one device, with each
+layout of `jaxcomp.layout` for sparsifiers and for dithering: the whole tree as one vector, each leaf by itself, equal
+chunks of 4,096 entries.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments import text as texts
+from experiments.cli import Parser, at_least, fraction
+from experiments.report import progress_bar, show
+
+__all__ = ["main"]
+
+WORKERS, BATCH, CHUNK = 4, 16, 4096
+
+
+class Task(NamedTuple):
+    """params; loss(params, batch); batch(seed, step) -> arrays with a leading axis of workers; lr of Adam."""
+
+    name: str
+    params: Any
+    loss: Callable[[Any, Any], Any]
+    batch: Callable[[int, int], Any]
+    lr: float
+
+
+def cnn(folder: Path | None) -> Task:
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    from experiments.data import load
+    from experiments.models import Cnn
+
+    data = load("digits", folder)
+    graph, params, rest = nnx.split(Cnn(data.train_x.shape[1:], data.num_classes, nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss(params, batch):
+        logits = nnx.merge(graph, params, rest)(batch["x"])
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
+
+    def batch(seed, step):
+        rows = np.random.default_rng([seed, step]).integers(0, len(data.train_x), (WORKERS, BATCH))
+        return {"x": data.train_x[rows], "y": data.train_y[rows]}
+
+    return Task("CNN, digits", params, loss, batch, 1e-3)
+
+
+def transformer(path: Path | None) -> Task:
+    from experiments.transformer import LAYOUTS, Sizes, initial, mean_loss
+
+    text = texts.text_of(path)
+    sizes = Sizes(text.characters, 64, 128, 4, 4)
+
+    def batch(seed, step):
+        rows = texts.windows(text.codes[: text.train], WORKERS * BATCH, sizes.length, seed, step)
+        return rows.reshape(WORKERS, BATCH, -1)
+
+    loss = lambda params, windows: mean_loss(params, windows, LAYOUTS["data"])
+    return Task(f"transformer, {text.name}", initial(sizes, 0), loss, batch, 1e-3)
+
+
+def methods(ratio: float) -> dict[str, Callable[[Any], Any]]:
+    """Name -> algorithm from a function that lays a compressor out."""
+    import jaxcomp as jc
+
+    return {
+        f"top_k({ratio:g})": lambda laid: jc.error_feedback(laid(jc.top_k(ratio))),
+        f"sidco({ratio:g})": lambda laid: jc.error_feedback(laid(jc.sidco(ratio))),
+        "dithering(7), one norm": lambda laid: jc.direct(laid(jc.dithering(7, blocks=1))),
+        "dithering(7), blocks of 512": lambda laid: jc.direct(laid(jc.dithering(7, block_size=512))),
+    }
+
+
+def layouts(params: Any) -> dict[str, Callable[[Any], Any]]:
+    import jax
+
+    import jaxcomp as jc
+    from jaxcomp.compressors.tree import with_layout
+
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    chunks = jc.Layout("chunks", chunks=max(1, math.ceil(size / CHUNK)))
+    return {
+        "tree": lambda c: with_layout("tree", c, jc.Layout("tree")),
+        "leaf": jc.per_leaf,
+        "chunks": lambda c: with_layout("chunks", c, chunks),
+    }
+
+
+def train(task: Task, algorithm: Any, steps: int, seeds: Sequence[int], tick: Callable[[], None]) -> dict[str, Any]:
+    """Losses [seeds, steps], bytes of a message, seconds to compile and of a step."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import jaxcomp as jc
+
+    tx = optax.chain(jc.compressed_mean(algorithm, "data"), optax.adam(task.lr))
+    axes = jc.init_state(tx, task.params, WORKERS, "data")[1]
+
+    def step(params, state, batch):
+        loss, grads = jax.value_and_grad(task.loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "data")
+
+    mapped = jax.jit(
+        jax.vmap(step, in_axes=(None, axes, 0), out_axes=(None, axes, None), axis_name="data"), donate_argnums=(0, 1)
+    )
+    losses, taken, compiled = [], [], 0.0
+    for seed in seeds:
+        params = jax.tree.map(jnp.array, task.params)
+        state, _ = jc.init_state(tx, params, WORKERS, "data")
+        row = []
+        for i in range(steps):
+            batch = task.batch(seed, i)
+            start = time.perf_counter()
+            params, state, loss = jax.block_until_ready(mapped(params, state, batch))
+            taken.append(time.perf_counter() - start)
+            row.append(float(loss))
+            tick()
+        losses.append(row)
+    compiled = taken[0]
+    lane = float(jc.info(state).lane_bytes)
+    return {"losses": losses, "lane_bytes": lane, "compile": compiled, "seconds": float(np.median(taken[1:]))}
+
+
+def parser() -> Parser:
+    p = Parser(prog="python -m experiments layouts", description=__doc__)
+    p.add_argument("--steps", type=at_least(1), default=300, help="of each training")
+    p.add_argument("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2], help="of the batches")
+    p.add_argument("--ratio", type=fraction, default=0.01, help="of sparsifiers")
+    p.add_argument("--tasks", nargs="+", choices=["cnn", "transformer"], default=["cnn", "transformer"])
+    p.add_argument("--text", type=Path, default=None, help="plain or .xz; without it the source of this package")
+    p.add_argument("--out", type=Path, default=Path("runs/layouts"), help="folder for results, table and plot")
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(arguments)
+    import numpy as np
+    from rich.console import Console
+
+    from experiments.bench.timing import machine
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    tasks = [cnn(None) if name == "cnn" else transformer(options.text) for name in options.tasks]
+    results = []
+    with progress_bar(console) as bar:
+        for task in tasks:
+            for method, make in methods(options.ratio).items():
+                for layout, laid in layouts(task.params).items():
+                    name = f"{task.name}: {method}, {layout}"
+                    row = bar.add_task(name, total=options.steps * len(options.seeds), now="")
+                    tick = lambda row=row: bar.advance(row)
+                    outcome = train(task, make(laid), options.steps, options.seeds, tick)
+                    results.append({"task": task.name, "method": method, "layout": layout, **outcome})
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "results.json").write_text(json.dumps(results))
+    tail = max(1, options.steps // 10)
+    table = []
+    for r in results:
+        last = np.asarray(r["losses"])[:, -tail:].mean(1)
+        table.append(
+            [
+                r["task"],
+                r["method"],
+                r["layout"],
+                f"{last.mean():.4f}",
+                f"{last.std(ddof=1) if len(last) > 1 else 0:.4f}",
+            ]
+            + [f"{r['lane_bytes']:,.0f}", f"{r['compile']:.1f}", f"{1e3 * r['seconds']:.1f}"]
+        )
+    head = ["task", "method", "layout", "last losses", "± (seeds)", "lane bytes", "compile s", "ms a step"]
+    notes = (
+        f"{WORKERS} workers under vmap, {BATCH} examples each, {options.steps} steps of Adam, {len(options.seeds)} seeds; "
+        f"the loss is the mean over the last {tail} steps. Chunks have {CHUNK} entries. Times are those of the whole "
+        "training step on one device."
+    )
+    show(console, f"Layouts; {machine()}", head, table, notes, options.out / "table.md")
+    plot(results, options.out / "losses.png")
+    return 0
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    import numpy as np
+
+    from experiments.plots import LINES, new_figure, running_mean, save
+
+    panels = list(dict.fromkeys((r["task"], r["method"]) for r in results))
+    figure, axes = new_figure(min(4, len(panels)), rows=math.ceil(len(panels) / 4))
+    for axis, panel in zip(axes, panels, strict=False):
+        rows = [r for r in results if (r["task"], r["method"]) == panel]
+        for line, r in zip(LINES, rows, strict=False):
+            curve = running_mean(np.asarray(r["losses"]), 10).mean(0)
+            axis.plot(1 + np.arange(len(curve)), curve, label=r["layout"], markevery=max(1, len(curve) // 6), **line)
+        axis.set(title="\n".join(panel), xlabel="step", ylabel="loss (running mean of 10 steps)", yscale="log")
+        axis.legend()
+    save(figure, path)

@@ -1,0 +1,8 @@
+"""States of optimizers on meshes, under vmap, with other plans, and with other workers."""
+
+from jaxcomp.amounts import set_amounts
+from jaxcomp.compressors import refresh
+from jaxcomp.exchange.redistribute import redistribute
+from jaxcomp.exchange.state import by_leaf, init_state, per_worker, state_axes, state_specs
+
+__all__ = ["by_leaf", "init_state", "per_worker", "redistribute", "refresh", "set_amounts", "state_axes", "state_specs"]
