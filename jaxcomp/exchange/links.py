@@ -1,7 +1,7 @@
-"""What an exchange costs: schedules of pieces around a ring, and a model of their time.
+"""A model of the time that messages take on links, and schedules of pieces around a ring.
 
 A link carries a message of b bytes in `latency + b / bandwidth`, and all links work at once. For n
-workers with messages of w_i bytes, W = sum w_i:
+workers with messages of w_i bytes, W = sum w_i, the routes take:
 
     gather   (n - 1) (latency + 1.1 max w_i / bandwidth)       ring all-gather of padded messages
     concat   2 (n - 1) (latency + 1.2 W / n / bandwidth)       ring all-reduce of their concatenation
@@ -11,13 +11,14 @@ workers with messages of w_i bytes, W = sum w_i:
 So concat beats gather from about max w_i > 2.2 W / n on. Ring sends the fewest bytes but waits most often, and
 at every tick for both neighbours, which a collective that runs by itself does not. The factors and the
 latency of 1 ms were measured with gloo, eight processes and links of 100 Mbit/s
-(`python -m experiments bench exchange --workers 8 --mbit 100`).
+(`python -m experiments bench exchange --workers 8 --mbit 100`). The formula of each route stands in its own file
+in `routes`.
 """
 
 import functools
 from typing import NamedTuple
 
-__all__ = ["DEFAULT", "Cost", "Link", "Phase", "Plan", "costs", "ring_plan"]
+__all__ = ["ADDS", "DEFAULT", "GATHERS", "Cost", "Link", "Phase", "Plan", "cost_of", "ring_plan"]
 
 MOST_PIECES = 48  # of the longest message
 MOST_REST = 8  # pieces of the longest rest
@@ -44,6 +45,11 @@ class Cost(NamedTuple):
 
     seconds: float
     sent_bytes: float
+
+
+def cost_of(messages: int, message_bytes: float, sent_bytes: float, link: Link, factor: float = GATHERS) -> Cost:
+    """The cost of so many messages of equal size, one after the other; factor: GATHERS or ADDS."""
+    return Cost(messages * (link.latency + factor * message_bytes / link.bandwidth), float(sent_bytes))
 
 
 class Tick(NamedTuple):
@@ -137,28 +143,3 @@ def _ticks(counts: tuple[int, ...]) -> tuple[Tick, ...]:
                 held[(i + 1) % n].append((hops - 1, order, piece))
         ticks.append(Tick(tuple((i, (i + 1) % n) for i in moves), tuple(sends), tuple(receives)))
     return tuple(ticks)
-
-
-def costs(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> dict[str, Cost]:
-    """Time and bytes of every exchange for messages of these lengths.
-
-    Args:
-        lengths: uint32 words of each worker's message.
-        capacity: words of a padded message.
-        link: latency and bandwidth.
-
-    >>> {name: cost.sent_bytes for name, cost in costs((6, 2, 1), 6).items()}
-    {'gather': 48.0, 'concat': 48.0, 'ring': 24.0, 'ragged': 24.0}
-    """
-    n, total = len(lengths), 4 * sum(lengths)
-    plan = ring_plan(lengths, link)
-
-    def cost(messages: int, size: float, sent: float, factor: float = GATHERS) -> Cost:
-        return Cost(messages * (link.latency + factor * size / link.bandwidth), float(sent))
-
-    return {
-        "gather": cost(n - 1, 4 * capacity, (n - 1) * 4 * capacity),
-        "concat": cost(2 * (n - 1), total / n, 2 * (n - 1) / n * total, ADDS),
-        "ring": Cost(plan.seconds(link), plan.sent_bytes),
-        "ragged": cost(n - 1, 4 * max(lengths), (n - 1) / n * total),
-    }

@@ -1,0 +1,33 @@
+"""How the messages of all workers become their mean: one file for each route, and "auto", which chooses."""
+
+from jaxcomp.exchange.routes.auto import AUTO, costs
+from jaxcomp.exchange.routes.concat import CONCAT
+from jaxcomp.exchange.routes.gather import GATHER
+from jaxcomp.exchange.routes.ladder import LADDER
+from jaxcomp.exchange.routes.ragged import RAGGED
+from jaxcomp.exchange.routes.ring import RING
+from jaxcomp.exchange.routes.route import Call, Outgoing, Reduced, Route
+from jaxcomp.exchange.routes.sum import SUM
+from jaxcomp.exchange.routes.two_shot import TWO_SHOT
+
+__all__ = ["ROUTES", "VIAS", "Call", "Outgoing", "Reduced", "Route", "costs", "route_of"]
+
+# In this order `Info.via` numbers them.
+ROUTES: dict[str, Route] = {
+    route.name: route for route in (SUM, GATHER, CONCAT, RING, RAGGED, LADDER, TWO_SHOT)
+}
+VIAS = ("auto", *ROUTES)
+
+
+def route_of(via: str) -> Route:
+    """The route that a user asked for.
+
+    Raises:
+        ValueError: there is none of that name.
+
+    >>> route_of("ring").name
+    'ring'
+    """
+    if via not in VIAS:
+        raise ValueError(f"via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
+    return AUTO if via == "auto" else ROUTES[via]

@@ -1,0 +1,87 @@
+"""via="auto": linear payloads are added on the way; the others are brought to all workers by the fastest route.
+
+Of a payload of several vectors the small dense leaves are linear, whatever the compressor is. Where messages have equal
+length, all-gather is the fastest route; where their lengths differ, it is the one with the least expected time by the
+model of `links`.
+"""
+
+from typing import Any
+
+import jax
+
+from jaxcomp.base import lengths
+from jaxcomp.exchange.collectives import has_ragged
+from jaxcomp.exchange.links import DEFAULT, Cost, Link
+from jaxcomp.exchange.routes import concat, gather, ragged, ring
+from jaxcomp.exchange.routes.route import (
+    Call,
+    Outgoing,
+    Reduced,
+    Route,
+    accepts_all,
+    reduced,
+    same_layout,
+    stacked,
+    stateless,
+)
+from jaxcomp.exchange.routes.sum import SUM, summed
+from jaxcomp.exchange.routes.unequal import message_of
+from jaxcomp.exchange.varying import axis_size
+from jaxcomp.payloads import Dense, Leaves
+
+__all__ = ["AUTO", "costs", "fastest"]
+
+CARRYING = {"gather": gather, "concat": concat, "ring": ring, "ragged": ragged}
+
+
+def costs(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> dict[str, Cost]:
+    """Expected time and bytes of every route that brings all messages to all workers.
+
+    Args:
+        lengths: uint32 words of each worker's message.
+        capacity: words of a padded message.
+        link: latency and bandwidth.
+
+    >>> {name: cost.sent_bytes for name, cost in costs((6, 2, 1), 6).items()}
+    {'gather': 48.0, 'concat': 48.0, 'ring': 24.0, 'ragged': 24.0}
+    """
+    return {name: route.cost(lengths, capacity, link) for name, route in CARRYING.items()}
+
+
+def fastest(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> str:
+    """Name of the route with the least expected time, among those that the backend has; gather for equal lengths."""
+    if len(set(lengths)) == 1:
+        return "gather"
+    each = costs(lengths, capacity, link)
+    return min((name for name in each if name != "ragged" or has_ragged()), key=lambda name: each[name].seconds)
+
+
+def reduce(out: Outgoing, call: Call) -> Reduced:
+    if out.compressor.spec.linear:
+        return SUM.reduce(out, call)
+    limits = lengths(out.compressor, out.like)
+    if not isinstance(out.payload, Leaves):
+        payloads, sent_bytes, name = _brought(out.payload, limits, call)
+        return reduced(out, call, payloads, call.weights, name, sent_bytes)
+    dense, dense_bytes = summed(out.payload.dense, out.like, call._replace(buckets=None))
+    vectors = out.payload.leaves
+    if not vectors:
+        return reduced(out, call, Leaves(dense, ()), None, "sum", dense_bytes)
+    brought, sent_bytes, name = _brought(vectors, limits.leaves if isinstance(limits, Leaves) else None, call)
+    weights = None if call.weights is None else Leaves(Dense(None), (call.weights,) * len(vectors))
+    return reduced(out, call, Leaves(dense, brought), weights, name, dense_bytes + sent_bytes)
+
+
+def _brought(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any, str]:
+    """The payloads of all workers, the bytes that a device sends, and the name of the route."""
+    workers, name = axis_size(call.axis), "gather"
+    if lengths is not None and workers > 1 and jax.tree.leaves(payload):
+        message = message_of(payload, lengths, workers)
+        name = fastest(message.lengths, message.capacity, call.link)
+    # Without lengths all-gather does not warn of padding: it was chosen for its time.
+    limits = None if name == "gather" else lengths
+    payloads, sent_bytes = stacked(CARRYING[name].carry, payload, limits, call)
+    return payloads, sent_bytes, name
+
+
+AUTO = Route("auto", accepts_all, same_layout, stateless, reduce, buckets=True)

@@ -1,0 +1,39 @@
+"""via="concat": an all-reduce of the concatenation of all messages, without their padding.
+
+Every worker writes its words at its own place of one buffer, and the buffers are added: 2 (n - 1) / n times the sum of
+the real sizes is sent by each worker. The others' words at a place are zero, so the sum of bits is exact.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.exchange.collectives import all_sum_words
+from jaxcomp.exchange.links import ADDS, Cost, Link, cost_of
+from jaxcomp.exchange.routes.route import by_carrying
+from jaxcomp.exchange.routes.unequal import Message, carrying, from_buffers, own_words, pieces_of
+from jaxcomp.exchange.varying import Axis, axis_index, varying, varying_axes
+
+__all__ = ["CONCAT", "carry"]
+
+
+def exchange(message: Message, axis: Axis, link: Link) -> Any:
+    del link
+    lengths = message.lengths
+    longest, total = max(lengths), sum(lengths)
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    own = own_words(message, axis, longest)
+    buffer = varying(jnp.zeros((total + longest,), jnp.uint32), varying_axes(own))
+    buffer = lax.dynamic_update_slice(buffer, own, (jnp.asarray(starts, jnp.int32)[axis_index(axis)],))
+    return from_buffers(message, pieces_of(all_sum_words(buffer[:total], axis), lengths), axis)
+
+
+def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+    del capacity
+    n, total = len(lengths), 4 * sum(lengths)
+    return cost_of(2 * (n - 1), total / n, 2 * (n - 1) / n * total, link, ADDS)
+
+
+carry = carrying(exchange, cost)
+CONCAT = by_carrying("concat", carry, cost)

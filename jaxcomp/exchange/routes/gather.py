@@ -1,0 +1,47 @@
+"""via="gather": an all-gather of all payloads, as they are, with their padding.
+
+Each worker sends its payload to n - 1 others: (n - 1) lane bytes by a ring all-gather. With r replicas each device
+sends the r-th part of that, and then what arrived to the other r - 1.
+"""
+
+import warnings
+from typing import Any
+
+from jaxcomp.exchange.lanes import all_gather, buckets_of_arrays, gather_bytes
+from jaxcomp.exchange.links import Cost, Link, cost_of
+from jaxcomp.exchange.routes.route import Call, by_carrying
+from jaxcomp.exchange.routes.unequal import message_of
+from jaxcomp.exchange.varying import axis_size
+
+__all__ = ["GATHER", "carry"]
+
+PADDED = 1.1  # longest message / mean message from which on gathering is worth a warning
+
+
+def carry(payload: Any, lengths: Any, call: Call) -> tuple[Any, float]:
+    """All payloads, by one collective for each lane."""
+    if lengths is not None:
+        _warn_of_padding(payload, lengths, axis_size(call.axis))
+    buckets = buckets_of_arrays(payload, call.buckets)
+    rows = all_gather(payload, call.axis, call.replicas, buckets)
+    return rows, gather_bytes(payload, call.axis, call.replicas, buckets)
+
+
+def _warn_of_padding(payload: Any, lengths: Any, workers: int) -> None:
+    words = message_of(payload, lengths, workers).lengths
+    longest, mean = max(words), sum(words) / workers
+    if longest > PADDED * mean:
+        warnings.warn(
+            f'via="gather" pads every message to the longest, {longest / mean:.2f} times the mean: a uniform ratio '
+            'as large as the largest one would cost the same and lose less. via="concat" and via="ring" do not send '
+            'the padding; via="auto" takes what is fastest.',
+            stacklevel=5,
+        )
+
+
+def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+    n = len(lengths)
+    return cost_of(n - 1, 4 * capacity, (n - 1) * 4 * capacity, link)
+
+
+GATHER = by_carrying("gather", carry, cost, buckets=True)

@@ -1,0 +1,40 @@
+"""via="ragged": every worker sends its words to each other one, where the backend has a collective for it.
+
+(n - 1) times its own size is sent by each worker, so the largest message decides how long it takes.
+"""
+
+from typing import Any
+
+import jax
+
+from jaxcomp.exchange import collectives
+from jaxcomp.exchange.links import Cost, Link, cost_of
+from jaxcomp.exchange.routes.route import Call, by_carrying
+from jaxcomp.exchange.routes.unequal import Message, carrying, from_buffers, own_words, pieces_of
+from jaxcomp.exchange.varying import Axis
+
+__all__ = ["RAGGED", "carry"]
+
+
+def exchange(message: Message, axis: Axis, link: Link) -> Any:
+    del link
+    lengths = message.lengths
+    buffer = collectives.ragged_all_to_all(own_words(message, axis, max(lengths)), lengths, axis)
+    return from_buffers(message, pieces_of(buffer, lengths), axis)
+
+
+def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+    del capacity
+    n = len(lengths)
+    return cost_of(n - 1, 4 * max(lengths), (n - 1) / n * 4 * sum(lengths), link)
+
+
+def carry(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any]:
+    if not collectives.has_ragged():
+        raise ValueError(
+            f'via="ragged": the {jax.default_backend()} backend has no ragged_all_to_all; use via="ring"'
+        )
+    return carrying(exchange, cost)(payload, lengths, call)
+
+
+RAGGED = by_carrying("ragged", carry, cost)

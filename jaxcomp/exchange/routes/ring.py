@@ -1,0 +1,61 @@
+"""via="ring": every worker passes on pieces of messages to the next, and no padding.
+
+Each link carries what is real, once: about the sum of the real sizes. The schedule is fixed when the program is built
+(`links.ring_plan`), with one partial permute a tick.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.exchange.collectives import send
+from jaxcomp.exchange.links import Cost, Link, Phase, ring_plan
+from jaxcomp.exchange.routes.route import by_carrying
+from jaxcomp.exchange.routes.unequal import Message, carrying, from_buffers, own_words
+from jaxcomp.exchange.varying import Axis, axis_index, varying, varying_axes
+
+__all__ = ["RING", "carry"]
+
+Array = jax.Array
+
+
+def exchange(message: Message, axis: Axis, link: Link) -> Any:
+    lengths = message.lengths
+    n, number = len(lengths), axis_index(axis)
+    phases = ring_plan(lengths, link).phases
+    own = own_words(message, axis, max(lengths) + sum(phase.words * phase.pieces for phase in phases))
+    start = jnp.zeros((), jnp.int32)
+    arrived: list[list[Array]] = [[] for _ in lengths]
+    for phase in phases:
+        room = phase.words * phase.pieces
+        mine = lax.dynamic_slice(own, (start,), (room,)).reshape(phase.pieces, phase.words)
+        start = start + jnp.asarray(phase.counts, jnp.int32)[number] * phase.words
+        whole = _around(mine, phase, number, axis)[:-1].reshape(n, room)
+        for i, count in enumerate(phase.counts):
+            arrived[i].append(whole[i, : count * phase.words])
+    return from_buffers(message, [jnp.concatenate(words) for words in arrived], axis)
+
+
+def _around(mine: Array, phase: Phase, number: Array, axis: Axis) -> Array:
+    """All pieces of all workers, and one place for what a worker sends or receives when it does neither."""
+    n, zero = len(phase.counts), jnp.zeros((), number.dtype)
+    pieces = varying(jnp.zeros((n * phase.pieces + 1, phase.words), jnp.uint32), varying_axes(mine))
+    pieces = lax.dynamic_update_slice(pieces, mine, (number * phase.pieces, zero))
+    for tick in phase.ticks:
+        out = jnp.asarray(tick.sends, jnp.int32)[number]
+        place = jnp.asarray(tick.receives, jnp.int32)[number]
+        arrived = send(lax.dynamic_index_in_dim(pieces, out, keepdims=False), tick.pairs, axis)
+        pieces = lax.dynamic_update_index_in_dim(pieces, arrived, place, 0)
+    return pieces
+
+
+def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+    del capacity
+    plan = ring_plan(lengths, link)
+    return Cost(plan.seconds(link), plan.sent_bytes)
+
+
+carry = carrying(exchange, cost)
+RING = by_carrying("ring", carry, cost)

@@ -1,0 +1,190 @@
+"""via="two_shot": a mean whose bytes do not grow with the number of workers, for dense codes.
+
+The gradients of all leaves, laid end to end, are cut into n chunks, the rows of one stack. Worker j owns chunk j:
+
+    first shot    every worker compresses each chunk by itself and sends it to its owner (all-to-all);
+    in between    the owner decompresses n messages and adds them in f32: m_j = sum_i w_i C(x_i)_j;
+    second shot   it compresses m_j again and sends it to all (all-gather).
+
+Each worker sends 2 (n - 1) / n times the lane bytes of its whole message, as an all-reduce does, where gathering sends
+n - 1 times. The second compression loses as well. An unbiased one (omega known) leaves the mean unbiased; a biased
+one is followed by error feedback of the owner: it sends C(m_j + e_j), in f32, and keeps the rest as e_j.
+
+Reference: the two halves are those of Thakur, Rabenseifner, Gropp 2005; a memory for each as in 1-bit Adam (Tang et al.
+2021), where they are the worker's and the server's error.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.base import (
+    Compressor,
+    State,
+    accumulate,
+    advance,
+    bounded,
+    finite,
+    residual,
+    wide,
+    wide_like,
+    zeros_like,
+)
+from jaxcomp.bits import code_bits, lane_bytes
+from jaxcomp.compressors.parts import Rows
+from jaxcomp.exchange.lanes import all_gather, all_to_all, all_to_all_bytes, gather_bytes
+from jaxcomp.exchange.links import Cost, Link, cost_of
+from jaxcomp.exchange.routes.route import Call, Outgoing, Reduced, Route
+from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, on_equal_types, varying, varying_axes
+from jaxcomp.layout import Layout
+
+__all__ = ["TWO_SHOT", "Second", "first_shot", "second_shot"]
+
+Array = jax.Array
+
+
+class Second(NamedTuple):
+    """What the owner of a chunk remembers of its compression of the mean.
+
+    memory: [c], what was not sent yet; () for an unbiased compressor.
+    compressor: local state of the compressor.
+    """
+
+    memory: Any
+    compressor: Any
+
+
+# ------------------------------------------------------------------------------------------------
+# The two halves
+
+
+def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, call: Call) -> Array:
+    """The weighted sum of what the workers sent to the owner of a chunk, [c] in f32 (f64 for f64 messages).
+
+    Args:
+        payload: of a stack [n, c], with a leading axis of n.
+        compressor: of a stack (`lift`).
+        shared: its shared state.
+        row: shape and dtype of a chunk.
+        call: see `Call`.
+    """
+    rows = all_to_all(payload, call.axis)
+    zeros = varying(zeros_like(wide_like(row)), (*axis_names(call.axis), *call.outer))
+    add = lambda *args: accumulate(_of_row(compressor), *args)
+    return on_equal_types(add, zeros, rows, call.weights, _row(shared, call.axis))
+
+
+def second_shot(
+    key: Array, chunk: Array, compressor: Compressor, state: State, like: Any, axis: Axis
+) -> tuple[Any, Any, Array]:
+    """Compresses the owner's chunk and brings it to all workers.
+
+    Args:
+        key: private.
+        chunk: [c].
+        compressor: of a stack (`lift`).
+        state: local of one chunk, shared of all.
+        like: shapes of the mean, [n, c].
+        axis: of the workers.
+
+    Returns:
+        The payload of the chunk, the compressor's local state, and the chunks of all workers as they are decoded,
+        [n, c], equal on all.
+    """
+    payload, local = _of_row(compressor).compress(key, chunk, State(state.local, _row(state.shared, axis)))
+    payload = varying(payload, varying_axes((chunk, payload)))
+    read = lambda payloads, shared: compressor.decompress(payloads, shared, like)
+    return payload, local, on_equal_types(read, all_gather(payload, axis), state.shared)
+
+
+def _of_row(compressor: Compressor) -> Compressor:
+    """The compressor of one row of a stack."""
+    return compressor.spec.lifted.compressor  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _row(shared: Rows, axis: Axis) -> Any:
+    """This worker's row of the shared state of a stack."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, axis_index(axis), keepdims=False), shared.rows)
+
+
+# ------------------------------------------------------------------------------------------------
+# The route
+
+
+def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
+    spec = compressor.spec
+    if _has_shift(roles):
+        return (
+            'via="two_shot" compresses the mean once more, and this algorithm keeps a shift in step with the mean as it '
+            'was sent. Use direct(...) or error_feedback(...), or via="gather"'
+        )
+    if spec.lifted is not None or (spec.layout is not None and spec.layout.unit == "shape"):
+        return (
+            'via="two_shot" cuts all leaves together into chunks: it needs a compressor of one array; '
+            f'got {spec.name}. Leave its layout out, or use via="gather"'
+        )
+    if compressor.lengths is not None or compressor.for_worker is not None:
+        return (
+            f'via="two_shot" needs one compressor for all workers; {spec.name} has a plan for each. '
+            'Use via="auto" or via="gather"'
+        )
+    if spec.omega is None and spec.alpha is None:
+        cure = spec.remedy or 'Use via="gather"'
+        return f'via="two_shot" needs a compressor with a known error bound; {spec.name} has none. {cure}'
+    return None
+
+
+def _has_shift(roles: Any) -> bool:
+    return roles == "shift" or (isinstance(roles, Mapping) and any(map(_has_shift, roles.values())))
+
+
+def layout(given: Layout, workers: int) -> Layout:
+    del given
+    return Layout("chunks", chunks=workers)
+
+
+def _is_biased(compressor: Compressor) -> bool:
+    return compressor.spec.omega is None
+
+
+def _sent_like(compressor: Compressor, like: Any) -> Any:
+    """Shape and dtype of what the owners compress: with a memory that is wide, as the memory is."""
+    return wide_like(like) if _is_biased(compressor) else like
+
+
+def init(shared_key: Array, compressor: Compressor, like: Any) -> State:
+    sent = _sent_like(compressor, like)
+    state = compressor.init(shared_key, sent)
+    memory = jnp.zeros(sent.shape[1:], sent.dtype) if _is_biased(compressor) else ()
+    return State(Second(memory, jax.tree.map(lambda a: a[0], state.local.rows)), state.shared)
+
+
+def reduce(out: Outgoing, call: Call) -> Reduced:
+    compressor, axis, like = out.compressor, call.axis, _sent_like(out.compressor, out.like)
+    row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
+    axes = (*axis_names(axis), *call.outer)
+    memory, local = varying(out.state.local, axes)
+    payload = varying(out.payload, (*axes, *varying_axes(out.payload)))
+    chunk = first_shot(payload, compressor, out.shared, row, call)
+    chunk = chunk / axis_size(axis) if call.weights is None else chunk
+    if _is_biased(compressor):
+        chunk = bounded(finite(chunk) + memory)
+    second, local, mean = second_shot(
+        out.key, chunk.astype(like.dtype), compressor, State(local, out.state.shared), wide_like(like), axis
+    )
+    if _is_biased(compressor):
+        memory = residual(_of_row(compressor), chunk, second, _row(out.state.shared, axis))
+    sent = all_to_all_bytes(payload, axis) + gather_bytes(second, axis)
+    state = State(Second(memory, local), advance(compressor, out.state.shared))
+    return Reduced(mean, state, "two_shot", sent, lane_bytes(second), code_bits(second))
+
+
+def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+    n = len(lengths)
+    return cost_of(2 * (n - 1), 4 * capacity / n, 2 * (n - 1) / n * 4 * capacity, link)
+
+
+TWO_SHOT = Route("two_shot", refuses, layout, init, reduce, cost)

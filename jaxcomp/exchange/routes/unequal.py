@@ -1,0 +1,157 @@
+"""Messages of unequal length as words: what concat, ring and ragged share.
+
+They bring every worker's message to all workers without its padding and put the padding back, so that all of them, and
+the gathering of padded messages, give the same rows and bitwise the same mean. What travels is uint32 words: of each
+array the first words, as many as the sender's number of entries needs.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.base import Lengths
+from jaxcomp.codes.messages import from_words, to_words
+from jaxcomp.exchange.lanes import all_gather, gather_bytes
+from jaxcomp.exchange.links import Cost, Link
+from jaxcomp.exchange.routes.route import Call, Carry
+from jaxcomp.exchange.varying import Axis, axis_index, axis_size, proven_equal, varying, varying_axes
+from jaxcomp.payloads import Dense, Leaves, LocalIndices, Scaled, Sparse
+
+__all__ = ["Message", "Part", "carrying", "from_buffers", "message_of", "own_words", "pieces_of"]
+
+Array = jax.Array
+
+
+class Part(NamedTuple):
+    """One array of a message. counts: rows (entries of a vector) of each worker that travel; fill: what follows."""
+
+    array: Any
+    counts: tuple[int, ...]
+    fill: int
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        row = self.array.size // max(self.array.shape[0], 1)
+        return tuple(-(-count * row * self.array.dtype.itemsize // 4) for count in self.counts)
+
+
+class Message(NamedTuple):
+    """All arrays of a payload with their lengths on each of n workers."""
+
+    parts: tuple[Part, ...]
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Words of each worker's whole message."""
+        return tuple(sum(words) for words in zip(*(part.words for part in self.parts), strict=True))
+
+    @property
+    def capacity(self) -> int:
+        """Words of a padded message."""
+        return sum(-(-part.array.size * part.array.dtype.itemsize // 4) for part in self.parts)
+
+
+def message_of(payload: Any, lengths: Any, workers: int) -> Message:
+    """The arrays of a payload and how much of each travels.
+
+    Args:
+        payload: of one worker.
+        lengths: from `base.lengths`, or None for messages that are equally long.
+        workers: n.
+
+    Raises:
+        ValueError: the lengths are those of another number of workers.
+    """
+    arrays, structure = jax.tree.flatten(payload)
+    parts = []
+    for array, limit in zip(arrays, _limits(payload, lengths), strict=True):
+        if limit is None:
+            array = array.reshape(array.shape or (1,))
+            parts.append(Part(array, (array.shape[0],) * workers, 0))
+            continue
+        (counts, _), fill = limit
+        if len(counts) != workers:
+            raise ValueError(f"the compressor has lengths for {len(counts)} workers; the axis has {workers}")
+        parts.append(Part(array, counts, fill))
+    return Message(tuple(parts), structure, tuple(array.shape for array in arrays))
+
+
+def _limits(payload: Any, lengths: Any) -> list[tuple[Lengths, int] | None]:
+    """For each array of the payload: (lengths, what padding holds), or None for all of it."""
+    if isinstance(payload, Leaves) and isinstance(lengths, Leaves):
+        return [None] * len(jax.tree.leaves(payload.dense)) + _limits(payload.leaves, lengths.leaves)
+    if type(payload) is tuple and type(lengths) is tuple:
+        return [limit for pair in zip(payload, lengths, strict=True) for limit in _limits(*pair)]
+    if isinstance(payload, Sparse) and isinstance(lengths, Lengths):
+        values, zero = payload.values, (lengths, 0)
+        single = jax.tree.structure(values) == jax.tree.structure(0)
+        if single or isinstance(values, Dense | Scaled):
+            rest = [] if single else [None] * (len(values) - 1)
+            local = isinstance(payload.indices, LocalIndices)
+            return [zero, *rest, *([zero, None] if local else [(lengths, lengths.size)])]
+    return [None] * len(jax.tree.leaves(payload))
+
+
+def carrying(
+    exchange: Callable[[Message, Axis, Link], Any], cost: Callable[[tuple[int, ...], int, Link], Cost]
+) -> Carry:
+    """`Carry` from a function that brings a message to all workers, and its cost."""
+
+    def carry(payload: Any, lengths: Any, call: Call) -> tuple[Any, float]:
+        message = message_of(payload, lengths, axis_size(call.axis))
+        if max(message.lengths) == 0:
+            return all_gather(payload, call.axis), gather_bytes(payload, call.axis)
+        rows = exchange(message, call.axis, call.link)
+        return rows, cost(message.lengths, message.capacity, call.link).sent_bytes
+
+    return carry
+
+
+# ------------------------------------------------------------------------------------------------
+# Arrays as words, and back
+
+
+def own_words(message: Message, axis: Axis, room: int) -> Array:
+    """This worker's words, its arrays one after the other, then zeros: u32[room]."""
+    number = axis_index(axis)
+    arrays = [to_words(part.array) for part in message.parts]
+    buffer = varying(jnp.zeros((message.capacity,), jnp.uint32), varying_axes(arrays))
+    start = jnp.zeros((), jnp.int32)
+    for part, words in zip(message.parts, arrays, strict=True):
+        mine = jnp.asarray(part.words, jnp.int32)[number]
+        words = jnp.where(lax.iota(jnp.int32, words.size) < mine, words, jnp.uint32(0))
+        # The zeros after my words are overwritten by the next array.
+        buffer = lax.dynamic_update_slice(buffer, words, (start,))
+        start = start + mine
+    return jnp.pad(buffer, (0, max(room - buffer.size, 0)))[:room]
+
+
+def pieces_of(buffer: Array, lengths: tuple[int, ...]) -> list[Array]:
+    """The words of each worker from a buffer where they stand one after the other."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    return [buffer[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+
+def from_buffers(message: Message, buffers: list[Array], axis: Axis) -> Any:
+    """The payloads of all workers, stacked, from the words of each."""
+    arrays, starts = [], [0] * len(buffers)
+    for part, shape in zip(message.parts, message.shapes, strict=True):
+        whole = to_words(part.array).size
+        padded = []
+        for worker, size in enumerate(part.words):
+            words = buffers[worker][starts[worker] : starts[worker] + size]
+            starts[worker] += size
+            padded.append(jnp.pad(words, (0, whole - size)))
+        entries = from_words(jnp.stack(padded), part.array)
+        if min(part.counts) < part.array.shape[0]:
+            place = lax.iota(jnp.int32, part.array.shape[0])
+            real = place < jnp.asarray(part.counts, jnp.int32)[:, None]
+            real = real.reshape(*real.shape, *(1,) * (part.array.ndim - 1))
+            entries = jnp.where(real, entries, jnp.asarray(part.fill, entries.dtype))
+        arrays.append(entries.reshape(len(buffers), *shape))
+    return jax.tree.unflatten(message.structure, proven_equal(arrays, axis))
