@@ -23,7 +23,6 @@ from jaxcomp.algorithms import (
 )
 from jaxcomp.amounts import set_amounts
 from jaxcomp.base import Algorithm, Compressor, Spec, State, roundtrip
-from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.compressors import (
     bernoulli,
     cast,
@@ -68,6 +67,7 @@ from jaxcomp.exchange import (
     state_specs,
 )
 from jaxcomp.ledger import Ledger, ledger
+from jaxcomp.payloads import code_bits, lane_bytes
 from jaxcomp.wire import WireError
 
 __version__ = "0.1.0"

@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.bits import lane_bytes
-from jaxcomp.codes.messages import decode_message, encode_message
 from jaxcomp.exchange.lanes import Axis, all_gather, all_max
+from jaxcomp.payloads import decode_message, encode_message, lane_bytes
 
 __all__ = ["ladder", "rungs"]
 

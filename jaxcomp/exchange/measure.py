@@ -9,10 +9,10 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcomp.base import Tally, wide
-from jaxcomp.bits import lane_bytes
 from jaxcomp.exchange.layout import is_mean
 from jaxcomp.exchange.meet import CHOICES
 from jaxcomp.norms import block_norms
+from jaxcomp.payloads import lane_bytes
 
 __all__ = ["Counts", "Info", "count", "info", "no_counts"]
 

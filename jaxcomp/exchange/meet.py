@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxcomp.bits import lane_bytes
 from jaxcomp.exchange.ladder import ladder, rungs
 from jaxcomp.exchange.lanes import Axis, all_gather, all_sum, axis_size, has_ragged, sent_by_gather, sent_by_sum
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.unequal import EXCHANGES, choice, message_of
-from jaxcomp.payloads import Dense, Leaves
+from jaxcomp.payloads import Dense, Leaves, lane_bytes
 
 __all__ = ["CHOICES", "VIAS", "How", "Met", "bucketed", "gather", "meet", "sums"]
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.method import Exchange, Method
 from jaxcomp.base import State, accumulate, key_data, root_key, wide_like, wrap_key
-from jaxcomp.bits import code_bits
 from jaxcomp.exchange.lanes import Axis, axis_index, axis_size, is_bound, varying
 from jaxcomp.exchange.layout import MeanLocal, MeanShared, local_rows, with_rows
 from jaxcomp.exchange.meet import VIAS, How
 from jaxcomp.exchange.meet import meet as bring_together
+from jaxcomp.payloads import code_bits
 
 __all__ = ["Rounds", "rounds"]
 

@@ -26,7 +26,6 @@ from jaxcomp.base import (
     wide_like,
     wrap_key,
 )
-from jaxcomp.bits import code_bits
 from jaxcomp.compressors.tree import unravel
 from jaxcomp.exchange.lanes import (
     Axis,
@@ -43,6 +42,7 @@ from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.measure import count, no_counts
 from jaxcomp.exchange.meet import CHOICES, VIAS, How, bucketed, meet
 from jaxcomp.exchange.two_shot import again, chunk_like, in_chunks, second_shot
+from jaxcomp.payloads import code_bits
 
 __all__ = ["compressed_mean"]
 

@@ -23,10 +23,10 @@ from jax import lax
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import ErrorFeedbackLocal, error_feedback
 from jaxcomp.base import Algorithm, Compressor, State, accumulate, advance, like_of, wide
-from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.compressors.tree import dtype_of, ravel, unravel
 from jaxcomp.exchange.lanes import Axis, all_gather, all_to_all, axis_size, varying
 from jaxcomp.packing import as_words
+from jaxcomp.payloads import code_bits, lane_bytes
 
 __all__ = ["Shot", "again", "chunk_like", "in_chunks", "second_shot"]
 

@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import Lengths
-from jaxcomp.codes.messages import from_words, to_words
 from jaxcomp.exchange.lanes import (
     Axis,
     all_sum_words,
@@ -25,7 +23,7 @@ from jaxcomp.exchange.lanes import (
     varying,
 )
 from jaxcomp.exchange.links import Cost, Link, Phase, costs, ring_plan
-from jaxcomp.payloads import Dense, Leaves, LocalIndices, Scaled, Sparse
+from jaxcomp.payloads import from_words, limits, to_words
 
 __all__ = ["EXCHANGES", "concat", "message_of", "ragged", "ring"]
 
@@ -77,9 +75,8 @@ def message_of(payload: Any, lengths: Any, workers: int) -> Message:
         ValueError: the lengths are those of another number of workers.
     """
     arrays, structure = jax.tree.flatten(payload)
-    limits = _limits(payload, lengths)
     parts = []
-    for array, limit in zip(arrays, limits, strict=True):
+    for array, limit in zip(arrays, limits(payload, lengths), strict=True):
         if limit is None:
             array = array.reshape(array.shape or (1,))
             parts.append(Part(array, (array.shape[0],) * workers, 0))
@@ -89,22 +86,6 @@ def message_of(payload: Any, lengths: Any, workers: int) -> Message:
             raise ValueError(f"exchange: lengths of {len(counts)} workers for {workers} workers")
         parts.append(Part(array, counts, fill))
     return Message(tuple(parts), structure)
-
-
-def _limits(payload: Any, lengths: Any) -> list[tuple[Lengths, int] | None]:
-    """For each array of the payload: (lengths, what padding holds), or None for all of it."""
-    if isinstance(payload, Leaves) and isinstance(lengths, Leaves):
-        return [None, *_limits(payload.leaves, lengths.leaves)]
-    if type(payload) is tuple and type(lengths) is tuple:
-        return [limit for pair in zip(payload, lengths, strict=True) for limit in _limits(*pair)]
-    if isinstance(payload, Sparse) and isinstance(lengths, Lengths):
-        values, zero = payload.values, (lengths, 0)
-        single = jax.tree.structure(values) == jax.tree.structure(0)
-        if single or isinstance(values, Dense | Scaled):
-            rest = [] if single else [None] * (len(values) - 1)
-            local = isinstance(payload.indices, LocalIndices)
-            return [zero, *rest, *([zero, None] if local else [(lengths, lengths.size)])]
-    return [None] * len(jax.tree.leaves(payload))
 
 
 # ------------------------------------------------------------------------------------------------
