@@ -18,7 +18,6 @@ from jax import lax
 
 from jaxcomp.base import finite, wide
 from jaxcomp.norms import max_abs
-from jaxcomp.payloads import LocalIndices
 
 __all__ = [
     "count_above",
@@ -26,10 +25,8 @@ __all__ = [
     "descending",
     "excess_above",
     "first_bits",
-    "global_indices",
     "indices_of_words",
     "largest",
-    "local_indices",
     "magnitude",
     "mask_words",
     "take",
@@ -114,36 +111,6 @@ def take(x: Array, indices: Array) -> Array:
     """x at sorted unique indices, zero at padding (index d) and where x is not finite."""
     values = x.at[indices].get(mode="fill", fill_value=0, indices_are_sorted=True)
     return jnp.where(jnp.isfinite(values), values, jnp.zeros((), x.dtype))
-
-
-BLOCK = 1 << 16
-
-
-def local_indices(indices: Array, size: int) -> LocalIndices:
-    """Ascending indices, padded with d, in 16 bits each. Exact.
-
-    Args:
-        indices: i32[k], ascending, padded with `size`.
-        size: d.
-
-    >>> print(local_indices(jnp.array([7, 65537, 70000, 70000]), 70000))
-    LocalIndices(low=Array([7, 1, 0, 0], dtype=uint16), counts=Array([1, 1], dtype=int32))
-    """
-    blocks = -(-size // BLOCK)
-    bounds = jnp.minimum((lax.iota(jnp.uint32, blocks) + U32(1)) * U32(BLOCK), U32(size)).astype(I32)
-    ends = jnp.searchsorted(indices, bounds).astype(I32)
-    low = jnp.where(indices < size, indices & I32(BLOCK - 1), 0).astype(jnp.uint16)
-    return LocalIndices(low, jnp.diff(ends, prepend=I32(0)))
-
-
-def global_indices(local: LocalIndices, size: int) -> Array:
-    """The inverse: i32[k], padded with d."""
-    capacity = local.low.shape[0]
-    ends = jnp.cumsum(local.counts, dtype=I32)
-    block = jnp.cumsum(jnp.zeros((capacity,), I32).at[ends].add(1, mode="drop"), dtype=I32)
-    index = BLOCK * block + local.low.astype(I32)
-    real = lax.iota(I32, capacity) < (ends[-1] if ends.shape[0] else 0)
-    return jnp.where(real & (index >= 0), jnp.minimum(index, size), size)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ import numpy as np
 import jaxcomp as jc
 from experiments.skcompress.problems import linear, synthetic
 from experiments.skcompress.sizes import record
-from jaxcomp.bits import sketch_bits
 from jaxcomp.compressors.minmax_sketch import Shape, insert, list_of, places, query
+from jaxcomp.payloads import sketch_bits
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]  # told apart by colour-blind eyes, too
 

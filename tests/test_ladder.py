@@ -16,12 +16,10 @@ from test_wire_codes import examples
 from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
-from jaxcomp.codes.messages import decode_message, encode_message
 from jaxcomp.exchange.ladder import rungs
 from jaxcomp.packing import pack
-from jaxcomp.payloads import Quantized, Sparse
-from jaxcomp.select import local_indices
-from jaxcomp.wire.nodes import PAD_BYTES
+from jaxcomp.payloads import Quantized, Sparse, decode_message, encode_message, local_indices
+from jaxcomp.wire.limits import PAD_BYTES
 
 N = 3
 

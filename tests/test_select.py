@@ -6,15 +6,14 @@ import numpy as np
 import oracles
 import pytest
 
+from jaxcomp.payloads import global_indices, local_indices
 from jaxcomp.select import (
     count_above,
     count_words,
     excess_above,
     first_bits,
-    global_indices,
     indices_of_words,
     largest,
-    local_indices,
     mask_words,
     take,
     top_set,

@@ -10,13 +10,11 @@ import pytest
 
 import jaxcomp as jc
 from jaxcomp.base import State, residual
-from jaxcomp.bits import sketch_bits
-from jaxcomp.codes.messages import decode_message, encode_message
 from jaxcomp.compressors.minmax_sketch import Shape, insert, list_of, places, query
 from jaxcomp.compressors.quantiles import means, of_product, sort_floats
 from jaxcomp.hashing import multiply_high
 from jaxcomp.packing import unpack
-from jaxcomp.payloads import Sketch, Sparse
+from jaxcomp.payloads import Sketch, Sparse, decode_message, encode_message, sketch_bits
 
 MODES = ["quantile", "recentred", "paper"]
 SAFE = ["quantile", "recentred"]

@@ -17,8 +17,8 @@ from laws import ROWS, D
 import jaxcomp as jc
 from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sketch, Sparse
 from jaxcomp.wire.bitstream import pack_bits, unpack_bits
+from jaxcomp.wire.format import DTYPES
 from jaxcomp.wire.frame import Reader, seal, unseal, varint
-from jaxcomp.wire.nodes import DTYPES
 
 
 def examples():

@@ -15,12 +15,13 @@ import jaxcomp as jc
 from jaxcomp import codes
 from jaxcomp.codes import keys as keycodes
 from jaxcomp.packing import width_for
-from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sparse
-from jaxcomp.select import local_indices
-from jaxcomp.wire import nodes
+from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sparse, dense, leaves, local_indices
+from jaxcomp.payloads import quantized as quantized_
+from jaxcomp.payloads import sparse_records as records
 from jaxcomp.wire.bitstream import pack_words, stream_bytes, words_of
 from jaxcomp.wire.elias import decode_levels
 from jaxcomp.wire.frame import seal, unseal, varint
+from jaxcomp.wire.limits import PAD_BYTES
 
 decode_levels(memoryview(bytes(9)), 1, 9)  # makes its table, which no single message is to be charged with
 
@@ -50,30 +51,30 @@ def examples():
     )
     unsorted = Sparse(np.ones(4, np.float32), np.array([5, 1, 2, 8], np.int32))
     return {
-        "dense": (Dense(np.arange(9, dtype=np.float32)), nodes.DENSE),
-        "scaled": (Scaled(np.ones(9, jnp.bfloat16), np.float32(2)), nodes.SCALED),
-        "sparse": (entries, nodes.CODED_SPARSE),
-        "sparse-bf16": (sparse(rng, 10**6, 300, 300, jnp.bfloat16), nodes.CODED_SPARSE),
-        "sparse-full": (Sparse(np.ones(99, np.float32), np.arange(99, dtype=np.int32)), nodes.CODED_SPARSE),
-        "sparse-empty": (Sparse(np.zeros(0, np.float32), np.zeros(0, np.int32)), nodes.SPARSE),
-        "sparse-one": (Sparse(np.ones(1, np.float32), np.zeros(1, np.int32)), nodes.SPARSE),
-        "sparse-unsorted": (unsorted, nodes.SPARSE),
-        "sparse-nothing": (Sparse(np.zeros(7, np.float32), np.full(7, 1000, np.int32)), nodes.CODED_SPARSE),
+        "dense": (Dense(np.arange(9, dtype=np.float32)), dense.DENSE),
+        "scaled": (Scaled(np.ones(9, jnp.bfloat16), np.float32(2)), dense.SCALED),
+        "sparse": (entries, records.CODED_SPARSE),
+        "sparse-bf16": (sparse(rng, 10**6, 300, 300, jnp.bfloat16), records.CODED_SPARSE),
+        "sparse-full": (Sparse(np.ones(99, np.float32), np.arange(99, dtype=np.int32)), records.CODED_SPARSE),
+        "sparse-empty": (Sparse(np.zeros(0, np.float32), np.zeros(0, np.int32)), records.SPARSE),
+        "sparse-one": (Sparse(np.ones(1, np.float32), np.zeros(1, np.int32)), records.SPARSE),
+        "sparse-unsorted": (unsorted, records.SPARSE),
+        "sparse-nothing": (Sparse(np.zeros(7, np.float32), np.full(7, 1000, np.int32)), records.CODED_SPARSE),
         "sparse-far": (
             Sparse(np.ones(9, np.float32), np.arange(2**31 - 9, 2**31).astype(np.int32)),
-            nodes.CODED_SPARSE,
+            records.CODED_SPARSE,
         ),
-        "local": (local._replace(indices=local_indices(jnp.asarray(local.indices), 200_000)), nodes.CODED_LOCAL),
-        "local-none": (Sparse(np.zeros(3, np.float32), local_indices(jnp.full(3, 9), 9)), nodes.CODED_LOCAL),
-        "levels": (skewed, nodes.CODED_LEVELS),
-        "levels-uniform": (quantized(rng, 640, 1.0, 255), nodes.QUANTIZED),
-        "levels-few": (quantized(rng, 64, 0.02, 1), nodes.ELIAS_QUANTIZED),
-        "levels-sparse": (quantized(rng, 40_000, 0.02, 7), nodes.CODED_NONZEROS),
-        "levels-wide": (quantized(rng, 4000, 0.02, 2**14), nodes.ELIAS_QUANTIZED),
-        "levels-none": (Quantized(np.ones(1, np.float32), np.zeros((3, 0), np.uint32)), nodes.QUANTIZED),
-        "levels-zero": (Quantized(np.ones(1, np.float32), np.zeros((3, 9), np.uint32)), nodes.ELIAS_QUANTIZED),
-        "nested": (Sparse(quantized(rng, 300, 0.9, 3), entries.indices[:300]), nodes.CODED_SPARSE),
-        "leaves": (Leaves(Dense(np.ones(3, np.float32)), (entries, skewed)), nodes.LEAVES),
+        "local": (local._replace(indices=local_indices(jnp.asarray(local.indices), 200_000)), records.CODED_LOCAL),
+        "local-none": (Sparse(np.zeros(3, np.float32), local_indices(jnp.full(3, 9), 9)), records.CODED_LOCAL),
+        "levels": (skewed, quantized_.CODED_LEVELS),
+        "levels-uniform": (quantized(rng, 640, 1.0, 255), quantized_.QUANTIZED),
+        "levels-few": (quantized(rng, 64, 0.02, 1), quantized_.ELIAS_QUANTIZED),
+        "levels-sparse": (quantized(rng, 40_000, 0.02, 7), quantized_.CODED_NONZEROS),
+        "levels-wide": (quantized(rng, 4000, 0.02, 2**14), quantized_.ELIAS_QUANTIZED),
+        "levels-none": (Quantized(np.ones(1, np.float32), np.zeros((3, 0), np.uint32)), quantized_.QUANTIZED),
+        "levels-zero": (Quantized(np.ones(1, np.float32), np.zeros((3, 9), np.uint32)), quantized_.ELIAS_QUANTIZED),
+        "nested": (Sparse(quantized(rng, 300, 0.9, 3), entries.indices[:300]), records.CODED_SPARSE),
+        "leaves": (Leaves(Dense(np.ones(3, np.float32)), (entries, skewed)), leaves.LEAVES),
     }
 
 
@@ -105,10 +106,10 @@ def test_bits_in_jit_for_any_content(seed):
         for payload in (quantized(rng, 6400, density, 7), sparse(rng, 640, int(640 * density), 640)):
             message = best(payload)
             assert same(jc.wire.decode(message), payload)
-            paid = sum(leaf.nbytes for leaf in payload) // nodes.PAD_BYTES  # what a short message must cost
+            paid = sum(leaf.nbytes for leaf in payload) // PAD_BYTES  # what a short message must cost
             assert 0 <= 8 * len(message) - int(count(payload)) <= 8 * (FRAME + 32 + paid)
             kinds.add(unseal(message)[0])
-    assert kinds >= {nodes.CODED_LEVELS, nodes.CODED_NONZEROS, nodes.CODED_SPARSE}
+    assert kinds >= {quantized_.CODED_LEVELS, quantized_.CODED_NONZEROS, records.CODED_SPARSE}
 
 
 INDEX = st.one_of(st.integers(0, 40), st.integers(0, 2**31 - 1), st.sampled_from([0, 1, 2**31 - 2, 2**31 - 1]))
@@ -134,7 +135,7 @@ def test_levels_round_trip(width, groups, data, code):
 # ------------------------------------------------------------------------------------------------
 # Hostile bytes
 
-CODED = [name for name, (_, kind) in examples().items() if kind >= nodes.ELIAS_QUANTIZED] + ["nested", "leaves"]
+CODED = [name for name, (_, kind) in examples().items() if kind >= quantized_.ELIAS_QUANTIZED] + ["nested", "leaves"]
 
 
 @settings(max_examples=250, deadline=None)
@@ -163,7 +164,7 @@ def key_message(words, bits, count, capacity=None):
     capacity = count if capacity is None else capacity
     values = bytes([0, 0]) + bytes(4 * count)
     return seal(
-        bytes([nodes.CODED_SPARSE])
+        bytes([records.CODED_SPARSE])
         + varint(capacity)
         + varint(count)
         + varint(0)

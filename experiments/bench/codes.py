@@ -34,9 +34,8 @@ def main(arguments: Sequence[str]) -> int:
 
     import jaxcomp as jc
     from jaxcomp import codes
-    from jaxcomp.codes.messages import decode_message, encode_message
     from jaxcomp.packing import pack
-    from jaxcomp.payloads import Quantized, Sparse
+    from jaxcomp.payloads import Quantized, Sparse, decode_message, encode_message
 
     n = options.nonzeros
     rng = np.random.default_rng(0)

@@ -97,8 +97,7 @@ def meter(name: str, compressor: Any, d: int) -> Callable[[np.ndarray], Measured
     import jax.numpy as jnp
 
     import jaxcomp as jc
-    from jaxcomp.bits import sketch_bits
-    from jaxcomp.payloads import Sketch
+    from jaxcomp.payloads import Sketch, sketch_bits
 
     key = jax.random.key(0)
     like = jax.ShapeDtypeStruct((d,), jnp.float32)
@@ -169,7 +168,7 @@ def parts_meter(d: int) -> Callable[[np.ndarray], list[Measured]]:
 
     import jaxcomp as jc
     from jaxcomp import codes
-    from jaxcomp.bits import sketch_bits
+    from jaxcomp.payloads import sketch_bits
     from jaxcomp.wire.bitstream import unpack_words
 
     def run_of(mode: str) -> Callable[..., Any]:

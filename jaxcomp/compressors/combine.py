@@ -19,8 +19,7 @@ from jaxcomp.base import (
     size_of,
 )
 from jaxcomp.compressors.dense import cast
-from jaxcomp.payloads import LocalIndices, Sparse
-from jaxcomp.select import global_indices, local_indices
+from jaxcomp.payloads import LocalIndices, Sparse, global_indices, local_indices
 
 __all__ = ["compose", "contract", "narrow"]
 

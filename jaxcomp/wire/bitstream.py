@@ -5,9 +5,22 @@ import numpy as np
 from jaxcomp.codes.arrays import scatter_bits
 from jaxcomp.codes.stream import read_fields
 
-__all__ = ["pack_bits", "pack_words", "packed_size", "stream_bytes", "unpack_bits", "unpack_words", "words_of"]
+__all__ = [
+    "SOME",
+    "fields_at",
+    "look_ahead",
+    "pack_bits",
+    "pack_words",
+    "packed_size",
+    "set_words",
+    "stream_bytes",
+    "unpack_bits",
+    "unpack_words",
+    "words_of",
+]
 
 CHUNK = 1 << 16  # values at a time; a multiple of 32, so each chunk starts on a word
+SOME = 1 << 12  # the same where memory is counted: decoding takes the same room for any length
 
 
 def packed_size(count: int, width: int) -> int:
@@ -23,6 +36,37 @@ def stream_bytes(words: np.ndarray, bits: int) -> bytes:
 def words_of(data: memoryview | bytes) -> np.ndarray:
     """Bytes as a stream of words, zeros after the end: u32[ceil(len / 4)]."""
     return np.frombuffer(bytes(data) + bytes(-len(data) % 4), "<u4")
+
+
+def fields_at(words: np.ndarray, places: np.ndarray, widths: np.ndarray | int) -> np.ndarray:
+    """Numbers of at most 32 bits at given bits, as `codes.read_fields`, for few places in a long stream: int64.
+
+    Args:
+        words: u32[w], the last two of them zero. Places beyond read as zero.
+    """
+    word = np.minimum(places >> 5, words.size - 2)
+    both = words[word].astype(np.uint64) | words[word + 1].astype(np.uint64) << np.uint64(32)
+    mask = (np.uint64(1) << np.asarray(widths, np.uint64)) - np.uint64(1)
+    return (both >> (places & 31).astype(np.uint64) & mask).astype(np.int64)
+
+
+def look_ahead(data: np.ndarray, position: int, size: int, width: int) -> np.ndarray:
+    """The `width` bits from each of `size` bits on: u32[size].
+
+    Args:
+        data: u8[n], bytes of a stream, zeros behind it.
+        position: the first bit.
+        width: at most 16.
+    """
+    first, spare = position >> 3, position & 7
+    count = (spare + size + 7) >> 3
+    view = np.zeros(count + 2, np.uint32)
+    known = data[first : first + count + 2]
+    view[: known.size] = known
+    window = view[:count] | view[1 : count + 1] << np.uint32(8) | view[2:] << np.uint32(16)
+    look = window[:, None] >> np.arange(8, dtype=np.uint32)
+    look &= np.uint32((1 << width) - 1)
+    return look.reshape(-1)[spare : spare + size]
 
 
 def pack_bits(values: np.ndarray, width: int) -> bytes:
@@ -45,16 +89,16 @@ def pack_bits(values: np.ndarray, width: int) -> bytes:
     return b"".join(parts)
 
 
-def unpack_bits(data: memoryview, count: int, width: int) -> np.ndarray:
-    """Inverse of `pack_bits`; `data` has exactly `packed_size(count, width)` bytes.
+def unpack_bits(data: memoryview, count: int, width: int, *, out: np.ndarray | None = None) -> np.ndarray:
+    """Inverse of `pack_bits`; `data` has exactly `packed_size(count, width)` bytes. Fills `out` u32[count] if given.
 
     >>> unpack_bits(memoryview(bytes.fromhex("2103")), 3, 4)
     array([1, 2, 3], dtype=uint32)
     """
-    values = np.empty(count, np.uint32)
-    places = width * np.arange(min(count, CHUNK), dtype=np.int32)
-    for start in range(0, count, CHUNK):
-        size = min(CHUNK, count - start)
+    values = np.empty(count, np.uint32) if out is None else out
+    places = width * np.arange(min(count, SOME), dtype=np.int32)
+    for start in range(0, count, SOME):
+        size = min(SOME, count - start)
         first = start * width // 8
         words = words_of(data[first : first + packed_size(size, width)])
         values[start : start + size] = read_fields(words, places[:size], np.int32(width))
@@ -71,15 +115,23 @@ def pack_words(indices: np.ndarray, codes: np.ndarray, width: int, groups: int) 
     >>> unpack_words(pack_words(np.array([1, 3]), np.array([7, 9]), 5, 1))[:4]
     array([0, 7, 0, 9], dtype=uint32)
     """
-    words = np.zeros(width * groups, np.uint32)
+    words = np.zeros((width, groups), np.uint32)
+    for start in range(0, len(indices), SOME):
+        set_words(words, indices[start : start + SOME], codes[start : start + SOME])
+    return words
+
+
+def set_words(words: np.ndarray, indices: np.ndarray, codes: np.ndarray) -> None:
+    """Writes codes into places of words u32[width, groups] that are zero so far. `SOME` at a time need little room."""
+    width, groups = words.shape
+    flat = words.reshape(-1)
     place, group = np.divmod(np.asarray(indices, np.int64), max(groups, 1))
     row, shift = np.divmod(place * width, 32)
     value = np.asarray(codes, np.uint64) << shift.astype(np.uint64)
     # Bits are disjoint, so that they may be added.
-    np.add.at(words, row * groups + group, value.astype(np.uint32))
+    np.add.at(flat, row * groups + group, value.astype(np.uint32))
     over = np.flatnonzero(shift + width > 32)
-    np.add.at(words, (row[over] + 1) * groups + group[over], (value[over] >> np.uint64(32)).astype(np.uint32))
-    return words.reshape(width, groups)
+    np.add.at(flat, (row[over] + 1) * groups + group[over], (value[over] >> np.uint64(32)).astype(np.uint32))
 
 
 def unpack_words(words: np.ndarray) -> np.ndarray:

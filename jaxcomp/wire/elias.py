@@ -7,45 +7,33 @@ A message of levels is, for each non-zero level, the code of its distance from t
 first counts from -1), a sign bit, and the code of its magnitude. Bits fill bytes from the least
 significant one.
 
-Where a number ends is known once it is read. So that a stream is not read number by number, it is decoded as if a
-number began at every bit; following the ends 1, 2, 4, ... 64 records at a time then finds where they really begin.
+Where a number ends is known once it is read. So that a stream is not read number by number, the length of a number
+that began there is looked up for every bit of a block; following these finds where the numbers really begin. Blocks
+are as long as the numbers still to come may need, up to a bound, so that short streams cost little.
 
 Reference: Elias 1975; for gradients Alistarh, Grubic, Li, Tomioka, Vojnovic 2017, section 3.1.
 """
 
 import functools
+from array import array
+from collections.abc import Iterator
 
 import numpy as np
 
-from jaxcomp.codes.arrays import bit_length, gather, scatter_bits
+from jaxcomp.codes.arrays import bit_length, scatter_bits
+from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.stream import read_fields
-from jaxcomp.wire.bitstream import stream_bytes, words_of
+from jaxcomp.wire.bitstream import look_ahead, stream_bytes, words_of
 from jaxcomp.wire.errors import WireError
 
-__all__ = ["decode_gaps", "decode_levels", "elias_length", "encode_gaps", "encode_levels"]
+__all__ = ["Records", "decode_gaps", "decode_levels", "elias_length", "encode_gaps", "encode_levels"]
 
 MOST_DIGITS = 32
 LOOK = 16  # bits of the codes that a table holds
-BLOCK = 1 << 14  # bytes that are decoded at a time
+BLOCK = 1 << 10, 1 << 13  # bytes that are decoded at a time: always; where there is room
+ROOM = 256  # bytes of memory that one of them takes
 REACH = 32  # bytes beyond a block that its last record may touch: two codes of up to 45 bits, a sign
-DOUBLINGS = 6
 BAD = 255  # length of what is no code
-NEVER = 2**30  # where that ends
-
-
-def elias_length(n: np.ndarray) -> np.ndarray:
-    """Bits of the omega code of each n >= 1.
-
-    >>> elias_length(np.array([1, 2, 3, 4, 7, 8, 15, 16]))
-    array([ 1,  3,  3,  6,  6,  7,  7, 11])
-    """
-    n = np.asarray(n, np.uint32)
-    total = np.ones(n.shape, np.int64)
-    while np.any(n > 1):
-        digits = bit_length(n)
-        total += np.where(n > 1, digits, 0)
-        n = np.where(n > 1, digits - 1, 1).astype(np.uint32)
-    return total
 
 
 def _reversed(x: np.ndarray, digits: np.ndarray) -> np.ndarray:
@@ -160,81 +148,97 @@ def _lookup(words: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return n, length
 
 
-def _ends(words: np.ndarray, size: int) -> np.ndarray:
-    """For a number beginning at each of the first 8 `size` bits, where it ends; NEVER if none does."""
-    view = np.zeros(size + 2, np.uint32)
-    known = words.view(np.uint8)[: size + 2]
-    view[: known.size] = known
-    window = view[:size] | view[1 : size + 1] << np.uint32(8) | view[2 : size + 2] << np.uint32(16)
-    look = (window[:, None] >> np.arange(8, dtype=np.uint32)) & np.uint32(2**LOOK - 1)
-    length = _table()[1][look.reshape(-1)]
+class Records:
+    """The numbers of a stream, block by block. Each block comes with the places of its records.
+
+    data: bytes that start with the stream; may be longer.  count: of records.  levels: a record is a number, a sign
+    and a number, instead of one number.  room: bytes of memory that may be used.  used: bytes of the stream, known
+    after the last block.
+    """
+
+    def __init__(self, data: memoryview, count: int, size: int, *, levels: bool, room: int = 0):
+        self.data, self.count, self.size, self.levels = np.frombuffer(data, np.uint8), count, size, levels
+        self.block, self.used = min(max(BLOCK[0], room // ROOM), BLOCK[1]), 0
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Indices i64 of each block, below `size`, and the zigzag codes u32 of their levels, empty without them.
+
+        Raises:
+            WireError: the stream ends early, a number or an index is too large, or the bits behind are not zero.
+        """
+        position, found, last, bits = 0, 0, -1, 8 * self.data.size
+        while found < self.count and position < bits:
+            numbers, levels, position = self._block(position, self.count - found)
+            indices = last + np.cumsum(numbers)
+            last, found = int(indices[-1]), found + indices.size
+            if position > bits:
+                break
+            if last >= self.size:
+                raise WireError("Elias index", last, f"below {self.size}")
+            yield indices, levels
+        if found < self.count or position > bits:
+            raise WireError("Elias stream", f"{bits} bits", f"long enough for {self.count} numbers")
+        if position % 8 and self.data[position // 8] >> position % 8:
+            raise WireError("Elias padding", "bits that are set", "zeros")
+        self.used = (position + 7) // 8
+
+    def _block(self, position: int, most: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Gaps and levels of the records that begin in the next block, and the bit after the last."""
+        first = position // 8
+        size = min(self.block, self.data.size - first, max(16, 3 * most))
+        words = words_of(self.data[first : first + size + 2 * REACH].tobytes())
+        lengths = _lengths(words, self.data[first : first + size + 2 * REACH], size + REACH)
+        begins, at, limit = array("i"), position - 8 * first, 8 * size
+        append = begins.append
+        for _ in range(min(most, limit)):
+            if at >= limit:
+                break
+            append(at)
+            at += lengths[at]
+            if self.levels:
+                at += lengths[at + 1] + 1
+        places = np.frombuffer(begins, np.int32)
+        gaps, length = _lookup(words, places)
+        levels = np.zeros(0, np.uint32)
+        bad = length == BAD
+        if self.levels:
+            signs = places + length
+            values, length = _lookup(words, signs + 1)
+            bad |= length == BAD
+            wide = 2 * values - 1 + read_fields(words, signs, np.int32(1)).astype(np.int64)
+            levels = wide.astype(np.uint32)
+            if wide.max() >= 2**32 and not bad.any():
+                raise WireError("Elias level", int(wide.max()), "below 2^32")
+        if bad.any():
+            raise WireError("Elias number", "more digits", f"of at most {MOST_DIGITS} digits")
+        return gaps, levels, 8 * first + at
+
+
+def _lengths(words: np.ndarray, data: np.ndarray, size: int) -> bytes:
+    """For a number beginning at each of the first 8 `size` bits, the length of its code; BAD if there is none."""
+    length = _table()[1][look_ahead(data, 0, 8 * size, LOOK)]
     long = np.flatnonzero((length > LOOK) & (length < BAD))
     goes_on = read_fields(words, long + length[long] - 1, np.int32(1)) == 1
     length[long[goes_on]] = BAD
-    return np.where(length == BAD, NEVER, np.arange(8 * size, dtype=np.int32) + length)
+    return length.tobytes()
 
 
-def _records(data: memoryview, count: int, levels: bool) -> tuple[np.ndarray, int]:
-    """Where `count` records begin, and the bit after the last.
-
-    A record is a number, or a number, a sign and a number. Raises WireError if it is none, or the stream ends early.
-    """
-    begins, position, found = [np.zeros(0, np.int64)], 0, 0
-    while found < count and position < 8 * len(data):
-        first = position // 8
-        size = min(BLOCK, len(data) - first)
-        ends = _ends(words_of(data[first : first + size + 2 * REACH]), size + REACH)
-        if levels:
-            ends = gather(ends - NEVER, ends + 1) + NEVER
-        chain = np.append(np.minimum(ends[: 8 * size], 8 * size), 8 * size)
-        jump = chain
-        for _ in range(DOUBLINGS):
-            jump = jump[jump]
-        heads, at = [], position - 8 * first
-        while at < 8 * size and len(heads) << DOUBLINGS < count - found:
-            heads.append(at)
-            at = int(jump[at])
-        places = [np.array(heads)]
-        for _ in range(2**DOUBLINGS - 1):
-            places.append(chain[places[-1]])
-        places = np.stack(places, axis=1).reshape(-1)
-        places = places[places < 8 * size][: count - found]
-        begins.append(8 * first + places)
-        found += places.size
-        last = int(ends[places[-1]])
-        if last >= NEVER:
-            raise WireError("Elias number", "more digits", f"of at most {MOST_DIGITS} digits")
-        position = 8 * first + last
-    if found < count or position > 8 * len(data):
-        raise WireError("Elias stream", f"{8 * len(data)} bits", f"long enough for {count} numbers")
-    return np.concatenate(begins), position
-
-
-def _used(data: memoryview, position: int) -> int:
-    """Bytes read; the bits that fill the last one must be zero."""
-    if position % 8 and data[position // 8] >> position % 8:
-        raise WireError("Elias padding", "bits that are set", "zeros")
-    return (position + 7) // 8
-
-
-def _indices(gaps: np.ndarray, size: int) -> np.ndarray:
-    indices = np.cumsum(gaps) - 1
-    if indices.size and indices[-1] >= size:
-        raise WireError("Elias index", int(indices[-1]), f"below {size}")
-    return indices
-
-
-def decode_gaps(data: memoryview, count: int, size: int) -> np.ndarray:
-    """Inverse of `encode_gaps`: int32[count], below size.
+def decode_gaps(data: memoryview, count: int, size: int, *, out: np.ndarray | None = None, room: int = 0) -> np.ndarray:
+    """Inverse of `encode_gaps`: int32[count], below size; the first entries of `out` if it is given.
 
     Raises:
         WireError: as `decode_levels`, or bytes are left over.
     """
-    begins, position = _records(data, count, False)
-    used = _used(data, position)
-    if used != len(data):
-        raise WireError("Elias stream", f"{len(data)} bytes", f"the {used} that {count} gaps need")
-    return _indices(_lookup(words_of(data), begins)[0], size).astype(np.int32)
+    if count > 8 * len(data):
+        raise WireError("Elias stream", f"{8 * len(data)} bits", f"long enough for {count} numbers")
+    records = Records(data, count, size, levels=False, room=room)
+    indices, found = np.empty(count, np.int32) if out is None else out, 0
+    for block, _ in records:
+        indices[found : found + block.size] = block
+        found += block.size
+    if records.used != len(data):
+        raise WireError("Elias stream", f"{len(data)} bytes", f"the {records.used} that {count} gaps need")
+    return indices
 
 
 def decode_levels(data: memoryview, count: int, size: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -251,11 +255,7 @@ def decode_levels(data: memoryview, count: int, size: int) -> tuple[np.ndarray, 
     Raises:
         WireError: the stream ends early, an index is not below n, a number is too large, or padding is set.
     """
-    begins, position = _records(data, count, True)
-    words = words_of(data)
-    gaps, length = _lookup(words, begins)
-    places = begins + length
-    levels = 2 * _lookup(words, places + 1)[0] - 1 + read_fields(words, places, np.int32(1)).astype(np.int64)
-    if levels.size and levels.max() >= 2**32:
-        raise WireError("Elias level", int(levels.max()), "below 2^32")
-    return _indices(gaps, size), levels.astype(np.uint32), _used(data, position)
+    records = Records(data, count, size, levels=True)
+    blocks = [(np.zeros(0, np.int64), np.zeros(0, np.uint32)), *records]
+    indices, codes = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    return indices, codes, records.used

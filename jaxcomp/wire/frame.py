@@ -3,21 +3,23 @@
     magic "JCMP" | version u8 | body length u64 | body | CRC-32 of all before
 
 All integers are little-endian; `varint` is LEB128 (7 bits per byte, low first, at most 9 bytes).
-A reader takes bytes only after checking that they are there, so nothing is allocated that the
-message does not pay for.
+A reader takes bytes only after checking that they are there, and makes arrays only within the limits of the whole
+message (`limits`), so nothing is allocated that the message does not pay for.
 """
 
 import struct
 import zlib
 
 from jaxcomp.wire.errors import WireError
+from jaxcomp.wire.limits import FREE_BYTES, PAD_BYTES, PART_BYTES, STREAM_BYTES, missing
 
-__all__ = ["MAGIC", "VERSION", "Reader", "seal", "unseal", "varint"]
+__all__ = ["FRAME_BYTES", "MAGIC", "VERSION", "Reader", "Writer", "seal", "unseal", "varint"]
 
 MAGIC = b"JCMP"
 VERSION = 1
 HEADER = struct.Struct("<4sBQ")
 CRC = struct.Struct("<I")
+FRAME_BYTES = HEADER.size + CRC.size
 
 
 def seal(body: bytes) -> bytes:
@@ -36,16 +38,15 @@ def unseal(data: bytes) -> memoryview:
         view = memoryview(data).cast("B")
     except TypeError:
         raise WireError("message", type(data).__name__, "bytes") from None
-    least = HEADER.size + CRC.size
-    if len(view) < least:
-        raise WireError("message length", len(view), f"at least {least} bytes")
+    if len(view) < FRAME_BYTES:
+        raise WireError("message length", len(view), f"at least {FRAME_BYTES} bytes")
     magic, version, length = HEADER.unpack_from(view)
     if magic != MAGIC:
         raise WireError("magic", magic, repr(MAGIC))
     if version != VERSION:
         raise WireError("version", version, str(VERSION))
-    if length != len(view) - least:
-        raise WireError("body length", length, f"{len(view) - least}, what the message holds")
+    if length != len(view) - FRAME_BYTES:
+        raise WireError("body length", length, f"{len(view) - FRAME_BYTES}, what the message holds")
     (expected,) = CRC.unpack_from(view, len(view) - CRC.size)
     actual = zlib.crc32(view[: -CRC.size])
     if actual != expected:
@@ -63,16 +64,70 @@ def varint(value: int) -> bytes:
     return bytes(out)
 
 
+class Writer:
+    """Collects a body, and what it will ask of its reader.
+
+    code: "fixed", "elias" or "best".  depth: of the record that is being written.
+    """
+
+    def __init__(self, code: str = "fixed"):
+        self.code, self.depth, self.work = code, 0, 0
+        self.parts: list[bytes] = []
+
+    def add(self, *parts: bytes) -> None:
+        self.parts += parts
+
+    def byte(self, value: int) -> None:
+        self.parts.append(bytes([value]))
+
+    def varint(self, *values: int) -> None:
+        self.parts += [varint(value) for value in values]
+
+    def stream(self, data: bytes) -> None:
+        """Entropy-coded bytes behind their number."""
+        self.work += STREAM_BYTES
+        self.parts += [varint(len(data)), data]
+
+    def body(self, memory: int) -> bytes:
+        """All of it, for a payload whose arrays have `memory` bytes."""
+        body = b"".join(self.parts)
+        return body + bytes(missing(len(body) + FRAME_BYTES, memory, self.work))
+
+
 class Reader:
-    """Reads a body front to back; every method names the field it reads in its error."""
+    """Reads a body front to back; every method names the field it reads in its error.
+
+    depth: of the record that is being read.
+    """
 
     def __init__(self, body: memoryview):
         self.body = body
         self.position = 0
+        self.depth = 0
+        self.memory, self.work = 0, 0
 
     @property
     def left(self) -> int:
         return len(self.body) - self.position
+
+    @property
+    def spare(self) -> int:
+        """Bytes of arrays that may still be made."""
+        return PAD_BYTES * (len(self.body) + FRAME_BYTES) - self.memory
+
+    def make(self, field: str, size: int) -> None:
+        """Counts an array of `size` bytes that is about to be made."""
+        if size > self.spare:
+            allowed = f"at most {self.spare}: {PAD_BYTES} times the length of the message"
+            raise WireError(field, f"an array of {size} bytes", allowed)
+        self.memory += size
+
+    def part(self, cost: int = PART_BYTES) -> None:
+        """Counts a record, or whatever else costs time."""
+        self.work += cost
+        most = FREE_BYTES + len(self.body) + FRAME_BYTES
+        if self.work > most:
+            raise WireError("number of parts and streams", f"work for {self.work} bytes", f"at most {most}")
 
     def take(self, field: str, size: int) -> memoryview:
         if size > self.left:
@@ -101,6 +156,20 @@ class Reader:
             raise WireError(field, value, f"at most {limit}")
         return value
 
+    def stream(self, field: str, limit: int | None = None) -> memoryview:
+        """Entropy-coded bytes behind their number."""
+        self.part(STREAM_BYTES)
+        most = self.left if limit is None else min(self.left, limit)
+        return self.take(field, self.varint(f"{field} bytes", most))
+
+    def zeros(self, field: str, size: int) -> None:
+        """Filler."""
+        if self.take(field, size).tobytes().strip(b"\0"):
+            raise WireError(field, "bytes that are not zero", "zeros")
+
     def end(self) -> None:
-        if self.left:
-            raise WireError("end of message", f"{self.left} bytes more", "the end")
+        """Nothing follows but the zeros that the message lacked."""
+        filler = missing(self.position + FRAME_BYTES, self.memory, self.work)
+        if self.left != filler:
+            raise WireError("end of message", f"{self.left} bytes more", f"the end after {filler} bytes of filler")
+        self.zeros("end of message", filler)

@@ -1,0 +1,67 @@
+"""What crosses the wire: one NamedTuple of arrays per kind of message, and all that depends on which one it is.
+
+A payload holds nothing that both ends know already (d, k, the number of levels, seeds). Each family of payloads is one
+file: its type, its codings and their bits, its words in jit, its bytes on the host. Sizes, `wire` and `exchange`
+dispatch on these types (`registry`), never on the compressor. A field `values` may itself hold a payload: that is how
+`compose` nests them.
+
+Three measures of the size of a payload, never mixed. `lane_bytes`: what a collective moves, from the shapes alone,
+exact. `code_bits`: what the best code we have for this payload needs, from its content. Wire bytes are the third:
+len(wire.encode(payload)) = code_bits / 8, rounded up to whole bytes in each array, plus the frame.
+"""
+
+from jaxcomp.payloads.dense import Dense, Scaled
+from jaxcomp.payloads.leaves import Leaves
+from jaxcomp.payloads.local import LocalIndices, global_indices, local_indices
+from jaxcomp.payloads.quantized import Quantized
+from jaxcomp.payloads.registry import (
+    CODES,
+    Choices,
+    Coding,
+    Family,
+    code_bits,
+    decode_message,
+    encode_message,
+    lane_bytes,
+    limits,
+    num_entries,
+    read_record,
+    register,
+    shortest,
+    write_record,
+)
+from jaxcomp.payloads.sketch import Sketch, SketchBits, sketch_bits
+from jaxcomp.payloads.sparse import Sparse
+from jaxcomp.payloads.words import Coded, from_words, num_words, to_words
+
+__all__ = [
+    "CODES",
+    "Choices",
+    "Coded",
+    "Coding",
+    "Dense",
+    "Family",
+    "Leaves",
+    "LocalIndices",
+    "Quantized",
+    "Scaled",
+    "Sketch",
+    "SketchBits",
+    "Sparse",
+    "code_bits",
+    "decode_message",
+    "encode_message",
+    "from_words",
+    "global_indices",
+    "lane_bytes",
+    "limits",
+    "local_indices",
+    "num_entries",
+    "num_words",
+    "read_record",
+    "register",
+    "shortest",
+    "sketch_bits",
+    "to_words",
+    "write_record",
+]

@@ -1,0 +1,319 @@
+"""What a payload is: a `Family` of functions for each type, and what they have in common.
+
+A new payload is one new file that ends with `register(Family(...))`; nothing else switches on the types. Sizes, words
+in jit and bytes on the host all come from the codings that a family lists, and `shortest` chooses among them.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomp.codes.arrays import is_host
+from jaxcomp.payloads.words import Coded, Cursor
+from jaxcomp.wire.errors import WireError
+from jaxcomp.wire.format import ARRAY, read_array, write_array
+from jaxcomp.wire.frame import Reader, Writer
+from jaxcomp.wire.limits import MAX_DEPTH, PART_BYTES
+
+__all__ = [
+    "CODES",
+    "Choices",
+    "Coding",
+    "Family",
+    "code_bits",
+    "count_type",
+    "decode_message",
+    "encode_message",
+    "is_array",
+    "lane_bytes",
+    "limits",
+    "num_entries",
+    "read_record",
+    "register",
+    "same_everywhere",
+    "shortest",
+    "unpack_message",
+    "write_record",
+]
+
+Array = Any
+CODES = ("fixed", "elias", "best")
+WORDS = "words"  # what `encode_message` may choose from
+
+
+class Coding(NamedTuple):
+    """One way to code a payload.
+
+    kind: of its record on the wire.
+    codes: those of "fixed", "elias", "best" and "words" that may take it.
+    bits: what it needs, without what all codings of this payload need alike.
+    fits: whether it can hold this payload.
+    plan: whatever writing it can use again.
+    """
+
+    kind: int
+    codes: tuple[str, ...]
+    bits: Array | int
+    fits: Array | bool = True
+    plan: Any = None
+
+
+class Choices(NamedTuple):
+    """codings: the first holds any payload.  rest(): bits that all of them need besides, of what is inside."""
+
+    codings: Sequence[Coding]
+    rest: Callable[[], Array | int] = lambda: 0
+
+
+class Family(NamedTuple):
+    """What can be done with payloads of one type. Arrays are of JAX inside jit, of NumPy on the host.
+
+    type: a NamedTuple of arrays, or of other payloads.
+    codings(payload, code): the ways to code it that `code` may take, in jit or on the host.
+    check(payload): raises WireError for arrays of the wrong type or shape, before encoding and after decoding.
+    write(out, payload, coding): its record on the wire, without the byte that says its kind.
+    readers: kind -> reader of such a record.
+    pack(payload): its words, in jit.
+    unpack(cursor, like): inverse of pack.
+    entries(payload): how many entries of the vector it carries; None for all of them.
+    limits(payload, lengths): for each array (lengths, what padding holds), or None for all of it.
+    """
+
+    type: type
+    codings: Callable[[Any, str], Choices]
+    check: Callable[[Any], None]
+    write: Callable[[Writer, Any, Coding], None]
+    readers: Mapping[int, Callable[[Reader], Any]]
+    pack: Callable[[Any], Coded]
+    unpack: Callable[[Cursor, Any], Any]
+    entries: Callable[[Any], Array | int | None]
+    limits: Callable[[Any, Any], list]
+
+
+_families: dict[type, Family] = {}
+_readers: dict[int, Family] = {}
+
+
+def register(family: Family) -> None:
+    """Makes a type of payloads known."""
+    taken = set(family.readers) & {ARRAY, *_readers}
+    if family.type in _families or taken:
+        raise ValueError(f"register: {family.type.__name__} or its kinds {sorted(taken)} are registered already")
+    _families[family.type] = family
+    _readers.update(dict.fromkeys(family.readers, family))
+
+
+def family_of(payload: Any, who: str) -> Family:
+    family = _families.get(type(payload))
+    if family is None:
+        raise TypeError(f"{who}: unknown payload type {type(payload).__name__}")
+    return family
+
+
+def is_array(values: Any) -> bool:
+    """Whether these are plain numbers and not a payload."""
+    return jax.tree.structure(values) == jax.tree.structure(0)
+
+
+# ------------------------------------------------------------------------------------------------
+# Sizes, and the choice of the shortest code
+
+
+def count_type(like: Array, most: int) -> Any:
+    """The dtype that counts up to so many bits: in jit i32, or f32 beyond 2^31; on the host i64."""
+    if is_host(like):
+        return np.int64
+    return jnp.int32 if most < 2**31 else jnp.float32
+
+
+def shortest(codings: Sequence[Coding], code: str) -> tuple[Array | int, Array | int]:
+    """The one place where a code is chosen: the shortest that `code` may take and that fits, else the first of all.
+
+    Returns:
+        Its place in `codings`, and its bits: traced if they depend on traced content.
+    """
+    places = [i for i, coding in enumerate(codings) if code in coding.codes]
+    if not places:
+        return 0, codings[0].bits
+    if places == [0] or (len(places) == 1 and codings[places[0]].fits is True):
+        return places[0], codings[places[0]].bits
+    if all(isinstance(x, int | np.generic) for i in places for x in (codings[i].bits, codings[i].fits)):
+        best = min((i for i in places if codings[i].fits), key=lambda i: int(codings[i].bits), default=0)
+        return best, codings[best].bits
+    best, bits = jnp.asarray(places[0]), jnp.asarray(codings[places[0]].bits)
+    fits = jnp.asarray(codings[places[0]].fits)
+    for i in places[1:]:
+        other = jnp.asarray(codings[i].bits, bits.dtype)
+        better = jnp.asarray(codings[i].fits) & (~fits | (other < bits))
+        best, bits, fits = jnp.where(better, i, best), jnp.where(better, other, bits), fits | codings[i].fits
+    none = jnp.asarray(codings[0].bits, bits.dtype)
+    return jnp.where(fits, best, 0), jnp.where(fits, bits, none)
+
+
+def lane_bytes(payload: Any) -> int:
+    """Bytes that one worker contributes to the collective: sum of size * itemsize of the arrays.
+
+    Args:
+        payload: of arrays or of `jax.ShapeDtypeStruct`.
+
+    Returns:
+        A Python int: it follows from the shapes.
+
+    >>> from jaxcomp.payloads import Sparse
+    >>> lane_bytes(Sparse(jnp.zeros(3), jnp.zeros(3, jnp.int32)))
+    24
+    """
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(payload))
+
+
+def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:
+    """Bits of the code that `wire.encode` uses for this payload, without frame and byte padding.
+
+    Which codings there are stands with each family of payloads: `dense`, `sparse`, `quantized`, `sketch`, `leaves`.
+
+    Args:
+        payload: concrete or traced.
+        code: as for `wire.encode`: "fixed", a fixed number of bits for each index and level; "elias", gaps and levels
+            in Elias omega codes; "best", for each part of the payload the shortest code that there is.
+
+    Returns:
+        A Python int where it follows from the shapes; else a scalar, i32 when the largest
+        possible result is below 2^31, f32 otherwise.
+
+    Raises:
+        ValueError: unknown code.
+        TypeError: not a payload.
+
+    >>> from jaxcomp.payloads import Sparse
+    >>> print(code_bits(Sparse(jnp.array([1.0, 2.0, 0.0, 0.0]), jnp.array([1, 5, 9, 9]))))
+    108
+    """
+    if code not in CODES:
+        raise ValueError(f"code_bits: code must be one of {', '.join(CODES)}; got {code!r}")
+    choices = family_of(payload, "code_bits").codings(payload, code)
+    bits = shortest(choices.codings, code)[1]
+    return bits + choices.rest()
+
+
+# ------------------------------------------------------------------------------------------------
+# Words in jit
+
+
+def encode_message(payload: Any) -> Coded:
+    """A payload as words; the capacity follows from its shapes.
+
+    What no code can hold (indices that do not ascend, padding that is not zero) is reported, not coded.
+
+    >>> from jaxcomp.payloads import Sparse
+    >>> message = encode_message(Sparse(jnp.array([1.0, 2.0, 0.0]), jnp.array([4, 5, 9])))
+    >>> print(message.used, message.words.size)
+    5 9
+    """
+    return family_of(payload, "encode_message").pack(payload)
+
+
+def decode_message(words: Array, like: Any) -> Any:
+    """The payload of a message whose `fits` was true.
+
+    Args:
+        words: u32[w], the words in use or more; what is missing counts as zeros.
+        like: payload of arrays or of `jax.ShapeDtypeStruct`.
+    """
+    room = jax.eval_shape(encode_message, like).words.size
+    return unpack_message(Cursor(words, room), like)
+
+
+def unpack_message(cursor: Cursor, like: Any) -> Any:
+    """The payload that begins here."""
+    return family_of(like, "decode_message").unpack(cursor, like)
+
+
+# ------------------------------------------------------------------------------------------------
+# Bytes on the host
+
+
+def write_record(out: Writer, node: Any) -> None:
+    """An array or a payload, in the code of the writer.
+
+    Raises:
+        TypeError: neither of them.
+        WireError: a payload that no reader would take.
+    """
+    out.work += PART_BYTES
+    if isinstance(node, np.ndarray):
+        out.byte(ARRAY)
+        write_array(out, node)
+        return
+    family = _families.get(type(node))
+    if family is None:
+        raise TypeError(f"wire.encode: {type(node).__name__} is not a payload")
+    family.check(node)
+    if out.depth == MAX_DEPTH:
+        raise WireError("nesting", f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}")
+    out.depth += 1
+    codings = family.codings(node, out.code).codings
+    coding = codings[int(shortest(codings, out.code)[0])]
+    out.byte(coding.kind)
+    family.write(out, node, coding)
+    out.depth -= 1
+
+
+def read_record(reader: Reader) -> Any:
+    """The array or payload that begins here.
+
+    Raises:
+        WireError: nothing that `write_record` could have written; says which field was wrong.
+    """
+    reader.part()
+    kind = reader.byte("payload type")
+    if kind == ARRAY:
+        return read_array(reader, "array")
+    family = _readers.get(kind)
+    if family is None:
+        raise WireError("payload type", kind, f"one of {ARRAY}, {', '.join(map(str, sorted(_readers)))}")
+    if reader.depth == MAX_DEPTH:
+        raise WireError("nesting", f"more than {MAX_DEPTH} levels", f"at most {MAX_DEPTH}")
+    reader.depth += 1
+    payload = family.readers[kind](reader)
+    family.check(payload)
+    reader.depth -= 1
+    return payload
+
+
+# ------------------------------------------------------------------------------------------------
+# What an exchange may know
+
+
+def num_entries(payload: Any) -> Array | int | None:
+    """How many entries of the vector a payload carries, without padding; None for all of them.
+
+    >>> from jaxcomp.payloads import Sparse
+    >>> print(num_entries(Sparse(jnp.array([1.0, 2.0, 0.0]), jnp.array([4, 5, 9]))))
+    2
+    """
+    return family_of(payload, "num_entries").entries(payload)
+
+
+def limits(payload: Any, lengths: Any) -> list:
+    """How much of each array of a payload each worker needs to send.
+
+    Args:
+        payload: of one worker, or a tuple of payloads.
+        lengths: `base.Lengths` in the place of each payload whose length depends on the worker, None elsewhere.
+
+    Returns:
+        For each array (lengths, what padding holds), or None for all of it.
+    """
+    if type(payload) is tuple and type(lengths) is tuple:
+        return [limit for pair in zip(payload, lengths, strict=True) for limit in limits(*pair)]
+    family = _families.get(type(payload))
+    return same_everywhere(payload, lengths) if family is None else family.limits(payload, lengths)
+
+
+def same_everywhere(payload: Any, lengths: Any) -> list:
+    """`limits` of payloads that are equally long on all workers."""
+    return [None] * len(jax.tree.leaves(payload))
