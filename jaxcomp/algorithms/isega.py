@@ -45,7 +45,7 @@ def isega(
     Args:
         probabilities: [workers, d], or [d] for all workers, in (0, 1].
         smoothness: operator, or a stack of them.
-        step_size: gamma (a JAX array is not checked); `theory.step_sizes("isega+", ...)`.
+        step_size: gamma (a JAX array is not checked); `theory.isega(...)`.
         prox: of a regulariser.
         dtype: floating type of the values that are sent, default that of x.
 
