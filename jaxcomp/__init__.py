@@ -21,7 +21,6 @@ from jaxcomp.algorithms import (
     marina,
     momentum_correction,
 )
-from jaxcomp.amounts import set_amounts
 from jaxcomp.base import Algorithm, Compressor, Spec, State, roundtrip
 from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.compressors import (
@@ -43,6 +42,7 @@ from jaxcomp.compressors import (
     rand_k,
     redsync,
     refresh,
+    set_amounts,
     sidco,
     skcompress,
     top_k,

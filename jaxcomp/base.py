@@ -36,10 +36,8 @@ __all__ = [
     "Algorithm",
     "Compressor",
     "Lengths",
-    "Seat",
     "Spec",
     "State",
-    "Tally",
     "accumulate",
     "advance",
     "bounded",
@@ -50,6 +48,7 @@ __all__ = [
     "lengths",
     "like_of",
     "one_row",
+    "overflow",
     "residual",
     "root_key",
     "roundtrip",
@@ -77,25 +76,6 @@ class State(NamedTuple):
 
     local: Tree = ()
     shared: Tree = ()
-
-
-class Tally(NamedTuple):
-    """Counts of one round that a compressor leaves in its local state for `info`.
-
-    overflow: i32[], entries that were chosen but found no place in the static capacity.
-    """
-
-    overflow: Array
-
-
-class Seat(NamedTuple):
-    """This worker's number, for compressors that treat workers differently.
-
-    number: i32[]. A compressor leaves one in its local state; `compressed_mean` fills in the axis
-    index before each round. Zero until then.
-    """
-
-    number: Array
 
 
 class Lengths(NamedTuple):
@@ -157,6 +137,7 @@ class Compressor(NamedTuple):
     lengths(like) -> `Lengths` in the place of each payload whose length depends on the worker, None
         in the place of the others.
     for_worker(shared, worker, workers) -> shared as one worker uses it (law 6). Built with `row_of`.
+    overflow(local) -> i32[]: chosen entries of the last round that found no place in the static capacity.
     """
 
     init: Callable[[Array, Tree], State]
@@ -167,6 +148,7 @@ class Compressor(NamedTuple):
     advance: Callable[[Tree], Tree] | None = None
     lengths: Callable[[Tree], Tree] | None = None
     for_worker: Callable[[Tree, Array | int, int | None], Tree] | None = None
+    overflow: Callable[[Tree], Array] | None = None
 
 
 class Algorithm(NamedTuple):
@@ -425,6 +407,16 @@ def for_worker(compressor: Compressor, shared: Tree, worker: Array | int, worker
         ValueError: the plans are those of another number of workers.
     """
     return shared if compressor.for_worker is None else compressor.for_worker(shared, worker, workers)
+
+
+def overflow(compressor: Compressor, local: Tree) -> Array:
+    """Chosen entries of the last round that found no place in the compressor's static capacity: i32[].
+
+    Args:
+        compressor: any compressor.
+        local: its local state after the round.
+    """
+    return jnp.zeros((), jnp.int32) if compressor.overflow is None else compressor.overflow(local)
 
 
 def row_of(name: str, plans: Tree, worker: Array | int, workers: int | None) -> Tree:

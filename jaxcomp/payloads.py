@@ -19,7 +19,10 @@ class Dense(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """values: narrow float[d];  scale: f32[], a power of two.  x_hat = values * scale."""
+    """values: narrow float[d];  scale: f32[b], a power of two for each block, or f32[] for all.
+
+    x_hat = values * scale.
+    """
 
     values: Array
     scale: Array

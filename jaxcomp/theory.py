@@ -45,7 +45,8 @@ def dcgd(
     """Distributed compressed gradient descent: `descend(direct(c), gamma)`.
 
     gamma = 1 / (L + 2 V / n), or, if the gradients of all workers vanish at the optimum (interpolation),
-    1 / (L + V / n). It is halved for mu = 0. The rate is gamma mu, up to a ball around the optimum without interpolation.
+    1 / (L + V / n). It is halved for mu = 0. The rate is gamma mu; without interpolation it leads to a
+    ball around the optimum.
 
     Args:
         smoothness: L, above 0.

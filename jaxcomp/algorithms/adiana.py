@@ -60,7 +60,7 @@ def adiana(compressor: Compressor, step_sizes: StepSizes, *, prox: Prox | None =
         raise ValueError(f"adiana needs an unbiased compressor (omega known); {compressor.spec.name} is not one")
     gamma, alpha, eta, theta_1, theta_2, beta, q, _ = step_sizes
     if alpha is None or eta is None or theta_1 is None or theta_2 is None or beta is None or q is None:
-        raise ValueError('adiana needs the step sizes of theory.adiana(...)')
+        raise ValueError("adiana needs the step sizes of theory.adiana(...)")
     compressor = lift(compressor)
 
     def init(shared_key, x):

@@ -8,8 +8,9 @@ import numpy as np
 
 from jaxcomp.algorithms.method import Method, move, view
 from jaxcomp.base import State, finite, wide_like
+from jaxcomp.compressors.bernoulli import bernoulli
 from jaxcomp.compressors.precondition import precondition
-from jaxcomp.compressors.sparsify import bernoulli, dense_of_sparse
+from jaxcomp.compressors.sparsify import dense_of_sparse
 from jaxcomp.prox import Prox
 from jaxcomp.smoothness.operator import Operator
 

@@ -158,4 +158,5 @@ def precondition(compressor: Compressor, smoothness: Operator, *, dtype: Any = N
         if compressor.advance is None
         else lambda shared: shared._replace(compressor=advance(compressor, shared.compressor)),
         for_worker=pick if stacked or compressor.for_worker is not None else None,
+        overflow=compressor.overflow,
     )

@@ -18,6 +18,7 @@ from jaxcomp.base import (
     is_array,
     lengths,
     like_of,
+    overflow,
     weighted,
     wide,
 )
@@ -175,6 +176,12 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
             return for_worker(compressor, shared, worker, workers)
         return PerLeaf(tuple(None if s is None else for_worker(compressor, s, worker, workers) for s in shared.leaves))
 
+    def overflow_(local):
+        if not isinstance(local, PerLeaf):
+            return overflow(compressor, local)
+        none = jnp.zeros((), jnp.int32)
+        return sum((overflow(compressor, one) for one in local.leaves if one is not None), none)
+
     def over_leaves(bound, pick, dense_value):
         if bound is None:
             return None
@@ -204,6 +211,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
         advance=None if compressor.advance is None else advance_,
         lengths=None if compressor.lengths is None else lengths_,
         for_worker=None if compressor.for_worker is None else pick,
+        overflow=None if compressor.overflow is None else overflow_,
     )
 
 
@@ -254,4 +262,5 @@ def flat(compressor: Compressor) -> Compressor:
         advance=compressor.advance,
         lengths=None if compressor.lengths is None else lambda like: lengths(compressor, vector_like(like)),
         for_worker=compressor.for_worker,
+        overflow=compressor.overflow,
     )

@@ -13,7 +13,7 @@ import optax
 from jaxcomp.algorithms.diana import DianaLocal, DianaShared
 from jaxcomp.algorithms.error_feedback import ErrorFeedbackLocal
 from jaxcomp.algorithms.momentum_correction import MomentumLocal, MomentumShared
-from jaxcomp.base import Seat, State, Tally
+from jaxcomp.base import State
 from jaxcomp.compressors.tree import PerLeaf
 from jaxcomp.exchange.layout import Level, is_mean
 
@@ -209,8 +209,6 @@ def _local(old: Any, new: Any, shared: Any, move: Move) -> Any:
     memories = lambda old, new: _map(lambda x, like: _memories(x, like, move), old, new)
 
     def node(old, new):
-        if isinstance(old, Seat | Tally):
-            return new
         if isinstance(old, PerLeaf):
             return _per_leaf(old, new, lambda x, like: _local(x, like, None, move))
         if isinstance(old, ErrorFeedbackLocal):
@@ -225,7 +223,7 @@ def _local(old: Any, new: Any, shared: Any, move: Move) -> Any:
             return _taken_over(old, new, move)
         return new._replace(**rest, compressor=_local(old.compressor, new.compressor, None, move))
 
-    kinds = Seat | Tally | PerLeaf | ErrorFeedbackLocal | MomentumLocal | DianaLocal
+    kinds = PerLeaf | ErrorFeedbackLocal | MomentumLocal | DianaLocal
     return _map(node, old, new, lambda node: isinstance(node, kinds))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.base import Tally, wide
+from jaxcomp.base import wide
 from jaxcomp.bits import lane_bytes
 from jaxcomp.exchange.layout import is_mean
 from jaxcomp.exchange.meet import CHOICES
@@ -68,7 +68,7 @@ def no_counts() -> Counts:
     return Counts(real, real, integer, integer, real, real, integer, integer, real, integer)
 
 
-def count(payload: Any, bits: Any, grads: Any, message: Any, sent: Any, local: Any) -> Counts:
+def count(payload: Any, bits: Any, grads: Any, message: Any, sent: Any, overflow: Array) -> Counts:
     """What one worker measures in a round.
 
     Args:
@@ -77,7 +77,7 @@ def count(payload: Any, bits: Any, grads: Any, message: Any, sent: Any, local: A
         grads: before anything was done to them.
         message: what was compressed.
         sent: what was made of it, or None if errors are not measured.
-        local: of the algorithm, after the round.
+        overflow: `base.overflow` of the compressor after the round.
     """
     leaves = lambda tree: [x.astype(wide(x.dtype)) for x in jax.tree.leaves(tree)]
     total = lambda parts, dtype: jnp.sum(jnp.stack([jnp.zeros((), dtype), *parts]), dtype=dtype)
@@ -92,7 +92,6 @@ def count(payload: Any, bits: Any, grads: Any, message: Any, sent: Any, local: A
         kept = total([jnp.sum(s != 0, dtype=jnp.int32) for s in sent], jnp.int32)
         error = norm_of([s - m for s, m in zip(sent, message, strict=True)])
         norm = norm_of(message)
-    tallies = [t for t in jax.tree.leaves(local, is_leaf=lambda t: isinstance(t, Tally)) if isinstance(t, Tally)]
     return Counts(
         lane_bytes=jnp.asarray(lane_bytes(payload), jnp.float32),
         code_bits=jnp.asarray(bits).astype(jnp.float32),
@@ -101,7 +100,7 @@ def count(payload: Any, bits: Any, grads: Any, message: Any, sent: Any, local: A
         error=error,
         norm=norm,
         nonfinite=_nonfinite(jax.tree.leaves(grads)),
-        overflow=total([jnp.sum(t.overflow) for t in tallies], jnp.int32),
+        overflow=overflow,
         sent_bytes=jnp.zeros((), jnp.float32),
         via=jnp.zeros((), jnp.int32),
     )

@@ -14,7 +14,6 @@ from jaxcomp.algorithms.direct import DirectShared
 from jaxcomp.base import (
     Algorithm,
     Compressor,
-    Seat,
     State,
     accumulate,
     bounded,
@@ -22,6 +21,7 @@ from jaxcomp.base import (
     key_data,
     lengths,
     like_of,
+    overflow,
     root_key,
     wide_like,
     wrap_key,
@@ -338,7 +338,7 @@ def _mean(
         if two_shot:  # not fold_in of the key that is split for the chunks: that would be the key of one of them
             key, again_key = jax.random.split(key)
         mine = for_worker(compressor, shared.algorithm.compressor, axis_index(axis_name), workers)
-        own = State(_seated(local, axis_name), shared.algorithm._replace(compressor=mine))
+        own = State(local, shared.algorithm._replace(compressor=mine))
         payload, new_local = whole.send(key, grads, own)
         each = None if shares is None else jnp.asarray(shares, jnp.float32)
 
@@ -375,7 +375,8 @@ def _mean(
         direction = jax.tree.map(lambda d, g: d if d.dtype == g.dtype else bounded(d.astype(g.dtype)), direction, like)
 
         sent = compressor.decompress(payload, mine, wide_like(grads)) if measure else None
-        counts = count(payload, bits, grads, whole.message(grads, local), sent, new_local)
+        left = overflow(compressor, getattr(new_local, "compressor", new_local))
+        counts = count(payload, bits, grads, whole.message(grads, local), sent, left)
         counts = counts._replace(
             lane_bytes=counts.lane_bytes + more,
             sent_bytes=jnp.asarray(sent_bytes, jnp.float32),
@@ -481,10 +482,3 @@ def _second_of(local: Any, second: Algorithm, chunk: jax.ShapeDtypeStruct) -> An
             "with jc.init_state, or hand the old one on with jc.redistribute."
         )
     return jax.tree.map(lambda x, e: x.reshape(e.shape), local, expected)
-
-
-def _seated(local: Any, axis: Axis) -> Any:
-    """The algorithm's local state with this worker's number in every `Seat`."""
-    is_seat = lambda node: isinstance(node, Seat)
-    number = axis_index(axis)
-    return jax.tree.map(lambda node: Seat(number) if is_seat(node) else node, local, is_leaf=is_seat)

@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import ErrorFeedbackLocal, error_feedback
-from jaxcomp.base import Algorithm, Compressor, State, accumulate, advance, like_of, wide
+from jaxcomp.base import Algorithm, Compressor, State, accumulate, advance, like_of, overflow, wide
 from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.compressors.tree import dtype_of, ravel, unravel
 from jaxcomp.exchange.lanes import Axis, all_gather, all_to_all, axis_size, varying
@@ -111,6 +111,9 @@ def in_chunks(compressor: Compressor, chunks: int) -> Compressor:
         likes, structure = jax.tree.flatten(like_of(like))
         return jax.tree.unflatten(structure, unravel(vector, likes))
 
+    def overflow_(local):
+        return jnp.sum(jax.vmap(lambda one: overflow(compressor, one))(local), dtype=jnp.int32)
+
     def of_chunks(bound):
         def of(d):
             size = sum(d) if isinstance(d, tuple) else d
@@ -130,6 +133,7 @@ def in_chunks(compressor: Compressor, chunks: int) -> Compressor:
             norm=None,
         ),
         advance=None if compressor.advance is None else lambda shared: advance(compressor, shared),
+        overflow=None if compressor.overflow is None else overflow_,
     )
 
 

@@ -106,7 +106,10 @@ def _check_values(field: str, values: Any) -> None:
 
 def _read_scaled(reader: Reader, depth: int) -> Scaled:
     values = _read_array(reader, "Scaled.values", kind=jnp.floating)
-    return Scaled(values, _read_array(reader, "Scaled.scale", ndim=0, kind=jnp.floating))
+    scale = _read_array(reader, "Scaled.scale", kind=jnp.floating)
+    if scale.ndim > 1:
+        raise WireError("Scaled.scale ndim", scale.ndim, "0 or 1")
+    return Scaled(values, scale)
 
 
 def _read_quantized(reader: Reader, depth: int) -> Quantized:
