@@ -15,7 +15,7 @@ import jaxcomp as jc
 from experiments.dagc_data import imbalanced_split, quadratics
 from experiments.data import load
 from experiments.federated.model import flat_model, local_batches, local_steps
-from jaxcomp.base import Compressor, Seat, State, accumulate
+from jaxcomp.base import Compressor, State, accumulate, for_worker
 
 __all__ = ["Outcome", "Simulation", "Task", "classification", "heterogeneous_quadratics"]
 
@@ -127,8 +127,8 @@ def runner(
 
             def compress(worker):
                 number, message = worker
-                seated = State(now.local._replace(seat=Seat(number)), now.shared)
-                return compressor.compress(jax.random.key(0), message, seated)[0]
+                own = State(now.local, for_worker(compressor, now.shared, number, weights.shape[0]))
+                return compressor.compress(jax.random.key(0), message, own)[0]
 
             payloads = lax.map(compress, (numbers, messages))
             memory = jax.vmap(lambda m, i: m.at[i].set(0, mode="drop"))(messages, payloads.indices)

@@ -35,7 +35,7 @@ METHODS: dict[str, Method] = {
     "sidco-gp": Method("SIDCo-GP, error feedback", lambda r, s: jc.error_feedback(jc.sidco(r, law="gamma"))),
     "sidco-narrow": Method(
         "SIDCo-E in 4 bytes an entry, error feedback",
-        lambda r, s: jc.error_feedback(jc.sidco(r, values="bfloat16", indices="uint16")),
+        lambda r, s: jc.error_feedback(jc.narrow(jc.sidco(r), values="bfloat16", indices="uint16")),
     ),
     "dgc": Method("DGC's sampled threshold, error feedback", lambda r, s: jc.error_feedback(jc.dgc(r))),
     "redsync": Method("RedSync's binary search, error feedback", lambda r, s: jc.error_feedback(jc.redsync(r))),

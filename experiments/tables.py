@@ -25,12 +25,17 @@ D = 2**20
 COMPRESSORS = [
     ("jc.identity()", "everything", "0", "1"),
     ('jc.cast("bfloat16")', "rounds to 16 bits", "", "1 - 2^-16"),
-    ('jc.cast("float8_e4m3fn")', "rounds to 8 bits, one scale", "", "1 - 2^-8 - t^2 d"),
+    ('jc.cast("float8_e4m3fn")', "rounds to 8 bits, a scale for every 512 entries", "", "1 - 2^-8 - 512 t^2"),
     ("jc.top_k(0.01)", "largest magnitudes", "", "k / d"),
     ("jc.rand_k(0.01)", "random entries, same on all workers", "d / k - 1", ""),
     ("jc.bernoulli(0.01)", "each entry with its own probability", "max 1 / p - 1", ""),
     ("jc.sidco(0.01)", "above a fitted threshold", "", "at least 1 / d"),
-    ('jc.sidco(0.01, values="bfloat16", indices="uint16")', "the same in 4 bytes", "", "at least 1 / d, less rounding"),
+    (
+        'jc.narrow(jc.sidco(0.01), values="bfloat16", indices="uint16")',
+        "the same in 4 bytes",
+        "",
+        "at least 1 / d, less rounding",
+    ),
     ("jc.dgc(0.01)", "above the quantile of a sample", "", "at least 1 / d"),
     ("jc.redsync(0.01)", "above a point between mean and maximum", "", "at least 1 / d"),
     ("jc.gaussian_k(0.01)", "above a normal quantile", "", "at least 1 / d"),
@@ -39,9 +44,9 @@ COMPRESSORS = [
     ('jc.skcompress(jc.top_k(0.01), mode="recentred")', "the same, values in MinMaxSketches", "", "a / k"),
     ('jc.skcompress(jc.top_k(0.01), mode="paper")', "SKCompress as released", "", ""),
     ("jc.dagc([4, 1], 0.01)", "largest magnitudes, a ratio for each worker", "", "min k_i / d"),
-    ("jc.dithering(7)", "random rounding to levels", "e - 1 if e >= 2 else e^2 / 4", ""),
-    ("jc.dithering(7, block_size=512)", "the same, a norm per block", "the same, per block", ""),
-    ('jc.dithering(1, norm_dtype="bfloat16")', "the same, the norm in 16 bits, rounded up", "as dithering", ""),
+    ("jc.dithering(7)", "random rounding to levels, a norm for every 512 entries", "e - 1 if e >= 2 else e^2 / 4", ""),
+    ("jc.dithering(7, blocks=1)", "the same with one norm (QSGD)", "the same, which grows with d", ""),
+    ('jc.dithering(1, norm_dtype="bfloat16")', "the same, norms in 16 bits, rounded up", "as dithering", ""),
     ("jc.natural()", "random rounding to powers of two", "1 / 8", "7 / 8"),
     ("jc.contract(jc.rand_k(0.01))", "unbiased, scaled to contract", "", "1 / (1 + omega)"),
     ("jc.precondition(jc.dithering(7), S)", "C of the whitened vector", "that of C, in the norm of S", ""),
@@ -78,10 +83,10 @@ ALGORITHMS = [
     ),
 ]
 
-# call, what a worker sends, what comes of it, theory.step_sizes
+# call, what a worker sends, what comes of it, functions of jc.theory
 METHODS = [
     ("jc.descend(algorithm, gamma)", "what the algorithm sends", "x <- prox(x - gamma direction)", "dcgd, diana"),
-    ("jc.adiana(c, steps)", "C(grad(x) - h) and C'(grad(w) - h)", "DIANA with Nesterov's acceleration", "adiana"),
+    ("jc.adiana(c, step_sizes)", "C(grad(x) - h) and C'(grad(w) - h)", "DIANA with Nesterov's acceleration", "adiana"),
     ("jc.isega(p, S, gamma)", "sampled entries of S^(-1/2)(g - h)", "shifts take over what was sampled", "isega"),
     ("jc.marina(c, gamma, full)", "C of the gradient's change, or all of it", "for non-convex losses", "marina"),
 ]

@@ -1,7 +1,6 @@
 """States of optimizers on meshes, under vmap, with other plans, and with other workers."""
 
-from jaxcomp.amounts import set_amounts
-from jaxcomp.compressors import refresh
+from jaxcomp.compressors import refresh, set_amounts
 from jaxcomp.exchange.redistribute import redistribute
 from jaxcomp.exchange.state import by_leaf, init_state, per_worker, state_axes, state_specs
 

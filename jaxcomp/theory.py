@@ -1,24 +1,32 @@
-"""Step sizes for which the methods are known to converge, from constants of the problem and compressor.
+"""Step sizes for which the methods are known to converge, from constants of the problem and the compressor.
 
-Constants: L of the mean loss, mu its strong convexity, n workers, omega of the compressor, and V: for
-plain methods omega max_i lambda_max(L_i), for the smoothness-aware ones max_i V(C_i, L_i) (`smoothness`).
-The same formulas then serve both, because in the norm of L_i^(-1) every loss has smoothness 1.
+One function for each method; `jc.theory.diana` knows the step sizes of `jc.descend(jc.diana(c), gamma)`, and so on. The
+constants have the same names in all of them:
+
+    smoothness   L of the mean loss.
+    workers      n.
+    variance     V. Plain methods: omega max_i L_i. Smoothness-aware ones: max_i V(C_i, L_i), from `smoothness`.
+    omega        the largest omega of the compressors.
+    mu           strong convexity of the mean loss.
+
+A method and its smoothness-aware form (DIANA and DIANA+) share their formulas: in the norm of L_i^(-1) every loss has
+smoothness 1.
 """
 
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["StepSizes", "step_sizes"]
-
-METHODS = ("dcgd", "diana", "adiana", "isega", "marina")
-FORMS = {"paper": METHODS, "tight": ("diana", "isega"), "released": ("diana",), "interpolation": ("dcgd",)}
+__all__ = ["StepSizes", "adiana", "dcgd", "diana", "diana_released", "isega", "marina"]
 
 
 class StepSizes(NamedTuple):
-    """What `step_sizes` returns; None where a method has no such number.
+    """Step sizes of one method; None where the method has no such number.
 
-    rate: proven factor 1 - rate per round of the Lyapunov function (0 if none is proven).
+    gamma: step size of the iterate.
+    alpha: step size of the shifts.
+    eta, theta_1, theta_2, beta, q: of `adiana`.
+    rate: the Lyapunov function shrinks by 1 - rate in each round (0 if no linear rate is proven).
     """
 
     gamma: float
@@ -31,87 +39,230 @@ class StepSizes(NamedTuple):
     rate: float = 0.0
 
 
-def step_sizes(
-    method: str,
+def dcgd(
+    *, smoothness: float, workers: int, variance: float, mu: float = 0.0, interpolation: bool = False
+) -> StepSizes:
+    """Distributed compressed gradient descent: `descend(direct(c), gamma)`.
+
+    gamma = 1 / (L + 2 V / n), or, if the gradients of all workers vanish at the optimum (interpolation),
+    1 / (L + V / n). It is halved for mu = 0. The rate is gamma mu; without interpolation it leads to a
+    ball around the optimum.
+
+    Args:
+        smoothness: L, above 0.
+        workers: n, at least 1.
+        variance: V, at least 0.
+        mu: strong convexity, in [0, L].
+        interpolation: whether the gradients of all workers vanish at the optimum.
+
+    Returns:
+        `StepSizes` with gamma and rate.
+
+    Raises:
+        ValueError: a constant is out of range.
+
+    Reference: Khirirat, Feyzmahdavian, Johansson 2018; Safaryan, Hanzely, Richtarik 2021 (DCGD+).
+
+    >>> dcgd(smoothness=1.0, workers=10, variance=5.0, mu=0.01).gamma
+    0.5
+    """
+    _check("dcgd", smoothness, workers, variance, mu=mu)
+    gamma = 1 / (smoothness + (1 if interpolation else 2) * variance / workers)
+    return StepSizes(gamma if mu else gamma / 2, rate=gamma * mu)
+
+
+def diana(
+    *, smoothness: float, workers: int, variance: float, omega: float, mu: float = 0.0, tight: bool = False
+) -> StepSizes:
+    """DIANA: `descend(diana(c, alpha=alpha), gamma)`.
+
+    alpha = 1 / (1 + omega),   gamma = 1 / (L + 6 V / n), halved for mu = 0,   rate = min(gamma mu, alpha / 2).
+
+    tight: gamma = 1 / (L + (1 + sqrt(c))^2 V / n) with the c > 1 for which gamma mu = alpha (1 - 1 / c), and
+    rate = min(gamma mu, alpha (1 - 1 / c)). The rate is never below that of the paper, and gamma tends to
+    1 / (L + 4 V / n) for small mu. This form is ours.
+
+    Args:
+        smoothness: L, above 0.
+        workers: n, at least 1.
+        variance: V, at least 0.
+        omega: largest omega of the compressors, at least 0.
+        mu: strong convexity, in [0, L].
+        tight: whether to take the larger step above; without effect for mu = 0.
+
+    Returns:
+        `StepSizes` with gamma, alpha and rate.
+
+    Raises:
+        ValueError: a constant is out of range.
+
+    Reference: Mishchenko, Gorbunov, Takac, Richtarik 2019 (DIANA); Wang, Safaryan, Richtarik 2022 (DIANA+).
+
+    >>> diana(smoothness=1.0, workers=10, variance=5.0, omega=4.0, mu=0.01)[:2]
+    (0.25, 0.2)
+    """
+    _check("diana", smoothness, workers, variance, omega=omega, mu=mu)
+    alpha = 1 / (1 + omega)
+    gamma, rate = _learnt_shifts(smoothness, variance / workers, mu, alpha, tight)
+    return StepSizes(gamma, alpha, rate=rate)
+
+
+def diana_released(*, smoothness_max: float, workers: int, omega: float) -> StepSizes:
+    """The baseline in the code of the authors of DIANA+, for comparison: no rate is proven for it.
+
+    alpha = 1 / (1 + omega),   gamma = 1 / (L_max (1 + 2 omega / n)).
+
+    Args:
+        smoothness_max: L_max, the largest smoothness constant of a worker's loss, above 0.
+        workers: n, at least 1.
+        omega: largest omega of the compressors, at least 0.
+
+    Returns:
+        `StepSizes` with gamma and alpha.
+
+    Raises:
+        ValueError: a constant is out of range.
+
+    >>> diana_released(smoothness_max=1.0, workers=2, omega=1.0)[:2]
+    (0.5, 0.5)
+    """
+    if not smoothness_max > 0:
+        raise ValueError(f"theory.diana_released: smoothness_max must be above 0; got {smoothness_max}")
+    _check("diana_released", smoothness_max, workers, omega=omega)
+    return StepSizes(1 / (smoothness_max * (1 + 2 * omega / workers)), 1 / (1 + omega))
+
+
+def adiana(*, smoothness: float, workers: int, variance: float, omega: float, mu: float) -> StepSizes:
+    """Accelerated DIANA: `adiana(c, step_sizes)`.
+
+    alpha = 1 / (1 + omega),   theta_1 = min(1 / 4, sqrt(eta mu / q)),   theta_2 = 1 / 2,
+    gamma = eta / (2 (theta_1 + eta mu)),   beta = 1 - gamma mu,
+    q = min(1, max(1, sqrt(n L / (32 V)) - 1) / (2 (1 + omega))),
+    eta = min(1 / (2 L), n / (64 V (2 q (1 + omega) + 1)^2));   q = 1 and eta = 1 / (2 L) for V = 0.
+
+    Args:
+        smoothness: L, above 0.
+        workers: n, at least 1.
+        variance: V, at least 0.
+        omega: largest omega of the compressors, at least 0.
+        mu: strong convexity, in (0, L].
+
+    Returns:
+        `StepSizes` with everything but a rate.
+
+    Raises:
+        ValueError: a constant is out of range.
+
+    Reference: Li, Kovalev, Qian, Richtarik 2020 (ADIANA); Safaryan, Hanzely, Richtarik 2021 (ADIANA+).
+
+    >>> adiana(smoothness=1.0, workers=4, variance=0.0, omega=0.0, mu=0.125)[2:4]
+    (0.5, 0.25)
+    """
+    _check("adiana", smoothness, workers, variance, omega=omega, mu=mu)
+    if not mu > 0:
+        raise ValueError(f"theory.adiana: mu must be above 0; got {mu}")
+    q, eta = 1.0, 1 / (2 * smoothness)
+    if variance > 0:
+        q = min(1.0, max(1.0, math.sqrt(workers * smoothness / (32 * variance)) - 1) / (2 * (1 + omega)))
+        eta = min(eta, workers / (64 * variance * (2 * q * (omega + 1) + 1) ** 2))
+    theta_1 = min(1 / 4, math.sqrt(eta * mu / q))
+    gamma = eta / (2 * (theta_1 + eta * mu))
+    return StepSizes(gamma, 1 / (1 + omega), eta, theta_1, 1 / 2, 1 - gamma * mu, q)
+
+
+def isega(
     *,
     smoothness: float,
     workers: int,
     variance: float,
-    omega: float = 0.0,
     mu: float = 0.0,
-    form: str = "paper",
-    smoothness_max: float | None = None,
     smallest_probability: float | None = None,
-    full: float | None = None,
+    tight: bool = False,
 ) -> StepSizes:
-    """Step sizes of a method, plain or smoothness-aware ("diana" and "diana+" share their formulas).
+    """ISEGA: `isega(p, S, gamma)`.
 
-    dcgd:    gamma = 1 / (L + 2 V/n);  "interpolation" (gradients of all workers vanish at the optimum): 1 / (L + V/n).
-    diana:   alpha = 1 / (1 + omega), gamma = 1 / (L + 6 V/n), halved for mu = 0.
-             "tight": gamma = 1 / (L + (1 + sqrt(c))^2 V/n) with the c > 1 that makes gamma mu = alpha (1 - 1/c),
-             never below the paper's rate; tends to 1 / (L + 4 V/n). Ours.
-             "released": 1 / (L_max (1 + 2 omega/n)), the baseline in the authors' code, not proven.
-    adiana:  alpha, theta_1, theta_2, q, eta, gamma, beta as in the paper.
-    isega:   gamma as diana; rate min(gamma mu, p_min / 2).
-    marina:  gamma = 1 / (L + sqrt((1 - p) V / (p n))), where V is omega L_max^2, or, smoothness-aware,
-             lambda_max of (1/n) sum_i V_i L_i.
+    gamma as for `diana`, with min_j p_j, the rate at which shifts are learnt, in the place of alpha;
+    rate = min(gamma mu, min_j p_j / 2).
 
     Args:
-        method: "dcgd", "diana", "adiana", "isega" or "marina", with or without "+".
-        smoothness: L, a smoothness constant of the mean loss, above 0.
-        workers: n.
-        variance: V >= 0, see above.
-        omega: largest omega of the compressors.
-        mu: strong convexity; above 0 for adiana.
-        form: "paper", "tight" (diana, isega), "released" (diana), "interpolation" (dcgd).
-        smoothness_max: L_max, for "released".
-        smallest_probability: for the rate of isega.
-        full: p, for marina.
+        smoothness: L, above 0.
+        workers: n, at least 1.
+        variance: V, at least 0.
+        mu: strong convexity, in [0, L].
+        smallest_probability: min_j p_j over all workers, in (0, 1]; None: the rate is then 0.
+        tight: as for `diana`; needs smallest_probability.
+
+    Returns:
+        `StepSizes` with gamma and rate.
 
     Raises:
-        ValueError: an unknown name, a constant out of range or missing.
+        ValueError: a constant is out of range, or tight without smallest_probability.
 
-    Reference: Mishchenko et al. 2019 (DIANA); Li, Kovalev, Qian, Richtarik 2020 (ADIANA); Wang, Safaryan, Richtarik
-    2022 for the smoothness-aware forms; Gorbunov et al. 2021 (MARINA).
+    Reference: Mishchenko, Hanzely, Richtarik 2020 (ISEGA); the smoothness-aware form is ours.
 
-    >>> step_sizes("diana+", smoothness=1.0, workers=10, variance=5.0, omega=4.0, mu=0.01)[:2]
-    (0.25, 0.2)
+    >>> isega(smoothness=1.0, workers=10, variance=5.0, mu=0.01, smallest_probability=0.1).gamma
+    0.25
     """
-    name = method.removesuffix("+")
-    if name not in METHODS:
-        raise ValueError(f"step_sizes: method must be one of {', '.join(METHODS)}, with or without +; got {method!r}")
-    if name not in FORMS.get(form, ()):
-        raise ValueError(f"step_sizes: form {form!r} is not known for {method}")
-    if not (smoothness > 0 and workers >= 1 and variance >= 0 and omega >= 0 and 0 <= mu <= smoothness * (1 + 1e-9)):
-        raise ValueError(
-            "step_sizes: needs smoothness > 0, workers >= 1, variance >= 0, omega >= 0 and 0 <= mu <= smoothness; got "
-            f"{smoothness}, {workers}, {variance}, {omega}, {mu}"
-        )
-    noise, alpha = variance / workers, 1 / (1 + omega)
-    if name == "dcgd":
-        gamma = 1 / (smoothness + (1 if form == "interpolation" else 2) * noise)
-        return StepSizes(gamma if mu else gamma / 2, rate=gamma * mu)
-    if name == "marina":
-        if full is None or not 0 < full <= 1:
-            raise ValueError(f"step_sizes: marina needs full in (0, 1]; got {full}")
-        return StepSizes(1 / (smoothness + math.sqrt((1 - full) * noise / full)))
-    if name == "adiana":
-        return _adiana(smoothness, mu, workers, omega, variance)
-    if form == "released":
-        if smoothness_max is None:
-            raise ValueError('step_sizes: form "released" needs smoothness_max')
-        return StepSizes(1 / (smoothness_max * (1 + 2 * omega / workers)), alpha)
-    if name == "isega":
-        learning = 0.0 if smallest_probability is None else smallest_probability
-    else:
-        learning = alpha
-    c = 2.0
-    gamma = 1 / (smoothness + 6 * noise)
-    if form == "tight" and mu and learning:
+    _check("isega", smoothness, workers, variance, mu=mu)
+    if smallest_probability is None and tight:
+        raise ValueError("theory.isega: tight needs smallest_probability, the least of all probabilities; got None")
+    if smallest_probability is not None and not 0 < smallest_probability <= 1:
+        raise ValueError(f"theory.isega: smallest_probability must be in (0, 1]; got {smallest_probability}")
+    gamma, rate = _learnt_shifts(smoothness, variance / workers, mu, smallest_probability or 0.0, tight)
+    return StepSizes(gamma, rate=rate)
+
+
+def marina(*, smoothness: float, workers: int, variance: float, full: float) -> StepSizes:
+    """MARINA, for non-convex losses: `marina(c, gamma, full)`.
+
+    gamma = 1 / (L + sqrt((1 - p) V / (p n))),   with V = omega L_max^2, or, smoothness-aware, lambda_max of
+    (1 / n) sum_i V_i L_i.
+
+    Args:
+        smoothness: L, above 0.
+        workers: n, at least 1.
+        variance: V as above, at least 0.
+        full: p, the probability of a round with whole gradients, in (0, 1].
+
+    Returns:
+        `StepSizes` with gamma.
+
+    Raises:
+        ValueError: a constant is out of range.
+
+    Reference: Gorbunov, Burlachenko, Li, Richtarik 2021 (MARINA); the smoothness-aware form is ours.
+
+    >>> marina(smoothness=1.0, workers=4, variance=4.0, full=0.5).gamma
+    0.5
+    """
+    _check("marina", smoothness, workers, variance)
+    if not 0 < full <= 1:
+        raise ValueError(f"theory.marina: full must be in (0, 1]; got {full}")
+    return StepSizes(1 / (smoothness + math.sqrt((1 - full) * variance / (full * workers))))
+
+
+def _check(
+    name: str, smoothness: float, workers: int, variance: float = 0.0, omega: float = 0.0, mu: float = 0.0
+) -> None:
+    for what, value, fits, allowed in (
+        ("smoothness", smoothness, smoothness > 0, "above 0"),
+        ("workers", workers, workers >= 1, "at least 1"),
+        ("variance", variance, variance >= 0, "at least 0"),
+        ("omega", omega, omega >= 0, "at least 0"),
+        ("mu", mu, 0 <= mu <= smoothness * (1 + 1e-9), f"in [0, smoothness = {smoothness}]"),
+    ):
+        if not fits:
+            raise ValueError(f"theory.{name}: {what} must be {allowed}; got {value}")
+
+
+def _learnt_shifts(smoothness: float, noise: float, mu: float, learning: float, tight: bool) -> tuple[float, float]:
+    """gamma and rate of a method whose shifts are learnt at the rate `learning`; noise = V / n."""
+    c, gamma = 2.0, 1 / (smoothness + 6 * noise)
+    if tight and mu and learning:
         c = _balance(lambda c: mu / (smoothness + (1 + math.sqrt(c)) ** 2 * noise), learning)
         gamma = 1 / (smoothness + (1 + math.sqrt(c)) ** 2 * noise)
     rate = min(gamma * mu, learning * (1 - 1 / c))
-    return StepSizes(gamma if mu else gamma / 2, None if name == "isega" else alpha, rate=rate)
+    return gamma if mu else gamma / 2, rate
 
 
 def _balance(gamma_mu: Callable[[float], float], alpha: float) -> float:
@@ -123,15 +274,3 @@ def _balance(gamma_mu: Callable[[float], float], alpha: float) -> float:
         c = (low + high) / 2
         low, high = (c, high) if gamma_mu(c) > alpha * (1 - 1 / c) else (low, c)
     return high
-
-
-def _adiana(smoothness: float, mu: float, workers: int, omega: float, variance: float) -> StepSizes:
-    if not mu > 0:
-        raise ValueError(f"step_sizes: adiana needs mu > 0; got {mu}")
-    q, eta = 1.0, 1 / (2 * smoothness)
-    if variance > 0:
-        q = min(1.0, max(1.0, math.sqrt(workers * smoothness / (32 * variance)) - 1) / (2 * (1 + omega)))
-        eta = min(eta, workers / (64 * variance * (2 * q * (omega + 1) + 1) ** 2))
-    theta_1 = min(1 / 4, math.sqrt(eta * mu / q))
-    gamma = eta / (2 * (theta_1 + eta * mu))
-    return StepSizes(gamma, 1 / (1 + omega), eta, theta_1, 1 / 2, 1 - gamma * mu, q)

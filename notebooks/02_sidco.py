@@ -130,7 +130,7 @@ for colour, (name, compressor) in zip(COLOURS, rivals.items(), strict=False):
     for t, g in enumerate(gradients):
         payload, local = send(jax.random.key(t), jnp.asarray(g), state)
         state = state._replace(local=local)
-        ratios.append((int(jnp.sum(payload.indices < d)) + int(local.compressor.tally.overflow)) / k)
+        ratios.append((int(jnp.sum(payload.indices < d)) + int(local.compressor.overflow)) / k)
     axis.semilogy(ratios, color=colour, marker="o", markersize=3, label=name)
 axis.axhspan(0.9, 1.1, color="grey", alpha=0.3, linewidth=0)
 axis.set(xlabel="step", ylabel="entries above the threshold / k")

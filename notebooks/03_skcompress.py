@@ -138,7 +138,7 @@ axis.legend()
 
 # %%
 def roundtrip(key=1, **options):
-    compressor = jc.skcompress(jc.hard_threshold(0.0, ratio=0.25), **options)
+    compressor = jc.skcompress(jc.hard_threshold(0.0, room=0.25), **options)
     x_hat, payload = jax.jit(lambda x, key: jc.roundtrip(compressor, x, key=key))(jnp.asarray(g), jax.random.key(key))
     return np.float64(x_hat)[keys], sum(int(part) for part in jax.jit(sketch_bits)(payload)) / n
 

@@ -98,10 +98,10 @@ print("bytes on the wire, framed:", len(jc.wire.encode(payload, code="elias")))
 
 # %%
 constants = {"smoothness": problem.L, "workers": n, "mu": mu}
-diana = jc.theory.step_sizes("diana", omega=omega(equal), variance=table["plain, equal steps"], **constants)
-diana_plus = jc.theory.step_sizes("diana+", omega=omega(varying), variance=variance(S.diag, varying), **constants)
-adiana_plus = jc.theory.step_sizes("adiana+", omega=omega(varying), variance=variance(S.diag, varying), **constants)
-dcgd_plus = jc.theory.step_sizes("dcgd+", omega=omega(varying), variance=variance(S.diag, varying), **constants)
+diana = jc.theory.diana(omega=omega(equal), variance=table["plain, equal steps"], **constants)
+diana_plus = jc.theory.diana(omega=omega(varying), variance=variance(S.diag, varying), **constants)
+adiana_plus = jc.theory.adiana(omega=omega(varying), variance=variance(S.diag, varying), **constants)
+dcgd_plus = jc.theory.dcgd(variance=variance(S.diag, varying), **constants)
 methods = {
     "DIANA": jc.descend(jc.diana(plain, alpha=diana.alpha), diana.gamma),
     "DCGD+": jc.descend(jc.direct(aware), dcgd_plus.gamma),

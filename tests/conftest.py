@@ -43,38 +43,6 @@ BETWEEN_WORKERS = {
     "sidco",
     "skcompress-recentred",
 }
-# Variants of rows that stay: every test holds for them, too, but only `make test-all` runs them.
-SLOW_ROWS = {
-    "bernoulli-workers",
-    "cast-e5m2",
-    "compose-rand_k-dithering",
-    "contract-dithering",
-    "dithering-block_size",
-    "dithering-inf",
-    "dithering-norm-bf16",
-    "precondition-shared-rand_k",
-    "redsync",
-    "sidco-pareto",
-    "cast-f16-unscaled",
-    "compose-dagc-bf16",
-    "compose-identity-natural",
-    "compose-sidco-natural",
-    "compose-workers",
-    "dagc-sidco",
-    "dagc-threshold",
-    "dithering-1",
-    "dithering-block-steps",
-    "gaussian_k",
-    "hard_threshold",
-    "precondition-dithering",
-    "precondition-natural",
-    "rand_k-k",
-    "sidco-gamma-climb",
-    "sidco-published",
-    "skcompress-nonzero",
-    "skcompress-paper",
-    "top_k-k",
-}
 
 
 def pytest_addoption(parser):
@@ -112,5 +80,5 @@ def pytest_collection_modifyitems(items):
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")
         if row is not None:
             between_workers = item.path.name in ("test_exchange.py", "test_ledger.py")
-            if row.name in SLOW_ROWS or (between_workers and row.name not in BETWEEN_WORKERS):
+            if row.slow or (between_workers and row.name not in BETWEEN_WORKERS):
                 item.add_marker(pytest.mark.slow)

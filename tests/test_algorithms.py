@@ -112,7 +112,7 @@ ALGORITHMS = {
     "ef-trimmed": jc.error_feedback(jc.redsync(0.05, method="trimmed")),
     "ef-gaussian_k": jc.error_feedback(jc.gaussian_k(0.05)),
     "ef-sidco-paper": jc.error_feedback(jc.sidco(0.05, law="pareto", adapt="paper")),
-    "ef-narrow": jc.error_feedback(jc.sidco(0.05, values="bfloat16", indices="uint16")),
+    "ef-narrow": jc.error_feedback(jc.narrow(jc.sidco(0.05), values="bfloat16", indices="uint16")),
     "ef-rand_k": jc.error_feedback(jc.contract(jc.rand_k(0.1))),
     "ef-compose": jc.error_feedback(jc.compose(jc.top_k(0.05), jc.natural())),
     "diana-dithering": jc.diana(jc.dithering(7)),

@@ -95,7 +95,7 @@ def test_rungs():
 PARAMS = {"b": jnp.zeros(5), "v": jnp.zeros(3001)}
 COMPRESSORS = {
     "top_k": jc.flat(jc.top_k(0.05)),
-    "narrow": jc.flat(jc.sidco(0.05, values="bfloat16", indices="uint16")),
+    "narrow": jc.flat(jc.narrow(jc.sidco(0.05), values="bfloat16", indices="uint16")),
     "nested": jc.flat(jc.compose(jc.top_k(0.05), jc.dithering(7))),
     "levels": jc.flat(jc.dithering(1)),
     "leaves": jc.per_leaf(jc.top_k(0.05), dense_below=10),
@@ -129,7 +129,7 @@ def test_bitwise_the_mean_of_gather(name, seed):
 def test_rungs_follow_the_content_without_compiling_again(seed):
     """Bitwise the mean of gathering on every rung, in one program for several workers; the ledger lists the rungs."""
     rng, size = np.random.default_rng(seed), 2000
-    algorithm, like = jc.direct(jc.hard_threshold(1.0, ratio=1.0)), jnp.zeros(size)
+    algorithm, like = jc.direct(jc.hard_threshold(1.0, room=1.0)), jnp.zeros(size)
     mesh, traces, directions, sent = mesh_of(N), [], {}, []
 
     def run(via):

@@ -83,7 +83,7 @@ def compressors():
 
 IDENTITY = jc.precondition(jc.identity(), S)
 X0 = np.linspace(1, -1, D)
-STEPS = jc.theory.step_sizes("adiana+", smoothness=2.0, mu=L2, workers=N, variance=4.0, omega=0.5)
+STEPS = jc.theory.adiana(smoothness=2.0, mu=L2, workers=N, variance=4.0, omega=0.5)
 
 
 def coins_of(run, count, x, chance):
@@ -215,30 +215,31 @@ def test_methods_converge_at_their_theoretical_steps():
         "workers": N,
         "mu": L2,
         "variance": v,
-        "omega": float(np.max(1 / p - 1)),
     }
     c = jc.precondition(jc.bernoulli(p, per_worker=True), S)
-    paper, tight = (jc.theory.step_sizes("diana+", form=form, **given) for form in ("paper", "tight"))
+    omega = float(np.max(1 / p - 1))
+    paper, tight = (jc.theory.diana(omega=omega, tight=tight, **given) for tight in (False, True))
     assert tight.gamma > paper.gamma
     assert tight.rate >= paper.rate
     for steps in (paper, tight):
         far = distances(jc.descend(jc.diana(c), steps.gamma), 4000)
         # The proven rate bounds the expectation; a single run stays below it by far.
         assert far[-1] < max(1e-20, 100 * (1 - steps.rate) ** 4000)
-    isega = jc.theory.step_sizes("isega+", smallest_probability=float(p.min()), **given)
+    isega = jc.theory.isega(smallest_probability=float(p.min()), **given)
     assert distances(jc.isega(p, S, isega.gamma), 4000)[-1] < 1e-8
-    adiana = jc.theory.step_sizes("adiana+", **given)
+    adiana = jc.theory.adiana(omega=omega, **given)
     assert distances(jc.adiana(c, adiana), 8000)[-1] < 1e-8
-    dcgd = jc.theory.step_sizes("dcgd+", **given)
+    dcgd = jc.theory.dcgd(**given)
     far = distances(jc.descend(jc.direct(c), dcgd.gamma), 4000)
     best = optimum()
     noise = np.mean([v * np.sum((ROOTS[i][1] @ GRADIENTS[i](best)) ** 2) for i in range(N)])
     ball = 2 * dcgd.gamma / (L2 * N) * noise / np.sum(best**2)
     assert np.mean(far[2000:]) < ball
-    full = jc.theory.step_sizes(
-        "marina+",
+    full = jc.theory.marina(
+        smoothness=given["smoothness"],
+        workers=N,
+        variance=float(np.linalg.eigvalsh(v * np.mean(S.matrix_root @ S.matrix_root, 0))[-1]),
         full=0.3,
-        **given | {"variance": float(np.linalg.eigvalsh(v * np.mean(S.matrix_root @ S.matrix_root, 0))[-1])},
     )
     assert distances(jc.marina(c, full.gamma, 0.3), 4000)[-1] < 1e-8
 
@@ -259,7 +260,7 @@ def test_marina_finds_a_stationary_point_of_a_non_convex_loss(aware):
     else:
         c = jc.bernoulli(2 / D)
         variance = (D / 2 - 1) * max(np.linalg.eigvalsh(m)[-1] for m in matrices) ** 2
-    steps = jc.theory.step_sizes("marina+", smoothness=L, workers=N, variance=variance, full=full)
+    steps = jc.theory.marina(smoothness=L, workers=N, variance=variance, full=full)
     run = jc.rounds(jc.marina(c, steps.gamma, full), AXIS)
 
     def worker(a, b):
@@ -354,17 +355,12 @@ def in_scan(method, count):
 
 BAD = [
     (lambda: jc.adiana(jc.top_k(0.1), STEPS), "adiana needs an unbiased compressor"),
-    (lambda: jc.adiana(jc.natural(), jc.theory.StepSizes(0.1)), "adiana needs the steps of"),
+    (lambda: jc.adiana(jc.natural(), jc.theory.StepSizes(0.1)), "adiana needs the step sizes of"),
     (lambda: jc.marina(jc.top_k(0.1), 0.1, 0.5), "marina needs an unbiased compressor"),
     (lambda: jc.marina(jc.natural(), 0.1, 0.0), r"full must be in \(0, 1\]; got 0.0"),
     (lambda: jc.descend(jc.direct(jc.natural()), 0), "step_size must be above 0; got 0"),
     (lambda: jc.isega(np.ones(D), S, -1), "step_size must be above 0; got -1"),
     (lambda: jc.rounds(jc.marina(jc.natural(), 0.1, 0.5), AXIS, via="pigeon"), "via must be one of"),
-    (lambda: jc.theory.step_sizes("sgd", smoothness=1, workers=1, variance=0), "method must be one of dcgd"),
-    (lambda: jc.theory.step_sizes("dcgd", smoothness=0, workers=1, variance=0), "needs smoothness > 0"),
-    (lambda: jc.theory.step_sizes("adiana", smoothness=1, workers=1, variance=1), "adiana needs mu > 0"),
-    (lambda: jc.theory.step_sizes("adiana", smoothness=1, workers=1, variance=1, form="released"), "is not known for"),
-    (lambda: jc.theory.step_sizes("marina", smoothness=1, workers=1, variance=1), "marina needs full"),
     (lambda: jc.bernoulli([0.5], per_worker=True), "a row of probabilities per worker"),
     (lambda: jc.dithering(steps=[0.5], per_worker=True), "a row of steps for each worker"),
     (lambda: jc.prox.l1(-1), "weight must be at least 0"),

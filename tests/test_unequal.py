@@ -13,8 +13,8 @@ from variants import variants
 from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
-from jaxcomp.amounts import Amounts
-from jaxcomp.base import Seat, State, accumulate, lengths, like_of
+from jaxcomp.base import State, accumulate, for_worker, lengths, like_of, overflow
+from jaxcomp.compressors.dagc import Amounts
 from jaxcomp.compressors.tree import lift
 from jaxcomp.exchange import lanes
 from jaxcomp.exchange.links import Link, costs, ring_plan
@@ -134,12 +134,8 @@ def test_all_exchanges_give_bitwise_the_same_mean(name, seed):
 
     def worker(grads, via):
         state = compressor.init(jax.random.key(0), like)
-        seated = jax.tree.map(
-            lambda x: Seat(lanes.axis_index(AXIS)) if isinstance(x, Seat) else x,
-            state.local,
-            is_leaf=lambda x: isinstance(x, Seat),
-        )
-        payload, _ = compressor.compress(jax.random.key(1), grads, State(seated, state.shared))
+        mine = for_worker(compressor, state.shared, lanes.axis_index(AXIS), N)
+        payload, _ = compressor.compress(jax.random.key(1), grads, State(state.local, mine))
         weights = jnp.asarray(compressor.spec.weights, jnp.float32)
         met = meet(via, payload, weights, AXIS, False, lengths(compressor, like), SLOW)
         mean = accumulate(compressor, jax.tree.map(jnp.zeros_like, PARAMS), met.payloads, met.weights, state.shared)
@@ -324,6 +320,7 @@ def test_amounts_for_each_array_and_traced():
     @jax.jit
     def sent(first, second):
         changed = jc.set_amounts(state, [first, second])
+        changed = State(changed.local, for_worker(compressor, changed.shared, 0))
         payload, _ = compressor.compress(jax.random.key(1), {"a": jnp.arange(20.0), "b": jnp.arange(40.0)}, changed)
         return [jnp.sum(part.values != 0) for part in payload.leaves]
 
@@ -332,12 +329,12 @@ def test_amounts_for_each_array_and_traced():
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_seat_decides_the_share(number):
+def test_the_number_of_the_worker_decides_the_share(number):
     compressor = jc.dagc([0, 1, 4, 16], 0.1)
     x = jnp.arange(1.0, 101.0)
     state = compressor.init(jax.random.key(0), x)
-    seated = State(state.local._replace(seat=Seat(jnp.int32(number))), state.shared)
-    payload, _ = compressor.compress(jax.random.key(0), x, seated)
+    own = State(state.local, for_worker(compressor, state.shared, jnp.int32(number)))
+    payload, _ = compressor.compress(jax.random.key(0), x, own)
     k = int(jc.allocate.counts(jc.allocate.ratios([0, 1, 4, 16], 0.1), 100)[number])
     assert np.sum(np.asarray(payload.indices) < 100) == k
     np.testing.assert_array_equal(
@@ -349,10 +346,10 @@ def test_seat_decides_the_share(number):
 
 def sent_by(compressor, number, x):
     state = compressor.init(jax.random.key(0), x)
-    seated = State(state.local._replace(seat=Seat(jnp.int32(number))), state.shared)
-    payload, local = jax.jit(compressor.compress)(jax.random.key(0), x, seated)
+    own = State(state.local, for_worker(compressor, state.shared, number))
+    payload, local = jax.jit(compressor.compress)(jax.random.key(0), x, own)
     assert np.all(np.diff(payload.indices[payload.indices < x.size]) > 0)
-    return np.asarray(payload.indices[payload.indices < x.size]), int(local.tally.overflow)
+    return np.asarray(payload.indices[payload.indices < x.size]), int(overflow(compressor, local))
 
 
 @pytest.mark.parametrize("size", variants([600, 40_000], {600}))

@@ -19,6 +19,7 @@ def compressors() -> list:
         jc.identity(),
         jc.cast("bfloat16"),
         jc.cast("float8_e4m3fn"),
+        jc.cast("float8_e4m3fn", block_size=None),
         jc.top_k(0.001),
         jc.top_k(0.01),
         jc.rand_k(0.001),
@@ -28,11 +29,11 @@ def compressors() -> list:
         jc.sidco(0.01),
         jc.dithering(1, block_size=512),
         jc.dithering(7, block_size=512),
-        jc.dithering(127),
-        jc.dithering(7, norm="inf"),
+        jc.dithering(127, blocks=1),
+        jc.dithering(7, norm="inf", blocks=1),
         jc.natural(),
         jc.compose(jc.top_k(0.001), jc.cast("bfloat16")),
-        jc.compose(jc.sidco(0.001), jc.dithering(7)),
+        jc.compose(jc.sidco(0.001), jc.dithering(7, blocks=1)),
         jc.contract(jc.rand_k(0.001)),
     ]
 

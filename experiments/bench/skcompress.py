@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     calls = {"sort": lambda: sort(floats)}
     bits = {}
     for mode in ("quantile", "recentred", "paper"):
-        compressor = jc.skcompress(mode=mode, capacity=1 / o.spread)
+        compressor = jc.skcompress(mode=mode, room=1 / o.spread)
         state = compressor.init(key, like)
         compress = jax.jit(lambda x, state, c=compressor: c.compress(key, x, state))
         decompress = jax.jit(lambda payload, shared, c=compressor: c.decompress(payload, shared, like))

@@ -52,7 +52,7 @@ def meter(compressor: Any, ratio: float, size: int, feedback: bool) -> Callable[
     import jax
     import jax.numpy as jnp
 
-    from jaxcomp.base import State, residual
+    from jaxcomp.base import State, overflow, residual
 
     like = jax.ShapeDtypeStruct((size,), jnp.float32)
     key = jax.random.key(0)
@@ -63,7 +63,7 @@ def meter(compressor: Any, ratio: float, size: int, feedback: bool) -> Callable[
         message = x + memory if feedback else x
         payload, local = compressor.compress(jax.random.fold_in(key, round_), message, State(local))
         rest = residual(compressor, message, payload, ()) if feedback else memory
-        count = jnp.sum(payload.indices < size, dtype=jnp.int32) + local.tally.overflow
+        count = jnp.sum(payload.indices < size, dtype=jnp.int32) + overflow(compressor, local)
         return rest, local, count / jnp.float32(k)
 
     def run(vectors: Iterable[np.ndarray]) -> np.ndarray:

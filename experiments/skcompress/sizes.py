@@ -50,7 +50,7 @@ def methods() -> dict[str, Any]:
         "recentred sketch, 64 buckets": jc.skcompress(mode="recentred", buckets=64, **whole),
         **{f"equal depth, {q} buckets": jc.skcompress(buckets=q, power=0, **whole) for q in (8, 16, 32, 64)},
         **{f"quantile, {q} buckets": jc.skcompress(buckets=q, **whole) for q in (4, 8, 16, 32, 64)},
-        "top-k 0.05 + dithering 7": jc.compose(jc.top_k(0.05), jc.dithering(7, norm="inf")),
+        "top-k 0.05 + dithering 7": jc.compose(jc.top_k(0.05), jc.dithering(7, norm="inf", blocks=1)),
         "top-k 0.05 + quantile": jc.skcompress(jc.top_k(0.05)),
     }
 
@@ -172,7 +172,7 @@ def parts_meter(d: int) -> Callable[[np.ndarray], list[Measured]]:
     from jaxcomp.wire.bitstream import unpack_words
 
     def run_of(mode: str) -> Callable[..., Any]:
-        compressor = jc.skcompress(mode=mode, buckets=256, power=0, capacity=1.0)
+        compressor = jc.skcompress(mode=mode, buckets=256, power=0, room=1.0)
         roundtrip = lambda x: jc.roundtrip(compressor, x, key=jax.random.key(0))
         return jax.jit(lambda x: (*roundtrip(x), sketch_bits(roundtrip(x)[1])))
 

@@ -31,7 +31,7 @@ def methods(ratio: float | None) -> dict[str, Method]:
     import jaxcomp as jc
 
     before: dict[str, Any] = {"capacity": 1.0} if ratio is None else {"sparsifier": jc.top_k(ratio)}
-    kept = jc.hard_threshold(0.0, ratio=1.0) if ratio is None else jc.top_k(ratio)
+    kept = jc.hard_threshold(0.0, room=1.0) if ratio is None else jc.top_k(ratio)
     tops = 0.05 if ratio is None else ratio
     return {
         "dense f32": Method(jc.identity()),
@@ -43,7 +43,7 @@ def methods(ratio: float | None) -> dict[str, Method]:
         "quantile 16, memory": Method(jc.skcompress(**before), feedback=True),
         "top-k + quantile 16, memory": Method(jc.skcompress(jc.top_k(tops / 5)), feedback=True),
         "top-k + dithering 7, memory": Method(
-            jc.compose(jc.top_k(tops / 5), jc.dithering(7, norm="inf")), feedback=True
+            jc.compose(jc.top_k(tops / 5), jc.dithering(7, norm="inf", blocks=1)), feedback=True
         ),
     }
 

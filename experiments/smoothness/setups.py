@@ -79,6 +79,20 @@ def plan_of(compressor: str, aware: bool, shifts: bool, diag: np.ndarray, budget
     return Plan(jc.dithering(steps=h, per_worker=True, norm_dtype=norm_dtype), h, omega, variance)
 
 
+def step_sizes(problem: Problem, name: str, L: float, variance: float, omega: float, form: str) -> StepSizes:
+    """From `jc.theory`; with independent sampling 1 / (1 + omega) is the smallest probability."""
+    if name == "diana" and form == "released":
+        return jc.theory.diana_released(smoothness_max=problem.L_max, workers=problem.workers, omega=omega)
+    given = {"smoothness": L, "workers": problem.workers, "variance": variance, "mu": problem.l2}
+    if name == "dcgd":
+        return jc.theory.dcgd(**given)
+    if name == "diana":
+        return jc.theory.diana(omega=omega, tight=form == "tight", **given)
+    if name == "adiana":
+        return jc.theory.adiana(omega=omega, **given)
+    return jc.theory.isega(smallest_probability=1 / (1 + omega), **given)
+
+
 def make_setup(
     problem: Problem,
     method: str,
@@ -96,7 +110,7 @@ def make_setup(
         method: one of METHODS.
         compressor: one of COMPRESSORS.
         budgets: expected non-zeros of a message as a share of d (blocks: norms come on top).
-        form: of `theory.step_sizes`, where the method has it ("tight": diana).
+        form: of the step sizes of DIANA: "paper", "tight" or "released"; the other methods take those of the paper.
         operator: what whitens in the + methods, instead of the exact dense matrices.
         label: for tables and plots.
     """
@@ -115,20 +129,7 @@ def make_setup(
     for plan in plans:
         variance = float(np.max(plan.variance)) if aware else plan.omega * problem.L_max
         variances.append(variance)
-        smallest = 1 / (1 + plan.omega)
-        steps.append(
-            jc.theory.step_sizes(
-                method,
-                smoothness=L,
-                workers=n,
-                variance=variance,
-                omega=plan.omega,
-                mu=problem.l2,
-                form=form if name == "diana" else "paper",
-                smallest_probability=smallest if name == "isega" else None,
-                smoothness_max=problem.L_max,
-            )
-        )
+        steps.append(step_sizes(problem, name, L, variance, plan.omega, form))
     # The finest plan has the widest levels and the largest capacity: its static shapes serve all budgets.
     chosen = plans[int(np.argmin([plan.omega for plan in plans]))]
     dtype = jnp.float32 if compressor == "rand" else None

@@ -37,18 +37,19 @@ class AdianaShared(NamedTuple):
     compressor: Any
 
 
-def adiana(compressor: Compressor, steps: StepSizes, *, prox: Prox | None = None) -> Algorithm:
+def adiana(compressor: Compressor, step_sizes: StepSizes, *, prox: Prox | None = None) -> Algorithm:
     """Accelerated DIANA; with a preconditioned compressor, ADIANA+.
 
     x = theta_1 z + theta_2 w + (1 - theta_1 - theta_2) y,   g = h + (1/n) sum_i C(grad_i(x) - h_i),
     h_i <- h_i + alpha C'(grad_i(w) - h_i),   w <- y with probability q,
     y <- prox(x - eta g),   z <- beta z + (1 - beta) x + (gamma / eta)(y_new - x).
 
-    Both messages of a round, C and C' (an independent draw), are counted. omega of the compressor must be known; steps come from `theory.step_sizes("adiana", ...)`.
+    Both messages of a round, C and C' (an independent draw), are counted. omega of the compressor must be known; step
+    sizes come from `theory.adiana(...)`.
 
     Args:
         compressor: unbiased, of one array or of trees.
-        steps: with alpha, eta, theta_1, theta_2, gamma, beta and q.
+        step_sizes: with alpha, eta, theta_1, theta_2, gamma, beta and q.
         prox: of a regulariser, for composite problems.
 
     Raises:
@@ -58,13 +59,13 @@ def adiana(compressor: Compressor, steps: StepSizes, *, prox: Prox | None = None
     The coin is shared randomness, so it costs no bits.
 
     >>> import jaxcomp as jc
-    >>> steps = jc.theory.step_sizes("adiana", smoothness=1.0, mu=0.1, workers=4, omega=1.0, variance=1.0)
-    >>> method = jc.adiana(jc.dithering(7), steps)
+    >>> step_sizes = jc.theory.adiana(smoothness=1.0, mu=0.1, workers=4, omega=1.0, variance=1.0)
+    >>> method = jc.adiana(jc.dithering(7), step_sizes)
     """
     check_unbiased("adiana", compressor)
-    gamma, alpha, eta, theta_1, theta_2, beta, q, _ = steps
+    gamma, alpha, eta, theta_1, theta_2, beta, q, _ = step_sizes
     if alpha is None or eta is None or theta_1 is None or theta_2 is None or beta is None or q is None:
-        raise ValueError('adiana needs the steps of theory.step_sizes("adiana", ...)')
+        raise ValueError("adiana needs the step sizes of theory.adiana(...)")
     compressor = lift(compressor)
 
     def init(shared_key, x):

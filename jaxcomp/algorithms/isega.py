@@ -8,9 +8,10 @@ import numpy as np
 
 from jaxcomp.algorithms.method import check_step_size, move, zeros_of
 from jaxcomp.base import Algorithm, State, finite, wide_like
+from jaxcomp.compressors.bernoulli import bernoulli
 from jaxcomp.compressors.parts import lift
 from jaxcomp.compressors.precondition import precondition
-from jaxcomp.compressors.sparsify import bernoulli, dense_of_sparse
+from jaxcomp.compressors.sparsify import dense_of_sparse
 from jaxcomp.prox import Prox
 from jaxcomp.smoothness.operator import Operator
 
@@ -46,7 +47,7 @@ def isega(
     Args:
         probabilities: [workers, d], or [d] for all workers, in (0, 1].
         smoothness: operator, or a stack of them.
-        step_size: gamma (a JAX array is not checked); `theory.step_sizes("isega+", ...)`.
+        step_size: gamma (a JAX array is not checked); `theory.isega(...)`.
         prox: of a regulariser.
         dtype: floating type of the values that are sent, default that of x.
 

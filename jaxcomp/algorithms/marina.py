@@ -37,7 +37,7 @@ def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox 
 
     Args:
         compressor: unbiased, of one array or of trees.
-        step_size: gamma; `theory.step_sizes("marina", ...)`.
+        step_size: gamma; `theory.marina(...)`.
         full: probability of a full round, in (0, 1]; usually the share of bits that a compressed one needs.
         prox: of a regulariser (`jaxcomp.prox`), for composite problems.
 

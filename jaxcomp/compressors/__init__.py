@@ -1,16 +1,19 @@
 """One file per family; every factory returns a `base.Compressor`."""
 
+from jaxcomp.compressors.bernoulli import bernoulli
 from jaxcomp.compressors.combine import compose, contract, narrow
-from jaxcomp.compressors.dagc import Selector, dagc
+from jaxcomp.compressors.dagc import Selector, dagc, set_amounts
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.compressors.dgc import dgc, warm_up
+from jaxcomp.compressors.gaussian_k import gaussian_k
+from jaxcomp.compressors.hard_threshold import hard_threshold
 from jaxcomp.compressors.precondition import precondition, refresh
 from jaxcomp.compressors.quantize import dithering
+from jaxcomp.compressors.rand_k import rand_k
+from jaxcomp.compressors.redsync import redsync
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.skcompress import skcompress
-from jaxcomp.compressors.sparsify import bernoulli, rand_k, top_k
-from jaxcomp.compressors.threshold import gaussian_k, hard_threshold, redsync
-from jaxcomp.compressors.parts import lift
+from jaxcomp.compressors.sparsify import top_k
 from jaxcomp.compressors.tree import flat, per_leaf
 
 __all__ = [
@@ -26,7 +29,6 @@ __all__ = [
     "gaussian_k",
     "hard_threshold",
     "identity",
-    "lift",
     "narrow",
     "natural",
     "per_leaf",
@@ -34,6 +36,7 @@ __all__ = [
     "rand_k",
     "redsync",
     "refresh",
+    "set_amounts",
     "sidco",
     "skcompress",
     "top_k",

@@ -16,7 +16,9 @@ from jaxcomp.base import (
     fold,
     for_worker,
     like_of,
+    overflow,
     size_of,
+    wide,
 )
 from jaxcomp.compressors.dense import cast
 from jaxcomp.payloads import LocalIndices, Sparse, global_indices, local_indices
@@ -59,14 +61,13 @@ def contract(compressor: Compressor) -> Compressor:
         return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), x_hat)
 
     def add(total, payloads, weights, shared):
-        scale = jnp.asarray(scale_of(total), jnp.float32)
+        kind = wide(*(leaf.dtype for leaf in jax.tree.leaves(total)))
+        scale = jnp.asarray(scale_of(total), kind)
         count = jax.tree.leaves(payloads)[0].shape[0]
-        if weights is None or isinstance(weights, jax.Array):
-            weights = jnp.full((count,), scale) if weights is None else weights * scale
-        else:
-            weights = jax.tree.map(
-                lambda w: scale[None] if w is None else w * scale, weights, is_leaf=lambda w: w is None
-            )
+        # Inside a tree of weights None stands for a part that was summed on the way: one message.
+        scaled = lambda w: scale[None] if w is None else jnp.asarray(w).astype(kind) * scale
+        whole = jnp.full((count,), scale)
+        weights = whole if weights is None else jax.tree.map(scaled, weights, is_leaf=lambda w: w is None)
         return accumulate(compressor, total, payloads, weights, shared)
 
     return compressor._replace(
@@ -162,6 +163,9 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
     def pick(shared, worker, workers):
         return for_worker(outer, shared[0], worker, workers), for_worker(inner, shared[1], worker, workers)
 
+    def left(local):
+        return overflow(outer, local[0]) + overflow(inner, local[1])
+
     omega = alpha = None
     if first.omega is not None and second.omega is not None:
         omega = _omega_of_both(first.omega, second.omega, num_values)
@@ -188,6 +192,7 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
         advance=next_round,
         lengths=outer.lengths,
         for_worker=None if outer.for_worker is None and inner.for_worker is None else pick,
+        overflow=None if outer.overflow is None and inner.overflow is None else left,
     )
 
 
@@ -216,7 +221,8 @@ def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -
 
     Args:
         compressor: of one array, with payload `Sparse`.
-        values: "bfloat16", "float16" (with one scale), a float8 type, or None to leave them as they are.
+        values: "bfloat16", "float16" or a float8 type (these two with a scale for every 512 values), or None to leave
+            them as they are.
         indices: "uint16" or None.
 
     Returns:
@@ -249,7 +255,8 @@ def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -
         return payload._replace(indices=local_indices(payload.indices, x.size)), local
 
     def widen(payload, like):
-        return payload._replace(indices=global_indices(payload.indices, like.size))
+        local = jax.tree.map(jnp.asarray, payload.indices)  # of NumPy, once decoded from bytes
+        return payload._replace(indices=global_indices(local, like.size))
 
     def add(total, payloads, weights, shared):
         wide_payloads = jax.vmap(lambda payload: widen(payload, total))(payloads)

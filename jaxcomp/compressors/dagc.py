@@ -2,10 +2,11 @@
 
 All workers run one program and all arrays have one shape, so each worker selects at the largest
 capacity and keeps what its own share allows: the rest is padding, which `via="concat"`, `"ring"` and
-`"ragged"` leave at home. The shares are arguments of the program (`State.shared`), so they can
-change from round to round without compiling again.
+`"ragged"` do not send. The shares of all workers are arguments of the program (`Amounts` in `State.shared`), of which
+`base.for_worker` picks one, so they can change from round to round without compiling again.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,28 +14,32 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxcomp.allocate import counts, ratios, thresholds
 from jaxcomp.allocate.workers import Rule, number_of, shares
-from jaxcomp.amounts import Amounts
-from jaxcomp.base import Compressor, Lengths, Seat, Spec, State, Tally, finite, wide
+from jaxcomp.base import Compressor, Lengths, Spec, State, one_row, overflow, row_of, wide
+from jaxcomp.compressors.hard_threshold import hard_threshold
 from jaxcomp.compressors.sidco import sidco
-from jaxcomp.compressors.sparsify import UNSORTED_FROM, add_sparse, dense_of_sparse, top_k
-from jaxcomp.compressors.threshold import hard_threshold
+from jaxcomp.compressors.sparsify import add_sparse, dense_of_sparse, largest_indices, top_k
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.payloads import Sparse
-from jaxcomp.select import count_words, indices_of_words, largest, magnitude, take, top_set, words_above
+from jaxcomp.select import count_words, indices_of_words, take, top_set, words_above
 
-__all__ = ["Selector", "dagc"]
+__all__ = ["Amounts", "Selector", "dagc", "set_amounts"]
 
 Array = jax.Array
 Numbers = Sequence[float] | np.ndarray
 
 
-class DagcLocal(NamedTuple):
-    seat: Seat
-    tally: Tally
+class Amounts(NamedTuple):
+    """What workers may send of one array. One worker's own are a row of these, with n = 1.
+
+    each: f32[n], in the unit of the sparsifier.
+    rooms: i32[n], entries that each worker's message has room for.
+    """
+
+    each: Array
+    rooms: Array
 
 
 class Selector(NamedTuple):
@@ -57,12 +62,7 @@ def _largest(x: Array, ratio: Array, room: Array, capacity: int) -> tuple[Array,
     d = x.shape[0]
     wanted = jnp.clip(jnp.rint(ratio * d), 1, d).astype(jnp.int32)
     wanted = jnp.where(ratio > 0, wanted, 0)
-    count = jnp.minimum(wanted, room)
-    if d >= UNSORTED_FROM:
-        return jnp.where(count > 0, largest(x, jnp.maximum(count, 1), capacity), d), wanted
-    top, indices = lax.top_k(magnitude(finite(x)), capacity)
-    chosen = (top > 0) & (lax.iota(jnp.int32, capacity) < count)
-    return jnp.sort(jnp.where(chosen, indices, d).astype(jnp.int32)), wanted
+    return largest_indices(x, jnp.minimum(wanted, room), capacity), wanted
 
 
 def _above(x: Array, threshold: Array, room: Array, capacity: int) -> tuple[Array, Array]:
@@ -82,7 +82,7 @@ def _fitted(x: Array, ratio: Array, room: Array, capacity: int) -> tuple[Array, 
     inner = sidco(lambda round_: ratio, peak=capacity / d, capacity=1.0)
     state = inner.init(jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))
     payload, local = inner.compress(jax.random.key(0), x, state)
-    wanted = jnp.sum(payload.indices < d, dtype=jnp.int32) + local.tally.overflow
+    wanted = jnp.sum(payload.indices < d, dtype=jnp.int32) + overflow(inner, local)
     places, _ = _above(payload.values, jnp.zeros(()), room, capacity)
     indices = payload.indices.at[places].get(mode="fill", fill_value=d, indices_are_sorted=True)
     return jnp.where(ratio > 0, indices, d), jnp.where(ratio > 0, wanted, 0)
@@ -112,8 +112,8 @@ def dagc(
     from `allocate.ratios`. The mean is weighted by the volumes: sum_i p_i C_i(x_i).
 
     The weight p_i multiplies what is sent, never what is remembered. They are the default `weights` of
-    `compressed_mean`, which also tells each worker its number; alone, C is that of worker 0. A
-    worker without data sends nothing.
+    `compressed_mean`. Shared state holds the amounts of all workers (`for_worker` picks one). A worker without data
+    sends nothing.
 
     With `sidco` the k_i are targets that a fitted threshold meets roughly. With `hard_threshold` (DAGC-A)
     worker i sends all from its own threshold lambda_i on, from `allocate.thresholds`: volumes make it
@@ -149,25 +149,36 @@ def dagc(
     >>> print(jax.vmap(step, axis_name="data", out_axes=None)(g))  # 4 entries from one, 2 from the other
     [4.4 3.4 1.6 0.8 0.  0. ]
     """
-    selector = sparsifier if isinstance(sparsifier, Selector) else SELECTORS.get(sparsifier)
-    if selector is None:
-        known = ", ".join(f"jc.{factory.__name__}" for factory in SELECTORS)
-        raise ValueError(f"dagc: sparsifier must be one of {known} or a Selector; got {sparsifier!r}")
+    selector, name = _selector(sparsifier)
+    if (selector.unit == "threshold") != (base is not None):
+        raise ValueError(f"dagc: base is the mean threshold of hard_threshold; got {base} for {name}")
     if not 0 < number_of(mean_ratio) <= 1:
         raise ValueError(f"dagc: mean_ratio must be in (0, 1]; got {mean_ratio}")
     spare = selector.spare if capacity is None else capacity
     if not 1 <= number_of(spare) < math.inf:
         raise ValueError(f"dagc: capacity must be at least 1; got {capacity}")
-    name = getattr(sparsifier, "__name__", "selector")
-    if (selector.unit == "threshold") != (base is not None):
-        raise ValueError(f"dagc: base is the mean threshold of hard_threshold; got {base} for {name}")
     shares("dagc", volumes)  # the first error names dagc
-    each = None
-    if base is not None:
-        each = thresholds(volumes, base, rule=rule)
-        rule = 2 / 3 if rule == "released" else rule  # the numbers of entries go as 1 / threshold
-    share = ratios(volumes, mean_ratio, rule=rule, floor=floor, cap=cap)
+    each = None if base is None else thresholds(volumes, base, rule=rule)
+    # With thresholds the numbers of entries go as 1 / threshold.
+    share = ratios(
+        volumes, mean_ratio, rule=2 / 3 if base is not None and rule == "released" else rule, floor=floor, cap=cap
+    )
     weights = shares("dagc", np.where(share > 0, volumes, 0))  # without a link is as without data
+    return _compressor(f"dagc({name}, {mean_ratio}, rule={rule})", selector, spare, share, each, weights)
+
+
+def _selector(sparsifier: Any) -> tuple[Selector, str]:
+    selector = sparsifier if isinstance(sparsifier, Selector) else SELECTORS.get(sparsifier)
+    if selector is None:
+        known = ", ".join(f"jc.{factory.__name__}" for factory in SELECTORS)
+        raise ValueError(f"dagc: sparsifier must be one of {known} or a Selector; got {sparsifier!r}")
+    return selector, getattr(sparsifier, "__name__", "selector")
+
+
+def _compressor(
+    name: str, selector: Selector, spare: float, share: np.ndarray, each: np.ndarray | None, weights: np.ndarray
+) -> Compressor:
+    """share: ratio of each worker;  each: what `selector` takes instead, if it is not a ratio;  weights: p_i."""
 
     def rooms(d: int) -> np.ndarray:
         return np.minimum(np.ceil(spare * counts(share, d) - 1e-9), d).astype(np.int64)
@@ -175,17 +186,18 @@ def dagc(
     def init(shared_key, like):
         d = like.size
         amounts = counts(share, d) / max(d, 1) if each is None else each
-        local = DagcLocal(Seat(jnp.zeros((), jnp.int32)), Tally(jnp.zeros((), jnp.int32)))
-        return State(local, Amounts(jnp.asarray(amounts, jnp.float32)))
+        plans = Amounts(jnp.asarray(amounts, jnp.float32), jnp.asarray(rooms(d), jnp.int32))
+        return State(jnp.zeros((), jnp.int32), plans)
 
     def compress(key, x, state):
         d = x.shape[0]
         if d == 0:
             return Sparse(x, jnp.zeros((0,), jnp.int32)), state.local
-        number = state.local.seat.number
-        room = jnp.asarray(rooms(d), jnp.int32)[number]
-        indices, wanted = selector.select(x, state.shared.each[number], room, int(rooms(d).max()))
-        return Sparse(take(x, indices), indices), DagcLocal(state.local.seat, Tally(jnp.maximum(wanted - room, 0)))
+        amount, room = one_row("dagc", state.shared)
+        capacity = int(rooms(d).max())
+        room = jnp.minimum(room, capacity)  # of a state that was made with more room
+        indices, wanted = selector.select(x, amount, room, capacity)
+        return Sparse(take(x, indices), indices), jnp.maximum(wanted - room, 0)
 
     def alpha(d: int) -> float:
         exact = selector.select is _largest
@@ -197,8 +209,10 @@ def dagc(
         decompress=dense_of_sparse,
         accumulate=add_sparse,
         lengths=lambda like: Lengths(tuple(int(room) for room in rooms(like.size)), like.size),
+        for_worker=functools.partial(row_of, "dagc"),
+        overflow=lambda local: local,
         spec=Spec(
-            f"dagc({name}, {mean_ratio}, rule={rule})",
+            name,
             omega=None,
             alpha=alpha,
             linear=False,
@@ -206,3 +220,44 @@ def dagc(
             weights=tuple(float(w) for w in weights),
         ),
     )
+
+
+def set_amounts(state: Any, amounts: Any) -> Any:
+    """The same state with other ratios (or thresholds) for the workers; nothing recompiles.
+
+    Args:
+        state: of `dagc`, of an algorithm, of `compressed_mean` or of any optimizer that contains it.
+        amounts: [n], for every array that is compressed; or a list of [n], one for each, in the order
+            of `jax.tree.leaves`. A ratio above a worker's room (`dagc(capacity=)`) is cut to it.
+
+    Returns:
+        The state, with each `Amounts` replaced.
+
+    Raises:
+        ValueError: there is no dagc in the state, or a shape does not fit.
+
+    >>> import jaxcomp as jc
+    >>> c = jc.dagc([3, 1], 0.25, capacity=2)
+    >>> state = c.init(jax.random.key(0), jnp.zeros(8))
+    >>> print(set_amounts(state, [0.5, 0.125]).shared.each)
+    [0.5   0.125]
+    """
+    is_amounts = lambda node: isinstance(node, Amounts)
+    found = [node for node in jax.tree.leaves(state, is_leaf=is_amounts) if is_amounts(node)]
+    if not found:
+        raise ValueError("set_amounts: there is no dagc in this state")
+    if not isinstance(amounts, (list, tuple)) or not amounts or np.ndim(amounts[0]) == 0:
+        amounts = [amounts] * len(found)
+    if len(amounts) != len(found):
+        raise ValueError(f"set_amounts: {len(amounts)} lists of amounts for {len(found)} compressed arrays")
+    new = iter([jnp.asarray(a, jnp.float32) for a in amounts])
+
+    def replace(node):
+        if not is_amounts(node):
+            return node
+        each = next(new)
+        if each.shape != node.each.shape[-1:]:
+            raise ValueError(f"set_amounts: expected {node.each.shape[-1]} amounts; got shape {each.shape}")
+        return node._replace(each=jnp.broadcast_to(each, node.each.shape))
+
+    return jax.tree.map(replace, state, is_leaf=is_amounts)

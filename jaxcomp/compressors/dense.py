@@ -1,6 +1,7 @@
 """Compressors that send every entry, each by itself: identity, narrower floats, natural compression."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import Compressor, Spec, bounded, finite, wide
+from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_bits
 from jaxcomp.layout import Layout
-from jaxcomp.norms import exponent_of, max_abs, power_of_two
+from jaxcomp.norms import exponent_of, power_of_two
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Dense, Quantized, Scaled
 
@@ -47,27 +49,29 @@ def narrow_type(what: str, dtype: Any) -> Any:
     return kind
 
 
-def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
+def cast(dtype: Any, *, scaled: bool | None = None, block_size: int | None = BLOCK_SIZE) -> Compressor:
     """Rounds each entry to the nearest number of a narrower floating type.
 
     C(x)_j = s * round_dtype(x_j / s), with s = 1, or, when scaled, the power of two that brings
-    max|x| into the top binade of the type. Biased.
+    max|x| of the entry's block into the top binade of the type. Biased.
 
     With u the unit roundoff of the type (half the spacing at 1) and t half its smallest
     subnormal over the least that max|x| / s can be, the error of an entry is at most
-    max(u |x_j|, t max|x|), so alpha = 1 - u^2 - t^2 d. Without a scale alpha = 1 - u^2 where
-    the type has the exponent range of f32 (bf16), and is not known where it has not: there,
+    max(u |x_j|, t max|x|), so alpha = 1 - u^2 - t^2 m for blocks of m entries. Without a scale alpha = 1 - u^2 where
+    the type has the exponent range of f32 (bf16); otherwise alpha is unknown, since
     entries beyond the range saturate and entries below it vanish.
 
     Args:
         dtype: bfloat16, float16, or one of the float8 types of `jax.numpy`; or its name ("bf16", "f16" for short).
-        scaled: send a scale (32 bits). Default: for every type with less exponent range than f32.
+        scaled: send scales (32 bits each). Default: for every type with less exponent range than f32.
+        block_size: m, entries for each scale; the last block takes what is left. None: one scale for all.
 
     Returns:
-        Compressor with payload `Dense` (linear: see `exchange.sums`) or, scaled, `Scaled`.
+        Compressor with payload `Dense` (linear: see `exchange.sums`) or, scaled, `Scaled` with scales f32[b], or f32[]
+        for one scale.
 
     Raises:
-        ValueError: dtype is not a floating type of 8 or 16 bits.
+        ValueError: dtype is not a floating type of 8 or 16 bits, or block_size is not an integer of at least 1.
 
     Reference: Higham 2002, Accuracy and Stability of Numerical Algorithms, section 2.1.
 
@@ -79,35 +83,64 @@ def cast(dtype: Any, *, scaled: bool | None = None) -> Compressor:
     kind = narrow_type("cast: dtype", dtype)
     info = jnp.finfo(kind)
     full_range = float(info.max) > 1e38
-    scaled = not full_range if scaled is None else scaled
-    largest = float(info.max)
-    top = math.frexp(largest)[1] - 1  # scaled, max|x| lies in [2^(top-1), 2^top), below the largest
+    layout = blocks_of("cast", 1 if block_size is None else None, block_size, None)
+    if scaled or (scaled is None and not full_range):
+        return _cast_scaled(kind, layout, block_size)
     unit = float(info.eps) / 2
-    tiny = float(info.smallest_subnormal) / 2 / 2.0 ** (top - 1)
-    alpha = (lambda d: 1 - unit**2 - tiny**2 * d) if scaled else (lambda d: 1 - unit**2) if full_range else None
-
-    def round_to(x: Array) -> Array:
-        return jnp.clip(x, -largest, largest).astype(kind)
-
-    def compress(key, x, state):
-        x = finite(x)
-        if not scaled:
-            return Dense(round_to(x)), state.local
-        x = x.astype(wide(x.dtype))
-        exponent = exponent_of(max_abs(x))
-        scale = power_of_two(jnp.clip(exponent - top, -126, 126), jnp.float32)
-        return Scaled(round_to(x / scale.astype(x.dtype)), scale), state.local
 
     def decompress(payload, shared, like):
-        wide_type = wide(like.dtype)
-        values = payload.values.astype(wide_type)
-        return bounded(bounded(values * payload.scale.astype(wide_type) if scaled else values).astype(like.dtype))
+        return bounded(bounded(payload.values.astype(wide(like.dtype))).astype(like.dtype))
+
+    return on_vectors(
+        compress=lambda key, x, state: (Dense(_rounded(finite(x), kind)), state.local),
+        decompress=decompress,
+        spec=Spec(f"cast({kind.name})", omega=None, alpha=(lambda d: 1 - unit**2) if full_range else None, linear=True),
+    )
+
+
+def _cast_scaled(kind: Any, layout: Callable[[int], Blocks], block_size: int | None) -> Compressor:
+    info = jnp.finfo(kind)
+    top = math.frexp(float(info.max))[1] - 1  # max|x| of a block comes to [2^(top-1), 2^top), below the largest
+    unit, tiny = float(info.eps) / 2, float(info.smallest_subnormal) / 2 / 2.0 ** (top - 1)
+
+    def each(cut: Blocks, values: Array, scale: Array) -> Array:
+        """Values times the scale of their block."""
+        return values * cut.spread(scale.reshape(-1)).astype(values.dtype)
+
+    def compress(key, x, state):
+        x = finite(x).astype(wide(x.dtype))
+        cut = layout(x.shape[0])
+        largest = cut.norms(x, math.inf)
+        largest = jnp.max(largest, initial=0) if block_size is None else largest
+        exponent = jnp.clip(exponent_of(largest) - top, -126, 126)
+        scaled = each(cut, x, power_of_two(-exponent, jnp.float32))
+        return Scaled(_rounded(scaled, kind), power_of_two(exponent, jnp.float32)), state.local
+
+    def decompress(payload, shared, like):
+        values = payload.values.astype(wide(like.dtype))
+        return bounded(bounded(each(layout(like.size), values, payload.scale)).astype(like.dtype))
 
     return on_vectors(
         compress=compress,
         decompress=decompress,
-        spec=Spec(f"cast({kind.name}{', scaled' if scaled else ''})", omega=None, alpha=alpha, linear=not scaled),
+        spec=Spec(
+            f"cast({kind.name}, scaled{'' if block_size == BLOCK_SIZE else f', block_size={block_size}'})",
+            omega=None,
+            alpha=lambda d: 1 - unit**2 - tiny**2 * layout(d).largest,
+            linear=False,
+        ),
     )
+
+
+def _rounded(x: Array, kind: Any) -> Array:
+    info = jnp.finfo(kind)
+    x = jnp.clip(x, float(info.min), float(info.max))
+    if kind.name.endswith("fnuz"):
+        # These types have no -0: its bits are NaN, and XLA for CPU rounds small negative numbers to them in a loop
+        # (JAX 0.10.2 to 0.12.0). A tie goes to the even number, which is zero.
+        vanishes = jnp.abs(x) <= jnp.asarray(float(info.smallest_subnormal) / 2, x.dtype)
+        x = jnp.where(vanishes, jnp.zeros((), x.dtype), x)
+    return x.astype(kind)
 
 
 def natural() -> Compressor:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import Compressor, finite, wide
-from jaxcomp.compressors.threshold import by_threshold, shown, target_of
+from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
+from jaxcomp.compressors.threshold import Estimator, by_threshold
 from jaxcomp.compressors.vector import is_whole
 from jaxcomp.select import count_words, descending, magnitude, words_above
 
@@ -25,17 +26,10 @@ TRIES = 10
 LAST_RATIO = 0.001  # that schedules are taken to end at, for the size of the sample
 
 
-def dgc(
-    ratio: float | Callable[[Any], Any],
-    *,
-    sample: float = 0.01,
-    peak: float | None = None,
-    values: Any = None,
-    indices: Any = None,
-) -> Compressor:
+def dgc(ratio: Ratio, *, sample_ratio: float = 0.01, peak: float | None = None) -> Compressor:
     """Keeps the entries above the quantile of a strided sample.
 
-    eta = the (n_s delta)-th largest of n_s = max(sample d, 2 / delta) magnitudes, taken at an odd stride from a
+    eta = the (n_s delta)-th largest of n_s = max(sample_ratio d, 2 / delta) magnitudes, taken at an odd stride from a
     random start. With c entries at or above it: more than 1.3 k, the exact k largest are sent (the
     hierarchical selection); fewer than 0.8 k, eta <- 0.8 eta, at most ten times. At most k are sent, the
     first by index. Biased; alpha = 1 / d (at least the largest is sent), about delta in practice.
@@ -44,9 +38,8 @@ def dgc(
 
     Args:
         ratio: delta, target share of entries, in (0, 1], or an optax schedule.
-        sample: share of the entries in the sample, in (0, 1].
+        sample_ratio: share of the entries in the sample, in (0, 1].
         peak: largest value of the schedule; its first one if not given.
-        values, indices: narrower lanes, see `narrow`.
 
     Returns:
         Compressor with payload `Sparse` of k = max(1, floor(delta d)) entries.
@@ -63,51 +56,52 @@ def dgc(
     [ 0. -3.  0.  2.]
     """
     target = target_of("dgc", ratio, peak)
-    if not 0 < sample <= 1:
-        raise ValueError(f"dgc: sample must be in (0, 1]; got {sample}")
+    if not 0 < sample_ratio <= 1:
+        raise ValueError(f"dgc: sample_ratio must be in (0, 1]; got {sample_ratio}")
+    smallest = LAST_RATIO if callable(ratio) else ratio
 
     def estimate(key, x, k, share, memory):
         d = x.shape[0]
-        smallest = LAST_RATIO if callable(ratio) else ratio
-        size = min(d, max(math.ceil(sample * d), math.ceil(2 / smallest)))
-        stride = max(1, d // size - 1) | 1
-        size = d // stride
-        start = jax.random.randint(key, (), 0, min(stride, d - (size - 1) * stride), jnp.int32)
-        taken = magnitude(finite(x[start + stride * lax.iota(jnp.int32, size)]))
-        most = min(size, math.ceil(size * target.peak(d) / d) + 1)
-        rank = jnp.clip(jnp.ceil(size * share - 1e-4).astype(jnp.int32), 1, most) - 1
-        at = descending(taken, most)[rank]
-        # The method keeps |x| >= eta; just below it, > is the same.
-        eta = jnp.nextafter(at, jnp.zeros((), wide(x.dtype)))
-        words = words_above(x, eta)
-
-        smallest_count = (TOO_FEW * k.astype(jnp.float32)).astype(jnp.int32)
-
-        def few(carry):
-            tries, _, words = carry
-            return (count_words(words) < smallest_count) & (tries < TRIES)
-
-        def lower(carry):
-            tries, eta, _ = carry
-            eta = eta * TOO_FEW
-            return tries + 1, eta, words_above(x, eta)
-
-        _, eta, words = lax.while_loop(few, lower, (jnp.zeros((), jnp.int32), eta, words))
+        size = min(d, max(math.ceil(sample_ratio * d), math.ceil(2 / smallest)))
+        eta, words = _lowered(x, _sampled(key, x, size, share, target), k)
         return eta, words, memory
 
     def bounds(wanted, k):
         limit = (TOO_MANY * k.astype(jnp.float32)).astype(jnp.int32)
         return 1, jnp.where(wanted > limit, k, limit)
 
-    return by_threshold(
-        f"dgc({shown(ratio)})",
-        target,
-        estimate,
-        capacity=1.0,
-        bounds=bounds,
-        values=values,
-        indices=indices,
-    )
+    return by_threshold(f"dgc({shown(ratio)})", target, Estimator(estimate, bounds=bounds), capacity=1.0)
+
+
+def _sampled(key: Array, x: Array, size: int, share: Array, target: Target) -> Array:
+    """Quantile of a sample of about so many magnitudes."""
+    d = x.shape[0]
+    stride = max(1, d // size - 1) | 1
+    size = d // stride
+    start = jax.random.randint(key, (), 0, min(stride, d - (size - 1) * stride), jnp.int32)
+    taken = magnitude(finite(x[start + stride * lax.iota(jnp.int32, size)]))
+    most = min(size, math.ceil(size * target.peak(d) / d) + 1)
+    rank = jnp.clip(jnp.ceil(size * share - 1e-4).astype(jnp.int32), 1, most) - 1
+    at = descending(taken, most)[rank]
+    # The method keeps |x| >= eta; just below it, > is the same.
+    return jnp.nextafter(at, jnp.zeros((), wide(x.dtype)))
+
+
+def _lowered(x: Array, eta: Array, k: Array) -> tuple[Array, Array]:
+    """The threshold once enough entries exceed it, and these."""
+    smallest_count = (TOO_FEW * k.astype(jnp.float32)).astype(jnp.int32)
+
+    def few(carry):
+        tries, _, words = carry
+        return (count_words(words) < smallest_count) & (tries < TRIES)
+
+    def lower(carry):
+        tries, eta, _ = carry
+        eta = eta * TOO_FEW
+        return tries + 1, eta, words_above(x, eta)
+
+    _, eta, words = lax.while_loop(few, lower, (jnp.zeros((), jnp.int32), eta, words_above(x, eta)))
+    return eta, words
 
 
 def warm_up(ratios: Sequence[float], rounds: int) -> Callable[[Any], Array]:

@@ -71,7 +71,7 @@ def precondition(compressor: Compressor, smoothness: Operator, *, dtype: Any = N
 
     C' is unbiased on the range of L (everywhere when L is positive definite; gradients of a loss
     lie in the range). omega is that of C and holds in the norm |x|^2_(L^-1), which is what `diana` needs
-    for its alpha; step sizes follow from V(C, L), see `theory.step_sizes`.
+    for its alpha; step sizes follow from V(C, L), see `theory`.
 
     With a stack of operators worker i whitens with the i-th, and its message is decoded with the
     i-th. With a single one the decoder adds the messages before it multiplies once, and a linear C
@@ -158,4 +158,5 @@ def precondition(compressor: Compressor, smoothness: Operator, *, dtype: Any = N
         if compressor.advance is None
         else lambda shared: shared._replace(compressor=advance(compressor, shared.compressor)),
         for_worker=pick if stacked or compressor.for_worker is not None else None,
+        overflow=compressor.overflow,
     )

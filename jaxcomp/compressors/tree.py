@@ -136,7 +136,7 @@ def _by_leaf(plan: Plan, payload: Any) -> Any:
 
 
 def _by_group(plan: Plan, payload: Any, axis: int | None) -> Any:
-    """Inverse of `_by_leaf`, stacking the rows along `axis`; None: what stands for a group is that of its first leaf."""
+    """Inverse of `_by_leaf`, stacking rows along `axis`; None: what stands for a group is that of its first leaf."""
     if plan.bare:
         return payload
     numbers = sorted(i for group in plan.groups for i in (group.leaves if group.rows else group.leaves[:1]))

@@ -24,6 +24,7 @@ def on_vectors(
     advance: Callable | None = None,
     lengths: Callable | None = None,
     for_worker: Callable | None = None,
+    overflow: Callable | None = None,
 ) -> Compressor:
     """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`)."""
 
@@ -47,6 +48,7 @@ def on_vectors(
         return each(key, jnp.reshape(x, (-1,)), state)
 
     def decompress_(payload, shared, like):
+        payload = jax.tree.map(jnp.asarray, payload)  # of NumPy, once decoded from bytes
         return decompress(payload, shared, flat_like(like)).reshape(like.shape)
 
     def of_any_shape(accumulate):
@@ -58,7 +60,7 @@ def on_vectors(
 
     accumulate = None if accumulate is None else of_any_shape(accumulate)
     of_flat = None if lengths is None else lambda like: lengths(flat_like(like))
-    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker)
+    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker, overflow)
 
 
 def row_by_row(function: Callable) -> Callable:

@@ -16,10 +16,10 @@ from jaxcomp.base import (
     like_of,
     overflow,
     residual,
-    wide_like,
+    wide,
 )
 from jaxcomp.exchange.info import NAMES, Counts, Errors, add_counts, errors_of, no_counts, no_errors
-from jaxcomp.exchange.lanes import all_sum, sent_by_sum
+from jaxcomp.exchange.lanes import all_sum, sum_bytes
 from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.placement import Placement
 from jaxcomp.exchange.routes import Call, Outgoing, Reduced, Route
@@ -106,7 +106,7 @@ class Round:
         mine = for_worker(compressor, state.shared, self.index, self.size)
         again, key = jax.random.split(key)
         payload, local = compressor.compress(key, message, State(state.local, mine))
-        outgoing = Outgoing(again, compressor, payload, state.shared, wide_like(message), self._state)
+        outgoing = Outgoing(again, compressor, payload, state.shared, like_of(message), self._state)
         reduced = self._way.route.reduce(outgoing, self._way.call)
         self._state = reduced.state
         after = State(local, state.shared if compressor.advance is None else compressor.advance(state.shared))
@@ -115,11 +115,11 @@ class Round:
         return sent
 
     def sum(self, x: Any) -> Any:
-        way, call = self._way, self._way.call
-        weights = None if way.weights is None else way.weights
-        total = all_sum(x, call.axis, weights, call.replicas, exact=True)
-        sent = sent_by_sum(x, call.axis, call.replicas, exact=True)
-        size = sum(leaf.size for leaf in jax.tree.leaves(x))
+        call, leaves = self._way.call, jax.tree.leaves(x)
+        dtype = wide(*(leaf.dtype for leaf in leaves))
+        total = all_sum(x, call.axis, call.weights, call.replicas, None, True, dtype)
+        sent = sum_bytes(x, call.axis, call.replicas, None, True, dtype)
+        size = sum(leaf.size for leaf in leaves)
         real = lambda value: jnp.asarray(value, jnp.float32)
         count = no_counts()._replace(
             lane_bytes=real(lane_bytes(x)),
@@ -130,7 +130,7 @@ class Round:
             route=jnp.asarray(NAMES.index("sum"), jnp.int32),
         )
         self._counts += (count,)
-        return total if weights is None else jax.tree.map(lambda t: t * self.size, total)
+        return total if call.weights is None else jax.tree.map(lambda t: t * self.size, total)
 
     def cond(self, predicate: Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
         before, every = (self._state, self._counts), self._way.placement.every

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import Algorithm, State, key_data, wide, wide_like, wrap_key
+from jaxcomp.base import Algorithm, State, key_data, wide, wrap_key
 from jaxcomp.exchange.info import Errors, no_counts, no_errors, nonfinite
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, is_missing
@@ -55,7 +55,7 @@ class Runner(NamedTuple):
         route = State()
         if self.algorithm.compressor is not None:
             shared_key, route_key = jax.random.split(shared_key)
-            route = self.route.init(route_key, self.algorithm.compressor, wide_like(plan.like))
+            route = self.route.init(route_key, self.algorithm.compressor, plan.like)
         state = self.algorithm.init(shared_key, split(plan, tree) if starts else plan.like)
         zero = jnp.zeros((), jnp.int32)
         local = MeanLocal(state.local, route.local, no_counts())
@@ -158,7 +158,9 @@ def runner(
     lifted = algorithm.compressor
     layout = algorithm.layout or (lifted.spec.lifted.layout if lifted is not None else None) or DEFAULT_LAYOUT
     if lifted is not None:
-        reason = route.refuses(lifted.spec, algorithm.roles)
+        base = lifted.spec.lifted.compressor
+        as_given = base if layout == (base.spec.layout or DEFAULT_LAYOUT) else lifted
+        reason = route.refuses(as_given, algorithm.roles)
         if reason:
             raise ValueError(f"{name}: {reason}")
         weights = lifted.spec.weights if weights is None else weights

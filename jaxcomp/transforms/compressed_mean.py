@@ -50,8 +50,8 @@ def compressed_mean(
     Args:
         algorithm: `direct`, `error_feedback`, `diana`, ...; None where axis_name is a mapping.
         axis_name: mapped axis, a tuple of them, or None for a single worker without an axis; it
-            must be given. Or a hierarchy: a mapping from axes to algorithms, in the order of the exchanges, say {"ici": jc.direct(jc.identity()),
-            "dcn": jc.error_feedback(jc.sidco(1e-3))}. The mean over the first axis is the gradient of the second level,
+            must be given. Or a hierarchy: a mapping from axes to algorithms, in the order of the exchanges, say
+            {"ici": jc.direct(jc.identity()), "dcn": jc.error_feedback(jc.sidco(1e-3))}. The mean over the first axis is the gradient of the second level,
             so the devices along "ici" have equal messages for "dcn": in sums and gathers each of them carries one part.
         via: "gather": all payloads to all workers, (n - 1) lane bytes sent by each, any compressor;
             "sum": payloads added on the way, 2 (n - 1) / n lane bytes, linear compressors only; 3 (n - 1) / n for 16
@@ -102,7 +102,7 @@ def compressed_mean(
     """
     if axis_name is MISSING:
         raise TypeError(
-            'compressed_mean: axis_name must be given: the mapped axis of the workers, say axis_name="data"; None is for '
+            'compressed_mean: axis_name must be given: the mapped axis of the workers, say "data"; None is for '
             "a single worker without an axis"
         )
     levels = levels_of(algorithm, axis_name, weights)

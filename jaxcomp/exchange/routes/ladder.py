@@ -1,6 +1,6 @@
 """via="ladder": messages whose size depends on what is in them, in a collective of static shapes.
 
-Every worker codes its payload into words (`codes.messages`). The largest number of words that any of them needs, a
+Every worker codes its payload into words (`jaxcomp.payloads`). The largest number of words that any of them needs, a
 `pmax`, decides which rung of a static ladder of capacities is taken: each rung is one branch of a `switch` with an
 all-gather of that many words, and as the number is equal on all workers, all take the same branch. The last rung
 gathers the payloads as they are: for content that no code makes shorter.
@@ -22,8 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.bits import lane_bytes
-from jaxcomp.codes.messages import Coded, decode_message, encode_message
 from jaxcomp.exchange.collectives import all_max
 from jaxcomp.exchange.lanes import all_gather, gather_bytes
 from jaxcomp.exchange.routes.route import (
@@ -39,7 +37,7 @@ from jaxcomp.exchange.routes.route import (
 )
 from jaxcomp.exchange.varying import axis_size, on_equal_types
 from jaxcomp.layout import rows_of
-from jaxcomp.payloads import Leaves
+from jaxcomp.payloads import Coded, Leaves, decode_message, encode_message, lane_bytes
 
 __all__ = ["LADDER", "rungs"]
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from jaxcomp.base import Compressor, State, accumulate, lengths, wide_like, zeros_like
-from jaxcomp.bits import lane_bytes
 from jaxcomp.exchange.lanes import all_gather
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
 from jaxcomp.exchange.varying import Axis, axis_names, axis_size, on_equal_types, varying, varying_axes
 from jaxcomp.layout import Layout
+from jaxcomp.payloads import lane_bytes
 
 __all__ = ["Call", "Carry", "Outgoing", "Reduced", "Route", "accepts_all", "by_carrying", "reduced", "stacked"]
 

@@ -29,17 +29,16 @@ from jaxcomp.base import (
     bounded,
     finite,
     residual,
-    wide,
     wide_like,
     zeros_like,
 )
-from jaxcomp.bits import code_bits, lane_bytes
 from jaxcomp.compressors.parts import Rows
 from jaxcomp.exchange.lanes import all_gather, all_to_all, all_to_all_bytes, gather_bytes
 from jaxcomp.exchange.links import Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import Call, Outgoing, Reduced, Route
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, on_equal_types, varying, varying_axes
 from jaxcomp.layout import Layout
+from jaxcomp.payloads import code_bits, lane_bytes
 
 __all__ = ["TWO_SHOT", "Second", "first_shot", "second_shot"]
 

@@ -12,13 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import Lengths
-from jaxcomp.codes.messages import from_words, to_words
 from jaxcomp.exchange.lanes import all_gather, gather_bytes
 from jaxcomp.exchange.links import Cost, Link
 from jaxcomp.exchange.routes.route import Call, Carry
 from jaxcomp.exchange.varying import Axis, axis_index, axis_size, proven_equal, varying, varying_axes
-from jaxcomp.payloads import Dense, Leaves, LocalIndices, Scaled, Sparse
+from jaxcomp.payloads import from_words, limits, to_words
 
 __all__ = ["Message", "Part", "carrying", "from_buffers", "message_of", "own_words", "pieces_of"]
 
@@ -69,7 +67,7 @@ def message_of(payload: Any, lengths: Any, workers: int) -> Message:
     """
     arrays, structure = jax.tree.flatten(payload)
     parts = []
-    for array, limit in zip(arrays, _limits(payload, lengths), strict=True):
+    for array, limit in zip(arrays, limits(payload, lengths), strict=True):
         if limit is None:
             array = array.reshape(array.shape or (1,))
             parts.append(Part(array, (array.shape[0],) * workers, 0))
@@ -79,22 +77,6 @@ def message_of(payload: Any, lengths: Any, workers: int) -> Message:
             raise ValueError(f"the compressor has lengths for {len(counts)} workers; the axis has {workers}")
         parts.append(Part(array, counts, fill))
     return Message(tuple(parts), structure, tuple(array.shape for array in arrays))
-
-
-def _limits(payload: Any, lengths: Any) -> list[tuple[Lengths, int] | None]:
-    """For each array of the payload: (lengths, what padding holds), or None for all of it."""
-    if isinstance(payload, Leaves) and isinstance(lengths, Leaves):
-        return [None] * len(jax.tree.leaves(payload.dense)) + _limits(payload.leaves, lengths.leaves)
-    if type(payload) is tuple and type(lengths) is tuple:
-        return [limit for pair in zip(payload, lengths, strict=True) for limit in _limits(*pair)]
-    if isinstance(payload, Sparse) and isinstance(lengths, Lengths):
-        values, zero = payload.values, (lengths, 0)
-        single = jax.tree.structure(values) == jax.tree.structure(0)
-        if single or isinstance(values, Dense | Scaled):
-            rest = [] if single else [None] * (len(values) - 1)
-            local = isinstance(payload.indices, LocalIndices)
-            return [zero, *rest, *([zero, None] if local else [(lengths, lengths.size)])]
-    return [None] * len(jax.tree.leaves(payload))
 
 
 def carrying(

@@ -307,7 +307,7 @@ def test_non_finite_entries_are_not_sent(mode, key, seed):
 @pytest.mark.parametrize("mode", ["quantile", pytest.param("recentred", marks=pytest.mark.slow)])
 def test_overflow_stays_in_the_residual_and_is_counted(mode, key, seed):
     x = vector("normal", seed)
-    compressor = jc.skcompress(mode=mode, buckets=32, capacity=0.2)
+    compressor = jc.skcompress(mode=mode, buckets=32, room=0.2)
 
     @jax.jit
     def run(x, key):
@@ -319,7 +319,7 @@ def test_overflow_stays_in_the_residual_and_is_counted(mode, key, seed):
     sent, rest, local = run(jnp.asarray(x), key)
     sent, rest = np.float64(sent), np.float64(rest)
     room = int(0.2 * len(x))
-    assert int(local.tally.overflow) == len(x) - room
+    assert int(local.overflow) == len(x) - room
     np.testing.assert_array_equal(np.sort(np.flatnonzero(sent)), np.sort(np.argsort(-np.abs(x))[:room]))
     np.testing.assert_allclose(sent + rest, x, rtol=1e-6, atol=1e-7)
 
@@ -336,7 +336,7 @@ def test_short_messages_are_sent_as_they_are(key):
     [
         jc.top_k(0.2),
         pytest.param(jc.sidco(0.2), marks=pytest.mark.slow),
-        pytest.param(jc.hard_threshold(1.0, ratio=0.4), marks=pytest.mark.slow),
+        pytest.param(jc.hard_threshold(1.0, room=0.4), marks=pytest.mark.slow),
         pytest.param(jc.dgc(0.2), marks=pytest.mark.slow),
         jc.bernoulli(0.3),
         jc.dagc([3, 1], 0.2),
@@ -434,12 +434,12 @@ def test_error_feedback_converges(mode, key, seed):
         (lambda: jc.skcompress(power=3), r"power must be in \[0, 2\]; got 3"),
         (lambda: jc.skcompress(rows=0), "rows must be an integer in 1 .. 16; got 0"),
         (lambda: jc.skcompress(columns=5), r"columns must be in \[1e-4, 4\] cells for each key; got 5"),
-        (lambda: jc.skcompress(capacity=0), r"capacity must be in \(0, 1\]; got 0"),
-        (lambda: jc.skcompress(jc.top_k(0.1), capacity=0.5), "capacity is for skcompress without a sparsifier"),
+        (lambda: jc.skcompress(room=0), r"room must be in \(0, 1\]; got 0"),
+        (lambda: jc.skcompress(jc.top_k(0.1), room=0.5), "room is for skcompress without a sparsifier"),
         (lambda: jc.skcompress(jc.per_leaf(jc.top_k(0.1))), "acts on trees"),
         (lambda: jc.skcompress(jc.rand_k(0.1)).init(jax.random.key(0), jnp.zeros(9)), r"rand_k\(0.1\) sends Dense"),
         (
-            lambda: jc.skcompress(jc.top_k(0.1, indices="uint16")).init(jax.random.key(0), jnp.zeros(9)),
+            lambda: jc.skcompress(jc.narrow(jc.top_k(0.1), indices="uint16")).init(jax.random.key(0), jnp.zeros(9)),
             "values and 32-bit indices",
         ),
     ],

@@ -161,7 +161,7 @@ EVERY = {
     "redsync": jc.redsync(0.01),
     "redsync-trimmed": jc.redsync(0.01, method="trimmed"),
     "gaussian_k": jc.gaussian_k(0.01),
-    "hard_threshold": jc.hard_threshold(2.5, ratio=0.01),
+    "hard_threshold": jc.hard_threshold(2.5, room=0.01),
 }
 
 
@@ -203,7 +203,7 @@ def test_overflow_raises_the_threshold_and_is_counted(key):
     payload, local = compressor.compress(key, jnp.asarray(x), compressor.init(key, x))
     wanted = int((x > oracles.sidco(x, 0.3, stages=1)).sum())
     assert wanted > 300
-    assert int(local.tally.overflow) == wanted - 300
+    assert int(local.overflow) == wanted - 300
     indices = np.asarray(payload.indices)
     assert 999 in indices
     kept = x[indices[indices < 1000]]
@@ -262,7 +262,7 @@ def test_peak_of_a_schedule_that_rises(key):
     assert 0.09 * SIZE < np.sum(np.asarray(payload.indices) < SIZE) < 0.11 * SIZE
     (_, (payload, state)) = run(jc.sidco(schedule), [x] * 2, key)  # no peak: cut to the first value
     assert payload.indices.size == 250
-    assert int(state.local.tally.overflow) == 0
+    assert int(state.local.overflow) == 0
 
 
 LANES = [(values, indices) for values in (None, "bfloat16", "float16") for indices in (None, "uint16")]
@@ -274,7 +274,7 @@ def test_narrow_lanes(lanes, key, seed):
     d, (values, indices) = 200_000, lanes
     x = np.random.default_rng(seed).laplace(size=d).astype(np.float32)
     wide_payload, wide = compressed(jc.sidco(0.001), x, key)
-    payload, x_hat = compressed(jc.sidco(0.001, values=values, indices=indices), x, key)
+    payload, x_hat = compressed(jc.narrow(jc.sidco(0.001), values=values, indices=indices), x, key)
     capacity = wide_payload.indices.size
     expected = capacity * ((4 if values is None else 2) + (4 if indices is None else 2))
     expected += (4 if values == "float16" else 0) + (0 if indices is None else 4 * 4)
@@ -284,7 +284,7 @@ def test_narrow_lanes(lanes, key, seed):
     decoded = jc.wire.decode(jc.wire.encode(payload))
     assert jax.tree.all(jax.tree.map(np.array_equal, decoded, jax.tree.map(np.asarray, payload)))
 
-    algorithm = jc.error_feedback(jc.sidco(0.001, values=values, indices=indices))
+    algorithm = jc.error_feedback(jc.narrow(jc.sidco(0.001), values=values, indices=indices))
     like = jax.ShapeDtypeStruct((d,), jnp.float32)
     state = algorithm.init(key, like)
     payload, local = jax.jit(algorithm.send)(key, jnp.asarray(x), state)
@@ -294,8 +294,8 @@ def test_narrow_lanes(lanes, key, seed):
 
 RIVALS = [
     (jc.gaussian_k(0.01, capacity=80), lambda x: oracles.gaussian_k(x, 0.01)),
-    (jc.hard_threshold(1.5, ratio=0.9), lambda x: 1.5),
-    (jc.redsync(0.05, step=0.01), lambda x: oracles.redsync(x, 0.05, step=0.01)),
+    (jc.hard_threshold(1.5, room=0.9), lambda x: 1.5),
+    (jc.redsync(0.05, spacing=0.01), lambda x: oracles.redsync(x, 0.05, step=0.01)),
 ]
 
 
@@ -318,7 +318,7 @@ def test_trimmed_redsync_is_top_k(key, seed):
 
 def test_redsync_uses_a_threshold_again(key, seed):
     xs = [scale * np.random.default_rng(seed).laplace(size=SIZE) for scale in (1, 0.9, 0.9, 0.9)]
-    sent = [int(np.sum(np.asarray(p.indices) < SIZE)) for p, _ in run(jc.redsync(0.05, step=0.01, reuse=3), xs, key)]
+    sent = [int(np.sum(np.asarray(p.indices) < SIZE)) for p, _ in run(jc.redsync(0.05, spacing=0.01, reuse=3), xs, key)]
     assert sent[0] > sent[1] == sent[2] < sent[3] == sent[0]
 
 
@@ -347,9 +347,9 @@ BAD = [
     (lambda: jc.sidco(0.01, sample=0), "sample must be an integer of at least 1, or None; got 0"),
     (lambda: jc.sidco(0.01, peak=0.1), "peak is for a ratio that follows a schedule"),
     (lambda: jc.sidco(lambda count: 0.0), r"ratio must be in \(0, 1\]; got 0"),
-    (lambda: jc.dgc(0.01, sample=0), r"sample must be in \(0, 1\]; got 0"),
+    (lambda: jc.dgc(0.01, sample_ratio=0), r"sample_ratio must be in \(0, 1\]; got 0"),
     (lambda: jc.redsync(0.01, method="guess"), "method must be 'search' or 'trimmed'"),
-    (lambda: jc.redsync(0.01, step=1), r"step must be in \(0, 1\); got 1"),
+    (lambda: jc.redsync(0.01, spacing=1), r"spacing must be in \(0, 1\); got 1"),
     (lambda: jc.redsync(0.01, reuse=0), "reuse must be an integer of at least 1"),
     (lambda: jc.hard_threshold(-1), "threshold must be at least 0"),
     (lambda: jc.hard_threshold(float("nan")), "threshold must be at least 0"),

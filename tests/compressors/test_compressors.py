@@ -8,7 +8,7 @@ import pytest
 from montecarlo import chi_square_bound
 
 import jaxcomp as jc
-from jaxcomp.base import ONE_PASS, accumulate
+from jaxcomp.base import ONE_PASS, accumulate, overflow
 from jaxcomp.hashing import random_bits, random_uniform
 from jaxcomp.packing import unpack
 
@@ -103,22 +103,23 @@ def test_bernoulli_counts_overflow_and_stays_within_capacity(key):
     state = compressor.init(key, x)
     # A rigged state in which every entry is drawn.
     rigged = state._replace(shared=state.shared._replace(limit=jnp.full(1000, 2**32 - 1, jnp.uint32)))
-    payload, tally = compressor.compress(key, x, rigged)
+    payload, local = compressor.compress(key, x, rigged)
     capacity = payload.values.size
     assert capacity < 40
-    assert int(tally.overflow) == 1000 - capacity
+    assert int(overflow(compressor, local)) == 1000 - capacity
     np.testing.assert_array_equal(payload.indices, np.arange(capacity))
 
 
 CASES = [
-    ({"levels": 1}, {}),
-    ({"levels": 7}, {}),
-    ({"levels": 127, "norm": "inf"}, {"order": np.inf}),
+    ({"levels": 1, "blocks": 1}, {}),
+    ({"levels": 7}, {"block_size": 512}),
+    ({"levels": 127, "norm": "inf", "blocks": 1}, {"order": np.inf}),
     ({"levels": 4, "blocks": 3}, {"blocks": 3}),
     ({"levels": 4, "blocks": 2000}, {"blocks": 2000}),
     ({"levels": 4, "block_size": 128}, {"block_size": 128}),
     ({"levels": 4, "block_size": 5000}, {"block_size": 5000}),
-    ({"steps": 0.3}, {}),
+    ({"steps": 0.3, "blocks": 1}, {}),
+    ({"steps": 0.3}, {"block_size": 512}),
     ({"steps": np.geomspace(0.01, 2, 1000)}, {}),
     ({"steps": [0.1, 0.5, 0.2], "blocks": 3, "norm": "inf"}, {"blocks": 3, "order": np.inf}),
 ]
@@ -193,8 +194,8 @@ def test_natural_saturates_and_flushes(key):
 def test_cast_rounds_to_nearest(name, scale, key, seed):
     x = np.float32(scale) * vector(seed)
     payload, x_hat = compressed(jc.cast(name), x, key)
-    factor = float(payload.scale) if hasattr(payload, "scale") else 1.0
-    assert np.log2(factor) == int(np.log2(factor))
+    factor = np.repeat(payload.scale, 512)[: x.size].astype(np.float64) if hasattr(payload, "scale") else np.ones(1)
+    np.testing.assert_array_equal(np.log2(factor), np.rint(np.log2(factor)))
     # ml_dtypes, in which the oracle rounds, is NumPy's own implementation of these types.
     want = (np.float64(x) / factor).astype(jnp.dtype(name)).astype(np.float64) * factor
     np.testing.assert_allclose(x_hat, want, rtol=1e-6)
@@ -208,6 +209,17 @@ def test_unscaled_f16_saturates(key):
 BAD = [
     (lambda: jc.top_k(), "give exactly one of ratio and k"),
     (lambda: jc.top_k(0.1, k=3), "give exactly one of ratio and k"),
+    (lambda: jc.top_k(0.1, peak=0.2), "peak is for a ratio that follows a schedule"),
+    (lambda: jc.top_k(lambda count: 0.1, k=3), "give exactly one of ratio and k; got a schedule and k=3"),
+    (lambda: jc.top_k(lambda count: 2.0), r"ratio must be in \(0, 1\]; got 2"),
+    (lambda: jc.rand_k(lambda count: 0.1), "a schedule needs least="),
+    (
+        lambda: jc.rand_k(lambda count: 0.1, least=0.2),
+        r"least must be in \(0, 0.1\], the peak of the schedule; got 0.2",
+    ),
+    (lambda: jc.rand_k(0.1, least=0.1), "least is for a ratio that follows a schedule"),
+    (lambda: jc.cast("float16", block_size=0), "cast: block_size must be an integer of at least 1; got 0"),
+    (lambda: jc.hard_threshold(1.0, room=0), r"hard_threshold: room must be in \(0, 1\]; got 0"),
     (lambda: jc.top_k(1.5), r"ratio must be in \(0, 1\]; got 1.5"),
     (lambda: jc.top_k(0.0), r"ratio must be in \(0, 1\]; got 0.0"),
     (lambda: jc.top_k(float("nan")), r"ratio must be in \(0, 1\]; got nan"),

@@ -1,0 +1,73 @@
+"""Vectors cut into blocks, each with a norm, a scale or a step of its own."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.compressors.vector import is_whole
+from jaxcomp.norms import block_norms
+
+__all__ = ["BLOCK_SIZE", "Blocks", "blocks_of"]
+
+Array = jax.Array
+BLOCK_SIZE = 512  # entries, where nothing is said
+
+
+class Blocks:
+    """How a vector of d entries is cut: `rows` blocks of `length`, then one of `tail` entries.
+
+    blocks=B: B - 1 blocks of floor(d / B) entries, the last takes the remainder.
+    block_size=m: blocks of m entries, the last takes what is left.
+    """
+
+    def __init__(self, d: int, blocks: int | None, block_size: int | None):
+        if block_size is not None:
+            self.rows, self.length = d // block_size, block_size
+        else:
+            count = max(1, min(blocks or 1, d))
+            self.rows, self.length = count - 1, d // count
+        self.tail = d - self.rows * self.length
+        self.lengths = [self.length] * self.rows + [self.tail] * (self.tail > 0)
+        self.count = len(self.lengths)
+        self.largest = max(self.lengths, default=0)
+
+    def norms(self, x: Array, order: float) -> Array:
+        """Norm of each block, [count]."""
+        cut = self.rows * self.length
+        parts = []
+        if self.rows:
+            parts.append(block_norms(x[:cut].reshape(self.rows, self.length), order))
+        if self.tail:
+            parts.append(block_norms(x[cut:].reshape(1, self.tail), order))
+        return jnp.concatenate(parts) if parts else jnp.zeros((0,), x.dtype)
+
+    def spread(self, each: Array) -> Array:
+        """A number per block, repeated over the entries of its block; [count] -> [d] or [1]."""
+        if self.count <= 1:
+            return each
+        if self.tail <= self.length:  # fuses with what follows, where a concatenation would be an array of its own
+            size = self.rows * self.length + self.tail
+            return jnp.broadcast_to(each[:, None], (self.count, self.length)).reshape(-1)[:size]
+        body = jnp.broadcast_to(each[: self.rows, None], (self.rows, self.length)).reshape(-1)
+        return jnp.concatenate([body, jnp.broadcast_to(each[self.rows :], (self.tail,))]) if self.tail else body
+
+
+def blocks_of(name: str, blocks: int | None, block_size: int | None, default: int | None) -> Callable[[int], Blocks]:
+    """Checks a number of blocks or a size of blocks: d -> how a vector of d entries is cut.
+
+    Args:
+        name: of the factory, for errors.
+        blocks, block_size: see `Blocks`.
+        default: block_size where neither is given.
+
+    Raises:
+        ValueError: both are given, or one is not an integer of at least 1.
+    """
+    for what, value in (("blocks", blocks), ("block_size", block_size)):
+        if value is not None and not (is_whole(value) and isinstance(value, int)):
+            raise ValueError(f"{name}: {what} must be an integer of at least 1; got {value}")
+    if blocks is not None and block_size is not None:
+        raise ValueError(f"{name}: give at most one of blocks and block_size; got {blocks} and {block_size}")
+    size = default if blocks is None and block_size is None else block_size
+    return lambda d: Blocks(d, blocks, size)
