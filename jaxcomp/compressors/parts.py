@@ -167,7 +167,9 @@ def _of_vector_or_stack(one: Compressor) -> Compressor:
         return of
 
     def overflow_(local):
-        return jnp.sum(jax.vmap(one.overflow)(local.rows)) if isinstance(local, Rows) else one.overflow(local)
+        if not isinstance(local, Rows):
+            return overflow(one, local)
+        return jnp.sum(jax.vmap(lambda row: overflow(one, row))(local.rows))
 
     return one._replace(
         init=init,

@@ -143,8 +143,9 @@ def _by_group(plan: Plan, payload: Any, axis: int | None) -> Any:
     found = dict(zip(numbers, payload.leaves, strict=True))
 
     def part(group):
-        if not group.rows or axis is None:
+        if axis is None or not group.rows:
             return found[group.leaves[0]]
-        return jax.tree.map(lambda *rows: jnp.stack(rows, axis), *(found[i] for i in group.leaves))
+        along = axis
+        return jax.tree.map(lambda *rows: jnp.stack(rows, along), *(found[i] for i in group.leaves))
 
     return payload._replace(leaves=tuple(map(part, plan.groups)))

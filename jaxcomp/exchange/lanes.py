@@ -185,7 +185,7 @@ def all_gather(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: S
 
 
 def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> float:
-    """Bytes that a device sends in `all_gather`: (n - 1) times its part; with r replicas, r - 1 times the n parts, too."""
+    """Bytes that a device sends in `all_gather`: (n - 1) times its part; with r replicas, also r - 1 times the n parts."""
     workers, devices = axis_size(axis), axis_size(replicas)
     sent = 0
     for lane in word_lanes(tree, buckets):

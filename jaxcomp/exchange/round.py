@@ -56,9 +56,9 @@ class Way(NamedTuple):
 class Message:
     """What came of one message (`base.Sent`). Nothing is computed, or traced, before it is asked for."""
 
-    def __init__(self, compressor: Compressor, message: Any, payload: Any, shared: Any, state: State, reduced: Reduced):
-        self._compressor, self._message, self._payload, self._shared = compressor, message, payload, shared
-        self._reduced = reduced
+    def __init__(self, out: Outgoing, message: Any, mine: Any, state: State, reduced: Reduced):
+        self._compressor, self._payload, self._message, self._shared = out.compressor, out.payload, message, mine
+        self._out, self._reduced = out, reduced
         self.state, self.mean = state, reduced.mean
 
     def decoded(self) -> Any:
@@ -79,7 +79,7 @@ class Message:
         if self._reduced.read is None:
             raise ValueError(f'via="{self._reduced.route}" does not bring the payloads themselves to all workers')
         own = compressor.decompress(self._payload, self._shared, like_of(self._message))
-        return self._reduced.read(compressor), own
+        return self._reduced.read(compressor, self._out.shared), own
 
 
 class Round:
@@ -110,7 +110,7 @@ class Round:
         reduced = self._way.route.reduce(outgoing, self._way.call)
         self._state = reduced.state
         after = State(local, state.shared if compressor.advance is None else compressor.advance(state.shared))
-        sent = Message(compressor, message, payload, mine, after, reduced)
+        sent = Message(outgoing, message, mine, after, reduced)
         self._counts += (self._count(sent, message, payload, overflow(compressor, local), reduced),)
         return sent
 

@@ -156,9 +156,9 @@ def runner(
         raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
     route = route_of(via)
     lifted = algorithm.compressor
-    layout = algorithm.layout or (lifted.spec.lifted.layout if lifted is not None else None) or DEFAULT_LAYOUT
+    layout = algorithm.layout or DEFAULT_LAYOUT
     if lifted is not None:
-        base = lifted.spec.lifted.compressor
+        layout, base = lifted.spec.lifted or (layout, lifted)
         as_given = base if layout == (base.spec.layout or DEFAULT_LAYOUT) else lifted
         reason = route.refuses(as_given, algorithm.roles)
         if reason:

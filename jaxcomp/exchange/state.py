@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp.base import State
@@ -184,7 +185,7 @@ def _workers_here(placement: Placement) -> int:
 def check_rows(name: str, state: MeanState) -> None:
     """Raises ValueError where a state, seen from outside, has one row of memory for several workers."""
     workers, counts = state.shared.workers, jax.tree.leaves(state.local.counts)
-    if isinstance(workers, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+    if isinstance(workers, (Tracer, jax.ShapeDtypeStruct)):
         return
     known = int(np.max(np.asarray(workers), initial=0))
     if known > 1 and is_bound(None) and not is_bound(state.about.placement.workers) and np.shape(counts[0])[0] == 1:

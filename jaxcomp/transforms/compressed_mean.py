@@ -1,4 +1,25 @@
-"""The whole road as an optax gradient transformation."""
+"""The whole road as an optax gradient transformation.
+
+The state has a part `local`, which differs between workers, and a part `shared`, which does not. Each array in `local`
+has a leading axis of workers: `init` makes it [1, ...] inside the mapped function, and [n, ...] outside if the ambient
+mesh (`jax.set_mesh`) has the axis. `init_state` does either for you, `state_specs` gives the specs. Private randomness
+of round t on worker i comes from fold_in(fold_in(key, t), i): any round can be replayed, a resumed run is the same run.
+
+A hierarchy is a mapping from axes to algorithms, in the order of the exchanges, say {"ici": jc.direct(jc.identity()),
+"dcn": jc.error_feedback(jc.sidco(1e-3))}: the mean over the first axis is the gradient of the second level, so the
+devices along "ici" have equal messages for "dcn", and in sums and gathers each of them carries one part.
+
+Routes (`jaxcomp.exchange.routes`), with the lane bytes that a worker sends, of n:
+
+    gather    (n - 1)        all payloads to all workers, any compressor
+    sum       2 (n - 1) / n  payloads added on the way, linear compressors; 3 (n - 1) / n for 16-bit floats with an
+                             algorithm that has a memory, whose mean must not be rounded once more
+    concat, ring, ragged     all payloads without their padding (`dagc`): bitwise the mean of gather
+    ladder                   all payloads in the shortest code for what they hold: bitwise that mean again
+    two_shot  2 (n - 1) / n  each worker adds up one chunk and sends the sum, compressed again, to all
+    auto                     linear parts by sum, small dense leaves among them; the others by gather, or by the route
+                             that is expected to be fastest on `link` where lengths differ
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -40,80 +61,44 @@ def compressed_mean(
     Chain it before any optax optimizer, and run `update` where `axis_name` is bound: inside
     `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=...)`. What comes out is equal on all workers.
 
-    The state has a part `local`, which differs between workers, and a part `shared`, which does not. Each array in
-    `local` has a leading axis of workers: `init` makes it [1, ...] inside the mapped function, and [n, ...] outside if
-    the ambient mesh (`jax.set_mesh`) has the axis. `init_state` does either for you, `state_specs` gives the specs.
-
-    Private randomness of round t on worker i comes from fold_in(fold_in(key, t), i), so any
-    round can be replayed and a resumed run is the same run.
-
     Args:
         algorithm: `direct`, `error_feedback`, `diana`, ...; None where axis_name is a mapping.
-        axis_name: mapped axis, a tuple of them, or None for a single worker without an axis; it
-            must be given. Or a hierarchy: a mapping from axes to algorithms, in the order of the exchanges, say
-            {"ici": jc.direct(jc.identity()), "dcn": jc.error_feedback(jc.sidco(1e-3))}. The mean over the first axis is the gradient of the second level,
-            so the devices along "ici" have equal messages for "dcn": in sums and gathers each of them carries one part.
-        via: "gather": all payloads to all workers, (n - 1) lane bytes sent by each, any compressor;
-            "sum": payloads added on the way, 2 (n - 1) / n lane bytes, linear compressors only; 3 (n - 1) / n for 16
-            bits with an algorithm that remembers what it sent, whose mean must not be rounded once more ("two_shot"
-            remembers that rounding, too, and so sends 2 (n - 1) / n);
-            "concat", "ring", "ragged": all payloads without their padding, for a compressor whose
-            messages are not equally long (`dagc`): bitwise the mean of "gather", for fewer bytes;
-            "ladder": all payloads in the shortest code that there is for what they hold, at the smallest of a
-            static ladder of capacities that holds them all: bitwise the mean of "gather" again;
-            "two_shot": each worker adds up one chunk of the gradient and sends the sum, compressed again, to all:
-            2 (n - 1) / n lane bytes for any compressor of one array, see `jaxcomp.exchange.two_shot`;
-            "auto": linear parts (small dense leaves among them) by sum, the others by gather, or by
-            the exchange that `jaxcomp.exchange.links.costs` expects to be fastest on `link`.
+        axis_name: mapped axis, a tuple of them, or a mapping from axes to algorithms (a hierarchy, see above); None,
+            which must be said, for a single worker without an axis.
+        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel.
         weights: relative weight of each worker, n numbers >= 0; divided by their sum. None: those that
             the compressor brings (`dagc`), else equal.
         seed: int or key for both kinds of randomness.
-        measure: whether `info` has the relative error and the number of non-finite entries, which cost a few passes
-            over the gradient; or an integer k: they are taken in one of k rounds. Without it they are NaN. Bytes, bits,
-            ratio and overflow are always there.
+        measure: whether `info` has the relative error and the number of non-finite entries, which cost passes over the
+            gradient; or an integer k: in one of k rounds. Bytes, bits, ratio and overflow are always there.
         link: latency and bandwidth between workers, for via="auto" and the pieces of via="ring".
-        sharded: for parameters, and so gradients, that are cut into shards over other mesh axes (FSDP, tensor
-            parallel): their PartitionSpecs, a tree like the parameters; or, if all are cut over the same axes, the
-            names of these. Each device compresses its own shard and exchanges it over axis_name alone. Make the state
-            with `init_state(tx, params, mesh, axis_name, specs)`.
-        bucket_bytes: leaves are put together, from the last to the first, until their gradients have so many
-            bytes; each such bucket is a vector that is compressed by itself and exchanged by a collective of its own,
-            which need not wait for the rest of the backward pass. None: one collective. For sums and gathers.
+        sharded: PartitionSpecs of parameters that are cut into shards over other mesh axes, a tree like them, or the
+            names of the axes if all are cut over the same: each device exchanges its own shard. Make the state with
+            `init_state(tx, params, mesh, axis_name, specs)`.
+        bucket_bytes: size of the buckets of leaves that are compressed and exchanged by themselves, from the last leaf
+            to the first, so that an exchange need not wait for the rest of the backward pass. None: one collective.
 
     Returns:
         `optax.GradientTransformationExtraArgs`. Directions have the dtype of the gradients; what is too large for it is
         its largest number.
 
     Raises:
-        ValueError: unknown via, via="sum" with a compressor that is not linear, via="two_shot" with an algorithm that
-            needs the mean as it was sent (`diana`), bad weights; and at trace time: an unbound axis, gradients or a
-            state that do not fit, gradients that differ over a mesh axis that was not named.
-
-    Example, four workers simulated on one device:
+        TypeError: no axis_name, or no algorithm.
+        ValueError: a route that cannot carry what the algorithm sends, bad weights; and at trace time: an unbound axis,
+            gradients or a state that do not fit, gradients that differ over a mesh axis that was not named.
 
     >>> import jax, jax.numpy as jnp, optax, jaxcomp as jc
     >>> tx = optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), "data"), optax.sgd(1.0))
-    >>> def step(grads):
-    ...     updates, state = tx.update(grads, tx.init(grads))
-    ...     return updates
+    >>> step = lambda grads: tx.update(grads, tx.init(grads))[0]
     >>> grads = jnp.array([[4.0, 1.0], [4.0, 2.0], [1.0, 8.0], [0.0, 8.0]])
     >>> print(jax.vmap(step, axis_name="data", out_axes=None)(grads))
     [-2. -4.]
     """
-    if axis_name is MISSING:
-        raise TypeError(
-            'compressed_mean: axis_name must be given: the mapped axis of the workers, say "data"; None is for '
-            "a single worker without an axis"
-        )
     levels = levels_of(algorithm, axis_name, weights)
     names = [axis_names(axis) for axis in levels]
     every = [name for each in names for name in each]
     partial = sharded is not None or isinstance(axis_name, Mapping)
-    if not levels or (not all(names) and partial) or len(set(every)) < len(every):
-        raise ValueError(
-            "compressed_mean: means over part of a mesh need names, and each level axes of its own; "
-            f"got {list(levels)} and sharded={sharded!r}"
-        )
+    check_levels(levels, names, sharded, partial)
     if not isinstance(measure, (bool, int)) or measure < 0:
         raise ValueError(f"compressed_mean: measure must be True, False, or a number of rounds; got {measure!r}")
     options = {"weights": weights, "measure": int(measure), "link": link, "bucket_bytes": bucket_bytes}
@@ -134,8 +119,23 @@ def compressed_mean(
     return _by_shards(sharded, mean_of, every, root)
 
 
+def check_levels(levels: dict[Any, Any], names: list[tuple[str, ...]], sharded: Any, partial: bool) -> None:
+    """Raises ValueError unless every level has axes of its own, and names where others remain."""
+    every = [name for each in names for name in each]
+    if not levels or (not all(names) and partial) or len(set(every)) < len(every):
+        raise ValueError(
+            "compressed_mean: means over part of a mesh need names, and each level axes of its own; "
+            f"got {list(levels)} and sharded={sharded!r}"
+        )
+
+
 def levels_of(algorithm: Any, axis_name: Any, weights: Any) -> dict[Any, Any]:
     """Axis -> algorithm, in the order of the exchanges."""
+    if axis_name is MISSING:
+        raise TypeError(
+            'compressed_mean: axis_name must be given: the mapped axis of the workers, say "data"; None is for '
+            "a single worker without an axis"
+        )
     if not isinstance(axis_name, Mapping):
         return {axis_name: algorithm}
     if algorithm is not None:

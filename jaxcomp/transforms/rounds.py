@@ -83,7 +83,7 @@ def rounds(
     >>> print(jax.vmap(step, axis_name="data", out_axes=None)(jnp.array([[1.0, 2.0], [3.0, 4.0]])))
     [0.2 0.3]
     """
-    levels = dict(axis_name) if isinstance(axis_name, Mapping) else {axis_name: method}
+    levels: dict[Any, Any] = dict(axis_name) if isinstance(axis_name, Mapping) else {axis_name: method}
     *inner_levels, (last_axis, last) = levels.items()
     check_method(last)
     names = [axis_names(axis) for axis in levels]
