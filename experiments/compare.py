@@ -30,7 +30,7 @@ def parser() -> Parser:
     from experiments.methods import METHODS
     from experiments.models import MODELS
     from experiments.training import OPTIMIZERS
-    from jaxcomp.exchange.meet import VIAS
+    from jaxcomp.exchange.routes import VIAS
 
     known = "; ".join(f"{name}: {method.what}" for name, method in METHODS.items())
     p = Parser(prog="python -m experiments compare", description=(__doc__ or "").split("\n\n")[0])
@@ -45,7 +45,7 @@ def parser() -> Parser:
     p.add_argument("--lr", type=positive, default=1e-3, help="learning rate")
     p.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
     p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
-    p.add_argument("--via", choices=VIAS, default="auto", help="how messages meet, as for jc.compressed_mean")
+    p.add_argument("--via", choices=VIAS, default="auto", help="route of messages, as for jc.compressed_mean")
     p.add_argument("--alpha", type=positive, default=None, help="Dirichlet label split; without it IID")
     p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="one run for each")
     p.add_argument("--name", default=None, help="folder under --runs; without it the next free compare-N")

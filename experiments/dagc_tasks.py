@@ -110,7 +110,7 @@ def runner(
     """(start, amounts [n], weights [n], inputs) -> outcome: error feedback on what each worker would send.
 
     With a budget, of entries of all workers in a round, amounts are thresholds up to a factor: in each round
-    that with which the messages, memory included, meet the budget. Fitted once, before there is a memory,
+    that with which the messages, memory included, fill the budget. Fitted once, before there is a memory,
     thresholds would send two or three times as much; fitted every fifth round, a fifth more.
     """
 

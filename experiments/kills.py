@@ -2,7 +2,7 @@
 
 Parameters and optimizer state (memories, shifts, counters, keys) must be the same bit for bit, and so must every loss.
 Options that are not listed here are those of `train`: --method, --steps, --checkpoint-every, ...
-Writes to runs/NAME: a run for each life, kills.json and table.md.
+Writes to runs/NAME: a folder for each run, kills.json and table.md.
 """
 
 import json
@@ -33,7 +33,7 @@ def parser() -> Parser:
     p = Parser(prog="python -m experiments kills", description=(__doc__ or "").split("\n\n")[0])
     p.epilog = "All other options are those of train; python -m experiments train --help lists them."
     p.add_argument("--kills", type=at_least(1), default=20, help="how many")
-    p.add_argument("--in-a-row", type=at_least(1), default=1, help="kills in the life of one run")
+    p.add_argument("--in-a-row", type=at_least(1), default=1, help="kills of one run")
     p.add_argument("--processes", type=at_least(1), default=3, help="processes of each run")
     p.add_argument(
         "--reference-processes",
@@ -69,14 +69,14 @@ def main(arguments: Sequence[str]) -> int:
     reference = o.reference_processes or o.processes
     options = [*TRAIN, "--workers", str(o.processes), *rest]
     say = lambda words: console.print(words, highlight=False, soft_wrap=True)
-    lives = Lives(folder, [reference, o.processes], options, random.Random(o.kill_seed), say)
+    runs = Killed(folder, [reference, o.processes], options, random.Random(o.kill_seed), say)
     console.print(f"first a run in {reference} process{'es' * (reference > 1)} without kills; writing to {folder}")
-    lives.live(0, 0)
+    runs.one(0, 0)
     kills: list[Kill] = []
     while len(kills) < o.kills:
         number = 1 + max((kill.run for kill in kills), default=0)
-        of_this = lives.live(number, min(o.in_a_row, o.kills - len(kills)))
-        recovered = lives.outcome(number) == lives.outcome(0)
+        of_this = runs.one(number, min(o.in_a_row, o.kills - len(kills)))
+        recovered = runs.outcome(number) == runs.outcome(0)
         kills += [kill._replace(recovered=recovered) for kill in of_this]
         end = "bit for bit the run without kills" if recovered else "NOT the run without kills"
         say(f"run {number}: {end} ({len(kills)} of {o.kills} kills)")
@@ -95,7 +95,7 @@ def yes(value: bool) -> str:
     return "yes" if value else "NO"
 
 
-class Lives:
+class Killed:
     """Runs of the same training, each killed now and then.
 
     Args:
@@ -117,7 +117,7 @@ class Lives:
         self.folder, self.processes, self.options, self.draw, self.say = folder, processes, options, draw, say
         self.folder.mkdir(parents=True)
 
-    def live(self, number: int, kills: int) -> list[Kill]:
+    def one(self, number: int, kills: int) -> list[Kill]:
         """One run: killed so many times, resumed after each, and finished."""
         run, done = self.folder / f"run-{number}", []
         while len(done) < kills:

@@ -4,7 +4,7 @@ Each host is a network namespace with one device, the switch a bridge in a names
 nothing of the machine's own network is touched. The rate of a link holds in both directions, each by a token
 bucket that never drops (`tc tbf`): what the host sends is held back on its side, what it receives on the
 switch's. A host hands over one millisecond of its link at once, not 64 kB, behind which every short message would wait
-5 ms at 100 Mbit/s. A delay is added in each direction (`tc netem`), so a message from host to host meets it twice.
+5 ms at 100 Mbit/s. A delay is added in each direction (`tc netem`), so it counts twice between two hosts.
 The counters are the kernel's, of every frame that passed, headers included.
 
 Linux and root only. Whatever was made is removed in the end: after an error, Ctrl-C and SIGTERM, and,
@@ -212,7 +212,7 @@ def laboratory(hosts: int, rate: float | None = None, delay: float = 0.0) -> Ite
             lab.shape(rate, delay)
             yield lab
         finally:
-            with deaf():
+            with without_interrupts():
                 undo.close()
 
 
@@ -267,6 +267,6 @@ def terminated_softly() -> Any:
     return handling(stop, signal.SIGTERM, signal.SIGHUP)
 
 
-def deaf() -> Any:
+def without_interrupts() -> Any:
     """A second Ctrl-C does not interrupt the removal."""
     return handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -218,10 +218,10 @@ def free_port() -> int:
 
 
 class Group:
-    """Local processes that live and die together.
+    """Local processes that start and end together.
 
     Args:
-        arguments: the same for all; where they meet is added.
+        arguments: the same for all; the address of the coordinator is added.
         number: how many.
         logs: folder for what they print; process 0 prints to the terminal.
         quiet: process 0 prints to its log, too.
@@ -242,11 +242,11 @@ class Group:
             path.unlink()
         # Several processes share a few cores here, whatever accelerators there are.
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        meet = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(number), "--logs", str(logs)]
+        joins = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(number), "--logs", str(logs)]
         self.processes: list[subprocess.Popen] = []
         try:
             for i in range(number):
-                words = [*program, *arguments, *meet, "--process-id", str(i)]
+                words = [*program, *arguments, *joins, "--process-id", str(i)]
                 with self.log(i).open("w") as log:
                     out = None if i == 0 and not quiet else log
                     # Ctrl-C reaches this process alone, which then tells the others how to stop.
@@ -321,7 +321,7 @@ class Group:
             if first is not None and not first.secondary:
                 if first.user:
                     return UserError(first.message)
-                return self.told(first.process, first.message)
+                return self.failed_with(first.process, first.message)
             time.sleep(0.05)
             sudden = self.killed()
         if sudden:
@@ -330,13 +330,15 @@ class Group:
             return Failed(f"process {sudden[0]} was killed by {name}{more}; all were stopped")
         first = first_cause(self.logs)
         process = first.process if first else next(i for i, code in enumerate(self.codes()) if code not in (None, 0))
-        return self.told(process, first.message if first else f"exit status {self.processes[process].returncode}")
+        return self.failed_with(
+            process, first.message if first else f"exit status {self.processes[process].returncode}"
+        )
 
     def killed(self) -> list[int]:
         """Processes that a signal ended, but for those that gave up because they were left alone (SIGABRT)."""
         return [i for i, code in enumerate(self.codes()) if code is not None and code < 0 and code != -signal.SIGABRT]
 
-    def told(self, process: int, message: str) -> Failed:
+    def failed_with(self, process: int, message: str) -> Failed:
         lines = self.log(process).read_text(errors="replace").strip().splitlines()[-TAIL:]
         tail = "".join(f"\n  {line}" for line in lines)
         return Failed(f"process {process} failed: {message}; all were stopped. {self.log(process)} ends:{tail}")

@@ -34,7 +34,7 @@ def parser() -> Parser:
     from experiments.methods import METHODS
     from experiments.models import MODELS
     from experiments.training import OPTIMIZERS
-    from jaxcomp.exchange.meet import VIAS
+    from jaxcomp.exchange.routes import VIAS
 
     known = "; ".join(f"{name}: {method.what}" for name, method in METHODS.items())
     p = Parser(prog="python -m experiments train", description=(__doc__ or "").split("\n\n")[0])
@@ -43,7 +43,7 @@ def parser() -> Parser:
     what.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --data mnist")
     what.add_argument("--model", choices=MODELS, default="mlp", help="architecture")
     what.add_argument("--method", choices=METHODS, default="sidco", metavar="METHOD", help=known)
-    what.add_argument("--via", choices=VIAS, default="auto", help="how messages meet, as for jc.compressed_mean")
+    what.add_argument("--via", choices=VIAS, default="auto", help="route of messages, as for jc.compressed_mean")
     what.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
     what.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
     what.add_argument("--steps", type=at_least(1), default=300, help="steps")

@@ -104,7 +104,7 @@ class Trainer:
         mesh: of `find_mesh`.
         optimizer, rate: what follows the compressed mean.
         batch: examples of each worker in a step.
-        via: how payloads meet, as for `jc.compressed_mean`.
+        via: route of messages, as for `jc.compressed_mean`.
         nonfinite: "mask" takes NaN and infinite entries of a gradient as zero; "skip" drops the step on all workers.
     """
 
@@ -135,7 +135,9 @@ class Trainer:
         self.copy = jax.jit(lambda tree: tree, out_shardings=self.everywhere)
 
     def transform_for(self, seed: int) -> optax.GradientTransformation:
-        chain = optax.chain(jc.compressed_mean(self.algorithm, AXIS, via=self.via, seed=seed), self.optimizer)
+        chain = optax.chain(
+            jc.compressed_mean(self.algorithm, AXIS, via=self.via, seed=seed, measure=True), self.optimizer
+        )
         return jc.skip_nonfinite(chain, AXIS) if self.nonfinite == "skip" else chain
 
     def _compile(self, params: Any) -> Any:

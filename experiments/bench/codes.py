@@ -132,8 +132,9 @@ def switch_cost(repeats: int) -> tuple[list[str], list[list[str]], str]:
     import jax.numpy as jnp
     from jax.sharding import AxisType, PartitionSpec
 
-    from jaxcomp.exchange.ladder import rungs
-    from jaxcomp.exchange.lanes import all_gather, all_max
+    from jaxcomp.exchange.collectives import all_max
+    from jaxcomp.exchange.lanes import all_gather
+    from jaxcomp.exchange.routes.ladder import rungs
 
     devices = len(jax.devices())
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))

@@ -3,7 +3,7 @@
 Starts one process for each worker on this machine, joined by gloo. Each exchanges top-k messages
 whose lengths follow DAGC's ratios. Bytes are those that the kernel counted, headers included. With
 --mbit each process gets a network namespace of its own, joined by a bridge, and every link is
-limited to that rate (Linux and root only); without it they meet on the loopback device.
+limited to that rate (Linux and root only); without it they exchange over the loopback device.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from experiments.cli import Parser, UserError, at_least, fraction, one_or_more, positive
-from experiments.crew import Crew, or_die
 from experiments.dagc_data import skewed_volumes
 from experiments.netlab import laboratory, missing
+from experiments.pool import Pool, or_die
 from experiments.report import show
 
 __all__ = ["main"]
@@ -81,8 +81,8 @@ def run(options: Any, arguments: list[str], prefixes: list[list[str]], address: 
         + ["--worker", str(i), "--address", address]
         for i, prefix in enumerate(prefixes)
     ]
-    with Crew(commands, {"JAX_PLATFORMS": "cpu"}) as crew:
-        lines = crew.wait()
+    with Pool(commands, {"JAX_PLATFORMS": "cpu"}) as pool:
+        lines = pool.wait()
     each = [[json.loads(line[len("row ") :]) for line in log if line.startswith("row ")] for log in lines]
     rows = []
     for ways in zip(*each, strict=True):
@@ -113,8 +113,10 @@ def work(options: Any) -> None:
 
     import jaxcomp as jc
     from jaxcomp.base import Lengths
-    from jaxcomp.exchange.meet import meet
-    from jaxcomp.exchange.unequal import choice, message_of
+    from jaxcomp.exchange.routes import Call, costs
+    from jaxcomp.exchange.routes.auto import CARRYING, fastest
+    from jaxcomp.exchange.routes.route import stacked
+    from jaxcomp.exchange.routes.unequal import message_of
     from jaxcomp.payloads import Sparse
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -132,12 +134,14 @@ def work(options: Any) -> None:
     link = jc.Link(options.latency, (options.mbit or 100) * 1e6 / 8)
     device = "lo" if options.mbit is None else "eth0"
 
+    message = message_of(jax.tree.map(lambda a: a[0], Sparse(values, indices)), lengths, n)
     for via in WAYS:
+        name = fastest(message.lengths, message.capacity, link) if via == "auto" else via
 
-        def exchange(payload, via=via):
+        def exchange(payload, carry=CARRYING[name].carry):
             mine = jax.tree.map(lambda a: a[0], payload)
-            met = meet(via, mine, None, "data", False, lengths, link).payloads
-            return jnp.sum(met.values) + jnp.sum(met.indices % 7)
+            rows, _ = stacked(carry, mine, lengths, Call("data", link=link))
+            return jnp.sum(rows.values) + jnp.sum(rows.indices % 7)
 
         step = jax.shard_map(exchange, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
         step = jax.jit(step).lower(payload).compile()
@@ -152,9 +156,7 @@ def work(options: Any) -> None:
         time.sleep(0.2)
         sent = (sent_so_far(device) - before) / options.rounds
         multihost_utils.sync_global_devices(f"after {via}")
-        message = message_of(jax.tree.map(lambda a: a[0], Sparse(values, indices)), lengths, n)
-        name = choice(message, link) if via == "auto" else via
-        cost = message.costs(link)[name]
+        cost = costs(message.lengths, message.capacity, link)[name]
         row = {"via": via, "chosen": name, "bytes": sent, "seconds": seconds, "sum": total}
         row |= {"model_bytes": cost.sent_bytes, "model_seconds": cost.seconds, "real": 4 * sum(message.lengths)}
         print("row", json.dumps(row), flush=True)

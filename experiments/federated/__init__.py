@@ -83,15 +83,15 @@ class Clients:
 
     def __init__(self, number: int, port: int, folder: Path):
         self.port, self.folder = port, folder
-        self.lives, self.failures = [-1] * number, [0] * number
+        self.starts, self.failures = [-1] * number, [0] * number
         self.processes: list[subprocess.Popen] = []
         self.processes = [self.start(i) for i in range(number)]
 
     def start(self, number: int) -> subprocess.Popen:
-        self.lives[number] += 1
+        self.starts[number] += 1
         words = [sys.executable, "-m", "experiments.federated.client", "--number", str(number)]
         words += ["--port", str(self.port), "--config", str(self.folder / "config.json")]
-        words += ["--life", str(self.lives[number])]
+        words += ["--start", str(self.starts[number])]
         with self.log(number).open("a") as log:
             return subprocess.Popen(words, stdout=log, stderr=log)
 
@@ -100,7 +100,7 @@ class Clients:
 
     @property
     def restarts(self) -> int:
-        return sum(self.lives)
+        return sum(self.starts)
 
     def look_after(self, ready: set[int]) -> None:
         """Starts those again that are gone, and takes them out of `ready`.
@@ -119,7 +119,7 @@ class Clients:
             self.processes[i] = self.start(i)
 
     def stop(self, ready: set[int], seconds: float = 20.0) -> None:
-        """Ends those that are not ready, as nobody will tell them; waits for the others."""
+        """Ends those that are not ready, as they will not hear of it; waits for the others."""
         end = time.monotonic() + seconds
         for i, process in enumerate(self.processes):
             if i not in ready:

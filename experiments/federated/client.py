@@ -1,4 +1,4 @@
-"""One client process: trains on its own data, sends as many entries as it is told, keeps the rest on disk."""
+"""One client process: trains on its own data, sends as many entries as the server allows, keeps the rest on disk."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from experiments.dagc_data import imbalanced_split
 from experiments.data import load
 from experiments.federated.model import flat_model, local_batches, local_steps
 from experiments.federated.protocol import OPTIONS, call_of
-from jaxcomp.base import State
+from jaxcomp.base import State, bounded, finite, for_worker, residual
 from jaxcomp.payloads import Sparse
 
 __all__ = ["DROPPED", "main"]
@@ -46,14 +46,15 @@ class Client:
     def compile(self, room: int) -> None:
         """For messages of at most `room` entries; how many of them is an argument of each round."""
         model, rate, size = self.model, self.options["lr"], self.model.start.size
-        algorithm = jc.error_feedback(jc.dagc([1], room / size))
-        start = algorithm.init(jax.random.key(self.number), model.start)
+        compressor = jc.dagc([1], room / size)
+        start = compressor.init(jax.random.key(self.number), model.start)
 
         def round_(vector, memory, ratio, x, y):
-            delta = local_steps(model, vector, x, y, rate)
-            state = jc.set_amounts(State(start.local._replace(memory=memory), start.shared), ratio)
-            payload, local = algorithm.send(jax.random.key(0), delta, state)
-            return payload, local.memory, memory + delta
+            message = bounded(memory + finite(local_steps(model, vector, x, y, rate)))
+            state = jc.set_amounts(start, ratio)
+            mine = for_worker(compressor, state.shared, 0, 1)
+            payload, _ = compressor.compress(jax.random.key(0), message, State(state.local, mine))
+            return payload, residual(compressor, message, payload, mine), message
 
         steps, batch = self.options["local_steps"], self.options["batch"]
         x = jax.ShapeDtypeStruct((steps, batch, *self.data.train_x.shape[1:]), jnp.float32)
@@ -98,11 +99,11 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--number", type=int, required=True)
     p.add_argument("--port", type=int, required=True)
     p.add_argument("--config", type=Path, required=True)
-    p.add_argument("--life", type=int, default=0)
+    p.add_argument("--start", type=int, default=0)
     given = p.parse_args(arguments)
     options = json.loads(given.config.read_text())
     client = Client(given.number, options, given.config.parent / "clients")
-    chance = np.random.default_rng([options["seed"], 24, given.number, given.life])
+    chance = np.random.default_rng([options["seed"], 24, given.number, given.start])
     bad = given.number >= options["clients"] - options["garbage"]
     me: dict[str, Any] = {"client": given.number}
     with grpc.insecure_channel(f"127.0.0.1:{given.port}", options=OPTIONS) as channel:

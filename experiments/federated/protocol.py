@@ -78,7 +78,7 @@ def handler_of(methods: dict[str, Callable[..., bytes]], refused: Callable[[str]
 
     Args:
         methods: name -> function of (header, body, waits); waits() is False once the caller has gone.
-        refused: is told why a call was refused; a bad call is not fatal.
+        refused: gets the reason why a call was refused; a bad call is not fatal.
     """
 
     def serve(function):

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from experiments.cli import Parser, at_least, choose_new, fraction, one_thread, positive
-from experiments.crew import Crew
 from experiments.netlab import Lab, delay_of, laboratory, rate_name, rate_of
 from experiments.network import results
 from experiments.network.methods import DEFAULT, PEERS, known, method_name, trained_name
+from experiments.pool import Pool
 
 __all__ = ["main"]
 
@@ -121,14 +121,14 @@ def main(arguments: Sequence[str]) -> int:
     trained: list[dict[str, Any]] = []
     interrupted = False
     try:
-        with laboratory(options.workers) as lab, crew_in(lab) as crew, status(console) as show:
-            crew.show = show
+        with laboratory(options.workers) as lab, pool_in(lab) as pool, status(console) as show:
+            pool.show = show
             show("starting the workers")
-            crew.hear()
+            pool.hear()
             folder.mkdir(parents=True)
             described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
             (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
-            runs = Runs(options, lab, crew, folder, rows, trained, show, console)
+            runs = Runs(options, lab, pool, folder, rows, trained, show, console)
             if options.only != "training":
                 runs.exchanges()
             if options.only != "exchange":
@@ -142,14 +142,14 @@ def main(arguments: Sequence[str]) -> int:
     return 130 if interrupted else 0
 
 
-def crew_in(lab: Lab) -> Crew:
+def pool_in(lab: Lab) -> Pool:
     """A worker on each host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"{lab.addresses[0]}:{probe.getsockname()[1]}"
     more = ["network", "--workers", str(len(lab.prefixes)), "--address", address, "--worker"]
     words = [[*prefix, sys.executable, "-m", "experiments", *more, str(i)] for i, prefix in enumerate(lab.prefixes)]
-    return Crew(words, {"JAX_PLATFORMS": "cpu", **SETTINGS})
+    return Pool(words, {"JAX_PLATFORMS": "cpu", **SETTINGS})
 
 
 @contextlib.contextmanager
@@ -169,14 +169,14 @@ class Runs:
         self,
         options: Any,
         lab: Lab,
-        crew: Crew,
+        pool: Pool,
         folder: Path,
         rows: list[dict[str, Any]],
         trained: list[dict[str, Any]],
         show: Callable[[str], None],
         console: Any,
     ):
-        self.options, self.lab, self.crew, self.folder = options, lab, crew, folder
+        self.options, self.lab, self.pool, self.folder = options, lab, pool, folder
         self.rows, self.trained, self.show, self.console = rows, trained, show, console
 
     def keep(self, rows: list[dict[str, Any]], row: dict[str, Any], said: str) -> None:
@@ -190,7 +190,7 @@ class Runs:
         settled = SETTLE_SECONDS + 4 * self.options.delay
         time.sleep(settled)
         before = self.lab.counters()
-        answers = self.crew.ask(**request)
+        answers = self.pool.ask(**request)
         time.sleep(settled)
         links = [new.since(old) for new, old in zip(self.lab.counters(), before, strict=True)]
         return answers, float(np.mean([x.sent_payload for x in links])), float(np.mean([x.sent_bytes for x in links]))
@@ -202,15 +202,15 @@ class Runs:
                 where = f"{method}, {size:,} entries"
                 self.show(f"{where}: compiling")
                 self.lab.shape()
-                program = self.crew.ask(what="exchange", method=method, size=size, ratio=o.ratio, levels=o.levels)[0]
+                program = self.pool.ask(what="exchange", method=method, size=size, ratio=o.ratio, levels=o.levels)[0]
                 self.show(f"{where}: without the network")
                 alone = self.without_network()
                 for rate in dict.fromkeys(o.rates):
                     self.show(f"{where}: {rate_name(rate)}")
                     self.lab.shape(rate, o.delay)
-                    first = self.crew.ask(what="rounds", number=1)[0]["seconds"][0]
-                    if first < 1:  # the first rounds still meet the queues and windows of the rate before
-                        first = self.crew.ask(what="rounds", number=3)[0]["seconds"][-1]
+                    first = self.pool.ask(what="rounds", number=1)[0]["seconds"][0]
+                    if first < 1:  # the first rounds still find the queues and windows of the rate before
+                        first = self.pool.ask(what="rounds", number=3)[0]["seconds"][-1]
                     rounds = min(o.rounds, max(2, int(o.seconds / first)))
                     answers, payload, whole = self.counted(what="rounds", number=rounds)
                     seconds = np.max([answer["seconds"] for answer in answers], axis=0)
@@ -234,10 +234,10 @@ class Runs:
         self.lab.shape()
 
     def without_network(self) -> float | None:
-        """Seconds of the work alone, median of the rounds; None if it cannot be told."""
+        """Seconds of the work alone, median of the rounds; None if it cannot be measured apart."""
         slowest = []
         for _ in range(self.options.rounds + 2):  # the first two compile and settle
-            answers = self.crew.ask(what="compute", at=time.perf_counter() + HEARD_SECONDS)
+            answers = self.pool.ask(what="compute", at=time.perf_counter() + HEARD_SECONDS)
             if answers[0]["seconds"] is None:
                 return None
             slowest.append(max(answer["seconds"] for answer in answers))  # the others would wait for it
@@ -250,13 +250,13 @@ class Runs:
             self.lab.shape()
             described = {key: getattr(o, key) for key in ("levels", "data", "model", "batch", "optimizer")}
             described |= {"ratio": o.train_ratio, "data_dir": str(o.data_dir) if o.data_dir else None, "rate": o.lr}
-            program = self.crew.ask(what="training", method=method, **described)[0]
+            program = self.pool.ask(what="training", method=method, **described)[0]
             for rate, seed in itertools.product(dict.fromkeys(o.train_rates), dict.fromkeys(o.train_seeds)):
                 self.lab.shape(rate, o.delay)
                 where = f"training with {method}, {rate_name(rate)}, seed {seed}"
-                self.crew.show = lambda text, where=where: self.show(f"{where}: {text}")
+                self.pool.show = lambda text, where=where: self.show(f"{where}: {text}")
                 answers, payload, whole = self.counted(what="train", steps=o.steps, target=o.target, seed=seed)
-                self.crew.show = self.show
+                self.pool.show = self.show
                 steps = len(answers[0]["losses"])
                 row = {
                     **answers[0],

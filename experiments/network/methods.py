@@ -42,7 +42,7 @@ def known() -> str:
 def method_name(text: str) -> str:
     """An option: the name of a method, checked."""
     from experiments.methods import METHODS
-    from jaxcomp.exchange.meet import VIAS
+    from jaxcomp.exchange.routes import VIAS
 
     name, colon, via = text.partition(":")
     if text not in PLAIN and name not in METHODS:
@@ -78,7 +78,7 @@ def transformation(text: str, ratio: float, levels: int, seed: int = 0) -> Any:
         return optax.GradientTransformation(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
     name, _, via = text.partition(":")
     algorithm = METHODS[name].make(ratio, levels)
-    return jc.compressed_mean(algorithm, AXIS, via=via or "auto", seed=seed, measure=False)
+    return jc.compressed_mean(algorithm, AXIS, via=via or "auto", seed=seed)
 
 
 def psum(kind: str, x: Any) -> Any:
@@ -92,7 +92,7 @@ def two_shot_bf16(x: Any) -> Any:
     import jax.numpy as jnp
     from jax import lax
 
-    from jaxcomp.exchange.lanes import proven_equal
+    from jaxcomp.exchange.varying import proven_equal
 
     bits = lambda values: lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
     values = lambda words: lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)

@@ -15,11 +15,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from experiments.crew import note
 from experiments.data import batch_of, load, split
 from experiments.models import MODELS
 from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, transformation
+from experiments.pool import note
 from experiments.training import OPTIMIZERS
 
 __all__ = ["Compressed", "Training"]
@@ -30,7 +30,7 @@ SMOOTH = 10  # steps that the loss is averaged over before it is held against th
 class Training(abc.ABC):
     """From the same start and with the same batches for all methods. What a method is, a subclass says.
 
-    described: what can be told of its program before it is run.
+    described: what is known of its program before it is run.
     """
 
     described: dict[str, Any]

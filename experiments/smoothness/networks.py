@@ -136,7 +136,7 @@ def train(data: Any, kind: Kind, share: float, seed: int, steps: int) -> dict[st
     operator, h = plan(params, jax.random.key(seed))
     inner = jc.dithering(steps=h)
     compressor = jc.flat(inner if operator is None else jc.precondition(inner, operator))
-    tx = optax.chain(jc.compressed_mean(jc.direct(compressor), AXIS, seed=seed, measure=False), optax.sgd(RATE))
+    tx = optax.chain(jc.compressed_mean(jc.direct(compressor), AXIS, seed=seed), optax.sgd(RATE))
     axes = jc.state_axes(jax.eval_shape(tx.init, params))
     state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS, out_axes=axes)(jnp.arange(WORKERS))
 

@@ -40,8 +40,8 @@ class Curves(NamedTuple):
 
 def _swap(state: Any, operator: Any, plan: Any) -> Any:
     """The same state with other operators and plans: they are arguments, not part of what the scan carries."""
-    is_node = lambda node: isinstance(node, Preconditioned)
-    return jax.tree.map(lambda node: Preconditioned(operator, plan) if is_node(node) else node, state, is_leaf=is_node)
+    is_plan = lambda part: isinstance(part, Preconditioned)
+    return jax.tree.map(lambda part: Preconditioned(operator, plan) if is_plan(part) else part, state, is_leaf=is_plan)
 
 
 def gradient_of(features: jax.Array, labels: jax.Array, l2: float) -> Callable[[jax.Array], jax.Array]:

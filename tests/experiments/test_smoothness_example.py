@@ -10,9 +10,13 @@ import oracles_smoothness as oracle
 import pytest
 
 import jaxcomp as jc
-from jaxcomp.base import State, accumulate, for_worker
+from jaxcomp.base import State, for_worker, like_of
+from jaxcomp.exchange.links import Link
+from jaxcomp.exchange.placement import Placement
+from jaxcomp.exchange.round import Round, Way
+from jaxcomp.exchange.routes import ROUTES
 
-FILE = json.loads((Path(__file__).parent / "smoothness_oracle.json").read_text())
+FILE = json.loads((Path(__file__).parents[1] / "smoothness_oracle.json").read_text())
 MU = FILE["mu"]
 
 
@@ -83,28 +87,30 @@ def test_one_step_of_diana_plus_is_that_of_the_file():
     algorithm = jc.diana(jc.precondition(jc.bernoulli(p, per_worker=True), S))
     want = FILE["diana_plus_one_step"]
     x = jnp.zeros(3)
-    state = algorithm.init(jax.random.key(0), x)
-    whole = state.shared.compressor
+    state = algorithm.init(jax.random.key(0), like_of(x))
+    gradients = jnp.asarray([node["grad_at_0"] for node in FILE["nodes"]])
+    plans = state.part("compressor").shared
+    way = Way(Placement("data"), ROUTES["gather"], Link())
 
-    def send(key, gradient, worker):
-        shared = state.shared._replace(compressor=for_worker(algorithm.compressor, whole, worker, 2))
-        return algorithm.send(key, gradient, State(state.local, shared))
+    def drawn(key, worker):
+        own = State(state.local.compressor, for_worker(algorithm.compressor, plans, worker, 2))
+        _, key = jax.random.split(key)  # as a round does, which keeps the other one for its route
+        return algorithm.compressor.compress(key, gradients[worker], own)[0].indices
 
-    payloads = []
-    for i, mask in enumerate(want["masks"]):
-        gradient = jnp.asarray(FILE["nodes"][i]["grad_at_0"])
-        keys = jax.random.split(jax.random.key(i), 500)
-        drawn = jax.vmap(lambda key: send(key, gradient, i)[0].indices)(keys)  # noqa: B023
-        masks = np.stack([np.isin(np.arange(3), row) for row in np.asarray(drawn)])
-        key = keys[int(np.argmax(np.all(masks == np.array(mask, bool), axis=1)))]
-        payload, local = send(key, gradient, i)
-        payloads.append(payload)
-        np.testing.assert_allclose(local.shift, want["h1"][i], rtol=1e-8, atol=1e-9)
-    stacked = jax.tree.map(lambda *a: jnp.stack(a), *payloads)
-    mean = accumulate(algorithm.compressor, x, stacked, None, whole) / 2
-    direction, _ = algorithm.receive(mean, state.shared)
+    def key_of(worker):
+        keys = jax.random.split(jax.random.key(worker), 500)
+        indices = np.asarray(jax.vmap(lambda key: drawn(key, worker))(keys))
+        masks = np.stack([np.isin(np.arange(3), row) for row in indices])
+        return keys[int(np.argmax(np.all(masks == np.array(want["masks"][worker], bool), axis=1)))]
+
+    def update(key, gradient):
+        return algorithm.update(key, gradient, state, Round(way, State(), None))
+
+    direction, after = jax.vmap(update, axis_name="data")(jnp.stack([key_of(0), key_of(1)]), gradients)
+    np.testing.assert_allclose(after.local.shift, want["h1"], rtol=1e-8, atol=1e-9)
+    np.testing.assert_array_equal(direction[0], direction[1])
     gamma = steps_of("diana", constants(S, p)).gamma
-    np.testing.assert_allclose(x - gamma * direction, want["x1"], rtol=1e-8)
+    np.testing.assert_allclose(x - gamma * direction[0], want["x1"], rtol=1e-8)
 
 
 def test_dithering_of_the_example():

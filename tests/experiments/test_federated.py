@@ -20,7 +20,7 @@ from experiments.federated.protocol import OPTIONS, BadCall, call_of, pack, unpa
 from experiments.federated.server import Server, averaged, checked
 from jaxcomp.payloads import Dense, Sparse
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 D = 50
 
 
@@ -102,13 +102,13 @@ def test_rounds_close_without_the_missing_and_count_what_is_bad():
     try:
         with grpc.insecure_channel(f"127.0.0.1:{server.port}", options=OPTIONS) as channel:
             join, pull, push = (call_of(channel, name) for name in ("Join", "Pull", "Push"))
-            told = {}
+            rooms = {}
 
             def client(i):
-                told[i] = join({"client": i, "samples": volumes[i]})[0]["room"]
+                rooms[i] = join({"client": i, "samples": volumes[i]})[0]["room"]
                 for t in (1, 2):
                     task, body = pull({"client": i, "after": t - 1})
-                    assert (task["round"], task["k"]) == (t, told[i])
+                    assert (task["round"], task["k"]) == (t, rooms[i])
                     assert jc.wire.decode(body).values.shape == (D,)
                     if i == 0:
                         assert push({"client": i, "round": t}, message([t]))[0]["accepted"]
@@ -126,7 +126,7 @@ def test_rounds_close_without_the_missing_and_count_what_is_bad():
             first, second = server.rounds(2, 2.0)
             for thread in threads:
                 thread.join()
-            assert told == dict(enumerate(server.rooms))
+            assert rooms == dict(enumerate(server.rooms))
             assert (first.accepted, first.rejected, first.missing) == (1, 1, 1)
             assert (second.accepted, second.rejected, second.missing) == (2, 0, 1)
             assert first.up_bytes == 2 * len(message([1])) + len(b"nonsense")  # the late one came, too
@@ -214,7 +214,7 @@ class Children(Clients):
     script = "exit 0"
 
     def start(self, number):
-        self.lives[number] += 1
+        self.starts[number] += 1
         with self.log(number).open("a") as log:
             return subprocess.Popen(["sh", "-c", self.script], stdout=log, stderr=log)
 

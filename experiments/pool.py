@@ -17,12 +17,12 @@ from typing import Any
 
 from experiments.cli import UserError
 
-__all__ = ["Crew", "answer", "note", "or_die", "requests"]
+__all__ = ["Pool", "answer", "note", "or_die", "requests"]
 
 ANSWER, NOTE = "answer ", "note "
 
 
-class Crew:
+class Pool:
     """A context with one process for each command; on leaving it, none is left.
 
     Where one fails the others, which wait for it, are stopped, and its error is the one that is shown.
@@ -45,7 +45,7 @@ class Crew:
         self.processes: list[subprocess.Popen] = []
         self.lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "Pool":
         self.errors = [tempfile.TemporaryFile("w+") for _ in self.commands]  # noqa: SIM115
         try:
             for i, (words, errors) in enumerate(zip(self.commands, self.errors, strict=True)):

@@ -18,13 +18,12 @@ from worlds import mesh_of
 
 from experiments import netlab, network
 from experiments.cli import UserError
-from experiments.crew import Crew
 from experiments.netlab import Link, delay_of, laboratory, rate_name, rate_of
 from experiments.network import results
 from experiments.network.methods import AXIS, method_name, transformation
 from experiments.network.offline import Inseparable, offline
-from jaxcomp.exchange import lanes
-from jaxcomp.exchange.turns import turns
+from experiments.pool import Pool
+from jaxcomp.exchange import collectives
 
 
 def refusal():
@@ -42,7 +41,7 @@ in_laboratory = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 # A host that answers what it is asked: to listen, to send so many bytes to another, or how much came.
 HOST = """
 import socket, sys, threading, time
-from experiments.crew import answer, or_die, requests
+from experiments.pool import answer, or_die, requests
 server, came = socket.create_server(("0.0.0.0", 5000)), []
 
 def receive():
@@ -69,7 +68,7 @@ with or_die():
 
 
 def hosts_of(lab):
-    return Crew([[*prefix, sys.executable, "-c", HOST, str(i)] for i, prefix in enumerate(lab.prefixes)])
+    return Pool([[*prefix, sys.executable, "-c", HOST, str(i)] for i, prefix in enumerate(lab.prefixes)])
 
 
 def namespaces(process):
@@ -78,16 +77,16 @@ def namespaces(process):
 
 @in_laboratory
 def test_rates_hold_both_ways_and_every_byte_is_counted():
-    with laboratory(3, 8e6) as lab, hosts_of(lab) as crew:
-        crew.hear()
-        crew.ask(to={0: lab.addresses[1]}, size=1000)
+    with laboratory(3, 8e6) as lab, hosts_of(lab) as pool:
+        pool.hear()
+        pool.ask(to={0: lab.addresses[1]}, size=1000)
         before = lab.counters()
-        [alone, *_] = crew.ask(to={0: lab.addresses[1]}, size=300_000)
+        [alone, *_] = pool.ask(to={0: lab.addresses[1]}, size=300_000)
         links = [new.since(old) for new, old in zip(lab.counters(), before, strict=True)]
         # Both send to host 2, each over a link of its own: what it receives is limited as well.
-        together = crew.ask(to={0: lab.addresses[2], 1: lab.addresses[2]}, size=300_000)
+        together = pool.ask(to={0: lab.addresses[2], 1: lab.addresses[2]}, size=300_000)
         lab.shape(None)
-        [unlimited, *_] = crew.ask(to={0: lab.addresses[1]}, size=300_000)
+        [unlimited, *_] = pool.ask(to={0: lab.addresses[1]}, size=300_000)
     assert 0.3 < alone < 0.4
     assert 0.6 < max(together) < 0.75
     assert unlimited < 0.2
@@ -101,19 +100,19 @@ def test_rates_hold_both_ways_and_every_byte_is_counted():
 @in_laboratory
 def test_a_delay_is_met_twice_by_every_message():
     delay = 0.02
-    with laboratory(2, 8e6) as lab, hosts_of(lab) as crew:
-        crew.hear()
-        [at_once, *_] = crew.ask(to={0: lab.addresses[1]}, size=1000)
+    with laboratory(2, 8e6) as lab, hosts_of(lab) as pool:
+        pool.hear()
+        [at_once, *_] = pool.ask(to={0: lab.addresses[1]}, size=1000)
         try:
             lab.shape(8e6, delay)
         except UserError as error:
             if "no netem" not in str(error):
                 raise
             pytest.skip(str(error))
-        [late, *_] = crew.ask(to={0: lab.addresses[1]}, size=1000)
-        [longer, *_] = crew.ask(to={0: lab.addresses[1]}, size=300_000)
+        [late, *_] = pool.ask(to={0: lab.addresses[1]}, size=1000)
+        [longer, *_] = pool.ask(to={0: lab.addresses[1]}, size=300_000)
         lab.shape(8e6)
-        [again, *_] = crew.ask(to={0: lab.addresses[1]}, size=1000)
+        [again, *_] = pool.ask(to={0: lab.addresses[1]}, size=1000)
     # Two messages open a connection, one carries the bytes, one is the answer.
     assert 8 * delay < late < at_once + 10 * delay
     assert 8 * delay + 0.3 < longer < 24 * delay + 0.4
@@ -124,13 +123,13 @@ def test_a_delay_is_met_twice_by_every_message():
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind(end):
     code = (
-        "import sys, time\nfrom experiments.crew import Crew\nfrom experiments.netlab import laboratory\n"
-        "worker = 'import time; from experiments.crew import *\\nwith or_die(): answer(0); time.sleep(600)'\n"
+        "import sys, time\nfrom experiments.pool import Pool\nfrom experiments.netlab import laboratory\n"
+        "worker = 'import time; from experiments.pool import *\\nwith or_die(): answer(0); time.sleep(600)'\n"
         "with laboratory(2, 1e6) as lab:\n"
         "    commands = [[*prefix, sys.executable, '-c', worker] for prefix in lab.prefixes]\n"
-        "    with Crew(commands) as crew:\n"
-        "        crew.hear()\n"
-        "        print(*(process.pid for process in crew.processes), flush=True)\n"
+        "    with Pool(commands) as pool:\n"
+        "        pool.hear()\n"
+        "        print(*(process.pid for process in pool.processes), flush=True)\n"
         "        time.sleep(600)\n"
     )
     # In a session of its own: where tests run in the background, SIGINT is ignored and would be by its children.
@@ -214,7 +213,7 @@ def test_rates_and_delays():
 )
 def test_the_first_cause_is_shown_and_all_are_stopped(ends, said):
     code = (
-        "import atexit, os, sys, time\nfrom experiments.crew import answer, or_die, requests\n"
+        "import atexit, os, sys, time\nfrom experiments.pool import answer, or_die, requests\n"
         "atexit.register(time.sleep, 60)\n"  # as the farewell of jax.distributed, which waits for the others
         "with or_die():\n    for request in requests():\n"
         f"        if sys.argv[1] == '1':\n            {ends}\n        time.sleep(60)\n"
@@ -222,11 +221,11 @@ def test_the_first_cause_is_shown_and_all_are_stopped(ends, said):
     start = time.perf_counter()
     with (
         pytest.raises(UserError, match=rf"^{said}$"),
-        Crew([[sys.executable, "-c", code, str(i)] for i in range(3)], {"PYTHONPATH": str(ROOT)}) as crew,
+        Pool([[sys.executable, "-c", code, str(i)] for i in range(3)], {"PYTHONPATH": str(ROOT)}) as pool,
     ):
-        crew.ask(what="anything")
+        pool.ask(what="anything")
     assert time.perf_counter() - start < 20
-    assert all(process.returncode is not None for process in crew.processes)
+    assert all(process.returncode is not None for process in pool.processes)
 
 
 @pytest.mark.parametrize("method", ["psum-f32", "psum-bf16", "top-k", pytest.param("sidco", marks=pytest.mark.slow)])
@@ -254,24 +253,24 @@ def test_a_program_whose_exchange_depends_on_data_has_no_offline_form():
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 6])
-def test_turns_bring_every_part_once_and_pair_nobody_up_where_it_can_be_helped(workers):
-    plan, parts = turns(workers)
-    sent = [(i, target, part) for turn in plan for i, (target, part) in enumerate(zip(*turn, strict=True))]
+def test_permutations_bring_every_part_once_and_pair_no_workers_where_that_can_be_helped(workers):
+    plan, parts = collectives.permutation_schedule(workers)
+    sent = [(i, target, part) for each in plan for i, (target, part) in enumerate(zip(*each, strict=True))]
     pairs = [(i, j) for i in range(workers) for j in range(workers) if i != j]
     assert sorted(sent) == [(*pair, part) for pair in pairs for part in range(parts)]
-    assert all(sorted(turn.targets) == list(range(workers)) for turn in plan)
-    paired = [turn for turn in plan if any(turn.targets[turn.targets[i]] == i for i in range(workers))]
+    assert all(sorted(each.targets) == list(range(workers)) for each in plan)
+    paired = [each for each in plan if any(each.targets[each.targets[i]] == i for i in range(workers))]
     assert len(paired) == (workers in (2, 6))
 
 
 @pytest.mark.parametrize("workers", [3, 4])
-def test_turns_are_an_all_to_all(workers):
+def test_permutations_are_an_all_to_all(workers):
     rows = jnp.arange(workers * workers * 7, dtype=jnp.uint32).reshape(workers * workers, 7)
     run = lambda fn: jax.jit(
         jax.shard_map(fn, mesh=mesh_of(workers), in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec(AXIS))
     )(rows)
     want = run(lambda x: jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True))
-    np.testing.assert_array_equal(run(lambda x: lanes._all_to_all_in_turns(x, AXIS)), want)
+    np.testing.assert_array_equal(run(lambda x: collectives._all_to_all_by_permutations(x, AXIS)), want)
 
 
 def test_break_even_and_limit():
