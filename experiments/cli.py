@@ -15,6 +15,7 @@ __all__ = [
     "choose_new",
     "fail",
     "fraction",
+    "named_folder",
     "one_or_more",
     "one_thread",
     "positive",
@@ -126,14 +127,30 @@ def dispatch(what: str, package: str, parts: dict[str, str], arguments: Sequence
 
 
 def choose_new(runs: Path, name: str | None, kind: str) -> Path:
-    """A folder that is not there yet: runs/NAME, or the next free runs/KIND-N."""
+    """A folder that is not there yet: runs/NAME, or the next free runs/KIND-N.
+
+    Raises:
+        UserError: NAME exists, or is no folder below runs.
+    """
     if name is None:
         number = 1
         while (runs / f"{kind}-{number}").exists():
             number += 1
         return runs / f"{kind}-{number}"
-    if (runs / name).exists():
-        raise UserError(f"{runs / name} exists; choose another --name")
+    folder = named_folder(runs, name)
+    if folder.exists():
+        raise UserError(f"{folder} exists; choose another --name")
+    return folder
+
+
+def named_folder(runs: Path, name: str) -> Path:
+    """runs/NAME, which must lie below runs.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not Path(name).parts or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise UserError(f"--name must be a folder below --runs; got {name}")
     return runs / name
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.cli import Parser, at_least, fraction, positive
-from experiments.folders import Journal, choose_folder, given_in, how_to_find, jsonable, resumed, write_json
+from experiments.folders import Journal, choose_folder, claimed, given_in, how_to_find, jsonable, resumed, write_json
 from experiments.report import progress_bar, show
 
 if TYPE_CHECKING:
@@ -63,24 +63,21 @@ def main(arguments: Sequence[str]) -> int:
     folder = choose_folder(runs, name, resume, "compare")
     if resume:
         options = resumed(folder, options, given_in(parser(), arguments))
-    return Run(folder, options, runs).go(resume)
+    return Run(options, runs, name).go(resume)
 
 
 class Run:
     """All jobs of one folder."""
 
-    def __init__(self, folder: Path, options: dict[str, Any], runs: Path):
-        self.folder = folder
-        self.runs = runs
+    def __init__(self, options: dict[str, Any], runs: Path, name: str | None):
+        self.runs, self.name = runs, name
         self.options = options
         self.results: list[dict[str, Any]] = []
-        self.journal = Journal(folder)
 
     def go(self, resume: bool) -> int:
         from rich.console import Console
 
         from experiments.data import load, split
-        from experiments.job import Job
         from experiments.methods import algorithm_for
         from experiments.training import find_mesh
 
@@ -92,8 +89,16 @@ class Run:
         self.parts = {seed: split(self.data.train_y, o["workers"], o["alpha"], seed) for seed in o["seeds"]}
         for method in o["methods"]:
             algorithm_for(method, o["ratio"], o["levels"], o["via"])
-        if not resume:  # only now, so that a wrong option leaves nothing behind
-            self.folder.mkdir(parents=True, exist_ok=True)
+        # Only now, so that a wrong option leaves nothing behind.
+        with claimed(self.runs, self.name, resume, "compare") as self.folder:
+            self.journal = Journal(self.folder)
+            return self.go_in_folder(resume)
+
+    def go_in_folder(self, resume: bool) -> int:
+        from experiments.job import Job
+
+        o, console = self.options, self.console
+        if not resume:
             write_json(self.folder / "config.json", {key: jsonable(value) for key, value in o.items()})
         elif (self.folder / "results.json").is_file():
             self.results = json.loads((self.folder / "results.json").read_text())

@@ -1,16 +1,21 @@
-"""The folder of a run: where it is, the options it was started with, and what it logged."""
+"""The folder of a run: where it is, who writes to it, the options it was started with, and what it logged."""
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shlex
-from collections.abc import Callable, Collection, Sequence
+import socket
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from experiments.cli import Parser, UserError, choose_new
+from experiments.cli import Parser, UserError, choose_new, named_folder
 
-__all__ = ["Journal", "choose_folder", "given_in", "how_to_find", "jsonable", "resumed", "write_json"]
+__all__ = ["Journal", "choose_folder", "claimed", "given_in", "how_to_find", "jsonable", "resumed", "write_json"]
+
+RUNNING = "running.json"  # who writes to the folder: there, and locked, as long as somebody does
 
 
 def given_in(parser: Parser, arguments: Sequence[str]) -> dict[str, Any]:
@@ -26,14 +31,75 @@ def choose_folder(runs: Path, name: str | None, resume: bool, kind: str) -> Path
         if resume:
             raise UserError("--resume needs --name, the run to continue")
         return choose_new(runs, None, kind)
-    if not name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise UserError(f"--name must be a folder below --runs; got {name}")
-    folder = runs / name
+    folder = named_folder(runs, name)
     if resume and not (folder / "config.json").is_file():
         raise UserError(f"there is no run {folder} to resume")
-    if not resume and folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if not resume and folder.exists() and not (folder.is_dir() and is_unused(folder)):
         raise UserError(f"{folder} exists; continue it with --resume or choose another --name")
     return folder
+
+
+def is_unused(folder: Path) -> bool:
+    """Whether no run has written to it."""
+    return all(path.name == RUNNING for path in folder.iterdir())
+
+
+@contextlib.contextmanager
+def claimed(runs: Path, name: str | None, resume: bool, kind: str) -> Iterator[Path]:
+    """The folder that `choose_folder` chooses, made if it is new, and for this process alone while the context lasts.
+
+    A new folder that is left unused is removed again. The lock goes with the process, however that ends.
+
+    Raises:
+        UserError: as `choose_folder`; or another process has the folder, and the message says which.
+    """
+    while True:
+        folder = choose_folder(runs, name, resume, kind)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if not resume and (name is None or not folder.exists()):
+                folder.mkdir()
+            lock = locked(folder)
+        except (FileExistsError, FileNotFoundError):  # somebody else has just made it, or removed it
+            continue
+        break
+    try:
+        if not resume and not is_unused(folder):  # another run was here between our look and our lock
+            raise UserError(f"{folder} exists; continue it with --resume or choose another --name")
+        yield folder
+    finally:
+        (folder / RUNNING).unlink(missing_ok=True)
+        lock.close()
+        if not resume:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def locked(folder: Path) -> IO[str]:
+    """The file that says who writes to a folder, open and locked by this process.
+
+    Raises:
+        UserError: another process has locked it.
+    """
+    path = folder / RUNNING
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            text = file.read()
+            file.close()
+            who = "process {process} on {host}".format(**json.loads(text)) if text else "another process"
+            raise UserError(f"{folder} is in use by {who}; wait for it, or choose another --name") from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
+        file.close()  # its owner has removed it since we opened it
+    file.truncate(0)
+    file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname()}))
+    file.flush()
+    return file
 
 
 def how_to_find(runs: Path, folder: Path) -> str:

@@ -8,6 +8,7 @@ Writes to runs/NAME: config.json, metrics.jsonl (a line for each logged step), r
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ import numpy as np
 
 from experiments import processes
 from experiments.cli import Parser, UserError, at_least, fraction, one_thread, positive
-from experiments.folders import Journal, choose_folder, given_in, how_to_find, jsonable, resumed, write_json
+from experiments.folders import Journal, choose_folder, claimed, given_in, how_to_find, jsonable, resumed, write_json
 from experiments.report import progress_bar
 
 __all__ = ["main"]
@@ -104,6 +105,9 @@ def check_place(place: dict[str, Any]) -> None:
         raise UserError("--coordinator, --num-processes and --process-id belong together")
     if all(trio) and place["process_id"] >= place["num_processes"]:
         raise UserError(f"--process-id must be below --num-processes {place['num_processes']}")
+    host, _, port = (place["coordinator"] or "localhost:1").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"--coordinator must be HOST:PORT with a port of 1 .. 65535; got {place['coordinator']}")
     if (place["processes"] > 1) + all(trio) + place["cluster"] > 1:
         raise UserError("choose one of --processes, --coordinator and --cluster")
 
@@ -129,9 +133,16 @@ def workers_of(options: dict[str, Any], number: int) -> int:
 
 def start(arguments: Sequence[str], options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]) -> int:
     """Starts the processes, and waits for them."""
-    folder, options = find_run(options, given, place)
-    workers, name = workers_of(options, place["processes"]), str(folder.relative_to(place["runs"]))
-    words = ["train", *arguments, "--processes", "1", "--workers", str(workers), "--name", name]
+    _, options = find_run(options, given, place)
+    workers = workers_of(options, place["processes"])
+    with claimed(place["runs"], place["name"], place["resume"], "train") as folder:
+        name = str(folder.relative_to(place["runs"]))
+        words = ["train", *arguments, "--processes", "1", "--workers", str(workers), "--name", name]
+        return supervise(words, folder, place)
+
+
+def supervise(words: list[str], folder: Path, place: dict[str, Any]) -> int:
+    """Has processes run with these words, which write to the folder."""
     try:
         processes.Group(words, place["processes"], folder / "logs").wait()
     except KeyboardInterrupt:
@@ -175,6 +186,10 @@ class Run:
         self.number = place["process_id"] or 0
 
     def go(self, stop_after: Callable[[int], bool]) -> int:
+        with contextlib.ExitStack() as self.claims:
+            return self.go_in_folder(stop_after)
+
+    def go_in_folder(self, stop_after: Callable[[int], bool]) -> int:
         import jax
 
         import jaxcomp as jc
@@ -231,9 +246,13 @@ class Run:
         self.options["workers"] = self.mesh.size
 
     def agree_on_folder(self) -> tuple[Path, str]:
-        """The folder, and what came out if the run is finished; process 0 decides."""
+        """The folder, and what came out if the run is finished; process 0 decides, and locks it."""
 
         def decide() -> list[str]:
+            place = self.place
+            if place["logs"] is None:  # else who started this process has locked it
+                found = claimed(place["runs"], place["name"], place["resume"], "train")
+                self.folder = self.claims.enter_context(found)
             results = self.folder / "results.json"
             return [str(self.folder), said(json.loads(results.read_text())[0]) if results.is_file() else ""]
 

@@ -43,7 +43,7 @@ def methods() -> dict[str, Any]:
     """name -> compressor of a vector with many zeros."""
     import jaxcomp as jc
 
-    whole: dict[str, Any] = {"capacity": 1.0}
+    whole: dict[str, Any] = {"room": 1.0}
     return {
         "SKCompress as released": jc.skcompress(mode="paper", **whole),
         "recentred sketch": jc.skcompress(mode="recentred", **whole),

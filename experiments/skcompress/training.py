@@ -30,7 +30,7 @@ def methods(ratio: float | None) -> dict[str, Method]:
     """ratio: of top-k before every other method; None for gradients that are sparse by themselves."""
     import jaxcomp as jc
 
-    before: dict[str, Any] = {"capacity": 1.0} if ratio is None else {"sparsifier": jc.top_k(ratio)}
+    before: dict[str, Any] = {"room": 1.0} if ratio is None else {"sparsifier": jc.top_k(ratio)}
     kept = jc.hard_threshold(0.0, room=1.0) if ratio is None else jc.top_k(ratio)
     tops = 0.05 if ratio is None else ratio
     return {

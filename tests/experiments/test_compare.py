@@ -92,6 +92,8 @@ ERRORS = [
     (("compare", "--ratio", "2"), "argument --ratio: must be a number in (0, 1]; got '2'"),
     (("compare", "--resume", "--name", "nothing"), "there is no run"),
     (("compare", "--resume"), "--resume needs --name"),
+    (("compare", "--name", "../x"), "--name must be a folder below --runs; got ../x"),
+    (("network", "--name", "../x"), "--name must be a folder below --runs; got ../x"),
     (("compare", "--workers", 100, "--alpha", 0), "argument --alpha: must be a number above 0"),
     (("magic",), "unknown experiment 'magic'; choose from compare, "),
 ]

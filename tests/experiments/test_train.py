@@ -151,6 +151,9 @@ ERRORS = [
     (["--coordinator", "localhost:1"], "--coordinator, --num-processes and --process-id belong together"),
     (["--processes", "2", "--cluster"], "choose one of --processes, --coordinator and --cluster"),
     (["--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"], "--process-id must be below"),
+    (["--coordinator", "localhost:99999", "--num-processes", "2", "--process-id", "0"], "--coordinator must be HOST:P"),
+    (["--coordinator", "localhost", "--num-processes", "2", "--process-id", "0"], "--coordinator must be HOST:PORT wi"),
+    (["--name", "../x"], "--name must be a folder below --runs; got ../x"),
     (["--processes", "2", "--workers", "3"], "2 processes cannot share 3 workers equally; use --workers 2, or a mul"),
     (["--resume", "--name", "nothing"], "there is no run"),
 ]
