@@ -315,7 +315,28 @@ def largest(x: Array, count: Array | int, capacity: int) -> Array:
     ordered = descending(sample, min(sample.shape[0], math.ceil(capacity * 1.25 / stride) + 1))
     words = top_set(x, ordered[jnp.minimum(rank, ordered.shape[0] - 1)], count, most, enough=count)
     candidates, _ = indices_of_words(words, most, d)
-    values = take(x, candidates)
-    exact = top_set(values, jnp.zeros((), sample.dtype), count, count, enough=count)
+    exact = _exact_set(take(x, candidates), count)
     places, _ = indices_of_words(exact, capacity, most)
     return candidates.at[places].get(mode="fill", fill_value=d, indices_are_sorted=True)
+
+
+def _exact_set(x: Array, count: Array | int) -> Array:
+    """Mask words of the `count` largest magnitudes of a short vector; the first of equal ones by index, no zeros.
+
+    The bits of the smallest of them are found from the highest to the lowest, with one pass for each: for vectors that
+    stay in cache, and a fifth of the program that `top_set` would be.
+    """
+    magnitudes = magnitude(x)
+    kind = jnp.uint64 if magnitudes.dtype == jnp.float64 else U32
+    bits = lax.bitcast_convert_type(magnitudes, kind)
+    count = jnp.asarray(count, I32)
+
+    def bit(i, threshold):
+        higher = threshold | (kind(1) << (jnp.finfo(magnitudes.dtype).bits - 2 - i).astype(kind))
+        return jnp.where(jnp.sum(bits >= higher, dtype=I32) >= count, higher, threshold)
+
+    start = jnp.zeros_like(bits, shape=())
+    threshold = lax.fori_loop(0, jnp.finfo(magnitudes.dtype).bits - 1, bit, start)
+    above = mask_words(bits > threshold)
+    ties = mask_words((bits == threshold) & (threshold > 0))
+    return above | first_bits(ties, count - count_words(above))

@@ -25,7 +25,7 @@ from jaxcomp.exchange.placement import Placement
 from jaxcomp.exchange.routes import Call, Outgoing, Reduced, Route
 from jaxcomp.exchange.varying import axis_index, axis_size, varying
 from jaxcomp.layout import rows_of
-from jaxcomp.payloads import Leaves, code_bits, lane_bytes, num_entries
+from jaxcomp.payloads import Leaves, cheap_bits, code_bits, lane_bytes, num_entries
 
 __all__ = ["Message", "Round", "Way"]
 
@@ -36,7 +36,7 @@ class Way(NamedTuple):
     """How messages travel: what the user of an algorithm chose.
 
     weights: f[n] of all workers, with sum one, or None for equal ones. buckets: of the vectors. exact: the algorithm
-    remembers what it sent, so sums must not be rounded. code: whose bits are counted.
+    remembers what it sent, so sums must not be rounded. code: whose bits are counted; None: what is cheap to count.
     """
 
     placement: Placement
@@ -45,7 +45,7 @@ class Way(NamedTuple):
     weights: Array | None = None
     buckets: tuple[int, ...] | None = None
     exact: bool = False
-    code: str = "fixed"
+    code: str | None = None
 
     @property
     def call(self) -> Call:
@@ -151,8 +151,7 @@ class Round:
         real = lambda value: jnp.asarray(value).astype(jnp.float32)
         return Counts(
             lane_bytes=real(float(lane_bytes(payload) + reduced.lane_bytes)),
-            code_bits=_by_row(functools.partial(code_bits, code=self._way.code), payload, message)
-            + real(reduced.code_bits),
+            code_bits=_by_row(self._bits, payload, message) + real(reduced.code_bits),
             entries=_by_row(num_entries, payload, message),
             size=real(float(sum(leaf.size for leaf in jax.tree.leaves(message)))),
             overflow=lost,
@@ -160,6 +159,9 @@ class Round:
             route=jnp.asarray(NAMES.index(reduced.route), jnp.int32),
             errors=self._errors(sent, message),
         )
+
+    def _bits(self, payload: Any) -> Any:
+        return cheap_bits(payload) if self._way.code is None else code_bits(payload, code=self._way.code)
 
     def _errors(self, sent: Message, message: Any) -> Errors:
         if self._measured is None:

@@ -32,7 +32,7 @@ class Runner(NamedTuple):
     """An algorithm bound to a place on a mesh and to a route.
 
     name: of the outer form, for errors. shares: weights of the workers, with sum one, or None. root: key of both kinds
-    of randomness. measure: errors are measured in one of so many rounds; 0 for never. code: whose bits are counted.
+    of randomness. measure: errors are measured in one of so many rounds; 0 for never. code: whose bits are counted; None: what is cheap to count.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Runner(NamedTuple):
     link: Link = DEFAULT
     shares: np.ndarray | None = None
     measure: int = 0
-    code: str = "fixed"
+    code: str | None = None
 
     def init(self, tree: Any, *, starts: bool = False) -> MeanState:
         """The state for gradients like `tree`; or, if it starts there, of a method with this point."""

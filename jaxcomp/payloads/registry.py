@@ -24,6 +24,7 @@ __all__ = [
     "Choices",
     "Coding",
     "Family",
+    "cheap_bits",
     "code_bits",
     "count_type",
     "decode_message",
@@ -81,6 +82,7 @@ class Family(NamedTuple):
     unpack(cursor, like): inverse of pack.
     entries(payload): how many entries of the vector it carries; None for all of them.
     limits(payload, lengths): for each array (lengths, what padding holds), or None for all of it.
+    entropy: whether even its "fixed" code is an entropy code, whose bits cost an instance of it to count.
     """
 
     type: type
@@ -92,6 +94,7 @@ class Family(NamedTuple):
     unpack: Callable[[Cursor, Any], Any]
     entries: Callable[[Any], Array | int | None]
     limits: Callable[[Any, Any], list]
+    entropy: bool = False
 
 
 _families: dict[type, Family] = {}
@@ -197,6 +200,13 @@ def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:
     choices = family_of(payload, "code_bits").codings(payload, code)
     bits = shortest(choices.codings, code)[1]
     return bits + choices.rest()
+
+
+def cheap_bits(payload: Any) -> Array | int:
+    """The bits of the "fixed" code where they are cheap to count; those of the lanes where that is an entropy code."""
+    if family_of(payload, "cheap_bits").entropy:
+        return 8 * lane_bytes(payload)
+    return code_bits(payload)
 
 
 # ------------------------------------------------------------------------------------------------

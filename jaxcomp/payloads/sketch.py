@@ -333,5 +333,6 @@ register(
         unpack=_unpack,
         entries=lambda payload: namespace(payload.counts).sum(payload.counts, dtype=np.int32),
         limits=same_everywhere,
+        entropy=True,
     )
 )

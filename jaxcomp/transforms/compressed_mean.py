@@ -70,7 +70,8 @@ def compressed_mean(
             the compressor brings (`dagc`), else equal.
         seed: int or key for both kinds of randomness.
         measure: whether `info` has the relative error and the number of non-finite entries, which cost passes over the
-            gradient; or an integer k: in one of k rounds. Bytes, bits, ratio and overflow are always there.
+            gradient; or an integer k: in one of k rounds. Bytes, ratio and overflow are always there, and so are code bits,
+            but those of entropy codes (`skcompress`), for which the bits of the lanes stand unless they are measured.
         link: latency and bandwidth between workers, for via="auto" and the pieces of via="ring".
         sharded: PartitionSpecs of parameters that are cut into shards over other mesh axes, a tree like them, or the
             names of the axes if all are cut over the same: each device exchanges its own shard. Make the state with
@@ -101,7 +102,8 @@ def compressed_mean(
     check_levels(levels, names, sharded, partial)
     if not isinstance(measure, (bool, int)) or measure < 0:
         raise ValueError(f"compressed_mean: measure must be True, False, or a number of rounds; got {measure!r}")
-    options = {"weights": weights, "measure": int(measure), "link": link, "bucket_bytes": bucket_bytes}
+    code = "fixed" if measure else None
+    options = {"weights": weights, "measure": int(measure), "code": code, "link": link, "bucket_bytes": bucket_bytes}
 
     def mean_of(shards: tuple[str, ...], replicas: tuple[str, ...], root: Array) -> Transformation:
         """All levels, for gradients of shards over some axes that are equal over others."""

@@ -38,7 +38,7 @@ from jaxcomp.exchange.links import Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import Call, Outgoing, Reduced, Route
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, on_equal_types, varying, varying_axes
 from jaxcomp.layout import Layout
-from jaxcomp.payloads import code_bits, lane_bytes
+from jaxcomp.payloads import cheap_bits, lane_bytes
 
 __all__ = ["TWO_SHOT", "Second", "first_shot", "second_shot"]
 
@@ -178,7 +178,7 @@ def reduce(out: Outgoing, call: Call) -> Reduced:
         memory = residual(_of_row(compressor), chunk, second, _row(out.state.shared, axis))
     sent = all_to_all_bytes(payload, axis) + gather_bytes(second, axis)
     state = State(Second(memory, local), advance(compressor, out.state.shared))
-    return Reduced(mean, state, "two_shot", sent, lane_bytes(second), code_bits(second))
+    return Reduced(mean, state, "two_shot", sent, lane_bytes(second), cheap_bits(second))
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
