@@ -1,6 +1,5 @@
 """Coded payloads in a collective: bitwise the gathered mean, on the rung that the content needs, for its bytes."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
 from jaxcomp.codes.messages import decode_message, encode_message
-from jaxcomp.exchange.ladder import rungs
+from jaxcomp.exchange.routes.ladder import rungs
 from jaxcomp.packing import pack
 from jaxcomp.payloads import Quantized, Sparse
 from jaxcomp.select import local_indices
@@ -82,16 +81,6 @@ def test_local_indices_that_are_not_canonical_are_reported():
     encode = jax.jit(encode_message)
     assert encode(local).fits
     assert not encode(local._replace(indices=local.indices._replace(counts=jnp.array([1])))).fits
-
-
-def test_rungs():
-    assert rungs(10) == ()
-    for words in (17, 1000, 10**6):
-        steps = rungs(words)
-        assert list(steps) == sorted(set(steps))
-        assert steps[-1] < words
-        assert all(b <= 2 * a for a, b in itertools.pairwise(steps))
-        assert all(b <= 1.2 * a + 1 for a, b in itertools.pairwise(steps) if a > words / 16)
 
 
 PARAMS = {"b": jnp.zeros(5), "v": jnp.zeros(3001)}

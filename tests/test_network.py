@@ -24,7 +24,6 @@ from experiments.network import results
 from experiments.network.methods import AXIS, method_name, transformation
 from experiments.network.offline import Inseparable, offline
 from jaxcomp.exchange import lanes
-from jaxcomp.exchange.turns import turns
 
 
 def refusal():
@@ -251,27 +250,6 @@ def test_a_program_whose_exchange_depends_on_data_has_no_offline_form():
     state = jax.vmap(lambda _: tx.init(gradient), axis_name=AXIS)(jnp.arange(2))
     with pytest.raises(Inseparable, match="collective within cond"):
         offline(tx.update, AXIS, 2, gradient, jax.tree.map(lambda x: x[0], state))
-
-
-@pytest.mark.parametrize("workers", [2, 3, 4, 6])
-def test_turns_bring_every_part_once_and_pair_nobody_up_where_it_can_be_helped(workers):
-    plan, parts = turns(workers)
-    sent = [(i, target, part) for turn in plan for i, (target, part) in enumerate(zip(*turn, strict=True))]
-    pairs = [(i, j) for i in range(workers) for j in range(workers) if i != j]
-    assert sorted(sent) == [(*pair, part) for pair in pairs for part in range(parts)]
-    assert all(sorted(turn.targets) == list(range(workers)) for turn in plan)
-    paired = [turn for turn in plan if any(turn.targets[turn.targets[i]] == i for i in range(workers))]
-    assert len(paired) == (workers in (2, 6))
-
-
-@pytest.mark.parametrize("workers", [3, 4])
-def test_turns_are_an_all_to_all(workers):
-    rows = jnp.arange(workers * workers * 7, dtype=jnp.uint32).reshape(workers * workers, 7)
-    run = lambda fn: jax.jit(
-        jax.shard_map(fn, mesh=mesh_of(workers), in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec(AXIS))
-    )(rows)
-    want = run(lambda x: jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True))
-    np.testing.assert_array_equal(run(lambda x: lanes._all_to_all_in_turns(x, AXIS)), want)
 
 
 def test_break_even_and_limit():

@@ -13,9 +13,7 @@ from jaxcomp.exchange.routes.two_shot import TWO_SHOT
 __all__ = ["ROUTES", "VIAS", "Call", "Outgoing", "Reduced", "Route", "costs", "route_of"]
 
 # In this order `Info.via` numbers them.
-ROUTES: dict[str, Route] = {
-    route.name: route for route in (SUM, GATHER, CONCAT, RING, RAGGED, LADDER, TWO_SHOT)
-}
+ROUTES: dict[str, Route] = {route.name: route for route in (SUM, GATHER, CONCAT, RING, RAGGED, LADDER, TWO_SHOT)}
 VIAS = ("auto", *ROUTES)
 
 

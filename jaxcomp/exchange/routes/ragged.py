@@ -31,9 +31,7 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
 
 def carry(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any]:
     if not collectives.has_ragged():
-        raise ValueError(
-            f'via="ragged": the {jax.default_backend()} backend has no ragged_all_to_all; use via="ring"'
-        )
+        raise ValueError(f'via="ragged": the {jax.default_backend()} backend has no ragged_all_to_all; use via="ring"')
     return carrying(exchange, cost)(payload, lengths, call)
 
 
