@@ -1,4 +1,4 @@
-"""One message of each worker through a route, on the level of `Route.reduce`: under vmap, on a mesh, among shards and replicas."""
+"""One message of each worker through a route, on the level of `Route.reduce`: with vmap, on a mesh, among replicas."""
 
 from typing import Any, NamedTuple
 

@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 from programs import ROOT, run_to
-from worlds import mesh_of
 
 from experiments import netlab, network
 from experiments.cli import UserError
@@ -23,7 +21,6 @@ from experiments.netlab import Link, delay_of, laboratory, rate_name, rate_of
 from experiments.network import results
 from experiments.network.methods import AXIS, method_name, transformation
 from experiments.network.offline import Inseparable, offline
-from jaxcomp.exchange import lanes
 
 
 def refusal():

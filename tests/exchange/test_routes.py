@@ -199,13 +199,13 @@ def test_gathering_padded_messages_warns(seed):
 
 def test_registry():
     assert list(ROUTES) == ["sum", "gather", "concat", "ring", "ragged", "ladder", "two_shot"]
-    assert VIAS == ("auto", *ROUTES)
+    assert ("auto", *ROUTES) == VIAS
     assert all(route_of(via).name == via for via in VIAS)
     assert [via for via in VIAS if route_of(via).buckets] == ["auto", "sum", "gather"]
     given = Layout("leaf")
     assert all(route_of(via).layout(given, 3) == given for via in VIAS if via != "two_shot")
     assert route_of("two_shot").layout(given, 3) == Layout("chunks", chunks=3)
-    with pytest.raises(ValueError, match="via must be one of 'auto', 'sum'.*; got 'fast'"):
+    with pytest.raises(ValueError, match=r"via must be one of 'auto', 'sum'.*; got 'fast'"):
         route_of("fast")
 
 

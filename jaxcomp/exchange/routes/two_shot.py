@@ -29,7 +29,6 @@ from jaxcomp.base import (
     bounded,
     finite,
     residual,
-    wide,
     wide_like,
     zeros_like,
 )
@@ -118,8 +117,8 @@ def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
     spec = compressor.spec
     if _has_shift(roles):
         return (
-            'via="two_shot" compresses the mean once more, and this algorithm keeps a shift in step with the mean as it '
-            'was sent. Use direct(...) or error_feedback(...), or via="gather"'
+            'via="two_shot" compresses the mean once more, and this algorithm keeps a shift in step with the mean as '
+            'it was sent. Use direct(...) or error_feedback(...), or via="gather"'
         )
     if spec.lifted is not None or (spec.layout is not None and spec.layout.unit == "shape"):
         return (
