@@ -1,4 +1,4 @@
-"""One message of each worker through a route, on the level of `Route.reduce`: under vmap, on a mesh, among shards and replicas."""
+"""One message of each worker through a route, on the level of `Route.reduce`: with vmap, on a mesh, among replicas."""
 
 from typing import Any, NamedTuple
 
@@ -96,7 +96,9 @@ def on_vmap(step, given):
 def on_mesh(step, given, check_vma=True):
     workers = len(jax.tree.leaves(given)[0])
     one = lambda x: step(first(x), Call(AXIS))
-    return jax.jit(jax.shard_map(one, mesh=mesh_of(workers), in_specs=P(AXIS), out_specs=P(), check_vma=check_vma))(given)
+    return jax.jit(jax.shard_map(one, mesh=mesh_of(workers), in_specs=P(AXIS), out_specs=P(), check_vma=check_vma))(
+        given
+    )
 
 
 def on_shards(step, given):

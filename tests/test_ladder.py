@@ -1,6 +1,5 @@
 """Coded payloads in a collective: bitwise the gathered mean, on the rung that the content needs, for its bytes."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -16,10 +15,12 @@ from test_wire_codes import examples
 from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
-from jaxcomp.exchange.ladder import rungs
+from jaxcomp.payloads import decode_message, encode_message
+from jaxcomp.exchange.routes.ladder import rungs
 from jaxcomp.packing import pack
-from jaxcomp.payloads import Quantized, Sparse, decode_message, encode_message, local_indices
-from jaxcomp.wire.limits import PAD_BYTES
+from jaxcomp.payloads import Quantized, Sparse
+from jaxcomp.select import local_indices
+from jaxcomp.wire.nodes import PAD_BYTES
 
 N = 3
 
@@ -82,20 +83,10 @@ def test_local_indices_that_are_not_canonical_are_reported():
     assert not encode(local._replace(indices=local.indices._replace(counts=jnp.array([1])))).fits
 
 
-def test_rungs():
-    assert rungs(10) == ()
-    for words in (17, 1000, 10**6):
-        steps = rungs(words)
-        assert list(steps) == sorted(set(steps))
-        assert steps[-1] < words
-        assert all(b <= 2 * a for a, b in itertools.pairwise(steps))
-        assert all(b <= 1.2 * a + 1 for a, b in itertools.pairwise(steps) if a > words / 16)
-
-
 PARAMS = {"b": jnp.zeros(5), "v": jnp.zeros(3001)}
 COMPRESSORS = {
     "top_k": jc.flat(jc.top_k(0.05)),
-    "narrow": jc.flat(jc.narrow(jc.sidco(0.05), values="bfloat16", indices="uint16")),
+    "narrow": jc.flat(jc.sidco(0.05, values="bfloat16", indices="uint16")),
     "nested": jc.flat(jc.compose(jc.top_k(0.05), jc.dithering(7))),
     "levels": jc.flat(jc.dithering(1)),
     "leaves": jc.per_leaf(jc.top_k(0.05), dense_below=10),
@@ -129,7 +120,7 @@ def test_bitwise_the_mean_of_gather(name, seed):
 def test_rungs_follow_the_content_without_compiling_again(seed):
     """Bitwise the mean of gathering on every rung, in one program for several workers; the ledger lists the rungs."""
     rng, size = np.random.default_rng(seed), 2000
-    algorithm, like = jc.direct(jc.hard_threshold(1.0, room=1.0)), jnp.zeros(size)
+    algorithm, like = jc.direct(jc.hard_threshold(1.0, ratio=1.0)), jnp.zeros(size)
     mesh, traces, directions, sent = mesh_of(N), [], {}, []
 
     def run(via):

@@ -1,20 +1,16 @@
-"""via="two_shot" and the drop-in collectives: against NumPy, in every world, in bytes, and where they must refuse."""
-
-import functools
+"""via="two_shot": against NumPy, in every world, in bytes, and where it must refuse."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from variants import variants
 from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
-from jaxcomp.exchange.two_shot import chunk_like
+from jaxcomp.layout import row_size
 
 N = 4
 PARAMS = {"b": jnp.zeros(5), "w": jnp.zeros((40, 30))}
@@ -44,7 +40,7 @@ def two_shot(algorithm, **options):
 def top_k_oracle(grads, k, weights):
     """grads f64[rounds, n, d] -> directions, first memories [n, n, m], second memories [n, m]."""
     rounds, n, d = grads.shape
-    m = chunk_like(jax.ShapeDtypeStruct((d,), jnp.float32), n).size
+    m = row_size(d, n)
     padded = np.pad(grads, ((0, 0), (0, 0), (0, n * m - d))).reshape(rounds, n, n, m)
     first, second = np.zeros((n, n, m)), np.zeros((n, m))
 
@@ -212,177 +208,6 @@ def test_what_does_not_fit_is_refused():
         two_shot(jc.direct(jc.identity()), bucket_bytes=100)
     with pytest.raises(ValueError, match="rounds: via must be one of"):
         jc.rounds(jc.descend(jc.direct(jc.identity()), 0.1), AXIS, "two_shot")
-
-
-# ------------------------------------------------------------------------------------------------
-# pmean and psum_scatter
-
-
-def shard(fn, out, check_vma=True):
-    spec = P(AXIS)
-    return jax.jit(jax.shard_map(fn, mesh=mesh_of(N), in_specs=spec, out_specs=out, check_vma=check_vma))
-
-
-WIRES = [None, "bfloat16", jc.cast("float8_e4m3fn"), jc.natural()]
-
-
-@pytest.mark.parametrize("wire", WIRES, ids=["plain", "bf16", "fp8", "natural"])
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_pmean_and_its_gradient(wire, check_vma, seed, key):
-    x = jnp.asarray(np.random.default_rng(seed).standard_normal((N, 6, 64)), jnp.float32)
-
-    def both(mean):
-        def run(x):
-            gradient = jax.grad(lambda x: jnp.sum(jnp.sin(mean(x))))(x[0])
-            return mean(x[0]), gradient
-
-        step = shard(run, (P(), P(AXIS)), check_vma)
-        one = shard(lambda x: mean(x[0]), P(), check_vma)
-        return jax.block_until_ready(step(x)), jc.ledger(one, x).total_bytes
-
-    (want, gradient), dense = both(lambda x: lax.pmean(x, AXIS))
-    (got, back), sent = both(lambda x: jc.pmean(x, AXIS, wire=wire, key=key))
-    # the error of one rounding, for each of the two: relative to the norm, mean over entries
-    error = {"plain": 1e-6, "bf16": 2**-9, "fp8": 2**-4, "natural": 8**-0.5}
-    name = "plain" if wire is None else wire if isinstance(wire, str) else wire.spec.name
-    allowed = 2 * error[{"bfloat16": "bf16", "natural": "natural", "plain": "plain"}.get(name, "fp8")]
-    norm = lambda a: float(np.linalg.norm(np.asarray(a, np.float64)))
-    assert norm(got - want) <= allowed * norm(np.asarray(x)) / np.sqrt(N)
-    assert norm(back - gradient) <= 2 * allowed * norm(gradient)
-    assert norm(got) > 0.5 * norm(want)
-    expected = {"plain": 1, "bfloat16": 1 / 2, "natural": 9 / 32}.get(name, 1 / 4)
-    assert sent / dense == pytest.approx(expected, rel=0.07)
-
-
-def test_what_is_not_finite_is_seen_as_in_lax():
-    x = jnp.array([[1.0, jnp.nan, jnp.inf], [1.0, 2.0, 3.0]])
-    for dtype in (jnp.float32, jnp.bfloat16):
-        got = jax.vmap(lambda x: jc.pmean(x, AXIS), axis_name=AXIS, out_axes=None)(x.astype(dtype))
-        np.testing.assert_array_equal(got.astype(jnp.float32), [1, np.nan, np.inf])
-
-
-def test_trees_of_several_dtypes_cross_in_their_own():
-    x = {
-        "a": jnp.ones((N, 64), jnp.bfloat16),
-        "b": jnp.ones((N, 64), jnp.float32),
-        "c": jnp.ones((N, 64), jnp.bfloat16),
-    }
-    step = shard(lambda x: jc.pmean(jax.tree.map(lambda a: a[0], x), AXIS), P())
-    got = step(x)
-    assert [leaf.dtype for leaf in jax.tree.leaves(got)] == [jnp.bfloat16, jnp.float32, jnp.bfloat16]
-    assert jc.ledger(step, x).total_bytes == 2 * 3 / 4 * (2 * 128 + 4 * 64)
-
-
-CASES = [(dimension, tiled) for dimension in (0, 1, -1) for tiled in (False, True)]
-
-
-@pytest.mark.parametrize("case", variants(CASES, [(0, False), (1, True), (-1, False)]))
-def test_psum_scatter_is_that_of_lax(case, seed):
-    dimension, tiled = case
-    shape = [5, 6, 7]
-    shape[dimension] = 8 if tiled else N
-    x = jnp.asarray(np.random.default_rng(seed).standard_normal((N, *shape)), jnp.float32)
-
-    def both(scatter):
-        def run(x):
-            loss = lambda x: jnp.sum(jnp.cos(scatter(x)) * (1.0 + lax.axis_index(AXIS).astype(jnp.float32)))
-            return scatter(x), jax.grad(loss)(x)
-
-        return run
-
-    want = jax.vmap(
-        both(lambda x: lax.psum_scatter(x, AXIS, scatter_dimension=dimension % 3, tiled=tiled)), axis_name=AXIS
-    )(x)
-    for wire, tolerance in ((None, 1e-5), ("bfloat16", 0.2)):
-        mine = both(
-            functools.partial(jc.psum_scatter, axis_name=AXIS, scatter_dimension=dimension, tiled=tiled, wire=wire)
-        )
-        for got in (jax.vmap(mine, axis_name=AXIS)(x), shard(functools.partial(_row, mine), P(AXIS))(x)):
-            for a, b in zip(got, want, strict=True):
-                assert a.shape == b.shape
-                np.testing.assert_allclose(a, b, atol=tolerance)
-
-
-def _row(run, x):
-    """One worker of shard_map: its row, and its results as rows."""
-    return jax.tree.map(lambda a: a[None], run(x[0]))
-
-
-def test_trees_and_narrow_arrays(seed):
-    rng = np.random.default_rng(seed)
-    x = {
-        "a": jnp.asarray(rng.standard_normal((N, 100)), jnp.bfloat16),
-        "b": jnp.asarray(rng.standard_normal((N, 3)), jnp.bfloat16),
-    }
-    step = shard(lambda x: jc.pmean(jax.tree.map(lambda a: a[0], x), AXIS), P())
-    got = step(x)
-    exact = jax.tree.map(lambda a: np.asarray(a, np.float64).mean(0), x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
-        assert a.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2**-8, atol=1e-7)  # added in f32, rounded once
-    assert jc.ledger(step, x).total_bytes == 2 * 3 / 4 * 2 * 104  # 103 entries in four parts
-
-
-@pytest.mark.parametrize("wire", ["bf16", jc.dithering(127)], ids=["bf16", "dithering"])
-def test_one_axis_of_a_mesh_of_two(wire, key):
-    """Along the other axis arrays differ, too, which types tell."""
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    x = jax.random.normal(key, (4, 1, 64))
-
-    def mean(x):
-        return jc.pmean(x[0], "a", wire=wire, key=key)
-
-    def part(x):
-        return jc.psum_scatter(x[0], "a", scatter_dimension=1, wire=wire, key=key, tiled=True)
-
-    on = lambda fn, out: jax.shard_map(fn, mesh=mesh, in_specs=P(("b", "a")), out_specs=out)
-    norm = lambda fn, out: lambda x: jnp.sum(on(fn, out)(x) ** 2)
-    pairs = np.asarray(x).reshape(2, 2, 64)
-    got, back = jax.jit(on(mean, P("b"))), jax.jit(jax.grad(norm(mean, P("b"))))
-    sums, gradient = jax.jit(on(part, P("b", "a"))), jax.jit(jax.grad(norm(part, P("b", "a"))))
-    near = lambda a, b: np.linalg.norm(np.asarray(a) - b) < (2**-7 if wire == "bf16" else 1 / 4) * np.linalg.norm(b)
-    assert near(got(x), pairs.mean(1))
-    assert near(sums(x), pairs.sum(1))
-    assert near(back(x), np.repeat(pairs.mean(1), 2, 0).reshape(4, 1, 64))
-    assert near(gradient(x), 2 * np.repeat(pairs.sum(1), 2, 0).reshape(4, 1, 64))
-
-
-def test_parts_without_entries():
-    part = lambda x: jc.psum_scatter(x, AXIS, wire="bf16", tiled=True)
-    assert jax.vmap(part, axis_name=AXIS)(jnp.ones((8, 8, 0))).shape == (8, 1, 0)
-
-
-@pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("f16", "float16")])
-def test_short_names_of_a_wire(short, long, key):
-    x = jax.random.normal(key, (4, 33))
-    mean = lambda wire: jax.vmap(lambda x: jc.pmean(x, AXIS, wire=wire), axis_name=AXIS)(x)
-    np.testing.assert_array_equal(mean(short), mean(long))
-    assert np.any(np.asarray(mean(short)) != np.asarray(mean(None)))
-
-
-def test_the_collectives_say_what_they_need(key):
-    run = lambda fn: jax.vmap(fn, axis_name=AXIS)(jnp.ones((2, 4)))
-    with pytest.raises(ValueError, match="no axis named 'data' is bound"):
-        jc.pmean(jnp.ones(3), AXIS)
-    with pytest.raises(ValueError, match="may be random; give key="):
-        run(lambda x: jc.pmean(x, AXIS, wire=jc.dithering(7)))
-    with pytest.raises(ValueError, match="may be random; give key="):
-        run(lambda x: jc.pmean(x, AXIS, wire=jc.contract(jc.rand_k(0.5))))
-    np.testing.assert_array_equal(run(lambda x: jc.pmean(x, AXIS, wire=jc.cast("bfloat16"))), 1)
-    with pytest.raises(ValueError, match="a compressor of one array; got flat"):
-        run(lambda x: jc.pmean(x, AXIS, wire=jc.flat(jc.top_k(0.5)), key=key))
-    with pytest.raises(ValueError, match='accumulate must be "f32" or "f64"'):
-        run(lambda x: jc.pmean(x, AXIS, accumulate="bf16"))
-    with pytest.raises(ValueError, match="needs 64-bit mode"):
-        run(lambda x: jc.pmean(x, AXIS, accumulate="f64"))
-    with pytest.raises(ValueError, match="pmean: wire must be bfloat16, float16 or a float8 type; got int8"):
-        run(lambda x: jc.pmean(x, AXIS, wire="int8"))
-    with pytest.raises(ValueError, match="must be a multiple of 2"):
-        run(lambda x: jc.psum_scatter(x[:3], AXIS, tiled=True))
-    with pytest.raises(ValueError, match="must be 2, or give tiled=True"):
-        run(lambda x: jc.psum_scatter(x, AXIS))
-    with pytest.raises(ValueError, match="real floating point"):
-        run(lambda x: jc.pmean(x.astype(jnp.int32), AXIS))
 
 
 def test_two_shots_inside_an_optimizer_do_not_retrace(seed):

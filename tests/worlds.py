@@ -1,6 +1,10 @@
 """The same step run on n workers in different ways: vmap, shard_map, pmap, bytes on the host."""
 
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,21 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
+from jaxcomp.base import (
+    Compressor,
+    State,
+    accumulate,
+    add_own,
+    advance,
+    for_worker,
+    like_of,
+    residual,
+    root_key,
+    wide_like,
+    zeros_like,
+)
+from jaxcomp.layout import Layout, join, plan_of, split
+from jaxcomp.payloads import Dense
 
 AXIS = "data"
 N = 4
@@ -71,3 +90,152 @@ def _loop(step, state, grads):
         direction, state = jax.block_until_ready(step(state, jax.tree.map(lambda g: g[t], grads)))  # noqa: B023
         directions.append(direction)
     return jax.tree.map(lambda *d: jnp.stack(d), *directions), state
+
+
+# ------------------------------------------------------------------------------------------------
+# Workers as threads, messages as bytes
+
+
+class HostSent(NamedTuple):
+    """`base.Sent`, of payloads that arrived as bytes."""
+
+    mean: Any
+    own: Any
+    residual: Any
+    state: State
+    arrived: Any
+    payload: Any
+    compressor: Compressor
+    mine: Any
+    shared: Any
+    like: Any
+
+    def add_to(self, total, weight):
+        return add_own(self.compressor, total, self.payload, weight, self.mine)
+
+    def read_by(self, compressor):
+        return (
+            _mean_on_host(compressor, self.arrived, self.shared, self.like),
+            compressor.decompress(self.payload, self.mine, self.like),
+        )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _added_up(accumulate_by, payloads, shared, size, zeros):
+    return jax.tree.map(lambda t: t * (1 / size), accumulate_by(zeros, payloads, None, shared))
+
+
+def _mean_on_host(compressor, arrived, shared, like):
+    add = _adding(compressor)
+    return _added_up(add, jax.tree.map(lambda *a: jnp.stack(a), *arrived), shared, len(arrived), zeros_like(wide_like(like)))
+
+
+@functools.cache
+def _adding(compressor):
+    return functools.partial(accumulate, compressor)
+
+
+@functools.cache
+def _compiled(function):
+    return jax.jit(function)
+
+
+class Board:
+    """Where n threads leave what they send; one of them runs at a time."""
+
+    def __init__(self, size):
+        self.size, self.running = size, threading.Lock()
+        self._barrier, self._places = threading.Barrier(size, timeout=120), [None] * size
+
+    def all_gather(self, index, message):
+        """The messages of all workers. Called by whoever runs, who lets the others run while he waits."""
+        self._places[index] = message
+        self._wait()
+        every = list(self._places)
+        self._wait()
+        return every
+
+    def _wait(self):
+        self.running.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self.running.acquire()
+
+    def give_up(self):
+        self._barrier.abort()
+
+
+class HostExchange:
+    """`base.Exchange` of one worker among n threads: every message crosses as the bytes of `jc.wire.encode`."""
+
+    def __init__(self, index, board):
+        self.index, self.size, self._board = jnp.asarray(index, jnp.int32), board.size, board
+        self._number, self.sent_bytes = index, 0
+
+    def _exchange(self, payload):
+        message = jc.wire.encode(payload)
+        self.sent_bytes += len(message)
+        return [jc.wire.decode(each) for each in self._board.all_gather(self._number, message)]
+
+    def mean(self, key, compressor, message, state):
+        like, mine = like_of(message), for_worker(compressor, state.shared, self.index, self.size)
+        _, key = jax.random.split(key)
+        payload, local = _compiled(compressor.compress)(key, message, State(state.local, mine))
+        arrived = self._exchange(payload)
+        return HostSent(
+            _mean_on_host(compressor, arrived, state.shared, like),
+            compressor.decompress(payload, mine, like),
+            residual(compressor, message, payload, mine),
+            State(local, advance(compressor, state.shared)),
+            arrived,
+            payload,
+            compressor,
+            mine,
+            state.shared,
+            like,
+        )
+
+    def sum(self, x):
+        leaves, structure = jax.tree.flatten(x)
+        arrived = self._exchange(Dense(jnp.concatenate([leaf.reshape(-1) for leaf in leaves] or [jnp.zeros(0)])))
+        total = functools.reduce(jnp.add, [each.values for each in arrived])
+        ends = np.cumsum([leaf.size for leaf in leaves])
+        parts = [total[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
+        return jax.tree.unflatten(structure, parts)
+
+    def cond(self, predicate, yes, no, *operands):
+        return (yes if bool(predicate) else no)(*operands)
+
+
+def run_on_host(algorithm, params, grads, seed=0):
+    """As `run_vmap` of `compressed_mean(algorithm, AXIS, via="gather", seed=seed)`: directions and each worker's state."""
+    rounds, workers = jax.tree.leaves(grads)[0].shape[:2]
+    compressor = algorithm.compressor
+    layout = algorithm.layout or Layout() if compressor is None else compressor.spec.lifted.layout
+    plan, board = plan_of(layout, params), Board(workers)
+    shared_key, private_key = jax.random.split(root_key(seed))
+    if compressor is not None:
+        shared_key, _ = jax.random.split(shared_key)
+
+    def work(i):
+        state, directions = algorithm.init(shared_key, plan.like), []
+        exchange = HostExchange(i, board)
+        for t in range(rounds):
+            key = jax.random.fold_in(jax.random.fold_in(private_key, t), i)
+            mine = split(plan, jax.tree.map(lambda g: g[t, i], grads))  # noqa: B023
+            direction, state = algorithm.update(key, mine, state, exchange)
+            directions.append(join(plan, direction))
+        return jax.tree.map(lambda *d: jnp.stack(d), *directions), state
+
+    def run(i):
+        with board.running:
+            try:
+                return work(i)
+            except BaseException:
+                board.give_up()
+                raise
+
+    with ThreadPoolExecutor(workers) as pool:
+        done = [future.result() for future in [pool.submit(run, i) for i in range(workers)]]
+    return [directions for directions, _ in done], [state for _, state in done]

@@ -151,7 +151,7 @@ def permutation_schedule(workers: int) -> tuple[list[Permutation], int]:
     dense-bf16:two_shot --rates 100mbit`.
 
     Each permutation shifts by one distance. Of an even number of workers, the distance n / 2 pairs them up. Of four
-    that would be one permutation in three: there every cycle through all of them is used instead, with half of the content.
+    that would be one permutation in three: there every cycle through all of them is used, with half of the content.
 
     Returns:
         The permutations in their order, and the number of parts.

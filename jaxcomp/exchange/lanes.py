@@ -6,6 +6,7 @@ f32). Which arrays share a lane is decided in `word_lanes` and `sum_lanes`, from
 it, and the functions that count bytes count by it.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import size_of, weighted
+from jaxcomp.base import weighted
 from jaxcomp.exchange.collectives import all_to_all_rows, gather, gathered_size, sum_arrays
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying
 from jaxcomp.packing import as_words
@@ -86,7 +87,7 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     """
     leaves = jax.tree.leaves(tree)
     width = lambda i: jnp.dtype(leaves[i].dtype).itemsize
-    num_bytes = lambda places: sum(size_of(leaves[i]) * width(i) for i in places)
+    num_bytes = lambda places: sum(math.prod(leaves[i].shape) * width(i) for i in places)
     lanes = []
     for bucket, places in _grouped(range(len(leaves)), _number_of(buckets)):
         narrowest, *wider = [group for _, group in sorted(_grouped(places, width))]
@@ -104,7 +105,7 @@ def sum_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     leaves, number = jax.tree.leaves(tree), _number_of(buckets)
     groups = _grouped(range(len(leaves)), lambda i: (number(i), jnp.dtype(leaves[i].dtype)))
     lanes = [
-        Lane(tuple(group), tuple(size_of(leaves[i]) for i in group), dtype, bucket)  # pyright: ignore[reportArgumentType]
+        Lane(tuple(group), tuple(math.prod(leaves[i].shape) for i in group), dtype, bucket)  # pyright: ignore[reportArgumentType]
         for (bucket, dtype), group in groups
     ]
     return _in_order(lanes)
@@ -185,7 +186,7 @@ def all_gather(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: S
 
 
 def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> float:
-    """Bytes that a device sends in `all_gather`: (n - 1) times its part; with r replicas, also r - 1 times the n parts."""
+    """Bytes that a device sends in `all_gather`: (n - 1) times its part; replicas then send on the n parts."""
     workers, devices = axis_size(axis), axis_size(replicas)
     sent = 0
     for lane in word_lanes(tree, buckets):
@@ -295,7 +296,7 @@ def sum_bytes(
     exact: bool = False,
     wide: Any = jnp.float32,
 ) -> float:
-    """Bytes that a device sends in `all_sum`: (n - 1) / n of its part twice; with r replicas, r - 1 times the sum, too.
+    """Bytes that a device sends in `all_sum`: (n - 1) / n of its part twice; r replicas then send the sum r - 1 times.
 
     Sums of narrow floats are `wide`, and so replicas send each other these.
     """

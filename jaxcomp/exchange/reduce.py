@@ -200,9 +200,9 @@ def _mean(plan: Plan, x: Any, words: Array) -> Any:
     if plan.wire is None:
         return _cast_like(jax.tree.map(lambda t: t / workers, all_sum(wide, axis)), x)
     cut = plan_of(Layout("chunks", chunks=workers), wide)
-    (first_shared, second_shared), (private, again) = _keys(plan, words)
-    chunk = _owners_sum(plan, split(cut, wide), first_shared, private) / workers
-    whole = _to_all(plan, chunk, second_shared, again)
+    (first_shared, second_shared), (first_key, second_key) = _keys(plan, words)
+    chunk = _owners_sum(plan, split(cut, wide), first_shared, first_key) / workers
+    whole = _to_all(plan, chunk, second_shared, second_key)
     return _cast_like(join(cut, whole), x)
 
 

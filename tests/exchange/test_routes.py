@@ -1,5 +1,7 @@
 """Every route on the level of `Route.reduce`: the right mean, of the right type, wherever workers run."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,15 +18,11 @@ from jaxcomp.compressors.quantize import dithering
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.routes import ROUTES, VIAS, route_of
+from jaxcomp.exchange.routes.ladder import decode, encode, rungs
 from jaxcomp.layout import Layout
 
 N = 4
-PLAIN = [via for via in VIAS if via != "two_shot"]
-COMPRESSORS = {
-    "identity": identity(),
-    "natural": natural(),
-    "uneven": uneven((40, 3, 11, 60)),
-}
+COUNTS = (40, 3, 11, 60)
 SLOW = Link(latency=0, bandwidth=1e6)
 
 
@@ -32,10 +30,6 @@ SLOW = Link(latency=0, bandwidth=1e6)
 def _ragged_everywhere(monkeypatch):
     monkeypatch.setattr(collectives, "has_ragged", lambda: True)
     monkeypatch.setattr(lax, "ragged_all_to_all", rw.ragged_by_definition)
-
-
-def compressor_of(via, workers):
-    return identity() if via == "sum" else uneven((40, 3, 11, 60)[:workers])
 
 
 def like_of(via, small, workers):
@@ -55,6 +49,7 @@ def step_of(via, compressor, like, **options):
 def mean_of_decoded(compressor, like, given, weights=None):
     """In float64, of what each of the workers on the leading axis sent."""
     workers, lifted = len(jax.tree.leaves(given)[0]), lift(compressor)
+    shares = np.full(workers, 1 / workers) if weights is None else np.asarray(weights)
     state = lifted.init(jax.random.key(0), like)
     shared = lambda i: state.shared if lifted.for_worker is None else lifted.for_worker(state.shared, i, workers)
 
@@ -63,7 +58,7 @@ def mean_of_decoded(compressor, like, given, weights=None):
         payload, _ = lifted.compress(jax.random.key(1), jax.tree.map(lambda a: a[i], given), mine)
         return lifted.decompress(payload, mine.shared, wide_like(like))
 
-    return jax.tree.map(lambda *x: np.average(np.float64(x), axis=0, weights=weights), *map(one, range(workers)))
+    return jax.tree.map(lambda *x: np.tensordot(shares, np.float64(x), 1), *map(one, range(workers)))
 
 
 def assert_near(got, want, tolerance=1e-6):
@@ -74,15 +69,18 @@ def assert_near(got, want, tolerance=1e-6):
 
 # Sharded parameters and hierarchies crashed with gather, ladder, concat and ring where no leaf was small.
 CASES = [(via, world, small) for via in VIAS for world in ("mesh", "shards", "replicas") for small in (True, False)]
+QUICK = [case for case in CASES if case[0] in ("auto", "gather", "two_shot") or not case[2]]
+QUICK = [case for case in QUICK if case[0] != "ladder" or case[1] == "shards"]
 
 
 @pytest.mark.filterwarnings("ignore:via=")
-@pytest.mark.parametrize(("via", "world", "small"), CASES)
-def test_every_route_on_every_mesh(via, world, small, seed):
+@pytest.mark.parametrize("case", variants(CASES, QUICK), ids=lambda case: "-".join(map(str, case)))
+def test_every_route_on_every_mesh(case, seed):
     """The mean is right, and typed as the out specs ask for under check_vma=True."""
+    via, world, small = case
     compressor = identity() if via in ("sum", "two_shot") else uneven((40, 3))
     like = like_of(via, small, 2)
-    step = step_of(via, compressor, like, link=SLOW)
+    step = step_of(via, compressor, like)
     if world == "shards":
         given = messages(seed, like, (2, 2))
         got = on_shards(step, given)
@@ -93,3 +91,209 @@ def test_every_route_on_every_mesh(via, world, small, seed):
     given = messages(seed, like, (2,))
     got = (on_mesh if world == "mesh" else on_replicas)(step, given)
     assert_near(got, mean_of_decoded(compressor, like, given))
+
+
+# ------------------------------------------------------------------------------------------------
+# Routes that bring payloads together give the same mean, bit for bit
+
+TOGETHER = ["gather", "concat", "ring", "ragged"]
+COMPRESSORS = {
+    "uneven": uneven(COUNTS),
+    "bf16": uneven(COUNTS, jnp.bfloat16),
+    "natural": natural(),
+    "fp8": cast("float8_e4m3fn"),
+    "dithering": dithering(7),
+}
+WEIGHTS = {"equal": None, "weighted": (0.1, 0.4, 0.3, 0.2)}
+WAYS = [(name, weights) for name in COMPRESSORS for weights in WEIGHTS]
+
+
+@pytest.mark.filterwarnings("ignore:via=")
+@pytest.mark.parametrize("case", variants(WAYS, {("uneven", "weighted"), ("bf16", "equal")}), ids="-".join)
+def test_gathered_means_are_bitwise_equal(case, seed):
+    """In one program, under vmap and on a mesh; as another compressor reads them, too."""
+    name, weights = case[0], WEIGHTS[case[1]]
+    compressor, like = COMPRESSORS[name], LIKES["small"]
+    w = None if weights is None else jnp.asarray(weights, jnp.float32)
+
+    def step(message, call):
+        results = {via: rw.send(via, compressor, like, message, call._replace(weights=w)) for via in TOGETHER}
+        shared = lift(compressor).init(jax.random.key(0), like).shared
+        return {via: (result.mean, result.read(lift(compressor), shared)) for via, (result, _) in results.items()}
+
+    given = messages(seed, like, (N,))
+    for world in (on_vmap, on_mesh):
+        got = world(step, given)
+        assert len({bits(mean) for means in got.values() for mean in means}) == 1
+    if name in ("uneven", "bf16"):
+        assert_near(got["ring"][0], mean_of_decoded(compressor, like, given, weights), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:via=")
+@pytest.mark.parametrize("like", ["small", "none", "vector", "stack"])
+@pytest.mark.parametrize("name", ["uneven", "natural", "dithering"])
+def test_ladder_gives_bitwise_the_gathered_mean(name, like, seed):
+    compressor, like = COMPRESSORS[name], LIKES[like]
+
+    def step(message, call):
+        results = {via: rw.send(via, compressor, like, message, call)[0] for via in ("gather", "ladder")}
+        return {via: (result.mean, jnp.float32(result.sent_bytes)) for via, result in results.items()}
+
+    for world in (on_vmap, on_mesh):
+        got = world(step, messages(seed, like, (N,)))
+        assert bits(got["gather"][0]) == bits(got["ladder"][0])
+    assert got["ladder"][1] < got["gather"][1]
+
+
+def test_mean_is_that_of_vmap_and_of_a_mesh_without_types(seed):
+    """Equal weights: bit for bit."""
+    like, given = LIKES["small"], messages(seed, LIKES["small"], (N,))
+    step = step_of("auto", uneven(COUNTS), like, link=SLOW)
+    one, two, three = on_vmap(step, given), on_mesh(step, given), on_mesh(step, given, check_vma=False)
+    assert bits(one) == bits(two) == bits(three)
+
+
+# ------------------------------------------------------------------------------------------------
+# What "auto" takes
+
+
+@pytest.mark.parametrize(
+    ("compressor", "like", "link", "name"),
+    [
+        (identity(), "small", SLOW, "sum"),
+        (natural(), "small", SLOW, "gather"),
+        (natural(), "dense", SLOW, "sum"),
+        (uneven(COUNTS), "vector", SLOW, "ring"),
+        (uneven(COUNTS), "vector", Link(1.0, 1e6), "gather"),
+        (uneven((9, 9, 9, 9)), "vector", SLOW, "gather"),
+        (uneven(COUNTS), "stack", SLOW, "gather"),
+    ],
+    ids=["linear", "equal", "dense", "slow-link", "late-link", "equal-lengths", "stack"],
+)
+def test_auto_takes_the_fastest(compressor, like, link, name, seed, monkeypatch):
+    monkeypatch.setattr(collectives, "has_ragged", lambda: False)
+    chosen, like = [], LIKES[like]
+
+    def step(message, call):
+        result, _ = rw.send("auto", compressor, like, message, call._replace(link=link))
+        chosen.append(result.route)
+        return result.mean
+
+    given = messages(seed, like, (N,))
+    assert_near(
+        on_vmap(step, given), mean_of_decoded(compressor, like, given), 1 if "natural" in str(compressor) else 1e-5
+    )
+    assert set(chosen) == {name}
+
+
+def test_gathering_padded_messages_warns(seed):
+    step = step_of("gather", uneven(COUNTS), LIKES["vector"])
+    with pytest.warns(UserWarning, match=r"2\.1\d times the mean"):
+        on_vmap(step, messages(seed, LIKES["vector"], (N,)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Registry and refusals
+
+
+def test_registry():
+    assert list(ROUTES) == ["sum", "gather", "concat", "ring", "ragged", "ladder", "two_shot"]
+    assert ("auto", *ROUTES) == VIAS
+    assert all(route_of(via).name == via for via in VIAS)
+    assert [via for via in VIAS if route_of(via).buckets] == ["auto", "sum", "gather"]
+    given = Layout("leaf")
+    assert all(route_of(via).layout(given, 3) == given for via in VIAS if via != "two_shot")
+    assert route_of("two_shot").layout(given, 3) == Layout("chunks", chunks=3)
+    with pytest.raises(ValueError, match=r"via must be one of 'auto', 'sum'.*; got 'fast'"):
+        route_of("fast")
+
+
+def test_refusals():
+    assert "needs a linear compressor; natural is not. Use" in ROUTES["sum"].refuses(natural(), {})
+    assert ROUTES["sum"].refuses(identity(), {}) is None
+    two_shot = ROUTES["two_shot"].refuses
+    assert two_shot(natural(), {"memory": "memory", "compressor": "compressor"}) is None
+    assert "keeps a shift in step" in two_shot(natural(), {"inner": {"h": "shift"}})
+    assert "needs a compressor of one array; got identity" in two_shot(lift(identity()), {})
+    assert "has a plan for each" in two_shot(uneven(COUNTS), {})
+    unknown = natural()._replace(spec=natural().spec._replace(omega=None, alpha=None))
+    assert "known error bound" in two_shot(unknown, {})
+    for via in ("auto", "gather", "concat", "ring", "ragged", "ladder"):
+        assert route_of(via).refuses(uneven(COUNTS), {"h": "shift"}) is None
+
+
+def test_ragged_is_refused_where_the_backend_has_none(seed, monkeypatch):
+    monkeypatch.setattr(collectives, "has_ragged", lambda: False)
+    with pytest.raises(ValueError, match='the cpu backend has no ragged_all_to_all; use via="ring"'):
+        on_vmap(step_of("ragged", uneven(COUNTS), LIKES["vector"]), messages(seed, LIKES["vector"], (N,)))
+
+
+def test_lengths_of_another_number_of_workers_are_refused(seed):
+    step = step_of("ring", uneven((40, 3))._replace(for_worker=None), LIKES["vector"])
+    with pytest.raises(ValueError, match="lengths for 2 workers; the axis has 4"):
+        on_vmap(step, messages(seed, LIKES["vector"], (N,)))
+
+
+@pytest.mark.parametrize("via", ["auto", "gather", "sum", "concat", "ring", "ragged", "ladder"])
+@pytest.mark.parametrize("size", [0, 1])
+def test_tiny_messages(via, size, seed):
+    given = messages(seed, rw.shape(size), (N,))
+    got = on_vmap(step_of(via, identity(), rw.shape(size)), given)
+    np.testing.assert_allclose(got, np.asarray(given).mean(0), atol=1e-6)
+
+
+def test_one_worker(seed):
+    given = messages(seed, LIKES["small"], (1,))
+    for via in VIAS[:-1]:
+        got = on_vmap(step_of(via, identity(), LIKES["small"]), given)
+        assert_near(got, jax.tree.map(lambda a: a[0], given))
+
+
+def test_rungs():
+    assert rungs(10) == ()
+    for words in (17, 1000, 10**6):
+        steps = rungs(words)
+        assert list(steps) == sorted(set(steps))
+        assert steps[-1] < words
+        assert all(b <= 2 * a for a, b in itertools.pairwise(steps))
+        assert all(b <= 1.2 * a + 1 for a, b in itertools.pairwise(steps) if a > words / 16)
+
+
+@pytest.mark.parametrize("like", ["vector", pytest.param("stack", marks=pytest.mark.slow), "small"])
+def test_payloads_of_stacks_survive_their_codes(like, seed):
+    """Row by row, then everything else."""
+    compressor, like = lift(natural() if like == "small" else uneven((7,))), LIKES[like]
+    is_stack = [len(x.shape) > 1 for x in getattr(like, "vectors", (like,))]
+    state = compressor.init(jax.random.key(0), like)
+    payload, _ = compressor.compress(jax.random.key(1), messages(seed, like, ()), state)
+    coded = jax.jit(lambda payload: encode(payload, is_stack))(payload)
+    assert coded.fits
+    assert not np.any(coded.words[coded.used :])
+    assert bits(jax.jit(lambda words: decode(words, payload, is_stack))(coded.words)) == bits(payload)
+
+
+# ------------------------------------------------------------------------------------------------
+# 64-bit mode
+
+
+@pytest.mark.parametrize("via", ["auto", "sum", "gather", "ring", "two_shot"])
+@pytest.mark.parametrize("weights", [None, (0.1, 0.9)], ids=["equal", "weighted"])
+def test_messages_in_double_precision_are_added_in_double_precision(via, weights, seed):
+    with jax.enable_x64(True):
+        like = rw.shape(2, 32, dtype=jnp.float64) if via == "two_shot" else rw.shape(64, dtype=jnp.float64)
+        given = messages(seed, like, (2,))
+        w = None if weights is None else jnp.asarray(weights, jnp.float64)
+        got = on_vmap(step_of(via, identity(), like, weights=w), given)
+        want = np.average(np.asarray(given), axis=0, weights=weights)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, want, rtol=1e-14, atol=1e-15)
+
+
+def test_narrow_payloads_of_double_messages_are_added_in_double_precision():
+    """1/3 in bf16 and weights that f32 cannot hold."""
+    with jax.enable_x64(True):
+        like, w = rw.shape(8, dtype=jnp.float64), jnp.asarray([0.1, 0.9], jnp.float64)
+        given = jnp.full((2, 8), 1 / 3, jnp.float64)
+        got = on_vmap(step_of("sum", cast("bfloat16"), like, weights=w, exact=True), given)
+        np.testing.assert_allclose(got, np.float64(jnp.bfloat16(1 / 3)), rtol=1e-15)

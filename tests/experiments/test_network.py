@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 from programs import ROOT, run_to
-from worlds import mesh_of
 
 from experiments import netlab, network
 from experiments.cli import UserError
@@ -23,7 +21,6 @@ from experiments.network import results
 from experiments.network.methods import AXIS, method_name, transformation
 from experiments.network.offline import Inseparable, offline
 from experiments.pool import Pool
-from jaxcomp.exchange import collectives
 
 
 def refusal():
@@ -250,27 +247,6 @@ def test_a_program_whose_exchange_depends_on_data_has_no_offline_form():
     state = jax.vmap(lambda _: tx.init(gradient), axis_name=AXIS)(jnp.arange(2))
     with pytest.raises(Inseparable, match="collective within cond"):
         offline(tx.update, AXIS, 2, gradient, jax.tree.map(lambda x: x[0], state))
-
-
-@pytest.mark.parametrize("workers", [2, 3, 4, 6])
-def test_permutations_bring_every_part_once_and_pair_no_workers_where_that_can_be_helped(workers):
-    plan, parts = collectives.permutation_schedule(workers)
-    sent = [(i, target, part) for each in plan for i, (target, part) in enumerate(zip(*each, strict=True))]
-    pairs = [(i, j) for i in range(workers) for j in range(workers) if i != j]
-    assert sorted(sent) == [(*pair, part) for pair in pairs for part in range(parts)]
-    assert all(sorted(each.targets) == list(range(workers)) for each in plan)
-    paired = [each for each in plan if any(each.targets[each.targets[i]] == i for i in range(workers))]
-    assert len(paired) == (workers in (2, 6))
-
-
-@pytest.mark.parametrize("workers", [3, 4])
-def test_permutations_are_an_all_to_all(workers):
-    rows = jnp.arange(workers * workers * 7, dtype=jnp.uint32).reshape(workers * workers, 7)
-    run = lambda fn: jax.jit(
-        jax.shard_map(fn, mesh=mesh_of(workers), in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec(AXIS))
-    )(rows)
-    want = run(lambda x: jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True))
-    np.testing.assert_array_equal(run(lambda x: collectives._all_to_all_by_permutations(x, AXIS)), want)
 
 
 def test_break_even_and_limit():

@@ -15,6 +15,7 @@ whatever the rung is: 0.6 ms beside 3.5 ms for a gather of 4 MB, two CPU devices
 (`python -m experiments bench codes`).
 """
 
+import functools
 import math
 from typing import Any
 
@@ -39,7 +40,7 @@ from jaxcomp.exchange.varying import axis_size, on_equal_types
 from jaxcomp.layout import rows_of
 from jaxcomp.payloads import Coded, Leaves, decode_message, encode_message, lane_bytes
 
-__all__ = ["LADDER", "rungs"]
+__all__ = ["LADDER", "carry", "decode", "encode", "rungs"]
 
 Array = jax.Array
 LEAST = 16  # words of the lowest rung
@@ -57,13 +58,19 @@ def rungs(words: int) -> tuple[int, ...]:
 
 def reduce(out: Outgoing, call: Call) -> Reduced:
     is_stack = [rows_of(vector) is not None for vector in getattr(out.like, "vectors", (out.like,))]
-    carry = lambda payload, lengths, call: _carry(payload, is_stack, call)
-    payloads, sent_bytes = stacked(carry, out.payload, None, call)
+    payloads, sent_bytes = stacked(functools.partial(carry, is_stack=is_stack), out.payload, None, call)
     return reduced(out, call, payloads, call.weights, "ladder", sent_bytes)
 
 
-def _carry(payload: Any, is_stack: list[bool], call: Call) -> tuple[Any, Any]:
-    """All payloads, as an all-gather would bring them, for the bytes of their codes."""
+def carry(payload: Any, lengths: Any, call: Call, is_stack: list[bool] | None = None) -> tuple[Any, Any]:
+    """All payloads, as an all-gather would bring them, for the bytes of their codes.
+
+    Args:
+        payload, lengths, call: as for `Carry`; padding has no code, so lengths are not needed.
+        is_stack: for each vector of the payload, whether its arrays have a leading axis of rows; None: no vector.
+    """
+    del lengths
+    is_stack = is_stack or [False] * len(getattr(payload, "leaves", (payload,)))
     workers, axis = axis_size(call.axis), call.axis
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), payload)
     steps = rungs(lane_bytes(payload) // 4)

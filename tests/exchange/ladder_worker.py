@@ -48,7 +48,7 @@ def work(address, number):
     from jax.experimental import multihost_utils
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    from jaxcomp.exchange.meet import meet
+    from jaxcomp.exchange.routes import Call, gather, ladder
     from jaxcomp.payloads import Sparse
 
     jax.config.update("jax_platforms", "cpu")
@@ -66,8 +66,9 @@ def work(address, number):
 
     def program(via):
         def exchange(payload):
-            met = meet(via, jax.tree.map(lambda a: a[0], payload), None, "data", False)
-            return jax.numpy.sum(met.payloads.values, axis=0), jax.numpy.float32(met.sent_bytes)
+            carry = {"gather": gather.carry, "ladder": ladder.carry}[via]
+            rows, sent_bytes = carry(jax.tree.map(lambda a: a[0], payload), None, Call("data"))
+            return jax.numpy.sum(rows.values, axis=0), jax.numpy.float32(sent_bytes)
 
         step = jax.shard_map(exchange, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
         return jax.jit(step).lower(payload(CAPACITY)).compile()

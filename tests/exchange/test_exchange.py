@@ -1,4 +1,6 @@
-"""The same payloads, met in different worlds, give the same mean, bit for bit with equal weights."""
+"""The same payloads give the same mean with vmap, on a mesh and as bytes on the host, bitwise for equal weights."""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +12,23 @@ from variants import variants
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.base import accumulate, for_worker, wide_like
-from jaxcomp.exchange import Met, gather, sums
-from jaxcomp.exchange.meet import meet
+from jaxcomp.base import accumulate, for_worker, like_of, wide_like
+from jaxcomp.compressors.parts import lift
+from jaxcomp.exchange.routes import Call, Outgoing, route_of
+from jaxcomp.layout import plan_of
 from jaxcomp.payloads import Dense, Leaves
 
 N = 4
 WEIGHTS = {"equal": None, "weighted": np.array([0.1, 0.4, 0.3, 0.2])}
 TREE = {"w": jnp.zeros((30, 50)), "b": jnp.zeros(7), "v": jnp.zeros(1100)}
+
+
+class Arrived(NamedTuple):
+    """mean = scale * sum_j weights_j decompress(payloads_j)."""
+
+    payloads: Any
+    weights: Any
+    scale: float
 
 
 def mean_of(met, compressor, shared, like):
@@ -37,24 +48,27 @@ def payloads_of(compressor, like, key, seed):
 
 
 def everywhere(compressor, via, weights, like, key, seed):
-    """The mean in three worlds, and what it should be in float64."""
+    """The mean in three worlds, and what it should be in float64; `like` is an array, or a tree to be laid out."""
+    compressor = lift(compressor)
+    like = plan_of(compressor.spec.lifted.layout, like).like
     shared, payloads = payloads_of(compressor, like, key, seed)
     stacked = jax.tree.map(lambda *a: jnp.stack(a), *payloads)
     w = None if weights is None else jnp.asarray(weights, jnp.float32)
     linear = compressor.spec.linear
 
     def worker(payload, shared):
-        return mean_of(meet(via, payload, w, AXIS, linear), compressor, shared, like)
+        out = Outgoing(jax.random.key(0), compressor, payload, shared, like)
+        return route_of(via).reduce(out, Call(AXIS, weights=w)).mean
 
     sharded = jax.shard_map(
         lambda p, s: worker(jax.tree.map(lambda a: a[0], p), s), mesh=mesh_of(N), in_specs=(P(AXIS), P()), out_specs=P()
     )
     arrived = [jc.wire.decode(jc.wire.encode(payload)) for payload in payloads]
-    met = meet_on_host(arrived, None if weights is None else np.float32(weights), via, linear)
+    met = arrived_on_host(arrived, None if weights is None else np.float32(weights), via, linear)
     decompress = jax.jit(lambda p, shared: compressor.decompress(p, shared, like))
     decoded = [decompress(p, for_worker(compressor, shared, i, N)) for i, p in enumerate(payloads)]
     want = jax.tree.map(lambda *x: np.average(np.float64(x), axis=0, weights=weights), *decoded)
-    on_host = jax.jit(lambda p, w: mean_of(Met(p, w, met.scale), compressor, shared, like))
+    on_host = jax.jit(lambda p, w: mean_of(Arrived(p, w, met.scale), compressor, shared, like))
     return {
         "shard_map": jax.jit(sharded)(stacked, shared),
         "vmap": jax.jit(jax.vmap(worker, in_axes=(0, None), out_axes=None, axis_name=AXIS))(stacked, shared),
@@ -62,7 +76,7 @@ def everywhere(compressor, via, weights, like, key, seed):
     }, want
 
 
-def meet_on_host(payloads, weights, via, linear):
+def arrived_on_host(payloads, weights, via, linear):
     """The exchange in NumPy, from decoded messages."""
     scale = 1 / N if weights is None else 1.0
     each = np.ones(N, np.float32) if weights is None else weights
@@ -77,12 +91,12 @@ def meet_on_host(payloads, weights, via, linear):
         return total.astype(parts[0].dtype)[None]
 
     if via == "gather" or not (linear or isinstance(stacked, Leaves)):
-        return Met(stacked, weights, scale)
+        return Arrived(stacked, weights, scale)
     total = jax.tree.map(summed, *payloads)
     if linear:
-        return Met(total, None, scale)
+        return Arrived(total, None, scale)
     parts = None if weights is None else Leaves(Dense(None), (weights,) * len(stacked.leaves))
-    return Met(Leaves(total.dense, stacked.leaves), parts, scale)
+    return Arrived(Leaves(total.dense, stacked.leaves), parts, scale)
 
 
 def assert_right(results, want, tolerance, weights):
@@ -136,20 +150,5 @@ TREES = [
 @pytest.mark.parametrize("compressor", TREES, ids=lambda c: c.spec.name)
 def test_trees_are_right_and_bitwise_equal_everywhere(compressor, way, key, seed):
     via, weights = way
-    like = jax.eval_shape(lambda: TREE)
+    like = like_of(TREE)
     assert_right(*everywhere(compressor, via, WEIGHTS[weights], like, key, seed), 1e-5, weights)
-
-
-def test_narrow_sums_are_added_in_single_precision():
-    """256 + 1 + 1 + 1 in bf16 would stay at 256; added in f32 and rounded once it is 260."""
-    x = jnp.array([[256.0], [1.0], [1.0], [1.0]], jnp.bfloat16)
-
-    def worker(values):
-        return sums(Dense(values), None, AXIS, True).payloads.values[0]
-
-    np.testing.assert_array_equal(np.float32(jax.vmap(worker, axis_name=AXIS, out_axes=None)(x)), [260])
-
-
-def test_order_of_workers_is_the_order_of_the_axis():
-    met = jax.vmap(lambda x: gather(x, None, AXIS).payloads, axis_name=AXIS, out_axes=None)(jnp.arange(5.0))
-    np.testing.assert_array_equal(met, np.arange(5.0))

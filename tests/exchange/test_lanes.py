@@ -1,0 +1,179 @@
+"""Lanes: what shares a collective, that it arrives, and that the bytes are those of the compiled program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import route_worlds as rw
+from jax.sharding import PartitionSpec as P
+from route_worlds import LIKES, messages, uneven
+from worlds import AXIS, mesh_of
+
+from jaxcomp.compressors.dense import cast, identity, natural
+from jaxcomp.exchange import collectives, lanes
+from jaxcomp.exchange.routes import Call
+from jaxcomp.exchange.varying import varying, varying_axes
+from jaxcomp.ledger import ledger
+from jaxcomp.payloads import Dense, Leaves
+
+N = 4
+MIXED = {
+    "bytes": jnp.arange(10, dtype=jnp.uint8),
+    "empty": jnp.zeros((0, 3)),
+    "floats": jnp.arange(6.0).reshape(2, 3),
+    "halves": jnp.arange(5, dtype=jnp.bfloat16),
+    "scalar": jnp.float32(7),
+}
+
+
+def test_few_wide_entries_join_a_narrow_lane():
+    (lane,) = lanes.word_lanes(MIXED)
+    assert (lane.dtype, lane.size) == (jnp.uint8, 10 + 4 * 6 + 2 * 5 + 4)
+    many = MIXED | {"many": jnp.zeros(lanes.FEW_BYTES // 4 + 1)}
+    assert [lane.width for lane in lanes.word_lanes(many)] == [1, 4]
+    assert [(lane.dtype, lane.size) for lane in lanes.sum_lanes(MIXED)] == [
+        (jnp.uint8, 10),
+        (jnp.float32, 7),
+        (jnp.bfloat16, 5),
+    ]
+
+
+def test_buckets_have_lanes_of_their_own_and_small_leaves_go_last():
+    payload = Leaves(Dense(jnp.zeros(3)), (Dense(jnp.zeros(2)), (jnp.zeros(1), jnp.zeros(1, jnp.int32))))
+    buckets = lanes.buckets_of_arrays(payload, (2, 1))
+    assert buckets == [0, 2, 1, 1]
+    assert [(lane.bucket, lane.places) for lane in lanes.word_lanes(payload, buckets)] == [
+        (1, (2, 3)),
+        (2, (1,)),
+        (0, (0,)),
+    ]
+    assert lanes.buckets_of_arrays(payload.leaves, (2, 1)) == [2, 1, 1]
+    assert lanes.buckets_of_arrays(payload, None) is lanes.buckets_of_arrays(Dense(jnp.zeros(2)), (1,)) is None
+
+
+def test_everything_arrives(seed):
+    rng = np.random.default_rng(seed)
+    given = {name: jnp.asarray(rng.integers(0, 99, (N, N, *x.shape)), x.dtype) for name, x in MIXED.items()}
+    both = lambda x: (lanes.all_gather(x, AXIS), lanes.all_to_all(x, AXIS))
+    rows, parts = jax.vmap(both, axis_name=AXIS, out_axes=(None, 0))(given)
+    for name, x in given.items():
+        np.testing.assert_array_equal(rows[name], x)
+        np.testing.assert_array_equal(parts[name], np.swapaxes(x, 0, 1))
+
+
+def test_narrow_sums_are_added_in_single_precision():
+    """256 + 1 + 1 + 1 in bf16 would stay at 256; added in f32 and rounded once it is 260."""
+    x = jnp.array([[256.0], [1.0], [1.0], [1.0]], jnp.bfloat16)
+    total = lambda exact: jax.vmap(lambda x: lanes.all_sum(x, AXIS, exact=exact), axis_name=AXIS, out_axes=None)(x)
+    assert (total(False), total(True)) == (260, 259)
+
+
+# ------------------------------------------------------------------------------------------------
+# Bytes
+
+
+def counted(via, compressor, like, given, world, **options):
+    """Bytes of the compiled program, and what the route says."""
+    said = []
+
+    def step(message, call):
+        result, _ = rw.send(via, compressor, like, message, call._replace(**options))
+        said.append(result.sent_bytes)
+        return result.mean
+
+    mesh, call, spec = {
+        "mesh": (mesh_of(N), Call(AXIS), P(AXIS)),
+        "replicas": (rw.grid("replica"), Call(AXIS, replicas=("replica",)), P(AXIS)),
+    }[world]
+    program = jax.jit(jax.shard_map(lambda x: step(rw.first(x), call), mesh=mesh, in_specs=spec, out_specs=P()))
+    return ledger(program, given).total_bytes, said[0]
+
+
+BUCKETS = {"buckets": (2, 1)}
+CASES = {
+    "gather": ("gather", natural(), "small", {}),
+    "gather-narrow": ("gather", cast("float8_e4m3fn"), "small", {}),
+    "gather-buckets": ("gather", natural(), "small", BUCKETS),
+    "sum": ("sum", identity(), "small", {}),
+    "sum-narrow": ("sum", cast("bfloat16"), "small", {}),
+    "sum-exact": ("sum", cast("bfloat16"), "small", {"exact": True}),
+    "sum-buckets": ("sum", identity(), "small", BUCKETS),
+    "auto": ("auto", natural(), "small", {}),
+    "auto-buckets": ("auto", natural(), "small", BUCKETS),
+    "auto-dense": ("auto", natural(), "dense", {}),
+    "concat": ("concat", uneven((40, 3, 11, 60)), "vector", {}),
+    "ring": ("ring", uneven((40, 3, 11, 60)), "vector", {}),
+}
+
+
+PLACES = [(name, "mesh") for name in CASES] + [(name, "replicas") for name in CASES if name not in ("concat", "ring")]
+
+
+@pytest.mark.parametrize(("name", "world"), PLACES)
+def test_bytes_are_those_of_the_compiled_program(name, world, seed):
+    via, compressor, like, options = CASES[name]
+    workers = N if world == "mesh" else 2
+    given = messages(seed, LIKES[like], (workers,))
+    compiled, said = counted(via, compressor, LIKES[like], given, world, **options)
+    assert said == pytest.approx(compiled, rel=1e-6)
+    assert said > 0
+
+
+@pytest.mark.parametrize("compressor", [identity(), natural(), cast("float8_e4m3fn")], ids=lambda c: c.spec.name)
+def test_two_shots_send_what_the_compiled_program_does(compressor, seed):
+    given = messages(seed, rw.shape(N, 96), (N,))
+    compiled, said = counted("two_shot", compressor, rw.shape(N, 96), given, "mesh")
+    assert said == compiled
+
+
+def test_a_bucket_does_not_wait_for_the_others(seed):
+    """Each has a collective of its own, which XLA does not join with the next."""
+    given = messages(seed, LIKES["small"], (N,))
+    ways = {}
+    for buckets in (None, (2, 1)):
+        step = lambda x: rw.send("gather", natural(), LIKES["small"], rw.first(x), Call(AXIS, buckets=buckets))[0].mean  # noqa: B023
+        program = jax.jit(jax.shard_map(step, mesh=mesh_of(N), in_specs=P(AXIS), out_specs=P()))
+        ways[buckets] = len([row for row in ledger(program, given).rows if row.op == "all-gather"])
+    assert ways == {None: 1, (2, 1): 3}
+
+
+# ------------------------------------------------------------------------------------------------
+# The schedule of permutations
+
+
+@pytest.mark.parametrize("workers", range(2, 9))
+def test_permutations_bring_every_part_once_and_pair_nobody_up_where_it_can_be_helped(workers):
+    schedule, parts = collectives.permutation_schedule(workers)
+    sent = [(i, target, part) for step in schedule for i, (target, part) in enumerate(zip(*step, strict=True))]
+    pairs = [(i, j) for i in range(workers) for j in range(workers) if i != j]
+    assert sorted(sent) == [(*pair, part) for pair in pairs for part in range(parts)]
+    assert all(sorted(step.targets) == list(range(workers)) for step in schedule)
+    paired = [step for step in schedule if any(step.targets[step.targets[i]] == i for i in range(workers))]
+    assert len(paired) == (0 if workers % 2 or workers == 4 else 1)
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_permutations_are_an_all_to_all(workers):
+    rows = jnp.arange(workers * workers * 7, dtype=jnp.uint32).reshape(workers * workers, 7)
+    run = lambda fn: jax.jit(jax.shard_map(fn, mesh=mesh_of(workers), in_specs=P(AXIS), out_specs=P(AXIS)))(rows)
+    want = run(lambda x: jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True))
+    np.testing.assert_array_equal(run(lambda x: collectives._all_to_all_by_permutations(x, AXIS)), want)
+
+
+def test_ragged_lowers_for_accelerators():
+    fn = lambda words: varying(collectives.ragged_all_to_all(words[0], (3, 1, 0, 2), AXIS), AXIS)
+    fn = jax.jit(jax.shard_map(fn, mesh=mesh_of(N), in_specs=P(AXIS), out_specs=P(AXIS)))
+    text = fn.trace(jnp.zeros((N, 3), jnp.uint32)).lower(lowering_platforms=("cuda",)).as_text()
+    assert "ragged_all_to_all" in text
+
+
+def test_gathers_of_nothing_have_the_types_of_full_ones(seed):
+    """In a conditional, the branches of a gather of something and of nothing have equal types."""
+    like = rw.shape(0)
+
+    def step(message, call):
+        full, none = varying((jnp.ones(3), message), (AXIS, "shard"))
+        assert varying_axes(lanes.all_gather(full, AXIS)) == varying_axes(lanes.all_gather(none, AXIS)) == ("shard",)
+        return jnp.float32(1)
+
+    np.testing.assert_array_equal(rw.on_shards(step, messages(seed, like, (2, 2))), 1)
