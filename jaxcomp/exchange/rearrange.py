@@ -118,14 +118,13 @@ def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any) -> Any:
     """Inverse of `_leaves`, placed like `new`."""
     made = []
     for numbers, like in _members(plan, new):
-        shape, parts = np.shape(like), [leaves[i] for i in numbers]
-        there = [x is not None for x in parts]
-        if (any(there) and not all(there)) or (not any(there) and parts and math.prod(shape)):
+        shape, parts = np.shape(like), [x for i in numbers if (x := leaves[i]) is not None]
+        if len(parts) not in (0, len(numbers)) or (numbers and not parts and math.prod(shape)):
             raise Misfit(
                 "one leaf is small enough to be sent as it is, or was: its memory has no place in the new state"
             )
-        value = np.zeros(shape, np.asarray(_data(like)).dtype if not parts or not any(there) else parts[0].dtype)
-        if parts and all(there) and math.prod(shape):
+        value = np.zeros(shape, parts[0].dtype if parts else np.asarray(_data(like)).dtype)
+        if parts and math.prod(shape):
             rows = shape[0]
             each = [x.reshape(rows, math.prod(plan.shapes[i])) for i, x in zip(numbers, parts, strict=True)]
             joined = np.concatenate(each, 1)

@@ -32,7 +32,8 @@ class Runner(NamedTuple):
     """An algorithm bound to a place on a mesh and to a route.
 
     name: of the outer form, for errors. shares: weights of the workers, with sum one, or None. root: key of both kinds
-    of randomness. measure: errors are measured in one of so many rounds; 0 for never. code: whose bits are counted; None: what is cheap to count.
+    of randomness. measure: errors are measured in one of so many rounds; 0 for never. code: whose bits are
+    counted; None: what is cheap.
     """
 
     name: str

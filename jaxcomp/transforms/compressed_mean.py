@@ -70,8 +70,8 @@ def compressed_mean(
             the compressor brings (`dagc`), else equal.
         seed: int or key for both kinds of randomness.
         measure: whether `info` has the relative error and the number of non-finite entries, which cost passes over the
-            gradient; or an integer k: in one of k rounds. Bytes, ratio and overflow are always there, and so are code bits,
-            but those of entropy codes (`skcompress`), for which the bits of the lanes stand unless they are measured.
+            gradient; or an integer k: in one of k rounds. Bytes, ratio and overflow are always there, and so are code
+            bits, but those of entropy codes (`skcompress`), in whose place those of the lanes stand unless measured.
         link: latency and bandwidth between workers, for via="auto" and the pieces of via="ring".
         sharded: PartitionSpecs of parameters that are cut into shards over other mesh axes, a tree like them, or the
             names of the axes if all are cut over the same: each device exchanges its own shard. Make the state with
