@@ -81,6 +81,13 @@ ALGORITHMS = [
         "a contraction (alpha)",
         "jc.momentum_correction(jc.dgc(0.01))",
     ),
+    (
+        "jc.power_sgd(rank)",
+        "(e + g) Q, then (e + g)^T P: thin factors, summed",
+        "P Q^T, the rest stays in e",
+        "none: it has its own",
+        "jc.power_sgd(4)",
+    ),
 ]
 
 # call, what a worker sends, what comes of it, functions of jc.theory

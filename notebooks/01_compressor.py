@@ -92,7 +92,8 @@ plt.show()
 # transformation of it. We simulate four workers with different targets on a least-squares problem.
 
 # %%
-tx = optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), axis_name="data"), optax.sgd(0.02))
+mean = jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), axis_name="data", measure=True)
+tx = optax.chain(mean, optax.sgd(0.02))
 targets = jax.random.normal(jax.random.key(5), (4, 400))
 
 

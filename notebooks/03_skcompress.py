@@ -30,7 +30,7 @@ from experiments.skcompress.sizes import record
 from jaxcomp.compressors.minmax_sketch import Shape, insert, list_of, places, query
 from jaxcomp.payloads import sketch_bits
 
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]  # told apart by colour-blind eyes, too
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7"]  # distinct to colour-blind eyes, too
 
 # %% [markdown]
 # ## 1. A sparse gradient
@@ -168,7 +168,7 @@ axes[0].set_ylabel("decoded magnitude")
 # %% [markdown]
 # ## 5. And what it cannot mend
 #
-# Keys travel without loss anyway, so a value can be told by its place in the list, which needs no hashing: "quantile".
+# Keys travel without loss anyway, so the place in the list says which value it is, which needs no hashing: "quantile".
 # And the lists for each group, without which collisions would be worse, cost $\log_2 r$ bits a key. With equally many
 # values in each bucket (`power=0`) that is the control for the sketch at equal bits. Where tails are heavy, buckets of
 # equal parts of $\sum|x_j|$ do far better (`power=1`, the default): narrow where values are large, and so unequally
