@@ -13,6 +13,7 @@ BENCHMARKS = {
     "select": "thresholds and compaction against sorts, over sizes",
     "skcompress": "sketches and quantile buckets in jit and as bytes, against one sort of as many floats",
     "smoothness": "the parts of a DIANA+ round, against the gradients",
+    "wire": "the worst time and memory of decoding mutated messages",
 }
 
 

@@ -1,9 +1,10 @@
 """Unsigned integers of a fixed number of bits as bytes, on the host, vectorised."""
 
+from typing import Any
+
 import numpy as np
 
 from jaxcomp.codes.arrays import scatter_bits
-from jaxcomp.codes.stream import read_fields
 
 __all__ = [
     "SOME",
@@ -12,6 +13,7 @@ __all__ = [
     "pack_bits",
     "pack_words",
     "packed_size",
+    "padded_words",
     "set_words",
     "stream_bytes",
     "unpack_bits",
@@ -38,7 +40,12 @@ def words_of(data: memoryview | bytes) -> np.ndarray:
     return np.frombuffer(bytes(data) + bytes(-len(data) % 4), "<u4")
 
 
-def fields_at(words: np.ndarray, places: np.ndarray, widths: np.ndarray | int) -> np.ndarray:
+def padded_words(data: memoryview | bytes) -> np.ndarray:
+    """Bytes as words with at least two of zeros behind them, for `fields_at`."""
+    return np.frombuffer(bytes(data) + bytes(-len(data) % 4 + 8), "<u4")
+
+
+def fields_at(words: np.ndarray, places: np.ndarray, widths: Any) -> np.ndarray:
     """Numbers of at most 32 bits at given bits, as `codes.read_fields`, for few places in a long stream: int64.
 
     Args:
@@ -46,7 +53,7 @@ def fields_at(words: np.ndarray, places: np.ndarray, widths: np.ndarray | int) -
     """
     word = np.minimum(places >> 5, words.size - 2)
     both = words[word].astype(np.uint64) | words[word + 1].astype(np.uint64) << np.uint64(32)
-    mask = (np.uint64(1) << np.asarray(widths, np.uint64)) - np.uint64(1)
+    mask = (np.uint64(1) << np.uint64(widths)) - np.uint64(1)
     return (both >> (places & 31).astype(np.uint64) & mask).astype(np.int64)
 
 
@@ -100,8 +107,8 @@ def unpack_bits(data: memoryview, count: int, width: int, *, out: np.ndarray | N
     for start in range(0, count, SOME):
         size = min(SOME, count - start)
         first = start * width // 8
-        words = words_of(data[first : first + packed_size(size, width)])
-        values[start : start + size] = read_fields(words, places[:size], np.int32(width))
+        words = padded_words(data[first : first + packed_size(size, width)])
+        values[start : start + size] = fields_at(words, places[:size], width)
     return values
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxcomp.codes import keys as keycodes
-from jaxcomp.codes.huffman import CHUNK, CHUNK_BITS, LIMIT, is_prefix_code, read_lengths
-from jaxcomp.wire.bitstream import SOME, fields_at, look_ahead, words_of
+from jaxcomp.codes.huffman import CHUNK, CHUNK_BITS, LENGTH_BITS, LIMIT, USED_BITS, is_prefix_code
+from jaxcomp.wire.bitstream import SOME, fields_at, look_ahead, padded_words
 from jaxcomp.wire.errors import WireError
 
 __all__ = ["Keys", "Symbols"]
@@ -38,17 +38,12 @@ class _Blocks:
         return whole[:count]
 
 
-def _padded(data: memoryview) -> np.ndarray:
-    """Words with zeros behind them, for `fields_at`."""
-    return np.concatenate([words_of(data), np.zeros(2, np.uint32)])
-
-
 def _fields(data: memoryview, places: np.ndarray, widths: np.ndarray | int) -> np.ndarray:
     """Numbers at ascending places of a stream, without a copy of all of it."""
     if not places.size:
         return np.zeros(0, np.int64)
     first = int(places[0]) >> 3
-    return fields_at(_padded(data[first : (int(places[-1]) >> 3) + 8]), places - 8 * first, widths)
+    return fields_at(padded_words(data[first : (int(places[-1]) >> 3) + 8]), places - 8 * first, widths)
 
 
 def _check_end(field: str, data: memoryview, bits: int) -> None:
@@ -68,6 +63,16 @@ def _reversal(width: int) -> np.ndarray:
     """The lowest `width` bits of each number below 2^width in reverse."""
     numbers = np.arange(1 << width)
     return sum((numbers >> i & 1) << (width - 1 - i) for i in range(width)).astype(np.uint16)
+
+
+def _read_lengths(data: memoryview, start: int, num_symbols: int) -> tuple[np.ndarray, int]:
+    """`codes.read_lengths`, from few bytes."""
+    words = padded_words(data[: (start + USED_BITS + LENGTH_BITS * num_symbols) // 8 + 1])
+    used = int(fields_at(words, np.array([start]), USED_BITS)[0])
+    places = start + USED_BITS + LENGTH_BITS * np.arange(num_symbols)
+    lengths = fields_at(words, places, LENGTH_BITS)
+    lengths[used:] = 0
+    return lengths, start + USED_BITS + LENGTH_BITS * used
 
 
 def _lookup_table(field: str, lengths: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -104,11 +109,9 @@ class Symbols(_Blocks):
 
     def __init__(self, field: str, data: memoryview, num_symbols: int, count: int, start: int = 0):
         self.field, self.count, self.data = field, count, np.frombuffer(data, np.uint8)
-        head = words_of(data[: (start + 9 + 4 * num_symbols) // 8 + 8])
-        lengths, first = read_lengths(head, np.int32(start), num_symbols)
+        lengths, first = _read_lengths(data, start, num_symbols)
         self.table = _lookup_table(field, lengths, count)
         self.full = max((count - 1) // CHUNK, 0)  # chunks before the last
-        first = int(first)
         sums = _fields(data, first + CHUNK_BITS * np.arange(self.full), CHUNK_BITS)
         first += CHUNK_BITS * self.full
         self.begins = first + np.concatenate([np.zeros(1, np.int64), np.cumsum(sums)])
@@ -160,7 +163,7 @@ class Symbols(_Blocks):
         """Chunks between these bits: their symbols, and where each ends."""
         symbols, lengths, width = self.table
         first = int(begins[0]) >> 5 << 2
-        words = _padded(memoryview(self.data)[first : (int(begins[-1]) >> 3) + 8]).astype(np.uint64)
+        words = padded_words(memoryview(self.data)[first : (int(begins[-1]) >> 3) + 8]).astype(np.uint64)
         pairs = words[:-1] | words[1:] << np.uint64(32)
         position, mask = begins[:-1] - 8 * first, np.uint64((1 << width) - 1)
         found = np.empty((CHUNK, position.size), np.uint8)
