@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 CHUNK = 1 << 16  # values at a time; a multiple of 32, so each chunk starts on a word
+FEW = 8
 SOME = 1 << 12  # the same where memory is counted: decoding takes the same room for any length
 
 
@@ -42,7 +43,7 @@ def words_of(data: memoryview | bytes) -> np.ndarray:
 
 def padded_words(data: memoryview | bytes) -> np.ndarray:
     """Bytes as words with at least two of zeros behind them, for `fields_at`."""
-    return np.frombuffer(bytes(data) + bytes(-len(data) % 4 + 8), "<u4")
+    return np.append(words_of(data), np.zeros(2, np.uint32))
 
 
 def fields_at(words: np.ndarray, places: np.ndarray, widths: Any) -> np.ndarray:
@@ -103,6 +104,10 @@ def unpack_bits(data: memoryview, count: int, width: int, *, out: np.ndarray | N
     array([1, 2, 3], dtype=uint32)
     """
     values = np.empty(count, np.uint32) if out is None else out
+    if count <= FEW:
+        number, mask = int.from_bytes(data, "little"), (1 << width) - 1
+        values[:] = [number >> i * width & mask for i in range(count)]
+        return values
     places = width * np.arange(min(count, SOME), dtype=np.int32)
     for start in range(0, count, SOME):
         size = min(SOME, count - start)

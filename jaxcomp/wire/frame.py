@@ -88,10 +88,11 @@ class Writer:
         self.work += STREAM_BYTES
         self.parts += [varint(len(data)), data]
 
-    def body(self, memory: int) -> bytes:
-        """All of it, for a payload whose arrays have `memory` bytes."""
+    def body(self, memory: int) -> tuple[bytes, int]:
+        """All of it, for a payload whose arrays have `memory` bytes; and how many zeros it had to be filled with."""
         body = b"".join(self.parts)
-        return body + bytes(missing(len(body) + FRAME_BYTES, memory, self.work))
+        filler = missing(len(body) + FRAME_BYTES, memory, self.work)
+        return body + bytes(filler), filler
 
 
 class Reader:

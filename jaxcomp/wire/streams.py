@@ -62,7 +62,10 @@ def _check_end(field: str, data: memoryview, bits: int) -> None:
 def _reversal(width: int) -> np.ndarray:
     """The lowest `width` bits of each number below 2^width in reverse."""
     numbers = np.arange(1 << width)
-    return sum((numbers >> i & 1) << (width - 1 - i) for i in range(width)).astype(np.uint16)
+    reverse = np.zeros(numbers.size, np.uint16)
+    for i in range(width):
+        reverse |= ((numbers >> i & 1) << (width - 1 - i)).astype(np.uint16)
+    return reverse
 
 
 def _read_lengths(data: memoryview, start: int, num_symbols: int) -> tuple[np.ndarray, int]:
@@ -108,7 +111,7 @@ class Symbols(_Blocks):
     """
 
     def __init__(self, field: str, data: memoryview, num_symbols: int, count: int, start: int = 0):
-        self.field, self.count, self.data = field, count, np.frombuffer(data, np.uint8)
+        self.field, self.stream, self.data = field, data, np.frombuffer(data, np.uint8)
         lengths, first = _read_lengths(data, start, num_symbols)
         self.table = _lookup_table(field, lengths, count)
         self.full = max((count - 1) // CHUNK, 0)  # chunks before the last
@@ -140,7 +143,8 @@ class Symbols(_Blocks):
     def _one_by_one(self, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The next symbols, and where each ends."""
         symbols, lengths, width = self.table
-        values, ends = [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
+        values: list[np.ndarray] = [np.zeros(0, np.uint8)]
+        ends: list[np.ndarray] = [np.zeros(0, np.int64)]
         while count:
             size = min(SOME, width * count)
             look = look_ahead(self.data, position, size, width)
@@ -163,7 +167,7 @@ class Symbols(_Blocks):
         """Chunks between these bits: their symbols, and where each ends."""
         symbols, lengths, width = self.table
         first = int(begins[0]) >> 5 << 2
-        words = padded_words(memoryview(self.data)[first : (int(begins[-1]) >> 3) + 8]).astype(np.uint64)
+        words = padded_words(self.stream[first : (int(begins[-1]) >> 3) + 8]).astype(np.uint64)
         pairs = words[:-1] | words[1:] << np.uint64(32)
         position, mask = begins[:-1] - 8 * first, np.uint64((1 << width) - 1)
         found = np.empty((CHUNK, position.size), np.uint8)
@@ -176,7 +180,7 @@ class Symbols(_Blocks):
 
     def check_end(self) -> None:
         """The stream ends with the sequence."""
-        _check_end(self.field, memoryview(self.data), self.end)
+        _check_end(self.field, self.stream, self.end)
 
 
 # ------------------------------------------------------------------------------------------------
