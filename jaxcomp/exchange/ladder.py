@@ -1,6 +1,6 @@
 """Messages whose size depends on what is in them, in a collective of static shapes.
 
-Every worker codes its payload into words (`codes.messages`). The largest number of words that any of them needs, a
+Every worker codes its payload into words (`payloads`). The largest number of words that any of them needs, a
 `pmax`, decides on which rung of a static ladder of capacities they meet: each rung is one branch of a `switch` with
 an all-gather of that many words, and as the number is equal on all workers, all take the same branch. The last rung
 gathers the payloads as they are: for content that no code makes shorter.

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxcomp.codes import keys as keycodes
+from jaxcomp.codes import schemes
 from jaxcomp.codes.huffman import CHUNK, CHUNK_BITS, LENGTH_BITS, LIMIT, USED_BITS, is_prefix_code
+from jaxcomp.codes.keys import MAX_KEYS
 from jaxcomp.wire.bitstream import SOME, fields_at, look_ahead, padded_words
 from jaxcomp.wire.errors import WireError
 
@@ -191,8 +192,8 @@ class _Fixed(_Blocks):
     """Prefixes of `width` bits."""
 
     def __init__(self, data: memoryview, count: int, width: int):
-        self.end = keycodes.SCHEME_BITS + count * width
-        places = lambda i: keycodes.SCHEME_BITS + width * np.arange(i, min(i + SOME, count))
+        self.end = schemes.SCHEME_BITS + count * width
+        places = lambda i: schemes.SCHEME_BITS + width * np.arange(i, min(i + SOME, count))
         super().__init__(_fields(data, places(i), width) for i in range(0, count, SOME))
 
 
@@ -202,7 +203,7 @@ class _Unary(_Blocks):
     def __init__(self, data: np.ndarray, count: int):
         self.data, self.end = data, None
         if count == 0:
-            self.end = keycodes.SCHEME_BITS
+            self.end = schemes.SCHEME_BITS
         found, size = 0, SOME // 8
         for first in range(1, data.size, size):
             marks = int(np.sum(np.bitwise_count(data[first : first + size]), dtype=np.int64))
@@ -217,7 +218,7 @@ class _Unary(_Blocks):
         return 8 * first + np.flatnonzero(bits)
 
     def _symbols(self) -> Iterator[np.ndarray]:
-        before = keycodes.SCHEME_BITS - 1
+        before = schemes.SCHEME_BITS - 1
         for first in range(1, self.data.size, SOME // 8):
             marks = self._marks(first)
             if marks.size:
@@ -243,19 +244,19 @@ class Keys:
 
     def __init__(self, field: str, data: memoryview, count: int, limit: int, counts: np.ndarray | None = None):
         self.field, self.data, self.count, self.limit = field, data, count, limit
-        if count > min(8 * len(data), keycodes.MAX_KEYS):
-            most = min(8 * len(data), keycodes.MAX_KEYS)
+        if count > min(8 * len(data), MAX_KEYS):
+            most = min(8 * len(data), MAX_KEYS)
             raise WireError(f"{field} count", count, f"at most {most} in {len(data)} bytes")
         number = data[0] if len(data) else -1
-        if not 0 <= number < len(keycodes.SCHEMES):
-            raise WireError(f"{field} scheme", number, f"below {len(keycodes.SCHEMES)}")
-        self.scheme = keycodes.SCHEMES[number]
-        if self.scheme.kind == keycodes.FIXED:
+        if not 0 <= number < len(schemes.SCHEMES):
+            raise WireError(f"{field} scheme", number, f"below {len(schemes.SCHEMES)}")
+        self.scheme = schemes.SCHEMES[number]
+        if self.scheme.kind == schemes.FIXED:
             self.prefixes = _Fixed(data, count, self.scheme.width)
-        elif self.scheme.kind == keycodes.UNARY:
+        elif self.scheme.kind == schemes.UNARY:
             self.prefixes = _Unary(np.frombuffer(data, np.uint8), count)
         else:
-            self.prefixes = Symbols(field, data, keycodes.CLASSES, count, keycodes.SCHEME_BITS)
+            self.prefixes = Symbols(field, data, schemes.CLASSES, count, schemes.SCHEME_BITS)
         self.starts = np.zeros(1, np.int64) if counts is None else _starts(counts)
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -273,7 +274,7 @@ class Keys:
     def _keys(self, symbols: np.ndarray, heads: np.ndarray, last: int, position: int) -> tuple[np.ndarray, int]:
         """Keys of these prefixes, after the key `last`, with bodies that begin at this bit; and the bit after them."""
         scheme = self.scheme
-        if scheme.kind == keycodes.HUFFMAN:
+        if scheme.kind == schemes.HUFFMAN:
             widths = np.maximum(symbols - 1, 0)
             tops = np.where(symbols > 0, np.int64(1) << widths, 0)
         else:

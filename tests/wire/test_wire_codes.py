@@ -13,7 +13,7 @@ from messages import examples, quantized, sparse
 
 import jaxcomp as jc
 from jaxcomp import codes
-from jaxcomp.codes import keys as keycodes
+from jaxcomp.codes import schemes
 from jaxcomp.payloads import Quantized, Sparse
 from jaxcomp.payloads import quantized as quantized_
 from jaxcomp.payloads import sparse_records as records
@@ -149,7 +149,7 @@ def test_streams_that_lie_are_named(seed):
     changed(0, 99, 8, "scheme must be below 47; got 99")
     changed(8 + 9, 1, 4, "table must be the lengths of a complete prefix code")
     changed(8, 400, 9, "table must be")
-    lengths, start = codes.read_lengths(words, np.int32(8), keycodes.CLASSES)
+    lengths, start = codes.read_lengths(words, np.int32(8), schemes.CLASSES)
     assert lengths.max() > 0
     changed(int(start), 7, 12, "key stream bytes must be")  # a chunk that would end where no chunk begins
     with pytest.raises(jc.WireError, match="key stream bytes must be"):
