@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hostile import same
 from jax.sharding import PartitionSpec as P
-from test_wire_codes import examples
+from messages import examples
 from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc

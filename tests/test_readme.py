@@ -40,7 +40,7 @@ def test_every_name_in_the_readme_exists(name):
 
 
 def test_every_public_factory_is_in_a_table():
-    for name in jc.__all__:
+    for name in {*jc.__all__, *jc.methods.__all__, *jc.contrib.__all__}:
         made = getattr(getattr(jc, name), "__module__", "")
         if callable(getattr(jc, name)) and made.startswith(("jaxcomp.compressors", "jaxcomp.algorithms")):
             assert f"jc.{name}" in README, name

@@ -34,9 +34,16 @@ N = 4
 PARAMS = {"b": jnp.zeros(5), "w": jnp.zeros((40, 30))}
 
 
-def gradients(seed, rounds=3, workers=N):
+def gradients(seed, rounds=3, workers=N, params=PARAMS):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((rounds, workers, *p.shape)), p.dtype), PARAMS)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((rounds, workers, *p.shape)), p.dtype), params)
+
+
+def heterogeneous(seed, rounds=5, workers=N, size=60):
+    """[rounds, workers, size]: each worker around its own point."""
+    rng = np.random.default_rng(seed)
+    points = rng.standard_normal((1, workers, size))
+    return (points + 0.3 * rng.standard_normal((rounds, workers, size))).astype(np.float32)
 
 
 def fsum(rows):
@@ -127,7 +134,8 @@ def _added_up(accumulate_by, payloads, shared, size, zeros):
 
 def _mean_on_host(compressor, arrived, shared, like):
     add = _adding(compressor)
-    return _added_up(add, jax.tree.map(lambda *a: jnp.stack(a), *arrived), shared, len(arrived), zeros_like(wide_like(like)))
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *arrived)
+    return _added_up(add, stacked, shared, len(arrived), zeros_like(wide_like(like)))
 
 
 @functools.cache

@@ -14,6 +14,7 @@ BENCHMARKS = {
     "skcompress": "sketches and quantile buckets in jit and as bytes, against one sort of as many floats",
     "trees": "a GPT's whole tree: compile time, step time and memory, beside a plain psum",
     "smoothness": "the parts of a DIANA+ round, against the gradients",
+    "wire": "the worst time and memory of decoding mutated messages",
 }
 
 

@@ -15,8 +15,9 @@ A stream begins at bit `start` (0) and ends at bit `end`; words that two calls m
 `codes.read_fields` write and read whatever else there is. `codes.key_bits` and `codes.symbol_bits` give the bits
 without coding.
 
-Every function takes NumPy arrays as well and then runs on the host, to the same bits: `wire` calls these very
-functions. Capacities are static; counts and bits are traced. Streams hold at most 2^31 bits.
+Every function takes NumPy arrays as well and then runs on the host, to the same bits: `wire.encode` calls these very
+functions, `wire.streams` decodes the same streams in little memory. Capacities are static; counts and bits are traced.
+Streams hold at most 2^31 bits.
 """
 
 from jaxcomp.codes.huffman import (
@@ -29,7 +30,8 @@ from jaxcomp.codes.huffman import (
     sketch_counts,
     symbol_bits,
 )
-from jaxcomp.codes.keys import CODERS, decode_keys, encode_keys, key_bits, key_words
+from jaxcomp.codes.keys import decode_keys, encode_keys, key_bits, key_words
+from jaxcomp.codes.schemes import CODERS
 from jaxcomp.codes.stream import pack_codes, read_fields
 
 __all__ = [

@@ -87,8 +87,13 @@ def _unpack(cursor: Cursor, like: Leaves) -> Leaves:
 
 
 def _entries(payload: Leaves) -> Any:
-    each = [num_entries(part) for part in (payload.dense, *payload.leaves)]
-    return None if any(count is None for count in each) else sum(each)
+    total = 0
+    for part in (payload.dense, *payload.leaves):
+        count = num_entries(part)
+        if count is None:
+            return None
+        total = total + count
+    return total
 
 
 def _limits(payload: Leaves, lengths: Any) -> list:

@@ -1,9 +1,10 @@
 """Unsigned integers of a fixed number of bits as bytes, on the host, vectorised."""
 
+from typing import Any
+
 import numpy as np
 
 from jaxcomp.codes.arrays import scatter_bits
-from jaxcomp.codes.stream import read_fields
 
 __all__ = [
     "SOME",
@@ -12,6 +13,7 @@ __all__ = [
     "pack_bits",
     "pack_words",
     "packed_size",
+    "padded_words",
     "set_words",
     "stream_bytes",
     "unpack_bits",
@@ -20,6 +22,7 @@ __all__ = [
 ]
 
 CHUNK = 1 << 16  # values at a time; a multiple of 32, so each chunk starts on a word
+FEW = 8
 SOME = 1 << 12  # the same where memory is counted: decoding takes the same room for any length
 
 
@@ -38,7 +41,12 @@ def words_of(data: memoryview | bytes) -> np.ndarray:
     return np.frombuffer(bytes(data) + bytes(-len(data) % 4), "<u4")
 
 
-def fields_at(words: np.ndarray, places: np.ndarray, widths: np.ndarray | int) -> np.ndarray:
+def padded_words(data: memoryview | bytes) -> np.ndarray:
+    """Bytes as words with at least two of zeros behind them, for `fields_at`."""
+    return np.append(words_of(data), np.zeros(2, np.uint32))
+
+
+def fields_at(words: np.ndarray, places: np.ndarray, widths: Any) -> np.ndarray:
     """Numbers of at most 32 bits at given bits, as `codes.read_fields`, for few places in a long stream: int64.
 
     Args:
@@ -46,7 +54,7 @@ def fields_at(words: np.ndarray, places: np.ndarray, widths: np.ndarray | int) -
     """
     word = np.minimum(places >> 5, words.size - 2)
     both = words[word].astype(np.uint64) | words[word + 1].astype(np.uint64) << np.uint64(32)
-    mask = (np.uint64(1) << np.asarray(widths, np.uint64)) - np.uint64(1)
+    mask = (np.uint64(1) << np.uint64(widths)) - np.uint64(1)
     return (both >> (places & 31).astype(np.uint64) & mask).astype(np.int64)
 
 
@@ -96,12 +104,16 @@ def unpack_bits(data: memoryview, count: int, width: int, *, out: np.ndarray | N
     array([1, 2, 3], dtype=uint32)
     """
     values = np.empty(count, np.uint32) if out is None else out
+    if count <= FEW:
+        number, mask = int.from_bytes(data, "little"), (1 << width) - 1
+        values[:] = [number >> i * width & mask for i in range(count)]
+        return values
     places = width * np.arange(min(count, SOME), dtype=np.int32)
     for start in range(0, count, SOME):
         size = min(SOME, count - start)
         first = start * width // 8
-        words = words_of(data[first : first + packed_size(size, width)])
-        values[start : start + size] = read_fields(words, places[:size], np.int32(width))
+        words = padded_words(data[first : first + packed_size(size, width)])
+        values[start : start + size] = fields_at(words, places[:size], width)
     return values
 
 

@@ -22,8 +22,7 @@ import numpy as np
 
 from jaxcomp.codes.arrays import bit_length, scatter_bits
 from jaxcomp.codes.elias import elias_length
-from jaxcomp.codes.stream import read_fields
-from jaxcomp.wire.bitstream import look_ahead, stream_bytes, words_of
+from jaxcomp.wire.bitstream import fields_at, look_ahead, padded_words, stream_bytes
 from jaxcomp.wire.errors import WireError
 
 __all__ = ["Records", "decode_gaps", "decode_levels", "elias_length", "encode_gaps", "encode_levels"]
@@ -31,7 +30,7 @@ __all__ = ["Records", "decode_gaps", "decode_levels", "elias_length", "encode_ga
 MOST_DIGITS = 32
 LOOK = 16  # bits of the codes that a table holds
 BLOCK = 1 << 10, 1 << 13  # bytes that are decoded at a time: always; where there is room
-ROOM = 256  # bytes of memory that one of them takes
+ROOM = 512  # bytes of memory that one of them takes
 REACH = 32  # bytes beyond a block that its last record may touch: two codes of up to 45 bits, a sign
 BAD = 255  # length of what is no code
 
@@ -109,7 +108,7 @@ def _numbers(words: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndar
     open_ = np.arange(places.size)  # not yet at the final 0
     for _ in range(6):  # 1, 2 .. 3, 4 .. 15, 16 .. 2^16 - 1, up to 2^32 - 1, and the 0
         start = places[open_] + length[open_]
-        more = read_fields(words, start, np.int32(1)) == 1
+        more = fields_at(words, start, 1) == 1
         length[open_] += ~more
         open_, start = open_[more], start[more]
         if not open_.size:
@@ -119,7 +118,7 @@ def _numbers(words: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndar
         if wrong.any():
             length[open_[wrong]] = BAD
             open_, start, digits = open_[~wrong], start[~wrong], digits[~wrong]
-        n[open_] = _reversed(read_fields(words, start, digits), digits)
+        n[open_] = _reversed(fields_at(words, start, digits), digits)
         length[open_] += digits
     length[open_] = BAD
     return n, length
@@ -133,18 +132,24 @@ def _table() -> tuple[np.ndarray, np.ndarray]:
     and after more than 5 digits nothing but the end may follow.
     """
     every = np.arange(2**LOOK, dtype=np.uint32)
-    words = np.stack([every, np.zeros_like(every)], axis=1).reshape(-1)
+    words = np.append(np.stack([every, np.zeros_like(every)], axis=1).reshape(-1), np.zeros(2, np.uint32))
     n, length = _numbers(words, 64 * np.arange(every.size))
     return n.astype(np.uint32), length.astype(np.uint8)
 
 
-def _lookup(words: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `_numbers`, by table where it serves."""
+def _lookup(words: np.ndarray, look: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `_numbers`, by table where it serves.
+
+    Args:
+        words: of a block, padded.
+        look: the LOOK bits from each of its bits on.
+    """
     numbers, lengths = _table()
-    look = read_fields(words, places, np.int32(LOOK))
-    n, length = numbers[look].astype(np.int64), lengths[look].astype(np.int64)
+    found = look[places]
+    n, length = numbers[found].astype(np.int64), lengths[found].astype(np.int64)
     long = np.flatnonzero(length > LOOK)
-    n[long], length[long] = _numbers(words, places[long])
+    if long.size:
+        n[long], length[long] = _numbers(words, places[long])
     return n, length
 
 
@@ -182,30 +187,39 @@ class Records:
             raise WireError("Elias padding", "bits that are set", "zeros")
         self.used = (position + 7) // 8
 
-    def _block(self, position: int, most: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Gaps and levels of the records that begin in the next block, and the bit after the last."""
-        first = position // 8
-        size = min(self.block, self.data.size - first, max(16, 3 * most))
-        words = words_of(self.data[first : first + size + 2 * REACH].tobytes())
-        lengths = _lengths(words, self.data[first : first + size + 2 * REACH], size + REACH)
-        begins, at, limit = array("i"), position - 8 * first, 8 * size
+    def _follow(self, lengths: bytes, at: int, limit: int, most: int) -> tuple[np.ndarray, int]:
+        """Where at most so many records begin, from bit `at` to the limit; and the bit after the last."""
+        begins = array("i")
         append = begins.append
-        for _ in range(min(most, limit)):
+        for _ in range(most):
             if at >= limit:
                 break
             append(at)
             at += lengths[at]
             if self.levels:
                 at += lengths[at + 1] + 1
-        places = np.frombuffer(begins, np.int32)
-        gaps, length = _lookup(words, places)
+        return np.frombuffer(begins, np.int32), at
+
+    def _block(self, position: int, most: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """Gaps and levels of the records that begin in the next block, and the bit after the last."""
+        first = position // 8
+        size = min(self.block, self.data.size - first, max(16, 3 * most))
+        part = self.data[first : first + size + 2 * REACH]
+        words, look = padded_words(part.tobytes()), look_ahead(part, 0, 8 * (size + REACH), LOOK)
+        # Too long for a number that has more digits than can be; whoever begins there is looked at again.
+        lengths = _table()[1][look]
+        if not self.levels and 4 * most > 8 * self.data.size - position:
+            places, at = _follow_by_four(lengths, position - 8 * first, 8 * size, most)
+        else:
+            places, at = self._follow(lengths.tobytes(), position - 8 * first, 8 * size, most)
+        gaps, length = _lookup(words, look, places)
         levels = np.zeros(0, np.uint32)
         bad = length == BAD
         if self.levels:
             signs = places + length
-            values, length = _lookup(words, signs + 1)
+            values, length = _lookup(words, look, signs + 1)
             bad |= length == BAD
-            wide = 2 * values - 1 + read_fields(words, signs, np.int32(1)).astype(np.int64)
+            wide = 2 * values - 1 + (look[signs] & np.uint32(1)).astype(np.int64)
             levels = wide.astype(np.uint32)
             if wide.max() >= 2**32 and not bad.any():
                 raise WireError("Elias level", int(wide.max()), "below 2^32")
@@ -214,13 +228,24 @@ class Records:
         return gaps, levels, 8 * first + at
 
 
-def _lengths(words: np.ndarray, data: np.ndarray, size: int) -> bytes:
-    """For a number beginning at each of the first 8 `size` bits, the length of its code; BAD if there is none."""
-    length = _table()[1][look_ahead(data, 0, 8 * size, LOOK)]
-    long = np.flatnonzero((length > LOOK) & (length < BAD))
-    goes_on = read_fields(words, long + length[long] - 1, np.int32(1)) == 1
-    length[long[goes_on]] = BAD
-    return length.tobytes()
+def _follow_by_four(lengths: np.ndarray, at: int, limit: int, most: int) -> tuple[np.ndarray, int]:
+    """As `Records._follow` for single numbers, with fewer steps where they lie so close that these take the time."""
+    place, end = np.arange(lengths.size, dtype=np.int32), lengths.size - 1
+    pair = lengths + lengths[np.minimum(place + lengths, end)].astype(np.uint16)
+    four = (pair + pair[np.minimum(place + pair, end)]).tolist()
+    begins = array("i")
+    append = begins.append
+    for _ in range(-(-most // 4)):
+        if at >= limit:
+            break
+        append(at)
+        at += four[at]
+    heads = np.frombuffer(begins, np.int32)
+    middle = heads + pair[heads]
+    last = middle + lengths[np.minimum(middle, end)]
+    places = np.stack([heads, heads + lengths[heads], middle, last], axis=1).reshape(-1)
+    places = places[: np.searchsorted(places, limit)][:most]
+    return places, int(places[-1]) + int(lengths[places[-1]])
 
 
 def decode_gaps(data: memoryview, count: int, size: int, *, out: np.ndarray | None = None, room: int = 0) -> np.ndarray:

@@ -56,6 +56,7 @@ DTYPES = [
         jnp.float8_e4m3,
     )
 ]
+NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 FLOATS = {dtype for dtype in DTYPES if jnp.issubdtype(dtype, jnp.floating)}
 
 
@@ -70,9 +71,10 @@ def dtype_code(dtype: np.dtype) -> int:
     Raises:
         WireError: no payload has arrays of it.
     """
-    if dtype not in DTYPES:
+    number = NUMBERS.get(dtype)
+    if number is None:
         raise WireError("dtype of an array", dtype, "a float of up to 64 bits or an integer of 8 to 64")
-    return DTYPES.index(dtype)
+    return number
 
 
 def raw(array: np.ndarray) -> bytes:

@@ -88,10 +88,11 @@ class Writer:
         self.work += STREAM_BYTES
         self.parts += [varint(len(data)), data]
 
-    def body(self, memory: int) -> bytes:
-        """All of it, for a payload whose arrays have `memory` bytes."""
+    def body(self, memory: int) -> tuple[bytes, int]:
+        """All of it, for a payload whose arrays have `memory` bytes; and how many zeros it had to be filled with."""
         body = b"".join(self.parts)
-        return body + bytes(missing(len(body) + FRAME_BYTES, memory, self.work))
+        filler = missing(len(body) + FRAME_BYTES, memory, self.work)
+        return body + bytes(filler), filler
 
 
 class Reader:
@@ -130,28 +131,31 @@ class Reader:
             raise WireError("number of parts and streams", f"work for {self.work} bytes", f"at most {most}")
 
     def take(self, field: str, size: int) -> memoryview:
-        if size > self.left:
+        begin, end = self.position, self.position + size
+        if end > len(self.body):
             raise WireError(field, f"{size} bytes", f"at most the {self.left} bytes left")
-        self.position += size
-        return self.body[self.position - size : self.position]
-
-    def byte(self, field: str) -> int:
-        return self.take(field, 1)[0]
+        self.position = end
+        return self.body[begin:end]
 
     def peek(self, field: str) -> int:
-        value = self.byte(field)
-        self.position -= 1
+        if self.position >= len(self.body):
+            raise WireError(field, "1 bytes", "at most the 0 bytes left")
+        return self.body[self.position]
+
+    def byte(self, field: str) -> int:
+        value = self.peek(field)
+        self.position += 1
         return value
 
     def varint(self, field: str, limit: int = 2**63 - 1) -> int:
-        value = 0
-        for i in range(9):
+        byte = self.byte(field)
+        value, shift = byte & 0x7F, 7
+        while byte >= 0x80:
+            if shift == 63:
+                raise WireError(field, "a varint of more than 9 bytes", "at most 9 bytes")
             byte = self.byte(field)
-            value |= (byte & 0x7F) << (7 * i)
-            if byte < 0x80:
-                break
-        else:
-            raise WireError(field, "a varint of more than 9 bytes", "at most 9 bytes")
+            value |= (byte & 0x7F) << shift
+            shift += 7
         if value > limit:
             raise WireError(field, value, f"at most {limit}")
         return value
@@ -164,7 +168,7 @@ class Reader:
 
     def zeros(self, field: str, size: int) -> None:
         """Filler."""
-        if self.take(field, size).tobytes().strip(b"\0"):
+        if size and self.take(field, size).tobytes().strip(b"\0"):
             raise WireError(field, "bytes that are not zero", "zeros")
 
     def end(self) -> None:

@@ -34,8 +34,8 @@ MAX_LEAVES = 4096
 MAX_STREAM = 2**27  # bytes of a key or level stream: its bits are counted in i32
 MAX_BYTES = 2**48  # of an array, zero dimensions counted as one
 PAD_BYTES = 64
-PART_BYTES = 24
-STREAM_BYTES = 256
+PART_BYTES = 64
+STREAM_BYTES = 512
 FREE_BYTES = 2**14
 WORKSPACE = 2**19  # for the part that is being decoded, whatever the length
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxcomp.codes import keys as keycodes
-from jaxcomp.codes.huffman import CHUNK, CHUNK_BITS, LIMIT, is_prefix_code, read_lengths
-from jaxcomp.wire.bitstream import SOME, fields_at, look_ahead, words_of
+from jaxcomp.codes import schemes
+from jaxcomp.codes.huffman import CHUNK, CHUNK_BITS, LENGTH_BITS, LIMIT, USED_BITS, is_prefix_code
+from jaxcomp.codes.keys import MAX_KEYS
+from jaxcomp.wire.bitstream import SOME, fields_at, look_ahead, padded_words
 from jaxcomp.wire.errors import WireError
 
 __all__ = ["Keys", "Symbols"]
@@ -38,17 +39,12 @@ class _Blocks:
         return whole[:count]
 
 
-def _padded(data: memoryview) -> np.ndarray:
-    """Words with zeros behind them, for `fields_at`."""
-    return np.concatenate([words_of(data), np.zeros(2, np.uint32)])
-
-
 def _fields(data: memoryview, places: np.ndarray, widths: np.ndarray | int) -> np.ndarray:
     """Numbers at ascending places of a stream, without a copy of all of it."""
     if not places.size:
         return np.zeros(0, np.int64)
     first = int(places[0]) >> 3
-    return fields_at(_padded(data[first : (int(places[-1]) >> 3) + 8]), places - 8 * first, widths)
+    return fields_at(padded_words(data[first : (int(places[-1]) >> 3) + 8]), places - 8 * first, widths)
 
 
 def _check_end(field: str, data: memoryview, bits: int) -> None:
@@ -67,7 +63,20 @@ def _check_end(field: str, data: memoryview, bits: int) -> None:
 def _reversal(width: int) -> np.ndarray:
     """The lowest `width` bits of each number below 2^width in reverse."""
     numbers = np.arange(1 << width)
-    return sum((numbers >> i & 1) << (width - 1 - i) for i in range(width)).astype(np.uint16)
+    reverse = np.zeros(numbers.size, np.uint16)
+    for i in range(width):
+        reverse |= ((numbers >> i & 1) << (width - 1 - i)).astype(np.uint16)
+    return reverse
+
+
+def _read_lengths(data: memoryview, start: int, num_symbols: int) -> tuple[np.ndarray, int]:
+    """`codes.read_lengths`, from few bytes."""
+    words = padded_words(data[: (start + USED_BITS + LENGTH_BITS * num_symbols) // 8 + 1])
+    used = int(fields_at(words, np.array([start]), USED_BITS)[0])
+    places = start + USED_BITS + LENGTH_BITS * np.arange(num_symbols)
+    lengths = fields_at(words, places, LENGTH_BITS)
+    lengths[used:] = 0
+    return lengths, start + USED_BITS + LENGTH_BITS * used
 
 
 def _lookup_table(field: str, lengths: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -103,12 +112,10 @@ class Symbols(_Blocks):
     """
 
     def __init__(self, field: str, data: memoryview, num_symbols: int, count: int, start: int = 0):
-        self.field, self.count, self.data = field, count, np.frombuffer(data, np.uint8)
-        head = words_of(data[: (start + 9 + 4 * num_symbols) // 8 + 8])
-        lengths, first = read_lengths(head, np.int32(start), num_symbols)
+        self.field, self.stream, self.data = field, data, np.frombuffer(data, np.uint8)
+        lengths, first = _read_lengths(data, start, num_symbols)
         self.table = _lookup_table(field, lengths, count)
         self.full = max((count - 1) // CHUNK, 0)  # chunks before the last
-        first = int(first)
         sums = _fields(data, first + CHUNK_BITS * np.arange(self.full), CHUNK_BITS)
         first += CHUNK_BITS * self.full
         self.begins = first + np.concatenate([np.zeros(1, np.int64), np.cumsum(sums)])
@@ -137,7 +144,8 @@ class Symbols(_Blocks):
     def _one_by_one(self, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The next symbols, and where each ends."""
         symbols, lengths, width = self.table
-        values, ends = [np.zeros(0, np.uint8)], [np.zeros(0, np.int64)]
+        values: list[np.ndarray] = [np.zeros(0, np.uint8)]
+        ends: list[np.ndarray] = [np.zeros(0, np.int64)]
         while count:
             size = min(SOME, width * count)
             look = look_ahead(self.data, position, size, width)
@@ -160,7 +168,7 @@ class Symbols(_Blocks):
         """Chunks between these bits: their symbols, and where each ends."""
         symbols, lengths, width = self.table
         first = int(begins[0]) >> 5 << 2
-        words = _padded(memoryview(self.data)[first : (int(begins[-1]) >> 3) + 8]).astype(np.uint64)
+        words = padded_words(self.stream[first : (int(begins[-1]) >> 3) + 8]).astype(np.uint64)
         pairs = words[:-1] | words[1:] << np.uint64(32)
         position, mask = begins[:-1] - 8 * first, np.uint64((1 << width) - 1)
         found = np.empty((CHUNK, position.size), np.uint8)
@@ -173,7 +181,7 @@ class Symbols(_Blocks):
 
     def check_end(self) -> None:
         """The stream ends with the sequence."""
-        _check_end(self.field, memoryview(self.data), self.end)
+        _check_end(self.field, self.stream, self.end)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -184,8 +192,8 @@ class _Fixed(_Blocks):
     """Prefixes of `width` bits."""
 
     def __init__(self, data: memoryview, count: int, width: int):
-        self.end = keycodes.SCHEME_BITS + count * width
-        places = lambda i: keycodes.SCHEME_BITS + width * np.arange(i, min(i + SOME, count))
+        self.end = schemes.SCHEME_BITS + count * width
+        places = lambda i: schemes.SCHEME_BITS + width * np.arange(i, min(i + SOME, count))
         super().__init__(_fields(data, places(i), width) for i in range(0, count, SOME))
 
 
@@ -195,7 +203,7 @@ class _Unary(_Blocks):
     def __init__(self, data: np.ndarray, count: int):
         self.data, self.end = data, None
         if count == 0:
-            self.end = keycodes.SCHEME_BITS
+            self.end = schemes.SCHEME_BITS
         found, size = 0, SOME // 8
         for first in range(1, data.size, size):
             marks = int(np.sum(np.bitwise_count(data[first : first + size]), dtype=np.int64))
@@ -210,7 +218,7 @@ class _Unary(_Blocks):
         return 8 * first + np.flatnonzero(bits)
 
     def _symbols(self) -> Iterator[np.ndarray]:
-        before = keycodes.SCHEME_BITS - 1
+        before = schemes.SCHEME_BITS - 1
         for first in range(1, self.data.size, SOME // 8):
             marks = self._marks(first)
             if marks.size:
@@ -236,19 +244,19 @@ class Keys:
 
     def __init__(self, field: str, data: memoryview, count: int, limit: int, counts: np.ndarray | None = None):
         self.field, self.data, self.count, self.limit = field, data, count, limit
-        if count > min(8 * len(data), keycodes.MAX_KEYS):
-            most = min(8 * len(data), keycodes.MAX_KEYS)
+        if count > min(8 * len(data), MAX_KEYS):
+            most = min(8 * len(data), MAX_KEYS)
             raise WireError(f"{field} count", count, f"at most {most} in {len(data)} bytes")
         number = data[0] if len(data) else -1
-        if not 0 <= number < len(keycodes.SCHEMES):
-            raise WireError(f"{field} scheme", number, f"below {len(keycodes.SCHEMES)}")
-        self.scheme = keycodes.SCHEMES[number]
-        if self.scheme.kind == keycodes.FIXED:
+        if not 0 <= number < len(schemes.SCHEMES):
+            raise WireError(f"{field} scheme", number, f"below {len(schemes.SCHEMES)}")
+        self.scheme = schemes.SCHEMES[number]
+        if self.scheme.kind == schemes.FIXED:
             self.prefixes = _Fixed(data, count, self.scheme.width)
-        elif self.scheme.kind == keycodes.UNARY:
+        elif self.scheme.kind == schemes.UNARY:
             self.prefixes = _Unary(np.frombuffer(data, np.uint8), count)
         else:
-            self.prefixes = Symbols(field, data, keycodes.CLASSES, count, keycodes.SCHEME_BITS)
+            self.prefixes = Symbols(field, data, schemes.CLASSES, count, schemes.SCHEME_BITS)
         self.starts = np.zeros(1, np.int64) if counts is None else _starts(counts)
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -266,7 +274,7 @@ class Keys:
     def _keys(self, symbols: np.ndarray, heads: np.ndarray, last: int, position: int) -> tuple[np.ndarray, int]:
         """Keys of these prefixes, after the key `last`, with bodies that begin at this bit; and the bit after them."""
         scheme = self.scheme
-        if scheme.kind == keycodes.HUFFMAN:
+        if scheme.kind == schemes.HUFFMAN:
             widths = np.maximum(symbols - 1, 0)
             tops = np.where(symbols > 0, np.int64(1) << widths, 0)
         else:

@@ -1,6 +1,5 @@
 """Messages in the shortest code: round trips, bits counted against bits sent, bytes that lie."""
 
-import functools
 import time
 
 import jax
@@ -10,12 +9,12 @@ import pytest
 from hostile import FRAME, decode_guarded, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import examples, quantized, sparse
 
 import jaxcomp as jc
 from jaxcomp import codes
-from jaxcomp.codes import keys as keycodes
-from jaxcomp.packing import width_for
-from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sparse, dense, leaves, local_indices
+from jaxcomp.codes import schemes
+from jaxcomp.payloads import Quantized, Sparse
 from jaxcomp.payloads import quantized as quantized_
 from jaxcomp.payloads import sparse_records as records
 from jaxcomp.wire.bitstream import pack_words, stream_bytes, words_of
@@ -24,58 +23,6 @@ from jaxcomp.wire.frame import seal, unseal, varint
 from jaxcomp.wire.limits import PAD_BYTES
 
 decode_levels(memoryview(bytes(9)), 1, 9)  # makes its table, which no single message is to be charged with
-
-
-def sparse(rng, size, count, capacity, dtype=np.float32):
-    indices = np.sort(rng.choice(size, count, replace=False)).astype(np.int32)
-    values = rng.standard_normal(count).astype(dtype)
-    spare = capacity - count
-    return Sparse(np.pad(values, (0, spare)), np.pad(indices, (0, spare), constant_values=size))
-
-
-def quantized(rng, size, density, most, width=None):
-    levels = np.where(rng.random(size) < density, rng.integers(1, most + 1, size), 0)
-    where = np.flatnonzero(levels)
-    width = width_for(most + 1) if width is None else width
-    return Quantized(np.ones(2, np.float32), pack_words(where, levels[where], width, -(-size // 32)))
-
-
-@functools.cache
-def examples():
-    """One payload for each kind of message that code="best" writes, and that kind."""
-    rng = np.random.default_rng(3)
-    entries = sparse(rng, 5000, 300, 310)
-    local = sparse(rng, 200_000, 90, 100)
-    skewed = Quantized(
-        np.ones(1, np.float32), pack_words(np.arange(960), np.minimum(rng.geometric(0.4, 960), 31), 5, 30)
-    )
-    unsorted = Sparse(np.ones(4, np.float32), np.array([5, 1, 2, 8], np.int32))
-    return {
-        "dense": (Dense(np.arange(9, dtype=np.float32)), dense.DENSE),
-        "scaled": (Scaled(np.ones(9, jnp.bfloat16), np.float32(2)), dense.SCALED),
-        "sparse": (entries, records.CODED_SPARSE),
-        "sparse-bf16": (sparse(rng, 10**6, 300, 300, jnp.bfloat16), records.CODED_SPARSE),
-        "sparse-full": (Sparse(np.ones(99, np.float32), np.arange(99, dtype=np.int32)), records.CODED_SPARSE),
-        "sparse-empty": (Sparse(np.zeros(0, np.float32), np.zeros(0, np.int32)), records.SPARSE),
-        "sparse-one": (Sparse(np.ones(1, np.float32), np.zeros(1, np.int32)), records.SPARSE),
-        "sparse-unsorted": (unsorted, records.SPARSE),
-        "sparse-nothing": (Sparse(np.zeros(7, np.float32), np.full(7, 1000, np.int32)), records.CODED_SPARSE),
-        "sparse-far": (
-            Sparse(np.ones(9, np.float32), np.arange(2**31 - 9, 2**31).astype(np.int32)),
-            records.CODED_SPARSE,
-        ),
-        "local": (local._replace(indices=local_indices(jnp.asarray(local.indices), 200_000)), records.CODED_LOCAL),
-        "local-none": (Sparse(np.zeros(3, np.float32), local_indices(jnp.full(3, 9), 9)), records.CODED_LOCAL),
-        "levels": (skewed, quantized_.CODED_LEVELS),
-        "levels-uniform": (quantized(rng, 640, 1.0, 255), quantized_.QUANTIZED),
-        "levels-few": (quantized(rng, 64, 0.02, 1), quantized_.ELIAS_QUANTIZED),
-        "levels-sparse": (quantized(rng, 40_000, 0.02, 7), quantized_.CODED_NONZEROS),
-        "levels-wide": (quantized(rng, 4000, 0.02, 2**14), quantized_.ELIAS_QUANTIZED),
-        "levels-none": (Quantized(np.ones(1, np.float32), np.zeros((3, 0), np.uint32)), quantized_.QUANTIZED),
-        "levels-zero": (Quantized(np.ones(1, np.float32), np.zeros((3, 9), np.uint32)), quantized_.ELIAS_QUANTIZED),
-        "nested": (Sparse(quantized(rng, 300, 0.9, 3), entries.indices[:300]), records.CODED_SPARSE),
-        "leaves": (Leaves(Dense(np.ones(3, np.float32)), (entries, skewed)), leaves.LEAVES),
-    }
 
 
 def best(payload):
@@ -202,7 +149,7 @@ def test_streams_that_lie_are_named(seed):
     changed(0, 99, 8, "scheme must be below 47; got 99")
     changed(8 + 9, 1, 4, "table must be the lengths of a complete prefix code")
     changed(8, 400, 9, "table must be")
-    lengths, start = codes.read_lengths(words, np.int32(8), keycodes.CLASSES)
+    lengths, start = codes.read_lengths(words, np.int32(8), schemes.CLASSES)
     assert lengths.max() > 0
     changed(int(start), 7, 12, "key stream bytes must be")  # a chunk that would end where no chunk begins
     with pytest.raises(jc.WireError, match="key stream bytes must be"):

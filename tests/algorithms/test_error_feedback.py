@@ -1,0 +1,99 @@
+"""Error feedback, and direct without it: the recursion in float64, what is kept, and where they converge."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from worlds import AXIS, Board, HostExchange, heterogeneous, run_pmap, run_shard_map, run_vmap
+
+import jaxcomp as jc
+
+N, SIZE = 4, 60
+WORLDS = {
+    "shard_map": run_shard_map,
+    "shard_map-unchecked": lambda *a: run_shard_map(*a, check_vma=False),
+    "vmap": run_vmap,
+    "pmap": run_pmap,
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+def test_error_feedback_is_the_oracle(world, decay, seed):
+    grads = heterogeneous(seed)
+    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=6), decay=decay), AXIS)
+    directions, state = WORLDS[world](tx, jnp.zeros(SIZE), jnp.asarray(grads))
+    want, memory = oracles.error_feedback(np.float64(grads), lambda x: oracles.top_k(x, 6), decay)
+    np.testing.assert_allclose(directions, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(np.reshape(state.local.algorithm.memory, (N, SIZE)), memory, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_weights(world, seed):
+    grads = heterogeneous(seed)
+    weights = [1, 2, 3, 10]
+    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=6)), AXIS, weights=weights)
+    directions, state = WORLDS[world](tx, jnp.zeros(SIZE), jnp.asarray(grads))
+    want, memory = oracles.error_feedback(np.float64(grads), lambda x: oracles.top_k(x, 6), weights=weights)
+    np.testing.assert_allclose(directions, want, rtol=1e-5, atol=1e-6)
+    # The weight multiplies what is sent, never the memory.
+    np.testing.assert_allclose(np.reshape(state.local.algorithm.memory, (N, SIZE)), memory, rtol=1e-5, atol=1e-6)
+
+
+def test_error_feedback_conserves_bitwise(seed):
+    """sent + memory = gradient + old memory, exactly, every round."""
+    algorithm, board = jc.error_feedback(jc.sidco(0.1)), Board(1)
+    state = algorithm.init(jax.random.key(0), jax.ShapeDtypeStruct((SIZE,), jnp.float32))
+    with board.running:
+        for g in heterogeneous(seed)[:, 0]:
+            message = g + np.asarray(state.local.memory)
+            sent, state = algorithm.update(jax.random.key(0), jnp.asarray(g), state, HostExchange(0, board))
+            assert 0 < np.count_nonzero(sent) < SIZE
+            np.testing.assert_array_equal(np.asarray(sent) + np.asarray(state.local.memory), message)
+
+
+def test_everything_arrives_in_the_end():
+    """One gradient and then zeros: the sum of all directions is the gradient."""
+    g = jnp.asarray(np.random.default_rng(0).standard_normal(50), jnp.float32)
+    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=5)), None)
+    state, total = tx.init(g), 0.0
+    for t in range(10):
+        direction, state = tx.update(g if t == 0 else jnp.zeros(50), state)
+        total = total + direction
+    np.testing.assert_array_equal(total, g)
+
+
+QUADRATIC = np.random.default_rng(5).standard_normal((N, 40))
+
+
+def minimise(algorithm, step, rounds):
+    """f_i(x) = |x - b_i|^2 / 2 from zero; squared distance to the mean of the b_i, relative."""
+    tx = jc.compressed_mean(algorithm, AXIS)
+    targets = jnp.asarray(QUADRATIC, jnp.float32)
+
+    def worker(target):
+        def body(carry, _):
+            x, state = carry
+            direction, state = tx.update(x - target, state)
+            return (x - step * direction, state), None
+
+        x = jnp.zeros(40)
+        (x, _), _ = jax.lax.scan(body, (x, tx.init(x)), length=rounds)
+        return x
+
+    x = jax.jit(jax.vmap(worker, axis_name=AXIS))(targets)[0]
+    best = QUADRATIC.mean(0)
+    return float(np.sum((np.asarray(x) - best) ** 2) / np.sum(best**2))
+
+
+def test_diana_reaches_the_optimum_where_direct_stops_in_a_ball():
+    compressor = jc.dithering(2)
+    assert minimise(jc.diana(compressor), 0.3, 400) < 1e-10
+    assert minimise(jc.direct(compressor), 0.3, 400) > 1e-3
+
+
+def test_error_feedback_reaches_the_optimum_where_top_k_alone_does_not():
+    # With a constant step a ball of the size of the step remains (heterogeneous workers).
+    assert minimise(jc.error_feedback(jc.top_k(0.1)), 0.01, 3000) < 1e-2
+    assert minimise(jc.direct(jc.top_k(0.1)), 0.01, 3000) > 5e-2

@@ -1,0 +1,48 @@
+"""Momentum correction against its recursion in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+from worlds import AXIS, gradients, heterogeneous, run_shard_map
+
+import jaxcomp as jc
+
+N, ROUNDS, SIZE = 4, 5, 60
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+def test_momentum_correction_is_the_oracle(nesterov, masking, seed):
+    grads = heterogeneous(seed)
+    algorithm = jc.momentum_correction(jc.top_k(k=6), momentum=0.8, nesterov=nesterov, masking=masking)
+    directions, _ = run_shard_map(jc.compressed_mean(algorithm, AXIS), jnp.zeros(SIZE), jnp.asarray(grads))
+    want = oracles.momentum_correction(np.float64(grads), lambda x: oracles.top_k(x, 6), 0.8, nesterov, masking)
+    np.testing.assert_allclose(directions, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_of_dense_leaves_comes_after_the_mean(nesterov, seed):
+    """Small leaves go dense: for them the whole is SGD with momentum, as it is for large ones if all is sent."""
+    tree = {"b": jnp.zeros(5), "w": jnp.zeros(1500)}
+    grads = gradients(seed, ROUNDS, N, tree)
+    algorithm = jc.momentum_correction(jc.top_k(1.0), momentum=0.8, nesterov=nesterov, masking=False)
+    directions, _ = run_shard_map(jc.compressed_mean(algorithm, AXIS), tree, grads)
+    trace = optax.trace(0.8, nesterov=nesterov)
+    state = trace.init(tree)
+    for t in range(ROUNDS):
+        want, state = trace.update(jax.tree.map(lambda g: g[t].mean(0), grads), state)  # noqa: B023
+        for name in tree:
+            np.testing.assert_allclose(directions[name][t], want[name], rtol=1e-4, atol=1e-5)
+
+
+def test_local_clipping(seed):
+    """Each worker's gradient is cut to clip_norm / sqrt(n), over all leaves, before it is accumulated."""
+    grads = heterogeneous(seed)
+    algorithm = jc.momentum_correction(jc.top_k(1.0), momentum=0, clip_norm=2.0, workers=N)
+    directions, _ = run_shard_map(jc.compressed_mean(algorithm, AXIS), jnp.zeros(SIZE), jnp.asarray(grads))
+    norms = np.linalg.norm(grads, axis=-1, keepdims=True)
+    want = (grads * np.minimum(1, 2.0 / np.sqrt(N) / norms)).mean(1)
+    np.testing.assert_allclose(directions, want, rtol=1e-5, atol=1e-6)
