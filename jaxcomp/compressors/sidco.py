@@ -75,7 +75,7 @@ def sidco(
 
     Reference: Abdelmoniem, Elzanaty, Alouini, Canini 2021 (SIDCo), algorithm 1. adapt="count" is ours.
 
-    >>> import jaxcomp as jc
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> x = jnp.array([0.1, -0.2, 5.0, 0.1, 0.0, -0.1, 0.2, 0.1])
     >>> print(jc.roundtrip(jc.sidco(1 / 8), x, key=jax.random.key(0))[0])
     [0. 0. 5. 0. 0. 0. 0. 0.]
