@@ -148,7 +148,7 @@ def algorithm_rows() -> list[list[str]]:
 
 def tables() -> dict[str, str]:
     """Marker -> markdown."""
-    methods = ["method", "worker sends", "what it does", "step sizes"]
+    methods = ["method", "worker sends", "what it does", "`jc.theory`"]
     compressors = ["compressor", "sends", "omega", "alpha", "payload", "lane bits/entry", "code bits/entry", "auto"]
     algorithms = ["algorithm", "worker sends", "direction", "compressor must be", "for example"]
     return {

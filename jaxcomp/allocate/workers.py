@@ -27,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxcomp.allocate.rules import coupled_minimum, filled, released
+
 __all__ = ["bound", "calibrate", "counts", "coupled_bound", "ratios", "shares", "thresholds"]
 
 Array = np.ndarray
@@ -101,13 +103,13 @@ def ratios(
     elif (exponent == 0 or np.all(p == p[0])) and np.all(most >= budget / n):
         result[active] = mean_ratio if active_only else budget / n
     elif rule == "released":
-        free = _released(p, budget)
-        result[active] = free if cap is None and floor == 0 else _filled(free, budget, floor, most)
+        free = released(p, budget)
+        result[active] = free if cap is None and floor == 0 else filled(free, budget, floor, most)
     elif rule == "phi":
-        result[active] = _phi(p, budget, floor, most)
+        result[active] = coupled_minimum(p, budget, floor, most)
     else:
         assert exponent is not None
-        result[active] = _filled(np.maximum((p / p.max()) ** exponent, 1e-300), budget, floor, most)
+        result[active] = filled(np.maximum((p / p.max()) ** exponent, 1e-300), budget, floor, most)
     return result
 
 
@@ -308,109 +310,3 @@ def _scales(name: str, weight: Array, rule: Rule, cap: float) -> Array:
     powers = np.maximum((weight[active] / weight.max()) ** (2 / 3 if exponent is None else exponent), 1e-300)
     result[active] = np.minimum(powers.mean() / powers, cap)
     return result
-
-
-# ------------------------------------------------------------------------------------------------
-# Rules
-
-
-def _filled(weight: Array, budget: float, low: float | Array, high: Array) -> Array:
-    """clip(c w, low, high) with the c that spends the budget: exact, by sorting its 2 n corners."""
-    low = np.broadcast_to(np.asarray(low, np.float64), weight.shape)
-    corners = np.sort(np.concatenate([low / weight, high / weight]))
-    spent = np.clip(corners[:, None] * weight, low, high).sum(1)
-    after = int(np.searchsorted(spent, budget))
-    c = corners[-1]
-    if after < len(corners):
-        left = corners[after - 1] if after else 0.0
-        middle = (left + corners[after]) / 2
-        moving = (middle * weight > low) & (middle * weight < high)
-        fixed = np.clip(middle * weight, low, high)[~moving].sum()
-        c = (budget - fixed) / weight[moving].sum() if moving.any() else corners[after]
-    return np.clip(c * weight, low, high)
-
-
-def _released(p: Array, budget: float) -> Array:
-    """The authors' search: each worker j in turn holds the minimum, tied with the smallest other."""
-    n = len(p)
-    if n == 1:
-        return np.full(1, budget)
-    order = np.argsort(-p, kind="stable")
-    p = p[order]
-    q = p ** (2 / 3)
-    best, delta = math.inf, q
-    for j in reversed(range(n)):
-        if j < n - 1 and p[j] == p[j + 1]:
-            continue
-        other = n - 2 if j == n - 1 else n - 1
-        relative = np.delete(q, j).sum() / q[other]
-        score = (p[j] + p[other] * relative) * (1 + relative)
-        if score < best:
-            least = budget / (1 + relative)
-            best, delta = score, least * q / q[other]
-            delta[j] = least
-    result = np.empty(n)
-    result[order] = delta
-    return result
-
-
-def _phi(p: Array, budget: float, low: float, high: Array) -> Array:
-    """The minimiser of Phi: max(m, c p^(2/3)) within the limits, for the best least ratio m.
-
-    For a given m the others are a power law; what remains is convex in m, and its derivative
-    changes sign once.
-    """
-    n = len(p)
-    q = p ** (2 / 3)
-    if low == 0 and float(p.max()) <= (1 + 1e-12) * 2 / n and float(high.min()) >= budget / n:
-        return np.full(n, budget / n)
-    least = _tied_minimum(p, q, budget)
-    result = _filled(q, budget, least, np.full(n, budget))
-    if least >= low and np.all(result <= high):
-        return result
-
-    def rising(m: float) -> bool:
-        delta = _filled(q, budget, m, high)
-        moving = (delta > m) & (delta < high)
-        if not moving.any():
-            return False  # a kink: what holds above it decides
-        tied = delta <= m
-        slope = np.where(tied, 1.0, np.where(moving, -q * np.count_nonzero(tied) / q[moving].sum(), 0.0))
-        return bool(np.sum(p * delta**-0.5) + m * np.sum(p * delta**-1.5 * slope) < 0)
-
-    left, right = low, min(budget / n, float(high.min()))
-    for _ in range(100):
-        middle = (left + right) / 2
-        if not left < middle < right:
-            break
-        left, right = (middle, right) if not rising(middle) else (left, middle)
-    return _filled(q, budget, right, high)
-
-
-def _tied_minimum(p: Array, q: Array, budget: float) -> float:
-    """m without limits. With the a smallest workers tied at m, weighing P, and S = sum of the other q:
-
-    2 P (B - a m)^(3/2) = S^(3/2) sqrt(m) (2 a m - B).
-    """
-    n = len(p)
-    order = np.argsort(p, kind="stable")
-    tied = np.arange(1, n)
-    weight = np.cumsum(p[order])[:-1]
-    rest = np.cumsum(q[order][::-1])[::-1][1:]
-    joins = q[order][1:] * budget / (rest + tied * q[order][1:])  # m at which the next worker is tied too
-
-    def excess(m, a, weight, rest):
-        left = 2 * weight * np.maximum(budget - a * m, 0) ** 1.5
-        return rest**1.5 * np.sqrt(m) * (2 * a * m - budget) - left
-
-    stops = np.flatnonzero(excess(joins, tied, weight, rest) >= 0)
-    if not stops.size:
-        return budget / n
-    a = int(tied[stops[0]])
-    share, others = float(weight[a - 1]), float(rest[a - 1])
-    left, right = budget / (2 * a), float(joins[a - 1])
-    while True:
-        middle = (left + right) / 2
-        if not left < middle < right:
-            return right
-        left, right = (left, middle) if excess(middle, a, share, others) >= 0 else (middle, right)

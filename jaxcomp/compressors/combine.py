@@ -110,22 +110,42 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
     if first.lifted or second.lifted:
         raise ValueError("compose joins compressors of one array; lift the result: per_leaf(compose(...)) or flat(...)")
 
+    omega = alpha = None
+    num_values = lambda d: _values_like(outer, second.name, jax.ShapeDtypeStruct((d,), jnp.float32)).size
+    if first.omega is not None and second.omega is not None:
+        omega = _omega_of_both(first.omega, second.omega, num_values)
+    if first.selects and first.alpha is not None:
+        if second.alpha is not None:
+            alpha = _alpha_of_both(first.alpha, second.alpha, num_values)
+        elif second.omega is not None:
+            alpha = _alpha_of_both(first.alpha, _one_minus(second.omega), num_values)
+    name = f"compose({first.name}, {second.name})"
+    spec = Spec(name, omega, alpha, first.linear and second.linear, weights=first.weights)
+    return _composed(outer, inner, spec)
+
+
+def _values_like(outer: Compressor, inner: str, like: Any) -> jax.ShapeDtypeStruct:
+    """Shape of the values that `outer` selects; ValueError where it sends none, with the name of `inner`."""
+
+    def payload_of(key):
+        x = jnp.zeros(like.shape, like.dtype)
+        state = outer.init(key, like)
+        return outer.compress(key, x, State(state.local, for_worker(outer, state.shared, 0)))[0]
+
+    payload = jax.eval_shape(payload_of, jax.random.key(0))
+    if not isinstance(getattr(payload, "values", None), jax.ShapeDtypeStruct):
+        raise ValueError(
+            f"compose: {outer.spec.name} sends {type(payload).__name__}, which has no array of values for "
+            f"{inner} to compress; put the compressor that selects first"
+        )
+    return payload.values
+
+
+def _composed(outer: Compressor, inner: Compressor, spec: Spec) -> Compressor:
+    """Local and shared states are pairs, of `outer` and of `inner`."""
+
     def values_like(like):
-        def values(key):
-            x = jnp.zeros(like.shape, like.dtype)
-            state = outer.init(key, like)
-            return outer.compress(key, x, State(state.local, for_worker(outer, state.shared, 0)))[0]
-
-        payload = jax.eval_shape(values, jax.random.key(0))
-        if not isinstance(getattr(payload, "values", None), jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"compose: {outer.spec.name} sends {type(payload).__name__}, which has no array of values for "
-                f"{inner.spec.name} to compress; put the compressor that selects first"
-            )
-        return payload.values
-
-    def num_values(d):
-        return values_like(jax.ShapeDtypeStruct((d,), jnp.float32)).size
+        return _values_like(outer, inner.spec.name, like)
 
     def init(shared_key, like):
         like = like_of(like)
@@ -166,14 +186,6 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
     def left(local):
         return overflow(outer, local[0]) + overflow(inner, local[1])
 
-    omega = alpha = None
-    if first.omega is not None and second.omega is not None:
-        omega = _omega_of_both(first.omega, second.omega, num_values)
-    if first.selects and first.alpha is not None:
-        if second.alpha is not None:
-            alpha = _alpha_of_both(first.alpha, second.alpha, num_values)
-        elif second.omega is not None:
-            alpha = _alpha_of_both(first.alpha, _one_minus(second.omega), num_values)
     next_round = None
     if outer.advance is not None or inner.advance is not None:
         next_round = lambda shared: (advance(outer, shared[0]), advance(inner, shared[1]))
@@ -181,13 +193,7 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
         init,
         compress,
         decompress,
-        Spec(
-            f"compose({first.name}, {second.name})",
-            omega,
-            alpha,
-            first.linear and second.linear,
-            weights=first.weights,
-        ),
+        spec,
         accumulate=add,
         advance=next_round,
         lengths=outer.lengths,

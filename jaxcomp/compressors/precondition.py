@@ -103,7 +103,11 @@ def precondition(compressor: Compressor, smoothness: Operator, *, dtype: Any = N
         raise ValueError(f"precondition needs an unbiased compressor (omega known); {spec.name} is not one")
     if not hasattr(smoothness, "inv_root"):
         raise ValueError(f"precondition: smoothness must be an operator; got {type(smoothness).__name__}")
-    stacked = is_stacked(smoothness)
+    return _preconditioned(compressor, smoothness, dtype)
+
+
+def _preconditioned(compressor: Compressor, smoothness: Operator, dtype: Any) -> Compressor:
+    spec, stacked = compressor.spec, is_stacked(smoothness)
     size = np.shape(smoothness.diag)[-1]
 
     def inner(like: Any) -> jax.ShapeDtypeStruct:

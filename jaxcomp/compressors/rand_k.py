@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, fold, key_data, weighted, wide
-from jaxcomp.compressors.schedule import Ratio, shown, target_of
+from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_subset
 from jaxcomp.payloads import Dense
@@ -70,7 +70,10 @@ def rand_k(
     if callable(ratio) and least is None:
         raise ValueError("rand_k: a schedule needs least=, its smallest ratio: omega = d / k - 1 is largest there")
     target = target_of("rand_k", ratio, peak, k=k, least=least)
+    return _rand_k(f"rand_k({shown(ratio, k)})", target)
 
+
+def _rand_k(name: str, target: Target) -> Compressor:
     def indices_of(shared: Draw, d: int) -> Array:
         """In random order, so that the first of them are a uniform subset, too."""
         return random_subset(shared.round_key(), d, target.peak(d))
@@ -113,7 +116,7 @@ def rand_k(
         accumulate=add,
         advance=next_draw,
         spec=Spec(
-            f"rand_k({shown(ratio, k)})",
+            name,
             omega=lambda d: d / target.least(d) - 1 if d else 0.0,
             alpha=None,
             linear=True,

@@ -28,8 +28,8 @@ class Coder(NamedTuple):
     hashes: whether seeds are needed.
     """
 
-    encode: Callable[[Array, Array, Array, Array | None], Sketch]
-    decode: Callable[[Sketch, Array | None], Array]
+    encode: Callable[..., Sketch]
+    decode: Callable[..., Array]
     hashes: bool
 
 

@@ -194,7 +194,8 @@ def test_natural_saturates_and_flushes(key):
 def test_cast_rounds_to_nearest(name, scale, key, seed):
     x = np.float32(scale) * vector(seed)
     payload, x_hat = compressed(jc.cast(name), x, key)
-    factor = np.repeat(payload.scale, 512)[: x.size].astype(np.float64) if hasattr(payload, "scale") else np.ones(1)
+    scale = np.float64(payload.scale) if hasattr(payload, "scale") else np.ones(2)
+    factor = np.repeat(scale, 512)[: x.size]
     np.testing.assert_array_equal(np.log2(factor), np.rint(np.log2(factor)))
     # ml_dtypes, in which the oracle rounds, is NumPy's own implementation of these types.
     want = (np.float64(x) / factor).astype(jnp.dtype(name)).astype(np.float64) * factor
