@@ -44,7 +44,7 @@ from jaxcomp.exchange.info import Info, info
 from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.redistribute import redistribute
 from jaxcomp.exchange.replicas import check_replicas
-from jaxcomp.exchange.state import init_state, per_worker, state_specs
+from jaxcomp.exchange.specs import init_state, per_worker, state_specs
 from jaxcomp.layout import Layout
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes

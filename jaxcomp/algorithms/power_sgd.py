@@ -66,16 +66,17 @@ def power_sgd(rank: int, *, dense_below: int = 1024) -> Algorithm:
         return min(rank, rows, columns) * (rows + columns) < rows * columns
 
     def init(shared_key, like):
-        like = wide_like(_stacks(like))
+        memory, like = zeros_like(wide_like(like)), wide_like(_stacks(like))
         q = tuple(
             jax.random.normal(jax.random.fold_in(shared_key, i), _q_shape(x.shape, rank), x.dtype)
             for i, x in enumerate(like.vectors)
         )
-        return State(PowerLocal(zeros_like(like)), PowerShared(q))
+        return State(PowerLocal(memory), PowerShared(q))
 
     def update(key, grads, state, exchange):
         grads, bare = _stacks(grads), not isinstance(grads, Parts)
-        message = jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + e), finite(grads), state.local.memory)
+        before = _stacks(state.local.memory)
+        message = jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + e), finite(grads), before)
         stacks = [x.reshape(x.shape[0], *_matrix(x.shape)) for x in message.vectors]
         low = [i for i, x in enumerate(message.vectors) if factored(x)]
         whole = [i for i in range(len(stacks)) if i not in low]
@@ -94,7 +95,7 @@ def power_sgd(rank: int, *, dense_below: int = 1024) -> Algorithm:
         factors = dict(zip(low, q, strict=True))
         new = tuple(factors.get(i, old) for i, old in enumerate(state.shared.q))
         direction = vectors[0][0] if bare else Parts(dense, vectors)
-        return direction, state.replace(memory=memory, q=new)
+        return direction, state.replace(memory=memory.vectors[0][0] if bare else memory, q=new)
 
     layout = Layout("shape", int(dense_below))
     return Algorithm(init, update, {"memory": "memory", "q": "coin"}, layout=layout)

@@ -20,6 +20,7 @@ __all__ = [
     "join_lead",
     "kept",
     "map_alike",
+    "members",
     "modulo",
     "on_host",
     "placed",
@@ -105,7 +106,7 @@ def each_leaf(old: Any, new: Any, move: Move, one: Callable, lead: tuple[int, ..
 def _leaves(plan: Plan, parts: Any, lead: int) -> list[np.ndarray | None]:
     """Arrays of the leaves of a tree out of its vectors, behind leading axes; None for those that are left out."""
     leaves: list[Any] = [None] * len(plan.shapes)
-    for numbers, vector in _members(plan, parts):
+    for numbers, vector in members(plan, parts):
         flat, start = vector.reshape(*vector.shape[:lead], -1), 0
         for i in numbers if flat.shape[-1] or not sum(map(math.prod, (plan.shapes[i] for i in numbers))) else ():
             size = math.prod(plan.shapes[i])
@@ -117,14 +118,17 @@ def _leaves(plan: Plan, parts: Any, lead: int) -> list[np.ndarray | None]:
 def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any) -> Any:
     """Inverse of `_leaves`, placed like `new`."""
     made = []
-    for numbers, like in _members(plan, new):
-        shape, parts = np.shape(like), [x for i in numbers if (x := leaves[i]) is not None]
-        if len(parts) not in (0, len(numbers)) or (numbers and not parts and math.prod(shape)):
+    for numbers, like in members(plan, new):
+        shape, parts = np.shape(like), [leaves[i] for i in numbers]
+        there = [x is not None for x in parts]
+        entries = sum(math.prod(plan.shapes[i]) for i in numbers)
+        left_out = entries > 0 and math.prod(shape) == 0  # here, of all leaves of this vector
+        if entries and any(it == left_out for it in there):
             raise Misfit(
                 "one leaf is small enough to be sent as it is, or was: its memory has no place in the new state"
             )
-        value = np.zeros(shape, parts[0].dtype if parts else np.asarray(_data(like)).dtype)
-        if parts and math.prod(shape):
+        value = np.zeros(shape, _data(like).dtype)
+        if parts and all(there) and math.prod(shape):
             rows = shape[0]
             each = [x.reshape(rows, math.prod(plan.shapes[i])) for i, x in zip(numbers, parts, strict=True)]
             joined = np.concatenate(each, 1)
@@ -135,7 +139,7 @@ def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any) -> Any:
     return Parts(made[0], tuple(made[1:]))
 
 
-def _members(plan: Plan, parts: Any) -> list[tuple[tuple[int, ...], Any]]:
+def members(plan: Plan, parts: Any) -> list[tuple[tuple[int, ...], Any]]:
     """Each vector with the numbers of the leaves that it holds."""
     if plan.bare:
         return [(plan.groups[0].leaves, parts)]

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxcomp.compressors.parts import Each
 from jaxcomp.exchange.rearrange import (
     Cut,
     Misfit,
@@ -17,6 +18,7 @@ from jaxcomp.exchange.rearrange import (
     join_lead,
     kept,
     map_alike,
+    members,
     modulo,
     on_host,
     placed,
@@ -60,8 +62,9 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
 
     Raises:
         ValueError: the states are of different optimizers or parameters; a part of an algorithm's state has no role
-            (`Algorithm.roles`), or one that no other worker could go on from; a state has lost all rows of memory but
-            one; parameters are in other shards, cut along several mesh axes, or remembered in chunks (via="two_shot").
+            (`Algorithm.roles`), or one that does not fit it, or that no other worker could go on from; a state has lost
+            all rows of memory but one; parameters are in other shards, cut along several mesh axes, or remembered in
+            chunks (via="two_shot").
 
     >>> import jax.numpy as jnp, jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), "data")
@@ -132,7 +135,7 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
         )
     place = old.about.placement
     cuts = [_cut(state, size) for state, size in zip((old, new), sizes, strict=True)]
-    move = Move(cuts[0], cuts[1], keep, place.shards, bool(place.outer), old.about.plan, new.about.plan)
+    move = Move(*cuts, keep, place.shards, bool(place.outer), old.about.plan, new.about.plan)
     if move.old.shards == move.new.shards and move.old_plan.shapes != move.new_plan.shapes:
         raise Misfit(f"parameters have other shapes: {move.old_plan.shapes} before, {move.new_plan.shapes} now")
     local, shared = _algorithm(old.about.roles, old, new, move)
@@ -146,8 +149,8 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
 
 
 def _algorithm(roles: tuple, old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:
-    mine, fresh = ((state.local.algorithm, state.shared.algorithm) for state in (old, new))
-    return _by_roles(roles, mine, fresh, move)
+    both = [(state.local.algorithm, state.shared.algorithm) for state in (old, new)]
+    return _by_roles(roles, *both, move)
 
 
 def _by_roles(roles: tuple, old: tuple[Any, Any], new: tuple[Any, Any], move: Move) -> tuple[Any, Any]:
@@ -166,19 +169,46 @@ def _by_roles(roles: tuple, old: tuple[Any, Any], new: tuple[Any, Any], move: Mo
         result.append(fresh)
     local, shared = result
     for name, role in roles:
-        before, after = ((getattr(mine, name, None), getattr(ours, name, None)) for mine, ours in (old, new))
+        pairs = [tuple(getattr(side, name, None) for side in states) for states in (old, new)]
         if isinstance(role, tuple):
-            mine, ours = _by_roles(role, before, after, move)
-        elif role not in _ROLES:
-            raise Misfit(f"{name} has the unknown role {role!r}; it must be one of {', '.join(_ROLES)}")
+            mine, ours = _by_roles(role, *pairs, move)
         else:
-            mine, ours = _ROLES[role](name, before, after, move)
+            _check_role(name, role, pairs[0], move)
+            mine, ours = _ROLES[role](name, *pairs, move)
         local = local._replace(**{name: mine}) if hasattr(local, name) else local
         shared = shared._replace(**{name: ours}) if hasattr(shared, name) else shared
     return local, shared
 
 
 Pair = tuple[Any, Any]  # local and shared part of one field, None where there is none
+
+
+def _check_role(name: str, role: Any, pair: Pair, move: Move) -> None:
+    """Refuses a field that is not where its role says, or no vectors where these are moved."""
+    if role not in _ROLES:
+        raise Misfit(f"{name} has the unknown role {role!r}; it must be one of {', '.join(_ROLES)}")
+    if all(part is None for part in pair):
+        return  # a role for nothing
+    sides, parts = _SIDES.get(role, ()), dict(zip(("local", "shared"), pair, strict=True))
+    for side, part in parts.items():
+        if sides and side not in sides and part is not None:
+            raise Misfit(f"{name} is in the {side} state, and the role {role!r} is of {sides[0]} state")
+    for side in sides:
+        if parts[side] is None:
+            raise Misfit(f"{name} has the role {role!r}, and is missing in the {side} state")
+    rows = (math.prod(move.old), math.prod(move.old[:2]) if move.leads else 1)
+    in_leaves = role in ("memory", "shift") or (move.leads and role in ("momentum", "iterate"))
+    for part, lead in zip(pair, rows, strict=True):
+        if in_leaves and part is not None and not _is_laid_out(part, lead, move):
+            raise Misfit(f"{name} has the role {role!r}, and is not laid out like the gradients")
+
+
+def _is_laid_out(part: Any, lead: int, move: Move) -> bool:
+    like = move.old_plan.like
+    if jax.tree.structure(part) != jax.tree.structure(like):
+        return False
+    pairs = zip(jax.tree.leaves(part), jax.tree.leaves(like), strict=True)
+    return all(math.prod(np.shape(x)) in (0, lead * math.prod(vector.shape)) for x, vector in pairs)
 
 
 def _memory(name: str, old: Pair, new: Pair, move: Move) -> Pair:
@@ -235,7 +265,20 @@ def _gradient(name: str, old: Pair, new: Pair, move: Move) -> Pair:
 
 
 def _compressor(name: str, old: Pair, new: Pair, move: Move) -> Pair:
-    return taken_over(old[0], new[0], move), kept(old[1], new[1], move)
+    return _by_vector(taken_over, old[0], new[0], move), _by_vector(kept, old[1], new[1], move)
+
+
+def _by_vector(one: Callable, old: Any, new: Any, move: Move) -> Any:
+    """Of other shards, with other leaves that are small: from the vector that has most of the same leaves."""
+    if not (isinstance(old, Each) and isinstance(new, Each)):
+        return one(old, new, move)
+    before, now = (members(plan, plan.like)[1:] for plan in (move.old_plan, move.new_plan))
+    states = []
+    for (numbers, _), fresh in zip(now, new.vectors, strict=True):
+        common = [len(set(numbers) & set(others)) for others, _ in before]
+        found = max(range(len(common)), key=common.__getitem__, default=None)
+        states.append(fresh if found is None or not common[found] else one(old.vectors[found], fresh, move))
+    return Each(tuple(states))
 
 
 _ROLES: dict[str, Callable[..., Pair]] = {
@@ -247,6 +290,14 @@ _ROLES: dict[str, Callable[..., Pair]] = {
     "gradient": _gradient,
     "compressor": _compressor,
 }
+_SIDES = {
+    "memory": ("local",),
+    "shift": ("shared", "local"),
+    "momentum": ("shared",),
+    "iterate": ("shared",),
+    "coin": ("shared",),
+    "gradient": ("local",),
+}  # where a field of that role must be, and nowhere else
 
 
 def _route(old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:

@@ -29,36 +29,55 @@ def spread(rows: np.ndarray, workers: int) -> np.ndarray:
     dtype, n = rows.dtype, len(rows)
     if workers >= n:
         return np.concatenate([rows, np.zeros((workers - n, *rows.shape[1:]), dtype)])
+    scale = 2.0**-64 if float(np.max(np.abs(rows), initial=0)) > 2.0**900 else 1.0  # sums in f64 must not overflow
     takers = min(2, workers // 2)  # of what rounding leaves over
     large = workers - takers
-    result = []
-    high, low = np.zeros(rows.shape[1:]), np.zeros(rows.shape[1:])
+    result, pool = [], _Sum(rows.shape[1:])
     for j in range(large):
-        total, rest = np.zeros(rows.shape[1:]), np.zeros(rows.shape[1:])
+        part = _Sum(rows.shape[1:])
         for row in rows[j::large]:
-            total, error = _two_sum(total, row.astype(np.float64))
-            rest = rest + error
-        result.append(rounded(total + rest, dtype))
-        high, error = _two_sum(high, total - result[-1])
-        low = low + (rest + error)
+            part.add(row.astype(np.float64) * scale)
+        result.append(part.value(scale, dtype))
+        pool.join(part)
+        pool.add(-result[-1].astype(np.float64) * scale)
     for _ in range(takers):
-        high, low = _two_sum(high, low)
-        result.append(rounded(high, dtype))
-        high = high - result[-1]
+        result.append(pool.value(scale, dtype))
+        pool.add(-result[-1].astype(np.float64) * scale)
     if takers:
-        _say_what_is_lost(rows, high + low, workers)
+        _say_what_is_lost(rows, np.abs(pool.high + pool.low) + pool.lost, scale, workers)
     return np.stack(result)
 
 
-def _say_what_is_lost(rows: np.ndarray, lost: np.ndarray, workers: int) -> None:
+def _say_what_is_lost(rows: np.ndarray, lost: np.ndarray, scale: float, workers: int) -> None:
     inexact = int(np.count_nonzero(lost))
     if inexact:
-        scale = np.maximum(np.abs(rows.astype(np.float64)).max(0), np.finfo(np.float64).tiny)
+        largest = np.maximum(np.abs(rows.astype(np.float64)).max(0) * scale, np.finfo(np.float64).tiny)
         warnings.warn(
             f"redistribute: the sum over {len(rows)} workers of {inexact} entries of a memory cannot be held by "
-            f"{workers}; at most {float(np.max(np.abs(lost) / scale)):.1e} of the largest of them is lost",
+            f"{workers}; at most {float(np.max(lost / largest)):.1e} of the largest of them is lost",
             stacklevel=2,
         )
+
+
+class _Sum:
+    """high + low, exact to twice the digits of f64; lost: bound on what went beyond these."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.high, self.low, self.lost = (np.zeros(shape) for _ in range(3))
+
+    def add(self, x: np.ndarray) -> None:
+        self.high, error = _two_sum(self.high, x)
+        self.low, error = _two_sum(self.low, error)
+        self.lost += np.abs(error)
+
+    def join(self, other: "_Sum") -> None:
+        self.add(other.high)
+        self.add(other.low)
+        self.lost += other.lost
+
+    def value(self, scale: float, dtype: Any) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return rounded((self.high + self.low) / scale, dtype)
 
 
 def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

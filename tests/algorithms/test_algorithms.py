@@ -100,7 +100,9 @@ def test_messages_as_bytes_give_the_same_rounds(name, seed):
 
 METHODS = {
     "descend": lambda: jc.descend(jc.diana(jc.natural()), 0.1),
-    "adiana": lambda: jc.adiana(jc.rand_k(0.5), jc.theory.adiana(smoothness=1.0, mu=0.1, workers=2, omega=1, variance=1)),
+    "adiana": lambda: jc.adiana(
+        jc.rand_k(0.5), jc.theory.adiana(smoothness=1.0, mu=0.1, workers=2, omega=1, variance=1)
+    ),
     "isega": lambda: jc.isega(np.full(6, 0.5), jc.smoothness.diagonal_of(np.ones(6)), 0.1),
     "marina": lambda: jc.marina(jc.natural(), 0.1, 0.5),
 }

@@ -1,5 +1,8 @@
 """Workers that should be equal: fingerprints, and steps skipped by all or none."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +28,15 @@ def copies(values, mesh):
     return jax.make_array_from_single_device_arrays(values[0].shape, sharding, parts)
 
 
+def with_vectors(mean, side, field, change):
+    """Other vectors in local or shared state of the algorithm; change: large vector -> large vector."""
+    part = getattr(mean, side)
+    parts = getattr(part.algorithm, field)
+    (vector,) = parts.vectors
+    parts = parts._replace(vectors=(change(vector),))
+    return dataclasses.replace(mean, **{side: part._replace(algorithm=part.algorithm._replace(**{field: parts}))})
+
+
 def marks_of(tx, params, state, specs):
     run = lambda p, s: jc.fingerprints((p, s), AXIS)
     return jax.jit(jax.shard_map(run, mesh=mesh_of(N), in_specs=(P(), specs), out_specs=P()))(params, state)
@@ -47,12 +59,12 @@ def test_one_corrupt_worker_is_named(where, seed):
     elif where == "moments":
         state = mean, (adam[0]._replace(mu=adam[0].mu | {"w": spoiled}), *adam[1:])
     elif where == "shift":
-        shared = mean.shared.algorithm._replace(shift=mean.shared.algorithm.shift | {"w": spoiled})
-        state = mean._replace(shared=mean.shared._replace(algorithm=shared)), adam
+        lines = copies([good.reshape(-1), good.reshape(-1), bad.reshape(-1), good.reshape(-1)], mesh)
+        state = with_vectors(mean, "shared", "shift", lambda _: lines), adam
     else:  # what differs between workers anyway is none of its business
-        rows = jax.device_put(np.stack([good, good, bad, good]), NamedSharding(mesh, P(AXIS)))
-        local = mean.local.algorithm._replace(shift=mean.local.algorithm.shift | {"w": rows})
-        state = mean._replace(local=mean.local._replace(algorithm=local)), adam
+        rows = np.stack([good, good, bad, good]).reshape(N, -1)
+        rows = jax.device_put(rows, NamedSharding(mesh, P(AXIS)))
+        state = with_vectors(mean, "local", "shift", lambda _: rows), adam
     marks = marks_of(tx, params, state, specs)
     if where == "memory":
         jc.check_replicas(marks)
@@ -98,7 +110,7 @@ def test_what_differs_between_groups_or_shards_is_no_drift():
     both = P(("dcn", "ici"))
     step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)[1]
     state = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, both), out_specs=specs))(state, grads)
-    shift = np.asarray(state[0].state.shared.algorithm.shift["w"])
+    shift = np.asarray(jc.state.by_leaf(state[0], state[0].shared.algorithm.shift)["w"])
     assert np.any(shift[0] != shift[1])  # the mean shift of each group
     marks = jax.shard_map(lambda s: jc.fingerprints(s, levels), mesh=mesh, in_specs=(specs,), out_specs=P())
     jc.check_replicas(jax.jit(marks)(state))
@@ -137,18 +149,16 @@ def test_copies_along_inner_axes_are_compared(where):
     run = jax.jit(run)
     jc.check_replicas(run(params, state))
     first, second = state
+    spoiled = functools.partial(with_copies, spoil={2})
     if where == "shift of a group":
-        shift = first.state.shared.algorithm.shift
-        shift["w"] = with_copies(shift["w"], {2})
+        first = with_vectors(first, "shared", "shift", spoiled)
     elif where == "memory between groups":
-        memory = second.state.local.algorithm.memory
-        memory["w"] = with_copies(memory["w"], {2})
+        second = with_vectors(second, "local", "memory", spoiled)
     elif where == "memory within":
-        shift = first.state.local.algorithm.shift
-        shift["w"] = with_copies(shift["w"], {2})
+        first = with_vectors(first, "local", "shift", spoiled)
     else:
-        params["w"] = with_copies(params["w"], {2})
-    marks = run(params, state)
+        params["w"] = spoiled(params["w"])
+    marks = run(params, (first, second))
     if where == "memory within":  # each worker's own
         jc.check_replicas(marks)
         return

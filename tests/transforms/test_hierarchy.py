@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 from variants import variants
 
 import jaxcomp as jc
-from jaxcomp.exchange.meet import bucketed
-from jaxcomp.payloads import Dense, Leaves
+from jaxcomp.layout import Layout, plan_of
 
 PARAMS = {"b": jnp.zeros(6), "v": jnp.zeros((64, 32)), "w": jnp.zeros((40, 30))}
 BOTH = P(("dcn", "ici"))
@@ -100,7 +99,8 @@ def test_training_with_a_hierarchy_among_optax(kind, seed):
     updates, state = jax.block_until_ready(step(state, now))
     updates, state = jax.block_until_ready(step(state, now))
     assert all(np.all(np.isfinite(u)) for u in jax.tree.leaves(updates))
-    memory = state[0][1].state.local.algorithm.memory["w"]
+    outer = state[0][1]
+    memory = jc.state.by_leaf(outer, outer.local.algorithm.memory)["w"]
     assert memory.shape == (2, 40, 30)  # one for each group
 
 
@@ -166,7 +166,8 @@ def test_each_device_compresses_its_own_shard(kind, seed):
     params, x = place(params, SPECS), place(x, P("data"))
     tx = optax.chain(jc.compressed_mean(TOP, "data", sharded=SPECS), optax.adam(1e-2))
     state, step = sharded_step(tx, mesh, params, SPECS)
-    assert state[0][1].state.local.algorithm.memory[1].shape == (4, 40, 32)
+    cut = state[0][1]
+    assert jc.state.by_leaf(cut, cut.local.algorithm.memory)[1].shape == (4, 40, 32)
     assert state[1][0].mu["w"].shape == (40, 64)
     for _ in range(2):
         params, state = jax.block_until_ready(step(params, state, x))
@@ -241,10 +242,14 @@ def test_the_state_of_another_place_is_refused():
     run = lambda tx, state, specs, grads: jax.shard_map(
         step(tx), mesh=mesh, in_specs=(specs, grads), out_specs=(P("model"), specs)
     )(state, jnp.ones(32))
-    with pytest.raises(ValueError, match="made with sharded= or a hierarchy"):
+    with pytest.raises(
+        ValueError, match=r"expected a state of Placement\(workers=.*shards=\(\).*got .*shards=\('model',\)"
+    ):
         run(other, state, specs, P("data"))
     plain, plain_specs = jc.init_state(other, jnp.zeros(8), mesh, "data")
-    with pytest.raises(ValueError, match="expected a state of axes"):
+    with pytest.raises(
+        ValueError, match=r"expected a state of Placement\(workers=.*shards=\('model',\).*got .*shards=\(\)"
+    ):
         run(tx, plain, plain_specs, P(("data", "model")))
 
 
@@ -286,11 +291,17 @@ def test_an_optimizer_for_some_of_the_sharded_parameters(seed):
 
 
 def test_leaves_are_put_together_from_the_last():
-    payload = Leaves(Dense(jnp.zeros(3)), tuple(Dense(jnp.zeros(1)) for _ in range(5)))
-    assert bucketed(payload, [10, 10, 10, 10, 10], 20) == (0, 3, 2, 2, 1, 1)
-    assert bucketed(payload, [10, 10, 10, 10, 10], 1) == (0, 5, 4, 3, 2, 1)
-    assert bucketed(payload, [10, 10, 10, 10, 10], 1000) == (0, 1, 1, 1, 1, 1)
-    assert bucketed(Dense(jnp.zeros(3)), [12], 1) is None
+    leaves = [jnp.zeros(size, "bfloat16") for size in (5, 5, 5, 5, 5, 3)]
+    apart = Layout("apart", dense_below=4)
+    buckets = lambda bucket_bytes: plan_of(apart.in_buckets(bucket_bytes), leaves).buckets
+    assert buckets(20) == (3, 2, 2, 1, 1)
+    assert buckets(1) == (5, 4, 3, 2, 1)
+    assert buckets(1000) == (1, 1, 1, 1, 1)
+    assert plan_of(apart, leaves).buckets == (1, 1, 1, 1, 1)
+    together = plan_of(Layout("tree", dense_below=4).in_buckets(20), leaves)
+    assert [group.leaves for group in together.groups] == [(0,), (1, 2), (3, 4)]  # a vector holds leaves of one bucket
+    assert together.dense == (5,)
+    assert len(plan_of(apart.in_buckets(1), jnp.zeros(3)).groups) == 1
 
 
 BUCKETED = {"top_k": TOP, "f32": DENSE, "bf16": jc.direct(jc.cast("bfloat16"))}
