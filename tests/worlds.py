@@ -217,7 +217,7 @@ class HostExchange:
 
 
 def run_on_host(algorithm, params, grads, seed=0):
-    """As `run_vmap` of `compressed_mean(algorithm, AXIS, via="gather", seed=seed)`: directions and each worker's state."""
+    """`run_vmap` of `compressed_mean(algorithm, AXIS, "gather", seed=seed)`: directions and state of each worker."""
     rounds, workers = jax.tree.leaves(grads)[0].shape[:2]
     compressor = algorithm.compressor
     layout = algorithm.layout or Layout() if compressor is None else compressor.spec.lifted.layout

@@ -1,4 +1,4 @@
-"""What holds for every algorithm: worlds agree, shared state is shared, nothing compiles twice, arguments are checked."""
+"""What holds for every algorithm: worlds agree, shared state is shared, nothing is traced twice, errors say why."""
 
 import jax
 import jax.numpy as jnp

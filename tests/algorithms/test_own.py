@@ -1,0 +1,104 @@
+"""Algorithms as a user writes them: one that sums twice, one that sends two messages in a round."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles
+import pytest
+from jax.sharding import PartitionSpec as P
+from worlds import AXIS, gradients, mesh_of, run_shard_map, run_vmap
+
+import jaxcomp as jc
+from jaxcomp.compressors.parts import lift
+
+N = 4
+
+
+class Memory(NamedTuple):
+    memory: Any
+
+
+class Factor(NamedTuple):
+    q: Any
+
+
+def rank_one():
+    """PowerSGD of rank one for matrices of one shape."""
+
+    def init(shared_key, like):
+        (stack,) = like.vectors
+        q = jax.random.normal(jax.random.fold_in(shared_key, 0), (stack.shape[0], stack.shape[2], 1))
+        return jc.State(Memory(jnp.zeros(stack.shape)), Factor(q))
+
+    def update(key, grads, state, exchange):
+        (g,) = grads.vectors
+        m = g + state.local.memory
+        p = exchange.sum(m @ state.shared.q)
+        p = p / jnp.linalg.norm(p, axis=1, keepdims=True)
+        q = exchange.sum(jnp.swapaxes(m, 1, 2) @ p) / exchange.size
+        sent = p @ jnp.swapaxes(q, 1, 2)
+        return grads._replace(vectors=(sent,)), state.replace(memory=m - sent, q=q)
+
+    roles = {"memory": "memory", "q": "coin"}
+    return jc.Algorithm(init, update, roles, layout=jc.Layout("shape", 0))
+
+
+class Inner(NamedTuple):
+    compressor: Any
+
+
+def in_two_messages(compressor):
+    """C(g), and then C of what that left: no memory, half of the error."""
+    compressor = lift(compressor)
+
+    def init(shared_key, like):
+        state = compressor.init(shared_key, like)
+        return jc.State(Inner(state.local), Inner(state.shared))
+
+    def update(key, grads, state, exchange):
+        keys = jax.random.split(key)
+        first = exchange.mean(keys[0], compressor, grads, state.part("compressor"))
+        second = exchange.mean(keys[1], compressor, first.residual, first.state)
+        return jax.tree.map(jnp.add, first.mean, second.mean), state.replace(compressor=second.state)
+
+    return jc.Algorithm(init, update, {"compressor": "compressor"}, compressor)
+
+
+def ledger_of(tx, params, grads):
+    state, specs = jc.init_state(tx, params, mesh_of(N), AXIS)
+    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
+    step = jax.shard_map(step, mesh=mesh_of(N), in_specs=(specs, P(AXIS)), out_specs=(P(), specs))
+    return jc.ledger(step, state, jax.tree.map(lambda g: g[0], grads)).total_bytes
+
+
+@pytest.mark.parametrize("run", [run_vmap, run_shard_map], ids=lambda run: run.__name__)
+def test_sums_are_all_that_power_sgd_needs(run, seed):
+    params = {"a": jnp.zeros((9, 7)), "b": jnp.zeros((9, 7))}
+    grads = gradients(seed, 3, N, params)
+    tx = jc.compressed_mean(rank_one(), AXIS)
+    own, state = run(tx, params, grads)
+    want, _ = run_vmap(jc.compressed_mean(jc.power_sgd(1, dense_below=0), AXIS), params, grads)
+    for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+    info = jc.info(state)
+    assert info.lane_bytes == 4 * 2 * (9 + 7)
+    assert info.sent_bytes == 2 * (N - 1) / N * 4 * 2 * (9 + 7) == ledger_of(tx, params, grads)
+
+
+@pytest.mark.parametrize("run", [run_vmap, run_shard_map], ids=lambda run: run.__name__)
+def test_two_messages_in_a_round(run, seed):
+    """k of the largest entries, and then the next k: together 2 k of them, for the bytes of both."""
+    params, k = jnp.zeros(50), 6
+    grads = gradients(seed, 2, N, params)
+    tx = jc.compressed_mean(in_two_messages(jc.top_k(k=k)), AXIS)
+    directions, state = run(tx, params, grads)
+    for t in range(2):
+        want = np.mean([oracles.top_k(g, 2 * k) for g in np.float64(grads[t])], axis=0)
+        np.testing.assert_allclose(directions[t], want, rtol=1e-5, atol=1e-6)
+    info = jc.info(state)
+    assert info.lane_bytes == 2 * 8 * k
+    assert info.sent_bytes == (N - 1) * 2 * 8 * k == ledger_of(tx, params, grads)
+    assert float(info.achieved_ratio) == pytest.approx(k / 50)  # of the entries of both messages
+    assert info.chosen == "gather"

@@ -1,0 +1,188 @@
+"""Layouts: trees as few vectors, and back."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from worlds import AXIS
+
+import jaxcomp as jc
+from jaxcomp.layout import Layout, Parts, join, plan_of, split
+
+_rng = np.random.default_rng(0)
+_array = lambda *shape, dtype=jnp.float32: jnp.asarray(_rng.standard_normal(shape), dtype)
+TREE = {
+    "a": _array(40, 30),
+    "b": _array(40, 30),
+    "bias": _array(5),
+    "empty": _array(0, 3),
+    "h": _array(50, 30, dtype=jnp.bfloat16),
+    "i": _array(1500, dtype=jnp.bfloat16),
+    "scalar": _array(),
+    "t": _array(4, 20, 20),
+    "v": _array(1200),
+}
+LAYOUTS = {
+    "tree": Layout(),
+    "single": Layout("tree", 0, single=True),
+    "leaf": Layout("leaf"),
+    "apart": Layout("apart"),
+    "shape": Layout("shape"),
+    "chunks": Layout("chunks", chunks=4),
+    "all-large": Layout("leaf", 0),
+    "buckets": Layout(bucket_bytes=5000),
+    "rows": Layout(longest=1000),
+    "rows-single": Layout("tree", 0, single=True, longest=97),
+    "rows-leaf": Layout("leaf", longest=1000),
+    "rows-apart": Layout("apart", longest=1000),
+}
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "tree", [TREE, {}, {"only": jnp.zeros((0,))}, _array(1205)], ids=["mixed", "none", "empty", "bare"]
+)
+def test_join_is_the_inverse_of_split(name, tree):
+    plan = plan_of(LAYOUTS[name], tree)
+    parts = jax.jit(lambda tree: split(plan, tree))(tree)
+    like = lambda x: (x.shape, x.dtype)
+    assert jax.tree.map(like, parts) == jax.tree.map(like, plan.like)
+    same(jax.jit(lambda parts: join(plan, parts))(parts), tree)
+    same(join(plan, split(plan, tree)), tree)
+    assert hash(plan) == hash(plan_of(LAYOUTS[name], tree))
+    entries = sum(leaf.size for leaf in jax.tree.leaves(tree))
+    assert sum(x.size for x in jax.tree.leaves(parts)) >= entries
+
+
+SHAPES = {
+    "tree": [(4 * 1200 - 1200 + 1600 + 0,), (3000,)],
+    "single": [(8106 + 0,)],
+    "leaf": [(3, 1200), (2, 1500), (1600,)],
+    "apart": [(1200,), (1200,), (1500,), (1500,), (1600,), (1200,)],
+    "shape": [(2, 40, 30), (1, 50, 30), (1, 4, 20, 20)],
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_which_vectors_there_are(name):
+    like = plan_of(LAYOUTS[name], TREE).like
+    vectors = like.vectors if isinstance(like, Parts) else (like,)
+    assert sorted(vector.shape for vector in vectors) == sorted(SHAPES[name])
+    if isinstance(like, Parts):
+        assert like.dense.shape == ({"shape": 6 + 1500 + 1200}.get(name, 6),)
+        for vector in vectors:
+            assert vector.dtype in (jnp.float32, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("rows")])
+def test_long_vectors_are_cut_into_rows(name):
+    like = plan_of(LAYOUTS[name], TREE).like
+    vectors = like.vectors if isinstance(like, Parts) else (like,)
+    rounded = LAYOUTS[name].longest + 32  # rows are whole words
+    assert all(vector.shape[-1] <= rounded for vector in vectors)
+    assert any(len(vector.shape) == 2 for vector in vectors)
+
+
+def test_a_vector_in_rows_is_compressed_row_by_row(seed):
+    """Each row has its own k largest entries."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.standard_normal(128), jnp.float32)
+    compressor = jc.top_k(k=3)
+    compressor = compressor._replace(spec=compressor.spec._replace(layout=Layout("tree", 0, longest=32)))
+    tx = jc.compressed_mean(jc.error_feedback(compressor), None)
+    tree = {"x": x}
+    direction, state = tx.update(tree, tx.init(tree))
+    want = np.zeros((4, 32), np.float32)
+    for row, values in zip(want, np.asarray(x).reshape(4, 32), strict=True):
+        kept = np.argsort(-np.abs(values))[:3]
+        row[kept] = values[kept]
+    np.testing.assert_array_equal(direction["x"], want.reshape(-1))
+    np.testing.assert_array_equal(state.local.algorithm.memory.vectors[0][0], np.asarray(x).reshape(4, 32) - want)
+
+
+def gpt(blocks, width=32):
+    """Leaves of a small transformer: 12 for each block, 4 around them."""
+    zeros = jnp.zeros
+    block = lambda: {
+        "ln1": {"scale": zeros(width), "bias": zeros(width)},
+        "attention": {
+            "qkv": zeros((width, 3 * width)),
+            "qkv_bias": zeros(3 * width),
+            "out": zeros((width, width)),
+            "out_bias": zeros(width),
+        },
+        "ln2": {"scale": zeros(width), "bias": zeros(width)},
+        "mlp": {
+            "up": zeros((width, 4 * width)),
+            "up_bias": zeros(4 * width),
+            "down": zeros((4 * width, width)),
+            "down_bias": zeros(width),
+        },
+    }
+    ends = {"wte": zeros((100, width)), "wpe": zeros((64, width)), "scale": zeros(width), "bias": zeros(width)}
+    return ends | {f"block{i}": block() for i in range(blocks)}
+
+
+def test_a_hundred_leaves_are_one_vector():
+    tree = gpt(8)
+    leaves = jax.tree.leaves(tree)
+    assert len(leaves) == 100
+    plan = plan_of(Layout(), tree)
+    (vector,) = plan.like.vectors
+    assert len(vector.shape) == 1
+    assert vector.shape[0] + plan.like.dense.shape[0] == sum(leaf.size for leaf in leaves)
+
+
+def operations(jaxpr, found):
+    """How often each primitive stands in a program, however deep."""
+    for equation in jaxpr.eqns:
+        found[equation.primitive.name] += 1
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, (Jaxpr, ClosedJaxpr))):
+            if isinstance(value, (Jaxpr, ClosedJaxpr)):
+                operations(getattr(value, "jaxpr", value), found)
+    return found
+
+
+SELECTING = ("top_k", "approx_top_k", "sort", "while", "scan", "cond", "cumsum", "scatter", "scatter-add", "all_gather")
+
+
+def selections(compressor, tree):
+    tx = jc.compressed_mean(jc.error_feedback(compressor), AXIS)
+    state = tx.init(tree)
+    step = jax.shard_map(
+        tx.update,
+        mesh=jax.make_mesh((1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=(jax.sharding.PartitionSpec(AXIS), jc.state_specs(state, AXIS)),
+        out_specs=jax.sharding.PartitionSpec(AXIS),
+        check_vma=False,
+    )
+    rows = jax.tree.map(lambda x: x if x.ndim else x[None], tree)
+    found = operations(jax.make_jaxpr(step)(rows, state).jaxpr, collections.Counter())
+    return {name: found[name] for name in SELECTING if found[name]}
+
+
+def test_one_selection_whatever_the_number_of_leaves():
+    few, many = selections(jc.top_k(0.01), gpt(1)), selections(jc.top_k(0.01), gpt(8))
+    assert few == many
+    assert few.keys() & {"top_k", "sort", "while", "scan"}
+    # Leaf by leaf there is more than one, so this counts what it should.
+    each = selections(jc.per_leaf(jc.top_k(0.01)), gpt(1))
+    assert sum(each.values()) > sum(few.values())
+
+
+def test_gradients_of_another_tree_are_named():
+    plan = plan_of(Layout(), {"w": jnp.zeros((40, 30))})
+    with pytest.raises(ValueError, match=r"gradients\['w'\] have shape \(30, 40\); the state was made for \(40, 30\)"):
+        split(plan, {"w": jnp.zeros((30, 40))})
+    with pytest.raises(ValueError, match="made for another tree"):
+        split(plan, {"v": jnp.zeros((40, 30))})
