@@ -130,7 +130,11 @@ def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any) -> Any:
         value = np.zeros(shape, _data(like).dtype)
         if parts and all(there) and math.prod(shape):
             rows = shape[0]
-            each = [x.reshape(rows, math.prod(plan.shapes[i])) for i, x in zip(numbers, parts, strict=True)]
+            each = [
+                np.reshape(x, (rows, math.prod(plan.shapes[i])))
+                for i, x in zip(numbers, parts, strict=True)
+                if x is not None
+            ]
             joined = np.concatenate(each, 1)
             value.reshape(rows, -1)[:, : joined.shape[1]] = joined
         made.append(placed(value, like))

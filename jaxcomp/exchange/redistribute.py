@@ -135,7 +135,7 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
         )
     place = old.about.placement
     cuts = [_cut(state, size) for state, size in zip((old, new), sizes, strict=True)]
-    move = Move(*cuts, keep, place.shards, bool(place.outer), old.about.plan, new.about.plan)
+    move = Move(cuts[0], cuts[1], keep, place.shards, bool(place.outer), old.about.plan, new.about.plan)
     if move.old.shards == move.new.shards and move.old_plan.shapes != move.new_plan.shapes:
         raise Misfit(f"parameters have other shapes: {move.old_plan.shapes} before, {move.new_plan.shapes} now")
     local, shared = _algorithm(old.about.roles, old, new, move)
@@ -149,8 +149,8 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
 
 
 def _algorithm(roles: tuple, old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:
-    both = [(state.local.algorithm, state.shared.algorithm) for state in (old, new)]
-    return _by_roles(roles, *both, move)
+    mine, fresh = ((state.local.algorithm, state.shared.algorithm) for state in (old, new))
+    return _by_roles(roles, mine, fresh, move)
 
 
 def _by_roles(roles: tuple, old: tuple[Any, Any], new: tuple[Any, Any], move: Move) -> tuple[Any, Any]:
@@ -169,12 +169,12 @@ def _by_roles(roles: tuple, old: tuple[Any, Any], new: tuple[Any, Any], move: Mo
         result.append(fresh)
     local, shared = result
     for name, role in roles:
-        pairs = [tuple(getattr(side, name, None) for side in states) for states in (old, new)]
+        before, after = ((getattr(mine, name, None), getattr(ours, name, None)) for mine, ours in (old, new))
         if isinstance(role, tuple):
-            mine, ours = _by_roles(role, *pairs, move)
+            mine, ours = _by_roles(role, before, after, move)
         else:
-            _check_role(name, role, pairs[0], move)
-            mine, ours = _ROLES[role](name, *pairs, move)
+            _check_role(name, role, before, move)
+            mine, ours = _ROLES[role](name, before, after, move)
         local = local._replace(**{name: mine}) if hasattr(local, name) else local
         shared = shared._replace(**{name: ours}) if hasattr(shared, name) else shared
     return local, shared

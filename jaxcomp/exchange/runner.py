@@ -98,10 +98,12 @@ class Runner(NamedTuple):
             raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
         local, shared = at_device(self.name, state, place.identity, frozen(self.algorithm.roles))
         plan = state.about.plan
-        if self.route.layout(self.layout, workers) != self.layout and plan.like.shape[0] != workers:
+        here = plan_of(self.route.layout(self.layout, workers), plan.tree)
+        if plan != here:
+            shapes = lambda plan: [x.shape for x in jax.tree.leaves(plan.like)]
             raise ValueError(
-                f"{self.name}: the state was made for {plan.like.shape[0]} workers, and here are {workers}. Make it "
-                "with jc.init_state, or hand the old one on with jc.redistribute."
+                f"{self.name}: the state was made for another route, layout or number of workers: its vectors are "
+                f"{shapes(plan)}, and here, for {workers} workers, {shapes(here)}. Make it with jc.init_state."
             )
         return local, shared, plan
 
