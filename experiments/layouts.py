@@ -182,9 +182,9 @@ def main(arguments: Sequence[str]) -> int:
         )
     head = ["task", "method", "layout", "last losses", "± (seeds)", "lane bytes", "compile s", "ms a step"]
     notes = (
-        f"{WORKERS} workers under vmap, {BATCH} examples each, {options.steps} steps of Adam, {len(options.seeds)} seeds; "
-        f"the loss is the mean over the last {tail} steps. Chunks have {CHUNK} entries. Times are those of the whole "
-        "training step on one device."
+        f"{WORKERS} workers under vmap, {BATCH} examples each, {options.steps} steps of Adam, {len(options.seeds)} "
+        f"seeds; the loss is the mean over the last {tail} steps. Chunks have {CHUNK} entries. Times are those of the "
+        "whole training step on one device."
     )
     show(console, f"Layouts; {machine()}", head, table, notes, options.out / "table.md")
     plot(results, options.out / "losses.png")

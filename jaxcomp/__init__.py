@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxcomp import allocate, collectives, contrib, methods, payloads, prox, replicas, smoothness, state, theory, wire
 from jaxcomp.algorithms import diana, direct, error_feedback, power_sgd
-from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State, roundtrip
+from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State
 from jaxcomp.compressors import (
     bernoulli,
     cast,
@@ -35,6 +35,7 @@ from jaxcomp.compressors import (
     per_leaf,
     precondition,
     rand_k,
+    roundtrip,
     sidco,
     skcompress,
     top_k,

@@ -153,9 +153,10 @@ def main(arguments: Sequence[str]) -> int:
         if layers == options.layers[0]:
             head += ["temporary / gradient"] + ["ms a step"] * (options.steps > 0)
     notes = (
-        f"Trace and compile of one update at {options.workers} workers, in CPU seconds of the process, once each. The "
-        f"smallest tree has {sum(leaf.size for leaf in jax.tree.leaves(gpt_like(options.layers[0]))) / 1e6:.1f} M "
-        "parameters. Temporary memory is that of one device besides arguments and results, over the bytes of a gradient."
+        f"Trace and compile of one update at {options.workers} workers, in CPU seconds of the process, once each. "
+        f"The smallest tree has {sum(leaf.size for leaf in jax.tree.leaves(gpt_like(options.layers[0]))) / 1e6:.1f} M "
+        "parameters. Temporary memory is what one device needs besides arguments and results, over the bytes of a "
+        "gradient."
     )
     show(console, f"GPT trees; {machine()}", head, table, notes, options.markdown)
     return 0

@@ -1,5 +1,6 @@
 """Momentum correction: workers accumulate velocities instead of gradients (Deep Gradient Compression)."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -78,13 +79,7 @@ def momentum_correction(
         )
     compressor = lift(compressor)
 
-    def heavy_ball(u, g):
-        """The new momentum, and what is added to the velocity."""
-        if nesterov:
-            u = momentum * (u + g)
-            return u, u + g
-        u = momentum * u + g
-        return u, u
+    heavy_ball = functools.partial(_heavy_ball, momentum, nesterov)
 
     def init(shared_key, like):
         like = wide_like(like)
@@ -114,6 +109,15 @@ def momentum_correction(
 
     roles = {"velocity": "memory", "momentum": "memory", "dense_momentum": "momentum", "compressor": "compressor"}
     return Algorithm(init, update, roles, compressor)
+
+
+def _heavy_ball(momentum: float, nesterov: bool, u: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The new momentum, and what is added to the velocity."""
+    if nesterov:
+        u = momentum * (u + g)
+        return u, u + g
+    u = momentum * u + g
+    return u, u
 
 
 def _of_dense(zeros: Any) -> Any:

@@ -11,6 +11,7 @@ from jaxcomp.compressors.precondition import precondition, refresh
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.rand_k import rand_k
 from jaxcomp.compressors.redsync import redsync
+from jaxcomp.compressors.roundtrip import roundtrip
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.skcompress import skcompress
 from jaxcomp.compressors.sparsify import top_k
@@ -36,6 +37,7 @@ __all__ = [
     "rand_k",
     "redsync",
     "refresh",
+    "roundtrip",
     "set_amounts",
     "sidco",
     "skcompress",

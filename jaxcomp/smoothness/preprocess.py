@@ -224,29 +224,26 @@ def preprocess(
         "library": jaxcomp.__version__,
     }
     if out.exists():
-        made = describe(out)
-        if {name: made.get(name) for name in options} != options:
-            raise ValueError(f"{out} exists and was made from other data or options; choose another file")
-        return load(out)
+        return _made_before(out, options)
     found = scan(source, scale, lambda rows: show("reading", rows, 0))
     classes = classes_of(found.labels, loss)
     owner = assign(split, found.norms, found.labels, workers, seed=seed, concentration=concentration)
     run = Pass(make, owner, workers, Path(f"{out}.partial"), json.dumps(options, sort_keys=True))
     run.resume()
     passes = run.collectors[0].passes
-    operators = run.go(
-        source,
-        scale,
-        keep_every,
-        lambda turn, rows: show(f"pass {turn + 1} of {passes}", rows, owner.size),
-    )
+    shown = lambda number, rows: show(f"pass {number + 1} of {passes}", rows, owner.size)
+    operators = run.go(source, scale, keep_every, shown)
     operator = stack([lift_loss(one, loss, l2, classes) for one in operators])
-    counts = np.bincount(owner[owner >= 0], minlength=workers)
-    constants = {
-        "rows": counts.tolist(),
-        "lambda_max": np.asarray(operator.lambda_max).tolist(),
-        "mean_lambda_max": mean_lambda_max(operator),
-    }
-    save(out, operator, **options, **constants)
+    rows = np.bincount(owner[owner >= 0], minlength=workers).tolist()
+    largest = np.asarray(operator.lambda_max).tolist()
+    save(out, operator, **options, rows=rows, lambda_max=largest, mean_lambda_max=mean_lambda_max(operator))
     run.partial.unlink(missing_ok=True)
     return operator
+
+
+def _made_before(out: Path, options: dict[str, Any]) -> Operator:
+    """What is in the file, if it was made with these options."""
+    made = describe(out)
+    if {name: made.get(name) for name in options} != options:
+        raise ValueError(f"{out} exists and was made from other data or options; choose another file")
+    return load(out)

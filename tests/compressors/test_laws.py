@@ -99,7 +99,7 @@ def one_round_of(row):
 
 def test_every_factory_has_a_quick_row():
     lifts = {"per_leaf", "flat"}  # rows of their own in test_tree.py
-    others = {"warm_up", "refresh", "set_amounts"}
+    others = {"warm_up", "refresh", "roundtrip", "set_amounts"}
     made = {
         name
         for name in jc.__all__
