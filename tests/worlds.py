@@ -72,9 +72,7 @@ def run_shard_map(tx, params, grads, check_vma=True, jit=True):
 
 def run_vmap(tx, params, grads):
     workers = jax.tree.leaves(grads)[0].shape[1]
-    make = jax.vmap(lambda _: tx.init(params), axis_name=AXIS, out_axes=jc.state_axes(jax.eval_shape(tx.init, params)))
-    state = make(jnp.arange(workers))
-    axes = jc.state_axes(state)
+    state, axes = jc.init_state(tx, params, workers, AXIS)
     step = jax.jit(
         jax.vmap(lambda s, g: tx.update(g, s, params), in_axes=(axes, 0), out_axes=(None, axes), axis_name=AXIS)
     )

@@ -199,7 +199,7 @@ def init_state(
     [1. 0. 0. 0. 0.] (64, 1, 5)
     """
     if isinstance(mesh, int):
-        axes = state_axes(jax.eval_shape(tx.init, params))
+        axes = state_axes(_shape_on(AbstractMesh((mesh,), axis_names(names_of(axis_name))), tx, params))
         make = jax.vmap(tx.init, in_axes=None, out_axes=axes, axis_name=names_of(axis_name), axis_size=mesh)
         return jax.jit(make)(params), axes
     names = axis_names(names_of(axis_name))
@@ -207,7 +207,7 @@ def init_state(
     if unknown:
         raise ValueError(f"init_state: the mesh has axes {tuple(mesh.shape)}; got axis_name with {unknown[0]!r}")
     like = params if specs is None else _shards(params, mesh, specs)
-    made = state_specs(jax.eval_shape(tx.init, like), axis_name, params=like, specs=specs)
+    made = state_specs(_shape_on(mesh, tx, like), axis_name, params=like, specs=specs)
     whole = PartitionSpec() if specs is None else specs
     if isinstance(mesh, AbstractMesh):
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
@@ -219,6 +219,14 @@ def init_state(
         params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
     make = jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made)
     return jax.jit(make)(params), made
+
+
+def _shape_on(mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation, params: Any) -> Any:
+    """Shapes of the state for the workers of a mesh: routes may lay out what is sent by their number."""
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
+    automatic = AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape))
+    with jax.sharding.use_abstract_mesh(automatic):
+        return jax.eval_shape(tx.init, like)
 
 
 def _shards(params: Any, mesh: Any, specs: Any) -> Any:

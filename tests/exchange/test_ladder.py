@@ -15,12 +15,10 @@ from messages import examples
 from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
-from jaxcomp.payloads import decode_message, encode_message
 from jaxcomp.exchange.routes.ladder import rungs
 from jaxcomp.packing import pack
-from jaxcomp.payloads import Quantized, Sparse
-from jaxcomp.select import local_indices
-from jaxcomp.wire.nodes import PAD_BYTES
+from jaxcomp.payloads import Quantized, Sparse, decode_message, encode_message, local_indices
+from jaxcomp.wire.limits import PAD_BYTES
 
 N = 3
 
@@ -124,7 +122,7 @@ def test_rungs_follow_the_content_without_compiling_again(seed):
     mesh, traces, directions, sent = mesh_of(N), [], {}, []
 
     def run(via):
-        tx = jc.compressed_mean(algorithm, AXIS, via=via, measure=False)
+        tx = jc.compressed_mean(algorithm, AXIS, via=via)
         state, specs = jc.init_state(tx, like, mesh, AXIS)
 
         def step(state, grads):

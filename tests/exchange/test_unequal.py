@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 from route_worlds import ragged_by_definition
 from variants import variants
 from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
+from worlds import gradients as random_gradients
 
 import jaxcomp as jc
-from jaxcomp.amounts import Amounts
-from jaxcomp.base import Seat, State
+from jaxcomp.base import State, for_worker, overflow
+from jaxcomp.compressors.dagc import Amounts
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.links import Link
 
@@ -24,16 +25,11 @@ PARAMS = {"b": jnp.zeros(5), "v": jnp.zeros(2001), "w": jnp.zeros((40, 30))}
 SLOW = Link(latency=0, bandwidth=1e6)
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """optax itself relies on implicit promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
-def gradients(seed, rounds=2, params=PARAMS, workers=N):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((rounds, workers, *p.shape)), p.dtype), params)
+def gradients(seed, rounds=2, params=PARAMS):
+    return random_gradients(seed, rounds, N, params)
 
 
 def bits(tree):
@@ -44,7 +40,8 @@ def bits(tree):
 # In programs
 
 CASES = {
-    "per_leaf": jc.dagc(VOLUMES, 0.1),
+    "tree": jc.dagc(VOLUMES, 0.1),
+    "per_leaf": jc.per_leaf(jc.dagc(VOLUMES, 0.1)),
     "flat": jc.flat(jc.dagc([2, 0, 5, 5], 0.05)),
     "uint16": jc.narrow(jc.dagc(VOLUMES, 0.03, capacity=1.3), values="float16", indices="uint16"),
     "bf16": jc.compose(jc.dagc([9, 1, 3, 3], 0.021), jc.cast("bfloat16")),
@@ -70,7 +67,7 @@ def test_all_worlds_give_bitwise_the_same_directions(seed):
 @pytest.mark.filterwarnings("ignore:via=")
 @pytest.mark.parametrize("via", variants(["gather", "concat", "ring"], {"ring"}))
 def test_info_and_program_agree_on_the_bytes(via):
-    tx = jc.compressed_mean(jc.error_feedback(jc.dagc(VOLUMES, 0.1)), AXIS, via, measure=False, link=SLOW)
+    tx = jc.compressed_mean(jc.error_feedback(jc.dagc(VOLUMES, 0.1)), AXIS, via, link=SLOW)
     mesh = mesh_of(N)
     for check_vma in (True, False):
         state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
@@ -86,7 +83,7 @@ def test_info_and_program_agree_on_the_bytes(via):
         sent = book.total_bytes
         _, state = jax.jit(step)(state, grads)
         assert sent == pytest.approx(float(jc.info(state).sent_bytes), rel=1e-6)
-        k = sum(jc.allocate.counts(jc.allocate.ratios(VOLUMES, 0.1), d).sum() for d in (2001, 1200))
+        k = jc.allocate.counts(jc.allocate.ratios(VOLUMES, 0.1), 2001 + 1200).sum()
         real = 8 * k + N * 20
         limit = {"gather": (1.4, np.inf), "concat": (0, 2.1), "ring": (0, 1.05)}[via]
         assert limit[0] <= sent / real <= limit[1]
@@ -95,7 +92,7 @@ def test_info_and_program_agree_on_the_bytes(via):
 def test_auto_takes_what_the_model_says(seed):
     grads = gradients(seed, rounds=1)
 
-    def chosen(link, compressor=CASES["per_leaf"]):
+    def chosen(link, compressor=CASES["tree"]):
         tx = jc.compressed_mean(jc.error_feedback(compressor), AXIS, "auto", link=link)
         directions, state = run_vmap(tx, PARAMS, grads)
         return jc.info(state).chosen, directions
@@ -127,7 +124,6 @@ def test_ragged_is_refused_where_the_backend_has_none(seed):
 @pytest.mark.slow
 def test_ragged_by_the_definition_of_its_collective(seed, monkeypatch):
     """XLA's CPU backend lacks it: here it is written with all_gather, as its documentation says."""
-
     grads = gradients(seed, rounds=1)
     want, _ = run_vmap(jc.compressed_mean(jc.error_feedback(CASES["bf16"]), AXIS, "ring"), PARAMS, grads)
     monkeypatch.setattr(collectives, "has_ragged", lambda: True)
@@ -201,6 +197,7 @@ def test_amounts_for_each_array_and_traced():
     @jax.jit
     def sent(first, second):
         changed = jc.set_amounts(state, [first, second])
+        changed = State(changed.local, for_worker(compressor, changed.shared, 0))
         payload, _ = compressor.compress(jax.random.key(1), {"a": jnp.arange(20.0), "b": jnp.arange(40.0)}, changed)
         return [jnp.sum(part.values != 0) for part in payload.leaves]
 
@@ -209,12 +206,12 @@ def test_amounts_for_each_array_and_traced():
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_seat_decides_the_share(number):
+def test_the_number_of_the_worker_decides_the_share(number):
     compressor = jc.dagc([0, 1, 4, 16], 0.1)
     x = jnp.arange(1.0, 101.0)
     state = compressor.init(jax.random.key(0), x)
-    seated = State(state.local._replace(seat=Seat(jnp.int32(number))), state.shared)
-    payload, _ = compressor.compress(jax.random.key(0), x, seated)
+    own = State(state.local, for_worker(compressor, state.shared, jnp.int32(number)))
+    payload, _ = compressor.compress(jax.random.key(0), x, own)
     k = int(jc.allocate.counts(jc.allocate.ratios([0, 1, 4, 16], 0.1), 100)[number])
     assert np.sum(np.asarray(payload.indices) < 100) == k
     np.testing.assert_array_equal(
@@ -226,10 +223,10 @@ def test_seat_decides_the_share(number):
 
 def sent_by(compressor, number, x):
     state = compressor.init(jax.random.key(0), x)
-    seated = State(state.local._replace(seat=Seat(jnp.int32(number))), state.shared)
-    payload, local = jax.jit(compressor.compress)(jax.random.key(0), x, seated)
+    own = State(state.local, for_worker(compressor, state.shared, number))
+    payload, local = jax.jit(compressor.compress)(jax.random.key(0), x, own)
     assert np.all(np.diff(payload.indices[payload.indices < x.size]) > 0)
-    return np.asarray(payload.indices[payload.indices < x.size]), int(local.tally.overflow)
+    return np.asarray(payload.indices[payload.indices < x.size]), int(overflow(compressor, local))
 
 
 @pytest.mark.parametrize("size", variants([600, 40_000], {600}))

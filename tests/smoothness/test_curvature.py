@@ -1,5 +1,7 @@
 """Estimated curvature of networks against the exact matrices, and operators that change during training."""
 
+import dataclasses
+
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -80,7 +82,7 @@ def test_refresh_changes_the_operator_and_compiles_nothing(key):
     assert traces == 1
     fresh = jc.compressed_mean(jc.direct(jc.flat(jc.precondition(jc.dithering(3), second))), AXIS)
     made = jax.vmap(lambda _: fresh.init(tree), axis_name=AXIS, out_axes=axes)(jnp.arange(2))
-    made = made._replace(shared=made.shared._replace(count=state.shared.count))
+    made = dataclasses.replace(made, shared=made.shared._replace(count=state.shared.count))
     want, _ = step(made, scales)
     for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 import jaxcomp as jc
 from jaxcomp import smoothness
 
-FILE = json.loads((Path(__file__).parent / "smoothness_oracle.json").read_text())
+FILE = json.loads((Path(__file__).parents[1] / "smoothness_oracle.json").read_text())
 N, D, MU = FILE["n"], FILE["d"], FILE["mu"]
 A = [np.array(a) for a in FILE["A"]]
 CUTS = {"n": N, "mu": MU}

@@ -90,7 +90,7 @@ def coins_of(run, count, x, chance):
     """The coins that a method tosses, from the key in its state."""
     state = run.init(x).shared.algorithm
     return [
-        bool(jax.random.bernoulli(jax.random.fold_in(jax.random.wrap_key_data(state.key), t), chance))
+        bool(jax.random.bernoulli(jax.random.fold_in(jax.random.wrap_key_data(state.coin.key), t), chance))
         for t in range(count)
     ]
 
