@@ -29,7 +29,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from jaxcomp.exchange.links import costs
+from jaxcomp.exchange.routes import costs
 
 # %% [markdown]
 # ## 1. Splitting a budget
