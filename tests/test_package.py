@@ -125,7 +125,7 @@ def test_public_names_are_documented(name):
     thing = getattr(jc, name)
     assert inspect.getdoc(thing)
     factory = getattr(thing, "__module__", "").startswith(("jaxcomp.compressors", "jaxcomp.algorithms"))
-    if factory and callable(thing):
+    if factory and callable(thing) and name != "roundtrip":  # which takes one
         doc = inspect.getdoc(thing)
         assert ">>>" in doc, "one doctest"
         assert "Raises:" in doc or name in ("identity", "natural"), "errors"
