@@ -271,7 +271,7 @@ def _cut_apart(vector: Array, sizes: list[int]) -> list[Array]:
     On CPU, XLA compiles every static slice of a long vector as a kernel of its own, 30 ms each. Slices whose starts it
     does not know are one kernel for each size, so the starts come out of a condition that it cannot decide.
     """
-    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    starts = (np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, np.int64)).tolist()
     if len(sizes) < FEW or jax.default_backend() != "cpu" or vector.size == 0:
         return [lax.slice(vector, (start,), (start + size,)) for start, size in zip(starts, sizes, strict=True)]
     first = vector[0].astype(jnp.float32)

@@ -84,7 +84,7 @@ def test_local_indices_that_are_not_canonical_are_reported():
 PARAMS = {"b": jnp.zeros(5), "v": jnp.zeros(3001)}
 COMPRESSORS = {
     "top_k": jc.flat(jc.top_k(0.05)),
-    "narrow": jc.flat(jc.sidco(0.05, values="bfloat16", indices="uint16")),
+    "narrow": jc.flat(jc.narrow(jc.sidco(0.05), values="bfloat16", indices="uint16")),
     "nested": jc.flat(jc.compose(jc.top_k(0.05), jc.dithering(7))),
     "levels": jc.flat(jc.dithering(1)),
     "leaves": jc.per_leaf(jc.top_k(0.05), dense_below=10),
