@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
 from jaxcomp.compressors.parts import lift, omega_of
@@ -74,7 +73,7 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
         message = jax.tree.map(lambda g, h: bounded(g.astype(h.dtype) - h), finite(grads), own)
         sent = exchange.mean(key, compressor, message, state.part("compressor"))
         step = step_of(message)
-        direction = jax.tree.map(jnp.add, mean, sent.mean)
+        direction = jax.tree.map(lambda h, m: bounded(h + m), mean, sent.mean)
         own = jax.tree.map(bounded, sent.add_to(own, step))
         mean = jax.tree.map(lambda h, m: bounded(h + step * m), mean, sent.mean)
         return direction, state.replace(shift=State(own, mean), compressor=sent.state)

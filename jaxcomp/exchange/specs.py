@@ -225,7 +225,8 @@ def _shape_on(mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation, param
     """Shapes of the state for the workers of a mesh: routes may lay out what is sent by their number."""
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
     automatic = AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape))
-    with jax.sharding.use_abstract_mesh(automatic):
+    nothing = AbstractMesh((), ())  # whatever mesh is in force here
+    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(automatic):
         return jax.eval_shape(tx.init, like)
 
 

@@ -408,7 +408,7 @@ def test_rounds_go_on_with_other_workers(seed):
 
 
 def test_coins_and_sequences_of_adiana_go_on(seed):
-    steps = jc.theory.step_sizes("adiana", smoothness=1.0, mu=0.1, workers=4, omega=1.0, variance=1.0)
+    steps = jc.theory.adiana(smoothness=1.0, mu=0.1, workers=4, omega=1.0, variance=1.0)
     run = jc.rounds(jc.adiana(jc.dithering(7), steps), AXIS)
     old, new = run_rounds(run, 4, seed), run_rounds(run, 2, seed, steps=0)
     state = jc.redistribute(old, new)
