@@ -75,7 +75,7 @@ def test_what_no_code_can_hold_is_reported():
 
 @pytest.mark.slow
 def test_local_indices_that_are_not_canonical_are_reported():
-    local = Sparse(jnp.ones(3), local_indices(jnp.array([5, 6, 9]), 9))
+    local = Sparse(jnp.array([1.0, 1, 0]), local_indices(jnp.array([5, 6, 9]), 9))
     encode = jax.jit(encode_message)
     assert encode(local).fits
     assert not encode(local._replace(indices=local.indices._replace(counts=jnp.array([1])))).fits
@@ -86,7 +86,7 @@ COMPRESSORS = {
     "top_k": jc.flat(jc.top_k(0.05)),
     "narrow": jc.flat(jc.narrow(jc.sidco(0.05), values="bfloat16", indices="uint16")),
     "nested": jc.flat(jc.compose(jc.top_k(0.05), jc.dithering(7))),
-    "levels": jc.flat(jc.dithering(1)),
+    "levels": jc.flat(jc.dithering(1, norm="inf")),  # norms without sums, whose order worlds may choose
     "leaves": jc.per_leaf(jc.top_k(0.05), dense_below=10),
     "raw": jc.flat(jc.identity()),
 }
@@ -118,7 +118,7 @@ def test_bitwise_the_mean_of_gather(name, seed):
 def test_rungs_follow_the_content_without_compiling_again(seed):
     """Bitwise the mean of gathering on every rung, in one program for several workers; the ledger lists the rungs."""
     rng, size = np.random.default_rng(seed), 2000
-    algorithm, like = jc.direct(jc.hard_threshold(1.0, ratio=1.0)), jnp.zeros(size)
+    algorithm, like = jc.direct(jc.hard_threshold(1.0, room=1.0)), jnp.zeros(size)
     mesh, traces, directions, sent = mesh_of(N), [], {}, []
 
     def run(via):
