@@ -106,7 +106,7 @@ def test_methods_with_the_identity_are_their_recursions(world):
     want, shifts = oracle.descent(GRADIENTS, ROOTS, send_all, X0, 0.2, alpha, 5)
     points, bits, state = world(run, 5, x)
     np.testing.assert_allclose(points[-1], want, rtol=1e-9)
-    np.testing.assert_allclose(np.reshape(state.local.algorithm.shift, (N, D)), shifts, rtol=1e-9)
+    np.testing.assert_allclose(np.reshape(state.local.algorithm.algorithm.shift, (N, D)), shifts, rtol=1e-9)
     np.testing.assert_array_equal(bits, 64 * D)
     steps = STEPS._replace(alpha=0.4, q=0.5)
     run = jc.rounds(jc.adiana(IDENTITY, steps), AXIS)
