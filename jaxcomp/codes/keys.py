@@ -238,6 +238,7 @@ def encode_keys(
     Raises:
         ValueError: as `plan`.
 
+    >>> import numpy as np
     >>> keys, counts = np.array([3, 5, 0, 9, 0]), np.array([2, 2])
     >>> words, bits = encode_keys(keys, counts)
     >>> print(decode_keys(words, counts, 5), bits)

@@ -10,7 +10,7 @@ import pytest
 
 import jaxcomp as jc
 from jaxcomp.base import accumulate, for_worker, overflow
-from jaxcomp.exchange.two_shot import in_chunks
+from jaxcomp.compressors.tree import with_layout
 
 FULL = jc.hard_threshold(0.0, room=0.1)  # of a hundred entries ten fit
 ONES = jc.smoothness.diagonal_of(np.ones(100))
@@ -22,7 +22,7 @@ WRAPPED = {
     "flat": (jc.flat(FULL), 90),
     "per_leaf": (jc.per_leaf(FULL, dense_below=10), 90),
     "two leaves": (jc.per_leaf(FULL, dense_below=10), 9 + 81),
-    "chunks": (in_chunks(FULL, 2), 2 * 50 - 2 * 6),
+    "chunks": (with_layout("chunks", FULL, jc.Layout("chunks", chunks=2)), 2 * 50 - 2 * 6),
     "dagc": (jc.dagc([1], 0.1, sparsifier=jc.hard_threshold, base=0.1, capacity=1), 90),
     "top_k": (jc.top_k(0.1), 0),
     "compose top_k": (jc.compose(jc.top_k(0.1), jc.natural()), 0),

@@ -8,9 +8,10 @@ import pytest
 from montecarlo import chi_square_bound
 
 import jaxcomp as jc
-from jaxcomp.base import ONE_PASS, accumulate, overflow
+from jaxcomp.base import accumulate, overflow
 from jaxcomp.hashing import random_bits, random_uniform
 from jaxcomp.packing import unpack
+from jaxcomp.stacks import ONE_PASS
 
 
 def vector(seed, d=1000):

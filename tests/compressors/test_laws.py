@@ -102,7 +102,7 @@ def test_every_factory_has_a_quick_row():
     others = {"warm_up", "refresh", "roundtrip", "set_amounts"}
     made = {
         name
-        for name in jc.__all__
+        for name in (*jc.__all__, *jc.contrib.__all__)
         if callable(getattr(jc, name))
         and getattr(getattr(jc, name), "__module__", "").startswith("jaxcomp.compressors")
     }
