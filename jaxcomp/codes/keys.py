@@ -201,6 +201,7 @@ def _rice(gaps: Gaps, count: Array) -> tuple[Array, Array]:
 def key_bits(keys: Array, counts: Array, *, coder: str = "best") -> Array:
     """Bits of the stream that `encode_keys` makes, i32[].
 
+    >>> import numpy as np
     >>> print(key_bits(np.arange(0, 700, 7), np.array([100])))
     331
     """
