@@ -272,7 +272,7 @@ def _cut_apart(vector: Array, sizes: list[int]) -> list[Array]:
     does not know are one kernel for each size, so the starts come out of a condition that it cannot decide.
     """
     starts = (np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, np.int64)).tolist()
-    if len(sizes) < FEW or jax.default_backend() != "cpu" or vector.size == 0:
+    if len(sizes) < FEW or jax.default_backend() != "cpu" or not 0 < vector.size < 2**31:
         return [lax.slice(vector, (start,), (start + size,)) for start, size in zip(starts, sizes, strict=True)]
     first = vector[0].astype(jnp.float32)
     constants = lambda numbers: lambda: tuple(jnp.asarray(number, jnp.int32) for number in numbers)

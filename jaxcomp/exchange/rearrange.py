@@ -53,6 +53,7 @@ def map_alike(fn: Callable[[Any, Any], Any], old: Any, new: Any, is_leaf: Callab
 
 
 def check_alike(old: Any, new: Any, is_leaf: Callable[[Any], bool] | None = None) -> None:
+    """Raises Misfit unless two states have the same structure; names a part that only one of them has."""
     if jax.tree.structure(old, is_leaf) == jax.tree.structure(new, is_leaf):
         return
     paths = lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf)]
@@ -198,6 +199,7 @@ def _cut_anew(rows: np.ndarray, lead: int, shape: tuple[int, ...], move: Move) -
 
 
 def change_of(move: Move) -> str:
+    """Says how the number of shards changes, for error messages."""
     return f"{move.old.shards} shards along mesh axes {move.along} before, {move.new.shards} now"
 
 
@@ -226,6 +228,7 @@ def _data(x: Any) -> Any:
 
 
 def on_host(x: Any) -> np.ndarray:
+    """An array of the old state as NumPy; raises Misfit where this host cannot read all of it."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise Misfit("old must hold arrays, not shapes")
     x = _data(x)

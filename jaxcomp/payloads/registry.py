@@ -111,6 +111,7 @@ def register(family: Family) -> None:
 
 
 def family_of(payload: Any, who: str) -> Family:
+    """The family of a payload; TypeError, named after the caller `who`, for what is none."""
     family = _families.get(type(payload))
     if family is None:
         raise TypeError(f"{who}: unknown payload type {type(payload).__name__}")

@@ -91,6 +91,7 @@ def check(payload: Sparse) -> None:
 
 
 def write(out: Writer, payload: Sparse, coding: Coding) -> None:
+    """The record of a sparse payload in the coding that was chosen."""
     _WRITERS[coding.kind](out, payload, coding.plan)
 
 

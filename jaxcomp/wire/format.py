@@ -90,6 +90,7 @@ def write_array(out: Writer, array: np.ndarray) -> None:
 
 
 def read_dtype(reader: Reader, field: str) -> np.dtype:
+    """The dtype that a byte stands for; WireError for a byte that stands for none."""
     code = reader.byte(f"{field} dtype")
     if code >= len(DTYPES):
         raise WireError(f"{field} dtype", code, f"below {len(DTYPES)}")

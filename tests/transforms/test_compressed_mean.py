@@ -483,24 +483,3 @@ def test_vmap_inside_shard_map(compressor, seed):
     for i in range(2):
         want, _ = run_vmap(tx, jnp.zeros(50), grads[None, :, i])
         assert np.isclose(directions[i], want[0], rtol=1e-5, atol=1e-6).mean() > 0.95
-
-
-def test_what_is_not_an_algorithm_is_named():
-    with pytest.raises(TypeError, match=r"got the compressor top_k\(0.01\). Wrap it in error_feedback"):
-        jc.compressed_mean(jc.top_k(0.01), AXIS)
-    with pytest.raises(TypeError, match="call it first"):
-        jc.direct(jc.top_k)
-    with pytest.raises(TypeError, match=r"a key of jax\.random is needed"):
-        jc.roundtrip(jc.top_k(0.1), jnp.ones(3), key=0)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_directions_too_large_for_the_gradients_are_cut(dtype):
-    """What was kept back goes out with what is new: twice the largest gradient is no number of its dtype."""
-    largest = float(jnp.finfo(dtype).max)
-    grads = {"x": jnp.full((3, 2, 2), largest, dtype)}
-    directions, state = run_vmap(
-        jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), AXIS), {"x": grads["x"][0, 0]}, grads
-    )
-    np.testing.assert_array_equal(np.max(np.asarray(directions["x"], np.float64), axis=1), largest)
-    assert np.all(np.isfinite(np.asarray(state.local.algorithm.memory.dense)))

@@ -57,6 +57,7 @@ def fastest(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> st
 
 
 def reduce(out: Outgoing, call: Call) -> Reduced:
+    """The mean, part by part by the route that suits it (see `Route.reduce`)."""
     if out.compressor.spec.linear:
         return SUM.reduce(out, call)
     limits = lengths(out.compressor, out.like)

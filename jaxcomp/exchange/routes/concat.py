@@ -19,6 +19,7 @@ __all__ = ["CONCAT", "carry"]
 
 
 def exchange(message: Message, axis: Axis, link: Link) -> Any:
+    """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
     del link
     lengths = message.lengths
     longest, total = max(lengths), sum(lengths)
@@ -30,6 +31,7 @@ def exchange(message: Message, axis: Axis, link: Link) -> Any:
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
     n, total = len(lengths), 4 * sum(lengths)
     return cost_of(2 * (n - 1), total / n, 2 * (n - 1) / n * total, link, ADDS)

@@ -40,6 +40,7 @@ def _warn_of_padding(payload: Any, lengths: Any, workers: int) -> None:
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     return cost_of(n - 1, 4 * capacity, (n - 1) * 4 * capacity, link)
 

@@ -57,6 +57,7 @@ def rungs(words: int) -> tuple[int, ...]:
 
 
 def reduce(out: Outgoing, call: Call) -> Reduced:
+    """The mean of messages that travel in code (see `Route.reduce`)."""
     is_stack = [rows_of(vector) is not None for vector in getattr(out.like, "vectors", (out.like,))]
     payloads, sent_bytes = stacked(functools.partial(carry, is_stack=is_stack), out.payload, None, call)
     return reduced(out, call, payloads, call.weights, "ladder", sent_bytes)

@@ -17,6 +17,7 @@ __all__ = ["RAGGED", "carry"]
 
 
 def exchange(message: Message, axis: Axis, link: Link) -> Any:
+    """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
     del link
     lengths = message.lengths
     buffer = collectives.ragged_all_to_all(own_words(message, axis, max(lengths)), lengths, axis)
@@ -24,12 +25,14 @@ def exchange(message: Message, axis: Axis, link: Link) -> Any:
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
     n = len(lengths)
     return cost_of(n - 1, 4 * max(lengths), (n - 1) / n * 4 * sum(lengths), link)
 
 
 def carry(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any]:
+    """All payloads, on a backend that has `ragged_all_to_all`; ValueError on another."""
     if not collectives.has_ragged():
         raise ValueError(f'via="ragged": the {jax.default_backend()} backend has no ragged_all_to_all; use via="ring"')
     return carrying(exchange, cost)(payload, lengths, call)

@@ -22,6 +22,7 @@ Array = jax.Array
 
 
 def exchange(message: Message, axis: Axis, link: Link) -> Any:
+    """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
     lengths = message.lengths
     n, number = len(lengths), axis_index(axis)
     phases = ring_plan(lengths, link).phases
@@ -52,6 +53,7 @@ def _around(mine: Array, phase: Phase, number: Array, axis: Axis) -> Array:
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
     plan = ring_plan(lengths, link)
     return Cost(plan.seconds(link), plan.sent_bytes)

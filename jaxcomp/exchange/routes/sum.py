@@ -36,6 +36,7 @@ def summed(payload: Any, like: Any, call: Call) -> tuple[Any, float]:
 
 
 def refuses(compressor, roles):
+    """Why payloads of this compressor cannot be added; None where they can."""
     del roles
     if compressor.spec.linear:
         return None
@@ -43,11 +44,13 @@ def refuses(compressor, roles):
 
 
 def reduce(out: Outgoing, call: Call) -> Reduced:
+    """The mean of payloads that are added on the way (see `Route.reduce`)."""
     total, sent_bytes = summed(out.payload, out.like, call)
     return reduced(out, call, total, None, "sum", sent_bytes)
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     return cost_of(2 * (n - 1), 4 * capacity / n, 2 * (n - 1) / n * 4 * capacity, link, ADDS)
 

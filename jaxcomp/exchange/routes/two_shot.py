@@ -114,6 +114,7 @@ def _row(shared: Rows, axis: Axis) -> Any:
 
 
 def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
+    """Why messages cannot be cut into chunks and compressed once more; None where they can."""
     spec = compressor.spec
     if _has_shift(roles):
         return (
@@ -141,6 +142,7 @@ def _has_shift(roles: Any) -> bool:
 
 
 def layout(given: Layout, workers: int) -> Layout:
+    """All leaves in as many equal chunks as there are workers."""
     del given
     return Layout("chunks", chunks=workers)
 
@@ -155,6 +157,7 @@ def _sent_like(compressor: Compressor, like: Any) -> Any:
 
 
 def init(shared_key: Array, compressor: Compressor, like: Any) -> State:
+    """The memory and the compressor state of the owner of a chunk."""
     sent = _sent_like(compressor, like)
     state = compressor.init(shared_key, sent)
     memory = jnp.zeros(sent.shape[1:], sent.dtype) if _is_biased(compressor) else ()
@@ -162,6 +165,7 @@ def init(shared_key: Array, compressor: Compressor, like: Any) -> State:
 
 
 def reduce(out: Outgoing, call: Call) -> Reduced:
+    """The mean by way of the owners of its chunks (see `Route.reduce`)."""
     compressor, axis, like = out.compressor, call.axis, _sent_like(out.compressor, out.like)
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
     axes = (*axis_names(axis), *call.outer)
@@ -182,6 +186,7 @@ def reduce(out: Outgoing, call: Call) -> Reduced:
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+    """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     return cost_of(2 * (n - 1), 4 * capacity / n, 2 * (n - 1) / n * 4 * capacity, link)
 
