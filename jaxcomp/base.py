@@ -32,17 +32,21 @@ import jax.numpy as jnp
 from jaxcomp.arrays import (
     bounded,
     finite,
+    fold,
+    fold_in_one_pass,
     is_array,
     key_data,
     like_of,
+    one_row,
     root_key,
+    row_of,
     size_of,
+    weighted,
     wide,
     wide_like,
     wrap_key,
     zeros_like,
 )
-from jaxcomp.stacks import fold, fold_in_one_pass, one_row, row_of, weighted
 
 __all__ = [
     "ROLES",
@@ -263,7 +267,7 @@ class Algorithm(NamedTuple):
         points to this worker's gradient there. exchange: an `Exchange`; may be used once, more often, or not at all.
         direction: vectors, equal on all workers; where the method has a `point`, anything.
     roles: field of the state -> one of ROLES, or the roles of an algorithm inside.
-    compressor: lifted (`compressors.parts.lift`); None for a method that only sums.
+    compressor: lifted (`compressors.vector.lift`); None for a method that only sums.
     layout: how trees are laid out; None: as the compressor says.
     point(shared) -> the iterate of a method that chooses where gradients are taken (run it with `jc.rounds`); None for
         one that is told (run it with `jc.compressed_mean`).

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 from worlds import AXIS, mesh_of
 
 from jaxcomp.base import Compressor, Lengths, Spec, State, for_worker, row_of
-from jaxcomp.compressors.parts import lift
+from jaxcomp.compressors.vector import lift
 from jaxcomp.exchange.routes import Call, Outgoing, route_of
+from jaxcomp.exchange.runner import mean_of
 from jaxcomp.exchange.varying import axis_index, axis_names, axis_size, varying
 from jaxcomp.layout import Parts
 from jaxcomp.payloads import Sparse
@@ -70,10 +71,12 @@ def send(via, compressor, like, message, call):
     local = varying(state.local, (*axis_names(axis), *call.outer))
     key = jax.random.fold_in(jax.random.key(1), axis_index((*axis_names(axis), *call.outer)))
     payload, _ = compressor.compress(key, message, State(local, mine))
+    payload = varying(payload, (*axis_names(axis), *call.outer))
     route = route_of(via)
     memory = route.init(jax.random.key(2), compressor, like)
     out = Outgoing(jax.random.fold_in(key, 1), compressor, payload, state.shared, like, memory)
-    return route.reduce(out, call), payload
+    carried = route.carry(out, call)
+    return carried._replace(mean=mean_of(out, carried, call)), payload
 
 
 def first(tree):

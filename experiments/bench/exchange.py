@@ -114,8 +114,8 @@ def work(options: Any) -> None:
     import jaxcomp as jc
     from jaxcomp.base import Lengths
     from jaxcomp.exchange.routes import Call, costs
-    from jaxcomp.exchange.routes.auto import CARRYING, fastest
-    from jaxcomp.exchange.routes.route import stacked
+    from jaxcomp.exchange.routes.auto import GATHERING, fastest
+    from jaxcomp.exchange.routes.route import gathered_by
     from jaxcomp.exchange.routes.unequal import message_of
     from jaxcomp.payloads import Sparse
 
@@ -138,9 +138,9 @@ def work(options: Any) -> None:
     for via in WAYS:
         name = fastest(message.lengths, message.capacity, link) if via == "auto" else via
 
-        def exchange(payload, carry=CARRYING[name].carry):
+        def exchange(payload, gather=GATHERING[name].gather):
             mine = jax.tree.map(lambda a: a[0], payload)
-            rows, _ = stacked(carry, mine, lengths, Call("data", link=link))
+            rows, _ = gathered_by(gather, mine, lengths, Call("data", link=link))
             return jnp.sum(rows.values) + jnp.sum(rows.indices % 7)
 
         step = jax.shard_map(exchange, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())

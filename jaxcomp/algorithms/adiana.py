@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.method import check_unbiased, move, zeros_of
 from jaxcomp.base import Algorithm, Compressor, State, finite, key_data, wide_like, wrap_key
-from jaxcomp.compressors.parts import lift
+from jaxcomp.compressors.vector import lift
 from jaxcomp.prox import Prox
 from jaxcomp.theory import StepSizes
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
-from jaxcomp.compressors.parts import lift, omega_of
+from jaxcomp.compressors.vector import lift, omega_of
 
 __all__ = ["diana"]
 

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
-from jaxcomp.compressors.parts import lift
+from jaxcomp.compressors.vector import lift
 
 __all__ = ["direct"]
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
-from jaxcomp.compressors.parts import alpha_of, lift
+from jaxcomp.compressors.vector import alpha_of, lift
 
 __all__ = ["check_contracts", "error_feedback"]
 

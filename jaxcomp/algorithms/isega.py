@@ -9,9 +9,9 @@ import numpy as np
 from jaxcomp.algorithms.method import check_step_size, move, zeros_of
 from jaxcomp.base import Algorithm, State, finite, wide_like
 from jaxcomp.compressors.bernoulli import bernoulli
-from jaxcomp.compressors.parts import lift
 from jaxcomp.compressors.precondition import precondition
 from jaxcomp.compressors.sparsify import dense_of_sparse
+from jaxcomp.compressors.vector import lift
 from jaxcomp.prox import Prox
 from jaxcomp.smoothness.operator import Operator
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide_like, zeros_like
-from jaxcomp.compressors.parts import lift
+from jaxcomp.compressors.vector import lift
 from jaxcomp.layout import Parts
 
 __all__ = ["momentum_correction"]

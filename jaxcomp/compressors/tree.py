@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.base import Compressor, Lifted, accumulate, check_compressor, lengths
-from jaxcomp.compressors.parts import lift
-from jaxcomp.compressors.vector import is_whole
+from jaxcomp.compressors.vector import is_whole, lift
 from jaxcomp.layout import DENSE_BELOW, Layout, Plan, join, plan_of, split
 from jaxcomp.payloads import Leaves
 

@@ -5,39 +5,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.base import wide
-from jaxcomp.exchange.routes import ROUTES
+from jaxcomp.exchange.counts import NAMES, joint_norm
 from jaxcomp.exchange.state import check_rows, means_in
-from jaxcomp.norms import block_norms
 
-__all__ = ["Counts", "Errors", "Info", "add_counts", "errors_of", "info", "no_counts", "no_errors", "nonfinite"]
+__all__ = ["Info", "info"]
 
 Array = jax.Array
-NAMES = tuple(ROUTES)
-
-
-class Errors(NamedTuple):
-    """What takes passes over the gradient; NaN where it was not asked for. error, norm: of C(m) - m, and of m."""
-
-    error: Array
-    norm: Array
-    nonfinite: Array
-
-
-class Counts(NamedTuple):
-    """Measurements of one worker in one round, as they are kept in the state. All scalars, f32 or i32."""
-
-    lane_bytes: Array
-    code_bits: Array
-    entries: Array
-    size: Array
-    overflow: Array
-    sent_bytes: Array
-    route: Array
-    errors: Errors
 
 
 class Info(NamedTuple):
@@ -66,55 +41,6 @@ class Info(NamedTuple):
     def chosen(self) -> str:
         """Name of the route, of a concrete `Info`."""
         return NAMES[int(np.max(np.asarray(self.route)))]
-
-
-def no_errors() -> Errors:
-    """Nothing was measured."""
-    return Errors(*(jnp.full((), jnp.nan, jnp.float32),) * 3)
-
-
-def no_counts() -> Counts:
-    """Nothing was sent."""
-    integer, real = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-    return Counts(real, real, real, real, integer, real, integer, no_errors())
-
-
-def add_counts(counts: list[Counts]) -> Counts:
-    """Of several messages in one round: the sums; norms joined; of the routes the last one in the table."""
-    total = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), no_counts(), *counts)
-    every = [count.errors for count in counts] or [no_errors()]
-    errors = Errors(
-        joint_norm([each.error for each in every]), joint_norm([each.norm for each in every]), every[0].nonfinite
-    )
-    route = jnp.max(jnp.stack([jnp.zeros((), jnp.int32), *(count.route for count in counts)]))
-    return total._replace(errors=errors, route=route)
-
-
-def errors_of(message: Any, own: Any) -> Errors:
-    """Norms of C(m) - m and of m, over all vectors together."""
-    leaves = lambda tree: [x.astype(wide(x.dtype)) for x in jax.tree.leaves(tree)]
-    norm_of = lambda parts: joint_norm([block_norms(x.reshape(1, -1), 2)[0] for x in parts])
-    message = [jnp.where(jnp.isfinite(m), m, jnp.zeros((), m.dtype)) for m in leaves(message)]
-    error = norm_of([s - m for s, m in zip(leaves(own), message, strict=True)])
-    return Errors(error, norm_of(message), jnp.zeros((), jnp.float32))
-
-
-def nonfinite(arrays: list[Array]) -> Array:
-    """Number of NaN and infinite entries, f32[]. They are counted only where the sum is not finite: that is quicker."""
-    clean = jnp.isfinite(sum([jnp.sum(x).astype(jnp.float32) for x in arrays], jnp.zeros((), jnp.float32)))
-    none = clean.astype(jnp.int32) * 0  # with the types of all arrays
-    counted = lambda none, arrays: sum([jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in arrays], none)
-    return lax.cond(clean, lambda none, arrays: none, counted, none, arrays).astype(jnp.float32)
-
-
-def joint_norm(norms: list[Array]) -> Array:
-    """Norm of vectors laid end to end, from theirs, without overflow: f32[...]."""
-    if not norms:
-        return jnp.zeros((), jnp.float32)
-    stacked = jnp.stack([norm.astype(jnp.float32) for norm in norms])
-    largest = jnp.max(stacked, axis=0)
-    unit = jnp.where(largest > 0, largest, 1)
-    return unit * jnp.sqrt(jnp.sum(jnp.square(jnp.clip(stacked / unit, 0, 1)), axis=0))
 
 
 def info(state: Any, *, each: bool = False) -> Info:

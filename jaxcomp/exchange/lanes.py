@@ -28,8 +28,10 @@ __all__ = [
     "all_to_all_bytes",
     "buckets_of_arrays",
     "gather_bytes",
+    "gathered",
     "sum_bytes",
     "sum_lanes",
+    "summed",
     "word_lanes",
 ]
 
@@ -185,6 +187,14 @@ def all_gather(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: S
     return jax.tree.unflatten(structure, gathered)
 
 
+def gathered(
+    payload: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None
+) -> tuple[Any, float]:
+    """`all_gather` of a payload, and the bytes that a device sends for it. buckets: number of that of each vector."""
+    buckets = buckets_of_arrays(payload, buckets)
+    return all_gather(payload, axis, replicas, buckets), gather_bytes(payload, axis, replicas, buckets)
+
+
 def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> float:
     """Bytes that a device sends in `all_gather`: (n - 1) times its part; replicas then send on the n parts."""
     workers, devices = axis_size(axis), axis_size(replicas)
@@ -286,6 +296,21 @@ def all_sum(
         for i, total in zip(lane.places, totals, strict=True):
             summed[i] = total
     return jax.tree.unflatten(structure, summed)
+
+
+def summed(
+    payload: Any,
+    axis: Axis,
+    weights: Array | None = None,
+    replicas: tuple[str, ...] = (),
+    buckets: Sequence[int] | None = None,
+    exact: bool = False,
+    wide: Any = jnp.float32,
+) -> tuple[Any, float]:
+    """`all_sum` of a payload, and the bytes that a device sends for it. buckets: number of that of each vector."""
+    buckets = buckets_of_arrays(payload, buckets)
+    total = all_sum(payload, axis, weights, replicas, buckets, exact, wide)
+    return total, sum_bytes(payload, axis, replicas, buckets, exact, wide)
 
 
 def sum_bytes(

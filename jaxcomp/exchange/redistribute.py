@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxcomp.compressors.parts import Each
+from jaxcomp.compressors.vector import Each
 from jaxcomp.exchange.rearrange import (
     Cut,
     Misfit,

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 
 from jaxcomp.base import Compressor, Spec, State, like_of, root_key, wrap_key
 from jaxcomp.compressors.dense import cast, narrow_type
-from jaxcomp.compressors.parts import lift
-from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.compressors.vector import lift, on_vectors
 from jaxcomp.exchange.collectives import sum_scatter
 from jaxcomp.exchange.lanes import all_gather, all_sum
 from jaxcomp.exchange.routes.route import Call

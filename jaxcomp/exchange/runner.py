@@ -1,10 +1,13 @@
 """One round of an algorithm at one worker: the state is opened, the algorithm runs, the state is put away.
 
-`Runner` is what `compressed_mean`, `rounds` and every other outer form use, so that weights, routes and hierarchies are
-the same in all of them.
+`Runner.step` is what `compressed_mean`, `rounds` and every other outer form use, so that weights, routes and
+hierarchies are the same in all of them. `Round` is the `base.Exchange` that it hands to the algorithm: it compresses a
+message, has it carried by the route, and adds up what arrived.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,28 +15,67 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import Algorithm, State, key_data, wide, wrap_key
-from jaxcomp.exchange.info import Errors, no_counts, no_errors, nonfinite
+from jaxcomp.base import (
+    Algorithm,
+    Compressor,
+    State,
+    accumulate,
+    add_own,
+    advance,
+    for_worker,
+    key_data,
+    like_of,
+    overflow,
+    residual,
+    wide,
+    wide_like,
+    wrap_key,
+    zeros_like,
+)
+from jaxcomp.exchange.counts import (
+    Counts,
+    Errors,
+    add_counts,
+    count_message,
+    count_sum,
+    errors_of,
+    no_counts,
+    no_errors,
+    nonfinite,
+)
+from jaxcomp.exchange.lanes import summed
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, is_missing
-from jaxcomp.exchange.round import Round, Way
-from jaxcomp.exchange.routes import VIAS, Route, route_of
-from jaxcomp.exchange.state import About, MeanLocal, MeanShared, MeanState, at_device, frozen, local_rows, off_device
-from jaxcomp.exchange.varying import axis_index, axis_size, is_bound, varying
-from jaxcomp.layout import DEFAULT as DEFAULT_LAYOUT
+from jaxcomp.exchange.routes import Call, Carried, Outgoing, Route
+from jaxcomp.exchange.state import About, MeanLocal, MeanShared, MeanState, is_mean
+from jaxcomp.exchange.varying import (
+    Axis,
+    axis_index,
+    axis_names,
+    axis_size,
+    is_bound,
+    known_equal,
+    on_equal_types,
+    varying,
+    varying_axes,
+)
 from jaxcomp.layout import Layout, Plan, plan_of, split
 
-__all__ = ["Runner", "runner"]
+__all__ = ["Message", "Round", "Runner", "Way", "at_device", "local_rows", "mean_of", "off_device"]
 
 Array = jax.Array
+
+
+# ------------------------------------------------------------------------------------------------
+# One round
 
 
 class Runner(NamedTuple):
     """An algorithm bound to a place on a mesh and to a route.
 
-    name: of the outer form, for errors. shares: weights of the workers, with sum one, or None. root: key of both kinds
-    of randomness. measure: errors are measured in one of so many rounds; 0 for never. code: whose bits are
-    counted; None: what is cheap.
+    name: of the outer form, for errors. root: key of both kinds of randomness. roles: of the algorithm, frozen. shares:
+    weights of the workers, with sum one, or None. measure: errors are measured in one of so many rounds; 0 for
+    never. code: whose bits are counted; None: what is cheap.
     """
 
     name: str
@@ -42,6 +84,7 @@ class Runner(NamedTuple):
     route: Route
     root: Array
     layout: Layout
+    roles: tuple
     link: Link = DEFAULT
     shares: np.ndarray | None = None
     measure: int = 0
@@ -51,7 +94,7 @@ class Runner(NamedTuple):
         """The state for gradients like `tree`; or, if it starts there, of a method with this point."""
         axis = self.placement.workers
         workers = axis_size(axis) if is_bound(axis) else local_rows(axis)
-        plan = plan_of(self.route.layout(self.layout, workers), tree)
+        plan = self._plan(workers, tree)
         shared_key, private_key = jax.random.split(self.root)
         route = State()
         if self.algorithm.compressor is not None:
@@ -96,9 +139,9 @@ class Runner(NamedTuple):
         workers = axis_size(place.workers)
         if self.shares is not None and len(self.shares) != workers:
             raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
-        local, shared = at_device(self.name, state, place.identity, frozen(self.algorithm.roles))
+        local, shared = at_device(self.name, state, place.identity, self.roles)
         plan = state.about.plan
-        here = plan_of(self.route.layout(self.layout, workers), plan.tree)
+        here = self._plan(workers, plan.tree)
         if plan != here:
             shapes = lambda plan: [x.shape for x in jax.tree.leaves(plan.like)]
             raise ValueError(
@@ -107,8 +150,11 @@ class Runner(NamedTuple):
             )
         return local, shared, plan
 
+    def _plan(self, workers: int, tree: Any) -> Plan:
+        return plan_of(self.layout if self.route.layout is None else self.route.layout(self.layout, workers), tree)
+
     def _about(self, plan: Plan) -> About:
-        return About(self.placement.identity, plan, frozen(self.algorithm.roles))
+        return About(self.placement.identity, plan, self.roles)
 
     def _key(self, shared: MeanShared) -> Array:
         """Private to this worker and round: any round can be replayed."""
@@ -117,7 +163,7 @@ class Runner(NamedTuple):
             key = jax.random.fold_in(key, axis_index(self.placement.outer))
         return jax.random.fold_in(key, axis_index(self.placement.workers))
 
-    def _way(self, plan: Plan) -> Way:
+    def _way(self, plan: Plan) -> "Way":
         dtype = wide(*plan.dtypes)
         weights = None if self.shares is None else jnp.asarray(self.shares, dtype)
         buckets = None if self.layout.bucket_bytes is None else plan.buckets
@@ -139,46 +185,196 @@ def _has_role(roles: Any, role: str) -> bool:
     return any(value == role or (hasattr(value, "values") and _has_role(value, role)) for value in values)
 
 
-def runner(
-    name: str,
-    algorithm: Algorithm,
-    placement: Placement,
-    via: str,
-    root: Array,
-    *,
-    weights: Any = None,
-    bucket_bytes: int | None = None,
-    **options: Any,
-) -> Runner:
-    """Checks that algorithm, route and weights go together, and binds them.
+# ------------------------------------------------------------------------------------------------
+# One message
+
+
+class Way(NamedTuple):
+    """How messages travel: what the user of an algorithm chose.
+
+    weights: f[n] of all workers, with sum one, or None for equal ones. buckets: of the vectors. exact: the algorithm
+    remembers what it sent, so sums must not be rounded. code: whose bits are counted; None: what is cheap to count.
+    """
+
+    placement: Placement
+    route: Route
+    link: Link
+    weights: Array | None = None
+    buckets: tuple[int, ...] | None = None
+    exact: bool = False
+    code: str | None = None
+
+    @property
+    def call(self) -> Call:
+        place = self.placement
+        return Call(place.workers, self.weights, self.link, place.replicas, self.buckets, self.exact, place.outer)
+
+
+class Message:
+    """What came of one message (`base.Sent`). Nothing is computed, or traced, before it is asked for."""
+
+    def __init__(self, out: Outgoing, message: Any, mine: Any, state: State, carried: Carried, call: Call):
+        self._out, self._message, self._mine, self._carried, self._call = out, message, mine, carried, call
+        self.state = state
+
+    @functools.cached_property
+    def mean(self) -> Any:
+        return mean_of(self._out, self._carried, self._call)
+
+    def decoded(self) -> Any:
+        return self._out.compressor.decompress(self._out.payload, self._mine, self._out.like)
+
+    @functools.cached_property
+    def own(self) -> Any:
+        return self.decoded()
+
+    @functools.cached_property
+    def residual(self) -> Any:
+        return residual(self._out.compressor, self._message, self._out.payload, self._mine)
+
+    def add_to(self, total: Any, weight: Any) -> Any:
+        return add_own(self._out.compressor, total, self._out.payload, weight, self._mine)
+
+    def read_by(self, compressor: Compressor) -> tuple[Any, Any]:
+        if self._carried.payloads is None:
+            raise ValueError(f'via="{self._carried.route}" does not bring the payloads themselves to all workers')
+        own = compressor.decompress(self._out.payload, self._mine, self._out.like)
+        return mean_of(self._out._replace(compressor=compressor), self._carried, self._call), own
+
+
+def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
+    """The mean of what a route carried; the payloads of all workers are decoded and added, on every worker alike."""
+    if carried.payloads is None:
+        return carried.mean
+    zeros = varying(zeros_like(wide_like(out.like)), call.outer)
+    add = lambda *args: accumulate(out.compressor, *args)
+    total = on_equal_types(add, zeros, carried.payloads, carried.weights, out.shared)
+    # For equal weights 1/n comes last: sums without products are the same bit for bit wherever they are compiled.
+    scale = 1 / axis_size(call.axis) if call.weights is None else None
+    return total if scale is None else jax.tree.map(lambda t: t * scale, total)
+
+
+class Round:
+    """A worker's exchanges in one round (`base.Exchange`).
+
+    Args:
+        way: how messages travel.
+        state: of the route, from the last round.
+        measured: whether the errors of messages are measured in this round; None if never.
+    """
+
+    def __init__(self, way: Way, state: State, measured: Array | None):
+        self._way, self._measured = way, measured
+        self._state, self._counts = state, ()
+        self.index = axis_index(way.placement.workers)
+        self.size = axis_size(way.placement.workers)
+
+    @property
+    def outcome(self) -> tuple[State, Counts]:
+        """State of the route after the round, and what was counted."""
+        return self._state, add_counts(list(self._counts))
+
+    def mean(self, key: Array, compressor: Compressor, message: Any, state: State) -> Message:
+        call, route = self._way.call, self._way.route
+        mine = for_worker(compressor, state.shared, self.index, self.size)
+        again, key = jax.random.split(key)
+        payload, local = compressor.compress(key, message, State(state.local, mine))
+        # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and conditionals
+        # branches of different types.
+        payload = varying(payload, (*axis_names(call.axis), *call.outer, *varying_axes(payload)))
+        outgoing = Outgoing(again, compressor, payload, state.shared, like_of(message), self._state)
+        carried = route.carry(outgoing, call)
+        self._state = carried.state
+        sent = Message(outgoing, message, mine, State(local, advance(compressor, state.shared)), carried, call)
+        count = count_message(message, payload, carried, self._way.code)
+        self._counts += (count._replace(overflow=overflow(compressor, local), errors=self._errors(sent, message)),)
+        return sent
+
+    def sum(self, x: Any) -> Any:
+        call, dtype = self._way.call, wide(*(leaf.dtype for leaf in jax.tree.leaves(x)))
+        total, sent_bytes = summed(x, call.axis, call.weights, call.replicas, None, True, dtype)
+        self._counts += (count_sum(x, sent_bytes),)
+        return total if call.weights is None else jax.tree.map(lambda t: t * self.size, total)
+
+    def cond(self, predicate: Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
+        before, every = (self._state, self._counts), self._way.placement.every
+
+        def apart(branch: Callable[..., Any]) -> Callable[..., Any]:
+            def run(state: State, *operands: Any) -> Any:
+                self._state, self._counts = state, ()
+                out = branch(*operands)
+                return out, *(varying(part, every) for part in self.outcome)
+
+            return run
+
+        out, state, counts = lax.cond(predicate, apart(yes), apart(no), before[0], *operands)
+        self._state, self._counts = state, (*before[1], counts)
+        return out
+
+    def _errors(self, sent: Message, message: Any) -> Errors:
+        if self._measured is None:
+            return no_errors()
+        none, every = varying(no_errors(), self._way.placement.every), self._way.placement.every
+        own = sent.decoded  # a function: what is computed inside a branch must not be kept outside
+        return lax.cond(self._measured, lambda: varying(errors_of(message, own()), every), lambda: none)
+
+
+# ------------------------------------------------------------------------------------------------
+# How a state is kept: with leading axes
+
+
+def local_rows(axis: Axis) -> int:
+    """Leading axis of local arrays: n where we stand outside and the ambient mesh says what n is."""
+    if is_bound(axis):
+        return 1
+    sizes = jax.sharding.get_abstract_mesh().shape
+    names = axis_names(axis)
+    return math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else 1
+
+
+def _with_rows(tree: Any, axis: Axis) -> Any:
+    """The same arrays on a leading axis, as often as there are rows here, typed as differing over `axis`."""
+    rows = local_rows(axis)
+    tree = jax.tree.map(lambda x: jnp.tile(x[None], (rows,) + (1,) * x.ndim), tree)
+    return varying(tree, axis) if is_bound(axis) else tree
+
+
+def off_device(local: MeanLocal, shared: MeanShared, about: About) -> MeanState:
+    """A state as it is kept: with leading axes."""
+    place = about.placement
+    shared = _with_rows(shared, place.outer) if place.outer else shared
+    return MeanState(_with_rows(local, place.every), shared, about)
+
+
+def at_device(name: str, state: Any, placement: Placement, roles: tuple) -> State:
+    """Local and shared state of this device, without leading axes.
 
     Raises:
-        ValueError: unknown via, or one that cannot carry what the algorithm sends; bad weights or bucket_bytes.
+        ValueError: it is the state of another transformation, or not cut for one device, or the same on all devices.
     """
-    if via not in VIAS:
-        raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
-    route = route_of(via)
-    lifted = algorithm.compressor
-    layout = algorithm.layout or DEFAULT_LAYOUT
-    if lifted is not None:
-        layout, base = lifted.spec.lifted or (layout, lifted)
-        as_given = base if layout == (base.spec.layout or DEFAULT_LAYOUT) else lifted
-        reason = route.refuses(as_given, algorithm.roles)
-        if reason:
-            raise ValueError(f"{name}: {reason}")
-        weights = lifted.spec.weights if weights is None else weights
-    if bucket_bytes is not None:
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)) or bucket_bytes < 1:
-            raise ValueError(f"{name}: bucket_bytes must be an integer of at least 1; got {bucket_bytes!r}")
-        if via not in ("auto", "sum", "gather"):
-            raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}')
-        layout = layout.in_buckets(int(bucket_bytes))
-    shares = None if weights is None else _shares(name, weights)
-    return Runner(name, algorithm, placement, route, root, layout, shares=shares, **options)
+    if not isinstance(state, MeanState) or (state.about.placement, state.about.roles) != (placement, roles):
+        got = f"{state.about.placement} with {dict(state.about.roles)}" if is_mean(state) else type(state).__name__
+        raise ValueError(f"{name}: expected a state of {placement} with {dict(roles)}; got {got}")
+    cure = "Make the state, and its in_specs and out_specs, with jc.init_state"
+    equal = known_equal(state.local, placement.workers) if is_bound(placement.workers) else []
+    if equal and _workers_here(placement) > 1:
+        raise ValueError(
+            f"{name}: local state{equal[0]} is typed as equal on all workers: passed with P(), all but one worker's "
+            f"memory would be lost. {cure}, or with jc.state_specs(state, {placement.workers!r})."
+        )
+
+    def one(path, x):
+        if x.shape[:1] != (1,):
+            raise ValueError(
+                f"{name}: state{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
+                f"worker. {cure} (in_specs=jc.state_specs(state, axis_name))."
+            )
+        return x[0]
+
+    local = jax.tree_util.tree_map_with_path(one, varying(state.local, placement.every))
+    return State(local, jax.tree_util.tree_map_with_path(one, state.shared) if placement.outer else state.shared)
 
 
-def _shares(name: str, weights: Sequence[float]) -> np.ndarray:
-    values = np.asarray(weights, np.float64)
-    if values.ndim != 1 or not np.all(np.isfinite(values)) or np.any(values < 0) or not values.sum() > 0:
-        raise ValueError(f"{name}: weights must be n numbers >= 0, not all zero; got {weights}")
-    return values / values.sum()
+def _workers_here(placement: Placement) -> int:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes.get(name, 1) for name in placement.names)

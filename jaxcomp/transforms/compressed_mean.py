@@ -29,9 +29,9 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxcomp.base import Algorithm, check_algorithm, like_of, root_key
+from jaxcomp.exchange.bind import bind
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, check_gradients, check_own
-from jaxcomp.exchange.runner import runner
 from jaxcomp.exchange.varying import Axis, axis_names
 from jaxcomp.layout import join, split, with_dtypes
 
@@ -149,7 +149,7 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any) -> dict[Any, Any]:
 
 def _mean(algorithm: Any, placement: Placement, via: str, root: Array, options: dict[str, Any]) -> Transformation:
     """`compressed_mean` over the workers of one placement."""
-    run = runner("compressed_mean", check_algorithm("compressed_mean", algorithm), placement, via, root, **options)
+    run = bind("compressed_mean", check_algorithm("compressed_mean", algorithm), placement, via, root, **options)
 
     def init(params):
         return run.init(params)

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.base import Algorithm, Compressor, check_algorithm, root_key
+from jaxcomp.exchange.bind import bind
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement
-from jaxcomp.exchange.runner import Runner, runner
+from jaxcomp.exchange.runner import Runner
 from jaxcomp.exchange.state import MeanState
 from jaxcomp.exchange.varying import Axis, axis_names, varying
 from jaxcomp.layout import join, split
@@ -94,7 +95,7 @@ def rounds(
         earlier = tuple(name for axes in names[:i] for name in axes)
         placement = Placement(axis, tuple(names[i + 1 :]), (), earlier, partial)
         own = jax.random.fold_in(root, i) if len(levels) > 1 else root
-        return runner("rounds", algorithm, placement, via, own, link=link, **options)
+        return bind("rounds", algorithm, placement, via, own, link=link, **options)
 
     inner = [bound(i, axis, check_algorithm("rounds", each)) for i, (axis, each) in enumerate(inner_levels)]
     run = bound(len(inner), last_axis, last, weights=weights, code=code)

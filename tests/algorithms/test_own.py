@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from worlds import AXIS, gradients, mesh_of, run_shard_map, run_vmap
 
 import jaxcomp as jc
-from jaxcomp.compressors.parts import lift
+from jaxcomp.compressors.vector import lift
 
 N = 4
 

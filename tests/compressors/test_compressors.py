@@ -8,10 +8,10 @@ import pytest
 from montecarlo import chi_square_bound
 
 import jaxcomp as jc
+from jaxcomp.arrays import ONE_PASS
 from jaxcomp.base import accumulate, overflow
 from jaxcomp.hashing import random_bits, random_uniform
 from jaxcomp.packing import unpack
-from jaxcomp.stacks import ONE_PASS
 
 
 def vector(seed, d=1000):

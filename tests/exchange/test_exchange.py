@@ -13,8 +13,9 @@ from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
 from jaxcomp.base import accumulate, for_worker, like_of, wide_like
-from jaxcomp.compressors.parts import lift
+from jaxcomp.compressors.vector import lift
 from jaxcomp.exchange.routes import Call, Outgoing, route_of
+from jaxcomp.exchange.runner import mean_of
 from jaxcomp.layout import plan_of
 from jaxcomp.payloads import Dense, Leaves
 
@@ -31,7 +32,7 @@ class Arrived(NamedTuple):
     scale: float
 
 
-def mean_of(met, compressor, shared, like):
+def host_mean(met, compressor, shared, like):
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wide_like(like))
     total = accumulate(compressor, zeros, met.payloads, met.weights, shared)
     return jax.tree.map(lambda t: t * met.scale, total)
@@ -58,7 +59,8 @@ def everywhere(compressor, via, weights, like, key, seed):
 
     def worker(payload, shared):
         out = Outgoing(jax.random.key(0), compressor, payload, shared, like)
-        return route_of(via).reduce(out, Call(AXIS, weights=w)).mean
+        call = Call(AXIS, weights=w)
+        return mean_of(out, route_of(via).carry(out, call), call)
 
     sharded = jax.shard_map(
         lambda p, s: worker(jax.tree.map(lambda a: a[0], p), s), mesh=mesh_of(N), in_specs=(P(AXIS), P()), out_specs=P()
@@ -68,7 +70,7 @@ def everywhere(compressor, via, weights, like, key, seed):
     decompress = jax.jit(lambda p, shared: compressor.decompress(p, shared, like))
     decoded = [decompress(p, for_worker(compressor, shared, i, N)) for i, p in enumerate(payloads)]
     want = jax.tree.map(lambda *x: np.average(np.float64(x), axis=0, weights=weights), *decoded)
-    on_host = jax.jit(lambda p, w: mean_of(Arrived(p, w, met.scale), compressor, shared, like))
+    on_host = jax.jit(lambda p, w: host_mean(Arrived(p, w, met.scale), compressor, shared, like))
     return {
         "shard_map": jax.jit(sharded)(stacked, shared),
         "vmap": jax.jit(jax.vmap(worker, in_axes=(0, None), out_axes=None, axis_name=AXIS))(stacked, shared),

@@ -14,8 +14,8 @@ from worlds import AXIS, mesh_of
 
 from jaxcomp.base import State
 from jaxcomp.compressors.dense import cast, identity, natural
-from jaxcomp.compressors.parts import lift
 from jaxcomp.compressors.quantize import dithering
+from jaxcomp.compressors.vector import lift
 from jaxcomp.exchange.reduce import pmean, psum_scatter
 from jaxcomp.ledger import ledger
 

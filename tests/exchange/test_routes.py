@@ -13,12 +13,13 @@ from variants import variants
 
 from jaxcomp.base import wide_like
 from jaxcomp.compressors.dense import cast, identity, natural
-from jaxcomp.compressors.parts import lift
 from jaxcomp.compressors.quantize import dithering
+from jaxcomp.compressors.vector import lift
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.links import Link
-from jaxcomp.exchange.routes import ROUTES, VIAS, route_of
+from jaxcomp.exchange.routes import ROUTES, VIAS, Outgoing, route_of
 from jaxcomp.exchange.routes.ladder import decode, encode, rungs
+from jaxcomp.exchange.runner import mean_of
 from jaxcomp.layout import Layout
 
 N = 4
@@ -117,9 +118,11 @@ def test_gathered_means_are_bitwise_equal(case, seed):
     w = None if weights is None else jnp.asarray(weights, jnp.float32)
 
     def step(message, call):
-        results = {via: rw.send(via, compressor, like, message, call._replace(weights=w)) for via in TOGETHER}
+        call = call._replace(weights=w)
+        results = {via: rw.send(via, compressor, like, message, call) for via in TOGETHER}
         shared = lift(compressor).init(jax.random.key(0), like).shared
-        return {via: (result.mean, result.read(lift(compressor), shared)) for via, (result, _) in results.items()}
+        other = Outgoing(jax.random.key(0), lift(compressor), None, shared, like)
+        return {via: (result.mean, mean_of(other, result, call)) for via, (result, _) in results.items()}
 
     given = messages(seed, like, (N,))
     for world in (on_vmap, on_mesh):
@@ -203,7 +206,7 @@ def test_registry():
     assert all(route_of(via).name == via for via in VIAS)
     assert [via for via in VIAS if route_of(via).buckets] == ["auto", "sum", "gather"]
     given = Layout("leaf")
-    assert all(route_of(via).layout(given, 3) == given for via in VIAS if via != "two_shot")
+    assert all(route_of(via).layout is None for via in VIAS if via != "two_shot")
     assert route_of("two_shot").layout(given, 3) == Layout("chunks", chunks=3)
     with pytest.raises(ValueError, match=r"via must be one of 'auto', 'sum'.*; got 'fast'"):
         route_of("fast")

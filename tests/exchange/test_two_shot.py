@@ -10,7 +10,7 @@ from worlds import AXIS
 
 from jaxcomp.base import State
 from jaxcomp.compressors.dense import cast, identity, natural
-from jaxcomp.compressors.parts import lift
+from jaxcomp.compressors.vector import lift
 from jaxcomp.exchange.routes import ROUTES, Call, Outgoing
 
 N, SIZE, ROUNDS = 4, 64, 3
@@ -29,7 +29,7 @@ def run(compressor, given, weights=None):
     def worker(message, key, memory):
         payload, _ = lifted.compress(jax.random.fold_in(key, 0), message, state)
         out = Outgoing(jax.random.fold_in(key, 1), lifted, payload, state.shared, like, memory)
-        done = ROUTE.reduce(out, Call(AXIS, weights=weights))
+        done = ROUTE.carry(out, Call(AXIS, weights=weights))
         return done.mean, lifted.decompress(payload, state.shared, rw.shape(*like.shape)), done.state
 
     one = ROUTE.init(jax.random.key(1), lifted, like)

@@ -13,8 +13,8 @@ import jaxcomp as jc
 from jaxcomp.base import State, for_worker, like_of
 from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.placement import Placement
-from jaxcomp.exchange.round import Round, Way
 from jaxcomp.exchange.routes import ROUTES
+from jaxcomp.exchange.runner import Round, Way
 
 FILE = json.loads((Path(__file__).parents[1] / "smoothness_oracle.json").read_text())
 MU = FILE["mu"]

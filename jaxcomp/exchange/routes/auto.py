@@ -9,29 +9,28 @@ from typing import Any
 
 import jax
 
-from jaxcomp.base import lengths
+from jaxcomp.base import lengths, wide
 from jaxcomp.exchange.collectives import has_ragged
+from jaxcomp.exchange.lanes import gathered, summed
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
 from jaxcomp.exchange.routes import concat, gather, ragged, ring
 from jaxcomp.exchange.routes.route import (
     Call,
+    Carried,
     Outgoing,
-    Reduced,
     Route,
     accepts_all,
-    reduced,
-    same_layout,
-    stacked,
+    gathered_by,
     stateless,
 )
-from jaxcomp.exchange.routes.sum import SUM, summed
+from jaxcomp.exchange.routes.sum import SUM
 from jaxcomp.exchange.routes.unequal import message_of
 from jaxcomp.exchange.varying import axis_size
 from jaxcomp.payloads import Dense, Leaves
 
 __all__ = ["AUTO", "costs", "fastest"]
 
-CARRYING = {"gather": gather, "concat": concat, "ring": ring, "ragged": ragged}
+GATHERING = {"gather": gather, "concat": concat, "ring": ring, "ragged": ragged}
 
 
 def costs(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> dict[str, Cost]:
@@ -45,7 +44,7 @@ def costs(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> dict
     >>> {name: cost.sent_bytes for name, cost in costs((6, 2, 1), 6).items()}
     {'gather': 48.0, 'concat': 48.0, 'ring': 24.0, 'ragged': 24.0}
     """
-    return {name: route.cost(lengths, capacity, link) for name, route in CARRYING.items()}
+    return {name: route.cost(lengths, capacity, link) for name, route in GATHERING.items()}
 
 
 def fastest(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> str:
@@ -56,33 +55,35 @@ def fastest(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> st
     return min((name for name in each if name != "ragged" or has_ragged()), key=lambda name: each[name].seconds)
 
 
-def reduce(out: Outgoing, call: Call) -> Reduced:
-    """The mean, part by part by the route that suits it (see `Route.reduce`)."""
+def carry(out: Outgoing, call: Call) -> Carried:
+    """The messages, part by part in the way that suits it (see `Route.carry`)."""
     if out.compressor.spec.linear:
-        return SUM.reduce(out, call)
+        return SUM.carry(out, call)
     limits = lengths(out.compressor, out.like)
     if not isinstance(out.payload, Leaves):
-        payloads, sent_bytes, name = _brought(out.payload, limits, call)
-        return reduced(out, call, payloads, call.weights, name, sent_bytes)
-    dense, dense_bytes = summed(out.payload.dense, out.like, call._replace(buckets=None))
-    vectors = out.payload.leaves
+        payloads, sent_bytes, name = _gathered(out.payload, limits, call)
+        return Carried(payloads, call.weights, name, sent_bytes, out.state)
+    dense, vectors = out.payload
+    dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(out.like)))
+    total, dense_bytes = summed(dense, call.axis, call.weights, call.replicas, None, call.exact, dtype)
+    total = jax.tree.map(lambda a: a[None], total)
     if not vectors:
-        return reduced(out, call, Leaves(dense, ()), None, "sum", dense_bytes)
-    brought, sent_bytes, name = _brought(vectors, limits.leaves if isinstance(limits, Leaves) else None, call)
+        return Carried(Leaves(total, ()), None, "sum", dense_bytes, out.state)
+    limits = limits.leaves if isinstance(limits, Leaves) else None
+    payloads, sent_bytes, name = _gathered(vectors, limits, call)
     weights = None if call.weights is None else Leaves(Dense(None), (call.weights,) * len(vectors))
-    return reduced(out, call, Leaves(dense, brought), weights, name, dense_bytes + sent_bytes)
+    return Carried(Leaves(total, payloads), weights, name, dense_bytes + sent_bytes, out.state)
 
 
-def _brought(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any, str]:
+def _gathered(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any, str]:
     """The payloads of all workers, the bytes that a device sends, and the name of the route."""
     workers, name = axis_size(call.axis), "gather"
     if lengths is not None and workers > 1 and jax.tree.leaves(payload):
         message = message_of(payload, lengths, workers)
         name = fastest(message.lengths, message.capacity, call.link)
-    # Without lengths all-gather does not warn of padding: it was chosen for its time.
-    limits = None if name == "gather" else lengths
-    payloads, sent_bytes = stacked(CARRYING[name].carry, payload, limits, call)
-    return payloads, sent_bytes, name
+    if name == "gather":  # without a warning of padding: it was chosen for its time
+        return *gathered(payload, call.axis, call.replicas, call.buckets), name
+    return *gathered_by(GATHERING[name].gather, payload, lengths, call), name
 
 
-AUTO = Route("auto", accepts_all, same_layout, stateless, reduce, buckets=True)
+AUTO = Route("auto", accepts_all, None, stateless, carry, buckets=True)

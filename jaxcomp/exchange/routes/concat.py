@@ -11,11 +11,11 @@ from jax import lax
 
 from jaxcomp.exchange.collectives import all_sum_words
 from jaxcomp.exchange.links import ADDS, Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import by_carrying
-from jaxcomp.exchange.routes.unequal import Message, carrying, from_buffers, own_words, pieces_of
+from jaxcomp.exchange.routes.route import gathering_route
+from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words, pieces_of
 from jaxcomp.exchange.varying import Axis, axis_index, varying, varying_axes
 
-__all__ = ["CONCAT", "carry"]
+__all__ = ["CONCAT", "gather"]
 
 
 def exchange(message: Message, axis: Axis, link: Link) -> Any:
@@ -37,5 +37,5 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     return cost_of(2 * (n - 1), total / n, 2 * (n - 1) / n * total, link, ADDS)
 
 
-carry = carrying(exchange, cost)
-CONCAT = by_carrying("concat", carry, cost)
+gather = gather_by(exchange, cost)
+CONCAT = gathering_route("concat", gather, cost)

@@ -7,24 +7,22 @@ sends the r-th part of that, and then what arrived to the other r - 1.
 import warnings
 from typing import Any
 
-from jaxcomp.exchange.lanes import all_gather, buckets_of_arrays, gather_bytes
+from jaxcomp.exchange.lanes import gathered
 from jaxcomp.exchange.links import Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import Call, by_carrying
+from jaxcomp.exchange.routes.route import Call, gathering_route
 from jaxcomp.exchange.routes.unequal import message_of
 from jaxcomp.exchange.varying import axis_size
 
-__all__ = ["GATHER", "carry"]
+__all__ = ["GATHER", "gather"]
 
 PADDED = 1.1  # longest message / mean message from which on gathering is worth a warning
 
 
-def carry(payload: Any, lengths: Any, call: Call) -> tuple[Any, float]:
+def gather(payload: Any, lengths: Any, call: Call) -> tuple[Any, float]:
     """All payloads, by one collective for each lane."""
     if lengths is not None:
         _warn_of_padding(payload, lengths, axis_size(call.axis))
-    buckets = buckets_of_arrays(payload, call.buckets)
-    rows = all_gather(payload, call.axis, call.replicas, buckets)
-    return rows, gather_bytes(payload, call.axis, call.replicas, buckets)
+    return gathered(payload, call.axis, call.replicas, call.buckets)
 
 
 def _warn_of_padding(payload: Any, lengths: Any, workers: int) -> None:
@@ -45,4 +43,4 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     return cost_of(n - 1, 4 * capacity, (n - 1) * 4 * capacity, link)
 
 
-GATHER = by_carrying("gather", carry, cost, buckets=True)
+GATHER = gathering_route("gather", gather, cost, buckets=True)

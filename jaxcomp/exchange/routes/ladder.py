@@ -27,20 +27,18 @@ from jaxcomp.exchange.collectives import all_max
 from jaxcomp.exchange.lanes import all_gather, gather_bytes
 from jaxcomp.exchange.routes.route import (
     Call,
+    Carried,
     Outgoing,
-    Reduced,
     Route,
     accepts_all,
-    reduced,
-    same_layout,
-    stacked,
+    gathered_by,
     stateless,
 )
 from jaxcomp.exchange.varying import axis_size, on_equal_types
 from jaxcomp.layout import rows_of
 from jaxcomp.payloads import Coded, Leaves, decode_message, encode_message, lane_bytes
 
-__all__ = ["LADDER", "carry", "decode", "encode", "rungs"]
+__all__ = ["LADDER", "decode", "encode", "gather", "rungs"]
 
 Array = jax.Array
 LEAST = 16  # words of the lowest rung
@@ -56,18 +54,18 @@ def rungs(words: int) -> tuple[int, ...]:
     return tuple(sorted({max(LEAST, math.ceil(words * share)) for share in shares if words > LEAST}))
 
 
-def reduce(out: Outgoing, call: Call) -> Reduced:
-    """The mean of messages that travel in code (see `Route.reduce`)."""
+def carry(out: Outgoing, call: Call) -> Carried:
+    """All messages, in code (see `Route.carry`)."""
     is_stack = [rows_of(vector) is not None for vector in getattr(out.like, "vectors", (out.like,))]
-    payloads, sent_bytes = stacked(functools.partial(carry, is_stack=is_stack), out.payload, None, call)
-    return reduced(out, call, payloads, call.weights, "ladder", sent_bytes)
+    payloads, sent_bytes = gathered_by(functools.partial(gather, is_stack=is_stack), out.payload, None, call)
+    return Carried(payloads, call.weights, "ladder", sent_bytes, out.state)
 
 
-def carry(payload: Any, lengths: Any, call: Call, is_stack: list[bool] | None = None) -> tuple[Any, Any]:
+def gather(payload: Any, lengths: Any, call: Call, is_stack: list[bool] | None = None) -> tuple[Any, Any]:
     """All payloads, as an all-gather would bring them, for the bytes of their codes.
 
     Args:
-        payload, lengths, call: as for `Carry`; padding has no code, so lengths are not needed.
+        payload, lengths, call: as for `route.Gather`; padding has no code, so lengths are not needed.
         is_stack: for each vector of the payload, whether its arrays have a leading axis of rows; None: no vector.
     """
     del lengths
@@ -99,7 +97,7 @@ def carry(payload: Any, lengths: Any, call: Call, is_stack: list[bool] | None = 
     return rows, jnp.asarray(sent, jnp.float32)[rung] + agreed
 
 
-LADDER = Route("ladder", accepts_all, same_layout, stateless, reduce)
+LADDER = Route("ladder", accepts_all, None, stateless, carry)
 
 
 # ------------------------------------------------------------------------------------------------

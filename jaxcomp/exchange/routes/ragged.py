@@ -9,11 +9,11 @@ import jax
 
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.links import Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import Call, by_carrying
-from jaxcomp.exchange.routes.unequal import Message, carrying, from_buffers, own_words, pieces_of
+from jaxcomp.exchange.routes.route import Call, gathering_route
+from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words, pieces_of
 from jaxcomp.exchange.varying import Axis
 
-__all__ = ["RAGGED", "carry"]
+__all__ = ["RAGGED", "gather"]
 
 
 def exchange(message: Message, axis: Axis, link: Link) -> Any:
@@ -31,11 +31,11 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     return cost_of(n - 1, 4 * max(lengths), (n - 1) / n * 4 * sum(lengths), link)
 
 
-def carry(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any]:
+def gather(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any]:
     """All payloads, on a backend that has `ragged_all_to_all`; ValueError on another."""
     if not collectives.has_ragged():
         raise ValueError(f'via="ragged": the {jax.default_backend()} backend has no ragged_all_to_all; use via="ring"')
-    return carrying(exchange, cost)(payload, lengths, call)
+    return gather_by(exchange, cost)(payload, lengths, call)
 
 
-RAGGED = by_carrying("ragged", carry, cost)
+RAGGED = gathering_route("ragged", gather, cost)

@@ -12,11 +12,11 @@ from jax import lax
 
 from jaxcomp.exchange.collectives import send
 from jaxcomp.exchange.links import Cost, Link, Phase, ring_plan
-from jaxcomp.exchange.routes.route import by_carrying
-from jaxcomp.exchange.routes.unequal import Message, carrying, from_buffers, own_words
+from jaxcomp.exchange.routes.route import gathering_route
+from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words
 from jaxcomp.exchange.varying import Axis, axis_index, varying, varying_axes
 
-__all__ = ["RING", "carry"]
+__all__ = ["RING", "gather"]
 
 Array = jax.Array
 
@@ -59,5 +59,5 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     return Cost(plan.seconds(link), plan.sent_bytes)
 
 
-carry = carrying(exchange, cost)
-RING = by_carrying("ring", carry, cost)
+gather = gather_by(exchange, cost)
+RING = gathering_route("ring", gather, cost)

@@ -1,7 +1,7 @@
-"""What a route is: one way to form the mean of the workers' messages, with one file for each.
+"""What a route is: one way in which the messages of all workers, or their sum, reach all of them; one file for each.
 
-Most routes only bring all payloads to all workers. Such a route is a function `carry` and one line with `by_carrying`;
-the payloads are then decoded and added here, by every worker alike.
+Most routes bring all payloads to all workers. Such a route is a function `gather` and one line with `gathering_route`.
+The runner then decodes and adds the payloads, on every worker alike.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,14 +9,24 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxcomp.base import Compressor, State, accumulate, lengths, wide_like, zeros_like
+from jaxcomp.base import Compressor, State, lengths
 from jaxcomp.exchange.lanes import all_gather
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
-from jaxcomp.exchange.varying import Axis, axis_names, axis_size, on_equal_types, varying, varying_axes
+from jaxcomp.exchange.varying import Axis, axis_size
 from jaxcomp.layout import Layout
 from jaxcomp.payloads import lane_bytes
 
-__all__ = ["Call", "Carry", "Outgoing", "Reduced", "Route", "accepts_all", "by_carrying", "reduced", "stacked"]
+__all__ = [
+    "Call",
+    "Carried",
+    "Gather",
+    "Outgoing",
+    "Route",
+    "accepts_all",
+    "gathered_by",
+    "gathering_route",
+    "stateless",
+]
 
 Array = jax.Array
 
@@ -46,7 +56,7 @@ class Outgoing(NamedTuple):
     """One worker's message.
 
     key: private to this worker and round, and used for nothing else; for routes that compress once more.
-    compressor: of the vectors of `like` (`compressors.parts.lift`).
+    compressor: of the vectors of `like` (`compressors.vector.lift`).
     payload: what it made of the message.
     shared: its shared state, with the plans of all workers.
     like: shapes and dtypes of the message, an array or `Parts`.
@@ -61,28 +71,31 @@ class Outgoing(NamedTuple):
     state: State = State()
 
 
-class Reduced(NamedTuple):
-    """What came of the messages of all workers.
+class Carried(NamedTuple):
+    """What a route brought.
 
-    mean: shapes of `like`, in f32 (f64 for f64 messages), equal on all workers.
-    state: of the route, for the next round.
+    payloads: of all workers, stacked on a leading axis of n and equal on all of them; or their sum, on an axis of one;
+        None where the route made the mean itself.
+    weights: of the payloads in their sum: [n], None for all ones, or a prefix tree of the payload with either for each
+        part.
     route: name of the one that was taken, one of ROUTES.
     sent_bytes: what a device sends, all hops included, mean over the workers. Traced for "ladder".
+    state: of the route, for the next round.
+    mean: shapes of `like`, in f32 (f64 for f64 messages), equal on all workers; where there are no payloads.
     lane_bytes, code_bits: of further messages than that of the worker (a second compression).
-    read: (compressor, shared) -> the mean as another compressor with the same payloads decodes it; None where
-        payloads do not reach all workers.
     """
 
-    mean: Any
-    state: State
+    payloads: Any
+    weights: Any
     route: str
     sent_bytes: float | Array
+    state: State = State()
+    mean: Any = None
     lane_bytes: int = 0
     code_bits: Any = 0
-    read: Callable[[Compressor, Any], Any] | None = None
 
 
-class Carry(Protocol):
+class Gather(Protocol):
     """Brings the payloads of all workers to all of them.
 
     Args:
@@ -104,9 +117,9 @@ class Route(NamedTuple):
     refuses(compressor, roles): why messages of this compressor cannot go this way, in a sentence with the cure; None
         where they can. Asked when a transformation is built, with the compressor as the user gave it and the
         algorithm's roles.
-    layout(layout, workers): in which messages are compressed.
+    layout(layout, workers): in which messages are compressed; None: in the one that they have.
     init(shared_key, compressor, like): state of the route for messages of `like`, with the lifted compressor.
-    reduce(outgoing, call): the mean.
+    carry(outgoing, call): brings the messages, or their sum, to all workers.
     cost(lengths, capacity, link): expected time and bytes for messages of so many uint32 words, `capacity` with
         padding; None where it depends on what is in them.
     buckets: whether `Call.buckets` is heeded.
@@ -114,9 +127,9 @@ class Route(NamedTuple):
 
     name: str
     refuses: Callable[[Compressor, Mapping[str, Any]], str | None]
-    layout: Callable[[Layout, int], Layout]
+    layout: Callable[[Layout, int], Layout] | None
     init: Callable[[Array, Compressor, Any], State]
-    reduce: Callable[[Outgoing, Call], Reduced]
+    carry: Callable[[Outgoing, Call], Carried]
     cost: Callable[[tuple[int, ...], int, Link], Cost] | None = None
     buckets: bool = False
 
@@ -127,64 +140,30 @@ def accepts_all(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
     return None
 
 
-def same_layout(layout: Layout, workers: int) -> Layout:
-    """`Route.layout` of a route that takes messages in any layout."""
-    del workers
-    return layout
-
-
 def stateless(shared_key: Array, compressor: Compressor, like: Any) -> State:
     """`Route.init` of a route that remembers nothing."""
     del shared_key, compressor, like
     return State()
 
 
-def stacked(carry: Carry, payload: Any, lengths: Any, call: Call) -> tuple[Any, float | Array]:
-    """`carry` of a payload whose arrays are all typed alike; where nothing crosses, without it.
-
-    What differs over `call.outer` is typed so in all arrays: an array that happens to be typed as equal (an empty one,
-    say) would give loops and conditionals branches of different types.
-    """
-    payload = varying(payload, (*axis_names(call.axis), *call.outer, *varying_axes(payload)))
+def gathered_by(gather: Gather, payload: Any, lengths: Any, call: Call) -> tuple[Any, float | Array]:
+    """All payloads, by `gather`; where nothing crosses, without it."""
     if axis_size(call.axis) == 1 or lane_bytes(payload) == 0:
         return all_gather(payload, call.axis), 0.0
-    return carry(payload, lengths, call)
+    return gather(payload, lengths, call)
 
 
-def reduced(out: Outgoing, call: Call, payloads: Any, weights: Any, route: str, sent_bytes: float | Array) -> Reduced:
-    """The mean of payloads that are there.
-
-    Args:
-        out: this worker's message.
-        call: see `Call`.
-        payloads: stacked on a leading axis of n, or of one where they were added on the way.
-        weights: [n], None for all ones, or a prefix tree of the payload with either for each part.
-        route: name of the route.
-        sent_bytes: see `Reduced`.
-    """
-    # For equal weights 1/n comes last: sums without products are the same bit for bit wherever they are compiled.
-    scale = 1 / axis_size(call.axis) if call.weights is None else None
-
-    def read(compressor, shared):
-        zeros = varying(zeros_like(wide_like(out.like)), call.outer)
-        add = lambda *args: accumulate(compressor, *args)
-        total = on_equal_types(add, zeros, payloads, weights, shared)
-        return total if scale is None else jax.tree.map(lambda t: t * scale, total)
-
-    return Reduced(read(out.compressor, out.shared), out.state, route, sent_bytes, read=read)
-
-
-def by_carrying(
+def gathering_route(
     name: str,
-    carry: Carry,
+    gather: Gather,
     cost: Callable[[tuple[int, ...], int, Link], Cost] | None = None,
     refuses: Callable[[Compressor, Mapping[str, Any]], str | None] = accepts_all,
     buckets: bool = False,
 ) -> Route:
-    """The route that brings all payloads to all workers by `carry`."""
+    """The route that brings all payloads to all workers by `gather`."""
 
-    def reduce(out, call):
-        payloads, sent_bytes = stacked(carry, out.payload, lengths(out.compressor, out.like), call)
-        return reduced(out, call, payloads, call.weights, name, sent_bytes)
+    def carry(out, call):
+        payloads, sent_bytes = gathered_by(gather, out.payload, lengths(out.compressor, out.like), call)
+        return Carried(payloads, call.weights, name, sent_bytes, out.state)
 
-    return Route(name, refuses, same_layout, stateless, reduce, cost, buckets)
+    return Route(name, refuses, None, stateless, carry, cost, buckets)

@@ -6,33 +6,14 @@ that 3 (n - 1) / n lane bytes are sent. With r replicas each device sends the r-
 part to the others.
 """
 
-from typing import Any
-
 import jax
 
 from jaxcomp.base import wide
-from jaxcomp.exchange.lanes import all_sum, buckets_of_arrays, sum_bytes
+from jaxcomp.exchange.lanes import summed
 from jaxcomp.exchange.links import ADDS, Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import Call, Outgoing, Reduced, Route, reduced, same_layout, stateless
-from jaxcomp.exchange.varying import axis_names, varying, varying_axes
+from jaxcomp.exchange.routes.route import Call, Carried, Outgoing, Route, stateless
 
-__all__ = ["SUM", "summed"]
-
-
-def summed(payload: Any, like: Any, call: Call) -> tuple[Any, float]:
-    """The weighted sum of payloads, with a leading axis of one, and the bytes that a device sends.
-
-    Args:
-        payload: of this worker.
-        like: of the message: f64 messages are added in f64.
-        call: see `Call`.
-    """
-    payload = varying(payload, (*axis_names(call.axis), *call.outer, *varying_axes(payload)))
-    buckets = buckets_of_arrays(payload, call.buckets)
-    dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(like)))
-    total = all_sum(payload, call.axis, call.weights, call.replicas, buckets, call.exact, dtype)
-    sent = sum_bytes(payload, call.axis, call.replicas, buckets, call.exact, dtype)
-    return jax.tree.map(lambda a: a[None], total), sent
+__all__ = ["SUM"]
 
 
 def refuses(compressor, roles):
@@ -43,10 +24,11 @@ def refuses(compressor, roles):
     return f'via="sum" needs a linear compressor; {compressor.spec.name} is not. Use via="gather"'
 
 
-def reduce(out: Outgoing, call: Call) -> Reduced:
-    """The mean of payloads that are added on the way (see `Route.reduce`)."""
-    total, sent_bytes = summed(out.payload, out.like, call)
-    return reduced(out, call, total, None, "sum", sent_bytes)
+def carry(out: Outgoing, call: Call) -> Carried:
+    """The weighted sum of the payloads, added on the way (see `Route.carry`)."""
+    dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(out.like)))  # f64 messages are added in f64
+    total, sent = summed(out.payload, call.axis, call.weights, call.replicas, call.buckets, call.exact, dtype)
+    return Carried(jax.tree.map(lambda a: a[None], total), None, "sum", sent, out.state)
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
@@ -55,4 +37,4 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     return cost_of(2 * (n - 1), 4 * capacity / n, 2 * (n - 1) / n * 4 * capacity, link, ADDS)
 
 
-SUM = Route("sum", refuses, same_layout, stateless, reduce, cost, buckets=True)
+SUM = Route("sum", refuses, None, stateless, carry, cost, buckets=True)

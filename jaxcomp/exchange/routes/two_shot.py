@@ -32,10 +32,10 @@ from jaxcomp.base import (
     wide_like,
     zeros_like,
 )
-from jaxcomp.compressors.parts import Rows
+from jaxcomp.compressors.vector import Rows
 from jaxcomp.exchange.lanes import all_gather, all_to_all, all_to_all_bytes, gather_bytes
 from jaxcomp.exchange.links import Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import Call, Outgoing, Reduced, Route
+from jaxcomp.exchange.routes.route import Call, Carried, Outgoing, Route
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, on_equal_types, varying, varying_axes
 from jaxcomp.layout import Layout
 from jaxcomp.payloads import cheap_bits, lane_bytes
@@ -164,14 +164,13 @@ def init(shared_key: Array, compressor: Compressor, like: Any) -> State:
     return State(Second(memory, jax.tree.map(lambda a: a[0], state.local.rows)), state.shared)
 
 
-def reduce(out: Outgoing, call: Call) -> Reduced:
-    """The mean by way of the owners of its chunks (see `Route.reduce`)."""
+def carry(out: Outgoing, call: Call) -> Carried:
+    """The mean by way of the owners of its chunks (see `Route.carry`)."""
     compressor, axis, like = out.compressor, call.axis, _sent_like(out.compressor, out.like)
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
     axes = (*axis_names(axis), *call.outer)
     memory, local = varying(out.state.local, axes)
-    payload = varying(out.payload, (*axes, *varying_axes(out.payload)))
-    chunk = first_shot(payload, compressor, out.shared, row, call)
+    chunk = first_shot(out.payload, compressor, out.shared, row, call)
     chunk = chunk / axis_size(axis) if call.weights is None else chunk
     if _is_biased(compressor):
         chunk = bounded(finite(chunk) + memory)
@@ -180,9 +179,9 @@ def reduce(out: Outgoing, call: Call) -> Reduced:
     )
     if _is_biased(compressor):
         memory = residual(_of_row(compressor), chunk, second, _row(out.state.shared, axis))
-    sent = all_to_all_bytes(payload, axis) + gather_bytes(second, axis)
+    sent = all_to_all_bytes(out.payload, axis) + gather_bytes(second, axis)
     state = State(Second(memory, local), advance(compressor, out.state.shared))
-    return Reduced(mean, state, "two_shot", sent, lane_bytes(second), cheap_bits(second))
+    return Carried(None, None, "two_shot", sent, state, mean, lane_bytes(second), cheap_bits(second))
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
@@ -191,4 +190,4 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     return cost_of(2 * (n - 1), 4 * capacity / n, 2 * (n - 1) / n * 4 * capacity, link)
 
 
-TWO_SHOT = Route("two_shot", refuses, layout, init, reduce, cost)
+TWO_SHOT = Route("two_shot", refuses, layout, init, carry, cost)

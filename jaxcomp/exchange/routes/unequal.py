@@ -14,11 +14,11 @@ from jax import lax
 
 from jaxcomp.exchange.lanes import all_gather, gather_bytes
 from jaxcomp.exchange.links import Cost, Link
-from jaxcomp.exchange.routes.route import Call, Carry
+from jaxcomp.exchange.routes.route import Call, Gather
 from jaxcomp.exchange.varying import Axis, axis_index, axis_size, proven_equal, varying, varying_axes
 from jaxcomp.payloads import from_words, limits, to_words
 
-__all__ = ["Message", "Part", "carrying", "from_buffers", "message_of", "own_words", "pieces_of"]
+__all__ = ["Message", "Part", "from_buffers", "gather_by", "message_of", "own_words", "pieces_of"]
 
 Array = jax.Array
 
@@ -79,19 +79,19 @@ def message_of(payload: Any, lengths: Any, workers: int) -> Message:
     return Message(tuple(parts), structure, tuple(array.shape for array in arrays))
 
 
-def carrying(
+def gather_by(
     exchange: Callable[[Message, Axis, Link], Any], cost: Callable[[tuple[int, ...], int, Link], Cost]
-) -> Carry:
-    """`Carry` from a function that brings a message to all workers, and its cost."""
+) -> Gather:
+    """`Gather` from a function that brings a message to all workers, and its cost."""
 
-    def carry(payload: Any, lengths: Any, call: Call) -> tuple[Any, float]:
+    def gather(payload: Any, lengths: Any, call: Call) -> tuple[Any, float]:
         message = message_of(payload, lengths, axis_size(call.axis))
         if max(message.lengths) == 0:
             return all_gather(payload, call.axis), gather_bytes(payload, call.axis)
         rows = exchange(message, call.axis, call.link)
         return rows, cost(message.lengths, message.capacity, call.link).sent_bytes
 
-    return carry
+    return gather
 
 
 # ------------------------------------------------------------------------------------------------

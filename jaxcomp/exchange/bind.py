@@ -1,0 +1,64 @@
+"""An algorithm is bound to a place on a mesh and to a route, once it is known that they go together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcomp.base import Algorithm
+from jaxcomp.exchange.placement import Placement
+from jaxcomp.exchange.routes import VIAS, route_of
+from jaxcomp.exchange.runner import Runner
+from jaxcomp.exchange.state import frozen
+from jaxcomp.layout import DEFAULT
+
+__all__ = ["bind"]
+
+Array = jax.Array
+
+
+def bind(
+    name: str,
+    algorithm: Algorithm,
+    placement: Placement,
+    via: str,
+    root: Array,
+    *,
+    weights: Any = None,
+    bucket_bytes: int | None = None,
+    **options: Any,
+) -> Runner:
+    """Checks that algorithm, route and weights go together, and binds them.
+
+    Raises:
+        ValueError: unknown via, or one that cannot carry what the algorithm sends; bad weights or bucket_bytes.
+    """
+    if via not in VIAS:
+        raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
+    route = route_of(via)
+    lifted = algorithm.compressor
+    layout = algorithm.layout or DEFAULT
+    if lifted is not None:
+        layout, base = lifted.spec.lifted or (layout, lifted)
+        as_given = base if layout == (base.spec.layout or DEFAULT) else lifted
+        reason = route.refuses(as_given, algorithm.roles)
+        if reason:
+            raise ValueError(f"{name}: {reason}")
+        weights = lifted.spec.weights if weights is None else weights
+    if bucket_bytes is not None:
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)) or bucket_bytes < 1:
+            raise ValueError(f"{name}: bucket_bytes must be an integer of at least 1; got {bucket_bytes!r}")
+        if via not in ("auto", "sum", "gather"):
+            raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}')
+        layout = layout.in_buckets(int(bucket_bytes))
+    shares = None if weights is None else _shares(name, weights)
+    roles = frozen(algorithm.roles)
+    return Runner(name, algorithm, placement, route, root, layout, roles, shares=shares, **options)
+
+
+def _shares(name: str, weights: Sequence[float]) -> np.ndarray:
+    values = np.asarray(weights, np.float64)
+    if values.ndim != 1 or not np.all(np.isfinite(values)) or np.any(values < 0) or not values.sum() > 0:
+        raise ValueError(f"{name}: weights must be n numbers >= 0, not all zero; got {weights}")
+    return values / values.sum()
