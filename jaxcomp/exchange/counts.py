@@ -134,7 +134,8 @@ def count_sum(arrays: Any, sent_bytes: float) -> Counts:
 
 
 def _real(value: Any) -> Array:
-    return jnp.asarray(value).astype(jnp.float32)
+    """As f32[]: numbers of bits and bytes may be larger than any i32."""
+    return jnp.asarray(float(value) if isinstance(value, int) else value).astype(jnp.float32)
 
 
 def _vectors(payload: Any, message: Any) -> list[tuple[Any, Any]]:
@@ -146,8 +147,13 @@ def _vectors(payload: Any, message: Any) -> list[tuple[Any, Any]]:
 
 def _by_row(function: Callable[[Any], Any], payload: Any, message: Any) -> Array:
     """The sum of a number over all messages, of each row where there are several; None stands for all entries."""
+
+    def real(part):
+        number = function(part)
+        return None if number is None else _real(number)
+
     total = jnp.zeros((), jnp.float32)
     for part, vector in _vectors(payload, message):
-        number = function(part) if rows_of(vector) is None else jax.vmap(function)(part)
-        total = total + (float(vector.size) if number is None else jnp.sum(jnp.asarray(number).astype(jnp.float32)))
+        number = real(part) if rows_of(vector) is None else jax.vmap(real)(part)
+        total = total + (float(vector.size) if number is None else jnp.sum(number))
     return total

@@ -1,5 +1,6 @@
 """What `compressed_mean` is given, and what it gives back."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,3 +35,17 @@ def test_directions_too_large_for_the_gradients_are_cut(dtype):
     )
     np.testing.assert_array_equal(np.max(np.asarray(directions["x"], np.float64), axis=1), largest)
     assert np.all(np.isfinite(np.asarray(state.local.algorithm.memory.dense)))
+
+
+@pytest.mark.parametrize("shape", [(2**26 + 1,), (20, 2**27)], ids=["vector", "rows"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [jc.direct(jc.identity()), jc.direct(jc.dithering(7)), jc.error_feedback(jc.sidco(1e-3))],
+    ids=["identity", "dithering", "sidco"],
+)
+def test_more_bits_than_an_integer_holds(algorithm, shape):
+    """Of large models: shapes alone are traced, no array is made."""
+    tx = jc.compressed_mean(algorithm, None)
+    grads = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    direction, _ = jax.eval_shape(tx.update, grads, jax.eval_shape(tx.init, grads))
+    assert direction["w"].shape == shape
