@@ -57,7 +57,8 @@ class Layout:
     chunks: number of rows.
     bucket_bytes: leaves are put together, from the last to the first, until they have so many bytes; a vector holds
         leaves of one bucket. The gradients of the last leaves come first out of a backward pass.
-    longest: vectors with more entries are cut into equal rows.
+    longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
+        they are matrices, of which no entry is numbered.
     """
 
     unit: str = "tree"
@@ -144,14 +145,21 @@ def plan_of(layout: Layout, tree: Any) -> Plan:
     """Lays out a tree of arrays or of their shapes.
 
     Raises:
-        ValueError: a leaf is not a real floating-point array, or has more entries than can be numbered.
+        ValueError: a leaf is not a real floating-point array; chunks would be longer than `longest`.
     """
     tree = like_of(tree)
     leaves, structure = jax.tree.flatten(tree)
     shapes, dtypes = tuple(leaf.shape for leaf in leaves), tuple(leaf.dtype for leaf in leaves)
     plan = functools.partial(Plan, structure, shapes, dtypes)
     if layout.unit == "chunks":
-        row = row_size(sum(leaf.size for leaf in leaves), layout.chunks)
+        size = sum(leaf.size for leaf in leaves)
+        row = row_size(size, layout.chunks)
+        if row > layout.longest:
+            raise ValueError(
+                f"{size} entries in {layout.chunks} chunks, one for each worker, are {row} in each, more than "
+                f'{layout.longest}. Take more workers, means of parts of the tree, or via="gather", which cuts long '
+                "vectors into rows"
+            )
         return plan((), (Group(tuple(range(len(leaves))), (layout.chunks, row), _common(dtypes), False, 0),), True)
     if is_array(tree) or (layout.unit == "tree" and layout.single):
         every = tuple(range(len(leaves)))

@@ -84,11 +84,17 @@ class Row(NamedTuple):
 class Ledger(NamedTuple):
     """rows: one per operand of each collective; total_bytes: sent per device in one call.
 
-    Of the arms of a conditional the most expensive one is counted.
+    Of the arms of a conditional the most expensive one is counted. A loop that runs nobody knows how often is counted
+    once: the total is then a lower bound (`is_bound`), and is printed as "at least".
     """
 
     rows: tuple[Row, ...]
     total_bytes: float
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the total is only a lower bound: something crosses in a loop of unknown length."""
+        return any(row.times is None and row.sent_bytes > 0 for row in self.rows)
 
     def by_axes(self, mesh: Any) -> dict[tuple[str, ...], float]:
         """Bytes sent per device over each combination of mesh axes; together they are `total_bytes`.
@@ -128,7 +134,9 @@ class Ledger(NamedTuple):
             "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
             for row in (head, *lines)
         ]
-        return "\n".join([*(line.rstrip() for line in text), f"total: {self.total_bytes:,.0f} bytes sent per device"])
+        least = "at least " if self.is_bound else ""
+        total = f"total: {least}{self.total_bytes:,.0f} bytes sent per device"
+        return "\n".join([*(line.rstrip() for line in text), total])
 
 
 def ledger(fn: Any, *args: Any, **kwargs: Any) -> Ledger:

@@ -295,3 +295,20 @@ def test_collectives_in_the_condition_of_a_loop_count():
     rows = jc.ledger(jax.shard_map(loop, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), jnp.zeros(64)).rows
     assert [row.op for row in rows] == ["all-reduce"]
     assert rows[0].times is None
+
+
+def test_a_total_with_a_loop_of_unknown_length_says_at_least():
+    mesh = mesh_of(2)
+
+    def loop(x):
+        return jax.lax.while_loop(
+            lambda c: jnp.max(c) < 100, lambda c: jax.lax.ppermute(c + 1, AXIS, [(0, 1), (1, 0)]), x
+        )
+
+    unknown = jc.ledger(jax.shard_map(loop, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)), jnp.zeros(64))
+    assert unknown.is_bound
+    assert unknown.total_bytes == 4 * 32
+    assert str(unknown).endswith("total: at least 128 bytes sent per device")
+    known = jc.ledger(mapped(lambda x: lax.psum(x, AXIS)), X)
+    assert not known.is_bound
+    assert "at least" not in str(known)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
-from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide_like, zeros_like
+from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide, wide_like, zeros_like
 from jaxcomp.compressors.vector import lift
 from jaxcomp.layout import Parts
 
@@ -131,14 +131,16 @@ def _clipped(grads: Any, clip_norm: float | None, workers: int | None) -> Any:
     if clip_norm is None or workers is None:
         return grads
     norm = _norm(grads)
-    factor = jnp.minimum(1, clip_norm / math.sqrt(workers) / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+    factor = jnp.minimum(1, clip_norm / math.sqrt(workers) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
     return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
 
 
 def _norm(tree: Any) -> jax.Array:
     """Euclidean norm of all leaves together, without overflow."""
-    leaves = [leaf.astype(jnp.float32).reshape(-1) for leaf in jax.tree.leaves(tree) if leaf.size]
-    largest = jnp.max(jnp.stack([jnp.zeros((), jnp.float32), *(jnp.max(jnp.abs(x)) for x in leaves)]))
+    leaves = jax.tree.leaves(tree)
+    dtype = wide(*(leaf.dtype for leaf in leaves))
+    leaves = [leaf.astype(dtype).reshape(-1) for leaf in leaves if leaf.size]
+    largest = jnp.max(jnp.stack([jnp.zeros((), dtype), *(jnp.max(jnp.abs(x)) for x in leaves)]))
     unit = jnp.where(largest > 0, largest, 1)
     squares = [jnp.sum(jnp.square(jnp.clip(x / unit, -1, 1))) for x in leaves]
-    return unit * jnp.sqrt(jnp.sum(jnp.stack([jnp.zeros((), jnp.float32), *squares])))
+    return unit * jnp.sqrt(jnp.sum(jnp.stack([jnp.zeros((), dtype), *squares])))

@@ -36,6 +36,7 @@ from jaxcomp.payloads import Dense, Leaves
 __all__ = ["Each", "Rows", "alpha_of", "check_like", "count_of", "is_whole", "lift", "omega_of", "on_vectors"]
 
 Array = jax.Array
+MOST = 2**31 - 1  # entries of an array: indices are i32, and d stands for padding
 
 
 # ------------------------------------------------------------------------------------------------
@@ -63,6 +64,11 @@ def on_vectors(
                 "Wrap it: per_leaf(...) compresses each leaf, flat(...) all leaves as one vector."
             )
         (like,) = jax.tree.leaves(like_of(like))
+        if like.size > MOST:
+            raise ValueError(
+                f"{spec.name}: an array of shape {like.shape} has {like.size} entries, and at most {MOST} can be "
+                "numbered with 32 bits. Wrap it: flat(...) cuts long arrays into rows."
+            )
         return jax.ShapeDtypeStruct((like.size,), like.dtype)
 
     def init_(shared_key, like):

@@ -1,11 +1,15 @@
 """Where on a mesh a mean is taken, and whether gradients are what they should be there."""
 
 import dataclasses
+import sys
+from types import FrameType
 from typing import Any
+
+import optax
 
 from jaxcomp.exchange.varying import Axis, axis_names, axis_size, is_bound, known_equal, unknown_axes
 
-__all__ = ["Placement", "check_gradients", "check_own", "is_missing"]
+__all__ = ["Placement", "check_gradients", "check_not_alone", "check_own", "is_missing"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,3 +103,44 @@ def check_own(grads: Any, axis: Axis) -> None:
             "times the mean. Differentiate with respect to jc.per_worker(params, axis_name) instead; mark gradients "
             "that are meant to be equal the same way, jc.per_worker(grads, axis_name)."
         )
+
+
+# ------------------------------------------------------------------------------------------------
+# A decision that each worker takes alone must not stand around an exchange: the others would wait for ever. Types tell
+# only inside `shard_map` with its default check_vma=True; elsewhere it is visible in the calls that are being traced.
+
+
+def check_not_alone(name: str) -> None:
+    """Refuses to exchange where a caller is known to run this on some workers only.
+
+    Args:
+        name: of the outer form, for the error.
+
+    Raises:
+        ValueError: within `optax.apply_if_finite`, or an `optax.MultiSteps` with should_skip_update_fn.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        wrapper = _decides_alone(frame)
+        if wrapper:
+            raise ValueError(
+                f"{name}: {wrapper} around an exchange lets each worker decide by its own gradient whether to take "
+                "part, so that one NaN blocks the others or leaves them with other states. Use jc.skip_nonfinite(tx, "
+                "axis_name), by which all workers skip a step together"
+            )
+        frame = frame.f_back
+
+
+def _decides_alone(frame: FrameType) -> str | None:
+    """What in optax, if this is a call of it."""
+    code = frame.f_code
+    if code.co_name != "update" or not frame.f_globals.get("__name__", "").startswith("optax."):
+        return None
+    if code.co_qualname == "apply_if_finite.<locals>.update":
+        return "optax.apply_if_finite"
+    steps = frame.f_locals.get("self")
+    if isinstance(steps, optax.MultiSteps):
+        skips = getattr(steps, "_should_skip_update_fn", None)
+        if skips is not None and "MultiSteps.__init__" not in getattr(skips, "__qualname__", ""):
+            return "optax.MultiSteps(should_skip_update_fn=...)"
+    return None

@@ -4,8 +4,8 @@ A backend adds bf16 in bf16, or widens it to f32 on the wire (XLA on CPU does). 
 wire format says, as unsigned words, and is added in f32 (or f64). Nothing is remembered between calls: for formats that
 lose much take `compressed_mean`, which has error feedback.
 
-A wire with scales has one for each block of entries, and blocks know no leaves: where leaves of very different
-magnitudes lie next to each other, what is small in a block may be rounded to zero. Call `pmean` for each of them.
+A wire with scales has one for each block of entries, and blocks know no leaves. So each of several leaves is brought to
+the same magnitude first, by a power of two that is equal on all workers: none is rounded to zero beside a larger one.
 """
 
 import functools
@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Compressor, Spec, State, like_of, root_key, wrap_key
+from jaxcomp.base import Compressor, Spec, State, bounded, finite, like_of, root_key, wrap_key
 from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.vector import lift, on_vectors
-from jaxcomp.exchange.collectives import sum_scatter
+from jaxcomp.exchange.collectives import all_max, sum_scatter
 from jaxcomp.exchange.lanes import all_gather, all_sum
 from jaxcomp.exchange.routes.route import Call
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
 from jaxcomp.exchange.varying import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
 from jaxcomp.layout import Layout, join, plan_of, split
+from jaxcomp.norms import exponent_of, power_of_two
 from jaxcomp.payloads import Dense
 
 __all__ = ["pmean", "psum_scatter"]
@@ -56,7 +57,8 @@ def pmean(x: Any, axis_name: Axis, *, wire: Any = None, accumulate: str = "f32",
         axis_name: mapped axis, or a tuple of them.
         wire: a dtype ("bf16", "f16", a float8 type, which gets a scale) or a compressor of one array with a known
             error bound, say jc.dithering(7, block_size=512). None: the dtype of each array. With 16 bits what is not
-            finite stays so; float8 and compressors take it as zero.
+            finite stays so; float8 and compressors take it as zero, and of several arrays the largest magnitudes cross
+            first, in 32 bits each, so that each array has a scale of its own.
         accumulate: "f32" or "f64" (in 64-bit mode; without a wire f64 then crosses): in which to add. f64 for f64.
         key: for compressors, which may be random; equal on all workers, new in each call.
 
@@ -198,11 +200,32 @@ def _mean(plan: Plan, x: Any, words: Array) -> Any:
     wide = jax.tree.map(lambda leaf: leaf.astype(plan.dtype), x)
     if plan.wire is None:
         return _cast_like(jax.tree.map(lambda t: t / workers, all_sum(wide, axis)), x)
+    exponents = _exponents(plan, wide)
+    wide = _scaled(wide, exponents, -1)
     cut = plan_of(Layout("chunks", chunks=workers), wide)
     (first_shared, second_shared), (first_key, second_key) = _keys(plan, words)
     chunk = _owners_sum(plan, split(cut, wide), first_shared, first_key) / workers
     whole = _to_all(plan, chunk, second_shared, second_key)
-    return _cast_like(join(cut, whole), x)
+    return _cast_like(_scaled(join(cut, whole), exponents, 1), x)
+
+
+def _exponents(plan: Plan, wide: Any) -> Array | None:
+    """e with |x| < 2^e for the finite entries x of a leaf on all workers, i32[leaves]; None where no leaf needs it."""
+    leaves = jax.tree.leaves(wide)
+    if len(leaves) < 2 or plan.wire is None or plan.wire.spec.linear:
+        return None
+    largest = jnp.stack([jnp.max(jnp.abs(finite(leaf)), initial=0) for leaf in leaves])
+    info = jnp.finfo(plan.dtype)
+    return all_max(jnp.clip(exponent_of(largest), info.minexp, -info.minexp), plan.axis)
+
+
+def _scaled(tree: Any, exponents: Array | None, sign: int) -> Any:
+    """Each leaf times 2^(sign e)."""
+    if exponents is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    units = power_of_two(sign * exponents, leaves[0].dtype)
+    return jax.tree.unflatten(structure, [bounded(leaf * unit) for leaf, unit in zip(leaves, units, strict=True)])
 
 
 def _owners_sum(plan: Plan, rows: Array, shared_key: Array, private: Array) -> Array:

@@ -45,7 +45,7 @@ from jaxcomp.exchange.counts import (
 )
 from jaxcomp.exchange.lanes import summed
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.placement import Placement, is_missing
+from jaxcomp.exchange.placement import Placement, check_not_alone, is_missing
 from jaxcomp.exchange.routes import Call, Carried, Outgoing, Route
 from jaxcomp.exchange.state import About, MeanLocal, MeanShared, MeanState, is_mean
 from jaxcomp.exchange.varying import (
@@ -136,6 +136,8 @@ class Runner(NamedTuple):
                 f"{self.name}: no axis named {missing!r} is bound here; call it inside jax.shard_map, jax.pmap or "
                 "jax.vmap(axis_name=...)"
             )
+        if place.names:
+            check_not_alone(self.name)
         workers = axis_size(place.workers)
         if self.shares is not None and len(self.shares) != workers:
             raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")

@@ -46,3 +46,18 @@ def test_local_clipping(seed):
     norms = np.linalg.norm(grads, axis=-1, keepdims=True)
     want = (grads * np.minimum(1, 2.0 / np.sqrt(N) / norms)).mean(1)
     np.testing.assert_allclose(directions, want, rtol=1e-5, atol=1e-6)
+
+
+def test_local_clipping_in_double_precision(seed):
+    """A gradient beyond f32 is cut to the norm that it may have, to the last digits of f64."""
+    with jax.enable_x64(True):
+        grads = 1e200 * np.random.default_rng(seed).standard_normal((N, SIZE))
+        algorithm = jc.momentum_correction(jc.top_k(1.0), momentum=0, clip_norm=2.0, workers=N)
+        tx = jc.compressed_mean(algorithm, AXIS, weights=[1, 2, 3, 4])
+        step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name=AXIS, out_axes=None)
+        got = step(jnp.asarray(grads))
+    want = np.average(
+        grads / np.linalg.norm(grads / 1e200, axis=1, keepdims=True) / 1e200, axis=0, weights=[1, 2, 3, 4]
+    )
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-16)

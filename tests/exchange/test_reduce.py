@@ -198,3 +198,19 @@ def test_sums_in_double_precision():
             np.testing.assert_allclose(got, [0.5 + 0.5e-12] * 2, rtol=1e-15)
             part = jax.vmap(lambda x: psum_scatter(x, AXIS, **options), axis_name=AXIS)(x)  # noqa: B023
             np.testing.assert_allclose(part, [1 + 1e-12] * 2, rtol=1e-15)
+
+
+@pytest.mark.parametrize(("wire", "world"), [("float8_e4m3fn", "shard_map"), (dithering(127), "vmap")])
+def test_each_leaf_has_a_scale_of_its_own(wire, world, seed, key):
+    """A leaf of 1e-3 beside one of 1e4: with one scale for both it came out as exactly zero."""
+    rng = np.random.default_rng(seed)
+    scales = {"large": 1e4, "none": 0.0, "small": 1e-3, "tiny": 1e-30}
+    x = {name: jnp.asarray(scale * rng.uniform(1, 2, (N, 37)), jnp.float32) for name, scale in scales.items()}
+    mean = functools.partial(pmean, axis_name=AXIS, wire=wire, key=key)
+    if world == "vmap":
+        got = jax.jit(jax.vmap(mean, axis_name=AXIS, out_axes=None))(x)
+    else:
+        got = shard(lambda x: mean(jax.tree.map(lambda a: a[0], x)), P())(x)
+    for name in scales:
+        np.testing.assert_allclose(got[name], np.asarray(x[name], np.float64).mean(0), rtol=0.3)
+        assert (np.asarray(got[name]) != 0).all() == (name != "none")
