@@ -36,6 +36,7 @@ COMPRESSORS = [
         "",
         "at least 1 / d, less rounding",
     ),
+    ("jc.chunked(jc.top_k(k=64), 4096)", "largest magnitudes of each chunk", "", "that of C for a chunk"),
     ("jc.dgc(0.01)", "above the quantile of a sample", "", "at least 1 / d"),
     ("jc.redsync(0.01)", "above a point between mean and maximum", "", "at least 1 / d"),
     ("jc.gaussian_k(0.01)", "above a normal quantile", "", "at least 1 / d"),

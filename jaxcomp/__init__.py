@@ -24,6 +24,7 @@ from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State
 from jaxcomp.compressors import (
     bernoulli,
     cast,
+    chunked,
     compose,
     contract,
     dagc,
@@ -70,6 +71,7 @@ __all__ = [
     "bernoulli",
     "cast",
     "check_replicas",
+    "chunked",
     "code_bits",
     "collectives",
     "compose",

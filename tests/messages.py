@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.packing import width_for
-from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sparse, dense, leaves, local_indices
+from jaxcomp.payloads import Chunks, Dense, Leaves, Quantized, Scaled, Sparse, chunks, dense, leaves, local_indices
 from jaxcomp.payloads import quantized as quantized_
 from jaxcomp.payloads import sparse_records as records
 from jaxcomp.wire.bitstream import pack_words
@@ -24,6 +24,13 @@ def quantized(rng, size, density, most, width=None):
     where = np.flatnonzero(levels)
     width = width_for(most + 1) if width is None else width
     return Quantized(np.ones(2, np.float32), pack_words(where, levels[where], width, -(-size // 32)))
+
+
+def chunks_of(rng, rows, each, width, most=None):
+    gaps = rng.integers(0, (1 << width) // each if most is None else most, rows * each)
+    places = np.flatnonzero(gaps)
+    words = pack_words(places, gaps[places].astype(np.uint32), width, -(-gaps.size // 32))
+    return Chunks(rng.standard_normal(gaps.size).astype(np.float32), words)
 
 
 @functools.cache
@@ -59,6 +66,11 @@ def examples():
         "levels-wide": (quantized(rng, 4000, 0.02, 2**14), quantized_.ELIAS_QUANTIZED),
         "levels-none": (Quantized(np.ones(1, np.float32), np.zeros((3, 0), np.uint32)), quantized_.QUANTIZED),
         "levels-zero": (Quantized(np.ones(1, np.float32), np.zeros((3, 9), np.uint32)), quantized_.ELIAS_QUANTIZED),
+        "chunks": (chunks_of(rng, 40, 64, 12), chunks.CODED_CHUNKS),
+        "chunks-even": (chunks_of(rng, 2, 16, 3, 8), chunks.CHUNKS),
+        "chunks-none": (Chunks(np.zeros(0, np.float32), np.zeros((5, 0), np.uint32)), chunks.CHUNKS),
+        "chunks-zero": (Chunks(np.zeros(40, np.float32), np.zeros((7, 2), np.uint32)), chunks.CODED_CHUNKS),
+        "chunks-nested": (Chunks(quantized(rng, 640, 0.9, 3), chunks_of(rng, 20, 32, 9).words), chunks.CODED_CHUNKS),
         "nested": (Sparse(quantized(rng, 300, 0.9, 3), entries.indices[:300]), records.CODED_SPARSE),
         "leaves": (Leaves(Dense(np.ones(3, np.float32)), (entries, skewed)), leaves.LEAVES),
     }

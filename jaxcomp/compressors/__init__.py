@@ -1,6 +1,7 @@
 """One file per family; every factory returns a `base.Compressor`."""
 
 from jaxcomp.compressors.bernoulli import bernoulli
+from jaxcomp.compressors.chunked import chunked
 from jaxcomp.compressors.combine import compose, contract, narrow
 from jaxcomp.compressors.dagc import Selector, dagc, set_amounts
 from jaxcomp.compressors.dense import cast, identity, natural
@@ -21,6 +22,7 @@ __all__ = [
     "Selector",
     "bernoulli",
     "cast",
+    "chunked",
     "compose",
     "contract",
     "dagc",

@@ -105,4 +105,5 @@ def top_k(ratio: Ratio | None = None, *, k: int | None = None, peak: float | Non
             linear=False,
             selects=True,
         ),
+        apart_from=UNSORTED_FROM,
     )

@@ -54,8 +54,13 @@ def on_vectors(
     lengths: Callable | None = None,
     for_worker: Callable | None = None,
     overflow: Callable | None = None,
+    apart_from: int = 0,
 ) -> Compressor:
-    """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`)."""
+    """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`).
+
+    apart_from: under vmap vectors with at least so many entries are compressed one after the other, where the
+        compressor selects (`row_by_row`).
+    """
 
     def flat_like(like: Any) -> jax.ShapeDtypeStruct:
         if not is_array(like):
@@ -75,10 +80,10 @@ def on_vectors(
         like = flat_like(like)
         return State() if init is None else init(shared_key, like)
 
-    each = row_by_row(compress) if spec.selects else compress
+    apart = row_by_row(compress) if spec.selects else compress
 
     def compress_(key, x, state):
-        flat_like(x)
+        each = apart if flat_like(x).size >= apart_from else compress
         return each(key, jnp.reshape(x, (-1,)), state)
 
     def decompress_(payload, shared, like):

@@ -10,6 +10,7 @@ exact. `code_bits`: what the best code we have for this payload needs, from its 
 len(wire.encode(payload)) = code_bits / 8, rounded up to whole bytes in each array, plus the frame.
 """
 
+from jaxcomp.payloads.chunks import Chunks
 from jaxcomp.payloads.dense import Dense, Scaled
 from jaxcomp.payloads.leaves import Leaves
 from jaxcomp.payloads.local import LocalIndices, global_indices, local_indices
@@ -38,6 +39,7 @@ from jaxcomp.payloads.words import Coded, from_words, num_words, to_words
 __all__ = [
     "CODES",
     "Choices",
+    "Chunks",
     "Coded",
     "Coding",
     "Dense",
