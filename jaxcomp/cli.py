@@ -82,9 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             blocks=o.blocks,
             show=bar,
         )
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, MemoryError) as error:
         bar.end()
-        print(f"error: {error}", file=sys.stderr)
+        said = " ".join(str(error).split())
+        print(f"error: {said if o.data in said else f'{o.data}: {said}'}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         bar.end()
@@ -92,7 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     bar.end()
     largest, whole = np.asarray(operator.lambda_max), mean_lambda_max(operator)
-    spread = np.max(operator.diag, -1) / np.mean(operator.diag, -1)
+    mean = np.mean(operator.diag, -1)
+    spread = np.max(operator.diag, -1)[mean > 0] / mean[mean > 0]  # a worker's own data may be zero
     print(
         f"{o.out}: {type(operator).__name__}, {operator.diag.shape[0]} workers x {operator.diag.shape[1]} entries in "
         f"{time.perf_counter() - start:.1f} s\n"

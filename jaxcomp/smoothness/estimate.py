@@ -15,6 +15,7 @@ Reference: Liberty 2013, Ghashami, Liberty, Phillips, Woodruff 2016 (Frequent Di
 """
 
 import abc
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ LOSSES = {"logistic": 1 / 4, "squared": 1.0, "huber": 1.0, "softmax": 1 / 2}
 EXACT_FEATURES = 2048  # up to here the diagonal form computes its safe constant from the full matrix
 EXACT_ROWS = 4096  # up to here the low-rank form takes the exact eigenvectors of the Gram matrix
 POWER_STEPS = 30
+LARGEST = 1e140  # magnitude of a feature: 1e28 squares of it can be added
 
 
 def _product(matrix: Any, vector: np.ndarray) -> np.ndarray:
@@ -266,6 +268,8 @@ def collector(
     if not (np.isfinite(l2) and l2 >= 0):
         raise ValueError(f"smoothness: l2 must be finite and at least 0; got {l2}")
     curvature = LOSSES[loss]
+    if form in ("dense", "block"):
+        check_room(form, d)
     if form == "dense":
         return lambda: DenseCollector(d, curvature, l2)
     if form == "diagonal":
@@ -348,8 +352,25 @@ def glm(
     return lift_loss(one.finish(), loss, l2, classes)
 
 
+def check_room(form: str, d: int) -> None:
+    """Raises ValueError if this machine could not hold a d x d matrix of f64."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = 8 * d * d
+    if needed > memory:
+        raise ValueError(
+            f'smoothness: form "{form}" of {d} features makes a matrix of {d} x {d} numbers, {needed / 2**30:.3g} GiB; '
+            f'this machine has {memory / 2**30:.3g} GiB. Use form "diagonal" or "low_rank"'
+        )
+
+
 def check_finite(rows: Any) -> None:
-    """Raises ValueError if dense or sparse rows hold NaN or infinities."""
+    """Raises ValueError if dense or sparse rows hold NaN, infinities, or numbers whose squares f64 cannot hold."""
     values = rows.data if hasattr(rows, "indptr") else rows
     if not np.all(np.isfinite(values)):
         raise ValueError("smoothness: features must be finite; got NaN or infinity")
+    largest = np.max(np.abs(values), initial=0)
+    if largest > LARGEST:
+        raise ValueError(
+            f"smoothness: features must be at most {LARGEST:g} in magnitude, so that sums of their squares are finite; "
+            f"got {largest:g}. Scale them: --scale-rows, or scale=True"
+        )

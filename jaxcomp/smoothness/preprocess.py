@@ -41,12 +41,20 @@ def scaled_rows(rows: Any) -> Any:
     return rows / np.where(largest > 0, largest, 1)[:, None]
 
 
+def check_scalable(rows: Any) -> None:
+    """Raises ValueError for NaN and infinities, which no scale makes finite."""
+    if not np.all(np.isfinite(rows.data if hasattr(rows, "indptr") else rows)):
+        raise ValueError("smoothness: features must be finite; got NaN or infinity")
+
+
 def scan(source: Source, scale: bool = False, show: Callable[[int], None] = lambda rows: None) -> Scan:
     """Norms and labels of all rows, which are checked to be finite."""
     norms, labels, done = [], [], 0
     for rows, y in source.chunks():
+        if scale:
+            check_scalable(rows)
+            rows = scaled_rows(rows)
         check_finite(rows)
-        rows = scaled_rows(rows) if scale else rows
         squares = rows.multiply(rows) if hasattr(rows, "multiply") else rows * rows
         norms.append(np.sqrt(np.asarray(squares.sum(1)).reshape(-1)))
         labels.append(y)
@@ -227,6 +235,10 @@ def preprocess(
         return _made_before(out, options)
     found = scan(source, scale, lambda rows: show("reading", rows, 0))
     classes = classes_of(found.labels, loss)
+    if l2 == 0 and not np.any(found.norms):
+        raise ValueError(
+            "the squares of all features are zero, and so are the smoothness matrices with l2 = 0; give l2 (--l2)"
+        )
     owner = assign(split, found.norms, found.labels, workers, seed=seed, concentration=concentration)
     run = Pass(make, owner, workers, Path(f"{out}.partial"), json.dumps(options, sort_keys=True))
     run.resume()

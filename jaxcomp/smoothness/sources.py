@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import io
 import lzma
+import re
 import tokenize
 import zipfile
 import zlib
@@ -178,6 +179,9 @@ def _libsvm(path: Path, digest: str, num_features: int | None, labels: np.ndarra
     def parsed(lines: list[bytes], d: int | None):
         try:
             return parse(io.BytesIO(b"".join(lines)), n_features=d, dtype=np.float64, zero_based=False)
+        except OverflowError:
+            index = max(int(found) for line in lines for found in re.findall(rb"(\d+):", line))
+            raise ValueError(f"{path}: feature {index} is beyond {2**31 - 2}, the largest that can be read") from None
         except ValueError as error:
             raise ValueError(f"{path} is not LIBSVM text: {error}") from None
 

@@ -323,6 +323,10 @@ BAD = [
     (lambda: ("labels", np.full(60, 3.0), {}), r"needs labels -1/\+1, 0/1 or 1/2; got 3"),
     (lambda: ("labels", np.full(60, np.nan), {}), "labels must be finite"),
     (lambda: ("rows", np.full((60, 12), np.nan), {}), "features must be finite; got NaN"),
+    (lambda: ("rows", np.zeros((60, 12)), {"l2": 0.0}), r"the squares of all features are zero, .*give l2 \(--l2\)"),
+    (lambda: ("rows", np.full((60, 12), 1e-200), {"l2": 0.0}), "the squares of all features are zero"),
+    (lambda: ("rows", np.full((60, 12), 1e200), {}), r"at most 1e\+140 in magnitude.*got 1e\+200. Scale them"),
+    (lambda: ("rows", np.full((60, 12), np.inf), {"scale": True}), "features must be finite"),
     (lambda: ("same", None, {"workers": 61}), "61 workers for 60 rows; each needs at least one"),
     (lambda: ("same", None, {"l2": -1.0}), "l2 must be finite and at least 0; got -1.0"),
     (lambda: ("same", None, {"split": "odd"}), "split must be one of contiguous, sorted, iid, dirichlet"),
@@ -346,6 +350,32 @@ def test_bad_input(change, message, tmp_path, seed):
             smoothness.open_source(rows, labels), tmp_path / "o.npz", **({"workers": 2, "l2": 0.1} | options)
         )
     assert not (tmp_path / "o.npz").exists()
+
+
+WRONG = {
+    "1 1:1 4000000000:2": "{}: feature 4000000000 is beyond 2147483646, the largest that can be read",
+    "1 1:1 100000000:2": '{}: smoothness: form "dense" of 100000000 features makes a matrix of 100000000 x 100000000',
+    "1 1:1e200": "{}: smoothness: features must be at most 1e+140 in magnitude",
+    "1 1:0": "{}: the squares of all features are zero",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_data_that_no_matrix_can_be_made_of_is_one_line(text, tmp_path, capsys):
+    path = tmp_path / "a.txt"
+    path.write_text(f"{text}\n-1 2:{0 if text.endswith(':0') else 1}\n")
+    assert cli.main(["smoothness", str(path), "--workers", "1", "--out", str(tmp_path / "o.npz")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: " + WRONG[text].format(path))
+    assert said.count("\n") == 1
+    assert not (tmp_path / "o.npz").exists()
+
+
+def test_a_worker_without_data_of_its_own_prints_no_nan(tmp_path, capsys):
+    rows = np.vstack([np.zeros((3, 3)), np.eye(3)])
+    np.savez(tmp_path / "a.npz", X=rows, y=np.array([1, -1] * 3))
+    assert cli.main(["smoothness", str(tmp_path / "a.npz"), "--workers", "2", "--out", str(tmp_path / "o.npz")]) == 0
+    assert "nan" not in capsys.readouterr().out
 
 
 def test_command_line(tmp_path, seed):
