@@ -50,7 +50,7 @@ from jaxcomp.exchange.specs import init_state, per_worker, state_specs
 from jaxcomp.layout import Layout
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes
-from jaxcomp.transforms import compressed_mean
+from jaxcomp.transforms import compressed_mean, local_updates
 from jaxcomp.wire import WireError
 
 __version__ = "0.2.0"
@@ -89,6 +89,7 @@ __all__ = [
     "init_state",
     "lane_bytes",
     "ledger",
+    "local_updates",
     "methods",
     "narrow",
     "natural",

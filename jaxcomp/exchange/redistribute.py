@@ -1,5 +1,6 @@
 """Another number of workers: what n of them remember, handed on to n', by the roles of its parts."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ from jaxcomp.exchange.rearrange import (
     taken_over,
 )
 from jaxcomp.exchange.spread import pooled
-from jaxcomp.exchange.state import MeanState, check_rows, is_mean, means_in
+from jaxcomp.exchange.state import MeanState, OwnState, check_rows, is_mean, is_own, means_in
 
 __all__ = ["redistribute"]
 
@@ -94,14 +95,33 @@ def _optimizer(old: Any, new: Any, keep: str) -> Any:
     def one(old, new):
         if is_mean(old):
             return _mean(old, new, sizes, keep)
+        if is_own(old):
+            return _own(old, new, keep)
         if isinstance(old, optax.MultiStepsState):
             return _steps(old, new, walk, keep)
         return placed(on_host(old), new)
 
     def walk(old, new):
-        return map_alike(one, old, new, lambda node: is_mean(node) or isinstance(node, optax.MultiStepsState))
+        special = lambda node: is_mean(node) or is_own(node) or isinstance(node, optax.MultiStepsState)
+        return map_alike(one, old, new, special)
 
     return walk(old, new)
+
+
+def _own(old: OwnState, new: OwnState, keep: str) -> OwnState:
+    """What workers keep for themselves: "memory" keeps its sum, the rest is that of worker i mod n."""
+    if not is_own(new) or (old.placement, old.roles) != (new.placement, new.roles):
+        raise Misfit(f"the two states are of different optimizers: one has {old.placement}, the other does not")
+
+    def moved(role, old, new):
+        rows, workers = on_host(old), np.shape(new)[0]
+        return placed(pooled(rows, workers, keep) if role == "memory" else modulo(rows, (workers,)), new)
+
+    fields = {
+        name: map_alike(functools.partial(moved, role), getattr(old.local, name), getattr(new.local, name))
+        for name, role in old.roles
+    }
+    return OwnState(type(new.local)(**fields), new.placement, new.roles)
 
 
 def _rows(mean: MeanState) -> int:

@@ -8,30 +8,46 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxcomp.exchange.state import MeanState, is_mean, means_in
+from jaxcomp.exchange.state import MeanState, OwnState, is_mean, is_own, means_in
 from jaxcomp.exchange.varying import Axis, axis_names, varying
 
 __all__ = ["Marks", "init_state", "lay_out", "names_of", "per_worker", "state_axes", "state_specs"]
 
 
 class Marks(NamedTuple):
-    """What stands for each part of an optimizer state: local(axes, outer), shared(outer), rest(leaf)."""
+    """What stands for each part of an optimizer state: local(axes, outer), shared(outer), rest(leaf).
+
+    own(local, rest): for an array of `OwnState`, from what stands for its leading axis and for what is behind that;
+    None: as local.
+    """
 
     local: Callable[[Axis, tuple[str, ...]], Any]
     shared: Callable[[tuple[str, ...]], Any]
     rest: Callable[[Any], Any]
     is_leaf: Callable[[Any], bool] = lambda node: False
+    own: Callable[[Any, Any], Any] | None = None
 
 
 def lay_out(state: Any, axis: Axis, marks: Marks) -> Any:
     """A tree of the structure of an optimizer state, with what `marks` says for each array."""
 
+    fill = lambda value, tree: jax.tree.map(lambda _: value, tree)
+
+    def axes_of(place):
+        return place.workers if place.partial else axis
+
     def of_mean(node):
         place = node.about.placement
-        axes = place.workers if place.partial else axis
-        local, shared = marks.local(axes, place.outer), marks.shared(place.outer)
-        fill = lambda value, tree: jax.tree.map(lambda _: value, tree)
+        local, shared = marks.local(axes_of(place), place.outer), marks.shared(place.outer)
         return MeanState(fill(local, node.local), fill(shared, node.shared), node.about)
+
+    def of_own(node):
+        first, own = marks.local(axes_of(node.placement), ()), marks.own
+        if own is None:
+            return OwnState(fill(first, node.local), node.placement, node.roles)
+        behind = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), node.local)
+        rest = jax.tree.map(marks.rest, behind, is_leaf=marks.is_leaf)
+        return OwnState(jax.tree.map(lambda spec: own(first, spec), rest), node.placement, node.roles)
 
     def of_steps(node):
         local = marks.local(axis, ())
@@ -48,12 +64,14 @@ def lay_out(state: Any, axis: Axis, marks: Marks) -> Any:
         return type(node)(*map(walk, node))
 
     def special(node):
-        return is_mean(node) or _is_steps(node) or marks.is_leaf(node)
+        return is_mean(node) or is_own(node) or _is_steps(node) or marks.is_leaf(node)
 
     def walk(node):
         def one(x):
             if is_mean(x):
                 return of_mean(x)
+            if is_own(x):
+                return of_own(x)
             # Around a mean, MultiSteps accumulates each worker's own gradients; behind one, what is equal on all.
             return of_steps(x) if _is_steps(x) and _has_mean(x) else walk_fields(x) if _is_steps(x) else marks.rest(x)
 
@@ -119,6 +137,7 @@ def state_specs(state: Any, axis_name: Any, *, params: Any = None, specs: Any = 
             shared=lambda outer: PartitionSpec(outer) if outer else PartitionSpec(),
             rest=lambda node: of_params(node) if like_params(node) else PartitionSpec(),
             is_leaf=like_params,
+            own=lambda local, rest: PartitionSpec(*local, *rest),
         ),
     )
 

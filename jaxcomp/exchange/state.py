@@ -18,10 +18,12 @@ __all__ = [
     "MeanLocal",
     "MeanShared",
     "MeanState",
+    "OwnState",
     "by_leaf",
     "check_rows",
     "frozen",
     "is_mean",
+    "is_own",
     "means_in",
 ]
 
@@ -76,6 +78,21 @@ class MeanState:
     about: About = dataclasses.field(metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class OwnState:
+    """What a transformation keeps for each worker alone, say the state of its inner optimizer in `local_updates`.
+
+    local: a NamedTuple. Each array has a leading axis of workers, behind which it lies as it would in the state of any
+    other optimizer: parts that are like sharded parameters are cut like them.
+    roles: field -> "memory" or "compressor" (`base.ROLES`), as nested tuples.
+    """
+
+    local: Any
+    placement: Placement = dataclasses.field(metadata={"static": True})
+    roles: tuple = dataclasses.field(metadata={"static": True})
+
+
 def frozen(roles: Mapping[str, Any]) -> tuple:
     """Nested mappings as nested tuples.
 
@@ -89,6 +106,11 @@ def frozen(roles: Mapping[str, Any]) -> tuple:
 def is_mean(node: Any) -> bool:
     """Whether it is the state of one mean."""
     return isinstance(node, MeanState)
+
+
+def is_own(node: Any) -> bool:
+    """Whether it is what a transformation keeps for each worker alone."""
+    return isinstance(node, OwnState)
 
 
 def means_in(state: Any) -> list[MeanState]:

@@ -1,6 +1,7 @@
 """What users put into their training loop. All forms run the same `exchange.runner`."""
 
 from jaxcomp.transforms.compressed_mean import compressed_mean
+from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.rounds import Rounds, rounds
 
-__all__ = ["Rounds", "compressed_mean", "rounds"]
+__all__ = ["LocalUpdatesState", "Rounds", "compressed_mean", "local_updates", "rounds"]

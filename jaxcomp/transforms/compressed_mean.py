@@ -35,7 +35,7 @@ from jaxcomp.exchange.placement import Placement, check_gradients, check_own
 from jaxcomp.exchange.varying import Axis, axis_names
 from jaxcomp.layout import join, split, with_dtypes
 
-__all__ = ["compressed_mean"]
+__all__ = ["compressed_mean", "levels_of", "means_over"]
 
 Array = jax.Array
 Transformation = optax.GradientTransformationExtraArgs
@@ -96,29 +96,55 @@ def compressed_mean(
     [-2. -4.]
     """
     levels = levels_of(algorithm, axis_name, weights)
-    names = [axis_names(axis) for axis in levels]
-    every = [name for each in names for name in each]
     partial = sharded is not None or isinstance(axis_name, Mapping)
+    options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
+    return means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
+
+
+def means_over(
+    name: str,
+    levels: dict[Any, Any],
+    via: str,
+    root: Array,
+    sharded: Any,
+    partial: bool,
+    *,
+    chosen: Sequence[int] | None = None,
+    measure: bool | int = False,
+    **options: Any,
+) -> Transformation:
+    """The means over some levels of a hierarchy, one after the other: the road of `compressed_mean`.
+
+    Args:
+        name: of the outer form, for errors.
+        levels: axis -> algorithm, all of them.
+        via, sharded, measure, options: as for `compressed_mean`.
+        root: key of both kinds of randomness.
+        partial: whether the levels are part of a larger mesh.
+        chosen: numbers of the levels, ascending; None for all. Earlier levels have made what it sees equal already.
+    """
+    names = [axis_names(axis) for axis in levels]
     check_levels(levels, names, sharded, partial)
     if not isinstance(measure, (bool, int)) or measure < 0:
-        raise ValueError(f"compressed_mean: measure must be True, False, or a number of rounds; got {measure!r}")
-    code = "fixed" if measure else None
-    options = {"weights": weights, "measure": int(measure), "code": code, "link": link, "bucket_bytes": bucket_bytes}
+        raise ValueError(f"{name}: measure must be True, False, or a number of rounds; got {measure!r}")
+    options = {"measure": int(measure), "code": "fixed" if measure else None, **options}
+    numbers = range(len(levels)) if chosen is None else chosen
+    axes = [each for group in names[min(numbers, default=0) :] for each in group]
 
     def mean_of(shards: tuple[str, ...], replicas: tuple[str, ...], root: Array) -> Transformation:
-        """All levels, for gradients of shards over some axes that are equal over others."""
+        """All chosen levels, for gradients of shards over some axes that are equal over others."""
         parts = []
-        for i, (axis, each) in enumerate(levels.items()):
-            earlier = tuple(name for axes in names[:i] for name in axes)
+        for i, (axis, algorithm) in enumerate(levels.items()):
+            earlier = tuple(each for group in names[:i] for each in group)
             placement = Placement(axis, tuple(names[i + 1 :]), shards, earlier + replicas, partial)
             own = jax.random.fold_in(root, i) if len(levels) > 1 else root
-            parts.append(_mean(each, placement, via, own, options))
+            if i in numbers:
+                parts.append(_mean(name, algorithm, placement, via, own, options))
         return parts[0] if len(parts) == 1 else optax.chain(*parts)
 
-    root = root_key(seed)
     if sharded is None or isinstance(sharded, str) or _are_names(sharded):
         return mean_of(axis_names(sharded), (), root)
-    return _by_shards(sharded, mean_of, every, root)
+    return _by_shards(sharded, mean_of, axes, root)
 
 
 def check_levels(levels: dict[Any, Any], names: list[tuple[str, ...]], sharded: Any, partial: bool) -> None:
@@ -147,9 +173,11 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any) -> dict[Any, Any]:
     return dict(axis_name)
 
 
-def _mean(algorithm: Any, placement: Placement, via: str, root: Array, options: dict[str, Any]) -> Transformation:
+def _mean(
+    name: str, algorithm: Any, placement: Placement, via: str, root: Array, options: dict[str, Any]
+) -> Transformation:
     """`compressed_mean` over the workers of one placement."""
-    run = bind("compressed_mean", check_algorithm("compressed_mean", algorithm), placement, via, root, **options)
+    run = bind(name, check_algorithm(name, algorithm), placement, via, root, **options)
 
     def init(params):
         return run.init(params)

@@ -1,0 +1,355 @@
+"""Many optimizer steps at each worker, then one compressed exchange of how far each of them came.
+
+Step t (counted from one) of worker i, with theta the point that all workers share:
+
+    1.  theta_i <- theta_i + inner(gradient_i)                                      at every step
+    2.  where the difference of a fragment is taken:   Delta_i = theta - theta_i
+    3.  `delay` steps later, where the fragment is merged:
+            theta   <- outer(theta, mean_i C(Delta_i))
+            theta_i <- (1 - mixing) theta + mixing theta_i
+
+Fragment p of P is merged at the steps t > delay with t mod H = floor((p + 1) H / P) mod H, H = `every`, from the
+difference of step t - delay. With one fragment and no delay that is DiLoCo (Douillard et al. 2023): every H steps all
+parameters. With fragments, delay and mixing it is its streaming form (Douillard et al. 2025).
+
+Each fragment has a mean of its own: the road of `compressed_mean`, with its algorithms, routes, hierarchies and shards.
+The steps in between run no collective: it stands inside a `lax.cond` on the count of steps, equal on all workers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxcomp.arrays import root_key, wide_like, zeros_like
+from jaxcomp.base import Algorithm, check_algorithm
+from jaxcomp.exchange.counts import no_counts
+from jaxcomp.exchange.links import DEFAULT, Link
+from jaxcomp.exchange.own import own_at_device, own_off_device
+from jaxcomp.exchange.placement import Placement
+from jaxcomp.exchange.state import MeanState, OwnState, is_mean
+from jaxcomp.exchange.varying import Axis, axis_names, axis_size, is_bound, known_equal, varying
+from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
+from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
+
+__all__ = ["LocalUpdatesState", "local_updates"]
+
+Array = jax.Array
+NAME = "local_updates"
+ROLES = (("inner", "compressor"), ("pending", "memory"))
+
+
+class Own(NamedTuple):
+    """inner: of the inner optimizer; pending: differences of each fragment that are on their way, () without delay."""
+
+    inner: Any
+    pending: tuple[Any, ...]
+
+
+class LocalUpdatesState(NamedTuple):
+    """What `local_updates` remembers.
+
+    count: i32[], steps so far.
+    point: theta, like the parameters, in f32 (f64 for f64 parameters): equal on all workers.
+    outer: of the outer optimizer, for each fragment.
+    groups: of the means of gradients over the first axes of a hierarchy, () without.
+    means: of the exchange of each fragment.
+    own: inner optimizer and differences on their way, of each worker.
+    """
+
+    count: Array
+    point: Any
+    outer: tuple[Any, ...]
+    groups: Any
+    means: tuple[Any, ...]
+    own: OwnState
+
+
+def local_updates(
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation,
+    algorithm: Algorithm | None = None,
+    axis_name: Axis | Mapping[Any, Algorithm] = MISSING,
+    *,
+    every: int,
+    fragments: int = 1,
+    delay: int = 0,
+    mixing: float = 0.0,
+    via: str = "auto",
+    weights: Sequence[float] | Array | None = None,
+    seed: int | Array = 0,
+    measure: bool | int = False,
+    link: Link = DEFAULT,
+    sharded: Any = None,
+    bucket_bytes: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Steps of an inner optimizer at each worker; every H steps a compressed exchange of parameter differences.
+
+    theta <- outer(theta, mean_i C(theta - theta_i)),   theta_i <- (1 - mixing) theta + mixing theta_i.
+
+    `update(grads, state, params)` takes the parameters of the worker itself, which differ between workers: give them a
+    leading axis of workers and pass each worker its row. What it returns leads to the parameters
+    after the step. Right after an exchange (without mixing) they are the shared point: bitwise, but for entries that
+    an optax update, a sum of two floats, cannot reach; these are at most one rounding of the larger of the two numbers
+    away, and start the next round from there.
+
+    With every=1 and without delay and mixing the difference is the inner update itself, not rounded:
+    local_updates(optax.sgd(1.0), outer, algorithm, axis, every=1) is chain(compressed_mean(algorithm, axis), outer).
+
+    Args:
+        inner: any optax optimizer; its state stays with the worker.
+        outer: any optax optimizer; its gradient is the mean difference. DiLoCo takes
+            optax.sgd(0.7, momentum=0.9, nesterov=True). Its schedules count exchanges, those of `inner` count steps.
+        algorithm: `error_feedback`, `diana`, `direct`, ... of the differences; None where axis_name is a mapping.
+        axis_name: as for `compressed_mean`. A mapping from axes to algorithms is a hierarchy: gradients are exchanged
+            over the first axes at every step, differences over the last axis.
+        every: H, steps from one exchange of a fragment to the next, at least 1.
+        fragments: P, parts of about equal size that the leaves are split into, in their order, each with its own time;
+            at most `every`, and at most as many as there are leaves.
+        delay: steps from taking a difference to merging it, during which its exchange may run; 0 .. every - 1. What a
+            worker does in them is lost without mixing.
+        mixing: share of a worker's own parameters that it keeps when it merges, in [0, 1).
+        via, weights, seed, measure, link, sharded, bucket_bytes: as for `compressed_mean`.
+
+    Returns:
+        `optax.GradientTransformationExtraArgs` with a `LocalUpdatesState`. `info` of a step without an exchange says
+        zero bytes.
+
+    Raises:
+        TypeError: no axis_name, or no algorithm.
+        ValueError: arguments out of range; at trace time: no params, an unbound axis, parameters or gradients that are
+            equal on all workers, too many fragments.
+
+    Non-finite entries of a difference count as zero, so they stay with their worker; no sum leads that away from a NaN:
+    wrap `inner` in `optax.apply_if_finite`. Gradients are accumulated inside: inner=optax.MultiSteps(optimizer, k).
+
+    Reference: Douillard et al. 2023 (DiLoCo), algorithm 1; Douillard et al. 2025 (Streaming DiLoCo), algorithm 2.
+    A fragment is merged only once a difference of it was taken, after `delay` steps.
+
+    >>> import jax, jax.numpy as jnp, optax, jaxcomp as jc
+    >>> tx = jc.local_updates(optax.sgd(0.5), optax.sgd(1.0), jc.direct(jc.identity()), "data", every=2)
+    >>> def two_steps(target):
+    ...     w = jc.per_worker(jnp.zeros(()), "data")
+    ...     state = tx.init(w)
+    ...     for _ in range(2):
+    ...         updates, state = tx.update(w - target, state, w)
+    ...         w = w + updates
+    ...     return w
+    >>> print(jax.vmap(two_steps, axis_name="data")(jnp.array([1.0, 3.0])))
+    [1.5 1.5]
+    """
+    _check_times(every, fragments, delay, mixing)
+    levels = levels_of(algorithm, axis_name, weights)
+    for each in levels.values():
+        check_algorithm(NAME, each)
+    options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
+    partial = sharded is not None or isinstance(axis_name, Mapping)
+    last, root = len(levels) - 1, root_key(seed)
+
+    def mean(number: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
+        """Of the differences of a fragment."""
+        key = jax.random.fold_in(root, number) if fragments > 1 else root
+        specs = sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
+        return means_over(NAME, levels, via, key, specs, partial, chosen=(last,), **options)
+
+    groups = optax.identity()
+    if last:
+        groups = means_over(NAME, levels, via, root, sharded, partial, chosen=range(last), **options)
+    mean(0, (0,))  # checks the arguments
+    parts = _LocalUpdates(
+        optax.with_extra_args_support(inner),
+        optax.with_extra_args_support(outer),
+        optax.with_extra_args_support(groups),
+        mean,
+        Placement(list(levels)[last], (), _axes_of(sharded), (), partial),
+        Timetable(int(every), int(fragments), int(delay)),
+        float(mixing),
+    )
+    return optax.GradientTransformationExtraArgs(parts.init, parts.update)  # pyright: ignore[reportArgumentType]
+
+
+def _check_times(every: int, fragments: int, delay: int, mixing: float) -> None:
+    whole = lambda x, least, most: isinstance(x, (int, np.integer)) and not isinstance(x, bool) and least <= x <= most
+    if not whole(every, 1, 2**30):
+        raise ValueError(f"{NAME}: every must be an integer of at least 1; got {every!r}")
+    if not whole(fragments, 1, every):
+        raise ValueError(f"{NAME}: fragments must be an integer in 1 .. every = {every}; got {fragments!r}")
+    if not whole(delay, 0, every - 1):
+        raise ValueError(f"{NAME}: delay must be an integer in 0 .. every - 1 = {every - 1}; got {delay!r}")
+    if not 0 <= mixing < 1:
+        raise ValueError(f"{NAME}: mixing must be in [0, 1); got {mixing!r}")
+
+
+def _are_names(sharded: Any) -> bool:
+    return isinstance(sharded, str) or (isinstance(sharded, tuple) and all(isinstance(x, str) for x in sharded))
+
+
+def _axes_of(sharded: Any) -> tuple[str, ...]:
+    """All mesh axes that cut some parameter."""
+    if sharded is None or _are_names(sharded):
+        return axis_names(sharded)
+    specs = jax.tree.leaves(sharded, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    return tuple(sorted({name for spec in specs for entry in spec if entry is not None for name in axis_names(entry)}))
+
+
+class _LocalUpdates(NamedTuple):
+    """The parts of the transformation.
+
+    groups: the means of gradients over the first axes of a hierarchy. mean(number, leaves): of the differences of a
+    fragment. place: where workers differ.
+    """
+
+    inner: optax.GradientTransformationExtraArgs
+    outer: optax.GradientTransformationExtraArgs
+    groups: optax.GradientTransformationExtraArgs
+    mean: Callable[[int, tuple[int, ...]], optax.GradientTransformationExtraArgs]
+    place: Placement
+    times: Timetable
+    mixing: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether workers are at the shared point before every step, so that the inner update is the difference."""
+        return self.times.every == 1 and not self.mixing
+
+    def init(self, params: Any) -> LocalUpdatesState:
+        like = wide_like(params)
+        point = jax.tree.map(lambda p, each: jnp.array(p, each.dtype, copy=True), params, like)
+        fragments = fragments_of(like, self.times.fragments)
+        pending = tuple(zeros_like(cut(like, numbers)) for numbers in fragments) if self.times.delay else ()
+        return LocalUpdatesState(
+            jnp.zeros((), jnp.int32),
+            point,
+            tuple(self.outer.init(cut(point, numbers)) for numbers in fragments),
+            self.groups.init(params),
+            tuple(self.mean(p, numbers).init(cut(like, numbers)) for p, numbers in enumerate(fragments)),
+            own_off_device(Own(self.inner.init(params), pending), self.place, ROLES),
+        )
+
+    def update(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, LocalUpdatesState]:
+        self._check(grads, state, params)
+        own: Own = own_at_device(NAME, state.own, self.place)
+        count = state.count + 1
+        grads, groups = self.groups.update(grads, state.groups, params)
+        updates, inner = self.inner.update(grads, own.inner, params, **extra)
+        updates = varying(updates, self.place.workers)
+        after = optax.apply_updates(params, updates)
+        point, outer, means, pending = state.point, [], [], []
+        for p, numbers in enumerate(fragments_of(params, self.times.fragments)):
+            part = lambda tree: cut(tree, numbers)  # noqa: B023
+            before = _Fragment(part(point), state.outer[p], state.means[p], part(updates))
+            here = _Here(self.mean(p, numbers), part(params), part(after), own.pending[p] if own.pending else None)
+            new = lax.cond(self.times.merges(p, count), self._merged(here), self._left, before)
+            if own.pending:
+                pending.append(self._taken(here, before.point, self.times.takes(p, count)))
+            point, updates = replaced(point, numbers, new.point), replaced(updates, numbers, new.updates)
+            outer.append(new.outer)
+            means.append(new.mean)
+        kept = own_off_device(Own(inner, tuple(pending)), self.place, ROLES)
+        return updates, LocalUpdatesState(count, point, tuple(outer), groups, tuple(means), kept)
+
+    def _taken(self, here: "_Here", point: Any, now: Array) -> Any:
+        """The difference that is on its way: a new one, if it is taken now."""
+        return lax.cond(now, lambda old: _difference(point, here.after), lambda old: old, here.pending)
+
+    def _merged(self, here: "_Here") -> Callable[["_Fragment"], "_Fragment"]:
+        """The exchange of a fragment and what comes of it."""
+
+        def difference(before: _Fragment) -> Any:
+            if here.pending is not None:
+                return here.pending
+            # Without a step in between, the difference is the inner update itself, before it was rounded.
+            return _negative(before.updates, before.point) if self.exact else _difference(before.point, here.after)
+
+        def run(before: _Fragment) -> _Fragment:
+            direction, state = here.mean.update(difference(before), before.mean)
+            step, outer = self.outer.update(direction, before.outer, before.point)
+            point = optax.apply_updates(before.point, step)
+            if self.exact:
+                updates = jax.tree.map(lambda u, p: u.astype(p.dtype), step, here.params)
+            else:
+                target = jax.tree.map(lambda theta, p: mixed(theta.astype(p.dtype), p, self.mixing), point, here.after)
+                updates = jax.tree.map(towards, here.params, target)
+            return _Fragment(point, outer, state, varying(updates, self.place.workers))
+
+        return run
+
+    def _left(self, before: "_Fragment") -> "_Fragment":
+        """A step without an exchange, in which nothing is sent."""
+        return before._replace(mean=jax.tree.map(_idle, before.mean, is_leaf=is_mean))
+
+    def _check(self, grads: Any, state: Any, params: Any) -> None:
+        if params is None:
+            raise ValueError(f"{NAME}: update needs params, this worker's own: tx.update(grads, state, params)")
+        axis = self.place.workers
+        if not is_bound(axis):
+            raise ValueError(
+                f"{NAME}: no axis named {axis!r} is bound here; call it inside jax.shard_map, jax.pmap or "
+                "jax.vmap(axis_name=...)"
+            )
+        if not isinstance(state, LocalUpdatesState):
+            raise ValueError(f"{NAME}: expected a LocalUpdatesState; got {type(state).__name__}")
+        equal = known_equal(params, axis) if axis_size(axis) > 1 else []
+        if equal:
+            raise ValueError(
+                f"{NAME}: params{equal[0]} is typed as equal on all workers of axis {axis!r}. Each worker steps from "
+                "parameters of its own: give them a leading axis of workers and pass them by P(axis_name)."
+            )
+
+
+class _Fragment(NamedTuple):
+    """What an exchange changes of a fragment."""
+
+    point: Any
+    outer: Any
+    mean: Any
+    updates: Any
+
+
+class _Here(NamedTuple):
+    """What is known of a fragment at this worker: its mean, parameters before and after the inner step, and the
+    difference on its way, None without delay."""
+
+    mean: Any
+    params: Any
+    after: Any
+    pending: Any
+
+
+def _difference(point: Any, mine: Any) -> Any:
+    """theta_at_start - theta_i: how far the worker came, from where it started: theta rounded as its parameters are."""
+    return jax.tree.map(lambda theta, p: theta.astype(p.dtype).astype(theta.dtype) - p.astype(theta.dtype), point, mine)
+
+
+def _negative(updates: Any, point: Any) -> Any:
+    return jax.tree.map(lambda u, theta: -u.astype(theta.dtype), updates, point)
+
+
+def mixed(theta: Array, mine: Array, mixing: float) -> Array:
+    """(1 - mixing) theta + mixing theta_i."""
+    share = lambda x: jnp.asarray(x, theta.dtype)
+    return share(1 - mixing) * theta + share(mixing) * mine if mixing else theta
+
+
+def towards(params: Array, target: Array) -> Array:
+    """u with params + u = target, where such a u exists; else as near as one rounding of the larger of the two.
+
+    >>> params, target = jnp.float32(0.1), jnp.float32(-1e-9)
+    >>> print(params + towards(params, target) == target, jnp.abs(params + towards(params, target) - target) < 1e-8)
+    False True
+    """
+    step = target - params
+    return step + (target - (params + step))
+
+
+def _idle(state: MeanState) -> MeanState:
+    """The state of a mean after a step without an exchange."""
+    every = state.about.placement.every
+    none = lambda value, x: varying(jnp.full(x.shape, value, x.dtype), every)
+    counts = jax.tree.map(none, no_counts(), state.local.counts)
+    return MeanState(state.local._replace(counts=counts), state.shared, state.about)
