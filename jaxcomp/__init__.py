@@ -50,7 +50,7 @@ from jaxcomp.exchange.specs import init_state, per_worker, state_specs
 from jaxcomp.layout import Layout
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes
-from jaxcomp.transforms import compressed_mean, local_updates
+from jaxcomp.transforms import compressed_mean, local_updates, value_and_grad
 from jaxcomp.wire import WireError
 
 __version__ = "0.2.0"
@@ -110,6 +110,7 @@ __all__ = [
     "state_specs",
     "theory",
     "top_k",
+    "value_and_grad",
     "warm_up",
     "wire",
 ]

@@ -1,10 +1,10 @@
 """An algorithm is bound to a place on a mesh and to a route, once it is known that they go together."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.placement import Placement
@@ -13,7 +13,7 @@ from jaxcomp.exchange.runner import Runner
 from jaxcomp.exchange.state import frozen
 from jaxcomp.layout import DEFAULT
 
-__all__ = ["bind"]
+__all__ = ["bind", "shares_of"]
 
 Array = jax.Array
 
@@ -52,12 +52,14 @@ def bind(
         if via not in ("auto", "sum", "gather"):
             raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}')
         layout = layout.in_buckets(int(bucket_bytes))
-    shares = None if weights is None else _shares(name, weights)
+    shares = None if weights is None else shares_of(name, weights)
+    if not isinstance(root, Tracer):  # words on the host are of no mesh: a state may be made on any
+        root = np.asarray(jax.random.key_data(root))  # pyright: ignore[reportAssignmentType]
     roles = frozen(algorithm.roles)
     return Runner(name, algorithm, placement, route, root, layout, roles, shares=shares, **options)
 
 
-def _shares(name: str, weights: Sequence[float]) -> np.ndarray:
+def shares_of(name: str, weights: Any) -> np.ndarray:
     values = np.asarray(weights, np.float64)
     if values.ndim != 1 or not np.all(np.isfinite(values)) or np.any(values < 0) or not values.sum() > 0:
         raise ValueError(f"{name}: weights must be n numbers >= 0, not all zero; got {weights}")

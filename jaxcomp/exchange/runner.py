@@ -73,9 +73,9 @@ Array = jax.Array
 class Runner(NamedTuple):
     """An algorithm bound to a place on a mesh and to a route.
 
-    name: of the outer form, for errors. root: key of both kinds of randomness. roles: of the algorithm, frozen. shares:
-    weights of the workers, with sum one, or None. measure: errors are measured in one of so many rounds; 0 for
-    never. code: whose bits are counted; None: what is cheap.
+    name: of the outer form, for errors. root: key of both kinds of randomness, or its words. roles: of the algorithm,
+    frozen. shares: weights of the workers, with sum one, or None. measure: errors are measured in one of so many
+    rounds; 0 for never. code: whose bits are counted; None: what is cheap.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Runner(NamedTuple):
         axis = self.placement.workers
         workers = axis_size(axis) if is_bound(axis) else local_rows(axis)
         plan = self._plan(workers, tree)
-        shared_key, private_key = jax.random.split(self.root)
+        shared_key, private_key = jax.random.split(wrap_key(self.root))
         route = State()
         if self.algorithm.compressor is not None:
             shared_key, route_key = jax.random.split(shared_key)

@@ -11,7 +11,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean, is_own, means_in
 from jaxcomp.exchange.varying import Axis, axis_names, varying
 
-__all__ = ["Marks", "init_state", "lay_out", "names_of", "per_worker", "state_axes", "state_specs"]
+__all__ = [
+    "Marks",
+    "init_state",
+    "lay_out",
+    "names_of",
+    "per_worker",
+    "shapes_of_shards",
+    "state_axes",
+    "state_specs",
+    "state_specs_on",
+]
 
 
 class Marks(NamedTuple):
@@ -225,8 +235,8 @@ def init_state(
     unknown = [name for name in names if name not in mesh.shape]
     if unknown:
         raise ValueError(f"init_state: the mesh has axes {tuple(mesh.shape)}; got axis_name with {unknown[0]!r}")
-    like = params if specs is None else _shards(params, mesh, specs)
-    made = state_specs(_shape_on(mesh, tx, like), axis_name, params=like, specs=specs)
+    like = params if specs is None else shapes_of_shards(params, mesh, specs)
+    made = state_specs_on(mesh, tx, like, axis_name, specs)
     whole = PartitionSpec() if specs is None else specs
     if isinstance(mesh, AbstractMesh):
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
@@ -243,13 +253,21 @@ def init_state(
 def _shape_on(mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation, params: Any) -> Any:
     """Shapes of the state for the workers of a mesh: routes may lay out what is sent by their number."""
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
-    automatic = AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.shape))
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    automatic = abstract.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     nothing = AbstractMesh((), ())  # whatever mesh is in force here
     with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(automatic):
         return jax.eval_shape(tx.init, like)
 
 
-def _shards(params: Any, mesh: Any, specs: Any) -> Any:
+def state_specs_on(
+    mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation, like: Any, axis_name: Any, specs: Any = None
+) -> Any:
+    """PartitionSpecs of the state that tx will have on a mesh, for parameters with shards of these shapes."""
+    return state_specs(_shape_on(mesh, tx, like), axis_name, params=like, specs=specs)
+
+
+def shapes_of_shards(params: Any, mesh: Any, specs: Any) -> Any:
     """Shapes of the parameters at one device: whether a leaf is large or small is decided for its shard."""
 
     def one(leaf, spec):

@@ -3,5 +3,15 @@
 from jaxcomp.transforms.compressed_mean import compressed_mean
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.rounds import Rounds, rounds
+from jaxcomp.transforms.value_and_grad import GradientState, ValueAndGrad, value_and_grad
 
-__all__ = ["LocalUpdatesState", "Rounds", "compressed_mean", "local_updates", "rounds"]
+__all__ = [
+    "GradientState",
+    "LocalUpdatesState",
+    "Rounds",
+    "ValueAndGrad",
+    "compressed_mean",
+    "local_updates",
+    "rounds",
+    "value_and_grad",
+]

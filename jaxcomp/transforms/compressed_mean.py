@@ -21,11 +21,13 @@ Routes (`jaxcomp.exchange.routes`), with the lane bytes that a worker sends, of 
                              that is expected to be fastest on `link` where lengths differ
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcomp.base import Algorithm, check_algorithm, like_of, root_key
@@ -98,7 +100,9 @@ def compressed_mean(
     levels = levels_of(algorithm, axis_name, weights)
     partial = sharded is not None or isinstance(axis_name, Mapping)
     options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
-    return means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
+    # Keys that are made here are constants, wherever the transformation is built.
+    with contextlib.nullcontext() if isinstance(seed, Tracer) else jax.ensure_compile_time_eval():
+        return means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
 
 
 def means_over(

@@ -1,0 +1,384 @@
+"""`jax.value_and_grad` whose gradient is the mean of what all workers sent, inside any `jax.jit`.
+
+Two stages, so that the loss may be sharded by the compiler:
+
+    stage 1   shard_map over the axes of the workers alone: loss and gradient of each worker's part of the batch. Other
+              mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit: the model is written as for jax.jit.
+    stage 2   shard_map over all axes: each device exchanges its own shard of the gradient over the axes of the workers.
+
+Between them the gradient is an array with a leading axis of workers, each row of which lies where it was made.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jaxcomp.base import Algorithm, like_of
+from jaxcomp.exchange.bind import shares_of
+from jaxcomp.exchange.links import DEFAULT, Link
+from jaxcomp.exchange.specs import names_of, per_worker, shapes_of_shards, state_specs, state_specs_on
+from jaxcomp.exchange.state import means_in
+from jaxcomp.exchange.varying import Axis, axis_names, is_bound
+from jaxcomp.transforms.compressed_mean import compressed_mean
+from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut, laid_out, without
+from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, check_kinds, worker_gradients
+
+__all__ = ["GradientState", "ValueAndGrad", "value_and_grad"]
+
+Array = jax.Array
+P = PartitionSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class GradientState:
+    """The state of `value_and_grad`.
+
+    exchange: of `compressed_mean`, which `info`, `state_specs`, `redistribute` find in it. specs: how each trained leaf
+    is cut over the mesh; () where none is. Static.
+    """
+
+    exchange: Any
+    specs: tuple[PartitionSpec, ...] = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ValueAndGrad:
+    """What `value_and_grad` returns.
+
+    init(params) -> state; (params, state, *batch, **named) -> (loss, grads, state), or ((loss, aux), grads, state).
+    """
+
+    loss: Loss
+    transform: Callable[[Any], Any]
+    mesh: Mesh | AbstractMesh | None
+    axis: Axis
+    wrt: Any
+    param_specs: Any
+
+    def init(self, params: Any) -> GradientState:
+        """The state for these parameters, each worker's part on its own device.
+
+        Args:
+            params: as they will be given to each step, placed on the mesh if they are cut over some of its axes.
+
+        Raises:
+            ValueError: how parameters are cut cannot be known (see `param_specs`), or the mesh has no such axis.
+        """
+        trained, _ = _trained(params, self.wrt).part(params)
+        if is_bound(self.axis) and self.axis is not None:
+            return GradientState(self.transform(None).init(trained), ())
+        mesh = self._mesh(trained)
+        if mesh is None:
+            return GradientState(self._single().init(trained), ())
+        specs = self._specs(params, trained, mesh)
+        tree = _like_tree(specs, trained)
+        tx, like = self.transform(tree), trained if tree is None else shapes_of_shards(trained, mesh, tree)
+        like = like_of(like)
+        made = state_specs_on(mesh, tx, like, self.axis)
+        make = jax.shard_map(lambda: tx.init(like), mesh=_explicit(mesh), in_specs=(), out_specs=made)
+        return GradientState(jax.jit(make)(), specs)
+
+    def __call__(self, params: Any, state: GradientState, /, *batch: Any, **named: Any) -> Any:
+        """Loss and gradient at `params`, exchanged among all workers.
+
+        Args:
+            params: of all workers, or shards of them.
+            state: from `init` or the step before.
+            batch: arrays (trees of them) whose leading axis is cut into one part for each worker.
+            named: keyword arguments, whole and equal on all workers.
+
+        Returns:
+            loss (or (loss, aux)), gradients like `params`, state.
+        """
+        _check_call(params, state, self.loss, named)
+        what = _trained(params, self.wrt)
+        trained, rest = what.part(params)
+        if is_bound(self.axis) and self.axis is not None:
+            out = _here(self, what, self.axis, trained, rest, state, batch, named)
+        else:
+            mesh = self._mesh(trained, batch)
+            if mesh is None:
+                out = _alone(self, what, trained, rest, state, batch, named)
+            else:
+                _check_batch(batch, mesh, axis_names(self.axis))
+                out = _on_mesh(self, what, mesh, trained, rest, state, batch, named)
+        (loss, aux, new, grads), state = out
+        _write_back(params, what, self.wrt, rest, new)
+        return (loss, aux) if self.loss.has_aux else loss, _like_params(params, what, grads), state
+
+    def _mesh(self, *trees: Any) -> Mesh | AbstractMesh | None:
+        names = axis_names(self.axis)
+        return find_mesh("value_and_grad", self.mesh, names, *trees) if names else None
+
+    def _specs(self, params: Any, trained: Any, mesh: Any) -> tuple[PartitionSpec, ...]:
+        """Of the trained leaves; () where none is cut."""
+        whole = params if self.param_specs is not None else trained
+        found = find_specs("value_and_grad", whole, mesh, axis_names(self.axis), self.param_specs)
+        names = _trained(params, self.wrt).names
+        if self.param_specs is not None and names:
+            by_name = {name: spec for name, spec in zip(names, found, strict=True) if name is not None}
+            found = tuple(by_name[name] for name in sorted(by_name))
+        return found if any(is_cut(spec, mesh) for spec in found) else ()
+
+    def _single(self) -> Any:
+        """The exchange of a single worker."""
+        return self.transform(_NO_AXIS)
+
+
+_NO_AXIS: Any = object()
+
+
+def value_and_grad(
+    loss: Callable[..., Any],
+    algorithm: Algorithm | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: Axis | Mapping[Any, Algorithm] = "data",
+    *,
+    has_aux: bool = False,
+    aux: Any = "mean",
+    wrt: Any = None,
+    param_specs: Any = None,
+    micro_batches: int = 1,
+    loss_scale: float | None = None,
+    keys: str | Sequence[str] = (),
+    via: str = "auto",
+    weights: Sequence[float] | Array | None = None,
+    seed: int | Array = 0,
+    measure: bool | int = False,
+    link: Link = DEFAULT,
+    bucket_bytes: int | None = None,
+) -> ValueAndGrad:
+    """Loss and gradient as `jax.value_and_grad` gives them, with a compressed exchange between the workers.
+
+    g = A(g_1, ..., g_n): g_i is the gradient of the mean loss of worker i's part of the batch, A the algorithm. With
+    `direct(identity())` it is the gradient of the mean loss of the whole batch.
+
+    Call it inside any `jax.jit`, on arrays that lie on a mesh; or inside `shard_map`, `pmap` or `vmap` that bind
+    axis_name. Without a mesh there is a single worker. The loss is written as for one device: it sees the part of the
+    batch of one worker, and the whole parameters, which the compiler may have cut over other mesh axes.
+
+    Args:
+        loss: (params, *batch, **named) -> mean loss of this part of the batch; or (loss, auxiliary values).
+        algorithm: `direct`, `error_feedback`, ...; None where axis_name is a mapping.
+        mesh: None: that of `jax.set_mesh`, else that on which parameters or batch lie.
+        axis_name: mesh axis of the workers, a tuple of them, or a mapping from axes to algorithms, as for
+            `compressed_mean`; None for a single worker.
+        has_aux: whether the loss returns auxiliary values, too.
+        aux: what becomes of them: "mean" over the workers (BatchNorm statistics), "sum" (counts), "each": a leading
+            axis of workers (times micro-batches); or a prefix tree of these.
+        wrt: type of the nodes of `params` that are trained, where not all are: `flax.nnx.Param` for an NNX model. Other
+            variables that the loss changes (BatchNorm statistics, counters of random keys) are averaged and written
+            back; random keys among them are another one for each worker.
+        param_specs: PartitionSpecs of the parameters, a prefix tree of them. None: as the arrays lie that are given to
+            `init`.
+        micro_batches: into how many pieces each worker cuts its part of the batch; gradients are added up in f32, and
+            exchanged once.
+        loss_scale: the loss is multiplied by it and the gradient divided, in f32, which it then keeps until after the
+            exchange; for 16-bit floats.
+        keys: names of the keyword arguments that hold random keys, of which each worker and micro-batch gets its own.
+        via, weights, seed, measure, link, bucket_bytes: as for `compressed_mean`. Loss and averaged auxiliary values
+            are weighted alike.
+
+    Returns:
+        `ValueAndGrad`: init(params) -> state; (params, state, *batch, **named) -> (loss, grads, state), or
+        ((loss, aux), grads, state). Positional arguments after the state are cut along their leading axis, keyword
+        arguments are given whole to each worker. Gradients are laid out like the parameters; with `wrt`, what is not
+        trained is None.
+
+    Raises:
+        TypeError, ValueError: as `compressed_mean`, when built; and when called: a batch that cannot be cut evenly,
+            parameters whose layout is not known, no such mesh axis.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> loss = lambda w, x, y: jnp.mean((x @ w - y) ** 2)
+    >>> grad_fn = jc.value_and_grad(loss, jc.error_feedback(jc.top_k(k=1)))
+    >>> w, x, y = jnp.zeros(2), jnp.eye(2), jnp.array([1.0, 2.0])
+    >>> value, grads, state = jax.jit(grad_fn)(w, grad_fn.init(w), x, y)
+    >>> print(value, grads)
+    2.5 [ 0. -2.]
+    """
+    if not callable(loss):
+        raise TypeError(f"value_and_grad: loss must be a function; got {loss!r}")
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, (int, np.integer)) or micro_batches < 1:
+        raise ValueError(f"value_and_grad: micro_batches must be an integer of at least 1; got {micro_batches!r}")
+    if loss_scale is not None and not (np.isfinite(loss_scale) and loss_scale > 0):
+        raise ValueError(f"value_and_grad: loss_scale must be a number > 0; got {loss_scale!r}")
+    check_kinds("value_and_grad", aux)
+    keys = (keys,) if isinstance(keys, str) else tuple(keys)
+    shares = None if weights is None else tuple(shares_of("value_and_grad", weights).tolist())
+    how = Loss(loss, has_aux, aux, int(micro_batches), None if loss_scale is None else float(loss_scale), keys, shares)
+    options: dict[str, Any] = {"seed": seed, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
+
+    def transform(sharded: Any) -> Any:
+        if sharded is _NO_AXIS:
+            last = algorithm if not isinstance(axis_name, Mapping) else list(axis_name.values())[-1]
+            return compressed_mean(last, None, via, **options)
+        return compressed_mean(algorithm, axis_name, via, weights, sharded=sharded, **options)
+
+    transform(None)  # says what does not fit while it is built
+    return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs)
+
+
+# ------------------------------------------------------------------------------------------------
+# Where it runs
+
+
+def _here(
+    self: ValueAndGrad, what: Trained, axis: Axis, trained: Any, rest: Any, state: GradientState, batch: Any, named: Any
+) -> tuple[Gradients, GradientState]:
+    """Inside a `shard_map`, `pmap` or `vmap` of the user's; or at a single worker."""
+    found = worker_gradients(self.loss, what, axis, per_worker(trained, axis), rest, batch, named)
+    tx = self.transform(None) if axis_names(axis) else self._single()
+    grads, exchange = tx.update(found.grads, state.exchange)
+    return found._replace(grads=_like_dtypes(grads, trained)), GradientState(exchange, state.specs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _alone(self: ValueAndGrad, what: Trained, *arrays: Any) -> tuple[Gradients, GradientState]:
+    return _here(self, what, None, *arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _on_mesh(
+    self: ValueAndGrad,
+    what: Trained,
+    mesh: Any,
+    trained: Any,
+    rest: Any,
+    state: GradientState,
+    batch: Any,
+    named: dict[str, Any],
+) -> tuple[Gradients, GradientState]:
+    """The two stages."""
+    workers = axis_names(self.axis)
+    specs = state.specs or (P(),) * len(jax.tree.leaves(trained))
+    specs = jax.tree.unflatten(jax.tree.structure(trained), specs)
+    inner = jax.tree.map(lambda spec: without(spec, workers), specs)
+    rows = jax.tree.map(lambda spec: P(workers, *spec), inner)
+    place = lambda tree, specs: jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), tree, specs)
+
+    def first(trained, rest, batch, named):
+        found = worker_gradients(self.loss, what, self.axis, trained, rest, batch, named)
+        return found._replace(grads=jax.tree.map(lambda g: g[None], found.grads))
+
+    kinds = jax.tree.map(lambda kind: P(workers) if kind == "each" else P(), self.loss.kinds)
+    out = Gradients(P(), kinds, P(), P(workers))  # pyright: ignore[reportArgumentType]
+    # check_vma=False: a loss may then hold loops whose carry begins with zeros, as under plain jit.
+    stage = jax.shard_map(
+        first,
+        mesh=_explicit(mesh),
+        in_specs=(P(), P(), P(workers), P()),
+        out_specs=out,
+        axis_names=set(workers),
+        check_vma=False,
+    )
+    batch = jax.tree.map(lambda x: laid_out(x, _batch_spec(x, workers, mesh), mesh), batch)
+    found = stage(place(trained, inner), rest, batch, named)
+    tx = self.transform(_like_tree(state.specs, trained))
+
+    def second(grads, exchange):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), exchange)
+
+    made = state_specs(state.exchange, self.axis)
+    exchange = jax.shard_map(second, mesh=_explicit(mesh), in_specs=(rows, made), out_specs=(specs, made))
+    grads, after = exchange(place(found.grads, rows), state.exchange)
+    return found._replace(grads=_like_dtypes(grads, trained)), GradientState(after, state.specs)
+
+
+def _explicit(mesh: Any) -> Any:
+    """The mesh as `shard_map` takes it: None for the one in force."""
+    return None if mesh == jax.sharding.get_abstract_mesh() else mesh
+
+
+def _batch_spec(x: Any, workers: tuple[str, ...], mesh: Any) -> PartitionSpec:
+    """Cut over the workers along the leading axis, and otherwise as it is."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    have = P() if sharding is None or sharding.mesh.empty else without(sharding.spec, workers)
+    first, others = (axis_names(have[0]), tuple(have)[1:]) if len(have) else ((), ())
+    return P((*workers, *first), *others)
+
+
+def _like_dtypes(grads: Any, params: Any) -> Any:
+    return jax.tree.map(lambda g, x: g.astype(jnp.result_type(x)), grads, params)
+
+
+def _like_tree(specs: tuple[PartitionSpec, ...], tree: Any) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), specs) if specs else None
+
+
+# ------------------------------------------------------------------------------------------------
+# What is trained, and what was given
+
+
+def _trained(params: Any, wrt: Any) -> Trained:
+    if wrt is None:
+        return Trained(None, ())
+    nodes, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: isinstance(node, wrt))
+    del structure
+    names: list[str | None] = []
+    for path, node in nodes:
+        inside = jax.tree_util.tree_leaves_with_path(node)
+        where = jax.tree_util.keystr(path)
+        names += [where + jax.tree_util.keystr(p) if isinstance(node, wrt) else None for p, _ in inside]
+    if not any(names):
+        raise ValueError(
+            f"value_and_grad: wrt must be a type of nodes of the parameters; there is no {wrt.__name__} in them"
+        )
+    return Trained(jax.tree.structure(params), tuple(names))
+
+
+def _like_params(params: Any, what: Trained, grads: Any) -> Any:
+    """Gradients as a tree like the parameters, with None for what is not trained."""
+    return what.join(grads, [None] * sum(name is None for name in what.names)) if what.names else grads
+
+
+def _write_back(params: Any, what: Trained, wrt: Any, rest: list[Any], new: list[Any]) -> None:
+    """New values of variables that are not trained, into the model that was given."""
+    if not any(leaf is not None for leaf in new):
+        return
+    family = _family(wrt)
+    values = iter(zip(rest, new, strict=True))
+    for node in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, family)):
+        if isinstance(node, wrt):
+            continue
+        for _ in jax.tree.leaves(node):
+            old, value = next(values)
+            if value is not None and value is not old:
+                node.set_value(value)
+
+
+def _family(wrt: Any) -> Any:
+    """The most general type above a type of variables that can be written."""
+    return [kind for kind in wrt.__mro__ if hasattr(kind, "set_value")][-1]
+
+
+def _check_call(params: Any, state: Any, how: Loss, named: Mapping[str, Any]) -> None:
+    if not isinstance(state, GradientState):
+        got = "the state first" if isinstance(params, GradientState) else f"{type(state).__name__}"
+        raise TypeError(
+            "value_and_grad: call it as grad_fn(params, state, *batch), with state from grad_fn.init(params); "
+            f"got {got}"
+        )
+    if not means_in(state):
+        raise TypeError("value_and_grad: the state must be that of grad_fn.init(params); got one without an exchange")
+    missing = [name for name in how.keys if name not in named]
+    if missing:
+        raise TypeError(f"value_and_grad: keys names the keyword argument {missing[0]!r}, which was not given")
+
+
+def _check_batch(batch: Any, mesh: Any, workers: tuple[str, ...]) -> None:
+    count = int(np.prod([mesh.shape[name] for name in workers]))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        shape = np.shape(leaf)
+        if not shape or shape[0] % count:
+            raise ValueError(
+                f"value_and_grad: batch{jax.tree_util.keystr(path)} must have a leading axis that {count} workers can "
+                f"share evenly; got shape {shape}. What is equal on all workers is given by keyword."
+            )

@@ -1,0 +1,214 @@
+"""What one worker computes before anything is exchanged: its loss, its gradient, its auxiliary values.
+
+    scaled, pullback = vjp(s L_i)     micro-batch by micro-batch, s the loss scale
+    g_i = (1 / s k) sum_j grad L_ij   in f32 (f64 for f64 parameters) where k micro-batches are added up
+
+It runs where the axes of the workers are bound, or without any. Only scalars and what is declared as averaged crosses
+between workers here; gradients stay as they are.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxcomp.arrays import bounded, wide
+from jaxcomp.exchange.collectives import sum_arrays
+from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, varying, varying_axes
+
+__all__ = ["KINDS", "Gradients", "Loss", "Trained", "check_kinds", "worker_gradients"]
+
+Array = jax.Array
+KINDS = ("mean", "sum", "each")
+
+
+class Loss(NamedTuple):
+    """A loss and how it is differentiated. Static.
+
+    function(params, *batch, **named) -> loss, or (loss, auxiliary values) with has_aux. kinds: prefix tree of the
+    auxiliary values with one of KINDS for each. keys: names of the keyword arguments that hold random keys. shares: of
+    each worker, with sum one; None for equal ones.
+    """
+
+    function: Callable[..., Any]
+    has_aux: bool
+    kinds: Any
+    micro_batches: int
+    scale: float | None
+    keys: tuple[str, ...]
+    shares: tuple[float, ...] | None
+
+
+class Trained(NamedTuple):
+    """Which leaves of a tree of parameters are trained. Static.
+
+    structure: of the tree. names: for each leaf its path if it is trained, else None; () where all are.
+    """
+
+    structure: Any
+    names: tuple[str | None, ...]
+
+    def join(self, trained: Any, rest: list[Any]) -> Any:
+        """The tree of parameters with these leaves."""
+        if not self.names:
+            return trained
+        others = iter(rest)
+        leaves = [next(others) if name is None else trained[name] for name in self.names]
+        return jax.tree.unflatten(self.structure, leaves)
+
+    def part(self, params: Any) -> tuple[Any, list[Any]]:
+        """The trained leaves, by their paths (or the tree itself where all are trained), and the others."""
+        if not self.names:
+            return params, []
+        pairs = list(zip(self.names, jax.tree.leaves(params), strict=True))
+        return {n: leaf for n, leaf in pairs if n is not None}, [leaf for n, leaf in pairs if n is None]
+
+
+class Gradients(NamedTuple):
+    """loss, aux: of all workers together. rest: new values of what is not trained, None where it did not change.
+    grads: of this worker alone.
+    """
+
+    loss: Array
+    aux: Any
+    rest: list[Any]
+    grads: Any
+
+
+def check_kinds(name: str, kinds: Any) -> None:
+    """Raises ValueError unless every leaf is one of KINDS."""
+    wrong = [kind for kind in jax.tree.leaves(kinds) if kind not in KINDS]
+    if wrong:
+        raise ValueError(f'{name}: aux must be "mean", "sum" or "each", or a tree of them; got {wrong[0]!r}')
+
+
+def worker_gradients(
+    how: Loss, what: Trained, axis: Axis, trained: Any, rest: list[Any], batch: tuple[Any, ...], named: dict[str, Any]
+) -> Gradients:
+    """The gradient of this worker's loss, and what all workers together know of loss and auxiliary values.
+
+    Args:
+        how, what: see there.
+        axis: of the workers, bound; None for a single one.
+        trained, rest: see `Trained.part`.
+        batch: this worker's part.
+        named: keyword arguments, equal on all workers.
+    """
+    number = axis_index(axis)
+    trained, rest, named = varying((trained, rest, named), axis)
+    if axis_names(axis):
+        rest = [jax.random.fold_in(leaf, number) if _is_key(leaf) else leaf for leaf in rest]
+    parts = how.micro_batches
+
+    def one(rest, part, j):
+        own = dict(named)
+        for name in how.keys:
+            own[name] = jax.tree.map(lambda key: jax.random.fold_in(jax.random.fold_in(key, number), j), named[name])
+        return _differentiated(how, what, trained, rest, part, own)
+
+    if parts == 1:
+        grads, (loss, extra, new) = one(rest, batch, 0)
+        extra = jax.tree.map(lambda x: jnp.asarray(x)[None], extra)
+    else:
+        cut = jax.tree.map(lambda x: _micro_batches(x, parts), batch)
+        zeros = jax.tree.map(_wide_zeros, trained)
+
+        def add(carry, given):
+            total, rest = carry
+            j, part = given
+            grads, (loss, extra, new) = one(rest, part, j)
+            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+            rest = [old if leaf is None else leaf for old, leaf in zip(rest, new, strict=True)]
+            return (total, rest), (loss, extra)
+
+        (total, new), (losses, extra) = lax.scan(add, (zeros, rest), (jnp.arange(parts), cut))
+        loss = jnp.mean(losses)
+        new = [None if _is_key(leaf) else leaf for leaf in new]
+        grads = jax.tree.map(lambda t: t / parts, total)
+    if how.scale is not None:
+        grads = jax.tree.map(lambda g: g.astype(wide(g.dtype)) / how.scale, grads)
+    elif parts > 1:
+        grads = jax.tree.map(lambda g, x: bounded(g.astype(x.dtype)), grads, trained)
+    kinds = jax.tree.map(lambda kind, tree: jax.tree.map(lambda _: kind, tree), how.kinds, extra)
+    aux = jax.tree.map(_of_micro_batches, kinds, extra)
+    kinds = ("mean", kinds, [None if x is None else "same" if _is_float(x) else "first" for x in new])
+    loss, aux, new = _together((loss, aux, new), kinds, axis, how.shares)
+    return Gradients(loss, aux, new, grads)
+
+
+def _differentiated(how: Loss, what: Trained, trained: Any, rest: list[Any], part: Any, named: dict[str, Any]) -> Any:
+    """Gradients, and (loss, auxiliary values, new values of what is not trained) of one micro-batch."""
+
+    def scaled(trained):
+        tree = what.join(trained, rest)
+        out = how.function(tree, *part, **named)
+        loss, extra = out if how.has_aux else (out, None)
+        after = what.part(tree)[1] if what.names else []
+        kept = lambda old, new: new is old or _is_key(old)
+        new = [None if kept(a, b) else jnp.asarray(b, a.dtype) for a, b in zip(rest, after, strict=True)]
+        return loss if how.scale is None else loss * how.scale, (loss, extra, new)
+
+    return jax.grad(scaled, has_aux=True)(trained)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _micro_batches(x: Array, parts: int) -> Array:
+    """[b, ...] as [parts, b / parts, ...]. Every parts-th example: a batch that is cut along a mesh axis stays where it
+    is."""
+    if x.shape[0] % parts:
+        raise ValueError(
+            f"value_and_grad: micro_batches must divide the {x.shape[0]} examples of each worker; got {parts}"
+        )
+    return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
+
+
+def _wide_zeros(x: Array) -> Array:
+    return varying(jnp.zeros_like(x, dtype=wide(x.dtype)), varying_axes(x))
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _of_micro_batches(kind: str, x: Array) -> Array:
+    """Of auxiliary values [k, ...] of this worker's micro-batches."""
+    if kind == "each":
+        return x
+    if kind == "sum":
+        return jnp.sum(x, axis=0)
+    if not _is_float(x):
+        raise ValueError(
+            f'value_and_grad: auxiliary values of dtype {x.dtype} have no mean; say aux="sum" or aux="each" for them '
+            "(aux may be a tree like the auxiliary values)"
+        )
+    return jnp.mean(x, axis=0, dtype=wide(x.dtype)).astype(x.dtype)
+
+
+def _together(tree: Any, kinds: Any, axis: Axis, shares: tuple[float, ...] | None) -> Any:
+    """What all workers together know, by one all-reduce.
+
+    kinds: "mean" with the shares of the workers; "same": the plain mean; "sum"; "first": that of worker 0, for counters
+    that are equal anyway; "each": left as it is.
+    """
+    if not axis_names(axis):
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    number, size = axis_index(axis), axis_size(axis)
+    names = jax.tree.leaves(kinds)
+
+    def mine(kind, x):
+        if kind in ("mean", "same"):
+            share = 1 / size if shares is None or kind == "same" else jnp.asarray(np.asarray(shares))[number]
+            return x.astype(wide(x.dtype)) * jnp.asarray(share, wide(x.dtype))
+        return x if kind == "sum" else jnp.where(number == 0, x, jnp.zeros_like(x))
+
+    own = {i: mine(kind, x) for i, (kind, x) in enumerate(zip(names, leaves, strict=True)) if kind != "each"}
+    summed = dict(zip(own, sum_arrays(list(own.values()), axis), strict=True))
+    joint = [summed[i].astype(x.dtype) if i in summed else x for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(structure, joint)

@@ -1,0 +1,245 @@
+"""`jc.value_and_grad`: the gradient of plain jit with an exchange between, on meshes cut by hand or by the compiler."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp as jc
+
+DENSE = jc.direct(jc.identity())
+SPARSE = jc.error_feedback(jc.top_k(0.1))
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "w1": jnp.asarray(RNG.normal(size=(40, 64)), jnp.float32),
+    "b": jnp.zeros(64),
+    "w2": jnp.asarray(RNG.normal(size=(64, 4)), jnp.float32),
+}
+BATCH = jnp.asarray(RNG.normal(size=(16, 40)), jnp.float32), jnp.asarray(RNG.normal(size=(16, 4)), jnp.float32)
+SPECS = {"w1": P(None, "model"), "b": P("model"), "w2": P("model")}
+
+
+def loss_of(params, x, y, out=None):
+    hidden = jnp.tanh(x @ params["w1"] + params["b"])
+    carry, _ = jax.lax.scan(lambda c, row: (c + row, None), jnp.zeros(()), jnp.zeros(3))  # a loop that begins at zero
+    return jnp.mean((jnp.einsum("ij,jk->ik", hidden, params["w2"], out_sharding=out) - y) ** 2) + carry
+
+
+@functools.cache
+def expected():
+    return jax.jit(jax.value_and_grad(loss_of))(PARAMS, *BATCH)
+
+
+def mesh_of(shape, kind="auto"):
+    types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    devices = jax.devices()[: int(np.prod(shape))]
+    axes = ("data", "model")[: len(shape)]
+    return jax.make_mesh(shape, axes, axis_types=(types[kind],) * len(shape), devices=devices)
+
+
+def placed(mesh, specs=None):
+    specs = specs or {name: P() for name in PARAMS}
+    params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), PARAMS, specs)
+    return params, jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+
+
+def assert_same(found, want, **tolerance):
+    options = {"rtol": 2e-5, "atol": 1e-6, **tolerance}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **options), found, want)
+
+
+def one_step(grad_fn, params, batch, jit=True, **named):
+    state = grad_fn.init(params)
+    return (jax.jit(grad_fn) if jit else grad_fn)(params, state, *batch, **named)
+
+
+# ------------------------------------------------------------------------------------------------
+# The gradient of plain jit
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("where", ["argument", "set_mesh", "arrays"])
+def test_with_identity_it_is_the_gradient_of_the_whole_batch(where, kind):
+    mesh = mesh_of((4,), kind)
+    params, batch = (PARAMS, BATCH) if where == "argument" else placed(mesh)
+    with jax.set_mesh(mesh) if where == "set_mesh" else contextlib.nullcontext():
+        grad_fn = jc.value_and_grad(loss_of, DENSE, mesh if where == "argument" else None)
+        loss, grads, state = one_step(grad_fn, params, batch)
+    assert_same((loss, grads), expected())
+    assert jc.info(state).sent_bytes == 1.5 * 4 * sum(x.size for x in PARAMS.values())
+
+
+def test_a_single_worker_needs_no_mesh():
+    for axis in ("data", None):
+        loss, grads, state = one_step(jc.value_and_grad(loss_of, DENSE, axis_name=axis), PARAMS, BATCH, jit=False)
+        assert_same((loss, grads), expected())
+        assert jc.info(state).sent_bytes == 0
+
+
+def test_inside_a_map_of_the_users():
+    """64 workers on one device, and a shard_map by hand."""
+    grad_fn = jc.value_and_grad(loss_of, DENSE)
+    state, axes = jc.init_state(grad_fn, PARAMS, 8, "data")
+    parts = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), BATCH)
+    step = jax.vmap(grad_fn, in_axes=(None, axes, 0, 0), out_axes=(None, None, axes), axis_name="data")
+    assert_same(jax.jit(step)(PARAMS, state, *parts)[:2], expected())
+    mesh = mesh_of((4,))
+    state, specs = jc.init_state(grad_fn, PARAMS, mesh, "data")
+    grad_fn = jc.value_and_grad(lambda p, x, y: jnp.mean((jnp.tanh(x @ p["w1"] + p["b"]) @ p["w2"] - y) ** 2), DENSE)
+    step = jax.shard_map(grad_fn, mesh=mesh, in_specs=(P(), specs, P("data"), P("data")), out_specs=(P(), P(), specs))
+    assert_same(jax.jit(step)(PARAMS, state, *BATCH)[:2], expected())
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_models_that_the_compiler_shards(kind):
+    mesh = mesh_of((2, 2), kind)
+    params, batch = placed(mesh, SPECS)
+    grad_fn = jc.value_and_grad(functools.partial(loss_of, out=P() if kind == "explicit" else None), DENSE)
+    loss, grads, state = one_step(grad_fn, params, batch)
+    assert_same((loss, grads), expected())
+    for name, x in grads.items():
+        assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim)
+    shard = sum(x.size for x in PARAMS.values()) // 2
+    assert jc.info(state).sent_bytes == 4 * shard  # each device the half of it that it holds
+
+
+def test_it_is_compressed_mean():
+    """Bitwise the directions of `compressed_mean` on the same gradients, for three steps of error feedback."""
+    mesh = mesh_of((4,))
+    params, batch = placed(mesh)
+    grad_fn = jc.value_and_grad(loss_of, SPARSE)
+    tx = jc.compressed_mean(SPARSE, "data")
+    rows = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), BATCH)
+    own = jax.vmap(jax.grad(loss_of), in_axes=(None, 0, 0))(PARAMS, *rows)
+    state, (other, axes) = grad_fn.init(params), jc.init_state(tx, PARAMS, 4, "data")
+    update = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data"))
+    step = jax.jit(grad_fn)
+    for _ in range(3):
+        _, grads, state = step(params, state, *batch)
+        direction, other = update(own, other)
+        assert_same(grads, direction)
+    for mine, others in zip(*(jax.tree.leaves(s.local.algorithm.memory) for s in (state.exchange, other)), strict=True):
+        assert_same(mine, others.reshape(mine.shape), atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------
+# A training loop
+
+
+def test_a_loop_traces_once_and_donates():
+    mesh = mesh_of((2, 2))
+    params, batch = placed(mesh, SPECS)
+    traced = []
+
+    @jax.checkpoint
+    def loss(params, x, y):
+        traced.append(None)
+        return loss_of(params, x, y)
+
+    grad_fn, optimizer = jc.value_and_grad(loss, SPARSE), optax.sgd(1e-2, momentum=0.9)
+    state, moments = grad_fn.init(params), optimizer.init(params)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(params, state, moments, x, y):
+        loss, grads, state = grad_fn(params, state, x, y)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), state, moments, loss
+
+    losses = []
+    for _ in range(8):
+        params, state, moments, value = step(params, state, moments, *batch)
+        losses.append(float(value))
+    assert len(traced) == 1
+    assert losses[-1] < losses[0]
+    assert jc.info(state).achieved_ratio < 0.3
+
+
+# ------------------------------------------------------------------------------------------------
+# Auxiliary values, micro-batches, keys
+
+
+def test_auxiliary_values_of_every_kind():
+    mesh = mesh_of((4,))
+    params, batch = placed(mesh)
+
+    def loss(params, x, y, shift):
+        value = loss_of(params, x, y) + shift
+        return value, {"mean": jnp.mean(x), "each": jnp.sum(x, 0), "count": jnp.sum(y > 0)}
+
+    kinds = {"mean": "mean", "each": "each", "count": "sum"}
+    for parts in (1, 2):
+        grad_fn = jc.value_and_grad(loss, DENSE, has_aux=True, aux=kinds, micro_batches=parts)
+        (value, aux), grads, _ = one_step(grad_fn, params, batch, shift=1.0)
+        assert_same((value - 1, grads), expected())
+        np.testing.assert_allclose(aux["mean"], jnp.mean(BATCH[0]), rtol=1e-5)
+        assert int(aux["count"]) == int(jnp.sum(BATCH[1] > 0))
+        rows = aux["each"].reshape(4, parts, 40).sum(1)
+        np.testing.assert_allclose(rows, BATCH[0].reshape(4, 4, 40).sum(1), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="have no mean"):
+        one_step(jc.value_and_grad(loss, DENSE, has_aux=True), params, batch, shift=1.0)
+
+
+def test_micro_batches_weights_and_loss_scale():
+    mesh = mesh_of((4,))
+    params, batch = placed(mesh)
+    weights = [1.0, 2.0, 3.0, 2.0]
+    grad_fn = jc.value_and_grad(loss_of, DENSE, micro_batches=4, weights=weights, loss_scale=2.0**20)
+    found = one_step(grad_fn, params, batch)[:2]
+    rows = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), BATCH)
+    each = jax.vmap(jax.value_and_grad(loss_of), in_axes=(None, 0, 0))(PARAMS, *rows)
+    share = jnp.asarray(weights) / 8
+    assert_same(found, jax.tree.map(lambda x: jnp.tensordot(share, x, 1), each))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    wide = lambda params, x, y: loss_of(jax.tree.map(lambda w: w.astype(jnp.float32), params), x, y)
+    grads = one_step(jc.value_and_grad(wide, DENSE, micro_batches=2), half, batch)[1]
+    assert {x.dtype for x in grads.values()} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_every_worker_and_micro_batch_has_a_key_of_its_own():
+    params, batch = placed(mesh_of((4,)))
+
+    def loss(params, x, y, rng):
+        return loss_of(params, x, y), jax.random.uniform(rng["dropout"])
+
+    grad_fn = jc.value_and_grad(loss, DENSE, has_aux=True, aux="each", micro_batches=2, keys="rng")
+    (_, draws), *_ = one_step(grad_fn, params, batch, rng={"dropout": jax.random.key(1)})
+    assert len(set(np.asarray(draws).tolist())) == 8
+
+
+# ------------------------------------------------------------------------------------------------
+# What does not fit says so
+
+
+def test_what_does_not_fit_is_refused():
+    grad_fn = jc.value_and_grad(loss_of, DENSE)
+    params, batch = placed(mesh_of((4,)))
+    state = grad_fn.init(params)
+    x, y = batch
+    with pytest.raises(ValueError, match=r"batch\[0\] must have a leading axis that 4 workers can share evenly"):
+        grad_fn(params, state, BATCH[0][:3], BATCH[1][:3])
+    with pytest.raises(ValueError, match="What is equal on all workers is given by keyword"):
+        grad_fn(params, state, x, y, 1.0)
+    with pytest.raises(TypeError, match=r"grad_fn\(params, state, \*batch\)"):
+        grad_fn(state, params, x, y)
+    with pytest.raises(TypeError, match="needs an algorithm"):
+        jc.value_and_grad(loss_of, jc.top_k(0.1))
+    with pytest.raises(ValueError, match=r"the mesh, which has|of the mesh, which has \('data',\); got 'batch'"):
+        jc.value_and_grad(loss_of, DENSE, axis_name="batch").init(params)
+    with pytest.raises(ValueError, match="micro_batches must be an integer"):
+        jc.value_and_grad(loss_of, DENSE, micro_batches=0)
+    with pytest.raises(ValueError, match="micro_batches must divide the 4 examples"):
+        one_step(jc.value_and_grad(loss_of, DENSE, micro_batches=3), params, batch)
+    with pytest.raises(ValueError, match='aux must be "mean", "sum" or "each"'):
+        jc.value_and_grad(loss_of, DENSE, aux="max")
+    with pytest.raises(TypeError, match="'rng', which was not given"):
+        jc.value_and_grad(loss_of, DENSE, keys="rng")(params, state, x, y)
+    with jax.set_mesh(mesh_of((2, 2))), pytest.raises(ValueError, match="do not lie on the mesh yet"):
+        grad_fn.init(PARAMS)
+    with pytest.raises(ValueError, match="inside jit, how parameters are cut"):
+        jax.jit(grad_fn.init)(placed(mesh_of((2, 2)), SPECS)[0])
