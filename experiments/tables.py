@@ -37,6 +37,13 @@ COMPRESSORS = [
         "at least 1 / d, less rounding",
     ),
     ("jc.chunked(jc.top_k(k=64), 4096)", "largest magnitudes of each chunk", "", "that of C for a chunk"),
+    ("jc.binned(2)", "bins around the mean, their means as values", "", "1.5 / 32 for blocks of 1024"),
+    (
+        "jc.compose(jc.chunked(jc.top_k(k=64), 4096), jc.binned(2))",
+        "SparseLoCo's message",
+        "",
+        "a1 a2",
+    ),
     ("jc.dgc(0.01)", "above the quantile of a sample", "", "at least 1 / d"),
     ("jc.redsync(0.01)", "above a point between mean and maximum", "", "at least 1 / d"),
     ("jc.gaussian_k(0.01)", "above a normal quantile", "", "at least 1 / d"),

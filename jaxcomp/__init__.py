@@ -23,6 +23,7 @@ from jaxcomp.algorithms import diana, direct, error_feedback, power_sgd
 from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State
 from jaxcomp.compressors import (
     bernoulli,
+    binned,
     cast,
     chunked,
     compose,
@@ -69,6 +70,7 @@ __all__ = [
     "WireError",
     "allocate",
     "bernoulli",
+    "binned",
     "cast",
     "check_replicas",
     "chunked",

@@ -83,9 +83,13 @@ ROWS = [
     Row("dagc-threshold", jc.dagc([2, 1, 0, 1], 0.2, sparsifier=jc.hard_threshold, base=1.5), True, True, slow=True),
     Row("contract-rand_k", jc.contract(jc.rand_k(0.25)), False, False),
     Row("contract-dithering", jc.contract(jc.dithering(2)), False, False, slow=True),
+    Row("binned", jc.binned(), False, True),
+    Row("binned-1", jc.binned(1, blocks=7), False, True, slow=True),
+    Row("binned-3", jc.binned(3, block_size=64), False, True, slow=True),
     Row("chunked", jc.chunked(jc.top_k(k=5), 64), True, True),
     Row("chunked-sidco", jc.chunked(jc.sidco(0.1), 50), True, True, slow=True),
     Row("chunked-schedule", jc.chunked(jc.top_k(SCHEDULE), 50), True, True, slow=True),
+    Row("compose-chunked-binned", jc.compose(jc.chunked(jc.top_k(k=5), 64), jc.binned()), False, True),
     Row("compose-chunked-bf16", jc.compose(jc.chunked(jc.top_k(k=5), 64), jc.cast("bfloat16")), False, True, slow=True),
     Row("compose-top_k-bf16", jc.compose(jc.top_k(0.1), jc.cast("bfloat16")), False, True),
     Row("compose-top_k-dithering", jc.compose(jc.top_k(0.1), jc.dithering(15)), False, False),
@@ -125,6 +129,7 @@ ROWS = [
 # Factories of the front door that make compressors; every one must have a row (tested).
 FACTORIES = [
     "bernoulli",
+    "binned",
     "cast",
     "chunked",
     "compose",

@@ -1,6 +1,7 @@
 """One file per family; every factory returns a `base.Compressor`."""
 
 from jaxcomp.compressors.bernoulli import bernoulli
+from jaxcomp.compressors.binned import binned
 from jaxcomp.compressors.chunked import chunked
 from jaxcomp.compressors.combine import compose, contract, narrow
 from jaxcomp.compressors.dagc import Selector, dagc, set_amounts
@@ -21,6 +22,7 @@ from jaxcomp.compressors.tree import flat, per_leaf
 __all__ = [
     "Selector",
     "bernoulli",
+    "binned",
     "cast",
     "chunked",
     "compose",
