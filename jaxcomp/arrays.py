@@ -12,10 +12,12 @@ from jax import lax
 from jaxcomp.packing import as_words
 
 __all__ = [
+    "always",
     "bounded",
     "finite",
     "fold",
     "fold_in_one_pass",
+    "in_place",
     "is_array",
     "key_data",
     "like_of",
@@ -27,6 +29,7 @@ __all__ = [
     "wide",
     "wide_like",
     "wrap_key",
+    "zeros_after",
     "zeros_like",
 ]
 
@@ -108,6 +111,58 @@ def bounded(x: Array) -> Array:
 
 
 # ------------------------------------------------------------------------------------------------
+# Where arrays are made. XLA for CPU drops `lax.optimization_barrier` before it fuses and orders what it computes; it
+# keeps a condition that it does not know to hold always.
+
+
+def always(x: Array) -> Array:
+    """bool[], true whatever is in x (one entry at least), which XLA does not know."""
+    first = x.reshape(-1)[0].astype(jnp.float32)
+    return (first <= jnp.inf) | jnp.isnan(first)
+
+
+def zeros_after(tree: Tree, like: Tree) -> Tree:
+    """`zeros_like`, made once the last array of a tree is there: earlier they would only take memory."""
+    last = next((a for a in reversed(jax.tree.leaves(tree)) if a.size), None)
+    if last is None or jax.default_backend() != "cpu":
+        return zeros_like(like)
+    zero = jnp.where(always(last), jnp.float32(0), jnp.float32(1))
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero.astype(leaf.dtype)), like)
+
+
+def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> Tree:
+    """function(memory, x), where all three are trees of equal shapes: computed once, in the place of the memory.
+
+    XLA would compute a sum that several passes read again in each of them, and keep its terms for that. A loop of one
+    step writes it where the memory was, if that is not read any more (a donated state), and everything else reads it
+    from there.
+    """
+    first = next((a for a in jax.tree.leaves(x) if a.size), None)
+    if first is None or jax.default_backend() != "cpu":
+        return lax.optimization_barrier(function(memory, x))
+
+    @jax.custom_batching.custom_vmap
+    def once(memory, x):
+        steps = jnp.where(always(next(a for a in jax.tree.leaves(x) if a.size)), 1, 0)
+
+        def step(carry):
+            i, memory, x = carry
+            # What depends on x alone would be computed before the loop, into an array of its own.
+            now = jax.tree.map(lambda m, x: jnp.where(i < steps, x, m.astype(x.dtype)), memory, x)
+            return i + 1, function(memory, now), x
+
+        return lax.while_loop(lambda carry: carry[0] < steps, step, (jnp.zeros((), jnp.int32), memory, x))[1]
+
+    @once.def_vmap
+    def _(size, batched, memory, x):
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+        out = jax.vmap(function, tuple(axes), axis_size=size)(memory, x)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return once(memory, x)
+
+
+# ------------------------------------------------------------------------------------------------
 # Keys are kept in states as plain uint32 words, so that every optimizer wrapper, donation and
 # checkpoint treats them like any other array.
 
@@ -175,9 +230,8 @@ def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: T
     # It must end in an array: each user of the total would else decode all messages for itself.
     if jax.default_backend() != "cpu":
         return lax.optimization_barrier(add_all(total))
-    # XLA for CPU drops that before it fuses. It keeps a condition that it does not know to hold always, as this does.
-    value = first.reshape(-1)[0].astype(jnp.float32)
-    return lax.cond((value <= jnp.inf) | jnp.isnan(value), add_all, lambda total: total, total)
+    # XLA for CPU drops that before it fuses.
+    return lax.cond(always(first), add_all, lambda total: total, total)
 
 
 def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:

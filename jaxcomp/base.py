@@ -34,6 +34,7 @@ from jaxcomp.arrays import (
     finite,
     fold,
     fold_in_one_pass,
+    in_place,
     is_array,
     key_data,
     like_of,
@@ -45,6 +46,7 @@ from jaxcomp.arrays import (
     wide,
     wide_like,
     wrap_key,
+    zeros_after,
     zeros_like,
 )
 
@@ -67,6 +69,7 @@ __all__ = [
     "finite",
     "fold",
     "for_worker",
+    "in_place",
     "is_array",
     "key_data",
     "lengths",
@@ -81,6 +84,7 @@ __all__ = [
     "wide",
     "wide_like",
     "wrap_key",
+    "zeros_after",
     "zeros_like",
 ]
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import bounded, is_array, like_of, wide
+from jaxcomp.arrays import always, bounded, is_array, like_of, wide
 
 __all__ = [
     "DEFAULT",
@@ -282,9 +282,8 @@ def _cut_apart(vector: Array, sizes: list[int]) -> list[Array]:
     starts = (np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, np.int64)).tolist()
     if len(sizes) < FEW or jax.default_backend() != "cpu" or not 0 < vector.size < 2**31:
         return [lax.slice(vector, (start,), (start + size,)) for start, size in zip(starts, sizes, strict=True)]
-    first = vector[0].astype(jnp.float32)
     constants = lambda numbers: lambda: tuple(jnp.asarray(number, jnp.int32) for number in numbers)
-    unknown = lax.cond((first <= jnp.inf) | jnp.isnan(first), constants(starts), constants([0] * len(starts)))
+    unknown = lax.cond(always(vector), constants(starts), constants([0] * len(starts)))
     return [lax.dynamic_slice(vector, (start,), (size,)) for start, size in zip(unknown, sizes, strict=True)]
 
 

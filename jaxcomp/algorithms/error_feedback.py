@@ -1,10 +1,21 @@
 """Error feedback: what was not sent is remembered and added to the next gradient."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
+from jaxcomp.base import (
+    Algorithm,
+    Compressor,
+    State,
+    bounded,
+    check_compressor,
+    finite,
+    in_place,
+    wide_like,
+    zeros_like,
+)
 from jaxcomp.compressors.vector import alpha_of, lift
 
 __all__ = ["check_contracts", "error_feedback"]
@@ -57,11 +68,17 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
         return State(ErrorFeedbackLocal(zeros_like(like), state.local), ErrorFeedbackShared(state.shared))
 
     def update(key, grads, state, exchange):
-        message = jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + decay * e), finite(grads), state.local.memory)
+        message = in_place(_added(decay), state.local.memory, grads)
         sent = exchange.mean(key, compressor, message, state.part("compressor"))
         return sent.mean, state.replace(memory=sent.residual, compressor=sent.state)
 
     return Algorithm(init, update, {"memory": "memory", "compressor": "compressor"}, compressor)
+
+
+def _added(decay: float) -> Callable[[Any, Any], Any]:
+    """decay e + g of finite g, saturated."""
+    one = lambda e, g: bounded(g.astype(e.dtype) + decay * e)
+    return lambda memory, grads: jax.tree.map(one, memory, finite(grads))
 
 
 def check_contracts(name: str, compressor: Compressor, like: Any = None) -> None:
