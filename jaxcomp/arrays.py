@@ -131,14 +131,15 @@ def zeros_after(tree: Tree, like: Tree) -> Tree:
 
 
 def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> Tree:
-    """function(memory, x), where all three are trees of equal shapes: computed once, in the place of the memory.
+    """function(memory, x), with shapes and dtypes of the memory: computed once, and in its place.
 
-    XLA would compute a sum that several passes read again in each of them, and keep its terms for that. A loop of one
-    step writes it where the memory was, if that is not read any more (a donated state), and everything else reads it
-    from there.
+    XLA would compute what several passes read again in each of them, and keep its terms for that. A loop of one step
+    writes it where the memory was, if that is not read any more (a donated state, or zeros made for it), and everything
+    else reads it from there.
     """
-    first = next((a for a in jax.tree.leaves(x) if a.size), None)
-    if first is None or jax.default_backend() != "cpu":
+    if not any(a.size for a in jax.tree.leaves(x)):
+        return function(memory, x)
+    if jax.default_backend() != "cpu":
         return lax.optimization_barrier(function(memory, x))
 
     @jax.custom_batching.custom_vmap
@@ -148,7 +149,7 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
         def step(carry):
             i, memory, x = carry
             # What depends on x alone would be computed before the loop, into an array of its own.
-            now = jax.tree.map(lambda m, x: jnp.where(i < steps, x, m.astype(x.dtype)), memory, x)
+            now = jax.tree.map(lambda a: jnp.where(i < steps, a, jnp.zeros((), a.dtype)), x)
             return i + 1, function(memory, now), x
 
         return lax.while_loop(lambda carry: carry[0] < steps, step, (jnp.zeros((), jnp.int32), memory, x))[1]
@@ -215,23 +216,19 @@ ONE_PASS = 8
 
 def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
     """`fold` for messages that are decoded entry by entry."""
-    first = next((a for a in jax.tree.leaves(messages) if a.size), None)
     count = jax.tree.leaves(messages)[0].shape[0]
-    if first is None or not 1 < count <= ONE_PASS:
+    if not 1 < count <= ONE_PASS:
         return fold(add, total, messages)
 
     add, messages = _in_slices(add, messages)
 
-    def add_all(total):
+    def add_all(total, messages):
         for j in range(count):
             total = add(total, jax.tree.map(lambda a: a[j], messages))  # noqa: B023
         return total
 
-    # It must end in an array: each user of the total would else decode all messages for itself.
-    if jax.default_backend() != "cpu":
-        return lax.optimization_barrier(add_all(total))
-    # XLA for CPU drops that before it fuses.
-    return lax.cond(always(first), add_all, lambda total: total, total)
+    # Each user of the total would else decode all messages for itself.
+    return in_place(add_all, total, messages)
 
 
 def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:
