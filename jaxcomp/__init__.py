@@ -24,6 +24,7 @@ from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State
 from jaxcomp.compressors import (
     bernoulli,
     binned,
+    block_scaled,
     cast,
     chunked,
     compose,
@@ -71,6 +72,7 @@ __all__ = [
     "allocate",
     "bernoulli",
     "binned",
+    "block_scaled",
     "cast",
     "check_replicas",
     "chunked",

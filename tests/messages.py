@@ -6,7 +6,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.packing import width_for
-from jaxcomp.payloads import Chunks, Dense, Leaves, Quantized, Scaled, Sparse, chunks, dense, leaves, local_indices
+from jaxcomp.payloads import (
+    Chunks,
+    Dense,
+    Leaves,
+    Quantized,
+    Scaled,
+    Several,
+    Sparse,
+    chunks,
+    dense,
+    leaves,
+    local_indices,
+    several,
+)
 from jaxcomp.payloads import quantized as quantized_
 from jaxcomp.payloads import sparse_records as records
 from jaxcomp.wire.bitstream import pack_words
@@ -72,5 +85,7 @@ def examples():
         "chunks-zero": (Chunks(np.zeros(40, np.float32), np.zeros((7, 2), np.uint32)), chunks.CODED_CHUNKS),
         "chunks-nested": (Chunks(quantized(rng, 640, 0.9, 3), chunks_of(rng, 20, 32, 9).words), chunks.CODED_CHUNKS),
         "nested": (Sparse(quantized(rng, 300, 0.9, 3), entries.indices[:300]), records.CODED_SPARSE),
+        "several": (Several((Dense(np.ones(1, np.float32)), skewed)), several.SEVERAL),
+        "scales-e8m0": (skewed._replace(norms=np.ones(4, jnp.float8_e8m0fnu)), quantized_.CODED_LEVELS),
         "leaves": (Leaves(Dense(np.ones(3, np.float32)), (entries, skewed)), leaves.LEAVES),
     }

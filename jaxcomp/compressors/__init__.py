@@ -2,6 +2,7 @@
 
 from jaxcomp.compressors.bernoulli import bernoulli
 from jaxcomp.compressors.binned import binned
+from jaxcomp.compressors.block_scaled import block_scaled
 from jaxcomp.compressors.chunked import chunked
 from jaxcomp.compressors.combine import compose, contract, narrow
 from jaxcomp.compressors.dagc import Selector, dagc, set_amounts
@@ -23,6 +24,7 @@ __all__ = [
     "Selector",
     "bernoulli",
     "binned",
+    "block_scaled",
     "cast",
     "chunked",
     "compose",

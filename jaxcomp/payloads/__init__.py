@@ -32,6 +32,7 @@ from jaxcomp.payloads.registry import (
     shortest,
     write_record,
 )
+from jaxcomp.payloads.several import Several
 from jaxcomp.payloads.sketch import Sketch, SketchBits, sketch_bits
 from jaxcomp.payloads.sparse import Sparse
 from jaxcomp.payloads.words import Coded, from_words, num_words, to_words
@@ -48,6 +49,7 @@ __all__ = [
     "LocalIndices",
     "Quantized",
     "Scaled",
+    "Several",
     "Sketch",
     "SketchBits",
     "Sparse",

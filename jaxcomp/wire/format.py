@@ -54,6 +54,7 @@ DTYPES = [
         "int64",
         jnp.float8_e3m4,
         jnp.float8_e4m3,
+        jnp.float8_e8m0fnu,
     )
 ]
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}

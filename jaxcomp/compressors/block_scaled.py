@@ -1,0 +1,216 @@
+"""Block-scaled numbers: entries in few bits, with a scale for each block of them (MX, NVFP4, integers, e4m3).
+
+    C(x)_j = s round(x_j / s),   s of the block of j
+
+What the elements are stands in `jaxcomp.compressors.elements`, how a scale is found in `jaxcomp.compressors.scales`.
+
+The bounds, for blocks of m entries. Let every largest magnitude M of a block be at least M_least s.
+
+Nearest: an element is off by at most u |x| or, among the smallest numbers, by t s. Entries of exactly t s beside one
+large one are the worst case, so that with r = (t / M_least)^2
+
+    1 - alpha = (u^2 + (m - 1) r) / (1 + (m - 1) r).
+
+Stochastic: between neighbours a and b the variance is (x - a)(b - x): at most w x^2 with w = 4^-p / (4 (1 + 2^-p)) for
+p bits of mantissa, and x (q s - x) below the smallest number q s. With the multiplier omega of the worst case,
+(x (q s - x) - omega x^2) is at most (q s)^2 / (4 (1 + omega)), so that with c = (m - 1) q^2 / (4 M_least^2)
+
+    (omega - w) (1 + omega) = c.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.base import Compressor, Spec, bounded, finite, wide
+from jaxcomp.compressors.blocks import Blocks, blocks_of
+from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Elements, Integer
+from jaxcomp.compressors.scales import SCALES, Scale
+from jaxcomp.compressors.vector import check_like, on_vectors
+from jaxcomp.hashing import random_uniform
+from jaxcomp.packing import pack, unpack
+from jaxcomp.payloads import Dense, Quantized, Several
+
+__all__ = ["FORMATS", "block_scaled"]
+
+Array = jax.Array
+LARGEST = float(jnp.finfo(jnp.float32).max)
+
+
+class Format(NamedTuple):
+    """elements: of what type;  block: entries that share a scale;  scale: its type."""
+
+    elements: Elements
+    block: int
+    scale: str
+
+
+FORMATS: dict[str, Format] = {
+    "mxfp8": Format(E4M3, 32, "e8m0"),
+    "mxfp8_e5m2": Format(E5M2, 32, "e8m0"),
+    "mxfp6": Format(E2M3, 32, "e8m0"),
+    "mxfp6_e3m2": Format(E3M2, 32, "e8m0"),
+    "mxfp4": Format(E2M1, 32, "e8m0"),
+    "nvfp4": Format(E2M1, 16, "e4m3"),
+    "e4m3": Format(E4M3, 128, "bfloat16"),
+    **{f"int{bits}": Format(Integer(bits), 128, "bfloat16") for bits in range(2, 9)},
+}
+
+
+def block_scaled(
+    format: str,
+    *,
+    block: int | None = None,
+    rounding: str = "nearest",
+    scale: str | None = None,
+) -> Compressor:
+    """Rounds each entry to a number of few bits times the scale of its block.
+
+    C(x)_j = s round(x_j / s).  Biased with rounding="nearest" (alpha known), unbiased with "stochastic" (omega known);
+    the bounds stand in `jaxcomp.compressors.block_scaled`.
+
+    ==========  ========================  =====  ==========  ============
+    format      elements                  block  scale       bits / entry
+    ==========  ========================  =====  ==========  ============
+    mxfp8       e4m3 (also mxfp8_e5m2)    32     e8m0        8.25
+    mxfp6       e2m3 (also mxfp6_e3m2)    32     e8m0        6.25
+    mxfp4       e2m1                      32     e8m0        4.25
+    nvfp4       e2m1                      16     e4m3        4.5
+    e4m3        e4m3                      128    bfloat16    8.125
+    int2..int8  -(2^(b-1) - 1) .. 2^(b-1) 128    bfloat16    b + 0.125
+    ==========  ========================  =====  ==========  ============
+
+    With scales that round up, nothing saturates. The two forms of releases, which do saturate, are for comparison.
+    Integers use all 2^b codes: the scale has the sign that sends the largest magnitude to 2^(b-1), and with
+    rounding="nearest" every error is at most s / 2.
+
+    Scales below 2^-126 do not occur: a block whose largest magnitude would need one is sent as zeros, or, with e8m0,
+    with the scale 2^-126. Magnitudes beyond those of f32 saturate. Stochastic rounding draws 23 bits an entry.
+
+    Args:
+        format: see the table.
+        block: entries that share a scale, instead of those of the format; the last block takes what is left.
+        rounding: "nearest" (ties to even) or "stochastic".
+        scale: type and rounding of the scales, instead of those of the format:
+            "e8m0": the least power of two with which nothing saturates (RCEIL), 8 bits.
+            "e8m0-floor": 2^(floor(log2 max|x|) - emax), the rule of the OCP specification, with which what lies above
+            the largest element saturates; floats only.
+            "e4m3": rounded up to an e4m3 number times one f32 for the array, 8 bits.
+            "e4m3-nearest": rounded to nearest instead, as released: may saturate.
+            "e8m0-best", "e4m3-best": of "e8m0" (or "e4m3") and the next smaller scale the one with which the block has
+            the smaller squared error. Takes about twice the time.
+            "bfloat16", "float32": max|x| / largest element, rounded up to 8 bits, or to as many as leave products
+            with an element exact.
+
+    Returns:
+        Compressor with payload `Quantized`, whose norms are the scales; with "e4m3" it is the second part of `Several`,
+        of which the first is the factor of the array.
+
+    Raises:
+        ValueError: an unknown format, rounding or scale, a block that is not an integer of at least 1, or a scale that
+            saturates together with stochastic rounding or integers.
+
+    Reference: Rouhani et al. 2023 (OCP Microscaling Formats, section 6.3); Mishra et al. 2025 (Recipes for pre-training
+    with MXFP8, the rounding of scales); NVIDIA 2025 (Pretraining with NVFP4, appendix B).
+
+    >>> import jaxcomp as jc
+    >>> x_hat, payload = jc.roundtrip(jc.block_scaled("mxfp4"), jnp.array([7.0, 1.0, -0.2]), key=jax.random.key(0))
+    >>> print(x_hat, payload.norms, payload.words.shape)
+    [ 8.  1. -0.] [2] (4, 1)
+    """
+    if format not in FORMATS:
+        raise ValueError(f"block_scaled: format must be one of {', '.join(FORMATS)}; got {format!r}")
+    elements, default, kind = FORMATS[format]
+    if scale is not None and scale not in SCALES:
+        raise ValueError(f"block_scaled: scale must be one of {', '.join(SCALES)}; got {scale!r}")
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f'block_scaled: rounding must be "nearest" or "stochastic"; got {rounding!r}')
+    size = default if block is None else block
+    layout = blocks_of("block_scaled", None, size, None)
+    rule, stochastic = SCALES[scale or kind], rounding == "stochastic"
+    sound = "e8m0" if rule.name.startswith("e8m0") else "e4m3"
+    if rule.saturates and (stochastic or isinstance(elements, Integer)):
+        what = "stochastic rounding is biased" if stochastic else "integers have no exponent"
+        raise ValueError(f'block_scaled: with scale="{rule.name}" elements saturate, and {what}; take "{sound}"')
+    name = f"block_scaled({format}" + (f", block={size}" if size != default else "")
+    name += (f", scale={rule.name}" if rule.name != kind else "") + (", stochastic)" if stochastic else ")")
+    bound = _omega if stochastic else _alpha
+    known = lambda d: bound(elements, rule, min(size, max(d, 1)), d)
+    spec = Spec(name, omega=known if stochastic else None, alpha=None if stochastic else known, linear=False)
+    return _compressor(elements, rule, layout, stochastic, spec)
+
+
+def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, spec: Spec) -> Compressor:
+    def encode(cut: Blocks, x: Array, scale: Array, noise: Array | None) -> Array:
+        empty = scale == 0
+        scaled = x / cut.spread(jnp.where(empty, jnp.float32(1), scale))
+        return elements.encode(jnp.where(cut.spread(empty), jnp.float32(0), scaled), noise)
+
+    def decode(cut: Blocks, codes: Array, scale: Array) -> Array:
+        # An element has so few bits that its product with a scale is exact: then no compiler can change the sum of
+        # decoded messages by contracting product and addition into one rounding.
+        return bounded(elements.decode(codes) * cut.spread(scale))
+
+    def compress(key, x, state):
+        x = bounded(finite(x.astype(wide(x.dtype)))).astype(jnp.float32)
+        x = jnp.clip(x, -LARGEST, LARGEST)  # of f64
+        cut = layout(x.shape[0])
+        made = rule.of(_extremes(cut, x), elements, stochastic)
+        noise = random_uniform(key, x.shape[0]) if stochastic else None
+        codes = encode(cut, x, made.scale, noise)
+        if rule.best:
+            lower = rule.lower(made)
+            other = encode(cut, x, lower.scale, noise)
+            errors = [cut.norms(x - decode(cut, c, m.scale), 2) for c, m in ((codes, made), (other, lower))]
+            better = errors[1] < errors[0]
+            codes = jnp.where(cut.spread(better), other, codes)
+            made = made._replace(norms=lax.select(better, lower.norms, made.norms))
+        payload = Quantized(made.norms, pack(codes, elements.bits))
+        return (payload if made.factor is None else Several((Dense(made.factor), payload))), state.local
+
+    def decompress(payload, shared, like):
+        factor, payload = (None, payload) if isinstance(payload, Quantized) else payload.parts
+        cut = layout(like.size)
+        check_like("block_scaled", payload.words.shape, (elements.bits, -(-like.size // 32)))
+        check_like("block_scaled", payload.norms.shape, (cut.count,))
+        scale = rule.read(payload.norms, None if factor is None else factor.values)
+        return bounded(decode(cut, unpack(payload.words, like.size), scale).astype(like.dtype))
+
+    return on_vectors(compress=compress, decompress=decompress, spec=spec)
+
+
+def _extremes(cut: Blocks, x: Array) -> tuple[Array, Array]:
+    """The largest entry of each block and minus the smallest, f32[count] each, at least 0."""
+    body = cut.rows * cut.length
+    parts = [x[:body].reshape(cut.rows, cut.length)] if cut.rows else []
+    parts += [x[body:].reshape(1, cut.tail)] if cut.tail else []
+    if not parts:
+        return jnp.zeros((0,), jnp.float32), jnp.zeros((0,), jnp.float32)
+    most = jnp.concatenate([jnp.max(part, axis=1) for part in parts])
+    least = jnp.concatenate([jnp.min(part, axis=1) for part in parts])
+    return jnp.maximum(most, 0), jnp.maximum(-least, 0)
+
+
+# ------------------------------------------------------------------------------------------------
+# Bounds
+
+
+def _alpha(elements: Elements, rule: Scale, m: int, d: int) -> float:
+    near, saturation = rule.reach(elements, False)
+    t = elements.smallest / 2
+    u = max(elements.unit, t / near, saturation)
+    r = (t / near) ** 2
+    error = (u**2 + (m - 1) * r) / (1 + (m - 1) * r)
+    return 1 - error - d * (t * rule.least_share(elements, False)) ** 2
+
+
+def _omega(elements: Elements, rule: Scale, m: int, d: int) -> float:
+    near, _ = rule.reach(elements, True)
+    q = elements.smallest
+    w = max(elements.variance, q**2 / (4 * near**2) if isinstance(elements, Integer) else 0.0)
+    c = (m - 1) * q**2 / (4 * near**2)
+    omega = (math.sqrt((1 - w) ** 2 + 4 * (w + c)) - (1 - w)) / 2
+    return omega + d * (q * rule.least_share(elements, True)) ** 2 / 4

@@ -1,0 +1,149 @@
+"""The scales of blocks: how they follow from the largest entries, in which type they travel, how they are read."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.compressors.elements import E4M3, Elements, Integer
+from jaxcomp.compressors.quantize import up_to_bfloat16
+from jaxcomp.norms import power_of_two
+
+__all__ = ["SCALES", "Scale"]
+
+Array = jax.Array
+U32 = jnp.uint32
+TINY = float(jnp.finfo(jnp.float32).tiny)
+Extremes = tuple[Array, Array]
+
+
+class Made(NamedTuple):
+    """norms: scales as they are sent;  scale: f32[count], what they are;  factor: of the array, f32[1], or None."""
+
+    norms: Array
+    scale: Array
+    factor: Array | None = None
+
+
+class Scale(NamedTuple):
+    """name: see `block_scaled`;  released: the rule of a release;  best: the next smaller scale is tried as well."""
+
+    name: str
+    released: bool = False
+    best: bool = False
+
+    @property
+    def saturates(self) -> bool:
+        """Whether elements may be too small for what they stand for."""
+        return self.released or self.best
+
+    def of(self, extremes: Extremes, elements: Elements, stochastic: bool) -> Made:
+        """The scales of blocks with these largest entries, and minus the smallest; 0 for a block without a scale."""
+        if self.name.startswith("e8m0"):
+            return _e8m0(jnp.maximum(*extremes), _end(elements, stochastic), self.released)
+        if self.name.startswith("e4m3"):
+            return _e4m3(jnp.maximum(*extremes), _end(elements, stochastic), elements.mantissa, self.released)
+        return _plain(extremes, elements, stochastic, self.name == "bfloat16")
+
+    def lower(self, made: Made) -> Made:
+        """The next smaller scales, where there are any."""
+        byte = lax.bitcast_convert_type(made.norms, jnp.uint8)
+        less = jnp.maximum(byte, jnp.uint8(2 if made.factor is None else 1)) - jnp.uint8(1)
+        norms = lax.bitcast_convert_type(less, made.norms.dtype)
+        return Made(norms, self.read(norms, made.factor), made.factor)
+
+    def read(self, norms: Array, factor: Array | None) -> Array:
+        """f32[count] of what was sent."""
+        if self.name.startswith("e8m0"):
+            byte = lax.bitcast_convert_type(norms, jnp.uint8).astype(jnp.int32)
+            return power_of_two(jnp.clip(byte - 127, -126, 127), jnp.float32)
+        if self.name.startswith("e4m3"):
+            return E4M3.decode(lax.bitcast_convert_type(norms, jnp.uint8).astype(U32)) * factor
+        return norms.astype(jnp.float32)
+
+    def reach(self, elements: Elements, stochastic: bool) -> tuple[float, float]:
+        """The least max|x| / s of a block, and the largest relative error of what saturates."""
+        end = _end(elements, stochastic)
+        if self.name in ("e8m0", "e8m0-best"):
+            return end / 2, 0.0
+        if self.name == "e8m0-floor":
+            top = 2.0 ** math.floor(math.log2(end))
+            return top, 1 - end / (2 * top)
+        if self.name in ("e4m3", "e4m3-best"):
+            return end / (1 + 2.0**-3), 0.0
+        if self.name == "e4m3-nearest":
+            return end / (1 + 2.0**-4), 1 - 1 / (1 + 2.0**-4)
+        return end / (1 + (2.0**-7 if self.name == "bfloat16" else 2.0 ** -(22 - elements.mantissa))), 0.0
+
+    def least_share(self, elements: Elements, stochastic: bool) -> float:
+        """The least scale that a block may have, over max|x| of the array; 0 if there is none."""
+        return E4M3.smallest / (E4M3.largest * _end(elements, stochastic)) if self.name.startswith("e4m3") else 0.0
+
+
+def _end(elements: Elements, stochastic: bool) -> float:
+    """Up to which x / s nothing is lost, on either side."""
+    return elements.ends(stochastic)[1] if isinstance(elements, Integer) else elements.largest
+
+
+def _up(x: Array, bits: int) -> Array:
+    """The next f32 with so many zeros at its end that is not smaller, at most the largest; 0 below normal numbers."""
+    spare = U32((1 << bits) - 1)
+    word = (lax.bitcast_convert_type(x, U32) + spare) & ~spare
+    largest = jnp.float32(jnp.finfo(jnp.float32).max)
+    up = jnp.minimum(lax.bitcast_convert_type(word, jnp.float32), largest)
+    return jnp.where(x < jnp.float32(TINY), jnp.float32(0), up)
+
+
+def _e8m0(peak: Array, end: float, floor: bool) -> Made:
+    """The least E with peak <= end 2^E, from the bits; or floor(log2 peak) - floor(log2 end)."""
+    mantissa, top = math.frexp(end)
+    over = 0 if floor else (1 << 23) - 1 - int((2 * mantissa - 1) * 2**23)
+    bits = lax.bitcast_convert_type(peak, jnp.int32)
+    exponent = jnp.clip(((bits + over) >> 23) - 127 - (top - 1), -126, 127)
+    byte = (exponent + 127).astype(jnp.uint8)
+    return Made(lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), power_of_two(exponent, jnp.float32))
+
+
+def _e4m3(peak: Array, end: float, mantissa: int, nearest: bool) -> Made:
+    """Two levels: one f32 for the array, with which the largest block has the largest e4m3 number."""
+    whole = jnp.max(peak, initial=0) / jnp.float32(end) / jnp.float32(E4M3.largest)
+    factor = _up(whole, E4M3.mantissa + mantissa + 2)
+    ratio = peak / jnp.float32(end) / jnp.where(factor == 0, jnp.float32(1), factor)
+    ratio = jnp.where(factor == 0, jnp.float32(0), ratio)
+    codes = E4M3.encode(ratio, None if nearest else jnp.zeros_like(ratio))
+    if not nearest:  # down so far
+        codes = jnp.minimum(codes + (E4M3.decode(codes) < ratio).astype(U32), U32(E4M3.top))
+    norms = lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.float8_e4m3fn)
+    return Made(norms, E4M3.decode(codes) * factor, factor.reshape(1))
+
+
+def _plain(extremes: Extremes, elements: Elements, stochastic: bool, short: bool) -> Made:
+    """max|x| over the largest element; for integers each side over its end, signed like the longer side."""
+    most, least = extremes
+    if isinstance(elements, Integer):
+        far, near = elements.ends(stochastic)
+        longer, shorter = jnp.maximum(most, least), jnp.minimum(most, least)
+        size = jnp.maximum(longer / jnp.float32(far), shorter / jnp.float32(near))
+    else:
+        size = jnp.maximum(most, least) / jnp.float32(elements.largest)
+    size = _up(size, 16 if short else elements.mantissa + 1)
+    size = up_to_bfloat16(size) if short else size
+    signed = jnp.where(least > most, -size, size) if isinstance(elements, Integer) else size
+    return Made(signed.astype(jnp.bfloat16 if short else jnp.float32), signed)
+
+
+SCALES: dict[str, Scale] = {
+    scale.name: scale
+    for scale in (
+        Scale("e8m0"),
+        Scale("e8m0-floor", released=True),
+        Scale("e8m0-best", best=True),
+        Scale("e4m3"),
+        Scale("e4m3-nearest", released=True),
+        Scale("e4m3-best", best=True),
+        Scale("bfloat16"),
+        Scale("float32"),
+    )
+}
