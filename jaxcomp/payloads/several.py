@@ -71,8 +71,13 @@ def _unpack(cursor: Cursor, like: Several) -> Several:
 
 
 def _entries(payload: Several) -> Any:
-    counts = [num_entries(part) for part in payload.parts]
-    return None if any(count is None for count in counts) else sum(counts)
+    total: Any = 0
+    for part in payload.parts:
+        count = num_entries(part)
+        if count is None:
+            return None
+        total = total + count
+    return total
 
 
 register(
