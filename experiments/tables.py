@@ -90,7 +90,7 @@ ALGORITHMS = [
         "jc.momentum_correction(jc.dgc(0.01))",
     ),
     (
-        "jc.power_sgd(rank)",
+        "jc.power_sgd(rank=1, min_ratio=2.0, start=0)",
         "(e + g) Q, then (e + g)^T P: thin factors, summed",
         "P Q^T, the rest stays in e",
         "none: it has its own",

@@ -1,16 +1,26 @@
 """PowerSGD: gradients of matrices as products of two thin factors, which are summed on the way."""
 
-import math
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.algorithms.low_rank import (
+    as_matrices,
+    check_low_rank,
+    factored,
+    factors,
+    matrix_shape,
+    ranks_of,
+    stacks_of,
+    times,
+)
 from jaxcomp.base import Algorithm, State, bounded, finite, wide_like, zeros_like
-from jaxcomp.compressors.vector import is_whole
 from jaxcomp.layout import Layout, Parts
 
-__all__ = ["orthogonal", "power_sgd"]
+__all__ = ["power_sgd"]
 
 Array = jax.Array
 
@@ -20,110 +30,111 @@ class PowerLocal(NamedTuple):
 
 
 class PowerShared(NamedTuple):
-    """q: the right factors, [m, c, r] for each stack of m matrices."""
+    """q: the right factors of the last round, [m, c, rank] for each stack of m matrices;  rounds i32[]: so far."""
 
     q: tuple[Array, ...]
+    rounds: Array
 
 
-def power_sgd(rank: int, *, dense_below: int = 1024) -> Algorithm:
+def power_sgd(
+    rank: int | Mapping[int, int] = 1, *, min_ratio: float = 2.0, start: int = 0, dense_below: int = 1024
+) -> Algorithm:
     """One step of subspace iteration a round, from where the last one ended, with error feedback.
 
-    For each matrix, M_i = g_i + e_i [r, c] (axes behind the first one flattened), Q from the last round:
+    For each matrix, M_i = g_i + e_i [r, c], Q [c, k] from the last round:
 
-        1.  P = orthogonal(sum_i M_i Q)         [r, rank]
-        2.  Q = (1/n) sum_i M_i^T P             [c, rank]
+        1.  P = basis(sum_i M_i basis(Q))       [r, k]
+        2.  Q = (1/n) sum_i M_i^T P             [c, k]
         3.  direction = P Q^T,   e_i = M_i - P Q^T.
 
-    Both sums are linear, so 2 (n - 1) / n (r + c) rank numbers leave each worker, whatever n. Matrices of equal shape
-    are one batch. Vectors, scalars, leaves with fewer than `dense_below` entries, and matrices for which two factors
-    are no smaller than the matrix, go dense.
+    Both sums are linear, so they are all-reduces: 2 (n - 1) / n (r + c) k numbers leave each worker, whatever n.
+    Matrices of equal shape are one batch. A leaf with more axes is a matrix by the cut at which r + c is least. With
+    `sharded` parameters each device has the factors of its own shard.
+
+    What goes dense, in the sum of step 1: vectors and scalars, leaves with fewer than `dense_below` entries, and
+    matrices with k (r + c) min_ratio >= r c, k = min(rank, r, c). They need no memory.
 
     Args:
-        rank: of the factors, at least 1.
+        rank: of the factors, at least 1; or {round: rank}, a schedule that begins with round 0. A lower rank goes on
+            with the leading columns of Q, a higher one with further ones at random. Each rank is a branch of the
+            compiled program, and what is sent is counted by the branch that is taken.
+        min_ratio: by how much factors must be smaller than their matrix.
+        start: rounds in the beginning in which everything goes dense (torch's hook has 10).
         dense_below: number of entries.
 
     Raises:
         ValueError: an argument is out of range.
 
-    Reference: Vogels, Karimireddy, Jaggi 2019 (PowerSGD), algorithms 1 and 2. Factors are made orthogonal by a
-    Householder QR, which stays orthogonal for matrices that lack rank.
+    Reference: Vogels, Karimireddy, Jaggi 2019 (PowerSGD), algorithms 1 and 2; min_ratio and start as in torch's
+    `powerSGD_hook`. Bases by Gram-Schmidt with a second projection and with replacement (`low_rank.basis_of`), where
+    the references divide by the norm of what may be zero. Q is made orthonormal before it is used, as the hook does:
+    products neither overflow nor lose the smaller directions.
 
     >>> import jaxcomp as jc
-    >>> tx = jc.compressed_mean(jc.power_sgd(1, dense_below=0), None)
+    >>> tx = jc.compressed_mean(jc.power_sgd(1, dense_below=0, min_ratio=1), None)
     >>> grads = {"w": jnp.outer(jnp.arange(1.0, 4), jnp.array([1.0, 2.0, 2.0]))}
     >>> direction, state = tx.update(grads, tx.init(grads))
     >>> print(bool(jnp.allclose(direction["w"], grads["w"], atol=1e-5)))
     True
     """
-    if not is_whole(rank):
-        raise ValueError(f"power_sgd: rank must be an integer of at least 1; got {rank}")
-    if not is_whole(dense_below, 0):
-        raise ValueError(f"power_sgd: dense_below must be an integer of at least 0; got {dense_below}")
-
-    def factored(like: Any) -> bool:
-        """Whether two factors of a stack of matrices are smaller than the matrices."""
-        rows, columns = _matrix(like.shape)
-        return min(rank, rows, columns) * (rows + columns) < rows * columns
+    ranks = ranks_of("power_sgd", rank)
+    check_low_rank("power_sgd", min_ratio, start, dense_below)
+    most = max(value for _, value in ranks)
+    before = [value for at, value in ranks if at <= start][-1]
+    schedule = [(start, before), *((at, value) for at, value in ranks if at > start)]
+    schedule = [(0, 0), *schedule] if start else schedule  # rank 0: everything goes dense
 
     def init(shared_key, like):
-        memory, like = zeros_like(wide_like(like)), wide_like(_stacks(like))
-        q = tuple(
-            jax.random.normal(jax.random.fold_in(shared_key, i), _q_shape(x.shape, rank), x.dtype)
-            for i, x in enumerate(like.vectors)
-        )
-        return State(PowerLocal(memory), PowerShared(q))
+        memory, like = zeros_like(wide_like(like)), wide_like(stacks_of(like))
+        q = tuple(_first(jax.random.fold_in(shared_key, i), x, most) for i, x in enumerate(like.vectors))
+        return State(PowerLocal(memory), PowerShared(q, jnp.zeros((), jnp.int32)))
 
     def update(key, grads, state, exchange):
-        grads, bare = _stacks(grads), not isinstance(grads, Parts)
-        before = _stacks(state.local.memory)
-        message = jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + e), finite(grads), before)
-        stacks = [x.reshape(x.shape[0], *_matrix(x.shape)) for x in message.vectors]
-        low = [i for i, x in enumerate(message.vectors) if factored(x)]
-        whole = [i for i in range(len(stacks)) if i not in low]
+        del key
+        bare, own = not isinstance(grads, Parts), state.local.memory
+        message = stacks_of(jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + e), finite(grads), own))
+        q, rounds = state.shared
 
-        p = exchange.sum((message.dense, [stacks[i] for i in whole], [stacks[i] @ state.shared.q[i] for i in low]))
-        dense, rest, p = jax.tree.map(lambda total: total / exchange.size, p)
-        p = [orthogonal(each) for each in p]
-        q = exchange.sum([jnp.swapaxes(stacks[i], 1, 2) @ each for i, each in zip(low, p, strict=True)])
-        q = [total / exchange.size for total in q]
+        branches = {at: functools.partial(_round, rank, min_ratio, exchange) for at, rank in schedule}
+        run = branches.pop(0)
+        for at, other in branches.items():
+            run = functools.partial(_either, exchange, rounds >= at, other, run)
+        direction, memory, q = run(message, q)
+        new = state.replace(memory=memory.vectors[0][0] if bare else memory, q=q, rounds=rounds + 1)
+        return direction.vectors[0][0] if bare else direction, new
 
-        means = dict(zip(whole, rest, strict=True))
-        means |= {i: p_i @ jnp.swapaxes(q_i, 1, 2) for i, p_i, q_i in zip(low, p, q, strict=True)}
-        sent = lambda i, x: means[i].reshape(x.shape) if i in low else x
-        vectors = tuple(means[i].reshape(x.shape) for i, x in enumerate(message.vectors))
-        memory = Parts(jnp.zeros_like(message.dense), tuple(x - sent(i, x) for i, x in enumerate(message.vectors)))
-        factors = dict(zip(low, q, strict=True))
-        new = tuple(factors.get(i, old) for i, old in enumerate(state.shared.q))
-        direction = vectors[0][0] if bare else Parts(dense, vectors)
-        return direction, state.replace(memory=memory.vectors[0][0] if bare else memory, q=new)
-
-    layout = Layout("shape", int(dense_below))
-    return Algorithm(init, update, {"memory": "memory", "q": "coin"}, layout=layout)
+    roles = {"memory": "memory", "q": "coin", "rounds": "coin"}
+    return Algorithm(init, update, roles, layout=Layout("shape", int(dense_below)))
 
 
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of each matrix of a stack [m, r, ...]."""
-    return shape[1], math.prod(shape[2:])
+def _first(key: Array, like: Any, rank: int) -> Array:
+    """A normal Q for a stack; the columns are those of any lower rank, and more."""
+    rows, columns = matrix_shape(like.shape[1:])
+    shape = (min(rank, rows, columns), like.shape[0], columns)
+    return jnp.moveaxis(jax.random.normal(key, shape, like.dtype), 0, 2)
 
 
-def _q_shape(shape: tuple[int, ...], rank: int) -> tuple[int, int, int]:
-    rows, columns = _matrix(shape)
-    return shape[0], columns, min(rank, rows, columns)
+def _either(exchange: Any, predicate: Array, yes: Callable, no: Callable, message: Parts, q: tuple[Array, ...]) -> Any:
+    return exchange.cond(predicate, yes, no, message, q)
 
 
-def _stacks(parts: Any) -> Parts:
-    """A bare vector, which no factors can hold, as `Parts` with a stack of one row."""
-    if isinstance(parts, Parts):
-        return parts
-    row = parts[None] if hasattr(parts, "reshape") else jax.ShapeDtypeStruct((1, *parts.shape), parts.dtype)
-    empty = jnp.zeros((0,), parts.dtype) if hasattr(parts, "reshape") else jax.ShapeDtypeStruct((0,), parts.dtype)
-    return Parts(empty, (row,))
+def _round(rank: int, min_ratio: float, exchange: Any, message: Parts, q: tuple[Array, ...]) -> tuple:
+    """Direction, memory and Q after a round at one rank; 0: everything goes dense."""
+    low = [i for i, x in enumerate(message.vectors) if rank and factored(x.shape[1:], rank, min_ratio)]
+    whole = [i for i in range(len(q)) if i not in low]
+    matrices = [as_matrices(message.vectors[i]) for i in low]
+    start = [q[i][:, :, :rank] for i in low]
 
+    also = (message.dense, [message.vectors[i] for i in whole])
+    left, right, also = factors(matrices, start, also, exchange)
+    dense, rest = jax.tree.map(lambda total: total / exchange.size, also)
+    means = dict(zip(whole, rest, strict=True))
+    means |= {i: times(p, jnp.swapaxes(q, 1, 2)) for i, p, q in zip(low, left, right, strict=True)}
+    vectors = tuple(means[i].reshape(x.shape) for i, x in enumerate(message.vectors))
 
-def orthogonal(p: Array) -> Array:
-    """An orthonormal basis of the columns of each [r, k] matrix of a stack, in the dtype of p.
-
-    By Householder reflections (`jnp.linalg.qr`): the result is orthogonal to working precision whatever the rank of p,
-    zeros included, where Gram-Schmidt would divide by a vanishing norm.
-    """
-    return jnp.linalg.qr(p)[0]
+    kept = lambda i, x: bounded(x - vectors[i]) if i in low else x - x
+    memory = Parts(message.dense - message.dense, tuple(kept(i, x) for i, x in enumerate(message.vectors)))
+    pad = lambda new, old: jnp.pad(new, ((0, 0), (0, 0), (0, old.shape[2] - new.shape[2])))
+    done = dict(zip(low, right, strict=True))
+    after = tuple(pad(done[i], old) if i in done else old for i, old in enumerate(q))
+    return Parts(dense, vectors), memory, after
