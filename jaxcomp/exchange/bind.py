@@ -8,7 +8,7 @@ from jax.core import Tracer
 
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.placement import Placement
-from jaxcomp.exchange.routes import VIAS, route_of
+from jaxcomp.exchange.routes import VIAS, Route, route_of
 from jaxcomp.exchange.runner import Runner
 from jaxcomp.exchange.state import frozen
 from jaxcomp.layout import DEFAULT
@@ -22,7 +22,7 @@ def bind(
     name: str,
     algorithm: Algorithm,
     placement: Placement,
-    via: str,
+    via: str | Route,
     root: Array,
     *,
     weights: Any = None,
@@ -34,9 +34,9 @@ def bind(
     Raises:
         ValueError: unknown via, or one that cannot carry what the algorithm sends; bad weights or bucket_bytes.
     """
-    if via not in VIAS:
+    if not isinstance(via, Route) and via not in VIAS:
         raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
-    route = route_of(via)
+    route = via if isinstance(via, Route) else route_of(via)
     lifted = algorithm.compressor
     layout = algorithm.layout or DEFAULT
     if lifted is not None:

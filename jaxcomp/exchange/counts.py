@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import wide
-from jaxcomp.exchange.routes import ROUTES
+from jaxcomp.exchange.routes import ROUTES, SCATTER
 from jaxcomp.layout import rows_of
 from jaxcomp.norms import block_norms
 from jaxcomp.payloads import Leaves, cheap_bits, code_bits, lane_bytes, num_entries
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 Array = jax.Array
-NAMES = tuple(ROUTES)
+NAMES = (*ROUTES, SCATTER.name)
 
 
 class Errors(NamedTuple):

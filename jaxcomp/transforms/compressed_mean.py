@@ -36,6 +36,7 @@ from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, check_gradients, check_own
 from jaxcomp.exchange.varying import Axis, axis_names
 from jaxcomp.layout import join, split, with_dtypes
+from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
 
 __all__ = ["compressed_mean", "levels_of", "means_over"]
 
@@ -77,7 +78,8 @@ def compressed_mean(
         link: latency and bandwidth between workers, for via="auto" and the pieces of via="ring".
         sharded: PartitionSpecs of parameters that are cut into shards over other mesh axes, a tree like them, or the
             names of the axes if all are cut over the same: each device exchanges its own shard. Make the state with
-            `init_state(tx, params, mesh, axis_name, specs)`.
+            `init_state(tx, params, mesh, axis_name, specs)`. Of leaves that are cut over the workers themselves
+            (FSDP) each worker gives the whole gradient, and gets the direction of its own shard.
         bucket_bytes: size of the buckets of leaves that are compressed and exchanged by themselves, from the last leaf
             to the first, so that an exchange need not wait for the rest of the backward pass. None: one collective.
 
@@ -135,8 +137,15 @@ def means_over(
     numbers = range(len(levels)) if chosen is None else chosen
     axes = [each for group in names[min(numbers, default=0) :] for each in group]
 
-    def mean_of(shards: tuple[str, ...], replicas: tuple[str, ...], root: Array) -> Transformation:
-        """All chosen levels, for gradients of shards over some axes that are equal over others."""
+    def mean_of(
+        shards: tuple[str, ...], replicas: tuple[str, ...], root: Array, along: tuple[int, ...] | None = None
+    ) -> Transformation:
+        """All chosen levels, for gradients of shards over some axes that are equal over others.
+
+        along: the dimensions of leaves that are cut over the workers themselves.
+        """
+        if along is not None:
+            return _scattered(name, levels, shards, replicas, along, root, options)
         parts = []
         for i, (axis, algorithm) in enumerate(levels.items()):
             earlier = tuple(each for group in names[:i] for each in group)
@@ -199,6 +208,25 @@ def _mean(
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
+def _scattered(
+    name: str,
+    levels: dict[Any, Any],
+    shards: tuple[str, ...],
+    replicas: tuple[str, ...],
+    along: tuple[int, ...],
+    root: Array,
+    options: dict[str, Any],
+) -> Transformation:
+    """The mean of leaves that are cut over the workers."""
+    if options.get("bucket_bytes") is not None:
+        raise ValueError(f"{name}: bucket_bytes does not go with parameters that are cut over the workers themselves")
+    if len(levels) > 1:
+        raise ValueError(f"{name}: parameters that are cut over the workers of a hierarchy are not supported")
+    ((axis, algorithm),) = levels.items()
+    placement = Placement(axis, (), shards, replicas, True)
+    return scattered_mean(name, check_algorithm(name, algorithm), placement, along, root, options)
+
+
 def _are_names(sharded: Any) -> bool:
     return isinstance(sharded, tuple) and all(isinstance(name, str) for name in sharded)
 
@@ -214,14 +242,19 @@ def _by_shards(specs: Any, mean_of: Callable[..., Transformation], axes: list[st
         raise ValueError(f"compressed_mean: sharded must be axis names or a tree of PartitionSpecs; got {specs!r}")
     cut = [tuple(name for entry in spec if entry is not None for name in axis_names(entry)) for spec in leaves]
     everything = sorted({name for each in cut for name in each})
-    if set(everything) & set(axes):
-        raise ValueError(
-            f"compressed_mean: parameters are sharded over {sorted(set(everything) & set(axes))}, over which the mean "
-            "is taken. There each device needs the mean of its shard alone: jc.psum_scatter."
-        )
     groups = sorted(set(cut))
-    rest = lambda group: tuple(name for name in everything if name not in group)
-    means = [mean_of(group, rest(group), jax.random.fold_in(root, i)) for i, group in enumerate(groups)]
+    rest = lambda group: tuple(name for name in everything if name not in (*group, *axes))
+    own = lambda group: tuple(name for name in group if name not in axes)
+    dimensions = [cut_dimension("compressed_mean", spec, tuple(axes)) for spec in leaves]
+
+    def along(group: tuple[str, ...]) -> tuple[int, ...] | None:
+        """Of a group that is cut over the workers, along which dimension each leaf is."""
+        found = tuple(k for k, each in zip(dimensions, cut, strict=True) if each == group and k is not None)
+        return found or None
+
+    means = [
+        mean_of(own(group), rest(group), jax.random.fold_in(root, i), along(group)) for i, group in enumerate(groups)
+    ]
 
     def parted(tree):
         if jax.tree.structure(tree) != structure:

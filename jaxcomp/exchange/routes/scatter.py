@@ -1,0 +1,48 @@
+"""The mean of messages, each worker with its own part of it: for parameters that are cut over the workers themselves.
+
+The message is a stack [n, c] whose row j is what worker j holds (`transforms.scattered`). This is the first half of two
+shots: every worker compresses each row by itself and sends it to its owner, who decompresses n rows and adds them.
+
+    m_j = (1/n) sum_i C(x_i)_j   at worker j alone
+
+(n - 1) / n times the lane bytes of the whole message leave each worker, half of what a mean for all of them costs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxcomp.base import Compressor, State
+from jaxcomp.exchange.lanes import all_to_all_bytes
+from jaxcomp.exchange.routes.route import Call, Carried, Outgoing, Route, stateless
+from jaxcomp.exchange.routes.two_shot import first_shot
+from jaxcomp.exchange.routes.two_shot import layout as chunks
+from jaxcomp.exchange.routes.two_shot import refuses as refuses_chunks
+from jaxcomp.exchange.varying import axis_size
+
+__all__ = ["SCATTER"]
+
+
+def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
+    """Why messages cannot be cut by owner; None where they can."""
+    others = sorted(set(roles.values()) - {"memory", "compressor"}, key=str)
+    if others:
+        return (
+            "parameters that are cut over the workers themselves: each worker ends with the mean of its own shard, and "
+            f"this algorithm keeps a {others[0]} that needs the whole of it. Use direct(...) or error_feedback(...)"
+        )
+    reason = refuses_chunks(compressor, roles)
+    told = "parameters that are cut over the workers themselves need what two shots need: "
+    return None if reason is None else told + reason
+
+
+def carry(out: Outgoing, call: Call) -> Carried:
+    """This worker's row of the mean (see `Route.carry`)."""
+    row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
+    chunk = first_shot(out.payload, out.compressor, out.shared, row, call)
+    chunk = chunk / axis_size(call.axis) if call.weights is None else chunk
+    return Carried(None, None, "scatter", all_to_all_bytes(out.payload, call.axis), State(), chunk)
+
+
+SCATTER = Route("scatter", refuses, chunks, stateless, carry)

@@ -1,0 +1,118 @@
+"""Parameters cut over the workers themselves: each ends with the compressed mean of its own shard."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp as jc
+
+N, K = 4, 9
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "a": jnp.asarray(RNG.normal(size=(8, 32)), jnp.float32),
+    "b": jnp.asarray(RNG.normal(size=(32, 12)), jnp.float32),
+    "c": jnp.zeros(12),
+}
+SPECS = {"a": P("data"), "b": P(None, "data"), "c": P()}
+BATCH = jnp.asarray(RNG.normal(size=(16, 8)), jnp.float32), jnp.asarray(RNG.normal(size=(16, 12)), jnp.float32)
+
+
+def loss_of(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] + params["c"] - y) ** 2)
+
+
+def mesh_of(shape=(N,), kind=AxisType.Auto):
+    axes = ("data", "model")[: len(shape)]
+    return jax.make_mesh(shape, axes, axis_types=(kind,) * len(shape), devices=jax.devices()[: int(np.prod(shape))])
+
+
+def placed(mesh, specs=SPECS):
+    params = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in PARAMS.items()}
+    return params, jax.device_put(BATCH, NamedSharding(mesh, P("data")))
+
+
+def rows_of(grads):
+    """f64[n, c]: what each owner holds of a and b."""
+    a, b = (np.asarray(grads[name], np.float64) for name in "ab")
+    parts = zip(np.split(a, N, 0), np.split(b, N, 1), strict=True)
+    return np.stack([np.concatenate([x.reshape(-1) for x in pair]) for pair in parts])
+
+
+def largest(x):
+    kept = np.zeros_like(x)
+    kept[np.argsort(-np.abs(x), kind="stable")[:K]] = 1
+    return x * kept
+
+
+@functools.cache
+def own_gradients():
+    parts = jax.tree.map(lambda x: x.reshape(N, -1, *x.shape[1:]), BATCH)
+    each = jax.jit(jax.vmap(jax.grad(loss_of), in_axes=(None, 0, 0)))(PARAMS, *parts)
+    return [jax.tree.map(lambda x: x[i], each) for i in range(N)]  # noqa: B023
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_error_feedback_of_each_owners_rows(kind):
+    """m_j = (1/n) sum_i top_k(e_ij + g_ij), and e_ij keeps the rest. Memories lie at workers, directions at owners."""
+    params, batch = placed(mesh_of(kind=kind))
+    grad_fn = jc.value_and_grad(loss_of, jc.error_feedback(jc.top_k(k=K)))
+    state, memory = grad_fn.init(params), np.zeros((N, N, 160))
+    step = jax.jit(grad_fn)
+    for _ in range(3):
+        _, grads, state = step(params, state, *batch)
+        message = memory + np.stack([rows_of(g) for g in own_gradients()])
+        sent = np.apply_along_axis(largest, -1, message)
+        memory = message - sent
+        np.testing.assert_allclose(rows_of(grads), sent.mean(0), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(grads["c"], np.mean([g["c"] for g in own_gradients()], 0), rtol=1e-4, atol=1e-5)
+    for name, x in grads.items():
+        assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim)
+    found = [m.local.algorithm.memory for m in state.exchange if np.asarray(m.local.counts.route)[0] == 7]
+    np.testing.assert_allclose(np.asarray(found[0])[:, :, :160], memory, rtol=1e-4, atol=1e-5)
+    assert found[0].sharding.shard_shape(found[0].shape)[0] == 1
+    assert jc.info(state).chosen == "scatter"
+
+
+def test_identity_is_the_gradient_for_half_the_bytes():
+    """With the same axis on one dimension as tensor parallelism, too. Only payloads cross "data", and parameters."""
+    both = {"a": P(None, ("model", "data")), "b": P("model", "data"), "c": P()}
+    for mesh, specs in ((mesh_of(), SPECS), (mesh_of((2, 2)), both)):
+        params, batch = placed(mesh, specs)
+        grad_fn = jc.value_and_grad(loss_of, jc.direct(jc.identity()))
+        state = grad_fn.init(params)
+        step = jax.jit(grad_fn).lower(params, state, *batch).compile()
+        loss, grads, state = step(params, state, *batch)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+            (loss, grads),
+            jax.jit(jax.value_and_grad(loss_of))(PARAMS, *BATCH),
+        )
+        crossing = [row for row in jc.ledger(step).rows if "data" in row.axes(mesh)]
+        assert {row.op for row in crossing} <= {"all-gather", "all-to-all", "all-reduce"}
+        n, shards = mesh.shape["data"], mesh.size // mesh.shape["data"]
+        rows = sum(row.sent_bytes for row in crossing if row.op == "all-to-all")
+        size = 640 // shards  # of a and b, at one device
+        assert rows <= (n - 1) / n * 4 * (size + 32 * n)
+        largest = max(row.operand_bytes for row in crossing if row.op == "all-reduce")
+        assert largest <= 4 * 12  # the bias, which is whole everywhere
+
+
+def test_what_cannot_be_scattered_is_refused():
+    params, _ = placed(mesh_of())
+    init = lambda algorithm, **options: jc.value_and_grad(loss_of, algorithm, **options).init(params)
+    with pytest.raises(ValueError, match=r"keeps a shift that needs the whole of it. Use direct"):
+        init(jc.diana(jc.rand_k(k=3)))
+    with pytest.raises(ValueError, match="needs a compressor of one array"):
+        init(jc.error_feedback(jc.per_leaf(jc.top_k(k=3))))
+    with pytest.raises(ValueError, match="bucket_bytes does not go with"):
+        init(jc.direct(jc.identity()), bucket_bytes=1000)
+    sharded = {"x": P("a")}
+    with pytest.raises(ValueError, match="over all of their axes"):
+        jc.compressed_mean(jc.direct(jc.identity()), ("a", "b"), sharded=sharded)
+    with pytest.raises(ValueError, match="of a hierarchy"):
+        jc.compressed_mean(axis_name=dict.fromkeys("ab", jc.direct(jc.identity())), sharded={"x": P(("a", "b"))})
