@@ -55,11 +55,11 @@ def cnn(folder: Path | None) -> Task:
     return Task("CNN, digits", params, loss, batch, 1e-3)
 
 
-def transformer(path: Path | None) -> Task:
+def transformer(path: Path | None, length: int, width: int) -> Task:
     from experiments.transformer import LAYOUTS, Sizes, initial, mean_loss
 
     text = texts.text_of(path)
-    sizes = Sizes(text.characters, 64, 128, 4, 4)
+    sizes = Sizes(text.characters, length, width, 4, 4)
 
     def batch(seed, step):
         rows = texts.windows(text.codes[: text.train], WORKERS * BATCH, sizes.length, seed, step)
@@ -141,6 +141,8 @@ def parser() -> Parser:
     p.add_argument("--ratio", type=fraction, default=0.01, help="of sparsifiers")
     p.add_argument("--tasks", nargs="+", choices=["cnn", "transformer"], default=["cnn", "transformer"])
     p.add_argument("--text", type=Path, default=None, help="plain or .xz; without it the source of this package")
+    p.add_argument("--length", type=at_least(1), default=32, help="characters that the transformer sees")
+    p.add_argument("--width", type=at_least(4), default=64, help="of the transformer")
     p.add_argument("--out", type=Path, default=Path("runs/layouts"), help="folder for results, table and plot")
     return p
 
@@ -153,7 +155,10 @@ def main(arguments: Sequence[str]) -> int:
     from experiments.bench.timing import machine
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    tasks = [cnn(None) if name == "cnn" else transformer(options.text) for name in options.tasks]
+    tasks = [
+        cnn(None) if name == "cnn" else transformer(options.text, options.length, options.width)
+        for name in options.tasks
+    ]
     results = []
     with progress_bar(console) as bar:
         for task in tasks:

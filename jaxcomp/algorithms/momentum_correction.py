@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
-from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide, wide_like, zeros_like
+from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, in_place, wide, wide_like, zeros_like
 from jaxcomp.compressors.vector import lift
 from jaxcomp.layout import Parts
 
@@ -88,15 +88,20 @@ def momentum_correction(
         local = MomentumLocal(zeros_like(like), zeros_like(like), state.local)
         return State(local, MomentumShared(_of_dense(zeros_like(like)), state.shared))
 
+    def accumulated(before, given):
+        """Momentum and velocity after this round's gradient."""
+        (momenta, velocities), (grads, factor) = before, given
+        pairs = jax.tree.map(lambda u, g: heavy_ball(u, _clipped(g, factor, u.dtype)), momenta, grads)
+        u, step = (jax.tree.map(lambda _, pair: pair[i], grads, pairs) for i in (0, 1))  # noqa: B023
+        return jax.tree.map(bounded, u), jax.tree.map(lambda v, s: bounded(v + s), velocities, step)
+
     def update(key, grads, state, exchange):
         """As in the formulas above; small leaves, which go dense, wait for nothing and keep no velocity."""
-        grads = jax.tree.map(lambda g, v: g.astype(v.dtype), _clipped(grads, clip_norm, workers), state.local.velocity)
-        pairs = jax.tree.map(heavy_ball, state.local.momentum, grads)
-        u, step = (jax.tree.map(lambda _, pair: pair[i], grads, pairs) for i in (0, 1))  # noqa: B023
-        u = jax.tree.map(bounded, u)
-        v = jax.tree.map(lambda v, s: bounded(v + s), state.local.velocity, step)
-        if isinstance(grads, Parts):
-            u, v = u._replace(dense=jnp.zeros_like(u.dense)), v._replace(dense=grads.dense)
+        factor = _clip_factor(grads, clip_norm, workers)
+        u, v = in_place(accumulated, (state.local.momentum, state.local.velocity), (grads, factor))
+        if isinstance(v, Parts):
+            dense = _clipped(grads.dense, factor, v.dense.dtype)
+            u, v = u._replace(dense=jnp.zeros_like(u.dense)), v._replace(dense=dense)
         sent = exchange.mean(key, compressor, v, state.part("compressor"))
         if masking:
             u = jax.tree.map(lambda u, s: jnp.where(s != 0, jnp.zeros((), u.dtype), u), u, sent.own)
@@ -126,13 +131,17 @@ def _of_dense(zeros: Any) -> Any:
     return Parts(zeros.dense, tuple(map(empty, zeros.vectors))) if isinstance(zeros, Parts) else empty(zeros)
 
 
-def _clipped(grads: Any, clip_norm: float | None, workers: int | None) -> Any:
-    grads = finite(grads)
+def _clip_factor(grads: Any, clip_norm: float | None, workers: int | None) -> jax.Array | None:
+    """What gradients are multiplied by; None for no clipping."""
     if clip_norm is None or workers is None:
-        return grads
-    norm = _norm(grads)
-    factor = jnp.minimum(1, clip_norm / math.sqrt(workers) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-    return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads)
+        return None
+    norm = _norm(finite(grads))
+    return jnp.minimum(1, clip_norm / math.sqrt(workers) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+
+
+def _clipped(g: jax.Array, factor: jax.Array | None, dtype: Any) -> jax.Array:
+    g = finite(g)
+    return (g if factor is None else g * factor.astype(g.dtype)).astype(dtype)
 
 
 def _norm(tree: Any) -> jax.Array:
