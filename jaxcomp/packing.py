@@ -60,13 +60,20 @@ def pack(codes: Array, width: int) -> Array:
     codes = codes.astype(U32)
     if width < 32:
         codes = codes & U32((1 << width) - 1)
-    rows = jnp.pad(codes, (0, 32 * groups - codes.shape[0])).reshape(32, groups)
+    rest = 32 * groups - codes.shape[0]
+    if 32 % width == 0:  # no code straddles two words: a sum, in which XLA computes the codes where they are used
+        parts = jnp.pad(codes, (0, rest)).reshape(width, 32 // width, groups)
+        shifts = lax.iota(U32, 32 // width) * U32(width)
+        return jnp.sum(parts << shifts[:, None], axis=1, dtype=U32)
+    kind = jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else U32  # these codes will be an array
+    rows = jnp.pad(codes.astype(kind), (0, rest)).reshape(32, groups)
     words = []
     for m in range(width):
         word = None
         for i in range(32 * m // width, min(32, -(-32 * (m + 1) // width))):
             shift = i * width - 32 * m
-            part = rows[i] << U32(shift) if shift >= 0 else rows[i] >> U32(-shift)
+            row = rows[i].astype(U32)
+            part = row << U32(shift) if shift >= 0 else row >> U32(-shift)
             word = part if word is None else word | part
         words.append(word)
     return jnp.stack(words)
