@@ -3,7 +3,8 @@
 import importlib
 import sys
 
-from experiments.cli import UserError, fail
+from experiments.cli import fail
+from experiments.errors import line_of
 
 # name -> (module, what it shows). Modules are imported only when asked for: each sets up JAX itself.
 EXPERIMENTS = {
@@ -40,11 +41,14 @@ def main(arguments: list[str]) -> int:
         fail(f"unknown experiment {name!r}; choose from {', '.join(EXPERIMENTS)}")
     try:
         return importlib.import_module(EXPERIMENTS[name][0]).main(rest)
-    except UserError as error:
-        fail(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        line = line_of(error)
+        if line is None:
+            raise
+        fail(line)
 
 
 if __name__ == "__main__":

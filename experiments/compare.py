@@ -5,7 +5,6 @@ runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.jso
 finished method and seed), table.md, compare.png, and checkpoints.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.cli import Parser, at_least, fraction, positive
-from experiments.folders import Journal, choose_folder, claimed, given_in, how_to_find, jsonable, resumed, write_json
+from experiments.folders import (
+    Journal,
+    choose_folder,
+    claimed,
+    given_in,
+    goes_on,
+    how_to_find,
+    jsonable,
+    read_results,
+    resumed,
+    write_json,
+)
 from experiments.report import progress_bar, show
 
 if TYPE_CHECKING:
@@ -62,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs")
     folder = choose_folder(runs, name, resume, "compare")
     if resume:
-        options = resumed(folder, options, given_in(parser(), arguments))
+        options = resumed(folder, options, given_in(parser(), arguments), parser())
     return Run(options, runs, name).go(resume)
 
 
@@ -90,7 +100,7 @@ class Run:
         for method in o["methods"]:
             algorithm_for(method, o["ratio"], o["levels"], o["via"])
         # Only now, so that a wrong option leaves nothing behind.
-        with claimed(self.runs, self.name, resume, "compare") as self.folder:
+        with claimed(self.runs, self.name, resume, "compare") as self.folder, goes_on(self.runs, self.folder):
             self.journal = Journal(self.folder)
             return self.go_in_folder(resume)
 
@@ -101,7 +111,7 @@ class Run:
         if not resume:
             write_json(self.folder / "config.json", {key: jsonable(value) for key, value in o.items()})
         elif (self.folder / "results.json").is_file():
-            self.results = json.loads((self.folder / "results.json").read_text())
+            self.results = read_results(self.folder / "results.json")
         jobs = [Job(method, seed) for method in dict.fromkeys(o["methods"]) for seed in dict.fromkeys(o["seeds"])]
         done = {(row["method"], row["seed"]) for row in self.results}
         console.print(

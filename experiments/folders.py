@@ -12,8 +12,20 @@ from pathlib import Path
 from typing import IO, Any
 
 from experiments.cli import Parser, UserError, choose_new, named_folder
+from experiments.errors import line_of, read_json, shortened
 
-__all__ = ["Journal", "choose_folder", "claimed", "given_in", "how_to_find", "jsonable", "resumed", "write_json"]
+__all__ = [
+    "Journal",
+    "choose_folder",
+    "claimed",
+    "given_in",
+    "goes_on",
+    "how_to_find",
+    "jsonable",
+    "read_results",
+    "resumed",
+    "write_json",
+]
 
 RUNNING = "running.json"  # who writes to the folder: there, and locked, as long as somebody does
 
@@ -96,9 +108,14 @@ def locked(folder: Path) -> IO[str]:
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break
         file.close()  # its owner has removed it since we opened it
-    file.truncate(0)
-    file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname()}))
-    file.flush()
+    try:
+        file.truncate(0)
+        file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname()}))
+        file.flush()
+    except OSError as error:
+        with contextlib.suppress(OSError):  # what it could not write it tries to write again
+            file.close()
+        raise OSError(error.errno, error.strerror, str(path)) from None
     return file
 
 
@@ -108,12 +125,28 @@ def how_to_find(runs: Path, folder: Path) -> str:
     return f"{where} --name {shlex.quote(str(folder.relative_to(runs)))}"
 
 
-def resumed(folder: Path, options: dict[str, Any], given: dict[str, Any], free: Collection[str] = ()) -> dict[str, Any]:
-    """The options of the run; what is given again must agree with them, but for those that are free to change."""
+@contextlib.contextmanager
+def goes_on(runs: Path, folder: Path) -> Iterator[None]:
+    """Errors that a user can mend say how the run goes on then."""
     try:
-        kept = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is damaged: {error}") from None
+        yield
+    except Exception as error:
+        line = line_of(error)
+        if line is None:
+            raise
+        begun = (folder / "config.json").is_file() and "--resume" not in line
+        raise UserError(line + (f", then go on with --resume{how_to_find(runs, folder)}" if begun else "")) from None
+
+
+def resumed(
+    folder: Path, options: dict[str, Any], given: dict[str, Any], parser: Parser, free: Collection[str] = ()
+) -> dict[str, Any]:
+    """The options of the run; what is given again must agree with them, but for those that are free to change.
+
+    Raises:
+        UserError: config.json is damaged, or they do not agree.
+    """
+    kept = read_json(folder / "config.json", lambda content: _wrong_options(content, options, parser), ANEW)
     for key in kept.keys() & given.keys():
         if key in free:
             kept[key] = given[key]
@@ -122,6 +155,69 @@ def resumed(folder: Path, options: dict[str, Any], given: dict[str, Any], free: 
             raise UserError(f"{folder} was started with {flag} {kept[key]}, not {given[key]}; leave it out")
     kept["data_dir"] = Path(kept["data_dir"]) if kept["data_dir"] else None
     return options | kept
+
+
+ANEW = "start a new run with another --name"
+
+
+def _wrong_options(kept: Any, options: dict[str, Any], parser: Parser) -> str | None:
+    """What no command line could have put there."""
+    if not isinstance(kept, dict) or not kept:
+        return "it must hold the options of the run by name"
+    by_name = {action.dest: action for action in parser._actions}
+    for key, value in kept.items():
+        if key not in options:
+            return f"{key} is no option"
+        action = by_name[key]
+        each = value if action.nargs == "+" else [value]
+        if value is None or (action.nargs == 0 and isinstance(value, bool)):
+            continue
+        if not isinstance(each, list) or any(isinstance(one, bool | list | dict | None) for one in each):
+            return f"{key} is {value!r}"
+        for one in each:
+            try:
+                parsed = action.type(str(one)) if callable(action.type) else one
+            except (argparse.ArgumentTypeError, ValueError) as error:
+                return f"{key} {error}"
+            if action.choices is not None and parsed not in action.choices:
+                return f"{key} must be one of {', '.join(map(str, action.choices))}; got {one!r}"
+    return None
+
+
+# What a row of results has at least.
+RESULT = {
+    "method": str,
+    "seed": int,
+    "loss": float,
+    "accuracy": float,
+    "seconds": float,
+    "sent_bytes": float,
+    "lane_bytes": float,
+    "code_bits": float,
+    "parameters": int,
+    "sha256": str,
+    "sha256_optimizer": str,
+}
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The rows of a results.json.
+
+    Raises:
+        UserError: it is damaged.
+    """
+
+    def wrong(rows: Any) -> str | None:
+        if not isinstance(rows, list) or not rows:
+            return "it must hold a list of results"
+        for row in rows:
+            for key, kind in RESULT.items():
+                value = row.get(key) if isinstance(row, dict) else None
+                if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
+                    return f"{key} of a result is {value!r}"
+        return None
+
+    return read_json(path, wrong, "remove it, and the last step is done again")
 
 
 def jsonable(value: Any) -> Any:
@@ -142,10 +238,28 @@ class Journal:
         self.path, self.writes = folder / "metrics.jsonl", writes
 
     def lines(self) -> list[dict[str, Any]]:
-        lines = self.path.read_text().splitlines() if self.path.is_file() else []
+        """All lines, but for half a one at the end, which a killed process or a full disk may have left.
+
+        Raises:
+            UserError: another one is damaged.
+        """
+        try:
+            lines = self.path.read_text().splitlines() if self.path.is_file() else []
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.path} is damaged: {shortened(error)}; {ANEW}") from None
         if lines and not lines[-1].endswith("}"):
-            lines.pop()  # a killed process may have left half a line
-        return [json.loads(line) for line in lines]
+            lines.pop()
+        return [self._parsed(number, line) for number, line in enumerate(lines, 1)]
+
+    def _parsed(self, number: int, text: str) -> dict[str, Any]:
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            raise UserError(f"{self.path}, line {number} is damaged: {shortened(error)}; {ANEW}") from None
+        whole = isinstance(line, dict) and all(isinstance(line.get(key), int) for key in ("step", "seed"))
+        if not whole or not isinstance(line.get("method"), str) or not isinstance(line.get("loss"), int | float):
+            raise UserError(f"{self.path}, line {number} is damaged: it must have method, seed, step and loss; {ANEW}")
+        return line
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Drops the lines that are not wanted."""

@@ -140,8 +140,8 @@ def taken_up(
     """The state of a checkpoint, for the workers there are now; and what is to be kept with it."""
     workers = trainer.mesh.size
     if about["workers"] == workers:
-        return checkpoints.restore(step, trainer.abstract_state(fresh.params)), about
-    old = checkpoints.restore(step, trainer.abstract_state(fresh.params, about["workers"]))
+        return checkpoints.restore(step, trainer.abstract_state(fresh.params), about), about
+    old = checkpoints.restore(step, trainer.abstract_state(fresh.params, about["workers"]), about)
     # What a step sends depends on the number of workers: the account goes on from here.
     spent = about["base_bytes"] + about["step_bytes"] * (step - about["base_step"])
     now = {"workers": workers, "base_step": step, "base_bytes": spent, "step_bytes": trainer.ledger.total_bytes}

@@ -7,6 +7,7 @@ cause is what the user gets to see.
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.cli import UserError
+from experiments.errors import line_of
 
 __all__ = [
     "Failed",
@@ -28,7 +30,6 @@ __all__ = [
     "agree",
     "die_with_parent",
     "first_cause",
-    "join",
     "leave",
     "stop_on_signals",
 ]
@@ -45,6 +46,7 @@ LOST = (
 )
 LOST += ("deadline_exceeded", "coordination", "peer", "barrier")
 PATIENCE = 30.0  # seconds that processes have to stop together, before they are killed
+ROOM = 2**16  # bytes without which a process cannot say why it fails
 TAIL = 15  # lines of a log that are shown
 
 
@@ -74,31 +76,6 @@ class Failure(NamedTuple):
 # Within a process
 
 
-def join(coordinator: str | None, number: int | None, process: int | None) -> None:
-    """Joins the others: at a coordinator, or wherever JAX finds one in the environment of the cluster.
-
-    Raises:
-        UserError: they cannot be found.
-    """
-    import jax
-
-    # Gloo's greetings go to the standard error; what the program itself prints stays where it was.
-    sys.stdout.flush()
-    out = os.dup(1)
-    os.dup2(2, 1)
-    sys.stdout = os.fdopen(out, "w", buffering=1)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    try:
-        if coordinator is None:
-            jax.distributed.initialize()
-        else:
-            jax.distributed.initialize(coordinator, number, process, cluster_detection_method="deactivate")
-    except (ValueError, RuntimeError) as error:
-        where = f"at {coordinator}" if coordinator else "in the environment of this cluster"
-        hint = "" if coordinator else "; name it: --coordinator HOST:PORT --num-processes N --process-id I"
-        raise UserError(f"found no other processes {where}: {str(error).splitlines()[0].rstrip('.')}{hint}") from None
-
-
 def agree(decide: Callable[[], Any]) -> Any:
     """What process 0 decides (JSON), on all processes; a UserError of its, too."""
     import jax
@@ -111,8 +88,10 @@ def agree(decide: Callable[[], Any]) -> Any:
     if jax.process_index() == 0:
         try:
             content = {"value": decide()}
-        except UserError as error:
-            content = {"error": str(error)}
+        except Exception as error:
+            content = {"error": line_of(error)}
+            if content["error"] is None:
+                raise
     text = np.frombuffer(json.dumps(content).encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     text = text if jax.process_index() == 0 else np.zeros(length, np.uint8)
@@ -158,15 +137,17 @@ def leave(logs: Path | None, process: int, error: BaseException) -> None:
 
     There is no orderly way out: JAX would wait for processes that are gone, or wait for this one.
     """
-    user = isinstance(error, UserError)
-    message = str(error) if user else describe(error)
+    line = line_of(error)
+    user = line is not None
+    message = describe(error) if line is None else line
     failure = Failure(time.time(), process, message, user)
     logs = logs if logs is not None and (logs.exists() or (logs.parent / "config.json").is_file()) else None
-    if logs is not None:
-        logs.mkdir(exist_ok=True)
-        draft = logs / f"failed-{process}.tmp"
-        draft.write_text(json.dumps(failure._asdict()))
-        os.replace(draft, logs / f"failed-{process}.json")
+    with contextlib.suppress(OSError):  # the disk may be full
+        if logs is not None:
+            logs.mkdir(exist_ok=True)
+            draft = logs / f"failed-{process}.tmp"
+            draft.write_text(json.dumps(failure._asdict()))
+            os.replace(draft, logs / f"failed-{process}.json")
     if failure.secondary:
         message = f"lost the other processes: {message}"
         time.sleep(1.0)  # the one that failed first may still be writing
@@ -329,6 +310,8 @@ class Group:
             more = " (out of memory?)" if name == "SIGKILL" else ""
             return Failed(f"process {sudden[0]} was killed by {name}{more}; all were stopped")
         first = first_cause(self.logs)
+        if first is None and shutil.disk_usage(self.logs).free < ROOM:
+            return UserError(f"{self.logs}: no space left on device; make room")
         process = first.process if first else next(i for i, code in enumerate(self.codes()) if code not in (None, 0))
         return self.failed_with(
             process, first.message if first else f"exit status {self.processes[process].returncode}"

@@ -9,7 +9,6 @@ Writes to runs/NAME: config.json, metrics.jsonl (a line for each logged step), r
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -21,13 +20,36 @@ import numpy as np
 
 from experiments import processes
 from experiments.cli import Parser, UserError, at_least, fraction, one_thread, positive
-from experiments.folders import Journal, choose_folder, claimed, given_in, how_to_find, jsonable, resumed, write_json
+from experiments.folders import (
+    Journal,
+    choose_folder,
+    claimed,
+    given_in,
+    goes_on,
+    how_to_find,
+    jsonable,
+    read_results,
+    resumed,
+    write_json,
+)
+from experiments.joining import join
 from experiments.report import progress_bar
 
 __all__ = ["main"]
 
 # Where it runs, not what: none of it is kept with the run.
-PLACES = ("processes", "coordinator", "num_processes", "process_id", "cluster", "logs", "resume", "name", "runs")
+PLACES = (
+    "processes",
+    "coordinator",
+    "num_processes",
+    "process_id",
+    "patience",
+    "cluster",
+    "logs",
+    "resume",
+    "name",
+    "runs",
+)
 
 
 def parser() -> Parser:
@@ -65,6 +87,9 @@ def parser() -> Parser:
     where.add_argument("--coordinator", metavar="HOST:PORT", default=None, help="address of process 0")
     where.add_argument("--num-processes", type=at_least(1), default=None, help="processes at the coordinator")
     where.add_argument("--process-id", type=at_least(0), default=None, help="number of this one")
+    where.add_argument(
+        "--patience", type=positive, default=300.0, metavar="SECONDS", help="how long to wait for the other processes"
+    )
     where.add_argument("--cluster", action="store_true", help="find the other processes as JAX does")
     where.add_argument("--logs", type=Path, default=None, help=argparse.SUPPRESS)
     keep = p.add_argument_group("what is kept")
@@ -118,7 +143,7 @@ def find_run(options: dict[str, Any], given: dict[str, Any], place: dict[str, An
         folder = place["runs"] / place["name"]
     else:
         folder = choose_folder(place["runs"], place["name"], place["resume"], "train")
-    return folder, resumed(folder, options, given, free=["workers"]) if place["resume"] else options
+    return folder, resumed(folder, options, given, parser(), free=["workers"]) if place["resume"] else options
 
 
 def workers_of(options: dict[str, Any], number: int) -> int:
@@ -164,7 +189,7 @@ def take_part(options: dict[str, Any], given: dict[str, Any], place: dict[str, A
         processes.die_with_parent()
     run, number = None, place["process_id"] or 0
     try:
-        processes.join(place["coordinator"], place["num_processes"], place["process_id"])
+        join(place["coordinator"], place["num_processes"], place["process_id"], place["patience"], place["logs"])
         run = Run(options, given, place)
         return run.go(processes.stop_on_signals(alone=False))
     except KeyboardInterrupt:
@@ -187,7 +212,11 @@ class Run:
 
     def go(self, stop_after: Callable[[int], bool]) -> int:
         with contextlib.ExitStack() as self.claims:
-            return self.go_in_folder(stop_after)
+            try:
+                return self.go_in_folder(stop_after)
+            except Exception:
+                with goes_on(self.place["runs"], self.folder):
+                    raise
 
     def go_in_folder(self, stop_after: Callable[[int], bool]) -> int:
         import jax
@@ -254,7 +283,7 @@ class Run:
                 found = claimed(place["runs"], place["name"], place["resume"], "train")
                 self.folder = self.claims.enter_context(found)
             results = self.folder / "results.json"
-            return [str(self.folder), said(json.loads(results.read_text())[0]) if results.is_file() else ""]
+            return [str(self.folder), said(read_results(results)[0]) if results.is_file() else ""]
 
         folder, finished = processes.agree(decide)
         return Path(folder), finished

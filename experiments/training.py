@@ -5,7 +5,11 @@ process hands to JAX what belongs to its own workers.
 """
 
 import hashlib
+import json
+import logging
+import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp as jc
 from experiments.cli import UserError
 from experiments.data import Dataset, batch_of
+from experiments.errors import reading
 from jaxcomp.base import Algorithm
 
 __all__ = [
@@ -255,12 +260,23 @@ class Checkpoints:
     """The newest state of one job on disk, by orbax: every process writes what it holds.
 
     Orbax writes beside the place and renames in the end, so that a checkpoint is there whole or not at all; the one
-    before it goes only then.
+    before it goes only then. With the state goes a fingerprint of all its bits, which is compared when it is read: the
+    format itself does not notice every flipped bit.
     """
 
     def __init__(self, folder: Path):
-        options = ocp.CheckpointManagerOptions(max_to_keep=1, create=True, cleanup_tmp_directories=True)
-        self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        # What fails comes back as an exception, and need not be logged with its traceback before.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        sys.unraisablehook = _without_late_answers
+        self.folder = folder.absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=1,
+            create=True,
+            cleanup_tmp_directories=True,
+            # In the background a process whose write fails would wait for the others, and they for it, for minutes.
+            enable_async_checkpointing=False,
+        )
+        self.manager = ocp.CheckpointManager(self.folder, options=options)
 
     def latest(self) -> int | None:
         return self.manager.latest_step()
@@ -268,16 +284,62 @@ class Checkpoints:
     def save(self, step: int, state: State, about: dict[str, Any]) -> None:
         """Writes the state, and what has to be known of it before it can be read."""
         if self.manager.latest_step() != step:
-            args = ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(about))
+            about = about | {"fingerprint": _fingerprint_of_bits(state)}
+            args = ocp.args.Composite(
+                state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(about | {"crc": _crc(about)})
+            )
             self.manager.save(step, args=args)
             self.manager.wait_until_finished()
 
-    def about(self, step: int) -> dict[str, Any]:
-        return self.manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+    def _reading(self, step: int) -> Any:
+        path = self.folder / str(step)
+        return reading(f"checkpoint {path}", "remove it, and the run starts again from its first step")
 
-    def restore(self, step: int, abstract: State) -> State:
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract._asdict()))
-        return State(**self.manager.restore(step, args=args)["state"])
+    def about(self, step: int) -> dict[str, Any]:
+        """What has to be known of a state.
+
+        Raises:
+            UserError: the checkpoint is damaged.
+        """
+        with self._reading(step):
+            about = dict(self.manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"])
+            if about.pop("crc") != _crc(about):
+                raise ValueError("its checksum does not fit")
+            return about
+
+    def restore(self, step: int, abstract: State, about: dict[str, Any]) -> State:
+        """The state.
+
+        Raises:
+            UserError: the checkpoint is damaged.
+        """
+        with self._reading(step):
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract._asdict()))
+            state = State(**self.manager.restore(step, args=args)["state"])
+            if _fingerprint_of_bits(state) != about["fingerprint"]:
+                raise ValueError("its fingerprint does not fit: bits have changed")
+            return state
 
     def close(self) -> None:
         self.manager.close()
+
+
+def _without_late_answers(failure: Any) -> None:
+    """What the store's threads want to tell an event loop that has failed and is closed interests nobody."""
+    error = failure.exc_value
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        sys.__unraisablehook__(failure)
+
+
+@jax.jit
+def _marks(leaves: list[Any]) -> Any:
+    return jc.replicas.fingerprint(leaves)
+
+
+def _fingerprint_of_bits(state: State) -> int:
+    """32 bits that tell of any flipped bit, in whatever way the arrays are spread over devices."""
+    return int(_marks(jax.tree.leaves(state)))
+
+
+def _crc(about: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
