@@ -37,12 +37,13 @@ def join(
     where = f"at {coordinator}" if coordinator else "in the environment of this cluster"
     try:
         with waiting(process, number, where, patience, logs):
-            limit = {"initialization_timeout": int(patience) + 60}
+            seconds = int(patience) + 60
             if coordinator is None:
-                jax.distributed.initialize(**limit)
+                jax.distributed.initialize(initialization_timeout=seconds)
             else:
                 check_address(coordinator, process)
-                jax.distributed.initialize(coordinator, number, process, cluster_detection_method="deactivate", **limit)
+                alone = {"cluster_detection_method": "deactivate"}
+                jax.distributed.initialize(coordinator, number, process, initialization_timeout=seconds, **alone)
     except (ValueError, RuntimeError) as error:
         hint = "" if coordinator else "; name it: --coordinator HOST:PORT --num-processes N --process-id I"
         raise UserError(f"found no other processes {where}: {str(error).splitlines()[0].rstrip('.')}{hint}") from None
