@@ -42,8 +42,13 @@ def join(
                 jax.distributed.initialize(initialization_timeout=seconds)
             else:
                 check_address(coordinator, process)
-                alone = {"cluster_detection_method": "deactivate"}
-                jax.distributed.initialize(coordinator, number, process, initialization_timeout=seconds, **alone)
+                jax.distributed.initialize(
+                    coordinator,
+                    number,
+                    process,
+                    cluster_detection_method="deactivate",
+                    initialization_timeout=seconds,
+                )
     except (ValueError, RuntimeError) as error:
         hint = "" if coordinator else "; name it: --coordinator HOST:PORT --num-processes N --process-id I"
         raise UserError(f"found no other processes {where}: {str(error).splitlines()[0].rstrip('.')}{hint}") from None
