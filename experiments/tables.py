@@ -83,6 +83,20 @@ ALGORITHMS = [
         "jc.diana(jc.dithering(7))",
     ),
     (
+        "jc.ef21(c, momentum=0.0, plus=False)",
+        "C(g - h), moves h by all of it",
+        "mean shift, after it moved",
+        "a contraction (alpha)",
+        "jc.ef21(jc.top_k(0.01))",
+    ),
+    (
+        "jc.ef_bv(c)",
+        "C(g - h), moves h by lambda C(g - h)",
+        "mean shift + nu mean of what was sent",
+        "omega or alpha known",
+        "jc.ef_bv(jc.dithering(7))",
+    ),
+    (
         "jc.momentum_correction(c, momentum=0.9)",
         "C(v + u), u <- m u + g, keeps the rest as v",
         "mean of what was sent",

@@ -19,7 +19,7 @@ What is listed here is public. Everything else may change without notice. What i
 from typing import Any
 
 from jaxcomp import allocate, collectives, contrib, methods, payloads, prox, replicas, smoothness, state, theory, wire
-from jaxcomp.algorithms import diana, direct, error_feedback, power_sgd
+from jaxcomp.algorithms import diana, direct, ef21, error_feedback, power_sgd
 from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State
 from jaxcomp.compressors import (
     bernoulli,
@@ -86,6 +86,7 @@ __all__ = [
     "diana",
     "direct",
     "dithering",
+    "ef21",
     "error_feedback",
     "flat",
     "identity",

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["StepSizes", "adiana", "dcgd", "diana", "diana_released", "isega", "marina"]
+__all__ = ["StepSizes", "adiana", "dcgd", "diana", "diana_released", "ef21", "isega", "marina"]
 
 
 class StepSizes(NamedTuple):
@@ -168,6 +168,43 @@ def adiana(*, smoothness: float, workers: int, variance: float, omega: float, mu
     theta_1 = min(1 / 4, math.sqrt(eta * mu / q))
     gamma = eta / (2 * (theta_1 + eta * mu))
     return StepSizes(gamma, 1 / (1 + omega), eta, theta_1, 1 / 2, 1 - gamma * mu, q)
+
+
+def ef21(*, smoothness: float, alpha: float, worker_smoothness: float | None = None, mu: float = 0.0) -> StepSizes:
+    """EF21, for non-convex losses: `descend(ef21(c), gamma)`.
+
+    gamma = 1 / (L + L~ sqrt(1 - alpha) / theta),   theta = 1 - sqrt(1 - alpha). Where the Polyak-Lojasiewicz condition
+    holds with mu > 0: gamma = min(1 / (L + L~ sqrt(2 (1 - alpha)) / theta), theta / (2 mu)), and the rate is gamma mu.
+
+    Args:
+        smoothness: L, above 0.
+        alpha: of the compressor, in (0, 1].
+        worker_smoothness: L~, the root of the mean of L_i^2; None: L.
+        mu: constant of the condition (strong convexity, say), in [0, L].
+
+    Returns:
+        `StepSizes` with gamma and rate.
+
+    Raises:
+        ValueError: a constant is out of range.
+
+    Reference: Richtarik, Sokolov, Fatkhullin 2021 (EF21), theorems 1 and 2; their sqrt(beta / theta) is
+    sqrt(1 - alpha) / theta, which is 0 for alpha = 1.
+
+    >>> ef21(smoothness=1.0, alpha=0.75).gamma
+    0.5
+    """
+    _check("ef21", smoothness, 1, mu=mu)
+    if not 0 < alpha <= 1:
+        raise ValueError(f"theory.ef21: alpha must be in (0, 1]; got {alpha}")
+    each = smoothness if worker_smoothness is None else worker_smoothness
+    if not each > 0:
+        raise ValueError(f"theory.ef21: worker_smoothness must be above 0; got {each}")
+    left = math.sqrt(1 - alpha)
+    theta = 1 - left
+    gamma = 1 / (smoothness + (math.sqrt(2) if mu else 1) * each * left / theta)
+    gamma = min(gamma, theta / (2 * mu)) if mu else gamma
+    return StepSizes(gamma, rate=gamma * mu)
 
 
 def isega(

@@ -49,3 +49,33 @@ class PowerSGDHook:
         # Of leaves that are not compressed, too: there the errors of all workers add up to zero.
         self.error = [{name: x[name] - out[name] for name in names} for x in inputs]
         return out
+
+
+def ef21(workers, compress, momentum=0.0, plus=False, whole_start=True):
+    """Richtarik, Sokolov, Fatkhullin 2021, algorithms 2 and 3 (with one choice for all); Fatkhullin et al. 2023.
+
+    workers: f64[rounds, n, d]. Returns directions [rounds, d] and the shifts [n, d].
+    """
+    directions, shifts, averages = [], None, None
+    for t, g in enumerate(np.float64(workers)):
+        averages = g.copy() if t == 0 else momentum * averages + (1 - momentum) * g
+        shifts = np.zeros_like(g) if t == 0 else shifts
+        if t == 0 and whole_start:
+            shifts = g.copy()
+        else:
+            shifted = shifts + np.stack([compress(v - h) for v, h in zip(averages, shifts, strict=True)])
+            anew = np.stack([compress(v) for v in averages])
+            better = plus and np.sum((anew - averages) ** 2) < np.sum((shifted - averages) ** 2)
+            shifts = anew if better else shifted
+        directions.append(shifts.mean(0))
+    return np.stack(directions), shifts
+
+
+def ef_bv(workers, compress, shift_step, mean_step):
+    """Condat, Li, Richtarik 2022, algorithm 1."""
+    shifts, directions = np.zeros(np.shape(workers)[1:]), []
+    for g in np.float64(workers):
+        sent = np.stack([compress(each) for each in g - shifts])
+        directions.append(shifts.mean(0) + mean_step * sent.mean(0))
+        shifts = shifts + shift_step * sent
+    return np.stack(directions), shifts

@@ -3,6 +3,7 @@
 from jaxcomp.algorithms.adiana import adiana
 from jaxcomp.algorithms.diana import diana
 from jaxcomp.algorithms.direct import direct
+from jaxcomp.algorithms.ef_bv import ef21, ef_bv
 from jaxcomp.algorithms.error_feedback import error_feedback
 from jaxcomp.algorithms.isega import isega
 from jaxcomp.algorithms.marina import marina
@@ -15,6 +16,8 @@ __all__ = [
     "descend",
     "diana",
     "direct",
+    "ef21",
+    "ef_bv",
     "error_feedback",
     "isega",
     "marina",

@@ -138,6 +138,7 @@ def factors(stacks: list[Array], start: list[Array], also: Any, exchange: Any) -
 # Bases
 
 
+@jax.jit  # so that it is compiled once where it is called outside
 def basis_of(x: Array) -> Array:
     """Orthonormal columns that span those of each [r, k] matrix of a stack, k <= r, whatever its rank and scale.
 

@@ -37,6 +37,9 @@ ALGORITHMS = {
     "diana-rand_k": jc.diana(jc.rand_k(0.2)),
     "diana-bernoulli": jc.diana(jc.bernoulli(0.2)),
     "power_sgd": jc.power_sgd(2),
+    "ef21": jc.ef21(jc.top_k(0.05)),
+    "ef21-plus": jc.ef21(jc.top_k(0.05), momentum=0.5, plus=True),
+    "ef_bv": jc.ef_bv(jc.top_k(0.05), shift_step=0.5),
 }
 
 
@@ -70,6 +73,7 @@ HOSTED = {
     "diana": jc.diana(jc.rand_k(0.25)),
     "momentum_correction": jc.momentum_correction(jc.top_k(0.05), momentum=0.5),
     "power_sgd": jc.power_sgd(2),
+    "ef21": jc.ef21(jc.top_k(0.05), momentum=0.5),
 }
 
 

@@ -1,0 +1,203 @@
+"""EF21, its forms with momentum and with a choice (EF21+), and EF-BV, which has DIANA and EF21 as its two ends."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.algorithms.error_feedback import check_contracts
+from jaxcomp.base import (
+    Algorithm,
+    Compressor,
+    State,
+    bounded,
+    check_compressor,
+    finite,
+    for_worker,
+    residual,
+    wide_like,
+    zeros_like,
+)
+from jaxcomp.compressors.vector import lift, omega_of
+
+__all__ = ["ef21", "ef_bv"]
+
+Array = jax.Array
+
+
+class ShiftedLocal(NamedTuple):
+    shift: Any
+    compressor: Any
+
+
+class MomentumLocal(NamedTuple):
+    """shift h_i;  memory v_i - h_i, what was not sent yet of the average that momentum takes."""
+
+    shift: Any
+    memory: Any
+    compressor: Any
+
+
+class ShiftedShared(NamedTuple):
+    """shift: mean of the h_i;  rounds i32[]: so far."""
+
+    shift: Any
+    rounds: Array
+    compressor: Any
+
+
+def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, whole_start: bool = True) -> Algorithm:
+    """Sends C(g_i - h_i) and adds all of it to the shift: for biased compressors what DIANA is for unbiased ones.
+
+    v_i <- momentum v_i + (1 - momentum) g_i   (the gradient itself by default),
+    h_i <- h_i + C(v_i - h_i),   direction = (1/n) sum_i h_i,   v_i, h_i = g_i in the first round.
+
+    Unlike `error_feedback`, whose memory delays gradients, it converges for different losses of the workers and
+    whole gradients at the rate of gradient descent, up to a factor of 1 / alpha. Stochastic gradients need momentum
+    (0.9): without it, their noise does not vanish however many workers there are.
+
+    Args:
+        compressor: contracts (alpha known), of one array (then all large leaves of a tree are one) or of trees.
+        momentum: in [0, 1); 1 - momentum is the reference's eta (EF21-SGDM).
+        plus: EF21+, sends C(v_i) instead where that is nearer to v_i. All workers choose alike, by the sums of
+            |C(v_i) - v_i|^2 and |h_i + C(v_i - h_i) - v_i|^2 (8 bytes), so that the mean of the shifts stays known to
+            all; the bound of the reference, which is on the mean of these distances, holds for this choice too. Two
+            compressions more in each round.
+        whole_start: the first gradient is sent whole. Otherwise C of it.
+
+    Raises:
+        ValueError: the compressor does not contract, or momentum is out of range.
+
+    Reference: Richtarik, Sokolov, Fatkhullin 2021 (EF21, algorithm 2; EF21+, algorithm 3, where each worker chooses and
+    a server stores all shifts); Fatkhullin, Tyurin, Richtarik 2023 (EF21-SGDM). Step sizes: `theory.ef21`.
+
+    >>> import jaxcomp as jc
+    >>> jc.ef21(jc.rand_k(0.1))
+    Traceback (most recent call last):
+    ValueError: ef21 needs a contraction; rand_k(0.1) is not one. Wrap it: contract(rand_k(0.1))
+    """
+    check_contracts("ef21", compressor)
+    if not 0 <= momentum < 1:
+        raise ValueError(f"ef21: momentum must be in [0, 1); got {momentum}")
+    compressor = lift(compressor)
+
+    def init(shared_key, like):
+        like = wide_like(like)
+        check_contracts("ef21", compressor, like)
+        return _start(compressor, shared_key, like, bool(momentum))
+
+    def update(key, grads, state, exchange):
+        own, mean = state.part("shift")
+        rounds = state.shared.rounds
+        fresh = jnp.where(rounds == 0, 1.0, 1 - momentum)
+        message = jax.tree.map(lambda g, h: bounded(g.astype(h.dtype) - h), finite(grads), own)
+        if momentum:
+            blend = lambda d, u: bounded(fresh.astype(d.dtype) * d + momentum * u)
+            message = jax.tree.map(blend, message, state.local.memory)
+
+        def whole(inner, message, own, mean):
+            change = jax.tree.map(lambda total: total / exchange.size, exchange.sum(message))
+            left = jax.tree.map(jnp.subtract, message, message)
+            return _plus(own, message), _plus(mean, change), left, inner
+
+        def compressed(inner, message, own, mean):
+            if plus:
+                message, own, mean = _nearer(key, compressor, inner, message, own, mean, exchange)
+            sent = exchange.mean(key, compressor, message, inner)
+            rest = sent.residual if momentum else ()
+            return jax.tree.map(bounded, sent.add_to(own, 1.0)), _plus(mean, sent.mean), rest, sent.state
+
+        inner = state.part("compressor")
+        if whole_start:
+            yes = whole if momentum else lambda *args: (*whole(*args)[:2], (), args[0])
+            done = exchange.cond(rounds == 0, yes, compressed, inner, message, own, mean)
+        else:
+            done = compressed(inner, message, own, mean)
+        own, mean, rest, inner = done
+        return mean, state.replace(shift=State(own, mean), memory=rest, rounds=rounds + 1, compressor=inner)
+
+    return Algorithm(init, update, _ROLES | {"memory": "memory"} if momentum else _ROLES, compressor)
+
+
+def ef_bv(compressor: Compressor, *, shift_step: float | None = None, mean_step: float | None = None) -> Algorithm:
+    """EF-BV: sends C(g_i - h_i), and takes a step of its own for the shifts and for the direction.
+
+    d_i = C(g_i - h_i),   direction = h + (nu/n) sum_i d_i,   h_i <- h_i + lambda d_i,   h <- h + (lambda/n) sum_i d_i.
+
+    lambda = 1 / (1 + omega), nu = 1 is `diana`; lambda = nu = 1 is `ef21` whose first message is compressed too.
+
+    Args:
+        compressor: with omega or alpha known, of one array or of trees.
+        shift_step: lambda, in (0, 1]; default 1 / (1 + omega) if omega is known, else 1.
+        mean_step: nu, in (0, 1]; default 1 / (1 + omega / n) for n workers if omega is known, else 1.
+
+    Raises:
+        ValueError: neither omega nor alpha is known, or a step is out of range.
+
+    Reference: Condat, Li, Richtarik 2022 (EF-BV), algorithm 1; the defaults are its lambda* and nu* for unbiased
+    compressors with independent errors, and those of EF21 for contractions, of which bias and variance are not
+    known apart.
+
+    >>> import jaxcomp as jc
+    >>> algorithm = jc.ef_bv(jc.dithering(7))
+    """
+    spec = check_compressor("ef_bv", compressor)
+    if spec.omega is None and spec.alpha is None:
+        raise ValueError(f"ef_bv needs a compressor with omega or alpha known; {spec.name} has neither")
+    for name, value in (("shift_step", shift_step), ("mean_step", mean_step)):
+        if value is not None and not 0 < value <= 1:
+            raise ValueError(f"ef_bv: {name} must be in (0, 1]; got {value}")
+    compressor = lift(compressor)
+
+    def init(shared_key, like):
+        like = wide_like(like)
+        if spec.omega is None:
+            check_contracts("ef_bv", compressor, like)
+        return _start(compressor, shared_key, like, False)
+
+    def update(key, grads, state, exchange):
+        own, mean = state.part("shift")
+        message = jax.tree.map(lambda g, h: bounded(g.astype(h.dtype) - h), finite(grads), own)
+        omega = omega_of(compressor, message)
+        by = 1 / (1 + omega) if shift_step is None else shift_step
+        nu = 1 / (1 + omega / exchange.size) if mean_step is None else mean_step
+        sent = exchange.mean(key, compressor, message, state.part("compressor"))
+        direction = jax.tree.map(lambda h, d: bounded(h + nu * d), mean, sent.mean)
+        own = jax.tree.map(bounded, sent.add_to(own, by))
+        mean = jax.tree.map(lambda h, d: bounded(h + by * d), mean, sent.mean)
+        rounds = state.shared.rounds + 1
+        return direction, state.replace(shift=State(own, mean), rounds=rounds, compressor=sent.state)
+
+    return Algorithm(init, update, _ROLES, compressor)
+
+
+_ROLES = {"shift": "shift", "rounds": "coin", "compressor": "compressor"}
+
+
+def _start(compressor: Compressor, shared_key: Array, like: Any, momentum: bool) -> State:
+    state, zeros = compressor.init(shared_key, like), zeros_like(like)
+    local = MomentumLocal(zeros, zeros, state.local) if momentum else ShiftedLocal(zeros, state.local)
+    return State(local, ShiftedShared(zeros, jnp.zeros((), jnp.int32), state.shared))
+
+
+def _plus(a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda x, y: bounded(x + y), a, b)
+
+
+def _nearer(
+    key: Array, compressor: Compressor, state: State, message: Any, own: Any, mean: Any, exchange: Any
+) -> tuple[Any, Any, Any]:
+    """What EF21+ sends and adds it to: v - h to the shifts, or v to zero, whichever leaves less on all workers."""
+    mine = for_worker(compressor, state.shared, exchange.index, exchange.size)
+
+    def missed(x: Any) -> Array:
+        payload, _ = compressor.compress(key, x, State(state.local, mine))
+        squares = [jnp.sum(jnp.square(left)) for left in jax.tree.leaves(residual(compressor, x, payload, mine))]
+        return jnp.sum(jnp.stack(squares)) if squares else jnp.zeros(())
+
+    v = _plus(own, message)
+    by_itself, shifted = exchange.sum((missed(v), missed(message)))
+    anew = by_itself < shifted
+    pick = lambda a, b: jax.tree.map(lambda x, y: jnp.where(anew, x, y), a, b)
+    none = lambda h: jax.tree.map(jnp.subtract, h, h)
+    return pick(v, message), pick(none(own), own), pick(none(mean), mean)
