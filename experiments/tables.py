@@ -115,6 +115,12 @@ ALGORITHMS = [
 # call, what a worker sends, what comes of it, functions of jc.theory
 METHODS = [
     ("jc.descend(algorithm, gamma)", "what the algorithm sends", "x <- prox(x - gamma direction)", "dcgd, diana"),
+    (
+        "jc.bidirectional(algorithm, down)",
+        "what the algorithm sends",
+        "what comes back is down(direction)",
+        "dcgd, diana",
+    ),
     ("jc.adiana(c, step_sizes)", "C(grad(x) - h) and C'(grad(w) - h)", "DIANA with Nesterov's acceleration", "adiana"),
     ("jc.isega(p, S, gamma)", "sampled entries of S^(-1/2)(g - h)", "shifts take over what was sampled", "isega"),
     ("jc.marina(c, gamma, full)", "C of the gradient's change, or all of it", "for non-convex losses", "marina"),

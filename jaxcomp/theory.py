@@ -40,7 +40,13 @@ class StepSizes(NamedTuple):
 
 
 def dcgd(
-    *, smoothness: float, workers: int, variance: float, mu: float = 0.0, interpolation: bool = False
+    *,
+    smoothness: float,
+    workers: int,
+    variance: float,
+    mu: float = 0.0,
+    interpolation: bool = False,
+    down_omega: float = 0.0,
 ) -> StepSizes:
     """Distributed compressed gradient descent: `descend(direct(c), gamma)`.
 
@@ -54,6 +60,7 @@ def dcgd(
         variance: V, at least 0.
         mu: strong convexity, in [0, L].
         interpolation: whether the gradients of all workers vanish at the optimum.
+        down_omega: omega of what compresses the way down (`bidirectional`); gamma is divided by 1 + down_omega.
 
     Returns:
         `StepSizes` with gamma and rate.
@@ -66,13 +73,20 @@ def dcgd(
     >>> dcgd(smoothness=1.0, workers=10, variance=5.0, mu=0.01).gamma
     0.5
     """
-    _check("dcgd", smoothness, workers, variance, mu=mu)
-    gamma = 1 / (smoothness + (1 if interpolation else 2) * variance / workers)
+    _check("dcgd", smoothness, workers, variance, mu=mu, down_omega=down_omega)
+    gamma = 1 / (smoothness + (1 if interpolation else 2) * variance / workers) / (1 + down_omega)
     return StepSizes(gamma if mu else gamma / 2, rate=gamma * mu)
 
 
 def diana(
-    *, smoothness: float, workers: int, variance: float, omega: float, mu: float = 0.0, tight: bool = False
+    *,
+    smoothness: float,
+    workers: int,
+    variance: float,
+    omega: float,
+    mu: float = 0.0,
+    tight: bool = False,
+    down_omega: float = 0.0,
 ) -> StepSizes:
     """DIANA: `descend(diana(c, alpha=alpha), gamma)`.
 
@@ -89,6 +103,7 @@ def diana(
         omega: largest omega of the compressors, at least 0.
         mu: strong convexity, in [0, L].
         tight: whether to take the larger step above; without effect for mu = 0.
+        down_omega: omega of what compresses the way down (`bidirectional`): L and V grow by 1 + down_omega.
 
     Returns:
         `StepSizes` with gamma, alpha and rate.
@@ -101,9 +116,9 @@ def diana(
     >>> diana(smoothness=1.0, workers=10, variance=5.0, omega=4.0, mu=0.01)[:2]
     (0.25, 0.2)
     """
-    _check("diana", smoothness, workers, variance, omega=omega, mu=mu)
-    alpha = 1 / (1 + omega)
-    gamma, rate = _learnt_shifts(smoothness, variance / workers, mu, alpha, tight)
+    _check("diana", smoothness, workers, variance, omega=omega, mu=mu, down_omega=down_omega)
+    alpha, grown = 1 / (1 + omega), 1 + down_omega
+    gamma, rate = _learnt_shifts(grown * smoothness, grown * variance / workers, mu, alpha, tight)
     return StepSizes(gamma, alpha, rate=rate)
 
 
@@ -132,7 +147,9 @@ def diana_released(*, smoothness_max: float, workers: int, omega: float) -> Step
     return StepSizes(1 / (smoothness_max * (1 + 2 * omega / workers)), 1 / (1 + omega))
 
 
-def adiana(*, smoothness: float, workers: int, variance: float, omega: float, mu: float) -> StepSizes:
+def adiana(
+    *, smoothness: float, workers: int, variance: float, omega: float, mu: float, down_omega: float = 0.0
+) -> StepSizes:
     """Accelerated DIANA: `adiana(c, step_sizes)`.
 
     alpha = 1 / (1 + omega),   theta_1 = min(1 / 4, sqrt(eta mu / q)),   theta_2 = 1 / 2,
@@ -146,6 +163,9 @@ def adiana(*, smoothness: float, workers: int, variance: float, omega: float, mu
         variance: V, at least 0.
         omega: largest omega of the compressors, at least 0.
         mu: strong convexity, in (0, L].
+        down_omega: omega of what compresses the way down; eta is divided by (1 + down_omega)^2, the price of
+            multiplicative noise in accelerated methods (Vaswani, Bach, Schmidt 2019). For ADIANA no rate is proven with
+            it.
 
     Returns:
         `StepSizes` with everything but a rate.
@@ -158,13 +178,14 @@ def adiana(*, smoothness: float, workers: int, variance: float, omega: float, mu
     >>> adiana(smoothness=1.0, workers=4, variance=0.0, omega=0.0, mu=0.125)[2:4]
     (0.5, 0.25)
     """
-    _check("adiana", smoothness, workers, variance, omega=omega, mu=mu)
+    _check("adiana", smoothness, workers, variance, omega=omega, mu=mu, down_omega=down_omega)
     if not mu > 0:
         raise ValueError(f"theory.adiana: mu must be above 0; got {mu}")
     q, eta = 1.0, 1 / (2 * smoothness)
     if variance > 0:
         q = min(1.0, max(1.0, math.sqrt(workers * smoothness / (32 * variance)) - 1) / (2 * (1 + omega)))
         eta = min(eta, workers / (64 * variance * (2 * q * (omega + 1) + 1) ** 2))
+    eta /= (1 + down_omega) ** 2
     theta_1 = min(1 / 4, math.sqrt(eta * mu / q))
     gamma = eta / (2 * (theta_1 + eta * mu))
     return StepSizes(gamma, 1 / (1 + omega), eta, theta_1, 1 / 2, 1 - gamma * mu, q)
@@ -279,13 +300,20 @@ def marina(*, smoothness: float, workers: int, variance: float, full: float) -> 
 
 
 def _check(
-    name: str, smoothness: float, workers: int, variance: float = 0.0, omega: float = 0.0, mu: float = 0.0
+    name: str,
+    smoothness: float,
+    workers: int,
+    variance: float = 0.0,
+    omega: float = 0.0,
+    mu: float = 0.0,
+    down_omega: float = 0.0,
 ) -> None:
     for what, value, fits, allowed in (
         ("smoothness", smoothness, smoothness > 0, "above 0"),
         ("workers", workers, workers >= 1, "at least 1"),
         ("variance", variance, variance >= 0, "at least 0"),
         ("omega", omega, omega >= 0, "at least 0"),
+        ("down_omega", down_omega, down_omega >= 0, "at least 0"),
         ("mu", mu, 0 <= mu <= smoothness * (1 + 1e-9), f"in [0, smoothness = {smoothness}]"),
     ):
         if not fits:

@@ -18,8 +18,9 @@ __all__ = ["main"]
 NOTES = """\
 Per worker. budget: expected non-zeros of a message over d, the one with the fewest bits. kB up: sent until the target
 (norms, Elias-coded gaps and levels, values of 32 bits), geometric mean over seeds. + upload: with the one-off message
-that tells the server the roots and the plan. kB down: the iterate in 32 bits, one copy per round. factor: kB up of
-the first row over this one's. floor: smallest relative squared error seen."""
+that tells the server the roots and the plan. kB down: the direction, in 32 bits an entry or as a server compresses
+it (half, one, two: dithering with so many times sqrt(d) levels and a norm of 16 bits). factor: kB up (--count both: up
+and down) of the first row over this one's. floor: smallest relative squared error seen."""
 
 
 def parser() -> Parser:
@@ -43,6 +44,7 @@ def parser() -> Parser:
     p.add_argument("--form", choices=["paper", "tight"], default="paper", help="step sizes of the DIANA methods")
     p.add_argument("--target", type=positive, default=None, help="relative squared error to reach")
     p.add_argument("--rounds", type=at_least(1), default=None, help="at most so many")
+    p.add_argument("--count", choices=["up", "both"], default="up", help="bits that decide which budget is best")
     p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="of the compressors")
     p.add_argument("--only", nargs="+", default=None, metavar="METHOD", help="only these rows of the study, by name")
     p.add_argument("--name", default=None, help="folder under --runs; without it the next free smoothness-N")
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 def refuse_what_it_has_not(options: Any) -> None:
     """Options that only the convex studies read."""
     given = vars(parser().parse_args(["networks"]))
-    for name in ("data", "data_dir", "workers", "l2", "split", "form", "target", "only"):
+    for name in ("data", "data_dir", "workers", "l2", "split", "form", "target", "only", "count"):
         if getattr(options, name) != given[name]:
             raise UserError(f"the study networks has no --{name.replace('_', '-')}: it trains a CNN on digits")
 
@@ -96,7 +98,7 @@ def compare(o: Any, folder: Path) -> int:
     if len(counts) > 1 and o.study != "workers":
         raise UserError("several --workers only for the study workers")
     problems = [make_problem(o.data, o.data_dir, n, o.l2, o.split) for n in counts]
-    setups = [study.setups(problem, budgets or (1 / problem.workers,), o.form) for problem in problems]
+    setups = [study.setups(problem, budgets or (1 / problem.workers,), o.form, o.count) for problem in problems]
     if o.only:
         known = [setup.label for setup in setups[0]]
         if missing := [label for label in o.only if label not in known]:
@@ -113,7 +115,7 @@ def compare(o: Any, folder: Path) -> int:
             f"split, l2 = {o.l2:g}, {o.form} steps, L = {problem.L:.3g}, L_max = {problem.L_max:.3g}, to {target:g}"
         )
         console.print(title)
-        results = run_all(problem, some, target, limit, o.seeds, folder, console)
+        results = run_all(problem, some, target, limit, o.seeds, folder, console, o.count)
         for r in results:
             rounds = float(np.mean(r.curves.reached(r.target)[r.best]))
             lines.setdefault(r.setup.label, []).append((float(r.kilobytes[r.best]), rounds))
@@ -127,7 +129,7 @@ def compare(o: Any, folder: Path) -> int:
     return 0
 
 
-def run_all(problem: Any, setups: Any, target: float, limit: int, seeds: Any, folder: Path, console: Any):
+def run_all(problem: Any, setups: Any, target: float, limit: int, seeds: Any, folder: Path, console: Any, count: str):
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from experiments.smoothness.report import Result
@@ -145,8 +147,8 @@ def run_all(problem: Any, setups: Any, target: float, limit: int, seeds: Any, fo
             def now(done: int, error: float, task: Any = task) -> None:
                 bar.update(task, completed=done, now=f"{done:,} rounds, error {error:.1e}")
 
-            curves = run_setup(problem, setup, seeds, target=target, max_rounds=limit, show=now)
-            result = Result(problem, setup, curves, target)
+            curves = run_setup(problem, setup, seeds, target=target, max_rounds=limit, count=count, show=now)
+            result = Result(problem, setup, curves, target, count)
             bar.update(task, total=curves.errors.shape[-1])
             results.append(result)
             write_metrics(metrics, result, seeds)

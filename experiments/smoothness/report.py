@@ -20,11 +20,16 @@ class Result(NamedTuple):
     setup: Setup
     curves: Curves
     target: float
+    count: str = "up"
 
     @property
     def kilobytes(self) -> np.ndarray:
-        """[budgets]: sent by a worker until the target, geometric mean over seeds; infinite where not reached."""
-        return np.exp(np.mean(np.log(self.curves.bits_to(self.target)), axis=1)) / 8e3
+        """[budgets]: counted bits until the target, geometric mean over seeds; infinite where not reached."""
+        return self.of(self.count)
+
+    def of(self, count: str) -> np.ndarray:
+        """[budgets]: kilobytes "up", "down" or "both" until the target."""
+        return np.exp(np.mean(np.log(self.curves.bits_to(self.target, count)), axis=1)) / 8e3
 
     @property
     def best(self) -> int:
@@ -59,7 +64,20 @@ def _leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree)
 
 
-HEAD = ["method", "budget", "gamma", "omega", "rounds", "bits/round", "kB up", "+ upload", "kB down", "factor", "floor"]
+HEAD = [
+    "method",
+    "budget",
+    "gamma",
+    "omega",
+    "rounds",
+    "bits/round",
+    "kB up",
+    "+ upload",
+    "kB down",
+    "both",
+    "factor",
+    "floor",
+]
 
 
 def rows_of(results: list[Result]) -> list[list[str]]:
@@ -69,7 +87,7 @@ def rows_of(results: list[Result]) -> list[list[str]]:
     for r in results:
         b = r.best
         d = r.problem.d
-        kilobytes = r.kilobytes[b]
+        kilobytes, up, down = r.kilobytes[b], r.of("up")[b], r.of("down")[b]
         rounds = float(np.mean(r.curves.reached(r.target)[b]))
         each = float(np.mean(r.curves.bits[b, :, -1])) / r.curves.bits.shape[-1]
         once = upload_bits(r.setup, d) / 8e3
@@ -83,9 +101,10 @@ def rows_of(results: list[Result]) -> list[list[str]]:
                 f"{r.setup.omega[b]:.3g}",
                 f"{rounds:,.0f}" if reached else "-",
                 f"{each:.0f}",
-                f"{kilobytes:,.1f}" if reached else "-",
-                f"{kilobytes + once:,.1f}" if reached else "-",
-                f"{rounds * 4 * d / 1e3:,.0f}" if reached else "-",
+                f"{up:,.1f}" if reached else "-",
+                f"{up + once:,.1f}" if reached else "-",
+                f"{down:,.1f}" if reached else "-",
+                f"{up + down:,.1f}" if reached else "-",
                 f"{reference / kilobytes:.2f}" if reached and np.isfinite(reference) else "-",
                 f"{floor:.1e}",
             ]
@@ -115,7 +134,7 @@ KINDS = {
 
 def style_of(label: str, i: int) -> dict[str, Any]:
     method, _, kind = label.partition(" ")
-    if kind not in KINDS:
+    if method not in COLOURS or kind not in KINDS:
         return LINES[i % len(LINES)]
     return {"color": COLOURS[method], "linestyle": KINDS[kind][0], "marker": KINDS[kind][1]}
 

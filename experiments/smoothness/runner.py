@@ -11,6 +11,7 @@ import numpy as np
 import jaxcomp as jc
 from experiments.smoothness.problems import Problem
 from experiments.smoothness.setups import Setup
+from jaxcomp.algorithms.bidirectional import Down
 from jaxcomp.compressors.precondition import Preconditioned
 
 __all__ = ["Curves", "run_setup"]
@@ -20,21 +21,24 @@ AXIS = "workers"
 
 class Curves(NamedTuple):
     """errors [budgets, seeds, rounds]: |x - x*|^2 / |x*|^2 after each round;  bits: sent by a worker until then, mean
-    over the workers;  seconds: per round and run, with all runs on this machine at once.
+    over the workers;  seconds: per round and run, with all runs on this machine at once;  down: bits sent to each
+    worker until then.
     """
 
     errors: np.ndarray
     bits: np.ndarray
     seconds: float
+    down: np.ndarray
 
     def reached(self, target: float) -> np.ndarray:
         """[budgets, seeds]: rounds until the error was at most target; all rounds that were run if it never was."""
         below = self.errors <= target
         return np.where(below.any(-1), below.argmax(-1) + 1, self.errors.shape[-1])
 
-    def bits_to(self, target: float) -> np.ndarray:
-        """[budgets, seeds]: bits sent by a worker up to that round; infinite if it was not reached."""
-        bits = np.take_along_axis(self.bits, self.reached(target)[..., None] - 1, -1)[..., 0]
+    def bits_to(self, target: float, count: str = "up") -> np.ndarray:
+        """[budgets, seeds]: bits up to that round, sent by a worker ("up"), to it, or both; infinite if not reached."""
+        sent = {"up": self.bits, "down": self.down, "both": self.bits + self.down}[count]
+        bits = np.take_along_axis(sent, self.reached(target)[..., None] - 1, -1)[..., 0]
         return np.where((self.errors <= target).any(-1), bits, np.inf)
 
 
@@ -42,6 +46,12 @@ def _swap(state: Any, operator: Any, plan: Any) -> Any:
     """The same state with other operators and plans: they are arguments, not part of what the scan carries."""
     is_plan = lambda part: isinstance(part, Preconditioned)
     return jax.tree.map(lambda part: Preconditioned(operator, plan) if is_plan(part) else part, state, is_leaf=is_plan)
+
+
+def _downs(state: Any) -> list[Down]:
+    """What the method knows of its messages to all workers."""
+    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, Down))
+    return [part for part in parts if isinstance(part, Down)]
 
 
 def gradient_of(features: jax.Array, labels: jax.Array, l2: float) -> Callable[[jax.Array], jax.Array]:
@@ -74,6 +84,7 @@ def run_setup(
     target: float,
     max_rounds: int,
     chunk: int = 100,
+    count: str = "up",
     show: Callable[[int, float], None] = lambda rounds, error: None,
 ) -> Curves:
     """Rounds until it is clear which budget reaches `target` with the fewest bits, or max_rounds; needs 64-bit mode.
@@ -84,6 +95,7 @@ def run_setup(
         seeds: one run for each budget and seed.
         target: relative squared error.
         max_rounds: limit.
+        count: which bits decide that: "up", or "both" directions.
         chunk: rounds between two looks from the host.
         show: called with rounds done and the largest error of any run.
     """
@@ -119,26 +131,30 @@ def run_setup(
         def body(state, _):
             state, bits = everyone(_swap(state, operator, plan), features, labels)
             error = jnp.sum((run.point(state) - optimum) ** 2) / size
-            return _swap(state, None, None), (error, jnp.mean(bits.astype(jnp.float64)))
+            down = [jnp.mean(part.bits) for part in _downs(state)] or [jnp.asarray(32.0 * problem.d)]
+            return _swap(state, None, None), (error, jnp.mean(bits.astype(jnp.float64)), down[0].astype(jnp.float64))
 
         return jax.lax.scan(body, state, length=chunk)
 
     advance = jax.jit(jax.vmap(advance, in_axes=(0, 0, 0, 0, None, None)), donate_argnums=0)
     state = jax.jit(jax.vmap(start))(steps, keys)
     advance = advance.lower(state, steps, keys, plans, operator, data).compile()
-    errors, bits, seconds, done = [], [], [], 0
+    errors, bits, down, seconds, done = [], [], [], [], 0
     while done < max_rounds:
         begin = time.perf_counter()
-        state, (error, sent) = jax.block_until_ready(advance(state, steps, keys, plans, operator, data))
+        state, (error, sent, received) = jax.block_until_ready(advance(state, steps, keys, plans, operator, data))
         seconds.append(time.perf_counter() - begin)
         errors.append(np.asarray(error))
         bits.append(np.asarray(sent))
+        down.append(np.asarray(received))
         done += chunk
         worst = float(np.max(np.min(errors[-1], axis=1)))
         show(done, worst)
-        if _decided(np.concatenate(errors, 1), np.concatenate(bits, 1), num_seeds, target):
+        counted = np.concatenate(bits, 1) + (np.concatenate(down, 1) if count == "both" else 0)
+        if _decided(np.concatenate(errors, 1), counted, num_seeds, target):
             break
     shape = (len(setup.plans), num_seeds, -1)
     each = float(np.median(seconds)) / chunk / (num_seeds * len(setup.plans))
-    errors, bits = (np.concatenate(parts, 1)[:, :max_rounds] for parts in (errors, bits))
-    return Curves(errors.reshape(shape), np.cumsum(bits, axis=1).reshape(shape), each)
+    errors, bits, down = (np.concatenate(parts, 1)[:, :max_rounds] for parts in (errors, bits, down))
+    sums = [np.cumsum(part, axis=1).reshape(shape) for part in (bits, down)]
+    return Curves(errors.reshape(shape), sums[0], each, sums[1])

@@ -13,11 +13,11 @@ __all__ = ["STUDIES", "Study"]
 
 
 class Study(NamedTuple):
-    """what: one line for the help;  setups(problem, budgets, form) -> setups, the first is what factors refer to;
-    budgets: shares of d; none: 1/n."""
+    """what: one line for the help;  setups(problem, budgets, form, count) -> setups, to the first of which factors
+    refer;  budgets: shares of d; none: 1/n."""
 
     what: str
-    setups: Callable[[Problem, Sequence[float], str], list[Setup]]
+    setups: Callable[[Problem, Sequence[float], str, str], list[Setup]]
     budgets: tuple[float, ...]
     target: float = 1e-6
     max_rounds: int = 4000
@@ -42,15 +42,20 @@ ALL = [(method, how) for how in ("rand", "uniform", "block") for method in ("dcg
 ]
 
 
-def pairs(names: list[tuple[str, str]]) -> Callable[[Problem, Sequence[float], str], list[Setup]]:
-    def setups(problem, budgets, form):
+def pairs(names: list[tuple[str, str]]) -> Callable[[Problem, Sequence[float], str, str], list[Setup]]:
+    def setups(problem, budgets, form, count):
         return [make_setup(problem, method, how, list(budgets), form=form) for method, how in names]
 
     return setups
 
 
-def budget(problem: Problem, budgets: Sequence[float], form: str) -> list[Setup]:
-    """DIANA+ does best with very short messages, plain and accelerated methods with longer ones."""
+def budget(problem: Problem, budgets: Sequence[float], form: str, count: str) -> list[Setup]:
+    """DIANA+ does best with very short messages, plain and accelerated methods with longer ones.
+
+    Where both directions count, rounds do, and so all methods do best with long messages.
+    """
+    if count == "both":
+        return both(problem, [16 * share for share in budgets], form)
     finer = [16 * share for share in budgets]
     names = [("diana", "uniform"), ("diana", "uniform-16"), ("diana+", "uniform"), ("diana+", "varying")]
     names += [("diana+", "varying-16"), ("adiana", "uniform"), ("adiana+", "varying"), ("adiana+", "varying-16")]
@@ -60,7 +65,19 @@ def budget(problem: Problem, budgets: Sequence[float], form: str) -> list[Setup]
     ]
 
 
-def variants(problem: Problem, budgets: Sequence[float], form: str) -> list[Setup]:
+def both(problem: Problem, budgets: list[float], form: str) -> list[Setup]:
+    """Every method with the direction sent back whole, and as a dithering of more and more levels."""
+    names = [("diana", "uniform"), ("diana+", "varying-16"), ("adiana", "uniform-16"), ("adiana+", "varying-16")]
+    setups = [make_setup(problem, method, how, budgets, form=form) for method, how in names]
+    names += [("dcgd+", "varying-16")]
+    return setups + [
+        make_setup(problem, method, how.removesuffix("-16") + "-16", budgets, form=form, down=down)
+        for method, how in names
+        for down in ("half", "one", "two")
+    ]
+
+
+def variants(problem: Problem, budgets: Sequence[float], form: str, count: str) -> list[Setup]:
     """DIANA+ with other coordinates, and with cheaper matrices."""
     matrices, d = problem.matrices, problem.d
     rng = np.random.default_rng(0)
@@ -96,7 +113,7 @@ STUDIES = {
     "all": Study("every method with every compressor", pairs(ALL), (0.125, 0.5)),
     "budget": Study(
         "DIANA with standard dithering against DIANA+ with varying steps, each at its best budget, and what beats both "
-        "(--budgets are those of DIANA+; the others take 16 times as much)",
+        "(--budgets are those of DIANA+; the others take 16 times as much); --count both: in both directions",
         budget,
         (1 / 64, 1 / 32, 1 / 16, 1 / 8),
         max_rounds=20000,

@@ -1,6 +1,7 @@
 """Distributed methods: what one worker does in a round. One file each."""
 
 from jaxcomp.algorithms.adiana import adiana
+from jaxcomp.algorithms.bidirectional import bidirectional
 from jaxcomp.algorithms.diana import diana
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.ef_bv import ef21, ef_bv
@@ -13,6 +14,7 @@ from jaxcomp.algorithms.power_sgd import power_sgd
 
 __all__ = [
     "adiana",
+    "bidirectional",
     "descend",
     "diana",
     "direct",

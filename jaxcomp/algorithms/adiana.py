@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.algorithms.bidirectional import check_down, send_down, start_down
 from jaxcomp.algorithms.method import check_unbiased, move, zeros_of
 from jaxcomp.base import Algorithm, Compressor, State, finite, key_data, wide_like, wrap_key
 from jaxcomp.compressors.vector import lift
@@ -27,7 +28,7 @@ class Coin(NamedTuple):
 
 
 class AdianaShared(NamedTuple):
-    """y, z, w: the three sequences;  shift: mean of the shifts;  coin: decides when w follows y."""
+    """y, z, w: three sequences;  shift: mean of the shifts;  coin: decides when w follows y;  down: of `send_down`."""
 
     y: Any
     z: Any
@@ -35,9 +36,17 @@ class AdianaShared(NamedTuple):
     shift: Any
     coin: Any
     compressor: Any
+    down: Any
 
 
-def adiana(compressor: Compressor, step_sizes: StepSizes, *, prox: Prox | None = None) -> Algorithm:
+def adiana(
+    compressor: Compressor,
+    step_sizes: StepSizes,
+    *,
+    prox: Prox | None = None,
+    down: Compressor | None = None,
+    code: str = "fixed",
+) -> Algorithm:
     """Accelerated DIANA; with a preconditioned compressor, ADIANA+.
 
     x = theta_1 z + theta_2 w + (1 - theta_1 - theta_2) y,   g = h + (1/n) sum_i C(grad_i(x) - h_i),
@@ -51,9 +60,12 @@ def adiana(compressor: Compressor, step_sizes: StepSizes, *, prox: Prox | None =
         compressor: unbiased, of one array or of trees.
         step_sizes: with alpha, eta, theta_1, theta_2, gamma, beta and q.
         prox: of a regulariser, for composite problems.
+        down: what a server compresses g with before it sends it back (`bidirectional`), unbiased; None: g goes whole.
+            Everyone's y, z and w follow from what arrives. Step sizes: `theory.adiana(..., down_omega=...)`.
+        code: in which the bits of that are counted.
 
     Raises:
-        ValueError: the compressor is biased, or steps are those of another method.
+        ValueError: a compressor is biased, or steps are those of another method.
 
     Reference: Li, Kovalev, Qian, Richtarik 2020 (ADIANA); Safaryan, Hanzely, Richtarik 2021 (ADIANA+).
     The coin is shared randomness, so it costs no bits.
@@ -67,15 +79,21 @@ def adiana(compressor: Compressor, step_sizes: StepSizes, *, prox: Prox | None =
     if alpha is None or eta is None or theta_1 is None or theta_2 is None or beta is None or q is None:
         raise ValueError("adiana needs the step sizes of theory.adiana(...)")
     compressor = lift(compressor)
+    if down is not None:
+        check_down("adiana", down)
+        down = lift(down)
 
     def init(shared_key, x):
         compressor_key, coin_key = jax.random.split(shared_key)
+        below = () if down is None else start_down(jax.random.fold_in(shared_key, 2), down, x)
         state = compressor.init(compressor_key, wide_like(x))
         coin = Coin(key_data(coin_key), jnp.zeros((), jnp.int32))
-        return State(AdianaLocal(zeros_of(x), state.local), AdianaShared(x, x, x, zeros_of(x), coin, state.shared))
+        return State(
+            AdianaLocal(zeros_of(x), state.local), AdianaShared(x, x, x, zeros_of(x), coin, state.shared, below)
+        )
 
     def update(key, gradient, state, exchange):
-        y, z, w, _, coin, _ = state.shared
+        y, z, w, _, coin, _, below = state.shared
         x = jax.tree.map(lambda z, w, y: theta_1 * z + theta_2 * w + (1 - theta_1 - theta_2) * y, z, w, y)
         own, mean = state.part("shift")
         difference = lambda point: jax.tree.map(lambda g, h: g.astype(h.dtype) - h, finite(gradient(point)), own)
@@ -83,6 +101,8 @@ def adiana(compressor: Compressor, step_sizes: StepSizes, *, prox: Prox | None =
         first = exchange.mean(first_key, compressor, difference(x), state.part("compressor"))
         second = exchange.mean(second_key, compressor, difference(w), first.state)
         g = jax.tree.map(jnp.add, mean, first.mean)
+        if down is not None:
+            g, below = send_down(down, below, g, code)
 
         new_y = move(x, g, eta, prox)
         combine = lambda z, x, y: beta * z + (1 - beta) * x + (gamma / eta) * (y - x)
@@ -91,8 +111,13 @@ def adiana(compressor: Compressor, step_sizes: StepSizes, *, prox: Prox | None =
         new_w = jax.tree.map(lambda y, w: jnp.where(tossed, y, w), y, w)
         shift = State(second.add_to(own, alpha), jax.tree.map(lambda h, c: h + alpha * c, mean, second.mean))
         coin = coin._replace(count=coin.count + 1)
-        new = state.replace(y=new_y, z=new_z, w=new_w, shift=shift, coin=coin, compressor=second.state)
+        new = state.replace(y=new_y, z=new_z, w=new_w, shift=shift, coin=coin, compressor=second.state, down=below)
         return new_y, new
 
-    roles = dict.fromkeys("yzw", "iterate") | {"shift": "shift", "coin": "coin", "compressor": "compressor"}
+    roles = dict.fromkeys("yzw", "iterate") | {
+        "shift": "shift",
+        "coin": "coin",
+        "compressor": "compressor",
+        "down": "coin",
+    }
     return Algorithm(init, update, roles, compressor, point=lambda shared: shared.y)
