@@ -20,6 +20,7 @@ EXPERIMENTS = {
     "sharded": ("experiments.sharded", "sharded models: each device compresses its shard, and what crosses which axis"),
     "overlap": ("experiments.overlap", "buckets: exchanges that may start while the backward pass still runs"),
     "layouts": ("experiments.layouts", "which vectors a tree should become: one, each leaf, or equal chunks"),
+    "local": ("experiments.local", "many steps at each worker, then one compressed exchange of their differences"),
     "bench": ("experiments.bench", "benchmarks of the hot paths"),
 }
 

@@ -110,6 +110,13 @@ ALGORITHMS = [
         "none: it has its own",
         "jc.power_sgd(4)",
     ),
+    (
+        "jc.sparse_loco(k=64)",
+        "k of each 4096 entries of 0.95 e + g in 2 bits, keeps the rest as e",
+        "mean of what was sent",
+        "none: it has its own",
+        "jc.sparse_loco()",
+    ),
 ]
 
 # call, what a worker sends, what comes of it, functions of jc.theory

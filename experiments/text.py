@@ -39,16 +39,22 @@ def add_options(p: Parser, *, batch: int, width: int, layers: int, lr: float) ->
 def read_characters(path: Path | None) -> tuple[np.ndarray, int]:
     """Codes i32[n] and the number of different characters; of this package's own source if there is no path.
 
+    Args:
+        path: plain or .xz; of a folder all files NAME.txt and NAME.txt.xz in the order of their names.
+
     Raises:
         UserError: no such file, damaged, or fewer than 1,000 characters.
     """
     if path is None:
         raw = b"".join(file.read_bytes() for file in sorted(Path(jc.__file__).parent.rglob("*.py")))
     else:
-        if not path.is_file():
-            raise UserError(f"no file {path}")
+        files = sorted([*path.glob("*.txt"), *path.glob("*.txt.xz")]) if path.is_dir() else [path]
+        if not files or not all(file.is_file() for file in files):
+            raise UserError(f"no file {path}" if files else f"no .txt or .txt.xz in {path}")
         try:
-            raw = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+            texts = [file.read_bytes() for file in files]
+            parts = zip(files, texts, strict=True)
+            raw = b"".join(lzma.decompress(text) if file.suffix == ".xz" else text for file, text in parts)
         except (OSError, lzma.LZMAError) as error:
             raise UserError(f"cannot read {path}: {error}") from None
     known, codes = np.unique(np.frombuffer(raw, np.uint8), return_inverse=True)

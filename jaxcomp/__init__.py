@@ -19,7 +19,7 @@ What is listed here is public. Everything else may change without notice. What i
 from typing import Any
 
 from jaxcomp import allocate, collectives, contrib, methods, payloads, prox, replicas, smoothness, state, theory, wire
-from jaxcomp.algorithms import diana, direct, ef21, error_feedback, power_sgd
+from jaxcomp.algorithms import diana, direct, ef21, error_feedback, power_sgd, sparse_loco
 from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State
 from jaxcomp.compressors import (
     bernoulli,
@@ -52,7 +52,7 @@ from jaxcomp.exchange.specs import init_state, per_worker, state_specs
 from jaxcomp.layout import Layout
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes
-from jaxcomp.transforms import compressed_mean, local_updates, value_and_grad
+from jaxcomp.transforms import compressed_mean, local_steps, local_updates, value_and_grad
 from jaxcomp.wire import WireError
 
 __version__ = "0.2.0"
@@ -94,6 +94,7 @@ __all__ = [
     "init_state",
     "lane_bytes",
     "ledger",
+    "local_steps",
     "local_updates",
     "methods",
     "narrow",
@@ -111,6 +112,7 @@ __all__ = [
     "sidco",
     "skcompress",
     "smoothness",
+    "sparse_loco",
     "state",
     "state_specs",
     "theory",

@@ -61,3 +61,26 @@ def local_updates(start, gradient, inner, outer, exchange, *, every, parts, dela
         points.append(np.stack(mine))
         centre.append(shared.copy())
     return np.stack(points), np.stack(centre)
+
+
+def sparse_loco(x, *, chunk=4096, k=64, bits=2, refine=4, released=False):
+    """What the others decode of a message x: the k largest of each chunk, each the mean of its bin.
+
+    released: bins are found by rounding to the nearest multiple of their width, so that the middle one lies on the
+    mean, and are not refined; otherwise by rounding down, and `refine` times each value goes to the nearest mean.
+    """
+    x = np.asarray(x, np.float64)
+    rows = np.pad(x, (0, -len(x) % chunk)).reshape(-1, chunk)
+    places = np.argsort(-np.abs(rows), axis=1, kind="stable")[:, :k]
+    values = np.take_along_axis(rows, places, 1)
+    count = 2**bits
+    centred = values - values.mean()
+    width = 6 * np.sqrt(np.mean(centred**2)) / count
+    scaled = centred / width + count // 2
+    codes = np.clip(np.round(scaled) if released else np.floor(scaled), 0, count - 1).astype(int)
+    means = lambda: np.array([values[codes == i].mean() if np.any(codes == i) else np.inf for i in range(count)])
+    for _ in range(0 if released else refine):
+        codes = np.argmin(np.abs(values[..., None] - means()), axis=-1)
+    out = np.zeros_like(rows)
+    np.put_along_axis(out, places, means()[codes], 1)
+    return out.reshape(-1)[: len(x)]

@@ -11,6 +11,7 @@ from jaxcomp.algorithms.marina import marina
 from jaxcomp.algorithms.method import descend
 from jaxcomp.algorithms.momentum_correction import momentum_correction
 from jaxcomp.algorithms.power_sgd import power_sgd
+from jaxcomp.algorithms.sparse_loco import sparse_loco
 
 __all__ = [
     "adiana",
@@ -25,4 +26,5 @@ __all__ = [
     "marina",
     "momentum_correction",
     "power_sgd",
+    "sparse_loco",
 ]

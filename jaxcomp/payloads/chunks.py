@@ -218,8 +218,9 @@ def _read_coded(reader: Reader) -> Chunks:
 
 def _entries(payload: Chunks) -> Any:
     values = payload.values
-    if not is_array(values):
-        return num_entries(values)
+    if not is_array(values):  # all places, filled up to a whole number of words, where that does not tell
+        inside = num_entries(values)
+        return 32 * payload.words.shape[1] if inside is None else inside
     xp = namespace(values)
     return xp.sum(values != 0, dtype=xp.int32)
 

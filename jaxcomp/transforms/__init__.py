@@ -1,16 +1,20 @@
 """What users put into their training loop. All forms run the same `exchange.runner`."""
 
 from jaxcomp.transforms.compressed_mean import compressed_mean
+from jaxcomp.transforms.local_steps import LocalSteps, LocalStepsState, local_steps
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.rounds import Rounds, rounds
 from jaxcomp.transforms.value_and_grad import GradientState, ValueAndGrad, value_and_grad
 
 __all__ = [
     "GradientState",
+    "LocalSteps",
+    "LocalStepsState",
     "LocalUpdatesState",
     "Rounds",
     "ValueAndGrad",
     "compressed_mean",
+    "local_steps",
     "local_updates",
     "rounds",
     "value_and_grad",

@@ -16,6 +16,7 @@ Each fragment has a mean of its own: the road of `compressed_mean`, with its alg
 The steps in between run no collective: it stands inside a `lax.cond` on the count of steps, equal on all workers.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -151,11 +152,13 @@ def local_updates(
     partial = sharded is not None or isinstance(axis_name, Mapping)
     last, root = len(levels) - 1, root_key(seed)
 
+    @functools.cache
     def mean(number: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
         """Of the differences of a fragment."""
-        key = jax.random.fold_in(root, number) if fragments > 1 else root
-        specs = sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
-        return means_over(NAME, levels, via, key, specs, partial, chosen=(last,), **options)
+        with jax.ensure_compile_time_eval():  # keys are words on the host, wherever the leaves come from
+            key = jax.random.fold_in(root, number) if fragments > 1 else root
+            specs = sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
+            return means_over(NAME, levels, via, key, specs, partial, chosen=(last,), **options)
 
     groups = optax.identity()
     if last:

@@ -1,0 +1,187 @@
+"""Local updates: many steps, then one compressed exchange of differences. Loss against bytes and against time.
+
+Trains a transformer on the bytes of a text with every method, H and seed, workers side by side on one device, and
+writes to runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.json (a row for each finished
+curve and seed), table.md, local.png, and checkpoints. Methods: NAME exchanges differences every H steps, stream:NAME in
+--fragments with --delay and --mixing, ddp:NAME gradients at every step.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.cli import Parser, at_least, fraction, positive, share
+from experiments.folders import Journal, choose_folder, claimed, given_in, how_to_find, jsonable, resumed, write_json
+from experiments.report import progress_bar, show
+
+__all__ = ["main"]
+
+DEFAULT = ["ddp:f32", "f32", "int8", "int4", "sparse-loco", "stream:int4"]
+
+
+def nonnegative(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else positive(text)
+
+
+def parser() -> Parser:
+    from experiments.local.methods import NAMES
+
+    p = Parser(prog="python -m experiments local", description=(__doc__ or "").split("\n\n")[0])
+    p.add_argument("--methods", nargs="+", default=DEFAULT, metavar="METHOD", help=f"of {', '.join(NAMES)}")
+    p.add_argument("--every", nargs="+", type=at_least(1), default=[30], metavar="H", help="steps of a round")
+    p.add_argument("--fragments", type=at_least(1), default=3, help="parts of the model, for stream:")
+    p.add_argument("--delay", type=at_least(0), default=5, help="steps an exchange may take, for stream:")
+    p.add_argument("--mixing", type=share, default=0.5, help="share of its own point a worker keeps, for stream:")
+    p.add_argument("--outer-lr", type=positive, default=None, help="0.7, or 1 for sparse-loco")
+    p.add_argument("--outer-momentum", type=nonnegative, default=None, help="of Nesterov: 0.9, or 0 for sparse-loco")
+    what = "text, plain or .xz, or a folder of NAME.txt(.xz); without it the source of this package"
+    p.add_argument("--data", type=Path, default=None, help=what)
+    p.add_argument("--workers", type=at_least(1), default=4, help="side by side on one device")
+    p.add_argument("--steps", type=at_least(1), default=300, help="steps of each run")
+    p.add_argument("--batch", type=at_least(1), default=8, help="windows of each worker in a step")
+    p.add_argument("--length", type=at_least(2), default=64, help="bytes of a window")
+    p.add_argument("--width", type=at_least(2), default=64, help="of the residual stream; 256 and 4 layers are 3 M")
+    p.add_argument("--heads", type=at_least(1), default=4, help="of attention")
+    p.add_argument("--layers", type=at_least(1), default=2, help="blocks")
+    p.add_argument("--lr", type=positive, default=2e-3, help="largest learning rate of AdamW")
+    p.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
+    p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
+    p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0], metavar="SEED", help="one run for each")
+    p.add_argument("--mbit", type=positive, default=100.0, help="of each link, for the computed times")
+    p.add_argument("--name", default=None, help="folder under --runs; without it the next free local-N")
+    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    p.add_argument("--log-every", type=at_least(1), default=10, help="steps between lines of metrics.jsonl")
+    p.add_argument("--checkpoint-every", type=at_least(1), default=100, help="steps between checkpoints")
+    p.add_argument("--resume", action="store_true", help="continue --name with the options it was started with")
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = vars(parser().parse_args(arguments))
+    resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs")
+    folder = choose_folder(runs, name, resume, "local")
+    if resume:
+        options = resumed(folder, options, given_in(parser(), arguments))
+        options["data"] = Path(options["data"]) if options["data"] else None
+    return Run(options, runs, name).go(resume)
+
+
+class Run:
+    """All curves of one folder."""
+
+    def __init__(self, options: dict[str, Any], runs: Path, name: str | None):
+        self.options, self.runs, self.name = options, runs, name
+        self.results: list[dict[str, Any]] = []
+
+    def go(self, resume: bool) -> int:
+        from rich.console import Console
+
+        from experiments.cli import UserError
+        from experiments.local.methods import parse
+        from experiments.text import text_of
+        from experiments.transformer import Sizes
+
+        o = self.options
+        self.console = Console(width=None if sys.stdout.isatty() else 150)
+        self.setups = parse(o["methods"], o["every"], o["fragments"], o["delay"], o["mixing"])
+        self.text = text_of(o["data"])
+        if o["width"] % o["heads"]:
+            raise UserError(f"--width must be a multiple of --heads; got {o['width']} and {o['heads']}")
+        if len(self.text.codes) - self.text.train <= o["length"] + 1:
+            raise UserError(f"{self.text.name} is too short for windows of {o['length']} bytes")
+        self.sizes = Sizes(self.text.characters, o["length"], o["width"], o["heads"], o["layers"])
+        for setup in self.setups:
+            try:
+                setup.algorithm(o["ratio"], o["levels"])
+            except ValueError as error:
+                raise UserError(f"{setup.label}: {error}") from None
+        with claimed(self.runs, self.name, resume, "local") as self.folder:
+            self.journal = Journal(self.folder)
+            return self.go_in_folder(resume)
+
+    def go_in_folder(self, resume: bool) -> int:
+        o, console = self.options, self.console
+        if not resume:
+            config = {key: jsonable(value) for key, value in o.items()}
+            write_json(self.folder / "config.json", config | {"data_dir": None})
+        elif (self.folder / "results.json").is_file():
+            self.results = json.loads((self.folder / "results.json").read_text())
+        done = {(row["label"], row["seed"]) for row in self.results}
+        console.print(
+            f"{self.text.name}: {len(self.text.codes):,} bytes; {o['workers']} workers, {o['steps']} steps of "
+            f"{o['batch']} windows of {o['length']} bytes each; writing to {self.folder}"
+        )
+        interrupted = False
+        try:
+            with progress_bar(console) as bar:
+                for setup in self.setups:
+                    for seed in dict.fromkeys(o["seeds"]):
+                        if (setup.label, seed) not in done:
+                            self.train(setup, seed, bar)
+        except KeyboardInterrupt:
+            interrupted = True
+            where = how_to_find(self.runs, self.folder)
+            console.print(f"interrupted; continue with --resume{where}", highlight=False, soft_wrap=True)
+        self.report()
+        return 130 if interrupted else 0
+
+    def train(self, setup: Any, seed: int, bar: Any) -> None:
+        from experiments.local.training import Trainer
+
+        o, task = (
+            self.options,
+            bar.add_task(f"{setup.label}, seed {seed}", total=self.options["steps"], now="compiling"),
+        )
+        trainer = Trainer(setup, self.text, self.sizes, o, seed)
+        checkpoint = self.folder / f"{setup.label.replace(':', '-').replace(' ', '-')}-{seed}.npz"
+        of_this = lambda line: (line["label"], line["seed"]) == (setup.label, seed)
+        first, seconds, sent, message, route = 0, [], 0.0, None, "sum"
+        if checkpoint.is_file():
+            first = trainer.load(checkpoint)
+        self.journal.keep(lambda line: not of_this(line) or line["step"] <= first)
+        kept = [line for line in self.journal.lines() if of_this(line)]
+        if kept and first:
+            sent, message, seconds = kept[-1]["sent_bytes"], kept[-1]["message_bytes"], [kept[-1]["seconds"]]
+        for t in range(first + 1, o["steps"] + 1):
+            step = trainer.advance(t)
+            sent += step.sent_bytes
+            if step.sent_bytes:
+                route = step.route
+            else:
+                seconds.append(step.seconds)
+            if not setup.plain and (message is None or t > o["steps"] // 2) and trainer.is_due(t):
+                message = trainer.message_bytes()
+            if t == 1 or t % o["log_every"] == 0 or t == o["steps"]:
+                line = {"label": setup.label, "seed": seed, "step": t, "loss": step.loss}
+                median = float(np.median(seconds[-100:])) if seconds else step.seconds
+                more = {"test": trainer.test_loss(), "sent_bytes": sent, "message_bytes": message, "seconds": median}
+                self.journal.add({**line, **more, "route": route})
+                bar.update(task, completed=t, now=f"loss {step.loss:.3f}")
+            if t % o["checkpoint_every"] == 0 or t == o["steps"]:
+                trainer.save(checkpoint, t)
+        last = [line for line in self.journal.lines() if of_this(line)][-1]
+        self.results.append({**last, **setup._asdict(), "parameters": trainer.parameters})
+        write_json(self.folder / "results.json", self.results)
+        if bar.disable:
+            self.console.print(
+                f"{setup.label}, seed {seed}: test loss {last['test']:.4f}, {1e3 * last['seconds']:.0f} ms"
+            )
+
+    # --------------------------------------------------------------------------------------------
+
+    def report(self) -> None:
+        from experiments.local.report import HEAD, NOTES, plot, rows
+
+        o = self.options
+        if self.results:
+            title = f"{self.folder.name}: {self.results[0]['parameters']:,} parameters, {self.text.name}"
+            notes = NOTES.format(mbit=o["mbit"])
+            show(self.console, title, HEAD, rows(self.results, o), notes, self.folder / "table.md")
+        if any(line["step"] > 1 for line in self.journal.lines()):
+            path = self.folder / "local.png"
+            plot(path, self.journal.lines(), {setup.label: setup for setup in self.setups}, o, self.text.name)
+            self.console.print(f"plot: {path}")

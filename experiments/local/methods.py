@@ -1,0 +1,88 @@
+"""What `python -m experiments local` compares: a compressor by name, how often, and whether in fragments."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optax
+
+import jaxcomp as jc
+from experiments.cli import UserError
+from experiments.methods import METHODS
+from jaxcomp.base import Algorithm
+
+__all__ = ["NAMES", "Setup", "parse"]
+
+DDP, STREAM = "ddp", "stream"
+# Codes of differences, besides those of `experiments.methods`.
+CODES: dict[str, tuple[str, Callable[[], Algorithm]]] = {
+    "f32": ("all entries in 32 bits", lambda: jc.direct(jc.identity())),
+    "int8": ("8 bits, scales of blocks, error feedback", lambda: jc.error_feedback(jc.block_scaled("int8"))),
+    "int4": ("4 bits, scales of blocks, error feedback", lambda: jc.error_feedback(jc.block_scaled("int4"))),
+    "sparse-loco": ("64 of 4096 entries, 2 bits each, error feedback", lambda: jc.sparse_loco()),
+}
+NAMES = (*CODES, *METHODS)
+
+
+class Setup(NamedTuple):
+    """One curve.
+
+    label: as it was asked for, with its H. method: of the messages. every, fragments, delay, mixing: as for
+    `jc.local_updates`. plain: a data-parallel optimizer with an exchange of gradients at every step.
+    """
+
+    label: str
+    method: str
+    every: int
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.0
+    plain: bool = False
+
+    def algorithm(self, ratio: float, levels: int) -> Algorithm:
+        return CODES[self.method][1]() if self.method in CODES else METHODS[self.method].make(ratio, levels)
+
+    def transform(self, inner: Any, outer: Any, ratio: float, levels: int, seed: int) -> Any:
+        """The optimizer. A plain one steps with `inner` along the mean of all gradients."""
+        algorithm = self.algorithm(ratio, levels)
+        if self.plain:
+            return jc.local_updates(optax.sgd(1.0), inner, algorithm, "data", every=1, seed=seed)
+        return jc.local_updates(
+            inner,
+            outer,
+            algorithm,
+            "data",
+            every=self.every,
+            fragments=self.fragments,
+            delay=self.delay,
+            mixing=self.mixing,
+            seed=seed,
+        )
+
+
+def parse(words: list[str], every: list[int], fragments: int, delay: int, mixing: float) -> list[Setup]:
+    """The curves that were asked for: each word, for each H.
+
+    Args:
+        words: NAME, stream:NAME (in fragments, with delay and mixing), or ddp:NAME (gradients, at every step).
+
+    Raises:
+        UserError: unknown name, or times that do not go together.
+    """
+    found = []
+    for word in words:
+        kind, colon, name = word.rpartition(":")
+        if name not in NAMES or (colon and kind not in (DDP, STREAM)):
+            known = ", ".join(NAMES)
+            raise UserError(f"unknown method {word!r}; give NAME, {STREAM}:NAME or {DDP}:NAME with one of {known}")
+        if kind == DDP:
+            found.append(Setup(word, name, 1, plain=True))
+            continue
+        for h in every:
+            times = (fragments, delay, mixing) if kind == STREAM else (1, 0, 0.0)
+            if kind == STREAM and (fragments > h or delay >= h):
+                raise UserError(f"--fragments must be at most --every, and --delay below it; got {times[:2]} and {h}")
+            found.append(Setup(f"{word} H={h}", name, h, *times))
+    labels = [setup.label for setup in found]
+    if len(set(labels)) < len(labels):
+        raise UserError("the same method was given twice")
+    return found

@@ -1,0 +1,253 @@
+"""Steps of local updates inside any `jax.jit`: the loss is written as for one device.
+
+Two stages, as in `value_and_grad`, so that the loss may be sharded by the compiler:
+
+    stage 1   shard_map over the axes of the workers alone: loss and gradient of each worker at its own parameters.
+              Other mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit.
+    stage 2   shard_map over all axes: each device steps with its own shard, and exchanges it where a round ends.
+
+Nothing crosses between workers in a step without an exchange, the loss neither.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxcomp.base import Algorithm
+from jaxcomp.exchange.specs import init_state, names_of, state_specs
+from jaxcomp.exchange.varying import Axis, axis_names, is_bound
+from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
+from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut, laid_out, without
+
+__all__ = ["LocalSteps", "LocalStepsState", "local_steps"]
+
+Array = jax.Array
+P = PartitionSpec
+NAME = "local_steps"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class LocalStepsState:
+    """The state of `local_steps`.
+
+    exchange: of `local_updates`, which `info`, `state_specs`, `redistribute` find in it. specs: how each leaf of the
+    parameters is cut over the mesh; () where none is. Static.
+    """
+
+    exchange: LocalUpdatesState
+    specs: tuple[PartitionSpec, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def point(self) -> Any:
+        """What all workers share: what one tests, and keeps."""
+        return self.exchange.point
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalSteps:
+    """What `local_steps` returns.
+
+    init(params) -> own, state; (own, state, *batch, **named) -> (loss, own, state), or ((loss, aux), own, state).
+    """
+
+    loss: Callable[..., Any]
+    has_aux: bool
+    transform: Callable[[Any], optax.GradientTransformationExtraArgs]
+    mesh: Mesh | AbstractMesh | None
+    axis: Any
+    param_specs: Any
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """All axes over which the batch is cut."""
+        return axis_names(names_of(self.axis))
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """The axes over which parameters differ: those of the last level."""
+        return axis_names(list(self.axis)[-1]) if isinstance(self.axis, Mapping) else self.workers
+
+    def init(self, params: Any) -> tuple[Any, LocalStepsState]:
+        """Each worker's own parameters, behind a leading axis of workers, and the state. Call it outside of jit.
+
+        Args:
+            params: of all workers, placed on the mesh if they are cut over some of its axes.
+
+        Raises:
+            ValueError: how parameters are cut cannot be known (see `param_specs`), or the mesh has no such axis.
+        """
+        mesh = find_mesh(NAME, self.mesh, self.workers, params) if self.workers else None
+        if mesh is None:
+            one = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree))
+            return one(params), LocalStepsState(self.transform(_NO_AXIS).init(params), ())  # pyright: ignore
+        specs = find_specs(NAME, params, mesh, self.workers, self.param_specs)
+        specs = specs if any(is_cut(spec, mesh) for spec in specs) else ()
+        tree = _like_tree(specs, params)
+        state, _ = init_state(self.transform(tree), params, mesh, self.axis, tree)
+        rows = jax.tree.map(lambda _: P(self.owners), params) if tree is None else self._rows(tree, self.owners)
+        count = int(np.prod([mesh.shape[name] for name in self.owners]))
+        spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
+        if isinstance(mesh, AbstractMesh):
+            return jax.jit(spread)(params), LocalStepsState(state, specs)
+        # As long as the array has axes: so a step gives back the types that it takes, and compiles once.
+        long = lambda spec, x: P(*spec, *(None,) * (1 + jnp.ndim(x) - len(spec)))
+        where = jax.tree.map(lambda spec, x: NamedSharding(mesh, long(spec, x)), rows, params)
+        return jax.jit(spread, out_shardings=where)(params), LocalStepsState(state, specs)
+
+    def __call__(self, own: Any, state: LocalStepsState, /, *batch: Any, **named: Any) -> Any:
+        """One step of every worker.
+
+        Args:
+            own: parameters of each worker, from `init` or the step before.
+            state: likewise.
+            batch: arrays (trees of them) whose leading axis is cut into one part for each worker.
+            named: keyword arguments, whole and equal on all workers.
+
+        Returns:
+            loss f[workers] of each (or (loss, aux), with a leading axis of workers), own, state.
+        """
+        if not isinstance(state, LocalStepsState):
+            raise TypeError(
+                f"{NAME}: call it as step(own, state, *batch), with both from init; got {type(state).__name__}"
+            )
+        if self.workers and is_bound(self.workers):
+            raise ValueError(f"{NAME}: inside shard_map or vmap over {self.workers} use jc.local_updates")
+        mesh = find_mesh(NAME, self.mesh, self.workers, own, batch) if self.workers else None
+        if mesh is None:
+            return _alone(self, own, state, batch, named)
+        _check_batch(batch, mesh, self.workers)
+        return _on_mesh(self, mesh, own, state, batch, named)
+
+    def _rows(self, specs: Any, axes: tuple[str, ...]) -> Any:
+        return jax.tree.map(lambda spec: P(axes, *without(spec, self.workers)), specs)
+
+
+_NO_AXIS: Any = object()
+
+
+def local_steps(
+    loss: Callable[..., Any],
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation,
+    algorithm: Algorithm | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: Axis | Mapping[Any, Algorithm] = "data",
+    *,
+    every: int,
+    has_aux: bool = False,
+    param_specs: Any = None,
+    **options: Any,
+) -> LocalSteps:
+    """Whole training steps of `local_updates`, called inside any `jax.jit` on arrays that lie on a mesh.
+
+    The loss is written as for one device: it sees the part of the batch of one worker and the parameters of that
+    worker, which the compiler may have cut over other mesh axes.
+
+    Args:
+        loss: (params, *batch, **named) -> mean loss of this part of the batch; or (loss, auxiliary values).
+        inner, outer, algorithm, every: as for `local_updates`.
+        mesh: None: that of `jax.set_mesh`, else that on which parameters or batch lie; without any, a single worker.
+        axis_name: mesh axis of the workers, a tuple of them, or a hierarchy, as for `local_updates`.
+        has_aux: whether the loss returns auxiliary values, too.
+        param_specs: PartitionSpecs of the parameters, a prefix tree of them. None: as the arrays lie that are given to
+            `init`.
+        options: fragments, delay, mixing, via, weights, seed, measure, link and bucket_bytes of `local_updates`.
+
+    Returns:
+        `LocalSteps`. Test `state.point`, which all workers share.
+
+    Raises:
+        TypeError, ValueError: as `local_updates`, when built; and when called: a batch that cannot be cut evenly, no
+            such mesh axis.
+
+    >>> import jax, jax.numpy as jnp, optax, jaxcomp as jc
+    >>> loss = lambda w, x, y: jnp.mean((x @ w - y) ** 2)
+    >>> step = jc.local_steps(loss, optax.sgd(0.1), optax.sgd(1.0), jc.direct(jc.identity()), every=2)
+    >>> own, state = step.init(jnp.zeros(2))
+    >>> for _ in range(2):
+    ...     value, own, state = jax.jit(step)(own, state, jnp.eye(2), jnp.array([1.0, 2.0]))
+    >>> print(value, state.point)
+    [2.025] [0.19 0.38]
+    """
+    if not callable(loss):
+        raise TypeError(f"{NAME}: loss must be a function; got {loss!r}")
+    single = {key: value for key, value in options.items() if key != "weights"}
+
+    def transform(sharded: Any) -> optax.GradientTransformationExtraArgs:
+        if sharded is _NO_AXIS:
+            last = list(axis_name.values())[-1] if isinstance(axis_name, Mapping) else algorithm
+            return local_updates(inner, outer, last, None, every=every, **single)
+        return local_updates(inner, outer, algorithm, axis_name, every=every, sharded=sharded, **options)
+
+    transform(None)  # says what does not fit while it is built
+    return LocalSteps(loss, has_aux, transform, mesh, axis_name, param_specs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _alone(self: LocalSteps, own: Any, state: LocalStepsState, batch: Any, named: Any) -> Any:
+    out, grads = _gradient(self, own, batch, named)
+    own, after = _stepped(self.transform(_NO_AXIS), own, grads, state.exchange)
+    return out, own, LocalStepsState(after, state.specs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _on_mesh(self: LocalSteps, mesh: Any, own: Any, state: LocalStepsState, batch: Any, named: Any) -> Any:
+    """The two stages."""
+    specs = _like_tree(state.specs or (P(),) * len(jax.tree.leaves(own)), own)
+    given = None if mesh == jax.sharding.get_abstract_mesh() else mesh  # as shard_map takes the one in force
+    place = lambda tree, specs: jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), tree, specs)
+    cut = lambda tree: jax.tree.map(lambda x: laid_out(x, P(self.workers), mesh), tree)
+    # check_vma=False: a loss may then hold loops whose carry begins with zeros, as under plain jit.
+    stage = jax.shard_map(
+        lambda own, batch, named: _gradient(self, own, batch, named),
+        mesh=given,
+        in_specs=(P(self.owners), P(self.workers), P()),
+        out_specs=P(self.workers),
+        axis_names=set(self.workers),
+        check_vma=False,
+    )
+    rows, each = self._rows(specs, self.owners), self._rows(specs, self.workers)
+    own = place(own, rows)
+    out, grads = stage(own, cut(batch), named)
+    tx, point = self.transform(_like_tree(state.specs, own)), state.exchange.point
+    made = state_specs(state.exchange, self.axis, params=point, specs=_like_tree(state.specs, own))
+    step = functools.partial(_stepped, tx)
+    step = jax.shard_map(step, mesh=given, in_specs=(rows, each, made), out_specs=(rows, made))
+    own, after = step(own, place(grads, each), state.exchange)
+    return out, own, LocalStepsState(after, state.specs)
+
+
+def _gradient(self: LocalSteps, own: Any, batch: Any, named: Any) -> Any:
+    """What the loss returns and its gradient, of one worker, behind a leading axis."""
+    params = jax.tree.map(lambda x: x[0], own)
+    found = jax.value_and_grad(self.loss, has_aux=self.has_aux)(params, *batch, **named)
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], found)
+
+
+def _stepped(tx: Any, own: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+    mine, grads = jax.tree.map(lambda x: x[0], (own, grads))
+    updates, state = tx.update(grads, state, mine)
+    return jax.tree.map(lambda x: x[None], optax.apply_updates(mine, updates)), state
+
+
+def _like_tree(specs: tuple[PartitionSpec, ...], tree: Any) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), specs) if specs else None
+
+
+def _check_batch(batch: Any, mesh: Any, workers: tuple[str, ...]) -> None:
+    count = int(np.prod([mesh.shape[name] for name in workers]))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        shape = np.shape(leaf)
+        if not shape or shape[0] % count:
+            raise ValueError(
+                f"{NAME}: batch{jax.tree_util.keystr(path)} must have a leading axis that {count} workers can share "
+                f"evenly; got shape {shape}. What is equal on all workers is given by keyword."
+            )

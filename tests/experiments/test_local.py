@@ -1,0 +1,82 @@
+"""`python -m experiments local`: its options, its arithmetic, and a run that is cut short and goes on."""
+
+import json
+import lzma
+
+import numpy as np
+import pytest
+from programs import run
+
+from experiments.cli import UserError
+from experiments.local.methods import Setup, parse
+from experiments.local.report import bytes_of, rounds_until
+from experiments.local.training import seconds_of
+from experiments.text import read_characters
+
+SMALL = ("--width", 16, "--heads", 2, "--layers", 1, "--length", 16, "--batch", 2, "--workers", 2, "--every", 4)
+
+
+def test_methods_are_a_compressor_and_times():
+    setups = parse(["ddp:f32", "int4", "stream:sparse-loco"], [10, 30], 3, 5, 0.5)
+    assert [setup.label for setup in setups] == [
+        "ddp:f32",
+        "int4 H=10",
+        "int4 H=30",
+        "stream:sparse-loco H=10",
+        "stream:sparse-loco H=30",
+    ]
+    assert setups[0].plain
+    assert setups[-1][2:6] == (30, 3, 5, 0.5)
+    with pytest.raises(UserError, match="unknown method 'nonsense'"):
+        parse(["nonsense"], [10], 1, 0, 0.0)
+    with pytest.raises(UserError, match="--delay below it"):
+        parse(["stream:f32"], [5], 3, 5, 0.0)
+    with pytest.raises(UserError, match="given twice"):
+        parse(["f32", "f32"], [5], 3, 5, 0.0)
+
+
+def test_bytes_and_seconds_follow_the_exchanges():
+    setup = Setup("stream:int4 H=6", "int4", 6, 3, 2, 0.5)
+    assert [rounds_until(t, setup) for t in (1, 2, 4, 6, 12)] == [0, 0, 1 / 3, 2 / 3, 5 / 3]
+    line = {"step": 12, "message_bytes": 300, "sent_bytes": 7.0, "route": "gather"}
+    assert bytes_of(line, setup, 4) == pytest.approx(1500)
+    assert bytes_of({**line, "route": "sum"}, setup, 4) == 7.0
+    # An exchange of 0.4 s hides behind two steps of 0.1 s but for 0.2 s; each round has three of them.
+    assert seconds_of(setup, 12, 0.1, 3 * 0.4 * 1e6 / 8, 1.0) == pytest.approx(1.2 + 2 * 3 * 0.2)
+
+
+def test_a_folder_of_texts_is_one_text(tmp_path):
+    (tmp_path / "b.txt").write_bytes(b"xyz" * 400)
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"abc" * 400))
+    codes, characters = read_characters(tmp_path)
+    assert characters == 6
+    np.testing.assert_array_equal(codes[:3], [0, 1, 2])
+    np.testing.assert_array_equal(codes[-3:], [3, 4, 5])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no \.txt"):
+        read_characters(tmp_path / "empty")
+
+
+@pytest.mark.slow
+def test_a_run_writes_everything_and_goes_on_where_it_was_cut(tmp_path):
+    options = ("--methods", "ddp:f32", "f32", "stream:sparse-loco", "--delay", 1, "--fragments", 2, "--log-every", 4)
+    start = ("local", "--runs", tmp_path, *SMALL, *options, "--checkpoint-every", 6)
+    whole = run(*start, "--name", "whole", "--steps", 12)
+    assert whole.returncode == 0, whole.stderr
+    for words in ("stream:sparse-loco H=4", "vs ddp:f32", "local.png"):
+        assert words in whole.stdout
+    folder = tmp_path / "whole"
+    assert (folder / "local.png").read_bytes()[:4] == b"\x89PNG"
+    rows = json.loads((folder / "results.json").read_text())
+    assert [row["label"] for row in rows] == ["ddp:f32", "f32 H=4", "stream:sparse-loco H=4"]
+    assert rows[1]["sent_bytes"] == rows[0]["sent_bytes"] / 4
+    assert all(np.isfinite([row["loss"], row["test"]]).all() for row in rows)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    # As if it had been killed within the last curve: its result is not there, its checkpoint is of step 6.
+    (folder / "results.json").write_text(json.dumps(rows[:2]))
+    (folder / "stream-sparse-loco-H=4-0.npz").unlink()
+    again = run("local", "--runs", tmp_path, "--name", "whole", "--resume")
+    assert again.returncode == 0, again.stderr
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for old, new in zip(map(json.loads, lines), found, strict=True):
+        assert {**old, "seconds": 0} == {**new, "seconds": 0}

@@ -1,0 +1,127 @@
+"""`jc.local_steps`: what `local_updates` does under vmap, inside plain jit, on meshes of every kind."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from variants import variants
+
+import jaxcomp as jc
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+RNG = np.random.default_rng(0)
+PARAMS = {
+    "b": jnp.zeros(32),
+    "w1": jnp.asarray(RNG.normal(size=(12, 32)), jnp.float32),
+    "w2": jnp.asarray(RNG.normal(size=(32, 4)), jnp.float32),
+}
+SPECS = {"b": P("model"), "w1": P(None, "model"), "w2": P("model")}
+X, Y = (jnp.asarray(RNG.normal(size=(5, 16, n)), jnp.float32) for n in (12, 4))
+INNER, OUTER = optax.adam(0.01), optax.sgd(0.7, momentum=0.9, nesterov=True)
+DENSE = jc.direct(jc.identity())
+
+
+def loss_of(params, x, y, scale=1.0, out=None):
+    hidden = jnp.tanh(x @ params["w1"] + params["b"])
+    return scale * jnp.mean((jnp.einsum("ij,jk->ik", hidden, params["w2"], out_sharding=out) - y) ** 2)
+
+
+def by_vmap(workers, algorithm, **options):
+    """Losses, points and the shared point of `local_updates` under vmap."""
+    tx = jc.local_updates(INNER, OUTER, algorithm, "data", **options)
+    state, axes = jc.init_state(tx, PARAMS, workers, "data")
+    own = jax.tree.map(lambda p: jnp.stack([p] * workers), PARAMS)
+
+    def one(own, state, x, y):
+        loss, grads = jax.value_and_grad(loss_of)(own, x, y)
+        updates, state = tx.update(grads, state, own)
+        return loss, optax.apply_updates(own, updates), state
+
+    step = jax.jit(jax.vmap(one, in_axes=(0, axes, 0, 0), out_axes=(0, 0, axes), axis_name="data"))
+    losses = []
+    for x, y in zip(X, Y, strict=True):
+        loss, own, state = step(own, state, *(z.reshape(workers, -1, z.shape[-1]) for z in (x, y)))
+        losses.append(np.asarray(loss))
+    return losses, own, state.point
+
+
+def assert_close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), a, b)
+
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+@pytest.mark.parametrize("kind", variants(KINDS, {"explicit"}))
+def test_on_a_mesh_with_sharded_parameters(kind):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(KINDS[kind],) * 2)
+    options = {"every": 3, "fragments": 2, "delay": 1, "mixing": 0.5}
+    loss = functools.partial(loss_of, out=P(None, None) if kind == "explicit" else None)
+    step = jc.local_steps(loss, INNER, OUTER, DENSE, mesh, **options)
+    params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), PARAMS, SPECS)
+    own, state = step.init(params)
+    compiled = jax.jit(step, donate_argnums=(0, 1))
+    losses = []
+    for x, y in zip(X, Y, strict=True):
+        batch = jax.device_put((x, y), NamedSharding(mesh, P("data")))
+        loss, own, state = jax.block_until_ready(compiled(own, state, *batch))
+        losses.append(np.asarray(loss))
+    want = by_vmap(2, DENSE, **options)
+    assert_close((losses, own, state.point), want)
+    assert own["w1"].sharding.spec == P(("data",), None, "model") or kind == "auto"
+    assert compiled._cache_size() == 1
+
+
+def test_nothing_crosses_in_a_step_without_an_exchange():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    step = jc.local_steps(loss_of, INNER, OUTER, jc.error_feedback(jc.flat(jc.top_k(k=9))), mesh, every=2)
+    own, state = step.init(PARAMS)
+    batch = jax.device_put((X[0], Y[0]), NamedSharding(mesh, P("data")))
+    rows = [row for row in jc.ledger(jax.jit(step), own, state, *batch).rows if row.sent_bytes]
+    assert rows
+    assert all(row.branch for row in rows)
+    assert sum(row.sent_bytes for row in rows) == 3 * 9 * 8
+
+
+def test_a_single_worker_auxiliary_values_and_keywords():
+    loss = lambda params, x, y, scale: (loss_of(params, x, y, scale), jnp.sum(x))
+    step = jc.local_steps(loss, INNER, optax.sgd(1.0), DENSE, axis_name=None, every=2, has_aux=True)
+    own, state = step.init(PARAMS)
+    (value, aux), own, state = jax.jit(step)(own, state, X[0], Y[0], scale=2.0)
+    assert value.shape == aux.shape == (1,)
+    np.testing.assert_allclose(value[0], 2 * loss_of(PARAMS, X[0], Y[0]), rtol=1e-6)
+    assert jc.info(state).sent_bytes == 0
+
+
+@pytest.mark.slow
+def test_a_hierarchy():
+    levels = {"ici": DENSE, "dcn": DENSE}
+    mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
+    step = jc.local_steps(loss_of, INNER, OUTER, mesh=mesh, axis_name=levels, every=2)
+    own, state = step.init(PARAMS)
+    assert own["b"].shape == (2, 32)
+    for x, y in zip(X, Y, strict=True):
+        # The batch is cut over ("ici", "dcn"), in the order of the levels.
+        rows = [jnp.concatenate([z[0:4], z[8:12], z[4:8], z[12:16]]) for z in (x, y)]
+        _, own, state = jax.block_until_ready(jax.jit(step)(own, state, *rows))
+    _, want, point = by_vmap(2, DENSE, every=2)
+    assert_close((own, state.point), (want, point))
+
+
+def test_errors_name_what_is_wrong():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    step = jc.local_steps(loss_of, INNER, OUTER, DENSE, mesh, every=2)
+    own, state = step.init(PARAMS)
+    with pytest.raises(TypeError, match=r"call it as step\(own, state, \*batch\)"):
+        step(own, own, X[0], Y[0])
+    with pytest.raises(ValueError, match="that 4 workers can share evenly; got shape \\(3, 12\\)"):
+        step(own, state, X[0][:3], Y[0][:3])
+    with pytest.raises(TypeError, match="loss must be a function"):
+        jc.local_steps(None, INNER, OUTER, DENSE, mesh, every=2)
+    with pytest.raises(ValueError, match="every must be"):
+        jc.local_steps(loss_of, INNER, OUTER, DENSE, mesh, every=0)
