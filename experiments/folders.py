@@ -153,7 +153,8 @@ def resumed(
         elif jsonable(given[key]) != kept[key]:
             flag = "--" + key.replace("_", "-")
             raise UserError(f"{folder} was started with {flag} {kept[key]}, not {given[key]}; leave it out")
-    kept["data_dir"] = Path(kept["data_dir"]) if kept["data_dir"] else None
+    paths = [action.dest for action in parser._actions if action.type is Path]
+    kept |= {key: Path(kept[key]) for key in paths if kept.get(key)}
     return options | kept
 
 

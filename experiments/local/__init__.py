@@ -6,7 +6,6 @@ curve and seed), table.md, local.png, and checkpoints. Methods: NAME exchanges d
 --fragments with --delay and --mixing, ddp:NAME gradients at every step.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,19 @@ from typing import Any
 import numpy as np
 
 from experiments.cli import Parser, at_least, fraction, positive, share
-from experiments.folders import Journal, choose_folder, claimed, given_in, how_to_find, jsonable, resumed, write_json
+from experiments.errors import read_json
+from experiments.folders import (
+    ANEW,
+    Journal,
+    choose_folder,
+    claimed,
+    given_in,
+    goes_on,
+    how_to_find,
+    jsonable,
+    resumed,
+    write_json,
+)
 from experiments.report import progress_bar, show
 
 __all__ = ["main"]
@@ -65,8 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs")
     folder = choose_folder(runs, name, resume, "local")
     if resume:
-        options = resumed(folder, options, given_in(parser(), arguments))
-        options["data"] = Path(options["data"]) if options["data"] else None
+        options = resumed(folder, options, given_in(parser(), arguments), parser())
     return Run(options, runs, name).go(resume)
 
 
@@ -99,17 +109,17 @@ class Run:
                 setup.algorithm(o["ratio"], o["levels"])
             except ValueError as error:
                 raise UserError(f"{setup.label}: {error}") from None
-        with claimed(self.runs, self.name, resume, "local") as self.folder:
+        with claimed(self.runs, self.name, resume, "local") as self.folder, goes_on(self.runs, self.folder):
             self.journal = Journal(self.folder)
             return self.go_in_folder(resume)
 
     def go_in_folder(self, resume: bool) -> int:
         o, console = self.options, self.console
         if not resume:
-            config = {key: jsonable(value) for key, value in o.items()}
-            write_json(self.folder / "config.json", config | {"data_dir": None})
+            write_json(self.folder / "config.json", {key: jsonable(value) for key, value in o.items()})
         elif (self.folder / "results.json").is_file():
-            self.results = json.loads((self.folder / "results.json").read_text())
+            wrong = lambda content: None if isinstance(content, list) else "it must hold a list of results"
+            self.results = read_json(self.folder / "results.json", wrong, ANEW)
         done = {(row["label"], row["seed"]) for row in self.results}
         console.print(
             f"{self.text.name}: {len(self.text.codes):,} bytes; {o['workers']} workers, {o['steps']} steps of "
