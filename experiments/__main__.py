@@ -13,6 +13,7 @@ EXPERIMENTS = {
     "kills": ("experiments.kills", "kill processes of a training at random; what was trained must not show it"),
     "sidco": ("experiments.sidco", "SIDCo and its rivals: quality of the threshold, and training"),
     "skcompress": ("experiments.skcompress", "SKCompress and its rivals: sizes and errors of messages, and training"),
+    "quantizers": ("experiments.quantizers", "error of a mean against bits: block scales, rotations, releases"),
     "dagc": ("experiments.dagc", "rules for a ratio per worker, against each other and against uniform"),
     "network": ("experiments.network", "dense against compressed exchanges over slow links, in network namespaces"),
     "federated": ("experiments.federated", "a server and clients as processes; messages as long as their ratio"),

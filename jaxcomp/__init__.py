@@ -19,7 +19,7 @@ What is listed here is public. Everything else may change without notice. What i
 from typing import Any
 
 from jaxcomp import allocate, collectives, contrib, methods, payloads, prox, replicas, smoothness, state, theory, wire
-from jaxcomp.algorithms import diana, direct, ef21, error_feedback, power_sgd, sparse_loco
+from jaxcomp.algorithms import diana, direct, ef21, error_feedback, loco, power_sgd, sparse_loco
 from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State
 from jaxcomp.compressors import (
     bernoulli,
@@ -31,6 +31,8 @@ from jaxcomp.compressors import (
     contract,
     dagc,
     dithering,
+    drive,
+    eden,
     flat,
     identity,
     narrow,
@@ -38,6 +40,7 @@ from jaxcomp.compressors import (
     per_leaf,
     precondition,
     rand_k,
+    rotate,
     roundtrip,
     sidco,
     skcompress,
@@ -86,6 +89,8 @@ __all__ = [
     "diana",
     "direct",
     "dithering",
+    "drive",
+    "eden",
     "ef21",
     "error_feedback",
     "flat",
@@ -96,6 +101,7 @@ __all__ = [
     "ledger",
     "local_steps",
     "local_updates",
+    "loco",
     "methods",
     "narrow",
     "natural",
@@ -108,6 +114,7 @@ __all__ = [
     "rand_k",
     "redistribute",
     "replicas",
+    "rotate",
     "roundtrip",
     "sidco",
     "skcompress",

@@ -251,6 +251,7 @@ class Exchange(Protocol):
 # What a field of an algorithm's state is, and so what becomes of it when the number of workers changes.
 ROLES = {
     "memory": "local: what was not sent yet; its sum over the workers is kept",
+    "narrow memory": "the same as `jaxcomp.algorithms.loco.Narrow`: in 8 bits, with scales",
     "shift": "local h_i, shared their mean h: in step with the means as they were sent; workers start from h",
     "momentum": "shared: an average of directions; kept",
     "iterate": "shared: points of the method; kept",

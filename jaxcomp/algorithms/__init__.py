@@ -7,6 +7,7 @@ from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.ef_bv import ef21, ef_bv
 from jaxcomp.algorithms.error_feedback import error_feedback
 from jaxcomp.algorithms.isega import isega
+from jaxcomp.algorithms.loco import loco
 from jaxcomp.algorithms.marina import marina
 from jaxcomp.algorithms.method import descend
 from jaxcomp.algorithms.momentum_correction import momentum_correction
@@ -23,6 +24,7 @@ __all__ = [
     "ef_bv",
     "error_feedback",
     "isega",
+    "loco",
     "marina",
     "momentum_correction",
     "power_sgd",

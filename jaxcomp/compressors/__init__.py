@@ -8,12 +8,14 @@ from jaxcomp.compressors.combine import compose, contract, narrow
 from jaxcomp.compressors.dagc import Selector, dagc, set_amounts
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.compressors.dgc import dgc, warm_up
+from jaxcomp.compressors.eden import drive, eden
 from jaxcomp.compressors.gaussian_k import gaussian_k
 from jaxcomp.compressors.hard_threshold import hard_threshold
 from jaxcomp.compressors.precondition import precondition, refresh
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.rand_k import rand_k
 from jaxcomp.compressors.redsync import redsync
+from jaxcomp.compressors.rotate import rotate
 from jaxcomp.compressors.roundtrip import roundtrip
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.skcompress import skcompress
@@ -32,6 +34,8 @@ __all__ = [
     "dagc",
     "dgc",
     "dithering",
+    "drive",
+    "eden",
     "flat",
     "gaussian_k",
     "hard_threshold",
@@ -43,6 +47,7 @@ __all__ = [
     "rand_k",
     "redsync",
     "refresh",
+    "rotate",
     "roundtrip",
     "set_amounts",
     "sidco",

@@ -60,7 +60,8 @@ class Scale(NamedTuple):
             byte = lax.bitcast_convert_type(norms, jnp.uint8).astype(jnp.int32)
             return power_of_two(jnp.clip(byte - 127, -126, 127), jnp.float32)
         if self.name.startswith("e4m3"):
-            return E4M3.decode(lax.bitcast_convert_type(norms, jnp.uint8).astype(U32)) * factor
+            values = E4M3.decode(lax.bitcast_convert_type(norms, jnp.uint8).astype(U32))
+            return values if factor is None else values * factor
         return norms.astype(jnp.float32)
 
     def reach(self, elements: Elements, stochastic: bool) -> tuple[float, float]:

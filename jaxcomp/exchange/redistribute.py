@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 
+from jaxcomp.algorithms.narrow import Narrow
 from jaxcomp.compressors.vector import Each
 from jaxcomp.exchange.rearrange import (
     Cut,
@@ -242,6 +243,23 @@ def _memory(name: str, old: Pair, new: Pair, move: Move) -> Pair:
     return each_leaf(old[0], new[0], move, one), None
 
 
+def _narrow_memory(name: str, old: Pair, new: Pair, move: Move) -> Pair:
+    """Read, handed on as a memory is, and rounded once more."""
+    is_narrow = lambda node: isinstance(node, Narrow)
+    if not all(map(is_narrow, jax.tree.leaves(old[0], is_leaf=is_narrow))):
+        raise Misfit(f'{name} has the role "narrow memory", and is no `Narrow`')
+    before, after = (jax.tree.map(_widened, part, is_leaf=is_narrow) for part in (old[0], new[0]))
+    _check_role(name, "memory", (before, None), move)
+    wide, _ = _memory(name, (before, None), (jax.tree.map(jax.numpy.asarray, after), None), move)
+    rows = jax.tree.map(lambda x: Narrow.of(np.asarray(x)), wide)
+    place = lambda narrow, like: Narrow(*map(placed, narrow, like))
+    return jax.tree.map(place, rows, new[0], is_leaf=is_narrow), None
+
+
+def _widened(narrow: Narrow) -> np.ndarray:
+    return Narrow(*map(on_host, narrow)).values()
+
+
 def _shift(name: str, old: Pair, new: Pair, move: Move) -> Pair:
     """Workers of group j: those of group j mod the old number, if they are as many; else they start from its mean."""
     shared = _momentum(name, old, new, move, mean=False)[1]
@@ -303,6 +321,7 @@ def _by_vector(one: Callable, old: Any, new: Any, move: Move) -> Any:
 
 _ROLES: dict[str, Callable[..., Pair]] = {
     "memory": _memory,
+    "narrow memory": _narrow_memory,
     "shift": _shift,
     "momentum": _momentum,
     "iterate": _iterate,
@@ -312,6 +331,7 @@ _ROLES: dict[str, Callable[..., Pair]] = {
 }
 _SIDES = {
     "memory": ("local",),
+    "narrow memory": ("local",),
     "shift": ("shared", "local"),
     "momentum": ("shared",),
     "iterate": ("shared",),

@@ -169,7 +169,7 @@ class Runner(NamedTuple):
         dtype = wide(*plan.dtypes)
         weights = None if self.shares is None else jnp.asarray(self.shares, dtype)
         buckets = None if self.layout.bucket_bytes is None else plan.buckets
-        exact = _has_role(self.algorithm.roles, "memory") or _has_role(self.algorithm.roles, "shift")
+        exact = any(_has_role(self.algorithm.roles, role) for role in ("memory", "narrow memory", "shift"))
         return Way(self.placement, self.route, self.link, weights, buckets, exact, self.code)
 
     def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:

@@ -1,0 +1,50 @@
+"""Vectors of n workers, f32[n, d]: normal, lognormal, and gradients of a transformer."""
+
+from pathlib import Path
+
+import numpy as np
+
+from experiments.text import read_characters
+
+__all__ = ["lognormal", "normal", "transformer"]
+
+
+def normal(workers: int, size: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, 1]).standard_normal((workers, size)).astype(np.float32)
+
+
+def lognormal(workers: int, size: int, seed: int) -> np.ndarray:
+    return np.exp(np.random.default_rng([seed, 2]).standard_normal((workers, size))).astype(np.float32)
+
+
+def transformer(workers: int, size: int, seed: int, text: Path | None, steps: int) -> np.ndarray:
+    """The first `size` entries of the gradients of the workers, each on 16 windows of its own, after so many steps."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax.flatten_util import ravel_pytree
+
+    from experiments.transformer import LAYOUTS, Sizes, initial, mean_loss
+
+    codes, characters = read_characters(text)
+    params = jax.tree.map(jnp.asarray, initial(Sizes(characters, 64, 64, 4, 3), seed))
+    optimizer = optax.adam(2e-3)
+    grad = jax.grad(lambda params, windows: mean_loss(params, windows, LAYOUTS["data"]))
+
+    def windows(step: int, worker: int) -> np.ndarray:
+        starts = np.random.default_rng([seed, step, worker]).integers(0, len(codes) - 65, 16)
+        return codes[starts[:, None] + np.arange(65)]
+
+    @jax.jit
+    def step(params, state, windows):
+        updates, state = optimizer.update(grad(params, windows), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for number in range(steps):
+        params, state = step(params, state, windows(number, 0))
+    flat = jax.jit(lambda params, windows: ravel_pytree(grad(params, windows))[0])
+    rows = [np.asarray(flat(params, jnp.asarray(windows(steps, 1 + i)))) for i in range(workers)]
+    if rows[0].size < size:
+        raise ValueError(f"the transformer has {rows[0].size} parameters; got size={size}")
+    return np.stack(rows)[:, :size]

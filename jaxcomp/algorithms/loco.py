@@ -1,0 +1,93 @@
+"""LoCo: codes of few bits with a moving average of their errors, which may itself be kept in 8 bits."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.algorithms.narrow import Narrow
+from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
+from jaxcomp.compressors.vector import is_whole, lift
+
+__all__ = ["Narrow", "loco"]
+
+
+class LocoLocal(NamedTuple):
+    memory: Any
+    compressor: Any
+
+
+class LocoShared(NamedTuple):
+    rounds: Any
+    compressor: Any
+
+
+def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024, memory: str = "float32") -> Algorithm:
+    """Sends C(g_i + e_i), where e_i is a moving average of what C left out.
+
+    h_i = g_i + e_i,   direction = (1/n) sum_i C(h_i),   e_i <- beta e_i + (1 - beta) (h_i - C(h_i)),
+    and e_i <- 0 in one of `reset` rounds.
+
+    For codes that lose little, four bits and more: the average smooths the errors of rounding, where `error_feedback`
+    sends all of them in the next round. It is not everything that was not sent, so for codes that leave entries out
+    (`top_k`), or whose errors are large, take `error_feedback`. beta = 0 without resets is `error_feedback`.
+
+    Args:
+        compressor: of one array (then all large leaves of a tree are one) or of trees.
+        beta: in [0, 1).
+        reset: number of rounds, or None for never. One count for all parameters.
+        memory: "float32", or "int8": 8 bits and a scale of 32 bits for every 128 entries, rounded at random without
+            bias.
+
+    Raises:
+        ValueError: neither omega nor alpha of the compressor is known, or an argument is out of range.
+
+    Reference: Xie, Lin, Toh, Zhou 2024 (LoCo: Low-bit communication adaptor), algorithm 1. There the memory is rounded
+    to nearest with one scale for all.
+
+    >>> import jaxcomp as jc
+    >>> jc.loco(jc.block_scaled("int4"), memory="int8").roles["memory"]
+    'narrow memory'
+    """
+    spec = check_compressor("loco", compressor)
+    if spec.omega is None and spec.alpha is None:
+        raise ValueError(
+            f"loco needs a compressor with a known error bound (omega or alpha); {spec.name} has none. "
+            f"{spec.remedy or ''}".rstrip()
+        )
+    if not 0 <= beta < 1:
+        raise ValueError(f"loco: beta must be in [0, 1); got {beta}")
+    if reset is not None and not is_whole(reset):
+        raise ValueError(f"loco: reset must be None or an integer of at least 1; got {reset}")
+    if memory not in ("float32", "int8"):
+        raise ValueError(f'loco: memory must be "float32" or "int8"; got {memory!r}')
+    compressor = lift(compressor)
+    narrow = memory == "int8"
+    is_narrow = lambda node: isinstance(node, Narrow)
+
+    def init(shared_key, like):
+        like = wide_like(like)
+        state = compressor.init(shared_key, like)
+        zeros = jax.tree.map(Narrow.zeros, like) if narrow else zeros_like(like)
+        return State(LocoLocal(zeros, state.local), LocoShared(jnp.zeros((), jnp.int32), state.shared))
+
+    def update(key, grads, state, exchange):
+        key, round_key = jax.random.split(key)
+        e = state.local.memory
+        e = jax.tree.map(lambda node: node.values(), e, is_leaf=is_narrow) if narrow else e
+        wide = wide_like(grads)
+        e = jax.tree.map(lambda e, like: e.astype(like.dtype), e, wide)
+        h = jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + e), finite(grads), e)
+        sent = exchange.mean(key, compressor, h, state.part("compressor"))
+        e = jax.tree.map(lambda e, r: beta * e + (1 - beta) * r, e, sent.residual)
+        if reset is not None:
+            last = (state.shared.rounds + 1) % reset == 0
+            e = jax.tree.map(lambda e: jnp.where(last, jnp.zeros((), e.dtype), e), e)
+        if narrow:
+            leaves, structure = jax.tree.flatten(e)
+            keys = jax.random.split(round_key, max(len(leaves), 1))
+            e = jax.tree.unflatten(structure, [Narrow.of(x, k) for x, k in zip(leaves, keys, strict=False)])
+        return sent.mean, state.replace(memory=e, rounds=state.shared.rounds + 1, compressor=sent.state)
+
+    roles = {"memory": "narrow memory" if narrow else "memory", "rounds": "coin", "compressor": "compressor"}
+    return Algorithm(init, update, roles, compressor)

@@ -1,0 +1,232 @@
+"""Rotations, `rotate`, `drive` and `eden` against float64, and what is proved of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles_rotations as oracle
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from variants import variants
+
+import jaxcomp as jc
+from jaxcomp.base import State, accumulate
+from jaxcomp.compressors.eden import ERRORS, centroids, distortion
+from jaxcomp.compressors.hadamard import rotation_of
+
+
+def vector(seed, d, power=3):
+    rng = np.random.default_rng(seed)
+    return (rng.laplace(size=d) ** power).astype(np.float32)
+
+
+def matrix_of(rotation, key):
+    """R, column by column."""
+    eye = jnp.eye(rotation.size)
+    return np.asarray(jax.jit(jax.vmap(lambda x: rotation.forward(x, key), out_axes=1))(eye), np.float64)
+
+
+# ------------------------------------------------------------------------------------------------
+# The rotation
+
+
+@pytest.mark.parametrize("case", variants([(1, 4), (2, 4), (7, 4), (64, 64), (300, 128)], {(7, 4), (300, 128)}))
+def test_rotations_are_orthogonal_and_undone(case, key):
+    d, block = case
+    rotation = rotation_of(d, block)
+    matrix = matrix_of(rotation, key)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(d), atol=1e-6)
+    back = jax.jit(jax.vmap(lambda y: rotation.backward(y, key), out_axes=1))(jnp.asarray(matrix.T, jnp.float32))
+    np.testing.assert_allclose(back, np.eye(d), atol=1e-6)
+
+
+@pytest.mark.parametrize("block", variants([2, 8, 128, 1024], {128}))
+def test_a_block_is_multiplied_by_hadamards_matrix_and_signs(block, key):
+    """Entry for entry, apart from the order of the entries and from their signs before."""
+    matrix = matrix_of(rotation_of(block, block), key) * np.sqrt(block)
+    np.testing.assert_allclose(np.abs(matrix), 1, atol=1e-5)
+    signs = np.sign(matrix[0]) * oracle.hadamard(block)[0]  # of the row that belongs to the first one
+    rows = {tuple(row) for row in oracle.hadamard(block)}
+    assert {tuple(row) for row in np.round(matrix * signs)} == rows
+
+
+def test_long_vectors_are_rotated_in_tiles(key, seed):
+    """2^14 entries at a time, with what is left over: the same as block by block."""
+    d, block = 3 * 2**14 + 1000, 1024
+    x = jnp.asarray(vector(seed, d))
+    rotation = rotation_of(d, block)
+    y = jax.jit(rotation.forward)(x, key)
+    np.testing.assert_allclose(jnp.sum(y**2), jnp.sum(x**2), rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(rotation.backward)(y, key), x, rtol=1e-4, atol=1e-4 * float(jnp.abs(x).max()))
+    energies = np.concatenate(rotation.energies(x, y))
+    np.testing.assert_allclose(np.mean(np.square(np.asarray(y[:block]))), energies[0], rtol=1e-5)
+    assert rotation.lengths == [1024] * 47 + [1000, 1024]
+    assert len({float(y[i] ** 2) for i in range(100)}) == 100
+
+
+# ------------------------------------------------------------------------------------------------
+# Centroids and bounds
+
+
+def test_centroids_are_those_of_max():
+    """Max 1960, table I."""
+    np.testing.assert_allclose(centroids(1), [0.7979], atol=1e-4)
+    np.testing.assert_allclose(centroids(2), [0.4528, 1.510], atol=1e-3)
+    np.testing.assert_allclose(centroids(3), [0.2451, 0.7560, 1.344, 2.152], atol=1e-3)
+    for bits, error in ((1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)):
+        assert abs(distortion(bits) - error) < 2e-5
+    assert distortion(8) < 4.2e-5
+
+
+@pytest.mark.parametrize("bits", variants(range(1, 9), {2, 8}))
+def test_bounds_hold_for_all_laws_with_such_moments(bits):
+    found = oracle.largest_error(centroids(bits))
+    assert ERRORS[bits] * 0.95 < found <= ERRORS[bits]
+
+
+@pytest.mark.parametrize("scale", ["unbiased", "least_squares"])
+@pytest.mark.parametrize("bits", variants([1, 2, 4], {2}))
+def test_eden_is_the_nearest_centroid_and_a_scale(bits, scale, key, seed):
+    d, block = 1280, 256
+    x = vector(seed, d)
+    compressor = jc.eden(bits, block=block, scale=scale)
+    state = compressor.init(key, jax.ShapeDtypeStruct((d,), jnp.float32))
+    payload, _ = jax.jit(compressor.compress)(key, jnp.asarray(x), state)
+    rotation = rotation_of(d, block)
+    shared = jax.random.wrap_key_data(state.shared.seed)
+    y = np.asarray(rotation.forward(jnp.asarray(x), shared), np.float64)
+    want = np.concatenate([oracle.eden(b, centroids(bits), scale) for b in y.reshape(-1, block)])
+    want = rotation.backward(jnp.asarray(want, jnp.float32), shared)
+    got = compressor.decompress(payload, state.shared, jax.ShapeDtypeStruct((d,), jnp.float32))
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(x).max())
+    assert jc.lane_bytes(payload) == d * bits // 8 + 4 * d // block
+
+
+def test_errors_are_those_of_the_normal_law_whatever_the_vector(key, seed):
+    """vNMSE 1 / (1 - D) - 1 for the unbiased scale, D for least squares, if no few entries outweigh the others."""
+    for x in (vector(seed, 2**14, 1), np.random.default_rng(seed).standard_normal(2**14).astype(np.float32)):
+        for bits in (1, 3, 2.5):
+            for scale in ("unbiased", "least_squares"):
+                compressor = jc.eden(bits, scale=scale)
+                x_hat, _ = jax.jit(lambda x, c=compressor: jc.roundtrip(c, x, key=key))(jnp.asarray(x))
+                error = float(np.sum(np.square(np.float64(x_hat) - x)) / np.sum(np.square(np.float64(x))))
+                d = distortion(bits)
+                assert abs(error / (d / (1 - d) if scale == "unbiased" else d) - 1) < 0.08
+                if scale == "unbiased":
+                    assert abs(np.float64(x_hat) @ x / (np.float64(x) @ x) - 1) < 1e-4
+
+
+def test_unbiased_for_dense_vectors_biased_for_very_sparse_ones(key, seed):
+    rng = np.random.default_rng(seed)
+    draw = jax.jit(jax.vmap(lambda key, x: jc.roundtrip(jc.drive(), x, key=key)[0], in_axes=(0, None)))
+    keys = jax.random.split(key, 4096)
+    dense = rng.standard_normal(128).astype(np.float32)
+    mean = np.asarray(draw(keys, jnp.asarray(dense)), np.float64).mean(0)
+    assert np.sum(np.square(mean - dense)) < 2 * 0.58 / 4096 * np.sum(np.square(dense)) + 2e-3 * np.sum(dense**2)
+    sparse = jnp.zeros(128).at[jnp.array([3, 60])].set(jnp.array([1.0, 0.5]))
+    np.testing.assert_allclose(draw(keys[:8], sparse)[:, 60], 0, atol=1e-6)  # the smaller of two entries is lost
+    assert jc.drive().spec.omega is None
+
+
+@pytest.mark.parametrize("bits", variants([0.25, 0.5, 1.5, 2.5, 3.25], {0.5, 2.5}))
+def test_fractions_of_bits_cost_what_they_say(bits, key, seed):
+    d = 2**13
+    x = jnp.asarray(vector(seed, d))
+    x_hat, payload = jax.jit(lambda x: jc.roundtrip(jc.eden(bits), x, key=key))(x)
+    assert jc.lane_bytes(payload) == d * bits / 8 + 8
+    decoded = jc.wire.decode(jc.wire.encode(payload))
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), payload, decoded))
+    error = float(jnp.sum(jnp.square(x_hat - x)) / jnp.sum(jnp.square(x)))
+    cos2 = 1 - distortion(bits)
+    assert abs(error * cos2 / (1 - cos2) - 1) < 0.1
+
+
+def test_non_finite_zero_and_huge_entries(key):
+    for x in ([np.nan, 1.0, np.inf, 0.0], [0.0] * 4, [3e38, -3e38, 3e38, 1.0], [1e-30] * 4, [1e-44] * 4, []):
+        for compressor in (jc.eden(1.5), jc.rotate(jc.block_scaled("mxfp4"))):
+            run = jax.jit(lambda x, c=compressor: jc.roundtrip(c, x, key=key))
+            x_hat, payload = run(jnp.asarray(x, jnp.float32))
+            assert np.isfinite(x_hat).all()
+            assert all(np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(payload))
+
+
+def test_wrong_arguments_are_named():
+    for make, what in (
+        (lambda: jc.eden(0), "bits must be above 0"),
+        (lambda: jc.eden(9), "at most 8"),
+        (lambda: jc.eden(2, block=100), "power of two"),
+        (lambda: jc.drive(scale="biased"), "scale must be"),
+        (lambda: jc.rotate(jc.top_k(0.1), block=1), "power of two"),
+        (lambda: jc.rotate(jc.flat(jc.top_k(0.1))), "acts on trees"),
+        (lambda: jc.error_feedback(jc.eden(0.25)), "least_squares"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            make()
+
+
+# ------------------------------------------------------------------------------------------------
+# Workers
+
+
+def test_rotations_of_their_own_average_the_errors_of_equal_gradients(key, seed):
+    """Ten workers with one gradient: errors of one rotation are equal, of ten they are independent."""
+    x = jnp.asarray(vector(seed, 4096, 1))
+    workers = jnp.tile(x, (10, 1))
+
+    def error(compressor):
+        tx = jc.compressed_mean(jc.direct(compressor), "data", seed=key)
+        state, axes = jc.init_state(tx, x, 10, "data")
+        step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data"))
+        mean, _ = step(workers, state)
+        return float(jnp.sum(jnp.square(mean - x)) / jnp.sum(jnp.square(x)))
+
+    alone, apart = error(jc.eden(1)), error(jc.eden(1, per_worker=True))
+    assert abs(alone - 0.571) < 0.05
+    assert abs(apart - 0.0571) < 0.01
+
+
+@pytest.mark.parametrize("name", variants(["eden", "rotate"], {"eden"}))
+def test_messages_are_decoded_with_the_rotation_of_their_worker(name, key, seed):
+    compressor = {
+        "eden": jc.eden(2, block=64, per_worker=True),
+        "rotate": jc.rotate(jc.rand_k(0.5), block=64, per_worker=True),
+    }[name]
+    like = jax.ShapeDtypeStruct((200,), jnp.float32)
+    state = compressor.init(key, like)
+    xs = [jnp.asarray(vector(seed + i, 200)) for i in range(3)]
+    mine = [compressor.for_worker(state.shared, i, 3) for i in range(3)]
+    payloads = [compressor.compress(key, x, State((), s))[0] for x, s in zip(xs, mine, strict=True)]
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *payloads)
+    total = accumulate(compressor, jnp.zeros(200), stacked, None, state.shared)
+    want = sum(compressor.decompress(p, s, like) for p, s in zip(payloads, mine, strict=True))
+    np.testing.assert_allclose(total, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("via", variants(["gather", "two_shot"], {"two_shot"}))
+def test_workers_of_a_mesh_agree(via, key, seed):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    params = {"w": jnp.zeros((40, 50)), "b": jnp.zeros(7)}
+    rng = np.random.default_rng(seed)
+    grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((4, *p.shape)), jnp.float32), params)
+    tx = jc.compressed_mean(jc.error_feedback(jc.drive()), "data", via=via)
+    state, specs = jc.init_state(tx, params, mesh, "data")
+
+    def step(state, grads):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs)))
+    total = 0
+    for _ in range(30):
+        mean, state = jax.block_until_ready(step(state, grads))
+        total = total + np.asarray(mean["w"])
+    exact = 30 * np.asarray(grads["w"]).mean(0)
+    assert np.sum(np.square(total - exact)) < 0.03 * np.sum(np.square(exact))
+    sent = float(jc.info(state).lane_bytes)
+    assert sent < 2.2 * 2048 / 8 * 2 + 200
+
+
+def test_mean_on_the_wire_in_one_bit(key, seed):
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((4, 2048)) + 1, jnp.float32)
+    run = jax.jit(jax.vmap(lambda x: jc.collectives.pmean(x, "data", wire=jc.eden(4), key=key), axis_name="data"))
+    mean = np.asarray(x).mean(0)
+    assert np.sum(np.square(run(x)[0] - mean)) < 0.03 * np.sum(np.square(mean))
