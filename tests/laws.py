@@ -72,7 +72,7 @@ ROWS = [
     Row("eden-half", jc.eden(0.5, scale="least_squares"), False, False, slow=True),
     Row("eden-workers", jc.eden(4, block=64, per_worker=True), False, False, slow=True),
     Row("rotate-int4", jc.rotate(jc.block_scaled("int4", rounding="stochastic"), block=32), False, False, slow=True),
-    Row("rotate-rand_k", jc.rotate(jc.rand_k(0.2), block=64), False, False),
+    Row("rotate-natural", jc.rotate(jc.natural(), block=64), False, False),
     Row("rotate-workers", jc.rotate(jc.dithering(7), block=128, per_worker=True), False, False, slow=True),
     Row("block_scaled-mxfp8", jc.block_scaled("mxfp8"), False, True, slow=True),
     Row("block_scaled-mxfp4", jc.block_scaled("mxfp4", rounding="stochastic"), False, False, slow=True),

@@ -164,6 +164,22 @@ def test_wrong_arguments_are_named():
             make()
 
 
+def test_rotated_payloads_of_linear_compressors_may_be_added(key, seed):
+    compressor, d = jc.rotate(jc.rand_k(0.5), block=64), 300
+    like = jax.ShapeDtypeStruct((d,), jnp.float32)
+    assert compressor.spec.linear
+
+    @jax.jit
+    def run(one, two):
+        state = compressor.init(key, like)
+        payloads = [compressor.compress(key, x, state)[0] for x in (one, two)]
+        parts = [compressor.decompress(p, state.shared, like) for p in payloads]
+        return compressor.decompress(jax.tree.map(jnp.add, *payloads), state.shared, like), parts[0] + parts[1]
+
+    both, apart = run(jnp.asarray(vector(seed, d, 1)), jnp.asarray(vector(seed + 1, d, 1)))
+    np.testing.assert_allclose(both, apart, rtol=1e-5, atol=1e-6 * float(jnp.linalg.norm(apart)))
+
+
 # ------------------------------------------------------------------------------------------------
 # Workers
 
