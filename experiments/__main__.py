@@ -11,6 +11,10 @@ EXPERIMENTS = {
     "compare": ("experiments.compare", "train one model with several compression methods and compare them"),
     "train": ("experiments.train", "train one model with one method: in one process, in several, or on a cluster"),
     "kills": ("experiments.kills", "kill processes of a training at random; what was trained must not show it"),
+    "attack": (
+        "experiments.attack",
+        "messages fuzzed, combinations and statistics of all parts: what holds, what falls",
+    ),
     "sidco": ("experiments.sidco", "SIDCo and its rivals: quality of the threshold, and training"),
     "skcompress": ("experiments.skcompress", "SKCompress and its rivals: sizes and errors of messages, and training"),
     "quantizers": ("experiments.quantizers", "error of a mean against bits: block scales, rotations, releases"),

@@ -4,7 +4,7 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from experiments.bench.timing import machine
 from experiments.cli import Parser, at_least
 from experiments.report import show
 
-__all__ = ["main"]
+__all__ = ["SECONDS", "main", "mutated", "payloads_of_size"]
 
 HEAD = ["message", "kB", "tried", "decoded", "worst ms", "of the bound", "worst MB", "of the bound"]
 SECONDS = 0.05, 1e-6  # allowed for any message; for each of its bytes
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     with Console().status("decoding") as status:
         for i, number in enumerate(rng.choice(len(cases), o.messages, p=shares / shares.sum())):
             case = cases[number]
-            worst[case.name] = _try(_mutated(rng, case.body), worst[case.name])
+            worst[case.name] = _try(mutated(rng, case.body), worst[case.name])
             if i % 1000 == 0:
                 status.update(f"{i:,} of {o.messages:,} messages")
     rows = [
@@ -84,12 +84,10 @@ def main(arguments: Sequence[str]) -> int:
     return int(time_share > 1 or memory_share > 1)
 
 
-def _cases(rng: np.random.Generator, scale: int):
-    """Valid messages of every payload in three sizes and every code."""
-    import jaxcomp as jc
-    from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sketch, Sparse
+def payloads_of_size(rng: np.random.Generator, n: int) -> dict[str, Any]:
+    """Payloads of every family, of about n entries."""
+    from jaxcomp.payloads import Chunks, Dense, Leaves, LocalIndices, Quantized, Scaled, Several, Sketch, Sparse
     from jaxcomp.wire.bitstream import pack_words
-    from jaxcomp.wire.frame import unseal
 
     def levels(n, width, density):
         where = np.flatnonzero(rng.random(n) < density)
@@ -111,28 +109,44 @@ def _cases(rng: np.random.Generator, scale: int):
         none = np.zeros(0, np.int32)
         return Sketch(np.linspace(-1, 1, 30, dtype=np.float32), np.full(3, n, np.int32), keys, cells, none)
 
+    def chunks(rows):
+        gaps = rng.integers(0, 64, 64 * rows)
+        places = np.flatnonzero(gaps)
+        words = pack_words(places, gaps[places].astype(np.uint32), 12, -(-gaps.size // 32))
+        return Chunks(rng.standard_normal(gaps.size).astype(np.float32), words)
+
+    nothing = Dense(np.zeros(0, np.float32))
+    return {
+        "Dense": Dense(np.ones(n // 4, np.float32)),
+        "Scaled": Scaled(np.ones(n, np.float16), np.ones(-(-n // 32), np.float32)),
+        "Sparse": sparse(n // 4, 100),
+        "Sparse of nothing, dense": Sparse(nothing, np.arange(n, dtype=np.int32)),
+        "Sparse of levels": Sparse(levels(n, 3, 0.9), sparse(n, 2).indices),
+        "LocalIndices": local(n // 4),
+        "Quantized": levels(n, 3, 0.5),
+        "Quantized, all": levels(n, 5, 1.0),
+        "Quantized, few": levels(n, 3, 0.01),
+        "Quantized, 1 bit": levels(n, 1, 0.97),
+        "Quantized, zero": levels(n, 8, 0),
+        "Sketch": sketch(n // 4),
+        "Chunks": chunks(n // 64 + 1),
+        "Several": Several((Dense(np.ones(n // 8, np.float32)), levels(n, 3, 0.5))),
+        "Leaves": Leaves(nothing, (sparse(30, 4), levels(64, 3, 0.5)) * min(n // 300 + 1, 1000)),
+    }
+
+
+def _cases(rng: np.random.Generator, scale: int):
+    """Valid messages of every payload in three sizes and every code."""
+    import jaxcomp as jc
+    from jaxcomp.wire.frame import unseal
+
     for n in (40, 1000 * scale // 50, 1000 * scale):
-        nothing = Dense(np.zeros(0, np.float32))
-        payloads = {
-            "Dense": Dense(np.ones(n // 4, np.float32)),
-            "Scaled": Scaled(np.ones(n, np.float16), np.ones(-(-n // 32), np.float32)),
-            "Sparse": sparse(n // 4, 100),
-            "Sparse of nothing, dense": Sparse(nothing, np.arange(n, dtype=np.int32)),
-            "Sparse of levels": Sparse(levels(n, 3, 0.9), sparse(n, 2).indices),
-            "LocalIndices": local(n // 4),
-            "Quantized": levels(n, 3, 0.5),
-            "Quantized, few": levels(n, 3, 0.01),
-            "Quantized, 1 bit": levels(n, 1, 0.97),
-            "Quantized, zero": levels(n, 8, 0),
-            "Sketch": sketch(n // 4),
-            "Leaves": Leaves(nothing, (sparse(30, 4), levels(64, 3, 0.5)) * min(n // 300 + 1, 1000)),
-        }
-        for name, payload in payloads.items():
+        for name, payload in payloads_of_size(rng, n).items():
             for code in ("fixed", "elias", "best"):
                 yield Case(name, bytes(unseal(jc.wire.encode(payload, code=code))))
 
 
-def _mutated(rng: np.random.Generator, body: bytes) -> bytes:
+def mutated(rng: np.random.Generator, body: bytes) -> bytes:
     """A body with one to three changes, most of them at its front, where lengths stand."""
     changed = bytearray(body)
     for _ in range(rng.integers(1, 4)):

@@ -92,7 +92,8 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
     Both unbiased:              1 + omega = (1 + omega_outer) (1 + omega_inner).
     outer selects, inner with alpha:  alpha = alpha_outer alpha_inner, because the two errors are
                                 orthogonal.
-    outer selects, inner with omega:  alpha = alpha_outer (1 - omega_inner), where that is positive.
+    outer selects, inner with omega:  alpha = alpha_outer (1 - omega_inner) if that is positive; else 1 - omega_inner,
+                                which is no contraction.
     Otherwise neither is known. omega and alpha of `inner` are those at the number of values.
 
     Raises:
@@ -210,7 +211,13 @@ def _omega_of_both(first: Bound, second: Bound, num_values: Callable[[int], int]
 
 
 def _alpha_of_both(first: Bound, second: Bound, num_values: Callable[[int], int]) -> Bound:
-    return lambda d: first(d) * second(num_values(d))
+    """E|C(x) - x|^2 is at most (1 - f a) |x|^2, for a share f of |x|^2 in the values, between the first alpha and 1."""
+
+    def alpha(d):
+        inner = second(num_values(d))
+        return inner * (first(d) if inner > 0 else 1)
+
+    return alpha
 
 
 def _one_minus(omega: Bound) -> Bound:

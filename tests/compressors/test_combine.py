@@ -113,3 +113,13 @@ def test_the_plan_of_one_worker_must_be_picked(key):
         compressor.compress(key, jnp.zeros(100), state)
     with pytest.raises(ValueError, match="plans of 4 workers for 3 workers"):
         for_worker(compressor, state.shared, 0, 3)
+
+
+def test_composing_with_much_noise_claims_no_less_error_than_there_is(key):
+    """All of x is among the values, so that the error is omega |x|^2; alpha_outer (1 - omega) would allow an eighth."""
+    x = jnp.zeros(300).at[7].set(3.0)
+    compressor = jc.compose(jc.top_k(0.121), jc.bernoulli(0.0169))
+    got = jax.vmap(lambda key: jc.roundtrip(compressor, x, key=key)[0])(jax.random.split(key, 1024))
+    error = float(jnp.mean(jnp.sum((got - x) ** 2, axis=1)) / jnp.sum(x**2))
+    assert compressor.spec.alpha(300) == pytest.approx(1 - (1 / 0.0169 - 1))
+    assert 20 < error < 2 * (1 - compressor.spec.alpha(300))
