@@ -55,7 +55,7 @@ from jaxcomp.exchange.specs import init_state, per_worker, state_specs
 from jaxcomp.layout import Layout
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes
-from jaxcomp.transforms import compressed_mean, local_steps, local_updates, value_and_grad
+from jaxcomp.transforms import compressed_mean, local_process, local_steps, local_updates, value_and_grad
 from jaxcomp.wire import WireError
 
 __version__ = "0.2.0"
@@ -99,6 +99,7 @@ __all__ = [
     "init_state",
     "lane_bytes",
     "ledger",
+    "local_process",
     "local_steps",
     "local_updates",
     "loco",

@@ -166,7 +166,7 @@ class Run:
             if not setup.plain and (message is None or t > o["steps"] // 2) and trainer.is_due(t):
                 message = trainer.message_bytes()
             if t == 1 or t % o["log_every"] == 0 or t == o["steps"]:
-                line = {"label": setup.label, "seed": seed, "step": t, "loss": step.loss}
+                line = {"label": setup.label, "method": setup.method, "seed": seed, "step": t, "loss": step.loss}
                 median = float(np.median(seconds[-100:])) if seconds else step.seconds
                 more = {"test": trainer.test_loss(), "sent_bytes": sent, "message_bytes": message, "seconds": median}
                 self.journal.add({**line, **more, "route": route})

@@ -1,6 +1,7 @@
 """What users put into their training loop. All forms run the same `exchange.runner`."""
 
 from jaxcomp.transforms.compressed_mean import compressed_mean
+from jaxcomp.transforms.local_process import LocalProcess, local_process
 from jaxcomp.transforms.local_steps import LocalSteps, LocalStepsState, local_steps
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.rounds import Rounds, rounds
@@ -8,12 +9,14 @@ from jaxcomp.transforms.value_and_grad import GradientState, ValueAndGrad, value
 
 __all__ = [
     "GradientState",
+    "LocalProcess",
     "LocalSteps",
     "LocalStepsState",
     "LocalUpdatesState",
     "Rounds",
     "ValueAndGrad",
     "compressed_mean",
+    "local_process",
     "local_steps",
     "local_updates",
     "rounds",

@@ -38,7 +38,7 @@ from jaxcomp.exchange.varying import Axis, axis_names, axis_size, is_bound, know
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
 
-__all__ = ["LocalUpdatesState", "local_updates"]
+__all__ = ["LocalUpdatesState", "check_times", "difference_of", "local_updates", "mixed", "towards"]
 
 Array = jax.Array
 NAME = "local_updates"
@@ -144,7 +144,7 @@ def local_updates(
     >>> print(jax.vmap(two_steps, axis_name="data")(jnp.array([1.0, 3.0])))
     [1.5 1.5]
     """
-    _check_times(every, fragments, delay, mixing)
+    check_times(NAME, every, fragments, delay, mixing)
     levels = levels_of(algorithm, axis_name, weights)
     for each in levels.values():
         check_algorithm(NAME, each)
@@ -176,16 +176,17 @@ def local_updates(
     return optax.GradientTransformationExtraArgs(parts.init, parts.update)  # pyright: ignore[reportArgumentType]
 
 
-def _check_times(every: int, fragments: int, delay: int, mixing: float) -> None:
+def check_times(name: str, every: int, fragments: int, delay: int, mixing: float) -> None:
+    """Raises ValueError unless the times of an outer form go together."""
     whole = lambda x, least, most: isinstance(x, (int, np.integer)) and not isinstance(x, bool) and least <= x <= most
     if not whole(every, 1, 2**30):
-        raise ValueError(f"{NAME}: every must be an integer of at least 1; got {every!r}")
+        raise ValueError(f"{name}: every must be an integer of at least 1; got {every!r}")
     if not whole(fragments, 1, every):
-        raise ValueError(f"{NAME}: fragments must be an integer in 1 .. every = {every}; got {fragments!r}")
+        raise ValueError(f"{name}: fragments must be an integer in 1 .. every = {every}; got {fragments!r}")
     if not whole(delay, 0, every - 1):
-        raise ValueError(f"{NAME}: delay must be an integer in 0 .. every - 1 = {every - 1}; got {delay!r}")
+        raise ValueError(f"{name}: delay must be an integer in 0 .. every - 1 = {every - 1}; got {delay!r}")
     if not 0 <= mixing < 1:
-        raise ValueError(f"{NAME}: mixing must be in [0, 1); got {mixing!r}")
+        raise ValueError(f"{name}: mixing must be in [0, 1); got {mixing!r}")
 
 
 def _are_names(sharded: Any) -> bool:
@@ -258,7 +259,7 @@ class _LocalUpdates(NamedTuple):
 
     def _taken(self, here: "_Here", point: Any, now: Array) -> Any:
         """The difference that is on its way: a new one, if it is taken now."""
-        return lax.cond(now, lambda old: _difference(point, here.after), lambda old: old, here.pending)
+        return lax.cond(now, lambda old: difference_of(point, here.after), lambda old: old, here.pending)
 
     def _merged(self, here: "_Here") -> Callable[["_Fragment"], "_Fragment"]:
         """The exchange of a fragment and what comes of it."""
@@ -267,7 +268,7 @@ class _LocalUpdates(NamedTuple):
             if here.pending is not None:
                 return here.pending
             # Without a step in between, the difference is the inner update itself, before it was rounded.
-            return _negative(before.updates, before.point) if self.exact else _difference(before.point, here.after)
+            return _negative(before.updates, before.point) if self.exact else difference_of(before.point, here.after)
 
         def run(before: _Fragment) -> _Fragment:
             direction, state = here.mean.update(difference(before), before.mean)
@@ -324,7 +325,7 @@ class _Here(NamedTuple):
     pending: Any
 
 
-def _difference(point: Any, mine: Any) -> Any:
+def difference_of(point: Any, mine: Any) -> Any:
     """theta_at_start - theta_i: how far the worker came, from where it started: theta rounded as its parameters are."""
     return jax.tree.map(lambda theta, p: theta.astype(p.dtype).astype(theta.dtype) - p.astype(theta.dtype), point, mine)
 

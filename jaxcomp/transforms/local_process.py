@@ -1,0 +1,290 @@
+"""One worker of local updates as a process of its own: exchanges run in a thread while the next steps are computed.
+
+Every message crosses as the bytes of `jc.wire`. What comes of it is what `local_updates` with via="gather" makes of the
+same steps, to the bit where both round alike, though that waits for each exchange: a difference is taken at step t,
+handed to the thread, and merged at step t + delay; only then the worker waits, if it is not there yet.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomp.arrays import like_of, root_key, wide_like, wrap_key, zeros_like
+from jaxcomp.base import (
+    Algorithm,
+    Compressor,
+    State,
+    accumulate,
+    add_own,
+    advance,
+    check_algorithm,
+    for_worker,
+    residual,
+)
+from jaxcomp.exchange.bind import bind
+from jaxcomp.exchange.placement import Placement
+from jaxcomp.layout import join, split
+from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
+from jaxcomp.transforms.local_updates import check_times, difference_of, mixed, towards
+from jaxcomp.wire import decode, encode
+
+__all__ = ["LocalProcess", "local_process"]
+
+Array = jax.Array
+NAME = "local_process"
+Gather = Callable[[bytes], list[bytes]]
+
+
+def local_process(
+    inner: optax.GradientTransformation,
+    outer: optax.GradientTransformation,
+    algorithm: Algorithm,
+    gather: Gather,
+    index: int,
+    size: int,
+    *,
+    every: int,
+    fragments: int = 1,
+    delay: int = 0,
+    mixing: float = 0.0,
+    seed: int | Array = 0,
+    code: str = "best",
+) -> "LocalProcess":
+    """One worker of `local_updates` on the host, whose exchanges run in a thread beside its steps.
+
+    Args:
+        inner, outer, algorithm, every, fragments, delay, mixing: as for `local_updates`.
+        gather: bytes of this worker -> those of all workers in their order. Called in one thread, one call after the
+            other, and equally often, in the same order, by every worker.
+        index, size: number of this worker, and how many there are.
+        seed: equal on all workers.
+        code: of the messages, as for `wire.encode`.
+
+    Returns:
+        `LocalProcess`; close it, or use it as a context. Workers weigh alike; parameters are whole at each of them.
+
+    Raises:
+        TypeError, ValueError: as `local_updates`; index is not below size.
+
+    >>> import jax.numpy as jnp, optax, jaxcomp as jc
+    >>> alone = lambda message: [message]
+    >>> with jc.local_process(optax.sgd(0.5), optax.sgd(1.0), jc.direct(jc.identity()), alone, 0, 1, every=2) as worker:
+    ...     w = worker.start(jnp.zeros(2))
+    ...     for _ in range(2):
+    ...         w = worker.step(w - jnp.array([1.0, 3.0]), w)
+    >>> print(w, worker.point)
+    [0.75 2.25] [0.75 2.25]
+    """
+    check_times(NAME, every, fragments, delay, mixing)
+    if not 0 <= index < size:
+        raise ValueError(f"{NAME}: index must be in 0 .. size - 1 = {size - 1}; got {index}")
+    check_algorithm(NAME, algorithm)
+    times = Timetable(int(every), int(fragments), int(delay))
+    return LocalProcess(inner, outer, algorithm, gather, (int(index), int(size)), times, float(mixing), seed, code)
+
+
+class _Part(NamedTuple):
+    """numbers: of its leaves. mean, outer: states. pending: what the thread makes of the difference on its way."""
+
+    numbers: tuple[int, ...]
+    mean: Any
+    outer: Any
+    pending: "Future | None" = None
+
+
+class LocalProcess:
+    """What `local_process` returns.
+
+    point: theta, which all workers share. sent_bytes: of this worker's messages so far, to all others. waited: seconds
+    that steps spent waiting for exchanges so far.
+    """
+
+    def __init__(
+        self,
+        inner: optax.GradientTransformation,
+        outer: optax.GradientTransformation,
+        algorithm: Algorithm,
+        gather: Gather,
+        place: tuple[int, int],
+        times: Timetable,
+        mixing: float,
+        seed: Any,
+        code: str,
+    ):
+        self._outer, self._algorithm, self._times, self._mixing = outer, algorithm, times, mixing
+        self._link, self._place = _Link(gather, *place, code), place
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=NAME)
+        self._root = root_key(seed)
+        self._count, self._parts, self.point, self.waited = 0, [], None, 0.0
+
+        def step(grads, state, params):
+            updates, state = inner.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        self._inner, self._step, self._merge = inner, jax.jit(step), jax.jit(self._merged)
+        self._take = jax.jit(difference_of)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._link.sent_bytes
+
+    def start(self, params: Any) -> Any:
+        """Begins at these parameters, equal on all workers; returns them."""
+        like = wide_like(params)
+        self.point = jax.tree.map(lambda p, each: jnp.array(p, each.dtype, copy=True), params, like)
+        self._state, self._count = self._inner.init(params), 0
+        self._parts = []
+        for p, numbers in enumerate(fragments_of(params, self._times.fragments)):
+            root = jax.random.fold_in(self._root, p) if self._times.fragments > 1 else self._root
+            run = bind(NAME, self._algorithm, Placement(None), "gather", root)
+            self._parts.append(_Part(numbers, run.init(cut(like, numbers)), self._outer.init(cut(self.point, numbers))))
+        return params
+
+    def step(self, grads: Any, params: Any) -> Any:
+        """The parameters after a step with this gradient."""
+        if not self._parts:
+            raise ValueError(f"{NAME}: call start(params) before the first step")
+        self._count += 1
+        before, after = params, None
+        after, self._state = self._step(grads, self._state, before)
+        for p, part in enumerate(self._parts):
+            if self._times.takes(p, self._count):
+                difference = self._take(cut(self.point, part.numbers), cut(after, part.numbers))
+                self._parts[p] = part = part._replace(pending=self._thread.submit(self._exchanged, part, difference))
+            if self._times.merges(p, self._count) and part.pending is not None:
+                after = self._joined(p, part, before, after)
+        return after
+
+    def _joined(self, p: int, part: _Part, before: Any, after: Any) -> Any:
+        began = time.perf_counter()
+        assert part.pending is not None
+        direction, mean = part.pending.result()
+        self.waited += time.perf_counter() - began
+        here = [cut(tree, part.numbers) for tree in (self.point, before, after)]
+        point, outer, mine = self._merge(direction, part.outer, *here)
+        self._parts[p] = _Part(part.numbers, mean, outer)
+        self.point = replaced(self.point, part.numbers, point)
+        return replaced(after, part.numbers, mine)
+
+    def _merged(self, direction: Any, outer: Any, point: Any, before: Any, after: Any) -> tuple[Any, Any, Any]:
+        step, outer = self._outer.update(direction, outer, point)
+        point = optax.apply_updates(point, step)
+        target = jax.tree.map(lambda theta, p: mixed(theta.astype(p.dtype), p, self._mixing), point, after)
+        return point, outer, jax.tree.map(lambda p, t: p + towards(p, t), before, target)
+
+    def _exchanged(self, part: _Part, difference: Any) -> tuple[Any, Any]:
+        """In the thread: the mean of what all workers sent, and the state of the mean."""
+        local, shared, plan = part.mean.local, part.mean.shared, part.mean.about.plan
+        key = jax.random.fold_in(jax.random.fold_in(wrap_key(shared.key), shared.count), self._place[0])
+        mine = State(jax.tree.map(lambda x: x[0], local.algorithm), shared.algorithm)
+        direction, new = self._algorithm.update(key, split(plan, difference), mine, self._link)
+        local = local._replace(algorithm=jax.tree.map(lambda x: x[None], new.local))
+        shared = shared._replace(count=shared.count + 1, algorithm=new.shared)
+        return jax.block_until_ready((join(plan, direction), type(part.mean)(local, shared, part.mean.about)))
+
+    def state(self) -> dict[str, Any]:
+        """All that this worker remembers, as arrays. Waits for its exchanges on their way, which it keeps, too."""
+        parts = [(q.mean, q.outer, None if q.pending is None else q.pending.result()) for q in self._parts]
+        return {"count": self._count, "point": self.point, "inner": self._state, "parts": parts}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` returned; call it after `start`."""
+        self._count, self.point, self._state = int(state["count"]), state["point"], state["inner"]
+        for p, (mean, outer, arrived) in enumerate(state["parts"]):
+            pending = None
+            if arrived is not None:
+                pending = Future()
+                pending.set_result(arrived)
+            self._parts[p] = _Part(self._parts[p].numbers, mean, outer, pending)
+
+    def close(self) -> None:
+        """Waits for the exchanges on their way, which the others wait for, too."""
+        self._thread.shutdown(wait=True)
+
+    def __enter__(self) -> "LocalProcess":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+
+class _Link:
+    """`base.Exchange` of one process: every message crosses as the bytes of `wire.encode`."""
+
+    def __init__(self, gather: Gather, index: int, size: int, code: str):
+        self.index, self.size, self.sent_bytes = jnp.asarray(index, jnp.int32), size, 0
+        self._gather, self._number, self._code = gather, index, code
+        self._compiled: dict[Any, Any] = {}
+
+    def _exchange(self, payload: Any) -> list[Any]:
+        message = encode(payload, code=self._code)
+        self.sent_bytes += len(message) * (self.size - 1)
+        arrived = self._gather(message)
+        if len(arrived) != self.size:
+            raise ValueError(f"{NAME}: gather must return the bytes of all {self.size} workers; got {len(arrived)}")
+        return [decode(each) for each in arrived]
+
+    def _jit(self, name: str, compressor: Compressor, function: Callable) -> Callable:
+        """Compiled once for each compressor."""
+        return self._compiled.setdefault((name, id(compressor)), (jax.jit(function), compressor))[0]
+
+    def mean(self, key: Array, compressor: Compressor, message: Any, state: State) -> "_Sent":
+        mine = for_worker(compressor, state.shared, self.index, self.size)
+        _, key = jax.random.split(key)
+        compress = self._jit("compress", compressor, compressor.compress)
+        payload, local = compress(key, message, State(state.local, mine))
+        arrived = self._exchange(payload)
+        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *arrived)
+        scale = 1 / self.size
+
+        def added(payloads, shared, zeros):
+            return jax.tree.map(lambda t: t * scale, accumulate(compressor, zeros, payloads, None, shared))
+
+        mean = self._jit("added", compressor, added)(stacked, state.shared, zeros_like(wide_like(message)))
+        after = State(local, advance(compressor, state.shared))
+        return _Sent(compressor, message, payload, mine, arrived, state.shared, mean, after)
+
+    def sum(self, x: Any) -> Any:
+        arrived = self._exchange(tuple(jax.tree.leaves(x)))
+        total = [
+            sum(rows[1:], start=rows[0]) for rows in zip(*(jax.tree.leaves(each) for each in arrived), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(x), total)
+
+    def cond(self, predicate: Array, yes: Callable, no: Callable, *operands: Any) -> Any:
+        return (yes if bool(predicate) else no)(*operands)
+
+
+class _Sent(NamedTuple):
+    """`base.Sent` of payloads that arrived as bytes."""
+
+    compressor: Compressor
+    message: Any
+    payload: Any
+    mine: Any
+    arrived: list[Any]
+    shared: Any
+    mean: Any
+    state: State
+
+    @property
+    def own(self) -> Any:
+        return self.compressor.decompress(self.payload, self.mine, like_of(self.message))
+
+    @property
+    def residual(self) -> Any:
+        return residual(self.compressor, self.message, self.payload, self.mine)
+
+    def add_to(self, total: Any, weight: Any) -> Any:
+        return add_own(self.compressor, total, self.payload, weight, self.mine)
+
+    def read_by(self, compressor: Compressor) -> tuple[Any, Any]:
+        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *self.arrived)
+        total = accumulate(compressor, zeros_like(wide_like(self.message)), stacked, None, self.shared)
+        mean = jax.tree.map(lambda t: t * (1 / len(self.arrived)), total)
+        return mean, compressor.decompress(self.payload, self.mine, like_of(self.message))

@@ -1,0 +1,38 @@
+"""Workers under vmap, each with parameters of its own: what tests of local updates compare with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxcomp as jc
+
+PARAMS = {
+    "a": np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4),
+    "b": np.ones(8, np.float32),
+    "c": np.ones(16, np.float32),
+}
+
+
+def vmap_steps(tx, params, grads, plain=False):
+    """The same with vmap; plain: of an optimizer whose updates are equal on all workers."""
+    workers = jax.tree.leaves(grads)[0].shape[1]
+    state, axes = jc.init_state(tx, params, workers, "data")
+    own = params if plain else jax.tree.map(lambda p: jnp.stack([p] * workers), params)
+
+    def step(own, state, grads):
+        updates, state = tx.update(grads, state, own)
+        return optax.apply_updates(own, updates), state
+
+    where = None if plain else 0
+    step = jax.jit(jax.vmap(step, in_axes=(where, axes, 0), out_axes=(where, axes), axis_name="data"))
+    points = []
+    for t in range(jax.tree.leaves(grads)[0].shape[0]):
+        own, state = step(own, state, jax.tree.map(lambda g: g[t], grads))  # noqa: B023
+        points.append(jax.tree.map(np.asarray, own))
+    return points, state
+
+
+def random_gradients(seed, steps, workers=4, params=PARAMS):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((steps, workers, *p.shape)), p.dtype), params)
