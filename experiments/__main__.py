@@ -11,6 +11,10 @@ EXPERIMENTS = {
     "compare": ("experiments.compare", "train one model with several compression methods and compare them"),
     "train": ("experiments.train", "train one model with one method: in one process, in several, or on a cluster"),
     "kills": ("experiments.kills", "kill processes of a training at random; what was trained must not show it"),
+    "soak": (
+        "experiments.soak",
+        "a long training with kills, a full disk, a NaN and a corrupted checkpoint: same bits",
+    ),
     "attack": (
         "experiments.attack",
         "messages fuzzed, combinations and statistics of all parts: what holds, what falls",

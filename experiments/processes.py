@@ -156,9 +156,10 @@ def leave(logs: Path | None, process: int, error: BaseException) -> None:
             message = f"process {first.process} failed: {first.message}"
     elif not user:
         traceback.print_exception(error)
-    print(f"error: {message}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # so may that of the logs
+        print(f"error: {message}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(2 if user else 1)
 
 

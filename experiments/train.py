@@ -81,6 +81,7 @@ def parser() -> Parser:
         default="mask",
         help="NaN and infinite entries of a gradient: take them as zero, or skip the step on all workers",
     )
+    what.add_argument("--spoil", type=at_least(1), default=None, help=argparse.SUPPRESS)  # a step whose batch holds NaN
     where = p.add_argument_group("where")
     where.add_argument("--workers", type=at_least(1), default=None, help="one for each process, or 4 in a single one")
     where.add_argument("--processes", type=at_least(1), default=1, help="processes to start on this machine")
@@ -316,7 +317,7 @@ class Run:
         with progress_bar(console) as bar:
             task = bar.add_task(f"{o['method']}, seed {o['seed']}", total=o["steps"], now="compiling")
             args = (algorithm, MODELS[o["model"]], self.data, self.mesh, o["optimizer"], o["lr"], o["batch"])
-            trainer = Trainer(*args, via=o["via"], nonfinite=o["nonfinite"])
+            trainer = Trainer(*args, via=o["via"], nonfinite=o["nonfinite"], spoil=o["spoil"])
             show = lambda step, now: bar.update(task, completed=step, now=now)
             job = Job(o["method"], o["seed"])
             say = lambda text: console.print(text, highlight=False)

@@ -110,6 +110,7 @@ class Trainer:
         optimizer, rate: what follows the compressed mean.
         batch: examples of each worker in a step.
         via: route of messages, as for `jc.compressed_mean`.
+        spoil: number of a step in which the first example is NaN, to see what becomes of it.
         nonfinite: "mask" takes NaN and infinite entries of a gradient as zero; "skip" drops the step on all workers.
     """
 
@@ -124,8 +125,10 @@ class Trainer:
         batch: int,
         via: str = "auto",
         nonfinite: str = "mask",
+        spoil: int | None = None,
     ):
         self.algorithm, self.data, self.batch, self.via, self.nonfinite = algorithm, data, batch, via, nonfinite
+        self.spoil = spoil
         self.model = lambda seed: model(data.train_x.shape[1:], data.num_classes, rngs=nnx.Rngs(seed))
         self.mesh = mesh
         self.everywhere, self.split = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
@@ -210,12 +213,19 @@ class Trainer:
         for number in range(first + 1, last + 1):
             start = time.perf_counter()
             chosen = batch_of(parts, self.batch, seed, number)
-            x = self._spread(self.data.images_of, chosen, self.data.train_x.shape[1:])
+            images = self._spoiled if number == self.spoil else self.data.images_of
+            x = self._spread(images, chosen, self.data.train_x.shape[1:])
             y = self._spread(self.data.train_y.__getitem__, chosen, ())
             state, loss = self.compiled(state, x, y)
             loss = float(jax.block_until_ready(loss))
             jax.block_until_ready(state)
             yield Progress(number, loss, time.perf_counter() - start, state)
+
+    def _spoiled(self, examples: np.ndarray) -> np.ndarray:
+        """Images of which the first is NaN."""
+        images = np.array(self.data.images_of(examples))
+        images[:1] = np.nan
+        return images
 
     def _spread(self, rows_of: Callable[[np.ndarray], np.ndarray], chosen: np.ndarray, shape: tuple[int, ...]) -> Any:
         """Each worker's rows on its own device; this process makes those of its own workers alone."""

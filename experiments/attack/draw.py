@@ -86,6 +86,6 @@ def vector(rng: np.random.Generator, size: int, spoiled: bool = False) -> tuple[
     x = np.asarray(kinds[name](), np.float32)
     if spoiled and size and rng.random() < 0.2:
         places = rng.integers(0, size, 1 + size // 50)
-        x[places] = rng.choice(np.float32([np.nan, np.inf, -np.inf, 3e38, -1e-45]), places.size)
+        x[places] = rng.choice(np.array([np.nan, np.inf, -np.inf, 3e38, -1e-45], np.float32), places.size)
         name += ", spoiled"
     return name, x

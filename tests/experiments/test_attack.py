@@ -63,3 +63,11 @@ def test_a_short_attack_ends_in_a_table(tmp_path, capsys):
 def test_all_attacks_for_a_while():
     result = run("attack", "--minutes", 3, "--seed", 1)
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.slow
+def test_a_short_soak_ends_in_the_same_bits(tmp_path):
+    short = ("--steps", 30, "--processes", 2, "--kills", 1, "--method", "dithering")
+    result = run("soak", *short, "--runs", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "3 disturbances in 30 steps; bit for bit the undisturbed run" in result.stdout

@@ -1,0 +1,159 @@
+"""A long training that is disturbed in every way there is, against the same training that nobody disturbs.
+
+Processes are killed at random; once the disk is full (no file may grow beyond 64 kB, which looks alike); once a
+checkpoint is corrupted; and in both trainings a batch holds NaN once, for which all workers skip a step together. Every
+disturbance must end in one sentence, and the run must go on from there to the same parameters, optimizer state and
+losses, bit for bit. Options that are not listed here are those of `train`.
+Writes to runs/NAME: both runs, soak.json and table.md.
+"""
+
+import random
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.cli import Parser, UserError, at_least, choose_new, one_thread
+from experiments.folders import Journal, write_json
+from experiments.kills import Killed, newest, step_of
+from experiments.processes import Failed, Group
+from experiments.report import show
+
+__all__ = ["main"]
+
+HEAD = ["disturbance", "after step", "goes on from", "what it said"]
+NOTES = """\
+after step: the last one that was logged. goes on from: the newest checkpoint. what it said: the message of the run."""
+
+ROOM = 2**16  # bytes of a file while the disk is full: enough to say why a process fails
+
+
+class Event(NamedTuple):
+    """What was done after which step, and what the run said to it."""
+
+    what: str
+    step: int
+    resumed: int
+    said: str
+
+
+def parser() -> Parser:
+    p = Parser(prog="python -m experiments soak", description=(__doc__ or "").split("\n\n")[0])
+    p.epilog = "All other options are those of train; python -m experiments train --help lists them."
+    p.add_argument("--steps", type=at_least(20), default=10_000, help="steps of the training")
+    p.add_argument("--processes", type=at_least(2), default=4, help="processes, with a worker each")
+    p.add_argument("--kills", type=at_least(1), default=10, help="processes that are killed")
+    p.add_argument("--soak-seed", type=at_least(0), default=0, help="of the choice of processes and moments")
+    p.add_argument("--name", default=None, help="folder under --runs; without it the next free soak-N")
+    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    from rich.console import Console
+
+    one_thread()
+    o, rest = parser().parse_known_args(arguments)
+    folder = choose_new(o.runs, o.name, "soak")
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    draw = random.Random(o.soak_seed)
+    say = lambda words: console.print(words, highlight=False, soft_wrap=True, markup=False)
+    every = ["--steps", str(o.steps), "--checkpoint-every", str(max(5, o.steps // 50)), "--batch", "8"]
+    spoiled = ["--nonfinite", "skip", "--spoil", str(draw.randint(3, o.steps - 3)), "--workers", str(o.processes)]
+    soak = Soak(folder, [o.processes, o.processes], [*every, *spoiled, *rest], draw, say)
+    say(f"{o.steps} steps in {o.processes} processes, first without disturbances; writing to {folder}")
+    soak.start(0, resume=False).wait()
+    events = soak.disturbed(o.kills)
+    same = repr(soak.outcome(0)) == repr(soak.outcome(1))  # one loss is NaN
+    write_json(folder / "soak.json", [event._asdict() for event in events])
+    end = "bit for bit the undisturbed run" if same else "NOT the undisturbed run"
+    rows = [[e.what, str(e.step), str(e.resumed), e.said.replace(f"{folder}/", "")[:200]] for e in events]
+    title = f"{folder.name}: {len(events)} disturbances in {o.steps} steps; {end}"
+    show(console, title, HEAD, rows, NOTES, folder / "table.md")
+    return int(not same)
+
+
+class Soak(Killed):
+    """Run 0 is left alone, run 1 is disturbed."""
+
+    def __init__(
+        self, folder: Path, processes: list[int], options: list[str], draw: random.Random, say: Callable[[str], None]
+    ):
+        super().__init__(folder, processes, options, draw, say)
+        self.run = folder / "run-1"
+
+    def disturbed(self, kills: int) -> list[Event]:
+        """Run 1, disturbed at random moments and resumed after each."""
+        names = ["kill"] * kills + ["full disk", "corrupted checkpoint"]
+        self.draw.shuffle(names)
+        done: list[Event] = []
+        for number, name in enumerate(names):
+            group = self.start(1, resume=bool(done))
+            if not self.reached(group, len(names) - number):
+                break
+            step, said = step_of(Journal(self.run)), self.disturb(name, group)
+            if "\n" in said:
+                raise UserError(f"{name} after step {step} ended in more than one sentence: {said}")
+            done.append(Event(name, step, newest(self.run), said))
+            self.say(f"after step {step}: {name}; {said.replace(str(self.folder) + '/', '')[:150]}")
+        if not (self.run / "results.json").is_file():
+            self.start(1, resume=bool(done)).wait()
+        return done
+
+    def reached(self, group: Group, left: int) -> bool:
+        """Waits for a random moment; so many disturbances are left. False: the run was over before."""
+        journal, first = Journal(self.run), newest(self.run) + 1
+        room = max(0, self.last_step() - 2 - first)
+        target = first + self.draw.randint(0, min(room, 2 * room // (left + 1)))
+        while step_of(journal) < target:
+            if group.failed() or all(code == 0 for code in group.codes()):
+                group.wait()  # raises what failed
+                return False
+            time.sleep(0.005)
+        return True
+
+    def disturb(self, name: str, group: Group) -> str:
+        """Does it, and returns what the run said."""
+        if name == "corrupted checkpoint":
+            group.kill()
+            return self.corrupt()
+        if name == "kill":
+            group.processes[self.draw.randrange(len(group.processes))].kill()
+        else:
+            for process in group.processes:
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (ROOM, resource.RLIM_INFINITY))
+        return self.said(group)
+
+    def said(self, group: Group, until: Callable[[], bool] = lambda: False) -> str:
+        """The message with which a group ends; it is stopped when something else has happened before."""
+        try:
+            while not group.failed() and not until() and not all(code == 0 for code in group.codes()):
+                time.sleep(0.02)
+            if group.failed():
+                group.wait()
+        except (Failed, UserError) as error:
+            return str(error)
+        group.kill()
+        return "nothing"
+
+    def corrupt(self) -> str:
+        """Flips a bit in the largest file of the newest checkpoint, tries to resume, and mends it again."""
+        files = [path for path in self.run.glob("checkpoints/*/[0-9]*/**/*") if path.is_file()]
+        if not files:
+            return "nothing: there was no checkpoint yet"
+        path = max(files, key=lambda path: path.stat().st_size)
+        first, lines, backup = newest(self.run), self.run / "metrics.jsonl", self.folder / "kept"
+        shutil.copytree(self.run / "checkpoints", backup)
+        content = bytearray(path.read_bytes())
+        content[self.draw.randrange(len(content))] ^= 1 << self.draw.randrange(8)
+        path.write_bytes(content)
+        before = lines.read_bytes()
+        went_on = lambda: newest(self.run) > first
+        said = self.said(self.start(1, resume=True), went_on)
+        shutil.rmtree(self.run / "checkpoints")
+        backup.rename(self.run / "checkpoints")
+        lines.write_bytes(before)
+        return said
