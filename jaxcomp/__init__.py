@@ -19,7 +19,7 @@ What is listed here is public. Everything else may change without notice. What i
 from typing import Any
 
 from jaxcomp import allocate, collectives, contrib, methods, payloads, prox, replicas, smoothness, state, theory, wire
-from jaxcomp.algorithms import diana, direct, ef21, error_feedback, loco, power_sgd, sparse_loco
+from jaxcomp.algorithms import by_path, diana, direct, ef21, error_feedback, loco, power_sgd, sparse_loco
 from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State
 from jaxcomp.compressors import (
     bernoulli,
@@ -76,6 +76,7 @@ __all__ = [
     "bernoulli",
     "binned",
     "block_scaled",
+    "by_path",
     "cast",
     "check_replicas",
     "chunked",

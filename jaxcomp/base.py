@@ -23,7 +23,7 @@ Laws
    `Algorithm.roles`, and a part that is not declared is refused where it would have to be handled.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -69,6 +69,7 @@ __all__ = [
     "finite",
     "fold",
     "for_worker",
+    "frozen",
     "in_place",
     "is_array",
     "key_data",
@@ -233,6 +234,8 @@ class Exchange(Protocol):
 
     index i32[], size int: number of this worker, and how many there are.
     mean(key, compressor, message, state): compresses and exchanges a message, by whatever route the user chose.
+    means(messages): the same of several messages at once, each with these four arguments: a list of `Sent`. What can
+        share a collective does.
     sum(x): sum over the workers of each array of a tree, uncompressed. With weights w_i of the workers (which add up to
         one) it is sum_i n w_i x_i, so that sum(x) / size is their mean.
     cond(predicate, yes, no, *operands): `lax.cond` for branches that exchange something; the predicate must be equal
@@ -244,6 +247,7 @@ class Exchange(Protocol):
     @property
     def size(self) -> int: ...
     def mean(self, key: Array, compressor: Compressor, message: Tree, state: State) -> Sent: ...
+    def means(self, messages: Sequence[tuple[Array, Compressor, Tree, State]]) -> Sequence[Sent]: ...
     def sum(self, x: Tree) -> Tree: ...
     def cond(self, predicate: Array, yes: Callable[..., Tree], no: Callable[..., Tree], *operands: Tree) -> Tree: ...
 
@@ -271,19 +275,37 @@ class Algorithm(NamedTuple):
         key: private to this worker and round. grads: vectors; or, where the method has a `point`, a function from
         points to this worker's gradient there. exchange: an `Exchange`; may be used once, more often, or not at all.
         direction: vectors, equal on all workers; where the method has a `point`, anything.
-    roles: field of the state -> one of ROLES, or the roles of an algorithm inside.
+    roles: field of the state -> one of ROLES, or the roles of an algorithm inside; or {i: roles of part i}, for a field
+        that is a tuple with the states of `parts`.
     compressor: lifted (`compressors.vector.lift`); None for a method that only sums.
     layout: how trees are laid out; None: as the compressor says.
     point(shared) -> the iterate of a method that chooses where gradients are taken (run it with `jc.rounds`); None for
         one that is told (run it with `jc.compressed_mean`).
+    parts: algorithms of parts of the tree, in the order of `layout.parts` (`by_path`); () for one that has it whole.
+
+    It is hashable, as long as it is not written into its `roles`.
     """
 
     init: Callable[[Array, Tree], State]
     update: Callable[[Array, Any, State, Exchange], tuple[Tree, State]]
-    roles: Mapping[str, Any]
+    roles: Mapping[Any, Any]
     compressor: Compressor | None = None
     layout: Any = None
     point: Callable[[Tree], Tree] | None = None
+    parts: tuple["Algorithm", ...] = ()
+
+    def __hash__(self) -> int:
+        return hash((self.init, self.update, frozen(self.roles), *self[3:]))
+
+
+def frozen(roles: Mapping[Any, Any]) -> tuple:
+    """Nested mappings as nested tuples.
+
+    >>> frozen({"x": "iterate", "algorithm": {"memory": "memory"}})
+    (('algorithm', (('memory', 'memory'),)), ('x', 'iterate'))
+    """
+    pairs = ((name, frozen(role) if isinstance(role, Mapping) else role) for name, role in roles.items())
+    return tuple(sorted(pairs))
 
 
 def check_compressor(name: str, value: Any) -> Spec:

@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import always, bounded, is_array, like_of, wide
+from jaxcomp.paths import numbers_by_path
 
 __all__ = [
     "DEFAULT",
@@ -30,6 +31,7 @@ __all__ = [
     "Parts",
     "Plan",
     "join",
+    "layout_of",
     "plan_of",
     "row_size",
     "rows_of",
@@ -40,7 +42,7 @@ Array = jax.Array
 DENSE_BELOW = 1024  # entries
 LONGEST = 2**30  # entries of a vector: indices, and the bits of their masks, are 32-bit integers
 FEW = 16  # leaves whose slices may be kernels of their own
-UNITS = ("tree", "leaf", "apart", "shape", "chunks")
+UNITS = ("tree", "leaf", "apart", "shape", "chunks", "paths")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Layout:
         "leaf": each large leaf by itself; leaves with equally many entries are the rows of a stack.
         "apart": each large leaf by itself, in a vector of its own.
         "shape": leaves of equal shape [r, ...] are the rows of a stack [m, r, ...]; vectors and scalars go dense.
+        "paths": a tuple, with the vectors of each of `parts`, or None for a part that has no leaf here.
         "chunks": all leaves end to end, cut into `chunks` equal rows, the last one filled up with zeros.
     dense_below: leaves with fewer entries go dense.
     single: with "tree", all leaves in one vector whatever their dtypes, the widest of which it has.
@@ -59,6 +62,7 @@ class Layout:
         leaves of one bucket. The gradients of the last leaves come first out of a backward pass.
     longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
         they are matrices, of which no entry is numbered.
+    parts: with "paths", pairs of a pattern of paths and the layout of the leaves that it takes (`jaxcomp.paths`).
     """
 
     unit: str = "tree"
@@ -67,6 +71,7 @@ class Layout:
     chunks: int = 1
     bucket_bytes: int | None = None
     longest: int = LONGEST
+    parts: tuple[tuple[str, "Layout"], ...] = ()
 
     def in_buckets(self, bucket_bytes: int) -> "Layout":
         """The same, bucket by bucket."""
@@ -74,6 +79,12 @@ class Layout:
 
 
 DEFAULT = Layout()
+
+
+def layout_of(algorithm: Any) -> Layout:
+    """How an algorithm lays out trees: as its lifted compressor says, if it has one."""
+    layout, lifted = algorithm.layout or DEFAULT, algorithm.compressor
+    return layout if lifted is None or lifted.spec.lifted is None else lifted.spec.lifted.layout
 
 
 class Parts(NamedTuple):
@@ -97,7 +108,9 @@ class Group(NamedTuple):
 class Plan:
     """Where each leaf of a tree lies. Static and hashable: a state that was laid out carries it.
 
-    structure: of the tree;  shapes, dtypes: of its leaves;  dense: numbers of the small ones;  bare: no `Parts`.
+    structure: of the tree;  shapes, dtypes: of its leaves;  dense: numbers of the small ones;  bare: no `Parts`;
+    parts: of a layout by paths, each with the numbers of its leaves and their own plan, or None without any. Such a
+    plan has no groups of its own.
     """
 
     structure: Any
@@ -106,10 +119,13 @@ class Plan:
     dense: tuple[int, ...]
     groups: tuple[Group, ...]
     bare: bool
+    parts: "tuple[tuple[tuple[int, ...], Plan | None], ...]" = ()
 
     @property
     def like(self) -> Any:
         """Shapes of the vectors."""
+        if self.parts:
+            return tuple(None if part is None else part.like for _, part in self.parts)
         vectors = tuple(jax.ShapeDtypeStruct(group.shape, group.dtype) for group in self.groups)
         if self.bare:
             return vectors[0]
@@ -132,7 +148,12 @@ def with_dtypes(plan: Plan, tree: Any) -> Plan:
     """The same vectors for a tree whose leaves have other dtypes, say gradients of other precision than parameters."""
     dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(like_of(tree)))
     groups = tuple(group._replace(dtype=_common(dtypes[i] for i in group.leaves)) for group in plan.groups)
-    return dataclasses.replace(plan, dtypes=dtypes, groups=groups)
+    leaves = jax.tree.leaves(like_of(tree))
+    parts = tuple(
+        (numbers, None if part is None else with_dtypes(part, tuple(leaves[i] for i in numbers)))
+        for numbers, part in plan.parts
+    )
+    return dataclasses.replace(plan, dtypes=dtypes, groups=groups, parts=parts)
 
 
 def _common(dtypes: Iterable[Any]) -> Any:
@@ -145,12 +166,20 @@ def plan_of(layout: Layout, tree: Any) -> Plan:
     """Lays out a tree of arrays or of their shapes.
 
     Raises:
-        ValueError: a leaf is not a real floating-point array; chunks would be longer than `longest`.
+        ValueError: a leaf is not a real floating-point array; chunks would be longer than `longest`; patterns of paths
+            that do not fit the tree.
     """
     tree = like_of(tree)
     leaves, structure = jax.tree.flatten(tree)
     shapes, dtypes = tuple(leaf.shape for leaf in leaves), tuple(leaf.dtype for leaf in leaves)
     plan = functools.partial(Plan, structure, shapes, dtypes)
+    if layout.unit == "paths":
+        found = numbers_by_path("by_path", [pattern for pattern, _ in layout.parts], tree)
+        each = [
+            (numbers, plan_of(part, tuple(leaves[i] for i in numbers)) if numbers else None)
+            for numbers, (_, part) in zip(found, layout.parts, strict=True)
+        ]
+        return plan((), (), False, tuple(each))
     if layout.unit == "chunks":
         size = sum(leaf.size for leaf in leaves)
         row = row_size(size, layout.chunks)
@@ -232,6 +261,9 @@ def split(plan: Plan, tree: Any) -> Any:
         joined = _end_to_end([leaves[i] for i in group.leaves], group.dtype)
         return jnp.pad(joined, (0, math.prod(group.shape) - joined.size)).reshape(group.shape)
 
+    if plan.parts:
+        own = lambda numbers: tuple(leaves[i] for i in numbers)
+        return tuple(None if part is None else split(part, own(numbers)) for numbers, part in plan.parts)
     vectors = tuple(map(vector, plan.groups))
     if plan.bare:
         return vectors[0]
@@ -263,6 +295,12 @@ def _end_to_end(leaves: list[Any], dtype: Any) -> Array:
 def join(plan: Plan, parts: Any) -> Any:
     """Inverse of `split`. Leaves have their own dtypes; what is too large for one is its largest number."""
     leaves: list[Any] = [None] * len(plan.shapes)
+    if plan.parts:
+        for (numbers, part), vectors in zip(plan.parts, parts, strict=True):
+            pieces = () if part is None else join(part, vectors)
+            for i, piece in zip(numbers, pieces, strict=True):
+                leaves[i] = piece
+        return jax.tree.unflatten(plan.structure, leaves)
     dense, vectors = (None, (parts,)) if plan.bare else parts
     members = [(group.leaves, vector.reshape(-1)) for group, vector in zip(plan.groups, vectors, strict=True)]
     for numbers, vector in [*members, *([(plan.dense, dense)] if plan.dense else [])]:

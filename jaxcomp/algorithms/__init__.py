@@ -2,6 +2,7 @@
 
 from jaxcomp.algorithms.adiana import adiana
 from jaxcomp.algorithms.bidirectional import bidirectional
+from jaxcomp.algorithms.by_path import by_path
 from jaxcomp.algorithms.diana import diana
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.ef_bv import ef21, ef_bv
@@ -17,6 +18,7 @@ from jaxcomp.algorithms.sparse_loco import sparse_loco
 __all__ = [
     "adiana",
     "bidirectional",
+    "by_path",
     "descend",
     "diana",
     "direct",

@@ -6,12 +6,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxcomp.base import Algorithm
+from jaxcomp.base import Algorithm, frozen
 from jaxcomp.exchange.placement import Placement
 from jaxcomp.exchange.routes import VIAS, Route, route_of
 from jaxcomp.exchange.runner import Runner
-from jaxcomp.exchange.state import frozen
-from jaxcomp.layout import DEFAULT
+from jaxcomp.layout import DEFAULT, layout_of
 
 __all__ = ["bind", "shares_of"]
 
@@ -37,18 +36,23 @@ def bind(
     if not isinstance(via, Route) and via not in VIAS:
         raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
     route = via if isinstance(via, Route) else route_of(via)
-    lifted = algorithm.compressor
-    layout = algorithm.layout or DEFAULT
-    if lifted is not None:
-        layout, base = lifted.spec.lifted or (layout, lifted)
-        as_given = base if layout == (base.spec.layout or DEFAULT) else lifted
-        reason = route.refuses(as_given, algorithm.roles)
+    layout = layout_of(algorithm)
+    for part in algorithm.parts or (algorithm,):
+        reason = refusal(route, part)
         if reason:
             raise ValueError(f"{name}: {reason}")
-        weights = lifted.spec.weights if weights is None else weights
+    if algorithm.parts and route.layout is not None:
+        raise ValueError(
+            f'{name}: via="{route.name}" cuts all leaves, end to end, into chunks, and cannot tell the parts of '
+            'by_path apart. Use via="auto"'
+        )
+    if weights is None:
+        weights = _own_weights(name, algorithm)
     if bucket_bytes is not None:
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)) or bucket_bytes < 1:
             raise ValueError(f"{name}: bucket_bytes must be an integer of at least 1; got {bucket_bytes!r}")
+        if algorithm.parts:
+            raise ValueError(f"{name}: bucket_bytes does not go with by_path, whose parts share their collectives")
         if via not in ("auto", "sum", "gather"):
             raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}')
         layout = layout.in_buckets(int(bucket_bytes))
@@ -57,6 +61,25 @@ def bind(
         root = np.asarray(jax.random.key_data(root))  # pyright: ignore[reportAssignmentType]
     roles = frozen(algorithm.roles)
     return Runner(name, algorithm, placement, route, root, layout, roles, shares=shares, **options)
+
+
+def refusal(route: Route, algorithm: Algorithm) -> str | None:
+    """Why a route cannot carry what an algorithm sends; None where it can."""
+    lifted = algorithm.compressor
+    if lifted is None:
+        return None
+    layout, base = lifted.spec.lifted or (layout_of(algorithm), lifted)
+    as_given = base if layout == (base.spec.layout or DEFAULT) else lifted
+    return route.refuses(as_given, algorithm.roles)
+
+
+def _own_weights(name: str, algorithm: Algorithm) -> tuple[float, ...] | None:
+    """Those of the workers that a compressor brings; with parts, that those bring which bring some."""
+    lifted = [part.compressor for part in algorithm.parts or (algorithm,)]
+    found = {c.spec.weights for c in lifted if c is not None and c.spec.weights is not None}
+    if len(found) > 1:
+        raise ValueError(f"{name}: compressors of parts of the tree bring different weights of the workers: {found}")
+    return found.pop() if found else None
 
 
 def shares_of(name: str, weights: Any) -> np.ndarray:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.layout import Parts, Plan
+from jaxcomp.layout import Plan
 
 __all__ = [
     "Cut",
@@ -139,13 +139,18 @@ def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any) -> Any:
             joined = np.concatenate(each, 1)
             value.reshape(rows, -1)[:, : joined.shape[1]] = joined
         made.append(placed(value, like))
-    if plan.bare:
-        return made[0]
-    return Parts(made[0], tuple(made[1:]))
+    return jax.tree.unflatten(jax.tree.structure(new), made)
 
 
 def members(plan: Plan, parts: Any) -> list[tuple[tuple[int, ...], Any]]:
     """Each vector with the numbers of the leaves that it holds."""
+    if plan.parts:
+        inner = [
+            (numbers, held)
+            for (numbers, part), vectors in zip(plan.parts, parts, strict=True)
+            for held in (members(part, vectors) if part is not None else ())
+        ]
+        return [(tuple(numbers[i] for i in own), vector) for numbers, (own, vector) in inner]
     if plan.bare:
         return [(plan.groups[0].leaves, parts)]
     return [(plan.dense, parts.dense), *((g.leaves, x) for g, x in zip(plan.groups, parts.vectors, strict=True))]

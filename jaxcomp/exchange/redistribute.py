@@ -176,6 +176,8 @@ def _algorithm(roles: tuple, old: MeanState, new: MeanState, move: Move) -> tupl
 
 def _by_roles(roles: tuple, old: tuple[Any, Any], new: tuple[Any, Any], move: Move) -> tuple[Any, Any]:
     """Local and shared state of an algorithm, field by field."""
+    if roles and isinstance(roles[0][0], int):
+        return _by_part(roles, old, new, move)
     result = []
     for side, mine, fresh in zip(("local", "shared"), old, new, strict=True):
         fields = getattr(mine, "_fields", None if jax.tree.leaves(mine) else ())
@@ -230,6 +232,19 @@ def _is_laid_out(part: Any, lead: int, move: Move) -> bool:
         return False
     pairs = zip(jax.tree.leaves(part), jax.tree.leaves(like), strict=True)
     return all(math.prod(np.shape(x)) in (0, lead * math.prod(vector.shape)) for x, vector in pairs)
+
+
+def _by_part(roles: tuple, old: Any, new: Any, move: Move) -> tuple[Any, Any]:
+    """Of algorithms of parts of the tree, each with the vectors of its own part; without leaves it has no state."""
+    done = []
+    for i, role in roles:
+        before, after = (move.old_plan.parts[i][1], move.new_plan.parts[i][1])
+        mine, fresh = (old[0][i], old[1][i]), (new[0][i], new[1][i])
+        if before is None or after is None:
+            done.append(fresh)
+        else:
+            done.append(_by_roles(role, mine, fresh, move._replace(old_plan=before, new_plan=after)))
+    return tuple(local for local, _ in done), tuple(shared for _, shared in done)
 
 
 def _memory(name: str, old: Pair, new: Pair, move: Move) -> Pair:

@@ -7,7 +7,7 @@ message, has it carried by the route, and adds up what arrived.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -277,18 +277,45 @@ class Round:
         return self._state, add_counts(list(self._counts))
 
     def mean(self, key: Array, compressor: Compressor, message: Any, state: State) -> Message:
+        return self.means([(key, compressor, message, state)])[0]
+
+    def means(self, messages: Sequence[tuple[Array, Compressor, Any, State]]) -> list[Message]:
+        packed = [self._packed(*message) for message in messages]
         call, route = self._way.call, self._way.route
+        if len(packed) > 1 and route.carry_all is not None:
+            every = route.carry_all([out for out, _, _ in packed], call)
+        else:
+            every = []
+            for outgoing, _, _ in packed:
+                every.append(route.carry(outgoing._replace(state=self._state), call))
+                self._state = every[-1].state
+        done = zip(messages, packed, every, strict=True)
+        return [self._arrived(compressor, m, s, *out, carried) for (_, compressor, m, s), out, carried in done]
+
+    def _packed(self, key: Array, compressor: Compressor, message: Any, state: State) -> tuple[Outgoing, Any, Any]:
+        """A message as it leaves, the compressor's state as this worker uses it, and its local state afterwards."""
+        call = self._way.call
         mine = for_worker(compressor, state.shared, self.index, self.size)
         again, key = jax.random.split(key)
         payload, local = compressor.compress(key, message, State(state.local, mine))
         # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and conditionals
         # branches of different types.
         payload = varying(payload, (*axis_names(call.axis), *call.outer, *varying_axes(payload)))
-        outgoing = Outgoing(again, compressor, payload, state.shared, like_of(message), self._state)
-        carried = route.carry(outgoing, call)
-        self._state = carried.state
-        sent = Message(outgoing, message, mine, State(local, advance(compressor, state.shared)), carried, call)
-        count = count_message(message, payload, carried, self._way.code)
+        return Outgoing(again, compressor, payload, state.shared, like_of(message), self._state), mine, local
+
+    def _arrived(
+        self,
+        compressor: Compressor,
+        message: Any,
+        state: State,
+        outgoing: Outgoing,
+        mine: Any,
+        local: Any,
+        carried: Any,
+    ) -> Message:
+        after = State(local, advance(compressor, state.shared))
+        sent = Message(outgoing, message, mine, after, carried, self._way.call)
+        count = count_message(message, outgoing.payload, carried, self._way.code)
         self._counts += (count._replace(overflow=overflow(compressor, local), errors=self._errors(sent, message)),)
         return sent
 

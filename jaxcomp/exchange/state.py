@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,6 @@ __all__ = [
     "OwnState",
     "by_leaf",
     "check_rows",
-    "frozen",
     "is_mean",
     "is_own",
     "means_in",
@@ -91,16 +89,6 @@ class OwnState:
     local: Any
     placement: Placement = dataclasses.field(metadata={"static": True})
     roles: tuple = dataclasses.field(metadata={"static": True})
-
-
-def frozen(roles: Mapping[str, Any]) -> tuple:
-    """Nested mappings as nested tuples.
-
-    >>> frozen({"x": "iterate", "algorithm": {"memory": "memory"}})
-    (('algorithm', (('memory', 'memory'),)), ('x', 'iterate'))
-    """
-    pairs = ((name, frozen(role) if isinstance(role, Mapping) else role) for name, role in roles.items())
-    return tuple(sorted(pairs))
 
 
 def is_mean(node: Any) -> bool:

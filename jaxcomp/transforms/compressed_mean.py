@@ -77,7 +77,8 @@ def compressed_mean(
             bits, but those of entropy codes (`skcompress`), in whose place those of the lanes stand unless measured.
         link: latency and bandwidth between workers, for via="auto" and the pieces of via="ring".
         sharded: PartitionSpecs of parameters that are cut into shards over other mesh axes, a tree like them, or the
-            names of the axes if all are cut over the same: each device exchanges its own shard. Make the state with
+            names of the axes if all are cut over the same: each device exchanges its own shard. Within
+            `optax.multi_transform` or `optax.masked` it is the tree of all parameters. Make the state with
             `init_state(tx, params, mesh, axis_name, specs)`. Of leaves that are cut over the workers themselves
             (FSDP) each worker gives the whole gradient, and gets the direction of its own shard.
         bucket_bytes: size of the buckets of leaves that are compressed and exchanged by themselves, from the last leaf
@@ -237,6 +238,7 @@ def _by_shards(specs: Any, mean_of: Callable[..., Transformation], axes: list[st
     Leaves that are whole on several devices stay bitwise equal there: they have one message, of which each device
     carries a part.
     """
+    masked = lambda node: isinstance(node, optax.MaskedNode)
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
     if not all(isinstance(leaf, PartitionSpec) for leaf in leaves):
         raise ValueError(f"compressed_mean: sharded must be axis names or a tree of PartitionSpecs; got {specs!r}")
@@ -255,25 +257,36 @@ def _by_shards(specs: Any, mean_of: Callable[..., Transformation], axes: list[st
     means = [
         mean_of(own(group), rest(group), jax.random.fold_in(root, i), along(group)) for i, group in enumerate(groups)
     ]
+    numbers = [tuple(i for i, each in enumerate(cut) if each == group) for group in groups]
 
     def parted(tree):
-        if jax.tree.structure(tree) != structure:
+        """The tree once for each group, with `optax.MaskedNode` in place of what is not of it."""
+        if jax.tree.structure(tree, masked) != structure:
             raise ValueError(
-                f"compressed_mean: gradients have the structure {jax.tree.structure(tree)}, sharded= has {structure}"
+                f"compressed_mean: gradients have the structure {jax.tree.structure(tree, masked)}, sharded= has "
+                f"{structure}"
             )
-        flat = jax.tree.leaves(tree)
-        return [tuple(x for x, each in zip(flat, cut, strict=True) if each == group) for group in groups]
+        leaves = jax.tree.leaves(tree, is_leaf=masked)
+        only = lambda own: [x if i in own else optax.MaskedNode() for i, x in enumerate(leaves)]
+        return [jax.tree.unflatten(structure, only(set(own))) for own in numbers]
 
     def init(params):
         like_of(params)
-        return tuple(mean.init(part) for mean, part in zip(means, parted(params), strict=True))
+        each = zip(means, parted(params), strict=True)
+        return tuple(mean.init(part) if jax.tree.leaves(part) else () for mean, part in each)
 
     def update(grads, state, params=None, **extra):
         del params, extra
         for axis in axes:
             check_own(grads, axis)
-        done = [mean.update(part, old) for mean, part, old in zip(means, parted(grads), state, strict=True)]
-        parts = {group: iter(jax.tree.leaves(direction)) for group, (direction, _) in zip(groups, done, strict=True)}
-        return jax.tree.unflatten(structure, [next(parts[each]) for each in cut]), tuple(new for _, new in done)
+        leaves = jax.tree.leaves(grads, is_leaf=masked)
+        after = []
+        for mean, part, own, old in zip(means, parted(grads), numbers, state, strict=True):
+            direction, new = mean.update(part, old) if jax.tree.leaves(part) else (part, old)
+            after.append(new)
+            given = jax.tree.leaves(direction, is_leaf=masked)
+            for i in own:
+                leaves[i] = given[i]
+        return jax.tree.unflatten(structure, leaves), tuple(after)
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]

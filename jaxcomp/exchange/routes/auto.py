@@ -75,6 +75,43 @@ def carry(out: Outgoing, call: Call) -> Carried:
     return Carried(Leaves(total, payloads), weights, name, dense_bytes + sent_bytes, out.state)
 
 
+def carry_all(outs: list[Outgoing], call: Call) -> list[Carried]:
+    """Several messages: what is linear in one sum, all else in one gathering (see `Route.carry_all`)."""
+    workers = axis_size(call.axis)
+    added: list[Any] = [None] * len(outs)
+    rest: list[Any] = [None] * len(outs)
+    limits: list[Any] = [None] * len(outs)
+    for i, out in enumerate(outs):
+        if out.compressor.spec.linear:
+            added[i] = out.payload
+            continue
+        rest[i], limits[i] = (out.payload,), (lengths(out.compressor, out.like),)
+        if isinstance(out.payload, Leaves):
+            added[i], rest[i] = out.payload.dense, out.payload.leaves
+            (given,) = limits[i]
+            limits[i] = given.leaves if isinstance(given, Leaves) else (None,) * len(rest[i])
+    dtype = wide(*(leaf.dtype for out in outs for leaf in jax.tree.leaves(out.like)))
+    totals, sum_bytes = summed(tuple(added), call.axis, call.weights, call.replicas, None, call.exact, dtype)
+    totals = jax.tree.map(lambda a: a[None], totals)
+    parts = tuple(part for each in rest if each is not None for part in each)
+    known = tuple(limit for each in limits if each is not None for limit in each)
+    some = known if any(limit is not None for limit in known) and workers > 1 else None
+    gathered_parts, gather_bytes, name = _gathered(parts, some, call) if parts else ((), 0.0, "sum")
+    arrived, bytes_of, made = iter(gathered_parts), sum_bytes + gather_bytes, []
+    for out, total, own in zip(outs, totals, rest, strict=True):
+        brought = tuple(next(arrived) for _ in own or ())
+        if own is None:
+            payloads, weights = total, None
+        elif isinstance(out.payload, Leaves):
+            payloads = Leaves(total, brought)
+            weights = None if call.weights is None or not own else Leaves(Dense(None), (call.weights,) * len(own))
+        else:
+            (payloads,), weights = brought, call.weights
+        made.append(Carried(payloads, weights, name if own else "sum", bytes_of, out.state))
+        bytes_of = 0.0
+    return made
+
+
 def _gathered(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any, str]:
     """The payloads of all workers, the bytes that a device sends, and the name of the route."""
     workers, name = axis_size(call.axis), "gather"
@@ -86,4 +123,4 @@ def _gathered(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any, str]:
     return *gathered_by(GATHERING[name].gather, payload, lengths, call), name
 
 
-AUTO = Route("auto", accepts_all, None, stateless, carry, buckets=True)
+AUTO = Route("auto", accepts_all, None, stateless, carry, buckets=True, carry_all=carry_all)

@@ -123,6 +123,8 @@ class Route(NamedTuple):
     cost(lengths, capacity, link): expected time and bytes for messages of so many uint32 words, `capacity` with
         padding; None where it depends on what is in them.
     buckets: whether `Call.buckets` is heeded.
+    carry_all(outgoings, call): several messages at once, in as few collectives as one, without buckets and state; the
+        bytes of all are those of the first. None: one after the other.
     """
 
     name: str
@@ -132,6 +134,7 @@ class Route(NamedTuple):
     carry: Callable[[Outgoing, Call], Carried]
     cost: Callable[[tuple[int, ...], int, Link], Cost] | None = None
     buckets: bool = False
+    carry_all: Callable[[list[Outgoing], Call], list[Carried]] | None = None
 
 
 def accepts_all(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:

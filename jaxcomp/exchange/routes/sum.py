@@ -31,10 +31,20 @@ def carry(out: Outgoing, call: Call) -> Carried:
     return Carried(jax.tree.map(lambda a: a[None], total), None, "sum", sent, out.state)
 
 
+def carry_all(outs: list[Outgoing], call: Call) -> list[Carried]:
+    """The sums of several messages (see `Route.carry_all`)."""
+    payloads = tuple(out.payload for out in outs)
+    dtype = wide(*(leaf.dtype for out in outs for leaf in jax.tree.leaves(out.like)))
+    totals, sent = summed(payloads, call.axis, call.weights, call.replicas, None, call.exact, dtype)
+    bytes_of = [sent] + [0.0] * (len(outs) - 1)
+    stacked = jax.tree.map(lambda a: a[None], totals)
+    return [Carried(total, None, "sum", b, out.state) for total, b, out in zip(stacked, bytes_of, outs, strict=True)]
+
+
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     return cost_of(2 * (n - 1), 4 * capacity / n, 2 * (n - 1) / n * 4 * capacity, link, ADDS)
 
 
-SUM = Route("sum", refuses, None, stateless, carry, cost, buckets=True)
+SUM = Route("sum", refuses, None, stateless, carry, cost, buckets=True, carry_all=carry_all)

@@ -1,0 +1,81 @@
+"""Which leaf of a tree belongs to which of some patterns, by its path.
+
+The path of a leaf is its keys with slashes between, say "params/block_3/mlp/kernel" (`jax.tree_util.keystr` in its
+simple form). A pattern is a regular expression; it matches wherever in the path it is found, and the first pattern that
+matches takes the leaf.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+__all__ = ["check_patterns", "numbers_by_path", "paths_of"]
+
+SHOWN = 6  # paths in an error
+
+
+def check_patterns(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
+    """The patterns; ValueError unless there are some, and all of them are regular expressions."""
+    if not patterns:
+        raise ValueError(f'{name}: there must be at least one pattern, say ".*" for all leaves; got none')
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ValueError(f"{name}: a pattern must be a string; got {pattern!r}")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{name}: a pattern must be a regular expression; got {pattern!r}: {error}") from None
+    return tuple(patterns)
+
+
+def _masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def paths_of(tree: Any) -> list[tuple[str, bool]]:
+    """The path of each leaf, and whether it is there: in its place may stand `optax.MaskedNode`.
+
+    >>> paths_of({"mlp": [1, 2], "norm": optax.MaskedNode()})
+    [('mlp/0', True), ('mlp/1', True), ('norm', False)]
+    """
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_masked)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), not _masked(node)) for path, node in nodes]
+
+
+def numbers_by_path(name: str, patterns: Sequence[str], tree: Any) -> list[tuple[int, ...]]:
+    """The numbers of the leaves that each pattern takes, among those that are there.
+
+    Raises:
+        ValueError: no pattern matches a leaf; a pattern matches none, or none that those before it have left. A last
+            one that matches every leaf, for the rest, may be left without any.
+
+    >>> numbers_by_path("by_path", ["norm|bias", ".*"], {"bias": 1, "kernel": 2, "norm": 3})
+    [(0, 2), (1,)]
+    """
+    paths = paths_of(tree)
+    every = [path for path, _ in paths]
+    matches = [[bool(re.search(pattern, path)) for path in every] for pattern in patterns]
+    taken = [next((i for i, match in enumerate(matches) if match[j]), None) for j in range(len(every))]
+    if None in taken:
+        raise ValueError(
+            f"{name}: no pattern matches the leaf {every[taken.index(None)]!r}; patterns are {list(patterns)}. Add one "
+            'for it, or ".*" as the last one for all the rest'
+        )
+    for i, pattern in enumerate(patterns if every else ()):
+        if not any(matches[i]):
+            shown = ", ".join(map(repr, every[:SHOWN])) + (", ..." if every[SHOWN:] else "")
+            raise ValueError(f"{name}: the pattern {pattern!r} matches no leaf; the paths are {shown}")
+        rest = i == len(patterns) - 1 and all(matches[i])
+        if i not in taken and not rest:
+            raise ValueError(
+                f"{name}: all leaves that the pattern {pattern!r} matches are taken by earlier ones. Put it before them"
+            )
+    there = iter(range(len(every)))
+    numbers = [next(there) if it else None for _, it in paths]
+    return [
+        tuple(n for n, part in zip(numbers, taken, strict=True) if n is not None and part == i)
+        for i in range(len(patterns))
+    ]
