@@ -69,7 +69,6 @@ __all__ = [
     "finite",
     "fold",
     "for_worker",
-    "frozen",
     "in_place",
     "is_array",
     "key_data",
@@ -282,8 +281,6 @@ class Algorithm(NamedTuple):
     point(shared) -> the iterate of a method that chooses where gradients are taken (run it with `jc.rounds`); None for
         one that is told (run it with `jc.compressed_mean`).
     parts: algorithms of parts of the tree, in the order of `layout.parts` (`by_path`); () for one that has it whole.
-
-    It is hashable, as long as it is not written into its `roles`.
     """
 
     init: Callable[[Array, Tree], State]
@@ -295,17 +292,7 @@ class Algorithm(NamedTuple):
     parts: tuple["Algorithm", ...] = ()
 
     def __hash__(self) -> int:
-        return hash((self.init, self.update, frozen(self.roles), *self[3:]))
-
-
-def frozen(roles: Mapping[Any, Any]) -> tuple:
-    """Nested mappings as nested tuples.
-
-    >>> frozen({"x": "iterate", "algorithm": {"memory": "memory"}})
-    (('algorithm', (('memory', 'memory'),)), ('x', 'iterate'))
-    """
-    pairs = ((name, frozen(role) if isinstance(role, Mapping) else role) for name, role in roles.items())
-    return tuple(sorted(pairs))
+        return hash((self.init, self.update, *self[3:]))  # roles may be a dict
 
 
 def check_compressor(name: str, value: Any) -> Spec:

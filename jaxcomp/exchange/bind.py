@@ -6,10 +6,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jaxcomp.base import Algorithm, frozen
+from jaxcomp.base import Algorithm
 from jaxcomp.exchange.placement import Placement
 from jaxcomp.exchange.routes import VIAS, Route, route_of
 from jaxcomp.exchange.runner import Runner
+from jaxcomp.exchange.state import frozen
 from jaxcomp.layout import DEFAULT, layout_of
 
 __all__ = ["bind", "shares_of"]

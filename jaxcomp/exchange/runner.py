@@ -289,8 +289,7 @@ class Round:
             for outgoing, _, _ in packed:
                 every.append(route.carry(outgoing._replace(state=self._state), call))
                 self._state = every[-1].state
-        done = zip(messages, packed, every, strict=True)
-        return [self._arrived(compressor, m, s, *out, carried) for (_, compressor, m, s), out, carried in done]
+        return [self._arrived(*each) for each in zip(messages, packed, every, strict=True)]
 
     def _packed(self, key: Array, compressor: Compressor, message: Any, state: State) -> tuple[Outgoing, Any, Any]:
         """A message as it leaves, the compressor's state as this worker uses it, and its local state afterwards."""
@@ -303,16 +302,8 @@ class Round:
         payload = varying(payload, (*axis_names(call.axis), *call.outer, *varying_axes(payload)))
         return Outgoing(again, compressor, payload, state.shared, like_of(message), self._state), mine, local
 
-    def _arrived(
-        self,
-        compressor: Compressor,
-        message: Any,
-        state: State,
-        outgoing: Outgoing,
-        mine: Any,
-        local: Any,
-        carried: Any,
-    ) -> Message:
+    def _arrived(self, given: tuple, packed: tuple, carried: Carried) -> Message:
+        (_, compressor, message, state), (outgoing, mine, local) = given, packed
         after = State(local, advance(compressor, state.shared))
         sent = Message(outgoing, message, mine, after, carried, self._way.call)
         count = count_message(message, outgoing.payload, carried, self._way.code)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ __all__ = [
     "OwnState",
     "by_leaf",
     "check_rows",
+    "frozen",
     "is_mean",
     "is_own",
     "means_in",
@@ -89,6 +91,16 @@ class OwnState:
     local: Any
     placement: Placement = dataclasses.field(metadata={"static": True})
     roles: tuple = dataclasses.field(metadata={"static": True})
+
+
+def frozen(roles: Mapping[Any, Any]) -> tuple:
+    """Nested mappings as nested tuples.
+
+    >>> frozen({"x": "iterate", "algorithm": {"memory": "memory"}})
+    (('algorithm', (('memory', 'memory'),)), ('x', 'iterate'))
+    """
+    pairs = ((name, frozen(role) if isinstance(role, Mapping) else role) for name, role in roles.items())
+    return tuple(sorted(pairs))
 
 
 def is_mean(node: Any) -> bool:

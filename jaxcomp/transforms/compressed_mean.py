@@ -22,6 +22,7 @@ Routes (`jaxcomp.exchange.routes`), with the lane bytes that a worker sends, of 
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, check_gradients, check_own
 from jaxcomp.exchange.varying import Axis, axis_names
 from jaxcomp.layout import join, split, with_dtypes
+from jaxcomp.paths import numbers_by_path
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
 
 __all__ = ["compressed_mean", "levels_of", "means_over"]
@@ -139,14 +141,19 @@ def means_over(
     axes = [each for group in names[min(numbers, default=0) :] for each in group]
 
     def mean_of(
-        shards: tuple[str, ...], replicas: tuple[str, ...], root: Array, along: tuple[int, ...] | None = None
+        shards: tuple[str, ...],
+        replicas: tuple[str, ...],
+        root: Array,
+        along: tuple[int, ...] | None = None,
+        part: int | None = None,
     ) -> Transformation:
         """All chosen levels, for gradients of shards over some axes that are equal over others.
 
-        along: the dimensions of leaves that are cut over the workers themselves.
+        along: the dimensions of leaves that are cut over the workers themselves. part: that of `by_path`.
         """
         if along is not None:
-            return _scattered(name, levels, shards, replicas, along, root, options)
+            own = levels if part is None else {axis: each.parts[part] for axis, each in levels.items()}
+            return _scattered(name, own, shards, replicas, along, root, options)
         parts = []
         for i, (axis, algorithm) in enumerate(levels.items()):
             earlier = tuple(each for group in names[:i] for each in group)
@@ -158,7 +165,8 @@ def means_over(
 
     if sharded is None or isinstance(sharded, str) or _are_names(sharded):
         return mean_of(axis_names(sharded), (), root)
-    return _by_shards(sharded, mean_of, axes, root)
+    (last,) = list(levels.values())[-1:]
+    return _by_shards(sharded, mean_of, axes, root, last)
 
 
 def check_levels(levels: dict[Any, Any], names: list[tuple[str, ...]], sharded: Any, partial: bool) -> None:
@@ -232,11 +240,13 @@ def _are_names(sharded: Any) -> bool:
     return isinstance(sharded, tuple) and all(isinstance(name, str) for name in sharded)
 
 
-def _by_shards(specs: Any, mean_of: Callable[..., Transformation], axes: list[str], root: Array) -> Transformation:
+def _by_shards(
+    specs: Any, mean_of: Callable[..., Transformation], axes: list[str], root: Array, algorithm: Any
+) -> Transformation:
     """A mean for each group of leaves that are sharded over the same axes.
 
     Leaves that are whole on several devices stay bitwise equal there: they have one message, of which each device
-    carries a part.
+    carries a part. Leaves that are cut over the workers themselves are apart for each part of `by_path`, too.
     """
     masked = lambda node: isinstance(node, optax.MaskedNode)
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
@@ -244,20 +254,32 @@ def _by_shards(specs: Any, mean_of: Callable[..., Transformation], axes: list[st
         raise ValueError(f"compressed_mean: sharded must be axis names or a tree of PartitionSpecs; got {specs!r}")
     cut = [tuple(name for entry in spec if entry is not None for name in axis_names(entry)) for spec in leaves]
     everything = sorted({name for each in cut for name in each})
-    groups = sorted(set(cut))
+    dimensions = [cut_dimension("compressed_mean", spec, tuple(axes)) for spec in leaves]
+    part_of: list[int | None] = [None] * len(cut)
+    if isinstance(algorithm, Algorithm) and algorithm.parts:
+        patterns = [pattern for pattern, _ in algorithm.layout.parts]
+        for part, own in enumerate(
+            numbers_by_path("by_path", patterns, jax.tree.unflatten(structure, range(len(cut))))
+        ):
+            for i in own:
+                part_of[i] = part if dimensions[i] is not None else None
+    places = list(zip(cut, part_of, strict=True))
+    groups = sorted(set(places), key=lambda place: (place[0], -1 if place[1] is None else place[1]))
     rest = lambda group: tuple(name for name in everything if name not in (*group, *axes))
     own = lambda group: tuple(name for name in group if name not in axes)
-    dimensions = [cut_dimension("compressed_mean", spec, tuple(axes)) for spec in leaves]
+    numbers = [tuple(i for i, each in enumerate(places) if each == group) for group in groups]
 
-    def along(group: tuple[str, ...]) -> tuple[int, ...] | None:
-        """Of a group that is cut over the workers, along which dimension each leaf is."""
-        found = tuple(k for k, each in zip(dimensions, cut, strict=True) if each == group and k is not None)
-        return found or None
+    def made(i: int, there: frozenset[int]) -> Transformation:
+        """Of a group, along which dimension each leaf is cut that is there."""
+        group, part = groups[i]
+        along = tuple(dimensions[j] for j in numbers[i] if j in there and dimensions[j] is not None)
+        return mean_of(own(group), rest(group), jax.random.fold_in(root, i), along or None, part)
 
-    means = [
-        mean_of(own(group), rest(group), jax.random.fold_in(root, i), along(group)) for i, group in enumerate(groups)
-    ]
-    numbers = [tuple(i for i, each in enumerate(cut) if each == group) for group in groups]
+    def means_of(there: frozenset[int]) -> list[Transformation]:
+        return [made(i, there) for i in range(len(groups))]
+
+    cached = functools.cache(means_of)
+    means_of(frozenset(range(len(cut))))  # says what does not fit while it is built
 
     def parted(tree):
         """The tree once for each group, with `optax.MaskedNode` in place of what is not of it."""
@@ -270,9 +292,17 @@ def _by_shards(specs: Any, mean_of: Callable[..., Transformation], axes: list[st
         only = lambda own: [x if i in own else optax.MaskedNode() for i, x in enumerate(leaves)]
         return [jax.tree.unflatten(structure, only(set(own))) for own in numbers]
 
+    def means_for(tree):
+        nodes = jax.tree.leaves(tree, is_leaf=masked)
+        there = frozenset(i for i, node in enumerate(nodes) if not masked(node))
+        if isinstance(root, Tracer):
+            return means_of(there)
+        with jax.ensure_compile_time_eval():  # keys are constants, wherever a tree is seen first
+            return cached(there)
+
     def init(params):
         like_of(params)
-        each = zip(means, parted(params), strict=True)
+        each = zip(means_for(params), parted(params), strict=True)
         return tuple(mean.init(part) if jax.tree.leaves(part) else () for mean, part in each)
 
     def update(grads, state, params=None, **extra):
@@ -281,7 +311,7 @@ def _by_shards(specs: Any, mean_of: Callable[..., Transformation], axes: list[st
             check_own(grads, axis)
         leaves = jax.tree.leaves(grads, is_leaf=masked)
         after = []
-        for mean, part, own, old in zip(means, parted(grads), numbers, state, strict=True):
+        for mean, part, own, old in zip(means_for(grads), parted(grads), numbers, state, strict=True):
             direction, new = mean.update(part, old) if jax.tree.leaves(part) else (part, old)
             after.append(new)
             given = jax.tree.leaves(direction, is_leaf=masked)

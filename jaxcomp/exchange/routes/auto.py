@@ -85,10 +85,10 @@ def carry_all(outs: list[Outgoing], call: Call) -> list[Carried]:
         if out.compressor.spec.linear:
             added[i] = out.payload
             continue
-        rest[i], limits[i] = (out.payload,), (lengths(out.compressor, out.like),)
+        given = lengths(out.compressor, out.like)
+        rest[i], limits[i] = (out.payload,), (given,)
         if isinstance(out.payload, Leaves):
             added[i], rest[i] = out.payload.dense, out.payload.leaves
-            (given,) = limits[i]
             limits[i] = given.leaves if isinstance(given, Leaves) else (None,) * len(rest[i])
     dtype = wide(*(leaf.dtype for out in outs for leaf in jax.tree.leaves(out.like)))
     totals, sum_bytes = summed(tuple(added), call.axis, call.weights, call.replicas, None, call.exact, dtype)

@@ -169,4 +169,13 @@ def gathering_route(
         payloads, sent_bytes = gathered_by(gather, out.payload, lengths(out.compressor, out.like), call)
         return Carried(payloads, call.weights, name, sent_bytes, out.state)
 
-    return Route(name, refuses, None, stateless, carry, cost, buckets)
+    def carry_all(outs, call):
+        payloads = tuple(out.payload for out in outs)
+        limits = tuple(lengths(out.compressor, out.like) for out in outs)
+        some = limits if any(limit is not None for limit in limits) else None
+        arrived, sent_bytes = gathered_by(gather, payloads, some, call)
+        bytes_of = [sent_bytes] + [0.0] * (len(outs) - 1)
+        each = zip(arrived, bytes_of, outs, strict=True)
+        return [Carried(payload, call.weights, name, sent, out.state) for payload, sent, out in each]
+
+    return Route(name, refuses, None, stateless, carry, cost, buckets, carry_all)
