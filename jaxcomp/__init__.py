@@ -19,7 +19,18 @@ What is listed here is public. Everything else may change without notice. What i
 from typing import Any
 
 from jaxcomp import allocate, collectives, contrib, methods, payloads, prox, replicas, smoothness, state, theory, wire
-from jaxcomp.algorithms import by_path, diana, direct, ef21, error_feedback, loco, power_sgd, sparse_loco
+from jaxcomp.algorithms import (
+    by_path,
+    diana,
+    direct,
+    ef21,
+    error_feedback,
+    fetch_sgd,
+    loco,
+    majority_vote,
+    power_sgd,
+    sparse_loco,
+)
 from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State
 from jaxcomp.compressors import (
     bernoulli,
@@ -29,7 +40,9 @@ from jaxcomp.compressors import (
     chunked,
     compose,
     contract,
+    count_sketch,
     dagc,
+    dct,
     dithering,
     drive,
     eden,
@@ -43,7 +56,9 @@ from jaxcomp.compressors import (
     rotate,
     roundtrip,
     sidco,
+    sign,
     skcompress,
+    terngrad,
     top_k,
     warm_up,
 )
@@ -55,7 +70,16 @@ from jaxcomp.exchange.specs import init_state, per_worker, state_specs
 from jaxcomp.layout import Layout
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes
-from jaxcomp.transforms import compressed_mean, local_process, local_steps, local_updates, value_and_grad
+from jaxcomp.transforms import (
+    compressed_mean,
+    demo,
+    local_process,
+    local_steps,
+    local_updates,
+    onebit_adam,
+    value_and_grad,
+    zero_one_adam,
+)
 from jaxcomp.wire import WireError
 
 __version__ = "0.2.0"
@@ -86,7 +110,10 @@ __all__ = [
     "compressed_mean",
     "contract",
     "contrib",
+    "count_sketch",
     "dagc",
+    "dct",
+    "demo",
     "diana",
     "direct",
     "dithering",
@@ -94,6 +121,7 @@ __all__ = [
     "eden",
     "ef21",
     "error_feedback",
+    "fetch_sgd",
     "flat",
     "identity",
     "info",
@@ -104,9 +132,11 @@ __all__ = [
     "local_steps",
     "local_updates",
     "loco",
+    "majority_vote",
     "methods",
     "narrow",
     "natural",
+    "onebit_adam",
     "payloads",
     "per_leaf",
     "per_worker",
@@ -119,16 +149,19 @@ __all__ = [
     "rotate",
     "roundtrip",
     "sidco",
+    "sign",
     "skcompress",
     "smoothness",
     "sparse_loco",
     "state",
     "state_specs",
+    "terngrad",
     "theory",
     "top_k",
     "value_and_grad",
     "warm_up",
     "wire",
+    "zero_one_adam",
 ]
 
 _GROUPS = (methods, contrib, collectives, replicas, state)

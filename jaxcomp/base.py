@@ -149,6 +149,7 @@ class Spec(NamedTuple):
     layout: the `jaxcomp.layout.Layout` in which it serves trees best; None for the default.
     weights: share of each worker in the mean, where the compressor brings them (`dagc`).
     norm: (x, shared) -> |x|^2 in the norm in which omega and alpha hold; None: Euclidean.
+    vote: C(x) is no estimate of x; only the sign of the mean is of use, so nothing remembers what is lost.
     remedy: what to take instead where theory asks for more than is known, for error messages.
     """
 
@@ -162,6 +163,7 @@ class Spec(NamedTuple):
     weights: tuple[float, ...] | None = None
     norm: Callable[[Any, Any], Any] | None = None
     remedy: str | None = None
+    vote: bool = False
 
 
 class Compressor(NamedTuple):
@@ -256,6 +258,7 @@ ROLES = {
     "memory": "local: what was not sent yet; its sum over the workers is kept",
     "narrow memory": "the same as `jaxcomp.algorithms.loco.Narrow`: in 8 bits, with scales",
     "shift": "local h_i, shared their mean h: in step with the means as they were sent; workers start from h",
+    "average": "local: a running average of this worker's gradients; other workers start from the mean of all",
     "momentum": "shared: an average of directions; kept",
     "iterate": "shared: points of the method; kept",
     "coin": "shared: keys and counts of shared randomness; kept",

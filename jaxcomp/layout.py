@@ -190,7 +190,8 @@ def plan_of(layout: Layout, tree: Any) -> Plan:
                 "vectors into rows"
             )
         return plan((), (Group(tuple(range(len(leaves))), (layout.chunks, row), _common(dtypes), False, 0),), True)
-    if is_array(tree) or (layout.unit == "tree" and layout.single):
+    is_matrix = layout.unit == "shape" and any(leaf.ndim > 1 for leaf in leaves[:1])
+    if (is_array(tree) and not is_matrix) or (layout.unit == "tree" and layout.single):
         every = tuple(range(len(leaves)))
         size = sum(leaf.size for leaf in leaves)
         return plan((), (Group(every, _cut(size, layout.longest), _common(dtypes), False, 0),), True)

@@ -7,8 +7,10 @@ from jaxcomp.algorithms.diana import diana
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.ef_bv import ef21, ef_bv
 from jaxcomp.algorithms.error_feedback import error_feedback
+from jaxcomp.algorithms.fetch_sgd import fetch_sgd
 from jaxcomp.algorithms.isega import isega
 from jaxcomp.algorithms.loco import loco
+from jaxcomp.algorithms.majority_vote import majority_vote
 from jaxcomp.algorithms.marina import marina
 from jaxcomp.algorithms.method import descend
 from jaxcomp.algorithms.momentum_correction import momentum_correction
@@ -25,8 +27,10 @@ __all__ = [
     "ef21",
     "ef_bv",
     "error_feedback",
+    "fetch_sgd",
     "isega",
     "loco",
+    "majority_vote",
     "marina",
     "momentum_correction",
     "power_sgd",

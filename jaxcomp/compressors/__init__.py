@@ -5,7 +5,9 @@ from jaxcomp.compressors.binned import binned
 from jaxcomp.compressors.block_scaled import block_scaled
 from jaxcomp.compressors.chunked import chunked
 from jaxcomp.compressors.combine import compose, contract, narrow
+from jaxcomp.compressors.count_sketch import count_sketch
 from jaxcomp.compressors.dagc import Selector, dagc, set_amounts
+from jaxcomp.compressors.dct import dct
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.compressors.dgc import dgc, warm_up
 from jaxcomp.compressors.eden import drive, eden
@@ -18,6 +20,7 @@ from jaxcomp.compressors.redsync import redsync
 from jaxcomp.compressors.rotate import rotate
 from jaxcomp.compressors.roundtrip import roundtrip
 from jaxcomp.compressors.sidco import sidco
+from jaxcomp.compressors.signs import sign, terngrad
 from jaxcomp.compressors.skcompress import skcompress
 from jaxcomp.compressors.sparsify import top_k
 from jaxcomp.compressors.tree import flat, per_leaf
@@ -31,7 +34,9 @@ __all__ = [
     "chunked",
     "compose",
     "contract",
+    "count_sketch",
     "dagc",
+    "dct",
     "dgc",
     "dithering",
     "drive",
@@ -51,7 +56,9 @@ __all__ = [
     "roundtrip",
     "set_amounts",
     "sidco",
+    "sign",
     "skcompress",
+    "terngrad",
     "top_k",
     "warm_up",
 ]

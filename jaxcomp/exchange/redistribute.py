@@ -220,7 +220,7 @@ def _check_role(name: str, role: Any, pair: Pair, move: Move) -> None:
         if parts[side] is None:
             raise Misfit(f"{name} has the role {role!r}, and is missing in the {side} state")
     rows = (math.prod(move.old), math.prod(move.old[:2]) if move.leads else 1)
-    in_leaves = role in ("memory", "shift") or (move.leads and role in ("momentum", "iterate"))
+    in_leaves = role in ("memory", "average", "shift") or (move.leads and role in ("momentum", "iterate"))
     for part, lead in zip(pair, rows, strict=True):
         if in_leaves and part is not None and not _is_laid_out(part, lead, move):
             raise Misfit(f"{name} has the role {role!r}, and is not laid out like the gradients")
@@ -273,6 +273,17 @@ def _narrow_memory(name: str, old: Pair, new: Pair, move: Move) -> Pair:
 
 def _widened(narrow: Narrow) -> np.ndarray:
     return Narrow(*map(on_host, narrow)).values()
+
+
+def _average(name: str, old: Pair, new: Pair, move: Move) -> Pair:
+    """As many workers go on from their own; others start from the mean of all."""
+
+    def one(rows):
+        if (move.old.groups, move.old.workers) != (move.new.groups, move.new.workers):
+            rows = rows.mean((0, 2), dtype=np.float64, keepdims=True).astype(rows.dtype)
+        return modulo(rows, move.new)
+
+    return each_leaf(old[0], new[0], move, one), None
 
 
 def _shift(name: str, old: Pair, new: Pair, move: Move) -> Pair:
@@ -337,6 +348,7 @@ def _by_vector(one: Callable, old: Any, new: Any, move: Move) -> Any:
 _ROLES: dict[str, Callable[..., Pair]] = {
     "memory": _memory,
     "narrow memory": _narrow_memory,
+    "average": _average,
     "shift": _shift,
     "momentum": _momentum,
     "iterate": _iterate,
@@ -347,6 +359,7 @@ _ROLES: dict[str, Callable[..., Pair]] = {
 _SIDES = {
     "memory": ("local",),
     "narrow memory": ("local",),
+    "average": ("local",),
     "shift": ("shared", "local"),
     "momentum": ("shared",),
     "iterate": ("shared",),

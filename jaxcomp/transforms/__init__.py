@@ -1,9 +1,11 @@
 """What users put into their training loop. All forms run the same `exchange.runner`."""
 
 from jaxcomp.transforms.compressed_mean import compressed_mean
+from jaxcomp.transforms.demo import demo
 from jaxcomp.transforms.local_process import LocalProcess, local_process
 from jaxcomp.transforms.local_steps import LocalSteps, LocalStepsState, local_steps
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
+from jaxcomp.transforms.onebit import onebit_adam, zero_one_adam
 from jaxcomp.transforms.rounds import Rounds, rounds
 from jaxcomp.transforms.value_and_grad import GradientState, ValueAndGrad, value_and_grad
 
@@ -16,9 +18,12 @@ __all__ = [
     "Rounds",
     "ValueAndGrad",
     "compressed_mean",
+    "demo",
     "local_process",
     "local_steps",
     "local_updates",
+    "onebit_adam",
     "rounds",
     "value_and_grad",
+    "zero_one_adam",
 ]

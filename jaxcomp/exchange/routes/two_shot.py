@@ -131,7 +131,7 @@ def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
             f'via="two_shot" needs one compressor for all workers; {spec.name} has a plan for each. '
             'Use via="auto" or via="gather"'
         )
-    if spec.omega is None and spec.alpha is None:
+    if spec.omega is None and spec.alpha is None and not spec.vote:
         cure = spec.remedy or 'Use via="gather"'
         return f'via="two_shot" needs a compressor with a known error bound; {spec.name} has none. {cure}'
     return None
@@ -148,7 +148,7 @@ def layout(given: Layout, workers: int) -> Layout:
 
 
 def _is_biased(compressor: Compressor) -> bool:
-    return compressor.spec.omega is None
+    return compressor.spec.omega is None and not compressor.spec.vote
 
 
 def _sent_like(compressor: Compressor, like: Any) -> Any:

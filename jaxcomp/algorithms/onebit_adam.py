@@ -1,0 +1,113 @@
+"""1-bit Adam: after a warm-up the variance stands still, and workers exchange compressed momenta."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.algorithms.error_feedback import check_contracts
+from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide, wide_like, zeros_like
+from jaxcomp.compressors.vector import lift
+
+__all__ = ["check_adam", "onebit_directions", "scaled_by_variance"]
+
+Array = jax.Array
+
+
+class OnebitLocal(NamedTuple):
+    """memory: e_i, what was not sent of the momentum."""
+
+    memory: Any
+    compressor: Any
+
+
+class OnebitShared(NamedTuple):
+    """momentum m and variance v, in f32;  steps: so far."""
+
+    momentum: Any
+    variance: Any
+    steps: Array
+    compressor: Any
+
+
+def onebit_directions(
+    compressor: Compressor, *, freeze_step: int, b1: float, b2: float, eps: float, bias_correction: bool
+) -> Algorithm:
+    """Directions m / (sqrt v + eps) of 1-bit Adam, t counted from one.
+
+    t <= freeze_step:   g = mean_i g_i,   m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2;
+    afterwards:         c_i = b1 m + (1 - b1) g_i + e_i,   m <- mean_i C(c_i),   e_i <- c_i - C(c_i).
+
+    Entries whose v is zero had no gradient in the warm-up (rows of an embedding, say): they stay where they are, and
+    nothing is remembered of them; m / eps would throw them far away.
+    """
+    if compressor.spec.alpha is None:
+        check_contracts("onebit_adam", compressor)
+    compressor = lift(compressor)
+
+    def init(shared_key, like):
+        zeros = zeros_like(wide_like(like))
+        state = compressor.init(shared_key, wide_like(like))
+        local = OnebitLocal(zeros, state.local)
+        return State(local, OnebitShared(zeros, zeros, jnp.zeros((), jnp.int32), state.shared))
+
+    def update(key, grads, state, exchange):
+        m, v, steps = state.shared.momentum, state.shared.variance, state.shared.steps
+        grads = jax.tree.map(lambda g, m: g.astype(m.dtype), finite(grads), m)
+
+        def warm_up(memory, inner):
+            mean = jax.tree.map(lambda total: total / exchange.size, exchange.sum(grads))
+            new = jax.tree.map(lambda m, g: bounded(b1 * m + (1 - b1) * g), m, mean)
+            return new, jax.tree.map(lambda v, g: bounded(b2 * v + (1 - b2) * jnp.square(g)), v, mean), memory, inner
+
+        def compressed(memory, inner):
+            message = jax.tree.map(lambda m, g, e: bounded(b1 * m + (1 - b1) * g + e), m, grads, memory)
+            sent = exchange.mean(key, compressor, message, inner)
+            moved = lambda x: jax.tree.map(lambda x, v: jnp.where(v > 0, x, jnp.zeros((), x.dtype)), x, v)
+            return moved(sent.mean), v, moved(sent.residual), sent.state
+
+        inner = state.part("compressor")
+        m, v, memory, inner = exchange.cond(steps < freeze_step, warm_up, compressed, state.local.memory, inner)
+        steps = steps + 1
+        powers = (steps, jnp.minimum(steps, freeze_step)) if bias_correction else None
+        direction = scaled_by_variance(m, v, b1, b2, eps, powers)
+        return direction, state.replace(momentum=m, variance=v, steps=steps, memory=memory, compressor=inner)
+
+    roles = {
+        "memory": "memory",
+        "momentum": "momentum",
+        "variance": "momentum",
+        "steps": "coin",
+        "compressor": "compressor",
+    }
+    return Algorithm(init, update, roles, compressor)
+
+
+def scaled_by_variance(
+    m: Any, v: Any, b1: float, b2: float, eps: float, powers: tuple[Array | int, Array | int] | None
+) -> Any:
+    """m / (sqrt v + eps), zero where v is; corrected for their start at zero after so many updates of m and of v."""
+
+    def one(m, v):
+        dtype = wide(m.dtype)
+        first = second = jnp.ones((), dtype)
+        if powers is not None:
+            # 1 - b^p, which 1 minus a power of f32 would give to three digits
+            first, second = (
+                -jnp.expm1(jnp.asarray(p, dtype) * (math.log(b) if b else -math.inf))
+                for b, p in zip((b1, b2), powers, strict=True)
+            )
+        step = (m / first) / (jnp.sqrt(v / second) + jnp.asarray(eps, dtype))
+        return bounded(jnp.where(v > 0, step, jnp.zeros((), dtype)))
+
+    return jax.tree.map(one, m, v)
+
+
+def check_adam(name: str, b1: float, b2: float, eps: float) -> None:
+    """Raises ValueError unless these are decay rates and a positive number."""
+    for what, value in (("b1", b1), ("b2", b2)):
+        if not 0 <= value < 1:
+            raise ValueError(f"{name}: {what} must be in [0, 1); got {value}")
+    if not 0 < eps < float("inf"):
+        raise ValueError(f"{name}: eps must be positive and finite; got {eps}")

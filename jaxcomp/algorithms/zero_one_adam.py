@@ -1,0 +1,148 @@
+"""0/1 Adam: variances at fewer and fewer steps, local steps between compressed exchanges of what they added up to."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.algorithms.error_feedback import check_contracts
+from jaxcomp.algorithms.onebit_adam import scaled_by_variance
+from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide_like, zeros_like
+from jaxcomp.compressors.vector import lift
+
+__all__ = ["Times", "zero_one_updates"]
+
+Array = jax.Array
+
+
+class Times(NamedTuple):
+    """When variances are taken, and when workers exchange; steps counted from zero.
+
+    freeze_step: from this step on variances stand still; before, workers exchange at every step.
+    variance_repeat: the interval between variances doubles after so many of them.
+    double_every, longest: from freeze_step on workers exchange at every H-th step; H starts at 1, doubles every
+        `double_every` steps, and is at most `longest`.
+    """
+
+    freeze_step: int
+    variance_repeat: int
+    double_every: int
+    longest: int
+
+
+class ZeroOneLocal(NamedTuple):
+    """momentum: m_i;  buffer: u_i, steps times momenta since the last exchange;  memory: e_i."""
+
+    momentum: Any
+    buffer: Any
+    memory: Any
+    compressor: Any
+
+
+class Clock(NamedTuple):
+    """count: steps so far;  variances: taken so far;  next_variance, next_exchange: their steps;  total f32[]: sum of
+    the step sizes since the last exchange."""
+
+    count: Array
+    variances: Array
+    next_variance: Array
+    next_exchange: Array
+    total: Array
+
+
+class ZeroOneShared(NamedTuple):
+    """point: that all workers shared last;  variance: v;  clock."""
+
+    point: Any
+    variance: Any
+    clock: Clock
+    compressor: Any
+
+
+def zero_one_updates(
+    compressor: Compressor, times: Times, *, b1: float, b2: float, eps: float, bias_correction: bool
+) -> Algorithm:
+    """Updates of a worker's own parameters; `grads` is (gradients, parameters, step size). See `zero_one_adam`."""
+    if compressor.spec.alpha is None:
+        check_contracts("zero_one_adam", compressor)
+    compressor = lift(compressor)
+
+    def init(shared_key, point):
+        like = wide_like(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), point))
+        zeros, state = zeros_like(like), compressor.init(shared_key, like)
+        none = jnp.zeros((), jnp.int32)
+        clock = Clock(none, none, none, none, jnp.zeros((), jnp.float32))
+        point = jax.tree.map(lambda x, z: x.astype(z.dtype), point, zeros)
+        return State(ZeroOneLocal(zeros, zeros, zeros, state.local), ZeroOneShared(point, zeros, clock, state.shared))
+
+    def update(key, given, state, exchange):
+        grads, params, step_size = given
+        own, shared, clock = state.local, state.shared, state.shared.clock
+        grads = jax.tree.map(lambda g, m: g.astype(m.dtype), finite(grads), own.momentum)
+
+        def measured(v):
+            mean = jax.tree.map(lambda total: total / exchange.size, exchange.sum(grads))
+            return jax.tree.map(lambda v, g: bounded(b2 * v + (1 - b2) * jnp.square(g)), v, mean)
+
+        due = (clock.count < times.freeze_step) & (clock.count >= clock.next_variance)
+        variance = exchange.cond(due, measured, lambda v: v, shared.variance)
+        clock = _after_variance(clock, due, times)
+        corrected = (clock.count + 1, clock.variances) if bias_correction else None
+        scaled = lambda m, size: jax.tree.map(
+            lambda d: size.astype(d.dtype) * d, scaled_by_variance(m, variance, b1, b2, eps, corrected)
+        )
+        momentum = jax.tree.map(lambda m, g: bounded(b1 * m + (1 - b1) * g), own.momentum, grads)
+        buffer = jax.tree.map(lambda u, m: bounded(u + step_size.astype(u.dtype) * m), own.buffer, momentum)
+        total = clock.total + step_size
+
+        def together(momentum, buffer, memory, inner):
+            average = lambda u, m: jnp.where(total > 0, u / jnp.where(total > 0, total, 1).astype(u.dtype), m)
+            message = jax.tree.map(lambda u, m, e: bounded(average(u, m) + e), buffer, momentum, memory)
+            sent = exchange.mean(key, compressor, message, inner)
+            moved = lambda x: jax.tree.map(lambda x, v: jnp.where(v > 0, x, jnp.zeros((), x.dtype)), x, variance)
+            mean = moved(sent.mean)
+            point = jax.tree.map(lambda x, d: bounded(x - d), shared.point, scaled(mean, total))
+            updates = jax.tree.map(lambda new, x: new - x.astype(new.dtype), point, params)
+            return updates, point, mean, moved(sent.residual), sent.state
+
+        def apart(momentum, buffer, memory, inner):
+            updates = jax.tree.map(jnp.negative, scaled(momentum, step_size))
+            return updates, shared.point, jax.tree.map(jnp.zeros_like, variance), memory, inner
+
+        meet = clock.count >= clock.next_exchange
+        updates, point, mean, memory, inner = exchange.cond(
+            meet, together, apart, momentum, buffer, own.memory, state.part("compressor")
+        )
+        momentum = jax.tree.map(lambda m, mean: jnp.where(meet, mean, m), momentum, mean)
+        buffer = jax.tree.map(lambda u: jnp.where(meet, jnp.zeros((), u.dtype), u), buffer)
+        clock = _after_exchange(clock, meet, total, times)
+        new = {"point": point, "variance": variance, "clock": clock, "compressor": inner}
+        return updates, state.replace(momentum=momentum, buffer=buffer, memory=memory, **new)
+
+    roles = {
+        "momentum": "average",
+        "buffer": "memory",
+        "memory": "memory",
+        "point": "iterate",
+        "variance": "momentum",
+        "clock": "coin",
+        "compressor": "compressor",
+    }
+    return Algorithm(init, update, roles, compressor)
+
+
+def _after_variance(clock: Clock, due: Array, times: Times) -> Clock:
+    """The next one comes 2^floor(j / variance_repeat) steps later, after j of them."""
+    taken = clock.variances + due.astype(jnp.int32)
+    interval = jnp.left_shift(jnp.int32(1), jnp.minimum(taken // times.variance_repeat, 30))
+    next_one = jnp.where(due, clock.count + interval, clock.next_variance)
+    return clock._replace(variances=taken, next_variance=next_one)
+
+
+def _after_exchange(clock: Clock, met: Array, total: Array, times: Times) -> Clock:
+    since = jnp.maximum(clock.count + 1 - times.freeze_step, 0)
+    doubled = jnp.left_shift(jnp.int32(1), jnp.minimum(since // times.double_every, 30))
+    interval = jnp.where(since > 0, jnp.minimum(doubled, times.longest), 1)
+    next_one = jnp.where(met, clock.count + interval, clock.next_exchange)
+    total = jnp.where(met, jnp.zeros((), total.dtype), total)
+    return clock._replace(count=clock.count + 1, next_exchange=next_one, total=total)

@@ -1,0 +1,97 @@
+"""Count sketches, and FetchSGD."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from worlds import AXIS, run_shard_map
+
+import jaxcomp as jc
+from jaxcomp.algorithms.fetch_sgd import median
+from jaxcomp.compressors.count_sketch import counters
+
+
+def matrix_of(key, rows, columns, size):
+    """S as float64[r, c, d], from the hashes."""
+    out = np.zeros((rows, columns, size))
+    for row in range(rows):
+        place, negative = map(np.asarray, counters(key, row, jnp.arange(size), columns))
+        out[row, place, np.arange(size)] = np.where(negative, -1, 1)
+    return out
+
+
+def test_hashes_spread_evenly_and_signs_are_independent_of_places(key):
+    place, negative = map(np.asarray, counters(key, 2, jnp.arange(60_000), 30))
+    counts = np.array([np.bincount(place[negative == bit], minlength=30) for bit in (False, True)])
+    assert np.max(np.abs(counts - 1000)) < 6 * np.sqrt(1000)
+    other, _ = map(np.asarray, counters(key, 3, jnp.arange(60_000), 30))
+    assert abs(np.mean(place == other) - 1 / 30) < 6 * np.sqrt(1 / 30 / 60_000)
+
+
+def test_sketch_is_linear_and_its_payload_the_sum(key, seed):
+    x, y = np.random.default_rng(seed).standard_normal((2, 500)).astype(np.float32)
+    compressor = jc.count_sketch(0.2, rows=4)
+    state = compressor.init(key, x)
+    s = matrix_of(state.shared.round_key(), 4, 25, 500)
+    sketch = lambda v: compressor.compress(key, jnp.asarray(v), state)[0].values
+    np.testing.assert_allclose(sketch(x), (s @ np.float64(x)).reshape(-1), atol=1e-5)
+    np.testing.assert_allclose(sketch(x) + sketch(y), sketch(x + y), atol=1e-5)
+    x_hat = compressor.decompress(compressor.compress(key, jnp.asarray(x), state)[0], state.shared, x)
+    want = np.mean([row.T @ (row @ np.float64(x)) for row in s], axis=0)
+    np.testing.assert_allclose(x_hat, want, atol=1e-5)
+    assert compressor.spec.omega(500) == 499 / 100
+
+
+def test_median_of_rows(seed):
+    rows = np.random.default_rng(seed).standard_normal((7, 50)).astype(np.float32)
+    np.testing.assert_array_equal(median(list(jnp.asarray(rows))), np.median(rows, axis=0))
+
+
+def test_fetch_sgd_is_its_algorithm(seed):
+    n, d, k, rows, rounds = 3, 1500, 20, 5, 4
+    grads = np.random.default_rng(seed).standard_t(2, (rounds, n, d)).astype(np.float32)
+    tx = jc.compressed_mean(jc.fetch_sgd(k=k, sketch=0.5, rows=rows, momentum=0.8), AXIS)
+    state, axes = jc.init_state(tx, jnp.zeros(d), n, AXIS)
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+    s = matrix_of(jax.random.fold_in(jax.random.wrap_key_data(state.shared.algorithm.seed), 0), rows, 150, d)
+    u = e = np.zeros((rows, 150))
+    for g in grads:
+        direction, state = step(jnp.asarray(g), state)
+        u = 0.8 * u + s @ np.float64(g.mean(0))
+        e = e + u
+        found = np.median([row.T @ x for row, x in zip(s, e, strict=True)], axis=0)
+        best = np.argsort(-np.abs(found), kind="stable")[:k]
+        delta = np.zeros(d)
+        delta[best] = found[best]
+        e = e - s @ delta
+        np.testing.assert_allclose(direction, delta, atol=1e-4)
+    np.testing.assert_allclose(state.shared.algorithm.errors[0], e, atol=1e-3)
+    assert float(jc.info(state).sent_bytes) == pytest.approx(2 * (n - 1) / n * 4 * rows * 150)
+
+
+def test_fetch_sgd_of_a_tree_under_shard_map(seed):
+    tree = {"b": jnp.zeros(7), "w": jnp.zeros((40, 50))}
+    rng = np.random.default_rng(seed)
+    grads = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal((2, 2, *x.shape)), jnp.float32), tree)
+    tx = jc.compressed_mean(jc.fetch_sgd(0.01, momentum=0.0), AXIS)
+    directions, _ = run_shard_map(tx, tree, grads)
+    np.testing.assert_allclose(directions["b"], np.mean(grads["b"], 1), rtol=1e-6)
+    assert np.count_nonzero(directions["w"][0]) == 20
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: jc.count_sketch(), "count_sketch: give exactly one of ratio and columns"),
+        (lambda: jc.count_sketch(1.5), r"count_sketch: ratio must be in \(0, 1\]; got 1.5"),
+        (lambda: jc.count_sketch(columns=0), "count_sketch: columns must be an integer"),
+        (lambda: jc.count_sketch(0.1, rows=0), "count_sketch: rows must be an integer in 1"),
+        (lambda: jc.fetch_sgd(k=1, rows=4), "fetch_sgd: rows must be an odd integer"),
+        (lambda: jc.fetch_sgd(), "fetch_sgd: give exactly one of ratio and k"),
+        (lambda: jc.fetch_sgd(k=1, sketch=0.0), "fetch_sgd: sketch must be in"),
+        (lambda: jc.fetch_sgd(k=1, momentum=1.0), "fetch_sgd: momentum must be in"),
+    ],
+)
+def test_errors(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
