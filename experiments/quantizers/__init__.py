@@ -158,16 +158,24 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+APART = {"EDEN, least squares", "integers, stochastic", "MX, sound", "NVFP4, sound", "e4m3"}  # in the table alone
+GREYS = ["#4D4D4D", "#8C8C8C", "#B3B3B3", "#000000"]
+
+
 def draw(records: list[dict], sources: list[str], workers: int, path: Path) -> None:
-    """One panel for each source, one line for each family."""
+    """One panel for each source, one line for each family; releases in grey, with hollow marks."""
     from experiments.plots import LINES, new_figure, save
 
     figure, panels = new_figure(len(sources), height=5.6)
-    names = list(dict.fromkeys(r["family"] for r in records))
+    names = [name for name in dict.fromkeys(r["family"] for r in records) if name not in APART]
+    ours = [name for name in names if "released" not in name]
+    styles: dict[str, dict] = {name: LINES[i % len(LINES)] for i, name in enumerate(ours)}
+    for i, name in enumerate(name for name in names if name not in ours):
+        styles[name] = {"color": GREYS[i % 4], "marker": "osD^vP"[i % 6], "linestyle": ":", "markerfacecolor": "white"}
     for axis, source in zip(panels, sources, strict=True):
-        for i, family in enumerate(names):
+        for family in names:
             points = sorted((r["bits"], r["errors"][source]) for r in records if r["family"] == family)
-            axis.plot(*zip(*points, strict=True), label=family, markersize=5, **LINES[i % len(LINES)])
+            axis.plot(*zip(*points, strict=True), label=family, markersize=6, **styles[family])
         axis.set(title=source, xlabel="bits an entry, scales included", yscale="log", xscale="log")
         axis.set_xticks([0.5, 1, 2, 3, 4, 6, 8], ["0.5", "1", "2", "3", "4", "6", "8"])
         axis.minorticks_off()

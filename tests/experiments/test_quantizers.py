@@ -1,0 +1,31 @@
+"""Error against bits, on a tiny setting: figures, table and plot come out, and releases are what they say."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.quantizers import main
+from experiments.quantizers.released import RELEASED
+
+
+def test_table_and_figure(tmp_path):
+    with jax.numpy_dtype_promotion("standard"):
+        options = ["--log2-size", "11", "--workers", "3", "--steps", "1", "--only", "NVFP4 as"]
+        assert main([*options, "--json", str(tmp_path / "q.json"), "--plot", str(tmp_path / "q.png")]) == 0
+    (row,) = json.loads((tmp_path / "q.json").read_text())
+    assert row["bits"] == 4.5 + 32 / 2048
+    assert all(0 < error < 0.01 for error in row["errors"].values())
+    assert (tmp_path / "q.png").stat().st_size > 1000
+
+
+def test_releases_lose_little(key, seed):
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal(2048), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        found = {release.name: release.run(key, x) for release in RELEASED}
+    error = {name: float(jnp.sum(jnp.square(x_hat - x)) / jnp.sum(jnp.square(x))) for name, x_hat in found.items()}
+    assert 0.005 < error["qgZ int4, groups of 128"] < 0.03
+    assert 1e-5 < error["torchft int8"] < error["torchft e4m3"] < 1e-3
+    assert error["prime uint8"] < 1e-3
+    assert error["CGX min-max 8"] < error["CGX min-max 4"] < error["CGX min-max 2"] < 1.5
