@@ -34,7 +34,7 @@ def test_example_runs_and_has_twenty_lines():
     assert "all-gather" in result.stdout
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"jc\.([a-z_]+)", README))))
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"jc\.([a-z_][a-z0-9_]*)", README))))
 def test_every_name_in_the_readme_exists(name):
     assert hasattr(jc, name)
 

@@ -8,8 +8,8 @@ Prints the largest difference of the parameters after each tenth of the steps.
 
 Both compute in 64 bits. Error feedback sends one direction and then the next one that has grown largest, so it is
 sensitive: it makes a difference about 1.3 times as large in every step here, and that of rounding in 32 bits
-(--bits 32) grows from 1e-7 to some 1e-3 in forty. The loss is a sum over rows, since the hook adds 1e-8 to the norms of its Gram-Schmidt,
-and these should be large.
+(--bits 32) grows from 1e-7 to some 1e-3 in forty. The loss is a sum over rows, since the hook adds 1e-8 to the norms of
+its Gram-Schmidt, and these should be large.
 """
 
 import argparse
