@@ -78,6 +78,7 @@ from jaxcomp.transforms import (
     local_updates,
     onebit_adam,
     value_and_grad,
+    worker_value_and_grad,
     zero_one_adam,
 )
 from jaxcomp.wire import WireError
@@ -161,6 +162,7 @@ __all__ = [
     "value_and_grad",
     "warm_up",
     "wire",
+    "worker_value_and_grad",
     "zero_one_adam",
 ]
 

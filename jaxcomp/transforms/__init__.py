@@ -7,7 +7,7 @@ from jaxcomp.transforms.local_steps import LocalSteps, LocalStepsState, local_st
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.onebit import onebit_adam, zero_one_adam
 from jaxcomp.transforms.rounds import Rounds, rounds
-from jaxcomp.transforms.value_and_grad import GradientState, ValueAndGrad, value_and_grad
+from jaxcomp.transforms.value_and_grad import GradientState, ValueAndGrad, value_and_grad, worker_value_and_grad
 
 __all__ = [
     "GradientState",
@@ -25,5 +25,6 @@ __all__ = [
     "onebit_adam",
     "rounds",
     "value_and_grad",
+    "worker_value_and_grad",
     "zero_one_adam",
 ]

@@ -38,6 +38,7 @@ from jaxcomp.exchange.placement import Placement, check_gradients, check_own
 from jaxcomp.exchange.varying import Axis, axis_names
 from jaxcomp.layout import join, split, with_dtypes
 from jaxcomp.paths import numbers_by_path
+from jaxcomp.transforms.rows import with_rows
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
 
 __all__ = ["compressed_mean", "levels_of", "means_over"]
@@ -64,7 +65,8 @@ def compressed_mean(
     """Replaces each worker's gradient by the mean direction of a compressed exchange.
 
     Chain it before any optax optimizer, and run `update` where `axis_name` is bound: inside
-    `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=...)`. What comes out is equal on all workers.
+    `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=...)`. What comes out is equal on all workers. Where it is not
+    bound, `update` takes the gradients of all workers, [n, ...] each, as `worker_value_and_grad` makes them.
 
     Args:
         algorithm: `direct`, `error_feedback`, `diana`, ...; None where axis_name is a mapping.
@@ -107,7 +109,9 @@ def compressed_mean(
     options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
     # Keys that are made here are constants, wherever the transformation is built.
     with contextlib.nullcontext() if isinstance(seed, Tracer) else jax.ensure_compile_time_eval():
-        return means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
+        inside = means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
+    axes = tuple(name for axis in levels for name in axis_names(axis))
+    return with_rows("compressed_mean", inside, axes, sharded) if axes else inside
 
 
 def means_over(

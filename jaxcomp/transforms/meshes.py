@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcomp.exchange.varying import axis_names
 
-__all__ = ["find_mesh", "find_specs", "is_cut", "laid_out", "without"]
+__all__ = ["find_mesh", "find_specs", "is_cut", "laid_out", "on_mesh", "without"]
 
 Meshes = Mesh | AbstractMesh
 
@@ -25,6 +25,14 @@ def find_mesh(name: str, given: Meshes | None, axes: tuple[str, ...], *trees: An
     if unknown:
         raise ValueError(f"{name}: axis_name must be of the mesh, which has {tuple(found.shape)}; got {unknown[0]!r}")  # pyright: ignore
     return found
+
+
+def on_mesh(axes: tuple[str, ...], *trees: Any) -> Meshes | None:
+    """The mesh in force, or that on which arrays lie, if it has these axes and none of them is manual already."""
+    found = _ambient() or _of_arrays(trees)
+    if found is None or any(axis not in found.shape for axis in axes):
+        return None
+    return None if set(axes) & set(getattr(found, "manual_axes", ())) else found
 
 
 def _ambient() -> Meshes | None:

@@ -1,12 +1,7 @@
 """`jax.value_and_grad` whose gradient is the mean of what all workers sent, inside any `jax.jit`.
 
-Two stages, so that the loss may be sharded by the compiler:
-
-    stage 1   shard_map over the axes of the workers alone: loss and gradient of each worker's part of the batch. Other
-              mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit: the model is written as for jax.jit.
-    stage 2   shard_map over all axes: each device exchanges its own shard of the gradient over the axes of the workers.
-
-Between them the gradient is an array with a leading axis of workers, each row of which lies where it was made.
+It runs in two stages (`transforms.stages`), so that the loss may be sharded by the compiler. `worker_value_and_grad` is
+the first one alone.
 """
 
 import dataclasses
@@ -19,20 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxcomp.base import Algorithm, like_of
+from jaxcomp.base import Algorithm
 from jaxcomp.exchange.bind import shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.specs import names_of, per_worker, shapes_of_shards, state_specs, state_specs_on
+from jaxcomp.exchange.specs import names_of, per_worker
 from jaxcomp.exchange.state import means_in
 from jaxcomp.exchange.varying import Axis, axis_names, is_bound
 from jaxcomp.transforms.compressed_mean import compressed_mean
-from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut, laid_out, without
+from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut
+from jaxcomp.transforms.stages import check_batch, exchange_on_mesh, gradients_on_mesh, init_on_mesh
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, check_kinds, worker_gradients
 
-__all__ = ["GradientState", "ValueAndGrad", "value_and_grad"]
+__all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_grad"]
 
 Array = jax.Array
-P = PartitionSpec
 
 
 @jax.tree_util.register_dataclass
@@ -79,11 +74,7 @@ class ValueAndGrad:
             return GradientState(self._single().init(trained), ())
         specs = self._specs(params, trained, mesh)
         tree = _like_tree(specs, trained)
-        tx, like = self.transform(tree), trained if tree is None else shapes_of_shards(trained, mesh, tree)
-        like = like_of(like)
-        made = state_specs_on(mesh, tx, like, self.axis)
-        make = jax.shard_map(lambda: tx.init(like), mesh=_explicit(mesh), in_specs=(), out_specs=made)
-        return GradientState(jax.jit(make)(), specs)
+        return GradientState(init_on_mesh(self.transform(tree), mesh, self.axis, tree, trained), specs)
 
     def __call__(self, params: Any, state: GradientState, /, *batch: Any, **named: Any) -> Any:
         """Loss and gradient at `params`, exchanged among all workers.
@@ -107,7 +98,7 @@ class ValueAndGrad:
             if mesh is None:
                 out = _alone(self, what, trained, rest, state, batch, named)
             else:
-                _check_batch(batch, mesh, axis_names(self.axis))
+                check_batch("value_and_grad", batch, mesh, axis_names(self.axis))
                 out = _on_mesh(self, what, mesh, trained, rest, state, batch, named)
         (loss, aux, new, grads), state = out
         _write_back(params, what, self.wrt, rest, new)
@@ -204,16 +195,7 @@ def value_and_grad(
     >>> print(value, grads)
     2.5 [ 0. -2.]
     """
-    if not callable(loss):
-        raise TypeError(f"value_and_grad: loss must be a function; got {loss!r}")
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, (int, np.integer)) or micro_batches < 1:
-        raise ValueError(f"value_and_grad: micro_batches must be an integer of at least 1; got {micro_batches!r}")
-    if loss_scale is not None and not (np.isfinite(loss_scale) and loss_scale > 0):
-        raise ValueError(f"value_and_grad: loss_scale must be a number > 0; got {loss_scale!r}")
-    check_kinds("value_and_grad", aux)
-    keys = (keys,) if isinstance(keys, str) else tuple(keys)
-    shares = None if weights is None else tuple(shares_of("value_and_grad", weights).tolist())
-    how = Loss(loss, has_aux, aux, int(micro_batches), None if loss_scale is None else float(loss_scale), keys, shares)
+    how = _checked("value_and_grad", loss, has_aux, aux, micro_batches, loss_scale, keys, weights)
     options: dict[str, Any] = {"seed": seed, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
 
     def transform(sharded: Any) -> Any:
@@ -226,8 +208,83 @@ def value_and_grad(
     return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs)
 
 
+def worker_value_and_grad(
+    loss: Callable[..., Any],
+    mesh: Mesh | AbstractMesh | None = None,
+    axis_name: Axis = "data",
+    *,
+    has_aux: bool = False,
+    aux: Any = "mean",
+    micro_batches: int = 1,
+    loss_scale: float | None = None,
+    keys: str | Sequence[str] = (),
+    weights: Sequence[float] | Array | None = None,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` with the gradient of each worker by itself, for a loop that keeps all state in optax.
+
+    grads[i] = g_i, the gradient of the mean loss of worker i's part of the batch: an array [n, ...] for each parameter,
+    each row at its worker. Nothing of it crosses. `compressed_mean` takes such gradients where its axis is not bound::
+
+        tx = optax.chain(jc.compressed_mean(algorithm, "data"), optax.adamw(1e-3))
+        loss, grads = jc.worker_value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+
+    Args:
+        loss, mesh, axis_name, has_aux, aux, micro_batches, loss_scale, keys: as for `value_and_grad`.
+        weights: of the workers in the mean of loss and auxiliary values.
+
+    Returns:
+        (params, *batch, **named) -> (loss, grads), or ((loss, aux), grads).
+
+    Raises:
+        ValueError: there is no mesh, or no such axis; a batch that cannot be cut evenly.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> grad_fn = jc.worker_value_and_grad(lambda w, x: jnp.mean((x - w) ** 2), mesh)
+    >>> loss, grads = jax.jit(grad_fn)(jnp.zeros(2), jnp.array([[1.0, 2.0]]))
+    >>> print(loss, grads)
+    2.5 [[-1. -2.]]
+    """
+    name = "worker_value_and_grad"
+    how = _checked(name, loss, has_aux, aux, micro_batches, loss_scale, keys, weights)
+    workers = axis_names(axis_name)
+
+    def value_and_grad(params, /, *batch, **named):
+        found = find_mesh(name, mesh, workers, params, batch)
+        if found is None:
+            raise ValueError(
+                f"{name}: there is no mesh; give mesh=, or call jax.set_mesh(mesh), or place arrays on one"
+            )
+        check_batch(name, batch, found, workers)
+        made = _first_stage(how, found, workers, params, batch, named)
+        return (made.loss, made.aux) if has_aux else made.loss, made.grads
+
+    return value_and_grad
+
+
+def _checked(
+    name: str, loss: Any, has_aux: bool, aux: Any, micro_batches: int, loss_scale: float | None, keys: Any, weights: Any
+) -> Loss:
+    if not callable(loss):
+        raise TypeError(f"{name}: loss must be a function; got {loss!r}")
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, (int, np.integer)) or micro_batches < 1:
+        raise ValueError(f"{name}: micro_batches must be an integer of at least 1; got {micro_batches!r}")
+    if loss_scale is not None and not (np.isfinite(loss_scale) and loss_scale > 0):
+        raise ValueError(f"{name}: loss_scale must be a number > 0; got {loss_scale!r}")
+    check_kinds(name, aux)
+    keys = (keys,) if isinstance(keys, str) else tuple(keys)
+    shares = None if weights is None else tuple(shares_of(name, weights).tolist())
+    return Loss(loss, has_aux, aux, int(micro_batches), None if loss_scale is None else float(loss_scale), keys, shares)
+
+
 # ------------------------------------------------------------------------------------------------
 # Where it runs
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _first_stage(how: Loss, mesh: Any, workers: tuple[str, ...], params: Any, batch: Any, named: Any) -> Gradients:
+    return gradients_on_mesh(how, Trained(None, ()), mesh, workers, params, [], batch, named)
 
 
 def _here(
@@ -247,62 +304,13 @@ def _alone(self: ValueAndGrad, what: Trained, *arrays: Any) -> tuple[Gradients, 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _on_mesh(
-    self: ValueAndGrad,
-    what: Trained,
-    mesh: Any,
-    trained: Any,
-    rest: Any,
-    state: GradientState,
-    batch: Any,
-    named: dict[str, Any],
+    self: ValueAndGrad, what: Trained, mesh: Any, trained: Any, rest: Any, state: GradientState, batch: Any, named: Any
 ) -> tuple[Gradients, GradientState]:
     """The two stages."""
-    workers = axis_names(self.axis)
-    specs = state.specs or (P(),) * len(jax.tree.leaves(trained))
-    specs = jax.tree.unflatten(jax.tree.structure(trained), specs)
-    inner = jax.tree.map(lambda spec: without(spec, workers), specs)
-    rows = jax.tree.map(lambda spec: P(workers, *spec), inner)
-    place = lambda tree, specs: jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), tree, specs)
-
-    def first(trained, rest, batch, named):
-        found = worker_gradients(self.loss, what, self.axis, trained, rest, batch, named)
-        return found._replace(grads=jax.tree.map(lambda g: g[None], found.grads))
-
-    kinds = jax.tree.map(lambda kind: P(workers) if kind == "each" else P(), self.loss.kinds)
-    out = Gradients(P(), kinds, P(), P(workers))  # pyright: ignore[reportArgumentType]
-    # check_vma=False: a loss may then hold loops whose carry begins with zeros, as under plain jit.
-    stage = jax.shard_map(
-        first,
-        mesh=_explicit(mesh),
-        in_specs=(P(), P(), P(workers), P()),
-        out_specs=out,
-        axis_names=set(workers),
-        check_vma=False,
-    )
-    batch = jax.tree.map(lambda x: laid_out(x, _batch_spec(x, workers, mesh), mesh), batch)
-    found = stage(place(trained, inner), rest, batch, named)
-    tx = self.transform(_like_tree(state.specs, trained))
-
-    def second(grads, exchange):
-        return tx.update(jax.tree.map(lambda g: g[0], grads), exchange)
-
-    made = state_specs(state.exchange, self.axis)
-    exchange = jax.shard_map(second, mesh=_explicit(mesh), in_specs=(rows, made), out_specs=(specs, made))
-    grads, after = exchange(place(found.grads, rows), state.exchange)
-    return found._replace(grads=_like_dtypes(grads, trained)), GradientState(after, state.specs)
-
-
-def _explicit(mesh: Any) -> Any:
-    """The mesh as `shard_map` takes it: None for the one in force."""
-    return None if mesh == jax.sharding.get_abstract_mesh() else mesh
-
-
-def _batch_spec(x: Any, workers: tuple[str, ...], mesh: Any) -> PartitionSpec:
-    """Cut over the workers along the leading axis, and otherwise as it is."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    have = P() if sharding is None or sharding.mesh.empty else without(sharding.spec, workers)
-    first, others = (axis_names(have[0]), tuple(have)[1:]) if len(have) else ((), ())
-    return P((*workers, *first), *others)
+    found = gradients_on_mesh(self.loss, what, mesh, self.axis, trained, rest, batch, named)
+    tree = _like_tree(state.specs, trained)
+    grads, exchange = exchange_on_mesh(self.transform(tree), mesh, self.axis, tree, found.grads, state.exchange)
+    return found._replace(grads=_like_dtypes(grads, trained)), GradientState(exchange, state.specs)
 
 
 def _like_dtypes(grads: Any, params: Any) -> Any:
@@ -371,14 +379,3 @@ def _check_call(params: Any, state: Any, how: Loss, named: Mapping[str, Any]) ->
     missing = [name for name in how.keys if name not in named]
     if missing:
         raise TypeError(f"value_and_grad: keys names the keyword argument {missing[0]!r}, which was not given")
-
-
-def _check_batch(batch: Any, mesh: Any, workers: tuple[str, ...]) -> None:
-    count = int(np.prod([mesh.shape[name] for name in workers]))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        shape = np.shape(leaf)
-        if not shape or shape[0] % count:
-            raise ValueError(
-                f"value_and_grad: batch{jax.tree_util.keystr(path)} must have a leading axis that {count} workers can "
-                f"share evenly; got shape {shape}. What is equal on all workers is given by keyword."
-            )

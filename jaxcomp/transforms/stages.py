@@ -1,0 +1,112 @@
+"""The two stages of a step on a mesh, for losses that are sharded by the compiler.
+
+    stage 1   shard_map over the axes of the workers alone: loss and gradient of each worker's part of the batch. Other
+              mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit: the model is written as for jax.jit.
+    stage 2   shard_map over all axes: each device exchanges its own shard of the gradient over the axes of the workers.
+
+Between them each gradient is an array [n, ...] with a leading axis of workers. Each row lies where it was made.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.arrays import like_of
+from jaxcomp.exchange.specs import shapes_of_shards, state_specs, state_specs_on
+from jaxcomp.exchange.varying import Axis, axis_names
+from jaxcomp.transforms.meshes import laid_out, without
+from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, worker_gradients
+
+__all__ = ["check_batch", "exchange_on_mesh", "gradients_on_mesh", "init_on_mesh"]
+
+
+def check_batch(name: str, batch: Any, mesh: Any, workers: tuple[str, ...]) -> None:
+    """Raises ValueError unless the leading axis of every array can be cut evenly."""
+    count = int(np.prod([mesh.shape[axis] for axis in workers]))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        shape = np.shape(leaf)
+        if not shape or shape[0] % count:
+            raise ValueError(
+                f"{name}: batch{jax.tree_util.keystr(path)} must have a leading axis that {count} workers can share "
+                f"evenly; got shape {shape}. What is equal on all workers is given by keyword."
+            )
+
+
+def gradients_on_mesh(
+    how: Loss, what: Trained, mesh: Any, axis: Axis, trained: Any, rest: Any, batch: Any, named: Any
+) -> Gradients:
+    """Stage 1: what `worker_gradients` finds at all workers, with gradients [n, ...]."""
+    workers = axis_names(axis)
+
+    def one(trained, rest, batch, named):
+        found = worker_gradients(how, what, axis, trained, rest, batch, named)
+        return found._replace(grads=jax.tree.map(lambda g: g[None], found.grads))
+
+    kinds = jax.tree.map(lambda kind: P(workers) if kind == "each" else P(), how.kinds)
+    stage = jax.shard_map(
+        one,
+        mesh=_unless_in_force(mesh),
+        in_specs=(P(), P(), P(workers), P()),
+        out_specs=Gradients(P(), kinds, P(), P(workers)),  # pyright: ignore[reportArgumentType]
+        axis_names=set(workers),
+        check_vma=False,  # so that a loss may hold loops whose carry begins with zeros, as under plain jit
+    )
+    whole = lambda tree: jax.tree.map(lambda x: laid_out(x, without(_spec(x), workers), mesh), tree)
+    batch = jax.tree.map(lambda x: laid_out(x, _batch_spec(x, workers), mesh), batch)
+    return stage(whole(trained), whole(rest), batch, whole(named))
+
+
+def exchange_on_mesh(
+    tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs: Any, grads: Any, state: Any
+) -> tuple[Any, Any]:
+    """Stage 2: gradients [n, ...] to directions, by `compressed_mean`.
+
+    Args:
+        tx: made with `sharded=specs`.
+        mesh, axis: of the workers.
+        specs: of the parameters, a tree like them; None where all are whole.
+        grads: see above.
+        state: of tx, whole.
+
+    Returns:
+        Directions laid out like the parameters, and the state.
+    """
+    workers = axis_names(axis)
+    outer = jax.tree.map(lambda _: P(), grads) if specs is None else specs
+    rows = jax.tree.map(lambda spec: P(workers, *without(spec, workers)), outer)
+    made = state_specs(state, axis)
+
+    def one(grads, state):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    stage = jax.shard_map(one, mesh=_unless_in_force(mesh), in_specs=(rows, made), out_specs=(outer, made))
+    return stage(jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), grads, rows), state)
+
+
+def init_on_mesh(tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs: Any, params: Any) -> Any:
+    """The state of tx, each worker's part on its own device. Of the parameters it takes the shapes alone."""
+    like = like_of(params if specs is None else shapes_of_shards(params, mesh, specs))
+    made = state_specs_on(mesh, tx, like, axis)
+    make = jax.shard_map(lambda: tx.init(like), mesh=_unless_in_force(mesh), in_specs=(), out_specs=made)
+    return jax.jit(make)()
+
+
+def _unless_in_force(mesh: Any) -> Any:
+    """The mesh as `shard_map` takes it: None for the one in force."""
+    return None if mesh == jax.sharding.get_abstract_mesh() else mesh
+
+
+def _spec(x: Any) -> P:
+    """As far as types tell, how an array is cut."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    return P() if sharding is None or sharding.mesh.empty else sharding.spec
+
+
+def _batch_spec(x: Any, workers: tuple[str, ...]) -> P:
+    """Cut over the workers along the leading axis, and otherwise as it is."""
+    have = without(_spec(x), workers)
+    first, others = (axis_names(have[0]), tuple(have)[1:]) if len(have) else ((), ())
+    return P((*workers, *first), *others)

@@ -1,0 +1,104 @@
+"""The scripts of docs/examples: few lines differ from the script without compression, and both compute the same."""
+
+import difflib
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomp as jc
+
+FOLDER = Path(__file__).parents[1] / "docs" / "examples"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+FEWEST = {"nnx_cnn": 4, "linen_train_state": 4, "equinox_style": 4}
+QUICK = ("nnx_cnn",)
+ALGORITHM = "jc.error_feedback(jc.top_k(0.05))"
+
+
+def source(name, plain):
+    return (FOLDER / "plain" / f"{name}.py" if plain else FOLDER / f"{name}.py").read_text()
+
+
+def code(text):
+    """Lines with something in them."""
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def run(name, plain, algorithm=ALGORITHM, steps=3):
+    """What a script defines, after a few steps; without any, before its loop.
+
+    Statistics of batches are those of all workers, and nothing is dropped: a batch and its parts give the same.
+    """
+    head, loop = source(name, plain).replace("Dropout(0.1", "Dropout(0.0").split("for _ in range(")
+    text = head + (f"for _ in range({steps})" + loop[loop.index(")") + 1 :] if steps else "")
+    if not plain:
+        assert head.count(ALGORITHM) == 1
+        text = text.replace(ALGORITHM, algorithm).replace("BatchNorm(", 'BatchNorm(axis_name="data", ')
+        text = text.replace('BatchNorm(axis_name="data", 16', 'BatchNorm(16, axis_name="data"')
+    space = {"__name__": name}
+    exec(compile(text, f"{name}.py", "exec"), space)
+    return space
+
+
+def model_of(space):
+    """Parameters and statistics."""
+    state = space.get("state")
+    if "model" in space:
+        tree = space["model"]
+    else:
+        tree = state["params"] if isinstance(state, dict) else (state.params, state.batch_stats)
+    return [np.asarray(x) for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+@pytest.fixture(autouse=True)
+def _as_users_do():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_few_lines_differ(name):
+    plain, compressed = code(source(name, True)), code(source(name, False))
+    assert len(source(name, False).splitlines()) < 60
+    found = list(difflib.ndiff(plain, compressed))
+    changed = max(sum(line.startswith(sign) for line in found) for sign in ("+ ", "- "))
+    assert changed <= FEWEST.get(name, 6)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in NAMES])
+def test_with_identity_they_are_the_same_to_rounding(name, capsys):
+    """Losses, parameters, and statistics of BatchNorm."""
+    plain, compressed = (run(name, plain, "jc.direct(jc.identity())") for plain in (True, False))
+    np.testing.assert_allclose(compressed["loss"], plain["loss"], rtol=1e-3)
+    for a, b in zip(model_of(compressed), model_of(plain), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3)
+    capsys.readouterr()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_they_train_as_they_stand(name, capsys):
+    first, last = (run(name, False, steps=steps)["loss"] for steps in (1, 20))
+    assert last < first
+    capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_nothing_of_the_order_of_the_gradient_crosses():
+    """A transformer that the compiler splits over "model": its collectives stay, and over "data" go payloads alone."""
+    books, states = [], []
+    for plain in (True, False):
+        space = run("gpt_tensor_parallel", plain, steps=0)
+        given = space["state"], space["tokens"]
+        step = space["train_step"].lower(*given).compile()
+        books.append(jc.ledger(step).by_axes(space["mesh"]))
+        states.append(step(*given)[1])
+    gradient = 4 * sum(x.size for x in jax.tree.leaves(states[1]["params"]))
+    assert set(books[1]) == {("data",), ("model",)}  # nothing crosses both axes at once
+    extra = books[1]["model",] - books[0]["model",]
+    assert books[1]["data",] + extra == float(jc.info(states[1]["exchange"]).sent_bytes) + 4  # payloads, and the loss
+    assert 0 <= extra < 0.01 * books[0]["model",]  # parts of the payload of what is whole along "model"
+    assert books[0]["data",] > 0.5 * gradient
+    assert books[1]["data",] < 0.06 * gradient
