@@ -109,9 +109,13 @@ def test_models_that_the_compiler_shards(kind):
     for name, x in grads.items():
         assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim)
     shard = sum(x.size for x in PARAMS.values()) // 2
-    plain = jc.ledger(jax.jit(jax.value_and_grad(loss_fn)), params, *batch).by_axes(mesh)
     assert jc.info(state).sent_bytes == 4 * shard
-    assert jc.ledger(step).by_axes(mesh) == {("data",): 4.0 * shard + 4, ("model",): plain["model",]}
+    book = jc.ledger(step).by_axes(mesh)
+    assert set(book) == {("data",), ("model",)}
+    assert book["data",] == 4 * shard + 4
+    if kind == "auto":
+        plain = jc.ledger(jax.jit(jax.value_and_grad(loss_fn)), params, *batch).by_axes(mesh)
+        assert book["model",] == plain["model",]
 
 
 def test_it_is_compressed_mean():
