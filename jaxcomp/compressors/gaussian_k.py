@@ -50,7 +50,7 @@ def _estimate(key, x, k, share, memory):
     eta = _quantile(x, share)
     words = words_above(x, eta)
 
-    def again(carry):
+    def other_threshold(carry):
         tries, eta, words, factor = carry
         eta = eta * factor
         words = words_above(x, eta)
@@ -61,7 +61,7 @@ def _estimate(key, x, k, share, memory):
         return jnp.where(count < 2 * k, 0.5, jnp.where(count > 4 * k, 1.5, 1.0)).astype(eta.dtype)
 
     start = (jnp.ones((), jnp.int32), eta, words, factor_of(words))
-    _, eta, words, _ = lax.while_loop(lambda c: (c[0] < TRIES) & (c[3] != 1), again, start)
+    _, eta, words, _ = lax.while_loop(lambda c: (c[0] < TRIES) & (c[3] != 1), other_threshold, start)
     return eta, words, memory
 
 

@@ -295,12 +295,12 @@ class Round:
         """A message as it leaves, the compressor's state as this worker uses it, and its local state afterwards."""
         call = self._way.call
         mine = for_worker(compressor, state.shared, self.index, self.size)
-        again, key = jax.random.split(key)
+        route_key, key = jax.random.split(key)
         payload, local = compressor.compress(key, message, State(state.local, mine))
         # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and conditionals
         # branches of different types.
         payload = varying(payload, (*axis_names(call.axis), *call.outer, *varying_axes(payload)))
-        return Outgoing(again, compressor, payload, state.shared, like_of(message), self._state), mine, local
+        return Outgoing(route_key, compressor, payload, state.shared, like_of(message), self._state), mine, local
 
     def _arrived(self, given: tuple, packed: tuple, carried: Carried) -> Message:
         (_, compressor, message, state), (outgoing, mine, local) = given, packed

@@ -32,10 +32,10 @@ class Arrived(NamedTuple):
     scale: float
 
 
-def host_mean(met, compressor, shared, like):
+def host_mean(arrived, compressor, shared, like):
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wide_like(like))
-    total = accumulate(compressor, zeros, met.payloads, met.weights, shared)
-    return jax.tree.map(lambda t: t * met.scale, total)
+    total = accumulate(compressor, zeros, arrived.payloads, arrived.weights, shared)
+    return jax.tree.map(lambda t: t * arrived.scale, total)
 
 
 def payloads_of(compressor, like, key, seed):
