@@ -202,6 +202,9 @@ class HostExchange:
             like,
         )
 
+    def means(self, messages):
+        return [self.mean(*each) for each in messages]
+
     def sum(self, x):
         leaves, structure = jax.tree.flatten(x)
         arrived = self._exchange(Dense(jnp.concatenate([leaf.reshape(-1) for leaf in leaves] or [jnp.zeros(0)])))

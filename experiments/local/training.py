@@ -164,6 +164,9 @@ class _Scale:
         self.total += len(jc.wire.encode(payload, code="best"))
         return _Arrived(message, message, message, state)
 
+    def means(self, messages: Any) -> list[_Arrived]:
+        return [self.mean(*each) for each in messages]
+
     def sum(self, x: Any) -> Any:
         self.total += sum(leaf.nbytes for leaf in jax.tree.leaves(x))
         return x

@@ -6,7 +6,7 @@ handed to the thread, and merged at step t + delay; only then the worker waits, 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -248,6 +248,9 @@ class _Link:
         mean = self._jit("added", compressor, added)(stacked, state.shared, zeros_like(wide_like(message)))
         after = State(local, advance(compressor, state.shared))
         return _Sent(compressor, message, payload, mine, arrived, state.shared, mean, after)
+
+    def means(self, messages: Sequence[tuple[Array, Compressor, Any, State]]) -> "list[_Sent]":
+        return [self.mean(*each) for each in messages]
 
     def sum(self, x: Any) -> Any:
         arrived = self._exchange(tuple(jax.tree.leaves(x)))

@@ -106,7 +106,7 @@ def carry_all(outs: list[Outgoing], call: Call) -> list[Carried]:
             payloads = Leaves(total, brought)
             weights = None if call.weights is None or not own else Leaves(Dense(None), (call.weights,) * len(own))
         else:
-            (payloads,), weights = brought, call.weights
+            payloads, weights = brought[0], call.weights
         made.append(Carried(payloads, weights, name if own else "sum", bytes_of, out.state))
         bytes_of = 0.0
     return made
