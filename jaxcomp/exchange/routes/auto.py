@@ -96,14 +96,15 @@ def carry_all(outs: list[Outgoing], call: Call) -> list[Carried]:
     parts = tuple(part for each in rest if each is not None for part in each)
     known = tuple(limit for each in limits if each is not None for limit in each)
     some = known if any(limit is not None for limit in known) and workers > 1 else None
-    gathered_parts, gather_bytes, name = _gathered(parts, some, call) if parts else ((), 0.0, "sum")
+    found: tuple[Any, Any, str] = _gathered(parts, some, call) if parts else ((), 0.0, "sum")
+    gathered_parts, gather_bytes, name = found
     arrived, bytes_of, made = iter(gathered_parts), sum_bytes + gather_bytes, []
     for out, total, own in zip(outs, totals, rest, strict=True):
-        brought = tuple(next(arrived) for _ in own or ())
+        brought = [next(arrived) for _ in own or ()]
         if own is None:
             payloads, weights = total, None
         elif isinstance(out.payload, Leaves):
-            payloads = Leaves(total, brought)
+            payloads = Leaves(total, tuple(brought))
             weights = None if call.weights is None or not own else Leaves(Dense(None), (call.weights,) * len(own))
         else:
             payloads, weights = brought[0], call.weights
