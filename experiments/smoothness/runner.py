@@ -131,8 +131,8 @@ def run_setup(
         def body(state, _):
             state, bits = everyone(_swap(state, operator, plan), features, labels)
             error = jnp.sum((run.point(state) - optimum) ** 2) / size
-            down = [jnp.mean(part.bits) for part in _downs(state)] or [jnp.asarray(32.0 * problem.d)]
-            return _swap(state, None, None), (error, jnp.mean(bits.astype(jnp.float64)), down[0].astype(jnp.float64))
+            down = [part.bits.astype(jnp.float64) for part in _downs(state)]
+            return _swap(state, None, None), (error, jnp.mean(bits.astype(jnp.float64)), down)
 
         return jax.lax.scan(body, state, length=chunk)
 
@@ -146,7 +146,8 @@ def run_setup(
         seconds.append(time.perf_counter() - begin)
         errors.append(np.asarray(error))
         bits.append(np.asarray(sent))
-        down.append(np.asarray(received))
+        whole = np.full(bits[-1].shape, 32.0 * problem.d)
+        down.append(np.asarray(received[0]) if received else whole)
         done += chunk
         worst = float(np.max(np.min(errors[-1], axis=1)))
         show(done, worst)
