@@ -142,25 +142,32 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
     if jax.default_backend() != "cpu":
         return lax.optimization_barrier(function(memory, x))
 
+    # What the function closes over must be an argument: custom_vmap refuses what a further vmap would map.
+    traced, shape = jax.make_jaxpr(function, return_shape=True)(memory, x)
+    structure = jax.tree.structure(shape)
+
+    def of(consts, memory, x):
+        return jax.tree.unflatten(structure, jax.core.eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves((memory, x))))  # pyright: ignore[reportAttributeAccessIssue]
+
     @jax.custom_batching.custom_vmap
-    def once(memory, x):
+    def once(consts, memory, x):
         steps = jnp.where(always(next(a for a in jax.tree.leaves(x) if a.size)), 1, 0)
 
         def step(carry):
             i, memory, x = carry
             # What depends on x alone would be computed before the loop, into an array of its own.
             now = jax.tree.map(lambda a: jnp.where(i < steps, a, jnp.zeros((), a.dtype)), x)
-            return i + 1, function(memory, now), x
+            return i + 1, of(consts, memory, now), x
 
         return lax.while_loop(lambda carry: carry[0] < steps, step, (jnp.zeros((), jnp.int32), memory, x))[1]
 
     @once.def_vmap
-    def _(size, batched, memory, x):
+    def _(size, batched, *args):
         axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-        out = jax.vmap(function, tuple(axes), axis_size=size)(memory, x)
+        out = jax.vmap(of, tuple(axes), axis_size=size)(*args)
         return out, jax.tree.map(lambda _: True, out)
 
-    return once(memory, x)
+    return once(traced.consts, memory, x)
 
 
 # ------------------------------------------------------------------------------------------------
