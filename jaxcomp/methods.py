@@ -1,7 +1,23 @@
-"""Methods that keep their own iterate, and what runs them; step sizes and proximal operators for them."""
+"""Methods that keep their own iterate, what runs them, and `lift`, with which one writes an algorithm.
+
+Step sizes and proximal operators for them stand in `theory` and `prox`.
+"""
 
 from jaxcomp import prox, theory
 from jaxcomp.algorithms import adiana, bidirectional, descend, ef_bv, isega, marina
+from jaxcomp.compressors.vector import lift
 from jaxcomp.transforms.rounds import Rounds, rounds
 
-__all__ = ["Rounds", "adiana", "bidirectional", "descend", "ef_bv", "isega", "marina", "prox", "rounds", "theory"]
+__all__ = [
+    "Rounds",
+    "adiana",
+    "bidirectional",
+    "descend",
+    "ef_bv",
+    "isega",
+    "lift",
+    "marina",
+    "prox",
+    "rounds",
+    "theory",
+]

@@ -134,7 +134,7 @@ def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], i
     The count is max(1, floor(ratio d)), never more than d.
 
     Raises:
-        ValueError: both or neither given, ratio outside (0, 1], k below 1 or not an integer.
+        ValueError: both or neither given, ratio outside (0, 1] or an integer, k below 1 or not an integer.
     """
     if (ratio is None) == (k is None):
         raise ValueError(f"{name}: give exactly one of ratio and k; got ratio={ratio}, k={k}")
@@ -142,6 +142,11 @@ def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], i
         if not is_whole(k):
             raise ValueError(f"{name}: k must be an integer of at least 1; got {k}")
         return lambda d: min(int(k), d)
+    if isinstance(ratio, numbers.Integral) and ratio >= 1:
+        raise ValueError(
+            f"{name}: ratio is a share of the entries, in (0, 1]; got the integer {ratio}. Say k={ratio} to keep so "
+            "many entries, or ratio=1.0 for all of them"
+        )
     if not isinstance(ratio, numbers.Real) or not 0 < ratio <= 1:
         raise ValueError(f"{name}: ratio must be in (0, 1]; got {ratio}")
     return lambda d: min(max(1, int(ratio * d)), d)

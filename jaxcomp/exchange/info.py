@@ -42,6 +42,34 @@ class Info(NamedTuple):
         """Name of the route, of a concrete `Info`."""
         return NAMES[int(np.max(np.asarray(self.route)))]
 
+    def __str__(self) -> str:
+        if any(isinstance(x, Tracer) or not hasattr(x, "shape") for x in self):
+            return f"Info({', '.join(f'{name}={x}' for name, x in zip(self._fields, self, strict=True))})"
+        each = max(np.size(x) for x in self)
+        rows = [np.broadcast_to(np.asarray(x), (each,)) for x in self[:-1]]
+        route = [NAMES[i] for i in np.broadcast_to(np.asarray(self.route), (each,)).astype(int)]
+        shown = {
+            "lane_bytes": "{:,.0f} B",
+            "code_bits": "{:,.0f}",
+            "achieved_ratio": "{:.4g}",
+            "relative_error": "{:.4g}",
+            "nonfinite": "{:,.0f}",
+            "overflow": "{:,.0f}",
+            "sent_bytes": "{:,.0f} B",
+        }
+        cell = lambda form, x: "not measured" if np.isnan(x) else form.format(x)
+        table = [[name, *(cell(form, x) for x in row)] for (name, form), row in zip(shown.items(), rows, strict=True)]
+        table.append(["route", *route])
+        if each > 1:
+            table.insert(0, ["worker", *map(str, range(each))])
+        widths = [max(len(row[i]) for row in table) for i in range(each + 1)]
+        line = lambda row: "  ".join(
+            [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+        )
+        return "\n".join(map(line, table))
+
+    __repr__ = __str__
+
 
 def info(state: Any, *, each: bool = False) -> Info:
     """What the last round cost and lost.
@@ -65,6 +93,15 @@ def info(state: Any, *, each: bool = False) -> Info:
     >>> i = jc.info(state)
     >>> print(i.lane_bytes, i.achieved_ratio, i.relative_error)
     8.0 0.5 0.6
+    >>> print(i)
+    lane_bytes         8 B
+    code_bits           33
+    achieved_ratio     0.5
+    relative_error     0.6
+    nonfinite            0
+    overflow             0
+    sent_bytes         0 B
+    route           gather
     """
     nodes = means_in(state)
     if not nodes:

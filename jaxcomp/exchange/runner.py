@@ -137,7 +137,7 @@ class Runner(NamedTuple):
                 "jax.vmap(axis_name=...)"
             )
         if place.names:
-            check_not_alone(self.name)
+            check_not_alone(self.name, place.workers)
         workers = axis_size(place.workers)
         if self.shares is not None and len(self.shares) != workers:
             raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
@@ -387,7 +387,7 @@ def at_device(name: str, state: Any, placement: Placement, roles: tuple) -> Stat
         if x.shape[:1] != (1,):
             raise ValueError(
                 f"{name}: state{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
-                f"worker. {cure} (in_specs=jc.state_specs(state, axis_name))."
+                f"worker. {cure}; hand one that other workers saved on by jc.redistribute(old, new)."
             )
         return x[0]
 

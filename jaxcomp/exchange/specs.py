@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxcomp.base import Algorithm
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean, is_own, means_in
 from jaxcomp.exchange.varying import Axis, axis_names, varying
 
@@ -70,6 +71,19 @@ def lay_out(state: Any, axis: Axis, marks: Marks) -> Any:
         fields = {name: walk(value) for name, value in node._asdict().items() if name != "acc_grads"}
         return type(node)(**fields, acc_grads=jax.tree.map(lambda _: local, node.acc_grads))
 
+    def check_order(node):
+        """In a chain, nothing before the mean may remember anything of gradients that are each worker's own."""
+        first = next((i for i, part in enumerate(node) if _has_mean(part)), 0)
+        for part in node[:first]:
+            arrays = jax.tree.leaves(part, is_leaf=is_own)
+            kept = [x for x in arrays if jnp.ndim(x) and jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+            if kept:
+                raise ValueError(
+                    f"compressed_mean stands behind an optimizer that remembers gradients ({type(part).__name__}), and "
+                    "these would be each worker's own. Put it first: optax.chain(jc.compressed_mean(...), optimizer). "
+                    "For steps at each worker, with an exchange now and then, take jc.local_updates"
+                )
+
     def walk_fields(node):
         return type(node)(*map(walk, node))
 
@@ -77,6 +91,9 @@ def lay_out(state: Any, axis: Axis, marks: Marks) -> Any:
         return is_mean(node) or is_own(node) or _is_steps(node) or marks.is_leaf(node)
 
     def walk(node):
+        for chain in _chains(node):
+            check_order(chain)
+
         def one(x):
             if is_mean(x):
                 return of_mean(x)
@@ -152,6 +169,14 @@ def state_specs(state: Any, axis_name: Any, *, params: Any = None, specs: Any = 
     )
 
 
+def _chains(node: Any) -> list[tuple]:
+    """The states of optax chains within, which are plain tuples, and that of the chain itself."""
+    if is_mean(node) or is_own(node) or not isinstance(node, tuple):
+        return []
+    inner = [chain for part in node for chain in _chains(part)]
+    return [node, *inner] if type(node) is tuple else inner
+
+
 def _is_steps(node: Any) -> bool:
     """Of `optax.MultiSteps`."""
     return isinstance(node, optax.MultiStepsState)
@@ -215,7 +240,8 @@ def init_state(
         the axes for in_axes and out_axes.
 
     Raises:
-        ValueError: the mesh has no such axis; there is no `compressed_mean` in tx.
+        TypeError: arguments in another order, or of other kinds.
+        ValueError: the mesh has no such axis; there is no `compressed_mean` in tx, or one behind an optimizer.
 
     Sixty-four workers on one device:
 
@@ -227,6 +253,7 @@ def init_state(
     >>> print(direction, state.local.algorithm.memory.shape)
     [1. 0. 0. 0. 0.] (64, 1, 5)
     """
+    _check_kinds(tx, params, mesh, axis_name)
     if isinstance(mesh, int):
         axes = state_axes(_shape_on(AbstractMesh((mesh,), axis_names(names_of(axis_name))), tx, params))
         make = jax.vmap(tx.init, in_axes=None, out_axes=axes, axis_name=names_of(axis_name), axis_size=mesh)
@@ -248,6 +275,21 @@ def init_state(
         params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
     make = jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made)
     return jax.jit(make)(params), made
+
+
+def _check_kinds(tx: Any, params: Any, mesh: Any, axis_name: Any) -> None:
+    """Raises TypeError where arguments of `init_state` are in another order."""
+    is_mesh = isinstance(mesh, (Mesh, AbstractMesh, int)) and not isinstance(mesh, bool)
+    names = axis_names(axis_name) if isinstance(axis_name, (str, tuple)) or axis_name is None else axis_name
+    is_axis = isinstance(names, Mapping) or (isinstance(names, tuple) and all(isinstance(name, str) for name in names))
+    is_tx = all(callable(getattr(tx, name, None)) for name in ("init", "update")) and not isinstance(tx, Algorithm)
+    kinds = {"tx": (tx, is_tx), "mesh": (mesh, is_mesh), "axis_name": (axis_name, is_axis)}
+    for name, (value, fits) in kinds.items():
+        if not fits:
+            raise TypeError(
+                "init_state: call it as init_state(tx, params, mesh, axis_name), with an optax optimizer, a tree of "
+                f"arrays, a mesh or a number of workers, and a name; got {type(value).__name__} for {name}"
+            )
 
 
 def _shape_on(mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation, params: Any) -> Any:
@@ -286,13 +328,32 @@ def per_worker(params: Any, axis_name: Any) -> Any:
     gradient stays local and nothing crosses but the compressed message. No data moves. Under vmap,
     pmap and `check_vma=False` it does nothing, and is not needed.
 
+    What gradients are added to in a `lax.scan` (accumulation over micro-batches) must be each worker's own from the
+    beginning, too: start it with jc.per_worker(zeros, axis_name).
+
     Args:
-        params: any tree.
+        params: any tree of arrays.
         axis_name: mapped axis, a tuple of them, or the mapping given to `compressed_mean`.
+
+    Raises:
+        TypeError: a Flax NNX model, of which it would make a copy.
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> grad = lambda w, x: jax.grad(lambda w: w * x)(jc.per_worker(w, "data"))
     >>> print(jax.vmap(grad, in_axes=(None, 0), axis_name="data")(1.0, jnp.arange(3.0)))
     [0. 1. 2.]
     """
+    for node in jax.tree.leaves(params, is_leaf=_is_module):
+        if _is_module(node):
+            raise TypeError(
+                f"per_worker copies trees, and what the loss changes in a copy of {type(node).__name__} (BatchNorm "
+                "statistics, counters of random keys) would be lost. Split the model before: graph, params, rest = "
+                "nnx.split(model, nnx.Param, ...), and differentiate with respect to jc.per_worker(params, axis_name); "
+                "or take jc.value_and_grad(loss, algorithm, wrt=nnx.Param), which takes the model as it is"
+            )
     return varying(params, names_of(axis_name))
+
+
+def _is_module(node: Any) -> bool:
+    """Whether it is a model of Flax NNX, which is not imported for that."""
+    return any(kind.__name__ == "Module" and kind.__module__.startswith("flax.nnx") for kind in type(node).__mro__)
