@@ -35,7 +35,7 @@ from jaxcomp.base import Algorithm, check_algorithm, like_of, root_key
 from jaxcomp.exchange.bind import bind
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, check_gradients, check_own
-from jaxcomp.exchange.varying import Axis, axis_names
+from jaxcomp.exchange.varying import Axis, axis_names, is_bound
 from jaxcomp.layout import join, split, with_dtypes
 from jaxcomp.paths import numbers_by_path
 from jaxcomp.transforms.rows import with_rows
@@ -111,7 +111,14 @@ def compressed_mean(
     with contextlib.nullcontext() if isinstance(seed, Tracer) else jax.ensure_compile_time_eval():
         inside = means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
     axes = tuple(name for axis in levels for name in axis_names(axis))
-    return with_rows("compressed_mean", inside, axes, sharded) if axes else inside
+    if not axes:
+        return inside
+    outside = with_rows("compressed_mean", inside, axes, sharded)
+
+    def update(grads, state, params=None, **extra):
+        return (inside if is_bound(axes) else outside).update(grads, state, params, **extra)
+
+    return Transformation(outside.init, update)  # pyright: ignore[reportArgumentType]
 
 
 def means_over(

@@ -18,7 +18,7 @@ __all__ = ["with_rows"]
 def with_rows(
     name: str, inside: optax.GradientTransformation, axes: tuple[str, ...], sharded: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """The same transformation, which also takes rows [n, ...] where the axes are not bound.
+    """The same transformation where the axes are not bound: it takes rows [n, ...].
 
     Args:
         name: of the outer form, for errors.
@@ -37,7 +37,7 @@ def with_rows(
         return inside.init(params) if mesh is None else init_on_mesh(inside, mesh, axes, specs, params)
 
     def update(grads, state, params=None, **extra):
-        mesh = None if is_bound(axes) else on_mesh(axes, grads)
+        mesh = on_mesh(axes, grads)
         if mesh is None:
             return inside.update(grads, state, params, **extra)
         count = 1
