@@ -8,19 +8,17 @@ One gradient travels like this::
 Laws
 ----
 1. `State.local` may differ between workers, `State.shared` is bitwise equal on all of them.
-2. Shared randomness (hash seeds, common index sets) enters through `init`, moves on through
-   `advance` and costs no bits. Private randomness (dithering, sampling) enters through `compress`.
+2. Shared randomness (hash seeds, common index sets) enters through `init`, moves on through `advance` and costs no
+   bits. Private randomness (dithering, sampling) enters through `compress`.
 3. A payload holds exactly what crosses the wire: no shape, no k, no seed.
-4. `spec.omega`: E C(x) = x and E|C(x) - x|^2 <= omega |x|^2.  `spec.alpha`:
-   E|C(x) - x|^2 <= (1 - alpha) |x|^2.  None means "not known". The norm is Euclidean unless
-   `spec.norm` says otherwise.
+4. `spec.omega`: E C(x) = x and E|C(x) - x|^2 <= omega |x|^2.  `spec.alpha`: E|C(x) - x|^2 <= (1 - alpha) |x|^2.
+   None means "not known". The norm is Euclidean unless `spec.norm` says otherwise.
 5. Non-finite entries count as zero: C(x) = C(where(isfinite(x), x, 0)).
-6. Where workers have different plans (smoothness matrices, probabilities, ratios), shared state holds
-   the plans of all of them, stacked, so law 1 stands. `for_worker` picks one. Compressing and
-   decompressing take the state of one worker; `accumulate` takes the stack, and message j is decoded
-   with plan j.
-7. Special cases are declared, never recognised: what a part of an algorithm's state means stands in
-   `Algorithm.roles`, and a part that is not declared is refused where it would have to be handled.
+6. Where workers have different plans (smoothness matrices, probabilities, ratios), shared state holds the plans of all
+   of them, stacked, so law 1 stands. `for_worker` picks one. Compressing and decompressing take the state of one
+   worker; `accumulate` takes the stack, and message j is decoded with plan j.
+7. Special cases are declared, never recognised: what a part of an algorithm's state means stands in `Algorithm.roles`,
+   and a part that is not declared is refused where it would have to be handled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -98,8 +96,7 @@ class State(NamedTuple):
     local: differs from worker to worker (memories, shifts, counters).
     shared: bitwise equal on all workers (seeds, round counts, plans).
 
-    The split gives the `shard_map` specs (`P(axis)`, `P()`), the vmap axes (0, None), the
-    checkpoint layout and the test "shared is equal on every device" all at once.
+    So are the specs of `shard_map` (`P(axis)`, `P()`), the axes of vmap (0, None) and what replicas must agree on.
     """
 
     local: Tree = ()
@@ -239,8 +236,7 @@ class Exchange(Protocol):
         share a collective does.
     sum(x): sum over the workers of each array of a tree, uncompressed. With weights w_i of the workers (which add up to
         one) it is sum_i n w_i x_i, so that sum(x) / size is their mean.
-    cond(predicate, yes, no, *operands): `lax.cond` for branches that exchange something; the predicate must be equal
-        on all workers.
+    cond(predicate, yes, no, *operands): `lax.cond` for branches that exchange; the predicate is equal on all workers.
     """
 
     @property

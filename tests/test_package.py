@@ -87,7 +87,7 @@ def test_imports_go_one_way(path):
         assert not [name for name in names if name.startswith(tuple(f"jaxcomp.{level}" for level in above))]
 
 
-NO_THEORY = ("power_sgd", "refresh", "set_amounts", "warm_up")  # neither omega nor alpha
+NO_THEORY = ("by_path", "power_sgd", "refresh", "set_amounts", "warm_up")  # neither omega nor alpha
 COLLECTIVES = {"psum", "pmean", "pmax", "pmin", "all_gather", "all_to_all", "psum_scatter", "ppermute", "axis_index"}
 
 
@@ -108,7 +108,7 @@ def test_modules_are_documented_and_short(path):
     text = path.read_text()
     assert ast.get_docstring(ast.parse(text))
     assert "__all__" in text
-    assert text.count("\n") <= 500
+    assert text.count("\n") <= 400
     module = importlib.import_module(
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
     )

@@ -26,7 +26,7 @@ def sparse_loco(
 
     Bytes: 12 bits a place and 2 a value in the exchange, k / chunk times 14 bits an entry. In the best code of
     `jc.wire` a place takes about log2(chunk / k) + 1.5 bits and a value its entropy: over 200 times less than f32.
-    via="ladder" sends that code in the exchange itself.
+    via="ladder" sends that code in the exchange itself. alpha is that of the composition (`chunked`, `binned`).
 
     Args:
         k: entries of each chunk, at least 1.

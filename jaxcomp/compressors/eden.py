@@ -137,11 +137,14 @@ def drive(*, block: int = BLOCK, scale: str = "unbiased", per_worker: bool = Fal
     Args:
         block, scale, per_worker: see `eden`.
 
+    Raises:
+        ValueError: an argument is out of range.
+
     Reference: Vargaftik, Ben-Basat, Portnoy, Mendelson, Ben-Itzhak, Mitzenmacher 2021 (DRIVE), algorithm 1, appendix C.
 
     >>> import jaxcomp as jc
     >>> x_hat, payload = jc.roundtrip(jc.drive(), jnp.array([3.0, 0.0, 0.0, 0.0]), key=jax.random.key(0))
-    >>> print(x_hat, payload.words.shape, payload.norms.shape)
+    >>> print(jnp.abs(x_hat).round(), payload.words.shape, payload.norms.shape)
     [3. 0. 0. 0.] (1, 1) (1,)
     """
     return _eden("drive", 1, block, scale, per_worker)

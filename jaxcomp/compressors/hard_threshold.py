@@ -46,5 +46,5 @@ def hard_threshold(threshold: float, *, room: float = 0.01) -> Compressor:
     def estimate(key, x, k, ratio, memory):
         return jnp.asarray(threshold, wide(x.dtype)), memory
 
-    target = target_of("hard_threshold", room)
+    target = target_of("hard_threshold", float(room))
     return by_threshold(f"hard_threshold({threshold})", target, Estimator(with_words(estimate)), capacity=1.0)

@@ -181,7 +181,18 @@ def lift(compressor: Compressor) -> Compressor:
     """The compressor of the vectors that a layout makes of a tree. Which layout stands in `spec.lifted`.
 
     Small leaves go as they are. Each row of a stack has its own state and its own keys; rows are compressed one after
-    the other. The payload of a stack has a leading axis of rows on all arrays.
+    the other. The payload of a stack has a leading axis of rows on all arrays. omega and alpha are those of the
+    compressor: of each vector, and so of all.
+
+    Args:
+        compressor: of one flat array, with or without a layout.
+
+    Raises:
+        TypeError: what is lifted is no compressor.
+
+    >>> import jaxcomp as jc
+    >>> jc.methods.lift(jc.top_k(0.1)).spec.lifted.compressor.spec.name
+    'top_k(0.1)'
     """
     layout, one = compressor.spec.lifted or Lifted(compressor.spec.layout or DEFAULT, compressor)
     each = _of_vector_or_stack(one)

@@ -65,8 +65,7 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
     Raises:
         ValueError: the states are of different optimizers or parameters; a part of an algorithm's state has no role
             (`Algorithm.roles`), or one that does not fit it, or that no other worker could go on from; a state has lost
-            all rows of memory but one; parameters are in other shards, cut along several mesh axes, or remembered in
-            chunks (via="two_shot").
+            all rows but one; parameters are in other shards and cut along several mesh axes, or via="two_shot".
 
     >>> import jax.numpy as jnp, jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), "data")
@@ -89,15 +88,12 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
 
 
 def _optimizer(old: Any, new: Any, keep: str) -> Any:
-    sizes = [
-        {node.about.placement.names: _rows(node) // _groups(node) for node in means_in(tree)} for tree in (old, new)
-    ]
+    rows = lambda node: (node.about.placement.names, _rows(node) // _groups(node))
+    sizes = [dict(map(rows, means_in(tree))) for tree in (old, new)]
 
     def one(old, new):
-        if is_mean(old):
-            return _mean(old, new, sizes, keep)
-        if is_own(old):
-            return _own(old, new, keep)
+        if is_mean(old) or is_own(old):
+            return _mean(old, new, sizes, keep) if is_mean(old) else _own(old, new, keep)
         if isinstance(old, optax.MultiStepsState):
             return _steps(old, new, walk, keep)
         return placed(on_host(old), new)
@@ -383,9 +379,8 @@ def _route(old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:
     size = min(cut.shape[-1], vectors.shape[-1])
     cut[..., :size] = vectors[..., :size]
     memory = placed(cut.reshape(np.shape(fresh.memory)), fresh.memory)
-    rest = {
-        name: taken_over(getattr(mine, name), getattr(fresh, name), move) for name in mine._fields if name != "memory"
-    }
+    others = [name for name in mine._fields if name != "memory"]
+    rest = {name: taken_over(getattr(mine, name), getattr(fresh, name), move) for name in others}
     return fresh._replace(memory=memory, **rest), shared
 
 

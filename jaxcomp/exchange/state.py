@@ -121,7 +121,7 @@ def means_in(state: Any) -> list[MeanState]:
 def by_leaf(mean: MeanState, vectors: Any) -> Any:
     """Vectors of a state (memories, shifts, iterates) as a tree like the parameters, behind their leading axes.
 
-    >>> import jaxcomp as jc
+    >>> import jax.numpy as jnp, jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), None)
     >>> state = tx.init({"w": jnp.zeros((2, 3))})
     >>> jc.state.by_leaf(state, state.local.algorithm.memory)["w"].shape

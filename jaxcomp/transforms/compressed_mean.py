@@ -260,9 +260,10 @@ def _by_shards(
     carries a part. Leaves that are cut over the workers themselves are apart for each part of `by_path`, too.
     """
     masked = lambda node: isinstance(node, optax.MaskedNode)
-    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
-    if not all(isinstance(leaf, PartitionSpec) for leaf in leaves):
+    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda node: isinstance(node, PartitionSpec) or masked(node))
+    if not all(isinstance(leaf, PartitionSpec) or masked(leaf) for leaf in leaves):
         raise ValueError(f"compressed_mean: sharded must be axis names or a tree of PartitionSpecs; got {specs!r}")
+    leaves = [PartitionSpec() if masked(leaf) else leaf for leaf in leaves]
     cut = [tuple(name for entry in spec if entry is not None for name in axis_names(entry)) for spec in leaves]
     everything = sorted({name for each in cut for name in each})
     dimensions = [cut_dimension("compressed_mean", spec, tuple(axes)) for spec in leaves]

@@ -319,7 +319,8 @@ def test_other_workers_take_over_the_sum_of_memories(four, tmp_path):
     checkpoints.save(5, state, {"workers": 4, "base_step": 0, "base_bytes": 0.0, "step_bytes": 10.0})
     with jax.numpy_dtype_promotion("standard"):
         two = trainer_of(2)
-        taken, about = taken_up(two, checkpoints, 5, checkpoints.about(5), two.initial_state(0), 0)
+        written = checkpoints.about(5)
+        taken, about = taken_up(two, checkpoints, 5, written, two.initial_state(0), 0)
         checkpoints.close()
         old, new = (
             [np.asarray(x, np.float64).sum(0) for x in jax.tree.leaves(s.optimizer[0].local.algorithm.memory)]
@@ -329,6 +330,7 @@ def test_other_workers_take_over_the_sum_of_memories(four, tmp_path):
         for a, b in zip(old, new, strict=True):
             np.testing.assert_allclose(b, a.reshape(b.shape), rtol=1e-12, atol=1e-14)
         assert same(two.whole(taken.params), four.whole(state.params))
+        assert about.pop("fingerprint") == written["fingerprint"]
         assert about == {"workers": 2, "base_step": 5, "base_bytes": 50.0, "step_bytes": two.ledger.total_bytes}
         *_, last = two.steps(taken, parts_of(two), 0, 5, 7)
     assert np.isfinite(last.loss)
@@ -344,8 +346,9 @@ def test_a_half_written_checkpoint_is_not_taken(four, tmp_path):
     next((tmp_path / "4.orbax-checkpoint-tmp" / "state" / "d").iterdir()).write_bytes(b"")
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.latest() == 2
-    assert checkpoints.about(2) == {"workers": 4}
-    back = checkpoints.restore(2, four.abstract_state(state.params))
+    about = checkpoints.about(2)
+    assert about["workers"] == 4
+    back = checkpoints.restore(2, four.abstract_state(state.params), about)
     checkpoints.close()
     assert same(four.whole(back), four.whole(state))
     assert not (tmp_path / "4.orbax-checkpoint-tmp").exists()
@@ -412,7 +415,7 @@ def test_nonfinite_gradients(nonfinite, tmp_path):
         trainer = trainer_of(2, nonfinite, poisoned)
         row = train_one(trainer, JOB, OPTIONS, tmp_path, journal, parts_of(trainer), lambda *_: None)
         checkpoints = Checkpoints(tmp_path / "checkpoints" / JOB.name)
-        state = checkpoints.restore(6, trainer.abstract_state(trainer.initial_state(0).params))
+        state = checkpoints.restore(6, trainer.abstract_state(trainer.initial_state(0).params), checkpoints.about(6))
         checkpoints.close()
     lines = journal.lines()
     spoiled = [not np.isfinite(line["loss"]) for line in lines]
