@@ -282,7 +282,8 @@ def _check_kinds(tx: Any, params: Any, mesh: Any, axis_name: Any) -> None:
     is_mesh = isinstance(mesh, (Mesh, AbstractMesh, int)) and not isinstance(mesh, bool)
     names = axis_names(axis_name) if isinstance(axis_name, (str, tuple)) or axis_name is None else axis_name
     is_axis = isinstance(names, Mapping) or (isinstance(names, tuple) and all(isinstance(name, str) for name in names))
-    is_tx = all(callable(getattr(tx, name, None)) for name in ("init", "update")) and not isinstance(tx, Algorithm)
+    can = {name for name in ("init", "update", "step") if callable(getattr(tx, name, None))}
+    is_tx = len(can) >= 2 and "init" in can and not isinstance(tx, Algorithm)  # of optax, or made by rounds
     kinds = {"tx": (tx, is_tx), "mesh": (mesh, is_mesh), "axis_name": (axis_name, is_axis)}
     for name, (value, fits) in kinds.items():
         if not fits:
