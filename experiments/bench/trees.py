@@ -9,7 +9,7 @@ from experiments.bench.timing import machine
 from experiments.cli import Parser, at_least
 from experiments.report import show
 
-__all__ = ["gpt_like", "main", "methods"]
+__all__ = ["gpt_like", "made", "main", "methods", "update_of"]
 
 WIDTH, TOKENS = 512, 8192
 
@@ -162,21 +162,26 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def made(shapes: Any) -> Any:
+    """Normal numbers for floats, zeros for the rest, where the shapes say."""
+    import jax
+    import numpy as np
+
+    def one(leaf):
+        rng = np.random.default_rng(0)
+        floating = leaf.dtype == np.float32
+        value = rng.standard_normal(leaf.shape, np.float32) if floating else np.zeros(leaf.shape, leaf.dtype)
+        return jax.device_put(value.astype(leaf.dtype), leaf.sharding)
+
+    return jax.tree.map(one, shapes)
+
+
 def step_seconds(program: Any, shapes: tuple[Any, ...], steps: int) -> float:
     """Median of so many steps, each waited for."""
     import jax
     import numpy as np
 
-    def made(leaf):
-        rng = np.random.default_rng(0)
-        value = (
-            rng.standard_normal(leaf.shape, np.float32)
-            if leaf.dtype == np.float32
-            else np.zeros(leaf.shape, leaf.dtype)
-        )
-        return jax.device_put(value.astype(leaf.dtype), leaf.sharding)
-
-    grads, *state = (jax.tree.map(made, shape) for shape in shapes)
+    grads, *state = map(made, shapes)
     taken = []
     for _ in range(steps + 1):
         start = time.perf_counter()

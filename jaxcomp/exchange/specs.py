@@ -71,19 +71,6 @@ def lay_out(state: Any, axis: Axis, marks: Marks) -> Any:
         fields = {name: walk(value) for name, value in node._asdict().items() if name != "acc_grads"}
         return type(node)(**fields, acc_grads=jax.tree.map(lambda _: local, node.acc_grads))
 
-    def check_order(node):
-        """In a chain, nothing before the mean may remember anything of gradients that are each worker's own."""
-        first = next((i for i, part in enumerate(node) if _has_mean(part)), 0)
-        for part in node[:first]:
-            arrays = jax.tree.leaves(part, is_leaf=is_own)
-            kept = [x for x in arrays if jnp.ndim(x) and jnp.issubdtype(jnp.result_type(x), jnp.floating)]
-            if kept:
-                raise ValueError(
-                    f"compressed_mean stands behind an optimizer that remembers gradients ({type(part).__name__}), and "
-                    "these would be each worker's own. Put it first: optax.chain(jc.compressed_mean(...), optimizer). "
-                    "For steps at each worker, with an exchange now and then, take jc.local_updates"
-                )
-
     def walk_fields(node):
         return type(node)(*map(walk, node))
 
@@ -91,9 +78,6 @@ def lay_out(state: Any, axis: Axis, marks: Marks) -> Any:
         return is_mean(node) or is_own(node) or _is_steps(node) or marks.is_leaf(node)
 
     def walk(node):
-        for chain in _chains(node):
-            check_order(chain)
-
         def one(x):
             if is_mean(x):
                 return of_mean(x)
@@ -300,7 +284,24 @@ def _shape_on(mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation, param
     automatic = abstract.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     nothing = AbstractMesh((), ())  # whatever mesh is in force here
     with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(automatic):
-        return jax.eval_shape(tx.init, like)
+        state = jax.eval_shape(tx.init, like)
+    for chain in _chains(state):
+        _check_order(chain)
+    return state
+
+
+def _check_order(chain: tuple) -> None:
+    """In a chain of optax, nothing before the mean may remember anything of gradients that are each worker's own."""
+    first = next((i for i, part in enumerate(chain) if _has_mean(part)), 0)
+    for part in chain[:first]:
+        arrays = jax.tree.leaves(part, is_leaf=is_own)
+        kept = [x for x in arrays if jnp.ndim(x) and jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+        if kept:
+            raise ValueError(
+                f"compressed_mean stands behind an optimizer that remembers gradients ({type(part).__name__}), and "
+                "these would be each worker's own. Put it first: optax.chain(jc.compressed_mean(...), optimizer). "
+                "For steps at each worker, with an exchange now and then, take jc.local_updates"
+            )
 
 
 def state_specs_on(
