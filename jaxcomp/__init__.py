@@ -11,6 +11,7 @@ What is listed here is public. Everything else may change without notice. What i
 
     jc.methods       methods that keep their own iterate: rounds, descend, adiana, isega, marina; theory, prox
     jc.contrib       historical rivals: dgc, gaussian_k, redsync, hard_threshold, momentum_correction
+    jc.members       rounds on the host by members who come and go: a server, and memories on disk
     jc.collectives   drop-in pmean and psum_scatter with a format on the wire
     jc.replicas      are all workers still the same: fingerprints, check_replicas, skip_nonfinite
     jc.state         states on meshes and of other workers: state_axes, refresh, set_amounts, ...
@@ -18,7 +19,20 @@ What is listed here is public. Everything else may change without notice. What i
 
 from typing import Any
 
-from jaxcomp import allocate, collectives, contrib, methods, payloads, prox, replicas, smoothness, state, theory, wire
+from jaxcomp import (
+    allocate,
+    collectives,
+    contrib,
+    members,
+    methods,
+    payloads,
+    prox,
+    replicas,
+    smoothness,
+    state,
+    theory,
+    wire,
+)
 from jaxcomp.algorithms import (
     by_path,
     diana,
@@ -134,6 +148,7 @@ __all__ = [
     "local_updates",
     "loco",
     "majority_vote",
+    "members",
     "methods",
     "narrow",
     "natural",
