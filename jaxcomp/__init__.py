@@ -84,6 +84,8 @@ from jaxcomp.exchange.specs import init_state, per_worker, state_specs
 from jaxcomp.layout import Layout
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes
+from jaxcomp.plan.candidates import Candidate
+from jaxcomp.plan.planning import plan
 from jaxcomp.transforms import (
     compressed_mean,
     demo,
@@ -101,6 +103,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Algorithm",
+    "Candidate",
     "Compressor",
     "Exchange",
     "Info",
@@ -156,6 +159,7 @@ __all__ = [
     "payloads",
     "per_leaf",
     "per_worker",
+    "plan",
     "power_sgd",
     "precondition",
     "prox",

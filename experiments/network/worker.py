@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp as jc
 from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, PEERS, transformation
-from experiments.network.offline import Inseparable, offline
 from experiments.network.training import Compressed, Training
 from experiments.pool import answer, or_die, requests
+from jaxcomp.plan.offline import Inseparable, offline
 
 __all__ = ["work"]
 
@@ -111,7 +111,7 @@ class Exchange:
         if self.alone is None:
             state, gradients = jax.tree.map(lambda x: jnp.array(x.addressable_data(0)), (self.state, self.gradients))
             try:
-                program, received = offline(self.one, AXIS, jax.device_count(), state, gradients[0])
+                program, received = offline(self.one, {AXIS: jax.device_count()}, state, gradients[0])
             except Inseparable:  # its time without the network cannot be measured
                 return {"seconds": None}
             self.alone = jax.jit(program, donate_argnums=2), received, state, gradients

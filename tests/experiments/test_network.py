@@ -19,8 +19,8 @@ from experiments.cli import UserError
 from experiments.netlab import Link, delay_of, laboratory, rate_name, rate_of
 from experiments.network import results
 from experiments.network.methods import AXIS, method_name, transformation
-from experiments.network.offline import Inseparable, offline
 from experiments.pool import Pool
+from jaxcomp.plan.offline import Inseparable, offline
 
 
 def refusal():
@@ -234,7 +234,7 @@ def test_the_program_without_its_network_computes_the_same(method, key):
     states = jax.vmap(lambda _: tx.init(gradient), axis_name=AXIS)(jnp.arange(workers))
     mean, after = jax.vmap(update, axis_name=AXIS)(jnp.arange(workers), states)
     state = jax.tree.map(lambda x: x[2], states)
-    program, received = offline(tx.update, AXIS, workers, gradient, state)
+    program, received = offline(tx.update, {AXIS: workers}, gradient, state)
     sent, results = jax.jit(program)(jnp.asarray(2, jnp.int32), received, gradient, state)
     assert len(sent) == len(received) == 1
     for mine, theirs in zip(results, jax.tree.leaves((mean, after)), strict=True):
@@ -246,7 +246,7 @@ def test_a_program_whose_exchange_depends_on_data_has_no_offline_form():
     gradient = jnp.ones(30_000)
     state = jax.vmap(lambda _: tx.init(gradient), axis_name=AXIS)(jnp.arange(2))
     with pytest.raises(Inseparable, match="collective within cond"):
-        offline(tx.update, AXIS, 2, gradient, jax.tree.map(lambda x: x[0], state))
+        offline(tx.update, {AXIS: 2}, gradient, jax.tree.map(lambda x: x[0], state))
 
 
 def test_break_even_and_limit():

@@ -5,14 +5,15 @@ it would have received an argument. All else stays, so nothing can be left out b
 program with its collectives needs.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-__all__ = ["Inseparable", "offline"]
+__all__ = ["Inseparable", "evaluate", "offline"]
 
 SUMS = {"psum", "psum2", "psum_invariant", "reduce_scatter"}
 COLLECTIVES = SUMS | {
@@ -31,12 +32,12 @@ class Inseparable(ValueError):
     """A program whose exchanges depend on what is computed between them: no work is left without them."""
 
 
-def offline(fn: Callable, axis_name: str, workers: int, *args: Any) -> tuple[Callable, list[jax.Array]]:
+def offline(fn: Callable, axes: Mapping[str, int], *args: Any) -> tuple[Callable, list[jax.Array]]:
     """The program of one worker without its network.
 
     Args:
-        fn: of one worker, to be mapped over the axis; returns a tree of arrays.
-        axis_name, workers: the axis.
+        fn: of one worker, to be mapped over the axes; returns a tree of arrays.
+        axes: name -> workers of each.
         *args: of one worker.
 
     Returns:
@@ -46,48 +47,51 @@ def offline(fn: Callable, axis_name: str, workers: int, *args: Any) -> tuple[Cal
     Raises:
         Inseparable: a collective lies within a conditional or a loop.
     """
-    traced = jax.make_jaxpr(fn, axis_env=[(axis_name, workers)])(*args)
+    traced = jax.make_jaxpr(fn, axis_env=list(axes.items()))(*args)
 
     def run(number, receive, *args):
         sent: list[Any] = []
 
-        def exchange(name, operands, outcomes):
+        def exchange(name, operands, outcomes, over):
             sent.extend(operands)
-            return receive(name, operands, outcomes)
+            return receive(name, operands, outcomes, over)
 
         results = evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(args), number, exchange)
         return sent, results
 
-    def same_from_all(name, operands, outcomes):
-        times = workers if name in SUMS else 1
+    def same_from_all(name, operands, outcomes, over):
+        times = math.prod(axes[axis] for axis in over) if name in SUMS else 1
         return [times * jnp.resize(x, outcome.shape) for x, outcome in zip(operands, outcomes, strict=True)]
 
     def first(*args):
         received: list[Any] = []
 
-        def receive(name, operands, outcomes):
-            received.extend(same_from_all(name, operands, outcomes))
-            return received[-len(outcomes) :]
+        def receive(*call):
+            outcomes = same_from_all(*call)
+            received.extend(outcomes)
+            return outcomes
 
         run(jnp.zeros((), jnp.int32), receive, *args)
         return received
 
     def program(number, received, *args):
         left = list(received)
-        return run(number, lambda name, operands, outcomes: [left.pop(0) for _ in outcomes], *args)
+        return run(number, lambda name, operands, outcomes, over: [left.pop(0) for _ in outcomes], *args)
 
     return program, jax.jit(first)(*args)
 
 
 def evaluate(jaxpr: Any, consts: Any, args: Any, number: Any, exchange: Callable) -> list[Any]:
-    """Results of a traced program, each collective done by exchange(name, operands, outcomes) instead."""
+    """Results of a traced program, each collective done by exchange(name, operands, outcomes, axes) instead."""
     values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     read = lambda x: x.val if isinstance(x, core.Literal) else values[x]
     for eqn in jaxpr.eqns:
         operands, name = [read(x) for x in eqn.invars], eqn.primitive.name
         inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
         if name in COLLECTIVES:
-            results = exchange(name, operands, [x.aval for x in eqn.outvars])
+            over = eqn.params.get("axes", eqn.params.get("axis_name"))
+            over = over if isinstance(over, tuple | list) else (over,)
+            results = exchange(name, operands, [x.aval for x in eqn.outvars], over)
         elif name == "axis_index":
             results = [number]
         elif name in CALLS and inner is not None:

@@ -1,0 +1,203 @@
+"""From facts to advice: a prediction for every candidate, their order, and the reason in words. Nothing is measured."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxcomp.base import like_of
+from jaxcomp.layout import layout_of, plan_of
+from jaxcomp.plan.candidates import Candidate, Loss, collectives_of, loss_of, plan_for, sent_bytes
+from jaxcomp.plan.facts import Facts, Work
+from jaxcomp.plan.links import Collective, Seconds, seconds_of
+from jaxcomp.plan.predict import Bucket, Line, Parts, step_seconds
+
+__all__ = ["MARGIN", "Row", "choose", "predicted", "table", "verdict"]
+
+MARGIN = 0.05  # by which compressing must be faster than dense to be advised
+
+
+class Row(NamedTuple):
+    """One candidate. error: measured, of a message; measured: seconds per step, None where it was not run.
+    refused: why it is not eligible, in words; None if it is. bound: whether its work was not measured, because even
+    without any it would not be the fastest; its seconds are then a lower bound."""
+
+    candidate: Candidate
+    parts: Parts
+    sent_bytes: float
+    loss: Loss
+    error: float | None = None
+    measured: float | None = None
+    refused: str | None = None
+    bound: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Per step: measured, where it was; else predicted."""
+        return self.parts.total if self.measured is None else self.measured
+
+
+def predicted(
+    candidate: Candidate,
+    facts: Facts,
+    like: Any,
+    axis: Any,
+    *,
+    collectives: Sequence[Collective] | None = None,
+    max_error: float | None = None,
+) -> Row:
+    """The predicted step of one candidate.
+
+    Args:
+        candidate: whose encoding is known to `facts` by its name.
+        facts: measured, or assumed.
+        like: shapes of the gradients of one device.
+        axis: of the workers.
+        collectives: of its exchange, if they are known already.
+        max_error: a candidate whose messages lose more of |x|^2 is not eligible.
+    """
+    collectives = collectives_of(candidate, like, axis, facts.sizes) if collectives is None else collectives
+    workers = int(np.prod([facts.sizes[name] for name in _names(axis, facts)]))
+    entries = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(like))
+    network: Seconds = seconds_of(collectives, facts.fits, facts.sizes)
+    known = candidate.name in facts.work
+    work = facts.work[candidate.name] if known else Work(Line(0.0, 0.0), Line(0.0, 0.0))
+    shares = shares_of(candidate, like, workers)
+    encode, everything = work.encode.seconds(entries), work.all.seconds(entries)
+    extra = (len(shares) - 1) * (work.all.base + work.encode.base) / 2
+    decode = max(everything - encode, 0.0) + facts.tree + extra
+    buckets = [Bucket(share, encode * share, network.mean * share, decode * share) for share in shares]
+    parts = step_seconds(
+        facts.gradient,
+        facts.forward_share,
+        buckets,
+        overlap=facts.overlap if len(shares) > 1 else 0.0,
+        every=candidate.every,
+        deviation=network.deviation,
+    )
+    loss = loss_of(candidate, like, workers)
+    lost = work.error if work.error is not None else loss.bound
+    refused = None
+    if max_error is not None and (lost is None or lost > max_error):
+        refused = f"a message loses {'an unknown part' if lost is None else f'{lost:.3g}'} of |x|^2, more than allowed"
+    sent = sent_bytes(collectives, facts.sizes) / candidate.every
+    return Row(candidate, parts, sent, loss, work.error, None, refused, not known)
+
+
+def _names(axis: Any, facts: Facts) -> Sequence[str]:
+    names = list(axis) if isinstance(axis, Mapping | tuple | list) else [axis]
+    return [name for name in names if name in facts.sizes]
+
+
+def shares_of(candidate: Candidate, like: Any, workers: int) -> list[float]:
+    """Share of the entries in each bucket, in the order in which buckets are ready.
+
+    >>> import jax.numpy as jnp, jaxcomp as jc
+    >>> like = [jnp.zeros(6000), jnp.zeros(2000)]
+    >>> shares_of(Candidate("f32", jc.direct(jc.identity()), bucket_bytes=1), like, 2)
+    [0.25, 0.75]
+    """
+    plan = plan_for(candidate, like, workers)
+    if plan is None or not candidate.bucket_bytes:
+        return [1.0]
+    plan = plan_of(layout_of(candidate.algorithm).in_buckets(candidate.bucket_bytes), like_of(like))  # pyright: ignore
+    sizes: dict[int, float] = {}
+    for group in plan.groups:
+        sizes[group.bucket] = sizes.get(group.bucket, 0.0) + float(np.prod(group.shape))
+    total = sum(sizes.values())
+    return [sizes[number] / total for number in sorted(sizes)] if total else [1.0]
+
+
+# ------------------------------------------------------------------------------------------------
+# The choice
+
+
+def choose(rows: Sequence[Row], margin: float = MARGIN) -> Row:
+    """The candidate that is advised: the fastest; a dense one where compressing saves less than the margin.
+
+    Raises:
+        ValueError: there is none, or none is eligible.
+    """
+    eligible = [row for row in rows if row.refused is None]
+    if not eligible:
+        raise ValueError("plan: candidates must hold at least one that is eligible; all are refused")
+    known = [row for row in eligible if not row.bound] or eligible
+    tried = [row for row in known if row.measured is not None] or known
+    best = min(tried, key=lambda row: row.seconds)
+    dense = min((row for row in tried if row.candidate.dense), key=lambda row: row.seconds, default=None)
+    return dense if dense is not None and dense.seconds <= (1 + margin) * best.seconds else best
+
+
+def verdict(rows: Sequence[Row], chosen: Row) -> str:
+    """Why, in a sentence or two."""
+    ms = lambda seconds: f"{1e3 * seconds:.3g} ms"
+    dense = min((row for row in rows if row.candidate.dense), key=lambda row: row.seconds, default=None)
+    others = [row for row in rows if not row.candidate.dense and row.refused is None]
+    others = [row for row in others if not row.bound] or others
+    best = min(others, key=lambda row: row.seconds, default=None)
+    if chosen.candidate.dense:
+        if best is None:
+            return f"do not compress: {chosen.candidate.name}; no compressed candidate is eligible"
+        more, work = best.seconds / chosen.seconds - 1, best.parts.encode + best.parts.decode
+        saved = chosen.parts.network - best.parts.network
+        how = f"{'at least ' if best.bound else ''}{abs(more):.0%} {'slower' if more > 0 else 'faster'}"
+        return (
+            f"do not compress: {chosen.candidate.name} takes {ms(chosen.seconds)} a step. The fastest compressed "
+            f"candidate, {best.candidate.name}, is {how}: it saves {ms(max(saved, 0.0))} on the links and "
+            + ("would be slower without any work" if best.bound else f"works for {ms(work)} to encode and decode")
+        )
+    text = f"compress: {chosen.candidate.name} takes {ms(chosen.seconds)} a step"
+    if dense is None:
+        return text
+    return (
+        f"{text}, {dense.candidate.name}, the fastest dense candidate, {ms(dense.seconds)}. It is on the links for "
+        f"{ms(chosen.parts.network)} in place of {ms(dense.parts.network)} and works for "
+        f"{ms(chosen.parts.encode + chosen.parts.decode)} to encode and decode. What it loses: {chosen.loss.words}"
+    )
+
+
+def reason(row: Row, dense: Row | None) -> str:
+    """What sets a candidate apart from the best dense one."""
+    if row.refused:
+        return row.refused
+    if dense is None or row is dense:
+        return "the best dense candidate" if dense is not None else ""
+    link = dense.parts.network - row.parts.network
+    if row.bound:
+        return f"saves {1e3 * link:.3g} ms on the links at most, too little whatever its work is"
+    work = row.parts.encode + row.parts.decode - dense.parts.encode - dense.parts.decode
+    words = f"{'saves' if link >= 0 else 'costs'} {1e3 * abs(link):.3g} ms on the links"
+    words += f", {'costs' if work >= 0 else 'saves'} {1e3 * abs(work):.3g} ms of work"
+    return words + (f", an exchange every {row.candidate.every} steps" if row.candidate.every > 1 else "")
+
+
+def table(rows: Sequence[Row], chosen: Row) -> str:
+    """The rows as text, the best first; the one that is advised has an arrow."""
+    dense = min((row for row in rows if row.candidate.dense), key=lambda row: row.seconds, default=None)
+    head = ("", "candidate", "ms/step", "+-", "gradient", "encode", "links", "decode", "hidden", "measured", "MB sent")
+    head = (*head, "lost", "bound", "why")
+    cells: list[tuple[str, ...]] = [head]
+    for row in sorted(rows, key=lambda row: (row.refused is not None, row.seconds)):
+        p = row.parts
+        times = (p.deviation, p.gradient, p.encode, p.network, p.decode, abs(p.hidden))
+        cells.append(
+            (
+                "->" if row is chosen else "",
+                row.candidate.name,
+                f"{'>' if row.bound else ''}{1e3 * p.total:.4g}",
+                *(f"{1e3 * seconds:.4g}" for seconds in times),
+                "-" if row.measured is None else f"{1e3 * row.measured:.4g}",
+                f"{row.sent_bytes / 1e6:.4g}",
+                "-" if row.error is None else f"{row.error:.3g}",
+                "-" if row.loss.bound is None else f"{row.loss.bound:.4g}",
+                reason(row, dense),
+            )
+        )
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    left = (0, 1, len(head) - 1)
+    lines = [
+        "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in cells
+    ]
+    return "\n".join(line.rstrip() for line in lines)

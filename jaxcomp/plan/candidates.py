@@ -1,0 +1,220 @@
+"""What a plan chooses from: an algorithm, its route, buckets and local steps; what it sends, and what it loses.
+
+What a candidate exchanges is read from its traced program: every collective with its operands, so that a prediction
+holds for routes, hierarchies and algorithms that were written after it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.algorithms import direct, error_feedback
+from jaxcomp.base import Algorithm, check_algorithm, like_of
+from jaxcomp.compressors import cast, dithering, identity, narrow, sidco, sign
+from jaxcomp.compressors.vector import alpha_of, omega_of
+from jaxcomp.exchange.routes import route_of
+from jaxcomp.exchange.varying import axis_names
+from jaxcomp.layout import layout_of, plan_of
+from jaxcomp.plan.links import KINDS, Collective
+from jaxcomp.transforms.compressed_mean import compressed_mean
+
+__all__ = ["Candidate", "Loss", "collectives_of", "default_candidates", "dense_candidates", "loss_of", "plan_for"]
+
+NAMES = {
+    "psum": "all_reduce",
+    "psum2": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "pmax": "all_reduce",
+    "pmin": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "all_to_all": "all_to_all",
+    "ragged_all_to_all": "all_to_all",
+    "reduce_scatter": "reduce_scatter",
+    "ppermute": "permute",
+}
+
+
+class Candidate(NamedTuple):
+    """One way to train.
+
+    name: in tables.
+    algorithm: as for `compressed_mean`; or a mapping from mesh axes to algorithms, a hierarchy.
+    via, bucket_bytes: as for `compressed_mean`.
+    every: H, steps at each worker to an exchange (`local_updates`); 1: an exchange at every step.
+    dense: whether it sends every entry in 16 bits or more.
+    """
+
+    name: str
+    algorithm: Algorithm | Mapping[Any, Algorithm]
+    via: str = "auto"
+    bucket_bytes: int | None = None
+    every: int = 1
+    dense: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `compressed_mean` and `value_and_grad`, besides the algorithm."""
+        return {"via": self.via} | ({"bucket_bytes": self.bucket_bytes} if self.bucket_bytes else {})
+
+    def transformation(self, axis: Any, **options: Any) -> Any:
+        """Its `compressed_mean` over an axis."""
+        options = {**self.options, **options}
+        if isinstance(self.algorithm, Mapping):
+            return compressed_mean(None, self.algorithm, **options)
+        return compressed_mean(check_algorithm("plan", self.algorithm), axis, **options)
+
+
+def dense_candidates() -> list[Candidate]:
+    """All entries, in f32 and bf16, by their best routes."""
+    return [
+        Candidate("f32", direct(identity()), dense=True),
+        Candidate("bf16", direct(cast("bfloat16")), dense=True),
+        Candidate("bf16:two_shot", direct(cast("bfloat16")), "two_shot", dense=True),
+    ]
+
+
+def default_candidates() -> list[Candidate]:
+    """What is compared where the user names nothing: dense first, then codes, then sparse messages."""
+    quarter = lambda: direct(dithering(7, block_size=512))
+    sparse = lambda ratio: error_feedback(sidco(ratio))
+    return [
+        *dense_candidates(),
+        Candidate("fp8+ef:two_shot", error_feedback(cast("float8_e4m3fn")), "two_shot"),
+        Candidate("dithering(7):two_shot", quarter(), "two_shot"),
+        Candidate("dithering(7):gather", quarter(), "gather"),
+        Candidate("sign+ef:two_shot", error_feedback(sign()), "two_shot"),
+        Candidate("sidco(0.01)+ef", sparse(0.01)),
+        Candidate("sidco(0.01)+ef:two_shot", sparse(0.01), "two_shot"),
+        Candidate("sidco(0.001)+ef", sparse(0.001)),
+        Candidate("narrow(sidco(0.001))+ef", error_feedback(narrow(sidco(0.001), values="bfloat16", indices="uint16"))),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------
+# What it sends
+
+
+def collectives_of(candidate: Candidate, like: Any, axis: Any, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
+    """The collectives of one exchange, from its traced program.
+
+    Of the branches of a conditional the one with most bytes is taken; what stands in a loop of unknown length is
+    counted once.
+
+    Args:
+        candidate: see `Candidate`.
+        like: shapes of the gradients of one device, a tree.
+        axis: of the workers, a name or a tuple; of a hierarchy the mapping has the axes.
+        sizes: axis -> workers.
+
+    >>> import jax.numpy as jnp
+    >>> collectives_of(dense_candidates()[0], jnp.zeros(5000), "data", {"data": 4})
+    (Collective(kind='all_reduce', operand_bytes=20000.0, axis='data', times=1),)
+    """
+    transform = candidate.transformation(axis)
+
+    def exchange(grads):
+        return transform.update(grads, transform.init(jax.tree.map(jnp.zeros_like, grads)))[0]
+
+    traced = jax.make_jaxpr(exchange, axis_env=list(sizes.items()))(like_of(like))
+    return tuple(_collectives(traced.jaxpr, 1))
+
+
+def _collectives(jaxpr: Any, times: int) -> list[Collective]:
+    """In the order of the program; sums that follow one another and do not wait for each other are one, as compilers
+    make of them."""
+    found: list[Collective] = []
+    after: dict[Any, int] = {}  # variable -> how many collectives it waits for, by the number of the last one
+    joinable = -1  # number of the last collective, where a sum may be joined to it
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        waits = max((after.get(x, -1) for x in equation.invars if not hasattr(x, "val")), default=-1)
+        if name in NAMES:
+            held = [x.aval for x in equation.invars if hasattr(x.aval, "dtype")]
+            held_bytes = float(sum(math.prod(x.shape) * x.dtype.itemsize for x in held))
+            axis = ",".join(map(str, axis_names(params.get("axes", params.get("axis_name")))))
+            if not axis or not held_bytes:
+                continue
+            one = Collective(NAMES[name], held_bytes, axis, times)
+            last = found[-1] if found and joinable == len(found) - 1 and waits < joinable else None
+            if last is not None and "sum" in name and last[::2] == one[::2] and last.times == times:
+                found[-1] = last._replace(operand_bytes=last.operand_bytes + held_bytes)
+            else:
+                found.append(one)
+                joinable = len(found) - 1 if "sum" in name else -1
+        elif name == "cond":
+            arms = [_collectives(getattr(arm, "jaxpr", arm), times) for arm in params["branches"]]
+            found += max(arms, key=lambda arm: sum(each.operand_bytes * each.times for each in arm), default=[])
+        else:
+            more = times * params["length"] if name == "scan" else times
+            for inner in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    found += _collectives(getattr(inner, "jaxpr", inner), more)
+        here = len(found) - 1 if name in NAMES or name == "cond" or len(found) - 1 > joinable >= 0 else waits
+        after.update(dict.fromkeys(equation.outvars, here))
+    return found
+
+
+def sent_bytes(collectives: Sequence[Collective], sizes: Mapping[str, int]) -> float:
+    """Bytes that a worker sends in them, as the ledger counts."""
+    return sum(x.times * KINDS[x.kind].sent(x.operand_bytes, sizes[x.axis]) for x in collectives)
+
+
+# ------------------------------------------------------------------------------------------------
+# What it loses
+
+
+class Loss(NamedTuple):
+    """What theory says of one message.
+
+    bound: on E|C(x) - x|^2 / |x|^2: omega, or 1 - alpha; None where neither is known.
+    unbiased: whether it is omega. memory: whether what is lost is sent later.
+    words: the effect on training.
+    """
+
+    bound: float | None
+    unbiased: bool
+    memory: bool
+    words: str
+
+
+def plan_for(candidate: Candidate, like: Any, workers: int) -> Any:
+    """How a candidate lays out a tree; None for a hierarchy."""
+    if isinstance(candidate.algorithm, Mapping):
+        return None
+    layout, route = layout_of(candidate.algorithm), route_of(candidate.via)
+    return plan_of(layout if route.layout is None else route.layout(layout, workers), like_of(like))
+
+
+def loss_of(candidate: Candidate, like: Any, workers: int) -> Loss:
+    """The error that theory bounds, and its effect.
+
+    Unbiased C with omega: the mean of n messages has at most omega / n times the mean |g_i|^2 as additional variance.
+    Contraction with alpha and error feedback: what is lost comes later; the leading term of the stochastic rate is that
+    without compression, a term of higher order grows with 1 / alpha (Stich and Karimireddy 2020), alpha = 1 - bound.
+    """
+    if candidate.dense:
+        return Loss(0.0, True, False, "none, or rounding to 16 bits")
+    plan = plan_for(candidate, like, workers)
+    algorithm = None if plan is None else candidate.algorithm
+    compressor = getattr(algorithm, "compressor", None)
+    roles = getattr(algorithm, "roles", {})
+    memory = any("memory" in str(role) for role in roles.values())
+    late = f"; gradients are of points up to {candidate.every - 1} steps apart" if candidate.every > 1 else ""
+    if plan is None or compressor is None:
+        return Loss(None, False, memory, "no bound is known" + late)
+    if compressor.spec.omega is not None:
+        omega = float(omega_of(compressor, plan.like))
+        words = f"unbiased: at most {omega / workers:.3g} times the mean |g|^2 more variance" + late
+        return Loss(omega, True, memory, words)
+    if compressor.spec.alpha is None:
+        return Loss(None, False, memory, "no bound is known" + late)
+    alpha = float(alpha_of(compressor, plan.like))
+    if memory:
+        words = f"sent later: at most {1 / max(alpha, 1e-300):.3g} times the transient steps"
+    else:
+        words = f"biased: at most {1 - alpha:.3g} of |g|^2 is lost"
+    return Loss(1 - alpha, False, memory, words + late)

@@ -1,0 +1,84 @@
+"""Times that all processes of a mesh agree on, of programs that all of them run at once."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+__all__ = ["Clock"]
+
+
+class Clock:
+    """Measures on a mesh. Every process must call the same methods in the same order.
+
+    Args:
+        mesh: with devices.
+        seconds: after which `left` is zero.
+    """
+
+    def __init__(self, mesh: Mesh, seconds: float):
+        self.mesh = Mesh(mesh.devices, mesh.axis_names)  # axes that the compiler may use as it likes
+        self.rows = NamedSharding(self.mesh, P(tuple(mesh.axis_names)))
+        self._largest = jax.jit(lambda x: x.max(0), out_shardings=NamedSharding(self.mesh, P()))
+        self.end = time.perf_counter() + seconds
+        self.kept: dict[Any, Any] = {}
+
+    def keep(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` made when it was first asked for by this key: compiled programs, for further plans."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        return self.kept[key]
+
+    def restart(self, seconds: float) -> None:
+        """From now on so many seconds are left."""
+        self.end = time.perf_counter() + seconds
+
+    def agreed(self, values: Any) -> np.ndarray:
+        """The largest over the processes of each number, equal on all of them."""
+        values = np.asarray(values, np.float32).reshape(-1)
+        shape = (self.mesh.devices.size, values.size)
+        whole = jax.make_array_from_callback(shape, self.rows, lambda index: values[None])
+        return np.asarray(self._largest(whole).addressable_data(0), np.float64)
+
+    def left(self) -> float:
+        """Seconds that may still be used; of the process that has fewest."""
+        return float(-self.agreed([time.perf_counter() - self.end])[0])
+
+    def times(self, run: Callable[[], Any], rounds: int = 7, most: float = 5.0) -> np.ndarray:
+        """Seconds of each round at the slowest process; all begin together.
+
+        Args:
+            run: what is timed; it is run once before, to compile and to settle.
+            rounds: at most so many; at least two.
+            most: seconds for all rounds, after which there are no more than two.
+        """
+        jax.block_until_ready(run())
+        first = self._once(run)
+        more = int(np.clip(most / max(self.agreed([first])[0], 1e-9), 2, rounds)) - 1
+        return self.agreed([first, *(self._once(run) for _ in range(more))])
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        self.agreed([0.0])  # nobody starts before the last one is here
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        return time.perf_counter() - start
+
+    def median(self, run: Callable[[], Any], rounds: int = 7, most: float = 5.0) -> tuple[float, float]:
+        """Median of the rounds and its standard error, 1.25 s / sqrt(rounds), from the quartiles: s = range / 1.35."""
+        times = self.times(run, rounds, most)
+        low, middle, high = np.percentile(times, [25, 50, 75])
+        return float(middle), float(1.25 * (high - low) / 1.35 / np.sqrt(len(times)))
+
+    def broadcast(self, text: str | None) -> str | None:
+        """The text of the first process on all of them; None if it has none."""
+        mine = np.frombuffer((text or "").encode(), np.uint8) if jax.process_index() == 0 else np.zeros(0, np.uint8)
+        size = int(self.agreed([len(mine)])[0])
+        if size == 0:
+            return None
+        padded = np.zeros(size, np.float32)
+        padded[: len(mine)] = mine
+        return self.agreed(padded).astype(np.uint8).tobytes().decode()

@@ -1,0 +1,336 @@
+"""`jc.plan`: measures links and machine, predicts every candidate, tries the best of them, and advises."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.base import Algorithm
+from jaxcomp.exchange.varying import axis_names
+from jaxcomp.plan import facts as files
+from jaxcomp.plan.advise import Row, choose, predicted, table, verdict
+from jaxcomp.plan.candidates import Candidate, Loss, collectives_of, default_candidates
+from jaxcomp.plan.clock import Clock
+from jaxcomp.plan.facts import Facts, Work
+from jaxcomp.plan.links import Collective
+from jaxcomp.plan.measure import encoding_at, largest, links_of, overlap_on, tree_seconds
+from jaxcomp.plan.predict import line_through, step_seconds
+from jaxcomp.plan.watch import Watch
+from jaxcomp.transforms.meshes import find_mesh
+from jaxcomp.transforms.value_and_grad import value_and_grad, worker_value_and_grad
+
+__all__ = ["Plan", "plan", "step_of"]
+
+BUDGET = 90.0  # seconds of measuring
+MOST_ENTRIES = 2**21  # of a message whose encoding is measured
+TRIED = 3  # candidates that are run, besides the best dense one
+ROUNDS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What `plan` advises. Print it for the table.
+
+    algorithm, via, bucket_bytes, every: of the advised candidate; `options` holds via and bucket_bytes for
+    `compressed_mean` and `value_and_grad`.
+    rows: a `Row` for each candidate; chosen: the advised one.
+    facts: what was measured. verdict: the advice in words.
+    """
+
+    rows: tuple[Row, ...]
+    chosen: Row
+    facts: Facts
+    verdict: str
+
+    @property
+    def algorithm(self) -> Algorithm | Mapping[Any, Algorithm]:
+        return self.chosen.candidate.algorithm
+
+    @property
+    def via(self) -> str:
+        return self.chosen.candidate.via
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        return self.chosen.candidate.bucket_bytes
+
+    @property
+    def every(self) -> int:
+        return self.chosen.candidate.every
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.chosen.candidate.options
+
+    @property
+    def compresses(self) -> bool:
+        """Whether the advice is to compress."""
+        return not self.chosen.candidate.dense
+
+    @functools.cached_property
+    def table(self) -> str:
+        """All candidates, the best first."""
+        return table(self.rows, self.chosen)
+
+    def watch(self, **options: Any) -> Watch:
+        """A detector of changes, to be fed in the training loop (see `jaxcomp.plan.watch`)."""
+        return Watch(**options)
+
+    def __str__(self) -> str:
+        return f"{self.table}\n\n{self.verdict}"
+
+
+def plan(
+    loss: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: Any = "data",
+    candidates: Sequence[Candidate] | None = None,
+    budget: float | None = None,
+    cache: str | Path | None = None,
+    max_error: float | None = None,
+    tried: int = TRIED,
+    show: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Measures this machine and its links, and says which exchange makes the fastest step; it may be a dense one.
+
+    What is measured: seconds of each collective that candidates use against size, for each axis (`plan.links`); of
+    encoding and decoding against size, and what a message of this gradient loses; of loss and gradient; how much of an
+    exchange is hidden behind computing. From that the step of every candidate is predicted (`plan.predict`). The best
+    few, and the best dense one, are run, and the fastest is advised: a dense one unless compressing saves more than 5
+    %. Seconds per step are compared, not steps: what compressing loses stands in the table.
+
+    All processes must call it alike, with the same arguments; all get the same advice. The pieces are compiled and run
+    apart from the training step, so it may be called before it.
+
+    Args:
+        loss: as for `value_and_grad`: (params, *batch) -> mean loss.
+        params: parameters on the mesh, or numpy arrays equal on all processes.
+        batch: a tuple of arrays for the loss, or a single tree, cut along the leading axis.
+        mesh: with devices; None: that on which parameters or batch lie.
+        axis_name: of the workers: a name or a tuple. Candidates that are hierarchies name axes of the mesh.
+        candidates: what is compared; None: `candidates.default_candidates`.
+        budget: seconds of measuring, 90 by default. Compiling counts; once they are spent, what is left is measured
+        with
+            fewer rounds and sizes, and nothing is tried.
+        cache: a JSON file. If it holds what was measured of this machine, model and candidates, that is used and
+            nothing is measured; else it is written. It may be edited (`plan.facts`).
+        max_error: messages may lose at most this share of |x|^2; None: any.
+        tried: how many candidates are run besides the best dense one; 0: prediction alone.
+        show: takes a line about what is being measured.
+
+    Returns:
+        `Plan`: `.algorithm`, `.options` (for `value_and_grad` and `compressed_mean`), `.every`, `.table`, `.verdict`,
+        `.watch()`.
+
+    Raises:
+        TypeError, ValueError: no mesh with devices, no such axis, no candidates, arguments out of range.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> advice = jc.plan(lambda w, x: jnp.mean((x - w) ** 2), jnp.zeros(2), jnp.ones((4, 2)), mesh=mesh)
+    >>> print(advice.verdict)
+    do not compress: there is a single worker, so nothing is exchanged
+    """
+    candidates = _checked(default_candidates() if candidates is None else candidates, budget, max_error, tried)
+    axis = axis_names(axis_name)
+    found = find_mesh("plan", mesh, axis, params, batch)
+    if not isinstance(found, Mesh):
+        raise TypeError(f"plan: mesh must be a jax.sharding.Mesh with devices; got {found!r}")
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    clock = Clock(found, BUDGET if budget is None else budget)
+    if int(np.prod([found.shape[name] for name in axis])) == 1:
+        return _alone(candidates)
+    params = jax.tree.map(lambda x: _placed(x, found), params)
+    like = jax.tree.map(_at_device, params)
+    sizes = {name: int(found.shape[name]) for name in found.axis_names}
+    own = axis[0] if len(axis) == 1 else axis
+    sent = {each.name: collectives_of(each, like, own, sizes) for each in candidates}
+    about = _about(found, like, candidates, sizes)
+    text = clock.broadcast(files.read(cache) if cache is not None and jax.process_index() == 0 else None)
+    known = files.from_text(text, str(cache)) if text else None
+    if known is None or dict(known.about) != about:
+        known = _measured(clock, loss, params, batch, like, own, candidates, sent, about, show)
+        if cache is not None and jax.process_index() == 0:
+            files.write(cache, known)
+    rows = [predicted(each, known, like, own, collectives=sent[each.name], max_error=max_error) for each in candidates]
+    if tried and clock.left() > 0:
+        rows = _tried(clock, rows, loss, params, batch, found, own, tried, show)
+    chosen = choose(rows)
+    return Plan(tuple(rows), chosen, known, verdict(rows, chosen))
+
+
+def _checked(candidates: Sequence[Candidate], budget: Any, max_error: Any, tried: int) -> list[Candidate]:
+    candidates = list(candidates)
+    if not candidates or not all(isinstance(each, Candidate) for each in candidates):
+        raise TypeError(f"plan: candidates must be a list of jaxcomp.plan.candidates.Candidate; got {candidates!r}")
+    names = [each.name for each in candidates]
+    if len(set(names)) < len(names):
+        raise ValueError(f"plan: candidates must have different names; got {names}")
+    if budget is not None and not budget > 0:
+        raise ValueError(f"plan: budget must be seconds > 0; got {budget!r}")
+    if max_error is not None and not max_error >= 0:
+        raise ValueError(f"plan: max_error must be a number >= 0; got {max_error!r}")
+    if tried < 0:
+        raise ValueError(f"plan: tried must be an integer >= 0; got {tried!r}")
+    return candidates
+
+
+def _alone(candidates: list[Candidate]) -> Plan:
+    facts = Facts({}, {}, {}, {}, 0.0, 0.0, 0.0, 0.0)
+    dense = next((each for each in candidates if each.dense), candidates[0])
+    row = Row(dense, step_seconds(0.0, 0.0, []), 0.0, Loss(0.0, True, False, "none"))
+    return Plan((row,), row, facts, "do not compress: there is a single worker, so nothing is exchanged")
+
+
+def _placed(x: Any, mesh: Mesh) -> Any:
+    """On the mesh: where it lies, or whole on every device."""
+    if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh.shape == mesh.shape:
+        return x
+    whole = NamedSharding(mesh, P())
+    return jax.make_array_from_callback(np.shape(x), whole, lambda index: np.asarray(x)[index])
+
+
+def _at_device(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+
+
+def _about(mesh: Mesh, like: Any, candidates: list[Candidate], sizes: dict[str, int]) -> dict[str, Any]:
+    leaves = jax.tree.leaves(like)
+    return {
+        "jax": jax.__version__,
+        "device": mesh.devices.flat[0].device_kind,
+        "processes": jax.process_count(),
+        "axes": sizes,
+        "leaves": len(leaves),
+        "entries": int(sum(np.prod(leaf.shape) for leaf in leaves)),
+        "candidates": [each.name for each in candidates],
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def _measured(
+    clock: Clock,
+    loss: Callable,
+    params: Any,
+    batch: tuple,
+    like: Any,
+    axis: Any,
+    candidates: list[Candidate],
+    sent: dict[str, tuple[Collective, ...]],
+    about: dict[str, Any],
+    show: Callable[[str], None],
+    thorough: bool = False,
+) -> Facts:
+    """Measures what the candidates need; with `thorough` the work of all, else of those that may be the fastest."""
+    budget = max(clock.left(), 1.0)
+    show("loss and gradient")
+    grad = clock.keep(("gradient", loss), lambda: jax.jit(worker_value_and_grad(loss, clock.mesh, axis)))
+    gradient, _ = clock.median(lambda: grad(params, *batch)[0], ROUNDS, budget / 15)
+    forward = clock.keep(("forward", loss), lambda: jax.jit(lambda params, *batch: loss(params, *batch)))
+    share = float(np.clip(clock.median(lambda: forward(params, *batch), ROUNDS, budget / 30)[0] / gradient, 0.05, 0.95))
+    show("the tree")
+    tree = tree_seconds(clock, like, budget / 30)
+    wanted = largest([one for each in sent.values() for one in each])
+    fits = links_of(clock, wanted, budget / 4, show)
+    show("overlap")
+    overlap = overlap_on(clock, axis, budget / 15)
+    known = Facts(about, about["axes"], fits, {}, gradient, share, tree, overlap)
+    flat = _flat(grad(params, *batch)[1])
+    step = lambda each: predicted(each, known, like, axis, collectives=sent[each.name])
+    order = sorted(candidates, key=lambda each: (not each.dense, step(each).seconds))
+    best = np.inf
+    for number, each in enumerate(order):
+        # What is already too slow without any work is not worth compiling. All processes see the same numbers.
+        if not thorough and (step(each).seconds >= best or (best < np.inf and clock.left() < 0)):
+            continue
+        show(f"encoding of {each.name}")
+        seconds = max(clock.left(), 1.0) / 3 / (len(order) - number)
+        known = known._replace(work={**known.work, each.name: _work(clock, each, axis, flat, seconds)})
+        best = min(best, step(each).seconds)
+    return known
+
+
+def _flat(grads: Any) -> np.ndarray:
+    """The gradient of this process's first device, end to end, in f32."""
+    return np.concatenate(
+        [np.asarray(x.addressable_data(0)).astype(np.float32).reshape(-1) for x in jax.tree.leaves(grads)]
+    )
+
+
+def _work(clock: Clock, candidate: Candidate, axis: Any, flat: np.ndarray, seconds: float) -> Work:
+    """Of a candidate at two sizes: the whole gradient, or as much of it as is measured, and an eighth of that.
+
+    Compressing is measured apart at the larger size, and taken for the same share of the work at the smaller one.
+    """
+    most = min(flat.size, MOST_ENTRIES)
+    sample = np.ascontiguousarray(flat[:: max(flat.size // most, 1)][:most])
+    large = encoding_at(clock, candidate, axis, sample, seconds)
+    small = max(most // 8, min(most, 2048))
+    points = [(float(large.entries), large.all)]
+    if small < most:
+        points.append((float(small), encoding_at(clock, candidate, axis, sample[:small], seconds, apart=False).all))
+    share = large.encode / large.all if large.all > 0 else 0.0
+    return Work(line_through([(x, share * t) for x, t in points]), line_through(points), large.error)
+
+
+def _tried(
+    clock: Clock,
+    rows: list[Row],
+    loss: Callable,
+    params: Any,
+    batch: tuple,
+    mesh: Mesh,
+    axis: Any,
+    tried: int,
+    show: Callable[[str], None],
+) -> list[Row]:
+    """The rows, those that are best by prediction with measured seconds: the best dense one first."""
+    order = sorted(range(len(rows)), key=lambda i: rows[i].seconds)
+    able = [i for i in order if rows[i].refused is None and rows[i].candidate.every == 1]
+    dense = [i for i in able if rows[i].candidate.dense][:1]
+    chosen = [*dense, *[i for i in able if i not in dense][:tried]]
+    for i in chosen:
+        if clock.left() <= 0:
+            break
+        show(f"trying {rows[i].candidate.name}")
+        seconds = step_of(clock, rows[i].candidate, loss, params, batch, mesh, axis, max(clock.left(), 1.0) / 4)
+        rows[i] = rows[i]._replace(measured=seconds)
+    return rows
+
+
+def step_of(
+    clock: Clock,
+    candidate: Candidate,
+    loss: Callable,
+    params: Any,
+    batch: tuple,
+    mesh: Mesh,
+    axis: Any,
+    seconds: float,
+    rounds: int = ROUNDS,
+) -> float:
+    """Measured seconds of loss, gradient and exchange."""
+    levels = candidate.algorithm
+    given = (None, mesh, levels) if isinstance(levels, Mapping) else (levels, mesh, axis)
+    grad_fn = value_and_grad(loss, *given, **candidate.options)
+    held = {"state": grad_fn.init(params)}
+    step = jax.jit(lambda params, state, *batch: grad_fn(params, state, *batch), donate_argnums=1)
+
+    def run():
+        out = step(params, held["state"], *batch)
+        held["state"] = out[2]
+        return out[:2]
+
+    return float(clock.median(run, rounds, seconds)[0])

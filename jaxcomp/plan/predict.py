@@ -1,0 +1,158 @@
+"""Seconds of a training step, predicted from measured parts. Pure functions of float64 numbers.
+
+A step is the gradient, and every H steps an exchange in K buckets. Bucket k is the k-th from the end of the tree, and
+is ready when the backward pass has come so far. With forward share f of the gradient time g, and shares of entries
+q_1 .. q_K, the backward pass takes b_k = (1 - f) g q_k for bucket k: the work of a layer is taken to follow its
+number of parameters, which is exact for matrix products and not for convolutions or embeddings.
+
+One resource computes, another one exchanges:
+
+    c_0 = f g,   c_k = c_(k-1) + b_k + encode_k                 bucket k is encoded right after it is ready
+    x_k = max(c_k, x_(k-1)) + network_k                         exchanges go one after the other
+    overlapped = max(c_K, x_K) + sum_k decode_k
+    serial     = g + sum_k (encode_k + network_k + decode_k)
+
+    t = serial - e (serial - overlapped)
+
+e in [0, 1] is what of the overlap a machine gets, measured: a program that computes for T_c and exchanges for T_x, at
+the same time, takes T; e = (T_c + T_x - T) / min(T_c, T_x). On one that computes and exchanges with the same cores it
+is near
+zero: exchanging slows the computing down by as much as it saves.
+
+With H local steps to an exchange:  t = g + (t_1 - g) / H.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["Bucket", "Line", "Parts", "line_through", "overlap_of", "regret", "step_seconds"]
+
+
+class Line(NamedTuple):
+    """Seconds against entries: base + slope d, both >= 0, from measured points (entries, seconds)."""
+
+    base: float
+    slope: float
+    points: tuple[tuple[float, float], ...] = ()
+
+    def seconds(self, entries: float) -> float:
+        """Seconds for so many entries; measured ones are met, and between them lines are drawn.
+
+        >>> Line(1.0, 2.0).seconds(3.0)
+        7.0
+        """
+        if entries <= 0:
+            return 0.0
+        places = [place for place, _ in self.points]
+        if len(places) < 2 or entries >= places[-1] or entries <= places[0]:
+            nearest = 0 if not places or entries <= places[0] else -1
+            extra = self.points[nearest][1] - self._at(places[nearest]) if places else 0.0
+            scale = min(entries / places[0], 1.0) if places else 1.0
+            return max(self._at(entries) + extra * scale, 0.0)
+        return float(np.interp(entries, places, [seconds for _, seconds in self.points]))
+
+    def _at(self, entries: float) -> float:
+        return self.base + self.slope * entries
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> Line:
+    """The least-squares line through times against sizes, weighted by 1 / seconds^2, with base, slope >= 0.
+
+    >>> [round(x, 9) for x in line_through([(1.0, 3.0), (2.0, 5.0)])[:2]]
+    [1.0, 2.0]
+    """
+    points = tuple(sorted((float(x), float(t)) for x, t in points))
+    if not points:
+        return Line(0.0, 0.0)
+    if len({x for x, _ in points}) == 1:
+        x, t = points[0][0], float(np.mean([t for _, t in points]))
+        return Line(0.0, t / x if x else 0.0, ((x, t),))
+    x, t = np.array(points, np.float64).T
+    weight = 1 / np.maximum(t, 1e-9)
+    columns = np.stack([np.ones_like(x), x], 1) * weight[:, None]
+    base, slope = np.linalg.lstsq(columns, t * weight, rcond=None)[0]
+    if slope < 0:
+        base, slope = float(np.average(t, weights=weight**2)), 0.0
+    elif base < 0:
+        base, slope = 0.0, float(np.sum(x * t * weight**2) / np.sum((x * weight) ** 2))
+    return Line(float(base), float(slope), points)
+
+
+class Bucket(NamedTuple):
+    """share: of all entries; the others are seconds."""
+
+    share: float
+    encode: float
+    network: float
+    decode: float
+
+
+class Parts(NamedTuple):
+    """What a predicted step consists of, in seconds; hidden: by overlap, at each exchange."""
+
+    gradient: float
+    encode: float
+    network: float
+    decode: float
+    hidden: float
+    total: float
+    deviation: float
+
+
+def step_seconds(
+    gradient: float,
+    forward_share: float,
+    buckets: Sequence[Bucket],
+    *,
+    overlap: float = 0.0,
+    every: int = 1,
+    deviation: float = 0.0,
+) -> Parts:
+    """The predicted step (see the module).
+
+    Args:
+        gradient: seconds of loss and gradient.
+        forward_share: f, in [0, 1].
+        buckets: in the order in which they are ready; shares with sum one.
+        overlap: e, in [0, 1].
+        every: H.
+        deviation: of the seconds of one exchange.
+
+    >>> step_seconds(3.0, 1 / 3, [Bucket(0.5, 0.0, 1.0, 0.0), Bucket(0.5, 0.0, 1.0, 0.0)], overlap=1.0).total
+    4.0
+    """
+    if not 0 <= overlap <= 1 or not 0 <= forward_share <= 1:
+        raise ValueError(f"step_seconds: overlap and forward_share must be in [0, 1]; got {overlap}, {forward_share}")
+    if every < 1:
+        raise ValueError(f"step_seconds: every must be at least 1; got {every}")
+    encode, network, decode = (sum(bucket[i] for bucket in buckets) for i in (1, 2, 3))
+    computed, exchanged = forward_share * gradient, 0.0
+    for bucket in buckets:
+        computed += (1 - forward_share) * gradient * bucket.share + bucket.encode
+        exchanged = max(computed, exchanged) + bucket.network
+    serial = gradient + encode + network + decode
+    hidden = overlap * (serial - max(computed, exchanged) - decode)
+    total = gradient + (serial - hidden - gradient) / every
+    return Parts(gradient, encode, network, decode, hidden, total, deviation / every)
+
+
+def overlap_of(computing: float, exchanging: float, both: float) -> float:
+    """What of the overlap of a computation and an exchange is got, in [0, 1].
+
+    >>> overlap_of(1.0, 2.0, 2.0), overlap_of(1.0, 2.0, 3.0), overlap_of(1.0, 2.0, 2.5)
+    (1.0, 0.0, 0.5)
+    """
+    shorter = min(computing, exchanging)
+    return float(np.clip((computing + exchanging - both) / shorter, 0, 1)) if shorter > 0 else 0.0
+
+
+def regret(chosen: float, measured: Sequence[float]) -> float:
+    """What a choice costs more than the best one, as a share of the best.
+
+    >>> regret(1.1, [1.0, 1.1, 2.0])
+    0.10000000000000009
+    """
+    best = min(measured)
+    return chosen / best - 1

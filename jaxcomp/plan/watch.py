@@ -1,0 +1,212 @@
+"""Whether a plan still holds: a detector of changes in the series that a training loop has anyway.
+
+Fed with seconds per step and what `jc.info` says, it reports once that a series is no longer what it was, and changes
+nothing. Python and no arrays: a call takes microseconds, and nothing is added to the step.
+
+    1. Steps are put together in blocks of b = 8; a block's median is one observation x_t.
+    2. p_t = (#{i <= t: x_i > x_t} + u_t #{i <= t: x_i = x_t}) / t,  u_t uniform: small where x_t is among the largest.
+       If the observations are exchangeable, the p_t are independent and uniform (conformal prediction).
+    3. f(p) = mean over eps in E of eps p^(eps - 1), of mean one: a bet that p is small.
+       M_t = sum over s <= t of pi_s prod_(s <= i <= t) f(p_i)  +  sum over s > t of pi_s,   pi_s = 1 / (s (s + 1)):
+       a bet that begins at an unknown time s. M is a martingale of mean one: P(M_t >= 1 / a for some t) <= a (Ville).
+    4. It reports when M_t >= 1 / a and the median of the last blocks differs from that of the first by more than a
+       tolerance.
+
+Each series is watched in both directions, with a = false_alarm / (directions watched): the probability that anything is
+ever reported of a training whose blocks are exchangeable is at most false_alarm, however long it runs. Steps that
+depend on their neighbours are not exchangeable; the blocks take most of that out, and the tolerance the small
+changes.
+
+Reference: Vovk, Nouretdinov, Gammerman 2003 (testing exchangeability on-line); Ville 1939.
+"""
+
+import bisect
+import math
+import random
+import statistics
+from typing import Any, NamedTuple
+
+__all__ = ["BLOCK", "Change", "Martingale", "Watch"]
+
+BLOCK = 8  # steps
+EPSILONS = (0.1, 0.2, 0.4, 0.7)
+RECENT = 5  # blocks that are compared with the first
+MOST_LOG = 600.0
+SERIES = {
+    "seconds": "seconds per step",
+    "relative_error": "relative error of messages",
+    "overflow": "entries that found no place",
+    "sent_bytes": "bytes sent",
+}
+
+
+class Change(NamedTuple):
+    """What was found. step: the last one seen; series: its name; before, after: medians; words: a sentence."""
+
+    step: int
+    series: str
+    before: float
+    after: float
+    words: str
+
+
+class Martingale:
+    """Steps 2 and 3: a bet on one direction of one series.
+
+    Args:
+        sign: 1 to bet on larger values, -1 on smaller ones.
+        seed: of u_t.
+    """
+
+    def __init__(self, sign: int = 1, seed: int = 0):
+        self.sign, self.sorted, self.count = sign, [], 0
+        self.random = random.Random(seed)
+        self.started = -math.inf  # log of the part of M whose bets have begun
+
+    def add(self, x: float) -> float:
+        """log M_t after one more observation."""
+        x = self.sign * x
+        self.count += 1
+        bisect.insort(self.sorted, x)
+        low, high = bisect.bisect_left(self.sorted, x), bisect.bisect_right(self.sorted, x)
+        p = (self.count - high + self.random.random() * (high - low)) / self.count
+        begun = _log_sum(self.started, -math.log(self.count * (self.count + 1.0)))
+        self.started = min(begun + math.log(bet(p)), MOST_LOG)
+        return _log_sum(self.started, -math.log(self.count + 1.0))
+
+
+def bet(p: float) -> float:
+    """f(p) of the module; its integral over [0, 1] is one.
+
+    >>> bet(1.0)
+    0.35
+    """
+    p = max(p, 1e-100)
+    return sum(e * p ** (e - 1) for e in EPSILONS) / len(EPSILONS)
+
+
+def _log_sum(a: float, b: float) -> float:
+    high, low = max(a, b), min(a, b)
+    return high if low == -math.inf else high + math.log1p(math.exp(low - high))
+
+
+class Watch:
+    """Reports when the series of a training are no longer what they were when it began.
+
+    Call `update` once a step, or `plan.watch()` and then `watch(seconds, info)`::
+
+        watch = advice.watch()
+        for ...:
+            ...
+            for change in watch(seconds, jc.info(state)):
+                print(change.words)
+
+    Args:
+        false_alarm: probability that a training without a change ever gets a report, at most.
+        tolerance: changes of a median by less than this share of it are not reported.
+        block: steps of an observation.
+        warm_up: steps at the beginning that do not count (compiling).
+        seed: of the detector's own randomness.
+
+    >>> watch = Watch(warm_up=0)
+    >>> found = [c for t in range(1200) for c in watch(0.1 + 0.01 * (t * 7 % 5) + 0.2 * (t >= 800))]
+    >>> [(change.series, change.step < 1000) for change in found]
+    [('seconds', True)]
+    """
+
+    def __init__(
+        self,
+        *,
+        false_alarm: float = 0.01,
+        tolerance: float = 0.15,
+        block: int = BLOCK,
+        warm_up: int = 10,
+        seed: int = 0,
+    ):
+        if not 0 < false_alarm < 1:
+            raise ValueError(f"watch: false_alarm must be in (0, 1); got {false_alarm!r}")
+        if not tolerance >= 0:
+            raise ValueError(f"watch: tolerance must be a number >= 0; got {tolerance!r}")
+        if block < 1 or warm_up < 0:
+            raise ValueError(f"watch: block must be at least 1 and warm_up at least 0; got {block}, {warm_up}")
+        self.limit = -math.log(false_alarm / (2 * len(SERIES)))
+        self.tolerance, self.block, self.warm_up, self.step = tolerance, block, warm_up, 0
+        self.pending: dict[str, list[float]] = {name: [] for name in SERIES}
+        self.blocks: dict[str, list[float]] = {name: [] for name in SERIES}
+        self.bets = {(name, sign): Martingale(sign, seed + i) for i, name in enumerate(SERIES) for sign in (1, -1)}
+        self.reported: set[tuple[str, int]] = set()
+
+    def __call__(self, seconds: float | None = None, info: Any = None, **others: float) -> list[Change]:
+        """One step.
+
+        Args:
+            seconds: of this step; None: not known.
+            info: of `jc.info(state)`, read on the host; None: not watched. What is NaN in it is left out.
+            others: the same fields by name, in place of `info`.
+
+        Returns:
+            What has just been found; most often nothing. Each change is reported once.
+        """
+        self.step += 1
+        if self.step <= self.warm_up:
+            return []
+        values = {name: getattr(info, name, None) for name in SERIES if name != "seconds"} if info is not None else {}
+        values |= {"seconds": seconds, **others}
+        unknown = set(values) - set(SERIES)
+        if unknown:
+            raise ValueError(f"watch: series must be of {', '.join(SERIES)}; got {', '.join(sorted(unknown))}")
+        found = []
+        for name, value in values.items():
+            number = math.nan if value is None else _number(value)
+            if math.isfinite(number):
+                found += self._add(name, number)
+        return found
+
+    update = __call__
+
+    def _add(self, name: str, value: float) -> list[Change]:
+        pending = self.pending[name]
+        pending.append(value)
+        if len(pending) < self.block:
+            return []
+        middle = statistics.median(pending)
+        pending.clear()
+        blocks = self.blocks[name]
+        blocks.append(middle)
+        found = []
+        for sign in (1, -1):
+            if self.bets[name, sign].add(middle) >= self.limit and (name, sign) not in self.reported:
+                change = self._change(name, sign, blocks)
+                if change is not None:
+                    self.reported.add((name, sign))
+                    found.append(change)
+        return found
+
+    def _change(self, name: str, sign: int, blocks: list[float]) -> Change | None:
+        first = blocks[: max(len(blocks) // 2, 1)][: 4 * RECENT]
+        before, after = statistics.median(first), statistics.median(blocks[-RECENT:])
+        if sign * (after - before) <= self.tolerance * abs(before):
+            return None
+        share = f"{after / before:.2f} times" if before else "more than none"
+        words = (
+            f"the plan may no longer hold: {SERIES[name]} went from {before:.4g} to {after:.4g} ({share}) by step "
+            f"{self.step}. {_cure(name, sign)}"
+        )
+        return Change(self.step, name, before, after, words)
+
+
+def _cure(name: str, sign: int) -> str:
+    if name == "seconds":
+        return "A link or a worker got slower" if sign > 0 else "A link or a worker got faster; dense may be best now"
+    if name == "relative_error":
+        return "Messages lose more of the gradient" if sign > 0 else "Messages lose less; fewer entries may do"
+    if name == "overflow":
+        return "Gradients got heavier tails than the threshold expects" if sign > 0 else "The capacity may be smaller"
+    return "Messages got longer" if sign > 0 else "Messages got shorter"
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except TypeError:
+        return math.nan

@@ -1,0 +1,288 @@
+"""Predictions against cases computed by hand, and fits against lines that are known."""
+
+import functools
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomp as jc
+from jaxcomp.plan.advise import choose, predicted, table, verdict
+from jaxcomp.plan.candidates import Candidate, collectives_of, default_candidates, dense_candidates, loss_of
+from jaxcomp.plan.facts import Facts, Work, from_text, to_text
+from jaxcomp.plan.links import KINDS, Collective, Fit, Sample, fit, seconds_of
+from jaxcomp.plan.predict import Bucket, Line, line_through, overlap_of, regret, step_seconds
+from jaxcomp.plan.watch import Martingale, Watch, bet
+
+
+def sweep_of(kind, latency, per_byte, workers, sizes, noise=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    times = [
+        KINDS[kind].messages(n) * latency + KINDS[kind].sent(size, n) * per_byte for n in workers for size in sizes
+    ]
+    places = [(n, size) for n in workers for size in sizes]
+    noisy = [t * (1 + noise * rng.standard_normal()) for t in times]
+    return [Sample(n, size, t, noise * t) for (n, size), t in zip(places, noisy, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fit_finds_the_line_it_was_made_from(kind):
+    samples = sweep_of(kind, 3e-4, 2e-8, (2, 4), (256, 10_000, 1e6))
+    found = fit(kind, samples)
+    assert found.latency == pytest.approx(3e-4, rel=1e-9)
+    assert found.per_byte == pytest.approx(2e-8, rel=1e-9)
+    for n, size in ((3, 5e5), (8, 4e6)):  # held back
+        expected = KINDS[kind].messages(n) * 3e-4 + KINDS[kind].sent(size, n) * 2e-8
+        assert found.seconds(size, n).mean == pytest.approx(expected, rel=1e-9)
+    assert found.seconds(1e6, 1).mean == 0
+
+
+def test_a_fit_is_weighted_least_squares_with_its_covariance():
+    samples = sweep_of("all_gather", 1e-3, 1e-8, (4,), (256, 1e4, 1e5, 1e6), noise=0.05, seed=1)
+    found = fit("all_gather", samples)
+    x = np.array([[3.0, 3 * s.operand_bytes] for s in samples])
+    weight = np.diag([1 / max(s.error, 0.02 * s.seconds) ** 2 for s in samples])
+    normal = np.linalg.inv(x.T @ weight @ x)
+    t = np.array([s.seconds for s in samples])
+    expected = normal @ x.T @ weight @ t
+    np.testing.assert_allclose([found.latency, found.per_byte], expected, rtol=1e-8)
+    misfit = (t - x @ expected) @ weight @ (t - x @ expected) / 2
+    a, both, c = found.covariance
+    np.testing.assert_allclose([[a, both], [both, c]], normal * max(misfit, 1), rtol=1e-6)
+    mean, deviation = found.seconds(1e5, 4)
+    row = np.array([3.0, 3e5])
+    assert deviation == pytest.approx(math.sqrt(row @ (normal * max(misfit, 1)) @ row))
+    assert mean == pytest.approx(samples[2].seconds)  # measured sizes are met
+
+
+def test_coverage_of_the_uncertainty():
+    """Two standard deviations hold the truth in about 95 % of fits; at least 85 % of 200 here (false alarm < 1e-6)."""
+    inside = 0
+    for seed in range(200):
+        found = fit("all_reduce", sweep_of("all_reduce", 1e-3, 1e-8, (2,), (256, 1e4, 1e5, 1e6, 4e6), 0.05, seed))
+        inside += abs(found.per_byte - 1e-8) <= 2 * math.sqrt(found.covariance[2])
+    assert inside >= 170
+
+
+def test_a_coefficient_is_never_negative():
+    samples = [Sample(2, 1e4, 1.0, 0.0), Sample(2, 1e5, 0.5, 0.0)]
+    found = fit("permute", samples)
+    assert found.latency > 0
+    assert found.per_byte == 0
+    steep = fit("permute", [Sample(2, 1e4, 1e-4, 0.0), Sample(2, 1e5, 1.0, 0.0)])
+    assert steep.latency == 0
+    assert steep.per_byte > 0
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        ([], "two sizes; got 0"),
+        ([Sample(2, 10, 1, 0)] * 3, "at least two sizes"),
+        ([Sample(2, 10, 1, 0), Sample(2, 20, math.nan, 0)], "finite"),
+    ],
+)
+def test_fits_of_what_cannot_be_fitted(samples, said):
+    with pytest.raises(ValueError, match=said):
+        fit("all_gather", samples)
+    with pytest.raises(ValueError, match="kind must be one of"):
+        fit("broadcast", samples)
+
+
+def test_seconds_of_collectives_by_hand():
+    fits = {"a": {"all_gather": Fit("all_gather", 1e-3, 1e-9)}, "b": {"all_reduce": Fit("all_reduce", 1e-2, 1e-8)}}
+    sizes = {"a": 4, "b": 2}
+    found = seconds_of(
+        [
+            Collective("all_gather", 1e6, "a", 2),
+            Collective("all_reduce", 1e5, "b"),
+            Collective("permute", 1e6, "a"),  # not measured: as a message of the all-gather
+        ],
+        fits,
+        sizes,
+    )
+    assert found.mean == pytest.approx(2 * (3 * 1e-3 + 3e6 * 1e-9) + (2 * 1e-2 + 1e5 * 1e-8) + (1e-3 + 1e6 * 1e-9))
+
+
+def test_steps_by_hand():
+    one = [Bucket(1.0, 0.1, 1.0, 0.2)]
+    assert step_seconds(2.0, 0.5, one).total == pytest.approx(3.3)
+    assert step_seconds(2.0, 0.5, one, overlap=1.0).total == pytest.approx(3.3)  # one bucket waits for all of it
+    assert step_seconds(2.0, 0.5, one, every=4).total == pytest.approx(2 + 1.3 / 4)
+    # Two buckets: computing 1 + .5 = 1.5 | 2.0; exchanging 1.5 .. 2.5 | 2.5 .. 3.5.
+    two = [Bucket(0.5, 0.0, 1.0, 0.0)] * 2
+    assert step_seconds(2.0, 0.5, two, overlap=1.0).total == pytest.approx(3.5)
+    assert step_seconds(2.0, 0.5, two, overlap=0.5).total == pytest.approx(3.75)
+    # Encoding delays the backward pass: 1 + .5 + .25 | + .75 = 2.5; exchanging 1.75 .. 1.85 | 2.5 .. 2.6; decoding 1.
+    coded = [Bucket(0.5, 0.25, 0.1, 0.5)] * 2
+    found = step_seconds(2.0, 0.5, coded, overlap=1.0)
+    assert found.total == pytest.approx(3.6)
+    assert found.hidden == pytest.approx(0.1)
+    assert overlap_of(0.0, 1.0, 1.0) == 0
+    with pytest.raises(ValueError, match="overlap and forward_share"):
+        step_seconds(1.0, 0.5, one, overlap=1.5)
+    with pytest.raises(ValueError, match="every must be"):
+        step_seconds(1.0, 0.5, one, every=0)
+
+
+def test_lines():
+    assert line_through([]) == Line(0.0, 0.0)
+    assert line_through([(100, 2.0)]).seconds(200) == pytest.approx(4.0)
+    line = line_through([(1e3, 1e-3), (8e3, 4.5e-3)])
+    assert line.base == pytest.approx(5e-4)
+    assert line.seconds(8e4) == pytest.approx(5e-4 + 8e4 * 5e-7)
+    assert line.seconds(0) == 0
+    flat = line_through([(1e3, 2e-3), (8e3, 1e-3)])
+    assert flat.slope == 0
+    assert flat.seconds(8e3) == pytest.approx(1e-3)  # measured points are met
+    assert regret(1.0, [2.0, 1.0]) == 0
+
+
+LIKE = {"w": jax.ShapeDtypeStruct((300, 100), jnp.float32), "b": jax.ShapeDtypeStruct((100,), jnp.float32)}
+
+
+@functools.cache
+def sent_by_default():
+    return {each.name: collectives_of(each, LIKE, "data", {"data": 4}) for each in default_candidates()}
+
+
+def test_what_candidates_send():
+    """The dense leaf goes with the vector, or beside it; bytes are those of lanes."""
+    sent = sent_by_default()
+    assert [(x.kind, x.operand_bytes) for x in sent["f32"]] == [("all_reduce", 4 * 30_100.0)]
+    assert {x.kind for x in sent["bf16:two_shot"]} == {"all_to_all", "all_gather"}
+    kinds = sorted(x.kind for x in sent["sidco(0.01)+ef"])
+    assert kinds == ["all_gather", "all_reduce"]
+    assert all(x.axis == "data" for each in sent.values() for x in each)
+    ladder = Candidate("ladder", jc.error_feedback(jc.top_k(0.01)), "ladder")
+    assert max(x.operand_bytes for x in collectives_of(ladder, LIKE, "data", {"data": 2})) >= 8 * 300
+    levels = {"a": jc.direct(jc.identity()), "b": jc.error_feedback(jc.top_k(0.01))}
+    both = collectives_of(Candidate("two", levels), LIKE, None, {"a": 2, "b": 2})
+    assert {x.axis for x in both} >= {"a", "b"}
+    dependent = collectives_of(Candidate("p", jc.power_sgd(2)), LIKE, "data", {"data": 2})
+    assert sum(x.kind == "all_reduce" for x in dependent) >= 2  # the second factor waits for the first
+
+
+def test_what_theory_says():
+    dithering = next(each for each in default_candidates() if each.name == "dithering(7):gather")
+    loss = loss_of(dithering, LIKE, 4)
+    assert loss.unbiased
+    assert not loss.memory
+    assert loss.bound == pytest.approx(jc.dithering(7, block_size=512).spec.omega(30_000))
+    sparse = loss_of(Candidate("k", jc.error_feedback(jc.top_k(0.01))), LIKE, 4)
+    assert sparse.memory
+    assert sparse.bound == pytest.approx(0.99)
+    assert "100 times the transient" in sparse.words
+    assert loss_of(dense_candidates()[0], LIKE, 4).bound == 0
+    assert "apart" in loss_of(Candidate("k", jc.error_feedback(jc.top_k(0.01)), every=4), LIKE, 4).words
+
+
+def facts_of(per_byte, encode=1e-3, gradient=0.01, latency=1e-4, overlap=0.0):
+    fits = {"data": {kind: Fit(kind, latency, per_byte) for kind in KINDS}}
+    work = {
+        each.name: Work(Line(0.0, 0.0), Line(0.0, 0.0 if each.dense else encode / 30_100), None if each.dense else 0.1)
+        for each in default_candidates()
+    }
+    return Facts({}, {"data": 4}, fits, work, gradient, 0.4, 0.0, overlap)
+
+
+def test_the_advice_turns_where_it_must():
+    """f32 takes 6 latencies and 1.5 * 120,400 bytes; where that is less than encoding costs, dense is advised."""
+    rows_at = lambda per_byte, **more: [
+        predicted(each, facts_of(per_byte), LIKE, "data", collectives=sent_by_default()[each.name], **more)
+        for each in default_candidates()
+    ]
+    fast, slow = rows_at(1e-10), rows_at(1e-6)
+    assert fast[0].parts.network == pytest.approx(6e-4 + 1.5 * 120_400 * 1e-10)
+    chosen = choose(fast)
+    assert chosen.candidate.dense
+    assert verdict(fast, chosen).startswith("do not compress")
+    sparse = choose(slow)
+    assert not sparse.candidate.dense
+    assert verdict(slow, sparse).startswith("compress: ")
+    text = table(slow, sparse)
+    assert text.count("->") == 1
+    assert "ms on the links" in text
+    exact = choose(rows_at(1e-6, max_error=0.0))
+    assert exact.candidate.dense
+    with pytest.raises(ValueError, match="all are refused"):
+        choose([slow[-1]._replace(refused="no")])
+    close = [slow[0]._replace(measured=1.04), slow[-1]._replace(measured=1.0)]
+    assert choose(close).candidate.dense  # 4 % is not worth it
+    assert not choose([close[0]._replace(measured=1.06), close[1]]).candidate.dense
+
+
+def test_buckets_hide_exchanges_where_the_machine_overlaps():
+    like = [jax.ShapeDtypeStruct((50_000,), jnp.float32)] * 4
+    bucketed = dense_candidates()[0]._replace(bucket_bytes=200_000)
+    at = lambda e: predicted(bucketed, facts_of(1e-8, overlap=e), like, "data").parts
+    assert at(0.0).hidden == 0
+    assert 0 < at(1.0).hidden < at(1.0).network
+    assert at(1.0).network == pytest.approx(4 * 6e-4 + 1.5 * 800_000 * 1e-8)
+
+
+def test_the_file_says_what_was_measured():
+    facts = facts_of(1e-8)
+    text = to_text(facts)
+    assert from_text(text) == facts
+    edited = from_text(text.replace('"per_byte": 1e-08', '"per_byte": 1e-05'))
+    assert edited.fits["data"]["all_gather"].per_byte == 1e-5
+    for broken in ("", "{}", text.replace('"version": 1', '"version": 7'), text.replace('"latency"', '"lag"')):
+        with pytest.raises(ValueError, match="must hold what a plan"):
+            from_text(broken, "f.json")
+
+
+# ------------------------------------------------------------------------------------------------
+# The detector
+
+
+def test_a_bet_has_mean_one():
+    u = (np.arange(10_000) + 0.5) / 10_000
+    assert np.mean([bet(x**10) * 10 * x**9 for x in u]) == pytest.approx(1, rel=1e-3)  # p = u^10: no pole is left
+
+
+def test_false_alarms_of_the_martingale():
+    """At a = 0.05 at most 5 % of exchangeable series pass 1 / a; 400 series, so more than 42 has probability < 1e-5."""
+    alarms = 0
+    for seed in range(400):
+        rng, bets = random.Random(seed), Martingale(seed=seed)
+        alarms += max(bets.add(rng.lognormvariate(0, 1)) for _ in range(300)) >= math.log(20)
+    assert alarms <= 42
+
+
+def test_changes_are_found_soon_and_once():
+    rng = random.Random(5)
+    watch, found = Watch(), []
+    for step in range(2400):
+        slow = 1.5 if step >= 1200 else 1.0
+        found += watch(slow * rng.gauss(1.0, 0.1), relative_error=rng.gauss(0.5, 0.02), overflow=0.0)
+    assert [(change.series, change.before < change.after) for change in found] == [("seconds", True)]
+    assert 1200 < found[0].step < 1450
+    assert "slower" in found[0].words
+
+
+def test_what_is_too_small_or_not_known_is_not_reported():
+    rng = random.Random(6)
+    watch = Watch(tolerance=0.15)
+    for step in range(3000):
+        assert watch((1.05 if step > 1000 else 1.0) * rng.gauss(1, 0.02), relative_error=math.nan) == []
+    heavier = Watch(warm_up=0)
+    found = [c for t in range(800) for c in heavier(None, overflow=0.0 if t < 400 else 5.0 + rng.random())]
+    assert [change.series for change in found] == ["overflow"]
+    with pytest.raises(ValueError, match="series must be of"):
+        watch(1.0, speed=1.0)
+    with pytest.raises(ValueError, match="false_alarm must be"):
+        Watch(false_alarm=0.0)
+    with pytest.raises(ValueError, match="block must be"):
+        Watch(block=0)
+
+
+def test_it_takes_what_info_says():
+    watch = Watch(warm_up=0)
+    info = jc.Info(*map(np.float32, (8, 64, 0.1, np.nan, np.nan, 0, 24, 1)))
+    assert watch(0.1, info) == []
+    assert watch.pending["sent_bytes"] == [24.0]
+    assert watch.pending["relative_error"] == []
