@@ -30,7 +30,7 @@ def batch(seed, workers=2):
 def test_a_plan_measures_advises_and_keeps_its_facts(seed, tmp_path):
     mesh, path, said = mesh_of(2), tmp_path / "plan.json", []
     candidates = [*dense_candidates()[:1], SPARSE]
-    options = {"mesh": mesh, "candidates": candidates, "budget": 20.0, "cache": path}
+    options = {"mesh": mesh, "candidates": candidates, "budget": 1000.0, "cache": path}
     advice = jc.plan(loss, PARAMS, batch(seed), tried=1, show=said.append, **options)
     assert {row.candidate.name for row in advice.rows} == {each.name for each in candidates}
     assert advice.verdict.startswith("do not compress" if not advice.compresses else "compress")
@@ -69,17 +69,17 @@ def test_a_plan_measures_advises_and_keeps_its_facts(seed, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_sweeps_of_every_collective(kind):
-    found = sweep(Clock(mesh_of(2), 10.0), kind, AXIS, 1e5, 1.0)
+    found = sweep(Clock(mesh_of(2), 1000.0), kind, AXIS, 1e5, 1000.0)
     assert len(found.samples) >= 2
     assert found.seconds(1e5, 2).mean > 0
 
 
 def test_times_are_agreed_and_texts_are_sent():
-    clock = Clock(mesh_of(4), 100.0)
+    clock = Clock(mesh_of(4), 1e5)
     np.testing.assert_allclose(clock.agreed([1.5, -2.0]), [1.5, -2.0])
     assert clock.broadcast("plan \N{GREEK SMALL LETTER ALPHA}") == "plan \N{GREEK SMALL LETTER ALPHA}"
     assert clock.broadcast(None) is None
-    assert 50 < clock.left() <= 100
+    assert 0 < clock.left() <= 1e5
     assert len(clock.times(lambda: jnp.zeros(()), rounds=3)) >= 2
 
 
