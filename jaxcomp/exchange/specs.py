@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxcomp.base import Algorithm
+from jaxcomp.base import Algorithm, Compressor
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean, is_own, means_in
 from jaxcomp.exchange.varying import Axis, axis_names, varying
 
@@ -266,8 +266,7 @@ def _check_kinds(tx: Any, params: Any, mesh: Any, axis_name: Any) -> None:
     is_mesh = isinstance(mesh, (Mesh, AbstractMesh, int)) and not isinstance(mesh, bool)
     names = axis_names(axis_name) if isinstance(axis_name, (str, tuple)) or axis_name is None else axis_name
     is_axis = isinstance(names, Mapping) or (isinstance(names, tuple) and all(isinstance(name, str) for name in names))
-    can = {name for name in ("init", "update", "step") if callable(getattr(tx, name, None))}
-    is_tx = len(can) >= 2 and "init" in can and not isinstance(tx, Algorithm)  # of optax, or made by rounds
+    is_tx = callable(getattr(tx, "init", None)) and not isinstance(tx, (Algorithm, Compressor))
     kinds = {"tx": (tx, is_tx), "mesh": (mesh, is_mesh), "axis_name": (axis_name, is_axis)}
     for name, (value, fits) in kinds.items():
         if not fits:

@@ -38,7 +38,7 @@ def test_top_k_indices_are_sorted_and_ties_go_to_the_lowest_index(key):
     np.testing.assert_array_equal(payload.indices, [1, 2, 3])
 
 
-@pytest.mark.parametrize(("ratio", "d", "k"), [(0.001, 1000, 1), (0.001, 16777216, 16777), (0.29, 10, 2), (1, 7, 7)])
+@pytest.mark.parametrize(("ratio", "d", "k"), [(0.001, 1000, 1), (0.001, 16777216, 16777), (0.29, 10, 2), (1.0, 7, 7)])
 def test_ratio_means_floor_and_at_least_one(ratio, d, k):
     like = jax.ShapeDtypeStruct((d,), jnp.float32)
     for compressor in (jc.top_k(ratio), jc.rand_k(ratio)):
