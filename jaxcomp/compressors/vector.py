@@ -144,8 +144,8 @@ def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], i
         return lambda d: min(int(k), d)
     if isinstance(ratio, numbers.Integral) and ratio >= 1:
         raise ValueError(
-            f"{name}: ratio must be in (0, 1], a share of the entries; got the integer {ratio}. Say k={ratio} to keep so "
-            "many (top_k, rand_k), or ratio=1.0 for all of them"
+            f"{name}: ratio must be in (0, 1], a share of the entries; got the integer {ratio}. Say k={ratio} to keep "
+            "so many (top_k, rand_k), or ratio=1.0 for all of them"
         )
     if not isinstance(ratio, numbers.Real) or not 0 < ratio <= 1:
         raise ValueError(f"{name}: ratio must be in (0, 1]; got {ratio}")
