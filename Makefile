@@ -15,9 +15,9 @@ demo: $(VENV)/experiments.done
 test: $(VENV)/dev.done lint
 	$(BIN)/python -m pytest -n $(or $(WORKERS),2)
 
-# The same with the tests marked slow: experiments of single papers, more variants of each row.
+# The same with the tests marked slow: experiments of single papers, more variants of each row; compiled as users do.
 test-all: $(VENV)/dev.done lint
-	$(BIN)/python -m pytest -n $(or $(WORKERS),2) -m ""
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -n $(or $(WORKERS),2) -m ""
 
 lint: $(VENV)/dev.done
 	$(BIN)/ruff check .

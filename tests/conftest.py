@@ -15,6 +15,8 @@ os.environ["XLA_FLAGS"] = (
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Its new way to emit fusions takes a quarter of the tests' time. Later releases have no other, and run as they are.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+# Half of what is left of compiling is LLVM's. `make test-all` has it optimize, as users do.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 import jax
 import pytest
 
@@ -61,6 +63,15 @@ def pytest_unconfigure():
 @pytest.fixture
 def seed(request) -> int:
     return request.config.getoption("--seed")
+
+
+@pytest.fixture
+def optimized():
+    """LLVM optimizes: how products and sums of one expression are rounded depends on it."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
