@@ -86,6 +86,7 @@ from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes
 from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.planning import plan
+from jaxcomp.plan.recommend import recommend
 from jaxcomp.transforms import (
     compressed_mean,
     demo,
@@ -164,6 +165,7 @@ __all__ = [
     "precondition",
     "prox",
     "rand_k",
+    "recommend",
     "redistribute",
     "replicas",
     "rotate",

@@ -1,4 +1,4 @@
-"""`jaxcomp smoothness DATA ...`: the preprocessing pass on the command line."""
+"""`jaxcomp smoothness DATA ...`: the preprocessing pass on the command line; `jaxcomp plan`: what to exchange."""
 
 import argparse
 import sys
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxcomp.plan import command as plan
 from jaxcomp.smoothness.estimate import FORMS, LOSSES
 from jaxcomp.smoothness.preprocess import mean_lambda_max, preprocess
 from jaxcomp.smoothness.sources import SPLITS, open_source
@@ -39,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     s.add_argument("--concentration", type=float, default=0.5, help="of the dirichlet split")
     s.add_argument("--labels", default=None, help="labels (.npy), in place of those in the data")
     s.add_argument("--num-features", type=int, default=None, help="of LIBSVM text; without it the largest index")
+    plan.add_parser(commands)
     return p
 
 
@@ -64,6 +66,13 @@ class Bar:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; errors fit on one line."""
     o = parser().parse_args(arguments)
+    if o.command == "plan":
+        try:
+            print(plan.run(o))
+        except (ValueError, OSError) as error:
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
+        return 0
     bar = Bar()
     start = time.perf_counter()
     try:

@@ -1,0 +1,78 @@
+"""`jaxcomp plan ...`: a recommendation for a link, or the plan in a file that was measured, on the command line."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+__all__ = ["add_parser", "run"]
+
+UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def rate(text: str) -> float:
+    """10mbit, 1gbit, ... in bytes per second."""
+    lower = text.lower()
+    for unit in sorted(UNITS, key=len, reverse=True):
+        number = lower.removesuffix(unit)
+        if number != lower:
+            try:
+                value = float(number)
+            except ValueError:
+                break
+            if value > 0:
+                return value * UNITS[unit] / 8
+    raise argparse.ArgumentTypeError(f"must be a rate such as 100mbit or 10gbit; got {text!r}")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command."""
+    p = commands.add_parser(
+        "plan",
+        help="which exchange makes the fastest step on a link",
+        description="Prints bytes, expected error and time of each way to exchange gradients, and which is fastest; it "
+        "may be a dense one. Without --facts nothing is measured; jc.plan measures, and writes such a file.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("--parameters", type=float, default=1e7, help="entries of the gradient")
+    p.add_argument("--workers", type=int, default=4, help="that exchange gradients")
+    p.add_argument("--rate", type=rate, default="100mbit", help="of a worker's link")
+    p.add_argument("--latency", type=float, default=1e-3, help="of a message, in seconds")
+    p.add_argument("--gradient", type=float, default=0.0, help="seconds of loss and gradient in a step")
+    p.add_argument("--max-error", type=float, default=None, help="share of |x|^2 that a message may lose")
+    p.add_argument("--facts", type=Path, default=None, help="file that jc.plan(..., cache=FILE) has written")
+
+
+def run(o: argparse.Namespace) -> str:
+    """What is printed.
+
+    Raises:
+        ValueError, OSError: options out of range, or a file that is none of a plan.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxcomp.exchange.links import Link
+    from jaxcomp.plan import facts as files
+    from jaxcomp.plan.advise import choose, predicted, table, verdict
+    from jaxcomp.plan.candidates import default_candidates
+    from jaxcomp.plan.recommend import recommend
+
+    if not 1 <= o.parameters < 2**40:
+        raise ValueError(f"--parameters must be in [1, 2^40); got {o.parameters:g}")
+    if o.facts is None:
+        like = jax.ShapeDtypeStruct((int(o.parameters),), jnp.float32)
+        link = Link(o.latency, o.rate)
+        return str(recommend(like, workers=o.workers, link=link, gradient=o.gradient, max_error=o.max_error))
+    facts = files.from_text(o.facts.read_text(), str(o.facts))
+    like = jax.ShapeDtypeStruct((int(facts.about["entries"]),), jnp.float32)
+    axis = next(iter(facts.fits)) if facts.fits else "data"
+    known = [each for each in default_candidates() if each.name in facts.about["candidates"]]
+    if not known:
+        raise ValueError("its candidates are not those that this command knows by name; call jc.plan with them")
+    names = axis.split(",")
+    rows = [
+        predicted(each, facts, like, names[0] if len(names) == 1 else tuple(names), max_error=o.max_error)
+        for each in known
+    ]
+    chosen = choose(rows)
+    return f"{table(rows, chosen)}\n\n{verdict(rows, chosen)}"
