@@ -4,6 +4,7 @@
 2. Population counts and their running sum give the rank of the first entry of each word.
 3. Each non-empty word writes its number at that rank (a scatter of d/32 words, unique targets,
    so deterministic everywhere); a running maximum spreads it to the ranks that follow.
+   Where there are few ranks this is done for blocks of 16 words, within which each rank finds its word by halvings.
 4. Within its word each rank finds its bit by five halvings.
 
 Cost O(d + capacity): the d entries are read once, everything else touches d/32 words.
@@ -37,6 +38,7 @@ __all__ = [
 Array = jax.Array
 U32 = jnp.uint32
 I32 = jnp.int32
+FAN = 16  # words of a block; a power of two
 SAMPLED = 128  # entries of the sample that `largest` expects above its threshold
 
 
@@ -84,14 +86,25 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
     """
     if capacity == 0 or words.shape[0] == 0:
         return jnp.full((capacity,), size, I32), count_words(words)
-    counts = lax.population_count(words).astype(I32)
+    # Of few places each looks for its word in a block of words; of many, one for each word is found at once.
+    fan = FAN if FAN * capacity <= words.shape[0] else 1
+    blocks = -(-words.shape[0] // fan)
+    words = jnp.pad(words, (0, fan * blocks - words.shape[0]))
+    halves = [lax.population_count(words).astype(I32).reshape(blocks, fan)]
+    while halves[-1].shape[1] > 1:
+        halves.append(halves[-1][:, 0::2] + halves[-1][:, 1::2])
+    counts = halves.pop()[:, 0]
     ends = jnp.cumsum(counts, dtype=I32)
     starts = ends - counts
-    number = lax.iota(I32, words.shape[0])
+    number = lax.iota(I32, blocks)
     first = jnp.zeros((capacity,), I32).at[jnp.where(counts > 0, starts, capacity)].set(number, mode="drop")
-    word = lax.cummax(first)
-    rank = lax.iota(I32, capacity)
-    index = 32 * word + _bit_of_rank(words[word], rank - starts[word])
+    word, rank = lax.cummax(first), lax.iota(I32, capacity)
+    left = rank - starts[word]
+    for half in reversed(halves):
+        below = half.reshape(-1)[2 * word]
+        upper = left >= below
+        word, left = 2 * word + upper.astype(I32), jnp.where(upper, left - below, left)
+    index = 32 * word + _bit_of_rank(words[word], left)
     return jnp.where(rank < ends[-1], index, size), ends[-1]
 
 
