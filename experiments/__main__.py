@@ -30,7 +30,10 @@ EXPERIMENTS = {
     "overlap": ("experiments.overlap", "buckets: exchanges that may start while the backward pass still runs"),
     "layouts": ("experiments.layouts", "which vectors a tree should become: one, each leaf, or equal chunks"),
     "local": ("experiments.local", "many steps at each worker, then one compressed exchange of their differences"),
-    "plan": ("the planner in the network laboratory: its advice, and what it costs against the best",),
+    "plan": (
+        "experiments.plan",
+        "the planner in the network laboratory: its advice, and its regret",
+    ),
     "scale": ("experiments.scale", "routes among up to 16,384 workers, by formula: bytes, memory, seconds"),
     "bench": ("experiments.bench", "benchmarks of the hot paths"),
 }

@@ -25,7 +25,7 @@ from jaxcomp.plan.watch import Watch
 from jaxcomp.transforms.meshes import find_mesh
 from jaxcomp.transforms.value_and_grad import value_and_grad, worker_value_and_grad
 
-__all__ = ["Plan", "plan", "step_of"]
+__all__ = ["Plan", "plan", "plan_on", "step_of"]
 
 BUDGET = 90.0  # seconds of measuring
 MOST_ENTRIES = 2**21  # of a message whose encoding is measured
@@ -149,21 +149,40 @@ def plan(
     clock = Clock(found, BUDGET if budget is None else budget)
     if int(np.prod([found.shape[name] for name in axis])) == 1:
         return _alone(candidates)
-    params = jax.tree.map(lambda x: _placed(x, found), params)
-    like = jax.tree.map(_at_device, params)
-    sizes = {name: int(found.shape[name]) for name in found.axis_names}
     own = axis[0] if len(axis) == 1 else axis
-    sent = {each.name: collectives_of(each, like, own, sizes) for each in candidates}
-    about = _about(found, like, candidates, sizes)
+    return plan_on(clock, loss, params, batch, own, candidates, cache, max_error, tried, show)
+
+
+def plan_on(
+    clock: Clock,
+    loss: Callable[..., Any],
+    params: Any,
+    batch: tuple,
+    axis: Any,
+    candidates: list[Candidate],
+    cache: str | Path | None = None,
+    max_error: float | None = None,
+    tried: int = TRIED,
+    show: Callable[[str], None] = lambda _: None,
+    thorough: bool = False,
+) -> Plan:
+    """`plan` with a clock that keeps compiled programs for the next plan. thorough: measures the work of all."""
+    mesh = clock.mesh
+    params = jax.tree.map(lambda x: _placed(x, mesh), params)
+    like = jax.tree.map(_at_device, params)
+    sizes = {name: int(mesh.shape[name]) for name in mesh.axis_names}
+    trace = lambda: {each.name: collectives_of(each, like, axis, sizes) for each in candidates}
+    sent = clock.keep(("sent", loss, axis, tuple(each.name for each in candidates)), trace)
+    about = _about(mesh, like, candidates, sizes)
     text = clock.broadcast(files.read(cache) if cache is not None and jax.process_index() == 0 else None)
     known = files.from_text(text, str(cache)) if text else None
     if known is None or dict(known.about) != about:
-        known = _measured(clock, loss, params, batch, like, own, candidates, sent, about, show)
+        known = _measured(clock, loss, params, batch, like, axis, candidates, sent, about, show, thorough)
         if cache is not None and jax.process_index() == 0:
             files.write(cache, known)
-    rows = [predicted(each, known, like, own, collectives=sent[each.name], max_error=max_error) for each in candidates]
+    rows = [predicted(each, known, like, axis, collectives=sent[each.name], max_error=max_error) for each in candidates]
     if tried and clock.left() > 0:
-        rows = _tried(clock, rows, loss, params, batch, found, own, tried, show)
+        rows = _tried(clock, rows, loss, params, batch, mesh, axis, tried, show)
     chosen = choose(rows)
     return Plan(tuple(rows), chosen, known, verdict(rows, chosen))
 
@@ -324,9 +343,13 @@ def step_of(
     """Measured seconds of loss, gradient and exchange."""
     levels = candidate.algorithm
     given = (None, mesh, levels) if isinstance(levels, Mapping) else (levels, mesh, axis)
-    grad_fn = value_and_grad(loss, *given, **candidate.options)
-    held = {"state": grad_fn.init(params)}
-    step = jax.jit(lambda params, state, *batch: grad_fn(params, state, *batch), donate_argnums=1)
+
+    def make():
+        grad_fn = value_and_grad(loss, *given, **candidate.options)
+        step = jax.jit(lambda params, state, *batch: grad_fn(params, state, *batch), donate_argnums=1)
+        return step, {"state": grad_fn.init(params)}
+
+    step, held = clock.keep(("step", loss, candidate.name), make)
 
     def run():
         out = step(params, held["state"], *batch)

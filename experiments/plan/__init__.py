@@ -1,0 +1,120 @@
+"""The planner in the network laboratory: what it advises, and what its advice costs against the best candidate.
+
+One process for each worker, each on a host of its own (`experiments.netlab`). `plan` makes a plan for each cell of a
+grid and prints its table: rates, numbers of workers, model sizes, load on one worker. `plan regret` then runs every
+candidate in each cell, too. Written to runs/NAME: config.json, results.json (a row for each cell, as soon as it is
+done), and by `plan regret` table.md and regret.png.
+"""
+
+import argparse
+import contextlib
+import itertools
+import json
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.cli import Parser, at_least, choose_new, one_thread, positive
+from experiments.netlab import laboratory, rate_name, rate_of
+from experiments.pool import Pool
+
+__all__ = ["main"]
+
+
+def parser() -> Parser:
+    p = Parser(prog="python -m experiments plan", description=(__doc__ or "").split("\n\n")[0])
+    p.add_argument(
+        "what", nargs="?", choices=("advise", "regret"), default="advise", help="one plan, or a grid of them"
+    )
+    rates = ["10mbit", "100mbit", "1gbit", "none"]
+    p.add_argument(
+        "--rates", type=rate_of, nargs="+", default=rates, metavar="RATE", help="of the links; none: no limit"
+    )
+    p.add_argument("--workers", type=at_least(2), nargs="+", default=[2, 4], metavar="N", help="processes")
+    p.add_argument(
+        "--sizes", type=at_least(1000), nargs="+", default=[100_000, 400_000], metavar="D", help="parameters"
+    )
+    p.add_argument("--loads", type=int, choices=(0, 1), nargs="+", default=[0, 1], help="1: one worker's core is busy")
+    p.add_argument("--batch", type=at_least(1), default=16, help="examples of each worker in a step")
+    p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure")
+    p.add_argument("--tried", type=at_least(0), default=2, help="candidates that it runs besides the best dense one")
+    p.add_argument("--rounds", type=at_least(2), default=9, help="steps of each candidate; the median counts")
+    p.add_argument("--all", action="store_true", help="all default candidates, in place of six")
+    p.add_argument("--name", default=None, help="folder under --runs; without it the next free plan-N")
+    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    p.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    p.add_argument("--address", default=None, help=argparse.SUPPRESS)
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    o = parser().parse_args(arguments)
+    if o.worker is not None:
+        from experiments.plan.worker import work
+
+        work(o.address, o.workers[0], o.worker)
+        return 0
+
+    from rich.console import Console
+
+    from experiments.plan.results import report
+
+    o.rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in o.rates]
+    console = Console(width=None if sys.stdout.isatty() else 170)
+    folder = choose_new(o.runs, o.name, "plan")
+    one_thread()
+    folder.mkdir(parents=True)
+    described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(o).items()}
+    (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in cells(o, console):
+            rows.append(row)
+            (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+            if o.what == "advise":
+                where = f"{row['workers']} workers, {row['entries']:,} parameters, {rate_name(row['rate'])}"
+                console.print(f"\n{where}\n{row['table']}\n\n{row['verdict']}", highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; {folder} has what was measured")
+        return 130
+    if o.what == "regret":
+        report(console, rows, folder)
+    return 0
+
+
+def cells(o: Any, console: Any) -> Iterator[dict[str, Any]]:
+    """A row for each cell. Programs are compiled once for each size and number of workers."""
+    for workers in dict.fromkeys(o.workers):
+        with laboratory(workers) as lab, pool_in(lab) as pool:
+            pool.hear()
+            for size in dict.fromkeys(o.sizes):
+                lab.shape()
+                entries = pool.ask(what="task", size=size, batch=o.batch, all_candidates=o.all)[0]
+                for load, rate in itertools.product(dict.fromkeys(o.loads), dict.fromkeys(o.rates)):
+                    pool.ask(what="load", on=bool(load))
+                    lab.shape(rate)
+                    with contextlib.ExitStack() as undo:
+                        undo.callback(lambda: pool.ask(what="load", on=False))
+                        row = {"workers": workers, "entries": entries, "rate": rate, "load": load}
+                        row |= pool.ask(1800.0, what="plan", seconds=o.seconds, tried=o.tried)[0]
+                        if o.what == "regret":
+                            row["measured"] = pool.ask(1800.0, what="run", seconds=o.seconds, rounds=o.rounds)[0]
+                            best = min(row["measured"], key=row["measured"].get)
+                            said = f"advised {row['chosen']}, best {best}"
+                            where = f"{workers} workers, {entries:,}, {rate_name(rate)}, load {load}"
+                            console.print(f"{where}: {said}", highlight=False)
+                    yield row
+
+
+def pool_in(lab: Any) -> Pool:
+    """A worker on each host."""
+    from experiments.network import SETTINGS
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"{lab.addresses[0]}:{probe.getsockname()[1]}"
+    more = ["plan", "--workers", str(len(lab.prefixes)), "--address", address, "--worker"]
+    words = [[*prefix, sys.executable, "-m", "experiments", *more, str(i)] for i, prefix in enumerate(lab.prefixes)]
+    return Pool(words, {"JAX_PLATFORMS": "cpu", **SETTINGS})

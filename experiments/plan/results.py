@@ -1,0 +1,122 @@
+"""Regret of each cell and errors of predictions: table and plot."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.netlab import rate_name
+from jaxcomp.plan.predict import regret
+
+__all__ = ["report", "summary"]
+
+MATTERS = 0.10  # regret, and by how much dense must be best for the cell to count as one of its own
+
+
+def regret_of(row: dict[str, Any], choice: str) -> float:
+    """What the chosen candidate took more than the fastest, as a share of the fastest."""
+    return regret(row["measured"][row[choice]], list(row["measured"].values()))
+
+
+def dense_is_best(row: dict[str, Any]) -> bool:
+    """Whether every compressed candidate took more than 10 % longer than the best dense one."""
+    dense = min(row["measured"][name] for name in row["dense"])
+    others = [seconds for name, seconds in row["measured"].items() if name not in row["dense"]]
+    return dense * (1 + MATTERS) < min(others)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Of all cells. errors: |predicted - measured| / measured, of all candidates in all cells.
+
+    within: share of the cells whose regret is at most 10 %; alone: the same of the choice by prediction alone.
+    """
+    errors = [
+        abs(row["predicted"][name]["total"] / seconds - 1) for row in rows for name, seconds in row["measured"].items()
+    ]
+    own = [row for row in rows if dense_is_best(row)]
+    return {
+        "cells": len(rows),
+        "within": float(np.mean([regret_of(row, "chosen") <= MATTERS for row in rows])),
+        "alone": float(np.mean([regret_of(row, "alone") <= MATTERS for row in rows])),
+        "worst": max(regret_of(row, "chosen") for row in rows),
+        "median_error": float(np.median(errors)),
+        "error_90": float(np.percentile(errors, 90)),
+        "dense_cells": len(own),
+        "dense_advised": sum(row["chosen"] in row["dense"] for row in own),
+    }
+
+
+def report(console: Any, rows: list[dict[str, Any]], folder: Path) -> None:
+    """Prints and keeps the table, and draws the plot."""
+    from experiments.report import show
+
+    cells = []
+    for row in rows:
+        best = min(row["measured"], key=row["measured"].get)
+        errors = [abs(row["predicted"][name]["total"] / seconds - 1) for name, seconds in row["measured"].items()]
+        cells.append(
+            [
+                str(row["workers"]),
+                f"{row['entries']:,}",
+                rate_name(row["rate"]),
+                str(row["load"]),
+                row["chosen"],
+                row["alone"],
+                best,
+                f"{1e3 * row['measured'][best]:.1f}",
+                f"{1e3 * min(row['measured'][name] for name in row['dense']):.1f}",
+                f"{100 * regret_of(row, 'chosen'):.1f}",
+                f"{100 * np.median(errors):.0f}",
+                "dense" if dense_is_best(row) else "",
+            ]
+        )
+    s = summary(rows)
+    notes = f"""\
+Advised: after trying; predicted: by prediction alone. {s["cells"]} cells: regret at most 10 % in {s["within"]:.0%}
+({s["alone"]:.0%} by prediction alone), at most {s["worst"]:.0%}. Predicted against measured seconds per step, all
+candidates and cells: median error {s["median_error"]:.0%}, 90th percentile {s["error_90"]:.0%}. Dense is best by more
+than 10 % in {s["dense_cells"]} cells, and was advised in {s["dense_advised"]} of these."""
+    head = [
+        "workers",
+        "entries",
+        "rate",
+        "load",
+        "advised",
+        "predicted best",
+        "best",
+        "best ms",
+        "dense ms",
+        "regret %",
+    ]
+    head += ["error %", "best by 10 %"]
+    show(
+        console, f"{folder.name}: the planner's choice against all candidates", head, cells, notes, folder / "table.md"
+    )
+    console.print(str(draw(rows, folder / "regret.png")), highlight=False)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> Path:
+    from experiments.plots import LINES, new_figure, save
+
+    figure, (left, right) = new_figure(2)
+    names = list(rows[0]["measured"])
+    for number, name in enumerate(names):
+        points = [(row["measured"][name], row["predicted"][name]["total"]) for row in rows]
+        look = {**LINES[number], "linestyle": "none", "markersize": 4}
+        left.plot(*zip(*points, strict=True), label=name, **look)
+    every = [row["measured"][name] for row in rows for name in names]
+    ends = [min(every), max(every)]
+    left.plot(ends, ends, color="0.3", linewidth=1)
+    left.fill_between(ends, [0.75 * x for x in ends], [1.25 * x for x in ends], color="0.85", label="25 %")
+    left.set(xscale="log", yscale="log", xlabel="measured s/step", ylabel="predicted s/step")
+    left.legend(fontsize=7)
+    for choice, look in (("chosen", LINES[1]), ("alone", LINES[2])):
+        values = sorted(100 * regret_of(row, choice) for row in rows)
+        shares = [100 * (i + 1) / len(values) for i in range(len(values))]
+        label = "after trying" if choice == "chosen" else "by prediction alone"
+        right.step(values, shares, where="post", label=label, color=look["color"], linestyle=look["linestyle"])
+    right.axvline(10, color="0.4", linewidth=1)
+    right.set(xlabel="regret, %", ylabel="cells at most so far from the best, %", ylim=(0, 102))
+    right.legend(fontsize=8)
+    save(figure, path)
+    return path

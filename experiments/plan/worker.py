@@ -1,0 +1,115 @@
+"""One worker of the planner's laboratory: plans, and runs every candidate, on a host of its own."""
+
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.pool import answer, note, or_die, requests
+from jaxcomp.plan.candidates import default_candidates
+from jaxcomp.plan.clock import Clock
+from jaxcomp.plan.planning import plan_on, step_of
+
+__all__ = ["CANDIDATES", "work"]
+
+# Of the grid: dense ones, and one for each kind of message.
+CANDIDATES = ("f32", "bf16:two_shot", "dithering(7):two_shot", "sign+ef:two_shot", "sidco(0.01)+ef", "sidco(0.001)+ef")
+BUSY = "while True: pass"
+
+
+def work(address: str, workers: int, number: int) -> None:
+    """Joins the others and serves requests until there are no more."""
+    with or_die():
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(address, workers, number)
+        task: Task | None = None
+        answer("ready")
+        for request in requests():
+            what = request.pop("what")
+            if what == "task":
+                task = Task(number, **request)
+                answer(task.entries)
+            elif task is not None:
+                answer({"plan": task.plan, "run": task.run, "load": task.load}[what](**request))
+
+
+class Task:
+    """A multilayer perceptron of about so many parameters, on random examples."""
+
+    def __init__(self, number: int, size: int, batch: int, all_candidates: bool):
+        from experiments.network.mesh import Workers
+
+        self.number, self.busy = number, None
+        workers = Workers()
+        width = max(int(np.sqrt(size)), 8)
+        rng = np.random.default_rng(size)
+        shapes = {"a": (64, width), "b": (width, max((size - 80 * width) // width, 8)), "c": (0, 16)}
+        shapes["c"] = (shapes["b"][1], 16)
+        params = {
+            name: (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32) for name, shape in shapes.items()
+        }
+        self.entries = sum(leaf.size for leaf in params.values())
+        self.params = workers.replicate(params)
+        own = np.random.default_rng([number, size])
+        x, y = own.standard_normal((batch, 64)).astype(np.float32), own.standard_normal((batch, 16)).astype(np.float32)
+        self.batch = (workers.own(x), workers.own(y))
+        self.clock = Clock(workers.mesh, 60.0)
+        self.candidates = [each for each in default_candidates() if all_candidates or each.name in CANDIDATES]
+
+    @staticmethod
+    def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        hidden = jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"])
+        return jnp.mean(jnp.square(hidden @ params["c"] - y))
+
+    def plan(self, seconds: float, tried: int, thorough: bool = True) -> dict[str, Any]:
+        """Predicted seconds of every candidate, and what is advised: by prediction alone, and after trying."""
+        self.clock.restart(seconds)
+        show = note if self.number == 0 else lambda _: None
+        from jaxcomp.plan.advise import choose
+
+        found = plan_on(
+            self.clock, self.loss, self.params, self.batch, "data", self.candidates, None, None, tried, show, thorough
+        )
+        alone = choose([row._replace(measured=None) for row in found.rows])
+        links = {
+            kind: {"latency": fit.latency, "per_byte": fit.per_byte, "covariance": fit.covariance}
+            for kind, fit in found.facts.fits["data"].items()
+        }
+        return {
+            "predicted": {row.candidate.name: row.parts._asdict() for row in found.rows},
+            "dense": [row.candidate.name for row in found.rows if row.candidate.dense],
+            "alone": alone.candidate.name,
+            "chosen": found.chosen.candidate.name,
+            "verdict": found.verdict,
+            "table": found.table,
+            "overlap": found.facts.overlap,
+            "links": links,
+        }
+
+    def run(self, seconds: float, rounds: int) -> dict[str, float]:
+        """Measured seconds of every candidate, each twice, in turn and in turn backwards; the mean of the two."""
+        self.clock.restart(seconds)
+        times: dict[str, list[float]] = {each.name: [] for each in self.candidates}
+        share = seconds / len(self.candidates) / 2
+        for order in (self.candidates, self.candidates[::-1]):
+            for each in order:
+                if self.number == 0:
+                    note(f"running {each.name}")
+                step = step_of(
+                    self.clock, each, self.loss, self.params, self.batch, self.clock.mesh, "data", share, rounds
+                )
+                times[each.name].append(step)
+        return {name: float(np.mean(both)) for name, both in times.items()}
+
+    def load(self, on: bool) -> bool:
+        """Keeps a core of the first worker's busy, or stops that."""
+        if self.number == 0 and on and self.busy is None:
+            self.busy = subprocess.Popen([sys.executable, "-c", BUSY])
+        elif not on and self.busy is not None:
+            self.busy.kill()
+            self.busy.wait()
+            self.busy = None
+        return on
