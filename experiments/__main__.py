@@ -24,7 +24,7 @@ EXPERIMENTS = {
     "quantizers": ("experiments.quantizers", "error of a mean against bits: block scales, rotations, releases"),
     "dagc": ("experiments.dagc", "rules for a ratio per worker, against each other and against uniform"),
     "network": ("experiments.network", "dense against compressed exchanges over slow links, in network namespaces"),
-    "federated": ("experiments.federated", "a server and clients as processes; messages as long as their ratio"),
+    "federated": ("experiments.federated", "members who come and go, on Flower; messages as long as their ratio"),
     "smoothness": ("experiments.smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),
     "sharded": ("experiments.sharded", "sharded models: each device compresses its shard, and what crosses which axis"),
     "overlap": ("experiments.overlap", "buckets: exchanges that may start while the backward pass still runs"),
@@ -35,7 +35,6 @@ EXPERIMENTS = {
         "the planner in the network laboratory: its advice, and its regret",
     ),
     "scale": ("experiments.scale", "routes among up to 16,384 workers, by formula: bytes, memory, seconds"),
-    "workers": ("experiments.workers", "1,024 simulated workers: error feedback, DIANA, EF21, DAGC, local updates"),
     "bench": ("experiments.bench", "benchmarks of the hot paths"),
 }
 

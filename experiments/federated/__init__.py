@@ -1,16 +1,22 @@
-"""Federated learning between processes: a server, and clients whose messages are as long as their ratio.
+"""Federated learning on Flower: members come and go, and messages are as long as their ratio.
 
-Starts a gRPC server and one process for each client on this machine. Each round the server sends its
-model to the chosen clients; each trains on its own data, adds what it could not send before, and
-sends the largest entries of the change that its ratio allows. Ratios follow the data volumes of the
-clients of the round (DAGC), so every round has the same budget.
-Writes to runs/NAME: config.json, metrics.jsonl (a line for each round), table.md, federated.png.
+Each round the clients that are there train on their own data, add what they could not send before, and
+send the largest entries of the change that their ratio allows. Ratios follow the data volumes of the
+clients of the round (DAGC), so every round has the same budget for each client. The server sends
+compressed differences of the model down. Clients die, leave and join on the way (--changes); hostile
+ones send nonsense (--hostile).
+By default in Flower's simulation; with --processes a SuperLink and a SuperNode for each client, over TLS,
+with a key for each node. Needs the extra "federated" (Flower), in an environment of its own: it pins
+older versions of what other extras need.
+Writes to runs/NAME: config.json, metrics.jsonl (a line for each round), clients.json, table.md, federated.png.
 """
 
+import importlib.util
 import json
-import subprocess
+import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,12 +31,9 @@ from experiments.cli import (
     one_thread,
     positive,
     rule_of,
-    share,
 )
 
 __all__ = ["main"]
-
-RESTARTS = 3  # of a client that dies again and again before it is ready
 
 
 def parser() -> Parser:
@@ -41,19 +44,24 @@ def parser() -> Parser:
     p.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
     p.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --data mnist")
     p.add_argument("--model", choices=MODELS, default="mlp", help="architecture")
-    p.add_argument("--clients", type=at_least(1), default=4, help="client processes")
+    p.add_argument("--clients", type=at_least(2), default=6, help="clients, hostile ones among them")
     p.add_argument("--skew", type=one_or_more, default=100.0, help="largest data volume over the smallest")
     p.add_argument("--alpha", type=positive, default=1.0, help="Dirichlet parameter of the label mixes")
     p.add_argument("--rule", type=rule_of, default="sqrt", help="sqrt, phi, released, uniform, or an exponent")
     p.add_argument("--ratio", type=fraction, default=0.01, help="mean ratio of the clients")
+    p.add_argument("--down", type=fraction, default=0.05, help="share of the entries that an update of the model has")
     p.add_argument("--rounds", type=at_least(1), default=40, help="rounds")
     p.add_argument("--local-steps", type=at_least(1), default=10, help="SGD steps of a client in a round")
     p.add_argument("--batch", type=at_least(1), default=32, help="examples of a step")
     p.add_argument("--lr", type=positive, default=0.1, help="learning rate of the local steps")
-    p.add_argument("--participation", type=fraction, default=1.0, help="share of the clients asked in a round")
-    p.add_argument("--dropout", type=share, default=0.0, help="chance that a client's process dies in a round")
-    p.add_argument("--garbage", type=at_least(0), default=0, help="clients that send nonsense, the last ones")
+    p.add_argument("--participation", type=fraction, default=1.0, help="share of the clients there asked in a round")
+    p.add_argument("--changes", type=at_least(0), default=0, help="random deaths, leaves and joins in the run")
+    p.add_argument("--hostile", type=at_least(0), default=0, help="clients that send nonsense, the last ones")
+    p.add_argument("--late", choices=("use", "drop"), default="use", help="what becomes of answers after the deadline")
     p.add_argument("--deadline", type=positive, default=30.0, help="seconds until a round goes on without the rest")
+    p.add_argument(
+        "--processes", action="store_true", help="SuperLink and SuperNodes as processes, instead of simulated"
+    )
     p.add_argument("--seed", type=at_least(0), default=0, help="of data, model and choices")
     p.add_argument("--name", default=None, help="folder under --runs; without it the next free federated-N")
     p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
@@ -64,165 +72,176 @@ def main(arguments: Sequence[str]) -> int:
     one_thread()
     options = vars(parser().parse_args(arguments))
     name, runs = options.pop("name"), options.pop("runs")
-    if options["garbage"] >= options["clients"]:
-        raise UserError(f"--garbage {options['garbage']} leaves none of {options['clients']} clients to learn from")
-    folder = choose_new(runs, name, "federated")
+    if options["clients"] - options["hostile"] < 2:
+        raise UserError(
+            f"--hostile {options['hostile']} leaves fewer than 2 of {options['clients']} clients to learn from"
+        )
+    folder = choose_new(runs.absolute(), name, "federated")
+    needed = ("flwr",) if options["processes"] else ("flwr", "ray")
+    missing = [module for module in needed if importlib.util.find_spec(module) is None]
+    if missing:
+        raise UserError(
+            f'{", ".join(missing)} not installed; in an environment of its own: pip install "jaxcomp[federated]"'
+        )
 
-    from experiments.data import load
+    from experiments.federated.plan import plan_of
 
-    data = load(options["data"], options["data_dir"])
     (folder / "clients").mkdir(parents=True)
-    config = options | {"data_dir": str(options["data_dir"].absolute()) if options["data_dir"] else None}
+    data_dir = str(options["data_dir"].absolute()) if options["data_dir"] else None
+    chosen = (options[key] for key in ("clients", "hostile", "rounds", "changes", "seed"))
+    config = options | {"data_dir": data_dir, "plan": plan_of(*chosen)._asdict()}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    run(options, data, folder)
+    start = time.perf_counter()
+    restarts = run(config, folder)
+    report(config, folder, restarts, time.perf_counter() - start)
     return 0
 
 
-class Clients:
-    """The client processes; one that dropped out is started again."""
+def run(config: dict[str, Any], folder: Path) -> int:
+    """Returns how often processes were started again."""
+    from experiments.federated.deploy import Federation, environment
 
-    def __init__(self, number: int, port: int, folder: Path):
-        self.port, self.folder = port, folder
-        self.starts, self.failures = [-1] * number, [0] * number
-        self.processes: list[subprocess.Popen] = []
-        self.processes = [self.start(i) for i in range(number)]
+    os.environ |= environment(folder)
+    os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
+    seen = 0
 
-    def start(self, number: int) -> subprocess.Popen:
-        self.starts[number] += 1
-        words = [sys.executable, "-m", "experiments.federated.client", "--number", str(number)]
-        words += ["--port", str(self.port), "--config", str(self.folder / "config.json")]
-        words += ["--start", str(self.starts[number])]
-        with self.log(number).open("a") as log:
-            return subprocess.Popen(words, stdout=log, stderr=log)
+    def look() -> None:
+        nonlocal seen
+        for line in rounds_of(folder)[seen:]:
+            seen += 1
+            who = f"{line['used']} of {line['asked']} used, {line['missing']} missing"
+            print(f"round {line['number']}: accuracy {line['accuracy']:.3f}, {who}", flush=True)
 
-    def log(self, number: int) -> Path:
-        return self.folder / "clients" / f"client-{number}.log"
+    if config["processes"]:
+        with Federation(folder, config["clients"]) as federation:
+            federation.run(look, 120 + config["rounds"] * (config["deadline"] + 30))
+            return federation.restarts
+    import logging
 
-    @property
-    def restarts(self) -> int:
-        return sum(self.starts)
+    from flwr.simulation import run_simulation  # pyright: ignore[reportMissingImports]
 
-    def look_after(self, ready: set[int]) -> None:
-        """Starts those again that are gone, and takes them out of `ready`.
+    from experiments.federated.app import client, server
 
-        Raises:
-            UserError: one has died RESTARTS + 1 times in a row before it was ready.
-        """
-        gone = [i for i, process in enumerate(self.processes) if process.poll() not in (None, 0)]
-        for i in gone:
-            self.failures[i] = 0 if i in ready else self.failures[i] + 1
-            if self.failures[i] > RESTARTS:
-                last = self.log(i).read_text(errors="replace").strip().splitlines()[-1:]
-                why = f"its log ends: {last[0]}" if last else f"exit status {self.processes[i].poll()}"
-                raise UserError(f"client {i} died {self.failures[i]} times before it was ready; {why}")
-            ready.discard(i)
-            self.processes[i] = self.start(i)
-
-    def stop(self, ready: set[int], seconds: float = 20.0) -> None:
-        """Ends those that are not ready, as they will not hear of it; waits for the others."""
-        end = time.monotonic() + seconds
-        for i, process in enumerate(self.processes):
-            if i not in ready:
-                process.kill()
-            try:
-                process.wait(max(end - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    logging.getLogger("flwr").setLevel(logging.CRITICAL)
+    print(f"{config['clients']} clients in Flower's simulation; writing to {folder}", flush=True)
+    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}}
+    run_simulation(server, client, config["clients"], backend_config=resources)
+    look()
+    if not (folder / "clients.json").is_file():
+        raise UserError(f"the simulation ended before its last round; see {folder}")
+    return 0
 
 
-def run(options: dict[str, Any], data: Any, folder: Path) -> None:
-    import jax
+def rounds_of(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def report(config: dict[str, Any], folder: Path, restarts: int, seconds: float) -> None:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from experiments.federated.model import flat_model
-    from experiments.federated.server import Server
-
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    model = flat_model(options["model"], data, options["seed"])
-    test = jax.jit(model.test)
-    o = options
-    server = Server(model.start, o["clients"], o["ratio"], o["rule"], o["seed"], o["participation"])
-    clients = Clients(options["clients"], server.port, folder)
-    server.look_after = lambda: clients.look_after(server.ready)
-    lines = []
-    console.print(f"{options['clients']} clients on port {server.port}; writing to {folder}")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[now]}"),
-    )
-    try:
-        server.wait_for_clients(180.0)
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("rounds", total=options["rounds"], now="")
-            with (folder / "metrics.jsonl").open("w") as metrics:
-                for now in server.rounds(options["rounds"], options["deadline"]):
-                    loss, accuracy = (float(x) for x in test(now.vector, data.test_x, data.test_y))
-                    line = {key: value for key, value in now._asdict().items() if key != "vector"}
-                    line |= {"loss": loss, "accuracy": accuracy, "restarts": clients.restarts}
-                    lines.append(line)
-                    metrics.write(json.dumps(line) + "\n")
-                    metrics.flush()
-                    bar.update(task, completed=now.number, now=f"accuracy {accuracy:.3f}, {now.up_bytes:,} B up")
-    except TimeoutError as error:
-        raise UserError(f"{error}; see {folder / 'clients'}") from None
-    except KeyboardInterrupt:
-        console.print("interrupted")
-    finally:
-        server.stop()
-        clients.stop(server.ready)
-    if lines:
-        report(console, options, server, lines, folder)
-
-
-def report(console: Any, options: dict[str, Any], server: Any, lines: list[dict[str, Any]], folder: Path) -> None:
-    import numpy as np
-
-    from experiments.plots import LINES, new_figure, save
     from experiments.report import show
 
-    volumes = np.array([server.samples[i] for i in range(options["clients"])])
-    counts = np.array(list(server.shared_among(range(options["clients"])).values()))
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    lines, clients = rounds_of(folder), json.loads((folder / "clients.json").read_text())
     rows = [
-        [str(i), f"{n:,}", f"{k / server.vector.size:.5f}", f"{k:,}"]
-        for i, (n, k) in enumerate(zip(volumes, counts, strict=True))
+        [
+            i,
+            f"{x['volume']:,}",
+            f"{x['entries']:,}",
+            *(_number(x.get(key)) for key in ("made", "remembered", "lost")),
+            _said(x),
+        ]
+        for i, x in clients.items()
     ]
-    note = "" if server.asked == options["clients"] else "If all take part; the clients of a round share its budget."
-    show(console, "Clients", ["client", "samples", "ratio", "entries a round"], rows, note)
+    head = ["client", "samples", "entries if all are there", "|differences|", "|remembered|", "|lost|", "its answers"]
+    notes = "lost = differences made - used - remembered: the rounding of sums in f32, and nothing else."
+    show(console, "Clients", head, rows, notes)
     total = lambda key: sum(line[key] for line in lines)
+    events = Counter(event for each in config["plan"]["events"] for event in each.values())
+    refused = Counter(why.split(":")[0] for line in lines for _, why in line["refused"])
+    deaths = events["dies early"] + events["dies late"]
     row = [
-        str(options["rule"]),
         str(len(lines)),
-        f"{lines[-1]['accuracy']:.4f}",
+        f"{lines[0]['accuracy']:.3f} -> {lines[-1]['accuracy']:.3f}",
         f"{total('up_bytes') / 1e6:.3f}",
-        f"{total('down_bytes') / 1e6:.2f}",
-        str(total("accepted")),
-        str(total("rejected")),
-        str(total("missing")),
-        str(total("refused")),
-        str(total("skipped")),
-        str(lines[-1]["restarts"]),
+        f"{total('used_bytes') / 1e6:.3f}",
+        f"{total('down_bytes') / 1e6:.3f}",
+        *(str(total(key)) for key in ("asked", "used", "late", "missing")),
+        str(refused.total()),
+        str(sum(len(line["clipped"]) for line in lines)),
+        f"{deaths} / {events['leaves']} / {events['joins']}",
+        f"{seconds:.0f}",
     ]
-    head = ["rule", "rounds", "test accuracy", "MB up", "MB down", "accepted", "rejected", "missing"]
-    head += ["bad calls", "rounds skipped", "restarts"]
-    dense = 4 * server.vector.size * total("accepted")
-    notes = f"{dense / max(total('up_bytes'), 1):.0f} times fewer bytes up than dense f32; the model goes down whole."
-    if server.reasons:
-        notes += f"\nlast message refused: {server.reasons[-1]}"
-    show(console, f"Federated on {options['data']}", head, [row], notes, folder / "table.md")
-    figure, (left, right) = new_figure(2)
-    left.plot([line["number"] for line in lines], [line["accuracy"] for line in lines], **LINES[1], markersize=3)
-    left.set(xlabel="round", ylabel="test accuracy")
-    right.bar(range(len(volumes)), 8 * counts / 1e3, color=LINES[1]["color"])
-    right.set(
-        xlabel=f"client, {volumes.max():,} to {volumes.min():,} samples", ylabel="kB of values and indices a round"
+    head = [
+        "rounds",
+        "test accuracy",
+        "MB up",
+        "MB used",
+        "MB down",
+        "asked",
+        "used",
+        "late",
+        "missing",
+        "refused",
+        "clipped",
+    ]
+    head += ["deaths / leaves / joins", "seconds"]
+    size = 4 * _size(clients, folder)
+    dense_up, dense_down = size * max(total("used"), 1), size * total("asked")
+    notes = (
+        f"{dense_up / max(total('used_bytes'), 1):.0f} times fewer bytes used and "
+        f"{dense_down / max(total('down_bytes'), 1):.1f} times fewer down than dense f32, "
+        "with whole memories of who leaves and whole points of who joins."
     )
-    figure.suptitle(
-        f"{options['clients']} clients, rule {options['rule']}, mean ratio {options['ratio']:g}, "
-        f"skew {options['skew']:g}"
-    )
-    save(figure, folder / "federated.png")
+    if refused:
+        notes += "\n\nrefused: " + ", ".join(f"{kind} {count}" for kind, count in sorted(refused.items())) + "."
+    if restarts:
+        notes += f"\n\n{restarts} processes of clients were started again."
+    show(console, f"Federated on {config['data']}", head, [row], notes, folder / "table.md")
+    plot(config, lines, clients, folder)
     console.print(f"plot: {folder / 'federated.png'}")
+
+
+def _size(clients: dict[str, Any], folder: Path) -> int:
+    from jaxcomp.members import Member
+
+    points = (Member(folder / "clients" / f"client-{i}.npz").point for i in clients)
+    return next(point.size for point in points if point is not None)
+
+
+def _number(x: float | None) -> str:
+    return "-" if x is None else f"{x:.2g}"
+
+
+def _said(line: dict[str, Any]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(line["counts"].items()))
+
+
+def plot(config: dict[str, Any], lines: list[dict[str, Any]], clients: dict[str, Any], folder: Path) -> None:
+    from experiments.plots import LINES, new_figure, save
+
+    figure, (left, middle, right) = new_figure(3)
+    number = [line["number"] for line in lines]
+    left.plot(number, [line["accuracy"] for line in lines], **LINES[1], markersize=3)
+    left.set(xlabel="round", ylabel="test accuracy")
+    for j, (key, label) in enumerate((("asked", "asked"), ("used", "used"))):
+        middle.step(number, [line[key] for line in lines], where="mid", label=label, **(LINES[j + 1] | {"marker": ""}))
+    marks = {"dies": ("death", "X"), "leav": ("leave", "v"), "join": ("join", "^")}
+    for start, (label, marker) in marks.items():
+        at = [
+            t + 1 for t, now in enumerate(config["plan"]["events"]) for event in now.values() if event.startswith(start)
+        ]
+        middle.plot(at, [0.2] * len(at), marker, color="k", markersize=5, label=label if at else None, clip_on=False)
+    middle.set(xlabel="round", ylabel="clients", ylim=(0, config["clients"] + 2))
+    middle.legend(ncols=3, fontsize=8)
+    entries = [x["entries"] for x in clients.values()]
+    volumes = [x["volume"] for x in clients.values()]
+    right.bar(range(len(entries)), [8 * x / 1e3 for x in entries], color=LINES[1]["color"])
+    right.set(xlabel=f"client, {max(volumes):,} to {min(volumes):,} samples", ylabel="kB of values and indices a round")
+    title = (
+        f"{config['clients']} clients, rule {config['rule']}, mean ratio {config['ratio']:g}, skew {config['skew']:g}"
+    )
+    figure.suptitle(title)
+    save(figure, folder / "federated.png")

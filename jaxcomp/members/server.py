@@ -28,7 +28,7 @@ class Round(NamedTuple):
     asked, used: members. late: answers of the round before that were used in this one. missing: members that have not
     answered. refused, clipped: (member, why) of each answer not used, or not wholly. joined, returned, left: members.
     held: norm of what members who left have handed over, and is not used yet. skipped: 1 if the point would not have
-    been finite and was left as it was. up_bytes, down_bytes: of the payloads.
+    been finite and was left as it was. up_bytes, down_bytes: of the payloads; used_bytes: of those that were used.
     """
 
     number: int
@@ -44,6 +44,7 @@ class Round(NamedTuple):
     held: float
     skipped: int
     up_bytes: int
+    used_bytes: int
     down_bytes: int
 
 
@@ -51,13 +52,13 @@ class _Entry:
     """What the server knows of a member.
 
     volume: samples. version: of the point that it has; -1: none. round: that it has not answered yet; 0: none.
-    last: round of its last answer. offered, limit: version and entries of its last task. fates: shares that it has not
+    last: round of its last answer. offered, limit, told: of its last task. fates: shares that it has not
     been told yet, as far as the server knows. norm: of its last answer.
     """
 
     def __init__(self, volume: int):
         self.volume, self.version, self.round, self.last = volume, -1, 0, 0
-        self.offered, self.limit = -1, 0
+        self.offered, self.limit, self.told = -1, 0, np.inf
         self.fates: dict[int, float] = {}
         self.seen = self.here = False
         self.norm = 0.0
@@ -82,7 +83,8 @@ class Server:
         down: share of the entries that differ which an update carries down, in (0, 1].
         late: "use": an answer that comes after its round was closed is used in the next one, and its member is not
             asked meanwhile; "drop": it is not used.
-        bound: an answer is clipped to the median norm, and refused beyond `bound` times the median, at least 1.
+        bound: an answer is clipped to the median norm, and refused beyond `bound` times the median, at least 1;
+            members are told the bound with their task, and deliver what is longer little by little.
         max_norm: an answer of a larger norm is refused, whatever the others say: for the first round, in which a
             single answer would be its own median.
         history: updates kept for members that have been away. Who has missed more gets the whole point.
@@ -198,8 +200,7 @@ class Server:
         entry.round, entry.offered, entry.limit = self.number, self.version, limit
         rounds = sorted(entry.fates)
         shares = [entry.fates[number] for number in rounds]
-        # Half of what is refused: the median may be smaller when the round is closed.
-        norm = min(self.max_norm, self.bound / 2 * self._limit([]))
+        entry.told = norm = min(self.max_norm, self.bound * self._limit([]))
         return Task(self.number, limit, norm, since, self.version, digest_of(self.shown), updates, rounds, shares)
 
     def receive(self, member: Hashable, answer: Answer) -> str:
@@ -212,15 +213,18 @@ class Server:
             Why it is refused, which is counted in `counts` and named in what `close` returns; "" if it is not.
         """
         number, data, share, leaves = answer
-        self._up += len(data)
+        self._up += len(data) if isinstance(data, bytes) else 0
         entry = self._entries.get(member)
         try:
             if entry is None:
                 raise Refused("unknown", "not on the roster")
+            if not (isinstance(number, int) and isinstance(data, bytes) and isinstance(share, float)):
+                raise Refused("garbage", "an answer is a number, bytes, and a share")
             if number != entry.round or not number:
                 kind = "late" if number in entry.fates and number > entry.last else "replay"
                 raise Refused(kind, f"round {number} of this member is decided")
-            entry.round, entry.last, entry.fates[number] = 0, number, 0.0
+            # Who answers a task has kept what it told: the point, and the fates of earlier answers.
+            entry.round, entry.last, entry.version, entry.fates = 0, number, entry.offered, {number: 0.0}
             size = self.point.size
             message = opened(data, size, size if leaves else entry.limit)
             digest = hashlib.sha256(data).digest()
@@ -229,14 +233,11 @@ class Server:
             if not 0 < share <= 1:
                 raise Refused("shape", f"share must be in (0, 1]; got {share}")
             norm = share * float(np.linalg.norm(message.values.astype(np.float64)))
-            if norm > self.max_norm and not leaves:
+            if norm > self.max_norm * (1 + 1e-9) and not leaves:
                 raise Refused("norm", f"{norm:.2e}; at most {self.max_norm:.2e} is allowed")
         except Refused as why:
             self._refuse(member, why)
             return str(why)
-        # It knows the fates that its task told, and has the point of that task.
-        entry.fates = {number: 0.0}
-        entry.version = entry.offered
         self._arrived.append(_Arrived(member, answer, message, digest))
         return ""
 
@@ -280,7 +281,7 @@ class Server:
         missing = sum(1 for member in self._asked if self._entries[member].round == self.number)
         for member in members if not skipped else ():
             self.counts[member]["used"] += 1
-        sizes = self._up, self._down
+        sizes = self._up, 0 if skipped else sum(len(arrived.answer.data) for arrived, _ in used), self._down
         held = float(np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for _, x in self._held)))
         happened = self._joined, self._returned, self._left
         result = Round(
@@ -313,7 +314,8 @@ class Server:
         limit = self._limit(all_)
         used, clipped = [], []
         for arrived, norm in all_:
-            most = self.bound * limit
+            told = self._entries[arrived.member].told
+            most = max(self.bound * limit, told * (1 + 1e-9) if np.isfinite(told) else 0)
             if arrived.answer.leaves:  # memories of error feedback are at most 2 / alpha differences, alpha = k / d
                 most *= 2 * self.point.size / max(self._entries[arrived.member].limit, 1)
             if norm > most:

@@ -1,0 +1,200 @@
+"""The two apps that Flower runs, as `flwr run` finds them: `server` and `client`.
+
+The folder of the run stands in JAXCOMP_FEDERATED; its config.json holds the options and the plan.
+"""
+
+import functools
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict  # pyright: ignore[reportMissingImports]
+from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
+from flwr.serverapp import ServerApp  # pyright: ignore[reportMissingImports]
+
+from experiments.dagc_data import imbalanced_split
+from experiments.data import load
+from experiments.federated.model import flat_model, local_batches, local_steps
+from experiments.federated.plan import HOSTILE, Plan, tampered
+from jaxcomp.flower import RECORD, Rounds, members_mod
+from jaxcomp.members import Member, Server
+
+__all__ = ["client", "server"]
+
+FOLDER = Path(os.environ.get("JAXCOMP_FEDERATED", "."))
+CLIENTS = FOLDER / "clients"
+
+
+@functools.cache
+def setting() -> tuple[dict[str, Any], Plan, Any, list[np.ndarray], Any]:
+    """Options, plan, data, the part of each client, model: the same in every process."""
+    config = json.loads((FOLDER / "config.json").read_text())
+    events = [{int(key): value for key, value in each.items()} for each in config["plan"]["events"]]
+    data = load(config["data"], Path(config["data_dir"]) if config["data_dir"] else None)
+    parts = imbalanced_split(data.train_y, config["clients"], config["skew"], config["alpha"], config["seed"])
+    model = flat_model(config["model"], data, config["seed"])
+    return config, Plan(config["plan"]["present"], events), data, parts, model
+
+
+# What clients run
+
+
+@functools.cache
+def steps() -> Any:
+    return jax.jit(functools.partial(local_steps, setting()[4]))
+
+
+def number_of(context: Any) -> int:
+    return int(context.node_config["partition-id"])
+
+
+def event_of(message: Any, context: Any) -> str:
+    return setting()[1].events[message.content[RECORD]["round"] - 1].get(number_of(context), "")
+
+
+def die(context: Any) -> None:
+    """Where nodes are processes, the node and this process end at once; in simulation all that is in memory goes."""
+    node = CLIENTS / f"client-{number_of(context)}.pid"
+    if node.is_file():
+        os.kill(int(node.read_text()), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("killed")
+
+
+def around(message: Any, context: Any, call_next: Any) -> Any:
+    """Deaths after the answer is on disk; hostile clients; and the sum of all differences, for the account."""
+    reply = call_next(message, context)
+    if RECORD not in message.content.config_records or reply.has_error():
+        return reply
+    config, _, _, _, model = setting()
+    number, record = number_of(context), reply.content[RECORD]
+    if "data" not in record:
+        return reply
+    if number >= config["clients"] - config["hostile"]:
+        kind = HOSTILE[(record["round"] + number) % len(HOSTILE)]
+        reply.content[RECORD] = ConfigRecord(tampered(dict(record), model.start.size, kind))
+        return reply
+    if not record["leaves"]:
+        file = CLIENTS / f"made-{number}.npy"
+        made = np.load(file) if file.is_file() else np.zeros(model.start.size)
+        np.save(file.with_suffix(".tmp.npy"), made + around.difference)
+        os.replace(file.with_suffix(".tmp.npy"), file)
+    if event_of(message, context) == "dies late":
+        die(context)
+    return reply
+
+
+client = ClientApp(mods=[around, members_mod(CLIENTS)])
+
+
+@client.query()
+def who(message: Any, context: Any) -> Any:
+    return Message(RecordDict({RECORD: ConfigRecord({"client": number_of(context)})}), reply_to=message)
+
+
+@client.train()
+def train(message: Any, context: Any) -> Any:
+    """As for any strategy of Flower: parameters in, trained parameters out."""
+    event, number = event_of(message, context), number_of(context)
+    if event == "dies early":
+        die(context)
+    if event == "leaves":
+        return Message(RecordDict({RECORD: ConfigRecord({"leaves": True})}), reply_to=message)
+    config, _, data, parts, _ = setting()
+    point = message.content["arrays"]["point"].numpy()
+    round_ = message.content[RECORD]["round"]
+    chosen = local_batches(parts[number], config["local_steps"], config["batch"], config["seed"], round_, number)
+    change = steps()(jnp.asarray(point), data.train_x[chosen], data.train_y[chosen], config["lr"])
+    after = point + np.asarray(change)
+    around.difference = (point - after).astype(np.float64)
+    return Message(RecordDict({"arrays": ArrayRecord({"point": Array(after)})}), reply_to=message)
+
+
+# What the server runs
+
+
+class Counted(Server):
+    """Keeps the sum of what was used of each member, for the account at the end."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.used_of = {member: np.zeros(self.point.size) for member in self.counts}
+
+    def _moved(self, parts: Any) -> Any:
+        for member, message in parts:
+            self.used_of[member][message.indices] += message.values
+        return super()._moved(parts)
+
+
+def connected(grid: Any, known: dict[int, int]) -> Mapping[int, int]:
+    """Node -> client: by the key of the node where nodes have one, in simulation by what the node says."""
+    keys = FOLDER / "keys.json"
+    if keys.is_file():
+        number_of_key = json.loads(keys.read_text())
+        return {x.node_id: number_of_key[x.public_key] for x in grid.get_nodes() if x.public_key in number_of_key}
+    nodes = list(grid.get_node_ids())
+    if set(nodes) - known.keys():
+        ask = [Message(RecordDict({"ask": ConfigRecord({})}), node, "query") for node in nodes]
+        for reply in grid.send_and_receive(ask, timeout=120):
+            known[reply.metadata.src_node_id] = int(reply.content[RECORD]["client"])
+    return known
+
+
+server = ServerApp()
+
+
+@server.main()
+def main(grid: Any, context: Any) -> None:
+    """Writes a line for each round to metrics.jsonl, and what became of everybody to clients.json."""
+    config, plan, data, parts, model = setting()
+    test = jax.jit(model.test)
+    start = np.asarray(model.start)
+    core = Counted(
+        start,
+        {i: len(part) for i, part in enumerate(parts)},
+        config["ratio"],
+        rule=config["rule"],
+        down=config["down"],
+        late=config["late"],
+        max_norm=10 * float(np.linalg.norm(start)),
+    )
+    known: dict[int, int] = {}
+    rng = np.random.default_rng([config["seed"], 22])
+
+    def here(grid: Any) -> dict[int, int]:
+        present = plan.present[core.number]
+        return {node: i for node, i in connected(grid, known).items() if i in present}
+
+    def chosen(members: set[int]) -> list[int]:
+        asked = int(np.ceil(config["participation"] * len(members) - 1e-9))
+        return sorted(int(i) for i in rng.choice(sorted(members), asked, replace=False)) if members else []
+
+    rounds = Rounds(core, here, deadline=config["deadline"], choose=chosen, least=2)
+    with (FOLDER / "metrics.jsonl").open("w") as metrics:
+        for now in rounds.start(grid, config["rounds"]):
+            loss, accuracy = (float(x) for x in test(core.point, data.test_x, data.test_y))
+            metrics.write(json.dumps(now._asdict() | {"loss": loss, "accuracy": accuracy}) + "\n")
+            metrics.flush()
+    core.open(())
+    (FOLDER / "clients.json.tmp").write_text(json.dumps({i: account(core, i) for i in range(config["clients"])}))
+    os.replace(FOLDER / "clients.json.tmp", FOLDER / "clients.json")
+
+
+def account(core: Counted, i: int) -> dict[str, Any]:
+    """Of one client: what it made of differences = what was used + what it remembers + what it handed over."""
+    member, file = Member(CLIENTS / f"client-{i}.npz"), CLIENTS / f"made-{i}.npy"
+    line: dict[str, Any] = {"counts": core.counts[i], "volume": core._entries[i].volume}
+    line["entries"] = core.entries_of(core.counts)[i]
+    if member.point is not None and file.is_file():
+        member._settle(core._entries[i].fates)
+        held = sum((x.astype(np.float64) for who, x in core._held if who == i), np.zeros(core.point.size))
+        made, there = np.load(file), member.memory.astype(np.float64)
+        line["made"], line["remembered"] = float(np.linalg.norm(made)), float(np.linalg.norm(there + held))
+        line["lost"] = float(np.linalg.norm(made - core.used_of[i] - there - held))
+    return line

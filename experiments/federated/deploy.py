@@ -1,0 +1,176 @@
+"""Flower as processes on this machine: a SuperLink, a SuperNode for each client, TLS, a key for each node."""
+
+import datetime
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments.cli import UserError
+
+__all__ = ["Federation", "environment"]
+
+PROJECT = """[project]
+name = "jaxcomp-federated"
+version = "1.0.0"
+description = "Compressed rounds"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "jaxcomp"
+
+[tool.flwr.app.components]
+serverapp = "apps.run:server"
+clientapp = "apps.run:client"
+"""
+
+# Flower looks for the names in the text of the file.
+APPS = """from experiments.federated import app
+
+server = app.server
+client = app.client
+"""
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables of all processes of a run: nothing is sent or looked up outside."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_HOME": str(folder / "flower"),
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "JAXCOMP_FEDERATED": str(folder),
+        "PYTHONPATH": path,
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Federation:
+    """Context of the processes. Every node has a key of its own, and only registered keys may come in."""
+
+    def __init__(self, folder: Path, clients: int):
+        self.folder, self.clients, self.port = folder, clients, free_port()
+        self.home = folder / "flower"
+        self.env = os.environ | environment(folder)
+        self.processes: dict[str, subprocess.Popen] = {}
+        self.restarts = 0
+
+    def __enter__(self) -> "Federation":
+        (self.home / "app" / "apps").mkdir(parents=True)
+        (self.home / "app" / "pyproject.toml").write_text(PROJECT)
+        (self.home / "app" / "apps" / "__init__.py").touch()
+        (self.home / "app" / "apps" / "run.py").write_text(APPS)
+        connection = f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{self.home / "ca.pem"}"\n'
+        (self.home / "config.toml").write_text(f'[superlink]\ndefault = "here"\n\n[superlink.here]\n{connection}')
+        certificates(self.home)
+        keys = {node_key(self.home / f"node-{i}"): i for i in range(self.clients)}
+        (self.folder / "keys.json").write_text(json.dumps(keys))
+        link = ["flower-superlink", "--host", "127.0.0.1", "--port", str(self.port), "--enable-supernode-auth"]
+        link += ["--ssl-certfile", "server.pem", "--ssl-keyfile", "server.key", "--ssl-ca-certfile", "ca.pem"]
+        self.start("superlink", [*link, "--disable-runtime-dependency-installation"])
+        return self
+
+    def start(self, name: str, words: list[str]) -> None:
+        words[0] = shutil.which(words[0], path=self.env["PATH"]) or words[0]
+        with (self.folder / "clients" / f"{name}.log").open("a") as log:
+            self.processes[name] = subprocess.Popen(words, cwd=self.home, env=self.env, stdout=log, stderr=log)
+
+    def start_node(self, i: int) -> None:
+        node = ["flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", "ca.pem"]
+        node += ["--auth-supernode-private-key", f"node-{i}", "--port", str(free_port())]
+        self.start(f"client-{i}", [*node, "--node-config", f"partition-id={i}"])
+        (self.folder / "clients" / f"client-{i}.pid").write_text(str(self.processes[f"client-{i}"].pid))
+
+    def flwr(self, *words: str, tries: int = 1) -> None:
+        for left in reversed(range(tries)):
+            command = [shutil.which("flwr", path=self.env["PATH"]) or "flwr", *words]
+            result = subprocess.run(command, cwd=self.home, env=self.env, capture_output=True, text=True)
+            if result.returncode == 0:
+                return
+            if not left:
+                raise UserError(f"flwr {' '.join(words)}: {(result.stderr or result.stdout).strip()[-400:]}")
+            time.sleep(1)
+
+    def run(self, look: Callable[[], Any], seconds: float) -> None:
+        """Registers the nodes, starts the run, and starts nodes again that died, until clients.json is there."""
+        for i in range(self.clients):
+            self.flwr("supernode", "register", f"node-{i}.pub", "here", tries=60 if i == 0 else 3)
+            self.start_node(i)
+        self.flwr("run", "app", "here")
+        end = time.monotonic() + seconds
+        while not (self.folder / "clients.json").is_file():
+            if time.monotonic() > end or self.processes["superlink"].poll() is not None:
+                raise UserError(f"the run did not end within {seconds:.0f} s; see {self.folder / 'clients'}")
+            for i in range(self.clients):
+                if self.processes[f"client-{i}"].poll() is not None:
+                    self.restarts += 1
+                    self.start_node(i)
+            look()
+            time.sleep(0.5)
+
+    def __exit__(self, *error: Any) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def node_key(path: Path) -> str:
+    """Writes a key pair as Flower reads it; returns the public key as Flower names the node by it."""
+    from cryptography.hazmat.primitives import serialization as s  # pyright: ignore[reportMissingImports]
+    from cryptography.hazmat.primitives.asymmetric import ec  # pyright: ignore[reportMissingImports]
+
+    key = ec.generate_private_key(ec.SECP384R1())
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
+        out.write(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.OpenSSH, s.NoEncryption()))
+    public = key.public_key()
+    path.with_name(path.name + ".pub").write_bytes(public.public_bytes(s.Encoding.OpenSSH, s.PublicFormat.OpenSSH))
+    return public.public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo).decode()
+
+
+def certificates(folder: Path) -> None:
+    """A certificate authority of this run, and the server's certificate for 127.0.0.1."""
+    import ipaddress
+
+    from cryptography import x509  # pyright: ignore[reportMissingImports]
+    from cryptography.hazmat.primitives import hashes  # pyright: ignore[reportMissingImports]
+    from cryptography.hazmat.primitives import serialization as s  # pyright: ignore[reportMissingImports]
+    from cryptography.hazmat.primitives.asymmetric import ec  # pyright: ignore[reportMissingImports]
+
+    now = datetime.datetime.now(datetime.UTC)
+    name = lambda text: x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+    authority, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+
+    def signed(subject: str, public: Any, extension: Any) -> bytes:
+        builder = x509.CertificateBuilder(name("jaxcomp federated"), name(subject), public, x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(hours=1))
+        builder = builder.not_valid_after(now + datetime.timedelta(days=30)).add_extension(extension, critical=False)
+        return builder.sign(authority, hashes.SHA256()).public_bytes(s.Encoding.PEM)
+
+    own = x509.BasicConstraints(ca=True, path_length=None)
+    (folder / "ca.pem").write_bytes(signed("jaxcomp federated", authority.public_key(), own))
+    hosts = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    (folder / "server.pem").write_bytes(signed("localhost", key.public_key(), hosts))
+    private = key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
+    with open(os.open(folder / "server.key", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
+        out.write(private)
