@@ -198,7 +198,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
     import numpy as np
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import LogFormatter
 
     from experiments.plots import LINES, new_figure, running_mean, save
 
@@ -210,7 +210,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
             curve = running_mean(np.asarray(r["losses"]), 10).mean(0)
             axis.plot(1 + np.arange(len(curve)), curve, label=r["layout"], markevery=max(1, len(curve) // 6), **line)
         axis.set(title="\n".join(panel), xlabel="step", ylabel="loss (mean of 10 steps)", yscale="log")
-        axis.yaxis.set_major_formatter(ScalarFormatter())
-        axis.yaxis.set_minor_formatter(ScalarFormatter())
+        axis.yaxis.set_major_formatter(LogFormatter())
+        axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
         axis.legend()
     save(figure, path)
