@@ -35,6 +35,7 @@ EXPERIMENTS = {
         "the planner in the network laboratory: its advice, and its regret",
     ),
     "scale": ("experiments.scale", "routes among up to 16,384 workers, by formula: bytes, memory, seconds"),
+    "workers": ("experiments.workers", "1,024 simulated workers: error feedback, DIANA, EF21, DAGC, local updates"),
     "bench": ("experiments.bench", "benchmarks of the hot paths"),
 }
 

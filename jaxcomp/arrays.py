@@ -25,6 +25,7 @@ __all__ = [
     "root_key",
     "row_of",
     "size_of",
+    "sum_rows",
     "weighted",
     "wide",
     "wide_like",
@@ -234,8 +235,11 @@ def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: T
             total = add(total, jax.tree.map(lambda a: a[j], messages))  # noqa: B023
         return total
 
-    # Each user of the total would else decode all messages for itself.
-    return in_place(add_all, total, messages)
+    # Each user of the total would else decode all messages for itself. XLA for CPU drops a barrier before it fuses.
+    first = next((a for a in jax.tree.leaves(messages) if a.size), None)
+    if first is None or jax.default_backend() != "cpu":
+        return lax.optimization_barrier(add_all(total, messages))
+    return lax.cond(always(first), add_all, lambda total, messages: total, total, messages)
 
 
 def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:
@@ -245,6 +249,22 @@ def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Calla
     back = lambda a, kind: a if a.dtype == kind else lax.bitcast_convert_type(a, kind)
     words = jax.tree.map(lambda a: as_words(a) if narrow(a) else a, messages)
     return lambda total, message: add(total, jax.tree.map(back, message, kinds)), words
+
+
+def sum_rows(rows: Array) -> Array:
+    """Sum over the leading axis of [n, ...], n > 0, half of the rows added to the other half at a time.
+
+    On CPU, XLA hands long sums over a leading axis to a library that takes twenty times as long as these additions
+    (0.10.2, two rows of 21 M entries: 1,285 ms against 46 ms).
+
+    >>> print(sum_rows(jnp.arange(6.0).reshape(3, 2)))
+    [6. 9.]
+    """
+    while rows.shape[0] > 1:
+        half = rows.shape[0] // 2
+        added = rows[:half] + rows[half : 2 * half]
+        rows = jnp.concatenate([added, rows[2 * half :]]) if rows.shape[0] % 2 else added
+    return rows[0]
 
 
 def weighted(x: Array, weight: Array | None) -> Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.arrays import sum_rows
 from jaxcomp.base import weighted
 from jaxcomp.exchange.collectives import all_to_all_rows, gather, gathered_size, sum_arrays
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying
@@ -347,10 +348,7 @@ def _sum_in_two_steps(lane: Array, axis: Axis, weights: Array | None, exact: boo
     lane = jnp.pad(lane, (0, -size % workers))
     rows = all_to_all_rows(as_words(lane).reshape(workers, -1), axis)
     rows = lax.bitcast_convert_type(rows, lane.dtype).astype(wide)
-    if weights is None:
-        mean = jnp.sum(rows, axis=0) / workers
-    else:
-        mean = jnp.matmul(weights.astype(wide), rows, precision="highest")
+    mean = sum_rows(rows) / workers if weights is None else sum_rows(rows * weights.astype(wide)[:, None])
     mean = mean if exact else mean.astype(lane.dtype)
     whole = gather(as_words(mean), axis).reshape(-1)
     mean = lax.bitcast_convert_type(whole, mean.dtype)[:size].astype(wide)

@@ -1,0 +1,242 @@
+"""Many simulated workers on one device: error feedback, DIANA, EF21, DAGC and local updates, by vmap.
+
+Every worker has its own quadratic, or its own few digits, sorted by label, so that no worker's gradient says much about
+the mean. Losses after so many exchanges, each method with the best of the same step sizes. Volumes differ: the mean is
+weighted by them. Writes to runs/NAME: config.json, results.json, table.md, workers.png.
+
+    quadratics   f_i(x) = (x - b_i)' diag(a_i) (x - b_i) / 2, a_i in [0.1, 1], b_i normal: f - f* is known
+    digits       multinomial logistic regression with |x|^2 / 2000
+"""
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.cli import Parser, at_least, choose_new, fraction, one_thread, positive
+
+__all__ = ["main"]
+
+AXIS = "data"
+EVERY = 8  # steps of a local method between two exchanges
+METHODS = ("dense", "error-feedback", "diana", "ef21", "dagc", "local", "local-top-k")
+
+
+class Task(NamedTuple):
+    """data: arrays with a leading axis of workers; loss(x, own) -> f32[]; weights f64[n], of sum one; least: f*."""
+
+    name: str
+    size: int
+    data: Any
+    loss: Callable[[Any, Any], Any]
+    weights: np.ndarray
+    least: float
+
+
+def parser() -> Parser:
+    p = Parser(prog="python -m experiments workers", description=(__doc__ or "").split("\n\n")[0])
+    p.add_argument("--workers", type=at_least(2), default=1024, help="simulated")
+    p.add_argument("--tasks", nargs="+", choices=("quadratics", "digits"), default=["quadratics", "digits"])
+    p.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="of these")
+    p.add_argument("--exchanges", type=at_least(1), default=300, help="rounds")
+    p.add_argument("--ratio", type=fraction, default=0.05, help="share of entries that top-k keeps")
+    p.add_argument("--dimension", type=at_least(2), default=200, help="of the quadratics")
+    p.add_argument("--rates", type=positive, nargs="+", default=[0.1, 0.3, 1.0], metavar="X", help="step sizes")
+    p.add_argument("--seed", type=at_least(0), default=0, help="of data and compression")
+    p.add_argument("--name", default=None, help="folder under --runs; without it the next free workers-N")
+    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    return p
+
+
+def quadratics(workers: int, size: int, seed: int) -> Task:
+    import jax.numpy as jnp
+
+    rng = np.random.default_rng(seed)
+    a, b = rng.uniform(0.1, 1.0, (workers, size)), rng.standard_normal((workers, size))
+    volumes = rng.lognormal(0.0, 1.0, workers)
+    p = volumes / volumes.sum()
+    best = (p @ (a * b)) / (p @ a)
+    least = float(p @ np.sum(a * (best - b) ** 2, 1) / 2)
+    data = (jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
+    return Task("quadratics", size, data, lambda x, own: jnp.sum(own[0] * (x - own[1]) ** 2) / 2, p, least)
+
+
+def digits(workers: int, size: int, seed: int) -> Task:
+    """Contiguous parts of the digits, sorted by label; a worker may have one example more than another."""
+    del size, seed
+    import jax
+    import jax.numpy as jnp
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    order = np.argsort(y, kind="stable")
+    parts = np.array_split(order, min(workers, len(order)))
+    most = max(map(len, parts))
+    rows = np.zeros((len(parts), most), np.int64)
+    real = np.zeros((len(parts), most), np.float32)
+    for i, part in enumerate(parts):
+        rows[i, : len(part)], real[i, : len(part)] = part, 1
+    data = (jnp.asarray(x[rows] / 16, jnp.float32), jnp.asarray(y[rows], jnp.int32), jnp.asarray(real))
+
+    def loss(w, own):
+        features, labels, real = own
+        logits = features @ w[:640].reshape(64, 10) + w[640:]
+        each = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)[:, 0]
+        return jnp.sum(each * real) / jnp.sum(real) + jnp.sum(w * w) / 2000
+
+    volumes = real.sum(1)
+    return Task("digits", 650, data, loss, volumes / volumes.sum(), 0.0)
+
+
+def algorithm_of(method: str, task: Task, ratio: float) -> Any:
+    import jaxcomp as jc
+
+    if method in ("dense", "local"):
+        return jc.direct(jc.identity())
+    if method == "diana":
+        return jc.diana(jc.dithering(1, blocks=1))
+    if method == "ef21":
+        return jc.ef21(jc.top_k(ratio))
+    if method == "dagc":
+        return jc.error_feedback(jc.dagc(list(task.weights), ratio))
+    return jc.error_feedback(jc.top_k(ratio))
+
+
+def runner(method: str, task: Task, o: Any) -> Callable[[float], tuple[np.ndarray, float]]:
+    """rate -> losses of the mean after each exchange, and the bytes of a worker's message."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax import lax
+
+    import jaxcomp as jc
+
+    workers, local = len(task.weights), method.startswith("local")
+    algorithm = algorithm_of(method, task, o.ratio)
+    weights = task.weights.tolist()
+    options = {"weights": weights, "seed": o.seed}
+    if local:
+        tx = jc.local_updates(optax.sgd(1.0), optax.sgd(1.0), algorithm, AXIS, every=EVERY, via="gather", **options)
+    else:
+        tx = jc.compressed_mean(algorithm, AXIS, "auto" if method == "dense" else "gather", **options)
+    zero = jnp.zeros(task.size)
+    state, axes = jc.init_state(tx, zero, workers, AXIS)
+    grads_at = jax.vmap(jax.grad(task.loss), in_axes=(0 if local else None, 0))
+    shares = jnp.asarray(task.weights, jnp.float32)
+    mean = lambda x: shares @ jax.vmap(task.loss, in_axes=(None, 0))(x, task.data)
+
+    def one(carry, _, rate):
+        x, state = carry
+        if not local:
+            update = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
+            direction, state = update(grads_at(x, task.data), state)
+            x = x - rate * direction
+            return (x, state), mean(x)
+        update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
+
+        def step(inner, _):
+            x, state = inner
+            updates, state = update(rate * grads_at(x, task.data), state, x)
+            return (x + updates, state), None
+
+        (x, state), _ = lax.scan(step, (x, state), None, EVERY)
+        return (x, state), mean(x[0])
+
+    @jax.jit
+    def run(rate, state):
+        x = jnp.zeros((workers, task.size)) if local else zero
+        (_, state), losses = lax.scan(lambda c, i: one(c, i, rate), (x, state), None, o.exchanges)
+        return losses, state
+
+    def at(rate: float) -> tuple[np.ndarray, float]:
+        losses, after = run(jnp.float32(rate), state)
+        return np.asarray(losses, np.float64), float(jnp.mean(jc.info(after).lane_bytes))
+
+    return at
+
+
+def main(arguments: Sequence[str]) -> int:
+    o = parser().parse_args(arguments)
+    one_thread()
+
+    from rich.console import Console
+
+    from experiments.report import show
+
+    folder = choose_new(o.runs, o.name, "workers")
+    folder.mkdir(parents=True)
+    described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(o).items()}
+    (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+    console, rows = Console(width=None if sys.stdout.isatty() else 130), []
+    makers = {"quadratics": quadratics, "digits": digits}
+    for name in dict.fromkeys(o.tasks):
+        task = makers[name](o.workers, o.dimension, o.seed)
+        for method in dict.fromkeys(o.methods):
+            start = time.perf_counter()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*pads every message")  # nothing crosses a link here
+                at = runner(method, task, o)
+                tried = {rate: at(rate / EVERY if method.startswith("local") else rate) for rate in o.rates}
+            ends = {rate: losses[-1] if np.isfinite(losses[-1]) else np.inf for rate, (losses, _) in tried.items()}
+            rate = min(ends, key=lambda rate: ends[rate])
+            losses, size = tried[rate]
+            rows.append({"task": name, "workers": len(task.weights), "method": method, "rate": rate})
+            rows[-1] |= {"message_bytes": size, "losses": (losses - task.least).tolist()}
+            rows[-1]["seconds"] = time.perf_counter() - start
+            (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+            console.print(
+                f"{name}, {method}: {losses[-1] - task.least:.4g} in {rows[-1]['seconds']:.0f} s", highlight=False
+            )
+    cells = [
+        [
+            row["task"],
+            row["method"],
+            f"{row['rate']:g}",
+            f"{row['message_bytes']:,.0f}",
+            *(f"{row['losses'][place]:.4g}" for place in places(o.exchanges)),
+            f"{row['seconds']:.0f}",
+        ]
+        for row in rows
+    ]
+    head = ["task", "method", "step size", "bytes", *(f"after {place + 1}" for place in places(o.exchanges)), "s"]
+    notes = f"""\
+{o.workers:,} workers on one device. Quadratics: f - f*; digits: loss. bytes: of a worker's message at an exchange. Step
+size: the one of {o.rates} with the least loss in the end; local methods take {EVERY} steps of an eighth of it between
+two exchanges. DIANA's message is ternary with one norm; sparse messages hold {o.ratio:g} of the entries."""
+    show(console, f"{folder.name}: {o.exchanges} exchanges", head, cells, notes, folder / "table.md")
+    console.print(str(draw(rows, folder / "workers.png")), highlight=False)
+    return 0
+
+
+def places(exchanges: int) -> list[int]:
+    """Exchanges whose loss the table shows: a tenth, a half, and all of them, counted from zero."""
+    return sorted({max(exchanges // 10, 1) - 1, max(exchanges // 2, 1) - 1, exchanges - 1})
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> Path:
+    from experiments.plots import LINES, new_figure, save
+
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, axes = new_figure(len(tasks))
+    for axis, task in zip(axes, tasks, strict=True):
+        for number, row in enumerate(row for row in rows if row["task"] == task):
+            x = np.arange(1, len(row["losses"]) + 1)
+            every = max(len(x) // 8, 1)
+            axis.plot(
+                x,
+                row["losses"],
+                label=f"{row['method']} ({row['rate']:g})",
+                markevery=every,
+                markersize=4,
+                **LINES[number],
+            )
+        axis.set(yscale="log", xlabel="exchanges", ylabel="f - f*" if task == "quadratics" else "loss")
+        axis.set_title(f"{task}, {rows[0]['workers']:,} workers (step size)")
+        axis.legend(fontsize=7)
+    save(figure, path)
+    return path

@@ -1,0 +1,61 @@
+"""The planner's experiments: what they make of measurements, and small runs of what needs no laboratory."""
+
+import json
+
+import pytest
+
+from experiments import scale, workers
+from experiments.__main__ import EXPERIMENTS, usage
+from experiments.plan.results import dense_is_best, draw, regret_of, summary
+from experiments.scale import replacement, rows_of
+
+
+def cell(chosen, alone, measured, predicted):
+    parts = {name: {"total": seconds} for name, seconds in predicted.items()}
+    row = {"workers": 2, "entries": 10, "rate": None, "load": 0, "dense": ["f32", "bf16"]}
+    return row | {"chosen": chosen, "alone": alone, "measured": measured, "predicted": parts}
+
+
+ROWS = [
+    cell("f32", "bf16", {"f32": 1.0, "bf16": 1.2, "k": 2.0}, {"f32": 1.1, "bf16": 1.2, "k": 1.0}),
+    cell("k", "k", {"f32": 3.0, "bf16": 2.0, "k": 1.0}, {"f32": 3.0, "bf16": 2.0, "k": 1.0}),
+    cell("f32", "f32", {"f32": 1.5, "bf16": 1.6, "k": 1.0}, {"f32": 1.5, "bf16": 1.6, "k": 2.0}),
+]
+
+
+def test_regret_by_hand(tmp_path):
+    assert [regret_of(row, "chosen") for row in ROWS] == pytest.approx([0, 0, 0.5])
+    assert [regret_of(row, "alone") for row in ROWS] == pytest.approx([0.2, 0, 0.5])
+    assert [dense_is_best(row) for row in ROWS] == [True, False, False]
+    found = summary(ROWS)
+    assert found["within"] == pytest.approx(2 / 3)
+    assert found["alone"] == pytest.approx(1 / 3)
+    assert found["worst"] == pytest.approx(0.5)
+    assert found["median_error"] == 0  # six of nine predictions are exact
+    assert (found["dense_cells"], found["dense_advised"]) == (1, 1)
+    assert draw(ROWS, tmp_path / "regret.png").stat().st_size > 1000
+
+
+def test_every_experiment_has_a_module_and_a_line():
+    assert all(len(each) == 2 for each in EXPERIMENTS.values())
+    assert "regret" in usage()
+
+
+def test_scale_marks_what_does_not_fit_and_names_what_replaces_it(tmp_path, capsys):
+    assert scale.main(["--runs", str(tmp_path), "--name", "s", "--workers", "8", "16384", "--entries", "1e9"]) == 0
+    rows = json.loads((tmp_path / "s" / "results.json").read_text())
+    gathered = next(row for row in rows if row["route"] == "gather" and row["workers"] == 16384)
+    assert replacement(rows, gathered, 20e9) == "does not fit: two_shot"
+    assert (tmp_path / "s" / "scale.png").exists()
+    assert "two_shot" in capsys.readouterr().out
+    sharded = rows_of(scale.parser().parse_args(["--entries", "1e11", "--workers", "64", "16384"]))
+    assert {(row["workers"], row["shards"]) for row in sharded} == {(16384, 64)}  # 64 devices hold one model
+
+
+def test_simulated_workers_come_nearer(tmp_path):
+    options = ["--workers", "8", "--exchanges", "10", "--dimension", "20", "--rates", "0.3", "--tasks", "quadratics"]
+    assert workers.main([*options, "--methods", "dense", "--runs", str(tmp_path), "--name", "w"]) == 0
+    (row,) = json.loads((tmp_path / "w" / "results.json").read_text())
+    assert 0 <= row["losses"][-1] < 0.5 * row["losses"][0]
+    assert row["message_bytes"] == 80
+    assert (tmp_path / "w" / "workers.png").exists()
