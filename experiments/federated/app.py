@@ -137,13 +137,18 @@ def connected(grid: Any, known: dict[int, int]) -> Mapping[int, int]:
     keys = FOLDER / "keys.json"
     if keys.is_file():
         number_of_key = json.loads(keys.read_text())
-        return {x.node_id: number_of_key[x.public_key] for x in grid.get_nodes() if x.public_key in number_of_key}
+        named = {node.node_id: number_of_key.get(_text(node.public_key)) for node in grid.get_nodes()}
+        return {node: i for node, i in named.items() if i is not None}
     nodes = list(grid.get_node_ids())
     if set(nodes) - known.keys():
         ask = [Message(RecordDict({"ask": ConfigRecord({})}), node, "query") for node in nodes]
         for reply in grid.send_and_receive(ask, timeout=120):
             known[reply.metadata.src_node_id] = int(reply.content[RECORD]["client"])
     return known
+
+
+def _text(key: Any) -> str:
+    return key.decode() if isinstance(key, bytes) else key
 
 
 server = ServerApp()
