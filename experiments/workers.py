@@ -46,7 +46,7 @@ def parser() -> Parser:
     p.add_argument("--exchanges", type=at_least(1), default=300, help="rounds")
     p.add_argument("--ratio", type=fraction, default=0.05, help="share of entries that top-k keeps")
     p.add_argument("--dimension", type=at_least(2), default=200, help="of the quadratics")
-    p.add_argument("--rates", type=positive, nargs="+", default=[0.1, 0.3, 1.0], metavar="X", help="step sizes")
+    p.add_argument("--rates", type=positive, nargs="+", default=[0.03, 0.1, 0.3, 1.0], metavar="X", help="step sizes")
     p.add_argument("--seed", type=at_least(0), default=0, help="of data and compression")
     p.add_argument("--name", default=None, help="folder under --runs; without it the next free workers-N")
     p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str]) -> int:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*pads every message")  # nothing crosses a link here
                 at = runner(method, task, o)
-                tried = {rate: at(rate / EVERY if method.startswith("local") else rate) for rate in o.rates}
+                tried = {rate: at(rate) for rate in o.rates}
             ends = {rate: losses[-1] if np.isfinite(losses[-1]) else np.inf for rate, (losses, _) in tried.items()}
             rate = min(ends, key=lambda rate: ends[rate])
             losses, size = tried[rate]
@@ -206,8 +206,8 @@ def main(arguments: Sequence[str]) -> int:
     head = ["task", "method", "step size", "bytes", *(f"after {place + 1}" for place in places(o.exchanges)), "s"]
     notes = f"""\
 {o.workers:,} workers on one device. Quadratics: f - f*; digits: loss. bytes: of a worker's message at an exchange. Step
-size: the one of {o.rates} with the least loss in the end; local methods take {EVERY} steps of an eighth of it between
-two exchanges. DIANA's message is ternary with one norm; sparse messages hold {o.ratio:g} of the entries."""
+size: the one of {o.rates} with the least loss in the end; local methods take {EVERY} such steps between two
+exchanges. DIANA's message is ternary with one norm; sparse messages hold {o.ratio:g} of the entries."""
     show(console, f"{folder.name}: {o.exchanges} exchanges", head, cells, notes, folder / "table.md")
     console.print(str(draw(rows, folder / "workers.png")), highlight=False)
     return 0
