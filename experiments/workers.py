@@ -128,33 +128,33 @@ def runner(method: str, task: Task, o: Any) -> Callable[[float], tuple[np.ndarra
     state, axes = jc.init_state(tx, zero, workers, AXIS)
     grads_at = jax.vmap(jax.grad(task.loss), in_axes=(0 if local else None, 0))
     shares = jnp.asarray(task.weights, jnp.float32)
-    mean = lambda x: shares @ jax.vmap(task.loss, in_axes=(None, 0))(x, task.data)
+    mean = lambda x, data: shares @ jax.vmap(task.loss, in_axes=(None, 0))(x, data)
 
-    def one(carry, _, rate):
+    def one(carry, data, rate):
         x, state = carry
         if not local:
             update = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
-            direction, state = update(grads_at(x, task.data), state)
+            direction, state = update(grads_at(x, data), state)
             x = x - rate * direction
-            return (x, state), mean(x)
+            return (x, state), mean(x, data)
         update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
 
         def step(inner, _):
             x, state = inner
-            updates, state = update(rate * grads_at(x, task.data), state, x)
+            updates, state = update(rate * grads_at(x, data), state, x)
             return (x + updates, state), None
 
         (x, state), _ = lax.scan(step, (x, state), None, EVERY)
-        return (x, state), mean(x[0])
+        return (x, state), mean(x[0], data)
 
     @jax.jit
-    def run(rate, state):
+    def run(rate, state, data):
         x = jnp.zeros((workers, task.size)) if local else zero
-        (_, state), losses = lax.scan(lambda c, i: one(c, i, rate), (x, state), None, o.exchanges)
+        (_, state), losses = lax.scan(lambda c, _: one(c, data, rate), (x, state), None, o.exchanges)
         return losses, state
 
     def at(rate: float) -> tuple[np.ndarray, float]:
-        losses, after = run(jnp.float32(rate), state)
+        losses, after = run(jnp.float32(rate), state, task.data)
         return np.asarray(losses, np.float64), float(jnp.mean(jc.info(after).lane_bytes))
 
     return at
