@@ -36,7 +36,7 @@ class Machine(NamedTuple):
     copy: float
 
 
-# One core of a CPU, from `python -m experiments bench compressors` (2^24 entries, 2 cores).
+# Rough values for one core of a CPU, not measured: `python -m experiments bench compressors` gives those of a machine.
 CPU = Machine(
     (("f32", 0.0), ("bf16", 1.0), ("fp8", 6.0), ("dithering", 12.0), ("sign", 4.0), ("narrow", 6.0), ("sidco", 4.0)),
     decode=2.0,
