@@ -30,6 +30,7 @@ __all__ = [
     "Layout",
     "Parts",
     "Plan",
+    "dense_of",
     "join",
     "layout_of",
     "plan_of",
@@ -88,7 +89,10 @@ def layout_of(algorithm: Any) -> Layout:
 
 
 class Parts(NamedTuple):
-    """dense: [m], small leaves end to end;  vectors: [d] or [rows, ...] each."""
+    """dense: [m], small leaves end to end, or () where no leaf is small;  vectors: [d] or [rows, ...] each.
+
+    Without small leaves there is no array of no entries: memories are laid out alike, and Orbax writes none.
+    """
 
     dense: Any
     vectors: tuple[Any, ...]
@@ -129,6 +133,8 @@ class Plan:
         vectors = tuple(jax.ShapeDtypeStruct(group.shape, group.dtype) for group in self.groups)
         if self.bare:
             return vectors[0]
+        if not self.dense:
+            return Parts((), vectors)
         size = sum(math.prod(self.shapes[i]) for i in self.dense)
         return Parts(jax.ShapeDtypeStruct((size,), _common(self.dtypes[i] for i in self.dense)), vectors)
 
@@ -268,7 +274,14 @@ def split(plan: Plan, tree: Any) -> Any:
     vectors = tuple(map(vector, plan.groups))
     if plan.bare:
         return vectors[0]
+    if not plan.dense:
+        return Parts((), vectors)
     return Parts(_end_to_end([leaves[i] for i in plan.dense], plan.like.dense.dtype), vectors)
+
+
+def dense_of(parts: Parts) -> Any:
+    """What is dense as an array (or its shape), with no entries where no leaf is small: as it travels."""
+    return jnp.zeros((0,), jnp.float32) if isinstance(parts.dense, tuple) else parts.dense
 
 
 def check_fits(plan: Plan, tree: Any) -> None:

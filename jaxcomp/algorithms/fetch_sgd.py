@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcomp.base import Algorithm, State, bounded, finite, key_data, wide_like, wrap_key, zeros_like
 from jaxcomp.compressors.count_sketch import add_to_sketch, estimates
@@ -24,7 +23,7 @@ class FetchShared(NamedTuple):
 
     momentum: tuple[Array, ...]
     errors: tuple[Array, ...]
-    dense: Array
+    dense: Any
     seed: Array
 
 
@@ -81,10 +80,10 @@ def fetch_sgd(
             bounded(add_to_sketch(key, jnp.zeros_like(u), x.reshape(-1), jnp.arange(x.size)))
             for key, u, x in zip(keys, old.momentum, vectors, strict=True)
         ]
-        total, dense = exchange.sum((sketches, dense.astype(old.dense.dtype)))
+        total, dense = exchange.sum((sketches, jax.tree.map(lambda x, u: x.astype(u.dtype), dense, old.dense)))
         average = lambda u, s: bounded(momentum * u + s / exchange.size)
         u = tuple(map(average, old.momentum, total))
-        dense, errors, found = average(old.dense, dense), [], []
+        dense, errors, found = jax.tree.map(average, old.dense, dense), [], []
         for key, before, new, x in zip(keys, old.errors, u, vectors, strict=True):
             e = bounded(before + new)
             entries = median(estimates(key, e, x.size))
@@ -112,4 +111,4 @@ def _apart(tree: Any) -> tuple[Any, tuple[Any, ...]]:
     """Small leaves, and the vectors."""
     if isinstance(tree, Parts):
         return tree.dense, tree.vectors
-    return jnp.zeros((0,), np.result_type(tree.dtype)), (tree,)
+    return (), (tree,)

@@ -64,9 +64,9 @@ def stacks_of(parts: Any) -> Parts:
     if isinstance(parts, Parts):
         return parts
     if hasattr(parts, "reshape"):
-        return Parts(jnp.zeros((0,), parts.dtype), (parts[None],))
+        return Parts((), (parts[None],))
     like = jax.ShapeDtypeStruct
-    return Parts(like((0,), parts.dtype), (like((1, *parts.shape), parts.dtype),))
+    return Parts((), (like((1, *parts.shape), parts.dtype),))
 
 
 def ranks_of(name: str, rank: Any) -> tuple[tuple[int, int], ...]:

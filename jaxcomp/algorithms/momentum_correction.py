@@ -100,14 +100,15 @@ def momentum_correction(
         factor = _clip_factor(grads, clip_norm, workers)
         u, v = in_place(accumulated, (state.local.momentum, state.local.velocity), (grads, factor))
         if isinstance(v, Parts):
-            dense = _clipped(grads.dense, factor, v.dense.dtype)
-            u, v = u._replace(dense=jnp.zeros_like(u.dense)), v._replace(dense=dense)
+            dense = jax.tree.map(lambda g, v: _clipped(g, factor, v.dtype), grads.dense, v.dense)
+            u, v = u._replace(dense=jax.tree.map(jnp.zeros_like, u.dense)), v._replace(dense=dense)
         sent = exchange.mean(key, compressor, v, state.part("compressor"))
         if masking:
             u = jax.tree.map(lambda u, s: jnp.where(s != 0, jnp.zeros((), u.dtype), u), u, sent.own)
         direction, after = sent.mean, state.shared.dense_momentum
         if isinstance(direction, Parts):
-            moved, dense = heavy_ball(after.dense, direction.dense)
+            pairs = jax.tree.map(heavy_ball, after.dense, direction.dense)
+            moved, dense = (jax.tree.map(lambda _, pair: pair[i], direction.dense, pairs) for i in (0, 1))  # noqa: B023
             after, direction = after._replace(dense=moved), direction._replace(dense=dense)
         new = state.replace(velocity=sent.residual, momentum=u, dense_momentum=after, compressor=sent.state)
         return direction, new

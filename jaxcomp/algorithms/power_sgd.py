@@ -133,7 +133,9 @@ def _round(rank: int, min_ratio: float, exchange: Any, message: Parts, q: tuple[
     vectors = tuple(means[i].reshape(x.shape) for i, x in enumerate(message.vectors))
 
     kept = lambda i, x: bounded(x - vectors[i]) if i in low else x - x
-    memory = Parts(message.dense - message.dense, tuple(kept(i, x) for i, x in enumerate(message.vectors)))
+    memory = Parts(
+        jax.tree.map(lambda x: x - x, message.dense), tuple(kept(i, x) for i, x in enumerate(message.vectors))
+    )
     pad = lambda new, old: jnp.pad(new, ((0, 0), (0, 0), (0, old.shape[2] - new.shape[2])))
     done = dict(zip(low, right, strict=True))
     after = tuple(pad(done[i], old) if i in done else old for i, old in enumerate(q))

@@ -29,7 +29,7 @@ from jaxcomp.base import (
     overflow,
     weighted,
 )
-from jaxcomp.layout import DEFAULT, Parts, rows_of
+from jaxcomp.layout import DEFAULT, Parts, dense_of, rows_of
 from jaxcomp.packing import as_words
 from jaxcomp.payloads import Dense, Leaves
 
@@ -211,16 +211,15 @@ def lift(compressor: Compressor) -> Compressor:
             each.compress(jax.random.fold_in(key, i), vector, State(local, shared))
             for i, (vector, local, shared) in enumerate(states)
         ]
-        payload = Leaves(Dense(finite(parts.dense)), tuple(payload for payload, _ in done))
+        payload = Leaves(Dense(finite(dense_of(parts))), tuple(payload for payload, _ in done))
         return payload, Each(tuple(local for _, local in done))
 
     def decompress(payload, shared, like):
         if is_array(like):
             return each.decompress(payload, shared, like)
         triples = zip(payload.leaves, shared.vectors, like.vectors, strict=True)
-        return Parts(
-            payload.dense.values.astype(like.dense.dtype), tuple(each.decompress(*triple) for triple in triples)
-        )
+        dense = jax.tree.map(lambda x: payload.dense.values.astype(x.dtype), like.dense)
+        return Parts(dense, tuple(each.decompress(*triple) for triple in triples))
 
     def add(total, payloads, weights, shared):
         if is_array(total):
@@ -228,7 +227,8 @@ def lift(compressor: Compressor) -> Compressor:
         if not isinstance(weights, Leaves):
             weights = Leaves(Dense(weights), (weights,) * len(payloads.leaves))
         add_one = lambda t, message: t + weighted(message[0].astype(t.dtype), message[1])
-        dense = fold(add_one, total.dense, (payloads.dense.values, weights.dense.values))
+        given = (payloads.dense.values, weights.dense.values)
+        dense = jax.tree.map(lambda t: fold(add_one, t, given), total.dense)
         each_vector = zip(total.vectors, payloads.leaves, weights.leaves, shared.vectors, strict=True)
         return Parts(dense, tuple(accumulate(each, *four) for four in each_vector))
 

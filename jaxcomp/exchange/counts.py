@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxcomp.base import wide
 from jaxcomp.exchange.routes import ROUTES, SCATTER
-from jaxcomp.layout import rows_of
+from jaxcomp.layout import dense_of, rows_of
 from jaxcomp.norms import block_norms
 from jaxcomp.payloads import Leaves, cheap_bits, code_bits, lane_bytes, num_entries
 
@@ -142,7 +142,7 @@ def _vectors(payload: Any, message: Any) -> list[tuple[Any, Any]]:
     """Each payload with its vector."""
     if not isinstance(payload, Leaves):
         return [(payload, message)]
-    return [(payload.dense, message.dense), *zip(payload.leaves, message.vectors, strict=True)]
+    return [(payload.dense, dense_of(message)), *zip(payload.leaves, message.vectors, strict=True)]
 
 
 def _by_row(function: Callable[[Any], Any], payload: Any, message: Any) -> Array:

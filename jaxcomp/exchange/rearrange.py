@@ -153,7 +153,8 @@ def members(plan: Plan, parts: Any) -> list[tuple[tuple[int, ...], Any]]:
         return [(tuple(numbers[i] for i in own), vector) for numbers, (own, vector) in inner]
     if plan.bare:
         return [(plan.groups[0].leaves, parts)]
-    return [(plan.dense, parts.dense), *((g.leaves, x) for g, x in zip(plan.groups, parts.vectors, strict=True))]
+    vectors = [(g.leaves, x) for g, x in zip(plan.groups, parts.vectors, strict=True)]
+    return [(plan.dense, parts.dense), *vectors] if plan.dense else vectors
 
 
 def kept(old: Any, new: Any, move: Move) -> Any:

@@ -332,7 +332,7 @@ def _by_vector(one: Callable, old: Any, new: Any, move: Move) -> Any:
     """Of other shards, with other leaves that are small: from the vector that has most of the same leaves."""
     if not (isinstance(old, Each) and isinstance(new, Each)):
         return one(old, new, move)
-    before, now = (members(plan, plan.like)[1:] for plan in (move.old_plan, move.new_plan))
+    before, now = (members(plan, plan.like)[bool(plan.dense) :] for plan in (move.old_plan, move.new_plan))
     states = []
     for (numbers, _), fresh in zip(now, new.vectors, strict=True):
         common = [len(set(numbers) & set(others)) for others, _ in before]

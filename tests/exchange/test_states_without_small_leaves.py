@@ -1,0 +1,84 @@
+"""No array of a state is without entries, so that Orbax, which refuses such arrays, writes every state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp as jc
+from jaxcomp.layout import Parts
+
+LARGE = {"a": jax.ShapeDtypeStruct((40, 40), jnp.float32), "b": jax.ShapeDtypeStruct((50, 40), jnp.float32)}
+TOP = jc.top_k(0.1)
+ALGORITHMS = {
+    "direct": jc.direct(TOP),
+    "error feedback": jc.error_feedback(TOP),
+    "per leaf": jc.error_feedback(jc.per_leaf(TOP)),
+    "sidco": jc.error_feedback(jc.sidco(0.01)),
+    "diana": jc.diana(jc.rand_k(0.1)),
+    "ef21": jc.ef21(TOP),
+    "power_sgd": jc.power_sgd(rank=1),
+    "fetch_sgd": jc.fetch_sgd(0.01, sketch=0.5),
+    "loco": jc.loco(jc.block_scaled("int4")),
+    "majority_vote": jc.majority_vote(),
+    "sparse_loco": jc.sparse_loco(),
+    "by_path": jc.by_path({"a": jc.direct(jc.identity()), ".*": jc.error_feedback(TOP)}),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_array_of_a_state_is_empty(name):
+    tx = jc.compressed_mean(ALGORITHMS[name], "data")
+    state = jax.eval_shape(lambda params: jc.init_state(tx, params, 4, "data")[0], LARGE)
+    assert [path for path, x in jax.tree_util.tree_leaves_with_path(state) if x.size == 0] == []
+
+
+def test_a_round_of_each_without_small_leaves():
+    """vmap of two workers: directions and states keep their shapes, and dense parts stay out of the states."""
+    rng = np.random.default_rng(0)
+    grads = {name: jnp.asarray(rng.normal(size=(2, *x.shape)), jnp.float32) for name, x in LARGE.items()}
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), LARGE)
+    names = ("per leaf", "power_sgd", "fetch_sgd", "by_path", "diana")
+    chained = [jc.compressed_mean(ALGORITHMS[name], "data") for name in names]
+    pairs = [jc.init_state(tx, params, 2, "data") for tx in chained]
+
+    @jax.jit
+    def rounds(states, grads):
+        return [
+            jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")(grads, state)
+            for tx, (_, axes), state in zip(chained, pairs, states, strict=True)
+        ]
+
+    for (direction, after), (before, _) in zip(rounds([s for s, _ in pairs], grads), pairs, strict=True):
+        assert jax.tree.map(jnp.shape, direction) == jax.tree.map(jnp.shape, params)
+        assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
+        parts = [x for x in jax.tree.leaves(after, is_leaf=lambda x: isinstance(x, Parts)) if isinstance(x, Parts)]
+        assert all(x.dense == () for x in parts)
+        fewer, _ = jc.init_state(chained[0], params, 3, "data")
+    new = jc.redistribute(pairs[0][0], fewer)  # memories of other workers, laid out alike
+    assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, fewer)
+
+
+def test_orbax_keeps_states(tmp_path):
+    """Of `compressed_mean` in an optimizer, and of `value_and_grad`, on four devices."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    whole = NamedSharding(mesh, P())
+    params = {name: jax.device_put(jnp.ones(x.shape, x.dtype), whole) for name, x in LARGE.items()}
+    x = jax.device_put(jnp.ones((4, 40)), NamedSharding(mesh, P("data")))
+    grad_fn = jc.value_and_grad(lambda p, x: jnp.mean((x @ p["a"] @ p["b"].T) ** 2), ALGORITHMS["error feedback"])
+    tx = jc.compressed_mean(ALGORITHMS["diana"], "data")
+    made = lambda: {"grad_fn": grad_fn.init(params), "tx": jc.init_state(tx, params, mesh, "data")[0]}
+    states = made()
+    states["grad_fn"] = jax.jit(grad_fn)(params, states["grad_fn"], x)[2]
+    with ocp.StandardCheckpointer() as keeper:
+        keeper.save(tmp_path / "state", states)
+        keeper.wait_until_finished()
+        back = keeper.restore(tmp_path / "state", made())
+    assert jax.tree.structure(back) == jax.tree.structure(states)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        data = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b)]
+        np.testing.assert_array_equal(*data)
