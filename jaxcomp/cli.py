@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import numpy as np
 
@@ -18,6 +19,7 @@ __all__ = ["main"]
 def parser() -> argparse.ArgumentParser:
     """The options of `jaxcomp`."""
     p = argparse.ArgumentParser(prog="jaxcomp", description="Gradient compression for JAX.")
+    p.add_argument("--version", action="version", version=f"jaxcomp {version('jaxcomp')}, JAX {version('jax')}")
     commands = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
     s = commands.add_parser(
         "smoothness",

@@ -4,14 +4,20 @@ import ast
 import importlib
 import importlib.metadata
 import inspect
+import json
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import jaxcomp as jc
+from jaxcomp.cli import main
 
 PACKAGE = Path(jc.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -143,3 +149,107 @@ def test_public_names_are_documented(name):
 
 def test_versions_agree():
     assert importlib.metadata.version("jaxcomp") == jc.__version__
+
+
+ROOT = PACKAGE.parent
+
+
+def test_the_command_says_its_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"jaxcomp {jc.__version__}, JAX ")
+
+
+def test_what_the_package_says_of_itself():
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert about["license"] == "Apache-2.0"
+    assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {jc.__version__}\n" in citation
+    assert all(author["name"] in citation for author in about["authors"])
+    assert "Typing :: Typed" in about["classifiers"]
+    assert (PACKAGE / "py.typed").exists()
+    pages = re.findall(r"\]\(([\w./]+)\)", (ROOT / "CONTRIBUTING.md").read_text())
+    assert pages
+    assert all((ROOT / page).exists() for page in pages)
+
+
+def copy_of_the_sources(folder):
+    """What a build reads: it writes nothing into the repository, nor takes what lies about there."""
+    names = ("jaxcomp", "docs", "experiments", "notebooks", "tests")
+    ignore = shutil.ignore_patterns("__pycache__", ".*")
+    for name in names:
+        shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+    for path in (
+        *ROOT.glob("*.md"),
+        *(ROOT / name for name in ("LICENSE", "CITATION.cff", "pyproject.toml", "Makefile")),
+    ):
+        shutil.copy(path, folder)
+    return folder
+
+
+def built(source, target):
+    """Names in a distribution that the build backend makes."""
+    pytest.importorskip("hatchling.build")
+    call = f"import hatchling.build as b; b.build_{target}('dist')"
+    subprocess.run([sys.executable, "-c", call], cwd=source, check=True, capture_output=True, timeout=120)
+    (path,) = (source / "dist").glob("*.whl" if target == "wheel" else "*.tar.gz")
+    if target == "wheel":
+        with zipfile.ZipFile(path) as archive:
+            return path, archive.namelist()
+    with tarfile.open(path) as archive:
+        return path, archive.getnames()
+
+
+def test_what_wheel_and_sdist_hold(tmp_path):
+    source = copy_of_the_sources(tmp_path)
+    _, names = built(source, "wheel")
+    about = f"jaxcomp-{jc.__version__}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"jaxcomp", about}
+    assert {"jaxcomp/py.typed", f"{about}/licenses/LICENSE", f"{about}/entry_points.txt"} <= set(names)
+    assert {str(path.relative_to(PACKAGE.parent)) for path in MODULES} <= set(names)
+    _, names = built(source, "sdist")
+    top = f"jaxcomp-{jc.__version__}"
+    wanted = ("LICENSE", "README.md", "CITATION.cff", "pyproject.toml", "jaxcomp/py.typed", "tests/laws.py", "Makefile")
+    assert {f"{top}/{name}" for name in wanted} <= set(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["wheel", "sdist"])
+def test_it_installs_into_an_empty_environment(tmp_path, target):
+    """With its dependencies, from a package index."""
+    path, _ = built(copy_of_the_sources(tmp_path), target)
+    python = tmp_path / "empty" / "bin" / "python"
+    run = lambda *command: subprocess.run(command, cwd=tmp_path / "empty", check=True, capture_output=True, text=True)
+    (tmp_path / "empty").mkdir()
+    run(sys.executable, "-m", "venv", ".")
+    run(python, "-m", "pip", "install", "--quiet", path)
+    code = (
+        "import jax, jaxcomp as jc\n"
+        "x = jc.roundtrip(jc.top_k(k=1), jax.numpy.ones(3), key=jax.random.key(0))[0]\n"
+        "print(jc.__file__, float(x.sum()))"
+    )
+    where, total = run(python, "-c", code).stdout.split()
+    assert Path(where).is_relative_to(tmp_path / "empty")
+    assert float(total) == 1.0
+    assert run(python.with_name("jaxcomp"), "--version").stdout.startswith(f"jaxcomp {jc.__version__}, ")
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_public_names(tmp_path):
+    """From outside: a client whose mistakes are marked is right, and without the marks each is found."""
+    checker = shutil.which("basedpyright", path=str(Path(sys.executable).parent))
+    if checker is None:
+        pytest.skip("needs basedpyright")
+    client = (ROOT / "tests" / "typed_client.py").read_text()
+    (tmp_path / "right.py").write_text(client)
+    (tmp_path / "wrong.py").write_text(re.sub(r"  # pyright: ignore.*", "", client))
+    result = subprocess.run(
+        [checker, "--level", "error", "--outputjson", "--pythonpath", sys.executable, "."],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    found = [Path(each["file"]).name for each in json.loads(result.stdout)["generalDiagnostics"]]
+    assert found == ["wrong.py"] * client.count("# pyright: ignore[")
