@@ -88,6 +88,7 @@ from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.planning import plan
 from jaxcomp.plan.recommend import recommend
 from jaxcomp.transforms import (
+    DynamicScale,
     compressed_mean,
     demo,
     local_process,
@@ -106,6 +107,7 @@ __all__ = [
     "Algorithm",
     "Candidate",
     "Compressor",
+    "DynamicScale",
     "Exchange",
     "Info",
     "Layout",

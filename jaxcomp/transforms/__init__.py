@@ -5,16 +5,19 @@ from jaxcomp.transforms.demo import demo
 from jaxcomp.transforms.local_process import LocalProcess, local_process
 from jaxcomp.transforms.local_steps import LocalSteps, LocalStepsState, local_steps
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
+from jaxcomp.transforms.loss_scale import DynamicScale, LossScale
 from jaxcomp.transforms.onebit import onebit_adam, zero_one_adam
 from jaxcomp.transforms.rounds import Rounds, rounds
 from jaxcomp.transforms.value_and_grad import GradientState, ValueAndGrad, value_and_grad, worker_value_and_grad
 
 __all__ = [
+    "DynamicScale",
     "GradientState",
     "LocalProcess",
     "LocalSteps",
     "LocalStepsState",
     "LocalUpdatesState",
+    "LossScale",
     "Rounds",
     "ValueAndGrad",
     "compressed_mean",

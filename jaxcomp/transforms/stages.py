@@ -7,6 +7,7 @@
 Between them each gradient is an array [n, ...] with a leading axis of workers. Each row lies where it was made.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxcomp.exchange.varying import Axis, axis_names
 from jaxcomp.transforms.meshes import laid_out, without
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, worker_gradients
 
-__all__ = ["check_batch", "exchange_on_mesh", "gradients_on_mesh", "init_on_mesh"]
+__all__ = ["check_batch", "exchange_on_mesh", "gradients_on_mesh", "init_on_mesh", "same_on_mesh"]
 
 
 def check_batch(name: str, batch: Any, mesh: Any, workers: tuple[str, ...]) -> None:
@@ -36,27 +37,35 @@ def check_batch(name: str, batch: Any, mesh: Any, workers: tuple[str, ...]) -> N
 
 
 def gradients_on_mesh(
-    how: Loss, what: Trained, mesh: Any, axis: Axis, trained: Any, rest: Any, batch: Any, named: Any
+    how: Loss,
+    what: Trained,
+    mesh: Any,
+    axis: Axis,
+    trained: Any,
+    rest: Any,
+    batch: Any,
+    named: Any,
+    scale: Any = None,
 ) -> Gradients:
     """Stage 1: what `worker_gradients` finds at all workers, with gradients [n, ...]."""
     workers = axis_names(axis)
 
-    def one(trained, rest, batch, named):
-        found = worker_gradients(how, what, axis, trained, rest, batch, named)
+    def one(trained, rest, batch, named, scale):
+        found = worker_gradients(how, what, axis, trained, rest, batch, named, scale)
         return found._replace(grads=jax.tree.map(lambda g: g[None], found.grads))
 
     kinds = jax.tree.map(lambda kind: P(workers) if kind == "each" else P(), how.kinds)
     stage = jax.shard_map(
         one,
         mesh=_unless_in_force(mesh),
-        in_specs=(P(), P(), P(workers), P()),
-        out_specs=Gradients(P(), kinds, P(), P(workers)),  # pyright: ignore[reportArgumentType]
+        in_specs=(P(), P(), P(workers), P(), P()),
+        out_specs=Gradients(P(), kinds, P(), P(workers), P()),  # pyright: ignore[reportArgumentType]
         axis_names=set(workers),
         check_vma=False,  # so that a loss may hold loops whose carry begins with zeros, as under plain jit
     )
     whole = lambda tree: jax.tree.map(lambda x: laid_out(x, without(_spec(x), workers), mesh), tree)
     batch = jax.tree.map(lambda x: laid_out(x, _batch_spec(x, workers), mesh), batch)
-    return stage(whole(trained), whole(rest), batch, whole(named))
+    return stage(whole(trained), whole(rest), batch, whole(named), scale)
 
 
 def exchange_on_mesh(
@@ -92,6 +101,11 @@ def init_on_mesh(tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs:
     made = state_specs_on(mesh, tx, like, axis)
     make = jax.shard_map(lambda: tx.init(like), mesh=_unless_in_force(mesh), in_specs=(), out_specs=made)
     return jax.jit(make)()
+
+
+def same_on_mesh(make: Callable[[], Any], mesh: Any) -> Any:
+    """What a function makes, whole on every device."""
+    return jax.jit(jax.shard_map(make, mesh=_unless_in_force(mesh), in_specs=(), out_specs=P()))()
 
 
 def _unless_in_force(mesh: Any) -> Any:

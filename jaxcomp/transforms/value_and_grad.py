@@ -21,8 +21,10 @@ from jaxcomp.exchange.specs import names_of, per_worker
 from jaxcomp.exchange.state import means_in
 from jaxcomp.exchange.varying import Axis, axis_names, is_bound
 from jaxcomp.transforms.compressed_mean import compressed_mean
+from jaxcomp.transforms.loss_scale import DynamicScale, LossScale, after_step, check_scale, fresh_scale, select
 from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut
-from jaxcomp.transforms.stages import check_batch, exchange_on_mesh, gradients_on_mesh, init_on_mesh
+from jaxcomp.transforms.stages import check_batch, exchange_on_mesh, gradients_on_mesh, init_on_mesh, same_on_mesh
+from jaxcomp.transforms.trained import like_params, trained_of, write_back
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, check_kinds, worker_gradients
 
 __all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_grad"]
@@ -36,11 +38,12 @@ class GradientState:
     """The state of `value_and_grad`.
 
     exchange: of `compressed_mean`, which `info`, `state_specs`, `redistribute` find in it. specs: how each trained leaf
-    is cut over the mesh; () where none is. Static.
+    is cut over the mesh; () where none is. Static. loss_scale: `LossScale` where it is dynamic, else ().
     """
 
     exchange: Any
     specs: tuple[PartitionSpec, ...] = dataclasses.field(metadata={"static": True})
+    loss_scale: Any = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,15 +69,19 @@ class ValueAndGrad:
         Raises:
             ValueError: how parameters are cut cannot be known (see `param_specs`), or the mesh has no such axis.
         """
-        trained, _ = _trained(params, self.wrt).part(params)
+        trained, _ = trained_of(params, self.wrt).part(params)
         if is_bound(self.axis) and self.axis is not None:
-            return GradientState(self.transform(None).init(trained), ())
+            return GradientState(self.transform(None).init(trained), (), self._scale())
         mesh = self._mesh(trained)
         if mesh is None:
-            return GradientState(self._single().init(trained), ())
+            return GradientState(self._single().init(trained), (), self._scale())
         specs = self._specs(params, trained, mesh)
         tree = _like_tree(specs, trained)
-        return GradientState(init_on_mesh(self.transform(tree), mesh, self.axis, tree, trained), specs)
+        exchange = init_on_mesh(self.transform(tree), mesh, self.axis, tree, trained)
+        return GradientState(exchange, specs, same_on_mesh(self._scale, mesh))
+
+    def _scale(self) -> Any:
+        return fresh_scale(self.loss.scale) if isinstance(self.loss.scale, DynamicScale) else ()
 
     def __call__(self, params: Any, state: GradientState, /, *batch: Any, **named: Any) -> Any:
         """Loss and gradient at `params`, exchanged among all workers.
@@ -89,7 +96,7 @@ class ValueAndGrad:
             loss (or (loss, aux)), gradients like `params`, state.
         """
         _check_call(params, state, self.loss, named)
-        what = _trained(params, self.wrt)
+        what = trained_of(params, self.wrt)
         trained, rest = what.part(params)
         if is_bound(self.axis) and self.axis is not None:
             out = _here(self, what, self.axis, trained, rest, state, batch, named)
@@ -101,8 +108,8 @@ class ValueAndGrad:
                 check_batch("value_and_grad", batch, mesh, axis_names(self.axis))
                 out = _on_mesh(self, what, mesh, trained, rest, state, batch, named)
         (loss, aux, new, grads), state = out
-        _write_back(params, what, self.wrt, rest, new)
-        return (loss, aux) if self.loss.has_aux else loss, _like_params(params, what, grads), state
+        write_back(params, what, self.wrt, rest, new)
+        return (loss, aux) if self.loss.has_aux else loss, like_params(params, what, grads), state
 
     def _mesh(self, *trees: Any) -> Mesh | AbstractMesh | None:
         names = axis_names(self.axis)
@@ -112,7 +119,7 @@ class ValueAndGrad:
         """Of the trained leaves; () where none is cut."""
         whole = params if self.param_specs is not None else trained
         found = find_specs("value_and_grad", whole, mesh, axis_names(self.axis), self.param_specs)
-        names = _trained(params, self.wrt).names
+        names = trained_of(params, self.wrt).names
         if self.param_specs is not None and names:
             by_name = {name: spec for name, spec in zip(names, found, strict=True) if name is not None}
             found = tuple(by_name[name] for name in sorted(by_name))
@@ -137,7 +144,7 @@ def value_and_grad(
     wrt: Any = None,
     param_specs: Any = None,
     micro_batches: int = 1,
-    loss_scale: float | None = None,
+    loss_scale: float | DynamicScale | None = None,
     keys: str | Sequence[str] = (),
     via: str = "auto",
     weights: Sequence[float] | Array | None = None,
@@ -172,7 +179,14 @@ def value_and_grad(
         micro_batches: into how many pieces each worker cuts its part of the batch; gradients are added up in f32, and
             exchanged once.
         loss_scale: the loss is multiplied by it and the gradient divided, in f32, which it then keeps until after the
-            exchange; for 16-bit floats.
+            exchange; for 16-bit floats. `jc.DynamicScale()` finds the largest scale without overflow by itself: a step
+            with a gradient that is not finite at some worker gives zeros, leaves the state of the exchange as it was,
+            and sets `state.loss_scale.finite` to False, by which the optimizer skips it, too::
+
+                tx = optax.transforms.conditionally_mask(
+                    tx, lambda step, finite, **_: finite, forward_extra_args=True
+                )
+                updates, opt_state = tx.update(grads, opt_state, params, finite=state.loss_scale.finite)
         keys: names of the keyword arguments that hold random keys, of which each worker and micro-batch gets its own.
         via, weights, seed, measure, link, bucket_bytes: as for `compressed_mean`. Loss and averaged auxiliary values
             are weighted alike.
@@ -247,6 +261,8 @@ def worker_value_and_grad(
     2.5 [[-1. -2.]]
     """
     name = "worker_value_and_grad"
+    if isinstance(loss_scale, DynamicScale):
+        raise TypeError(f"{name}: loss_scale must be a number; a dynamic one needs the state of value_and_grad")
     how = _checked(name, loss, has_aux, aux, micro_batches, loss_scale, keys, weights)
     workers = axis_names(axis_name)
 
@@ -264,18 +280,17 @@ def worker_value_and_grad(
 
 
 def _checked(
-    name: str, loss: Any, has_aux: bool, aux: Any, micro_batches: int, loss_scale: float | None, keys: Any, weights: Any
+    name: str, loss: Any, has_aux: bool, aux: Any, micro_batches: int, loss_scale: Any, keys: Any, weights: Any
 ) -> Loss:
     if not callable(loss):
         raise TypeError(f"{name}: loss must be a function; got {loss!r}")
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, (int, np.integer)) or micro_batches < 1:
         raise ValueError(f"{name}: micro_batches must be an integer of at least 1; got {micro_batches!r}")
-    if loss_scale is not None and not (np.isfinite(loss_scale) and loss_scale > 0):
-        raise ValueError(f"{name}: loss_scale must be a number > 0; got {loss_scale!r}")
+    loss_scale = check_scale(name, loss_scale)
     check_kinds(name, aux)
     keys = (keys,) if isinstance(keys, str) else tuple(keys)
     shares = None if weights is None else tuple(shares_of(name, weights).tolist())
-    return Loss(loss, has_aux, aux, int(micro_batches), None if loss_scale is None else float(loss_scale), keys, shares)
+    return Loss(loss, has_aux, aux, int(micro_batches), loss_scale, keys, shares)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -291,10 +306,10 @@ def _here(
     self: ValueAndGrad, what: Trained, axis: Axis, trained: Any, rest: Any, state: GradientState, batch: Any, named: Any
 ) -> tuple[Gradients, GradientState]:
     """Inside a `shard_map`, `pmap` or `vmap` of the user's; or at a single worker."""
-    found = worker_gradients(self.loss, what, axis, per_worker(trained, axis), rest, batch, named)
+    factor = _factor(state)
+    found = worker_gradients(self.loss, what, axis, per_worker(trained, axis), rest, batch, named, factor)
     tx = self.transform(None) if axis_names(axis) else self._single()
-    grads, exchange = tx.update(found.grads, state.exchange)
-    return found._replace(grads=_like_dtypes(grads, trained)), GradientState(exchange, state.specs)
+    return _after(self, found, trained, state, tx.update(found.grads, state.exchange))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -307,10 +322,26 @@ def _on_mesh(
     self: ValueAndGrad, what: Trained, mesh: Any, trained: Any, rest: Any, state: GradientState, batch: Any, named: Any
 ) -> tuple[Gradients, GradientState]:
     """The two stages."""
-    found = gradients_on_mesh(self.loss, what, mesh, self.axis, trained, rest, batch, named)
+    found = gradients_on_mesh(self.loss, what, mesh, self.axis, trained, rest, batch, named, _factor(state))
     tree = _like_tree(state.specs, trained)
-    grads, exchange = exchange_on_mesh(self.transform(tree), mesh, self.axis, tree, found.grads, state.exchange)
-    return found._replace(grads=_like_dtypes(grads, trained)), GradientState(exchange, state.specs)
+    new = exchange_on_mesh(self.transform(tree), mesh, self.axis, tree, found.grads, state.exchange)
+    return _after(self, found, trained, state, new)
+
+
+def _factor(state: GradientState) -> Any:
+    """What the loss is multiplied by, where that is dynamic."""
+    return state.loss_scale.scale if isinstance(state.loss_scale, LossScale) else None
+
+
+def _after(
+    self: ValueAndGrad, found: Gradients, trained: Any, state: GradientState, new: tuple[Any, Any]
+) -> tuple[Gradients, GradientState]:
+    """Gradients as they are returned, and the next state. A step that overflowed changes the loss scale alone."""
+    how, scale = self.loss.scale, state.loss_scale
+    if isinstance(how, DynamicScale):
+        finite = found.overflows == 0
+        new, scale = select(finite, new, state.exchange), after_step(how, scale, finite)
+    return found._replace(grads=_like_dtypes(new[0], trained)), GradientState(new[1], state.specs, scale)
 
 
 def _like_dtypes(grads: Any, params: Any) -> Any:
@@ -319,52 +350,6 @@ def _like_dtypes(grads: Any, params: Any) -> Any:
 
 def _like_tree(specs: tuple[PartitionSpec, ...], tree: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), specs) if specs else None
-
-
-# ------------------------------------------------------------------------------------------------
-# What is trained, and what was given
-
-
-def _trained(params: Any, wrt: Any) -> Trained:
-    if wrt is None:
-        return Trained(None, ())
-    nodes, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: isinstance(node, wrt))
-    del structure
-    names: list[str | None] = []
-    for path, node in nodes:
-        inside = jax.tree_util.tree_leaves_with_path(node)
-        where = jax.tree_util.keystr(path)
-        names += [where + jax.tree_util.keystr(p) if isinstance(node, wrt) else None for p, _ in inside]
-    if not any(names):
-        raise ValueError(
-            f"value_and_grad: wrt must be a type of nodes of the parameters; there is no {wrt.__name__} in them"
-        )
-    return Trained(jax.tree.structure(params), tuple(names))
-
-
-def _like_params(params: Any, what: Trained, grads: Any) -> Any:
-    """Gradients as a tree like the parameters, with None for what is not trained."""
-    return what.join(grads, [None] * sum(name is None for name in what.names)) if what.names else grads
-
-
-def _write_back(params: Any, what: Trained, wrt: Any, rest: list[Any], new: list[Any]) -> None:
-    """New values of variables that are not trained, into the model that was given."""
-    if not any(leaf is not None for leaf in new):
-        return
-    family = _family(wrt)
-    values = iter(zip(rest, new, strict=True))
-    for node in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, family)):
-        if isinstance(node, wrt):
-            continue
-        for _ in jax.tree.leaves(node):
-            old, value = next(values)
-            if value is not None and value is not old:
-                node.set_value(value)
-
-
-def _family(wrt: Any) -> Any:
-    """The most general type above a type of variables that can be written."""
-    return [kind for kind in wrt.__mro__ if hasattr(kind, "set_value")][-1]
 
 
 def _check_call(params: Any, state: Any, how: Loss, named: Mapping[str, Any]) -> None:
@@ -376,6 +361,11 @@ def _check_call(params: Any, state: Any, how: Loss, named: Mapping[str, Any]) ->
         )
     if not means_in(state):
         raise TypeError("value_and_grad: the state must be that of grad_fn.init(params); got one without an exchange")
+    if isinstance(how.scale, DynamicScale) != isinstance(state.loss_scale, LossScale):
+        raise TypeError(
+            "value_and_grad: the state must be that of grad_fn.init(params), with the same loss_scale; got one "
+            f"{'without' if isinstance(how.scale, DynamicScale) else 'with'} a dynamic scale"
+        )
     missing = [name for name in how.keys if name not in named]
     if missing:
         raise TypeError(f"value_and_grad: keys names the keyword argument {missing[0]!r}, which was not given")

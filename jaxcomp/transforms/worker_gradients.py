@@ -18,6 +18,7 @@ from jax import lax
 from jaxcomp.arrays import bounded, wide
 from jaxcomp.exchange.collectives import sum_arrays
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, varying, varying_axes
+from jaxcomp.transforms.loss_scale import DynamicScale
 
 __all__ = ["KINDS", "Gradients", "Loss", "Trained", "check_kinds", "worker_gradients"]
 
@@ -37,7 +38,7 @@ class Loss(NamedTuple):
     has_aux: bool
     kinds: Any
     micro_batches: int
-    scale: float | None
+    scale: float | DynamicScale | None
     keys: tuple[str, ...]
     shares: tuple[float, ...] | None
 
@@ -69,13 +70,15 @@ class Trained(NamedTuple):
 
 class Gradients(NamedTuple):
     """loss, aux: of all workers together. rest: new values of what is not trained, None where it did not change.
-    grads: of this worker alone.
+    grads: of this worker alone. overflows: f32[], workers with a gradient that is not finite; None where the loss scale
+    does not follow them.
     """
 
     loss: Array
     aux: Any
     rest: list[Any]
     grads: Any
+    overflows: Any
 
 
 def check_kinds(name: str, kinds: Any) -> None:
@@ -86,7 +89,14 @@ def check_kinds(name: str, kinds: Any) -> None:
 
 
 def worker_gradients(
-    how: Loss, what: Trained, axis: Axis, trained: Any, rest: list[Any], batch: tuple[Any, ...], named: dict[str, Any]
+    how: Loss,
+    what: Trained,
+    axis: Axis,
+    trained: Any,
+    rest: list[Any],
+    batch: tuple[Any, ...],
+    named: dict[str, Any],
+    scale: Array | None = None,
 ) -> Gradients:
     """The gradient of this worker's loss, and what all workers together know of loss and auxiliary values.
 
@@ -96,9 +106,11 @@ def worker_gradients(
         trained, rest: see `Trained.part`.
         batch: this worker's part.
         named: keyword arguments, equal on all workers.
+        scale: f32[], of the loss, where `how.scale` is a `DynamicScale`.
     """
     number = axis_index(axis)
-    trained, rest, named = varying((trained, rest, named), axis)
+    trained, rest, named, scale = varying((trained, rest, named, scale), axis)
+    factor = scale if isinstance(how.scale, DynamicScale) else how.scale
     if axis_names(axis):
         rest = [jax.random.fold_in(leaf, number) if _is_key(leaf) else leaf for leaf in rest]
     parts = how.micro_batches
@@ -107,7 +119,7 @@ def worker_gradients(
         own = dict(named)
         for name in how.keys:
             own[name] = jax.tree.map(lambda key: jax.random.fold_in(jax.random.fold_in(key, number), j), named[name])
-        return _differentiated(how, what, trained, rest, part, own)
+        return _differentiated(how, what, trained, rest, part, own, factor)
 
     if parts == 1:
         grads, (loss, extra, new) = one(rest, batch, 0)
@@ -128,18 +140,28 @@ def worker_gradients(
         loss = jnp.mean(losses)
         new = [None if _is_key(leaf) else leaf for leaf in new]
         grads = jax.tree.map(lambda t: t / parts, total)
-    if how.scale is not None:
-        grads = jax.tree.map(lambda g: g.astype(wide(g.dtype)) / how.scale, grads)
+    if factor is not None:
+        grads = jax.tree.map(lambda g: g.astype(wide(g.dtype)) / jnp.asarray(factor, wide(g.dtype)), grads)
     elif parts > 1:
         grads = jax.tree.map(lambda g, x: bounded(g.astype(x.dtype)), grads, trained)
     kinds = jax.tree.map(lambda kind, tree: jax.tree.map(lambda _: kind, tree), how.kinds, extra)
     aux = jax.tree.map(_of_micro_batches, kinds, extra)
-    kinds = ("mean", kinds, [None if x is None else "same" if _is_float(x) else "first" for x in new])
-    loss, aux, new = _together((loss, aux, new), kinds, axis, how.shares)
-    return Gradients(loss, aux, new, grads)
+    overflow = None if scale is None else _is_overflow(grads)
+    kept = [None if x is None else "same" if _is_float(x) else "first" for x in new]
+    kinds = ("mean", kinds, kept, None if scale is None else "sum")
+    loss, aux, new, overflows = _together((loss, aux, new, overflow), kinds, axis, how.shares)
+    return Gradients(loss, aux, new, grads, overflows)
 
 
-def _differentiated(how: Loss, what: Trained, trained: Any, rest: list[Any], part: Any, named: dict[str, Any]) -> Any:
+def _is_overflow(grads: Any) -> Array:
+    """f32[]: one if any entry is NaN or infinite."""
+    finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+    return 1.0 - jnp.all(jnp.stack(finite)).astype(jnp.float32) if finite else jnp.zeros((), jnp.float32)
+
+
+def _differentiated(
+    how: Loss, what: Trained, trained: Any, rest: list[Any], part: Any, named: dict[str, Any], factor: Any
+) -> Any:
     """Gradients, and (loss, auxiliary values, new values of what is not trained) of one micro-batch."""
 
     def scaled(trained):
@@ -149,7 +171,9 @@ def _differentiated(how: Loss, what: Trained, trained: Any, rest: list[Any], par
         after = what.part(tree)[1] if what.names else []
         kept = lambda old, new: new is old or _is_key(old)
         new = [None if kept(a, b) else jnp.asarray(b, a.dtype) for a, b in zip(rest, after, strict=True)]
-        return loss if how.scale is None else loss * how.scale, (loss, extra, new)
+        if factor is None:
+            return loss, (loss, extra, new)
+        return loss.astype(wide(loss.dtype)) * jnp.asarray(factor, wide(loss.dtype)), (loss, extra, new)
 
     return jax.grad(scaled, has_aux=True)(trained)
 

@@ -99,3 +99,83 @@ def test_an_nnx_model_in_place():
     assert np.array_equal(np.asarray(jax.random.key_data(model.dropout.rngs.key[...])), before)
     assert int(optimizer.exchange.exchange.shared.count) == 3
     assert len(traced) == 1
+
+
+def scaled_steps(grad_fn, steps, params, *placed_batches):
+    """States and directions of a few steps of one compiled program."""
+    state, found, traced = grad_fn.init(params), [], []
+
+    @jax.jit
+    def step(params, state, x):
+        traced.append(None)
+        return grad_fn(params, state, x)
+
+    for x in placed_batches[:steps]:
+        value, grads, state = step(params, state, x)
+        found.append((value, grads, state))
+    assert len(traced) == 1
+    return found
+
+
+def test_a_loss_scale_that_follows_overflow():
+    """Gradients in true units; a worker that overflows skips the step for all, and memories stay as they are."""
+    mesh = mesh_of(4)
+    whole, cut = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
+    params = jax.device_put({"w": W}, whole)
+    loss = lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) ** 2)
+    bad = X.at[5, 0].set(jnp.inf)  # of the third worker
+    algorithm = jc.error_feedback(jc.top_k(0.1))
+    dynamic = jc.DynamicScale(initial=2.0**10, interval=2, largest=2.0**11)
+    xs = [jax.device_put(x, cut) for x in (X, bad, X, X)]
+    found = scaled_steps(jc.value_and_grad(loss, algorithm, loss_scale=dynamic), 4, params, *xs)
+    plain = scaled_steps(jc.value_and_grad(loss, algorithm), 3, params, xs[0], xs[2], xs[3])
+    states = [state for _, _, state in found]
+    assert [bool(s.loss_scale.finite) for s in states] == [True, False, True, True]
+    assert [float(s.loss_scale.scale) for s in states] == [2.0**10, 2.0**9, 2.0**9, 2.0**10]
+    assert [int(s.loss_scale.skipped) for s in states] == [0, 1, 1, 1]
+    np.testing.assert_array_equal(found[1][1]["w"], 0)
+    for a, b in zip(*(jax.tree.leaves(s.exchange) for s in states[:2]), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for mine, expected in zip((found[0], found[2], found[3]), plain, strict=True):
+        np.testing.assert_allclose(mine[0], expected[0], rtol=1e-6)
+        np.testing.assert_allclose(mine[1]["w"], expected[1]["w"], rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(memory(mine[2]), memory(expected[2]), rtol=1e-4, atol=1e-7)
+    assert states[-1].loss_scale.scale.sharding.is_equivalent_to(whole, 0)
+
+
+def test_a_loss_scale_for_one_worker_and_for_halves():
+    """f16 parameters whose gradient would be zero; then the optimizer skips what overflows."""
+    half = {"w": jnp.full((4,), 1e-2, jnp.float16)}
+    loss = lambda p, x: jnp.sum(p["w"] * x * jnp.float16(2.0**-12)) * jnp.float16(2.0**-14)  # gradient 2^-26 x
+    dynamic = jc.DynamicScale(initial=2.0**14)
+    grad_fn = jc.value_and_grad(loss, jc.direct(jc.identity()), loss_scale=dynamic, axis_name=None)
+    tx = optax.transforms.conditionally_mask(
+        optax.sgd(1.0, momentum=0.9), lambda step, finite, **_: finite, forward_extra_args=True
+    )
+
+    @jax.jit
+    def step(params, state, opt_state, x):
+        _, grads, state = grad_fn(params, state, x)
+        updates, opt_state = tx.update(grads, opt_state, params, finite=state.loss_scale.finite)
+        return updates, state, opt_state
+
+    x = jnp.full((4,), 64, jnp.float16)
+    updates, state, opt_state = step(half, grad_fn.init(half), tx.init(half), x)
+    np.testing.assert_allclose(np.asarray(updates["w"], np.float32), -(2.0**-20), rtol=1e-3)
+    updates, state, after = step(half, state, opt_state, x.at[1].set(jnp.inf))
+    np.testing.assert_array_equal(updates["w"], 0)
+    np.testing.assert_array_equal(*(jax.tree.leaves(s.inner_state)[0] for s in (after, opt_state)))
+    assert float(state.loss_scale.scale) == 2.0**13
+    with pytest.raises(ValueError, match=r"must be a number > 0 or a jc\.DynamicScale; got -1"):
+        jc.value_and_grad(loss, jc.direct(jc.identity()), loss_scale=-1)
+    with pytest.raises(TypeError, match="got one without a dynamic scale"):
+        grad_fn(half, jc.value_and_grad(loss, jc.direct(jc.identity()), axis_name=None).init(half), x)
+    with pytest.raises(TypeError, match="loss_scale must be a number; a dynamic one needs the state"):
+        jc.worker_value_and_grad(loss, loss_scale=dynamic)
+    for wrong, message in (
+        ({"growth": 1.0}, "growth must be > 1"),
+        ({"interval": 0}, "interval"),
+        ({"backoff": 1}, "backoff"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jc.DynamicScale(**wrong)
