@@ -16,6 +16,7 @@ __all__ = [
     "Move",
     "change_of",
     "check_alike",
+    "check_shapes",
     "each_leaf",
     "join_lead",
     "kept",
@@ -140,6 +141,20 @@ def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any) -> Any:
             value.reshape(rows, -1)[:, : joined.shape[1]] = joined
         made.append(placed(value, like))
     return jax.tree.unflatten(jax.tree.structure(new), made)
+
+
+def check_shapes(move: Move) -> None:
+    """Raises Misfit if the same shards of parameters have other shapes."""
+    old, new = move.old_plan.shapes, move.new_plan.shapes
+    if move.old.shards != move.new.shards or old == new:
+        return
+    if len(old) == len(new) == 1 and (old[0][:1], new[0][:1]) == ((move.old.workers,), (move.new.workers,)):
+        raise Misfit(
+            f"parameters are cut over the workers themselves, and lie in a row for each of {move.old.workers} owners "
+            f"before and {move.new.workers} now: memories of such rows cannot be cut anew. Restore with as many "
+            "workers, or begin with the new state, which forgets what was not sent yet"
+        )
+    raise Misfit(f"parameters have other shapes: {old} before, {new} now")
 
 
 def members(plan: Plan, parts: Any) -> list[tuple[tuple[int, ...], Any]]:

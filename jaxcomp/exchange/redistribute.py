@@ -16,6 +16,7 @@ from jaxcomp.exchange.rearrange import (
     Misfit,
     Move,
     change_of,
+    check_shapes,
     each_leaf,
     join_lead,
     kept,
@@ -65,7 +66,7 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
     Raises:
         ValueError: the states are of different optimizers or parameters; a part of an algorithm's state has no role
             (`Algorithm.roles`), or one that does not fit it, or that no other worker could go on from; a state has lost
-            all rows but one; parameters are in other shards and cut along several mesh axes, or via="two_shot".
+            all rows but one; parameters are in other shards and cut along several mesh axes, via="two_shot", or FSDP.
 
     >>> import jax.numpy as jnp, jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), "data")
@@ -153,8 +154,7 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
     place = old.about.placement
     cuts = [_cut(state, size) for state, size in zip((old, new), sizes, strict=True)]
     move = Move(cuts[0], cuts[1], keep, place.shards, bool(place.outer), old.about.plan, new.about.plan)
-    if move.old.shards == move.new.shards and move.old_plan.shapes != move.new_plan.shapes:
-        raise Misfit(f"parameters have other shapes: {move.old_plan.shapes} before, {move.new_plan.shapes} now")
+    check_shapes(move)
     local, shared = _algorithm(old.about.roles, old, new, move)
     route_local, route_shared = _route(old, new, move)
     same_key = {name: kept(getattr(old.shared, name), getattr(new.shared, name), move) for name in ("count", "key")}

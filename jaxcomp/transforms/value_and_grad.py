@@ -78,10 +78,14 @@ class ValueAndGrad:
         specs = self._specs(params, trained, mesh)
         tree = _like_tree(specs, trained)
         exchange = init_on_mesh(self.transform(tree), mesh, self.axis, tree, trained)
-        return GradientState(exchange, specs, same_on_mesh(self._scale, mesh))
+        return GradientState(exchange, specs, self._scale(mesh))
 
-    def _scale(self) -> Any:
-        return fresh_scale(self.loss.scale) if isinstance(self.loss.scale, DynamicScale) else ()
+    def _scale(self, mesh: Any = None) -> Any:
+        """The loss scale to begin with; () where it is not dynamic."""
+        how = self.loss.scale
+        if not isinstance(how, DynamicScale):
+            return ()
+        return fresh_scale(how) if mesh is None else same_on_mesh(lambda: fresh_scale(how), mesh)
 
     def __call__(self, params: Any, state: GradientState, /, *batch: Any, **named: Any) -> Any:
         """Loss and gradient at `params`, exchanged among all workers.
@@ -107,7 +111,7 @@ class ValueAndGrad:
             else:
                 check_batch("value_and_grad", batch, mesh, axis_names(self.axis))
                 out = _on_mesh(self, what, mesh, trained, rest, state, batch, named)
-        (loss, aux, new, grads), state = out
+        (loss, aux, new, grads, _), state = out
         write_back(params, what, self.wrt, rest, new)
         return (loss, aux) if self.loss.has_aux else loss, like_params(params, what, grads), state
 

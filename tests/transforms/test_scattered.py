@@ -116,3 +116,16 @@ def test_what_cannot_be_scattered_is_refused():
         jc.compressed_mean(jc.direct(jc.identity()), ("a", "b"), sharded=sharded)
     with pytest.raises(ValueError, match="of a hierarchy"):
         jc.compressed_mean(axis_name=dict.fromkeys("ab", jc.direct(jc.identity())), sharded={"x": P(("a", "b"))})
+
+
+def test_another_number_of_owners_is_refused_by_name():
+    """As many workers go on from their own memories."""
+    algorithm = jc.error_feedback(jc.top_k(k=K))
+    init = lambda workers: jc.value_and_grad(loss_of, algorithm).init(placed(mesh_of((workers,)))[0])
+    old, same, fewer = init(N), init(N), init(2)
+    memories = lambda state: [x for x in jax.tree.leaves(state) if x.shape[:2] == (N, N)]
+    assert len(memories(old)) == 1
+    old = jax.tree.map(lambda x: x + 1 if x.shape[:2] == (N, N) else x, old)
+    np.testing.assert_allclose(np.sum(memories(jc.redistribute(old, same))[0]), memories(old)[0].size, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"cut over the workers themselves, and lie in a row for each of 4 owners"):
+        jc.redistribute(old, fewer)
