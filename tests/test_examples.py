@@ -1,6 +1,10 @@
 """The scripts of docs/examples: few lines differ from the script without compression, and both compute the same."""
 
 import difflib
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -102,3 +106,37 @@ def test_nothing_of_the_order_of_the_gradient_crosses():
     assert 0 <= extra < 0.01 * books[0]["model",]  # parts of the payload of what is whole along "model"
     assert books[0]["data",] > 0.5 * gradient
     assert books[1]["data",] < 0.06 * gradient
+
+
+PROCESS = """
+import sys
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[2], 4, int(sys.argv[3]))
+assert len(jax.devices()) == 4 and len(jax.local_devices()) == 1
+exec(compile(open(sys.argv[1]).read(), "example", "exec"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fsdp"])
+def test_four_processes_train_as_one_does(name, tmp_path):
+    """The script as it stands, each device in a process of its own: every process prints the loss of one process."""
+    script = tmp_path / "example.py"
+    script.write_text(source(name, False))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    count = lambda devices: {**environment, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    alone = subprocess.run([sys.executable, script], env=count(4), check=True, timeout=300, **pipes)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-c", PROCESS, str(script), address]
+    each = [subprocess.Popen([*command, str(i)], env=count(1), **pipes) for i in range(4)]
+    try:
+        told = [process.communicate(timeout=300) for process in each]
+    finally:
+        for process in each:
+            process.kill()
+    assert [process.returncode for process in each] == [0] * 4, told[0][1][-2000:]
+    np.testing.assert_allclose([float(out) for out, _ in told], float(alone.stdout), rtol=1e-5)
