@@ -4,7 +4,7 @@ Every result has the type that its use here needs; an argument of another type i
 """
 
 # pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
-# pyright: reportUnnecessaryTypeIgnoreComment=true
+# pyright: reportUnnecessaryTypeIgnoreComment=true, reportMissingTypeStubs=false
 
 from typing import Any
 
