@@ -9,3 +9,5 @@ recommend.py    `jc.recommend`: the same without measuring
 watch.py        whether a plan still holds, while it is used
 scale.py        the same formulas for thousands of workers
 """
+
+__all__: list[str] = []
