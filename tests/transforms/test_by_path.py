@@ -153,6 +153,7 @@ def test_value_and_grad_and_rounds_take_it():
 # States and meshes
 
 
+@pytest.mark.slow
 def test_memories_keep_their_sum_with_other_workers():
     _, _, old = three_rounds(run_vmap)
     tx = jc.compressed_mean(jc.by_path(THREE), AXIS)
