@@ -65,8 +65,10 @@ def pytest_unconfigure():
 
 
 def pytest_runtest_teardown():
-    """JAX keeps every module that it lowered, each with an MLIR context, and to make one more MLIR walks through all that
-    are alive: after two thousand tests that is a quarter of the time, 5 GB, and near the limit of memory mappings."""
+    """JAX keeps every module that it lowered, each with an MLIR context, and to make one more MLIR walks through all.
+
+    After two thousand tests that is a quarter of the time, 5 GB, and near the limit of memory mappings.
+    """
     if next(FINISHED) % CLEARED_EVERY == 0:
         jax.clear_caches()
         gc.collect()
