@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all lint docs clean
 
 # Train a small network on digits with six methods; table and plot in about a minute.
 demo: $(VENV)/experiments.done
@@ -24,6 +24,10 @@ lint: $(VENV)/dev.done
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --level error
 
+# The documentation, into docs/_build/html. Warnings are errors.
+docs: $(VENV)/docs.done
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
 $(VENV)/python.done:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "jaxcomp needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
@@ -35,4 +39,4 @@ $(VENV)/%.done: $(VENV)/python.done pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist docs/_build docs/notebooks .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
-"""The README's tables of compressors and algorithms, made from the code.
+"""The tables of compressors, algorithms and methods in docs/reference, made from the code.
 
-`python -m experiments.tables` prints them; with --write it puts them into README.md between their
+`python -m experiments.tables` prints them; with --write it puts them into their pages between their
 markers. A test compares the two.
 """
 
@@ -17,7 +17,10 @@ import jaxcomp as jc
 from experiments.report import markdown
 from jaxcomp.base import Compressor
 
-__all__ = ["tables"]
+__all__ = ["PAGES", "placed", "tables"]
+
+REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
+PAGES = [REFERENCE / f"{name}.md" for name in ("compressors", "algorithms", "methods")]
 
 D = 2**20
 
@@ -227,9 +230,9 @@ def tables() -> dict[str, str]:
     }
 
 
-def placed(text: str) -> str:
-    """README text with each table between its markers."""
-    for name, table in tables().items():
+def placed(text: str, made: dict[str, str]) -> str:
+    """The text of a page with each table between its markers. made: `tables()`."""
+    for name, table in made.items():
         begin, end = f"<!-- table: {name} -->", "<!-- end -->"
         pattern = re.escape(begin) + ".*?" + re.escape(end)
         text = re.sub(pattern, lambda _, t=table, b=begin, e=end: f"{b}\n{t}\n{e}", text, flags=re.DOTALL)
@@ -237,11 +240,12 @@ def placed(text: str) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    readme = Path(__file__).parent.parent / "README.md"
+    made = tables()
     if arguments == ["--write"]:
-        readme.write_text(placed(readme.read_text()))
+        for page in PAGES:
+            page.write_text(placed(page.read_text(), made))
     else:
-        print("\n\n".join(tables().values()))
+        print("\n\n".join(made.values()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
-"""The pages of the documentation that hold code are run."""
+"""The documentation: its code runs, every public name has a place in it, and no link is broken."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -11,17 +14,38 @@ from worlds import AXIS
 
 import jaxcomp as jc
 
-PAGES = Path(__file__).parents[1] / "docs" / "development"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+DEVELOPMENT = DOCS / "development"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+TUTORIALS = sorted(page.stem for page in (DOCS / "tutorials").glob("*.md") if "```python" in page.read_text())
+QUICK = ("federated",)
+PUBLIC_MODULES = ("allocate", "collectives", "contrib", "members", "methods", "payloads", "prox", "replicas")
+PUBLIC_MODULES += ("smoothness", "state", "theory", "wire", "flower")
 
 
 def code_of(page):
-    return "\n".join(re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(), re.DOTALL))
+    return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+
+
+# ------------------------------------------------------------------------------------------------
+# Code
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in TUTORIALS])
+def test_a_tutorial_runs(name):
+    """As a script of its own: all blocks of the page, one after the other."""
+    code = code_of(DOCS / "tutorials" / f"{name}.md")
+    command = [sys.executable, "-W", "error", "-c", code]
+    environment = {**os.environ, "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_algorithm_of_the_page_runs_and_remembers(seed):
     names = {}
-    exec(compile(code_of("algorithm.md"), "algorithm.md", "exec"), names)
+    exec(compile(code_of(DEVELOPMENT / "algorithm.md"), "algorithm.md", "exec"), names)
     rng = np.random.default_rng(seed)
     params = {"a": jnp.zeros((40, 30)), "b": jnp.zeros((40, 30)), "bias": jnp.zeros(5)}
     grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal((4, *p.shape)), jnp.float32), params)
@@ -42,9 +66,131 @@ def test_the_algorithm_of_the_page_runs_and_remembers(seed):
     assert jc.redistribute(state, fewer).local.algorithm.memory.vectors[0].shape[0] == 2
 
 
-@pytest.mark.parametrize("page", ["algorithm.md", "payload.md", "route.md"])
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_compressor_of_the_page_is_unbiased_and_is_exchanged(seed):
+    names = {}
+    exec(compile(code_of(DEVELOPMENT / "compressor.md"), "compressor.md", "exec"), names)
+    compressor = names["every_nth"](5)
+    x = jax.random.normal(jax.random.key(seed), (23,))
+    keys = jax.random.split(jax.random.key(seed + 1), 4000)
+    draws = jax.jit(jax.vmap(lambda key: jc.roundtrip(compressor, x, key=key)[0]))(keys)
+    # The mean of N draws has a standard deviation of at most |x_j| sqrt(4 / N); six of them.
+    assert np.all(np.abs(draws.mean(0) - x) <= 6 * np.abs(x) * np.sqrt(4 / 4000))
+    error = jnp.sum((draws - x) ** 2, axis=1).mean() / jnp.sum(x**2)
+    np.testing.assert_allclose(error, compressor.spec.omega(x.size), rtol=0.1)
+    tx = jc.compressed_mean(jc.direct(compressor), AXIS)
+    grads = jax.random.normal(jax.random.key(seed + 2), (4, 3000))
+    state, axes = jc.init_state(tx, grads[0], 4, AXIS)
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+    first, state = step(grads, state)
+    second, state = step(grads, state)
+    for direction in (first, second):
+        kept = np.asarray(direction) != 0
+        np.testing.assert_allclose(direction[kept], 5 * grads.mean(0)[kept], rtol=1e-5, atol=1e-6)
+    assert jc.info(state).chosen == "sum"
+
+
+@pytest.mark.parametrize("page", sorted(DEVELOPMENT.glob("*.md")), ids=lambda page: page.stem)
 def test_files_that_a_page_names_exist(page):
-    root = Path(__file__).parents[1]
-    named = set(re.findall(r"`((?:jaxcomp|tests)/[a-z_/]+(?:\.py)?/?)`", (PAGES / page).read_text()))
-    assert named
-    assert not [name for name in named if not (root / name).exists()]
+    named = set(re.findall(r"`((?:jaxcomp|tests|experiments|docs)/[a-z_/]+(?:\.py)?/?)`", page.read_text()))
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+# ------------------------------------------------------------------------------------------------
+# Names
+
+
+def documented():
+    """Dotted names that the reference pages describe."""
+    text = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    return set(re.findall(r"\.\. auto(?:function|class|data|exception):: (jaxcomp\.\S+)", text))
+
+
+def value_of(dotted):
+    """What a dotted name stands for; the module `jaxcomp.ledger` is hidden by the function."""
+    parts = dotted.split(".")[1:]
+    value = jc
+    for i, part in enumerate(parts):
+        if i + 1 < len(parts) and f"jaxcomp.{part}" in sys.modules:
+            value = sys.modules[f"jaxcomp.{part}"]
+        else:
+            value = getattr(value, part)
+    return value
+
+
+def test_every_public_name_is_on_a_reference_page():
+    import jaxcomp.flower  # noqa: F401
+
+    values = [(name, value_of(name)) for name in documented()]
+    missing = []
+    for prefix in ("", *PUBLIC_MODULES):
+        module = sys.modules[f"jaxcomp.{prefix}".rstrip(".")]
+        for name in module.__all__:
+            value = getattr(module, name)
+            is_module = type(value) is type(sys)
+            same = any(value is other and dotted.endswith(f".{name}") for dotted, other in values)
+            if not (is_module or same or isinstance(value, str)):
+                missing.append(f"{prefix}.{name}".lstrip("."))
+    assert not missing
+    submodules = {name for name in jc.__all__ if type(getattr(jc, name)) is type(sys)}
+    assert submodules <= set(PUBLIC_MODULES)
+
+
+# ------------------------------------------------------------------------------------------------
+# Links
+
+
+FENCE = re.compile(r"^```([^\n]*)\n.*?^```$", flags=re.DOTALL | re.MULTILINE)
+LISTS = re.compile(r"^```\{toctree\}\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page):
+    """Of the headings of a page, as GitHub and MyST make them."""
+    text = FENCE.sub("", page.read_text())
+    heads = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.stem)
+def test_no_relative_link_is_broken(page):
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text))
+    links += re.findall(r"^```\{literalinclude\} (\S+)", text, re.MULTILINE)
+    for block in LISTS.findall(text):
+        entries = [line for line in block.splitlines() if line.strip() and not line.startswith(":")]
+        links += [f"{entry}.ipynb" if "notebooks/" in entry else f"{entry}.md" for entry in entries]
+    broken = []
+    for link in links:
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if target.parent == DOCS / "notebooks":  # copied there when the documentation is built
+            target = ROOT / "notebooks" / target.name
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_page_is_in_a_contents_list():
+    listed = {DOCS / "index.md"}
+    for page in PAGES:
+        for block in LISTS.findall(page.read_text()):
+            listed |= {(page.parent / f"{line.strip()}.md").resolve() for line in block.splitlines() if line.strip()}
+    assert not [page for page in PAGES if page not in listed]
+
+
+# ------------------------------------------------------------------------------------------------
+# The pages as they are built
+
+
+@pytest.mark.slow
+def test_it_builds_without_a_warning(tmp_path):
+    pytest.importorskip("myst_nb", reason='needs pip install ".[docs]"')
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "doctrees")]
+    command += ["-b", "html", str(DOCS), str(tmp_path / "html")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    page = (tmp_path / "html" / "reference" / "compressors.html").read_text()
+    assert "jaxcomp.top_k" in page
+    assert "system-message" not in page
