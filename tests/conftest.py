@@ -2,7 +2,6 @@
 
 import gc
 import importlib.metadata
-import itertools
 import os
 import shutil
 import tempfile
@@ -21,6 +20,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 import jax
 import pytest
+from variants import BETWEEN_WORKERS
 
 # Programs that a test starts compile the same steps again and again: they share them, for as long as the tests run.
 CACHE = None
@@ -32,23 +32,8 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 DEFAULT_SEED = 20240607
-FINISHED = itertools.count(1)
-CLEARED_EVERY = 150  # tests
-# One row for each kind of payload and of shared state, for the tests that compile for several workers.
-BETWEEN_WORKERS = {
-    "bernoulli-scalar",
-    "cast-bf16",
-    "compose-top_k-dithering",
-    "contract-rand_k",
-    "dagc-top_k",
-    "dithering-7",
-    "identity",
-    "narrow-top_k",
-    "precondition-bernoulli",
-    "rand_k-ratio",
-    "sidco",
-    "skcompress-recentred",
-}
+CLEARED_AFTER = 400  # tests, and where a file ends: tests of one file share what they compiled
+SINCE = {"cleared": 0}
 
 
 def pytest_addoption(parser):
@@ -64,12 +49,14 @@ def pytest_unconfigure():
         shutil.rmtree(CACHE, ignore_errors=True)
 
 
-def pytest_runtest_teardown():
+def pytest_runtest_teardown(item, nextitem):
     """JAX keeps every module that it lowered, each with an MLIR context, and to make one more MLIR walks through all.
 
     After two thousand tests that is a quarter of the time, 5 GB, and near the limit of memory mappings.
     """
-    if next(FINISHED) % CLEARED_EVERY == 0:
+    SINCE["cleared"] += 1
+    if nextitem is not None and nextitem.path != item.path and SINCE["cleared"] >= CLEARED_AFTER:
+        SINCE["cleared"] = 0
         jax.clear_caches()
         gc.collect()
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from variants import variants
 
 import jaxcomp as jc
 from jaxcomp.base import accumulate, for_worker, overflow
@@ -30,7 +31,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", variants(WRAPPED, {"skcompress", "two leaves"}))
 def test_overflow_is_handed_on(name, key):
     compressor, want = WRAPPED[name]
     x = jnp.arange(1.0, 101)

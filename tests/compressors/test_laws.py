@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from laws import FACTORIES, ROWS, WORKERS, D
 from montecarlo import monte_carlo, z_bound
-from variants import variants
+from variants import BETWEEN_WORKERS, variants
 
 import jaxcomp as jc
 from jaxcomp.base import State, accumulate, advance, for_worker, residual
@@ -144,7 +144,7 @@ def test_jit_changes_nothing(row, key, seed):
             np.testing.assert_array_equal(a, b)
 
 
-@each_row
+@rows_with(lambda row: True, kept=BETWEEN_WORKERS)
 def test_vmap_equals_loop(row, key, seed):
     xs = jnp.stack([vector(seed + i) for i in range(3)])
     keys = jax.random.split(key, 3)
