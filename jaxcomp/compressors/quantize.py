@@ -39,8 +39,9 @@ def unzigzag(codes: Array) -> Array:
     >>> print(unzigzag(jnp.array([0, 1, 2, 3, 4], jnp.uint32)))
     [ 0  1 -1  2 -2]
     """
-    codes = codes.astype(jnp.int32)
-    return jnp.where(codes % 2 == 1, (codes + 1) // 2, -(codes // 2))
+    codes = codes.astype(jnp.uint32)
+    even = (codes & 1) - 1  # all ones for an even code, whose level is not positive; subtracting it negates
+    return lax.bitcast_convert_type((((codes + 1) >> 1) ^ even) - even, jnp.int32)
 
 
 def up_to_bfloat16(norms: Array) -> Array:
