@@ -51,6 +51,7 @@ html_theme = "furo"
 html_title = f"jaxcomp {release}"
 html_static_path = ["_static"]
 html_css_files = ["jaxcomp.css"]
+smartquotes = False  # options have two hyphens
 html_copy_source = False
 html_show_sphinx = False
 
