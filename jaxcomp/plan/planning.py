@@ -105,8 +105,8 @@ def plan(
     What is measured: seconds of each collective that candidates use against size, for each axis (`plan.links`); of
     encoding and decoding against size, and what a message of this gradient loses; of loss and gradient; how much of an
     exchange is hidden behind computing. From that the step of every candidate is predicted (`plan.predict`). The best
-    few, and the best dense one, are run, and the fastest is advised: a dense one unless compressing saves more than 5
-    %. Seconds per step are compared, not steps: what compressing loses stands in the table.
+    few, and the best dense one, are run, and the fastest is advised: a dense one unless compressing saves more than
+    5 %. Seconds per step are compared, not steps: what compressing loses stands in the table.
 
     All processes must call it alike, with the same arguments; all get the same advice. The pieces are compiled and run
     apart from the training step, so it may be called before it.
@@ -119,8 +119,7 @@ def plan(
         axis_name: of the workers: a name or a tuple. Candidates that are hierarchies name axes of the mesh.
         candidates: what is compared; None: `candidates.default_candidates`.
         budget: seconds of measuring, 90 by default. Compiling counts; once they are spent, what is left is measured
-        with
-            fewer rounds and sizes, and nothing is tried.
+            with fewer rounds and sizes, and nothing is tried.
         cache: a JSON file. If it holds what was measured of this machine, model and candidates, that is used and
             nothing is measured; else it is written. It may be edited (`plan.facts`).
         max_error: messages may lose at most this share of |x|^2; None: any.

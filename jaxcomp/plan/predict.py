@@ -16,8 +16,7 @@ One resource computes, another one exchanges:
 
 e in [0, 1] is what of the overlap a machine gets, measured: a program that computes for T_c and exchanges for T_x, at
 the same time, takes T; e = (T_c + T_x - T) / min(T_c, T_x). On one that computes and exchanges with the same cores it
-is near
-zero: exchanging slows the computing down by as much as it saves.
+is near zero: exchanging slows the computing down by as much as it saves.
 
 With H local steps to an exchange:  t = g + (t_1 - g) / H.
 """
