@@ -3,16 +3,16 @@
 import importlib
 import sys
 
-from experiments.cli import fail
-from experiments.errors import line_of
+from experiments.lib.cli import fail
+from experiments.lib.errors import line_of
 
 # name -> (module, what it shows). Modules are imported only when asked for: each sets up JAX itself.
 EXPERIMENTS = {
-    "compare": ("experiments.compare", "train one model with several compression methods and compare them"),
+    "compare": ("experiments.train.compare", "train one model with several compression methods and compare them"),
     "train": ("experiments.train", "train one model with one method: in one process, in several, or on a cluster"),
-    "kills": ("experiments.kills", "kill processes of a training at random; what was trained must not show it"),
+    "kills": ("experiments.train.kills", "kill processes of a training at random; what was trained must not show it"),
     "soak": (
-        "experiments.soak",
+        "experiments.train.soak",
         "a long training with kills, a full disk, a NaN and a corrupted checkpoint: same bits",
     ),
     "attack": (
@@ -27,7 +27,7 @@ EXPERIMENTS = {
     "federated": ("experiments.federated", "members who come and go, on Flower; messages as long as their ratio"),
     "smoothness": ("experiments.smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),
     "sharded": ("experiments.sharded", "sharded models: each device compresses its shard, and what crosses which axis"),
-    "overlap": ("experiments.overlap", "buckets: exchanges that may start while the backward pass still runs"),
+    "overlap": ("experiments.sharded.overlap", "buckets: exchanges that may start while the backward pass still runs"),
     "layouts": ("experiments.layouts", "which vectors a tree should become: one, each leaf, or equal chunks"),
     "local": ("experiments.local", "many steps at each worker, then one compressed exchange of their differences"),
     "plan": (
@@ -35,7 +35,10 @@ EXPERIMENTS = {
         "the planner in the network laboratory: its advice, and its regret",
     ),
     "scale": ("experiments.scale", "routes among up to 16,384 workers, by formula: bytes, memory, seconds"),
-    "workers": ("experiments.workers", "1,024 simulated workers: error feedback, DIANA, EF21, DAGC, local updates"),
+    "workers": (
+        "experiments.scale.workers",
+        "1,024 simulated workers: error feedback, DIANA, EF21, DAGC, local updates",
+    ),
     "bench": ("experiments.bench", "benchmarks of the hot paths"),
 }
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxcomp as jc
-from experiments.report import markdown
+from experiments.lib.report import markdown
 from jaxcomp.base import Compressor
 
 __all__ = ["PAGES", "placed", "tables"]

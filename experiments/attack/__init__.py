@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.cli import Parser, at_least, one_thread, positive
+from experiments.lib.cli import Parser, at_least, one_thread, positive
 
 __all__ = ["Outcome", "main"]
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from experiments.attack import combinations, messages, statistics
-    from experiments.report import show
+    from experiments.lib.report import show
 
     jax.config.update("jax_num_cpu_devices", 4)
     console = Console(width=None if sys.stdout.isatty() else 150)

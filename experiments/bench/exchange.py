@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, fraction, one_or_more, positive
-from experiments.dagc_data import skewed_volumes
-from experiments.netlab import laboratory, missing
-from experiments.pool import Pool, or_die
-from experiments.report import show
+from experiments.dagc.data import skewed_volumes
+from experiments.lib.cli import Parser, UserError, at_least, fraction, one_or_more, positive
+from experiments.lib.netlab import laboratory, missing
+from experiments.lib.pool import Pool, or_die
+from experiments.lib.report import show
 
 __all__ = ["main"]
 

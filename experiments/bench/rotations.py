@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.bench.timing import machine, time_all
-from experiments.cli import Parser, at_least
-from experiments.report import show
+from experiments.lib.cli import Parser, at_least
+from experiments.lib.report import show
 
 __all__ = ["main"]
 

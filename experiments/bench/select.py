@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from experiments.bench.timing import Fresh, machine, time_all
-from experiments.cli import Parser, UserError, at_least, fraction
-from experiments.report import show
+from experiments.lib.cli import Parser, UserError, at_least, fraction
+from experiments.lib.report import show
 
 __all__ = ["main"]
 
@@ -148,7 +148,7 @@ def slope_of(sizes: list[int], seconds: list[float]) -> float:
 
 
 def plot(sizes: list[int], seconds: dict[int, dict[str, float]], options: Any) -> Path:
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     figure, (left, right) = new_figure(2)
     names = [name for name in seconds[sizes[0]] if "given" not in name and name != READ]

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from experiments.bench.timing import machine, time_all
-from experiments.cli import Parser, at_least
-from experiments.report import show
+from experiments.lib.cli import Parser, at_least
+from experiments.lib.report import show
 
 __all__ = ["main"]
 

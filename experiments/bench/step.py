@@ -6,8 +6,8 @@ from pathlib import Path
 
 from experiments.bench.timing import machine
 from experiments.bench.trees import gpt_like, made, methods, update_of
-from experiments.cli import Parser, at_least
-from experiments.report import show
+from experiments.lib.cli import Parser, at_least
+from experiments.lib.report import show
 
 __all__ = ["main"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.bench.timing import machine
-from experiments.cli import Parser, at_least
-from experiments.report import show
+from experiments.lib.cli import Parser, at_least
+from experiments.lib.report import show
 
 __all__ = ["gpt_like", "made", "main", "methods", "update_of"]
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.bench.timing import machine
-from experiments.cli import Parser, at_least
-from experiments.report import show
+from experiments.lib.cli import Parser, at_least
+from experiments.lib.report import show
 
 __all__ = ["SECONDS", "main", "mutated", "payloads_of_size"]
 

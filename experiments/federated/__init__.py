@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.cli import (
+from experiments.lib.cli import (
     Parser,
     UserError,
     at_least,
@@ -37,8 +37,8 @@ __all__ = ["main"]
 
 
 def parser() -> Parser:
-    from experiments.data import DATASETS
-    from experiments.models import MODELS
+    from experiments.lib.data import DATASETS
+    from experiments.lib.models import MODELS
 
     p = Parser(prog="python -m experiments federated", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
@@ -141,7 +141,7 @@ def rounds_of(folder: Path) -> list[dict[str, Any]]:
 def report(config: dict[str, Any], folder: Path, restarts: int, seconds: float) -> None:
     from rich.console import Console
 
-    from experiments.report import show
+    from experiments.lib.report import show
 
     console = Console(width=None if sys.stdout.isatty() else 150)
     lines, clients = rounds_of(folder), json.loads((folder / "clients.json").read_text())
@@ -220,7 +220,7 @@ def _said(line: dict[str, Any]) -> str:
 
 
 def plot(config: dict[str, Any], lines: list[dict[str, Any]], clients: dict[str, Any], folder: Path) -> None:
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     figure, (left, middle, right) = new_figure(3)
     number = [line["number"] for line in lines]

@@ -18,10 +18,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict  # py
 from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import ServerApp  # pyright: ignore[reportMissingImports]
 
-from experiments.dagc_data import imbalanced_split
-from experiments.data import load
+from experiments.dagc.data import imbalanced_split
 from experiments.federated.model import flat_model, local_batches, local_steps
 from experiments.federated.plan import HOSTILE, Plan, tampered
+from experiments.lib.data import load
 from jaxcomp.flower import RECORD, Rounds, members_mod
 from jaxcomp.members import Member, Server
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.cli import UserError
+from experiments.lib.cli import UserError
 
 __all__ = ["Federation", "environment"]
 

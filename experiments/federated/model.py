@@ -11,8 +11,8 @@ from flax import nnx
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from experiments.data import Dataset
-from experiments.models import MODELS
+from experiments.lib.data import Dataset
+from experiments.lib.models import MODELS
 
 __all__ = ["FlatModel", "flat_model", "local_steps"]
 

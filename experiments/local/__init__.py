@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, at_least, fraction, positive, share
-from experiments.errors import read_json
-from experiments.folders import (
+from experiments.lib.cli import Parser, at_least, fraction, positive, share
+from experiments.lib.errors import read_json
+from experiments.lib.folders import (
     ANEW,
     Journal,
     choose_folder,
@@ -27,7 +27,7 @@ from experiments.folders import (
     resumed,
     write_json,
 )
-from experiments.report import progress_bar, show
+from experiments.lib.report import progress_bar, show
 
 __all__ = ["main"]
 
@@ -90,10 +90,10 @@ class Run:
     def go(self, resume: bool) -> int:
         from rich.console import Console
 
-        from experiments.cli import UserError
+        from experiments.lib.cli import UserError
+        from experiments.lib.text import text_of
+        from experiments.lib.transformer import Sizes
         from experiments.local.methods import parse
-        from experiments.text import text_of
-        from experiments.transformer import Sizes
 
         o = self.options
         self.console = Console(width=None if sys.stdout.isatty() else 150)

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import optax
 
 import jaxcomp as jc
-from experiments.cli import UserError
-from experiments.methods import METHODS
+from experiments.lib.cli import UserError
+from experiments.lib.methods import METHODS
 from jaxcomp.base import Algorithm
 
 __all__ = ["NAMES", "Setup", "parse"]
 
 DDP, STREAM = "ddp", "stream"
-# Codes of differences, besides those of `experiments.methods`.
+# Codes of differences, besides those of `experiments.lib.methods`.
 CODES: dict[str, tuple[str, Callable[[], Algorithm]]] = {
     "f32": ("all entries in 32 bits", lambda: jc.direct(jc.identity())),
     "int8": ("8 bits, scales of blocks, error feedback", lambda: jc.error_feedback(jc.block_scaled("int8"))),

@@ -80,7 +80,7 @@ def rows(results: list[dict[str, Any]], options: dict[str, Any]) -> list[list[st
 
 def plot(path: Path, lines: list[dict[str, Any]], setups: dict[str, Setup], options: dict[str, Any], text: str) -> None:
     """Test loss of the shared point by steps, by bytes and by computed time."""
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     figure, axes = new_figure(3, height=4.6)
     workers, mbit = options["workers"], options["mbit"]

@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 import jaxcomp as jc
+from experiments.lib.text import Text, windows
+from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
 from experiments.local.methods import Setup
-from experiments.text import Text, windows
-from experiments.transformer import LAYOUTS, Sizes, initial, mean_loss
 from jaxcomp.base import State, for_worker
 from jaxcomp.exchange.routes import ROUTES
 from jaxcomp.layout import split

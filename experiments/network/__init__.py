@@ -1,6 +1,6 @@
 """Dense against compressed exchanges over slow links, in a laboratory of network namespaces.
 
-One process for each worker, each on a host of its own (see `experiments.netlab`). Measured for every method and
+One process for each worker, each on a host of its own (see `experiments.lib.netlab`). Measured for every method and
 every rate: seconds of a whole `compressed_mean.update` (compress, exchange, decode, remember), bytes that
 passed the links by the kernel's counters, and the time to a target loss when a model is trained so. Written
 to runs/NAME: config.json, results.json, exchange.md, training.md, network.png.
@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, at_least, choose_new, fraction, one_thread, positive
-from experiments.netlab import Lab, delay_of, laboratory, rate_name, rate_of
+from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_thread, positive
+from experiments.lib.netlab import Lab, delay_of, laboratory, rate_name, rate_of
+from experiments.lib.pool import Pool
 from experiments.network import results
 from experiments.network.methods import DEFAULT, PEERS, known, method_name, trained_name
-from experiments.pool import Pool
 
 __all__ = ["main"]
 
@@ -43,9 +43,9 @@ HEARD_SECONDS = 0.02  # within which every worker has heard what it is asked
 
 
 def parser() -> Parser:
-    from experiments.data import DATASETS
-    from experiments.models import MODELS
-    from experiments.training import OPTIMIZERS
+    from experiments.lib.data import DATASETS
+    from experiments.lib.models import MODELS
+    from experiments.lib.training import OPTIMIZERS
 
     p = Parser(prog="python -m experiments network", description=(__doc__ or "").split("\n\n")[0])
     rates = {"type": rate_of, "nargs": "+", "metavar": "RATE"}
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from experiments.data import load
+    from experiments.lib.data import load
 
     console = Console(width=None if sys.stdout.isatty() else 170)
     if options.only != "exchange":

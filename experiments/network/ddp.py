@@ -33,7 +33,7 @@ def join(address: str, workers: int, number: int) -> None:
 
 
 class Net(torch.nn.Module):
-    """The Flax model of `experiments.models`, layer by layer, from its parameters."""
+    """The Flax model of `experiments.lib.models`, layer by layer, from its parameters."""
 
     def __init__(self, params: dict[str, dict[str, np.ndarray]]):
         super().__init__()

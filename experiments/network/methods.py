@@ -2,7 +2,7 @@
 
 psum-f32, psum-bf16    `lax.pmean` of the gradient, as it is or cast, without this library
 lax-two-shot-bf16      `lax.all_to_all`, a sum in f32 and `lax.all_gather`, as one would write it by hand
-METHOD                 of `experiments.methods`, in `jc.compressed_mean`
+METHOD                 of `experiments.lib.methods`, in `jc.compressed_mean`
 METHOD:VIA             the same with via=VIA, as in dithering:two_shot
 
 Only trained, where PyTorch is installed:
@@ -34,14 +34,14 @@ DEFAULT = [
 
 
 def known() -> str:
-    from experiments.methods import METHODS
+    from experiments.lib.methods import METHODS
 
     return f"{', '.join(PLAIN)} (without this library), or METHOD or METHOD:VIA with METHOD one of {', '.join(METHODS)}"
 
 
 def method_name(text: str) -> str:
     """An option: the name of a method, checked."""
-    from experiments.methods import METHODS
+    from experiments.lib.methods import METHODS
     from jaxcomp.exchange.routes import VIAS
 
     name, colon, via = text.partition(":")
@@ -67,7 +67,7 @@ def transformation(text: str, ratio: float, levels: int, seed: int = 0) -> Any:
     import optax
 
     import jaxcomp as jc
-    from experiments.methods import METHODS
+    from experiments.lib.methods import METHODS
 
     if text in PLAIN:
         mean = two_shot_bf16 if text == "lax-two-shot-bf16" else functools.partial(psum, text.removeprefix("psum-"))

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from experiments.netlab import rate_name
-from experiments.report import show
+from experiments.lib.netlab import rate_name
+from experiments.lib.report import show
 
 __all__ = ["break_even", "limit_of", "report"]
 
@@ -165,7 +165,7 @@ def plot(options: Any, bases: list[str], rows: list[dict], trained: list[dict], 
     """Speed-up against bandwidth for each size and dense method, break-even marked; loss against the clock."""
     from matplotlib.ticker import NullFormatter
 
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     panels = [(size, base) for size in sizes for base in bases]

@@ -15,12 +15,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from experiments.data import batch_of, load, split
-from experiments.models import MODELS
+from experiments.lib.data import batch_of, load, split
+from experiments.lib.models import MODELS
+from experiments.lib.pool import note
+from experiments.lib.training import OPTIMIZERS
 from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, transformation
-from experiments.pool import note
-from experiments.training import OPTIMIZERS
 
 __all__ = ["Compressed", "Training"]
 

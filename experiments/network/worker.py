@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
+from experiments.lib.pool import answer, or_die, requests
 from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, PEERS, transformation
 from experiments.network.training import Compressed, Training
-from experiments.pool import answer, or_die, requests
 from jaxcomp.plan.offline import Inseparable, offline
 
 __all__ = ["work"]

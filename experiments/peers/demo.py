@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 import jaxcomp as jc
+from experiments.lib.report import markdown
 from experiments.peers.threads import Group, Problem
-from experiments.report import markdown
 
 __all__ = ["main", "released"]
 

@@ -21,8 +21,8 @@ import numpy as np
 import optax
 
 import jaxcomp as jc
+from experiments.lib.report import markdown
 from experiments.peers.threads import Group, Problem
-from experiments.report import markdown
 
 __all__ = ["main", "released"]
 

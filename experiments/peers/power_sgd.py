@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxcomp as jc
-from experiments.report import markdown
+from experiments.lib.report import markdown
 
 __all__ = ["main", "ours", "released"]
 

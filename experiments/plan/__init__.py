@@ -1,7 +1,7 @@
 """The planner in the network laboratory: what it advises, and what its advice costs against the best candidate.
 
-One process for each worker, each on a host of its own (`experiments.netlab`). `plan` makes a plan for each cell of a
-grid and prints its table: rates, numbers of workers, model sizes, load on one worker. `plan regret` then runs every
+One process for each worker, each on a host of its own (`experiments.lib.netlab`). `plan` makes a plan for each cell of
+a grid and prints its table: rates, numbers of workers, model sizes, load on one worker. `plan regret` then runs every
 candidate in each cell, too. Written to runs/NAME: config.json, results.json (a row for each cell, as soon as it is
 done), and by `plan regret` table.md and regret.png.
 """
@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.cli import Parser, at_least, choose_new, one_thread, positive
-from experiments.netlab import laboratory, rate_name, rate_of
-from experiments.pool import Pool
+from experiments.lib.cli import Parser, at_least, choose_new, one_thread, positive
+from experiments.lib.netlab import laboratory, rate_name, rate_of
+from experiments.lib.pool import Pool
 
 __all__ = ["main"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.netlab import rate_name
+from experiments.lib.netlab import rate_name
 from jaxcomp.plan.predict import regret
 
 __all__ = ["report", "summary"]
@@ -48,7 +48,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def report(console: Any, rows: list[dict[str, Any]], folder: Path) -> None:
     """Prints and keeps the table, and draws the plot."""
-    from experiments.report import show
+    from experiments.lib.report import show
 
     cells = []
     for row in rows:
@@ -96,7 +96,7 @@ than 10 % in {s["dense_cells"]} cells, and was advised in {s["dense_advised"]} o
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> Path:
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     figure, (left, right) = new_figure(2)
     names = list(rows[0]["measured"])

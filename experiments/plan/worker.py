@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.pool import answer, note, or_die, requests
+from experiments.lib.pool import answer, note, or_die, requests
 from jaxcomp.plan.candidates import default_candidates
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.planning import plan_on, step_of

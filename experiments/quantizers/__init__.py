@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, at_least
-from experiments.report import show
+from experiments.lib.cli import Parser, at_least
+from experiments.lib.report import show
 
 __all__ = ["main"]
 
@@ -164,7 +164,7 @@ GREYS = ["#4D4D4D", "#8C8C8C", "#B3B3B3", "#000000"]
 
 def draw(records: list[dict], sources: list[str], workers: int, path: Path) -> None:
     """One panel for each source, one line for each family; releases in grey, with hollow marks."""
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     figure, panels = new_figure(len(sources), height=5.6)
     names = [name for name in dict.fromkeys(r["family"] for r in records) if name not in APART]

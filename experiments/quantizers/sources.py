@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.text import read_characters
+from experiments.lib.text import read_characters
 
 __all__ = ["lognormal", "normal", "transformer"]
 
@@ -24,7 +24,7 @@ def transformer(workers: int, size: int, seed: int, text: Path | None, steps: in
     import optax
     from jax.flatten_util import ravel_pytree
 
-    from experiments.transformer import LAYOUTS, Sizes, initial, mean_loss
+    from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
 
     codes, characters = read_characters(text)
     params = jax.tree.map(jnp.asarray, initial(Sizes(characters, 64, 64, 4, 3), seed))

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, fraction
-from experiments.report import show
+from experiments.lib.cli import Parser, UserError, at_least, fraction
+from experiments.lib.report import show
 from experiments.sidco.sources import LAWS, ZEROS, draws, record_images, record_text
 
 __all__ = ["main"]
@@ -181,7 +181,7 @@ def cells(rows: list[Row], ratios: list[float]) -> list[list[str]]:
 
 def plot_laws(rows: list[Row], options: Any) -> Path:
     """For each target, the mean of every method on every law, with the 90 % interval."""
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     figure, axes = new_figure(len(options.ratios), height=6.5)
     names = list(dict.fromkeys(row.method for row in rows))
@@ -216,7 +216,7 @@ def plot_laws(rows: list[Row], options: Any) -> Path:
 
 def plot_recorded(rows: list[Row], options: Any) -> Path:
     """The same over training time, at the smallest target: a panel for each source, without and with memory."""
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     ratio = min(options.ratios)
     panels = list(dict.fromkeys((row.source, row.feedback) for row in rows))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.text import read_characters
+from experiments.lib.text import read_characters
 
 __all__ = ["LAWS", "ZEROS", "draws", "record_images", "record_text"]
 
@@ -44,8 +44,8 @@ def record_images(data: str, folder: Path | None, steps: int, seed: int) -> np.n
     """Gradients f32[steps, d] of a CNN, trained dense with Adam on batches of 64."""
     from flax import nnx
 
-    from experiments.data import batch_of, load
-    from experiments.models import Cnn
+    from experiments.lib.data import batch_of, load
+    from experiments.lib.models import Cnn
 
     images = load(data, folder)
     model = Cnn(images.train_x.shape[1:], images.num_classes, rngs=nnx.Rngs(seed))
@@ -62,7 +62,7 @@ def record_text(path: Path, steps: int, seed: int) -> np.ndarray:
     """Gradients f32[steps, d] of a character LSTM, trained dense with Adam on 32 windows of 64 characters."""
     from flax import nnx
 
-    from experiments.models import CharLstm
+    from experiments.lib.models import CharLstm
 
     codes, characters = read_characters(path)
     model = CharLstm(characters, rngs=nnx.Rngs(seed))

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, fraction
-from experiments.report import show
+from experiments.lib.cli import Parser, UserError, at_least, fraction
+from experiments.lib.report import show
 
 __all__ = ["main"]
 
@@ -20,7 +20,7 @@ SPARSE = ["top-k", "sidco", "sidco-p", "sidco-gp", "sidco-narrow", "dgc", "redsy
 
 
 def main(arguments: Sequence[str]) -> int:
-    from experiments import compare
+    from experiments.train import compare
 
     p = Parser(prog="python -m experiments sidco training", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--ratios", type=fraction, nargs="+", default=[0.1, 0.01, 0.001], metavar="RATIO", help="targets")
@@ -110,7 +110,7 @@ def spread(values: list[Any]) -> str:
 
 def plot(dense: dict[str, Any], loaded: dict[float, dict[str, Any]], options: Any) -> Path:
     """Test accuracy against steps (above) and bytes (below), a column for each ratio."""
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     figure, axes = new_figure(len(loaded), rows=2, height=7)
     for column, (ratio, run) in enumerate(loaded.items()):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from experiments.cli import dispatch
+from experiments.lib.cli import dispatch
 
 __all__ = ["main"]
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.cli import UserError
-from experiments.data import load
+from experiments.lib.cli import UserError
+from experiments.lib.data import load
 
 __all__ = ["LOSSES", "Problem", "Rows", "linear", "make", "network", "read", "synthetic"]
 
@@ -133,7 +133,7 @@ def network(seed: int = 0) -> Problem:
     from flax import nnx
     from jax.flatten_util import ravel_pytree
 
-    from experiments.models import Mlp
+    from experiments.lib.models import Mlp
 
     images = load("digits")
     graph, params, rest = nnx.split(Mlp(images.train_x.shape[1:], 10, rngs=nnx.Rngs(seed)), nnx.Param, ...)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, positive
-from experiments.report import show
+from experiments.lib.cli import Parser, UserError, at_least, positive
+from experiments.lib.report import show
 
 __all__ = ["Measured", "main", "meter", "record"]
 
@@ -309,7 +309,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def plot(results: dict[str, tuple[list[Measured], list[Measured]]], path: Path) -> Path:
     """Error against bytes of every lossy method, and the bytes of each step in parts."""
-    from experiments.plots import COLOURS, LINES, new_figure, save
+    from experiments.lib.plots import COLOURS, LINES, new_figure, save
 
     figure, axes = new_figure(2, rows=len(results), height=5.4 * len(results))
     for (name, (whole, parts)), left, right in zip(results.items(), axes[::2], axes[1::2], strict=True):

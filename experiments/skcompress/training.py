@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, fraction, positive
-from experiments.report import show
+from experiments.lib.cli import Parser, UserError, at_least, fraction, positive
+from experiments.lib.report import show
 
 __all__ = ["main", "methods", "train"]
 
@@ -190,7 +190,7 @@ def rows_of(runs: dict[str, list[Run]], steps: int) -> list[list[str]]:
 
 def plot(everything: dict, titles: dict, o: Any) -> Path:
     """Loss against kilobytes, a panel for each problem and optimizer."""
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     columns = len(o.optimizers)
     figure, axes = new_figure(columns, rows=len(o.problems), height=4.2 * len(o.problems))

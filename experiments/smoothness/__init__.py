@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, choose_new, positive
+from experiments.lib.cli import Parser, UserError, at_least, choose_new, positive
 
 __all__ = ["main"]
 
@@ -86,7 +86,7 @@ def console_of() -> Any:
 
 
 def compare(o: Any, folder: Path) -> int:
-    from experiments.report import show
+    from experiments.lib.report import show
     from experiments.smoothness.problems import make_problem
     from experiments.smoothness.report import HEAD, draw, plot_workers, rows_of
     from experiments.smoothness.studies import STUDIES

@@ -17,10 +17,10 @@ import optax
 from flax import nnx
 
 import jaxcomp as jc
-from experiments.data import batch_of, load, split
-from experiments.models import Cnn
-from experiments.plots import LINES, new_figure, running_mean, save
-from experiments.report import show
+from experiments.lib.data import batch_of, load, split
+from experiments.lib.models import Cnn
+from experiments.lib.plots import LINES, new_figure, running_mean, save
+from experiments.lib.report import show
 
 __all__ = ["networks"]
 

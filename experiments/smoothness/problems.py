@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jaxcomp as jc
-from experiments.cli import UserError
+from experiments.lib.cli import UserError
 from jaxcomp.smoothness.preprocess import scaled_rows
 
 __all__ = ["PROBLEMS", "Problem", "make_problem"]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.plots import LINES, new_figure, save
+from experiments.lib.plots import LINES, new_figure, save
 from experiments.smoothness.problems import Problem
 from experiments.smoothness.runner import Curves
 from experiments.smoothness.setups import Setup

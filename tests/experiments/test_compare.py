@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from programs import ROOT, command, run
 
-from experiments import data
-from experiments.cli import UserError
+from experiments.lib import data
+from experiments.lib.cli import UserError
 
 
 def short(folder, name, *more):

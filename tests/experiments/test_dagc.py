@@ -10,10 +10,10 @@ import oracles_dagc as oracle
 import pytest
 from programs import ROOT, run
 
-from experiments import dagc_data
-from experiments.cli import UserError
 from experiments.dagc import against_uniform, interval, one, rule_in
-from experiments.dagc_tasks import factor_for, heterogeneous_quadratics
+from experiments.dagc import data as dagc_data
+from experiments.dagc.tasks import factor_for, heterogeneous_quadratics
+from experiments.lib.cli import UserError
 from jaxcomp import allocate
 
 

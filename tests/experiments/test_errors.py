@@ -12,10 +12,11 @@ import pytest
 from programs import ROOT, command, run, run_to
 
 from experiments import __main__ as program
-from experiments import compare, train
-from experiments.cli import UserError
-from experiments.errors import line_of, reading
-from experiments.folders import Journal, goes_on, read_results
+from experiments import train
+from experiments.lib.cli import UserError
+from experiments.lib.errors import line_of, reading
+from experiments.lib.folders import Journal, goes_on, read_results
+from experiments.train import compare
 
 STORE = (
     'RESOURCE_EXHAUSTED: Error writing "params/1" in OCDBT database at local file "/r/5/": Failed to write 9 bytes to '

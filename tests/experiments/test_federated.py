@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.cli import UserError
 from experiments.federated import main, parser
 from experiments.federated.plan import HOSTILE, plan_of, tampered
+from experiments.lib.cli import UserError
 from jaxcomp.flower import RECORD, Rounds, members_mod
 from jaxcomp.members import Member, Server
 

@@ -10,8 +10,8 @@ import pytest
 from programs import ROOT, run
 
 from experiments import train
-from experiments.cli import UserError, choose_new
-from experiments.folders import claimed
+from experiments.lib.cli import UserError, choose_new
+from experiments.lib.folders import claimed
 
 BUSY = rf"r is in use by process {os.getpid()} on .*; wait for it, or choose another --name$"
 
@@ -57,7 +57,7 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(resume, tmp_path):
 
 def test_a_killed_run_holds_nothing(tmp_path):
     code = (
-        "import os, signal; from pathlib import Path; from experiments.folders import claimed\n"
+        "import os, signal; from pathlib import Path; from experiments.lib.folders import claimed\n"
         f"with claimed(Path({str(tmp_path)!r}), 'r', False, 'train') as folder:\n"
         "    (folder / 'config.json').write_text('{}')\n"
         "    os.kill(os.getpid(), signal.SIGKILL)"

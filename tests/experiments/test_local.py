@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from programs import run
 
-from experiments.cli import UserError
+from experiments.lib.cli import UserError
+from experiments.lib.text import read_characters
 from experiments.local.methods import Setup, parse
 from experiments.local.report import bytes_of, rounds_until
 from experiments.local.training import seconds_of
-from experiments.text import read_characters
 
 SMALL = ("--width", 16, "--heads", 2, "--layers", 1, "--length", 16, "--batch", 2, "--workers", 2, "--every", 4)
 

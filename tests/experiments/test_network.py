@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from programs import ROOT, run_to
 
-from experiments import netlab, network
-from experiments.cli import UserError
-from experiments.netlab import Link, delay_of, laboratory, rate_name, rate_of
+from experiments import network
+from experiments.lib import netlab
+from experiments.lib.cli import UserError
+from experiments.lib.netlab import Link, delay_of, laboratory, rate_name, rate_of
+from experiments.lib.pool import Pool
 from experiments.network import results
 from experiments.network.methods import AXIS, method_name, transformation
-from experiments.pool import Pool
 from jaxcomp.plan.offline import Inseparable, offline
 
 
@@ -38,7 +39,7 @@ in_laboratory = pytest.mark.skipif(REFUSAL is not None, reason=str(REFUSAL))
 # A host that answers what it is asked: to listen, to send so many bytes to another, or how much came.
 HOST = """
 import socket, sys, threading, time
-from experiments.pool import answer, or_die, requests
+from experiments.lib.pool import answer, or_die, requests
 server, came = socket.create_server(("0.0.0.0", 5000)), []
 
 def receive():
@@ -120,8 +121,8 @@ def test_a_delay_is_met_twice_by_every_message():
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind(end):
     code = (
-        "import sys, time\nfrom experiments.pool import Pool\nfrom experiments.netlab import laboratory\n"
-        "worker = 'import time; from experiments.pool import *\\nwith or_die(): answer(0); time.sleep(600)'\n"
+        "import sys, time\nfrom experiments.lib.pool import Pool\nfrom experiments.lib.netlab import laboratory\n"
+        "worker = 'import time; from experiments.lib.pool import *\\nwith or_die(): answer(0); time.sleep(600)'\n"
         "with laboratory(2, 1e6) as lab:\n"
         "    commands = [[*prefix, sys.executable, '-c', worker] for prefix in lab.prefixes]\n"
         "    with Pool(commands) as pool:\n"
@@ -210,7 +211,7 @@ def test_rates_and_delays():
 )
 def test_the_first_cause_is_shown_and_all_are_stopped(ends, said):
     code = (
-        "import atexit, os, sys, time\nfrom experiments.pool import answer, or_die, requests\n"
+        "import atexit, os, sys, time\nfrom experiments.lib.pool import answer, or_die, requests\n"
         "atexit.register(time.sleep, 60)\n"  # as the farewell of jax.distributed, which waits for the others
         "with or_die():\n    for request in requests():\n"
         f"        if sys.argv[1] == '1':\n            {ends}\n        time.sleep(60)\n"
@@ -264,7 +265,7 @@ def test_the_peer_has_the_same_model():
     torch = pytest.importorskip("torch", reason="the peers are not installed")
     from flax import nnx
 
-    from experiments.models import MODELS
+    from experiments.lib.models import MODELS
     from experiments.network.ddp import Net
 
     x = np.random.default_rng(0).normal(size=(3, 8, 8, 1)).astype(np.float32)

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from experiments import scale, workers
+from experiments import scale
 from experiments.__main__ import EXPERIMENTS, usage
 from experiments.plan.results import dense_is_best, draw, regret_of, summary
-from experiments.scale import replacement, rows_of
+from experiments.scale import replacement, rows_of, workers
 
 
 def cell(chosen, alone, measured, predicted):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from programs import run_to
 
-from experiments.cli import UserError
+from experiments.lib.cli import UserError
 from experiments.skcompress import problems
 from experiments.skcompress.sizes import measure_raw
 

@@ -17,13 +17,14 @@ from hostile import same
 from programs import ROOT, command, run, run_to
 
 import jaxcomp as jc
-from experiments import data, processes, train
-from experiments.cli import UserError
-from experiments.folders import Journal
-from experiments.job import Job, taken_up, train_one
-from experiments.kills import TRAIN
-from experiments.methods import algorithm_for
-from experiments.training import Checkpoints, State, Trainer, own_workers
+from experiments import train
+from experiments.lib import data, processes
+from experiments.lib.cli import UserError
+from experiments.lib.folders import Journal
+from experiments.lib.job import Job, taken_up, train_one
+from experiments.lib.methods import algorithm_for
+from experiments.lib.training import Checkpoints, State, Trainer, own_workers
+from experiments.train.kills import TRAIN
 
 METHOD = ("--method", "dithering", "--steps", 30, "--checkpoint-every", 5)
 
@@ -190,7 +191,7 @@ def test_help_lists_every_option():
 FAILS = """
 import sys, time
 from pathlib import Path
-from experiments import processes
+from experiments.lib import processes
 logs, number = Path(sys.argv[sys.argv.index("--logs") + 1]), int(sys.argv[-1])
 if number == 0:
     processes.leave(logs, 0, RuntimeError("Gloo: connection closed by peer"))
@@ -224,9 +225,9 @@ def test_a_killed_process_is_named(tmp_path):
 
 def test_no_orphans(tmp_path):
     """Processes end when the one that started them is killed."""
-    sleeper = "from experiments import processes; processes.die_with_parent(); import time; time.sleep(60)"
+    sleeper = "from experiments.lib import processes; processes.die_with_parent(); import time; time.sleep(60)"
     starter = (
-        "import sys; from pathlib import Path; from experiments.processes import Group; "
+        "import sys; from pathlib import Path; from experiments.lib.processes import Group; "
         f"group = Group(['-c', {sleeper!r}], 2, Path({str(tmp_path)!r}), True, [sys.executable]); "
         "print(*(p.pid for p in group.processes), flush=True); group.wait()"
     )

@@ -14,11 +14,11 @@ from programs import run, run_to
 
 import jaxcomp as jc
 from experiments import sharded
-from experiments.cli import UserError
-from experiments.dependencies import exchanges
-from experiments.sharded_step import Program, check_sizes, crossings, mesh_for
-from experiments.text import read_characters, text_of
-from experiments.transformer import DATA, LAYOUTS, Sizes, initial, mean_loss
+from experiments.lib.cli import UserError
+from experiments.lib.text import read_characters, text_of
+from experiments.lib.transformer import DATA, LAYOUTS, Sizes, initial, mean_loss
+from experiments.sharded.dependencies import exchanges
+from experiments.sharded.step import Program, check_sizes, crossings, mesh_for
 from jaxcomp.ledger import read
 
 SIZES = Sizes(characters=20, length=8, width=32, heads=2, layers=1)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.cli import Parser, UserError, at_least, choose_new, one_thread
-from experiments.folders import Journal, write_json
-from experiments.processes import Failed, Group
-from experiments.report import show
+from experiments.lib.cli import Parser, UserError, at_least, choose_new, one_thread
+from experiments.lib.folders import Journal, write_json
+from experiments.lib.processes import Failed, Group
+from experiments.lib.report import show
 
 __all__ = ["main"]
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments import processes
-from experiments.cli import Parser, UserError, at_least, fraction, one_thread, positive
-from experiments.folders import (
+from experiments.lib import processes
+from experiments.lib.cli import Parser, UserError, at_least, fraction, one_thread, positive
+from experiments.lib.folders import (
     Journal,
     choose_folder,
     claimed,
@@ -32,8 +32,8 @@ from experiments.folders import (
     resumed,
     write_json,
 )
-from experiments.joining import join
-from experiments.report import progress_bar
+from experiments.lib.joining import join
+from experiments.lib.report import progress_bar
 
 __all__ = ["main"]
 
@@ -53,10 +53,10 @@ PLACES = (
 
 
 def parser() -> Parser:
-    from experiments.data import DATASETS
-    from experiments.methods import METHODS
-    from experiments.models import MODELS
-    from experiments.training import OPTIMIZERS
+    from experiments.lib.data import DATASETS
+    from experiments.lib.methods import METHODS
+    from experiments.lib.models import MODELS
+    from experiments.lib.training import OPTIMIZERS
     from jaxcomp.exchange.routes import VIAS
 
     known = "; ".join(f"{name}: {method.what}" for name, method in METHODS.items())
@@ -223,10 +223,10 @@ class Run:
         import jax
 
         import jaxcomp as jc
-        from experiments.data import load, split
-        from experiments.job import Stopped
-        from experiments.methods import algorithm_for
-        from experiments.training import find_mesh, own_workers
+        from experiments.lib.data import load, split
+        from experiments.lib.job import Stopped
+        from experiments.lib.methods import algorithm_for
+        from experiments.lib.training import find_mesh, own_workers
 
         place = self.place
         self.folder, self.options = find_run(self.options, self.given, place)
@@ -309,9 +309,9 @@ class Run:
         )
 
     def train(self, algorithm: Any, console: Any, stop_after: Callable[[int], bool]) -> dict[str, Any]:
-        from experiments.job import Job, train_one
-        from experiments.models import MODELS
-        from experiments.training import Trainer
+        from experiments.lib.job import Job, train_one
+        from experiments.lib.models import MODELS
+        from experiments.lib.training import Trainer
 
         o = self.options
         with progress_bar(console) as bar:

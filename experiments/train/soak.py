@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.cli import Parser, UserError, at_least, choose_new, one_thread
-from experiments.folders import Journal, write_json
-from experiments.kills import Killed, newest, step_of
-from experiments.processes import Failed, Group
-from experiments.report import show
+from experiments.lib.cli import Parser, UserError, at_least, choose_new, one_thread
+from experiments.lib.folders import Journal, write_json
+from experiments.lib.processes import Failed, Group
+from experiments.lib.report import show
+from experiments.train.kills import Killed, newest, step_of
 
 __all__ = ["main"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from experiments.cli import UserError
+from experiments.lib.cli import UserError
 
 __all__ = ["line_of", "read_json", "reading", "shortened"]
 

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.cli import UserError
-from experiments.data import nobody_empty
+from experiments.lib.cli import UserError
+from experiments.lib.data import nobody_empty
 
 __all__ = ["Quadratics", "imbalanced_split", "quadratics", "skewed_volumes"]
 

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.cli import UserError
-from experiments.processes import leave
+from experiments.lib.cli import UserError
+from experiments.lib.processes import leave
 
 __all__ = ["join"]
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.cli import UserError
+from experiments.lib.cli import UserError
 
 __all__ = ["HEADER_BYTES", "Lab", "Link", "delay_of", "laboratory", "missing", "rate_name", "rate_of"]
 

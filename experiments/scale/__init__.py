@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.cli import Parser, at_least, choose_new, fraction, one_or_more, positive
+from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_or_more, positive
 
 __all__ = ["main"]
 
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from experiments.report import show
+    from experiments.lib.report import show
     from jaxcomp.plan.scale import Fabric, crossover
 
     folder = choose_new(o.runs, o.name, "scale")
@@ -142,7 +142,7 @@ def _size(value: float) -> str:
 
 
 def draw(rows: list[dict[str, Any]], memory: float, path: Path) -> Path:
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     sizes = list(dict.fromkeys(row["entries"] for row in rows))
     figure, axes = new_figure(2, 4.0 * len(sizes), len(sizes))

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments import text as texts
-from experiments.cli import Parser, at_least, fraction
-from experiments.report import progress_bar, show
+from experiments.lib import text as texts
+from experiments.lib.cli import Parser, at_least, fraction
+from experiments.lib.report import progress_bar, show
 
 __all__ = ["main"]
 
@@ -38,8 +38,8 @@ def cnn(folder: Path | None) -> Task:
     import optax
     from flax import nnx
 
-    from experiments.data import load
-    from experiments.models import Cnn
+    from experiments.lib.data import load
+    from experiments.lib.models import Cnn
 
     data = load("digits", folder)
     graph, params, rest = nnx.split(Cnn(data.train_x.shape[1:], data.num_classes, nnx.Rngs(0)), nnx.Param, ...)
@@ -56,7 +56,7 @@ def cnn(folder: Path | None) -> Task:
 
 
 def transformer(path: Path | None, length: int, width: int) -> Task:
-    from experiments.transformer import LAYOUTS, Sizes, initial, mean_loss
+    from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
 
     text = texts.text_of(path)
     sizes = Sizes(text.characters, length, width, 4, 4)
@@ -200,7 +200,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     import numpy as np
     from matplotlib.ticker import LogFormatter
 
-    from experiments.plots import LINES, new_figure, running_mean, save
+    from experiments.lib.plots import LINES, new_figure, running_mean, save
 
     panels = list(dict.fromkeys((r["task"], r["method"]) for r in results))
     figure, axes = new_figure(min(4, len(panels)), rows=math.ceil(len(panels) / 4))

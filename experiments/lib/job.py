@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from experiments.folders import Journal
-from experiments.training import Checkpoints, State, Trainer, fingerprint
+from experiments.lib.folders import Journal
+from experiments.lib.training import Checkpoints, State, Trainer, fingerprint
 
 __all__ = ["WINDOW", "Job", "Stopped", "train_one"]
 

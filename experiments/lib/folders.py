@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from experiments.cli import Parser, UserError, choose_new, named_folder
-from experiments.errors import line_of, read_json, shortened
+from experiments.lib.cli import Parser, UserError, choose_new, named_folder
+from experiments.lib.errors import line_of, read_json, shortened
 
 __all__ = [
     "Journal",

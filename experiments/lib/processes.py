@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.cli import UserError
-from experiments.errors import line_of
+from experiments.lib.cli import UserError
+from experiments.lib.errors import line_of
 
 __all__ = [
     "Failed",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.cli import Parser, at_least, fraction, positive
-from experiments.folders import (
+from experiments.lib.cli import Parser, at_least, fraction, positive
+from experiments.lib.folders import (
     Journal,
     choose_folder,
     claimed,
@@ -25,10 +25,10 @@ from experiments.folders import (
     resumed,
     write_json,
 )
-from experiments.report import progress_bar, show
+from experiments.lib.report import progress_bar, show
 
 if TYPE_CHECKING:
-    from experiments.job import Job
+    from experiments.lib.job import Job
 
 __all__ = ["main"]
 
@@ -36,10 +36,10 @@ DEFAULT_METHODS = ["dense-f32", "dense-bf16", "top-k", "sidco", "dithering", "di
 
 
 def parser() -> Parser:
-    from experiments.data import DATASETS
-    from experiments.methods import METHODS
-    from experiments.models import MODELS
-    from experiments.training import OPTIMIZERS
+    from experiments.lib.data import DATASETS
+    from experiments.lib.methods import METHODS
+    from experiments.lib.models import MODELS
+    from experiments.lib.training import OPTIMIZERS
     from jaxcomp.exchange.routes import VIAS
 
     known = "; ".join(f"{name}: {method.what}" for name, method in METHODS.items())
@@ -87,9 +87,9 @@ class Run:
     def go(self, resume: bool) -> int:
         from rich.console import Console
 
-        from experiments.data import load, split
-        from experiments.methods import algorithm_for
-        from experiments.training import find_mesh
+        from experiments.lib.data import load, split
+        from experiments.lib.methods import algorithm_for
+        from experiments.lib.training import find_mesh
 
         o = self.options
         console = Console(width=None if sys.stdout.isatty() else 150)
@@ -105,7 +105,7 @@ class Run:
             return self.go_in_folder(resume)
 
     def go_in_folder(self, resume: bool) -> int:
-        from experiments.job import Job
+        from experiments.lib.job import Job
 
         o, console = self.options, self.console
         if not resume:
@@ -151,9 +151,9 @@ class Run:
                     )
 
     def trainer_for(self, method: str) -> Any:
-        from experiments.methods import algorithm_for
-        from experiments.models import MODELS
-        from experiments.training import Trainer
+        from experiments.lib.methods import algorithm_for
+        from experiments.lib.models import MODELS
+        from experiments.lib.training import Trainer
 
         o = self.options
         algorithm = algorithm_for(method, o["ratio"], o["levels"], o["via"])
@@ -161,7 +161,7 @@ class Run:
         return Trainer(*args, via=o["via"])
 
     def train_one(self, trainer: Any, job: "Job", show: Any) -> dict[str, Any]:
-        from experiments.job import train_one
+        from experiments.lib.job import train_one
 
         return train_one(trainer, job, self.options, self.folder, self.journal, self.parts[job.seed], show)
 
@@ -207,8 +207,8 @@ class Run:
         return table
 
     def plot(self) -> Path:
-        from experiments.job import WINDOW
-        from experiments.plots import LINES, new_figure, running_mean, save
+        from experiments.lib.job import WINDOW
+        from experiments.lib.plots import LINES, new_figure, running_mean, save
 
         lines = self.journal.lines()
         anything_sent = any(line["sent_bytes"] > 0 for line in lines)  # one worker sends nothing

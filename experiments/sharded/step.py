@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from experiments.cli import UserError
-from experiments.text import Text, windows
-from experiments.transformer import DATA, LAYOUTS, Sizes, initial, mean_loss
+from experiments.lib.cli import UserError
+from experiments.lib.text import Text, windows
+from experiments.lib.transformer import DATA, LAYOUTS, Sizes, initial, mean_loss
 from jaxcomp.base import Algorithm
 
 __all__ = ["AXIS_TYPES", "Crossing", "Program", "check_sizes", "crossings", "mesh_for"]

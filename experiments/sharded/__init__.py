@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, at_least, choose_new
+from experiments.lib.cli import Parser, at_least, choose_new
 
 __all__ = ["main"]
 
@@ -23,10 +23,10 @@ WINDOW = 10  # logged steps that a loss is averaged over
 
 
 def parser() -> Parser:
-    from experiments.methods import METHODS
-    from experiments.sharded_step import AXIS_TYPES
-    from experiments.text import add_options
-    from experiments.transformer import LAYOUTS
+    from experiments.lib.methods import METHODS
+    from experiments.lib.text import add_options
+    from experiments.lib.transformer import LAYOUTS
+    from experiments.sharded.step import AXIS_TYPES
 
     p = Parser(prog="python -m experiments sharded", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["fsdp", "tensor"], help="where parameters lie")
@@ -47,10 +47,10 @@ def main(arguments: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from experiments.sharded_step import check_sizes
-    from experiments.text import text_of
-    from experiments.training import find_devices
-    from experiments.transformer import Sizes
+    from experiments.lib.text import text_of
+    from experiments.lib.training import find_devices
+    from experiments.lib.transformer import Sizes
+    from experiments.sharded.step import check_sizes
 
     o = options
     shape = tuple(o["mesh"])
@@ -85,9 +85,9 @@ def train(layout: str, method: str, text: Any, sizes: Any, o: dict[str, Any], me
     """One method with one layout: its row, its logged lines, the cells of its collectives."""
     import optax
 
-    from experiments.methods import METHODS
-    from experiments.sharded_step import Program, crossings, mesh_for
-    from experiments.transformer import DATA
+    from experiments.lib.methods import METHODS
+    from experiments.lib.transformer import DATA
+    from experiments.sharded.step import Program, crossings, mesh_for
 
     mesh = mesh_for(layout, tuple(o["mesh"]), o["axis_types"])
     algorithm = METHODS[method].make(o["ratio"], o["levels"])
@@ -145,7 +145,7 @@ def report(
     folder: Path,
     console: Any,
 ) -> None:
-    from experiments.report import show
+    from experiments.lib.report import show
 
     head = ["layout", "method", "over", "collective", "dtype", "operands", "largest B", "sent B"]
     show(console, "What crosses which axis", head, crossed, CROSSING_NOTES, folder / "collectives.md")
@@ -196,7 +196,7 @@ part. largest B: bytes that a device contributes to the largest of them. sent B:
 
 
 def draw(lines: list[dict[str, Any]], o: dict[str, Any], folder: Path) -> Path:
-    from experiments.plots import LINES, new_figure, running_mean, save
+    from experiments.lib.plots import LINES, new_figure, running_mean, save
 
     layouts = list(dict.fromkeys(line["layout"] for line in lines))
     figure, axes = new_figure(len(layouts))

@@ -12,9 +12,9 @@ import numpy as np
 from jax import lax
 
 import jaxcomp as jc
-from experiments.dagc_data import imbalanced_split, quadratics
-from experiments.data import load
+from experiments.dagc.data import imbalanced_split, quadratics
 from experiments.federated.model import flat_model, local_batches, local_steps
+from experiments.lib.data import load
 from jaxcomp.base import Compressor, State, accumulate, for_worker
 
 __all__ = ["Outcome", "Simulation", "Task", "classification", "heterogeneous_quadratics"]

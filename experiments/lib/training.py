@@ -25,9 +25,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from experiments.cli import UserError
-from experiments.data import Dataset, batch_of
-from experiments.errors import reading
+from experiments.lib.cli import UserError
+from experiments.lib.data import Dataset, batch_of
+from experiments.lib.errors import reading
 from jaxcomp.base import Algorithm
 
 __all__ = [

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.cli import UserError
+from experiments.lib.cli import UserError
 
 __all__ = ["Pool", "answer", "note", "or_die", "requests"]
 

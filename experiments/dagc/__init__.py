@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, at_least, choose_new, fraction, one_or_more, one_thread, positive, rule_of
+from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_or_more, one_thread, positive, rule_of
 
 __all__ = ["main"]
 
@@ -36,7 +36,7 @@ def rule_in(method: str) -> str | float:
 
 
 def parser() -> Parser:
-    from experiments.models import MODELS
+    from experiments.lib.models import MODELS
 
     p = Parser(prog="python -m experiments dagc", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--task", choices=("digits", "mnist", "quadratics"), default="digits", help="problem")
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
             options["rules"] = list(dict.fromkeys([kind + "uniform", *options["rules"]]))
     folder = choose_new(runs, name, "dagc")
 
-    from experiments.dagc_tasks import TASKS
+    from experiments.dagc.tasks import TASKS
 
     simulation = TASKS[options["task"]](options)
     folder.mkdir(parents=True)
@@ -128,7 +128,7 @@ def one(simulation: Any, task: Any, options: dict[str, Any], ratio: float, metho
     import jax.numpy as jnp
 
     import jaxcomp as jc
-    from experiments.dagc_tasks import runner
+    from experiments.dagc.tasks import runner
 
     n, d = options["workers"], task.start.size
     rule, by_threshold = rule_in(method), method.startswith(THRESHOLDS)
@@ -183,7 +183,7 @@ def against_uniform(
 def report(options: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> None:
     from rich.console import Console
 
-    from experiments.report import show
+    from experiments.lib.report import show
 
     console = Console(width=None if sys.stdout.isatty() else 150)
     final = "accuracy" if options["task"] != "quadratics" else "|grad f|^2"
@@ -232,7 +232,7 @@ def report(options: dict[str, Any], rows: list[dict[str, Any]], folder: Path) ->
 
 def draw(options: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None:
     """Rounds against uniform over the skew, a panel for each ratio; and scores at the largest skew."""
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     ratios, skews = options["ratios"], sorted(options["skews"])
     figure, axes = new_figure(len(ratios) + 1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 import jaxcomp as jc
-from experiments.cli import Parser, UserError, at_least, fraction, positive
+from experiments.lib.cli import Parser, UserError, at_least, fraction, positive
 
 __all__ = ["Text", "add_options", "read_characters", "text_of", "windows"]
 

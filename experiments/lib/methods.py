@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jaxcomp as jc
-from experiments.cli import UserError
+from experiments.lib.cli import UserError
 from jaxcomp.base import Algorithm
 
 __all__ = ["METHODS", "Method", "algorithm_for"]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.cli import Parser, at_least, choose_new, fraction, one_thread, positive
+from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_thread, positive
 
 __all__ = ["main"]
 
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from experiments.report import show
+    from experiments.lib.report import show
 
     folder = choose_new(o.runs, o.name, "workers")
     folder.mkdir(parents=True)
@@ -219,7 +219,7 @@ def places(exchanges: int) -> list[int]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> Path:
-    from experiments.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure, save
 
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, axes = new_figure(len(tasks))

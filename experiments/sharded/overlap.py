@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cli import Parser, UserError, at_least, choose_new
+from experiments.lib.cli import Parser, UserError, at_least, choose_new
 
 __all__ = ["main"]
 
 
 def parser() -> Parser:
-    from experiments.methods import METHODS
-    from experiments.text import add_options
+    from experiments.lib.methods import METHODS
+    from experiments.lib.text import add_options
 
     p = Parser(prog="python -m experiments overlap", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument(
@@ -48,7 +48,7 @@ def topology_mesh(name: str, workers: int) -> Any:
     from jax.experimental import topologies
     from jax.sharding import AxisType
 
-    from experiments.transformer import DATA
+    from experiments.lib.transformer import DATA
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask about this machine
     try:
@@ -68,13 +68,13 @@ def main(arguments: Sequence[str]) -> int:
     import optax
     from rich.console import Console
 
-    from experiments.dependencies import exchanges
-    from experiments.methods import METHODS
-    from experiments.report import show
-    from experiments.sharded_step import LOSS_BYTES, Program, check_sizes, mesh_for
-    from experiments.text import text_of
-    from experiments.training import find_devices
-    from experiments.transformer import DATA, Sizes
+    from experiments.lib.methods import METHODS
+    from experiments.lib.report import show
+    from experiments.lib.text import text_of
+    from experiments.lib.training import find_devices
+    from experiments.lib.transformer import DATA, Sizes
+    from experiments.sharded.dependencies import exchanges
+    from experiments.sharded.step import LOSS_BYTES, Program, check_sizes, mesh_for
 
     o = options
     text = text_of(o["text"])

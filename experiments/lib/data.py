@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.cli import UserError, existing_folder
+from experiments.lib.cli import UserError, existing_folder
 
 __all__ = ["DATASETS", "Dataset", "batch_of", "load", "nobody_empty", "read_idx", "split"]
 

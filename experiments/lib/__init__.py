@@ -1,0 +1,1 @@
+"""What the experiments share: one of each tool."""
