@@ -3,13 +3,14 @@
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from programs import run_inside
 
 import jaxcomp as jc
 from experiments.tables import PAGES, placed, tables
+from jaxcomp import cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -63,18 +64,14 @@ def test_every_public_factory_is_in_a_table():
             assert f"jc.{name}" in REFERENCE or f"jc.methods.{name}" in REFERENCE, name
 
 
-def test_options_that_are_named_exist():
+def test_options_that_are_named_exist(capsys):
     """Those of README and documentation, in the help of the commands that they give."""
-
-    def help_of(command):
-        command = [sys.executable, "-m", *command, "--help"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
-
     names = sorted(set(re.findall(r"python -m experiments ([a-z]+)", EVERYTHING)))
     assert "compare" in names
-    commands = [("experiments", name) for name in names] + [("jaxcomp.cli", "smoothness")]
-    with ThreadPoolExecutor(2) as pool:
-        known = " ".join(pool.map(help_of, commands))
+    known = " ".join(run_inside(capsys, name, "--help").stdout for name in names)
+    with pytest.raises(SystemExit):
+        cli.main(["smoothness", "--help"])
+    known += capsys.readouterr().out
     flags = set(re.findall(r"`(--[a-z-]+)", EVERYTHING)) - {"--name", "--write"}
     assert flags
     assert not {flag for flag in flags if flag not in known}

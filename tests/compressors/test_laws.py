@@ -285,7 +285,7 @@ def test_accumulate_is_weighted_sum_of_decompress(row, key, seed):
     np.testing.assert_allclose(plain, np.float64(total) + np.sum(np.float64(decoded), 0), rtol=1e-5, atol=1e-5)
 
 
-@each_row
+@rows_with(lambda row: True, kept=BETWEEN_WORKERS)
 def test_what_was_decoded_from_bytes_decompresses(row, key, seed):
     """Outside jit, on arrays of NumPy, with the shared state of the receiver."""
     state, payload, x_hat, _ = one_round_of(row)(vector(seed), key)
@@ -348,7 +348,7 @@ def test_payload_holds_only_arrays_and_lane_bytes_follow_from_shapes(row, key, s
     assert jc.lane_bytes(payload) == jc.lane_bytes(shapes) == sum(a.nbytes for a in jax.tree.leaves(payload))
 
 
-@each_row
+@rows_with(lambda row: True, kept=BETWEEN_WORKERS)
 def test_double_precision(row, key, seed):
     with jax.enable_x64(True):
         x = jnp.asarray(np.random.default_rng(seed).standard_normal(D))

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from programs import ROOT, command, run
+from programs import ROOT, command, run, run_inside
 
 from experiments.lib import data
 from experiments.lib.cli import UserError
@@ -100,9 +100,9 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[message[:40] for _, message in ERRORS])
-def test_errors_are_one_line_and_leave_nothing_behind(arguments, message, tmp_path):
+def test_errors_are_one_line_and_leave_nothing_behind(arguments, message, tmp_path, capsys):
     more = ("--runs", tmp_path) if arguments[0] == "compare" else ()
-    result = run(*arguments, *more)
+    result = run_inside(capsys, *arguments, *more)
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1

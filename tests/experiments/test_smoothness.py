@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import run
+from programs import run, run_inside
 
 import jaxcomp as jc
 from experiments.smoothness.problems import make_problem
@@ -126,8 +126,8 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[message[:40] for _, message in ERRORS])
-def test_errors_are_one_line_and_leave_nothing_behind(arguments, message, tmp_path):
-    result = run("smoothness", *arguments, "--runs", tmp_path)
+def test_errors_are_one_line_and_leave_nothing_behind(arguments, message, tmp_path, capsys):
+    result = run_inside(capsys, "smoothness", *arguments, "--runs", tmp_path)
     assert result.returncode == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
