@@ -295,7 +295,7 @@ def messages_of(compressor, workers, size, key):
     return jax.vmap(compress)(jax.random.split(key, workers), x)
 
 
-@pytest.mark.parametrize("workers", variants([1, 2, ONE_PASS + 1], {2, ONE_PASS + 1}))
+@pytest.mark.parametrize("workers", variants([1, 2, ONE_PASS + 1], {2}))
 def test_the_sum_of_messages_is_that_of_one_after_the_other(workers, key):
     compressor, zeros = jc.dithering(7, block_size=64), jnp.zeros(1000)
     payloads = messages_of(compressor, workers, 1000, key)

@@ -80,7 +80,7 @@ def test_trees_of_several_dtypes_cross_in_their_own():
 CASES = [(dimension, tiled) for dimension in (0, 1, -1) for tiled in (False, True)]
 
 
-@pytest.mark.parametrize("case", variants(CASES, [(0, False), (1, True), (-1, False)]))
+@pytest.mark.parametrize("case", variants(CASES, [(0, False), (1, True)]))
 def test_psum_scatter_is_that_of_lax(case, seed):
     dimension, tiled = case
     shape = [5, 6, 7]

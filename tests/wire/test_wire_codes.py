@@ -174,6 +174,7 @@ def test_words_of_bytes():
     np.testing.assert_array_equal(words_of(b"\1\0\0\0\2"), [1, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["fixed", "elias", "best"])
 def test_a_million_entries_in_half_a_second(code, seed):
     """Of one core, best of three."""
