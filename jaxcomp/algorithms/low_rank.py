@@ -5,11 +5,12 @@ them is done to the whole stack at once.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomp.compressors.vector import is_whole
@@ -18,7 +19,7 @@ from jaxcomp.layout import Parts
 
 __all__ = [
     "as_matrices",
-    "basis_of",
+    "bases_of",
     "check_low_rank",
     "factored",
     "factors",
@@ -128,8 +129,8 @@ def factors(stacks: list[Array], start: list[Array], also: Any, exchange: Any) -
     """
     limit = lambda x: jnp.finfo(x.dtype).max * 2.0**-32
     stacks = [jnp.clip(x, -limit(x), limit(x)) for x in stacks]
-    p, also = exchange.sum(([times(m, basis_of(q)) for m, q in zip(stacks, start, strict=True)], also))
-    p = [basis_of(each) for each in p]
+    p, also = exchange.sum((list(map(times, stacks, bases_of(start))), also))
+    p = bases_of(p)
     q = exchange.sum([transposed_times(m, each) for m, each in zip(stacks, p, strict=True)])
     return p, [total / exchange.size for total in q], also
 
@@ -138,9 +139,12 @@ def factors(stacks: list[Array], start: list[Array], also: Any, exchange: Any) -
 # Bases
 
 
+BLOCK = 128  # rows of a matrix that stand together where matrices of several shapes are one batch
+
+
 @jax.jit  # so that it is compiled once where it is called outside
-def basis_of(x: Array) -> Array:
-    """Orthonormal columns that span those of each [r, k] matrix of a stack, k <= r, whatever its rank and scale.
+def bases_of(stacks: Sequence[Array]) -> list[Array]:
+    """Orthonormal columns that span those of each [r, k] matrix of each stack, k <= r, whatever its rank and scale.
 
     Gram-Schmidt, column after column, each projected three times onto the complement of those before it: it is then
     orthogonal to working precision. A column is replaced by a pseudo-random one if the first projection leaves no more
@@ -150,53 +154,104 @@ def basis_of(x: Array) -> Array:
     with unit vectors or with rounding errors, as a Householder QR does: where the first rows and columns of a matrix
     are zero (of tokens that never occur), an iteration would stay at zero for ever.
 
+    All matrices with one k are cut into blocks of `BLOCK` rows and make one batch: one loop for a whole tree.
+
     Args:
-        x: [m, r, k], finite.
+        stacks: [m, r, k] each, finite.
 
     Returns:
-        [m, r, k] in the dtype of x, |B^T B - I| of the order of its precision.
+        [m, r, k] each, in the dtype of its stack, |B^T B - I| of the order of its precision.
 
     Reference: Daniel, Gragg, Kaufman, Stewart 1976 (replacement, and the test); Giraud, Langou, Rozloznik, van den
     Eshof 2005 (twice is enough).
 
     >>> x = jnp.array([[[1.0, 1.0, 0.0], [1e-30, 1e-30, 0.0], [0.0, 1e-9, 0.0]]])
-    >>> b = basis_of(x)
+    >>> (b,) = bases_of([x])
     >>> print(bool(jnp.allclose(jnp.swapaxes(b, 1, 2) @ b, jnp.eye(3), atol=1e-6)))
     True
     """
-    rows = jnp.swapaxes(x, 1, 2)  # columns as rows [m, k, r], which are contiguous
-    largest = jnp.max(jnp.abs(rows), axis=(1, 2), keepdims=True, initial=0)
-    rows = rows / jnp.where(largest > 0, largest, 1)
-    least = 8 * jnp.finfo(x.dtype).eps * jnp.max(_length(rows), axis=1, keepdims=True, initial=0)
+    bases = {}
+    for kind in dict.fromkeys((x.shape[2], x.dtype) for x in stacks):
+        alike = [i for i, x in enumerate(stacks) if (x.shape[2], x.dtype) == kind]
+        cut = _Blocks([stacks[i].shape for i in alike])
+        basis = _gram_schmidt(cut.join([_scaled(stacks[i]) for i in alike]), cut)
+        bases |= zip(alike, cut.split(basis), strict=True)
+    return [bases[i] for i in range(len(stacks))]
+
+
+def _scaled(x: Array) -> Array:
+    largest = jnp.max(jnp.abs(x), axis=(1, 2), keepdims=True, initial=0)
+    return x / jnp.where(largest > 0, largest, 1)
+
+
+class _Blocks:
+    """Columns of n matrices [r, k] of several shapes as one array [b, k, BLOCK], with zeros behind the last rows."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]):
+        self.shapes = shapes
+        of_stack = [-(-shape[1] // BLOCK) for shape in shapes]
+        each = lambda values: np.repeat(values, [shape[0] for shape in shapes])
+        counts, rows = each(of_stack), each([shape[1] for shape in shapes])
+        first = np.cumsum(counts) - counts
+        place = np.arange(max(of_stack))
+        blocks = int(counts.sum())
+        self.matrix = np.repeat(np.arange(len(counts)), counts)  # [b]: whose block this is
+        self.blocks = np.where(place < counts[:, None], first[:, None] + place, blocks)  # [n, most]; b: none
+        self.rows = rows[self.matrix] - BLOCK * (np.arange(blocks) - first[self.matrix])  # [b]: from here on
+
+    def join(self, stacks: Sequence[Array]) -> Array:
+        cut = lambda x: jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK), (0, 0))).reshape(-1, BLOCK, x.shape[2])
+        return jnp.concatenate([cut(x) for x in stacks]).swapaxes(1, 2)
+
+    def split(self, joined: Array) -> list[Array]:
+        parts, start = [], 0
+        for m, r, k in self.shapes:
+            end = start + m * -(-r // BLOCK)
+            parts.append(joined[start:end].swapaxes(1, 2).reshape(m, -1, k)[:, :r])
+            start = end
+        return parts
+
+    def dots(self, u: Array, v: Array) -> Array:
+        """Products of columns [b, i, BLOCK] and [b, j, BLOCK] of the same matrix, at each of its blocks: [b, i, j]."""
+        return self._sum(jnp.einsum("bix,bjx->bij", u, v, precision="highest"))
+
+    def lengths(self, v: Array) -> Array:
+        """Of columns [b, i, BLOCK]: [b, i, 1]."""
+        return jnp.sqrt(self._sum(jnp.sum(v * v, axis=2, keepdims=True)))
+
+    def pseudo_random(self, dtype: Any, j: Any) -> Array:
+        """Numbers in (-1, 1), [b, 1, BLOCK]: the same ones every time, and in no relation to anything."""
+        shape = (len(self.rows), 1, BLOCK)
+        block, row = lax.broadcasted_iota(jnp.uint32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 2)
+        words = fmix32(block * BLOCK + row.astype(jnp.uint32))
+        words = fmix32(words + jnp.uint32(0x9E3779B9) * (jnp.asarray(j, jnp.uint32) + jnp.uint32(1)))
+        signed = lax.bitcast_convert_type(words, jnp.int32).astype(dtype)
+        return jnp.where(row < jnp.asarray(self.rows[:, None, None], jnp.int32), signed * jnp.asarray(2.0**-31, dtype), 0)
+
+    def _sum(self, parts: Array) -> Array:
+        """Sums [b, i, j] over the blocks of each matrix, in an order that does not vary, handed to each of them."""
+        parts = jnp.pad(parts, ((0, 1), (0, 0), (0, 0)))
+        return jnp.sum(parts[self.blocks], axis=1)[self.matrix]
+
+
+def _gram_schmidt(columns: Array, cut: _Blocks) -> Array:
+    def apart(basis: Array, v: Array) -> Array:
+        """Columns v without what lies in the span of a basis, whose columns have length one or zero."""
+        return v - jnp.einsum("bij,bjx->bix", cut.dots(v, basis), basis, precision="highest")
+
+    longest = jnp.max(cut.lengths(columns), axis=1, keepdims=True, initial=0)
+    least = 8 * jnp.finfo(columns.dtype).eps * longest
 
     def add(j: Any, basis: Array) -> Array:
-        taken = lax.dynamic_slice_in_dim(rows, j, 1, 1)
-        v = _apart(basis, jnp.concatenate([taken, _pseudo_random(x, j)], axis=1))
-        left = _length(v)
-        v = _apart(basis, v / jnp.where(left > 0, left, 1))
-        apart = (left > least) & (_length(v) > 0.5)
-        v = jnp.where(apart[:, :1], v[:, :1], v[:, 1:])
-        v = _apart(basis, v / _length(v))
-        return lax.dynamic_update_slice_in_dim(basis, v / _length(v), j, 1)
+        taken = lax.dynamic_slice_in_dim(columns, j, 1, 1)
+        v = apart(basis, jnp.concatenate([taken, cut.pseudo_random(taken.dtype, j)], axis=1))
+        left = cut.lengths(v)
+        v = apart(basis, v / jnp.where(left > 0, left, 1))
+        own = (left > least) & (cut.lengths(v) > 0.5)
+        v = jnp.where(own[:, :1], v[:, :1], v[:, 1:])
+        v = apart(basis, v / cut.lengths(v))
+        return lax.dynamic_update_slice_in_dim(basis, v / cut.lengths(v), j, 1)
 
-    zeros = rows - rows  # typed as x is, where it differs over a mesh axis
-    basis = add(0, zeros) if rows.shape[1] == 1 else lax.fori_loop(0, rows.shape[1], add, zeros)
-    return jnp.swapaxes(basis, 1, 2)
-
-
-def _apart(basis: Array, v: Array) -> Array:
-    """Rows v [m, j, r] without what lies in the span of the rows of a basis [m, k, r], each of length one or zero."""
-    along = jnp.einsum("mjr,mkr->mjk", v, basis, precision="highest")
-    return v - jnp.einsum("mjk,mkr->mjr", along, basis, precision="highest")
-
-
-def _length(v: Array) -> Array:
-    return jnp.sqrt(jnp.sum(v * v, axis=-1, keepdims=True))
-
-
-def _pseudo_random(x: Array, j: Any) -> Array:
-    """Numbers in (-1, 1), [m, 1, r] for x [m, r, k]: the same ones every time, and in no relation to anything."""
-    places = lax.iota(jnp.uint32, x.shape[0] * x.shape[1]).reshape(x.shape[0], 1, x.shape[1])
-    words = fmix32(fmix32(places) + jnp.uint32(0x9E3779B9) * (jnp.asarray(j, jnp.uint32) + jnp.uint32(1)))
-    signed = lax.bitcast_convert_type(words, jnp.int32).astype(x.dtype)
-    return signed * jnp.asarray(2.0**-31, x.dtype)
+    zeros = columns - columns  # typed as columns are, where they differ over a mesh axis
+    k = columns.shape[1]
+    return add(0, zeros) if k == 1 else lax.fori_loop(0, k, add, zeros)

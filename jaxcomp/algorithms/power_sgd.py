@@ -66,7 +66,7 @@ def power_sgd(
         ValueError: an argument is out of range.
 
     Reference: Vogels, Karimireddy, Jaggi 2019 (PowerSGD), algorithms 1 and 2; min_ratio and start as in torch's
-    `powerSGD_hook`. Bases by Gram-Schmidt with a second projection and with replacement (`low_rank.basis_of`), where
+    `powerSGD_hook`. Bases by Gram-Schmidt with a second projection and with replacement (`low_rank.bases_of`), where
     the references divide by the norm of what may be zero. Q is made orthonormal before it is used, as the hook does:
     products neither overflow nor lose the smaller directions.
 

@@ -12,7 +12,7 @@ from variants import variants
 from worlds import AXIS, gradients, mesh_of, run_shard_map, run_vmap
 
 import jaxcomp as jc
-from jaxcomp.algorithms.low_rank import basis_of, factored, matrix_shape
+from jaxcomp.algorithms.low_rank import bases_of, factored, matrix_shape
 
 N, ROUNDS, RANK = 4, 5, 2
 TREE = {"a": jnp.zeros((12, 8)), "b": jnp.zeros((12, 8)), "c": jnp.zeros((10, 4, 3)), "v": jnp.zeros(7)}
@@ -118,16 +118,21 @@ def cases(rng):
 
 def test_bases_are_orthonormal_and_span_what_there_is(seed):
     rng = np.random.default_rng(seed)
-    basis = jax.jit(basis_of)
-    for name, x in cases(rng).items():
-        b = np.float64(basis(x))
+    long = rng.standard_normal((1, 300, 4)).astype(np.float32)  # of several blocks, beside matrices of one
+    together = cases(rng) | {"long": long, "long, rank one": long[:, :, :1] * np.float32([1, 0, 2, 1e-3])}
+    bases = dict(zip(together, bases_of(list(together.values())), strict=True))
+    for name, x in together.items():
+        b = np.float64(bases[name])
         assert np.max(np.abs(b.swapaxes(1, 2) @ b - np.eye(4))) < 2e-6, name
         scaled = np.float64(x) / max(float(np.max(np.abs(x))), 1e-300)
         left = scaled - b @ (b.swapaxes(1, 2) @ scaled)
         assert np.max(np.abs(left)) < 1e-5, name  # but rounding is replaced
-    wide = cases(rng)["normal"]
-    q = np.linalg.qr(np.float64(wide))[0]
-    np.testing.assert_allclose(np.abs(np.einsum("mrk,mrk->mk", q, basis(wide))), 1, atol=1e-5)  # in the same order
+    for name in ("normal", "long"):
+        q = np.linalg.qr(np.float64(together[name]))[0]
+        np.testing.assert_allclose(np.abs(np.einsum("mrk,mrk->mk", q, bases[name])), 1, atol=1e-5)  # in the same order
+    mixed = [together["normal"], long[:, :, :2], together["square"]]  # another k is another batch
+    for x, b in zip(mixed, bases_of(mixed), strict=True):
+        np.testing.assert_allclose(b, bases_of([x])[0], atol=1e-6)
 
 
 def test_matrices_that_lack_rank_stay_finite(seed):
