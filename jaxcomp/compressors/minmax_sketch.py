@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 def list_of(counts: Array, capacity: int) -> Array:
     """Number of the list of each place, i32[capacity], when they lie one after the other; len(counts) beyond."""
     ends = jnp.cumsum(counts, dtype=I32)
-    return jnp.cumsum(jnp.zeros((capacity,), I32).at[ends].add(1, mode="drop"), dtype=I32)
+    return jnp.sum(lax.iota(I32, capacity)[:, None] >= ends, axis=1, dtype=I32)
 
 
 def places(keys: Array, lists: Array, counts: Array, shape: Shape, seeds: Array) -> Array:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.norms import exponent_of, max_abs, power_of_two
+from jaxcomp.norms import exponent_of, power_of_two
 
 __all__ = ["Splits", "bucket_of", "means", "midpoints", "of_product", "released_splits", "signed_splits", "sort_floats"]
 
@@ -70,7 +70,7 @@ def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: fl
     below = jnp.sum((ordered < 0) & real, dtype=I32)
     middles, j = 2 * lax.iota(I32, groups) + 1, lax.iota(I32, buckets - 1) + 1
     if power == 0:
-        negative = jnp.sum(ordered[jnp.minimum(of_product(n, middles, 2 * groups), k - 1)] < 0, dtype=I32)
+        negative = jnp.sum(jnp.minimum(of_product(n, middles, 2 * groups), k - 1) < below, dtype=I32)
 
         def place_of(zero):
             return jnp.where(j < zero, _share(below, j, zero), below + _share(n - below, j - zero, buckets - zero))
@@ -97,7 +97,7 @@ def signed_splits(ordered: Array, n: Array, buckets: int, groups: int, power: fl
 
 def _weights(values: Array, power: float) -> Array:
     """|v|^power, in units in which the largest is about 1."""
-    exponent = jnp.clip(exponent_of(max_abs(values)), -126, 126)
+    exponent = jnp.clip(exponent_of(jnp.max(jnp.abs(values), initial=0)), -126, 126)
     return (jnp.abs(values) * power_of_two(-exponent, values.dtype)) ** power
 
 
@@ -159,12 +159,12 @@ def means(values: Array, bucket: Array, buckets: int) -> Array:
         values: float[k], finite.
         bucket: i32[k], `buckets` for values that do not count.
     """
-    exponent = jnp.clip(exponent_of(max_abs(values)), -126, 126)
+    exponent = jnp.clip(exponent_of(jnp.max(jnp.abs(values), initial=0)), -126, 126)
     scaled = jnp.abs(values) * power_of_two(-exponent, values.dtype)
     into = lambda start: jnp.full((buckets,), start, values.dtype).at[bucket]
     least = into(jnp.inf).min(scaled, mode="drop")
     count = jnp.zeros((buckets,), I32).at[bucket].add(1, mode="drop")
     excess = into(0).add(scaled - least.at[bucket].get(mode="fill", fill_value=0), mode="drop")
-    sign = into(0).max(jnp.sign(values), mode="drop") + into(0).min(jnp.sign(values), mode="drop")
+    sign = into(1).min(jnp.where(values < 0, -1, 1).astype(values.dtype), mode="drop")
     mean = sign * (least + excess / jnp.maximum(count, 1).astype(values.dtype)) * power_of_two(exponent, values.dtype)
     return jnp.where(count > 0, mean, jnp.zeros((), values.dtype))

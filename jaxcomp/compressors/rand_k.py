@@ -9,7 +9,7 @@ from jax import lax
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, fold, key_data, weighted, wide
 from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
 from jaxcomp.compressors.vector import check_like, on_vectors
-from jaxcomp.hashing import random_subset
+from jaxcomp.hashing import fmix32, random_bits, random_subset
 from jaxcomp.payloads import Dense
 
 __all__ = ["Draw", "rand_k"]
@@ -26,6 +26,10 @@ class Draw(NamedTuple):
     def round_key(self) -> Array:
         """The typed key of this round."""
         return jax.random.fold_in(jax.random.wrap_key_data(self.key), self.count)
+
+    def words(self, size: int) -> Array:
+        """uint32[size] of this round for hash functions, without the program of a threefry."""
+        return fmix32(random_bits(jax.random.wrap_key_data(self.key), size) + self.count.astype(jnp.uint32))
 
 
 def next_draw(shared: Draw) -> Draw:

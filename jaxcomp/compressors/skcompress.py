@@ -161,7 +161,7 @@ def _compressor(name: str, selector: Compressor, coder: Coder, q: int, rows: int
         return State(state.local, (state.shared, draw))
 
     def seeds_of(shared):
-        return jax.random.bits(shared[1].round_key(), (rows,), jnp.uint32) if coder.hashes else None
+        return shared[1].words(rows) if coder.hashes else None
 
     def compress(key, x, state):
         payload, local = selector.compress(key, x, State(state.local, state.shared[0]))
