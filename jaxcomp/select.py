@@ -39,6 +39,7 @@ Array = jax.Array
 U32 = jnp.uint32
 I32 = jnp.int32
 FAN = 16  # words of a block; a power of two
+TILE = 32
 SAMPLED = 128  # entries of the sample that `largest` expects above its threshold
 
 
@@ -65,7 +66,13 @@ def count_words(words: Array) -> Array:
     >>> print(count_words(jnp.array([5, 1], jnp.uint32)))
     3
     """
-    return jnp.sum(lax.population_count(words).astype(I32), dtype=I32)
+    counts = lax.population_count(words).astype(I32)
+    while counts.shape[0] > TILE:
+        # XLA's CPU backend makes a kernel for each factor of 32 in the length of a reduction. Here it is one for each
+        # factor of 1024; the barrier keeps two of them from being seen as one.
+        tiles = lax.optimization_barrier(jnp.pad(counts, (0, -counts.shape[0] % TILE**2)).reshape(-1, TILE, TILE))
+        counts = jnp.sum(tiles, axis=(1, 2), dtype=I32)
+    return jnp.sum(counts, dtype=I32)
 
 
 def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
@@ -177,16 +184,22 @@ def excess_above(
 
 
 def first_bits(words: Array, count: Array) -> Array:
-    """The words with only their first `count` set bits, in O(number of words).
+    """The words with only their first `count` set bits: a search for the bit behind them.
 
     >>> print(first_bits(jnp.array([0b1101, 0b11], jnp.uint32), 2))
     [5 0]
     """
-    counts = lax.population_count(words).astype(I32)
-    room = jnp.clip(count - (jnp.cumsum(counts, dtype=I32) - counts), 0, counts)
-    # Everything below the position of the bit with `room` set bits below it.
-    below = (U32(1) << _bit_of_rank(words, room).astype(U32)) - U32(1)
-    return jnp.where(room == counts, words, words & below)
+    number, steps = lax.iota(U32, words.shape[0]), (32 * words.shape[0]).bit_length()
+
+    def before(bit):
+        part = words & ((U32(1) << (bit % U32(32))) - U32(1))
+        return jnp.where(number < bit // U32(32), words, jnp.where(number == bit // U32(32), part, U32(0)))
+
+    def step(i, bit):
+        later = bit | (U32(1) << (steps - 1 - i).astype(U32))
+        return jnp.where(count_words(before(later)) <= count, later, bit)
+
+    return before(lax.fori_loop(0, steps, step, jnp.asarray(count).astype(U32) * U32(0)))
 
 
 def top_set(

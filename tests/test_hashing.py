@@ -7,6 +7,7 @@ import oracles
 import pytest
 from montecarlo import chi_square_bound, z_bound
 
+from jaxcomp.compressors.rand_k import Draw
 from jaxcomp.hashing import fmix32, random_bits, random_subset, random_uniform, scale_to
 
 N = 1 << 18
@@ -65,3 +66,10 @@ def test_subset_is_distinct_and_in_range(size, k, key):
 
 def test_raw_and_typed_keys_agree(key):
     np.testing.assert_array_equal(random_bits(key, 8), random_bits(jax.random.key_data(key), 8))
+
+
+def test_words_of_a_round_are_new_in_every_round_and_place(key):
+    rounds = jax.vmap(lambda count: Draw(jax.random.key_data(key), count).words(16))(jnp.arange(1000))
+    words = np.asarray(rounds)
+    assert np.unique(words).size > words.size - 10  # 0.03 of 16,000 words of 32 bits are expected twice
+    assert abs(np.unpackbits(words.view(np.uint8)).mean() - 0.5) < 5 * 0.5 / np.sqrt(32 * words.size)

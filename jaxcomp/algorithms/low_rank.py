@@ -225,8 +225,8 @@ class _Blocks:
         block, row = lax.broadcasted_iota(jnp.uint32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 2)
         words = fmix32(block * BLOCK + row.astype(jnp.uint32))
         words = fmix32(words + jnp.uint32(0x9E3779B9) * (jnp.asarray(j, jnp.uint32) + jnp.uint32(1)))
-        signed = lax.bitcast_convert_type(words, jnp.int32).astype(dtype)
-        return jnp.where(row < jnp.asarray(self.rows[:, None, None], jnp.int32), signed * jnp.asarray(2.0**-31, dtype), 0)
+        signed = lax.bitcast_convert_type(words, jnp.int32).astype(dtype) * jnp.asarray(2.0**-31, dtype)
+        return jnp.where(row < jnp.asarray(self.rows[:, None, None], jnp.int32), signed, jnp.zeros((), dtype))
 
     def _sum(self, parts: Array) -> Array:
         """Sums [b, i, j] over the blocks of each matrix, in an order that does not vary, handed to each of them."""

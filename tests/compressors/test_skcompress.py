@@ -34,8 +34,7 @@ def run_of(mode, size, options):
         draw, rows = state.shared[1], dict(options).get("rows", 2)
         seeds = jnp.zeros((0,), jnp.uint32)
         if draw:
-            words = jax.random.fold_in(jax.random.wrap_key_data(draw.key), draw.count)
-            seeds = jax.random.bits(words, (rows,), jnp.uint32)
+            seeds = draw.words(rows)
         return payload, compressor.decompress(payload, state.shared, like), seeds
 
     return run
