@@ -44,6 +44,14 @@ METHODS: dict[str, Method] = {
         "top-k with values in 16 bits, error feedback",
         lambda r, s: jc.error_feedback(jc.compose(jc.top_k(r), jc.cast("bfloat16"))),
     ),
+    "power-sgd-1": Method("PowerSGD of rank 1", lambda r, s: jc.power_sgd(1)),
+    "power-sgd-2": Method("PowerSGD of rank 2", lambda r, s: jc.power_sgd(2)),
+    "power-sgd-4": Method("PowerSGD of rank 4", lambda r, s: jc.power_sgd(4)),
+    "eden-1": Method("EDEN with 1 bit", lambda r, s: jc.direct(jc.eden(1))),
+    "eden-4": Method("EDEN with 4 bits", lambda r, s: jc.direct(jc.eden(4))),
+    "mxfp4": Method("MXFP4, error feedback", lambda r, s: jc.error_feedback(jc.block_scaled("mxfp4"))),
+    "mxfp8": Method("MXFP8, error feedback", lambda r, s: jc.error_feedback(jc.block_scaled("mxfp8"))),
+    "sign": Method("signs with a scale, error feedback", lambda r, s: jc.error_feedback(jc.sign())),
 }
 
 

@@ -1,4 +1,4 @@
-"""Small Flax (NNX) models for images."""
+"""Small Flax (NNX) models for images and characters."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-__all__ = ["MODELS", "CharLstm", "Cnn", "Mlp", "WideCnn"]
+__all__ = ["MODELS", "Block", "CharLstm", "Cnn", "Mlp", "Transformer", "WideCnn"]
 
 
 class Mlp(nnx.Module):
@@ -64,6 +64,45 @@ class CharLstm(nnx.Module):
         empty = jnp.zeros((x.shape[0], 256))
         hidden = self.lstm(self.embed(x), initial_carry=(empty, empty))
         return self.last(hidden)  # pyright: ignore[reportArgumentType]
+
+
+class Block(nnx.Module):
+    """A layer of a causal transformer: attention of four heads, then a hidden layer, each before a residual sum."""
+
+    heads = 4
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        linear = lambda inputs, outputs: nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs)
+        self.norm_1, self.norm_2 = nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
+        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        many, length, width = x.shape
+        q, k, v = jnp.moveaxis(self.qkv(self.norm_1(x)).reshape(many, length, 3, self.heads, -1), 2, 0)
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.reshape(many, length, width))
+        return x + self.down(jax.nn.gelu(self.up(self.norm_2(x))))
+
+
+class Transformer(nnx.Module):
+    """Four layers of width 128 over embedded characters, 0.8 million parameters: i32[n, t] -> f32[n, t, characters]."""
+
+    layers, width = 4, 128
+
+    def __init__(self, shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(num_classes, self.width, rngs=rngs)
+        self.position = nnx.Embed(shape[0], self.width, rngs=rngs)
+        for i in range(self.layers):
+            setattr(self, f"layer_{i}", Block(self.width, rngs))
+        self.norm = nnx.RMSNorm(self.width, rngs=rngs)
+        self.last = nnx.Linear(self.width, num_classes, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.embed(x) + self.position(jnp.arange(x.shape[1]))
+        for i in range(self.layers):
+            x = getattr(self, f"layer_{i}")(x)
+        return self.last(self.norm(x))
 
 
 MODELS: dict[str, Callable[..., nnx.Module]] = {"mlp": Mlp, "cnn": Cnn, "cnn-wide": WideCnn}

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_thread, positive
+from experiments.lib.cli import Parser, UserError, at_least, choose_new, fraction, one_thread, positive
 from experiments.lib.netlab import Lab, delay_of, laboratory, rate_name, rate_of
 from experiments.lib.pool import Pool
 from experiments.network import results
@@ -43,9 +43,8 @@ HEARD_SECONDS = 0.02  # within which every worker has heard what it is asked
 
 
 def parser() -> Parser:
-    from experiments.lib.data import DATASETS
-    from experiments.lib.models import MODELS
     from experiments.lib.training import OPTIMIZERS
+    from experiments.network.training import ARCHITECTURES, DATA
 
     p = Parser(prog="python -m experiments network", description=(__doc__ or "").split("\n\n")[0])
     rates = {"type": rate_of, "nargs": "+", "metavar": "RATE"}
@@ -67,14 +66,21 @@ def parser() -> Parser:
         "--train-methods",
         **{**names, "type": trained_name},
         default=TRAINED,
-        help=f"what it is trained with: of the same, or, where PyTorch is installed, {', '.join(PEERS)}",
+        help="what it is trained with: of the same, demo (the optimizer), or, where PyTorch is installed, "
+        f"{', '.join(PEERS)}",
     )
     p.add_argument(
         "--train-ratio", type=fraction, default=None, help="of sparse methods in training; --ratio if not given"
     )
-    p.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
-    p.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --data mnist")
-    p.add_argument("--model", choices=MODELS, default="cnn", help="architecture")
+    p.add_argument("--data", choices=DATA, default="digits", help="digits come with scikit-learn")
+    p.add_argument(
+        "--data-dir",
+        type=Path,
+        default=None,
+        help="folder with the files of --data mnist; a text (plain or .xz) for --data text, the source of this package "
+        "if not given",
+    )
+    p.add_argument("--model", choices=ARCHITECTURES, default="cnn", help="architecture; transformer for --data text")
     p.add_argument("--batch", type=at_least(1), default=32, help="examples of each worker in a step")
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="what follows the mean")
     p.add_argument("--lr", type=positive, default=1e-3, help="learning rate")
@@ -97,6 +103,8 @@ def read(arguments: Sequence[str]) -> Any:
         rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in getattr(options, name)]
         setattr(options, name, rates)
     options.train_ratio = options.train_ratio or options.ratio
+    if options.only != "exchange" and (options.data == "text") != (options.model == "transformer"):
+        raise UserError(f"--data text and --model transformer go together; got {options.data} and {options.model}")
     return options
 
 
@@ -110,11 +118,11 @@ def main(arguments: Sequence[str]) -> int:
 
     from rich.console import Console
 
-    from experiments.lib.data import load
+    from experiments.network.training import data_of
 
     console = Console(width=None if sys.stdout.isatty() else 170)
     if options.only != "exchange":
-        load(options.data, options.data_dir)  # a wrong folder is noticed before anything is measured
+        data_of(options.data, options.data_dir)  # a wrong folder is noticed before anything is measured
     folder = choose_new(options.runs, options.name, "network")
     one_thread()
     rows: list[dict[str, Any]] = []

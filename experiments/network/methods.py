@@ -5,9 +5,11 @@ lax-two-shot-bf16      `lax.all_to_all`, a sum in f32 and `lax.all_gather`, as o
 METHOD                 of `experiments.lib.methods`, in `jc.compressed_mean`
 METHOD:VIA             the same with via=VIA, as in dithering:two_shot
 
-Only trained, where PyTorch is installed:
+Only trained:
 
-ddp-f32, ddp-bf16, ddp-powersgd    DistributedDataParallel over gloo: as it is, and with its hooks
+demo                   the optimizer DeMo, whose momentum is exchanged, in place of --optimizer
+ddp-f32, ddp-bf16, ddp-powersgd    where PyTorch is installed, DistributedDataParallel over gloo: as it is, and with its
+                       hooks
 """
 
 import argparse
@@ -15,7 +17,7 @@ import functools
 import importlib.util
 from typing import Any
 
-__all__ = ["AXIS", "DEFAULT", "PEERS", "known", "method_name", "trained_name", "transformation"]
+__all__ = ["AXIS", "DEFAULT", "PEERS", "known", "method_name", "trained_by", "trained_name", "transformation"]
 
 AXIS = "data"
 PLAIN = ("psum-f32", "psum-bf16", "lax-two-shot-bf16")
@@ -54,6 +56,8 @@ def method_name(text: str) -> str:
 
 def trained_name(text: str) -> str:
     """An option: of a method or a peer, checked."""
+    if text == "demo":
+        return text
     if text not in PEERS:
         return method_name(text)
     if importlib.util.find_spec("torch") is None:
@@ -79,6 +83,18 @@ def transformation(text: str, ratio: float, levels: int, seed: int = 0) -> Any:
     name, _, via = text.partition(":")
     algorithm = METHODS[name].make(ratio, levels)
     return jc.compressed_mean(algorithm, AXIS, via=via or "auto", seed=seed)
+
+
+def trained_by(text: str, ratio: float, levels: int, optimizer: str, rate: float) -> Any:
+    """The optax transformation that makes updates of the workers' gradients."""
+    import optax
+
+    import jaxcomp as jc
+    from experiments.lib.training import OPTIMIZERS
+
+    if text == "demo":
+        return jc.demo(rate, AXIS)
+    return optax.chain(transformation(text, ratio, levels), OPTIMIZERS[optimizer](rate))
 
 
 def psum(kind: str, x: Any) -> Any:

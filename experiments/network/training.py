@@ -15,14 +15,31 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from experiments.lib.data import batch_of, load, split
-from experiments.lib.models import MODELS
+from experiments.lib.data import Dataset, batch_of, load, split
+from experiments.lib.models import MODELS, Transformer
 from experiments.lib.pool import note
-from experiments.lib.training import OPTIMIZERS
+from experiments.lib.text import text_of
 from experiments.network.mesh import Workers
-from experiments.network.methods import AXIS, transformation
+from experiments.network.methods import AXIS, trained_by
 
-__all__ = ["Compressed", "Training"]
+__all__ = ["ARCHITECTURES", "DATA", "Compressed", "Training", "data_of"]
+
+ARCHITECTURES = {**MODELS, "transformer": Transformer}
+DATA = ("digits", "mnist", "text")
+LENGTH = 64  # characters of a window
+
+
+def data_of(name: str, where: Path | None) -> Dataset:
+    """A data set of images, or the windows of a text, whose labels are the characters moved on by one."""
+    if name != "text":
+        return load(name, where)
+    text = text_of(where)
+    number = len(text.codes) // (LENGTH + 1)
+    windows = text.codes[: number * (LENGTH + 1)].reshape(number, LENGTH + 1)
+    train = windows[: number * 9 // 10]
+    test = windows[number * 9 // 10 :][:1000]
+    return Dataset(text.name, train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
+
 
 SMOOTH = 10  # steps that the loss is averaged over before it is held against the target
 
@@ -37,7 +54,7 @@ class Training(abc.ABC):
 
     def __init__(self, number: int, data: str, data_dir: str | None, model: str, batch: int):
         self.number, self.batch, self.architecture = number, batch, model
-        self.data = load(data, Path(data_dir) if data_dir else None)
+        self.data = data_of(data, Path(data_dir) if data_dir else None)
         self.draw(0)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
@@ -47,7 +64,7 @@ class Training(abc.ABC):
         self.parts = split(self.data.train_y, jax.process_count(), None, seed)
         rngs = nnx.Rngs(seed)
         self.graph, self.params = nnx.split(
-            MODELS[self.architecture](self.data.train_x.shape[1:], self.data.num_classes, rngs=rngs)
+            ARCHITECTURES[self.architecture](self.data.train_x.shape[1:], self.data.num_classes, rngs=rngs)
         )
 
     @abc.abstractmethod
@@ -60,7 +77,7 @@ class Training(abc.ABC):
 
     @abc.abstractmethod
     def right(self, x: np.ndarray, y: np.ndarray) -> int:
-        """How many of these examples the model classifies right now."""
+        """How many of these labels the model finds now."""
 
     def batches(self, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for step in range(1, steps + 1):
@@ -88,7 +105,7 @@ class Training(abc.ABC):
         parts = [slice(at, at + most) for at in range(0, len(test), most)] if self.number == 0 else []
         right = sum(self.right(self.data.test_x[part], test[part]) for part in parts)
         reached = len(losses) >= SMOOTH and float(np.mean(losses[-SMOOTH:])) <= target
-        return {"losses": losses, "seconds": seconds, "accuracy": right / len(test), "reached": reached}
+        return {"losses": losses, "seconds": seconds, "accuracy": right / test.size, "reached": reached}
 
 
 class Compressed(Training):
@@ -99,7 +116,7 @@ class Compressed(Training):
     ):
         super().__init__(number, **options)
         workers = self.workers = Workers()
-        tx = optax.chain(transformation(method, ratio, levels), OPTIMIZERS[optimizer](rate))
+        tx = trained_by(method, ratio, levels, optimizer, rate)
         self.init = lambda params: jc.init_state(tx, params, workers.mesh, AXIS)
         params = workers.replicate(self.params)
         state, specs = self.init(params)
@@ -119,7 +136,7 @@ class Compressed(Training):
         self.compiled = jax.jit(step).lower(params, state, *batch).compile()
         jax.block_until_ready(self.compiled(params, state, *batch))
         self.described = {"ledger_bytes": jc.ledger(self.compiled).total_bytes, "parameters": self.parameters}
-        self.count_right = jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(1) == y))
+        self.count_right = jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(-1) == y))
 
     def start(self) -> None:
         self.now = self.workers.replicate(self.params)
