@@ -84,6 +84,7 @@ def parser() -> Parser:
     p.add_argument("--batch", type=at_least(1), default=32, help="examples of each worker in a step")
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="what follows the mean")
     p.add_argument("--lr", type=positive, default=1e-3, help="learning rate")
+    p.add_argument("--demo-lr", type=positive, default=1e-3, help="learning rate of demo, whose updates are signs")
     p.add_argument("--target", type=positive, default=0.2, help="training loss, mean of 10 steps, at which it ends")
     p.add_argument("--train-seeds", type=at_least(0), nargs="+", default=[0], help="of the start and the batches")
     p.add_argument("--steps", type=at_least(1), default=1000, help="steps after which it ends anyhow")
@@ -258,6 +259,8 @@ class Runs:
             self.lab.shape()
             described = {key: getattr(o, key) for key in ("levels", "data", "model", "batch", "optimizer")}
             described |= {"ratio": o.train_ratio, "data_dir": str(o.data_dir) if o.data_dir else None, "rate": o.lr}
+            if method == "demo":
+                described["rate"] = o.demo_lr
             program = self.pool.ask(what="training", method=method, **described)[0]
             for rate, seed in itertools.product(dict.fromkeys(o.train_rates), dict.fromkeys(o.train_seeds)):
                 self.lab.shape(rate, o.delay)
