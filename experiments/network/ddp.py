@@ -76,7 +76,7 @@ class Transformer(torch.nn.Module):
         super().__init__()
         self.layers = [name for name in params if name.startswith("layer_")]
         leaves = flatten_dict(params, sep="/")
-        copied = {name: torch.nn.Parameter(torch.from_numpy(x.copy())) for name, x in leaves.items()}
+        copied = {name: torch.nn.Parameter(torch.from_numpy(np.array(x))) for name, x in leaves.items()}
         self.weights = torch.nn.ParameterDict(copied)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -92,8 +92,13 @@ class Move(NamedTuple):
     new_plan: Plan
 
 
-def each_leaf(old: Any, new: Any, move: Move, one: Callable, lead: tuple[int, ...] | None = None) -> Any:
-    """`one` of each leaf, [*lead, *shape] of the old shards to [groups, shards, ..., *shape] of the new ones."""
+def each_leaf(
+    old: Any, new: Any, move: Move, one: Callable, lead: tuple[int, ...] | None = None, single: bool = False
+) -> Any:
+    """`one` of each leaf, [*lead, *shape] of the old shards to [groups, shards, ..., *shape] of the new ones.
+
+    single: `new` has no leading axis.
+    """
     leads, lead = lead is None or move.leads, move.old if lead is None else lead
     leaves = _leaves(
         move.old_plan,
@@ -102,7 +107,7 @@ def each_leaf(old: Any, new: Any, move: Move, one: Callable, lead: tuple[int, ..
     )
     shapes = move.new_plan.shapes
     made = [x if x is None else one(_cut_anew(x, len(lead), shapes[i], move)) for i, x in enumerate(leaves)]
-    return _of_leaves(move.new_plan, made, new)
+    return _of_leaves(move.new_plan, made, new, single)
 
 
 def _leaves(plan: Plan, parts: Any, lead: int) -> list[np.ndarray | None]:
@@ -117,7 +122,7 @@ def _leaves(plan: Plan, parts: Any, lead: int) -> list[np.ndarray | None]:
     return leaves
 
 
-def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any) -> Any:
+def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any, single: bool) -> Any:
     """Inverse of `_leaves`, placed like `new`."""
     made = []
     for numbers, like in members(plan, new):
@@ -131,7 +136,7 @@ def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any) -> Any:
             )
         value = np.zeros(shape, _data(like).dtype)
         if parts and all(there) and math.prod(shape):
-            rows = shape[0]
+            rows = 1 if single else shape[0]
             each = [
                 np.reshape(x, (rows, math.prod(plan.shapes[i])))
                 for i, x in zip(numbers, parts, strict=True)

@@ -299,6 +299,10 @@ def _shift(name: str, old: Pair, new: Pair, move: Move) -> Pair:
 def _momentum(name: str, old: Pair, new: Pair, move: Move, mean: bool = True) -> Pair:
     """From group j mod the old number of them; or, where there are others, from the mean of all groups."""
     if not move.leads:
+        if _is_laid_out(old[1], 1, move):  # in vectors whose padding may depend on the number of workers
+            return None, each_leaf(old[1], new[1], move, lambda rows: rows, (1, 1), single=True)
+        if [np.shape(x) for x in jax.tree.leaves(old[1])] != [np.shape(x) for x in jax.tree.leaves(new[1])]:
+            raise Misfit(f"{name} has other shapes for other workers, and is not laid out like the gradients")
         return None, kept(old[1], new[1], move)
 
     def one(rows):

@@ -213,6 +213,33 @@ def test_a_state_moves_to_other_workers(seed):
                 np.testing.assert_allclose(got, np.stack([one] * 2), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 6])
+def test_zero_one_adam_moves_to_other_workers_between_exchanges(seed, workers):
+    """What was not exchanged yet, and what signs left over, is conserved; momenta keep their mean."""
+    tx = jc.zero_one_adam(0.1, AXIS, freeze_step=2, double_every=1, longest=4)
+    old, axes = jc.init_state(tx, jnp.zeros(64), 4, AXIS)
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS))
+    x = jnp.zeros((4, 64))
+    for g in jnp.asarray(np.random.default_rng(seed).standard_normal((6, 4, 64)), jnp.float32):
+        updates, old = step(g, old, x)
+        x = x + updates
+    new = jc.redistribute(old, jc.init_state(tx, jnp.zeros(64), workers, AXIS)[0])
+    was, now = (each.local.algorithm for each in (old, new))
+    assert np.any(was.buffer != 0)
+    assert np.any(was.memory != 0)
+    rows = lambda x: np.float64(x).reshape(len(x), -1)[:, :64]  # cut for two shots, into a part for each worker
+    for name in ("buffer", "memory"):
+        before, after = rows(getattr(was, name)), rows(getattr(now, name))
+        assert len(after) == workers
+        np.testing.assert_allclose(after.sum(0), before.sum(0), rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(
+        rows(now.momentum), np.tile(rows(was.momentum).mean(0), (workers, 1)), rtol=1e-6, atol=1e-8
+    )
+    for a, b in zip(jax.tree.leaves(new.shared.algorithm), jax.tree.leaves(old.shared.algorithm), strict=True):
+        flat = [np.ravel(leaf)[:64] for leaf in (a, b)]
+        np.testing.assert_array_equal(*flat)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -67,6 +67,12 @@ def test_fetch_sgd_is_its_algorithm(seed):
         np.testing.assert_allclose(direction, delta, atol=1e-4)
     np.testing.assert_allclose(state.shared.algorithm.errors[0], e, atol=1e-3)
     assert float(jc.info(state).sent_bytes) == pytest.approx(2 * (n - 1) / n * 4 * rows * 150)
+    fewer, axes = jc.init_state(tx, jnp.zeros(d), 2, AXIS)  # sketches are equal on all workers, so they stay
+    fewer = jc.redistribute(state, fewer)
+    direction, _ = step(jnp.asarray(grads[0]), state)
+    pair = jnp.asarray(np.stack([grads[0].mean(0)] * 2))
+    again, _ = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))(pair, fewer)
+    np.testing.assert_allclose(again, direction, atol=1e-5)
 
 
 def test_fetch_sgd_of_a_tree_under_shard_map(seed):
