@@ -176,12 +176,10 @@ class Compressor(NamedTuple):
 
     The others may be None: the functions of the same names then do the usual thing.
 
-    accumulate(total, payloads, weights, shared) -> total + sum_j weights_j x_hat_j
-        payloads: stacked on a leading axis; weights: [n], None for all ones, or a prefix tree of
-        the payload with either for each part. Folds in the order of j.
+    accumulate(total, payloads, weights, shared) -> total + sum_j weights_j x_hat_j, in the order of j
+        payloads: stacked; weights: [n], None for all ones, or a prefix tree of the payload with either for each part.
     advance(shared) -> shared of the next round.
-    lengths(like) -> `Lengths` in the place of each payload whose length depends on the worker, None
-        in the place of the others.
+    lengths(like) -> `Lengths` in the place of each payload whose length depends on the worker, None in that of others.
     for_worker(shared, worker, workers) -> shared as one worker uses it (law 6). Built with `row_of`.
     overflow(local) -> i32[], how many chosen entries of the last round found no place in the capacity.
     """
@@ -195,6 +193,9 @@ class Compressor(NamedTuple):
     lengths: Callable[[Tree], Tree] | None = None
     for_worker: Callable[[Tree, Array | int, int | None], Tree] | None = None
     overflow: Callable[[Tree], Array] | None = None
+
+    def __repr__(self) -> str:
+        return f"<compressor {self.spec.name}>"
 
 
 class Lifted(NamedTuple):
@@ -290,6 +291,10 @@ class Algorithm(NamedTuple):
     point: Callable[[Tree], Tree] | None = None
     parts: tuple["Algorithm", ...] = ()
 
+    def __repr__(self) -> str:
+        made = getattr(self.update, "__qualname__", "").partition(".")[0]
+        return f"<algorithm {made}{f' of {self.compressor.spec.name}' if self.compressor else ''}>"
+
     def __hash__(self) -> int:
         return hash((self.init, self.update, *self[3:]))  # roles may be a dict
 
@@ -300,8 +305,10 @@ def check_compressor(name: str, value: Any) -> Spec:
         return value.spec
     if callable(value) and not isinstance(value, Algorithm):
         got = f"the function {getattr(value, '__name__', value)}; call it first: jc.top_k(0.01), not jc.top_k"
+    elif isinstance(value, Algorithm):
+        got = "an algorithm, which needs no other around it: take it as it is (in by_path wrap each compressor)"
     else:
-        got = f"{value!r}" if not isinstance(value, Algorithm) else "an algorithm"
+        got = repr(value)
     raise TypeError(f"{name} needs a compressor; got {got}")
 
 
@@ -325,16 +332,14 @@ def check_algorithm(name: str, value: Any) -> Algorithm:
 def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tree, shared: Tree) -> Tree:
     """total + sum_j weights_j decompress(payload_j), in the order of j, in memory O(d).
 
-    Without weights there are no products, and the result is the same bit for bit wherever it is
-    compiled. With weights a compiler may contract a product and the addition that follows into
-    one rounding, so it is the same up to the last place.
+    Without weights there are no products, and the result is the same bit for bit wherever it is compiled. With weights
+    a compiler may contract a product and the addition that follows into one rounding: the same up to the last place.
 
     Args:
         total: array or tree, shape of what is decompressed, in the dtype to add in.
         payloads: payload with a leading axis of n messages on each array.
         weights: [n], None for all ones, or a prefix tree of the payload.
-        shared: the compressor's shared state; with plans of several workers, those of all n, in
-            the order of the messages.
+        shared: state of the compressor; with plans of several workers, those of all n, in the order of the messages.
 
     Returns:
         Like `total`.
@@ -353,10 +358,7 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
 
 
 def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:
-    """message - decompress(payload): what was not sent.
-
-    Bitwise, `message = sent + residual` for compressors that copy entries.
-    """
+    """message - decompress(payload): what was not sent. Bitwise so for compressors that copy entries."""
     if compressor.accumulate is not None:
         return add_own(compressor, message, payload, -1, shared)
     x_hat = compressor.decompress(payload, shared, like_of(message))
@@ -385,9 +387,7 @@ def for_worker(compressor: Compressor, shared: Tree, worker: Array | int, worker
 
     Args:
         compressor: any compressor.
-        shared: its shared state.
-        worker: number of the worker, may be traced.
-        workers: how many there are; None if it is not known.
+        shared: its shared state. worker: number of the worker, may be traced. workers: how many; None: not known.
 
     Raises:
         ValueError: the plans are those of another number of workers.

@@ -156,6 +156,11 @@ def ledger(fn: Any, *args: Any, **kwargs: Any) -> Ledger:
     """
     if hasattr(fn, "as_text") and hasattr(fn, "runtime_executable") and not (args or kwargs):
         compiled = fn
+    elif not callable(fn):
+        raise TypeError(
+            "ledger: call it as ledger(step, *arguments), with the function and what it would be given; got a "
+            f"{type(fn).__name__}, perhaps what the function returned"
+        )
     else:
         lowered = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args, **kwargs)
         compiled = lowered.compile()

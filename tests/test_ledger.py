@@ -146,6 +146,8 @@ def test_accepts_functions_jitted_functions_and_programs():
         jc.ledger(jax.jit(fn).lower(X).compile()).total_bytes,
     }
     assert totals == {6000}
+    with pytest.raises(TypeError, match=r"call it as ledger\(step, \*arguments\)"):
+        jc.ledger(jnp.zeros(3))
 
 
 # ------------------------------------------------------------------------------------------------

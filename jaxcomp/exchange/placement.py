@@ -30,6 +30,10 @@ class Placement:
     replicas: tuple[str, ...] = ()
     partial: bool = False
 
+    def __str__(self) -> str:
+        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return ", ".join(f"{name}={value}" for name, value in values if value or name == "workers")
+
     @property
     def names(self) -> tuple[str, ...]:
         """Of the axes of the workers."""

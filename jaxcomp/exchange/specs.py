@@ -14,6 +14,7 @@ from jaxcomp.exchange.varying import Axis, axis_names, varying
 
 __all__ = [
     "Marks",
+    "check_order",
     "init_state",
     "lay_out",
     "names_of",
@@ -246,6 +247,7 @@ def init_state(
     unknown = [name for name in names if name not in mesh.shape]
     if unknown:
         raise ValueError(f"init_state: the mesh has axes {tuple(mesh.shape)}; got axis_name with {unknown[0]!r}")
+    specs = None if specs is None else _whole(specs, params)
     like = params if specs is None else shapes_of_shards(params, mesh, specs)
     made = state_specs_on(mesh, tx, like, axis_name, specs)
     whole = PartitionSpec() if specs is None else specs
@@ -259,6 +261,17 @@ def init_state(
         params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
     make = jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made)
     return jax.jit(make)(params), made
+
+
+def _whole(specs: Any, params: Any) -> Any:
+    """A spec for each parameter, from a prefix tree of specs."""
+    is_spec = lambda node: isinstance(node, PartitionSpec)
+    try:
+        return jax.tree.map(lambda spec, tree: jax.tree.map(lambda _: spec, tree), specs, params, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"init_state: specs must be a tree of PartitionSpecs like params, or a prefix of it; got {specs!r}"
+        ) from error
 
 
 def _check_kinds(tx: Any, params: Any, mesh: Any, axis_name: Any) -> None:
@@ -285,11 +298,11 @@ def _shape_on(mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation, param
     with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(automatic):
         state = jax.eval_shape(tx.init, like)
     for chain in _chains(state):
-        _check_order(chain)
+        check_order(chain)
     return state
 
 
-def _check_order(chain: tuple) -> None:
+def check_order(chain: tuple) -> None:
     """In a chain of optax, nothing before the mean may remember anything of gradients that are each worker's own."""
     first = next((i for i, part in enumerate(chain) if _has_mean(part)), 0)
     for part in chain[:first]:

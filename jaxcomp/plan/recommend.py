@@ -16,7 +16,9 @@ import jax
 import numpy as np
 
 from jaxcomp.arrays import like_of
+from jaxcomp.base import Algorithm
 from jaxcomp.exchange.links import Link
+from jaxcomp.layout import layout_of, plan_of
 from jaxcomp.plan.advise import Row, choose, predicted, verdict
 from jaxcomp.plan.candidates import Candidate, collectives_of, default_candidates
 from jaxcomp.plan.facts import Facts, Work
@@ -114,7 +116,7 @@ def recommend(
         max_error: messages may lose at most this share of |x|^2 by what theory bounds.
 
     Raises:
-        ValueError: workers below 2, a link without bandwidth, no candidates.
+        TypeError, ValueError: workers below 2, a link without bandwidth, no candidates, no parameters.
 
     >>> import jax.numpy as jnp, jaxcomp as jc
     >>> few = [jc.Candidate("f32", jc.direct(jc.identity()), dense=True)]
@@ -130,12 +132,16 @@ def recommend(
     candidates = default_candidates() if candidates is None else list(candidates)
     if isinstance(workers, bool) or not isinstance(workers, (int, np.integer)) or workers < 2:
         raise ValueError(f"recommend: workers must be an integer of at least 2; got {workers!r}")
+    if not isinstance(link, Link):
+        raise TypeError(f"recommend: link must be a jc.Link, say jc.Link(1e-3, 12.5e6) for 100 Mbit/s; got {link!r}")
     if not (link.bandwidth > 0 and link.latency >= 0):
         raise ValueError(f"recommend: link must have a bandwidth > 0 and a latency >= 0; got {link}")
     if not candidates or not all(isinstance(each, Candidate) for each in candidates):
         raise ValueError(f"recommend: candidates must be a list of jc.Candidate; got {candidates!r}")
     like, sizes = like_of(params), {"data": int(workers)}
     entries = float(sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(like)))
+    if not entries:
+        raise ValueError(f"recommend: params must hold at least one entry; got {params!r}")
     sent = {each.name: collectives_of(each, like, "data", sizes) for each in candidates}
     fits = {"data": {kind: Fit(kind, link.latency, 1 / link.bandwidth) for kind in KINDS}}
     if isinstance(machine, Facts):
@@ -146,8 +152,19 @@ def recommend(
     rows = [
         predicted(each, facts, like, "data", collectives=sent[each.name], max_error=max_error) for each in candidates
     ]
+    if any(row.candidate.dense for row in rows):
+        idle = "compresses nothing: every leaf is small, and travels dense"
+        rows = [row._replace(refused=row.refused or idle) if _is_idle(row.candidate, like) else row for row in rows]
     chosen = choose(rows)
     return Recommendation(tuple(rows), chosen, verdict(rows, chosen), link, int(workers))
+
+
+def _is_idle(candidate: Candidate, like: Any) -> bool:
+    """Whether a candidate that compresses finds nothing to compress."""
+    if candidate.dense or candidate.every > 1 or not isinstance(candidate.algorithm, Algorithm):
+        return False
+    plan = plan_of(layout_of(candidate.algorithm), like)
+    return not (plan.groups or plan.parts or plan.bare)
 
 
 def _work(machine: Machine, candidate: Candidate, sent: Sequence[Collective], entries: float, workers: int) -> Work:

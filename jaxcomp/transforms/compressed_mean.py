@@ -31,7 +31,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jaxcomp.base import Algorithm, check_algorithm, like_of, root_key
+from jaxcomp.base import Algorithm, Compressor, check_algorithm, like_of, root_key
 from jaxcomp.exchange.bind import bind
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, check_gradients, check_own
@@ -196,6 +196,10 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any) -> dict[Any, Any]:
         raise TypeError(
             'compressed_mean: axis_name must be given: the mapped axis of the workers, say "data"; None is for '
             "a single worker without an axis"
+        )
+    if isinstance(axis_name, (Algorithm, Compressor)):
+        raise TypeError(
+            "compressed_mean: call it as compressed_mean(algorithm, axis_name); got them the other way round"
         )
     if not isinstance(axis_name, Mapping):
         return {axis_name: algorithm}

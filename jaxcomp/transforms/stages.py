@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.arrays import like_of
 from jaxcomp.exchange.specs import shapes_of_shards, state_specs, state_specs_on
+from jaxcomp.exchange.state import means_in
 from jaxcomp.exchange.varying import Axis, axis_names
 from jaxcomp.transforms.meshes import laid_out, without
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, worker_gradients
@@ -84,6 +86,7 @@ def exchange_on_mesh(
         Directions laid out like the parameters, and the state.
     """
     workers = axis_names(axis)
+    _check_workers(state, mesh, workers)
     outer = jax.tree.map(lambda _: P(), grads) if specs is None else specs
     rows = jax.tree.map(lambda spec: P(workers, *without(spec, workers)), outer)
     made = state_specs(state, axis)
@@ -95,12 +98,34 @@ def exchange_on_mesh(
     return stage(jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), grads, rows), state)
 
 
+def _check_workers(state: Any, mesh: Any, workers: tuple[str, ...]) -> None:
+    """Raises ValueError where a state was made before the parameters lay on this mesh, or for another one."""
+    for mean in means_in(state):
+        names = axis_names(mean.about.placement.every) or workers
+        count = int(np.prod([mesh.shape.get(name, 1) for name in names]))
+        for leaf in jax.tree.leaves(mean.local):
+            if leaf.shape[0] != count:
+                raise ValueError(
+                    f"the state of the exchange was made for {leaf.shape[0]} device(s), and the mesh has {count} over "
+                    f"{names}. Call init outside of jit, on parameters that lie on the mesh (jax.device_put(params, "
+                    "NamedSharding(mesh, P()))); or under jax.set_mesh(mesh). Hand a state that other workers saved on "
+                    "by jc.redistribute(old, new)."
+                )
+
+
 def init_on_mesh(tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs: Any, params: Any) -> Any:
     """The state of tx, each worker's part on its own device. Of the parameters it takes the shapes alone."""
     like = like_of(params if specs is None else shapes_of_shards(params, mesh, specs))
     made = state_specs_on(mesh, tx, like, axis)
     make = jax.shard_map(lambda: tx.init(like), mesh=_unless_in_force(mesh), in_specs=(), out_specs=made)
-    return jax.jit(make)()
+    state = jax.jit(make)()
+    traced = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, Tracer)]
+    if not traced:
+        return state
+    # Inside jit the devices are known by the arguments in use alone, so the state must depend on one.
+    leaves, structure = jax.tree.flatten(state)
+    first, _ = jax.lax.optimization_barrier((leaves[0], traced[0]))
+    return jax.tree.unflatten(structure, [first, *leaves[1:]])
 
 
 def same_on_mesh(make: Callable[[], Any], mesh: Any) -> Any:

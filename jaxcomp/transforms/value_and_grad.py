@@ -214,6 +214,8 @@ def value_and_grad(
     2.5 [ 0. -2.]
     """
     how = _checked("value_and_grad", loss, has_aux, aux, micro_batches, loss_scale, keys, weights)
+    if wrt is not None and not isinstance(wrt, type):
+        raise TypeError(f"value_and_grad: wrt must be a type of nodes of the parameters, say nnx.Param; got {wrt!r}")
     options: dict[str, Any] = {"seed": seed, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
 
     def transform(sharded: Any) -> Any:

@@ -167,7 +167,7 @@ def _differentiated(
     def scaled(trained):
         tree = what.join(trained, rest)
         out = how.function(tree, *part, **named)
-        loss, extra = out if how.has_aux else (out, None)
+        loss, extra = _pair(out) if how.has_aux else (out, None)
         after = what.part(tree)[1] if what.names else []
         kept = lambda old, new: new is old or _is_key(old)
         new = [None if kept(a, b) else jnp.asarray(b, a.dtype) for a, b in zip(rest, after, strict=True)]
@@ -176,6 +176,15 @@ def _differentiated(
         return loss.astype(wide(loss.dtype)) * jnp.asarray(factor, wide(loss.dtype)), (loss, extra, new)
 
     return jax.grad(scaled, has_aux=True)(trained)
+
+
+def _pair(out: Any) -> Any:
+    if not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(
+            "value_and_grad: with has_aux=True the loss must return (loss, auxiliary values); got a "
+            f"{type(out).__name__}"
+        )
+    return out
 
 
 def _is_key(leaf: Any) -> bool:

@@ -49,12 +49,21 @@ def test_what_a_plan_has_measured_may_be_taken():
     [
         ({"workers": 1}, "workers must be an integer of at least 2; got 1"),
         ({"workers": 4, "link": jc.Link(0.0, 0.0)}, "link must have a bandwidth > 0"),
+        ({"workers": 4, "link": 12.5e6}, r"link must be a jc\.Link.*; got 12500000\.0"),
         ({"workers": 4, "candidates": []}, "candidates must be a list"),
+        ({"workers": 4, "params": {}}, "params must hold at least one entry"),
     ],
 )
 def test_what_cannot_be_recommended(options, said):
-    with pytest.raises(ValueError, match=said):
-        jc.recommend(LIKE, **options)
+    with pytest.raises((TypeError, ValueError), match=said):
+        jc.recommend(options.pop("params", LIKE), **options)
+
+
+def test_small_leaves_are_not_worth_compressing():
+    found = jc.recommend({"bias": jnp.zeros(3)}, workers=2)
+    assert found.chosen.candidate.dense
+    assert found.verdict.startswith("do not compress")
+    assert all("compresses nothing" in row.refused for row in found.rows if not row.candidate.dense)
 
 
 # ------------------------------------------------------------------------------------------------

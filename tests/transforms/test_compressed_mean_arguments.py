@@ -21,6 +21,11 @@ def test_what_is_not_an_algorithm_is_named():
         jc.compressed_mean(jc.top_k(0.01), AXIS)
     with pytest.raises(TypeError, match="call it first"):
         jc.direct(jc.top_k)
+    with pytest.raises(TypeError, match=r"got an algorithm, which needs no other around it"):
+        jc.error_feedback(jc.power_sgd(2))
+    with pytest.raises(TypeError, match=r"call it as compressed_mean\(algorithm, axis_name\)"):
+        jc.compressed_mean(AXIS, EF)  # pyright: ignore[reportArgumentType]
+    assert (repr(jc.top_k(0.05)), repr(EF)) == ("<compressor top_k(0.05)>", "<algorithm error_feedback of top_k(0.05)>")
     with pytest.raises(TypeError, match=r"a key of jax\.random is needed"):
         jc.roundtrip(jc.top_k(0.1), jnp.ones(3), key=0)
 

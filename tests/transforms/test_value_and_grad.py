@@ -253,6 +253,24 @@ def test_what_does_not_fit_is_refused():
         grad_fn.init(PARAMS)
     with pytest.raises(ValueError, match="inside jit, how parameters are cut"):
         jax.jit(grad_fn.init)(placed(mesh_of((2, 2)), SPECS)[0])
+    with pytest.raises(
+        ValueError, match=r"made for 1 device\(s\), and the mesh has 4 over .*on parameters that lie on"
+    ):
+        jax.eval_shape(grad_fn, params, grad_fn.init(PARAMS), x, y)
+    with pytest.raises(TypeError, match="with has_aux=True the loss must return"):
+        jax.eval_shape(jc.value_and_grad(loss_of, DENSE, has_aux=True), params, state, x, y)
+    with pytest.raises(TypeError, match="wrt must be a type of nodes"):
+        jc.value_and_grad(loss_of, DENSE, wrt="w")
+
+
+def test_the_state_may_be_made_inside_jit():
+    params, _ = placed(mesh_of((4,)))
+    grad_fn = jc.value_and_grad(loss_of, jc.error_feedback(jc.flat(jc.top_k(0.1))))
+    state, made = grad_fn.init(params), jax.jit(grad_fn.init)(params)
+    assert jax.tree.structure(made) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
 
 
 def test_gradients_of_each_worker_for_a_loop_that_keeps_all_state_in_optax():
