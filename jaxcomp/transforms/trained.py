@@ -6,12 +6,13 @@ import jax
 
 from jaxcomp.transforms.worker_gradients import Trained
 
-__all__ = ["like_params", "trained_of", "write_back"]
+__all__ = ["check_all_trained", "like_params", "trained_of", "write_back"]
 
 
 def trained_of(params: Any, wrt: Any) -> Trained:
     """The leaves in nodes of a type; all where it is None."""
     if wrt is None:
+        check_all_trained("value_and_grad", params, "Say wrt=nnx.Param")
         return Trained(None, ())
     nodes, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda node: isinstance(node, wrt))
     del structure
@@ -25,6 +26,18 @@ def trained_of(params: Any, wrt: Any) -> Trained:
             f"value_and_grad: wrt must be a type of nodes of the parameters; there is no {wrt.__name__} in them"
         )
     return Trained(jax.tree.structure(params), tuple(names))
+
+
+def check_all_trained(name: str, params: Any, cure: str) -> None:
+    """Refuses Flax NNX variables other than parameters: what the loss changes in them would be lost."""
+    is_variable = lambda node: hasattr(node, "set_value")
+    nodes = [node for node in jax.tree.leaves(params, is_leaf=is_variable) if is_variable(node)]
+    kinds = [type(node) for node in nodes if not any(kind.__name__ == "Param" for kind in type(node).__mro__)]
+    if kinds:
+        raise TypeError(
+            f"{name}: the model has variables of type {kinds[0].__name__}, which are not trained and would never move. "
+            f"{cure}"
+        )
 
 
 def like_params(params: Any, what: Trained, grads: Any) -> Any:

@@ -24,7 +24,7 @@ from jaxcomp.transforms.compressed_mean import compressed_mean
 from jaxcomp.transforms.loss_scale import DynamicScale, LossScale, after_step, check_scale, fresh_scale, select
 from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut
 from jaxcomp.transforms.stages import check_batch, exchange_on_mesh, gradients_on_mesh, init_on_mesh, same_on_mesh
-from jaxcomp.transforms.trained import like_params, trained_of, write_back
+from jaxcomp.transforms.trained import check_all_trained, like_params, trained_of, write_back
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, check_kinds, worker_gradients
 
 __all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_grad"]
@@ -279,6 +279,7 @@ def worker_value_and_grad(
                 f"{name}: there is no mesh; give mesh=, or call jax.set_mesh(mesh), or place arrays on one"
             )
         check_batch(name, batch, found, workers)
+        check_all_trained(name, params, "Take jc.value_and_grad(loss, algorithm, wrt=nnx.Param)")
         made = _first_stage(how, found, workers, params, batch, named)
         return (made.loss, made.aux) if has_aux else made.loss, made.grads
 

@@ -63,6 +63,18 @@ class Net(nnx.Module):
         return self.dropout(self.norm(self.dense(x)))
 
 
+def test_a_model_without_wrt_is_refused():
+    """Its statistics would never move."""
+    algorithm = jc.error_feedback(jc.top_k(0.1))
+    params = jax.device_put(W, NamedSharding(mesh_of(2), P()))
+    with pytest.raises(TypeError, match=r"variables of type BatchStat, which are not trained.*Say wrt=nnx\.Param"):
+        jc.value_and_grad(lambda model, x: jnp.mean(model(x)), algorithm).init(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"variables of type BatchStat.*Take jc\.value_and_grad\(loss, algorithm, wrt="):
+        jc.worker_value_and_grad(lambda model, x: jnp.mean(model(x)), mesh_of(2))(
+            nnx.BatchNorm(8, rngs=nnx.Rngs(0)), params[:2]
+        )
+
+
 def test_an_nnx_model_in_place():
     """Statistics are the mean over the workers, counters move, workers drop other entries, nothing is traced twice."""
     mesh, model = mesh_of(4), Net(nnx.Rngs(0))
