@@ -9,13 +9,13 @@ Each case has a seed of its own: what fell is named so that it can be tried agai
 """
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.lib.cli import Parser, at_least, one_thread, positive
+from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["Outcome", "main"]
 
@@ -54,18 +54,16 @@ def main(arguments: Sequence[str]) -> int:
     o = parser().parse_args(arguments)
 
     import jax
-    from rich.console import Console
 
     from experiments.attack import combinations, messages, statistics
-    from experiments.lib.report import show
 
     jax.config.update("jax_num_cpu_devices", 4)
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = new_console()
     console.print(f"up to {o.minutes:g} minutes, seed {o.seed}", highlight=False)
     whole = sum(PARTS[name] for name in o.only)
     found: dict[str, Outcome] = {}
     modules = {"messages": messages, "combinations": combinations, "statistics": statistics}
-    with bar_for(console) as bar:
+    with progress_bar(console, "") as bar:
         for name in o.only:
             seconds = 60 * o.minutes * PARTS[name] / whole
             number = o.messages if name == "messages" and o.messages else o.cases
@@ -104,10 +102,3 @@ class Clock:
         )
         self.done += not over
         return not over
-
-
-def bar_for(console: Any) -> Any:
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TaskProgressColumn(), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.fields[now]}"), console=console, disable=not console.is_terminal)

@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.bench.timing import machine, time_all
 from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -30,7 +30,6 @@ def main(arguments: Sequence[str]) -> int:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from rich.console import Console
 
     import jaxcomp as jc
     from jaxcomp import codes
@@ -100,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, (encode, decode) in packers.items():
         pair(f"{name} on {RAW}", lambda f=encode: f(raw), decode, lambda data: 8 * len(data))
 
-    console = Console(width=None if Console().is_terminal else 130)
+    console = new_console()
     with console.status("compiling") as status:
         seconds = time_all(calls, options.repeats, status.update)
     table = []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from experiments.bench.timing import machine, time_all
 from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -48,7 +48,6 @@ def main(arguments: Sequence[str]) -> int:
 
     import jax
     import jax.numpy as jnp
-    from rich.console import Console
 
     import jaxcomp as jc
     from jaxcomp.base import accumulate
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         calls[f"decompress {name}"] = lambda f=decompress, p=payload, s=state.shared: f(p, s)
         calls[f"add {name}"] = lambda f=add, p=rows, s=state.shared: f(zeros, p, s)
 
-    console = Console(width=None if Console().is_terminal else 130)
+    console = new_console()
     with console.status("compiling") as status:
         seconds = time_all(calls, options.repeats, status.update)
     gigabytes = 4 * d / 1e9

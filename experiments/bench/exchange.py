@@ -22,7 +22,7 @@ from experiments.dagc.data import skewed_volumes
 from experiments.lib.cli import Parser, UserError, at_least, fraction, one_or_more, positive
 from experiments.lib.netlab import laboratory, missing
 from experiments.lib.pool import Pool, or_die
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -166,9 +166,7 @@ def work(options: Any) -> None:
 
 
 def report(options: Any, rows: list[dict]) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = new_console()
     quickest = min(row["seconds"] for row in rows)
     table = [
         [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from experiments.bench.timing import machine, time_all
 from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -19,7 +19,6 @@ def main(arguments: Sequence[str]) -> int:
     options = p.parse_args(arguments)
 
     import jax
-    from rich.console import Console
 
     import jaxcomp as jc
     from jaxcomp.compressors.hadamard import rotation_of
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         payload = compress(x, state)
         calls[f"compress {compressor.spec.name}"] = lambda f=compress, s=state: f(x, s)
         calls[f"decompress {compressor.spec.name}"] = lambda f=decompress, a=payload, s=state.shared: f(a, s)
-    console = Console(width=None if Console().is_terminal else 130)
+    console = new_console()
     with console.status("compiling") as status:
         seconds = time_all(calls, options.repeats, status.update)
     rows = [[name, f"{1e3 * time:.1f}", f"{time / seconds['copy']:.2f}"] for name, time in seconds.items()]

@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments.bench.timing import Fresh, machine, time_all
 from experiments.lib.cli import Parser, UserError, at_least, fraction
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -96,10 +96,9 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"--log2-sizes must be at most 30; got {max(options.log2_sizes)}")
 
     import jax
-    from rich.console import Console
 
     sizes = sorted(set(options.log2_sizes))
-    console = Console(width=None if Console().is_terminal else 150)
+    console = new_console()
     seconds: dict[int, dict[str, float]] = {}
     extra: dict[str, float] = {}
     with console.status("") as status:

@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments.bench.timing import machine, time_all
 from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -25,7 +25,6 @@ def main(arguments: Sequence[str]) -> int:
 
     import jax
     import jax.numpy as jnp
-    from rich.console import Console
 
     import jaxcomp as jc
 
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         calls[f"encode {mode}"] = lambda m=host: jc.wire.encode(m)
         calls[f"decode {mode}"] = lambda m=data: jc.wire.decode(m)
 
-    console = Console(width=None if Console().is_terminal else 150)
+    console = new_console()
     with console.status("compiling") as status:
         seconds = time_all(calls, o.repeats, status.update)
     table = []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from experiments.bench.timing import machine, time_all
 from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -26,13 +26,12 @@ def main(arguments: Sequence[str]) -> int:
 
     import jax
     import jax.numpy as jnp
-    from rich.console import Console
 
     import jaxcomp as jc
     from experiments.smoothness.runner import gradient_of
     from jaxcomp.base import State, accumulate, add_own, for_worker
 
-    console = Console(width=None if Console().is_terminal else 130)
+    console = new_console()
     with jax.enable_x64(True):
         problem = make_problem(options.data, options.data_dir, options.workers)
         n, d, mu = problem.workers, problem.d, problem.l2

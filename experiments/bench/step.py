@@ -7,7 +7,7 @@ from pathlib import Path
 from experiments.bench.timing import machine
 from experiments.bench.trees import gpt_like, made, methods, update_of
 from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -38,7 +38,6 @@ def main(arguments: Sequence[str]) -> int:
     import jax
     import numpy as np
     from jax.sharding import AxisType
-    from rich.console import Console
 
     import jaxcomp as jc
 
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     mesh = jax.make_mesh((options.workers,), ("data",), axis_types=(AxisType.Auto,))
     like = gpt_like(options.layers)
     size = sum(leaf.size for leaf in jax.tree.leaves(like))
-    console = Console(width=None if Console().is_terminal else 150)
+    console = new_console()
     chosen = [name for name in METHODS if options.only is None or any(part in name for part in options.only)]
     programs, states, temporary, grads = {}, {"pmean": []}, {}, None
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)

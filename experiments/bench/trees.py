@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.bench.timing import machine
 from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["gpt_like", "made", "main", "methods", "update_of"]
 
@@ -111,12 +111,11 @@ def main(arguments: Sequence[str]) -> int:
 
     import jax
     from jax.sharding import AxisType
-    from rich.console import Console
 
     jax.config.update("jax_num_cpu_devices", options.workers)
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = jax.make_mesh((options.workers,), ("data",), axis_types=(AxisType.Auto,))
-    console = Console(width=None if Console().is_terminal else 150)
+    console = new_console()
     chosen = {
         name: make
         for name, make in methods().items()

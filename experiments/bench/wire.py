@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.bench.timing import machine
 from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["SECONDS", "main", "mutated", "payloads_of_size"]
 
@@ -45,8 +45,6 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--markdown", type=Path, default=None, help="keep the table in this file")
     o = p.parse_args(arguments)
 
-    from rich.console import Console
-
     rng = np.random.default_rng(o.seed)
     cases = list(_cases(rng, o.scale))
     worst = dict.fromkeys((case.name for case in cases), Worst())
@@ -55,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         worst[case.name] = _try(case.body, worst[case.name])
     # As many bytes of short messages as of long ones.
     shares = 1 / np.array([2000 + len(case.body) for case in cases])
-    with Console().status("decoding") as status:
+    console = new_console()
+    with console.status("decoding") as status:
         for i, number in enumerate(rng.choice(len(cases), o.messages, p=shares / shares.sum())):
             case = cases[number]
             worst[case.name] = _try(mutated(rng, case.body), worst[case.name])
@@ -80,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         f"core; {100 * memory_share:.0f} % of the memory allowed, 64 bytes a byte and a fixed workspace.\n"
         "Bits, bytes and lengths of valid messages are changed, parts repeated or cut; checksums are made anew."
     )
-    show(Console(width=None if Console().is_terminal else 150), f"decode; {machine()}", HEAD, rows, notes, o.markdown)
+    show(console, f"decode; {machine()}", HEAD, rows, notes, o.markdown)
     return int(time_share > 1 or memory_share > 1)
 
 

@@ -9,7 +9,6 @@ metrics.jsonl (a line for each rule, skew, ratio and seed), table.md, dagc.png.
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_or_more, one_thread, positive, rule_of
+from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["main"]
 
@@ -83,10 +83,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(simulation: Any, options: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = new_console()
     cells = [
         (r, s, seed, rule)
         for r in options["ratios"]
@@ -96,9 +93,8 @@ def run(simulation: Any, options: dict[str, Any], folder: Path) -> list[dict[str
     ]
     console.print(f"{options['task']}, {options['workers']} workers, {len(cells)} runs; writing to {folder}")
     rows, programs, tasks = [], {}, {}
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeRemainingColumn())
     with (
-        Progress(*columns, console=console, disable=not console.is_terminal) as bar,
+        progress_bar(console, "runs") as bar,
         (folder / "metrics.jsonl").open("w") as metrics,
     ):
         progress = bar.add_task("runs", total=len(cells))
@@ -181,11 +177,7 @@ def against_uniform(
 
 
 def report(options: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> None:
-    from rich.console import Console
-
-    from experiments.lib.report import show
-
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = new_console()
     final = "accuracy" if options["task"] != "quadratics" else "|grad f|^2"
     table = []
     for ratio in options["ratios"]:

@@ -14,7 +14,6 @@ Writes to runs/NAME: config.json, metrics.jsonl (a line for each round), clients
 import importlib.util
 import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from experiments.lib.cli import (
     positive,
     rule_of,
 )
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -139,11 +139,7 @@ def rounds_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def report(config: dict[str, Any], folder: Path, restarts: int, seconds: float) -> None:
-    from rich.console import Console
-
-    from experiments.lib.report import show
-
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = new_console()
     lines, clients = rounds_of(folder), json.loads((folder / "clients.json").read_text())
     rows = [
         [

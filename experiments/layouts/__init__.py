@@ -7,7 +7,6 @@ chunks of 4,096 entries.
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from experiments.lib import text as texts
 from experiments.lib.cli import Parser, at_least, fraction
-from experiments.lib.report import progress_bar, show
+from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["main"]
 
@@ -150,11 +149,10 @@ def parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
     import numpy as np
-    from rich.console import Console
 
     from experiments.bench.timing import machine
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = new_console()
     tasks = [
         cnn(None) if name == "cnn" else transformer(options.text, options.length, options.width)
         for name in options.tasks

@@ -1,9 +1,18 @@
-"""One table, printed to people and kept as markdown."""
+"""What people see: the console, the progress bar, and a table that is printed and kept as markdown."""
 
 from pathlib import Path
 from typing import Any
 
-__all__ = ["markdown", "progress_bar", "show"]
+__all__ = ["markdown", "new_console", "progress_bar", "show"]
+
+WIDTH = 170  # of what is printed to no terminal: the widest table
+
+
+def new_console(quiet: bool = False) -> Any:
+    """The console of an experiment: as wide as the terminal, or as the widest table where there is none."""
+    from rich.console import Console
+
+    return Console(width=None if Console().is_terminal else WIDTH, quiet=quiet)
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -32,15 +41,18 @@ def show(
         path.write_text(f"{title}\n\n{markdown(head, rows)}\n\n{notes}\n")
 
 
-def progress_bar(console: Any) -> Any:
-    """A bar for steps, with a field `now` of a few words; hidden where nobody watches."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+def progress_bar(console: Any, unit: str = "steps") -> Any:
+    """A bar for `unit`, or for shares of the whole if that is empty; hidden where nobody watches.
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TextColumn("{task.completed}/{task.total} steps"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[now]}"),
-    )
+    A task may have a field `now` of a few words.
+    """
+    from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.text import Text
+
+    class Now(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            return Text(task.fields.get("now", ""))
+
+    done = TextColumn(f"{{task.completed}}/{{task.total}} {unit}") if unit else TaskProgressColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), done, TimeRemainingColumn(), Now())
     return Progress(*columns, console=console, disable=not console.is_terminal)

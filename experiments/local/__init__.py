@@ -6,7 +6,6 @@ curve and seed), table.md, local.png, and checkpoints. Methods: NAME exchanges d
 --fragments with --delay and --mixing, ddp:NAME gradients at every step.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from experiments.lib.folders import (
     resumed,
     write_json,
 )
-from experiments.lib.report import progress_bar, show
+from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["main"]
 
@@ -88,15 +87,13 @@ class Run:
         self.results: list[dict[str, Any]] = []
 
     def go(self, resume: bool) -> int:
-        from rich.console import Console
-
         from experiments.lib.cli import UserError
         from experiments.lib.text import text_of
         from experiments.lib.transformer import Sizes
         from experiments.local.methods import parse
 
         o = self.options
-        self.console = Console(width=None if sys.stdout.isatty() else 150)
+        self.console = new_console()
         self.setups = parse(o["methods"], o["every"], o["fragments"], o["delay"], o["mixing"])
         self.text = text_of(o["data"])
         if o["width"] % o["heads"]:

@@ -23,6 +23,7 @@ import numpy as np
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, fraction, one_thread, positive
 from experiments.lib.netlab import Lab, delay_of, laboratory, rate_name, rate_of
 from experiments.lib.pool import Pool
+from experiments.lib.report import new_console
 from experiments.network import results
 from experiments.network.methods import DEFAULT, PEERS, known, method_name, trained_name
 
@@ -117,11 +118,9 @@ def main(arguments: Sequence[str]) -> int:
         work(options.address, options.workers, options.worker)
         return 0
 
-    from rich.console import Console
-
     from experiments.network.training import data_of
 
-    console = Console(width=None if sys.stdout.isatty() else 170)
+    console = new_console()
     if options.only != "exchange":
         data_of(options.data, options.data_dir)  # a wrong folder is noticed before anything is measured
     folder = choose_new(options.runs, options.name, "network")

@@ -19,6 +19,7 @@ from typing import Any
 from experiments.lib.cli import Parser, at_least, choose_new, one_thread, positive
 from experiments.lib.netlab import laboratory, rate_name, rate_of
 from experiments.lib.pool import Pool
+from experiments.lib.report import new_console
 
 __all__ = ["main"]
 
@@ -57,12 +58,10 @@ def main(arguments: Sequence[str]) -> int:
         work(o.address, o.workers[0], o.worker)
         return 0
 
-    from rich.console import Console
-
     from experiments.plan.results import report
 
     o.rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in o.rates]
-    console = Console(width=None if sys.stdout.isatty() else 170)
+    console = new_console()
     folder = choose_new(o.runs, o.name, "plan")
     one_thread()
     folder.mkdir(parents=True)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.netlab import rate_name
+from experiments.lib.report import show
 from jaxcomp.plan.predict import regret
 
 __all__ = ["report", "summary"]
@@ -48,8 +49,6 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def report(console: Any, rows: list[dict[str, Any]], folder: Path) -> None:
     """Prints and keeps the table, and draws the plot."""
-    from experiments.lib.report import show
-
     cells = []
     for row in rows:
         best = min(row["measured"], key=row["measured"].get)

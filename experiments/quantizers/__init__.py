@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -108,7 +108,6 @@ def main(arguments: Sequence[str]) -> int:
 
     import jax
     import jax.numpy as jnp
-    from rich.console import Console
 
     import jaxcomp as jc
     from experiments.bench.timing import machine
@@ -123,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     records = []
     wanted = lambda family: options.only is None or any(part in family for part in options.only)
-    console = Console(width=None if Console().is_terminal else 130)
+    console = new_console()
 
     def record(family: str, name: str, bits: float, run: Callable) -> None:
         errors, nanoseconds = measure(run, sources, options.seed)

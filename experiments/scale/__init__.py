@@ -6,12 +6,12 @@ measured; the formulas are those whose latency and bandwidth `python -m experime
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_or_more, positive
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -89,9 +89,6 @@ def replacement(rows: list[dict[str, Any]], row: dict[str, Any], memory: float) 
 def main(arguments: Sequence[str]) -> int:
     o = parser().parse_args(arguments)
 
-    from rich.console import Console
-
-    from experiments.lib.report import show
     from jaxcomp.plan.scale import Fabric, crossover
 
     folder = choose_new(o.runs, o.name, "scale")
@@ -130,7 +127,7 @@ Gathering messages of ratio {o.ratio:g} is slower than a dense f32 sum from {
         o.oversubscription:g}
 times narrower; within a group {o.inner_gbit:g} Gbit/s."""
     head = ["entries / shards", "exchanging", "message", "route", "sent", "held", "seconds", "schedule", "replaced by"]
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = new_console()
     show(console, f"{folder.name}: an exchange by formula", head, cells, notes, folder / "table.md")
     console.print(f"{draw(rows, memory, folder / 'scale.png')}", highlight=False)
     return 0

@@ -9,7 +9,6 @@ weighted by them. Writes to runs/NAME: config.json, results.json, table.md, work
 """
 
 import json
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_thread, positive
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -164,15 +164,11 @@ def main(arguments: Sequence[str]) -> int:
     o = parser().parse_args(arguments)
     one_thread()
 
-    from rich.console import Console
-
-    from experiments.lib.report import show
-
     folder = choose_new(o.runs, o.name, "workers")
     folder.mkdir(parents=True)
     described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(o).items()}
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
-    console, rows = Console(width=None if sys.stdout.isatty() else 130), []
+    console, rows = new_console(), []
     makers = {"quadratics": quadratics, "digits": digits}
     for name in dict.fromkeys(o.tasks):
         task = makers[name](o.workers, o.dimension, o.seed)

@@ -7,7 +7,6 @@ read from the compiled program), table.md, sharded.png.
 """
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least, choose_new
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -45,8 +45,6 @@ def main(arguments: Sequence[str]) -> int:
     options = vars(parser().parse_args(arguments))
     name, runs = options.pop("name"), options.pop("runs")
 
-    from rich.console import Console
-
     from experiments.lib.text import text_of
     from experiments.lib.training import find_devices
     from experiments.lib.transformer import Sizes
@@ -62,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     folder.mkdir(parents=True)
     config = o | {"text": str(o["text"]) if o["text"] else None}
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = new_console()
     console.print(f"{text.name}: {len(text.codes):,} characters; mesh {shape}; writing to {folder}", highlight=False)
     rows, lines, crossed = [], [], []
     try:
@@ -145,8 +143,6 @@ def report(
     folder: Path,
     console: Any,
 ) -> None:
-    from experiments.lib.report import show
-
     head = ["layout", "method", "over", "collective", "dtype", "operands", "largest B", "sent B"]
     show(console, "What crosses which axis", head, crossed, CROSSING_NOTES, folder / "collectives.md")
     dense = {row["layout"]: row["data_bytes"] for row in rows if row["method"] == "dense-f32"}

@@ -9,7 +9,6 @@ exchanges.md, table.md.
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, choose_new
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -66,10 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     name, runs = options.pop("name"), options.pop("runs")
 
     import optax
-    from rich.console import Console
 
     from experiments.lib.methods import METHODS
-    from experiments.lib.report import show
     from experiments.lib.text import text_of
     from experiments.lib.training import find_devices
     from experiments.lib.transformer import DATA, Sizes
@@ -88,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     folder = choose_new(runs, name, "overlap")
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(o | {"text": str(o["text"] or "")}, indent=1) + "\n")
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = new_console()
     results, cells = [], []
     for method in dict.fromkeys(o["methods"]):
         programs = {}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, fraction
-from experiments.lib.report import show
+from experiments.lib.report import new_console, progress_bar, show
 from experiments.sidco.sources import LAWS, ZEROS, draws, record_images, record_text
 
 __all__ = ["main"]
@@ -93,13 +93,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.out.exists() and not options.out.is_dir():
         raise UserError(f"--out {options.out} is not a folder")
 
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(width=None if Console().is_terminal else 150)
+    console = new_console()
     known: list[Row] = []
     recorded: list[Row] = []
-    with Progress(console=console, disable=not console.is_terminal) as bar:
+    with progress_bar(console, "") as bar:
         task = bar.add_task("recording gradients", total=None)
         sources = {}
         if options.mnist is not None:

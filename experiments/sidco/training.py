@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, fraction
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -48,9 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         if code:
             return code
 
-    from rich.console import Console
-
-    console = Console(width=None if Console().is_terminal else 150)
+    console = new_console()
     dense = load(options.out / "dense")
     loaded = {ratio: load(options.out / f"ratio-{ratio:g}") for ratio in options.ratios}
     table = [row_of(DENSE, None, dense, None)]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, positive
-from experiments.lib.report import show
+from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["Measured", "main", "meter", "record"]
 
@@ -260,14 +260,11 @@ def main(arguments: Sequence[str]) -> int:
     if o.gradients > o.steps:
         raise UserError(f"--gradients must be at most --steps; got {o.gradients} of {o.steps}")
 
-    from rich.console import Console
-    from rich.progress import Progress
-
     from experiments.skcompress.problems import linear, read, synthetic
 
-    console = Console(width=None if Console().is_terminal else 150)
+    console = new_console()
     results: dict[str, tuple[list[Measured], list[Measured]]] = {}
-    with Progress(console=console, disable=not console.is_terminal) as bar:
+    with progress_bar(console, "") as bar:
         task = bar.add_task("reading", total=len(o.losses) * (1 + o.gradients * (len(methods()) + 2)))
         rows = synthetic(seed=o.seed) if o.data is None else read(o.data)
         table = {name: meter(name, compressor, rows.d) for name, compressor in methods().items()}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, fraction, positive
-from experiments.lib.report import show
+from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["main", "methods", "train"]
 
@@ -133,17 +133,15 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"--out {o.out} is not a folder")
 
     import optax
-    from rich.console import Console
-    from rich.progress import Progress
 
     from experiments.skcompress.problems import linear, network, read, synthetic
 
-    console = Console(width=None if Console().is_terminal else 150)
+    console = new_console()
     o.out.mkdir(parents=True, exist_ok=True)
     rates = {"adam": (optax.adam, o.adam_lr), "sgd": (optax.sgd, o.sgd_lr)}
     everything: dict[tuple[str, str], dict[str, list[Run]]] = {}
     titles = {}
-    with Progress(console=console, disable=not console.is_terminal) as bar, (o.out / "metrics.jsonl").open("w") as file:
+    with progress_bar(console, "") as bar, (o.out / "metrics.jsonl").open("w") as file:
         task = bar.add_task("reading", total=None)
         rows = None
         if set(o.problems) & set(LOSSES):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, positive
+from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["main"]
 
@@ -77,21 +78,12 @@ def refuse_what_it_has_not(options: Any) -> None:
             raise UserError(f"the study networks has no --{name.replace('_', '-')}: it trains a CNN on digits")
 
 
-def console_of() -> Any:
-    import sys
-
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else 150)
-
-
 def compare(o: Any, folder: Path) -> int:
-    from experiments.lib.report import show
     from experiments.smoothness.problems import make_problem
     from experiments.smoothness.report import HEAD, draw, plot_workers, rows_of
     from experiments.smoothness.studies import STUDIES
 
-    study, console = STUDIES[o.study], console_of()
+    study, console = STUDIES[o.study], new_console()
     budgets = tuple(o.budgets or study.budgets)
     target, limit = o.target or study.target, o.rounds or study.max_rounds
     counts = o.workers or ([2, 4, 8, 16] if o.study == "workers" else [10])
@@ -130,15 +122,12 @@ def compare(o: Any, folder: Path) -> int:
 
 
 def run_all(problem: Any, setups: Any, target: float, limit: int, seeds: Any, folder: Path, console: Any, count: str):
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
     from experiments.smoothness.report import Result
     from experiments.smoothness.runner import run_setup
 
     results = []
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[now]}"))
     with (
-        Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bar,
+        progress_bar(console, "rounds") as bar,
         (folder / "metrics.jsonl").open("a") as metrics,
     ):
         for setup in setups:

@@ -20,7 +20,7 @@ import jaxcomp as jc
 from experiments.lib.data import batch_of, load, split
 from experiments.lib.models import Cnn
 from experiments.lib.plots import LINES, new_figure, running_mean, save
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["networks"]
 
@@ -69,9 +69,8 @@ def steps_of(diag: np.ndarray, share: float, varying: bool) -> np.ndarray:
 
 def networks(o: Any, folder: Path) -> int:
     """The study `networks` of `python -m experiments smoothness`."""
-    from experiments.smoothness import console_of
 
-    console, steps = console_of(), o.rounds or STEPS
+    console, steps = new_console(), o.rounds or STEPS
     shares = tuple(o.budgets or SHARES)
     data = load("digits")
     folder.mkdir(parents=True)

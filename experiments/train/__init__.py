@@ -33,7 +33,7 @@ from experiments.lib.folders import (
     write_json,
 )
 from experiments.lib.joining import join
-from experiments.lib.report import progress_bar
+from experiments.lib.report import new_console, progress_bar
 
 __all__ = ["main"]
 
@@ -293,9 +293,7 @@ class Run:
         return f"--resume{how_to_find(self.place['runs'], self.folder)}"
 
     def console(self) -> Any:
-        from rich.console import Console
-
-        return Console(width=None if sys.stdout.isatty() else 150, quiet=self.number > 0)
+        return new_console(quiet=self.number > 0)
 
     def title(self) -> str:
         import jax

@@ -5,7 +5,6 @@ runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.jso
 finished method and seed), table.md, compare.png, and checkpoints.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from experiments.lib.folders import (
     resumed,
     write_json,
 )
-from experiments.lib.report import progress_bar, show
+from experiments.lib.report import new_console, progress_bar, show
 
 if TYPE_CHECKING:
     from experiments.lib.job import Job
@@ -85,14 +84,12 @@ class Run:
         self.results: list[dict[str, Any]] = []
 
     def go(self, resume: bool) -> int:
-        from rich.console import Console
-
         from experiments.lib.data import load, split
         from experiments.lib.methods import algorithm_for
         from experiments.lib.training import find_mesh
 
         o = self.options
-        console = Console(width=None if sys.stdout.isatty() else 150)
+        console = new_console()
         self.console = console
         self.mesh = find_mesh(o["workers"])
         self.data = load(o["data"], o["data_dir"])

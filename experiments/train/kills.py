@@ -7,7 +7,6 @@ Writes to runs/NAME: a folder for each run, kills.json and table.md.
 
 import json
 import random
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, one_thread
 from experiments.lib.folders import Journal, write_json
 from experiments.lib.processes import Failed, Group
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
@@ -60,12 +59,10 @@ class Kill(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    from rich.console import Console
-
     one_thread()
     o, rest = parser().parse_known_args(arguments)
     folder = choose_new(o.runs, o.name, "kills")
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = new_console()
     reference = o.reference_processes or o.processes
     options = [*TRAIN, "--workers", str(o.processes), *rest]
     say = lambda words: console.print(words, highlight=False, soft_wrap=True)

@@ -10,7 +10,6 @@ Writes to runs/NAME: both runs, soak.json and table.md.
 import random
 import resource
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import NamedTuple
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, one_thread
 from experiments.lib.folders import Journal, write_json
 from experiments.lib.processes import Failed, Group
-from experiments.lib.report import show
+from experiments.lib.report import new_console, show
 from experiments.train.kills import Killed, newest, step_of
 
 __all__ = ["main"]
@@ -53,12 +52,10 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    from rich.console import Console
-
     one_thread()
     o, rest = parser().parse_known_args(arguments)
     folder = choose_new(o.runs, o.name, "soak")
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = new_console()
     draw = random.Random(o.soak_seed)
     say = lambda words: console.print(words, highlight=False, soft_wrap=True, markup=False)
     every = ["--steps", str(o.steps), "--checkpoint-every", str(max(5, o.steps // 50)), "--batch", "8"]
