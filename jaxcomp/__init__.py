@@ -17,6 +17,7 @@ What is listed here is public. Everything else may change without notice. What i
     jc.state         states on meshes and of other workers: state_axes, refresh, set_amounts, ...
 """
 
+import difflib
 from typing import Any
 
 from jaxcomp import (
@@ -189,6 +190,15 @@ __all__ = [
     "zero_one_adam",
 ]
 
+# Other names under which methods are known.
+_IN_PAPERS = {
+    "qsgd": "dithering(levels, blocks=1)",
+    "signsgd": "majority_vote(momentum=0.0)",
+    "efsignsgd": "error_feedback(jc.sign())",
+    "randomk": "rand_k",
+    "diloco": "local_updates",
+    "onebitsgd": "error_feedback(jc.sign())",
+}
 _GROUPS = (methods, contrib, collectives, replicas, state)
 
 
@@ -197,4 +207,9 @@ def __getattr__(name: str) -> Any:
     for group in _GROUPS:
         if name in group.__all__:
             return getattr(group, name)
-    raise AttributeError(f"module 'jaxcomp' has no attribute {name!r}")
+    names = {each.replace("_", ""): each for group in _GROUPS for each in group.__all__}
+    names |= {each.replace("_", ""): each for each in __all__}
+    bare = name.replace("_", "").lower()
+    near = [_IN_PAPERS[bare]] if bare in _IN_PAPERS else [names[e] for e in difflib.get_close_matches(bare, names, 1)]
+    hint = f"; did you mean jc.{near[0]}?" if near and not name.startswith("_") else ""
+    raise AttributeError(f"module 'jaxcomp' has no attribute {name!r}{hint}")

@@ -157,13 +157,9 @@ def ledger(fn: Any, *args: Any, **kwargs: Any) -> Ledger:
     if hasattr(fn, "as_text") and hasattr(fn, "runtime_executable") and not (args or kwargs):
         compiled = fn
     elif not callable(fn):
-        raise TypeError(
-            "ledger: call it as ledger(step, *arguments), with the function and what it would be given; got a "
-            f"{type(fn).__name__}, perhaps what the function returned"
-        )
+        raise TypeError(f"ledger: call it as ledger(step, *arguments), with the function itself; got {type(fn)}")
     else:
-        lowered = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args, **kwargs)
-        compiled = lowered.compile()
+        compiled = (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args, **kwargs).compile()
     return read(str(compiled.as_text()))
 
 

@@ -190,12 +190,12 @@ def check_levels(levels: dict[Any, Any], names: list[tuple[str, ...]], sharded: 
         )
 
 
-def levels_of(algorithm: Any, axis_name: Any, weights: Any) -> dict[Any, Any]:
+def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compressed_mean") -> dict[Any, Any]:
     """Axis -> algorithm, in the order of the exchanges."""
     if axis_name is MISSING:
         raise TypeError(
-            'compressed_mean: axis_name must be given: the mapped axis of the workers, say "data"; None is for '
-            "a single worker without an axis"
+            f'{name}: axis_name must be given: the mapped axis of the workers, say "data"; None is for a single worker '
+            "without an axis"
         )
     if isinstance(axis_name, (Algorithm, Compressor)):
         raise TypeError(

@@ -145,7 +145,7 @@ def local_updates(
     [1.5 1.5]
     """
     check_times(NAME, every, fragments, delay, mixing)
-    levels = levels_of(algorithm, axis_name, weights)
+    levels = levels_of(algorithm, axis_name, weights, NAME)
     for each in levels.values():
         check_algorithm(NAME, each)
     options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}

@@ -32,6 +32,21 @@ def test_one_entry_is_not_all_of_them():
     assert jc.top_k(1.0).spec.alpha(7) == 1
 
 
+def test_a_name_that_is_near_or_of_a_paper():
+    for name, said in (
+        ("topk", "top_k"),
+        ("ErrorFeedback", "error_feedback"),
+        ("qsgd", "dithering"),
+        ("round", "rounds"),
+    ):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'; did you mean jc\.{said}"):
+            getattr(jc, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'transformer'$"):
+        jc.transformer  # noqa: B018
+    for code in jc._IN_PAPERS.values():
+        eval(f"jc.{code}", {"jc": jc, "levels": 7})
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
