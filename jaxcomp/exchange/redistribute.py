@@ -356,16 +356,11 @@ _ROLES: dict[str, Callable[..., Pair]] = {
     "gradient": _gradient,
     "compressor": _compressor,
 }
-_SIDES = {
-    "memory": ("local",),
-    "narrow memory": ("local",),
-    "average": ("local",),
+_SIDES = {  # where a field of that role must be, and nowhere else
     "shift": ("shared", "local"),
-    "momentum": ("shared",),
-    "iterate": ("shared",),
-    "coin": ("shared",),
-    "gradient": ("local",),
-}  # where a field of that role must be, and nowhere else
+    **dict.fromkeys(("memory", "narrow memory", "average", "gradient"), ("local",)),
+    **dict.fromkeys(("momentum", "iterate", "coin"), ("shared",)),
+}
 
 
 def _route(old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:
