@@ -8,7 +8,6 @@ metrics.jsonl (a line for each rule, skew, ratio and seed), table.md, dagc.png.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_or_more, one_thread, positive, rule_of
+from experiments.lib.folders import Journal, run_options, start_run
 from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["main"]
@@ -55,8 +55,7 @@ def parser() -> Parser:
     p.add_argument("--lr", type=positive, default=0.02, help="learning rate")
     p.add_argument("--target", type=positive, default=0.9, help="accuracy to reach (quadratics: |grad f|^2)")
     p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="one run for each")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free dagc-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "dagc")
     return p
 
 
@@ -73,9 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     from experiments.dagc.tasks import TASKS
 
     simulation = TASKS[options["task"]](options)
-    folder.mkdir(parents=True)
-    config = options | {"data_dir": str(options["data_dir"]) if options["data_dir"] else None}
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    start_run(folder, options)
     rows = run(simulation, options, folder)
     if rows:
         report(options, rows, folder)
@@ -93,10 +90,8 @@ def run(simulation: Any, options: dict[str, Any], folder: Path) -> list[dict[str
     ]
     console.print(f"{options['task']}, {options['workers']} workers, {len(cells)} runs; writing to {folder}")
     rows, programs, tasks = [], {}, {}
-    with (
-        progress_bar(console, "runs") as bar,
-        (folder / "metrics.jsonl").open("w") as metrics,
-    ):
+    journal = Journal(folder)
+    with progress_bar(console, "runs") as bar:
         progress = bar.add_task("runs", total=len(cells))
         try:
             for ratio, skew, seed, method in cells:
@@ -106,8 +101,7 @@ def run(simulation: Any, options: dict[str, Any], folder: Path) -> list[dict[str
                 row = one(simulation, tasks[skew, seed], options, ratio, method, programs)
                 row = {"method": method, "ratio": ratio, "skew": skew, "seed": seed, **row}
                 rows.append(row)
-                metrics.write(json.dumps(row) + "\n")
-                metrics.flush()
+                journal.add(row)
                 bar.advance(progress)
                 if bar.disable:
                     to = row["rounds"] if row["reached"] else f"more than {options['rounds']}"

@@ -31,6 +31,7 @@ from experiments.lib.cli import (
     positive,
     rule_of,
 )
+from experiments.lib.folders import run_options, write_json
 from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
@@ -63,8 +64,7 @@ def parser() -> Parser:
         "--processes", action="store_true", help="SuperLink and SuperNodes as processes, instead of simulated"
     )
     p.add_argument("--seed", type=at_least(0), default=0, help="of data, model and choices")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free federated-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "federated")
     return p
 
 
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     data_dir = str(options["data_dir"].absolute()) if options["data_dir"] else None
     chosen = (options[key] for key in ("clients", "hostile", "rounds", "changes", "seed"))
     config = options | {"data_dir": data_dir, "plan": plan_of(*chosen)._asdict()}
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_json(folder / "config.json", config)
     start = time.perf_counter()
     restarts = run(config, folder)
     report(config, folder, restarts, time.perf_counter() - start)

@@ -22,6 +22,7 @@ from experiments.dagc.data import imbalanced_split
 from experiments.federated.model import flat_model, local_batches, local_steps
 from experiments.federated.plan import HOSTILE, Plan, tampered
 from experiments.lib.data import load
+from experiments.lib.folders import Journal, write_json
 from jaxcomp.flower import RECORD, Rounds, members_mod
 from jaxcomp.members import Member, Server
 
@@ -181,14 +182,12 @@ def main(grid: Any, context: Any) -> None:
         return sorted(int(i) for i in rng.choice(sorted(members), asked, replace=False)) if members else []
 
     rounds = Rounds(core, here, deadline=config["deadline"], choose=chosen, least=2)
-    with (FOLDER / "metrics.jsonl").open("w") as metrics:
-        for now in rounds.start(grid, config["rounds"]):
-            loss, accuracy = (float(x) for x in test(core.point, data.test_x, data.test_y))
-            metrics.write(json.dumps(now._asdict() | {"loss": loss, "accuracy": accuracy}) + "\n")
-            metrics.flush()
+    journal = Journal(FOLDER, new=True)
+    for now in rounds.start(grid, config["rounds"]):
+        loss, accuracy = (float(x) for x in test(core.point, data.test_x, data.test_y))
+        journal.add(now._asdict() | {"loss": loss, "accuracy": accuracy})
     core.open(())
-    (FOLDER / "clients.json.tmp").write_text(json.dumps({i: account(core, i) for i in range(config["clients"])}))
-    os.replace(FOLDER / "clients.json.tmp", FOLDER / "clients.json")
+    write_json(FOLDER / "clients.json", {i: account(core, i) for i in range(config["clients"])})
 
 
 def account(core: Counted, i: int) -> dict[str, Any]:

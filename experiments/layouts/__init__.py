@@ -5,7 +5,6 @@ layout of `jaxcomp.layout` for sparsifiers and for dithering: the whole tree as 
 chunks of 4,096 entries.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from experiments.lib import text as texts
 from experiments.lib.cli import Parser, at_least, fraction
+from experiments.lib.folders import write_json
 from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["main"]
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str]) -> int:
                     outcome = train(task, make(laid), options.steps, options.seeds, tick)
                     results.append({"task": task.name, "method": method, "layout": layout, **outcome})
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "results.json").write_text(json.dumps(results))
+    write_json(options.out / "results.json", results)
     tail = max(1, options.steps // 10)
     table = []
     for r in results:

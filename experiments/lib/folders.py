@@ -24,10 +24,19 @@ __all__ = [
     "jsonable",
     "read_results",
     "resumed",
+    "run_options",
+    "start_run",
+    "write_config",
     "write_json",
 ]
 
 RUNNING = "running.json"  # who writes to the folder: there, and locked, as long as somebody does
+
+
+def run_options(parser: Any, kind: str) -> None:
+    """Adds --name and --runs, the folder of a run, to a parser or to a group of one."""
+    parser.add_argument("--name", default=None, help=f"folder under --runs; without it the next free {kind}-N")
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
 
 
 def given_in(parser: Parser, arguments: Sequence[str]) -> dict[str, Any]:
@@ -225,6 +234,17 @@ def jsonable(value: Any) -> Any:
     return str(value.absolute()) if isinstance(value, Path) else value
 
 
+def write_config(folder: Path, options: dict[str, Any]) -> None:
+    """config.json: the options that a run was started with."""
+    write_json(folder / "config.json", {key: jsonable(value) for key, value in options.items()})
+
+
+def start_run(folder: Path, options: dict[str, Any]) -> None:
+    """Makes the new folder of a run, with its config.json."""
+    folder.mkdir(parents=True)
+    write_config(folder, options)
+
+
 def write_json(path: Path, content: Any) -> None:
     """All or nothing: a killed process leaves the old file."""
     draft = path.with_suffix(".tmp")
@@ -233,10 +253,18 @@ def write_json(path: Path, content: Any) -> None:
 
 
 class Journal:
-    """metrics.jsonl of a run: a line for each logged step. One process writes it, the others do nothing."""
+    """metrics.jsonl of a run: a line for each logged step. One process writes it, the others do nothing.
 
-    def __init__(self, folder: Path, writes: bool = True):
+    Args:
+        folder: of the run.
+        writes: whether this process does.
+        new: whether it begins empty; otherwise it goes on.
+    """
+
+    def __init__(self, folder: Path, writes: bool = True, new: bool = False):
         self.path, self.writes = folder / "metrics.jsonl", writes
+        if new and writes:
+            self.path.unlink(missing_ok=True)
 
     def lines(self) -> list[dict[str, Any]]:
         """All lines, but for half a one at the end, which a killed process or a full disk may have left.
@@ -269,7 +297,7 @@ class Journal:
             draft.write_text("".join(json.dumps(line) + "\n" for line in self.lines() if wanted(line)))
             os.replace(draft, self.path)
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, *lines: dict[str, Any]) -> None:
         if self.writes:
             with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write("".join(json.dumps(line) + "\n" for line in lines))

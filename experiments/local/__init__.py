@@ -22,8 +22,9 @@ from experiments.lib.folders import (
     given_in,
     goes_on,
     how_to_find,
-    jsonable,
     resumed,
+    run_options,
+    write_config,
     write_json,
 )
 from experiments.lib.report import new_console, progress_bar, show
@@ -62,8 +63,7 @@ def parser() -> Parser:
     p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
     p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0], metavar="SEED", help="one run for each")
     p.add_argument("--mbit", type=positive, default=100.0, help="of each link, for the computed times")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free local-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "local")
     p.add_argument("--log-every", type=at_least(1), default=10, help="steps between lines of metrics.jsonl")
     p.add_argument("--checkpoint-every", type=at_least(1), default=100, help="steps between checkpoints")
     p.add_argument("--resume", action="store_true", help="continue --name with the options it was started with")
@@ -113,7 +113,7 @@ class Run:
     def go_in_folder(self, resume: bool) -> int:
         o, console = self.options, self.console
         if not resume:
-            write_json(self.folder / "config.json", {key: jsonable(value) for key, value in o.items()})
+            write_config(self.folder, o)
         elif (self.folder / "results.json").is_file():
             wrong = lambda content: None if isinstance(content, list) else "it must hold a list of results"
             self.results = read_json(self.folder / "results.json", wrong, ANEW)

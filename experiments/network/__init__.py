@@ -9,7 +9,6 @@ to runs/NAME: config.json, results.json, exchange.md, training.md, network.png.
 import argparse
 import contextlib
 import itertools
-import json
 import os
 import socket
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, fraction, one_thread, positive
+from experiments.lib.folders import run_options, start_run, write_json
 from experiments.lib.netlab import Lab, delay_of, laboratory, rate_name, rate_of
 from experiments.lib.pool import Pool
 from experiments.lib.report import new_console
@@ -89,8 +89,7 @@ def parser() -> Parser:
     p.add_argument("--target", type=positive, default=0.2, help="training loss, mean of 10 steps, at which it ends")
     p.add_argument("--train-seeds", type=at_least(0), nargs="+", default=[0], help="of the start and the batches")
     p.add_argument("--steps", type=at_least(1), default=1000, help="steps after which it ends anyhow")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free network-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "network")
     p.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
     p.add_argument("--address", default=None, help=argparse.SUPPRESS)
     return p
@@ -133,9 +132,7 @@ def main(arguments: Sequence[str]) -> int:
             pool.show = show
             show("starting the workers")
             pool.hear()
-            folder.mkdir(parents=True)
-            described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()}
-            (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+            start_run(folder, vars(options))
             runs = Runs(options, lab, pool, folder, rows, trained, show, console)
             if options.only != "training":
                 runs.exchanges()
@@ -190,7 +187,7 @@ class Runs:
     def keep(self, rows: list[dict[str, Any]], row: dict[str, Any], said: str) -> None:
         rows.append(row)
         content = {"machine": {"cores": len(os.sched_getaffinity(0))}, "exchange": self.rows, "training": self.trained}
-        (self.folder / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+        write_json(self.folder / "results.json", content)
         self.console.print(said, highlight=False)
 
     def counted(self, **request: Any) -> tuple[list[Any], float, float]:

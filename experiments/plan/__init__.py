@@ -9,14 +9,13 @@ done), and by `plan regret` table.md and regret.png.
 import argparse
 import contextlib
 import itertools
-import json
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import Parser, at_least, choose_new, one_thread, positive
+from experiments.lib.folders import run_options, start_run, write_json
 from experiments.lib.netlab import laboratory, rate_name, rate_of
 from experiments.lib.pool import Pool
 from experiments.lib.report import new_console
@@ -43,8 +42,7 @@ def parser() -> Parser:
     p.add_argument("--tried", type=at_least(0), default=2, help="candidates that it runs besides the best dense one")
     p.add_argument("--rounds", type=at_least(2), default=9, help="steps of each candidate; the median counts")
     p.add_argument("--all", action="store_true", help="all default candidates, in place of six")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free plan-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "plan")
     p.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
     p.add_argument("--address", default=None, help=argparse.SUPPRESS)
     return p
@@ -64,14 +62,12 @@ def main(arguments: Sequence[str]) -> int:
     console = new_console()
     folder = choose_new(o.runs, o.name, "plan")
     one_thread()
-    folder.mkdir(parents=True)
-    described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(o).items()}
-    (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+    start_run(folder, vars(o))
     rows: list[dict[str, Any]] = []
     try:
         for row in cells(o, console):
             rows.append(row)
-            (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+            write_json(folder / "results.json", rows)
             if o.what == "advise":
                 where = f"{row['workers']} workers, {row['entries']:,} parameters, {rate_name(row['rate'])}"
                 console.print(f"\n{where}\n{row['table']}\n\n{row['verdict']}", highlight=False, soft_wrap=True)

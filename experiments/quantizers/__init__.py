@@ -3,7 +3,6 @@
 NMSE = |mean_i C(x_i) - mean_i x_i|^2 / mean_i |x_i|^2.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least
+from experiments.lib.folders import write_json
 from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
@@ -151,7 +151,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     show(console, f"{n} workers, d = 2^{options.log2_size}; {machine()}", head, rows, notes, options.markdown)
     if options.json is not None:
-        options.json.write_text(json.dumps(records, indent=1))
+        write_json(options.json, records)
     if options.plot is not None:
         draw(records, list(sources), n, options.plot)
     return 0

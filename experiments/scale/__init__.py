@@ -5,12 +5,12 @@ and for sparse ones by every route. Writes to runs/NAME: config.json, results.js
 measured; the formulas are those whose latency and bandwidth `python -m experiments plan` fits.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_or_more, positive
+from experiments.lib.folders import run_options, start_run, write_json
 from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
@@ -28,8 +28,7 @@ def parser() -> Parser:
     p.add_argument("--group", type=at_least(1), default=8, help="workers at one switch")
     p.add_argument("--oversubscription", type=one_or_more, default=2.0, help="of a switch's way out")
     p.add_argument("--memory-gb", type=positive, default=80.0, help="of a worker; more is marked")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free scale-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "scale")
     return p
 
 
@@ -92,11 +91,9 @@ def main(arguments: Sequence[str]) -> int:
     from jaxcomp.plan.scale import Fabric, crossover
 
     folder = choose_new(o.runs, o.name, "scale")
-    folder.mkdir(parents=True)
+    start_run(folder, vars(o))
     rows = rows_of(o)
-    described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(o).items()}
-    (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
-    (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(folder / "results.json", rows)
     memory = 1e9 * o.memory_gb / 4
     cells = [
         [

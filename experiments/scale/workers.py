@@ -8,7 +8,6 @@ weighted by them. Writes to runs/NAME: config.json, results.json, table.md, work
     digits       multinomial logistic regression with |x|^2 / 2000
 """
 
-import json
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_thread, positive
+from experiments.lib.folders import run_options, start_run, write_json
 from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
@@ -48,8 +48,7 @@ def parser() -> Parser:
     p.add_argument("--dimension", type=at_least(2), default=200, help="of the quadratics")
     p.add_argument("--rates", type=positive, nargs="+", default=[0.03, 0.1, 0.3, 1.0], metavar="X", help="step sizes")
     p.add_argument("--seed", type=at_least(0), default=0, help="of data and compression")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free workers-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "workers")
     return p
 
 
@@ -165,9 +164,7 @@ def main(arguments: Sequence[str]) -> int:
     one_thread()
 
     folder = choose_new(o.runs, o.name, "workers")
-    folder.mkdir(parents=True)
-    described = {key: str(value) if isinstance(value, Path) else value for key, value in vars(o).items()}
-    (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
+    start_run(folder, vars(o))
     console, rows = new_console(), []
     makers = {"quadratics": quadratics, "digits": digits}
     for name in dict.fromkeys(o.tasks):
@@ -184,7 +181,7 @@ def main(arguments: Sequence[str]) -> int:
             rows.append({"task": name, "workers": len(task.weights), "method": method, "rate": rate})
             rows[-1] |= {"message_bytes": size, "losses": (losses - task.least).tolist()}
             rows[-1]["seconds"] = time.perf_counter() - start
-            (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+            write_json(folder / "results.json", rows)
             console.print(
                 f"{name}, {method}: {losses[-1] - task.least:.4g} in {rows[-1]['seconds']:.0f} s", highlight=False
             )

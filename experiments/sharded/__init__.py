@@ -6,7 +6,6 @@ config.json, metrics.jsonl (a line for each logged step), results.json, collecti
 read from the compiled program), table.md, sharded.png.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least, choose_new
+from experiments.lib.folders import Journal, run_options, start_run, write_json
 from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
@@ -36,8 +36,7 @@ def parser() -> Parser:
     p.add_argument("--steps", type=at_least(1), default=300, help="steps of each run")
     add_options(p, batch=32, width=64, layers=2, lr=3e-3)
     p.add_argument("--log-every", type=at_least(1), default=5, help="steps between lines of metrics.jsonl")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free sharded-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "sharded")
     return p
 
 
@@ -57,21 +56,19 @@ def main(arguments: Sequence[str]) -> int:
     sizes = Sizes(text.characters, o["length"], o["width"], o["heads"], o["layers"])
     check_sizes(sizes, o["batch"], shape)
     folder = choose_new(runs, name, "sharded")
-    folder.mkdir(parents=True)
-    config = o | {"text": str(o["text"]) if o["text"] else None}
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    start_run(folder, o)
+    journal = Journal(folder)
     console = new_console()
     console.print(f"{text.name}: {len(text.codes):,} characters; mesh {shape}; writing to {folder}", highlight=False)
     rows, lines, crossed = [], [], []
     try:
-        with (folder / "metrics.jsonl").open("w") as metrics:
-            for layout in dict.fromkeys(o["layout"]):
-                for method in dict.fromkeys(o["methods"]):
-                    row, more, table = train(layout, method, text, sizes, o, metrics, console)
-                    rows.append(row)
-                    lines += more
-                    crossed += table
-                    (folder / "results.json").write_text(json.dumps(rows, indent=1) + "\n")
+        for layout in dict.fromkeys(o["layout"]):
+            for method in dict.fromkeys(o["methods"]):
+                row, more, table = train(layout, method, text, sizes, o, journal, console)
+                rows.append(row)
+                lines += more
+                crossed += table
+                write_json(folder / "results.json", rows)
     except KeyboardInterrupt:
         console.print("interrupted")
     if rows:
@@ -79,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def train(layout: str, method: str, text: Any, sizes: Any, o: dict[str, Any], metrics: Any, console: Any) -> tuple:
+def train(layout: str, method: str, text: Any, sizes: Any, o: dict[str, Any], journal: Any, console: Any) -> tuple:
     """One method with one layout: its row, its logged lines, the cells of its collectives."""
     import optax
 
@@ -95,8 +92,7 @@ def train(layout: str, method: str, text: Any, sizes: Any, o: dict[str, Any], me
         seconds.append(took)
         if number % o["log_every"] == 0 or number in (1, o["steps"]):
             lines.append({"layout": layout, "method": method, "step": number, "loss": loss, "seconds": took})
-            metrics.write(json.dumps(lines[-1]) + "\n")
-            metrics.flush()
+            journal.add(lines[-1])
     size = program.payload_bytes(state)
     row = {
         "layout": layout,

@@ -7,15 +7,14 @@ behind; else it runs, too, on virtual or real devices, and is timed. Writes to r
 exchanges.md, table.md.
 """
 
-import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, choose_new
+from experiments.lib.folders import run_options, start_run, write_json
 from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
@@ -37,8 +36,7 @@ def parser() -> Parser:
     )
     p.add_argument("--steps", type=at_least(2), default=30, help="timed steps of each program")
     add_options(p, batch=8, width=128, layers=4, lr=1e-3)
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free overlap-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "overlap")
     return p
 
 
@@ -84,8 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         find_devices(o["workers"])
         mesh = mesh_for("data", (o["workers"], 1))
     folder = choose_new(runs, name, "overlap")
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(o | {"text": str(o["text"] or "")}, indent=1) + "\n")
+    start_run(folder, o)
     console = new_console()
     results, cells = [], []
     for method in dict.fromkeys(o["methods"]):
@@ -114,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
             for row in results:
                 if row["method"] == method:
                     row["seconds"] = times[row["bucket_bytes"]]
-        (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+        write_json(folder / "results.json", results)
     head = ["method", "bucket B", "exchange", "operand B", "free of it", "hidden behind"]
     show(console, "What each exchange waits for", head, cells, NOTES, folder / "exchanges.md")
     where = o["topology"] or f"{o['workers']} devices ({mesh.devices.flat[0].platform})"

@@ -5,7 +5,6 @@ On vectors of known laws with exact zeros among them, and on gradients recorded 
 error feedback. Methods that adapt see one vector after the other; the first quarter of the rounds is not counted.
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, fraction
+from experiments.lib.folders import Journal
 from experiments.lib.report import new_console, progress_bar, show
 from experiments.sidco.sources import LAWS, ZEROS, draws, record_images, record_text
 
@@ -115,9 +115,8 @@ def main(arguments: Sequence[str]) -> int:
                 bar.advance(task)
 
     options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "metrics.jsonl").open("w") as file:
-        for row in known + recorded:
-            file.write(json.dumps(row._replace(achieved=row.achieved.tolist())._asdict()) + "\n")
+    lines = (row._replace(achieved=row.achieved.tolist())._asdict() for row in known + recorded)
+    Journal(options.out, new=True).add(*lines)
     head = ["method", *(f"{ratio:g}" for ratio in options.ratios)]
     shares = ", ".join(f"{share:.0%}" for share in ZEROS)
     title = f"{len(LAWS)} known laws, each with {shares} zeros; d = 2^{options.log2_size}"

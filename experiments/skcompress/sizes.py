@@ -4,7 +4,6 @@ Gradients are recorded from training with Adam and compressed by every method. B
 hosts without its frame.
 """
 
-import json
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, positive
+from experiments.lib.folders import Journal
 from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["Measured", "main", "meter", "record"]
@@ -290,10 +290,9 @@ def main(arguments: Sequence[str]) -> int:
             results[problem.name] = [together(r) for r in sizes.values()], [together(r) for r in steps.values()]
 
     o.out.mkdir(parents=True, exist_ok=True)
-    with (o.out / "metrics.jsonl").open("w") as file:
-        for name, (whole, chain) in results.items():
-            for row in whole + chain:
-                file.write(json.dumps({"problem": name, **row._asdict()}) + "\n")
+    journal = Journal(o.out, new=True)
+    for name, (whole, chain) in results.items():
+        journal.add(*({"problem": name, **row._asdict()} for row in whole + chain))
     for i, (name, (whole, chain)) in enumerate(results.items()):
         nonzeros = whole[0].nonzeros // o.gradients
         title = f"{name}: {nonzeros:,} nonzeros of {rows.d:,}, batches of {o.batch}, mean of {o.gradients} gradients"

@@ -5,7 +5,6 @@ the mean of what they sent. Bytes are those of all messages from one worker, by 
 not counted.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, fraction, positive
+from experiments.lib.folders import Journal
 from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["main", "methods", "train"]
@@ -141,7 +141,8 @@ def main(arguments: Sequence[str]) -> int:
     rates = {"adam": (optax.adam, o.adam_lr), "sgd": (optax.sgd, o.sgd_lr)}
     everything: dict[tuple[str, str], dict[str, list[Run]]] = {}
     titles = {}
-    with progress_bar(console, "") as bar, (o.out / "metrics.jsonl").open("w") as file:
+    journal = Journal(o.out, new=True)
+    with progress_bar(console, "") as bar:
         task = bar.add_task("reading", total=None)
         rows = None
         if set(o.problems) & set(LOSSES):
@@ -164,8 +165,7 @@ def main(arguments: Sequence[str]) -> int:
                         runs.setdefault(label, []).append(run)
                         line = {"problem": kind, "optimizer": name, "method": label, "seed": seed}
                         line |= {key: values.tolist() for key, values in run._asdict().items()}
-                        file.write(json.dumps(line) + "\n")
-                        file.flush()
+                        journal.add(line)
     for (kind, name), runs in everything.items():
         title = f"{titles[kind, name]}: {o.workers} workers x {o.batch} examples, {o.steps} steps"
         show(console, title, HEAD, rows_of(runs, o.steps), NOTES, o.out / f"{kind}-{name}.md")

@@ -4,14 +4,14 @@ Regularised logistic regression split among n simulated workers, in 64-bit arith
 step size. Writes to runs/NAME: config.json, metrics.jsonl, results.json, table.md and a plot.
 """
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, positive
+from experiments.lib.folders import Journal, run_options, start_run, write_json
 from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["main"]
@@ -48,8 +48,7 @@ def parser() -> Parser:
     p.add_argument("--count", choices=["up", "both"], default="up", help="bits that decide which budget is best")
     p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="of the compressors")
     p.add_argument("--only", nargs="+", default=None, metavar="METHOD", help="only these rows of the study, by name")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free smoothness-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "smoothness")
     return p
 
 
@@ -96,9 +95,8 @@ def compare(o: Any, folder: Path) -> int:
         if missing := [label for label in o.only if label not in known]:
             raise UserError(f"no method {missing[0]!r} in this study; it has {', '.join(known)}")
         setups = [[setup for setup in some if setup.label in o.only] for some in setups]
-    folder.mkdir(parents=True)
-    config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(o).items()}
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    start_run(folder, vars(o))
+    journal = Journal(folder)
     lines: dict[str, list[tuple[float, float]]] = {}
     everything = []
     for problem, some in zip(problems, setups, strict=True):
@@ -107,29 +105,26 @@ def compare(o: Any, folder: Path) -> int:
             f"split, l2 = {o.l2:g}, {o.form} steps, L = {problem.L:.3g}, L_max = {problem.L_max:.3g}, to {target:g}"
         )
         console.print(title)
-        results = run_all(problem, some, target, limit, o.seeds, folder, console, o.count)
+        results = run_all(problem, some, target, limit, o.seeds, journal, console, o.count)
         for r in results:
             rounds = float(np.mean(r.curves.reached(r.target)[r.best]))
             lines.setdefault(r.setup.label, []).append((float(r.kilobytes[r.best]), rounds))
         show(console, title, HEAD, rows_of(results), NOTES, folder / f"table-{problem.workers}.md")
         draw(folder / f"curves-{problem.workers}.png", title, results)
         everything += [dict(zip(HEAD, row, strict=True), workers=problem.workers) for row in rows_of(results)]
-        (folder / "results.json").write_text(json.dumps(everything, indent=1) + "\n")
+        write_json(folder / "results.json", everything)
     if len(counts) > 1:
         plot_workers(folder / "workers.png", f"{o.data}: to {target:g}, each at its best budget", counts, lines)
     console.print(f"written to {folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())))
     return 0
 
 
-def run_all(problem: Any, setups: Any, target: float, limit: int, seeds: Any, folder: Path, console: Any, count: str):
+def run_all(problem: Any, setups: Any, target: float, limit: int, seeds: Any, journal: Any, console: Any, count: str):
     from experiments.smoothness.report import Result
     from experiments.smoothness.runner import run_setup
 
     results = []
-    with (
-        progress_bar(console, "rounds") as bar,
-        (folder / "metrics.jsonl").open("a") as metrics,
-    ):
+    with progress_bar(console, "rounds") as bar:
         for setup in setups:
             task = bar.add_task(setup.label, total=limit, now="compiling")
 
@@ -140,7 +135,7 @@ def run_all(problem: Any, setups: Any, target: float, limit: int, seeds: Any, fo
             result = Result(problem, setup, curves, target, count)
             bar.update(task, total=curves.errors.shape[-1])
             results.append(result)
-            write_metrics(metrics, result, seeds)
+            journal.add(*metrics_of(result, seeds))
             if bar.disable:
                 kilobytes, error = result.kilobytes[result.best], np.nanmin(curves.errors[result.best])
                 to = f"{kilobytes:,.1f} kB" if np.isfinite(kilobytes) else f"target not reached, error {error:.1e},"
@@ -148,7 +143,7 @@ def run_all(problem: Any, setups: Any, target: float, limit: int, seeds: Any, fo
     return results
 
 
-def write_metrics(file: Any, result: Any, seeds: Sequence[int]) -> None:
+def metrics_of(result: Any, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     """A line for about 50 rounds of each run."""
     errors, bits = result.curves.errors, result.curves.bits
     rounds = np.unique(np.geomspace(1, errors.shape[-1], 50).astype(int)) - 1
@@ -161,4 +156,4 @@ def write_metrics(file: Any, result: Any, seeds: Sequence[int]) -> None:
                     "seconds": result.curves.seconds * (int(t) + 1),
                     "down_bits": 32.0 * result.problem.d * (int(t) + 1),
                 }
-                file.write(json.dumps(line) + "\n")
+                yield line

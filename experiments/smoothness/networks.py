@@ -5,7 +5,6 @@ Curvature is the diagonal of the generalised Gauss-Newton matrix on a part of th
 each time; that is counted in the table). These are estimates: no theory promises a gain.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from flax import nnx
 
 import jaxcomp as jc
 from experiments.lib.data import batch_of, load, split
+from experiments.lib.folders import Journal, write_json
 from experiments.lib.models import Cnn
 from experiments.lib.plots import LINES, new_figure, running_mean, save
 from experiments.lib.report import new_console, show
@@ -69,42 +69,39 @@ def steps_of(diag: np.ndarray, share: float, varying: bool) -> np.ndarray:
 
 def networks(o: Any, folder: Path) -> int:
     """The study `networks` of `python -m experiments smoothness`."""
-
     console, steps = new_console(), o.rounds or STEPS
     shares = tuple(o.budgets or SHARES)
     data = load("digits")
     folder.mkdir(parents=True)
     rows, curves = [], {}
-    with (folder / "metrics.jsonl").open("w") as metrics:
-        for share in shares:
-            for name, kind in KINDS.items():
-                runs = [train(data, kind, share, seed, steps) for seed in o.seeds]
-                for seed, run in zip(o.seeds, runs, strict=True):
-                    for t in range(0, steps, 10):
-                        line = {"method": name, "budget": share, "seed": seed, "step": t + 1}
-                        metrics.write(json.dumps(line | {"loss": run["loss"][t], "bits": run["bits"][t]}) + "\n")
-                loss = np.array([np.mean(run["loss"][-50:]) for run in runs])
-                accuracy = np.array([run["accuracy"] for run in runs])
-                d, leaves = runs[0]["d"], runs[0]["leaves"]
-                each = np.mean([run["bits"][-1] for run in runs]) / steps / d
-                rows.append(
-                    [
-                        name,
-                        f"{share:g} d",
-                        f"{each:.4f}",
-                        f"{kind.refresh_bits(d, leaves) / REFRESH / d:.4f}",
-                        f"{loss.mean():.4f} ± {loss.std():.4f}",
-                        f"{accuracy.mean():.4f} ± {accuracy.std():.4f}",
-                    ]
-                )
-                curves[name, share] = runs
-                console.print(" | ".join(rows[-1]), highlight=False)
+    journal = Journal(folder)
+    for share in shares:
+        for name, kind in KINDS.items():
+            runs = [train(data, kind, share, seed, steps) for seed in o.seeds]
+            for seed, run in zip(o.seeds, runs, strict=True):
+                for t in range(0, steps, 10):
+                    line = {"method": name, "budget": share, "seed": seed, "step": t + 1}
+                    journal.add(line | {"loss": run["loss"][t], "bits": run["bits"][t]})
+            loss = np.array([np.mean(run["loss"][-50:]) for run in runs])
+            accuracy = np.array([run["accuracy"] for run in runs])
+            d, leaves = runs[0]["d"], runs[0]["leaves"]
+            each = np.mean([run["bits"][-1] for run in runs]) / steps / d
+            rows.append(
+                [
+                    name,
+                    f"{share:g} d",
+                    f"{each:.4f}",
+                    f"{kind.refresh_bits(d, leaves) / REFRESH / d:.4f}",
+                    f"{loss.mean():.4f} ± {loss.std():.4f}",
+                    f"{accuracy.mean():.4f} ± {accuracy.std():.4f}",
+                ]
+            )
+            curves[name, share] = runs
+            console.print(" | ".join(rows[-1]), highlight=False)
     title = f"digits, CNN of {d:,} parameters, {steps} steps, seeds {', '.join(map(str, o.seeds))}"
     head = ["method", "budget", "bits/entry", "refresh", "loss", "test accuracy"]
     show(console, title, head, rows, NOTES, folder / "table.md")
-    (folder / "results.json").write_text(
-        json.dumps([dict(zip(head, row, strict=True)) for row in rows], indent=1) + "\n"
-    )
+    write_json(folder / "results.json", [dict(zip(head, row, strict=True)) for row in rows])
     plot(folder / "networks.png", title, curves, shares)
     console.print(f"written to {folder}: networks.png, table.md, metrics.jsonl, results.json")
     return 0

@@ -27,9 +27,10 @@ from experiments.lib.folders import (
     given_in,
     goes_on,
     how_to_find,
-    jsonable,
     read_results,
     resumed,
+    run_options,
+    write_config,
     write_json,
 )
 from experiments.lib.joining import join
@@ -94,8 +95,7 @@ def parser() -> Parser:
     where.add_argument("--cluster", action="store_true", help="find the other processes as JAX does")
     where.add_argument("--logs", type=Path, default=None, help=argparse.SUPPRESS)
     keep = p.add_argument_group("what is kept")
-    keep.add_argument("--name", default=None, help="folder under --runs; without it the next free train-N")
-    keep.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(keep, "train")
     keep.add_argument("--log-every", type=at_least(1), default=10, help="steps between lines of metrics.jsonl")
     keep.add_argument("--test-every", type=at_least(0), default=0, help="steps between tests; 0: only at the end")
     keep.add_argument("--checkpoint-every", type=at_least(1), default=100, help="steps between checkpoints")
@@ -250,7 +250,7 @@ class Run:
         algorithm = algorithm_for(o["method"], o["ratio"], o["levels"], o["via"])
         if self.number == 0:  # only now, so that a wrong option leaves nothing behind
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / "config.json", {key: jsonable(value) for key, value in o.items()})
+            write_config(self.folder, o)
         console.print(self.title(), highlight=False, soft_wrap=True)
         try:
             row = self.train(algorithm, console, stop_after)

@@ -19,9 +19,10 @@ from experiments.lib.folders import (
     given_in,
     goes_on,
     how_to_find,
-    jsonable,
     read_results,
     resumed,
+    run_options,
+    write_config,
     write_json,
 )
 from experiments.lib.report import new_console, progress_bar, show
@@ -57,8 +58,7 @@ def parser() -> Parser:
     p.add_argument("--via", choices=VIAS, default="auto", help="route of messages, as for jc.compressed_mean")
     p.add_argument("--alpha", type=positive, default=None, help="Dirichlet label split; without it IID")
     p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="one run for each")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free compare-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "compare")
     p.add_argument("--log-every", type=at_least(1), default=10, help="steps between lines of metrics.jsonl")
     p.add_argument("--test-every", type=at_least(0), default=0, help="steps between tests; 0: only at the end")
     p.add_argument("--checkpoint-every", type=at_least(1), default=100, help="steps between checkpoints")
@@ -106,7 +106,7 @@ class Run:
 
         o, console = self.options, self.console
         if not resume:
-            write_json(self.folder / "config.json", {key: jsonable(value) for key, value in o.items()})
+            write_config(self.folder, o)
         elif (self.folder / "results.json").is_file():
             self.results = read_results(self.folder / "results.json")
         jobs = [Job(method, seed) for method in dict.fromkeys(o["methods"]) for seed in dict.fromkeys(o["seeds"])]

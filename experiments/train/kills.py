@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, one_thread
-from experiments.lib.folders import Journal, write_json
+from experiments.lib.folders import Journal, run_options, write_json
 from experiments.lib.processes import Failed, Group
 from experiments.lib.report import new_console, show
 
@@ -41,8 +41,7 @@ def parser() -> Parser:
         help="of the run without kills; else as many as --processes",
     )
     p.add_argument("--kill-seed", type=at_least(0), default=0, help="of the choice of processes and moments")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free kills-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "kills")
     return p
 
 

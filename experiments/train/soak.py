@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, one_thread
-from experiments.lib.folders import Journal, write_json
+from experiments.lib.folders import Journal, run_options, write_json
 from experiments.lib.processes import Failed, Group
 from experiments.lib.report import new_console, show
 from experiments.train.kills import Killed, newest, step_of
@@ -46,8 +46,7 @@ def parser() -> Parser:
     p.add_argument("--processes", type=at_least(2), default=4, help="processes, with a worker each")
     p.add_argument("--kills", type=at_least(1), default=10, help="processes that are killed")
     p.add_argument("--soak-seed", type=at_least(0), default=0, help="of the choice of processes and moments")
-    p.add_argument("--name", default=None, help="folder under --runs; without it the next free soak-N")
-    p.add_argument("--runs", type=Path, default=Path("runs"), help="where runs are kept")
+    run_options(p, "soak")
     return p
 
 
