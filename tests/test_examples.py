@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxcomp as jc
+from experiments.lib.launch import end_all, free_port
 
 FOLDER = Path(__file__).parents[1] / "docs" / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -128,15 +128,12 @@ def test_four_processes_train_as_one_does(name, tmp_path):
     count = lambda devices: {**environment, "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     alone = subprocess.run([sys.executable, script], env=count(4), check=True, timeout=300, **pipes)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     command = [sys.executable, "-c", PROCESS, str(script), address]
     each = [subprocess.Popen([*command, str(i)], env=count(1), **pipes) for i in range(4)]
     try:
         told = [process.communicate(timeout=300) for process in each]
     finally:
-        for process in each:
-            process.kill()
+        end_all(each)
     assert [process.returncode for process in each] == [0] * 4, told[0][1][-2000:]
     np.testing.assert_allclose([float(out.split()[-1]) for out, _ in told], float(alone.stdout), rtol=1e-5)

@@ -9,7 +9,6 @@ limited to that rate (Linux and root only); without it they exchange over the lo
 import argparse
 import contextlib
 import json
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 
 from experiments.dagc.data import skewed_volumes
 from experiments.lib.cli import Parser, UserError, at_least, fraction, one_or_more, positive
+from experiments.lib.launch import free_port
 from experiments.lib.netlab import laboratory, missing
 from experiments.lib.pool import Pool, or_die
 from experiments.lib.report import new_console, show
@@ -62,9 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 @contextlib.contextmanager
 def hosts(options: Any) -> Iterator[tuple[list[list[str]], str]]:
     """The words before each worker's command, and the address of worker 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     if options.mbit is None:
         yield [[]] * options.workers, f"127.0.0.1:{port}"
         return

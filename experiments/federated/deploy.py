@@ -4,7 +4,6 @@ import datetime
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import UserError
+from experiments.lib.launch import free_port
 
 __all__ = ["Federation", "environment"]
 
@@ -53,12 +53,6 @@ def environment(folder: Path) -> dict[str, str]:
         "PYTHONPATH": path,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Federation:

@@ -1,7 +1,6 @@
 """Processes that work together: started together, asked together, and stopped together."""
 
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.lib.cli import UserError
+from experiments.lib.launch import die_with_parent, end_all
 
 __all__ = ["Pool", "answer", "note", "or_die", "requests"]
 
@@ -66,12 +66,7 @@ class Pool:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-            with contextlib.suppress(OSError):  # what it did not read any more
-                process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
+        end_all(self.processes)
         for errors in self.errors:
             errors.close()
 
@@ -132,12 +127,6 @@ class Pool:
         return UserError(f"worker {i} {how}: {reason}" if reason else f"worker {i} {how}")
 
 
-def die_with_parent() -> None:
-    """This process is ended by the kernel when the one that started it is gone, however it went (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 # ------------------------------------------------------------------------------------------------
 # In the processes
 
@@ -161,7 +150,7 @@ def or_die() -> Iterator[None]:
 
     It ends, too, when the one that started it does.
     """
-    die_with_parent()
+    die_with_parent(reads_input=True)
     try:
         yield
     except UserError as error:

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 from experiments.lib.cli import UserError
 from experiments.lib.errors import line_of
+from experiments.lib.launch import end_all, free_port
 
 __all__ = [
     "Failed",
@@ -28,7 +28,6 @@ __all__ = [
     "Group",
     "Interrupted",
     "agree",
-    "die_with_parent",
     "first_cause",
     "leave",
     "stop_on_signals",
@@ -178,25 +177,8 @@ def first_cause(logs: Path) -> Failure | None:
     return min(found, key=lambda failure: (failure.secondary, failure.time), default=None)
 
 
-def die_with_parent() -> None:
-    """Ends this process when the one that started it is gone: the pipe to its standard input then closes."""
-
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 # ------------------------------------------------------------------------------------------------
 # Starting them here
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Group:
@@ -286,13 +268,7 @@ class Group:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        for process in self.processes:
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
+        end_all(self.processes)
 
     def failure(self) -> Exception:
         """The first cause, once those that fail have had time to say why."""

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import itertools
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, fraction, one_thread, positive
 from experiments.lib.folders import run_options, start_run, write_json
+from experiments.lib.launch import free_port
 from experiments.lib.netlab import Lab, delay_of, laboratory, rate_name, rate_of
 from experiments.lib.pool import Pool
 from experiments.lib.report import new_console
@@ -149,9 +149,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def pool_in(lab: Lab) -> Pool:
     """A worker on each host."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"{lab.addresses[0]}:{probe.getsockname()[1]}"
+    address = f"{lab.addresses[0]}:{free_port()}"
     more = ["network", "--workers", str(len(lab.prefixes)), "--address", address, "--worker"]
     words = [[*prefix, sys.executable, "-m", "experiments", *more, str(i)] for i, prefix in enumerate(lab.prefixes)]
     return Pool(words, {"JAX_PLATFORMS": "cpu", **SETTINGS})

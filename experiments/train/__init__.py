@@ -34,6 +34,7 @@ from experiments.lib.folders import (
     write_json,
 )
 from experiments.lib.joining import join
+from experiments.lib.launch import die_with_parent
 from experiments.lib.report import new_console, progress_bar
 
 __all__ = ["main"]
@@ -187,7 +188,7 @@ def supervise(words: list[str], folder: Path, place: dict[str, Any]) -> int:
 def take_part(options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]) -> int:
     """One process of many."""
     if place["logs"] is not None:
-        processes.die_with_parent()
+        die_with_parent()
     run, number = None, place["process_id"] or 0
     try:
         join(place["coordinator"], place["num_processes"], place["process_id"], place["patience"], place["logs"])

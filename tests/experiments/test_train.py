@@ -225,7 +225,7 @@ def test_a_killed_process_is_named(tmp_path):
 
 def test_no_orphans(tmp_path):
     """Processes end when the one that started them is killed."""
-    sleeper = "from experiments.lib import processes; processes.die_with_parent(); import time; time.sleep(60)"
+    sleeper = "from experiments.lib.launch import die_with_parent; die_with_parent(); import time; time.sleep(60)"
     starter = (
         "import sys; from pathlib import Path; from experiments.lib.processes import Group; "
         f"group = Group(['-c', {sleeper!r}], 2, Path({str(tmp_path)!r}), True, [sys.executable]); "
