@@ -7,6 +7,7 @@ from pathlib import Path
 
 from experiments.bench.timing import machine, time_all
 from experiments.lib.cli import Parser, at_least
+from experiments.lib.data import FILES
 from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
@@ -15,11 +16,11 @@ LEARNING = 0.1  # of the shifts; no time depends on it
 
 
 def main(arguments: Sequence[str]) -> int:
-    from experiments.smoothness.problems import PROBLEMS, make_problem
+    from experiments.smoothness.problems import PROBLEMS, data_set, make_problem
 
     p = Parser(prog="python -m experiments bench smoothness", description=__doc__)
-    p.add_argument("--data", choices=PROBLEMS, default="digits", help="digits come with scikit-learn")
-    p.add_argument("--data-dir", type=Path, default=None, help="folder with the other data sets")
+    p.add_argument("--data", type=data_set, default="digits", help=f"{', '.join(PROBLEMS)}, or a file: {FILES}")
+    p.add_argument("--data-dir", type=Path, default=None, help="folder of the data sets with a name but digits")
     p.add_argument("--workers", type=at_least(1), default=20, help="simulated by vmap")
     p.add_argument("--repeats", type=at_least(1), default=21, help="rounds; the median is shown")
     options = p.parse_args(arguments)

@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.lib.cli import UserError, existing_folder
 
-__all__ = ["DATASETS", "Dataset", "batch_of", "load", "nobody_empty", "read_idx", "split"]
+__all__ = ["DATASETS", "FILES", "Dataset", "batch_of", "load", "nobody_empty", "read_idx", "read_rows", "split"]
 
 
 Choose = Callable[[np.ndarray], np.ndarray]  # labels of all examples -> indices of those to keep, ascending
@@ -102,6 +102,37 @@ def load(name: str, folder: Path | None = None, choose: Choose | None = None, te
         test: keep the images of the test.
     """
     return DATASETS[name](folder, choose, test)
+
+
+FILES = "LIBSVM text (plain, .gz, .bz2, .xz), .npz of X and y or of a sparse matrix, .mat"
+
+
+def read_rows(path: Path, num_features: int | None = None) -> tuple[Any, np.ndarray]:
+    """A file of rows with labels: a SciPy CSR matrix [m, d] without stored zeros, and labels f64[m].
+
+    Args:
+        path: one of `FILES`.
+        num_features: d of LIBSVM text; None: the largest index in the file.
+
+    Raises:
+        UserError: no such file, not what its name says, no labels, or fewer than two different ones.
+    """
+    import scipy.sparse
+
+    import jaxcomp as jc
+
+    try:
+        chunks = list(jc.smoothness.open_source(path, num_features=num_features).chunks())
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if not chunks or any(labels is None for _, labels in chunks):
+        raise UserError(f"{path} has no labels" if chunks else f"{path} has no rows")
+    labels = np.concatenate([labels for _, labels in chunks]).astype(np.float64)
+    if len(np.unique(labels)) < 2:
+        raise UserError(f"{path}: all {labels.size} labels are {labels[0]:g}; two classes are needed")
+    rows = scipy.sparse.csr_matrix(scipy.sparse.vstack([scipy.sparse.csr_matrix(part) for part, _ in chunks]))
+    rows.eliminate_zeros()
+    return rows, labels
 
 
 def read_idx(path: Path) -> np.ndarray:

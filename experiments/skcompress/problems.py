@@ -1,6 +1,6 @@
 """Models with sparse gradients: linear ones on sparse rows, and a small network.
 
-The rows are a file of LIBSVM text (news20 and the like), or drawn: `synthetic` imitates the KDD Cup sets on which
+The rows are those of a file (news20 and the like), or drawn: `synthetic` imitates the KDD Cup sets on which
 SketchML was tried, that is, rows of one-hot fields whose values are as unequal in frequency as words are.
 """
 
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.lib.cli import UserError
-from experiments.lib.data import load
+from experiments.lib.data import load, read_rows
 
 __all__ = ["LOSSES", "Problem", "Rows", "linear", "make", "network", "read", "synthetic"]
 
@@ -77,29 +76,18 @@ def synthetic(
 
 
 def read(path: Path) -> Rows:
-    """LIBSVM text, rows scaled to norm one. Of several classes the lower half is against the upper one."""
-    import jaxcomp as jc
-
-    try:
-        source = jc.smoothness.open_source(path)
-        chunks = list(source.chunks())
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    labels = np.concatenate([part for _, part in chunks])
-    longest = max(int(np.diff(rows.indptr).max(initial=0)) for rows, _ in chunks)
-    indices = np.zeros((labels.size, longest), np.int32)
-    values = np.zeros((labels.size, longest), np.float32)
-    first = 0
-    for rows, _ in chunks:
-        lengths = np.diff(rows.indptr)
-        row = np.repeat(np.arange(lengths.size), lengths)
-        place = np.arange(rows.nnz) - np.repeat(rows.indptr[:-1], lengths)
-        norms = np.sqrt(np.bincount(row, rows.data**2, lengths.size))
-        indices[first + row, place] = rows.indices
-        values[first + row, place] = rows.data / np.maximum(norms, 1e-12)[row]
-        first += lengths.size
+    """Rows of a file, scaled to norm one. Of several classes the lower half is against the upper one."""
+    rows, labels = read_rows(path)
+    lengths = np.diff(rows.indptr)
+    indices = np.zeros((labels.size, max(1, lengths.max(initial=0))), np.int32)
+    values = np.zeros(indices.shape, np.float32)
+    row = np.repeat(np.arange(lengths.size), lengths)
+    place = np.arange(rows.nnz) - np.repeat(rows.indptr[:-1], lengths)
+    norms = np.sqrt(np.bincount(row, rows.data**2, lengths.size))
+    indices[row, place] = rows.indices
+    values[row, place] = rows.data / np.maximum(norms, 1e-12)[row]
     signs = np.where(labels > np.median(np.unique(labels)), 1, -1).astype(np.float32)
-    return Rows(path.name.split(".")[0], indices, values, signs, source.num_features)
+    return Rows(path.name.split(".")[0], indices, values, signs, rows.shape[1])
 
 
 def linear(rows: Rows, kind: str) -> Problem:

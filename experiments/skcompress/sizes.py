@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, positive
+from experiments.lib.data import FILES
 from experiments.lib.folders import Journal
 from experiments.lib.report import new_console, progress_bar, show
 
@@ -246,7 +247,7 @@ def main(arguments: Sequence[str]) -> int:
     from experiments.skcompress.problems import LOSSES
 
     p = Parser(prog="python -m experiments skcompress sizes", description=(__doc__ or "").split("\n\n")[0])
-    p.add_argument("--data", type=Path, default=None, help="rows as LIBSVM text; without it a synthetic set")
+    p.add_argument("--data", type=Path, default=None, help=f"{FILES}; without it a synthetic set")
     p.add_argument("--losses", nargs="+", choices=LOSSES, default=["logistic"], help="linear models to record from")
     p.add_argument("--batch", type=at_least(1), default=1600, help="examples for each gradient")
     p.add_argument("--steps", type=at_least(1), default=60, help="of training")

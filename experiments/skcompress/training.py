@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, fraction, positive
+from experiments.lib.data import FILES
 from experiments.lib.folders import Journal
 from experiments.lib.report import new_console, progress_bar, show
 
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     from experiments.skcompress.problems import LOSSES
 
     p = Parser(prog="python -m experiments skcompress training", description=(__doc__ or "").split("\n\n")[0])
-    p.add_argument("--data", type=Path, default=None, help="rows as LIBSVM text; without it a synthetic set")
+    p.add_argument("--data", type=Path, default=None, help=f"{FILES}; without it a synthetic set")
     p.add_argument("--problems", nargs="+", choices=[*LOSSES, "network"], default=[*LOSSES, "network"], help="models")
     p.add_argument("--optimizers", nargs="+", choices=["adam", "sgd"], default=["adam", "sgd"], help="of the mean")
     p.add_argument("--adam-lr", type=positive, default=0.01, help="learning rate of Adam; a tenth for the network")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, positive
+from experiments.lib.data import FILES
 from experiments.lib.folders import Journal, run_options, start_run, write_json
 from experiments.lib.report import new_console, progress_bar, show
 
@@ -25,15 +26,15 @@ and down) of the first row over this one's. floor: smallest relative squared err
 
 
 def parser() -> Parser:
-    from experiments.smoothness.problems import PROBLEMS
+    from experiments.smoothness.problems import PROBLEMS, data_set
     from experiments.smoothness.studies import STUDIES
 
     known = "; ".join(f"{name}: {study.what}" for name, study in STUDIES.items())
     known += "; networks: layer-wise and diagonal smoothness on a small CNN"
     p = Parser(prog="python -m experiments smoothness", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("study", nargs="?", choices=[*STUDIES, "networks"], default="compare", help=known)
-    p.add_argument("--data", choices=PROBLEMS, default="digits", help="digits come with scikit-learn")
-    p.add_argument("--data-dir", type=Path, default=None, help="folder with the other data sets")
+    p.add_argument("--data", type=data_set, default="digits", help=f"{', '.join(PROBLEMS)}, or a file: {FILES}")
+    p.add_argument("--data-dir", type=Path, default=None, help="folder of the data sets with a name but digits")
     p.add_argument("--workers", nargs="+", type=at_least(1), default=None, help="n; several for the study workers")
     p.add_argument(
         "--l2", type=positive, default=None, help="regularisation, which is also mu; 1e-2 for digits, else 1e-3"
@@ -98,10 +99,10 @@ def compare(o: Any, folder: Path) -> int:
     start_run(folder, vars(o))
     journal = Journal(folder)
     lines: dict[str, list[tuple[float, float]]] = {}
-    everything = []
+    everything, name = [], Path(o.data).name
     for problem, some in zip(problems, setups, strict=True):
         title = (
-            f"{o.data}: n = {problem.workers} workers x {problem.features.shape[1]} rows, d = {problem.d}, {o.split} "
+            f"{name}: n = {problem.workers} workers x {problem.features.shape[1]} rows, d = {problem.d}, {o.split} "
             f"split, l2 = {o.l2:g}, {o.form} steps, L = {problem.L:.3g}, L_max = {problem.L_max:.3g}, to {target:g}"
         )
         console.print(title)
@@ -114,7 +115,7 @@ def compare(o: Any, folder: Path) -> int:
         everything += [dict(zip(HEAD, row, strict=True), workers=problem.workers) for row in rows_of(results)]
         write_json(folder / "results.json", everything)
     if len(counts) > 1:
-        plot_workers(folder / "workers.png", f"{o.data}: to {target:g}, each at its best budget", counts, lines)
+        plot_workers(folder / "workers.png", f"{name}: to {target:g}, each at its best budget", counts, lines)
     console.print(f"written to {folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())))
     return 0
 

@@ -1,5 +1,6 @@
 """Regularised logistic regression, split among workers: data, optimum, smoothness."""
 
+import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,9 +8,10 @@ import numpy as np
 
 import jaxcomp as jc
 from experiments.lib.cli import UserError
+from experiments.lib.data import read_rows
 from jaxcomp.smoothness.preprocess import scaled_rows
 
-__all__ = ["PROBLEMS", "Problem", "make_problem"]
+__all__ = ["PROBLEMS", "Problem", "data_set", "make_problem"]
 
 # name -> file below --data-dir, None for the embedded default
 PROBLEMS: dict[str, str | None] = {
@@ -21,6 +23,15 @@ PROBLEMS: dict[str, str | None] = {
     "madelon": "madelon/madelon.mat",
 }
 FEATURES = {"a9a": 123, "a1a": 123}
+MOST_FEATURES = 4096  # of a file: the operators and the exact optimum are dense, d x d
+
+
+def data_set(text: str) -> str:
+    """A name of `PROBLEMS`, or the path of a file that is there."""
+    if text not in PROBLEMS and not Path(text).is_file():
+        known = ", ".join(PROBLEMS)
+        raise argparse.ArgumentTypeError(f"must be {known}, or a file (LIBSVM, .npz, .mat); got {text!r}")
+    return text
 
 
 class Problem(NamedTuple):
@@ -69,20 +80,21 @@ def make_problem(name: str, folder: Path | None, workers: int, l2: float = 1e-3,
 
 
 def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    file = PROBLEMS[name]
+    file = PROBLEMS.get(name, name)
     if file is None:
         from sklearn.datasets import load_digits
 
         images, digit = load_digits(return_X_y=True)
         return images.astype(np.float64), (digit >= 5).astype(np.float64)
-    if folder is None:
+    if name not in PROBLEMS:
+        rows, labels = read_rows(Path(name))
+    elif folder is None:
         raise UserError(f"--data {name} needs --data-dir, the folder with {file}")
-    if not (folder / file).is_file():
-        raise UserError(f"no file {folder / file}")
-    source = jc.smoothness.open_source(folder / file, num_features=FEATURES.get(name))
-    chunks = list(source.chunks())
-    rows = np.concatenate([part.toarray() if hasattr(part, "toarray") else part for part, _ in chunks])
-    return rows, np.concatenate([y for _, y in chunks])
+    else:
+        rows, labels = read_rows(folder / file, FEATURES.get(name))
+    if rows.shape[1] > MOST_FEATURES:
+        raise UserError(f"--data {name} has {rows.shape[1]:,} features; at most {MOST_FEATURES:,} here")
+    return rows.toarray(), labels
 
 
 def _optimum(features: np.ndarray, labels: np.ndarray, l2: float) -> np.ndarray:

@@ -9,7 +9,9 @@ import pytest
 from programs import run, run_inside
 
 import jaxcomp as jc
-from experiments.smoothness.problems import make_problem
+from experiments.lib.cli import UserError
+from experiments.skcompress.problems import read
+from experiments.smoothness.problems import data_set, make_problem
 from experiments.smoothness.report import upload_bits
 from experiments.smoothness.runner import AXIS, gradient_of, run_setup
 from experiments.smoothness.setups import make_setup
@@ -117,6 +119,7 @@ def test_networks(tmp_path):
 
 ERRORS = [
     (("--data", "a9a"), "--data a9a needs --data-dir, the folder with a9a/a9a.xz"),
+    (("--data", "/no/such.npz"), "or a file (LIBSVM, .npz, .mat); got '/no/such.npz'"),
     (("--data", "a9a", "--data-dir", "/no/such"), "no file /no/such/a9a/a9a.xz"),
     (("--workers", 5000), "5000 workers for 1797 rows; each needs at least one"),
     (("--workers", 2, 4), "several --workers only for the study workers"),
@@ -132,3 +135,25 @@ def test_errors_are_one_line_and_leave_nothing_behind(arguments, message, tmp_pa
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_any_file_of_rows_is_a_data_set(tmp_path):
+    """The same rows as LIBSVM text and as .npz are the same problem here and in `skcompress`."""
+    rng = np.random.default_rng(0)
+    X, y = rng.standard_normal((12, 3)).round(3), np.arange(12) % 2
+    text = [
+        f"{label} " + " ".join(f"{j + 1}:{v:g}" for j, v in enumerate(row)) for label, row in zip(y, X, strict=True)
+    ]
+    (tmp_path / "a.txt").write_text("\n".join(text) + "\n")
+    np.savez(tmp_path / "b.npz", X=X, y=y)
+    one, other = (make_problem(data_set(str(tmp_path / name)), None, 3) for name in ("a.txt", "b.npz"))
+    np.testing.assert_allclose(one.features, other.features)
+    np.testing.assert_allclose(one.optimum, other.optimum, rtol=1e-6)
+    one, other = (read(tmp_path / name) for name in ("a.txt", "b.npz"))
+    for mine, its in zip(one[1:], other[1:], strict=True):
+        np.testing.assert_allclose(mine, its, rtol=1e-6)
+    np.savez(tmp_path / "one.npz", X=X, y=np.ones(12))
+    np.savez(tmp_path / "wide.npz", X=np.ones((2, 5000)), y=y[:2])
+    for name, message in {"one": "two classes are needed", "wide": "has 5,000 features"}.items():
+        with pytest.raises(UserError, match=message):
+            make_problem(str(tmp_path / f"{name}.npz"), None, 1)
