@@ -20,7 +20,7 @@ class Workers:
         self.equal, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(AXIS))
 
     def replicate(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.equal, np.asarray(x)), tree)
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.equal, np.array(x)), tree)
 
     def own(self, x: np.ndarray) -> jax.Array:
         """This worker's rows of an array split among all."""

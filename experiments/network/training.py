@@ -133,7 +133,7 @@ class Compressed(Training):
         specs = (P(), specs, P(AXIS), P(AXIS))
         step = jax.shard_map(one, mesh=workers.mesh, in_specs=specs, out_specs=(*specs[:2], P()))
         batch = [workers.own(x) for x in next(self.batches(1))]
-        self.compiled = jax.jit(step).lower(params, state, *batch).compile()
+        self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, *batch).compile()
         jax.block_until_ready(self.compiled(params, state, *batch))
         self.described = {"ledger_bytes": jc.ledger(self.compiled).total_bytes, "parameters": self.parameters}
         self.count_right = jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(-1) == y))
