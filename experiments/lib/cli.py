@@ -1,10 +1,11 @@
 """The command line of the experiments: options, and errors that fit on one line."""
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ __all__ = [
     "fail",
     "fraction",
     "named_folder",
+    "number",
     "one_or_more",
     "one_thread",
     "positive",
@@ -70,26 +72,22 @@ def at_least(least: int):
     return parse
 
 
-def fraction(text: str) -> float:
-    """A number in (0, 1]."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"must be a number in (0, 1]; got {text!r}")
-    return value
+def number(within: Callable[[float], bool], what: str) -> Callable[[str], float]:
+    """A number option within bounds, which `what` says in words."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if within(value := float(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be a number {what}; got {text!r}")
+
+    return parse
 
 
-def share(text: str) -> float:
-    """A number in [0, 1)."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number in [0, 1); got {text!r}")
-    return value
+fraction = number(lambda value: 0 < value <= 1, "in (0, 1]")
+share = number(lambda value: 0 <= value < 1, "in [0, 1)")
+positive = number(lambda value: 0 < value < float("inf"), "above 0")
+one_or_more = number(lambda value: 1 <= value < float("inf"), "of at least 1")
 
 
 def rule_of(text: str) -> str | float:
@@ -152,28 +150,6 @@ def named_folder(runs: Path, name: str) -> Path:
     if not Path(name).parts or Path(name).is_absolute() or ".." in Path(name).parts:
         raise UserError(f"--name must be a folder below --runs; got {name}")
     return runs / name
-
-
-def positive(text: str) -> float:
-    """A number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text!r}")
-    return value
-
-
-def one_or_more(text: str) -> float:
-    """A number of at least 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of at least 1; got {text!r}")
-    return value
 
 
 def existing_folder(path: Path) -> Path:
