@@ -190,6 +190,7 @@ def first_bits(words: Array, count: Array) -> Array:
     [5 0]
     """
     number, steps = lax.iota(U32, words.shape[0]), (32 * words.shape[0]).bit_length()
+    start = jnp.zeros_like(words, shape=()) + jnp.zeros_like(count, dtype=U32)  # typed as both are, over mesh axes
 
     def before(bit):
         part = words & ((U32(1) << (bit % U32(32))) - U32(1))
@@ -199,7 +200,7 @@ def first_bits(words: Array, count: Array) -> Array:
         later = bit | (U32(1) << (steps - 1 - i).astype(U32))
         return jnp.where(count_words(before(later)) <= count, later, bit)
 
-    return before(lax.fori_loop(0, steps, step, jnp.asarray(count).astype(U32) * U32(0)))
+    return before(lax.fori_loop(0, steps, step, start))
 
 
 def top_set(

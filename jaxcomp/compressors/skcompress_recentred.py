@@ -31,9 +31,9 @@ def recentred(q: int, r: int, shape: Shape) -> Coder:
         splits = signed_splits(ordered(values, n), n, q, r)
         bucket = bucket_of(values, splits)
         lists = jnp.where(lax.iota(I32, keys.shape[0]) < n, bucket // width, r)
-        counts = counts_of(lists, r)
         rank = jnp.where(bucket < splits.zero, width - 1 - bucket % width, bucket % width)
         lists, keys, values, rank = by_list(lists, keys, values, rank)
+        counts = counts_of(lists, r)
         where = places(keys, lists, counts, shape, seeds)
         # What no key fell into is never read, so it needs no symbol of its own.
         table = minmax_sketch.insert(where, rank, shape.size(keys.shape[0], r), width - 1)

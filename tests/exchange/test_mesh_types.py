@@ -1,0 +1,18 @@
+"""Under shard_map with check_vma=True every value is typed by the mesh axes over which it differs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.bench.trees import methods, update_of
+
+LIKE = {"b": jax.ShapeDtypeStruct((7,), jnp.float32), "w": jax.ShapeDtypeStruct((200, 300), jnp.float32)}
+
+
+@pytest.mark.parametrize("name", methods())
+def test_every_method_is_typed_over_the_mesh(name):
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    step, shapes = update_of(methods()[name], LIKE, mesh)
+    direction, state = jax.eval_shape(step, *shapes)
+    assert jax.tree.map(lambda x: x.shape, direction) == {"b": (7,), "w": (200, 300)}
+    assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, shapes[1])
