@@ -42,6 +42,7 @@ def run(name, plain, algorithm=ALGORITHM, steps=3):
         text = text.replace(ALGORITHM, algorithm).replace("BatchNorm(", 'BatchNorm(axis_name="data", ')
         text = text.replace('BatchNorm(axis_name="data", 16', 'BatchNorm(16, axis_name="data"')
     space = {"__name__": name}
+    jax.clear_caches()  # of optax's jitted helpers: a class that is defined again would get trees of the first one
     exec(compile(text, f"{name}.py", "exec"), space)
     return space
 
