@@ -21,7 +21,7 @@ MARGIN = 0.05  # by which compressing must be faster than dense to be advised
 class Row(NamedTuple):
     """One candidate. error: measured, of a message; measured: seconds per step, None where it was not run.
     refused: why it is not eligible, in words; None if it is. bound: whether its work was not measured, because even
-    without any it would not be the fastest; its seconds are then a lower bound."""
+    without any it would not be the fastest, or the budget was spent; its seconds are then a lower bound."""
 
     candidate: Candidate
     parts: Parts
@@ -131,50 +131,72 @@ def choose(rows: Sequence[Row], margin: float = MARGIN) -> Row:
 
 def verdict(rows: Sequence[Row], chosen: Row) -> str:
     """Why, in a sentence or two."""
-    ms = lambda seconds: f"{1e3 * seconds:.3g} ms"
-    dense = min((row for row in rows if row.candidate.dense), key=lambda row: row.seconds, default=None)
-    others = [row for row in rows if not row.candidate.dense and row.refused is None]
-    others = [row for row in others if not row.bound] or others
-    best = min(others, key=lambda row: row.seconds, default=None)
+    dense, best = _best(rows, dense=True), _best(rows, dense=False)
     if chosen.candidate.dense:
+        text = f"do not compress: {chosen.candidate.name}"
         if best is None:
-            return f"do not compress: {chosen.candidate.name}; no compressed candidate is eligible"
-        more, work = best.seconds / chosen.seconds - 1, best.parts.encode + best.parts.decode
-        saved = chosen.parts.network - best.parts.network
-        how = f"{'at least ' if best.bound else ''}{abs(more):.0%} {'slower' if more > 0 else 'faster'}"
-        return (
-            f"do not compress: {chosen.candidate.name} takes {ms(chosen.seconds)} a step. The fastest compressed "
-            f"candidate, {best.candidate.name}, is {how}: it saves {ms(max(saved, 0.0))} on the links and "
-            + ("would be slower without any work" if best.bound else f"works for {ms(work)} to encode and decode")
-        )
-    text = f"compress: {chosen.candidate.name} takes {ms(chosen.seconds)} a step"
+            return f"{text}; no compressed candidate is eligible"
+        text += f" takes {_ms(chosen.seconds)} a step. The fastest compressed candidate, {best.candidate.name},"
+        if best.bound:
+            return f"{text} was {_unmeasured(best, chosen)}"
+        more = best.seconds / chosen.seconds - 1
+        return f"{text} is {abs(more):.0%} {'slower' if more > 0 else 'faster'}: it {_difference(best, chosen)}"
+    text = f"compress: {chosen.candidate.name} takes {_ms(chosen.seconds)} a step"
     if dense is None:
         return text
     return (
-        f"{text}, {dense.candidate.name}, the fastest dense candidate, {ms(dense.seconds)}. It is on the links for "
-        f"{ms(chosen.parts.network)} in place of {ms(dense.parts.network)} and works for "
-        f"{ms(chosen.parts.encode + chosen.parts.decode)} to encode and decode. What it loses: {chosen.loss.words}"
+        f"{text}, {dense.candidate.name}, the fastest dense candidate, {_ms(dense.seconds)}. It is on the links for "
+        f"{_ms(chosen.parts.network)} in place of {_ms(dense.parts.network)} and works for "
+        f"{_ms(chosen.parts.encode + chosen.parts.decode)} to encode and decode. What it loses: {chosen.loss.words}"
     )
 
 
-def reason(row: Row, dense: Row | None) -> str:
-    """What sets a candidate apart from the best dense one."""
+def reason(row: Row, dense: Row | None, chosen: Row) -> str:
+    """What sets a candidate apart from the best dense one; of one whose work was not measured, why it was not."""
     if row.refused:
         return row.refused
-    if dense is None or row is dense:
-        return "the best dense candidate" if dense is not None else ""
-    link = dense.parts.network - row.parts.network
+    if row is dense:
+        return "the best dense candidate"
     if row.bound:
-        return f"saves {1e3 * link:.3g} ms on the links at most, too little whatever its work is"
-    work = row.parts.encode + row.parts.decode - dense.parts.encode - dense.parts.decode
-    words = f"{'saves' if link >= 0 else 'costs'} {1e3 * abs(link):.3g} ms on the links"
-    words += f", {'costs' if work >= 0 else 'saves'} {1e3 * abs(work):.3g} ms of work"
+        return _unmeasured(row, chosen)
+    if dense is None:
+        return ""
+    both = row.measured is not None and dense.measured is not None
+    more = row.seconds - dense.seconds if both else row.parts.total - dense.parts.total
+    words = f"{_ms(abs(more))} {'slower' if more > 0 else 'faster'} than {dense.candidate.name}: "
+    words += _difference(row, dense)
     return words + (f", an exchange every {row.candidate.every} steps" if row.candidate.every > 1 else "")
+
+
+def _best(rows: Sequence[Row], dense: bool) -> Row | None:
+    """The fastest eligible one of either kind, of those whose work is known if there are any."""
+    kind = [row for row in rows if row.candidate.dense == dense and row.refused is None]
+    return min([row for row in kind if not row.bound] or kind, key=lambda row: row.seconds, default=None)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _unmeasured(row: Row, chosen: Row) -> str:
+    """Why the work of a candidate was not measured. Its links alone decide, or there was no time for it."""
+    more = row.parts.total - chosen.parts.total
+    if more >= 0:
+        return f"not measured: without encoding and decoding it is {_ms(more)} slower than {chosen.candidate.name}"
+    return "not measured: the budget was spent"
+
+
+def _difference(row: Row, dense: Row) -> str:
+    """Predicted seconds of an exchange, on the links and at work, against those of a dense one."""
+    link = dense.parts.network - row.parts.network
+    work = row.parts.encode + row.parts.decode - dense.parts.encode - dense.parts.decode
+    side = lambda seconds: f"{'saves' if seconds >= 0 else 'costs'} {_ms(abs(seconds))}"
+    return f"{side(link)} on the links and {side(-work)} of work"
 
 
 def table(rows: Sequence[Row], chosen: Row) -> str:
     """The rows as text, the best first; the one that is advised has an arrow."""
-    dense = min((row for row in rows if row.candidate.dense), key=lambda row: row.seconds, default=None)
+    dense = _best(rows, dense=True)
     head = ("", "candidate", "ms/step", "+-", "gradient", "encode", "links", "decode", "hidden", "measured", "MB sent")
     head = (*head, "lost", "bound", "why")
     cells: list[tuple[str, ...]] = [head]
@@ -191,7 +213,7 @@ def table(rows: Sequence[Row], chosen: Row) -> str:
                 f"{row.sent_bytes / 1e6:.4g}",
                 "-" if row.error is None else f"{row.error:.3g}",
                 "-" if row.loss.bound is None else f"{row.loss.bound:.4g}",
-                reason(row, dense),
+                reason(row, dense, chosen),
             )
         )
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxcomp as jc
-from jaxcomp.plan.advise import choose, predicted, table, verdict
+from jaxcomp.plan.advise import choose, predicted, reason, table, verdict
 from jaxcomp.plan.candidates import Candidate, collectives_of, default_candidates, dense_candidates, loss_of
 from jaxcomp.plan.facts import Facts, Work, from_text, to_text
 from jaxcomp.plan.links import KINDS, Collective, Fit, Sample, fit, seconds_of
@@ -213,6 +213,31 @@ def test_the_advice_turns_where_it_must():
     close = [slow[0]._replace(measured=1.04), slow[-1]._replace(measured=1.0)]
     assert choose(close).candidate.dense  # 4 % is not worth it
     assert not choose([close[0]._replace(measured=1.06), close[1]]).candidate.dense
+
+
+def test_reasons_say_what_a_row_is():
+    """A dearer row is slower, never one that saves a negative time; one without its work measured says why."""
+    facts = facts_of(1e-10)
+    facts = facts._replace(work={name: facts.work[name] for name in ("f32", "sign+ef:two_shot")})
+    at = lambda each, **more: predicted(each, facts, LIKE, "data", collectives=sent_by_default()[each.name], **more)
+    rows = {each.name: at(each) for each in default_candidates()}
+    f32, signs, fp8 = rows["f32"], rows["sign+ef:two_shot"], rows["fp8+ef:two_shot"]
+    assert reason(f32, f32, f32) == "the best dense candidate"
+    assert reason(signs, f32, f32) == "0.983 ms slower than f32: saves 0.0175 ms on the links and costs 1 ms of work"
+    assert reason(f32, signs, f32).startswith("0.983 ms faster than sign+ef:two_shot: costs 0.0175 ms on the links")
+    slower = fp8._replace(parts=fp8.parts._replace(total=f32.seconds + 2e-3))
+    words = "not measured: without encoding and decoding it is 2 ms slower than f32"
+    assert reason(slower, f32, f32) == words
+    assert verdict([f32, slower], f32).endswith(f"fp8+ef:two_shot, was {words}")
+    assert reason(fp8, f32, signs) == "not measured: the budget was spent"
+    assert "more than allowed" in reason(at(default_candidates()[-1], max_error=0.2), f32, f32)
+    slow = signs._replace(measured=2.5)
+    assert reason(slow, f32._replace(measured=0.5), f32).startswith("2e+03 ms slower than f32: ")
+    assert "is 9% slower: it saves 0.0175 ms on the links and costs 1 ms of work" in verdict([f32, signs], f32)
+    # A dense candidate that is not eligible is no standard.
+    refused = [f32._replace(refused="no"), rows["bf16"], signs]
+    assert reason(signs, None, signs) == ""
+    assert "f32" not in verdict(refused, signs)
 
 
 def test_buckets_hide_exchanges_where_the_machine_overlaps():
