@@ -19,11 +19,14 @@ add up exactly. Who leaves sends all that it remembers, which the server then us
 stays the same, as exact fractions, over every death, return, delay, refusal, clipping and leaving.
 
 **Nobody is let in by what they claim.** Volumes are those of the roster. A message is used at most once, only from who
-was asked, of the right size, with at most as many entries as were allowed, finite, and at most at the median norm.
+was asked, of the right size, with at most as many bytes and entries as were allowed, finite, and at most at the median
+norm. Who says that it leaves may hand over a whole memory, once, after an answer that was used, and weighs no more for
+it in any round.
 """
 
 from jaxcomp.members.member import Member, OutOfStep
 from jaxcomp.members.messages import Answer, Refused, Task, largest, parted
-from jaxcomp.members.server import Round, Server
+from jaxcomp.members.roster import Round
+from jaxcomp.members.server import Server
 
 __all__ = ["Answer", "Member", "OutOfStep", "Refused", "Round", "Server", "Task", "largest", "parted"]

@@ -1,5 +1,6 @@
 """What server and members send each other, and how a message is checked."""
 
+import hashlib
 import zlib
 from typing import Any, NamedTuple
 
@@ -8,7 +9,20 @@ import numpy as np
 from jaxcomp.payloads import Dense, Sparse
 from jaxcomp.wire import WireError, decode
 
-__all__ = ["Answer", "Refused", "Task", "applied", "digest_of", "largest", "opened", "parted", "whole_of"]
+__all__ = [
+    "Answer",
+    "Refused",
+    "Task",
+    "applied",
+    "content_of",
+    "digest_of",
+    "largest",
+    "opened",
+    "parted",
+    "share_within",
+    "well_formed",
+    "whole_of",
+]
 
 Array = np.ndarray
 
@@ -71,6 +85,24 @@ def largest(x: Array, entries: int) -> Sparse:
     return Sparse(x[chosen], chosen.astype(np.int32))
 
 
+def well_formed(answer: Answer) -> None:
+    """Whether the fields of an answer are of their types and ranges, whatever the transport let through.
+
+    Raises:
+        Refused: "garbage", or "shape" for a share out of its range.
+    """
+    number, data, share, leaves = answer
+    right = (
+        isinstance(number, int) and isinstance(data, bytes) and isinstance(share, float) and isinstance(leaves, bool)
+    )
+    if not right:
+        raise Refused("garbage", "an answer is a number, bytes, a share, and whether its member leaves")
+    if not 0 < share <= 1:
+        raise Refused("shape", f"share must be in (0, 1]; got {share}")
+    if leaves and share != 1:
+        raise Refused("shape", f"who leaves hands over all; got share {share}")
+
+
 def opened(data: bytes, size: int, entries: int) -> Sparse:
     """A message, if it is one: finite f32, at most `entries` entries of a vector of `size`; `Dense` has all of them.
 
@@ -106,6 +138,12 @@ def _as_sparse(payload: Any, size: int) -> Sparse:
     if not (is_array(payload.indices, np.int32) and payload.indices.shape == payload.values.shape):
         raise Refused("shape", "indices must be i32[k]")
     return payload
+
+
+def content_of(message: Sparse) -> bytes:
+    """SHA-256 of what a message says: the same for every code and any zeros in it."""
+    real = message.values != 0
+    return hashlib.sha256(message.indices[real].tobytes() + message.values[real].tobytes()).digest()
 
 
 def whole_of(data: bytes) -> Array:
@@ -158,3 +196,14 @@ def parted(values: Array, share: float) -> tuple[Array, Array]:
         return used, values - used
     rest = values * (np.float32(1) - share32)
     return values - rest, rest
+
+
+def share_within(values: Array, share: float, norm: float) -> float:
+    """`share`, halved until the used part of `parted` is at most `norm` long, within one in a hundred.
+
+    Rounding makes parts of very small shares, of values that a hostile member may choose, up to four times longer than
+    share * |values|.
+    """
+    while np.linalg.norm(parted(values, share)[0].astype(np.float64)) > 1.01 * norm:
+        share /= 2
+    return share

@@ -1,74 +1,38 @@
 """The server: who is asked, what is let in, and what comes of a round with whoever answered."""
 
-import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import optax
 
 from jaxcomp.allocate import counts, ratios
 from jaxcomp.allocate.workers import Rule
-from jaxcomp.members.messages import Answer, Refused, Task, applied, digest_of, largest, opened, parted
+from jaxcomp.members.messages import (
+    Answer,
+    Refused,
+    Task,
+    applied,
+    content_of,
+    digest_of,
+    largest,
+    opened,
+    parted,
+    share_within,
+    well_formed,
+)
+from jaxcomp.members.roster import Arrived, Entry, Round
 from jaxcomp.payloads import Dense, Sparse
 from jaxcomp.wire import encode
 
-__all__ = ["Round", "Server"]
+__all__ = ["Server"]
 
 Array = np.ndarray
 MOST_SAMPLES = 2**53  # whole numbers up to here are exact in float64
 PATIENCE = 1  # rounds that a late answer is waited for
 REMEMBERED = 100_000  # digests of messages, for repetitions
-
-
-class Round(NamedTuple):
-    """What happened in a round.
-
-    asked, used: members. late: answers of the round before that were used in this one. missing: members that have not
-    answered. refused, clipped: (member, why) of each answer not used, or not wholly. joined, returned, left: members.
-    held: norm of what members who left have handed over, and is not used yet. skipped: 1 if the point would not have
-    been finite and was left as it was. up_bytes, down_bytes: of the payloads; used_bytes: of those that were used.
-    """
-
-    number: int
-    asked: int
-    used: int
-    late: int
-    missing: int
-    refused: list[tuple[Any, str]]
-    clipped: list[tuple[Any, str]]
-    joined: list[Any]
-    returned: list[Any]
-    left: list[Any]
-    held: float
-    skipped: int
-    up_bytes: int
-    used_bytes: int
-    down_bytes: int
-
-
-class _Entry:
-    """What the server knows of a member.
-
-    volume: samples. version: of the point that it has; -1: none. round: that it has not answered yet; 0: none.
-    last: round of its last answer. offered, limit, told: of its last task. fates: shares that it has not
-    been told yet, as far as the server knows. norm: of its last answer.
-    """
-
-    def __init__(self, volume: int):
-        self.volume, self.version, self.round, self.last = volume, -1, 0, 0
-        self.offered, self.limit, self.told = -1, 0, np.inf
-        self.fates: dict[int, float] = {}
-        self.seen = self.here = False
-        self.norm = 0.0
-
-
-class _Arrived(NamedTuple):
-    member: Any
-    answer: Answer
-    message: Sparse
-    digest: bytes
+HEAD_BYTES = 64  # of a message, at most, besides values and indices of four bytes each
 
 
 class Server:
@@ -130,7 +94,7 @@ class Server:
         self._outer, self._outer_state = outer, None if outer is None else outer.init(self.point)
         self.shown, self.version, self.number = self.point.copy(), 0, 0
         self.counts: dict[Any, Counter[str]] = {}  # what became of each member's answers, refusals by their kind
-        self._entries: dict[Any, _Entry] = {}
+        self._entries: dict[Any, Entry] = {}
         self._updates: deque[bytes] = deque(maxlen=history)
         self._digests: dict[bytes, None] = {}
         self._held: list[tuple[Any, Array]] = []
@@ -141,7 +105,7 @@ class Server:
 
     def _clear(self) -> None:
         self._asked: list[Any] = []
-        self._arrived: list[_Arrived] = []
+        self._arrived: list[Arrived] = []
         self._refused: list[tuple[Any, str]] = []
         self._joined, self._returned, self._left = [], [], []
         self._up = self._down = 0
@@ -156,7 +120,7 @@ class Server:
             raise ValueError(f"members: {member!r} is on the roster; its volume stays {self._entries[member].volume}")
         if isinstance(volume, bool) or not isinstance(volume, (int, np.integer)) or not 1 <= volume < MOST_SAMPLES:
             raise ValueError(f"members: volume of {member!r} must be an integer in [1, {MOST_SAMPLES}); got {volume!r}")
-        self._entries[member] = _Entry(int(volume))
+        self._entries[member] = Entry(int(volume))
         self.counts[member] = Counter()
 
     # A round
@@ -206,40 +170,51 @@ class Server:
     def receive(self, member: Hashable, answer: Answer) -> str:
         """Takes an answer in. Call it with the member that the transport has made sure of.
 
-        The bytes of a message that was used before are refused, whoever sends them: an honest member that happens to
-        make them again keeps its difference and sends it with the next one.
+        A message that was used before is refused, whoever sends it and in whatever code: an honest member that happens
+        to make it again keeps its difference and sends it with the next one. Who leaves hands over more than others
+        may send, so that takes an answer that was used, and nothing left of an earlier leave.
 
         Returns:
             Why it is refused, which is counted in `counts` and named in what `close` returns; "" if it is not.
         """
-        number, data, share, leaves = answer
-        self._up += len(data) if isinstance(data, bytes) else 0
+        self._up += len(answer.data) if isinstance(answer.data, bytes) else 0
         entry = self._entries.get(member)
         try:
             if entry is None:
                 raise Refused("unknown", "not on the roster")
-            if not (isinstance(number, int) and isinstance(data, bytes) and isinstance(share, float)):
-                raise Refused("garbage", "an answer is a number, bytes, and a share")
+            well_formed(answer)
+            number = answer.round
             if number != entry.round or not number:
                 kind = "late" if number in entry.fates and number > entry.last else "replay"
                 raise Refused(kind, f"round {number} of this member is decided")
             # Who answers a task has kept what it told: the point, and the fates of earlier answers.
             entry.round, entry.last, entry.version, entry.fates = 0, number, entry.offered, {number: 0.0}
-            size = self.point.size
-            message = opened(data, size, size if leaves else entry.limit)
-            digest = hashlib.sha256(data).digest()
-            if digest in self._digests and np.any(message.values):
-                raise Refused("replay", "the bytes of a message that was used before")
-            if not 0 < share <= 1:
-                raise Refused("shape", f"share must be in (0, 1]; got {share}")
-            norm = share * float(np.linalg.norm(message.values.astype(np.float64)))
-            if norm > self.max_norm * (1 + 1e-9) and not leaves:
-                raise Refused("norm", f"{norm:.2e}; at most {self.max_norm:.2e} is allowed")
+            self._arrived.append(self._checked(member, entry, answer))
         except Refused as why:
             self._refuse(member, why)
             return str(why)
-        self._arrived.append(_Arrived(member, answer, message, digest))
         return ""
+
+    def _checked(self, member: Any, entry: Entry, answer: Answer) -> Arrived:
+        _, data, share, leaves = answer
+        size = self.point.size
+        if leaves and not entry.used:
+            raise Refused("leaves", "no answer of this member was used since it joined or last left")
+        if leaves and any(who == member for who, _ in self._held):
+            raise Refused("leaves", "what this member handed over when it last left is not used up yet")
+        entries = size if leaves else entry.limit
+        room = HEAD_BYTES + (4 * size if leaves else 8 * entries)  # before anything is decoded
+        if len(data) > room:
+            raise Refused("bytes", f"{len(data)} bytes; {entries} entries take at most {room}")
+        message = opened(data, size, entries)
+        digest = content_of(message)
+        if digest in self._digests and np.any(message.values):
+            raise Refused("replay", "a message that was used before")
+        norm = share * float(np.linalg.norm(message.values.astype(np.float64)))
+        most = self.max_norm * (entry.reach(size) if leaves else 1)
+        if norm > most * (1 + 1e-9):
+            raise Refused("norm", f"{norm:.2e}; at most {most:.2e} is allowed")
+        return Arrived(member, answer, message, digest)
 
     def _refuse(self, member: Any, why: Refused) -> None:
         self.counts.setdefault(member, Counter())[why.kind] += 1
@@ -300,14 +275,14 @@ class Server:
         self._clear()
         return result
 
-    def _limit(self, used: list[tuple[_Arrived, float]]) -> float:
+    def _limit(self, used: list[tuple[Arrived, float]]) -> float:
         """The median norm: of those who have just answered, and of the last answers of the others."""
         norms = {member: entry.norm for member, entry in self._entries.items() if entry.norm > 0}
         norms |= {arrived.member: norm for arrived, norm in used if not arrived.answer.leaves and norm > 0}
         ordered = sorted(norms.values())
         return ordered[(len(ordered) - 1) // 2] if ordered else np.inf
 
-    def _chosen(self) -> tuple[list[tuple[_Arrived, float]], list[tuple[Any, str]]]:
+    def _chosen(self) -> tuple[list[tuple[Arrived, float]], list[tuple[Any, str]]]:
         """What is used, with its norm; and what will be clipped."""
         norm_of = lambda arrived: float(np.linalg.norm(arrived.message.values.astype(np.float64)))
         all_ = [(arrived, arrived.answer.share * norm_of(arrived)) for arrived in self._arrived]
@@ -316,21 +291,21 @@ class Server:
         for arrived, norm in all_:
             told = self._entries[arrived.member].told
             most = max(self.bound * limit, told * (1 + 1e-9) if np.isfinite(told) else 0)
-            if arrived.answer.leaves:  # memories of error feedback are at most 2 / alpha differences, alpha = k / d
-                most *= 2 * self.point.size / max(self._entries[arrived.member].limit, 1)
+            if arrived.answer.leaves:
+                most *= self._entries[arrived.member].reach(self.point.size)
             if norm > most:
                 self._refuse(arrived.member, Refused("norm", f"{norm:.2e}; the median is {limit:.2e}"))
                 continue
             used.append((arrived, norm))
-            if not arrived.answer.leaves and norm > limit:
+            if not arrived.answer.leaves and norm > self._room(arrived.member, limit, used):
                 clipped.append((arrived.member, f"norm {norm:.2e}; the median is {limit:.2e}"))
                 self.counts[arrived.member]["clipped"] += 1
         return used, clipped
 
-    def _move(self, used: list[tuple[_Arrived, float]], limit: float) -> int:
+    def _move(self, used: list[tuple[Arrived, float]], limit: float) -> int:
         """Moves the point. Returns 1, with everything as it was, if it would not be finite."""
         parts: list[tuple[Any, Sparse]] = []
-        fates: list[tuple[_Arrived, float]] = []
+        fates: list[tuple[Arrived, float]] = []
         held = []
         leaving = [
             (arrived.member, _vector(arrived.message, self.point.size)) for arrived, _ in used if arrived.answer.leaves
@@ -339,12 +314,15 @@ class Server:
             if arrived.answer.leaves:
                 fates.append((arrived, 1.0))
                 continue
-            share = arrived.answer.share * (min(1.0, limit / norm) if norm else 1.0)
+            room = self._room(arrived.member, limit, used)
+            share = arrived.answer.share * (min(1.0, room / norm) if norm else 1.0)
+            share = share_within(arrived.message.values, share, room)
             parts.append((arrived.member, arrived.message._replace(values=parted(arrived.message.values, share)[0])))
             fates.append((arrived, share))
         for member, vector in self._held + leaving:
             norm = float(np.linalg.norm(vector.astype(np.float64)))
-            share = min(1.0, limit / norm) if norm else 1.0
+            room = self._room(member, limit, used)
+            share = share_within(vector, min(1.0, room / norm) if norm else 1.0, room)
             now, rest = parted(vector, share)
             parts.append((member, Sparse(now, np.arange(vector.size))))
             held.append((member, rest))
@@ -358,6 +336,7 @@ class Server:
         for arrived, share in fates:
             self._entries[arrived.member].fates[arrived.answer.round] = share
         for arrived, norm in used:
+            self._entries[arrived.member].used = not arrived.answer.leaves
             if arrived.answer.leaves:
                 self._left.append(arrived.member)
             else:
@@ -367,6 +346,11 @@ class Server:
             del self._digests[next(iter(self._digests))]
         self._show()
         return 0
+
+    def _room(self, member: Any, limit: float, used: list[tuple[Arrived, float]]) -> float:
+        """Norm that a part of this member may have: its answer and what it handed over share the limit."""
+        held = any(who == member for who, _ in self._held)
+        return limit / 2 if held and any(arrived.member == member for arrived, _ in used) else limit
 
     def _moved(self, parts: list[tuple[Any, Sparse]]) -> tuple[Array, Any]:
         """theta after the outer step with the mean, weighted by the volumes of those who are in it."""

@@ -66,7 +66,7 @@ def test_what_hostile_clients_send_is_refused_and_named(kind):
         assert server.counts["bad"]["used"] == 0
 
 
-REPEATED = "replay: the bytes of a message that was used before"
+REPEATED = "replay: a message that was used before"
 
 
 def _whole(server):
