@@ -24,9 +24,10 @@ norm. Who says that it leaves may hand over a whole memory, once, after an answe
 it in any round.
 """
 
+from jaxcomp.members.checkpoint import load, save
 from jaxcomp.members.member import Member, OutOfStep
 from jaxcomp.members.messages import Answer, Refused, Task, largest, parted
 from jaxcomp.members.roster import Round
 from jaxcomp.members.server import Server
 
-__all__ = ["Answer", "Member", "OutOfStep", "Refused", "Round", "Server", "Task", "largest", "parted"]
+__all__ = ["Answer", "Member", "OutOfStep", "Refused", "Round", "Server", "Task", "largest", "load", "parted", "save"]

@@ -1,14 +1,15 @@
 """A member: the shared point as it knows it, and what it has not delivered yet, on disk."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxcomp.members.checkpoint import read, written
 from jaxcomp.members.messages import Answer, Task, applied, digest_of, largest, opened, parted, whole_of
 from jaxcomp.payloads import Dense
+from jaxcomp.smoothness.sources import BROKEN
 from jaxcomp.wire import encode
 
 __all__ = ["Member", "OutOfStep"]
@@ -155,23 +156,17 @@ class Member:
             answer, values, indices, rest = self._pending
             arrays |= answer._replace(data=np.frombuffer(answer.data, np.uint8))._asdict()  # pyright: ignore
             arrays |= {"values": values, "indices": indices, "rest": rest}
-        draft = self.file.with_name(self.file.name + ".tmp")
-        with draft.open("wb") as out:
-            np.savez(out, **arrays)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(draft, self.file)
+        written(self.file, arrays)
 
     def _load(self, file: Path) -> None:
         try:
-            with np.load(file, allow_pickle=False) as kept:
-                self.version, self.point = int(kept["version"]), kept["point"]
-                self._memory = kept.get("memory")
-                if "round" in kept:
-                    share, leaves = float(kept["share"]), bool(kept["leaves"])
-                    answer = Answer(int(kept["round"]), kept["data"].tobytes(), share, leaves)
-                    self._pending = _Pending(answer, kept["values"], kept["indices"], kept["rest"])
-        except (OSError, ValueError, KeyError, EOFError) as error:
+            kept = read(file)
+            self.version, self.point, self._memory = int(kept["version"]), kept["point"], kept.get("memory")
+            if "round" in kept:
+                share, leaves = float(kept["share"]), bool(kept["leaves"])
+                answer = Answer(int(kept["round"]), kept["data"].tobytes(), share, leaves)
+                self._pending = _Pending(answer, kept["values"], kept["indices"], kept["rest"])
+        except BROKEN as error:
             raise ValueError(f"members: {file} is not the file of a member: {error}") from None
 
 
