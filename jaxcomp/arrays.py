@@ -25,6 +25,7 @@ __all__ = [
     "root_key",
     "row_of",
     "size_of",
+    "started",
     "sum_rows",
     "weighted",
     "wide",
@@ -208,12 +209,22 @@ def zeros_like(like: Tree) -> Tree:
 
 
 def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
-    """`lax.scan` of `add` over stacked messages; no loop is built for a single one."""
+    """`lax.scan` of `add` over stacked messages; no loop is built for a single one. For `total` see `started`."""
+    total = started(total, messages)
     add, messages = _in_slices(add, messages)
     if jax.tree.leaves(messages)[0].shape[0] == 1:
         return add(total, jax.tree.map(lambda a: a[0], messages))
     total, _ = lax.scan(lambda t, m: (add(t, m), None), total, messages)
     return total
+
+
+def started(total: Tree, messages: Tree) -> Tree:
+    """A total to add messages to: itself, or zeros, made once the messages are there, where it has shapes alone."""
+    return zeros_after(messages, total) if _is_shapes(total) else total
+
+
+def _is_shapes(tree: Tree) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 # So many messages of dense codes are added in one pass over the total, on CPU in about half the time of a pass for each
@@ -231,6 +242,7 @@ def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: T
     add, messages = _in_slices(add, messages)
 
     def add_all(total, messages):
+        total = started(total, messages)  # in here zeros are no pass of their own
         for j in range(count):
             total = add(total, jax.tree.map(lambda a: a[j], messages))  # noqa: B023
         return total
@@ -239,6 +251,8 @@ def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: T
     first = next((a for a in jax.tree.leaves(messages) if a.size), None)
     if first is None or jax.default_backend() != "cpu":
         return lax.optimization_barrier(add_all(total, messages))
+    if _is_shapes(total):
+        return lax.cond(always(first), lambda m: add_all(total, m), lambda m: started(total, m), messages)
     return lax.cond(always(first), add_all, lambda total, messages: total, total, messages)
 
 

@@ -40,6 +40,7 @@ from jaxcomp.arrays import (
     root_key,
     row_of,
     size_of,
+    started,
     weighted,
     wide,
     wide_like,
@@ -336,7 +337,8 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
     a compiler may contract a product and the addition that follows into one rounding: the same up to the last place.
 
     Args:
-        total: array or tree, shape of what is decompressed, in the dtype to add in.
+        total: array or tree, shape of what is decompressed, in the dtype to add in; or `jax.ShapeDtypeStruct`s alone,
+            which stand for zeros: they need no pass of their own where messages are decoded entry by entry.
         payloads: payload with a leading axis of n messages on each array.
         weights: [n], None for all ones, or a prefix tree of the payload.
         shared: state of the compressor; with plans of several workers, those of all n, in the order of the messages.
@@ -345,7 +347,7 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
         Like `total`.
     """
     if compressor.accumulate is not None:
-        return compressor.accumulate(total, payloads, weights, shared)
+        return compressor.accumulate(started(total, payloads), payloads, weights, shared)
     like = like_of(total)
     workers = jax.tree.leaves(payloads)[0].shape[0]
 

@@ -145,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
     head = ["method"]
     for layers in options.layers:
         leaves = len(jax.tree.leaves(gpt_like(layers)))
-        head += [f"{leaves} leaves, CPU s", "- psum"]
+        head += [f"{leaves} leaves, CPU s", "beyond psum"]
         if layers == options.layers[0]:
             head += ["temporary / gradient"] + ["ms a step"] * (options.steps > 0)
     notes = (

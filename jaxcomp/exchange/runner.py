@@ -30,7 +30,6 @@ from jaxcomp.base import (
     wide,
     wide_like,
     wrap_key,
-    zeros_after,
 )
 from jaxcomp.exchange.counts import (
     Counts,
@@ -248,9 +247,8 @@ def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
     """The mean of what a route carried; the payloads of all workers are decoded and added, on every worker alike."""
     if carried.payloads is None:
         return carried.mean
-    zeros = varying(zeros_after(carried.payloads, wide_like(out.like)), call.outer)
-    add = lambda *args: accumulate(out.compressor, *args)
-    total = on_equal_types(add, zeros, carried.payloads, carried.weights, out.shared)
+    add = lambda *args: accumulate(out.compressor, wide_like(out.like), *args)
+    total = varying(on_equal_types(add, carried.payloads, carried.weights, out.shared), call.outer)
     # For equal weights 1/n comes last: sums without products are the same bit for bit wherever they are compiled.
     scale = 1 / axis_size(call.axis) if call.weights is None else None
     return total if scale is None else jax.tree.map(lambda t: t * scale, total)

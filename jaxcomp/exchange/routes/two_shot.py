@@ -30,7 +30,6 @@ from jaxcomp.base import (
     finite,
     residual,
     wide_like,
-    zeros_like,
 )
 from jaxcomp.compressors.vector import Rows
 from jaxcomp.exchange.lanes import all_gather, all_to_all, all_to_all_bytes, gather_bytes
@@ -71,9 +70,9 @@ def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, call
         call: see `Call`.
     """
     rows = all_to_all(payload, call.axis)
-    zeros = varying(zeros_like(wide_like(row)), (*axis_names(call.axis), *call.outer))
-    add = lambda *args: accumulate(_of_row(compressor), *args)
-    return on_equal_types(add, zeros, rows, call.weights, _row(shared, call.axis))
+    add = lambda *args: accumulate(_of_row(compressor), wide_like(row), *args)
+    total = on_equal_types(add, rows, call.weights, _row(shared, call.axis))
+    return varying(total, (*axis_names(call.axis), *call.outer))
 
 
 def second_shot(
