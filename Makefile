@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint docs clean
+.PHONY: demo test test-all lint docs figures clean
 
 # Train a small network on digits with six methods; table and plot in about a minute.
 demo: $(VENV)/experiments.done
@@ -27,6 +27,10 @@ lint: $(VENV)/dev.done
 # The documentation, into docs/_build/html. Warnings are errors.
 docs: $(VENV)/docs.done
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+# Tables and pictures of docs/results that take under an hour, made anew; DATA=FOLDER for those that need data.
+figures: $(VENV)/experiments.done
+	$(BIN)/python -m experiments figures --all $(if $(DATA),--data $(DATA))
 
 $(VENV)/python.done:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "jaxcomp needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; set PYTHON=")'

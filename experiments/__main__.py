@@ -39,6 +39,7 @@ EXPERIMENTS = {
         "experiments.scale.workers",
         "1,024 simulated workers: error feedback, DIANA, EF21, DAGC, local updates",
     ),
+    "figures": ("experiments.figures", "tables and pictures of docs/results: which are stale, and to make them anew"),
     "bench": ("experiments.bench", "benchmarks of the hot paths"),
 }
 

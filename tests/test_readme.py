@@ -80,7 +80,7 @@ def test_options_that_are_named_exist(capsys):
 def test_demo_table_is_a_run_of_the_demo():
     """The committed table has the rows of the default methods, and sizes that follow from them."""
     page = DOCS[ROOT / "docs" / "results" / "demo.md"]
-    demo = page[page.index("<!-- demo -->") : page.index("<!-- end demo -->")]
+    demo = page[page.index("<!-- demo") : page.index("<!-- end demo -->")]
     rows = {
         cells[0].strip(): cells
         for cells in (line.strip("| ").split("|") for line in demo.splitlines() if line[:1] == "|")

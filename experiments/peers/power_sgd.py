@@ -86,6 +86,7 @@ def _worker(number: int, folder: str, steps: int, rank: int, first: int, dtype: 
         torch.sum((parallel(x[t]) - y[t]) ** 2).backward()
         with torch.no_grad():
             for name, p in model.named_parameters():
+                assert p.grad is not None  # after backward()
                 p -= RATE * p.grad
                 found[name].append(p.numpy().copy())
     if number == 0:
@@ -104,10 +105,10 @@ def _worker(number: int, folder: str, steps: int, rank: int, first: int, dtype: 
 
 def released(steps: int, rank: int, first: int, dtype: str) -> tuple[Params, Params]:
     """Parameters [steps, ...] of torch's hook, and its first Q of each matrix that it compresses."""
-    import torch.multiprocessing as processes  # pyright: ignore[reportMissingImports]
+    from torch.multiprocessing.spawn import spawn  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(_worker, args=(folder, steps, rank, first, dtype), nprocs=WORKERS)
+        spawn(_worker, args=(folder, steps, rank, first, dtype), nprocs=WORKERS)
         with np.load(Path(folder) / "found.npz") as file:
             found = dict(file)
     q = {name.removeprefix("q "): found.pop(name) for name in list(found) if name.startswith("q ")}

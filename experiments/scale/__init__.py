@@ -148,17 +148,13 @@ def draw(rows: list[dict[str, Any]], memory: float, path: Path) -> Path:
             for number, name in enumerate(names):
                 mine = [r for r in rows if r["entries"] == entries and (r["message"], r["route"]) == name]
                 axis.plot([r["workers"] for r in mine], [r[key] for r in mine], label=": ".join(name), **LINES[number])
-            axis.set(xscale="log", yscale="log", xlabel="devices", ylabel=label, title=f"{entries:.0e} entries")
+            axis.set(xscale="log", yscale="log", xlabel="devices", ylabel=label, title=f"{entries / 1e9:g} G entries")
             axis.set_xscale("log", base=2)
             if key == "held_bytes":
-                axis.axhline(memory, color="0.4", linewidth=1)
-                axis.text(
-                    rows[0]["workers"],
-                    memory * 1.15,
-                    f"a quarter of the memory, {memory / 1e9:g} GB",
-                    fontsize=8,
-                    color="0.3",
-                )
+                quarter = f"a quarter of the memory, {memory / 1e9:g} GB"
+                axis.axhline(memory, color="0.4", linewidth=1, label=quarter)
+                axis.set_ylim(top=1.3 * max(memory, *(r[key] for r in rows if r["entries"] == entries)))
+                axis.legend(*(found[-1:] for found in axis.get_legend_handles_labels()), fontsize=7)
     axes[0].legend(fontsize=7)
     save(figure, path)
     return path

@@ -230,6 +230,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> Path:
             )
         axis.set(yscale="log", xlabel="exchanges", ylabel="f - f*" if task == "quadratics" else "loss")
         axis.set_title(f"{task}, {rows[0]['workers']:,} workers (step size)")
-        axis.legend(fontsize=7)
+        if task == "quadratics":
+            axis.set_ylim(bottom=5e-6)  # an f32 loss says no more
+        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     save(figure, path)
     return path

@@ -282,7 +282,8 @@ def test_accumulate_is_weighted_sum_of_decompress(row, key, seed):
 
     weights, total = np.array([0.5, -1.0, 2.0, 0.25]), vector(seed + 9)
     xs = [vector(seed + i) for i in range(WORKERS)]
-    got, plain, from_shape, from_zeros, decoded = run(xs, list(jax.random.split(key, WORKERS)), jnp.asarray(weights, jnp.float32), total)
+    keys = list(jax.random.split(key, WORKERS))
+    got, plain, from_shape, from_zeros, decoded = run(xs, keys, jnp.asarray(weights, jnp.float32), total)
     np.testing.assert_allclose(got, np.float64(total) + weights @ np.float64(decoded), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(plain, np.float64(total) + np.sum(np.float64(decoded), 0), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(from_shape, from_zeros)

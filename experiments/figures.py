@@ -1,0 +1,165 @@
+"""Tables and pictures of docs/results that a command makes in under an hour: which are stale, and to make them anew.
+
+A table stands on its page between two markers. The first one says when it was made, with which JAX, on how many cores,
+and a hash of the code that it came from: the library, what experiments share, and the experiment itself. Where that
+hash is another one today, or none stands there, the table is stale. Text around a table is not rewritten: rows that
+changed are printed, so that its author can.
+
+    python -m experiments figures                    what is stale
+    python -m experiments figures demo scale         make these anew
+    python -m experiments figures --all [--data DIR] all of them; `make figures`
+"""
+
+import datetime
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from experiments.lib.cli import Parser, UserError, existing_folder
+from experiments.lib.report import new_console, show
+
+__all__ = ["FIGURES", "Figure", "main", "placed", "stamp_of"]
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs" / "results"
+IMAGES = ROOT / "docs" / "images"
+SHARED = ("jaxcomp", "experiments/lib")
+
+
+class Figure(NamedTuple):
+    """A table between its markers.
+
+    page: of docs/results. command: words after `python -m experiments`; {table} is the file to write it to, {data} the
+    folder of --data. Without {table} the command keeps a run, and writes its table.md. source: file or folder below
+    experiments that makes it. minutes: about, on 2 cores. picture: of the run, and its name in docs/images.
+    """
+
+    page: str
+    command: str
+    source: str
+    minutes: int
+    picture: tuple[str, str] | None = None
+
+    def needs_data(self) -> bool:
+        return "{data}" in self.command
+
+
+FIGURES = {
+    "demo": Figure("demo", "compare", "train", 2, ("compare.png", "demo.png")),
+    "bench": Figure("costs", "bench compressors --markdown {table}", "bench/compressors.py", 5),
+    "step": Figure("costs", "bench step --markdown {table}", "bench/step.py", 5),
+    "trees": Figure("costs", "bench trees --markdown {table}", "bench/trees.py", 12),
+    "codes": Figure("costs", "bench codes --markdown {table}", "bench/codes.py", 3),
+    "workers": Figure("scale", "workers", "scale/workers.py", 8, ("workers.png", "workers.png")),
+    "local": Figure(
+        "local",
+        "local --data {data}/tinyshakespeare --every 20 --steps 240 --batch 4 --length 48",
+        "local",
+        10,
+    ),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    p = Parser(prog="python -m experiments figures", description=(__doc__ or "").split("\n\n")[0])
+    p.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}")
+    p.add_argument("--all", action="store_true", help="all of them; without --data those that need none")
+    p.add_argument("--data", type=Path, default=None, metavar="DIR", help="folder with tinyshakespeare")
+    o = p.parse_args(arguments)
+    data = None if o.data is None else existing_folder(o.data).resolve()
+    unknown = [name for name in o.names if name not in FIGURES]
+    if unknown:
+        raise UserError(f"unknown figure {unknown[0]!r}; choose from {', '.join(FIGURES)}")
+    console = new_console()
+    chosen = [name for name in FIGURES if name in o.names or o.all]
+    without = [name for name in chosen if FIGURES[name].needs_data() and data is None]
+    if o.names and without:
+        raise UserError(f"--data is needed for {', '.join(without)}")
+    for name in chosen:
+        if name in without:
+            console.print(f"{name}: left out, it needs --data", highlight=False)
+            continue
+        console.print(f"{name}: about {FIGURES[name].minutes} min", highlight=False)
+        for row in make(name, FIGURES[name], data):
+            console.print(f"  changed: {row}", highlight=False, markup=False)
+    rows = []
+    for name, figure in FIGURES.items():
+        made, stale = state_of(name, figure)
+        rows.append([name, f"docs/results/{figure.page}.md", made, "stale" if stale else "", str(figure.minutes)])
+    notes = "Stale: the code that makes it, or the library, is another one than it was made with."
+    show(console, "Figures of docs/results", ["table", "page", "made", "state", "min"], rows, notes)
+    return 0
+
+
+def make(name: str, figure: Figure, data: Path | None) -> list[str]:
+    """Runs the command and writes its table and picture: the rows that are new."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder) / "table.md"
+        words = [word.format(table=table, data=data) for word in figure.command.split()]
+        run = None
+        if "{table}" not in figure.command:
+            words += ["--runs", folder, "--name", "run"]
+            run, table = Path(folder) / "run", Path(folder) / "run" / "table.md"
+        done = subprocess.run([sys.executable, "-m", "experiments", *words], cwd=ROOT, check=False)
+        if done.returncode:
+            raise UserError(f"python -m experiments {' '.join(words)} ended with {done.returncode}")
+        rows = [line for line in table.read_text().splitlines() if line.startswith("|")]
+        page = RESULTS / f"{figure.page}.md"
+        before = page.read_text()
+        page.write_text(placed(before, name, rows, stamp_of(figure)))
+        if run is not None and figure.picture is not None:
+            shutil.copyfile(run / figure.picture[0], IMAGES / figure.picture[1])
+    return [row for row in rows if row not in before]
+
+
+def markers(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name}(?:: (?P<stamp>[^>]*))? -->\n)(?P<rows>.*?)(<!-- end {name} -->)", re.DOTALL)
+
+
+def placed(page: str, name: str, rows: list[str], stamp: str) -> str:
+    """The page with these rows between the markers of a table, the first of which says `stamp`.
+
+    Raises:
+        ValueError: the markers are not there.
+    """
+    if not markers(name).search(page):
+        raise ValueError(f"no <!-- {name} --> and <!-- end {name} --> on the page")
+    body = "\n".join(rows)
+    return markers(name).sub(lambda _: f"<!-- {name}: {stamp} -->\n{body}\n<!-- end {name} -->", page)
+
+
+def stamp_of(figure: Figure) -> str:
+    """When, with what and from which code: what the marker says."""
+    import jax
+
+    date = datetime.datetime.now(datetime.UTC).date()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{date}, JAX {jax.__version__}, {cores} cores, code {code_of(figure)}"
+
+
+def code_of(figure: Figure) -> str:
+    """A short hash of the Python files that the table comes from."""
+    found = []
+    for place in (*SHARED, f"experiments/{figure.source}"):
+        path = ROOT / place
+        found += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in found:
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def state_of(name: str, figure: Figure) -> tuple[str, bool]:
+    """What the marker says, and whether the table is stale."""
+    found = markers(name).search((RESULTS / f"{figure.page}.md").read_text())
+    if found is None:
+        raise ValueError(f"docs/results/{figure.page}.md has no <!-- {name} -->")
+    made = found["stamp"] or ""
+    return made.rpartition(", code ")[0], not made.endswith(f"code {code_of(figure)}")

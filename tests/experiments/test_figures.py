@@ -1,0 +1,72 @@
+"""Tables of docs/results that commands make."""
+
+import pytest
+
+from experiments import figures
+from experiments.figures import FIGURES, Figure, main, markers, placed, state_of
+from experiments.lib.cli import UserError
+
+PAGE = "# Page\n\n<!-- sizes -->\n| a |\n| --- |\n| 1 |\n<!-- end sizes -->\n\ntext\n"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_stands_on_its_page(name):
+    figure = FIGURES[name]
+    page = (figures.RESULTS / f"{figure.page}.md").read_text()
+    found = markers(name).findall(page)
+    assert len(found) == 1
+    assert found[0][2].count("\n| ") >= 3
+    assert (figures.ROOT / "experiments" / figure.source).exists()
+    assert figure.minutes < 60
+    if figure.picture is not None:
+        assert (figures.IMAGES / figure.picture[1]).stat().st_size > 1000
+        assert f"images/{figure.picture[1]}" in page
+
+
+def test_rows_are_placed_between_the_markers_again_and_again():
+    once = placed(PAGE, "sizes", ["| a |", "| --- |", "| 2 |"], "today, code 12")
+    assert once == PAGE.replace("| 1 |", "| 2 |").replace("<!-- sizes -->", "<!-- sizes: today, code 12 -->")
+    assert placed(once, "sizes", ["| a |", "| --- |", "| 1 |"], "later").replace(": later", "") == PAGE
+
+
+def test_a_page_without_the_markers_is_refused():
+    with pytest.raises(ValueError, match="no <!-- other -->"):
+        placed(PAGE, "other", [], "today")
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """One figure, on a page of its own."""
+    (tmp_path / "page.md").write_text(PAGE.replace("sizes", "scale"))
+    figure = Figure("page", "scale --workers 8 --entries 1e6", "scale/__init__.py", 1)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "FIGURES", {"scale": figure, "text": figure._replace(command="local --data {data}")})
+    return figure, tmp_path / "page.md"
+
+
+def test_a_table_is_stale_until_it_is_made_and_after_its_code_changes(small, monkeypatch):
+    figure, page = small
+    assert state_of("scale", figure) == ("", True)
+    new = figures.make("scale", figure, None)
+    assert any("two_shot" in row for row in new)
+    made, stale = state_of("scale", figure)
+    assert "JAX" in made
+    assert not stale
+    assert "| 1 |" not in page.read_text()
+    monkeypatch.setattr(figures, "SHARED", ("jaxcomp",))
+    assert state_of("scale", figure) == (made, True)
+
+
+def test_what_needs_data_is_named(small):
+    with pytest.raises(UserError, match="--data is needed for text"):
+        main(["text"])
+    with pytest.raises(UserError, match="unknown figure 'tables'"):
+        main(["tables"])
+
+
+def test_a_command_that_fails_leaves_the_page(small):
+    figure, page = small
+    before = page.read_text()
+    with pytest.raises(UserError, match="ended with 2"):
+        figures.make("scale", figure._replace(command="scale --workers 0"), None)
+    assert page.read_text() == before
