@@ -22,36 +22,31 @@ WORKERS, BATCH, CHUNK = 4, 16, 4096
 
 
 class Task(NamedTuple):
-    """params; loss(params, batch); batch(seed, step) -> arrays with a leading axis of workers; lr of Adam."""
+    """params; loss(params, *batch); batch(seed, step) -> arrays with a leading axis of workers; lr of Adam."""
 
     name: str
     params: Any
-    loss: Callable[[Any, Any], Any]
+    loss: Callable[..., Any]
     batch: Callable[[int, int], Any]
     lr: float
 
 
 def cnn(folder: Path | None) -> Task:
-    import jax.numpy as jnp
     import numpy as np
-    import optax
     from flax import nnx
 
     from experiments.lib.data import load
     from experiments.lib.models import Cnn
+    from experiments.lib.step import classified
 
     data = load("digits", folder)
     graph, params, rest = nnx.split(Cnn(data.train_x.shape[1:], data.num_classes, nnx.Rngs(0)), nnx.Param, ...)
 
-    def loss(params, batch):
-        logits = nnx.merge(graph, params, rest)(batch["x"])
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]))
-
     def batch(seed, step):
         rows = np.random.default_rng([seed, step]).integers(0, len(data.train_x), (WORKERS, BATCH))
-        return {"x": data.train_x[rows], "y": data.train_y[rows]}
+        return data.train_x[rows], data.train_y[rows]
 
-    return Task("CNN, digits", params, loss, batch, 1e-3)
+    return Task("CNN, digits", params, classified(graph, rest), batch, 1e-3)
 
 
 def transformer(path: Path | None, length: int, width: int) -> Task:
@@ -62,7 +57,7 @@ def transformer(path: Path | None, length: int, width: int) -> Task:
 
     def batch(seed, step):
         rows = texts.windows(text.codes[: text.train], WORKERS * BATCH, sizes.length, seed, step)
-        return rows.reshape(WORKERS, BATCH, -1)
+        return (rows.reshape(WORKERS, BATCH, -1),)
 
     loss = lambda params, windows: mean_loss(params, windows, LAYOUTS["data"])
     return Task(f"transformer, {text.name}", initial(sizes, 0), loss, batch, 1e-3)
@@ -103,18 +98,14 @@ def train(task: Task, algorithm: Any, steps: int, seeds: Sequence[int], tick: Ca
     import optax
 
     import jaxcomp as jc
+    from experiments.lib.step import training_step
 
     tx = optax.chain(jc.compressed_mean(algorithm, "data"), optax.adam(task.lr))
     axes = jc.init_state(tx, task.params, WORKERS, "data")[1]
-
-    def step(params, state, batch):
-        loss, grads = jax.value_and_grad(task.loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, jax.lax.pmean(loss, "data")
-
-    mapped = jax.jit(
-        jax.vmap(step, in_axes=(None, axes, 0), out_axes=(None, axes, None), axis_name="data"), donate_argnums=(0, 1)
-    )
+    step = training_step(tx, task.loss, "data")
+    on_batch = lambda params, state, batch: step(params, state, *batch)
+    mapped = jax.vmap(on_batch, in_axes=(None, axes, 0), out_axes=(None, axes, None), axis_name="data")
+    mapped = jax.jit(mapped, donate_argnums=(0, 1))
     losses, taken, compiled = [], [], 0.0
     for seed in seeds:
         params = jax.tree.map(jnp.array, task.params)

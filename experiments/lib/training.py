@@ -28,6 +28,7 @@ import jaxcomp as jc
 from experiments.lib.cli import UserError
 from experiments.lib.data import Dataset, batch_of
 from experiments.lib.errors import reading
+from experiments.lib.step import classified, training_step
 from jaxcomp.base import Algorithm
 
 __all__ = [
@@ -149,16 +150,13 @@ class Trainer:
         return jc.skip_nonfinite(chain, AXIS) if self.nonfinite == "skip" else chain
 
     def _compile(self, params: Any) -> Any:
-        def loss_of(params, x, y):
-            logits = nnx.merge(self.graph, params)(x)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        # Added in the order of the workers, whatever carries them: a sum on the way has an order of its own.
+        in_order = lambda loss, axis: lax.all_gather(loss, axis, to="invarying").mean()
+        one = training_step(self.transform, classified(self.graph), AXIS, mean=in_order)
 
         def step(state, x, y):
-            loss, grads = jax.value_and_grad(loss_of)(jc.per_worker(state.params, AXIS), x, y)
-            updates, optimizer = self.transform.update(grads, state.optimizer, state.params)
-            # Added in the order of the workers, whatever carries them: a sum on the way has an order of its own.
-            losses = lax.all_gather(loss, AXIS, to="invarying")
-            return State(optax.apply_updates(state.params, updates), optimizer), losses.mean()
+            params, optimizer, loss = one(*state, x, y)
+            return State(params, optimizer), loss
 
         specs = State(P(), self.specs)
         step = jax.shard_map(step, mesh=self.mesh, in_specs=(specs, P(AXIS), P(AXIS)), out_specs=(specs, P()))

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import jaxcomp as jc
+from experiments.lib.step import training_step
 from experiments.lib.text import Text, windows
 from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
 from experiments.local.methods import Setup
@@ -44,11 +45,11 @@ class Trainer:
         self.state, axes = jc.init_state(self.tx, start, workers, "data")
         self.params = jax.tree.map(lambda p: jnp.stack([p] * workers), start)
         self.loss = lambda params, tokens: mean_loss(params, tokens, LAYOUTS["data"])
+        step = training_step(self.tx, self.loss)
 
-        def one(params, state, tokens):
-            loss, grads = jax.value_and_grad(self.loss)(params, tokens)
-            updates, state = self.tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, loss, jc.info(state)
+        def one(*arguments):
+            params, state, loss = step(*arguments)
+            return params, state, loss, jc.info(state)
 
         mapped = jax.vmap(one, in_axes=(0, axes, 0), out_axes=(0, axes, 0, 0), axis_name="data")
         self.step = jax.jit(mapped, donate_argnums=(0, 1))

@@ -9,15 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.lib.data import Dataset, batch_of, load, split
 from experiments.lib.models import MODELS, Transformer
 from experiments.lib.pool import note
+from experiments.lib.step import classified, training_step
 from experiments.lib.text import text_of
 from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, trained_by
@@ -120,17 +119,8 @@ class Compressed(Training):
         self.init = lambda params: jc.init_state(tx, params, workers.mesh, AXIS)
         params = workers.replicate(self.params)
         state, specs = self.init(params)
-
-        def loss_of(params, x, y):
-            logits = nnx.merge(self.graph, params)(x)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-        def one(params, state, x, y):
-            loss, grads = jax.value_and_grad(loss_of)(jc.per_worker(params, AXIS), x, y)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, lax.pmean(loss, AXIS)
-
         specs = (P(), specs, P(AXIS), P(AXIS))
+        one = training_step(tx, classified(self.graph), AXIS)
         step = jax.shard_map(one, mesh=workers.mesh, in_specs=specs, out_specs=(*specs[:2], P()))
         batch = [workers.own(x) for x in next(self.batches(1))]
         self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, *batch).compile()

@@ -21,28 +21,22 @@ def transformer(workers: int, size: int, seed: int, text: Path | None, steps: in
     """The first `size` entries of the gradients of the workers, each on 16 windows of its own, after so many steps."""
     import jax
     import jax.numpy as jnp
-    import optax
     from jax.flatten_util import ravel_pytree
 
+    from experiments.lib.step import dense
     from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
 
     codes, characters = read_characters(text)
     params = jax.tree.map(jnp.asarray, initial(Sizes(characters, 64, 64, 4, 3), seed))
-    optimizer = optax.adam(2e-3)
     grad = jax.grad(lambda params, windows: mean_loss(params, windows, LAYOUTS["data"]))
 
     def windows(step: int, worker: int) -> np.ndarray:
         starts = np.random.default_rng([seed, step, worker]).integers(0, len(codes) - 65, 16)
         return codes[starts[:, None] + np.arange(65)]
 
-    @jax.jit
-    def step(params, state, windows):
-        updates, state = optimizer.update(grad(params, windows), state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = optimizer.init(params)
-    for number in range(steps):
-        params, state = step(params, state, windows(number, 0))
+    start = params
+    for params, _ in dense(start, grad, 2e-3, ((windows(number, 0),) for number in range(steps))):  # noqa: B007
+        pass
     flat = jax.jit(lambda params, windows: ravel_pytree(grad(params, windows))[0])
     rows = [np.asarray(flat(params, jnp.asarray(windows(steps, 1 + i)))) for i in range(workers)]
     if rows[0].size < size:

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.lib.cli import UserError
+from experiments.lib.step import training_step
 from experiments.lib.text import Text, windows
 from experiments.lib.transformer import DATA, LAYOUTS, Sizes, initial, mean_loss
 from jaxcomp.base import Algorithm
@@ -134,13 +134,7 @@ class Program:
 
     def mapped_step(self) -> Any:
         """(params, state, windows) -> (params, state, loss), each device with its shards."""
-
-        def step(params, state, tokens):
-            loss_of = lambda params: mean_loss(params, tokens, self.layout)
-            loss, grads = jax.value_and_grad(loss_of)(jc.per_worker(params, DATA))
-            updates, state = self.transform.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, lax.pmean(loss, DATA)
-
+        step = training_step(self.transform, lambda params, tokens: mean_loss(params, tokens, self.layout), DATA)
         specs = (self.specs, self.state_specs)
         return jax.shard_map(step, mesh=self.mesh, in_specs=(*specs, self.layout.batch), out_specs=(*specs, P()))
 

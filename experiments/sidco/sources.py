@@ -78,24 +78,10 @@ def record_text(path: Path, steps: int, seed: int) -> np.ndarray:
 def record(model: Any, batch: Callable, steps: int, rate: float) -> np.ndarray:
     """All leaves of each gradient as one vector, in the order of `jax.tree.leaves`."""
     import jax
-    import optax
     from flax import nnx
-    from jax.flatten_util import ravel_pytree
+
+    from experiments.lib.step import classified, dense
 
     graph, params, rest = nnx.split(model, nnx.Param, ...)
-    optimizer = optax.adam(rate)
-
-    def loss_of(params, x, y):
-        return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graph, params, rest)(x), y).mean()
-
-    @jax.jit
-    def step(params, state, x, y):
-        grads = jax.grad(loss_of)(params, x, y)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, ravel_pytree(grads)[0]
-
-    state, recorded = optimizer.init(params), []
-    for number in range(steps):
-        params, state, gradient = step(params, state, *batch(number))
-        recorded.append(np.asarray(gradient))
-    return np.stack(recorded)
+    gradient = jax.grad(classified(graph, rest))
+    return np.stack([flat for _, flat in dense(params, gradient, rate, map(batch, range(steps)))])

@@ -117,19 +117,17 @@ def network(seed: int = 0) -> Problem:
     """Two hidden layers of 256 on scikit-learn's digits: zeros in the gradient come from ReLU and from empty pixels."""
     import jax
     import jax.numpy as jnp
-    import optax
     from flax import nnx
     from jax.flatten_util import ravel_pytree
 
     from experiments.lib.models import Mlp
+    from experiments.lib.step import classified
 
     images = load("digits")
     graph, params, rest = nnx.split(Mlp(images.train_x.shape[1:], 10, rngs=nnx.Rngs(seed)), nnx.Param, ...)
     vector, unravel = ravel_pytree(params)
-
-    def loss(params, data, batch):
-        model = nnx.merge(graph, unravel(params), rest)
-        return optax.softmax_cross_entropy_with_integer_labels(model(data[0][batch]), data[1][batch]).mean()
+    of_params = classified(graph, rest)
+    loss = lambda vector, data, batch: of_params(unravel(vector), data[0][batch], data[1][batch])
 
     data = (jnp.asarray(images.train_x), jnp.asarray(images.train_y))
     return Problem("network, digits", np.asarray(vector), len(images.train_y), data, loss, jax.grad(loss))

@@ -58,26 +58,16 @@ def methods() -> dict[str, Any]:
 
 def record(problem: Any, batch: int, steps: int, number: int, rate: float, seed: int) -> list[np.ndarray]:
     """`number` gradients f32[d] of batches, evenly spaced over so many steps of Adam."""
-    import jax
-    import optax
+    import jax.numpy as jnp
 
-    optimizer = optax.adam(rate)
+    from experiments.lib.step import dense
 
-    @jax.jit
-    def step(params, state, data, chosen):
-        grads = problem.gradient(params, data, chosen)
-        updates, state = optimizer.update(grads, state)
-        return optax.apply_updates(params, updates), state, grads
+    def batch_of(step: int) -> Any:
+        return problem.data, np.random.default_rng([seed, 6, step]).integers(0, problem.examples, batch)
 
-    params, kept = jax.numpy.asarray(problem.params), []
-    state = optimizer.init(params)
     wanted = set(np.linspace(1, steps, number).round().astype(int))
-    for number_ in range(1, steps + 1):
-        chosen = np.random.default_rng([seed, 6, number_]).integers(0, problem.examples, batch)
-        params, state, grads = step(params, state, problem.data, chosen)
-        if number_ in wanted:
-            kept.append(np.asarray(grads))
-    return kept
+    taken = dense(jnp.asarray(problem.params), problem.gradient, rate, map(batch_of, range(1, steps + 1)))
+    return [flat for step, (_, flat) in enumerate(taken, 1) if step in wanted]
 
 
 def timed(call: Callable[[], Any], repeats: int = 3) -> tuple[Any, float]:

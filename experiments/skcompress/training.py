@@ -63,9 +63,9 @@ def train(
     """One run, from the same start and with the same batches for every method."""
     import jax
     import jax.numpy as jnp
-    import optax
 
     import jaxcomp as jc
+    from experiments.lib.step import updated
     from jaxcomp.base import State, advance
 
     d = problem.params.size
@@ -86,8 +86,8 @@ def train(
         keys = jax.random.split(jax.random.fold_in(key, round_), workers)
         run = lambda x: one_worker(params, x[0], x[1], shared, data, x[2], x[3])
         sent, memories, locals_, bits = jax.lax.map(run, (memories, locals_, chosen, keys))
-        updates, state = optimizer.update(jnp.mean(sent, axis=0), state, params)
-        return (optax.apply_updates(params, updates), state, memories, locals_, advance(compressor, shared)), bits
+        new = updated(optimizer, jnp.mean(sent, axis=0), state, params)
+        return (*new, memories, locals_, advance(compressor, shared)), bits
 
     whole = jax.jit(problem.loss)
     sample = np.random.default_rng([seed, 7]).permutation(problem.examples)[:2000]

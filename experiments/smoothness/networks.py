@@ -21,6 +21,7 @@ from experiments.lib.folders import Journal, write_json
 from experiments.lib.models import Cnn
 from experiments.lib.plots import LINES, new_figure, running_mean, save
 from experiments.lib.report import new_console, show
+from experiments.lib.step import classified, updated
 
 __all__ = ["networks"]
 
@@ -115,10 +116,6 @@ def train(data: Any, kind: Kind, share: float, seed: int, steps: int) -> dict[st
     parts = split(data.train_y, WORKERS, 0.5, seed)
     x, y = jnp.asarray(data.train_x), jnp.asarray(data.train_y)
     logits = lambda params, x: nnx.merge(graph, params)(x)
-
-    def loss(params, x, y):
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits(params, x), y))
-
     estimate = jax.jit(
         lambda params, key: jc.smoothness.ggn_diagonal(lambda p: logits(p, x[:512]), params, key, samples=8)
     )
@@ -137,10 +134,8 @@ def train(data: Any, kind: Kind, share: float, seed: int, steps: int) -> dict[st
     state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS, out_axes=axes)(jnp.arange(WORKERS))
 
     def worker(params, state, x, y):
-        value, grads = jax.value_and_grad(loss)(params, x, y)
-        payload = compressor_payload_bits(grads, state)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value, payload
+        value, grads = jax.value_and_grad(classified(graph))(params, x, y)
+        return *updated(tx, grads, state, params), value, compressor_payload_bits(grads, state)
 
     def compressor_payload_bits(grads, state):
         """What this worker is about to send, in Elias codes; the draw is that of a fixed key."""
