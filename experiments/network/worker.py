@@ -14,7 +14,7 @@ from experiments.lib.pool import answer, or_die, requests
 from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, PEERS, transformation
 from experiments.network.training import Compressed, Training
-from jaxcomp.plan.offline import Inseparable, offline
+from jaxcomp.plan.offline import Inseparable, offline, settled
 
 __all__ = ["work"]
 
@@ -111,10 +111,13 @@ class Exchange:
         if self.alone is None:
             state, gradients = jax.tree.map(lambda x: jnp.array(x.addressable_data(0)), (self.state, self.gradients))
             try:
-                program, received = offline(self.one, {AXIS: jax.device_count()}, state, gradients[0])
+                halves = offline(self.one, {AXIS: jax.device_count()}, state, gradients[0])
             except Inseparable:  # its time without the network cannot be measured
                 return {"seconds": None}
-            self.alone = jax.jit(program, donate_argnums=2), received, state, gradients
+            run, first = jax.jit(halves.whole, donate_argnums=2), jnp.zeros((), jnp.int32)
+            send = lambda received: run(first, received, jax.tree.map(jnp.copy, state), gradients[0])[0]
+            received = [jnp.asarray(x) for x in settled(halves.arrivals, send)]
+            self.alone = run, received, state, gradients
         run, received, state, gradients = self.alone
         gradient, place = gradients[self.count % GRADIENTS], jnp.asarray(self.number, jnp.int32)
         self.count += 1

@@ -33,6 +33,11 @@ class Row(NamedTuple):
     bound: bool = False
 
     @property
+    def known(self) -> bool:
+        """Whether its seconds are more than a lower bound."""
+        return self.measured is not None or not self.bound
+
+    @property
     def seconds(self) -> float:
         """Per step: measured, where it was; else predicted."""
         return self.parts.total if self.measured is None else self.measured
@@ -65,8 +70,7 @@ def predicted(
     work = facts.work[candidate.name] if known else Work(Line(0.0, 0.0), Line(0.0, 0.0))
     shares = shares_of(candidate, like, workers)
     encode, everything = work.encode.seconds(entries), work.all.seconds(entries)
-    extra = (len(shares) - 1) * (work.all.base + work.encode.base) / 2
-    decode = max(everything - encode, 0.0) + facts.tree + extra
+    decode = max(everything - encode, 0.0)
     buckets = [Bucket(share, encode * share, network.mean * share, decode * share) for share in shares]
     parts = step_seconds(
         facts.gradient,
@@ -119,11 +123,9 @@ def choose(rows: Sequence[Row], margin: float = MARGIN) -> Row:
     Raises:
         ValueError: there is none, or none is eligible.
     """
-    eligible = [row for row in rows if row.refused is None]
-    if not eligible:
+    tried = _comparable(rows)
+    if not tried:
         raise ValueError("plan: candidates must hold at least one that is eligible; all are refused")
-    known = [row for row in eligible if not row.bound] or eligible
-    tried = [row for row in known if row.measured is not None] or known
     best = min(tried, key=lambda row: row.seconds)
     dense = min((row for row in tried if row.candidate.dense), key=lambda row: row.seconds, default=None)
     return dense if dense is not None and dense.seconds <= (1 + margin) * best.seconds else best
@@ -137,10 +139,11 @@ def verdict(rows: Sequence[Row], chosen: Row) -> str:
         if best is None:
             return f"{text}; no compressed candidate is eligible"
         text += f" takes {_ms(chosen.seconds)} a step. The fastest compressed candidate, {best.candidate.name},"
-        if best.bound:
+        if not best.known:
             return f"{text} was {_unmeasured(best, chosen)}"
         more = best.seconds / chosen.seconds - 1
-        return f"{text} is {abs(more):.0%} {'slower' if more > 0 else 'faster'}: it {_difference(best, chosen)}"
+        text += f" is {abs(more):.0%} {'slower' if more > 0 else 'faster'}"
+        return text if best.bound else f"{text}: it {_difference(best, chosen)}"
     text = f"compress: {chosen.candidate.name} takes {_ms(chosen.seconds)} a step"
     if dense is None:
         return text
@@ -157,21 +160,28 @@ def reason(row: Row, dense: Row | None, chosen: Row) -> str:
         return row.refused
     if row is dense:
         return "the best dense candidate"
-    if row.bound:
+    if not row.known:
         return _unmeasured(row, chosen)
     if dense is None:
         return ""
     both = row.measured is not None and dense.measured is not None
     more = row.seconds - dense.seconds if both else row.parts.total - dense.parts.total
-    words = f"{_ms(abs(more))} {'slower' if more > 0 else 'faster'} than {dense.candidate.name}: "
-    words += _difference(row, dense)
+    words = f"{_ms(abs(more))} {'slower' if more > 0 else 'faster'} than {dense.candidate.name}"
+    words += "" if row.bound else f": {_difference(row, dense)}"
     return words + (f", an exchange every {row.candidate.every} steps" if row.candidate.every > 1 else "")
 
 
+def _comparable(rows: Sequence[Row]) -> list[Row]:
+    """Those that are eligible: the ones that were run, else those whose work is known, else all."""
+    eligible = [row for row in rows if row.refused is None]
+    known = [row for row in eligible if row.known] or eligible
+    return [row for row in known if row.measured is not None] or known
+
+
 def _best(rows: Sequence[Row], dense: bool) -> Row | None:
-    """The fastest eligible one of either kind, of those whose work is known if there are any."""
-    kind = [row for row in rows if row.candidate.dense == dense and row.refused is None]
-    return min([row for row in kind if not row.bound] or kind, key=lambda row: row.seconds, default=None)
+    """The fastest of either kind."""
+    kind = _comparable([row for row in rows if row.candidate.dense == dense])
+    return min(kind, key=lambda row: row.seconds, default=None)
 
 
 def _ms(seconds: float) -> str:

@@ -70,26 +70,26 @@ class Candidate(NamedTuple):
 
 def dense_candidates() -> list[Candidate]:
     """All entries, in f32 and bf16, by their best routes."""
+    bf16 = direct(cast("bfloat16"))
     return [
         Candidate("f32", direct(identity()), dense=True),
-        Candidate("bf16", direct(cast("bfloat16")), dense=True),
-        Candidate("bf16:two_shot", direct(cast("bfloat16")), "two_shot", dense=True),
+        Candidate("bf16", bf16, dense=True),
+        Candidate("bf16:two_shot", bf16, "two_shot", dense=True),
     ]
 
 
 def default_candidates() -> list[Candidate]:
     """What is compared where the user names nothing: dense first, then codes, then sparse messages."""
-    quarter = lambda: direct(dithering(7, block_size=512))
-    sparse = lambda ratio: error_feedback(sidco(ratio))
+    quarter, hundredth = direct(dithering(7, block_size=512)), error_feedback(sidco(0.01))
     return [
         *dense_candidates(),
         Candidate("fp8+ef:two_shot", error_feedback(cast("float8_e4m3fn")), "two_shot"),
-        Candidate("dithering(7):two_shot", quarter(), "two_shot"),
-        Candidate("dithering(7):gather", quarter(), "gather"),
+        Candidate("dithering(7):two_shot", quarter, "two_shot"),
+        Candidate("dithering(7):gather", quarter, "gather"),
         Candidate("sign+ef:two_shot", error_feedback(sign()), "two_shot"),
-        Candidate("sidco(0.01)+ef", sparse(0.01)),
-        Candidate("sidco(0.01)+ef:two_shot", sparse(0.01), "two_shot"),
-        Candidate("sidco(0.001)+ef", sparse(0.001)),
+        Candidate("sidco(0.01)+ef", hundredth),
+        Candidate("sidco(0.01)+ef:two_shot", hundredth, "two_shot"),
+        Candidate("sidco(0.001)+ef", error_feedback(sidco(0.001))),
         Candidate("narrow(sidco(0.001))+ef", error_feedback(narrow(sidco(0.001), values="bfloat16", indices="uint16"))),
     ]
 

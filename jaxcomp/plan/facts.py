@@ -15,12 +15,12 @@ from jaxcomp.plan.predict import Line
 
 __all__ = ["Facts", "Work", "from_text", "read", "to_text", "write"]
 
-VERSION = 1
+VERSION = 2
 
 
 class Work(NamedTuple):
-    """Of one candidate, against entries. encode: to compress; all: with decoding and the memory; error: of the largest
-    message that was measured, |C(x) - x|^2 / |x|^2, None where it is not known."""
+    """Of one candidate, against entries. encode: to compress; all: with decoding, the memory and the layout of the
+    tree; error: of the message that was measured, |C(x) - x|^2 / |x|^2, None where it is not known."""
 
     encode: Line
     all: Line
@@ -33,7 +33,7 @@ class Facts(NamedTuple):
     about: which machine, model and versions these are of; two plans with equal `about` share a file.
     sizes: axis -> workers. fits: axis -> kind -> `Fit`. work: candidate -> `Work`.
     gradient: seconds of loss and gradient; forward_share: of it.
-    tree: seconds to lay the tree out as vectors and back. overlap: e of `predict`.
+    overlap: e of `predict`.
     """
 
     about: Mapping[str, Any]
@@ -42,7 +42,6 @@ class Facts(NamedTuple):
     work: Mapping[str, Work]
     gradient: float
     forward_share: float
-    tree: float
     overlap: float
 
 
@@ -54,7 +53,6 @@ def to_text(facts: Facts) -> str:
         "sizes": dict(facts.sizes),
         "gradient": facts.gradient,
         "forward_share": facts.forward_share,
-        "tree": facts.tree,
         "overlap": facts.overlap,
         "fits": {
             axis: {
@@ -88,7 +86,7 @@ def from_text(text: str, where: str = "the file") -> Facts:
             name: Work(_line(each["encode"]), _line(each["all"]), each["error"])
             for name, each in dict(plain["work"]).items()
         }
-        numbers = [float(plain[name]) for name in ("gradient", "forward_share", "tree", "overlap")]
+        numbers = [float(plain[name]) for name in ("gradient", "forward_share", "overlap")]
         return Facts(plain["about"], {a: int(n) for a, n in plain["sizes"].items()}, fits, work, *numbers)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"plan: {where} must hold what a plan has measured; {type(error).__name__}: {error}") from None

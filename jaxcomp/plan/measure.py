@@ -1,11 +1,12 @@
-"""What a plan needs to know of a machine, measured: links, encoding and decoding, gradients, overlap.
+"""What a plan needs to know of a machine, measured: links, encoding and decoding, overlap.
 
 All processes run the same programs at the same time, so that workers which share cores slow each other down here as
 they will in training. A time is the median over rounds of the slowest process.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +17,22 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.base import like_of
 from jaxcomp.exchange.varying import axis_names
-from jaxcomp.layout import DEFAULT, join, plan_of, split
+from jaxcomp.layout import join, split
 from jaxcomp.plan.candidates import Candidate, plan_for
 from jaxcomp.plan.clock import Clock
+from jaxcomp.plan.facts import Work
 from jaxcomp.plan.links import Fit, Sample, check_kind, fit
-from jaxcomp.plan.offline import Inseparable, evaluate, offline
-from jaxcomp.plan.predict import overlap_of
+from jaxcomp.plan.offline import Inseparable, evaluate, offline, settled
+from jaxcomp.plan.predict import line_through, overlap_of
 
-__all__ = ["Encoding", "encoding_at", "largest", "links_of", "local_rows", "overlap_on", "sweep", "tree_seconds"]
+__all__ = ["largest", "links_of", "local_rows", "overlap_on", "sample_of", "sweep", "work_of"]
 
 Array = jax.Array
 LEAST_BYTES = 256  # of an operand in a sweep
 STEP = 8  # from one size to the next
 MOST_BYTES = 2**26
+ROUNDS = 5  # of encoding and of decoding
+MOST_ENTRIES = 2**24  # of a gradient whose encoding is measured
 
 
 # ------------------------------------------------------------------------------------------------
@@ -112,119 +116,105 @@ def links_of(
 # Encoding and decoding
 
 
-class Encoding(NamedTuple):
-    """Of one candidate at one size. encode: seconds to compress; all: with decoding n messages and the memory; error:
-    |C(x) - x|^2 / |x|^2 of this message, None where there is no compressor."""
+def sample_of(grads: Any, most: int = MOST_ENTRIES) -> Any:
+    """The gradient of this process's first device; of a larger one an equal share of the longest axis of each leaf.
 
-    entries: int
-    encode: float
-    all: float
-    error: float | None
+    >>> jax.tree.map(np.shape, sample_of({"w": np.ones((4, 30)), "b": np.ones(30)}, 100))
+    {'b': (20,), 'w': (4, 20)}
+    """
+    whole = jax.tree.map(lambda x: np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x), grads)
+    share = most / max(sum(x.size for x in jax.tree.leaves(whole)), 1)
+
+    def cut(x):
+        if share >= 1 or not x.ndim:
+            return x
+        axis = int(np.argmax(x.shape))
+        return np.ascontiguousarray(np.take(x, range(math.ceil(share * x.shape[axis])), axis))
+
+    return jax.tree.map(cut, whole)
 
 
-def encoding_at(
-    clock: Clock, candidate: Candidate, axis: Any, gradient: np.ndarray, seconds: float, apart: bool = True
-) -> Encoding:
-    """Measures the work of one exchange without its network, on a gradient of one array.
+def work_of(clock: Clock, candidate: Candidate, axis: Any, grads: Any, seconds: float) -> Work:
+    """The work of one exchange without its network, and what a message loses.
+
+    Encoding is what needs nothing that is received; all else is decoding. Both follow the number of entries.
 
     Args:
         clock, axis: where.
         candidate: whose collectives are replaced by what they would bring (`offline`).
-        gradient: f32[d] of this process.
+        grads: tree of numpy arrays, of this process.
         seconds: most time for the rounds.
-        apart: whether compressing is measured apart, and what a message loses.
     """
-    key = ("encoding", candidate.name, axis, gradient.size)
-    encode = error = None
-    if apart:
-        compress, lost = clock.keep((*key, "compress"), lambda: _compressing(clock, candidate, axis, gradient))
-        error = lost
-        encode = 0.0 if compress is None else clock.median(compress, 5, seconds / 3)[0]
-    run = clock.keep((*key, "all"), lambda: _working(clock, candidate, axis, gradient))
-    whole = clock.median(run, 7, seconds / 2)[0] if run is not None else encode or 0.0
-    return Encoding(gradient.size, min(whole if encode is None else encode, whole), whole, error)
+    entries = float(sum(x.size for x in jax.tree.leaves(grads)))
+    make = lambda: _working(clock, candidate, axis, grads)
+    first, second, error = clock.keep(("work", candidate.name, axis), make)
+    times = [0.0 if run is None else clock.median(run, ROUNDS, seconds / 2)[0] for run in (first, second)]
+    return Work(line_through([(entries, times[0])]), line_through([(entries, sum(times))]), error)
 
 
-def _working(clock: Clock, candidate: Candidate, axis: Any, gradient: np.ndarray) -> Callable[[], Any] | None:
-    """A round without its network, to be timed; None where it cannot be had."""
+def _working(clock: Clock, candidate: Candidate, axis: Any, grads: Any) -> tuple[Any, Any, float | None]:
+    """Both halves of a round without its network, to be timed, None if it has none; and its relative squared error."""
     tx = candidate.transformation(axis)
     sizes = {name: int(clock.mesh.shape[name]) for name in clock.mesh.axis_names}
-    mine = _state_of_first(tx, gradient, sizes)
     try:
-        program, received = offline(lambda s, g: tx.update(g, s), sizes, mine, gradient)
+        state = _state_of_first(tx, grads, sizes)
+        halves = offline(lambda s, g: tx.update(g, s), sizes, state, grads)
     except Inseparable:
-        return None
-    rows = [local_rows(clock, lambda x=x: np.asarray(x)) for x in jax.tree.leaves((received, mine, gradient))]
-    structure = jax.tree.structure((received, mine, gradient))
+        return None, None, _lost(clock, candidate, axis, grads)
+    place = lambda x: local_rows(clock, lambda: np.asarray(x))
+    here = lambda tree: [np.asarray(x.addressable_data(0))[0] for x in tree]
+    early, late = _mapped(clock, halves.early), _mapped(clock, halves.late)
+    given = [place(x) for x in (np.int32(0), *jax.tree.leaves((state, grads)))]
+    kept = early(*given)
+    send = lambda received: here(halves.outcome(kept, late([place(x) for x in received], kept))[0])
+    received = settled(halves.arrivals, send, lambda changed: clock.agreed([changed])[0] > 0)
+    brought = [place(x) for x in received]
+    results = halves.outcome(kept, late(brought, kept))[1]
+    if any(each.is_part for each in halves.arrivals):
+        error = _lost(clock, candidate, axis, grads)
+    else:
+        count = len(jax.tree.leaves(grads))
+        error = _difference(clock, here(results[:count]), jax.tree.leaves(grads))
+    return lambda: early(*given), lambda: late(brought, kept), error
 
-    def one(number, *leaves):
-        received, state, gradient = jax.tree.unflatten(structure, leaves)
-        return jax.tree.leaves(program(number, received, state, gradient))
 
-    number = local_rows(clock, lambda: np.asarray(0, np.int32))
-    run = _mapped(clock, one)
-    return lambda: run(number, *rows)
+def _difference(clock: Clock, found: list[Any], given: list[Any]) -> float:
+    """|found - given|^2 / |given|^2, the largest of the processes."""
+    square = lambda x: float(np.sum(np.square(x, dtype=np.float64)))
+    lost = sum(square(a.astype(np.float32) - b.astype(np.float32)) for a, b in zip(found, given, strict=True))
+    return float(clock.agreed([lost / max(sum(square(b.astype(np.float32)) for b in given), 1e-30)])[0])
 
 
-def _state_of_first(tx: Any, gradient: np.ndarray, sizes: dict[str, int]) -> Any:
+def _state_of_first(tx: Any, grads: Any, sizes: dict[str, int]) -> Any:
     """The state of the first worker, as `tx.init` makes it where the axes are bound."""
-    traced, like = jax.make_jaxpr(tx.init, axis_env=list(sizes.items()), return_shape=True)(gradient)
+    traced, like = jax.make_jaxpr(tx.init, axis_env=list(sizes.items()), return_shape=True)(grads)
 
     def refuse(*_):
         raise Inseparable("a collective within init")
 
-    first = lambda gradient: evaluate(traced.jaxpr, traced.consts, [gradient], jnp.zeros((), jnp.int32), refuse)
-    leaves = [np.asarray(x) for x in jax.jit(first)(gradient)]
+    first = lambda *leaves: evaluate(traced.jaxpr, traced.consts, leaves, jnp.zeros((), jnp.int32), refuse)
+    leaves = [np.asarray(x) for x in jax.jit(first)(*jax.tree.leaves(grads))]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _compressing(
-    clock: Clock, candidate: Candidate, axis: Any, gradient: np.ndarray
-) -> tuple[Callable[[], Any] | None, float | None]:
-    """Compressing, to be timed, and the relative squared error; None where there is no compressor."""
+def _lost(clock: Clock, candidate: Candidate, axis: Any, grads: Any) -> float | None:
+    """Relative squared error of one message; None without a compressor."""
     workers = int(np.prod([clock.mesh.shape[name] for name in axis_names(axis)]))
-    plan = plan_for(candidate, gradient, workers)
+    plan = plan_for(candidate, grads, workers)
     compressor = getattr(candidate.algorithm, "compressor", None)
     if plan is None or compressor is None:
-        return None, None
+        return None
 
-    def compress(x):
-        parts = split(plan, x)
-        state = compressor.init(jax.random.key(0), like_of(parts))
+    @jax.jit
+    def back(grads):
+        parts = split(plan, grads)
+        like = like_of(parts)
+        state = compressor.init(jax.random.key(0), like)
         payload, _ = compressor.compress(jax.random.key(1), parts, state)
-        return parts, payload, state.shared
+        return join(plan, compressor.decompress(payload, state.shared, like))
 
-    def error(x):
-        parts, payload, shared = compress(x)
-        back = compressor.decompress(payload, shared, like_of(parts))
-        square = lambda tree: sum(jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree))
-        return square(jax.tree.map(lambda a, b: a - b, parts, back)) / jnp.maximum(square(parts), 1e-30)
-
-    x = local_rows(clock, lambda: gradient)
-    run = _mapped(clock, lambda x: jax.tree.leaves(compress(x)[1]))
-    lost = clock.agreed(np.asarray(_mapped(clock, error)(x).addressable_data(0)))[0]
-    return lambda: run(x), float(lost)
-
-
-def tree_seconds(clock: Clock, params: Any, seconds: float) -> float:
-    """Seconds to lay a tree out as vectors and back, as every candidate has to."""
-    plan = plan_of(DEFAULT, like_of(params))
-    if len(jax.tree.leaves(params)) < 2:
-        return 0.0
-    run = clock.keep(("tree", plan), lambda: _laying_out(clock, params, plan))
-    return clock.median(run, 5, seconds)[0]
-
-
-def _laying_out(clock: Clock, params: Any, plan: Any) -> Callable[[], Any]:
-    rows = [local_rows(clock, lambda x=x: np.zeros(x.shape, x.dtype)) for x in jax.tree.leaves(params)]
-    structure = jax.tree.structure(params)
-
-    def one(*leaves):
-        parts = split(plan, jax.tree.unflatten(structure, leaves))
-        return jax.tree.leaves(join(plan, lax.optimization_barrier(parts)))
-
-    run = _mapped(clock, one)
-    return lambda: run(*rows)
+    found = [np.asarray(x) for x in jax.tree.leaves(back(grads))]
+    return _difference(clock, found, jax.tree.leaves(grads))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -6,14 +6,15 @@ program with its collectives needs.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
-__all__ = ["Inseparable", "evaluate", "offline"]
+__all__ = ["Arrival", "Halves", "Inseparable", "evaluate", "offline", "settled"]
 
 SUMS = {"psum", "psum2", "psum_invariant", "reduce_scatter"}
 COLLECTIVES = SUMS | {
@@ -25,6 +26,7 @@ COLLECTIVES = SUMS | {
     "ppermute",
     "ragged_all_to_all",
 }
+PARTS = {"all_to_all", "ppermute", "ragged_all_to_all", "reduce_scatter"}  # bring what no worker has alone
 CALLS = {"closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2", "checkpoint"}
 
 
@@ -32,7 +34,41 @@ class Inseparable(ValueError):
     """A program whose exchanges depend on what is computed between them: no work is left without them."""
 
 
-def offline(fn: Callable, axes: Mapping[str, int], *args: Any) -> tuple[Callable, list[jax.Array]]:
+class Arrival(NamedTuple):
+    """What one collective brings: its name, shape and dtype, and how many operands are added up in it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    times: int
+
+    @property
+    def is_part(self) -> bool:
+        """Whether workers receive different parts, so that results are not those of this worker's operand."""
+        return self.name in PARTS
+
+
+class Halves(NamedTuple):
+    """A worker's program without its network, cut where it waits for the network.
+
+    early(number, *leaves) -> kept: what does not need anything that is received; leaves: of the arguments.
+    late(received, kept) -> rest: all else.
+    outcome(kept, rest) -> (sent, results).
+    arrivals: what is received, in the order of what is sent (`settled` makes it out of that).
+    """
+
+    early: Callable[..., list[jax.Array]]
+    late: Callable[..., list[jax.Array]]
+    outcome: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+    arrivals: tuple[Arrival, ...]
+
+    def whole(self, number: Any, received: Sequence[Any], *args: Any) -> tuple[list[Any], list[Any]]:
+        """Both halves: what is sent, and the leaves of what the program returns."""
+        kept = self.early(number, *jax.tree.leaves(args))
+        return self.outcome(kept, self.late(received, kept))
+
+
+def offline(fn: Callable, axes: Mapping[str, int], *args: Any) -> Halves:
     """The program of one worker without its network.
 
     Args:
@@ -40,45 +76,106 @@ def offline(fn: Callable, axes: Mapping[str, int], *args: Any) -> tuple[Callable
         axes: name -> workers of each.
         *args: of one worker.
 
-    Returns:
-        A function to jit, of `(number, received, *args)`, that returns `(sent, results)`; and what is received where
-        all workers send the same, which has the shapes and the kind of content that the program expects.
-
     Raises:
         Inseparable: a collective lies within a conditional or a loop.
     """
     traced = jax.make_jaxpr(fn, axis_env=list(axes.items()))(*args)
+    leaves, number = jax.tree.leaves(args), jnp.zeros((), jnp.int32)
 
-    def run(number, receive, *args):
+    def run(number, receive, leaves):
         sent: list[Any] = []
 
         def exchange(name, operands, outcomes, over):
             sent.extend(operands)
             return receive(name, operands, outcomes, over)
 
-        results = evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(args), number, exchange)
-        return sent, results
+        return sent, evaluate(traced.jaxpr, traced.consts, leaves, number, exchange)
 
-    def same_from_all(name, operands, outcomes, over):
+    found: list[Arrival] = []
+
+    def record(name, operands, outcomes, over):
+        del operands
         times = math.prod(axes[axis] for axis in over) if name in SUMS else 1
-        return [times * jnp.resize(x, outcome.shape) for x, outcome in zip(operands, outcomes, strict=True)]
+        found.extend(Arrival(name, x.shape, x.dtype, times) for x in outcomes)
+        return [jnp.zeros(x.shape, x.dtype) for x in outcomes]
 
-    def first(*args):
-        received: list[Any] = []
+    jax.eval_shape(lambda *leaves: run(number, record, leaves), *leaves)
 
-        def receive(*call):
-            outcomes = same_from_all(*call)
-            received.extend(outcomes)
-            return outcomes
-
-        run(jnp.zeros((), jnp.int32), receive, *args)
-        return received
-
-    def program(number, received, *args):
+    def program(received, number, *leaves):
         left = list(received)
-        return run(number, lambda name, operands, outcomes, over: [left.pop(0) for _ in outcomes], *args)
+        return run(number, lambda name, operands, outcomes, over: [left.pop(0) for _ in outcomes], leaves)
 
-    return program, jax.jit(first)(*args)
+    shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in found]
+    return _halves(jax.make_jaxpr(program)(shapes, number, *leaves), tuple(found))
+
+
+def _halves(closed: Any, arrivals: tuple[Arrival, ...]) -> Halves:
+    """Cuts a program whose first inputs are what is received, and whose first outputs are what is sent."""
+    jaxpr, count = closed.jaxpr, len(arrivals)
+    is_literal = lambda x: isinstance(x, core.Literal)
+    waits, parts = set(jaxpr.invars[:count]), ([], [])
+    for eqn in jaxpr.eqns:
+        is_late = any(not is_literal(x) and x in waits for x in eqn.invars)
+        parts[is_late].append(eqn)
+        waits.update(eqn.outvars if is_late else ())
+    outs = [x for x in jaxpr.outvars if not is_literal(x)]
+    used = [x for eqn in parts[1] for x in eqn.invars if not is_literal(x)]
+    kept = [x for x in dict.fromkeys([*used, *outs]) if x not in waits and x not in jaxpr.constvars]
+    rest = [x for x in dict.fromkeys(outs) if x in waits]
+    consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+
+    def early(number, *args):
+        values = consts | dict(zip(jaxpr.invars[count:], [number, *args], strict=True))
+        _follow(parts[0], values)
+        return [values[x] for x in kept]
+
+    def late(received, held):
+        values = consts | dict(zip([*jaxpr.invars[:count], *kept], [*received, *held], strict=True))
+        _follow(parts[1], values)
+        return [values[x] for x in rest]
+
+    def outcome(held, after):
+        values = consts | dict(zip([*kept, *rest], [*held, *after], strict=True))
+        found = [x.val if is_literal(x) else values[x] for x in jaxpr.outvars]
+        return found[:count], found[count:]
+
+    return Halves(early, late, outcome, arrivals)
+
+
+def _follow(equations: Any, values: dict[Any, Any]) -> None:
+    for eqn in equations:
+        operands = [x.val if isinstance(x, core.Literal) else values[x] for x in eqn.invars]
+        values.update(zip(eqn.outvars, _bound(eqn, operands), strict=True))
+
+
+def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def settled(
+    arrivals: Sequence[Arrival], send: Callable[[list[np.ndarray]], Sequence[Any]], agree: Callable[[bool], Any] = bool
+) -> list[np.ndarray]:
+    """What a worker receives where all send the same, of the shapes and the kind of content that it expects.
+
+    Args:
+        arrivals: see `Halves`.
+        send: received -> what is sent then, which may depend on what was received before it.
+        agree: whether something still changes, out of whether it does here; of several processes it must say the same.
+
+    >>> settled([Arrival("psum", (2,), np.float32, 3)], lambda _: [np.array([1.0, 2.0], np.float32)])
+    [array([3., 6.], dtype=float32)]
+    """
+    received = [np.zeros(each.shape, each.dtype) for each in arrivals]
+    while True:
+        before = received
+        received = [
+            (np.resize(np.asarray(x), each.shape) * np.asarray(each.times, each.dtype)).astype(each.dtype)
+            for each, x in zip(arrivals, send(received), strict=True)
+        ]
+        same = all(a.tobytes() == b.tobytes() for a, b in zip(before, received, strict=True))
+        if not agree(not same):
+            return received
 
 
 def evaluate(jaxpr: Any, consts: Any, args: Any, number: Any, exchange: Callable) -> list[Any]:
@@ -102,8 +199,7 @@ def evaluate(jaxpr: Any, consts: Any, args: Any, number: Any, exchange: Callable
         else:
             if any(collective_in(part) for part in jaxprs_of(eqn.params)):
                 raise Inseparable(f"a collective within {name}")
-            results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-            results = results if eqn.primitive.multiple_results else [results]
+            results = _bound(eqn, operands)
         values.update(zip(eqn.outvars, results, strict=True))
     return [read(x) for x in jaxpr.outvars]
 

@@ -17,10 +17,10 @@ from jaxcomp.plan import facts as files
 from jaxcomp.plan.advise import Row, choose, predicted, table, verdict
 from jaxcomp.plan.candidates import Candidate, Loss, collectives_of, default_candidates
 from jaxcomp.plan.clock import Clock
-from jaxcomp.plan.facts import Facts, Work
+from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import Collective
-from jaxcomp.plan.measure import encoding_at, largest, links_of, overlap_on, tree_seconds
-from jaxcomp.plan.predict import line_through, step_seconds
+from jaxcomp.plan.measure import largest, links_of, overlap_on, sample_of, work_of
+from jaxcomp.plan.predict import step_seconds
 from jaxcomp.plan.watch import Watch
 from jaxcomp.transforms.meshes import find_mesh
 from jaxcomp.transforms.value_and_grad import value_and_grad, worker_value_and_grad
@@ -28,7 +28,7 @@ from jaxcomp.transforms.value_and_grad import value_and_grad, worker_value_and_g
 __all__ = ["Plan", "plan", "plan_on", "step_of"]
 
 BUDGET = 90.0  # seconds of measuring
-MOST_ENTRIES = 2**21  # of a message whose encoding is measured
+FOR_TRYING = 1 / 3  # of the budget, which measuring leaves
 TRIED = 3  # candidates that are run, besides the best dense one
 ROUNDS = 7
 
@@ -103,7 +103,7 @@ def plan(
     """Measures this machine and its links, and says which exchange makes the fastest step; it may be a dense one.
 
     What is measured: seconds of each collective that candidates use against size, for each axis (`plan.links`); of
-    encoding and decoding against size, and what a message of this gradient loses; of loss and gradient; how much of an
+    encoding and decoding this gradient, and what a message of it loses; of loss and gradient; how much of an
     exchange is hidden behind computing. From that the step of every candidate is predicted (`plan.predict`). The best
     few, and the best dense one, are run, and the fastest is advised: a dense one unless compressing saves more than
     5 %. Seconds per step are compared, not steps: what compressing loses stands in the table.
@@ -118,8 +118,8 @@ def plan(
         mesh: with devices; None: that on which parameters or batch lie.
         axis_name: of the workers: a name or a tuple. Candidates that are hierarchies name axes of the mesh.
         candidates: what is compared; None: `candidates.default_candidates`.
-        budget: seconds of measuring, 90 by default. Compiling counts; once they are spent, what is left is measured
-            with fewer rounds and sizes, and nothing is tried.
+        budget: seconds of measuring, 90 by default. Compiling counts. A third is kept for running the best candidates;
+            the encoding of those for which no time is left is not measured, and the table says so.
         cache: a JSON file. If it holds what was measured of this machine, model and candidates, that is used and
             nothing is measured; else it is written. It may be edited (`plan.facts`).
         max_error: messages may lose at most this share of |x|^2; None: any.
@@ -176,7 +176,7 @@ def plan_on(
     text = clock.broadcast(files.read(cache) if cache is not None and jax.process_index() == 0 else None)
     known = files.from_text(text, str(cache)) if text else None
     if known is None or dict(known.about) != about:
-        known = _measured(clock, loss, params, batch, like, axis, candidates, sent, about, show, thorough)
+        known = _measured(clock, loss, params, batch, like, axis, candidates, sent, about, max_error, show, thorough)
         if cache is not None and jax.process_index() == 0:
             files.write(cache, known)
     rows = [predicted(each, known, like, axis, collectives=sent[each.name], max_error=max_error) for each in candidates]
@@ -203,7 +203,7 @@ def _checked(candidates: Sequence[Candidate], budget: Any, max_error: Any, tried
 
 
 def _alone(candidates: list[Candidate]) -> Plan:
-    facts = Facts({}, {}, {}, {}, 0.0, 0.0, 0.0, 0.0)
+    facts = Facts({}, {}, {}, {}, 0.0, 0.0, 0.0)
     dense = next((each for each in candidates if each.dense), candidates[0])
     row = Row(dense, step_seconds(0.0, 0.0, []), 0.0, Loss(0.0, True, False, "none"))
     return Plan((row,), row, facts, "do not compress: there is a single worker, so nothing is exchanged")
@@ -248,6 +248,7 @@ def _measured(
     candidates: list[Candidate],
     sent: dict[str, tuple[Collective, ...]],
     about: dict[str, Any],
+    max_error: float | None,
     show: Callable[[str], None],
     thorough: bool = False,
 ) -> Facts:
@@ -258,49 +259,30 @@ def _measured(
     gradient, _ = clock.median(lambda: grad(params, *batch)[0], ROUNDS, budget / 15)
     forward = clock.keep(("forward", loss), lambda: jax.jit(lambda params, *batch: loss(params, *batch)))
     share = float(np.clip(clock.median(lambda: forward(params, *batch), ROUNDS, budget / 30)[0] / gradient, 0.05, 0.95))
-    show("the tree")
-    tree = tree_seconds(clock, like, budget / 30)
     wanted = largest([one for each in sent.values() for one in each])
     fits = links_of(clock, wanted, budget / 4, show)
     show("overlap")
     overlap = overlap_on(clock, axis, budget / 15)
-    known = Facts(about, about["axes"], fits, {}, gradient, share, tree, overlap)
-    flat = _flat(grad(params, *batch)[1])
-    step = lambda each: predicted(each, known, like, axis, collectives=sent[each.name])
+    known = Facts(about, about["axes"], fits, {}, gradient, share, overlap)
+    grads = sample_of(grad(params, *batch)[1])
+    step = lambda each: predicted(each, known, like, axis, collectives=sent[each.name], max_error=max_error)
     order = sorted(candidates, key=lambda each: (not each.dense, step(each).seconds))
-    best = np.inf
+    best, reserve = np.inf, budget * FOR_TRYING
     for number, each in enumerate(order):
-        # What is already too slow without any work is not worth compiling. All processes see the same numbers.
-        if not thorough and (step(each).seconds >= best or (best < np.inf and clock.left() < 0)):
-            continue
-        show(f"encoding of {each.name}")
-        seconds = max(clock.left(), 1.0) / 3 / (len(order) - number)
-        known = known._replace(work={**known.work, each.name: _work(clock, each, axis, flat, seconds)})
-        best = min(best, step(each).seconds)
+        left = clock.left() - reserve
+        first = next(one for one in order if one.algorithm is each.algorithm and one.via == each.via)
+        if first.name not in known.work:
+            # What is too slow without any work is not worth compiling. All processes see the same numbers.
+            if not thorough and (step(each).seconds >= best or (best < np.inf and left < 0)):
+                continue
+            show(f"encoding of {first.name}")
+            bare, most = first._replace(bucket_bytes=None), max(left, 1.0) / 2 / (len(order) - number)
+            work = work_of(clock, bare, axis, grads, most)
+            known = known._replace(work={**known.work, first.name: work})
+        known = known._replace(work={**known.work, each.name: known.work[first.name]})
+        row = step(each)
+        best = best if row.refused else min(best, row.seconds)
     return known
-
-
-def _flat(grads: Any) -> np.ndarray:
-    """The gradient of this process's first device, end to end, in f32."""
-    return np.concatenate(
-        [np.asarray(x.addressable_data(0)).astype(np.float32).reshape(-1) for x in jax.tree.leaves(grads)]
-    )
-
-
-def _work(clock: Clock, candidate: Candidate, axis: Any, flat: np.ndarray, seconds: float) -> Work:
-    """Of a candidate at two sizes: the whole gradient, or as much of it as is measured, and an eighth of that.
-
-    Compressing is measured apart at the larger size, and taken for the same share of the work at the smaller one.
-    """
-    most = min(flat.size, MOST_ENTRIES)
-    sample = np.ascontiguousarray(flat[:: max(flat.size // most, 1)][:most])
-    large = encoding_at(clock, candidate, axis, sample, seconds)
-    small = max(most // 8, min(most, 2048))
-    points = [(float(large.entries), large.all)]
-    if small < most:
-        points.append((float(small), encoding_at(clock, candidate, axis, sample[:small], seconds, apart=False).all))
-    share = large.encode / large.all if large.all > 0 else 0.0
-    return Work(line_through([(x, share * t) for x, t in points]), line_through(points), large.error)
 
 
 def _tried(
@@ -315,7 +297,7 @@ def _tried(
     show: Callable[[str], None],
 ) -> list[Row]:
     """The rows, those that are best by prediction with measured seconds: the best dense one first."""
-    order = sorted(range(len(rows)), key=lambda i: rows[i].seconds)
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].bound, rows[i].seconds))
     able = [i for i in order if rows[i].refused is None and rows[i].candidate.every == 1]
     dense = [i for i in able if rows[i].candidate.dense][:1]
     chosen = [*dense, *[i for i in able if i not in dense][:tried]]

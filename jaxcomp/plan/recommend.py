@@ -148,7 +148,7 @@ def recommend(
         work = dict(machine.work)
     else:
         work = {each.name: _work(machine, each, sent[each.name], entries, int(workers)) for each in candidates}
-    facts = Facts({}, sizes, fits, work, gradient, 0.4, 0.0, 0.0)
+    facts = Facts({}, sizes, fits, work, gradient, 0.4, 0.0)
     rows = [
         predicted(each, facts, like, "data", collectives=sent[each.name], max_error=max_error) for each in candidates
     ]

@@ -21,7 +21,7 @@ from experiments.lib.netlab import Link, delay_of, laboratory, rate_name, rate_o
 from experiments.lib.pool import Pool
 from experiments.network import results
 from experiments.network.methods import AXIS, method_name, transformation
-from jaxcomp.plan.offline import Inseparable, offline
+from jaxcomp.plan.offline import Inseparable, offline, settled
 
 
 def refusal():
@@ -235,8 +235,10 @@ def test_the_program_without_its_network_computes_the_same(method, key):
     states = jax.vmap(lambda _: tx.init(gradient), axis_name=AXIS)(jnp.arange(workers))
     mean, after = jax.vmap(update, axis_name=AXIS)(jnp.arange(workers), states)
     state = jax.tree.map(lambda x: x[2], states)
-    program, received = offline(tx.update, {AXIS: workers}, gradient, state)
-    sent, results = jax.jit(program)(jnp.asarray(2, jnp.int32), received, gradient, state)
+    halves = offline(tx.update, {AXIS: workers}, gradient, state)
+    run = lambda received: jax.jit(halves.whole)(jnp.asarray(2, jnp.int32), received, gradient, state)
+    received = settled(halves.arrivals, lambda received: run(received)[0])
+    sent, results = run(received)
     assert len(sent) == len(received) == 1
     for mine, theirs in zip(results, jax.tree.leaves((mean, after)), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs[2]))

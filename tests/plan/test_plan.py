@@ -10,10 +10,14 @@ from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
 from jaxcomp.plan import facts as files
+from jaxcomp.plan import planning
 from jaxcomp.plan.candidates import dense_candidates
 from jaxcomp.plan.clock import Clock
-from jaxcomp.plan.links import KINDS
-from jaxcomp.plan.measure import sweep
+from jaxcomp.plan.facts import Work
+from jaxcomp.plan.links import KINDS, Fit
+from jaxcomp.plan.measure import sweep, work_of
+from jaxcomp.plan.offline import offline, settled
+from jaxcomp.plan.predict import Line
 
 SPARSE = jc.Candidate("top_k", jc.error_feedback(jc.top_k(0.01)))
 PARAMS = {"w": np.ones((64, 32), np.float32), "b": np.zeros(32, np.float32)}
@@ -65,6 +69,100 @@ def test_a_plan_measures_advises_and_keeps_its_facts(seed, tmp_path):
     options["candidates"] = candidates[:1]
     jc.plan(loss, PARAMS, batch(seed), tried=0, show=said.append, **options)
     assert said
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine whose links and encoding take what a test says; returns what was measured on it."""
+
+    def of(per_byte, work):
+        measured = []
+        fits = {AXIS: {kind: Fit(kind, 1e-6, per_byte) for kind in KINDS}}
+
+        def work_of(clock, candidate, *_):
+            measured.append(candidate.name)
+            return work[candidate.name]
+
+        monkeypatch.setattr(planning, "links_of", lambda *_: fits)
+        monkeypatch.setattr(planning, "work_of", work_of)
+        return measured
+
+    return of
+
+
+def line(seconds, error=0.0):
+    return Work(Line(0.0, 0.0), Line(0.0, seconds / 2080), error)
+
+
+def plan_of(candidates, **options):
+    return jc.plan(loss, PARAMS, batch(0), **{"mesh": mesh_of(2), "candidates": candidates, "tried": 0, **options})
+
+
+def test_dense_on_a_fast_link_and_compressed_on_a_slow_one(machine):
+    work = {"f32": line(0.0), "top_k": line(1e-3, 0.9)}
+    machine(1e-12, work)
+    fast = plan_of([*dense_candidates()[:1], SPARSE])
+    assert not fast.compresses
+    assert fast.verdict.startswith("do not compress: f32")
+    machine(1e-3, work)
+    slow = plan_of([*dense_candidates()[:1], SPARSE])
+    assert slow.chosen.candidate is SPARSE
+    assert slow.verdict.startswith("compress: top_k")
+
+
+def test_candidates_share_what_is_measured_of_algorithm_and_route(machine):
+    f32, bucketed = dense_candidates()[0], SPARSE._replace(name="in buckets", bucket_bytes=1024)
+    work = {"f32": line(1.0), "top_k": line(1e-3, 0.9), "in buckets": line(1e-3, 0.9)}
+    measured = machine(1e-3, work)
+    found = plan_of([f32, SPARSE, bucketed])
+    assert len(measured) == 2
+    assert found.facts.work["top_k"] == found.facts.work["in buckets"]
+    elsewhere = SPARSE._replace(name="elsewhere", via="two_shot")
+    measured = machine(1e-3, work | {"elsewhere": line(1e-3)})
+    plan_of([f32, SPARSE, elsewhere])
+    assert measured == ["f32", "elsewhere"]  # so fast that the other route is too slow without any work
+
+
+def test_what_is_not_eligible_does_not_keep_others_from_being_measured(machine):
+    """Without a limit the lossy one is so fast that the other, dearer on the links alone, is not measured."""
+    f32, lossy = dense_candidates()[0], jc.Candidate("lossy", jc.error_feedback(jc.top_k(0.001)))
+    work = {"f32": line(0.0), "top_k": line(1e-3, 0.1), "lossy": line(0.0, 0.9)}
+    measured = machine(1e-3, work)
+    assert plan_of([f32, lossy, SPARSE]).chosen.candidate is lossy
+    assert measured == ["f32", "lossy"]
+    measured = machine(1e-3, work)
+    exact = plan_of([f32, lossy, SPARSE], max_error=0.5)
+    assert measured == ["f32", "lossy", "top_k"]
+    assert exact.chosen.candidate is SPARSE
+
+
+def test_a_program_in_two_halves(key):
+    """What a worker sends before it receives, and after; where all send the same it receives its own messages."""
+    tx = jc.compressed_mean(jc.power_sgd(2), AXIS)
+    grads = {"w": jax.random.normal(key, (60, 40)), "b": jnp.ones(40)}
+    states = jax.vmap(lambda _: tx.init(grads), axis_name=AXIS)(jnp.arange(3))
+    mean, after = jax.vmap(lambda _, state: tx.update(grads, state), axis_name=AXIS)(jnp.arange(3), states)
+    halves = offline(tx.update, {AXIS: 3}, grads, jax.tree.map(lambda x: x[0], states))
+    run = jax.jit(halves.whole)
+    given = (grads, jax.tree.map(lambda x: x[0], states))
+    received = settled(halves.arrivals, lambda received: run(0, received, *given)[0])
+    assert len(received) >= 2  # the second factor waits for the first
+    kept = halves.early(jnp.zeros((), jnp.int32), *jax.tree.leaves(given))
+    _, results = halves.outcome(kept, halves.late(received, kept))
+    for mine, theirs in zip(results, jax.tree.leaves((mean, after)), strict=True):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_work_of_algorithms_without_a_compressor_says_what_they_lose(key):
+    grads = {"w": np.asarray(jax.random.normal(key, (64, 40))), "b": np.ones(40, np.float32)}
+    clock = Clock(mesh_of(2), 1000.0)
+    found = {
+        rank: work_of(clock, jc.Candidate(f"{rank}", jc.power_sgd(rank)), AXIS, grads, 1.0).error for rank in (1, 8)
+    }
+    assert 0 < found[8] < found[1] < 1
+    two_shot = work_of(clock, jc.Candidate("fp8", jc.direct(jc.cast("float8_e4m3fn")), "two_shot"), AXIS, grads, 1.0)
+    assert 0 < two_shot.error < 0.01
+    assert 0 < two_shot.encode.seconds(2600) <= two_shot.all.seconds(2600)
 
 
 @pytest.mark.parametrize("kind", KINDS)

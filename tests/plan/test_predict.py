@@ -186,7 +186,7 @@ def facts_of(per_byte, encode=1e-3, gradient=0.01, latency=1e-4, overlap=0.0):
         each.name: Work(Line(0.0, 0.0), Line(0.0, 0.0 if each.dense else encode / 30_100), None if each.dense else 0.1)
         for each in default_candidates()
     }
-    return Facts({}, {"data": 4}, fits, work, gradient, 0.4, 0.0, overlap)
+    return Facts({}, {"data": 4}, fits, work, gradient, 0.4, overlap)
 
 
 def test_the_advice_turns_where_it_must():
@@ -255,7 +255,7 @@ def test_the_file_says_what_was_measured():
     assert from_text(text) == facts
     edited = from_text(text.replace('"per_byte": 1e-08', '"per_byte": 1e-05'))
     assert edited.fits["data"]["all_gather"].per_byte == 1e-5
-    for broken in ("", "{}", text.replace('"version": 1', '"version": 7'), text.replace('"latency"', '"lag"')):
+    for broken in ("", "{}", text.replace('"version": 2', '"version": 7'), text.replace('"latency"', '"lag"')):
         with pytest.raises(ValueError, match="must hold what a plan"):
             from_text(broken, "f.json")
 

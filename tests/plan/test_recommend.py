@@ -37,7 +37,7 @@ def test_what_a_plan_has_measured_may_be_taken():
     from jaxcomp.plan.predict import Line
 
     work = {"f32": Work(Line(0.0, 0.0), Line(0.0, 0.0)), "top_k": Work(Line(0.0, 1e-7), Line(0.0, 2e-7), 0.3)}
-    facts = Facts({}, {}, {}, work, 0.0, 0.4, 0.0, 0.0)
+    facts = Facts({}, {}, {}, work, 0.0, 0.4, 0.0)
     found = jc.recommend(LIKE, workers=2, candidates=FEW, machine=facts)
     assert found.rows[1].parts.encode == pytest.approx(0.01)
     assert found.rows[1].parts.decode == pytest.approx(0.01)
