@@ -8,7 +8,9 @@ ones send nonsense (--hostile).
 By default in Flower's simulation; with --processes a SuperLink and a SuperNode for each client, over TLS,
 with a key for each node. Needs the extra "federated" (Flower), in an environment of its own: it pins
 older versions of what other extras need.
-Writes to runs/NAME: config.json, metrics.jsonl (a line for each round), clients.json, table.md, federated.png.
+Writes to runs/NAME: config.json, metrics.jsonl (a line for each round), clients.json, clients.md, memories.md (what
+became of each memory at each change, as exact fractions), table.md, federated.png. A run that was interrupted goes on
+with --resume from the last round that was closed.
 """
 
 import importlib.util
@@ -17,6 +19,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +27,13 @@ from experiments.lib.cli import (
     Parser,
     UserError,
     at_least,
-    choose_new,
     fraction,
     one_or_more,
     one_thread,
     positive,
     rule_of,
 )
-from experiments.lib.folders import run_options, write_json
+from experiments.lib.folders import choose_folder, claimed, given_in, goes_on, resumed, run_options, write_config
 from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
@@ -65,35 +67,34 @@ def parser() -> Parser:
     )
     p.add_argument("--seed", type=at_least(0), default=0, help="of data, model and choices")
     run_options(p, "federated")
+    p.add_argument("--resume", action="store_true", help="continue --name with the options it was started with")
     return p
 
 
 def main(arguments: Sequence[str]) -> int:
     one_thread()
     options = vars(parser().parse_args(arguments))
-    name, runs = options.pop("name"), options.pop("runs")
+    resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs").absolute()
     if options["clients"] - options["hostile"] < 2:
         raise UserError(
             f"--hostile {options['hostile']} leaves fewer than 2 of {options['clients']} clients to learn from"
         )
-    folder = choose_new(runs.absolute(), name, "federated")
+    folder = choose_folder(runs, name, resume, "federated")
+    if resume:
+        options = resumed(folder, options, given_in(parser(), arguments), parser())
     needed = ("flwr",) if options["processes"] else ("flwr", "ray")
     missing = [module for module in needed if importlib.util.find_spec(module) is None]
     if missing:
         raise UserError(
             f'{", ".join(missing)} not installed; in an environment of its own: pip install "jaxcomp[federated]"'
         )
-
-    from experiments.federated.plan import plan_of
-
-    (folder / "clients").mkdir(parents=True)
-    data_dir = str(options["data_dir"].absolute()) if options["data_dir"] else None
-    chosen = (options[key] for key in ("clients", "hostile", "rounds", "changes", "seed"))
-    config = options | {"data_dir": data_dir, "plan": plan_of(*chosen)._asdict()}
-    write_json(folder / "config.json", config)
-    start = time.perf_counter()
-    restarts = run(config, folder)
-    report(config, folder, restarts, time.perf_counter() - start)
+    with claimed(runs, name, resume, "federated") as folder, goes_on(runs, folder):
+        if not resume:
+            write_config(folder, options)
+            (folder / "clients").mkdir()
+        start = time.perf_counter()
+        restarts = 0 if (folder / "clients.json").is_file() else run(options, folder)
+        report(options, folder, restarts, time.perf_counter() - start)
     return 0
 
 
@@ -103,7 +104,7 @@ def run(config: dict[str, Any], folder: Path) -> int:
 
     os.environ |= environment(folder)
     os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
-    seen = 0
+    seen = len(rounds_of(folder))
 
     def look() -> None:
         nonlocal seen
@@ -138,26 +139,31 @@ def rounds_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def keep_rounds(folder: Path, last: int) -> None:
+    """Drops the lines of metrics.jsonl after a round, and half a one."""
+    kept = [line for line in rounds_of(folder) if line["number"] <= last]
+    draft = folder / "metrics.tmp"
+    draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    os.replace(draft, folder / "metrics.jsonl")
+
+
 def report(config: dict[str, Any], folder: Path, restarts: int, seconds: float) -> None:
+    from experiments.federated.plan import plan_of
+
     console = new_console()
     lines, clients = rounds_of(folder), json.loads((folder / "clients.json").read_text())
+    events = plan_of(*(config[key] for key in ("clients", "hostile", "rounds", "changes", "seed"))).events
     rows = [
-        [
-            i,
-            f"{x['volume']:,}",
-            f"{x['entries']:,}",
-            *(_number(x.get(key)) for key in ("made", "remembered", "lost")),
-            _said(x),
-        ]
+        [i, f"{x['volume']:,}", f"{x['entries']:,}", *(_number(x.get(key)) for key in ("made", "remembered")), _said(x)]
         for i, x in clients.items()
     ]
-    head = ["client", "samples", "entries if all are there", "|differences|", "|remembered|", "|lost|", "its answers"]
-    notes = "lost = differences made - used - remembered: the rounding of sums in f32, and nothing else."
-    show(console, "Clients", head, rows, notes)
+    head = ["client", "samples", "entries if all are there", "|differences|", "|remembered|", "its answers"]
+    show(console, "Clients", head, rows, "", folder / "clients.md")
+    changes(console, lines, events, folder)
     total = lambda key: sum(line[key] for line in lines)
-    events = Counter(event for each in config["plan"]["events"] for event in each.values())
+    happened = Counter(event for each in events for event in each.values())
     refused = Counter(why.split(":")[0] for line in lines for _, why in line["refused"])
-    deaths = events["dies early"] + events["dies late"]
+    deaths = happened["dies early"] + happened["dies late"]
     row = [
         str(len(lines)),
         f"{lines[0]['accuracy']:.3f} -> {lines[-1]['accuracy']:.3f}",
@@ -167,7 +173,7 @@ def report(config: dict[str, Any], folder: Path, restarts: int, seconds: float) 
         *(str(total(key)) for key in ("asked", "used", "late", "missing")),
         str(refused.total()),
         str(sum(len(line["clipped"]) for line in lines)),
-        f"{deaths} / {events['leaves']} / {events['joins']}",
+        f"{deaths} / {happened['leaves']} / {happened['joins']}",
         f"{seconds:.0f}",
     ]
     head = [
@@ -196,8 +202,26 @@ def report(config: dict[str, Any], folder: Path, restarts: int, seconds: float) 
     if restarts:
         notes += f"\n\n{restarts} processes of clients were started again."
     show(console, f"Federated on {config['data']}", head, [row], notes, folder / "table.md")
-    plot(config, lines, clients, folder)
+    plot(config, lines, clients, events, folder)
     console.print(f"plot: {folder / 'federated.png'}")
+
+
+def changes(console: Any, lines: list[dict[str, Any]], events: Any, folder: Path) -> None:
+    """A row for each change: the sums of its client, over all entries, when its round was closed."""
+    rows, apart = [], sum(each[-1] != 0 for line in lines for each in line["sums"].values())
+    for line, now in zip(lines, events, strict=False):
+        for client, event in sorted(now.items()):
+            made, used, remembered, held = map(Fraction, line["sums"].get(str(client), [0] * 5)[:4])
+            shown = [f"{float(x):+.6f}" for x in (made, used, remembered, held)]
+            rows.append([str(line["number"]), str(client), event, *shown, str(made - used - remembered - held)])
+    head = ["round", "client", "change", "made", "used", "remembered", "held by the server", "difference"]
+    checked = sum(len(line["sums"]) for line in lines)
+    notes = (
+        "Sums over all entries of what training added to a memory, of what was used, of what the client remembers, and "
+        f"of what it handed over. In {apart} of {checked} accounts, one for each client and round, an entry is not the "
+        "sum of the others as exact fractions."
+    )
+    show(console, "Memories", head, rows, notes, folder / "memories.md")
 
 
 def _size(clients: dict[str, Any], folder: Path) -> int:
@@ -215,7 +239,9 @@ def _said(line: dict[str, Any]) -> str:
     return ", ".join(f"{kind} {count}" for kind, count in sorted(line["counts"].items()))
 
 
-def plot(config: dict[str, Any], lines: list[dict[str, Any]], clients: dict[str, Any], folder: Path) -> None:
+def plot(
+    config: dict[str, Any], lines: list[dict[str, Any]], clients: dict[str, Any], events: Any, folder: Path
+) -> None:
     from experiments.lib.plots import LINES, new_figure, save
 
     figure, (left, middle, right) = new_figure(3)
@@ -226,9 +252,7 @@ def plot(config: dict[str, Any], lines: list[dict[str, Any]], clients: dict[str,
         middle.step(number, [line[key] for line in lines], where="mid", label=label, **(LINES[j + 1] | {"marker": ""}))
     marks = {"dies": ("death", "X"), "leav": ("leave", "v"), "join": ("join", "^")}
     for start, (label, marker) in marks.items():
-        at = [
-            t + 1 for t, now in enumerate(config["plan"]["events"]) for event in now.values() if event.startswith(start)
-        ]
+        at = [t + 1 for t, now in enumerate(events) for event in now.values() if event.startswith(start)]
         middle.plot(at, [0.2] * len(at), marker, color="k", markersize=5, label=label if at else None, clip_on=False)
     middle.set(xlabel="round", ylabel="clients", ylim=(0, config["clients"] + 2))
     middle.legend(ncols=3, fontsize=8)

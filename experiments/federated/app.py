@@ -19,12 +19,15 @@ from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import ServerApp  # pyright: ignore[reportMissingImports]
 
 from experiments.dagc.data import imbalanced_split
+from experiments.federated import keep_rounds
+from experiments.federated.account import UNIT, Counted, begin, sums_of
 from experiments.federated.model import flat_model, local_batches, local_steps
-from experiments.federated.plan import HOSTILE, Plan, tampered
+from experiments.federated.plan import HOSTILE, Plan, plan_of, tampered
 from experiments.lib.data import load
 from experiments.lib.folders import Journal, write_json
 from jaxcomp.flower import RECORD, Rounds, members_mod
-from jaxcomp.members import Member, Server
+from jaxcomp.members import load as load_server
+from jaxcomp.members import save as save_server
 
 __all__ = ["client", "server"]
 
@@ -36,11 +39,11 @@ CLIENTS = FOLDER / "clients"
 def setting() -> tuple[dict[str, Any], Plan, Any, list[np.ndarray], Any]:
     """Options, plan, data, the part of each client, model: the same in every process."""
     config = json.loads((FOLDER / "config.json").read_text())
-    events = [{int(key): value for key, value in each.items()} for each in config["plan"]["events"]]
     data = load(config["data"], Path(config["data_dir"]) if config["data_dir"] else None)
     parts = imbalanced_split(data.train_y, config["clients"], config["skew"], config["alpha"], config["seed"])
     model = flat_model(config["model"], data, config["seed"])
-    return config, Plan(config["plan"]["present"], events), data, parts, model
+    plan = plan_of(*(config[key] for key in ("clients", "hostile", "rounds", "changes", "seed")))
+    return config, plan, data, parts, model
 
 
 # What clients run
@@ -60,33 +63,33 @@ def event_of(message: Any, context: Any) -> str:
 
 
 def die(context: Any) -> None:
-    """Where nodes are processes, the node and this process end at once; in simulation all that is in memory goes."""
+    """Where nodes are processes, the node and all that it has started end at once, this process among them.
+
+    In simulation all that is in memory goes.
+    """
     node = CLIENTS / f"client-{number_of(context)}.pid"
     if node.is_file():
-        os.kill(int(node.read_text()), signal.SIGKILL)
+        os.killpg(int(node.read_text()), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError("killed")
 
 
 def around(message: Any, context: Any, call_next: Any) -> Any:
-    """Deaths after the answer is on disk; hostile clients; and the sum of all differences, for the account."""
-    reply = call_next(message, context)
-    if RECORD not in message.content.config_records or reply.has_error():
-        return reply
+    """Deaths after the answer is on disk; hostile clients; and what the account needs to know."""
+    if RECORD not in message.content.config_records:
+        return call_next(message, context)
     config, _, _, _, model = setting()
-    number, record = number_of(context), reply.content[RECORD]
-    if "data" not in record:
+    number = number_of(context)
+    hostile = number >= config["clients"] - config["hostile"]
+    if not hostile and "updates" in message.content[RECORD]:
+        begin(CLIENTS, number, message.content[RECORD])
+    reply = call_next(message, context)
+    if reply.has_error() or "data" not in (record := reply.content[RECORD]):
         return reply
-    if number >= config["clients"] - config["hostile"]:
+    if hostile:
         kind = HOSTILE[(record["round"] + number) % len(HOSTILE)]
         reply.content[RECORD] = ConfigRecord(tampered(dict(record), model.start.size, kind))
-        return reply
-    if not record["leaves"]:
-        file = CLIENTS / f"made-{number}.npy"
-        made = np.load(file) if file.is_file() else np.zeros(model.start.size)
-        np.save(file.with_suffix(".tmp.npy"), made + around.difference)
-        os.replace(file.with_suffix(".tmp.npy"), file)
-    if event_of(message, context) == "dies late":
+    elif event_of(message, context) == "dies late":
         die(context)
     return reply
 
@@ -113,24 +116,10 @@ def train(message: Any, context: Any) -> Any:
     chosen = local_batches(parts[number], config["local_steps"], config["batch"], config["seed"], round_, number)
     change = steps()(jnp.asarray(point), data.train_x[chosen], data.train_y[chosen], config["lr"])
     after = point + np.asarray(change)
-    around.difference = (point - after).astype(np.float64)
     return Message(RecordDict({"arrays": ArrayRecord({"point": Array(after)})}), reply_to=message)
 
 
 # What the server runs
-
-
-class Counted(Server):
-    """Keeps the sum of what was used of each member, for the account at the end."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.used_of = {member: np.zeros(self.point.size) for member in self.counts}
-
-    def _moved(self, parts: Any) -> Any:
-        for member, message in parts:
-            self.used_of[member][message.indices] += message.values
-        return super()._moved(parts)
 
 
 def connected(grid: Any, known: dict[int, int]) -> Mapping[int, int]:
@@ -169,9 +158,16 @@ def main(grid: Any, context: Any) -> None:
         down=config["down"],
         late=config["late"],
         max_norm=10 * float(np.linalg.norm(start)),
+        folder=FOLDER / "used",
     )
     known: dict[int, int] = {}
     rng = np.random.default_rng([config["seed"], 22])
+    state, honest = FOLDER / "server.npz", range(config["clients"] - config["hostile"])
+    if state.is_file():
+        rng.bit_generator.state = load_server(state, core)["rng"]
+        core.take_up()
+    journal = Journal(FOLDER)
+    keep_rounds(FOLDER, core.number)
 
     def here(grid: Any) -> dict[int, int]:
         present = plan.present[core.number]
@@ -182,23 +178,23 @@ def main(grid: Any, context: Any) -> None:
         return sorted(int(i) for i in rng.choice(sorted(members), asked, replace=False)) if members else []
 
     rounds = Rounds(core, here, deadline=config["deadline"], choose=chosen, least=2)
-    journal = Journal(FOLDER, new=True)
-    for now in rounds.start(grid, config["rounds"]):
+    for now in rounds.start(grid, config["rounds"] - core.number):
         loss, accuracy = (float(x) for x in test(core.point, data.test_x, data.test_y))
-        journal.add(now._asdict() | {"loss": loss, "accuracy": accuracy})
+        found = {i: sums[0] for i in honest if (sums := sums_of(core, CLIENTS, i)) is not None}
+        sums = {i: [*map(str, each[:-1]), each.apart] for i, each in found.items()}
+        journal.add(now._asdict() | {"loss": loss, "accuracy": accuracy, "sums": sums})
+        save_server(state, core, rng=rng.bit_generator.state)
     core.open(())
-    write_json(FOLDER / "clients.json", {i: account(core, i) for i in range(config["clients"])})
+    write_json(FOLDER / "clients.json", {i: account(core, i, i in honest) for i in range(config["clients"])})
 
 
-def account(core: Counted, i: int) -> dict[str, Any]:
-    """Of one client: what it made of differences = what was used + what it remembers + what it handed over."""
-    member, file = Member(CLIENTS / f"client-{i}.npz"), CLIENTS / f"made-{i}.npy"
+def account(core: Counted, i: int, honest: bool) -> dict[str, Any]:
+    """Of one client: how much it made and remembers, and in how many entries that is not what was made of it."""
     line: dict[str, Any] = {"counts": core.counts[i], "volume": core._entries[i].volume}
     line["entries"] = core.entries_of(core.counts)[i]
-    if member.point is not None and file.is_file():
-        member._settle(core._entries[i].fates)
-        held = sum((x.astype(np.float64) for who, x in core._held if who == i), np.zeros(core.point.size))
-        made, there = np.load(file), member.memory.astype(np.float64)
-        line["made"], line["remembered"] = float(np.linalg.norm(made)), float(np.linalg.norm(there + held))
-        line["lost"] = float(np.linalg.norm(made - core.used_of[i] - there - held))
+    found = sums_of(core, CLIENTS, i) if honest else None
+    if found is not None:
+        sums, made, there = found
+        norm = lambda x: float(np.linalg.norm([value / UNIT for value in x]))
+        line |= {"made": norm(made), "remembered": norm(there), "apart": sums.apart}
     return line

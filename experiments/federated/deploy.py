@@ -1,9 +1,11 @@
 """Flower as processes on this machine: a SuperLink, a SuperNode for each client, TLS, a key for each node."""
 
+import contextlib
 import datetime
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import UserError
-from experiments.lib.launch import free_port
+from experiments.lib.launch import ending_with_parent, free_port
 
 __all__ = ["Federation", "environment"]
 
@@ -49,6 +51,8 @@ def environment(folder: Path) -> dict[str, str]:
         "FLWR_HOME": str(folder / "flower"),
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),  # every task is a new process
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAXCOMP_FEDERATED": str(folder),
         "PYTHONPATH": path,
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
@@ -56,7 +60,10 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 class Federation:
-    """Context of the processes. Every node has a key of its own, and only registered keys may come in."""
+    """Context of the processes. Every node has a key of its own, and only registered keys may come in.
+
+    Each process is the head of a group with all that it starts, and ends with this one, however that goes.
+    """
 
     def __init__(self, folder: Path, clients: int):
         self.folder, self.clients, self.port = folder, clients, free_port()
@@ -66,6 +73,7 @@ class Federation:
         self.restarts = 0
 
     def __enter__(self) -> "Federation":
+        shutil.rmtree(self.home, ignore_errors=True)  # of a run that is resumed
         (self.home / "app" / "apps").mkdir(parents=True)
         (self.home / "app" / "pyproject.toml").write_text(PROJECT)
         (self.home / "app" / "apps" / "__init__.py").touch()
@@ -83,7 +91,9 @@ class Federation:
     def start(self, name: str, words: list[str]) -> None:
         words[0] = shutil.which(words[0], path=self.env["PATH"]) or words[0]
         with (self.folder / "clients" / f"{name}.log").open("a") as log:
-            self.processes[name] = subprocess.Popen(words, cwd=self.home, env=self.env, stdout=log, stderr=log)
+            self.processes[name] = subprocess.Popen(
+                ending_with_parent(words), cwd=self.home, env=self.env, stdout=log, stderr=log, start_new_session=True
+            )
 
     def start_node(self, i: int) -> None:
         node = ["flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", "ca.pem"]
@@ -122,11 +132,11 @@ class Federation:
         for process in self.processes.values():
             process.terminate()
         for process in self.processes.values():
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what is left of its group
+            process.wait()
 
 
 def node_key(path: Path) -> str:

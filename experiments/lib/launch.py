@@ -8,9 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["die_with_parent", "end_all", "free_port"]
+__all__ = ["die_with_parent", "end_all", "ending_with_parent", "free_port"]
 
 
 def free_port() -> int:
@@ -49,3 +49,13 @@ def die_with_parent(reads_input: bool = False) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def ending_with_parent(words: Sequence[str]) -> list[str]:
+    """A command that ends with the process that starts it, on Linux; elsewhere it may stay behind."""
+    return [sys.executable, "-m", "experiments.lib.launch", *words] if sys.platform == "linux" else list(words)
+
+
+if __name__ == "__main__":
+    die_with_parent(reads_input=True)
+    os.execvp(sys.argv[1], sys.argv[1:])
