@@ -243,10 +243,13 @@ class Server:
     # What comes of it
 
     def close(self) -> Round:
-        """Ends the round with what has arrived, and moves the point."""
+        """Ends the round with what has arrived, and moves the point. In which order it has arrived changes nothing."""
         if not self._open:
             raise ValueError("members: no round is open")
         self._open = False
+        place = {member: number for number, member in enumerate(self._entries)}
+        self._arrived.sort(key=lambda arrived: place[arrived.member])
+        self._refused.sort(key=lambda refused: place.get(refused[0], len(place)))
         used, clipped = self._chosen()
         skipped = 0
         if used or self._held:

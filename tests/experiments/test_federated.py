@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from experiments.federated.plan import HOSTILE, plan_of, tampered
 from experiments.lib.cli import UserError
 from jaxcomp.flower import RECORD, Rounds, members_mod
 from jaxcomp.members import Member, Server
+from jaxcomp.members.checkpoint import read
 
 ROOT = Path(__file__).parents[2]
 D = 60
@@ -206,7 +209,8 @@ def test_twenty_changes_and_hostile_clients_in_simulation(tmp_path):
         if int(i) >= 6:
             assert line["counts"].get("used", 0) == 0
         elif "made" in line:
-            assert line["lost"] < 1e-6 * max(line["made"], 1)
+            assert line["apart"] == 0
+    assert all(each[-1] == 0 for line in lines for each in line["sums"].values())
     assert (tmp_path / "r" / "federated.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -217,7 +221,30 @@ def test_processes_over_tls_with_a_death(tmp_path):
     _, lines, clients = experiment(tmp_path, *options)
     assert len(lines) == 4
     assert sum(line["used"] for line in lines) >= 6
-    assert all(line["lost"] < 1e-6 * max(line["made"], 1) for line in clients.values() if "made" in line)
+    assert all(line["apart"] == 0 for line in clients.values() if "made" in line)
+
+
+@pytest.mark.slow
+@simulation
+def test_a_run_that_is_killed_goes_on_bitwise(tmp_path):
+    """With deaths, a hostile client and a random choice of who is asked; killed when a few rounds are closed."""
+    options = ["--clients", 5, "--hostile", 1, "--rounds", 9, "--changes", 6, "--participation", 0.7]
+    _, whole, clients = experiment(tmp_path / "whole", *options)
+    words = [sys.executable, "-m", "experiments", "federated", "--runs", tmp_path / "cut", "--name", "r", *options]
+    process = subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    journal = tmp_path / "cut" / "r" / "metrics.jsonl"
+    while process.poll() is None and not (journal.is_file() and len(journal.read_text().splitlines()) >= 4):
+        time.sleep(0.05)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    shown, cut, others = experiment(tmp_path / "cut", "--resume")
+    assert "round 9: " in shown
+    assert "round 2: " not in shown
+    assert cut == whole
+    assert others == clients
+    servers = [read(tmp_path / name / "r" / "server.npz") for name in ("whole", "cut")]
+    for key in servers[0].keys() - {"header"}:
+        assert servers[0][key].tobytes() == servers[1][key].tobytes(), key
 
 
 def test_wrong_options_are_one_line(tmp_path, monkeypatch):

@@ -135,6 +135,21 @@ def test_a_round_goes_on_with_whoever_answers_and_weighs_by_them():
     np.testing.assert_array_equal(server.point, before)
 
 
+def test_the_order_of_arrivals_changes_nothing():
+    rng = np.random.default_rng(2)
+    names = list("abcdefgh")
+    servers = [Server(vector(), dict.fromkeys(names, 3), 1.0) for _ in range(2)]
+    for number in range(1, 4):
+        data = {name: jc.wire.encode(Dense(rng.standard_normal(D).astype(np.float32))) for name in names}
+        for server, order in zip(servers, (names, names[::-1]), strict=True):
+            server.open(names)
+            for name in order:
+                server.receive(name, Answer(number, data[name] if name not in "bd" else b"noise"))
+        assert servers[0].close() == servers[1].close()
+        assert servers[0].point.tobytes() == servers[1].point.tobytes()
+        assert list(servers[0]._digests) == list(servers[1]._digests)
+
+
 def test_who_joins_starts_from_the_shared_point_and_who_was_away_catches_up():
     server = Server(np.arange(500), {"a": 1, "b": 1}, 0.1, down=0.1, history=3)
     members = {"a": Member(), "b": Member()}

@@ -1,0 +1,86 @@
+"""The account of memories: exact, whatever was killed when, and it sees a memory that is gone."""
+
+from fractions import Fraction
+
+import numpy as np
+
+from experiments.federated.account import UNIT, Counted, begin, exact, sums_of
+from jaxcomp.members import Member, load, save
+
+D = 60
+
+
+def made(folder):
+    return Counted(np.linspace(0, 1, D), {0: 30, 1: 10, 2: 3}, 0.2, folder=folder / "used", down=0.5)
+
+
+def test_numbers_are_exact():
+    x = np.float32([0, 1e-45, -3.4e38, 0.1, 2**-149])
+    assert [Fraction(int(value), UNIT) for value in exact(x)] == [Fraction(float(value)) for value in x]
+    assert exact(np.zeros(0, np.float32)).shape == (0,)
+
+
+def test_the_account_is_exact_over_deaths_at_every_moment_and_over_restarts_of_the_server(tmp_path):
+    """Clients die before and after each file they write; the server goes on from its file every few rounds."""
+    rng, core = np.random.default_rng(5), made(tmp_path)
+    seen, left = set(), 0
+    for number in range(1, 61):
+        for i, task in core.open(range(3)).items():
+            fate = rng.integers(0, 12)
+            if fate == 0:  # before anything
+                core.lost(i)
+                continue
+            begin(tmp_path, i, task._asdict())
+            if fate == 1:  # after that it wrote what it remembers
+                core.lost(i)
+                continue
+            member = Member(tmp_path / f"client-{i}.npz")
+            point = member.take(task)
+            after = point - (rng.standard_normal(D) * 10.0 ** rng.integers(-2, 2)).astype(np.float32)
+            answer = member.leave(task) if fate == 2 else member.answer(task, after)
+            if fate == 3:  # with its answer on disk, not sent
+                core.lost(i)
+                continue
+            core.receive(i, answer)
+        left += len(core.close().left)
+        if number % 4 == 0:
+            save(tmp_path / "server.npz", core)
+            core = made(tmp_path)
+            load(tmp_path / "server.npz", core)
+            core.take_up()
+        elif number % 4 == 2:  # killed while the next round was open: the answers to it come again
+            save(tmp_path / "server.npz", core)
+            for i, task in core.open(range(3)).items():
+                begin(tmp_path, i, task._asdict())
+                member = Member(tmp_path / f"client-{i}.npz")
+                member.answer(task, member.take(task) - rng.standard_normal(D).astype(np.float32))
+            core = made(tmp_path)
+            load(tmp_path / "server.npz", core)
+            core.take_up()
+        for i in range(3):
+            found = sums_of(core, tmp_path, i)
+            if found is not None:
+                sums = found[0]
+                assert sums.apart == 0
+                assert sums.made == sums.used + sums.remembered + sums.held
+                seen.add((bool(sums.used), bool(sums.remembered), bool(sums.held)))
+    assert (True, True, True) in seen
+    assert left >= 3
+
+
+def test_a_memory_that_is_gone_is_seen(tmp_path):
+    core = made(tmp_path)
+    for number in range(1, 4):
+        task = core.open([0])[0]
+        if number == 3:  # its disk is lost; it knows the shared point from somebody else
+            (tmp_path / "client-0.npz").unlink()
+        begin(tmp_path, 0, task._asdict())
+        member = Member(tmp_path / "client-0.npz")
+        if number == 3:
+            member.point, member.version, member._memory = core.shown, core.version, np.zeros(D, np.float32)
+        else:
+            member.take(task)
+        core.receive(0, member.answer(task, member.point - np.arange(D, dtype=np.float32) - number))
+        core.close()
+        apart = sums_of(core, tmp_path, 0)[0].apart
+        assert apart > D // 2 if number == 3 else apart == 0
