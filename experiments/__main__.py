@@ -24,6 +24,10 @@ EXPERIMENTS = {
     "quantizers": ("experiments.quantizers", "error of a mean against bits: block scales, rotations, releases"),
     "dagc": ("experiments.dagc", "rules for a ratio per worker, against each other and against uniform"),
     "network": ("experiments.network", "dense against compressed exchanges over slow links, in network namespaces"),
+    "scoreboard": (
+        "experiments.network.scoreboard",
+        "does it pay: time to a loss of methods, rates and models, against the best dense exchange",
+    ),
     "federated": ("experiments.federated", "members who come and go, on Flower; messages as long as their ratio"),
     "smoothness": ("experiments.smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),
     "sharded": ("experiments.sharded", "sharded models: each device compresses its shard, and what crosses which axis"),

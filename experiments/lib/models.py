@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-__all__ = ["MODELS", "Block", "CharLstm", "Cnn", "Mlp", "Transformer", "WideCnn"]
+__all__ = ["MODELS", "Block", "CharLstm", "Cnn", "Mlp", "Ngrams", "Transformer", "WideCnn"]
 
 
 class Mlp(nnx.Module):
@@ -103,6 +103,30 @@ class Transformer(nnx.Module):
         for i in range(self.layers):
             x = getattr(self, f"layer_{i}")(x)
         return self.last(self.norm(x))
+
+
+class Ngrams(nnx.Module):
+    """The next character from the hashed 1- to 4-grams that end here: i32[n, t] -> f32[n, t, characters].
+
+    Nearly all of its 2.2 million parameters are a table of embeddings, of which a batch touches few rows.
+    """
+
+    longest, bits, width = 4, 15, 64
+
+    def __init__(self, shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs):
+        del shape
+        self.table = nnx.Embed(2**self.bits, self.width, rngs=rngs)
+        self.hidden = nnx.Linear(self.longest * self.width, 256, rngs=rngs)
+        self.last = nnx.Linear(256, num_classes, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        codes, hashed, found = x.astype(jnp.uint32) + 1, jnp.zeros(x.shape, jnp.uint32), []
+        for back in range(self.longest):
+            before = jnp.pad(codes, ((0, 0), (back, 0)))[:, : x.shape[1]]
+            hashed = (hashed ^ before) * jnp.uint32(0x9E3779B1)
+            hashed = hashed ^ (hashed >> 15)
+            found.append(self.table((hashed >> (32 - self.bits)).astype(jnp.int32)))
+        return self.last(nnx.relu(self.hidden(jnp.concatenate(found, -1))))
 
 
 MODELS: dict[str, Callable[..., nnx.Module]] = {"mlp": Mlp, "cnn": Cnn, "cnn-wide": WideCnn}

@@ -27,7 +27,7 @@ from experiments.lib.report import new_console
 from experiments.network import results
 from experiments.network.methods import DEFAULT, PEERS, known, method_name, trained_name
 
-__all__ = ["main"]
+__all__ = ["main", "pool_in", "status"]
 
 # Of every worker, whatever its method. One thread: several workers share a core, and more threads look for work in
 # the time of the others. And the C library gives large arrays back at once, while fresh ones cost more than most
@@ -45,7 +45,7 @@ HEARD_SECONDS = 0.02  # within which every worker has heard what it is asked
 
 def parser() -> Parser:
     from experiments.lib.training import OPTIMIZERS
-    from experiments.network.training import ARCHITECTURES, DATA
+    from experiments.network.training import ARCHITECTURES, DATA, OF_TEXT
 
     p = Parser(prog="python -m experiments network", description=(__doc__ or "").split("\n\n")[0])
     rates = {"type": rate_of, "nargs": "+", "metavar": "RATE"}
@@ -81,7 +81,9 @@ def parser() -> Parser:
         help="folder with the files of --data mnist; a text (plain or .xz) for --data text, the source of this package "
         "if not given",
     )
-    p.add_argument("--model", choices=ARCHITECTURES, default="cnn", help="architecture; transformer for --data text")
+    p.add_argument(
+        "--model", choices=ARCHITECTURES, default="cnn", help=f"architecture; {' or '.join(OF_TEXT)} for --data text"
+    )
     p.add_argument("--batch", type=at_least(1), default=32, help="examples of each worker in a step")
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="what follows the mean")
     p.add_argument("--lr", type=positive, default=1e-3, help="learning rate")
@@ -99,13 +101,17 @@ TRAINED = ["psum-f32", "dense-bf16:two_shot", "dithering:two_shot", "sidco"]
 
 
 def read(arguments: Sequence[str]) -> Any:
+    from experiments.network.training import OF_TEXT
+
     options = parser().parse_args(arguments)
     for name in ("rates", "train_rates"):  # argparse leaves a list that is a default as it is
         rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in getattr(options, name)]
         setattr(options, name, rates)
     options.train_ratio = options.train_ratio or options.ratio
-    if options.only != "exchange" and (options.data == "text") != (options.model == "transformer"):
-        raise UserError(f"--data text and --model transformer go together; got {options.data} and {options.model}")
+    if options.only != "exchange" and (options.data == "text") != (options.model in OF_TEXT):
+        raise UserError(
+            f"--data text goes with --model {' or '.join(OF_TEXT)}; got --data {options.data} --model {options.model}"
+        )
     return options
 
 

@@ -7,7 +7,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxcomp as jc
 from experiments.network.methods import AXIS
+from jaxcomp.exchange.state import means_in
 
 __all__ = ["Workers"]
 
@@ -25,3 +27,10 @@ class Workers:
     def own(self, x: np.ndarray) -> jax.Array:
         """This worker's rows of an array split among all."""
         return jax.make_array_from_process_local_data(self.split, x)
+
+    def start(self, tx: Any, params: Any) -> tuple[Any, Any]:
+        """The state of an optax transformation for replicated parameters, and its specs: P() where no mean is in it."""
+        state = jax.eval_shape(tx.init, params)
+        if means_in(state):
+            return jc.init_state(tx, params, self.mesh, AXIS)
+        return self.replicate(jax.device_get(tx.init(jax.tree.map(lambda x: x.addressable_data(0), params)))), P()

@@ -14,16 +14,17 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.lib.data import Dataset, batch_of, load, split
-from experiments.lib.models import MODELS, Transformer
+from experiments.lib.models import MODELS, Ngrams, Transformer
 from experiments.lib.pool import note
 from experiments.lib.step import classified, training_step
 from experiments.lib.text import text_of
 from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, trained_by
 
-__all__ = ["ARCHITECTURES", "DATA", "Compressed", "Training", "data_of"]
+__all__ = ["ARCHITECTURES", "DATA", "OF_TEXT", "Compressed", "Training", "data_of"]
 
-ARCHITECTURES = {**MODELS, "transformer": Transformer}
+OF_TEXT = {"transformer": Transformer, "ngrams": Ngrams}
+ARCHITECTURES = {**MODELS, **OF_TEXT}
 DATA = ("digits", "mnist", "text")
 LENGTH = 64  # characters of a window
 
@@ -116,7 +117,7 @@ class Compressed(Training):
         super().__init__(number, **options)
         workers = self.workers = Workers()
         tx = trained_by(method, ratio, levels, optimizer, rate)
-        self.init = lambda params: jc.init_state(tx, params, workers.mesh, AXIS)
+        self.init = lambda params: workers.start(tx, params)
         params = workers.replicate(self.params)
         state, specs = self.init(params)
         specs = (P(), specs, P(AXIS), P(AXIS))

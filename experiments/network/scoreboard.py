@@ -1,0 +1,224 @@
+"""Does it pay? Time to a loss of every method at every rate, for four kinds of models, against the best dense exchange.
+
+One process for each worker, each on a host of its own, all with the same batches. The loss to reach is the one that
+f32 `psum` has after --steps steps. A method is trained to it once, without a limit: how many steps it needs does not
+depend on the links. Then the links get each rate in turn, a few steps are timed, and their losses must be those of the
+training, bit for bit. Time to the loss: steps times the median step. Written to runs/NAME: config.json, results.json
+(a row as soon as it is measured), table.md, scoreboard.png.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_thread, positive
+from experiments.lib.folders import run_options, start_run, write_json
+from experiments.lib.netlab import Lab, laboratory, rate_name, rate_of
+from experiments.lib.pool import Pool
+from experiments.lib.report import new_console, show
+from experiments.network import pool_in, status
+from experiments.network.methods import known, method_name
+from experiments.network.results import break_even
+
+__all__ = ["MODELS", "main"]
+
+# name -> (data, learning rate of Adam, what it is)
+MODELS = {
+    "mlp": ("digits", 1e-3, "MLP on digits"),
+    "cnn": ("digits", 1e-3, "CNN on digits"),
+    "transformer": ("text", 3e-3, "transformer on characters"),
+    "ngrams": ("text", 3e-3, "embedded n-grams of characters"),
+}
+DENSE = ("psum-f32", "psum-bf16", "dense-bf16:two_shot")
+METHODS = [*DENSE, "dithering:two_shot", "mxfp4:two_shot", "power-sgd-2", "top-k", "sidco-narrow"]
+RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "none"]
+
+
+def parser() -> Parser:
+    p = Parser(prog="python -m experiments scoreboard", description=(__doc__ or "").split("\n\n")[0])
+    p.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS), help="what is trained")
+    p.add_argument(
+        "--methods",
+        type=method_name,
+        nargs="+",
+        default=METHODS,
+        metavar="METHOD",
+        help=f"besides psum-f32, which is always there: {known()}",
+    )
+    p.add_argument(
+        "--rates", type=rate_of, nargs="+", default=RATES, metavar="RATE", help="of the links; none: no limit"
+    )
+    p.add_argument("--workers", type=at_least(2), default=4, help="processes, each on a host of its own")
+    p.add_argument("--batch", type=at_least(1), default=16, help="examples of each worker in a step")
+    p.add_argument("--steps", type=at_least(20), default=150, help="of f32 psum, whose loss then is the one to reach")
+    p.add_argument("--longest", type=at_least(1), default=4, help="times as many steps a method may take")
+    p.add_argument("--seconds", type=positive, default=6.0, help="to time steps at a rate; at least three")
+    p.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
+    p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
+    p.add_argument(
+        "--seeds", type=at_least(0), nargs="+", default=[0], help="of the start and the batches; means count"
+    )
+    p.add_argument("--text", type=Path, default=None, help="plain or .xz; the source of this package if not given")
+    run_options(p, "scoreboard")
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    o = parser().parse_args(arguments)
+    o.rates = list(dict.fromkeys(rate_of(rate) if isinstance(rate, str) else rate for rate in o.rates))
+    o.methods = list(dict.fromkeys(["psum-f32", *o.methods]))
+    folder = choose_new(o.runs, o.name, "scoreboard")
+    one_thread()
+    console, rows, interrupted = new_console(), [], False
+    try:
+        with laboratory(o.workers) as lab, pool_in(lab) as pool, status(console) as say:
+            say("starting the workers")
+            pool.hear()
+            start_run(folder, vars(o))
+            for model in dict.fromkeys(o.models):
+                targets: dict[int, float] = {}  # by seed, from the first method
+                for method in o.methods:
+                    row = measured(o, lab, pool, model, method, targets, say)
+                    rows.append(row)
+                    write_json(folder / "results.json", rows)
+                    console.print(f"{model}, {method}: {said(row)}", highlight=False)
+            lab.shape()
+    except KeyboardInterrupt:
+        interrupted = True
+    if rows:
+        report(console, o, rows, folder)
+    return 130 if interrupted else 0
+
+
+def measured(
+    o: Any, lab: Lab, pool: Pool, model: str, method: str, targets: dict[int, float], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """A row: steps to the loss for each seed, seconds of a step at each rate, bytes."""
+    data, rate, _ = MODELS[model]
+    say(f"{model}, {method}: compiling")
+    lab.shape()
+    program = pool.ask(
+        what="training", method=method, ratio=o.ratio, levels=o.levels, data=data, model=model, batch=o.batch,
+        optimizer="adam", rate=rate, data_dir=str(o.text) if o.text and data == "text" else None,
+    )[0]  # fmt: skip
+    row: dict[str, Any] = {"model": model, "method": method, **program, "steps": [], "losses": [], "accuracy": []}
+    first: list[float] = []
+    for seed in o.seeds:
+        say(f"{model}, {method}, seed {seed}: training")
+        most = o.longest * o.steps if seed in targets else o.steps
+        answer = pool.ask(what="train", steps=most, target=targets.get(seed, 0.0), seed=seed)[0]
+        targets.setdefault(seed, float(np.mean(answer["losses"][-10:])))
+        reached = answer["reached"] or method == "psum-f32"
+        row["steps"].append(len(answer["losses"]) if reached else None)
+        row["losses"].append(float(np.mean(answer["losses"][-10:])))
+        row["accuracy"].append(answer["accuracy"])
+        first = first or answer["losses"]
+    row["step_seconds"], row["equal"] = [], True
+    for link in o.rates:
+        say(f"{model}, {method}: {rate_name(link)}")
+        lab.shape(link)
+        seconds = step_seconds(pool, 2, o.seeds[0])[1]
+        number = int(np.clip(o.seconds / seconds, 3, 15))
+        answers = pool.ask(what="train", steps=number, target=0.0, seed=o.seeds[0])
+        row["equal"] &= answers[0]["losses"] == first[:number]
+        row["step_seconds"].append(median_step(answers))
+    return row
+
+
+def step_seconds(pool: Pool, number: int, seed: int) -> tuple[list[Any], float]:
+    answers = pool.ask(what="train", steps=number, target=0.0, seed=seed)
+    return answers, median_step(answers)
+
+
+def median_step(answers: list[Any]) -> float:
+    """Seconds of a step of the slowest worker; the first step still finds the queues of the rate before."""
+    ends = np.max([answer["seconds"] for answer in answers], axis=0)
+    return float(np.median(np.diff(ends)))
+
+
+def to_loss(row: dict[str, Any], place: int) -> float | None:
+    """Seconds to the loss at a rate, mean over the seeds; None if a seed did not reach it."""
+    return None if None in row["steps"] else float(np.mean(row["steps"])) * row["step_seconds"][place]
+
+
+def best_dense(rows: list[dict[str, Any]], model: str, place: int) -> float:
+    """Seconds of the fastest dense exchange to the loss."""
+    every = [to_loss(row, place) for row in rows if row["model"] == model and row["method"] in DENSE]
+    return min(seconds for seconds in every if seconds is not None)
+
+
+def said(row: dict[str, Any]) -> str:
+    steps = ", ".join("missed" if s is None else str(s) for s in row["steps"])
+    return f"{steps} steps, {', '.join(f'{1e3 * s:.0f}' for s in row['step_seconds'])} ms a step"
+
+
+def report(console: Any, o: Any, rows: list[dict[str, Any]], folder: Path) -> None:
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    names = [rate_name(rate) for rate in o.rates]
+    table = []
+    for row in rows:
+        base = [best_dense(rows, row["model"], place) for place in range(len(o.rates))]
+        mine = [to_loss(row, place) for place in range(len(o.rates))]
+        cells = ["-" if t is None else f"{b / t:.2g} x" for t, b in zip(mine, base, strict=True)]
+        points = [(rate, t, b) for rate, t, b in zip(o.rates, mine, base, strict=True) if t is not None]
+        even = break_even(points)
+        steps = "missed" if None in row["steps"] else f"{np.mean(row['steps']):.0f}"
+        table.append(
+            [row["model"], row["method"], f"{row['ledger_bytes'] / 1e6:.3g}", steps, *cells]
+            + ["-" if even is None or row["method"] in DENSE else rate_name(float(f"{even:.2g}"))]
+        )
+    head = ["model", "method", "MB a step", "steps", *names, "even at"]
+    sizes = ", ".join(
+        f"{MODELS[model][2]}: {next(r['parameters'] for r in rows if r['model'] == model):,}" for model in models
+    )
+    notes = f"""\
+At each rate: how many times as fast to the loss as the fastest of {", ".join(DENSE)} there (below 1: compression, or
+this dense form, loses). The loss is that of psum-f32 after {o.steps} steps; missed: not reached in {o.longest} times as
+many. MB: sent by a worker in a step. even at: the rate at which a method is as fast as the fastest dense one. Sparse
+methods keep {o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on
+{len(os.sched_getaffinity(0))} cores, Adam, {o.batch} examples of each worker, seeds {", ".join(map(str, o.seeds))}."""
+    show(console, f"{folder.name}: time to the loss", head, table, notes, folder / "table.md")
+    if not all(row["equal"] for row in rows):
+        unequal = [f"{row['model']}, {row['method']}" for row in rows if not row["equal"]]
+        console.print(f"losses at some rate were not those of the training: {'; '.join(unequal)}", style="bold red")
+    console.print(f"plot: {draw(o, rows, folder / 'scoreboard.png')}", highlight=False)
+
+
+def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
+    """A panel for each model: methods against rates, blue where a method is faster than dense, orange where slower."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    from experiments.lib.plots import new_figure, save
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = new_figure(len(models), 1.2 + 0.42 * len(o.methods))
+    colours = LinearSegmentedColormap.from_list("pays", ["#D55E00", "#F6D9B8", "#FFFFFF", "#BBD7EC", "#0072B2"])
+    for axis, model in zip(axes, models, strict=True):
+        mine = [row for row in rows if row["model"] == model]
+        gains = np.full((len(mine), len(o.rates)), np.nan)
+        for i, row in enumerate(mine):
+            for place in range(len(o.rates)):
+                seconds = to_loss(row, place)
+                if seconds is not None:
+                    gains[i, place] = best_dense(rows, model, place) / seconds
+        axis.imshow(np.log10(gains), cmap=colours, vmin=-1, vmax=1, aspect="auto")
+        for i, place in np.ndindex(*gains.shape):
+            gain = gains[i, place]
+            dark = np.isfinite(gain) and abs(np.log10(gain)) > 0.75
+            axis.text(
+                place, i, "missed" if np.isnan(gain) else f"{gain:.2g}", ha="center", va="center", fontsize=8,
+                color="white" if dark else "black",
+            )  # fmt: skip
+        axis.set_xticks(range(len(o.rates)), [rate_name(rate) for rate in o.rates], fontsize=8, rotation=30)
+        axis.set_yticks(range(len(mine)), [row["method"] for row in mine] if axis is axes[0] else [""] * len(mine))
+        axis.set_title(f"{MODELS[model][2]}, {mine[0]['parameters'] / 1e6:.2g} M", fontsize=10)
+        axis.set_xlabel("rate of every link")
+        axis.grid(visible=False)
+    figure.suptitle(
+        "times as fast to the same loss as the fastest dense exchange (blue: pays, orange: loses)", fontsize=11
+    )
+    save(figure, path)
+    return path
