@@ -11,7 +11,8 @@ import numpy as np
 from experiments.lib.pool import answer, note, or_die, requests
 from jaxcomp.plan.candidates import default_candidates
 from jaxcomp.plan.clock import Clock
-from jaxcomp.plan.planning import plan_on, step_of
+from jaxcomp.plan.planning import plan_on
+from jaxcomp.plan.trial import step_of
 
 __all__ = ["CANDIDATES", "work"]
 
@@ -70,9 +71,8 @@ class Task:
         show = note if self.number == 0 else lambda _: None
         from jaxcomp.plan.advise import choose
 
-        found = plan_on(
-            self.clock, self.loss, self.params, self.batch, "data", self.candidates, None, None, tried, show, thorough
-        )
+        where = (self.clock, self.loss, self.params, self.batch, "data", self.candidates)
+        found = plan_on(*where, tried=tried, show=show, thorough=thorough)
         alone = choose([row._replace(measured=None) for row in found.rows])
         links = {
             kind: {"latency": fit.latency, "per_byte": fit.per_byte, "covariance": fit.covariance}

@@ -3,8 +3,11 @@
 links.py        alpha-beta fits of collectives
 predict.py      seconds of a step, from measured parts
 candidates.py   what is compared: what it sends, what it loses
-measure.py      links, encoding, gradients and overlap of this machine
-advise.py       `jc.plan`: the ranked table
+measure.py      links, encoding and overlap of this machine
+offline.py      a program that exchanges, without its exchanges
+trial.py        candidates that are run
+advise.py       the ranked table, and what it advises
+planning.py     `jc.plan`: all of these in their order
 recommend.py    `jc.recommend`: the same without measuring
 watch.py        whether a plan still holds, while it is used
 scale.py        the same formulas for thousands of workers

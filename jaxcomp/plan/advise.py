@@ -51,6 +51,7 @@ def predicted(
     *,
     collectives: Sequence[Collective] | None = None,
     max_error: float | None = None,
+    max_every: int | None = None,
 ) -> Row:
     """The predicted step of one candidate.
 
@@ -61,6 +62,7 @@ def predicted(
         axis: of the workers.
         collectives: of its exchange, if they are known already.
         max_error: a candidate whose messages lose more of |x|^2 is not eligible.
+        max_every: one with more steps to an exchange is not eligible.
     """
     collectives = collectives_of(candidate, like, axis, facts.sizes) if collectives is None else collectives
     workers = int(np.prod([facts.sizes[name] for name in _names(axis, facts)]))
@@ -85,8 +87,36 @@ def predicted(
     refused = None
     if max_error is not None and (lost is None or lost > max_error):
         refused = f"a message loses {'an unknown part' if lost is None else f'{lost:.3g}'} of |x|^2, more than allowed"
+    if max_every is not None and candidate.every > max_every:
+        refused = f"an exchange every {candidate.every} steps, and max_every is {max_every}"
     sent = sent_bytes(collectives, facts.sizes) / candidate.every
     return Row(candidate, parts, sent, loss, work.error, None, refused, not known)
+
+
+def shared_work(work: Mapping[str, Work], candidates: Sequence[Candidate]) -> dict[str, Work]:
+    """The same, and of each candidate whose algorithm and route are those of one that has been measured."""
+    found = dict(work)
+    for each in candidates:
+        same = [one.name for one in candidates if one.algorithm is each.algorithm and one.via == each.via]
+        known = next((name for name in same if name in work), None)
+        if known is not None:
+            found.setdefault(each.name, work[known])
+    return found
+
+
+def without_twins(rows: Sequence[Row], like: Any, axis: Any, sizes: Mapping[str, int]) -> list[Row]:
+    """The rows; what would be several buckets and is only one is refused where it is there without them, too."""
+    whole = {(id(x.algorithm), x.via, x.every): x.name for x in (r.candidate for r in rows) if not x.bucket_bytes}
+    names = axis if isinstance(axis, tuple | list) else (axis,)
+    workers = int(np.prod([sizes[name] for name in names if name in sizes]))
+    out = []
+    for row in rows:
+        each = row.candidate
+        twin = whole.get((id(each.algorithm), each.via, each.every))
+        if each.bucket_bytes and twin and len(shares_of(each, like, workers)) == 1:
+            row = row._replace(refused=row.refused or f"the same as {twin}: all leaves are one bucket")
+        out.append(row)
+    return out
 
 
 def _names(axis: Any, facts: Facts) -> Sequence[str]:
@@ -179,8 +209,9 @@ def _comparable(rows: Sequence[Row]) -> list[Row]:
 
 
 def _best(rows: Sequence[Row], dense: bool) -> Row | None:
-    """The fastest of either kind."""
-    kind = _comparable([row for row in rows if row.candidate.dense == dense])
+    """The fastest of either kind; of dense ones that exchange at every step, if there are any."""
+    kind = [row for row in rows if row.candidate.dense == dense]
+    kind = _comparable([row for row in kind if dense and row.candidate.every == 1] or kind)
     return min(kind, key=lambda row: row.seconds, default=None)
 
 
@@ -198,8 +229,8 @@ def _unmeasured(row: Row, chosen: Row) -> str:
 
 def _difference(row: Row, dense: Row) -> str:
     """Predicted seconds of an exchange, on the links and at work, against those of a dense one."""
-    link = dense.parts.network - row.parts.network
-    work = row.parts.encode + row.parts.decode - dense.parts.encode - dense.parts.decode
+    link = dense.parts.network - row.parts.network / row.candidate.every
+    work = (row.parts.encode + row.parts.decode) / row.candidate.every - dense.parts.encode - dense.parts.decode
     side = lambda seconds: f"{'saves' if seconds >= 0 else 'costs'} {_ms(abs(seconds))}"
     return f"{side(link)} on the links and {side(-work)} of work"
 

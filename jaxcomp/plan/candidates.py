@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxcomp.algorithms import direct, error_feedback
+from jaxcomp.algorithms import direct, error_feedback, power_sgd
 from jaxcomp.base import Algorithm, check_algorithm, like_of
-from jaxcomp.compressors import cast, dithering, identity, narrow, sidco, sign
+from jaxcomp.compressors import cast, dithering, identity, narrow, sidco, sign, top_k
 from jaxcomp.compressors.vector import alpha_of, omega_of
 from jaxcomp.exchange.routes import route_of
 from jaxcomp.exchange.varying import axis_names
@@ -21,7 +22,18 @@ from jaxcomp.layout import layout_of, plan_of
 from jaxcomp.plan.links import KINDS, Collective
 from jaxcomp.transforms.compressed_mean import compressed_mean
 
-__all__ = ["Candidate", "Loss", "collectives_of", "default_candidates", "dense_candidates", "loss_of", "plan_for"]
+__all__ = [
+    "Candidate",
+    "Loss",
+    "check_every",
+    "collectives_of",
+    "default_candidates",
+    "dense_candidates",
+    "loss_of",
+    "plan_for",
+    "sent_bytes",
+    "traced",
+]
 
 NAMES = {
     "psum": "all_reduce",
@@ -60,6 +72,14 @@ class Candidate(NamedTuple):
         """Options of `compressed_mean` and `value_and_grad`, besides the algorithm."""
         return {"via": self.via} | ({"bucket_bytes": self.bucket_bytes} if self.bucket_bytes else {})
 
+    def in_buckets(self, size: int) -> "Candidate":
+        """The same with an exchange for each bucket of so many bytes."""
+        return self._replace(name=f"{self.name}, {size / 2**20:g} MiB", bucket_bytes=size)
+
+    def with_every(self, every: int) -> "Candidate":
+        """The same with so many steps to an exchange."""
+        return self._replace(name=f"{self.name}, H={every}", every=every)
+
     def transformation(self, axis: Any, **options: Any) -> Any:
         """Its `compressed_mean` over an axis."""
         options = {**self.options, **options}
@@ -78,20 +98,49 @@ def dense_candidates() -> list[Candidate]:
     ]
 
 
-def default_candidates() -> list[Candidate]:
-    """What is compared where the user names nothing: dense first, then codes, then sparse messages."""
+def default_candidates(max_every: int = 1) -> list[Candidate]:
+    """What is compared where the user names nothing: dense first, then codes, sparse messages, factors and buckets.
+
+    Args:
+        max_every: H; where it is more than one, local updates with 4, 16, .. and at most so many steps, too.
+    """
+    check_every("default_candidates", max_every)
+    dense = dense_candidates()
     quarter, hundredth = direct(dithering(7, block_size=512)), error_feedback(sidco(0.01))
-    return [
-        *dense_candidates(),
+    sparse = Candidate("sidco(0.01)+ef", hundredth)
+    every_step = [
+        *dense,
         Candidate("fp8+ef:two_shot", error_feedback(cast("float8_e4m3fn")), "two_shot"),
         Candidate("dithering(7):two_shot", quarter, "two_shot"),
         Candidate("dithering(7):gather", quarter, "gather"),
         Candidate("sign+ef:two_shot", error_feedback(sign()), "two_shot"),
-        Candidate("sidco(0.01)+ef", hundredth),
+        Candidate("top_k(0.01)+ef", error_feedback(top_k(0.01))),
+        sparse,
         Candidate("sidco(0.01)+ef:two_shot", hundredth, "two_shot"),
         Candidate("sidco(0.001)+ef", error_feedback(sidco(0.001))),
         Candidate("narrow(sidco(0.001))+ef", error_feedback(narrow(sidco(0.001), values="bfloat16", indices="uint16"))),
+        Candidate("power_sgd(2)", power_sgd(2)),
+        Candidate("power_sgd(4)", power_sgd(4)),
+        *(each.in_buckets(2**size) for each in (dense[0], sparse) for size in (22, 24)),
     ]
+    return every_step + [each.with_every(steps) for steps in _lengths(max_every) for each in (dense[0], sparse)]
+
+
+def _lengths(most: int) -> list[int]:
+    """4, 16, .. and the largest one.
+
+    >>> _lengths(1), _lengths(16), _lengths(20)
+    ([], [4, 16], [4, 16, 20])
+    """
+    powers = [4**i for i in range(1, 16) if 4**i < most]
+    return [*powers, most] if most > 1 else []
+
+
+def check_every(name: str, max_every: Any) -> None:
+    """Raises ValueError unless it is None or an integer of at least 1."""
+    whole = isinstance(max_every, int | np.integer) and not isinstance(max_every, bool)
+    if max_every is not None and (not whole or max_every < 1):
+        raise ValueError(f"{name}: max_every must be an integer of at least 1; got {max_every!r}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -101,18 +150,19 @@ def default_candidates() -> list[Candidate]:
 def collectives_of(candidate: Candidate, like: Any, axis: Any, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
     """The collectives of one exchange, from its traced program.
 
-    Of the branches of a conditional the one with most bytes is taken; what stands in a loop of unknown length is
-    counted once.
+        Of the branches of a conditional the one with most bytes is taken; what stands in a loop of unknown length is
+        counted once.
 
-    Args:
-        candidate: see `Candidate`.
-        like: shapes of the gradients of one device, a tree.
-        axis: of the workers, a name or a tuple; of a hierarchy the mapping has the axes.
-        sizes: axis -> workers.
+        Args:
+            candidate: see `Candidate`.
+            like: shapes of the gradients of one device, a tree.
+            axis: of the workers, a name or a tuple; of a hierarchy the mapping has the axes.
+            sizes: axis -> workers.
 
-    >>> import jax.numpy as jnp
-    >>> collectives_of(dense_candidates()[0], jnp.zeros(5000), "data", {"data": 4})
-    (Collective(kind='all_reduce', operand_bytes=20000.0, axis='data', times=1),)
+        >>> import jax.numpy as jnp
+    import numpy as np
+        >>> collectives_of(dense_candidates()[0], jnp.zeros(5000), "data", {"data": 4})
+        (Collective(kind='all_reduce', operand_bytes=20000.0, axis='data', times=1),)
     """
     transform = candidate.transformation(axis)
 
@@ -121,6 +171,18 @@ def collectives_of(candidate: Candidate, like: Any, axis: Any, sizes: Mapping[st
 
     traced = jax.make_jaxpr(exchange, axis_env=list(sizes.items()))(like_of(like))
     return tuple(_collectives(traced.jaxpr, 1))
+
+
+def traced(
+    candidates: Sequence[Candidate], like: Any, axis: Any, sizes: Mapping[str, int]
+) -> dict[str, tuple[Collective, ...]]:
+    """The collectives of each by its name. Candidates that differ in H alone have the same."""
+    found: dict[str, tuple[Collective, ...]] = {}
+    for i, each in enumerate(candidates):
+        same = lambda one: one.algorithm is each.algorithm and one[2:4] == each[2:4]  # noqa: B023
+        first = next((one.name for one in candidates[:i] if same(one)), None)
+        found[each.name] = collectives_of(each, like, axis, sizes) if first is None else found[first]
+    return found
 
 
 def _collectives(jaxpr: Any, times: int) -> list[Collective]:

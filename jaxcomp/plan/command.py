@@ -39,6 +39,7 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--latency", type=float, default=1e-3, help="of a message, in seconds")
     p.add_argument("--gradient", type=float, default=0.0, help="seconds of loss and gradient in a step")
     p.add_argument("--max-error", type=float, default=None, help="share of |x|^2 that a message may lose")
+    p.add_argument("--max-every", type=int, default=1, help="steps of a worker from one exchange to the next, at most")
     p.add_argument("--facts", type=Path, default=None, help="file that jc.plan(..., cache=FILE) has written")
 
 
@@ -53,7 +54,7 @@ def run(o: argparse.Namespace) -> str:
 
     from jaxcomp.exchange.links import Link
     from jaxcomp.plan import facts as files
-    from jaxcomp.plan.advise import choose, predicted, table, verdict
+    from jaxcomp.plan.advise import choose, predicted, shared_work, table, verdict, without_twins
     from jaxcomp.plan.candidates import default_candidates
     from jaxcomp.plan.recommend import recommend
 
@@ -62,17 +63,19 @@ def run(o: argparse.Namespace) -> str:
     if o.facts is None:
         like = jax.ShapeDtypeStruct((int(o.parameters),), jnp.float32)
         link = Link(o.latency, o.rate)
-        return str(recommend(like, workers=o.workers, link=link, gradient=o.gradient, max_error=o.max_error))
+        limits = {"max_error": o.max_error, "max_every": o.max_every}
+        return str(recommend(like, workers=o.workers, link=link, gradient=o.gradient, **limits))
     facts = files.from_text(o.facts.read_text(), str(o.facts))
-    like = jax.ShapeDtypeStruct((int(facts.about["entries"]),), jnp.float32)
+    like = files.leaves_of(facts, str(o.facts))
     axis = next(iter(facts.fits)) if facts.fits else "data"
-    known = [each for each in default_candidates() if each.name in facts.about["candidates"]]
+    candidates = default_candidates(o.max_every)
+    facts = facts._replace(work=shared_work(facts.work, candidates))
+    known = [each for each in candidates if each.name in facts.about["candidates"] or each.name in facts.work]
     if not known:
         raise ValueError("its candidates are not those that this command knows by name; call jc.plan with them")
-    names = axis.split(",")
-    rows = [
-        predicted(each, facts, like, names[0] if len(names) == 1 else tuple(names), max_error=o.max_error)
-        for each in known
-    ]
+    names = tuple(axis.split(","))
+    axis = names[0] if len(names) == 1 else names
+    rows = [predicted(each, facts, like, axis, max_error=o.max_error) for each in known]
+    rows = without_twins(rows, like, axis, facts.sizes)
     chosen = choose(rows)
     return f"{table(rows, chosen)}\n\n{verdict(rows, chosen)}"

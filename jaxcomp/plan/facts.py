@@ -2,18 +2,23 @@
 
 The file is JSON. `latency` (seconds of a message) and `per_byte` (seconds of a byte that a worker sends) of each
 collective may be edited to see the plan for another link; `ratios` are how measured times deviate from that line at
-some sizes, and may be emptied. `samples` are for reading only. Times are in seconds.
+some sizes, and may be emptied. `leaves` are the shapes of the gradient at one device. `samples` are for reading only.
+Times are in seconds.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from jaxcomp.plan.links import Fit, Sample
 from jaxcomp.plan.predict import Line
 
-__all__ = ["Facts", "Work", "from_text", "read", "to_text", "write"]
+__all__ = ["Facts", "Work", "from_text", "leaves_of", "leaves_to_text", "read", "to_text", "write"]
 
 VERSION = 2
 
@@ -43,6 +48,32 @@ class Facts(NamedTuple):
     gradient: float
     forward_share: float
     overlap: float
+
+
+def leaves_to_text(like: Any) -> list[str]:
+    """Shapes and dtypes of a tree's leaves.
+
+    >>> leaves_to_text({"w": jax.ShapeDtypeStruct((3, 4), "float32"), "b": jax.ShapeDtypeStruct((), "bfloat16")})
+    ['bfloat16[]', 'float32[3,4]']
+    """
+    return [f"{x.dtype.name}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(like)]
+
+
+def leaves_of(facts: Facts, where: str = "the file") -> list[jax.ShapeDtypeStruct]:
+    """Inverse of `leaves_to_text`, from what a plan has measured.
+
+    Raises:
+        ValueError: there are none, or they are not written so.
+    """
+    found = []
+    for text in facts.about.get("leaves", ()):
+        match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]", str(text))
+        if match is None:
+            raise ValueError(f"plan: leaves in {where} must be like float32[784,10]; got {text!r}")
+        found.append(jax.ShapeDtypeStruct(tuple(map(int, filter(None, match[2].split(",")))), jnp.dtype(match[1])))
+    if not found:
+        raise ValueError(f"plan: {where} must name the leaves of the gradient; it has none")
+    return found
 
 
 def to_text(facts: Facts) -> str:

@@ -14,23 +14,23 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.varying import axis_names
 from jaxcomp.plan import facts as files
-from jaxcomp.plan.advise import Row, choose, predicted, table, verdict
-from jaxcomp.plan.candidates import Candidate, Loss, collectives_of, default_candidates
+from jaxcomp.plan.advise import Row, choose, predicted, shared_work, table, verdict, without_twins
+from jaxcomp.plan.candidates import Candidate, Loss, check_every, default_candidates, traced
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import Collective
 from jaxcomp.plan.measure import largest, links_of, overlap_on, sample_of, work_of
 from jaxcomp.plan.predict import step_seconds
+from jaxcomp.plan.trial import ROUNDS, tried_rows
 from jaxcomp.plan.watch import Watch
 from jaxcomp.transforms.meshes import find_mesh
-from jaxcomp.transforms.value_and_grad import value_and_grad, worker_value_and_grad
+from jaxcomp.transforms.value_and_grad import worker_value_and_grad
 
-__all__ = ["Plan", "plan", "plan_on", "step_of"]
+__all__ = ["Plan", "plan", "plan_on"]
 
 BUDGET = 90.0  # seconds of measuring
 FOR_TRYING = 1 / 3  # of the budget, which measuring leaves
 TRIED = 3  # candidates that are run, besides the best dense one
-ROUNDS = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +97,7 @@ def plan(
     budget: float | None = None,
     cache: str | Path | None = None,
     max_error: float | None = None,
+    max_every: int | None = None,
     tried: int = TRIED,
     show: Callable[[str], None] = lambda _: None,
 ) -> Plan:
@@ -123,7 +124,10 @@ def plan(
         cache: a JSON file. If it holds what was measured of this machine, model and candidates, that is used and
             nothing is measured; else it is written. It may be edited (`plan.facts`).
         max_error: messages may lose at most this share of |x|^2; None: any.
-        tried: how many candidates are run besides the best dense one; 0: prediction alone.
+        max_every: H, most steps that a worker may take from one exchange to the next (`local_updates`). None: an
+            exchange at every step, unless candidates are given that say otherwise.
+        tried: how many candidates are run besides the best dense one; 0: prediction alone. Of local updates H steps
+            are run.
         show: takes a line about what is being measured.
 
     Returns:
@@ -139,7 +143,9 @@ def plan(
     >>> print(advice.verdict)
     do not compress: there is a single worker, so nothing is exchanged
     """
-    candidates = _checked(default_candidates() if candidates is None else candidates, budget, max_error, tried)
+    if candidates is None:
+        candidates = default_candidates(1 if max_every is None else max_every)
+    candidates = _checked(candidates, budget, max_error, max_every, tried)
     axis = axis_names(axis_name)
     found = find_mesh("plan", mesh, axis, params, batch)
     if not isinstance(found, Mesh):
@@ -149,7 +155,8 @@ def plan(
     if int(np.prod([found.shape[name] for name in axis])) == 1:
         return _alone(candidates)
     own = axis[0] if len(axis) == 1 else axis
-    return plan_on(clock, loss, params, batch, own, candidates, cache, max_error, tried, show)
+    options = {"cache": cache, "max_error": max_error, "max_every": max_every, "tried": tried, "show": show}
+    return plan_on(clock, loss, params, batch, own, candidates, **options)
 
 
 def plan_on(
@@ -159,8 +166,10 @@ def plan_on(
     batch: tuple,
     axis: Any,
     candidates: list[Candidate],
+    *,
     cache: str | Path | None = None,
     max_error: float | None = None,
+    max_every: int | None = None,
     tried: int = TRIED,
     show: Callable[[str], None] = lambda _: None,
     thorough: bool = False,
@@ -170,23 +179,27 @@ def plan_on(
     params = jax.tree.map(lambda x: _placed(x, mesh), params)
     like = jax.tree.map(_at_device, params)
     sizes = {name: int(mesh.shape[name]) for name in mesh.axis_names}
-    trace = lambda: {each.name: collectives_of(each, like, axis, sizes) for each in candidates}
+    trace = lambda: traced(candidates, like, axis, sizes)
     sent = clock.keep(("sent", loss, axis, tuple(each.name for each in candidates)), trace)
+    limits = {"max_error": max_error, "max_every": max_every}
     about = _about(mesh, like, candidates, sizes)
     text = clock.broadcast(files.read(cache) if cache is not None and jax.process_index() == 0 else None)
     known = files.from_text(text, str(cache)) if text else None
     if known is None or dict(known.about) != about:
-        known = _measured(clock, loss, params, batch, like, axis, candidates, sent, about, max_error, show, thorough)
+        known = _measured(clock, loss, params, batch, like, axis, candidates, sent, about, limits, show, thorough)
         if cache is not None and jax.process_index() == 0:
             files.write(cache, known)
-    rows = [predicted(each, known, like, axis, collectives=sent[each.name], max_error=max_error) for each in candidates]
+    rows = [predicted(each, known, like, axis, collectives=sent[each.name], **limits) for each in candidates]
+    rows = without_twins(rows, like, axis, sizes)
     if tried and clock.left() > 0:
-        rows = _tried(clock, rows, loss, params, batch, mesh, axis, tried, show)
+        rows = tried_rows(clock, rows, loss, params, batch, mesh, axis, tried, show)
     chosen = choose(rows)
     return Plan(tuple(rows), chosen, known, verdict(rows, chosen))
 
 
-def _checked(candidates: Sequence[Candidate], budget: Any, max_error: Any, tried: int) -> list[Candidate]:
+def _checked(
+    candidates: Sequence[Candidate], budget: Any, max_error: Any, max_every: Any, tried: int
+) -> list[Candidate]:
     candidates = list(candidates)
     if not candidates or not all(isinstance(each, Candidate) for each in candidates):
         raise TypeError(f"plan: candidates must be a list of jaxcomp.plan.candidates.Candidate; got {candidates!r}")
@@ -197,6 +210,7 @@ def _checked(candidates: Sequence[Candidate], budget: Any, max_error: Any, tried
         raise ValueError(f"plan: budget must be seconds > 0; got {budget!r}")
     if max_error is not None and not max_error >= 0:
         raise ValueError(f"plan: max_error must be a number >= 0; got {max_error!r}")
+    check_every("plan", max_every)
     if tried < 0:
         raise ValueError(f"plan: tried must be an integer >= 0; got {tried!r}")
     return candidates
@@ -222,14 +236,12 @@ def _at_device(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _about(mesh: Mesh, like: Any, candidates: list[Candidate], sizes: dict[str, int]) -> dict[str, Any]:
-    leaves = jax.tree.leaves(like)
     return {
         "jax": jax.__version__,
         "device": mesh.devices.flat[0].device_kind,
         "processes": jax.process_count(),
         "axes": sizes,
-        "leaves": len(leaves),
-        "entries": int(sum(np.prod(leaf.shape) for leaf in leaves)),
+        "leaves": files.leaves_to_text(like),
         "candidates": [each.name for each in candidates],
     }
 
@@ -248,7 +260,7 @@ def _measured(
     candidates: list[Candidate],
     sent: dict[str, tuple[Collective, ...]],
     about: dict[str, Any],
-    max_error: float | None,
+    limits: dict[str, Any],
     show: Callable[[str], None],
     thorough: bool = False,
 ) -> Facts:
@@ -265,76 +277,20 @@ def _measured(
     overlap = overlap_on(clock, axis, budget / 15)
     known = Facts(about, about["axes"], fits, {}, gradient, share, overlap)
     grads = sample_of(grad(params, *batch)[1])
-    step = lambda each: predicted(each, known, like, axis, collectives=sent[each.name], max_error=max_error)
-    order = sorted(candidates, key=lambda each: (not each.dense, step(each).seconds))
+    step = lambda each: predicted(each, known, like, axis, collectives=sent[each.name], **limits)
+    allowed = [each for each in candidates if limits["max_every"] is None or each.every <= limits["max_every"]]
+    order = sorted(allowed, key=lambda each: (not each.dense, step(each).seconds))
     best, reserve = np.inf, budget * FOR_TRYING
     for number, each in enumerate(order):
         left = clock.left() - reserve
-        first = next(one for one in order if one.algorithm is each.algorithm and one.via == each.via)
-        if first.name not in known.work:
+        if each.name not in known.work:
             # What is too slow without any work is not worth compiling. All processes see the same numbers.
             if not thorough and (step(each).seconds >= best or (best < np.inf and left < 0)):
                 continue
-            show(f"encoding of {first.name}")
-            bare, most = first._replace(bucket_bytes=None), max(left, 1.0) / 2 / (len(order) - number)
-            work = work_of(clock, bare, axis, grads, most)
-            known = known._replace(work={**known.work, first.name: work})
-        known = known._replace(work={**known.work, each.name: known.work[first.name]})
+            show(f"encoding of {each.name}")
+            bare, most = each._replace(bucket_bytes=None), max(left, 1.0) / 2 / (len(order) - number)
+            work = {**known.work, each.name: work_of(clock, bare, axis, grads, most)}
+            known = known._replace(work=shared_work(work, allowed))
         row = step(each)
         best = best if row.refused else min(best, row.seconds)
     return known
-
-
-def _tried(
-    clock: Clock,
-    rows: list[Row],
-    loss: Callable,
-    params: Any,
-    batch: tuple,
-    mesh: Mesh,
-    axis: Any,
-    tried: int,
-    show: Callable[[str], None],
-) -> list[Row]:
-    """The rows, those that are best by prediction with measured seconds: the best dense one first."""
-    order = sorted(range(len(rows)), key=lambda i: (rows[i].bound, rows[i].seconds))
-    able = [i for i in order if rows[i].refused is None and rows[i].candidate.every == 1]
-    dense = [i for i in able if rows[i].candidate.dense][:1]
-    chosen = [*dense, *[i for i in able if i not in dense][:tried]]
-    for i in chosen:
-        if clock.left() <= 0:
-            break
-        show(f"trying {rows[i].candidate.name}")
-        seconds = step_of(clock, rows[i].candidate, loss, params, batch, mesh, axis, max(clock.left(), 1.0) / 4)
-        rows[i] = rows[i]._replace(measured=seconds)
-    return rows
-
-
-def step_of(
-    clock: Clock,
-    candidate: Candidate,
-    loss: Callable,
-    params: Any,
-    batch: tuple,
-    mesh: Mesh,
-    axis: Any,
-    seconds: float,
-    rounds: int = ROUNDS,
-) -> float:
-    """Measured seconds of loss, gradient and exchange."""
-    levels = candidate.algorithm
-    given = (None, mesh, levels) if isinstance(levels, Mapping) else (levels, mesh, axis)
-
-    def make():
-        grad_fn = value_and_grad(loss, *given, **candidate.options)
-        step = jax.jit(lambda params, state, *batch: grad_fn(params, state, *batch), donate_argnums=1)
-        return step, {"state": grad_fn.init(params)}
-
-    step, held = clock.keep(("step", loss, candidate.name), make)
-
-    def run():
-        out = step(params, held["state"], *batch)
-        held["state"] = out[2]
-        return out[:2]
-
-    return float(clock.median(run, rounds, seconds)[0])

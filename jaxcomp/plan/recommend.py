@@ -19,8 +19,8 @@ from jaxcomp.arrays import like_of
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.links import Link
 from jaxcomp.layout import layout_of, plan_of
-from jaxcomp.plan.advise import Row, choose, predicted, verdict
-from jaxcomp.plan.candidates import Candidate, collectives_of, default_candidates
+from jaxcomp.plan.advise import Row, choose, predicted, shared_work, verdict, without_twins
+from jaxcomp.plan.candidates import Candidate, check_every, default_candidates, traced
 from jaxcomp.plan.facts import Facts, Work
 from jaxcomp.plan.links import KINDS, Collective, Fit
 from jaxcomp.plan.predict import Line
@@ -40,7 +40,17 @@ class Machine(NamedTuple):
 
 # Rough values for one core of a CPU, not measured: `python -m experiments bench compressors` gives those of a machine.
 CPU = Machine(
-    (("f32", 0.0), ("bf16", 1.0), ("fp8", 6.0), ("dithering", 12.0), ("sign", 4.0), ("narrow", 6.0), ("sidco", 4.0)),
+    (
+        ("f32", 0.0),
+        ("bf16", 1.0),
+        ("fp8", 6.0),
+        ("dithering", 12.0),
+        ("sign", 4.0),
+        ("narrow", 6.0),
+        ("sidco", 4.0),
+        ("top_k", 8.0),
+        ("power_sgd", 4.0),
+    ),
     decode=2.0,
     copy=1.0,
 )
@@ -101,6 +111,7 @@ def recommend(
     machine: Machine | Facts = CPU,
     gradient: float = 0.0,
     max_error: float | None = None,
+    max_every: int | None = None,
 ) -> Recommendation:
     """Bytes, expected error and time of each candidate on a link, and which is fastest; it may be a dense one.
 
@@ -114,6 +125,7 @@ def recommend(
         machine: nanoseconds of work for each entry; or what a plan has measured (`plan.facts`), whose work is taken.
         gradient: seconds of loss and gradient of a step, which all candidates have in common.
         max_error: messages may lose at most this share of |x|^2 by what theory bounds.
+        max_every: as for `plan`.
 
     Raises:
         TypeError, ValueError: workers below 2, a link without bandwidth, no candidates, no parameters.
@@ -129,7 +141,8 @@ def recommend(
     'f32'
     """
     link = Link() if link is None else link
-    candidates = default_candidates() if candidates is None else list(candidates)
+    check_every("recommend", max_every)
+    candidates = default_candidates(max_every or 1) if candidates is None else list(candidates)
     if isinstance(workers, bool) or not isinstance(workers, (int, np.integer)) or workers < 2:
         raise ValueError(f"recommend: workers must be an integer of at least 2; got {workers!r}")
     if not isinstance(link, Link):
@@ -142,19 +155,19 @@ def recommend(
     entries = float(sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(like)))
     if not entries:
         raise ValueError(f"recommend: params must hold at least one entry; got {params!r}")
-    sent = {each.name: collectives_of(each, like, "data", sizes) for each in candidates}
+    sent = traced(candidates, like, "data", sizes)
     fits = {"data": {kind: Fit(kind, link.latency, 1 / link.bandwidth) for kind in KINDS}}
     if isinstance(machine, Facts):
-        work = dict(machine.work)
+        work = shared_work(machine.work, candidates)
     else:
         work = {each.name: _work(machine, each, sent[each.name], entries, int(workers)) for each in candidates}
     facts = Facts({}, sizes, fits, work, gradient, 0.4, 0.0)
-    rows = [
-        predicted(each, facts, like, "data", collectives=sent[each.name], max_error=max_error) for each in candidates
-    ]
+    limits = {"max_error": max_error, "max_every": max_every}
+    rows = [predicted(each, facts, like, "data", collectives=sent[each.name], **limits) for each in candidates]
     if any(row.candidate.dense for row in rows):
-        idle = "compresses nothing: every leaf is small, and travels dense"
+        idle = "compresses nothing: every leaf travels dense"
         rows = [row._replace(refused=row.refused or idle) if _is_idle(row.candidate, like) else row for row in rows]
+    rows = without_twins(rows, like, "data", sizes)
     chosen = choose(rows)
     return Recommendation(tuple(rows), chosen, verdict(rows, chosen), link, int(workers))
 

@@ -1,23 +1,27 @@
 """`jc.plan` on virtual devices: what it returns and keeps in its file, never how long anything took."""
 
+import inspect
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
+from jaxcomp.cli import main
 from jaxcomp.plan import facts as files
 from jaxcomp.plan import planning
-from jaxcomp.plan.candidates import dense_candidates
+from jaxcomp.plan.candidates import default_candidates, dense_candidates
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.facts import Work
 from jaxcomp.plan.links import KINDS, Fit
 from jaxcomp.plan.measure import sweep, work_of
 from jaxcomp.plan.offline import offline, settled
 from jaxcomp.plan.predict import Line
+from jaxcomp.plan.trial import _local_steps
 
 SPARSE = jc.Candidate("top_k", jc.error_feedback(jc.top_k(0.01)))
 PARAMS = {"w": np.ones((64, 32), np.float32), "b": np.zeros(32, np.float32)}
@@ -136,6 +140,57 @@ def test_what_is_not_eligible_does_not_keep_others_from_being_measured(machine):
     assert exact.chosen.candidate is SPARSE
 
 
+def test_local_updates_are_run_and_asked_for(seed):
+    """H steps to an exchange are no candidates unless they are asked for; they are run as they are."""
+    assert all(each.every == 1 for each in default_candidates())
+    assert {each.every for each in default_candidates(20)} == {1, 4, 16, 20}
+    local = [*dense_candidates()[:1], SPARSE.with_every(3)]
+    options = {"mesh": mesh_of(2), "candidates": local, "budget": 1000.0, "tried": 1}
+    found = jc.plan(loss, PARAMS, batch(seed), **options)
+    assert found.rows[1].measured is not None
+    assert "an exchange every 3 steps" in found.table
+    limited = jc.plan(loss, PARAMS, batch(seed), **options, max_every=2)
+    assert limited.rows[1].refused == "an exchange every 3 steps, and max_every is 2"
+    assert limited.rows[1].measured is None
+    assert set(limited.facts.work) == {"f32"}
+
+
+def test_a_step_with_local_updates_is_what_it_says(seed):
+    """The program that is timed takes H steps of which the last one exchanges: then all workers have the same point."""
+    params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh_of(2), PartitionSpec())), PARAMS)
+    candidate = dense_candidates()[0].with_every(4)
+    run = _local_steps(candidate, loss, params, (batch(seed),), mesh_of(2), AXIS)
+    state = inspect.getclosurevars(run).nonlocals["held"]
+    run()
+    assert int(state["state"].count) == 4
+    assert int(state["state"].means[0].shared.count) == 1
+    w = np.asarray(state["own"]["w"])
+    np.testing.assert_allclose(w[0], w[1], rtol=1e-6)
+    assert not np.array_equal(w[0], PARAMS["w"])
+
+
+def test_the_command_knows_leaves_buckets_and_local_updates(machine, tmp_path, capsys):
+    """power_sgd needs shapes; what a plan has measured of an algorithm holds for its buckets and local updates."""
+    path = tmp_path / "plan.json"
+    candidates = [each for each in default_candidates() if each.name in ("f32", "sidco(0.01)+ef", "power_sgd(2)")]
+    machine(1e-7, {"f32": line(0.0), "sidco(0.01)+ef": line(1e-3, 0.5), "power_sgd(2)": line(1e-3, 0.5)})
+    plan_of(candidates, cache=path)
+    facts = files.from_text(path.read_text())
+    assert facts.about["leaves"] == ["float32[32]", "float32[64,32]"]
+    assert [x.shape for x in files.leaves_of(facts)] == [(32,), (64, 32)]
+    assert main(["plan", "--facts", str(path), "--max-every", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "power_sgd(2)" in text
+    assert "sidco(0.01)+ef, H=4" in text
+    assert "an exchange every 4 steps" in text
+    assert "the same as f32: all leaves are one bucket" in text
+    edited = json.loads(path.read_text())
+    edited["about"]["leaves"] = ["nothing"]
+    path.write_text(json.dumps(edited))
+    assert main(["plan", "--facts", str(path)]) == 2
+    assert "must be like float32[784,10]; got 'nothing'" in capsys.readouterr().err
+
+
 def test_a_program_in_two_halves(key):
     """What a worker sends before it receives, and after; where all send the same it receives its own messages."""
     tx = jc.compressed_mean(jc.power_sgd(2), AXIS)
@@ -190,6 +245,7 @@ def test_times_are_agreed_and_texts_are_sent():
         ({"max_error": -1.0}, ValueError, "max_error must be a number >= 0"),
         ({"axis_name": "model"}, ValueError, "axis_name must be of the mesh"),
         ({"tried": -1}, ValueError, "tried must be"),
+        ({"max_every": 0}, ValueError, "max_every must be an integer of at least 1; got 0"),
     ],
 )
 def test_mistakes(options, error, said):

@@ -51,12 +51,29 @@ def test_what_a_plan_has_measured_may_be_taken():
         ({"workers": 4, "link": jc.Link(0.0, 0.0)}, "link must have a bandwidth > 0"),
         ({"workers": 4, "link": 12.5e6}, r"link must be a jc\.Link.*; got 12500000\.0"),
         ({"workers": 4, "candidates": []}, "candidates must be a list"),
+        ({"workers": 4, "max_every": 1.5}, r"max_every must be an integer of at least 1; got 1\.5"),
         ({"workers": 4, "params": {}}, "params must hold at least one entry"),
     ],
 )
 def test_what_cannot_be_recommended(options, said):
     with pytest.raises((TypeError, ValueError), match=said):
         jc.recommend(options.pop("params", LIKE), **options)
+
+
+def test_local_updates_and_buckets_where_they_are_asked_for():
+    slow = {"workers": 4, "link": jc.Link(1e-3, 1e6), "machine": NONE}
+    found = jc.recommend(LIKE, candidates=[FEW[0], FEW[0].with_every(5)], **slow)
+    once, often = (row.parts.total for row in found.rows)
+    assert often == pytest.approx(once / 5)
+    assert found.rows[1].sent_bytes == pytest.approx(found.rows[0].sent_bytes / 5)
+    names = {row.candidate.name for row in jc.recommend(LIKE, **slow, max_every=4).rows}
+    assert {"f32, H=4", "sidco(0.01)+ef, H=4", "f32, 4 MiB", "power_sgd(2)"} <= names
+    limited = jc.recommend(LIKE, candidates=[FEW[0], FEW[0].with_every(5)], **slow, max_every=4)
+    assert "max_every is 4" in limited.rows[1].refused
+    large = [jax.ShapeDtypeStruct((2**20,), jnp.float32)] * 4
+    buckets = next(row for row in jc.recommend(large, workers=4).rows if row.candidate.name == "f32, 4 MiB")
+    assert buckets.refused is None
+    assert buckets.parts.network > 3.9 * 6e-3  # four exchanges, each with its own latencies
 
 
 def test_small_leaves_are_not_worth_compressing():

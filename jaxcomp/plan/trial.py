@@ -1,0 +1,134 @@
+"""Candidates that are run for real: seconds per step of loss, gradient and exchange, or of local steps with theirs."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.base import check_algorithm
+from jaxcomp.exchange.specs import init_state
+from jaxcomp.exchange.varying import axis_names
+from jaxcomp.plan.advise import Row
+from jaxcomp.plan.candidates import Candidate
+from jaxcomp.plan.clock import Clock
+from jaxcomp.transforms.local_updates import local_updates
+from jaxcomp.transforms.value_and_grad import value_and_grad
+
+__all__ = ["step_of", "tried_rows"]
+
+ROUNDS = 7
+RATE = 1e-6  # of local steps: what they reach does not matter, and must stay finite
+
+
+def tried_rows(
+    clock: Clock,
+    rows: list[Row],
+    loss: Callable[..., Any],
+    params: Any,
+    batch: tuple,
+    mesh: Mesh,
+    axis: Any,
+    tried: int,
+    show: Callable[[str], None],
+) -> list[Row]:
+    """The rows, those that are best by prediction with measured seconds: the best dense one first.
+
+    Rows whose work is not known come last. One whose three rounds of H steps take longer than what is left is not run.
+    """
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].bound, rows[i].seconds))
+    able = [i for i in order if rows[i].refused is None and _can_run(rows[i].candidate, params, mesh, axis)]
+    dense = [i for i in able if rows[i].candidate.dense][:1]
+    for i in [*dense, *[i for i in able if i not in dense][:tried]]:
+        left = clock.left()
+        if left <= 0:
+            break
+        if 3 * rows[i].candidate.every * rows[i].seconds > left and rows[i].candidate.every > 1:
+            continue
+        show(f"trying {rows[i].candidate.name}")
+        seconds = step_of(clock, rows[i].candidate, loss, params, batch, mesh, axis, left / 4)
+        rows[i] = rows[i]._replace(measured=seconds)
+    return rows
+
+
+def step_of(
+    clock: Clock,
+    candidate: Candidate,
+    loss: Callable[..., Any],
+    params: Any,
+    batch: tuple,
+    mesh: Mesh,
+    axis: Any,
+    seconds: float,
+    rounds: int = ROUNDS,
+) -> float:
+    """Measured seconds of a step: of H steps with their exchange, divided by H."""
+    make = _local_steps if candidate.every > 1 else _steps
+    run = clock.keep(("step", loss, candidate.name), lambda: make(candidate, loss, params, batch, mesh, axis))
+    return float(clock.median(run, rounds, seconds)[0]) / candidate.every
+
+
+def _can_run(candidate: Candidate, params: Any, mesh: Mesh, axis: Any) -> bool:
+    """Local steps are run where every worker has whole parameters of its own."""
+    whole = all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
+    workers = set(mesh.axis_names) == set(axis_names(axis))
+    return candidate.every == 1 or (whole and workers and not isinstance(candidate.algorithm, Mapping))
+
+
+def _steps(candidate: Candidate, loss: Callable, params: Any, batch: tuple, mesh: Mesh, axis: Any) -> Callable:
+    levels = candidate.algorithm
+    given = (None, mesh, levels) if isinstance(levels, Mapping) else (levels, mesh, axis)
+    grad_fn = value_and_grad(loss, *given, **candidate.options)
+    step = jax.jit(lambda params, state, *batch: grad_fn(params, state, *batch), donate_argnums=1)
+    held = {"state": grad_fn.init(params)}
+
+    def run():
+        out = step(params, held["state"], *batch)
+        held["state"] = out[2]
+        return out[:2]
+
+    return run
+
+
+def _local_steps(candidate: Candidate, loss: Callable, params: Any, batch: tuple, mesh: Mesh, axis: Any) -> Callable:
+    """H steps of SGD at each worker, in the last of which they exchange differences."""
+    algorithm, every = check_algorithm("plan", candidate.algorithm), candidate.every
+    tx = local_updates(optax.sgd(RATE), optax.sgd(1.0), algorithm, axis, every=every, **candidate.options)
+    state, specs = init_state(tx, params, mesh, axis)
+    rows = P(axis_names(axis))
+    count = mesh.devices.size
+    spread = jax.jit(
+        lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree),
+        out_shardings=NamedSharding(mesh, rows),
+    )
+
+    def one(own, state, *batch):
+        mine = jax.tree.map(lambda x: x[0], own)
+        value, grads = jax.value_and_grad(loss)(mine, *batch)
+        updates, state = tx.update(grads, state, mine)
+        return jax.tree.map(lambda x: x[None], optax.apply_updates(mine, updates)), state, value[None]
+
+    placed = tuple(jax.tree.map(lambda x: _placed(x, mesh, rows), each) for each in batch)
+    mapped = jax.shard_map(
+        one, mesh=mesh, in_specs=(rows, specs, *(rows for _ in batch)), out_specs=(rows, specs, rows)
+    )
+    step = jax.jit(mapped, donate_argnums=(0, 1))
+    held = {"own": spread(params), "state": state}
+
+    def run():
+        for _ in range(every):
+            held["own"], held["state"], value = jax.block_until_ready(step(held["own"], held["state"], *placed))
+        return value
+
+    return run
+
+
+def _placed(x: Any, mesh: Mesh, spec: P) -> Any:
+    """Cut along its first axis, where it is not yet on the mesh."""
+    if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
+        return x
+    return jax.make_array_from_callback(np.shape(x), NamedSharding(mesh, spec), lambda index: np.asarray(x)[index])
