@@ -24,6 +24,7 @@ __all__ = ["RECORD", "Rounds", "members_mod"]
 
 RECORD = "jaxcomp"
 ARRAYS = "arrays"
+HEAD_BYTES = 2**16  # of a message, at most, besides the point: other fields of the task, and what Flower adds
 
 
 class Rounds:
@@ -54,7 +55,25 @@ class Rounds:
         self._awaited: dict[str, Any] = {}  # id of a message -> the member that it went to
 
     def start(self, grid: Any, num_rounds: int) -> Iterator[Round]:
-        """Rounds, one after the other, as they are closed."""
+        """Rounds, one after the other, as they are closed.
+
+        Raises:
+            ValueError: the model is too large for a message of Flower, which carries the whole of it to who joins. No
+                message was sent then.
+        """
+        from flwr.common import GRPC_MAX_MESSAGE_LENGTH  # pyright: ignore[reportMissingImports]
+
+        size = self.server.point.size
+        needed = 4 * size + HEAD_BYTES
+        if needed > GRPC_MAX_MESSAGE_LENGTH:
+            most = (GRPC_MAX_MESSAGE_LENGTH - HEAD_BYTES) // 4
+            raise ValueError(
+                f"flower: the server's point has {size:,} entries, which take a message of {needed:,} bytes; Flower "
+                f"carries at most {GRPC_MAX_MESSAGE_LENGTH:,}: train at most {most:,} parameters, such as adapters"
+            )
+        return self._rounds(grid, num_rounds)
+
+    def _rounds(self, grid: Any, num_rounds: int) -> Iterator[Round]:
         for _ in range(num_rounds):
             nodes = {member: node for node, member in self._here(grid).items()}
             tasks = self.server.open(self.choose(set(nodes)))

@@ -111,6 +111,43 @@ def test_whatever_a_reply_holds_the_round_goes_on_and_it_is_counted(record, erro
     assert server.close().used == 0
 
 
+def test_a_repetition_under_a_valid_round_is_refused_and_named_whoever_sends_it():
+    server = Server(np.zeros(D), {"a": 1, "b": 1}, 0.5)
+    rounds = Rounds(server, lambda grid: {7: "a", 8: "b"})
+    task = server.open({"a"})["a"]
+    member = Member()
+    answer = member.answer(task, member.take(task) - 1)
+    rounds._take("a", reply_of(answer._asdict()))
+    assert server.close().used == 1
+    before = server.point
+    server.open({"a", "b"})
+    for name in "ab":
+        rounds._take(name, reply_of(answer._replace(round=2)._asdict()))
+    happened = server.close()
+    assert happened.refused == [(name, REPEATED) for name in "ab"]
+    assert (happened.used, server.counts["b"]) == (0, {"replay": 1})
+    np.testing.assert_array_equal(server.point, before)
+
+
+@flower
+@quiet
+def test_a_model_that_no_message_of_flower_carries_fails_before_the_first(monkeypatch):
+    import flwr.common
+
+    server = Server(np.zeros(D), {"a": 1}, 0.5)
+    asked = []
+    rounds = Rounds(server, lambda grid: asked.append(grid) or {7: "a"}, deadline=0.1, poll=0.01)
+    monkeypatch.setattr(flwr.common, "GRPC_MAX_MESSAGE_LENGTH", 2**16 + 4 * D - 1)
+    with pytest.raises(
+        ValueError, match=rf"point has {D} entries, .* bytes; Flower carries .*: train at most {D - 1} "
+    ):
+        rounds.start(None, 3)
+    assert not asked
+    assert server.number == 0
+    monkeypatch.setattr(flwr.common, "GRPC_MAX_MESSAGE_LENGTH", 2**16 + 4 * D)
+    assert list(rounds.start(None, 0)) == []
+
+
 class InProcess:
     """A grid whose nodes answer when they are asked: `say(node, message)` is a reply, and whether it comes at once."""
 
