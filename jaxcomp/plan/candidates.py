@@ -150,19 +150,18 @@ def check_every(name: str, max_every: Any) -> None:
 def collectives_of(candidate: Candidate, like: Any, axis: Any, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
     """The collectives of one exchange, from its traced program.
 
-        Of the branches of a conditional the one with most bytes is taken; what stands in a loop of unknown length is
-        counted once.
+    Of the branches of a conditional the one with most bytes is taken; what stands in a loop of unknown length is
+    counted once.
 
-        Args:
-            candidate: see `Candidate`.
-            like: shapes of the gradients of one device, a tree.
-            axis: of the workers, a name or a tuple; of a hierarchy the mapping has the axes.
-            sizes: axis -> workers.
+    Args:
+        candidate: see `Candidate`.
+        like: shapes of the gradients of one device, a tree.
+        axis: of the workers, a name or a tuple; of a hierarchy the mapping has the axes.
+        sizes: axis -> workers.
 
-        >>> import jax.numpy as jnp
-    import numpy as np
-        >>> collectives_of(dense_candidates()[0], jnp.zeros(5000), "data", {"data": 4})
-        (Collective(kind='all_reduce', operand_bytes=20000.0, axis='data', times=1),)
+    >>> import jax.numpy as jnp
+    >>> collectives_of(dense_candidates()[0], jnp.zeros(5000), "data", {"data": 4})
+    (Collective(kind='all_reduce', operand_bytes=20000.0, axis='data', times=1),)
     """
     transform = candidate.transformation(axis)
 
