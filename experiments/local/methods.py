@@ -41,6 +41,13 @@ class Setup(NamedTuple):
     def algorithm(self, ratio: float, levels: int) -> Algorithm:
         return CODES[self.method][1]() if self.method in CODES else METHODS[self.method].make(ratio, levels)
 
+    def outer(self, rate: float | None = None, momentum: float | None = None) -> optax.GradientTransformation:
+        """What follows the mean difference: Nesterov's momentum, as in DiLoCo; None of it for sparse-loco."""
+        if self.method == "sparse-loco":  # whose memory is a momentum already
+            rate, momentum = rate or 1.0, momentum or 0.0
+        rate, momentum = 0.7 if rate is None else rate, 0.9 if momentum is None else momentum
+        return optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum))
+
     def transform(self, inner: Any, outer: Any, ratio: float, levels: int, seed: int) -> Any:
         """The optimizer. A plain one steps with `inner` along the mean of all gradients."""
         algorithm = self.algorithm(ratio, levels)

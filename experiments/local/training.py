@@ -38,7 +38,8 @@ class Trainer:
         steps, workers = options["steps"], options["workers"]
         rate = optax.warmup_cosine_decay_schedule(0.0, options["lr"], max(1, steps // 20), steps, options["lr"] / 10)
         inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.1))
-        self.tx = setup.transform(inner, self._outer(), options["ratio"], options["levels"], seed)
+        outer = setup.outer(options["outer_lr"], options["outer_momentum"])
+        self.tx = setup.transform(inner, outer, options["ratio"], options["levels"], seed)
         self.algorithm = setup.algorithm(options["ratio"], options["levels"])
         start = initial(sizes, seed)
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(start))
@@ -57,13 +58,6 @@ class Trainer:
         self.test_windows = windows(test, TESTED, sizes.length, 0, 0)
         self.test = jax.jit(self.loss)
         self.length = sizes.length
-
-    def _outer(self) -> optax.GradientTransformation:
-        rate, momentum = self.options["outer_lr"], self.options["outer_momentum"]
-        if self.setup.method == "sparse-loco":  # whose memory is a momentum already
-            rate, momentum = rate or 1.0, momentum or 0.0
-        rate, momentum = 0.7 if rate is None else rate, 0.9 if momentum is None else momentum
-        return optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum))
 
     def batch(self, step: int) -> Array:
         """i32[workers, batch, length + 1] of this step."""

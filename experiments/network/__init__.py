@@ -45,6 +45,7 @@ HEARD_SECONDS = 0.02  # within which every worker has heard what it is asked
 
 def parser() -> Parser:
     from experiments.lib.training import OPTIMIZERS
+    from experiments.local.methods import CODES
     from experiments.network.training import ARCHITECTURES, DATA, OF_TEXT
 
     p = Parser(prog="python -m experiments network", description=(__doc__ or "").split("\n\n")[0])
@@ -67,7 +68,8 @@ def parser() -> Parser:
         "--train-methods",
         **{**names, "type": trained_name},
         default=TRAINED,
-        help="what it is trained with: of the same, demo (the optimizer), or, where PyTorch is installed, "
+        help="what it is trained with: of the same, demo (the optimizer), local-CODE@H and stream-CODE@H (local updates, "
+        f"CODE one of {', '.join(CODES)}), or, where PyTorch is installed, "
         f"{', '.join(PEERS)}",
     )
     p.add_argument(

@@ -8,6 +8,9 @@ METHOD:VIA             the same with via=VIA, as in dithering:two_shot
 Only trained:
 
 demo                   the optimizer DeMo, whose momentum is exchanged, in place of --optimizer
+local-CODE@H           parameters of each worker's own, whose differences are exchanged every H steps; CODE of
+                       `experiments.local.methods`
+stream-CODE@H          the same in three fragments; H / 4 steps for each exchange, half of a worker's own point is kept
 ddp-f32, ddp-bf16, ddp-powersgd    where PyTorch is installed, DistributedDataParallel over gloo: as it is, and with its
                        hooks
 """
@@ -17,7 +20,17 @@ import functools
 import importlib.util
 from typing import Any
 
-__all__ = ["AXIS", "DEFAULT", "PEERS", "known", "method_name", "trained_by", "trained_name", "transformation"]
+__all__ = [
+    "AXIS",
+    "DEFAULT",
+    "PEERS",
+    "known",
+    "local_of",
+    "method_name",
+    "trained_by",
+    "trained_name",
+    "transformation",
+]
 
 AXIS = "data"
 PLAIN = ("psum-f32", "psum-bf16", "lax-two-shot-bf16")
@@ -56,13 +69,29 @@ def method_name(text: str) -> str:
 
 def trained_name(text: str) -> str:
     """An option: of a method or a peer, checked."""
-    if text == "demo":
+    if text == "demo" or local_of(text) is not None:
         return text
     if text not in PEERS:
         return method_name(text)
     if importlib.util.find_spec("torch") is None:
         raise argparse.ArgumentTypeError(f"{text!r} needs PyTorch: pip install 'jaxcomp[peers]'")
     return text
+
+
+def local_of(text: str) -> Any:
+    """The `experiments.local.methods.Setup` of local-CODE@H or stream-CODE@H; None for any other name.
+
+    >>> local_of("stream-int4@20").delay, local_of("local-int4@20").delay, local_of("sidco")
+    (5, 0, None)
+    """
+    from experiments.local.methods import CODES, Setup
+
+    name, _, steps = text.partition("@")
+    kind, _, code = name.partition("-")
+    if kind not in ("local", "stream") or code not in CODES or not steps.isdecimal() or int(steps) < 1:
+        return None
+    every = int(steps)
+    return Setup(text, code, every, min(3, every), every // 4, 0.5) if kind == "stream" else Setup(text, code, every)
 
 
 def transformation(text: str, ratio: float, levels: int, seed: int = 0) -> Any:
@@ -94,6 +123,9 @@ def trained_by(text: str, ratio: float, levels: int, optimizer: str, rate: float
 
     if text == "demo":
         return jc.demo(rate, AXIS)
+    local = local_of(text)
+    if local is not None:
+        return local.transform(OPTIMIZERS[optimizer](rate), local.outer(), ratio, levels, 0)
     return optax.chain(transformation(text, ratio, levels), OPTIMIZERS[optimizer](rate))
 
 

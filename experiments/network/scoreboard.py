@@ -20,7 +20,7 @@ from experiments.lib.netlab import Lab, laboratory, rate_name, rate_of
 from experiments.lib.pool import Pool
 from experiments.lib.report import new_console, show
 from experiments.network import pool_in, status
-from experiments.network.methods import known, method_name
+from experiments.network.methods import known, local_of, trained_name
 from experiments.network.results import break_even
 
 __all__ = ["MODELS", "main"]
@@ -34,6 +34,7 @@ MODELS = {
 }
 DENSE = ("psum-f32", "psum-bf16", "dense-bf16:two_shot")
 METHODS = [*DENSE, "dithering:two_shot", "mxfp4:two_shot", "power-sgd-2", "top-k", "sidco-narrow"]
+METHODS += ["local-f32@20", "local-int4@20"]
 RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "none"]
 
 
@@ -42,11 +43,11 @@ def parser() -> Parser:
     p.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS), help="what is trained")
     p.add_argument(
         "--methods",
-        type=method_name,
+        type=trained_name,
         nargs="+",
         default=METHODS,
         metavar="METHOD",
-        help=f"besides psum-f32, which is always there: {known()}",
+        help=f"besides psum-f32, which is always there: {known()}, demo, local-CODE@H, stream-CODE@H",
     )
     p.add_argument(
         "--rates", type=rate_of, nargs="+", default=RATES, metavar="RATE", help="of the links; none: no limit"
@@ -120,23 +121,24 @@ def measured(
     for link in o.rates:
         say(f"{model}, {method}: {rate_name(link)}")
         lab.shape(link)
-        seconds = step_seconds(pool, 2, o.seeds[0])[1]
-        number = int(np.clip(o.seconds / seconds, 3, 15))
-        answers = pool.ask(what="train", steps=number, target=0.0, seed=o.seeds[0])
-        row["equal"] &= answers[0]["losses"] == first[:number]
-        row["step_seconds"].append(median_step(answers))
+        ask = lambda steps: pool.ask(what="train", steps=steps, target=0.0, seed=o.seeds[0])
+        local = local_of(method)
+        period = 1 if local is None else local.every
+        rounds = o.seconds / (period * step_seconds(ask(2 * period), period))
+        answers = ask(period * (1 + int(np.clip(rounds, 2, 14))))
+        number = min(len(answers[0]["losses"]), len(first))
+        row["equal"] &= answers[0]["losses"][:number] == first[:number]
+        row["step_seconds"].append(step_seconds(answers, period))
     return row
 
 
-def step_seconds(pool: Pool, number: int, seed: int) -> tuple[list[Any], float]:
-    answers = pool.ask(what="train", steps=number, target=0.0, seed=seed)
-    return answers, median_step(answers)
+def step_seconds(answers: list[Any], period: int) -> float:
+    """Seconds of a step of the slowest worker, median over rounds of so many steps.
 
-
-def median_step(answers: list[Any]) -> float:
-    """Seconds of a step of the slowest worker; the first step still finds the queues of the rate before."""
-    ends = np.max([answer["seconds"] for answer in answers], axis=0)
-    return float(np.median(np.diff(ends)))
+    The first round still finds the queues of the rate before.
+    """
+    ends = np.max([answer["seconds"] for answer in answers], axis=0)[period - 1 :: period]
+    return float(np.median(np.diff(ends))) / period
 
 
 def to_loss(row: dict[str, Any], place: int) -> float | None:
@@ -177,8 +179,8 @@ def report(console: Any, o: Any, rows: list[dict[str, Any]], folder: Path) -> No
     notes = f"""\
 At each rate: how many times as fast to the loss as the fastest of {", ".join(DENSE)} there (below 1: compression, or
 this dense form, loses). The loss is that of psum-f32 after {o.steps} steps; missed: not reached in {o.longest} times as
-many. MB: sent by a worker in a step. even at: the rate at which a method is as fast as the fastest dense one. Sparse
-methods keep {o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on
+many. MB: sent by a worker in a step, of local methods on average. even at: the rate at which a method is as fast as the
+fastest dense one. Sparse methods keep {o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on
 {len(os.sched_getaffinity(0))} cores, Adam, {o.batch} examples of each worker, seeds {", ".join(map(str, o.seeds))}."""
     show(console, f"{folder.name}: time to the loss", head, table, notes, folder / "table.md")
     if not all(row["equal"] for row in rows):

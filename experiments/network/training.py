@@ -2,7 +2,7 @@
 
 import abc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from experiments.lib.pool import note
 from experiments.lib.step import classified, training_step
 from experiments.lib.text import text_of
 from experiments.network.mesh import Workers
-from experiments.network.methods import AXIS, trained_by
+from experiments.network.methods import AXIS, local_of, trained_by
 
 __all__ = ["ARCHITECTURES", "DATA", "OF_TEXT", "Compressed", "Training", "data_of"]
 
@@ -109,7 +109,10 @@ class Training(abc.ABC):
 
 
 class Compressed(Training):
-    """A method of this library, or `lax.pmean`, in a program that is compiled once."""
+    """A method of this library, or `lax.pmean`, in a program that is compiled once.
+
+    With local updates each worker has its own row of parameters, and all stop together by the mean of their losses.
+    """
 
     def __init__(
         self, number: int, method: str, ratio: float, levels: int, optimizer: str, rate: float, **options: Any
@@ -117,21 +120,26 @@ class Compressed(Training):
         super().__init__(number, **options)
         workers = self.workers = Workers()
         tx = trained_by(method, ratio, levels, optimizer, rate)
+        local, loss = local_of(method), classified(self.graph)
         self.init = lambda params: workers.start(tx, params)
-        params = workers.replicate(self.params)
-        state, specs = self.init(params)
-        specs = (P(), specs, P(AXIS), P(AXIS))
-        one = training_step(tx, classified(self.graph), AXIS)
-        step = jax.shard_map(one, mesh=workers.mesh, in_specs=specs, out_specs=(*specs[:2], P()))
-        batch = [workers.own(x) for x in next(self.batches(1))]
-        self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, *batch).compile()
-        jax.block_until_ready(self.compiled(params, state, *batch))
-        self.described = {"ledger_bytes": jc.ledger(self.compiled).total_bytes, "parameters": self.parameters}
+        self.place = (
+            workers.replicate if local is None else lambda tree: jax.tree.map(lambda x: workers.own(x[None]), tree)
+        )
+        state, specs = self.init(workers.replicate(self.params))
+        one = training_step(tx, loss, AXIS) if local is None else in_rows(training_step(tx, loss))
+        kept = (P() if local is None else P(AXIS), specs)
+        step = jax.shard_map(one, mesh=workers.mesh, in_specs=(*kept, P(AXIS), P(AXIS)), out_specs=(*kept, P()))
+        arguments = self.place(self.params), state, *(workers.own(x) for x in next(self.batches(1)))
+        self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+        sent = jc.ledger(self.compiled).total_bytes / (1 if local is None else local.every)
+        self.described = {"ledger_bytes": sent, "parameters": self.parameters}
+        jax.block_until_ready(self.compiled(*arguments))
+        self.row = (lambda x: x) if local is None else (lambda x: x[0])
         self.count_right = jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(-1) == y))
 
     def start(self) -> None:
-        self.now = self.workers.replicate(self.params)
-        self.state, _ = jax.block_until_ready(self.init(self.now))
+        self.now = self.place(self.params)
+        self.state, _ = jax.block_until_ready(self.init(self.workers.replicate(self.params)))
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         batch = self.workers.own(x), self.workers.own(y)
@@ -139,5 +147,15 @@ class Compressed(Training):
         return float(loss)
 
     def right(self, x: np.ndarray, y: np.ndarray) -> int:
-        mine = jax.tree.map(lambda leaf: jnp.asarray(leaf.addressable_data(0)), self.now)
+        mine = jax.tree.map(lambda leaf: self.row(jnp.asarray(leaf.addressable_data(0))), self.now)
         return int(self.count_right(mine, x, y))
+
+
+def in_rows(step: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:
+    """A step of one worker's own parameters as a row of all; its loss becomes the mean over the workers."""
+
+    def one(rows, state, *batch):
+        params, state, loss = step(jax.tree.map(lambda x: x[0], rows), state, *batch)
+        return jax.tree.map(lambda x: x[None], params), state, jax.lax.pmean(loss, AXIS)
+
+    return one

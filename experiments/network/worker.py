@@ -85,7 +85,7 @@ class Exchange:
         }
 
     def rounds(self, number: int) -> dict[str, Any]:
-        """Seconds of each round, the last one's bytes as this worker counted them, a sum that is equal on all workers."""
+        """Seconds of each round, bytes of the last one as this worker counted them, a sum that is equal everywhere."""
         seconds = []
         for _ in range(number):
             gradient = self.gradients[self.count % GRADIENTS]

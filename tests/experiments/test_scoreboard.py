@@ -13,7 +13,7 @@ from rich.console import Console
 from experiments.lib.models import Ngrams
 from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, trained_by
-from experiments.network.scoreboard import best_dense, median_step, parser, report, to_loss
+from experiments.network.scoreboard import best_dense, parser, report, step_seconds, to_loss
 
 
 def row(method, steps, seconds, model="mlp"):
@@ -38,7 +38,8 @@ def test_time_to_the_loss_is_mean_steps_times_a_step():
 
 def test_a_step_is_the_slowest_workers_and_the_first_does_not_count():
     answers = [{"seconds": [9.0, 10.0, 11.0, 12.0]}, {"seconds": [1.0, 3.0, 11.5, 12.5]}]
-    assert median_step(answers) == pytest.approx(1.0)  # ends at 9, 10, 11.5, 12.5
+    assert step_seconds(answers, 1) == pytest.approx(1.0)  # ends at 9, 10, 11.5, 12.5
+    assert step_seconds(answers, 2) == pytest.approx(1.25)  # rounds end at 10 and 12.5
 
 
 def test_the_table_says_where_it_pays_where_it_loses_and_where_even(tmp_path):
