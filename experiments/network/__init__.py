@@ -68,8 +68,8 @@ def parser() -> Parser:
         "--train-methods",
         **{**names, "type": trained_name},
         default=TRAINED,
-        help="what it is trained with: of the same, demo (the optimizer), local-CODE@H and stream-CODE@H (local updates, "
-        f"CODE one of {', '.join(CODES)}), or, where PyTorch is installed, "
+        help="what it is trained with: of the same, demo (the optimizer), local-CODE@H and stream-CODE@H (local "
+        f"updates, CODE one of {', '.join(CODES)}), or, where PyTorch is installed, "
         f"{', '.join(PEERS)}",
     )
     p.add_argument(
