@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxcomp as jc
-from experiments.lib.launch import end_all, free_port
+from experiments.lib.launch import end_all, free_port, start
 
 FOLDER = Path(__file__).parents[1] / "docs" / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
@@ -131,7 +131,7 @@ def test_four_processes_train_as_one_does(name, tmp_path):
     alone = subprocess.run([sys.executable, script], env=count(4), check=True, timeout=300, **pipes)
     address = f"localhost:{free_port()}"
     command = [sys.executable, "-c", PROCESS, str(script), address]
-    each = [subprocess.Popen([*command, str(i)], env=count(1), **pipes) for i in range(4)]
+    each = [start([*command, str(i)], env=count(1), **pipes) for i in range(4)]
     try:
         told = [process.communicate(timeout=300) for process in each]
     finally:

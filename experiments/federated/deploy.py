@@ -1,11 +1,9 @@
 """Flower as processes on this machine: a SuperLink, a SuperNode for each client, TLS, a key for each node."""
 
-import contextlib
 import datetime
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import UserError
-from experiments.lib.launch import ending_with_parent, free_port
+from experiments.lib.launch import end_all, free_port, start
 
 __all__ = ["Federation", "environment"]
 
@@ -91,9 +89,7 @@ class Federation:
     def start(self, name: str, words: list[str]) -> None:
         words[0] = shutil.which(words[0], path=self.env["PATH"]) or words[0]
         with (self.folder / "clients" / f"{name}.log").open("a") as log:
-            self.processes[name] = subprocess.Popen(
-                ending_with_parent(words), cwd=self.home, env=self.env, stdout=log, stderr=log, start_new_session=True
-            )
+            self.processes[name] = start(words, cwd=self.home, env=self.env, stdout=log, stderr=log)
 
     def start_node(self, i: int) -> None:
         node = ["flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", "ca.pem"]
@@ -129,14 +125,7 @@ class Federation:
             time.sleep(0.5)
 
     def __exit__(self, *error: Any) -> None:
-        for process in self.processes.values():
-            process.terminate()
-        for process in self.processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what is left of its group
-            process.wait()
+        end_all(self.processes.values(), patience=10)
 
 
 def node_key(path: Path) -> str:

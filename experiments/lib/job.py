@@ -1,6 +1,5 @@
 """One method with one seed, trained from its newest checkpoint to the end: by one process, or by many in step."""
 
-import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +60,7 @@ def train_one(
         The row of results; only the bits that went into it on a process whose journal does not write.
 
     Raises:
-        KeyboardInterrupt: interrupted; a checkpoint was written if that could be done.
+        Stopped: after a checkpoint was written.
         jc.ReplicaDrift: the workers no longer agree.
     """
     checkpoints = Checkpoints(folder / "checkpoints" / job.name)
@@ -100,11 +99,8 @@ def train_one(
                 checkpoints.save(now.step, state, about)
             if stops and not ends:
                 raise Stopped
-    except KeyboardInterrupt as interrupt:
-        # Alone, a process cannot save what belongs to all. The interrupt may have come while a step donated the state.
-        if reached > first and (jax.process_count() == 1 or isinstance(interrupt, Stopped)):
-            with contextlib.suppress(RuntimeError):
-                checkpoints.save(reached, state, about)
+    except Stopped:  # no other interrupt: it may have come while a step donated the state
+        checkpoints.save(reached, state, about)
         raise
     finally:
         if jax.process_count() == 1:  # others may be gone, and closing waits for them

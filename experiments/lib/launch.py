@@ -1,16 +1,25 @@
 """Starting processes, ending them, and ending with the one that started us."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-__all__ = ["die_with_parent", "end_all", "ending_with_parent", "free_port"]
+__all__ = ["die_with_parent", "end_all", "free_port", "start"]
+
+# What becomes the program: only a process itself can ask the kernel to end it with its parent, and JAX forbids a fork.
+GUARD = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 def free_port() -> int:
@@ -20,11 +29,28 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def end_all(processes: Iterable[subprocess.Popen]) -> None:
-    """Kills those that still run, waits for all, and closes the pipes to their input."""
+def start(words: Sequence[str], **options: Any) -> subprocess.Popen:
+    """A process in a process group of its own, which on Linux ends with the thread that started it, however that ends.
+
+    The terminal's Ctrl-C does not reach it. options: of `subprocess.Popen`.
+    """
+    if sys.platform == "linux":
+        words = [sys.executable, "-ISc", GUARD, str(os.getpid()), *map(str, words)]
+    return subprocess.Popen(words, start_new_session=True, **options)
+
+
+def end_all(processes: Iterable[subprocess.Popen], patience: float = 0.0) -> None:
+    """Ends those of `start` that still run with their groups, waits for all, and closes the pipes to their input.
+
+    patience: seconds that they have to end by themselves, before they are killed.
+    """
     processes = list(processes)
-    for process in processes:
-        process.kill()
+    if patience:
+        signal_all(processes, signal.SIGTERM)
+        end = time.monotonic() + patience
+        while time.monotonic() < end and any(map(runs, processes)):
+            time.sleep(0.02)
+    signal_all(processes, signal.SIGKILL)
     for process in processes:
         process.wait()
         if process.stdin is not None:
@@ -32,15 +58,24 @@ def end_all(processes: Iterable[subprocess.Popen]) -> None:
                 process.stdin.close()
 
 
-def die_with_parent(reads_input: bool = False) -> None:
-    """Ends this process when the one that started it is gone, however it went.
+def signal_all(processes: Iterable[subprocess.Popen], number: int) -> None:
+    """To the groups of processes that nobody has waited for, so that their numbers are still theirs."""
+    for process in processes:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
 
-    On Linux the kernel does; elsewhere the pipe to its standard input closes then, which is watched unless this process
-    reads it itself.
-    """
+
+def runs(process: subprocess.Popen) -> bool:
+    """Whether it runs, without waiting for it where the system can say so."""
+    if process.returncode is not None or not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return process.poll() is None
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
+def die_with_parent() -> None:
+    """Where no kernel does it: ends this process when the pipe to its standard input closes, which it must not read."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if reads_input:
         return
 
     def watch() -> None:
@@ -49,13 +84,3 @@ def die_with_parent(reads_input: bool = False) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def ending_with_parent(words: Sequence[str]) -> list[str]:
-    """A command that ends with the process that starts it, on Linux; elsewhere it may stay behind."""
-    return [sys.executable, "-m", "experiments.lib.launch", *words] if sys.platform == "linux" else list(words)
-
-
-if __name__ == "__main__":
-    die_with_parent(reads_input=True)
-    os.execvp(sys.argv[1], sys.argv[1:])

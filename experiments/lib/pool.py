@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.lib.cli import UserError
-from experiments.lib.launch import die_with_parent, end_all
+from experiments.lib.launch import end_all, start
 
 __all__ = ["Pool", "answer", "note", "or_die", "requests"]
 
@@ -49,15 +49,8 @@ class Pool:
         self.errors = [tempfile.TemporaryFile("w+") for _ in self.commands]  # noqa: SIM115
         try:
             for i, (words, errors) in enumerate(zip(self.commands, self.errors, strict=True)):
-                process = subprocess.Popen(
-                    words,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    env=self.environment,
-                    start_new_session=True,
-                )
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+                process = start(words, env=self.environment, text=True, **pipes)
                 self.processes.append(process)
                 threading.Thread(target=self.read, args=(i, process.stdout), daemon=True).start()
         except BaseException:
@@ -146,11 +139,7 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def or_die() -> Iterator[None]:
-    """Ends the process at an error without a farewell to the others, for whom it would wait: first comes the cause.
-
-    It ends, too, when the one that started it does.
-    """
-    die_with_parent(reads_input=True)
+    """Ends the process at an error without a farewell to the others, for whom it would wait: first comes the cause."""
     try:
         yield
     except UserError as error:

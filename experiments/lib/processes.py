@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from experiments.lib.cli import UserError
 from experiments.lib.errors import line_of
-from experiments.lib.launch import end_all, free_port
+from experiments.lib.launch import end_all, free_port, start
 
 __all__ = [
     "Failed",
@@ -215,9 +215,7 @@ class Group:
                     out = None if i == 0 and not quiet else log
                     # Ctrl-C reaches this process alone, which then tells the others how to stop.
                     pipes = {"stdin": subprocess.PIPE, "stdout": out, "stderr": log}
-                    self.processes.append(
-                        subprocess.Popen(words, env=environment, start_new_session=True, **pipes)  # pyright: ignore[reportCallIssue, reportArgumentType]
-                    )
+                    self.processes.append(start(words, env=environment, **pipes))
         except BaseException:
             self.kill()
             raise

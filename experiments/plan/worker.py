@@ -1,6 +1,5 @@
 """One worker of the planner's laboratory: plans, and runs every candidate, on a host of its own."""
 
-import subprocess
 import sys
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.lib.launch import end_all, start
 from experiments.lib.pool import answer, note, or_die, requests
 from jaxcomp.plan.candidates import default_candidates
 from jaxcomp.plan.clock import Clock
@@ -107,9 +107,8 @@ class Task:
     def load(self, on: bool) -> bool:
         """Keeps a core of the first worker's busy, or stops that."""
         if self.number == 0 and on and self.busy is None:
-            self.busy = subprocess.Popen([sys.executable, "-c", BUSY])
+            self.busy = start([sys.executable, "-c", BUSY])
         elif not on and self.busy is not None:
-            self.busy.kill()
-            self.busy.wait()
+            end_all([self.busy])
             self.busy = None
         return on

@@ -7,10 +7,11 @@ import fcntl
 import json
 import socket
 import struct
-import subprocess
 import sys
 import time
 from pathlib import Path
+
+from experiments.lib import launch
 
 WORKERS, CAPACITY, SIZE, ROUNDS = 3, 400_000, 10**8, 10
 
@@ -31,15 +32,12 @@ def sent_so_far():
 
 def start():
     raise_loopback()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    each = [subprocess.Popen([sys.executable, __file__, address, str(i)]) for i in range(WORKERS)]
+    address = f"127.0.0.1:{launch.free_port()}"
+    each = [launch.start([sys.executable, __file__, address, str(i)]) for i in range(WORKERS)]
     try:
         return max(process.wait(timeout=240) for process in each)
     finally:
-        for process in each:
-            process.kill()
+        launch.end_all(each)
 
 
 def work(address, number):
@@ -66,8 +64,8 @@ def work(address, number):
 
     def program(via):
         def exchange(payload):
-            carry = {"gather": gather.carry, "ladder": ladder.carry}[via]
-            rows, sent_bytes = carry(jax.tree.map(lambda a: a[0], payload), None, Call("data"))
+            carried = {"gather": gather.gather, "ladder": ladder.gather}[via]
+            rows, sent_bytes = carried(jax.tree.map(lambda a: a[0], payload), None, Call("data"))
             return jax.numpy.sum(rows.values, axis=0), jax.numpy.float32(sent_bytes)
 
         step = jax.shard_map(exchange, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())

@@ -13,6 +13,7 @@ from programs import ROOT, command, run, run_inside
 
 from experiments.lib import data
 from experiments.lib.cli import UserError
+from experiments.lib.launch import start
 
 
 def short(folder, name, *more):
@@ -45,9 +46,7 @@ def test_compare_writes_everything(tmp_path):
 
 def cut_short(metrics, lines, kill, *arguments):
     """Sends a signal once there are so many lines of metrics; returns what was printed."""
-    process = subprocess.Popen(
-        command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = start(command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text().count("\n") >= lines):
         time.sleep(0.01)

@@ -17,6 +17,7 @@ from programs import ROOT, run_to
 from experiments import network
 from experiments.lib import netlab
 from experiments.lib.cli import UserError
+from experiments.lib.launch import start
 from experiments.lib.netlab import Link, delay_of, laboratory, rate_name, rate_of
 from experiments.lib.pool import Pool
 from experiments.network import results
@@ -131,13 +132,12 @@ def test_nothing_is_left_behind(end):
         "        time.sleep(600)\n"
     )
     # In a session of its own: where tests run in the background, SIGINT is ignored and would be by its children.
-    program = subprocess.Popen(
+    program = start(
         [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + code],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        start_new_session=True,
     )
     with program:
         workers = [int(word) for word in program.stdout.readline().split()]

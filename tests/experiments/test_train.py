@@ -22,6 +22,7 @@ from experiments.lib import data, processes
 from experiments.lib.cli import UserError
 from experiments.lib.folders import Journal
 from experiments.lib.job import Job, taken_up, train_one
+from experiments.lib.launch import end_all, start
 from experiments.lib.methods import algorithm_for
 from experiments.lib.training import Checkpoints, State, Trainer, own_workers
 from experiments.train.kills import TRAIN
@@ -85,7 +86,7 @@ def test_a_cluster_gives_bitwise_the_single_run(once, tmp_path):
     for i in range(2):
         rank = {"OMPI_COMM_WORLD_RANK": str(i), "OMPI_COMM_WORLD_LOCAL_RANK": str(i), "JAX_PLATFORMS": "cpu"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT if i else subprocess.DEVNULL}
-        each.append(subprocess.Popen(words, cwd=ROOT, env=os.environ | cluster | rank, text=True, **pipes))
+        each.append(start(words, cwd=ROOT, env=os.environ | cluster | rank, text=True, **pipes))
     said = [process.communicate(timeout=300)[0] for process in each]
     assert [process.returncode for process in each] == [0, 0], said
     assert said[0].startswith("digits, mlp, 2 workers in 2 processes on cpu, 30 steps")
@@ -119,7 +120,7 @@ def test_interrupted_processes_go_on_as_another_number_of_workers(tmp_path):
         1,
         *where,
     )
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = start(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     journal, end = Journal(tmp_path / "r"), time.monotonic() + 200
     while time.monotonic() < end and len(journal.lines()) < 3 and process.poll() is None:
         time.sleep(0.02)
@@ -225,13 +226,13 @@ def test_a_killed_process_is_named(tmp_path):
 
 def test_no_orphans(tmp_path):
     """Processes end when the one that started them is killed."""
-    sleeper = "from experiments.lib.launch import die_with_parent; die_with_parent(); import time; time.sleep(60)"
+    sleeper = "import time; time.sleep(60)"
     starter = (
         "import sys; from pathlib import Path; from experiments.lib.processes import Group; "
         f"group = Group(['-c', {sleeper!r}], 2, Path({str(tmp_path)!r}), True, [sys.executable]); "
         "print(*(p.pid for p in group.processes), flush=True); group.wait()"
     )
-    process = subprocess.Popen([sys.executable, "-c", starter], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = start([sys.executable, "-c", starter], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     children = [int(word) for word in process.stdout.readline().split()]
     assert len(children) == 2
@@ -244,6 +245,20 @@ def test_no_orphans(tmp_path):
     while time.monotonic() < end and any(alive(child) for child in children):
         time.sleep(0.05)
     assert not any(alive(child) for child in children)
+
+
+@pytest.mark.parametrize("patience", [0.0, 20.0])
+def test_ended_processes_take_their_own_with_them(patience):
+    process = start(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    with process.stdout as out:
+        child = int(out.readline())
+    assert alive(child)
+    end_all([process], patience)
+    assert process.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+    end = time.monotonic() + 20
+    while time.monotonic() < end and alive(child):
+        time.sleep(0.05)
+    assert not alive(child)
 
 
 def alive(pid):
