@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from experiments.federated import main, parser
+from experiments.federated.deploy import Federation
 from experiments.federated.plan import HOSTILE, plan_of, tampered
 from experiments.lib.cli import UserError
 from jaxcomp.flower import RECORD, Rounds, members_mod
@@ -219,6 +221,45 @@ def test_the_mod_around_a_train_function_and_the_strategy(tmp_path):
     assert [(now.number, now.refused) for now in done[8:16] if now.used != 3] == []
     np.testing.assert_allclose(server.point, goal, rtol=0.05)
     assert sum(now.up_bytes for now in done) < 0.7 * 40 * 3 * 4 * D
+
+
+# ------------------------------------------------------------------------------------------------
+# Processes
+
+WITH_CHILD = ["sh", "-c", "sleep 300 & echo $! > child; wait"]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="process groups and their end are those of Linux here")
+
+
+def child_of(folder):
+    file, end = folder / "child", time.monotonic() + 60
+    while not (file.is_file() and file.read_text().strip()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return int(file.read_text())
+
+
+def gone(pid):
+    end = time.monotonic() + 60
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.is_file() and stat.read_text().split()[2] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return True
+
+
+@linux
+def test_a_process_heads_a_group_and_all_of_it_ends_with_the_run(tmp_path):
+    (tmp_path / "clients").mkdir()
+    federation = Federation(tmp_path, 1)
+    federation.home = tmp_path
+    for end in (lambda pid: os.killpg(pid, signal.SIGKILL), lambda pid: federation.__exit__()):
+        federation.start("client-0", list(WITH_CHILD))
+        child, process = child_of(tmp_path), federation.processes["client-0"]
+        assert os.getpgid(child) == process.pid
+        end(process.pid)
+        assert process.wait(60) < 0
+        assert gone(child)
+        (tmp_path / "child").unlink()
 
 
 # ------------------------------------------------------------------------------------------------
