@@ -39,6 +39,7 @@ EXPERIMENTS = {
         "the planner in the network laboratory: its advice, and its regret",
     ),
     "scale": ("experiments.scale", "routes among up to 16,384 workers, by formula: bytes, memory, seconds"),
+    "links": ("experiments.scale.links", "collectives fitted among 2 to 4 processes, checked among 6 and 8"),
     "workers": (
         "experiments.scale.workers",
         "1,024 simulated workers: error feedback, DIANA, EF21, DAGC, local updates",

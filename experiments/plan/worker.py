@@ -11,6 +11,7 @@ from experiments.lib.launch import end_all, start
 from experiments.lib.pool import answer, note, or_die, requests
 from jaxcomp.plan.candidates import default_candidates
 from jaxcomp.plan.clock import Clock
+from jaxcomp.plan.measure import sweep
 from jaxcomp.plan.planning import plan_on
 from jaxcomp.plan.trial import step_of
 
@@ -33,8 +34,18 @@ def work(address: str, workers: int, number: int) -> None:
             if what == "task":
                 task = Task(number, **request)
                 answer(task.entries)
+            elif what == "sweep":
+                answer(sweeps(**request))
             elif task is not None:
                 answer({"plan": task.plan, "run": task.run, "load": task.load}[what](**request))
+
+
+def sweeps(kinds: list[str], most: float, seconds: float) -> dict[str, list[dict[str, Any]]]:
+    """Every collective at several sizes: the samples of each."""
+    from experiments.network.mesh import Workers
+
+    clock = Clock(Workers().mesh, seconds)
+    return {kind: [each._asdict() for each in sweep(clock, kind, "data", most, seconds).samples] for kind in kinds}
 
 
 class Task:

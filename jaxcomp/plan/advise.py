@@ -170,7 +170,7 @@ def verdict(rows: Sequence[Row], chosen: Row) -> str:
             return f"{text}; no compressed candidate is eligible"
         text += f" takes {_ms(chosen.seconds)} a step. The fastest compressed candidate, {best.candidate.name},"
         if not best.known:
-            return f"{text} was {_unmeasured(best, chosen)}"
+            return f"{text} was {_unmeasured(best, rows)}"
         more = best.seconds / chosen.seconds - 1
         text += f" is {abs(more):.0%} {'slower' if more > 0 else 'faster'}"
         return text if best.bound else f"{text}: it {_difference(best, chosen)}"
@@ -184,14 +184,14 @@ def verdict(rows: Sequence[Row], chosen: Row) -> str:
     )
 
 
-def reason(row: Row, dense: Row | None, chosen: Row) -> str:
+def reason(row: Row, dense: Row | None, rows: Sequence[Row]) -> str:
     """What sets a candidate apart from the best dense one; of one whose work was not measured, why it was not."""
     if row.refused:
         return row.refused
     if row is dense:
         return "the best dense candidate"
     if not row.known:
-        return _unmeasured(row, chosen)
+        return _unmeasured(row, rows)
     if dense is None:
         return ""
     both = row.measured is not None and dense.measured is not None
@@ -219,12 +219,14 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms"
 
 
-def _unmeasured(row: Row, chosen: Row) -> str:
+def _unmeasured(row: Row, rows: Sequence[Row]) -> str:
     """Why the work of a candidate was not measured. Its links alone decide, or there was no time for it."""
-    more = row.parts.total - chosen.parts.total
-    if more >= 0:
-        return f"not measured: without encoding and decoding it is {_ms(more)} slower than {chosen.candidate.name}"
-    return "not measured: the budget was spent"
+    known = [each for each in rows if each.refused is None and not each.bound]
+    fastest = min(known, key=lambda each: each.parts.total, default=None)
+    if fastest is None or row.parts.total < fastest.parts.total:
+        return "not measured: the budget was spent"
+    more = _ms(row.parts.total - fastest.parts.total)
+    return f"not measured: without encoding and decoding it is {more} slower than {fastest.candidate.name}"
 
 
 def _difference(row: Row, dense: Row) -> str:
@@ -254,7 +256,7 @@ def table(rows: Sequence[Row], chosen: Row) -> str:
                 f"{row.sent_bytes / 1e6:.4g}",
                 "-" if row.error is None else f"{row.error:.3g}",
                 "-" if row.loss.bound is None else f"{row.loss.bound:.4g}",
-                reason(row, dense, chosen),
+                reason(row, dense, rows),
             )
         )
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]

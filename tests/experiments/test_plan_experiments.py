@@ -6,8 +6,9 @@ import pytest
 
 from experiments import scale
 from experiments.__main__ import EXPERIMENTS, usage
+from experiments.lib.report import new_console
 from experiments.plan.results import dense_is_best, draw, regret_of, summary
-from experiments.scale import replacement, rows_of, workers
+from experiments.scale import links, replacement, rows_of, workers
 
 
 def cell(chosen, alone, measured, predicted):
@@ -50,6 +51,26 @@ def test_scale_marks_what_does_not_fit_and_names_what_replaces_it(tmp_path, caps
     assert "two_shot" in capsys.readouterr().out
     sharded = rows_of(scale.parser().parse_args(["--entries", "1e11", "--workers", "64", "16384"]))
     assert {(row["workers"], row["shards"]) for row in sharded} == {(16384, 64)}  # 64 devices hold one model
+
+
+def test_links_are_fitted_to_few_workers_and_checked_among_more(tmp_path):
+    """Six and eight workers on the line that two and four make are met; one at twice the line is 0.5 of it."""
+    rows = []
+    for n in (2, 4, 6, 8):
+        for size in (256.0, 1e4, 1e6):
+            seconds = (n - 1) * 1e-3 + (n - 1) * size * 1e-8
+            slow = 2 if (n, size) == (8, 1e6) else 1
+            rows.append({"rate": 1e8, "kind": "all_gather", "workers": n, "operand_bytes": size, "error": 0.0})
+            rows[-1] |= {"seconds": slow * seconds}
+    found = links.compared(rows, {2, 4})
+    assert [row["workers"] for row in found] == [6] * 3 + [8] * 3
+    assert [row["ratio"] for row in found] == pytest.approx([1, 1, 1, 1, 1, 0.5])
+    assert links.summary(found) == pytest.approx({"within": 5 / 6, "median": 0.0, "worst": 0.5}, abs=1e-9)
+    console = new_console(quiet=True)
+    links.report(console, found, links.parser().parse_args(["--fit", "2", "4"]), tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert "Fitted to 2, 4 workers. Of 6 held-back sizes 83% are predicted within 15%" in text
+    assert "100 Mbit/s: 83% within 15%" in text
 
 
 def test_simulated_workers_come_nearer(tmp_path):

@@ -222,21 +222,22 @@ def test_reasons_say_what_a_row_is():
     at = lambda each, **more: predicted(each, facts, LIKE, "data", collectives=sent_by_default()[each.name], **more)
     rows = {each.name: at(each) for each in default_candidates()}
     f32, signs, fp8 = rows["f32"], rows["sign+ef:two_shot"], rows["fp8+ef:two_shot"]
-    assert reason(f32, f32, f32) == "the best dense candidate"
-    assert reason(signs, f32, f32) == "0.983 ms slower than f32: saves 0.0175 ms on the links and costs 1 ms of work"
-    assert reason(f32, signs, f32).startswith("0.983 ms faster than sign+ef:two_shot: costs 0.0175 ms on the links")
+    both = [f32, signs]
+    assert reason(f32, f32, both) == "the best dense candidate"
+    assert reason(signs, f32, both) == "0.983 ms slower than f32: saves 0.0175 ms on the links and costs 1 ms of work"
+    assert reason(f32, signs, both).startswith("0.983 ms faster than sign+ef:two_shot: costs 0.0175 ms on the links")
     slower = fp8._replace(parts=fp8.parts._replace(total=f32.seconds + 2e-3))
     words = "not measured: without encoding and decoding it is 2 ms slower than f32"
-    assert reason(slower, f32, f32) == words
+    assert reason(slower, f32, both) == words
     assert verdict([f32, slower], f32).endswith(f"fp8+ef:two_shot, was {words}")
-    assert reason(fp8, f32, signs) == "not measured: the budget was spent"
-    assert "more than allowed" in reason(at(default_candidates()[-1], max_error=0.2), f32, f32)
+    assert reason(fp8, f32, both) == "not measured: the budget was spent"
+    assert "more than allowed" in reason(at(default_candidates()[-1], max_error=0.2), f32, both)
     slow = signs._replace(measured=2.5)
-    assert reason(slow, f32._replace(measured=0.5), f32).startswith("2e+03 ms slower than f32: ")
-    assert "is 9% slower: it saves 0.0175 ms on the links and costs 1 ms of work" in verdict([f32, signs], f32)
+    assert reason(slow, f32._replace(measured=0.5), both).startswith("2e+03 ms slower than f32: ")
+    assert "is 9% slower: it saves 0.0175 ms on the links and costs 1 ms of work" in verdict(both, f32)
     # A dense candidate that is not eligible is no standard.
     refused = [f32._replace(refused="no"), rows["bf16"], signs]
-    assert reason(signs, None, signs) == ""
+    assert reason(signs, None, refused) == ""
     assert "f32" not in verdict(refused, signs)
 
 

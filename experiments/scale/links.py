@@ -1,0 +1,120 @@
+"""Collectives among few real processes, fitted, against measured ones among more.
+
+One process for each worker, each on a host of its own (`experiments.lib.netlab`). Every collective is swept over sizes
+with 2, 3 and 4 workers; latency and bandwidth are fitted to all of these at once (`jaxcomp.plan.links`), and what the
+fit says of 6 and 8 workers is compared with what these take. Writes to runs/NAME: config.json, results.json, table.md.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.lib.cli import Parser, at_least, choose_new, one_thread, positive
+from experiments.lib.folders import run_options, start_run, write_json
+from experiments.lib.netlab import laboratory, rate_name, rate_of
+from experiments.lib.report import new_console, show
+
+__all__ = ["main"]
+
+KINDS = ("all_reduce", "all_gather", "all_to_all")
+ENOUGH = 0.15  # error of a prediction that is still good
+
+
+def parser() -> Parser:
+    p = Parser(prog="python -m experiments links", description=(__doc__ or "").split("\n\n")[0])
+    p.add_argument("--fit", type=at_least(2), nargs="+", default=[2, 3, 4], metavar="N", help="workers, to fit to")
+    p.add_argument("--check", type=at_least(2), nargs="+", default=[6, 8], metavar="N", help="workers, held back")
+    rates = ["100mbit", "none"]
+    p.add_argument(
+        "--rates", type=rate_of, nargs="+", default=rates, metavar="RATE", help="of the links; none: no limit"
+    )
+    p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="collectives")
+    p.add_argument("--bytes", type=positive, default=1e6, help="of the largest operand; the least has 256")
+    p.add_argument("--seconds", type=positive, default=20.0, help="for the rounds of one collective at one rate")
+    run_options(p, "links")
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    o = parser().parse_args(arguments)
+    o.rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in o.rates]
+    folder, console = choose_new(o.runs, o.name, "links"), new_console()
+    one_thread()
+    start_run(folder, vars(o))
+    rows: list[dict[str, Any]] = []
+    for row in measured(o, console):
+        rows.append(row)
+        write_json(folder / "results.json", rows)
+    found = compared(rows, set(o.fit))
+    write_json(folder / "results.json", rows + found)
+    report(console, found, o, folder)
+    return 0
+
+
+def measured(o: Any, console: Any) -> Iterator[dict[str, Any]]:
+    """A row for each number of workers, rate, collective and size."""
+    from experiments.plan import pool_in
+
+    for workers in dict.fromkeys([*o.fit, *o.check]):
+        with laboratory(workers) as lab, pool_in(lab) as pool:
+            pool.hear()
+            for rate in dict.fromkeys(o.rates):
+                lab.shape(rate)
+                console.print(f"{workers} workers, {rate_name(rate)}", highlight=False)
+                request = {"kinds": list(dict.fromkeys(o.kinds)), "most": o.bytes, "seconds": o.seconds}
+                for kind, samples in pool.ask(1800.0, what="sweep", **request)[0].items():
+                    for sample in samples:
+                        yield {"rate": rate, "kind": kind, **sample}
+
+
+def compared(rows: Sequence[dict[str, Any]], fitted: set[int]) -> list[dict[str, Any]]:
+    """What was held back, with the seconds that a fit to the others predicts."""
+    from jaxcomp.plan.links import Sample, fit
+
+    found = []
+    for rate, kind in dict.fromkeys((row["rate"], row["kind"]) for row in rows):
+        mine = [row for row in rows if (row["rate"], row["kind"]) == (rate, kind)]
+        sample = lambda row: Sample(row["workers"], row["operand_bytes"], row["seconds"], row["error"])
+        line = fit(kind, [sample(row) for row in mine if row["workers"] in fitted])
+        for row in mine:
+            if row["workers"] not in fitted:
+                said = line.seconds(row["operand_bytes"], row["workers"])
+                more = {"predicted": said.mean, "deviation": said.deviation, "ratio": said.mean / row["seconds"]}
+                found.append(row | more | {"latency": line.latency, "per_byte": line.per_byte})
+    return found
+
+
+def summary(found: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of all that was held back: share within 15 %, median and largest error |predicted / measured - 1|."""
+    errors = [abs(row["ratio"] - 1) for row in found]
+    within = float(np.mean([error <= ENOUGH for error in errors]))
+    return {"within": within, "median": float(np.median(errors)), "worst": max(errors)}
+
+
+def report(console: Any, found: list[dict[str, Any]], o: Any, folder: Any) -> None:
+    """Prints and keeps the table: predicted over measured seconds of each size."""
+    head = ["rate", "collective", "workers", "bytes", "measured ms", "predicted ms", "predicted/measured"]
+    cells = [
+        [
+            rate_name(row["rate"]),
+            row["kind"],
+            str(row["workers"]),
+            f"{row['operand_bytes']:,.0f}",
+            f"{1e3 * row['seconds']:.3g} +- {1e3 * row['error']:.1g}",
+            f"{1e3 * row['predicted']:.3g}",
+            f"{row['ratio']:.2f}",
+        ]
+        for row in found
+    ]
+    s, fitted = summary(found), ", ".join(map(str, o.fit))
+    parts = [
+        f"{rate_name(rate)}: {summary(mine)['within']:.0%} within {ENOUGH:.0%}, median {summary(mine)['median']:.0%}"
+        for rate in dict.fromkeys(row["rate"] for row in found)
+        for mine in [[row for row in found if row["rate"] == rate]]
+    ]
+    notes = f"""\
+Fitted to {fitted} workers. Of {len(found)} held-back sizes {s["within"]:.0%} are predicted within {ENOUGH:.0%}; median
+error {s["median"]:.0%}, largest {s["worst"]:.0%}. {"; ".join(parts)}. bytes: of each worker's operand."""
+    title = f"{folder.name}: collectives among more workers than were fitted"
+    show(console, title, head, cells, notes, folder / "table.md")
