@@ -11,6 +11,7 @@ demo                   the optimizer DeMo, whose momentum is exchanged, in place
 local-CODE@H           parameters of each worker's own, whose differences are exchanged every H steps; CODE of
                        `experiments.local.methods`
 stream-CODE@H          the same in three fragments; H / 4 steps for each exchange, half of a worker's own point is kept
+overlap-CODE@H         the same steps by `jc.local_process`, whose exchanges run beside them (`scoreboard` alone)
 ddp-f32, ddp-bf16, ddp-powersgd    where PyTorch is installed, DistributedDataParallel over gloo: as it is, and with its
                        hooks
 """
@@ -69,6 +70,8 @@ def method_name(text: str) -> str:
 
 def trained_name(text: str) -> str:
     """An option: of a method or a peer, checked."""
+    if text.startswith("overlap-"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not stop at a loss; the scoreboard takes it")
     if text == "demo" or local_of(text) is not None:
         return text
     if text not in PEERS:
@@ -79,7 +82,7 @@ def trained_name(text: str) -> str:
 
 
 def local_of(text: str) -> Any:
-    """The `experiments.local.methods.Setup` of local-CODE@H or stream-CODE@H; None for any other name.
+    """The `experiments.local.methods.Setup` of local-CODE@H, stream- or overlap-CODE@H; None for any other name.
 
     >>> local_of("stream-int4@20").delay, local_of("local-int4@20").delay, local_of("sidco")
     (5, 0, None)
@@ -88,10 +91,10 @@ def local_of(text: str) -> Any:
 
     name, _, steps = text.partition("@")
     kind, _, code = name.partition("-")
-    if kind not in ("local", "stream") or code not in CODES or not steps.isdecimal() or int(steps) < 1:
+    if kind not in ("local", "stream", "overlap") or code not in CODES or not steps.isdecimal() or int(steps) < 1:
         return None
     every = int(steps)
-    return Setup(text, code, every, min(3, every), every // 4, 0.5) if kind == "stream" else Setup(text, code, every)
+    return Setup(text, code, every) if kind == "local" else Setup(text, code, every, min(3, every), every // 4, 0.5)
 
 
 def transformation(text: str, ratio: float, levels: int, seed: int = 0) -> Any:

@@ -43,11 +43,11 @@ def parser() -> Parser:
     p.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS), help="what is trained")
     p.add_argument(
         "--methods",
-        type=trained_name,
+        type=scored_name,
         nargs="+",
         default=METHODS,
         metavar="METHOD",
-        help=f"besides psum-f32, which is always there: {known()}, demo, local-CODE@H, stream-CODE@H",
+        help=f"besides psum-f32, which is always there: {known()}, demo, local-CODE@H, stream-CODE@H, overlap-CODE@H",
     )
     p.add_argument(
         "--rates", type=rate_of, nargs="+", default=RATES, metavar="RATE", help="of the links; none: no limit"
@@ -65,6 +65,11 @@ def parser() -> Parser:
     p.add_argument("--text", type=Path, default=None, help="plain or .xz; the source of this package if not given")
     run_options(p, "scoreboard")
     return p
+
+
+def scored_name(text: str) -> str:
+    """An option: what can be trained, or overlap-CODE@H."""
+    return text if text.startswith("overlap-") and local_of(text) is not None else trained_name(text)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -99,12 +104,13 @@ def measured(
 ) -> dict[str, Any]:
     """A row: steps to the loss for each seed, seconds of a step at each rate, bytes."""
     data, rate, _ = MODELS[model]
+    described = {"ratio": o.ratio, "levels": o.levels, "data": data, "model": model, "batch": o.batch, "rate": rate}
+    described |= {"optimizer": "adam", "data_dir": str(o.text) if o.text and data == "text" else None}
+    overlapped = method.startswith("overlap-")  # the steps of stream-, with exchanges beside them
     say(f"{model}, {method}: compiling")
     lab.shape()
-    program = pool.ask(
-        what="training", method=method, ratio=o.ratio, levels=o.levels, data=data, model=model, batch=o.batch,
-        optimizer="adam", rate=rate, data_dir=str(o.text) if o.text and data == "text" else None,
-    )[0]  # fmt: skip
+    trained = method.replace("overlap-", "stream-")
+    program = pool.ask(what="training", method=trained, **described)[0]
     row: dict[str, Any] = {"model": model, "method": method, **program, "steps": [], "losses": [], "accuracy": []}
     first: list[float] = []
     for seed in o.seeds:
@@ -118,6 +124,8 @@ def measured(
         row["accuracy"].append(answer["accuracy"])
         first = first or answer["losses"]
     row["step_seconds"], row["equal"] = [], True
+    if overlapped:
+        pool.ask(what="training", method=method, **described)
     for link in o.rates:
         say(f"{model}, {method}: {rate_name(link)}")
         lab.shape(link)
@@ -127,7 +135,10 @@ def measured(
         rounds = o.seconds / (period * step_seconds(ask(2 * period), period))
         answers = ask(period * (1 + int(np.clip(rounds, 2, 14))))
         number = min(len(answers[0]["losses"]), len(first))
-        row["equal"] &= answers[0]["losses"][:number] == first[:number]
+        if overlapped:
+            row["ledger_bytes"] = answers[0]["message_bytes"]  # of its messages to all others, per step
+        else:
+            row["equal"] &= answers[0]["losses"][:number] == first[:number]
         row["step_seconds"].append(step_seconds(answers, period))
     return row
 

@@ -48,6 +48,11 @@ def work(address: str, workers: int, number: int) -> None:
 
 
 def training(address: str, workers: int, number: int, method: str, **options: Any) -> Training:
+    if method.startswith("overlap-"):
+        from experiments.network.overlapped import Overlapped
+
+        net = address.rpartition(".")[0]
+        return Overlapped(number, [f"{net}.{i + 1}" for i in range(workers)], method, **options)
     if method not in PEERS:
         return Compressed(number, method, **options)
     from experiments.network import ddp

@@ -359,12 +359,12 @@ def test_wrong_options_are_said_in_one_line(options, said, capsys):
 @in_laboratory
 @pytest.mark.slow
 def test_a_small_scoreboard(tmp_path):
-    options = ["--workers", 2, "--models", "mlp", "--methods", "top-k", "local-int4@5", "stream-f32@5"]
+    options = ["--workers", 2, "--models", "mlp", "--methods", "top-k", "local-int4@5", "stream-f32@5", "overlap-f32@5"]
     options += ["--rates", "20mbit", "none", "--steps", 20]
     run_to(0, "scoreboard", *options, "--seconds", 1, "--runs", tmp_path)
     folder = tmp_path / "scoreboard-1"
     rows = json.loads((folder / "results.json").read_text())
-    assert [r["method"] for r in rows] == ["psum-f32", "top-k", "local-int4@5", "stream-f32@5"]
+    assert [r["method"] for r in rows] == ["psum-f32", "top-k", "local-int4@5", "stream-f32@5", "overlap-f32@5"]
     assert all(r["equal"] for r in rows)
     assert rows[0]["steps"] == [20]
     assert rows[0]["step_seconds"][0] > 8 * rows[0]["ledger_bytes"] / 2e7

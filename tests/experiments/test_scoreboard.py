@@ -12,8 +12,8 @@ from rich.console import Console
 
 from experiments.lib.models import Ngrams
 from experiments.network.mesh import Workers
-from experiments.network.methods import AXIS, trained_by
-from experiments.network.scoreboard import best_dense, parser, report, step_seconds, to_loss
+from experiments.network.methods import AXIS, trained_by, trained_name
+from experiments.network.scoreboard import best_dense, parser, report, scored_name, step_seconds, to_loss
 
 
 def row(method, steps, seconds, model="mlp"):
@@ -57,6 +57,16 @@ def test_the_table_says_where_it_pays_where_it_loses_and_where_even(tmp_path):
     assert found["psum-f32"][:2] == ["0.5 x", "1 x"]
     assert found["sidco"][:2] == ["-", "-"]
     assert (tmp_path / "scoreboard.png").stat().st_size > 10_000
+
+
+def test_only_the_scoreboard_takes_methods_that_do_not_stop_at_a_loss():
+    assert scored_name("overlap-int4@20") == "overlap-int4@20"
+    assert scored_name("stream-int4@20") == trained_name("stream-int4@20")
+    with pytest.raises(argparse.ArgumentTypeError, match="the scoreboard takes it"):
+        trained_name("overlap-int4@20")
+    for wrong in ("overlap-int4", "local-int4@0", "local-other@5"):
+        with pytest.raises(argparse.ArgumentTypeError, match=wrong):
+            scored_name(wrong)
 
 
 def test_ngrams_see_the_characters_before_and_nothing_after():
