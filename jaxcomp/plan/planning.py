@@ -28,7 +28,7 @@ from jaxcomp.transforms.value_and_grad import worker_value_and_grad
 
 __all__ = ["Plan", "plan", "plan_on"]
 
-BUDGET = 90.0  # seconds of measuring
+BUDGET = 100.0  # seconds of measuring
 FOR_TRYING = 1 / 3  # of the budget, which measuring leaves
 TRIED = 3  # candidates that are run, besides the best dense one
 
@@ -119,7 +119,7 @@ def plan(
         mesh: with devices; None: that on which parameters or batch lie.
         axis_name: of the workers: a name or a tuple. Candidates that are hierarchies name axes of the mesh.
         candidates: what is compared; None: `candidates.default_candidates`.
-        budget: seconds of measuring, 90 by default. Compiling counts. A third is kept for running the best candidates;
+        budget: seconds of measuring, 100 by default. Compiling counts. A third is kept for running the best candidates;
             the encoding of those for which no time is left is not measured, and the table says so.
         cache: a JSON file. If it holds what was measured of this machine, model and candidates, that is used and
             nothing is measured; else it is written. It may be edited (`plan.facts`).

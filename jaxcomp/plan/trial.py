@@ -36,14 +36,17 @@ def tried_rows(
     tried: int,
     show: Callable[[str], None],
 ) -> list[Row]:
-    """The rows, those that are best by prediction with measured seconds: the best dense one first.
+    """The rows, those that are best by prediction with measured seconds: the best dense one without buckets first.
 
-    Rows whose work is not known come last. One whose three rounds of H steps take longer than what is left is not run.
+    Of the others at most one is dense. Rows whose work is not known come last. One whose three rounds of H steps take
+    longer than what is left is not run.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].bound, rows[i].seconds))
     able = [i for i in order if rows[i].refused is None and _can_run(rows[i].candidate, params, mesh, axis)]
-    dense = [i for i in able if rows[i].candidate.dense][:1]
-    for i in [*dense, *[i for i in able if i not in dense][:tried]]:
+    dense = [i for i in able if rows[i].candidate.dense]
+    plain = [i for i in dense if not rows[i].candidate.bucket_bytes][:1] or dense[:1]
+    further = [i for i in dense if i not in plain][1:]
+    for i in [*plain, *[i for i in able if i not in plain and i not in further][:tried]]:
         left = clock.left()
         if left <= 0:
             break

@@ -155,6 +155,21 @@ def test_local_updates_are_run_and_asked_for(seed):
     assert set(limited.facts.work) == {"f32"}
 
 
+def test_what_is_run_is_dense_once_plain_and_at_most_once_more(machine):
+    dense = dense_candidates()
+    candidates = [*dense, dense[0].in_buckets(4096), SPARSE, jc.Candidate("other", jc.error_feedback(jc.top_k(0.1)))]
+    work = {"f32": line(0.0), "f32, 0.00390625 MiB": line(0.0), "bf16": line(1e-3), "bf16:two_shot": line(2e-3)}
+    machine(1e-9, work | {"top_k": line(5.0, 0.9), "other": line(9.0, 0.9)})
+    said = []
+    options = {"thorough": True, "tried": 2, "show": said.append}
+    clock, params = Clock(mesh_of(2), 1000.0), PARAMS
+    planning.plan_on(clock, loss, params, (batch(0),), AXIS, candidates, **options)
+    run = [text.removeprefix("trying ") for text in said if text.startswith("trying")]
+    assert (run[0], run[2]) == ("f32", "top_k")
+    assert run[1] in work  # one more of those that send everything
+    assert len(run) == 3
+
+
 def test_a_step_with_local_updates_is_what_it_says(seed):
     """The program that is timed takes H steps of which the last one exchanges: then all workers have the same point."""
     params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh_of(2), PartitionSpec())), PARAMS)
