@@ -17,7 +17,7 @@ from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
 
-KINDS = ("all_reduce", "all_gather", "all_to_all")
+CHECKED = ("all_reduce", "all_gather", "all_to_all")
 ENOUGH = 0.15  # error of a prediction that is still good
 
 
@@ -29,8 +29,14 @@ def parser() -> Parser:
     p.add_argument(
         "--rates", type=rate_of, nargs="+", default=rates, metavar="RATE", help="of the links; none: no limit"
     )
-    p.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="collectives")
+    p.add_argument("--kinds", nargs="+", choices=CHECKED, default=list(CHECKED), metavar="KIND", help="collectives")
     p.add_argument("--bytes", type=positive, default=1e6, help="of the largest operand; the least has 256")
+    p.add_argument(
+        "--least-ms",
+        type=positive,
+        default=20.0,
+        help="sizes whose bytes take less are summed up apart: where processes share cores they wait longer for those",
+    )
     p.add_argument("--seconds", type=positive, default=20.0, help="for the rounds of one collective at one rate")
     run_options(p, "links")
     return p
@@ -70,7 +76,7 @@ def measured(o: Any, console: Any) -> Iterator[dict[str, Any]]:
 
 def compared(rows: Sequence[dict[str, Any]], fitted: set[int]) -> list[dict[str, Any]]:
     """What was held back, with the seconds that a fit to the others predicts."""
-    from jaxcomp.plan.links import Sample, fit
+    from jaxcomp.plan.links import KINDS, Sample, fit
 
     found = []
     for rate, kind in dict.fromkeys((row["rate"], row["kind"]) for row in rows):
@@ -80,16 +86,28 @@ def compared(rows: Sequence[dict[str, Any]], fitted: set[int]) -> list[dict[str,
         for row in mine:
             if row["workers"] not in fitted:
                 said = line.seconds(row["operand_bytes"], row["workers"])
-                more = {"predicted": said.mean, "deviation": said.deviation, "ratio": said.mean / row["seconds"]}
+                sent = KINDS[kind].sent(row["operand_bytes"], row["workers"]) * line.per_byte
+                more = {
+                    "bytes_seconds": sent,
+                    "predicted": said.mean,
+                    "deviation": said.deviation,
+                    "ratio": said.mean / row["seconds"],
+                }
                 found.append(row | more | {"latency": line.latency, "per_byte": line.per_byte})
     return found
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of all that was held back: share within 15 %, median and largest error |predicted / measured - 1|."""
-    errors = [abs(row["ratio"] - 1) for row in found]
+    """Share within 15 %, median and largest error |predicted / measured - 1|; NaN of nothing."""
+    errors = [abs(row["ratio"] - 1) for row in found] or [float("nan")]
     within = float(np.mean([error <= ENOUGH for error in errors]))
-    return {"within": within, "median": float(np.median(errors)), "worst": max(errors)}
+    return {"sizes": len(found), "within": within, "median": float(np.median(errors)), "worst": max(errors)}
+
+
+def in_words(found: Sequence[dict[str, Any]]) -> str:
+    s = summary(found)
+    good = f"{s['sizes']} sizes, {s['within']:.0%} of them within {ENOUGH:.0%}"
+    return f"{good}, median error {s['median']:.0%}, largest {s['worst']:.0%}"
 
 
 def report(console: Any, found: list[dict[str, Any]], o: Any, folder: Any) -> None:
@@ -107,14 +125,10 @@ def report(console: Any, found: list[dict[str, Any]], o: Any, folder: Any) -> No
         ]
         for row in found
     ]
-    s, fitted = summary(found), ", ".join(map(str, o.fit))
-    parts = [
-        f"{rate_name(rate)}: {summary(mine)['within']:.0%} within {ENOUGH:.0%}, median {summary(mine)['median']:.0%}"
-        for rate in dict.fromkeys(row["rate"] for row in found)
-        for mine in [[row for row in found if row["rate"] == rate]]
-    ]
+    long = [row for row in found if 1e3 * row["bytes_seconds"] >= o.least_ms]
+    short = [row for row in found if row not in long]
     notes = f"""\
-Fitted to {fitted} workers. Of {len(found)} held-back sizes {s["within"]:.0%} are predicted within {ENOUGH:.0%}; median
-error {s["median"]:.0%}, largest {s["worst"]:.0%}. {"; ".join(parts)}. bytes: of each worker's operand."""
+Fitted to {", ".join(map(str, o.fit))} workers, held back: the others. Bytes that take at least {o.least_ms:g} ms on the
+link: {in_words(long)}. Shorter ones: {in_words(short)}. bytes: of each worker's operand."""
     title = f"{folder.name}: collectives among more workers than were fitted"
     show(console, title, head, cells, notes, folder / "table.md")

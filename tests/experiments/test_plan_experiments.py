@@ -65,12 +65,14 @@ def test_links_are_fitted_to_few_workers_and_checked_among_more(tmp_path):
     found = links.compared(rows, {2, 4})
     assert [row["workers"] for row in found] == [6] * 3 + [8] * 3
     assert [row["ratio"] for row in found] == pytest.approx([1, 1, 1, 1, 1, 0.5])
-    assert links.summary(found) == pytest.approx({"within": 5 / 6, "median": 0.0, "worst": 0.5}, abs=1e-9)
+    expected = {"sizes": 6, "within": 5 / 6, "median": 0.0, "worst": 0.5}
+    assert links.summary(found) == pytest.approx(expected, abs=1e-9)
     console = new_console(quiet=True)
     links.report(console, found, links.parser().parse_args(["--fit", "2", "4"]), tmp_path)
     text = (tmp_path / "table.md").read_text()
-    assert "Fitted to 2, 4 workers. Of 6 held-back sizes 83% are predicted within 15%" in text
-    assert "100 Mbit/s: 83% within 15%" in text
+    assert "Fitted to 2, 4 workers" in text
+    assert "link: 2 sizes, 50% of them within 15%, median error 25%, largest 50%" in text
+    assert "Shorter ones: 4 sizes, 100% of them" in text
 
 
 def test_simulated_workers_come_nearer(tmp_path):
