@@ -10,6 +10,7 @@ BENCHMARKS = {
     "exchange": "exchanges of unequal messages between processes: bytes on the wire, time on a link",
     "codes": "keys and levels in jit and on the host, against a sort, zlib and zstd",
     "compressors": "compress and decompress of every compressor, against one pass over memory",
+    "plan": "seconds of jc.plan for 10 M parameters, and how much of its table it measures",
     "rotations": "rotations, EDEN and block-scaled numbers, against a copy",
     "select": "thresholds and compaction against sorts, over sizes",
     "skcompress": "sketches and quantile buckets in jit and as bytes, against one sort of as many floats",
