@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +38,9 @@ from experiments.lib.joining import join
 from experiments.lib.launch import die_with_parent
 from experiments.lib.report import new_console, progress_bar
 
-__all__ = ["main"]
+__all__ = ["MANY", "Run", "main", "parser"]
+
+MANY = ["dense-f32", "dense-bf16", "top-k", "sidco", "dithering", "diana"]  # methods, where several are trained
 
 # Where it runs, not what: none of it is kept with the run.
 PLACES = (
@@ -54,7 +57,8 @@ PLACES = (
 )
 
 
-def parser() -> Parser:
+def parser(kind: str = "train", about: str | None = __doc__) -> Parser:
+    """The options of `train`, or of what trains many: --methods and --seeds in place of --method and --seed."""
     from experiments.lib.data import DATASETS
     from experiments.lib.methods import METHODS
     from experiments.lib.models import MODELS
@@ -62,12 +66,18 @@ def parser() -> Parser:
     from jaxcomp.exchange.routes import VIAS
 
     known = "; ".join(f"{name}: {method.what}" for name, method in METHODS.items())
-    p = Parser(prog="python -m experiments train", description=(__doc__ or "").split("\n\n")[0])
+    p = Parser(prog=f"python -m experiments {kind}", description=(about or "").split("\n\n")[0])
     what = p.add_argument_group("what is trained")
     what.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
     what.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --data mnist")
     what.add_argument("--model", choices=MODELS, default="mlp", help="architecture")
-    what.add_argument("--method", choices=METHODS, default="sidco", metavar="METHOD", help=known)
+    methods: dict[str, Any] = {"choices": METHODS, "metavar": "METHOD", "help": known}
+    if kind == "train":
+        what.add_argument("--method", default="sidco", **methods)
+        what.add_argument("--seed", type=at_least(0), default=0, help="of data, model and compression")
+    else:
+        what.add_argument("--methods", nargs="+", default=MANY, **methods)
+        what.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="a run for each")
     what.add_argument("--via", choices=VIAS, default="auto", help="route of messages, as for jc.compressed_mean")
     what.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
     what.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
@@ -76,7 +86,6 @@ def parser() -> Parser:
     what.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="what follows the compressed mean")
     what.add_argument("--lr", type=positive, default=1e-3, help="learning rate")
     what.add_argument("--alpha", type=positive, default=None, help="Dirichlet label split; without it IID")
-    what.add_argument("--seed", type=at_least(0), default=0, help="of data, model and compression")
     what.add_argument(
         "--nonfinite",
         choices=("mask", "skip"),
@@ -96,7 +105,7 @@ def parser() -> Parser:
     where.add_argument("--cluster", action="store_true", help="find the other processes as JAX does")
     where.add_argument("--logs", type=Path, default=None, help=argparse.SUPPRESS)
     keep = p.add_argument_group("what is kept")
-    run_options(keep, "train")
+    run_options(keep, kind)
     keep.add_argument("--log-every", type=at_least(1), default=10, help="steps between lines of metrics.jsonl")
     keep.add_argument("--test-every", type=at_least(0), default=0, help="steps between tests; 0: only at the end")
     keep.add_argument("--checkpoint-every", type=at_least(1), default=100, help="steps between checkpoints")
@@ -109,20 +118,26 @@ def parser() -> Parser:
     return p
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], of: type["Run"] | None = None) -> int:
+    """of: what is run, where it is not a single training."""
     one_thread()  # for bitwise the same sums, however the workers are spread over processes
-    options = vars(parser().parse_args(arguments))
+    of = of or Run
+    options = vars(of.parser().parse_args(arguments))
     place = {key: options.pop(key) for key in PLACES}
     check_place(place)
-    given = given_in(parser(), arguments)
+    run = of(options, given_in(of.parser(), arguments), place)
     if place["processes"] > 1:
-        return start(arguments, options, given, place)
+        return start(run, arguments)
     if place["coordinator"] is None and not place["cluster"]:
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            return Run(options, given, place).go(processes.stop_on_signals(alone=True))
+            return run.go(processes.stop_on_signals(alone=True))
         except KeyboardInterrupt:  # twice, while it was compiling
             return 130
-    return take_part(options, given, place)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return take_part(run)
 
 
 def check_place(place: dict[str, Any]) -> None:
@@ -139,15 +154,6 @@ def check_place(place: dict[str, Any]) -> None:
         raise UserError("choose one of --processes, --coordinator and --cluster")
 
 
-def find_run(options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The folder of the run, and its options; writes nothing."""
-    if place["logs"] is not None:  # who started this process has chosen it
-        folder = place["runs"] / place["name"]
-    else:
-        folder = choose_folder(place["runs"], place["name"], place["resume"], "train")
-    return folder, resumed(folder, options, given, parser(), free=["workers"]) if place["resume"] else options
-
-
 def workers_of(options: dict[str, Any], number: int) -> int:
     """Workers of so many processes, equally many on each."""
     workers = options["workers"] or (number if number > 1 else 4)
@@ -158,13 +164,13 @@ def workers_of(options: dict[str, Any], number: int) -> int:
     return workers
 
 
-def start(arguments: Sequence[str], options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]) -> int:
+def start(run: "Run", arguments: Sequence[str]) -> int:
     """Starts the processes, and waits for them."""
-    _, options = find_run(options, given, place)
-    workers = workers_of(options, place["processes"])
-    with claimed(place["runs"], place["name"], place["resume"], "train") as folder:
+    run.find()
+    place, workers = run.place, workers_of(run.options, run.place["processes"])
+    with claimed(place["runs"], place["name"], place["resume"], run.kind) as folder:
         name = str(folder.relative_to(place["runs"]))
-        words = ["train", *arguments, "--processes", "1", "--workers", str(workers), "--name", name]
+        words = [run.kind, *arguments, "--processes", "1", "--workers", str(workers), "--name", name]
         return supervise(words, folder, place)
 
 
@@ -185,32 +191,53 @@ def supervise(words: list[str], folder: Path, place: dict[str, Any]) -> int:
     return 0
 
 
-def take_part(options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]) -> int:
+def take_part(run: "Run") -> int:
     """One process of many."""
+    place = run.place
     if place["logs"] is not None:
         die_with_parent()
-    run, number = None, place["process_id"] or 0
     try:
         join(place["coordinator"], place["num_processes"], place["process_id"], place["patience"], place["logs"])
-        run = Run(options, given, place)
         return run.go(processes.stop_on_signals(alone=False))
     except KeyboardInterrupt:
         os._exit(130)  # at once: JAX would wait for the others
     except Exception as error:
-        processes.leave(place["logs"] or (run and run.folder / "logs"), run.number if run else number, error)
+        processes.leave(place["logs"] or (run.folder / "logs" if run.begun else None), run.number, error)
         raise
 
 
 class Run:
-    """One run, as one process sees it."""
+    """One run, as one process sees it: jobs of a method and a seed each, here a single one."""
+
+    kind = "train"
+    parser = staticmethod(parser)
 
     def __init__(self, options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]):
         self.place, self.together = place, place["coordinator"] is not None or place["cluster"]
         self.options: dict[str, Any] = options
         self.given = given
-        self.folder = Path()
-        self.parts: list[np.ndarray] = []  # examples of each worker
+        self.folder, self.begun = Path(), False
+        self.results: list[dict[str, Any]] = []  # of process 0, a row for each finished job
+        self.parts: dict[int, list[np.ndarray]] = {}  # seed -> examples of each worker
         self.number = place["process_id"] or 0
+
+    def find(self) -> None:
+        """The folder of the run, and its options; writes nothing."""
+        place = self.place
+        if place["logs"] is not None:  # who started this process has chosen it
+            folder = place["runs"] / place["name"]
+        else:
+            folder = choose_folder(place["runs"], place["name"], place["resume"], self.kind)
+        if place["resume"]:
+            self.options = resumed(folder, self.options, self.given, self.parser(), free=["workers"])
+        self.folder = folder
+
+    def jobs(self) -> list[tuple[str, int]]:
+        """Method and seed of each."""
+        return [(self.options["method"], self.options["seed"])]
+
+    def report(self) -> None:
+        """What process 0 shows in the end."""
 
     def go(self, stop_after: Callable[[int], bool]) -> int:
         with contextlib.ExitStack() as self.claims:
@@ -230,43 +257,44 @@ class Run:
         from experiments.lib.training import find_mesh, own_workers
 
         place = self.place
-        self.folder, self.options = find_run(self.options, self.given, place)
+        self.find()
+        self.begun = True
         count = place["num_processes"] or 1
         self.mesh = find_mesh(None if place["cluster"] else workers_of(self.options, count), count)
         self.number = jax.process_index()
         self.use_workers()
         o = self.options
-        self.folder, finished = self.agree_on_folder()
+        left = self.agree_on_folder()
         self.journal = Journal(self.folder, writes=self.number == 0)
-        console = self.console()
-        if finished:
-            console.print(f"{self.folder} is finished: {finished}", highlight=False, soft_wrap=True)
+        self.console = new_console(quiet=self.number > 0)
+        say = lambda words: self.console.print(words, highlight=False, soft_wrap=True)
+        if not left:
+            say(f"{self.folder} is finished" + (f": {said(self.results[0])}" if len(self.results) == 1 else ""))
+            self.report()
             return 0
 
         def choose(labels):
-            self.parts = split(labels, o["workers"], o["alpha"], o["seed"])
-            return np.sort(np.concatenate([self.parts[i] for i in own_workers(self.mesh)]))
+            self.parts = {seed: split(labels, o["workers"], o["alpha"], seed) for _, seed in left}
+            return np.unique(np.concatenate([p[i] for p in self.parts.values() for i in own_workers(self.mesh)]))
 
         self.data = load(o["data"], o["data_dir"], choose, test=self.number == 0)
-        algorithm = algorithm_for(o["method"], o["ratio"], o["levels"], o["via"])
+        algorithms = {method: algorithm_for(method, o["ratio"], o["levels"], o["via"]) for method, _ in left}
         if self.number == 0:  # only now, so that a wrong option leaves nothing behind
             self.folder.mkdir(parents=True, exist_ok=True)
             write_config(self.folder, o)
-        console.print(self.title(), highlight=False, soft_wrap=True)
+        say(self.title())
         try:
-            row = self.train(algorithm, console, stop_after)
+            self.train(left, algorithms, stop_after)
         except KeyboardInterrupt as interrupt:
             if self.together and not isinstance(interrupt, Stopped):
                 raise
             if place["logs"] is None:
-                console.print(f"interrupted; continue with {self.how_to_resume()}", highlight=False, soft_wrap=True)
+                say(f"interrupted; continue with {self.how_to_resume()}")
+            self.report()
             return 130
         except jc.ReplicaDrift as error:
             raise UserError(f"{error}; go back to the newest checkpoint with {self.how_to_resume()}") from None
-        if self.number == 0:
-            row |= {"processes": jax.process_count(), "workers": o["workers"], "via": o["via"]}
-            write_json(self.folder / "results.json", [row])
-            console.print(said(row), highlight=False, soft_wrap=True)
+        self.report()
         return 0
 
     def use_workers(self) -> None:
@@ -276,51 +304,67 @@ class Run:
             raise UserError(f"--workers {asked}: the processes of this cluster have {self.mesh.size} devices together")
         self.options["workers"] = self.mesh.size
 
-    def agree_on_folder(self) -> tuple[Path, str]:
-        """The folder, and what came out if the run is finished; process 0 decides, and locks it."""
+    def agree_on_folder(self) -> list[tuple[str, int]]:
+        """The jobs that are left; process 0 decides on the folder, and locks it."""
 
-        def decide() -> list[str]:
+        def decide() -> list[Any]:
             place = self.place
             if place["logs"] is None:  # else who started this process has locked it
-                found = claimed(place["runs"], place["name"], place["resume"], "train")
+                found = claimed(place["runs"], place["name"], place["resume"], self.kind)
                 self.folder = self.claims.enter_context(found)
-            results = self.folder / "results.json"
-            return [str(self.folder), said(read_results(results)[0]) if results.is_file() else ""]
+            path = self.folder / "results.json"
+            self.results = read_results(path) if path.is_file() else []
+            done = {(row["method"], row["seed"]) for row in self.results}
+            return [str(self.folder), [job for job in dict.fromkeys(self.jobs()) if job not in done]]
 
-        folder, finished = processes.agree(decide)
-        return Path(folder), finished
+        folder, left = processes.agree(decide)
+        self.folder = Path(folder)
+        return [(method, seed) for method, seed in left]
 
     def how_to_resume(self) -> str:
         return f"--resume{how_to_find(self.place['runs'], self.folder)}"
 
-    def console(self) -> Any:
-        return new_console(quiet=self.number > 0)
+    @property
+    def labels(self) -> str:
+        """How labels are spread over the workers."""
+        alpha = self.options["alpha"]
+        return "IID" if alpha is None else f"Dirichlet({alpha:g})"
 
     def title(self) -> str:
         import jax
 
         o, count = self.options, jax.process_count()
         spread = f" in {count} processes" if count > 1 else ""
-        labels = "IID" if o["alpha"] is None else f"Dirichlet({o['alpha']:g})"
         return (
             f"{o['data']}, {o['model']}, {o['workers']} workers{spread} on {self.mesh.devices.flat[0].platform}, "
-            f"{o['steps']} steps of {o['batch']} examples each, {labels}; writing to {self.folder}"
+            f"{o['steps']} steps of {o['batch']} examples each, {self.labels}; writing to {self.folder}"
         )
 
-    def train(self, algorithm: Any, console: Any, stop_after: Callable[[int], bool]) -> dict[str, Any]:
+    def train(self, left: list[tuple[str, int]], algorithms: dict[str, Any], stop_after: Callable[[int], bool]) -> None:
+        import jax
+
         from experiments.lib.job import Job, train_one
         from experiments.lib.models import MODELS
         from experiments.lib.training import Trainer
 
         o = self.options
-        with progress_bar(console) as bar:
-            task = bar.add_task(f"{o['method']}, seed {o['seed']}", total=o["steps"], now="compiling")
-            args = (algorithm, MODELS[o["model"]], self.data, self.mesh, o["optimizer"], o["lr"], o["batch"])
-            trainer = Trainer(*args, via=o["via"], nonfinite=o["nonfinite"], spoil=o["spoil"])
-            show = lambda step, now: bar.update(task, completed=step, now=now)
-            job = Job(o["method"], o["seed"])
-            say = lambda text: console.print(text, highlight=False)
-            return train_one(trainer, job, o, self.folder, self.journal, self.parts, show, stop_after, say)
+        say = lambda words: self.console.print(words, highlight=False, soft_wrap=True)
+        trainer, compiled = None, None
+        with progress_bar(self.console) as bar:
+            for method, seed in left:
+                task = bar.add_task(f"{method}, seed {seed}", total=o["steps"], now="compiling")
+                if trainer is None or method != compiled:
+                    args = (algorithms[method], MODELS[o["model"]], self.data, self.mesh, o["optimizer"], o["lr"])
+                    more = {key: o[key] for key in ("batch", "via", "nonfinite", "spoil")}
+                    trainer, compiled = Trainer(*args, **more), method
+                show = lambda step, now, task=task: bar.update(task, completed=step, now=now)
+                job, parts = Job(method, seed), self.parts[seed]
+                row = train_one(trainer, job, o, self.folder, self.journal, parts, show, stop_after, say)
+                if self.number == 0:
+                    places = {"processes": jax.process_count(), "workers": o["workers"], "via": o["via"]}
+                    self.results.append(row | places)
+                    write_json(self.folder / "results.json", self.results)
+                    say(said(row))
 
 
 def said(row: dict[str, Any]) -> str:

@@ -83,6 +83,22 @@ def test_resume_gives_bitwise_the_same_parameters(tmp_path):
     assert outcome("cut") == outcome("whole")
 
 
+@pytest.mark.slow
+def test_compare_in_processes_gives_bitwise_what_train_does(tmp_path):
+    options = ("--steps", 8, "--batch", 8, "--runs", tmp_path)
+    many = run("compare", *options, "--name", "many", "--processes", 2, "--methods", "sidco", "diana", "--seeds", 3, 1)
+    assert many.returncode == 0, many.stderr
+    assert "compare.png" in many.stdout
+    assert run("train", *options, "--name", "one", "--workers", 2, "--method", "diana", "--seed", 3).returncode == 0
+    rows = json.loads((tmp_path / "many" / "results.json").read_text())
+    assert [(row["method"], row["seed"]) for row in rows] == [("sidco", 3), ("sidco", 1), ("diana", 3), ("diana", 1)]
+    (one,) = json.loads((tmp_path / "one" / "results.json").read_text())
+    for key in ("loss", "accuracy", "sent_bytes", "sha256", "sha256_optimizer"):
+        assert rows[2][key] == one[key], key
+    again = run("compare", "--runs", tmp_path, "--name", "many", "--resume")
+    assert again.stdout.startswith(f"{tmp_path}/many is finished\n")
+
+
 ERRORS = [
     (("compare", "--workers", 0), "argument --workers: must be an integer of at least 1; got '0'"),
     (("compare", "--methods", "magic"), "argument --methods: invalid choice: 'magic' (choose from 'dense-f32'"),

@@ -164,12 +164,9 @@ ERRORS = [
 @pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[message[:30] for _, message in ERRORS])
 def test_wrong_options(arguments, message, tmp_path):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(UserError, match="^" + message.replace("(", r"\(")[:200]):
-            train.main([*arguments, "--runs", str(tmp_path)])
-    finally:
-        signal.signal(signal.SIGINT, before[0])
-        signal.signal(signal.SIGTERM, before[1])
+    with pytest.raises(UserError, match="^" + message.replace("(", r"\(")[:200]):
+        train.main([*arguments, "--runs", str(tmp_path)])
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert list(tmp_path.iterdir()) == []
 
 
