@@ -25,19 +25,19 @@ def parser() -> Parser:
     p = Parser(prog="python -m experiments links", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--fit", type=at_least(2), nargs="+", default=[2, 3, 4], metavar="N", help="workers, to fit to")
     p.add_argument("--check", type=at_least(2), nargs="+", default=[6, 8], metavar="N", help="workers, held back")
-    rates = ["100mbit", "none"]
+    rates = ["10mbit", "100mbit"]
     p.add_argument(
         "--rates", type=rate_of, nargs="+", default=rates, metavar="RATE", help="of the links; none: no limit"
     )
     p.add_argument("--kinds", nargs="+", choices=CHECKED, default=list(CHECKED), metavar="KIND", help="collectives")
-    p.add_argument("--bytes", type=positive, default=1e6, help="of the largest operand; the least has 256")
+    p.add_argument("--bytes", type=positive, default=6e5, help="of the largest operand; the least has 256")
     p.add_argument(
         "--least-ms",
         type=positive,
         default=20.0,
         help="sizes whose bytes take less are summed up apart: where processes share cores they wait longer for those",
     )
-    p.add_argument("--seconds", type=positive, default=20.0, help="for the rounds of one collective at one rate")
+    p.add_argument("--seconds", type=positive, default=15.0, help="for the rounds of one collective at one rate")
     run_options(p, "links")
     return p
 
