@@ -15,6 +15,7 @@ from jaxcomp.plan.predict import Bucket, Line, Parts, step_seconds
 
 __all__ = ["MARGIN", "Row", "choose", "predicted", "table", "verdict"]
 
+LEAST = 1e-9  # seconds that are told apart
 MARGIN = 0.05  # by which compressing must be faster than dense to be advised
 
 
@@ -233,8 +234,9 @@ def _difference(row: Row, dense: Row) -> str:
     """Predicted seconds of an exchange, on the links and at work, against those of a dense one."""
     link = dense.parts.network - row.parts.network / row.candidate.every
     work = (row.parts.encode + row.parts.decode) / row.candidate.every - dense.parts.encode - dense.parts.decode
-    side = lambda seconds: f"{'saves' if seconds >= 0 else 'costs'} {_ms(abs(seconds))}"
-    return f"{side(link)} on the links and {side(-work)} of work"
+    side = lambda seconds: f"{'saves' if seconds > 0 else 'costs'} {_ms(abs(seconds))}"
+    parts = [f"{side(x)} {where}" for x, where in ((link, "on the links"), (-work, "of work")) if abs(x) > LEAST]
+    return " and ".join(parts) or "takes as long on the links and to encode and decode"
 
 
 def table(rows: Sequence[Row], chosen: Row) -> str:

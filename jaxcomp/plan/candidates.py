@@ -19,7 +19,7 @@ from jaxcomp.compressors.vector import alpha_of, omega_of
 from jaxcomp.exchange.routes import route_of
 from jaxcomp.exchange.varying import axis_names
 from jaxcomp.layout import layout_of, plan_of
-from jaxcomp.plan.links import KINDS, Collective
+from jaxcomp.plan.links import KINDS, Collective, workers_of
 from jaxcomp.transforms.compressed_mean import compressed_mean
 
 __all__ = [
@@ -221,7 +221,7 @@ def _collectives(jaxpr: Any, times: int) -> list[Collective]:
 
 def sent_bytes(collectives: Sequence[Collective], sizes: Mapping[str, int]) -> float:
     """Bytes that a worker sends in them, as the ledger counts."""
-    return sum(x.times * KINDS[x.kind].sent(x.operand_bytes, sizes[x.axis]) for x in collectives)
+    return sum(x.times * KINDS[x.kind].sent(x.operand_bytes, workers_of(x.axis, sizes)) for x in collectives)
 
 
 # ------------------------------------------------------------------------------------------------

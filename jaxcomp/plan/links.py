@@ -23,6 +23,7 @@ line times the ratio of time to line, interpolated in the logarithm of the bytes
 ratio at the end that is nearer.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -30,7 +31,18 @@ import numpy as np
 
 from jaxcomp.exchange.links import Link
 
-__all__ = ["KINDS", "Collective", "Fit", "Sample", "Seconds", "check_kind", "fit", "link_of", "seconds_of"]
+__all__ = [
+    "KINDS",
+    "Collective",
+    "Fit",
+    "Sample",
+    "Seconds",
+    "check_kind",
+    "fit",
+    "link_of",
+    "seconds_of",
+    "workers_of",
+]
 
 LEAST_ERROR = 0.02  # of a time: what repeated medians on a quiet machine differ by
 
@@ -203,6 +215,15 @@ def _better_alone(x: np.ndarray, y: np.ndarray, column: int) -> bool:
     return column == 0 and bool(rest(1) < rest(0))
 
 
+def workers_of(axis: str, sizes: Mapping[str, int]) -> int:
+    """Workers of an axis, or of several whose names stand between commas.
+
+    >>> workers_of("a,b", {"a": 2, "b": 4})
+    8
+    """
+    return math.prod(sizes[name] for name in axis.split(","))
+
+
 def seconds_of(
     collectives: Iterable[Collective], fits: Mapping[str, Mapping[str, Fit]], sizes: Mapping[str, int]
 ) -> Seconds:
@@ -215,7 +236,7 @@ def seconds_of(
     """
     total = Seconds(0.0, 0.0)
     for one in collectives:
-        each, workers = fits[one.axis], sizes[one.axis]
+        each, workers = fits[one.axis], workers_of(one.axis, sizes)
         known = [each[one.kind]] if one.kind in each else list(each.values())
         guesses = [fit._replace(kind=one.kind, ratios=fit.ratios if fit.kind == one.kind else ()) for fit in known]
         slowest = max((fit.seconds(one.operand_bytes, workers) for fit in guesses), key=lambda s: s.mean)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
@@ -168,6 +168,27 @@ def test_what_is_run_is_dense_once_plain_and_at_most_once_more(machine):
     assert (run[0], run[2]) == ("f32", "top_k")
     assert run[1] in work  # one more of those that send everything
     assert len(run) == 3
+
+
+def test_axes_together_hierarchies_and_sharded_parameters(seed):
+    """Workers of two axes, a level for each of them, and parameters cut over an axis without workers."""
+    options = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[:4]}
+    f32, identity = dense_candidates()[0], jc.direct(jc.identity())
+    levels = jc.Candidate("levels", {"a": identity, "b": jc.error_feedback(jc.top_k(0.1))})
+    mesh = jax.make_mesh((2, 2), ("a", "b"), **options)
+    plans = {"mesh": mesh, "axis_name": ("a", "b"), "budget": 1000.0, "tried": 2}
+    found = jc.plan(loss, PARAMS, batch(seed, 4), candidates=[f32, levels], **plans)
+    assert "a,b" in found.facts.fits
+    assert found.rows[0].sent_bytes == pytest.approx(2 * 3 / 4 * 4 * 2080)
+    assert all(row.seconds > 0 for row in found.rows)
+    mesh = jax.make_mesh((2, 2), (AXIS, "model"), **options)
+    cut = {"w": PartitionSpec(None, "model"), "b": PartitionSpec("model")}
+    params = {name: jax.device_put(x, NamedSharding(mesh, cut[name])) for name, x in PARAMS.items()}
+    candidates = [f32, SPARSE, f32.with_every(2)]
+    found = jc.plan(loss, params, batch(seed), mesh=mesh, candidates=candidates, budget=1000.0, tried=2)
+    assert found.facts.about["leaves"] == ["float32[16]", "float32[64,16]"]
+    assert found.rows[0].measured is not None
+    assert found.rows[2].measured is None  # workers without whole parameters of their own take no local steps here
 
 
 def test_a_step_with_local_updates_is_what_it_says(seed):

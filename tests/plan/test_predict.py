@@ -235,6 +235,8 @@ def test_reasons_say_what_a_row_is():
     slow = signs._replace(measured=2.5)
     assert reason(slow, f32._replace(measured=0.5), both).startswith("2e+03 ms slower than f32: ")
     assert "is 9% slower: it saves 0.0175 ms on the links and costs 1 ms of work" in verdict(both, f32)
+    as_dear = signs._replace(parts=signs.parts._replace(network=f32.parts.network))
+    assert reason(as_dear, f32, both).endswith(": costs 1 ms of work")
     # A dense candidate that is not eligible is no standard.
     refused = [f32._replace(refused="no"), rows["bf16"], signs]
     assert reason(signs, None, refused) == ""
