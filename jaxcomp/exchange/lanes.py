@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import sum_rows
+from jaxcomp.arrays import always, sum_rows
 from jaxcomp.base import weighted
 from jaxcomp.exchange.collectives import all_to_all_rows, gather, gathered_size, sum_arrays
-from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying
+from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying, varying_axes
 from jaxcomp.packing import as_words
 from jaxcomp.payloads import Leaves
 
@@ -38,6 +38,7 @@ __all__ = [
 
 Array = jax.Array
 
+LONG = 2**18  # entries of a lane, from which on its arrays are made before they are put together
 # At most so many bytes of wide entries are split into the words of a narrow lane, to save another collective.
 FEW_BYTES = 2**16
 
@@ -145,7 +146,16 @@ def _after(x: Any, before: Any) -> Any:
 def _pack(lane: Lane, leaves: Sequence[Array], lead: tuple[int, ...] = ()) -> Array:
     """[*lead, m] words of a lane, from arrays whose leading axes are `lead`."""
     words = [lax.bitcast_convert_type(leaves[i], lane.dtype).reshape(*lead, -1) for i in lane.places]
-    return jnp.concatenate(words, axis=-1) if len(words) > 1 else words[0]
+    if len(words) == 1:
+        return words[0]
+    if lane.size < LONG or jax.default_backend() != "cpu":
+        return jnp.concatenate(words, axis=-1)
+    # XLA for CPU would compute the words within their concatenation, in one thread and four times as slowly. What a
+    # condition that it does not know takes is made before.
+    axes, shape = varying_axes(words), (*lead, sum(each.shape[-1] for each in words))
+    none = lambda *words: varying(jnp.zeros(shape, lane.dtype), axes)
+    together = lambda *words: varying(jnp.concatenate(words, axis=-1), axes)
+    return lax.cond(always(max(words, key=jnp.size)), together, none, *words)
 
 
 def _unpack(lane: Lane, rows: Array, leaves: Sequence[Any], sizes: Sequence[int]) -> list[Array]:

@@ -51,11 +51,20 @@ def test_buckets_have_lanes_of_their_own_and_small_leaves_go_last():
     assert lanes.buckets_of_arrays(payload, None) is lanes.buckets_of_arrays(Dense(jnp.zeros(2)), (1,)) is None
 
 
-def test_everything_arrives(seed):
+@pytest.mark.parametrize("on_a_mesh", [False, True])
+@pytest.mark.parametrize("long", [lanes.LONG, 1])
+def test_everything_arrives(long, on_a_mesh, seed, monkeypatch):
+    monkeypatch.setattr(lanes, "LONG", long)
     rng = np.random.default_rng(seed)
     given = {name: jnp.asarray(rng.integers(0, 99, (N, N, *x.shape)), x.dtype) for name, x in MIXED.items()}
     both = lambda x: (lanes.all_gather(x, AXIS), lanes.all_to_all(x, AXIS))
-    rows, parts = jax.vmap(both, axis_name=AXIS, out_axes=(None, 0))(given)
+    if on_a_mesh:
+        rows_of = lambda tree: jax.tree.map(lambda x: x[None], tree)
+        one = lambda tree: (lambda rows, parts: (rows, rows_of(parts)))(*both(jax.tree.map(lambda x: x[0], tree)))
+        run = jax.jit(jax.shard_map(one, mesh=mesh_of(N), in_specs=P(AXIS), out_specs=(P(), P(AXIS))))
+    else:
+        run = jax.vmap(both, axis_name=AXIS, out_axes=(None, 0))
+    rows, parts = run(given)
     for name, x in given.items():
         np.testing.assert_array_equal(rows[name], x)
         np.testing.assert_array_equal(parts[name], np.swapaxes(x, 0, 1))
