@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from experiments.bench.timing import Fresh, machine, time_all
-from experiments.lib.cli import Parser, UserError, at_least, fraction
+from experiments.lib.cli import Parser, UserError, at_least, choose_new, fraction
+from experiments.lib.folders import run_options, start_run
 from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--log2-sizes", type=at_least(10), nargs="+", default=[18, 20, 22, 24, 26], help="d = 2^these")
     p.add_argument("--ratio", type=fraction, default=0.001, help="share of entries to select")
     p.add_argument("--repeats", type=at_least(1), default=7, help="rounds; the median is shown")
-    p.add_argument("--out", type=Path, default=Path("runs/bench-select"), help="folder for table and plot")
+    run_options(p, "bench-select")
     options = p.parse_args(arguments)
     if max(options.log2_sizes) > 30:
         raise UserError(f"--log2-sizes must be at most 30; got {max(options.log2_sizes)}")
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
     import jax
 
     sizes = sorted(set(options.log2_sizes))
-    console = new_console()
+    console, folder = new_console(), choose_new(options.runs, options.name, "bench-select")
     seconds: dict[int, dict[str, float]] = {}
     extra: dict[str, float] = {}
     with console.status("") as status:
@@ -127,9 +128,9 @@ def main(arguments: Sequence[str]) -> int:
         f"{4 * 2**at / 1e9 / base[READ]:.0f} GB/s at 2^{at}. Time of {SIDCO} grows like d^{slope:.2f} from 2^20 on.\n"
         f"Extra memory: temporary buffers of the compiled program at 2^{sizes[-1]}, without arguments and results."
     )
-    options.out.mkdir(parents=True, exist_ok=True)
-    show(console, f"Selection; {machine()}", head, table, notes, options.out / "table.md")
-    console.print(f"plot: {plot(sizes, seconds, options)}")
+    start_run(folder, vars(options))
+    show(console, f"Selection; {machine()}", head, table, notes, folder / "table.md")
+    console.print(f"plot: {plot(sizes, seconds, options, folder)}")
     return 0
 
 
@@ -146,7 +147,7 @@ def slope_of(sizes: list[int], seconds: list[float]) -> float:
     return float(np.polyfit([sizes[i] for i in chosen], np.log2([seconds[i] for i in chosen]), 1)[0])
 
 
-def plot(sizes: list[int], seconds: dict[int, dict[str, float]], options: Any) -> Path:
+def plot(sizes: list[int], seconds: dict[int, dict[str, float]], options: Any, folder: Path) -> Path:
     from experiments.lib.plots import LINES, new_figure, save
 
     figure, (left, right) = new_figure(2)
@@ -162,6 +163,6 @@ def plot(sizes: list[int], seconds: dict[int, dict[str, float]], options: Any) -
         axis.set_xscale("log", base=2)
     left.legend(fontsize=8)
     figure.suptitle(f"Selecting {options.ratio:g} of the entries; {machine()}", fontsize=10)
-    path = options.out / "select.png"
+    path = folder / "select.png"
     save(figure, path)
     return path

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.lib import text as texts
-from experiments.lib.cli import Parser, at_least, fraction
-from experiments.lib.folders import write_json
+from experiments.lib.cli import Parser, at_least, choose_new, fraction
+from experiments.lib.folders import run_options, start_run, write_json
 from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["main"]
@@ -133,7 +133,7 @@ def parser() -> Parser:
     p.add_argument("--text", type=Path, default=None, help="plain or .xz; without it the source of this package")
     p.add_argument("--length", type=at_least(1), default=32, help="characters that the transformer sees")
     p.add_argument("--width", type=at_least(4), default=64, help="of the transformer")
-    p.add_argument("--out", type=Path, default=Path("runs/layouts"), help="folder for results, table and plot")
+    run_options(p, "layouts")
     return p
 
 
@@ -143,11 +143,12 @@ def main(arguments: Sequence[str]) -> int:
 
     from experiments.bench.timing import machine
 
-    console = new_console()
+    console, folder = new_console(), choose_new(options.runs, options.name, "layouts")
     tasks = [
         cnn(None) if name == "cnn" else transformer(options.text, options.length, options.width)
         for name in options.tasks
     ]
+    start_run(folder, vars(options))
     results = []
     with progress_bar(console) as bar:
         for task in tasks:
@@ -158,8 +159,7 @@ def main(arguments: Sequence[str]) -> int:
                     tick = lambda row=row: bar.advance(row)
                     outcome = train(task, make(laid), options.steps, options.seeds, tick)
                     results.append({"task": task.name, "method": method, "layout": layout, **outcome})
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_json(options.out / "results.json", results)
+    write_json(folder / "results.json", results)
     tail = max(1, options.steps // 10)
     table = []
     for r in results:
@@ -180,8 +180,8 @@ def main(arguments: Sequence[str]) -> int:
         f"seeds; the loss is the mean over the last {tail} steps. Chunks have {CHUNK} entries. Times are those of the "
         "whole training step on one device."
     )
-    show(console, f"Layouts; {machine()}", head, table, notes, options.out / "table.md")
-    plot(results, options.out / "losses.png")
+    show(console, f"Layouts; {machine()}", head, table, notes, folder / "table.md")
+    plot(results, folder / "losses.png")
     return 0
 
 

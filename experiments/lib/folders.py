@@ -258,13 +258,10 @@ class Journal:
     Args:
         folder: of the run.
         writes: whether this process does.
-        new: whether it begins empty; otherwise it goes on.
     """
 
-    def __init__(self, folder: Path, writes: bool = True, new: bool = False):
+    def __init__(self, folder: Path, writes: bool = True):
         self.path, self.writes = folder / "metrics.jsonl", writes
-        if new and writes:
-            self.path.unlink(missing_ok=True)
 
     def lines(self) -> list[dict[str, Any]]:
         """All lines, but for half a one at the end, which a killed process or a full disk may have left.

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.lib.cli import Parser, UserError, at_least, fraction
-from experiments.lib.folders import Journal
+from experiments.lib.cli import Parser, at_least, choose_new, fraction
+from experiments.lib.folders import Journal, run_options, start_run
 from experiments.lib.report import new_console, progress_bar, show
 from experiments.sidco.sources import LAWS, ZEROS, draws, record_images, record_text
 
@@ -88,12 +88,9 @@ def main(arguments: Sequence[str]) -> int:
         "--text", type=Path, default=None, help="a text (plain or .xz) for the LSTM; without it it is left out"
     )
     p.add_argument("--seed", type=at_least(0), default=0, help="of data and training")
-    p.add_argument("--out", type=Path, default=Path("runs/sidco-quality"), help="folder for tables, plots and numbers")
+    run_options(p, "sidco-quality")
     options = p.parse_args(arguments)
-    if options.out.exists() and not options.out.is_dir():
-        raise UserError(f"--out {options.out} is not a folder")
-
-    console = new_console()
+    console, folder = new_console(), choose_new(options.runs, options.name, "sidco-quality")
     known: list[Row] = []
     recorded: list[Row] = []
     with progress_bar(console, "") as bar:
@@ -114,20 +111,20 @@ def main(arguments: Sequence[str]) -> int:
                 recorded += on_gradients(name, make(ratio), ratio, sources)
                 bar.advance(task)
 
-    options.out.mkdir(parents=True, exist_ok=True)
+    start_run(folder, vars(options))
     lines = (row._replace(achieved=row.achieved.tolist())._asdict() for row in known + recorded)
-    Journal(options.out, new=True).add(*lines)
+    Journal(folder).add(*lines)
     head = ["method", *(f"{ratio:g}" for ratio in options.ratios)]
     shares = ", ".join(f"{share:.0%}" for share in ZEROS)
     title = f"{len(LAWS)} known laws, each with {shares} zeros; d = 2^{options.log2_size}"
-    show(console, title, head, cells(known, options.ratios), NOTES, options.out / "laws.md")
+    show(console, title, head, cells(known, options.ratios), NOTES, folder / "laws.md")
     for source in sources:
         for feedback in (False, True):
             chosen = [row for row in recorded if (row.source, row.feedback) == (source, feedback)]
             title = f"{source}, {'with' if feedback else 'without'} error feedback; d = {sources[source].shape[1]:,}"
             name = f"{source.split(',')[0].lower()}-{'feedback' if feedback else 'plain'}.md"
-            show(console, title, head, cells(chosen, options.ratios), NOTES, options.out / name)
-    console.print(f"plots: {plot_laws(known, options)} {plot_recorded(recorded, options)}")
+            show(console, title, head, cells(chosen, options.ratios), NOTES, folder / name)
+    console.print(f"plots: {plot_laws(known, options, folder)} {plot_recorded(recorded, options, folder)}")
     return 0
 
 
@@ -175,7 +172,7 @@ def cells(rows: list[Row], ratios: list[float]) -> list[list[str]]:
     return table
 
 
-def plot_laws(rows: list[Row], options: Any) -> Path:
+def plot_laws(rows: list[Row], options: Any, folder: Path) -> Path:
     """For each target, the mean of every method on every law, with the 90 % interval."""
     from experiments.lib.plots import LINES, new_figure, save
 
@@ -205,12 +202,12 @@ def plot_laws(rows: list[Row], options: Any) -> Path:
         axis.set_yticks(np.arange(len(sources)), sources if axis is axes[0] else [])
         axis.invert_yaxis()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    path = options.out / "laws.png"
+    path = folder / "laws.png"
     save(figure, path)
     return path
 
 
-def plot_recorded(rows: list[Row], options: Any) -> Path:
+def plot_recorded(rows: list[Row], options: Any, folder: Path) -> Path:
     """The same over training time, at the smallest target: a panel for each source, without and with memory."""
     from experiments.lib.plots import LINES, new_figure, save
 
@@ -226,6 +223,6 @@ def plot_recorded(rows: list[Row], options: Any) -> Path:
         axis.set(yscale="log", xlabel="training step", title=f"{source}, {what} error feedback")
     axes[0].set_ylabel(f"achieved / target at {ratio:g}")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    path = options.out / "recorded.png"
+    path = folder / "recorded.png"
     save(figure, path)
     return path

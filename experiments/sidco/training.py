@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, UserError, at_least, fraction
+from experiments.lib.cli import Parser, at_least, choose_new, fraction
+from experiments.lib.folders import run_options
 from experiments.lib.report import new_console, show
 
 __all__ = ["main"]
@@ -32,10 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--data-dir", type=Path, default=None, help="as in compare")
     p.add_argument("--model", default="mlp", help="as in compare")
     p.add_argument("--workers", type=at_least(1), default=4, help="data-parallel workers")
-    p.add_argument("--out", type=Path, default=Path("runs/sidco-training"), help="folder for runs, table and plot")
+    run_options(p, "sidco-training")
     options = p.parse_args(arguments)
-    if options.out.exists() and any(options.out.iterdir() if options.out.is_dir() else [options.out]):
-        raise UserError(f"{options.out} exists; choose another --out")
+    folder = choose_new(options.runs, options.name, "sidco-training")
 
     shared = ["--steps", options.steps, "--log-every", 10, "--test-every", options.test_every]
     shared += ["--data", options.data, "--model", options.model, "--workers", options.workers]
@@ -43,22 +43,20 @@ def main(arguments: Sequence[str]) -> int:
     shared += ["--data-dir", options.data_dir] if options.data_dir else []
     runs = [("dense", [DENSE], 1.0), *((f"ratio-{ratio:g}", options.methods, ratio) for ratio in options.ratios)]
     for name, methods, ratio in runs:
-        more = ["--runs", options.out, "--name", name, "--ratio", ratio, "--methods", *methods]
+        more = ["--runs", folder, "--name", name, "--ratio", ratio, "--methods", *methods]
         code = compare.main([str(item) for item in (*shared, *more)])
         if code:
             return code
 
     console = new_console()
-    dense = load(options.out / "dense")
-    loaded = {ratio: load(options.out / f"ratio-{ratio:g}") for ratio in options.ratios}
+    dense = load(folder / "dense")
+    loaded = {ratio: load(folder / f"ratio-{ratio:g}") for ratio in options.ratios}
     table = [row_of(DENSE, None, dense, None)]
     for ratio, run in loaded.items():
         budget = budget_of(run, options.methods[0])
         table += [row_of(method, ratio, run, budget) for method in options.methods]
-    show(
-        console, f"{options.data}, {options.model}; {options.steps} steps", HEAD, table, NOTES, options.out / "table.md"
-    )
-    console.print(f"plot: {plot(dense, loaded, options)}")
+    show(console, f"{options.data}, {options.model}; {options.steps} steps", HEAD, table, NOTES, folder / "table.md")
+    console.print(f"plot: {plot(dense, loaded, options, folder)}")
     return 0
 
 
@@ -106,7 +104,7 @@ def spread(values: list[Any]) -> str:
     return f"{np.mean(values):.4f}{more}"
 
 
-def plot(dense: dict[str, Any], loaded: dict[float, dict[str, Any]], options: Any) -> Path:
+def plot(dense: dict[str, Any], loaded: dict[float, dict[str, Any]], options: Any, folder: Path) -> Path:
     """Test accuracy against steps (above) and bytes (below), a column for each ratio."""
     from experiments.lib.plots import LINES, new_figure, save
 
@@ -126,6 +124,6 @@ def plot(dense: dict[str, Any], loaded: dict[float, dict[str, Any]], options: An
         bottom.set(xlabel="MB sent by each worker", ylabel="test accuracy", xscale="log")
     axes[0].legend(fontsize=8)
     figure.suptitle(f"{options.data}, {options.model}, {options.workers} workers, mean of {len(options.seeds)} seeds")
-    path = options.out / "training.png"
+    path = folder / "training.png"
     save(figure, path)
     return path

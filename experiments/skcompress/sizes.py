@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.lib.cli import Parser, UserError, at_least, positive
+from experiments.lib.cli import Parser, UserError, at_least, choose_new, positive
 from experiments.lib.data import FILES
-from experiments.lib.folders import Journal
+from experiments.lib.folders import Journal, run_options, start_run
 from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["Measured", "main", "meter", "record"]
@@ -244,16 +244,14 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--gradients", type=at_least(1), default=3, help="recorded, evenly spaced")
     p.add_argument("--lr", type=positive, default=0.01, help="learning rate of Adam")
     p.add_argument("--seed", type=at_least(0), default=0, help="of data and batches")
-    p.add_argument("--out", type=Path, default=Path("runs/skcompress-sizes"), help="folder for tables, plot, numbers")
+    run_options(p, "skcompress-sizes")
     o = p.parse_args(arguments)
-    if o.out.exists() and not o.out.is_dir():
-        raise UserError(f"--out {o.out} is not a folder")
     if o.gradients > o.steps:
         raise UserError(f"--gradients must be at most --steps; got {o.gradients} of {o.steps}")
 
     from experiments.skcompress.problems import linear, read, synthetic
 
-    console = new_console()
+    console, folder = new_console(), choose_new(o.runs, o.name, "skcompress-sizes")
     results: dict[str, tuple[list[Measured], list[Measured]]] = {}
     with progress_bar(console, "") as bar:
         task = bar.add_task("reading", total=len(o.losses) * (1 + o.gradients * (len(methods()) + 2)))
@@ -280,17 +278,17 @@ def main(arguments: Sequence[str]) -> int:
                 bar.advance(task)
             results[problem.name] = [together(r) for r in sizes.values()], [together(r) for r in steps.values()]
 
-    o.out.mkdir(parents=True, exist_ok=True)
-    journal = Journal(o.out, new=True)
+    start_run(folder, vars(o))
+    journal = Journal(folder)
     for name, (whole, chain) in results.items():
         journal.add(*({"problem": name, **row._asdict()} for row in whole + chain))
     for i, (name, (whole, chain)) in enumerate(results.items()):
         nonzeros = whole[0].nonzeros // o.gradients
         title = f"{name}: {nonzeros:,} nonzeros of {rows.d:,}, batches of {o.batch}, mean of {o.gradients} gradients"
-        show(console, title, HEAD + SPEED, [cells(row) for row in whole], NOTES, o.out / f"sizes-{o.losses[i]}.md")
+        show(console, title, HEAD + SPEED, [cells(row) for row in whole], NOTES, folder / f"sizes-{o.losses[i]}.md")
         title = "What each part is worth, as released and with ours"
-        show(console, title, HEAD, [cells(row, False) for row in chain], "", o.out / f"parts-{o.losses[i]}.md")
-    console.print(f"plot: {plot(results, o.out / 'sizes.png')}")
+        show(console, title, HEAD, [cells(row, False) for row in chain], "", folder / f"parts-{o.losses[i]}.md")
+    console.print(f"plot: {plot(results, folder / 'sizes.png')}")
     return 0
 
 

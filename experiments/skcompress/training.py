@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.lib.cli import Parser, UserError, at_least, fraction, positive
+from experiments.lib.cli import Parser, at_least, choose_new, fraction, positive
 from experiments.lib.data import FILES
-from experiments.lib.folders import Journal
+from experiments.lib.folders import Journal, run_options, start_run
 from experiments.lib.report import new_console, progress_bar, show
 
 __all__ = ["main", "methods", "train"]
@@ -128,26 +128,24 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--batch", type=at_least(1), default=400, help="examples for each worker and step")
     p.add_argument("--workers", type=at_least(1), default=4, help="simulated")
     p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0], metavar="SEED", help="one run for each")
-    p.add_argument("--out", type=Path, default=Path("runs/skcompress-training"), help="folder for tables and plots")
+    run_options(p, "skcompress-training")
     o = p.parse_args(arguments)
-    if o.out.exists() and not o.out.is_dir():
-        raise UserError(f"--out {o.out} is not a folder")
 
     import optax
 
     from experiments.skcompress.problems import linear, network, read, synthetic
 
-    console = new_console()
-    o.out.mkdir(parents=True, exist_ok=True)
+    console, folder = new_console(), choose_new(o.runs, o.name, "skcompress-training")
     rates = {"adam": (optax.adam, o.adam_lr), "sgd": (optax.sgd, o.sgd_lr)}
     everything: dict[tuple[str, str], dict[str, list[Run]]] = {}
     titles = {}
-    journal = Journal(o.out, new=True)
     with progress_bar(console, "") as bar:
         task = bar.add_task("reading", total=None)
         rows = None
         if set(o.problems) & set(LOSSES):
             rows = synthetic() if o.data is None else read(o.data)
+        start_run(folder, vars(o))
+        journal = Journal(folder)
         number = len(methods(None)) * len(o.problems) * len(o.optimizers) * len(o.seeds)
         bar.update(task, total=number * o.steps)
         for kind in o.problems:
@@ -169,8 +167,8 @@ def main(arguments: Sequence[str]) -> int:
                         journal.add(line)
     for (kind, name), runs in everything.items():
         title = f"{titles[kind, name]}: {o.workers} workers x {o.batch} examples, {o.steps} steps"
-        show(console, title, HEAD, rows_of(runs, o.steps), NOTES, o.out / f"{kind}-{name}.md")
-    console.print(f"plot: {plot(everything, titles, o)}")
+        show(console, title, HEAD, rows_of(runs, o.steps), NOTES, folder / f"{kind}-{name}.md")
+    console.print(f"plot: {plot(everything, titles, o, folder)}")
     return 0
 
 
@@ -187,7 +185,7 @@ def rows_of(runs: dict[str, list[Run]], steps: int) -> list[list[str]]:
     return table
 
 
-def plot(everything: dict, titles: dict, o: Any) -> Path:
+def plot(everything: dict, titles: dict, o: Any, folder: Path) -> Path:
     """Loss against kilobytes, a panel for each problem and optimizer."""
     from experiments.lib.plots import LINES, new_figure, save
 
@@ -200,6 +198,6 @@ def plot(everything: dict, titles: dict, o: Any) -> Path:
             axis.plot(sent, loss, label=label, markevery=4, markersize=5, **look)
         axis.set(xscale="log", xlabel="kB sent by each worker", ylabel="training loss", title=titles[key])
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * columns, fontsize=8)
-    path = o.out / "training.png"
+    path = folder / "training.png"
     save(figure, path)
     return path

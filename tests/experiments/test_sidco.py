@@ -16,7 +16,8 @@ def test_quality(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
     out = tmp_path / "q"
-    options = ("--log2-size", 12, "--rounds", 4, "--steps", 4, "--ratios", 0.05, "--text", text, "--out", out)
+    options = ("--log2-size", 12, "--rounds", 4, "--steps", 4, "--ratios", 0.05, "--text", text)
+    options += ("--runs", tmp_path, "--name", "q")
     result = run_to(0, "sidco", "quality", *options)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     methods = {row["method"] for row in rows}
@@ -33,17 +34,18 @@ def test_quality(tmp_path):
 def test_training(tmp_path):
     out = tmp_path / "t"
     options = ("--ratios", 0.1, "--methods", "top-k", "sidco", "--steps", 20, "--seeds", 0, "--workers", 2)
-    run_to(0, "sidco", "training", *options, "--out", out)
+    where = ("--runs", tmp_path, "--name", "t")
+    run_to(0, "sidco", "training", *options, *where)
     table = (out / "table.md").read_text()
     assert all(name in table for name in ("dense-f32", "top-k", "sidco"))
     assert (out / "training.png").stat().st_size > 1000
-    assert "exists; choose another --out" in run_to(2, "sidco", "training", "--out", out).stderr
+    again = run_to(2, "sidco", "training", *where)
+    assert again.stderr == f"error: {out} exists; choose another --name\n"
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_bench_select(tmp_path):
-    result = run_to(0, "bench", "select", "--log2-sizes", 10, 11, "--repeats", 1, "--out", tmp_path / "b")
+    result = run_to(0, "bench", "select", "--log2-sizes", 10, 11, "--repeats", 1, "--runs", tmp_path, "--name", "b")
     assert "jc.sidco + residual" in result.stdout
     assert (tmp_path / "b" / "select.png").stat().st_size > 1000
 

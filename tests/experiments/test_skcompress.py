@@ -26,7 +26,7 @@ def test_sizes(tmp_path):
     data = libsvm(tmp_path / "rows.txt", [(1 + i % 4, [*draw(), (2999 + i % 2, 1.0)]) for i in range(300)])
     out = tmp_path / "s"
     options = ("--data", data, "--batch", 100, "--steps", 4, "--gradients", 2, "--losses", "logistic", "svm")
-    result = run_to(0, "skcompress", "sizes", *options, "--out", out)
+    result = run_to(0, "skcompress", "sizes", *options, "--runs", tmp_path, "--name", "s")
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     of = lambda row: (row["keys"] + row["values"] + row["tables"]) / row["nonzeros"]
     found = {row["method"]: row for row in rows if row["problem"].startswith("logistic")}
@@ -45,7 +45,7 @@ def test_sizes(tmp_path):
 def test_training(tmp_path):
     out = tmp_path / "t"
     options = ("--problems", "svm", "network", "--optimizers", "sgd", "--steps", 3, "--batch", 50, "--workers", 2)
-    result = run_to(0, "skcompress", "training", *options, "--out", out)
+    result = run_to(0, "skcompress", "training", *options, "--runs", tmp_path, "--name", "t")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     by_method = {line["method"]: line for line in lines if line["problem"] == "svm"}
     assert by_method["dense f32"]["bytes"][-1] == 3 * 4 * (1 << 17)
@@ -56,7 +56,6 @@ def test_training(tmp_path):
     assert "loss at equal bytes" in result.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_bench(tmp_path):
     result = run_to(0, "bench", "skcompress", "--nonzeros", 2000, "--repeats", 1, "--markdown", tmp_path / "b.md")
@@ -75,7 +74,7 @@ def test_bench(tmp_path):
     ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)),
 )
 def test_errors_fit_on_a_line(arguments, message, tmp_path):
-    result = run_to(2, *arguments, *(("--out", tmp_path / "o") if "--data" in arguments else ()))
+    result = run_to(2, *arguments, *(("--runs", tmp_path / "o") if "--data" in arguments else ()))
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
