@@ -72,9 +72,9 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
     a server stores all shifts); Fatkhullin, Tyurin, Richtarik 2023 (EF21-SGDM). Step sizes: `theory.ef21`.
 
     >>> import jaxcomp as jc
-    >>> jc.ef21(jc.rand_k(0.1))
+    >>> jc.ef21(jc.rand_k(0.1))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: ef21 needs a contraction; rand_k(0.1) is not one. Wrap it: contract(rand_k(0.1))
+    ValueError: ef21 needs a contraction; rand_k(0.1) is not one. It is unbiased: take direct(...
     """
     check_contracts("ef21", compressor)
     if not 0 <= momentum < 1:

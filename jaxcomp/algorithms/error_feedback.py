@@ -52,9 +52,9 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     memory holds gradients, not steps, so the step size may change from round to round.
 
     >>> import jaxcomp as jc
-    >>> jc.error_feedback(jc.rand_k(0.1))
+    >>> jc.error_feedback(jc.rand_k(0.1))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: error_feedback needs a contraction; rand_k(0.1) is not one. Wrap it: contract(rand_k(0.1))
+    ValueError: error_feedback needs a contraction; rand_k(0.1) is not one. It is unbiased: take direct(...
     """
     check_contracts("error_feedback", compressor)
     if not 0 <= decay <= 1:
@@ -85,7 +85,8 @@ def check_contracts(name: str, compressor: Compressor, like: Any = None) -> None
     """Raises ValueError unless alpha is known and, for vectors of the given shapes, positive."""
     spec = check_compressor(name, compressor)
     if spec.alpha is None:
-        cure = f"Wrap it: contract({spec.name})" if spec.omega is not None else "Its alpha is not known."
+        unbiased = f"It is unbiased: take direct({spec.name}), or wrap it: contract({spec.name})"
+        cure = unbiased if spec.omega is not None else "Its alpha is not known."
         raise ValueError(f"{name} needs a contraction; {spec.name} is not one. {spec.remedy or cure}")
     alpha = 1.0 if like is None else alpha_of(compressor, like)
     if not alpha > 0:

@@ -35,6 +35,7 @@ __all__ = [
     "traced",
 ]
 
+USEFUL = 1e-4  # least alpha whose bound on transient steps says something
 NAMES = {
     "psum": "all_reduce",
     "psum2": "all_reduce",
@@ -275,7 +276,8 @@ def loss_of(candidate: Candidate, like: Any, workers: int) -> Loss:
         return Loss(None, False, memory, "no bound is known" + late)
     alpha = float(alpha_of(compressor, plan.like))
     if memory:
-        words = f"sent later: at most {1 / max(alpha, 1e-300):.3g} times the transient steps"
+        times = f"sent later: at most {1 / max(alpha, USEFUL):.3g} times as many transient steps"
+        words = times if alpha >= USEFUL else "sent later; theory has no useful bound"
     else:
         words = f"biased: at most {1 - alpha:.3g} of |g|^2 is lost"
     return Loss(1 - alpha, False, memory, words + late)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.arrays import like_of
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.varying import axis_names
 from jaxcomp.plan import facts as files
@@ -146,6 +147,7 @@ def plan(
     if candidates is None:
         candidates = default_candidates(1 if max_every is None else max_every)
     candidates = _checked(candidates, budget, max_error, max_every, tried)
+    like_of(params)  # refuses what is no parameter, by name
     axis = axis_names(axis_name)
     found = find_mesh("plan", mesh, axis, params, batch)
     if not isinstance(found, Mesh):

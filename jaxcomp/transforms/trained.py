@@ -19,8 +19,8 @@ def trained_of(params: Any, wrt: Any) -> Trained:
     names: list[str | None] = []
     for path, node in nodes:
         inside = jax.tree_util.tree_leaves_with_path(node)
-        where = jax.tree_util.keystr(path)
-        names += [where + jax.tree_util.keystr(p) if isinstance(node, wrt) else None for p, _ in inside]
+        name = lambda p, path=path: jax.tree_util.keystr((*path, *p), simple=True, separator="/")
+        names += [name(p) if isinstance(node, wrt) else None for p, _ in inside]
     if not any(names):
         raise ValueError(
             f"value_and_grad: wrt must be a type of nodes of the parameters; there is no {wrt.__name__} in them"

@@ -148,8 +148,11 @@ def test_three_steps_are_traced_once(name):
 # Wrong arguments
 
 BAD = [
-    (lambda: jc.error_feedback(jc.rand_k(0.1)), r"needs a contraction; rand_k\(0.1\) is not one. Wrap it: contract"),
-    (lambda: jc.error_feedback(jc.dithering(3)), r"Wrap it: contract\(dithering"),
+    (
+        lambda: jc.error_feedback(jc.rand_k(0.1)),
+        r"rand_k\(0.1\) is not one. It is unbiased: take direct\(rand_k\(0.1\)\), or wrap it: contract",
+    ),
+    (lambda: jc.error_feedback(jc.dithering(3)), r"or wrap it: contract\(dithering"),
     (lambda: jc.error_feedback(jc.cast("float16", scaled=False)), "Its alpha is not known"),
     (lambda: jc.error_feedback(jc.top_k(0.1), decay=1.5), r"decay must be in \[0, 1\]; got 1.5"),
     (

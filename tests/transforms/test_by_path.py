@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from worlds import AXIS, N, fsum, gradients, mesh_of, run_shard_map, run_vmap
@@ -14,6 +15,7 @@ from worlds import AXIS, N, fsum, gradients, mesh_of, run_shard_map, run_vmap
 import jaxcomp as jc
 from jaxcomp.ledger import read
 from jaxcomp.paths import numbers_by_path, paths_of
+from jaxcomp.transforms.trained import trained_of
 
 PARAMS = {
     "embed": jnp.zeros((40, 30)),
@@ -217,3 +219,14 @@ def test_multi_transform_takes_the_specs_of_the_whole_tree():
     np.testing.assert_allclose(direction["embed"], exact["embed"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(direction["norm"], exact["norm"], rtol=1e-5, atol=1e-6)
     assert np.count_nonzero(direction["layer"]["mlp"]["w"]) <= 2 * 2 * K
+
+
+def test_paths_of_an_nnx_model_are_the_same_split_or_whole():
+    model = nnx.Sequential(nnx.Linear(40, 50, rngs=nnx.Rngs(0)), nnx.Linear(50, 10, rngs=nnx.Rngs(1)))
+    split = [path for path, _ in paths_of(nnx.state(model, nnx.Param))]
+    assert sorted(trained_of(model, nnx.Param).names) == sorted(split)
+    assert "layers/1/kernel/value" in split
+    algorithm = jc.by_path({"^layers/0/": jc.top_k(0.1), ".*": jc.dithering(7)})
+    mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    loss = lambda model, x: jnp.mean(model(x) ** 2)
+    jc.value_and_grad(loss, algorithm, mesh=mesh, axis_name=AXIS, wrt=nnx.Param).init(model)
