@@ -45,7 +45,6 @@ from jaxcomp.arrays import (
     wide,
     wide_like,
     wrap_key,
-    zeros_after,
     zeros_like,
 )
 
@@ -83,7 +82,6 @@ __all__ = [
     "wide",
     "wide_like",
     "wrap_key",
-    "zeros_after",
     "zeros_like",
 ]
 
@@ -337,8 +335,7 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
     a compiler may contract a product and the addition that follows into one rounding: the same up to the last place.
 
     Args:
-        total: array or tree, shape of what is decompressed, in the dtype to add in; or `jax.ShapeDtypeStruct`s alone,
-            which stand for zeros: they need no pass of their own where messages are decoded entry by entry.
+        total: array or tree, shape of what is decompressed, in the dtype to add in; `jax.ShapeDtypeStruct`s are zeros.
         payloads: payload with a leading axis of n messages on each array.
         weights: [n], None for all ones, or a prefix tree of the payload.
         shared: state of the compressor; with plans of several workers, those of all n, in the order of the messages.
