@@ -1,9 +1,12 @@
 """What people see: the console, the progress bar, and a table that is printed and kept as markdown."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["markdown", "new_console", "progress_bar", "show"]
+import numpy as np
+
+__all__ = ["markdown", "new_console", "progress_bar", "show", "spread"]
 
 WIDTH = 170  # of what is printed to no terminal: the widest table
 
@@ -13,6 +16,11 @@ def new_console(quiet: bool = False) -> Any:
     from rich.console import Console
 
     return Console(width=None if Console().is_terminal else WIDTH, quiet=quiet)
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean ± standard deviation, of a single one the value alone."""
+    return f"{np.mean(values):.4f}" + (f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else "")
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.lib.report import spread
 from experiments.local.methods import Setup
 from experiments.local.training import seconds_of
 
@@ -55,7 +56,6 @@ def rows(results: list[dict[str, Any]], options: dict[str, Any]) -> list[list[st
     table = []
     for label, group in groups.items():
         setup, test = of_row(group[0]), [row["test"] for row in group]
-        spread = f" ± {np.std(test, ddof=1):.4f}" if len(test) > 1 else ""
         base = None if setup.plain else dense.get(setup.every)
         messages = group[0]["message_bytes"] is not None and group[0]["route"] != "sum"
         merged = max(rounds_until(group[0]["step"], setup), 1e-9)
@@ -66,7 +66,7 @@ def rows(results: list[dict[str, Any]], options: dict[str, Any]) -> list[list[st
             [
                 label,
                 f"{mean(group, 'loss'):.4f}",
-                f"{np.mean(test):.4f}{spread}",
+                spread(test),
                 f"{100 * (np.mean(test) / base - 1):+.2f} %" if base else "-",
                 f"{mean(group, 'sent_bytes') / merged:,.0f}",
                 f"{mean(group, 'message_bytes'):,.0f}" if messages else "-",

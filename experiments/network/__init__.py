@@ -155,10 +155,10 @@ def main(arguments: Sequence[str]) -> int:
     return 130 if interrupted else 0
 
 
-def pool_in(lab: Lab) -> Pool:
-    """A worker on each host."""
+def pool_in(lab: Lab, experiment: str = "network") -> Pool:
+    """A worker of an experiment on each host."""
     address = f"{lab.addresses[0]}:{free_port()}"
-    more = ["network", "--workers", str(len(lab.prefixes)), "--address", address, "--worker"]
+    more = [experiment, "--workers", str(len(lab.prefixes)), "--address", address, "--worker"]
     words = [[*prefix, sys.executable, "-m", "experiments", *more, str(i)] for i, prefix in enumerate(lab.prefixes)]
     return Pool(words, {"JAX_PLATFORMS": "cpu", **SETTINGS})
 

@@ -9,13 +9,11 @@ done), and by `plan regret` table.md and regret.png.
 import argparse
 import contextlib
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.lib.cli import Parser, at_least, choose_new, one_thread, positive
 from experiments.lib.folders import run_options, start_run, write_json
-from experiments.lib.launch import free_port
 from experiments.lib.netlab import laboratory, rate_name, rate_of
 from experiments.lib.pool import Pool
 from experiments.lib.report import new_console
@@ -105,9 +103,6 @@ def cells(o: Any, console: Any) -> Iterator[dict[str, Any]]:
 
 def pool_in(lab: Any) -> Pool:
     """A worker on each host."""
-    from experiments.network import SETTINGS
+    from experiments import network
 
-    address = f"{lab.addresses[0]}:{free_port()}"
-    more = ["plan", "--workers", str(len(lab.prefixes)), "--address", address, "--worker"]
-    words = [[*prefix, sys.executable, "-m", "experiments", *more, str(i)] for i, prefix in enumerate(lab.prefixes)]
-    return Pool(words, {"JAX_PLATFORMS": "cpu", **SETTINGS})
+    return network.pool_in(lab, "plan")

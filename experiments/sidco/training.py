@@ -3,7 +3,6 @@
 Runs `compare` once for each ratio, with error feedback for every sparse method, and joins the results.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least, choose_new, fraction
-from experiments.lib.folders import run_options
-from experiments.lib.report import new_console, show
+from experiments.lib.folders import Journal, read_results, run_options
+from experiments.lib.report import new_console, show, spread
 
 __all__ = ["main"]
 
@@ -68,8 +67,7 @@ standard deviation over seeds."""
 
 
 def load(folder: Path) -> dict[str, Any]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {"lines": lines, "results": json.loads((folder / "results.json").read_text())}
+    return {"lines": Journal(folder).lines(), "results": read_results(folder / "results.json")}
 
 
 def budget_of(run: dict[str, Any], method: str) -> float:
@@ -97,11 +95,6 @@ def row_of(method: str, ratio: float | None, run: dict[str, Any], budget: float 
         spread([row["accuracy"] for row in results]),
         spread(at_budget) if at_budget else "-",
     ]
-
-
-def spread(values: list[Any]) -> str:
-    more = f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.4f}{more}"
 
 
 def plot(dense: dict[str, Any], loaded: dict[float, dict[str, Any]], options: Any, folder: Path) -> Path:

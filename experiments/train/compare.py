@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments import train
-from experiments.lib.report import show
+from experiments.lib.report import show, spread
 
 __all__ = ["main"]
 
@@ -46,11 +46,6 @@ class Comparison(train.Run):
             found = [row["sent_bytes"] for row in self.results if row["method"] == dense]
             return found[0] if found else None
 
-        def spread(rows: list[dict[str, Any]], key: str) -> str:
-            values = [row[key] for row in rows]
-            more = f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
-            return f"{np.mean(values):.4f}{more}"
-
         f32, bf16 = bytes_of("dense-f32"), bytes_of("dense-bf16")
         table = []
         for method in dict.fromkeys(row["method"] for row in self.results):
@@ -59,8 +54,8 @@ class Comparison(train.Run):
             table.append(
                 [
                     method,
-                    spread(rows, "loss"),
-                    spread(rows, "accuracy"),
+                    spread([row["loss"] for row in rows]),
+                    spread([row["accuracy"] for row in rows]),
                     f"{rows[0]['lane_bytes']:,.0f}",
                     f"{np.mean([row['code_bits'] for row in rows]) / 8:,.0f}",
                     f"{sent:,.0f}",
