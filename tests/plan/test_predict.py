@@ -175,7 +175,9 @@ def test_what_theory_says():
     sparse = loss_of(Candidate("k", jc.error_feedback(jc.top_k(0.01))), LIKE, 4)
     assert sparse.memory
     assert sparse.bound == pytest.approx(0.99)
-    assert "100 times the transient" in sparse.words
+    assert "100 times as many transient" in sparse.words
+    hardly = loss_of(Candidate("k", jc.error_feedback(jc.top_k(k=1))), LIKE, 4)
+    assert "no useful bound" in hardly.words
     assert loss_of(dense_candidates()[0], LIKE, 4).bound == 0
     assert "apart" in loss_of(Candidate("k", jc.error_feedback(jc.top_k(0.01)), every=4), LIKE, 4).words
 
