@@ -58,6 +58,14 @@ FIGURES = {
     "trees": Figure("costs", "bench trees --markdown {table}", "bench/trees.py", 12),
     "codes": Figure("costs", "bench codes --markdown {table}", "bench/codes.py", 3),
     "workers": Figure("scale", "workers", "scale/workers.py", 8, ("workers.png", "workers.png")),
+    "scoreboard": Figure(
+        "scoreboard",
+        "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
+        "local-int4@20",
+        "network",
+        35,
+        ("scoreboard.png", "scoreboard.png"),
+    ),
     "local": Figure(
         "local",
         "local --data {data}/tinyshakespeare --every 20 --steps 240 --batch 4 --length 48",

@@ -187,12 +187,13 @@ def report(console: Any, o: Any, rows: list[dict[str, Any]], folder: Path) -> No
     sizes = ", ".join(
         f"{MODELS[model][2]}: {next(r['parameters'] for r in rows if r['model'] == model):,}" for model in models
     )
+    dense = " and ".join(name for name in DENSE if name in o.methods)
     notes = f"""\
-At each rate: how many times as fast to the loss as the fastest of {", ".join(DENSE)} there (below 1: compression, or
-this dense form, loses). The loss is that of psum-f32 after {o.steps} steps; missed: not reached in {o.longest} times as
-many. MB: sent by a worker in a step, of local methods on average. even at: the rate at which a method is as fast as the
-fastest dense one. Sparse methods keep {o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on
-{len(os.sched_getaffinity(0))} cores, Adam, {o.batch} examples of each worker, seeds {", ".join(map(str, o.seeds))}."""
+At each rate: how many times as fast to the loss as the fastest of {dense} there (below 1: it loses). The loss is that
+of psum-f32 after {o.steps} steps; missed: not reached in {o.longest} times as many. MB: sent by a worker in a step, of
+local methods on average. even at: the rate at which a method is as fast as the fastest dense one. Sparse methods keep
+{o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on {len(os.sched_getaffinity(0))} cores, Adam,
+{o.batch} examples of each worker, seeds {", ".join(map(str, o.seeds))}."""
     show(console, f"{folder.name}: time to the loss", head, table, notes, folder / "table.md")
     if not all(row["equal"] for row in rows):
         unequal = [f"{row['model']}, {row['method']}" for row in rows if not row["equal"]]
@@ -207,9 +208,13 @@ def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
     from experiments.lib.plots import new_figure, save
 
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = new_figure(len(models), 1.2 + 0.42 * len(o.methods))
+    columns = min(2, len(models))
+    deep = -(-len(models) // columns)
+    figure, axes = new_figure(columns, deep * (1.2 + 0.36 * len(o.methods)), deep)
+    for axis in axes[len(models) :]:
+        axis.set_axis_off()
     colours = LinearSegmentedColormap.from_list("pays", ["#D55E00", "#F6D9B8", "#FFFFFF", "#BBD7EC", "#0072B2"])
-    for axis, model in zip(axes, models, strict=True):
+    for number, (axis, model) in enumerate(zip(axes, models, strict=False)):
         mine = [row for row in rows if row["model"] == model]
         gains = np.full((len(mine), len(o.rates)), np.nan)
         for i, row in enumerate(mine):
@@ -226,9 +231,10 @@ def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
                 color="white" if dark else "black",
             )  # fmt: skip
         axis.set_xticks(range(len(o.rates)), [rate_name(rate) for rate in o.rates], fontsize=8, rotation=30)
-        axis.set_yticks(range(len(mine)), [row["method"] for row in mine] if axis is axes[0] else [""] * len(mine))
+        axis.set_yticks(range(len(mine)), [row["method"] if number % columns == 0 else "" for row in mine])
         axis.set_title(f"{MODELS[model][2]}, {mine[0]['parameters'] / 1e6:.2g} M", fontsize=10)
-        axis.set_xlabel("rate of every link")
+        if number >= len(models) - columns:
+            axis.set_xlabel("rate of every link")
         axis.grid(visible=False)
     figure.suptitle(
         "times as fast to the same loss as the fastest dense exchange (blue: pays, orange: loses)", fontsize=11
