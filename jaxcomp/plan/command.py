@@ -24,6 +24,19 @@ def rate(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a rate such as 100mbit or 10gbit; got {text!r}")
 
 
+def count(text: str) -> float:
+    """A number of entries, which may end in K, M or G.
+
+    >>> count("1e7"), count("114K"), count("1.5G")
+    (10000000.0, 114000.0, 1500000000.0)
+    """
+    scale = {"K": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:].upper(), 1.0)
+    try:
+        return float(text if scale == 1.0 else text[:-1]) * scale
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number such as 1e7 or 10M; got {text!r}") from None
+
+
 def add_parser(commands: Any) -> None:
     """Adds the command."""
     p = commands.add_parser(
@@ -33,7 +46,7 @@ def add_parser(commands: Any) -> None:
         "may be a dense one. Without --facts nothing is measured; jc.plan measures, and writes such a file.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    p.add_argument("--parameters", type=float, default=1e7, help="entries of the gradient")
+    p.add_argument("--parameters", type=count, default="10M", help="entries of the gradient, in vectors")
     p.add_argument("--workers", type=int, default=4, help="that exchange gradients")
     p.add_argument("--rate", type=rate, default="100mbit", help="of a worker's link")
     p.add_argument("--latency", type=float, default=1e-3, help="of a message, in seconds")
@@ -63,8 +76,11 @@ def run(o: argparse.Namespace) -> str:
     if o.facts is None:
         like = jax.ShapeDtypeStruct((int(o.parameters),), jnp.float32)
         link = Link(o.latency, o.rate)
-        limits = {"max_error": o.max_error, "max_every": o.max_every}
-        return str(recommend(like, workers=o.workers, link=link, gradient=o.gradient, **limits))
+        # One vector: low rank goes by the shapes of matrices, which a number of entries does not say.
+        known = [each for each in default_candidates(o.max_every) if not _by_shape(each)]
+        options = {"candidates": known, "max_error": o.max_error, "max_every": o.max_every}
+        found = recommend(like, workers=o.workers, link=link, gradient=o.gradient, **options)
+        return f"{found}\n\nLow rank is left out: it goes by the shapes of matrices, which jc.recommend(params) knows."
     facts = files.from_text(o.facts.read_text(), str(o.facts))
     like = files.leaves_of(facts, str(o.facts))
     axis = next(iter(facts.fits)) if facts.fits else "data"
@@ -79,3 +95,8 @@ def run(o: argparse.Namespace) -> str:
     rows = without_twins(rows, like, axis, facts.sizes)
     chosen = choose(rows)
     return f"{table(rows, chosen)}\n\n{verdict(rows, chosen)}"
+
+
+def _by_shape(candidate: Any) -> bool:
+    layout = getattr(candidate.algorithm, "layout", None)
+    return layout is not None and layout.unit == "shape"
