@@ -57,6 +57,7 @@ FIGURES = {
     "step": Figure("costs", "bench step --markdown {table}", "bench/step.py", 5),
     "trees": Figure("costs", "bench trees --markdown {table}", "bench/trees.py", 12),
     "codes": Figure("costs", "bench codes --markdown {table}", "bench/codes.py", 3),
+    "training": Figure("thresholds", "sidco training --steps 300 --seeds 0 1", "sidco", 4),
     "workers": Figure("scale", "workers", "scale/workers.py", 8, ("workers.png", "workers.png")),
     "scoreboard": Figure(
         "scoreboard",
