@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
+from jaxcomp import layout
 from jaxcomp.layout import Layout, Parts, join, plan_of, split
 
 _rng = np.random.default_rng(0)
@@ -181,3 +182,33 @@ def test_gradients_of_another_tree_are_named():
         split(plan, {"w": jnp.zeros((30, 40))})
     with pytest.raises(ValueError, match="made for another tree"):
         split(plan, {"v": jnp.zeros((40, 30))})
+
+
+@pytest.mark.parametrize("how", ["jit", "vmap", "mesh"])
+def test_few_long_leaves_are_joined_alike(how, monkeypatch):
+    tree = {
+        "a": jnp.arange(6.0).reshape(2, 3),
+        "b": jnp.zeros((0, 4)),
+        "c": jnp.full((5,), jnp.nan),
+        "d": jnp.float32(7),
+    }
+    plan = plan_of(Layout("tree", 0), tree)
+    want = jax.tree.map(np.asarray, split(plan, tree))
+    monkeypatch.setattr(layout, "LONG", 1)
+    rows = jax.tree.map(lambda x: jnp.stack([x, x]), tree)
+    first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+    if how == "jit":
+        found = jax.jit(lambda tree: split(plan, tree))(tree)
+    elif how == "vmap":
+        found = first(jax.vmap(lambda tree: split(plan, tree))(rows))
+    else:
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+
+        def own(some, rest):  # leaves of unlike types: some differ between workers, others do not
+            parts = split(plan, {"a": some[0], **rest})
+            return jax.tree.map(lambda x: x[None], parts)
+
+        specs = (P("data"), P())
+        rest = {name: tree[name] for name in "bcd"}
+        found = first(jax.jit(jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("data")))(rows["a"], rest))
+    jax.tree.map(np.testing.assert_array_equal, found, want)
