@@ -21,6 +21,7 @@ __all__ = [
     "is_array",
     "key_data",
     "like_of",
+    "made",
     "one_row",
     "root_key",
     "row_of",
@@ -122,6 +123,15 @@ def always(x: Array) -> Array:
     """bool[], true whatever is in x (one entry at least), which XLA does not know."""
     first = x.reshape(-1)[0].astype(jnp.float32)
     return (first <= jnp.inf) | jnp.isnan(first)
+
+
+def made(tree: Tree) -> Tree:
+    """The same arrays (not empty), computed before what follows: XLA for CPU would compute them within it, anew for
+    each entry that reads them.
+    """
+    if jax.default_backend() != "cpu":
+        return tree
+    return lax.cond(always(jax.tree.leaves(tree)[0]), lambda t: t, lambda t: jax.tree.map(jnp.zeros_like, t), tree)
 
 
 def zeros_after(tree: Tree, like: Tree) -> Tree:

@@ -62,6 +62,8 @@ class Layout:
     chunks: number of rows.
     bucket_bytes: leaves are put together, from the last to the first, until they have so many bytes; a vector holds
         leaves of one bucket. The gradients of the last leaves come first out of a backward pass.
+    whole_blocks: with "tree", long vectors are filled up with zeros to a multiple of 1024 entries, which the usual
+        blocks and words divide.
     longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
         they are matrices, of which no entry is numbered.
     parts: with "paths", pairs of a pattern of paths and the layout of the leaves that it takes (`jaxcomp.paths`).
@@ -72,6 +74,7 @@ class Layout:
     single: bool = False
     chunks: int = 1
     bucket_bytes: int | None = None
+    whole_blocks: bool = False
     longest: int = LONGEST
     parts: tuple[tuple[str, "Layout"], ...] = ()
 
@@ -220,6 +223,7 @@ def plan_of(layout: Layout, tree: Any) -> Plan:
         else:
             stacked = False
             shape = _cut(sum(leaves[i].size for i in members), layout.longest)
+            shape = (row_size(*shape, 1),) if layout.whole_blocks and len(shape) == 1 and shape[0] >= LONG else shape
         made.append(Group(tuple(members), shape, dtype, stacked, bucket))
     return plan(tuple(i for i, leaf in enumerate(leaves) if small(leaf)), tuple(made), False)
 
@@ -266,8 +270,10 @@ def split(plan: Plan, tree: Any) -> Any:
     def vector(group: Group) -> Array:
         if group.rows:
             return jnp.stack([leaves[i].reshape(group.shape[1:]) for i in group.leaves])
-        joined = _end_to_end([leaves[i] for i in group.leaves], group.dtype)
-        return jnp.pad(joined, (0, math.prod(group.shape) - joined.size)).reshape(group.shape)
+        own = [leaves[i] for i in group.leaves]
+        rest = math.prod(group.shape) - sum(leaf.size for leaf in own)
+        own += [jnp.zeros((rest,), group.dtype)] if rest else []
+        return _end_to_end(own, group.dtype).reshape(group.shape)
 
     if plan.parts:
         own = lambda numbers: tuple(leaves[i] for i in numbers)

@@ -5,6 +5,7 @@ finite case is therefore tested on the result (a NaN or an infinity anywhere mak
 finite) and the slow form stands behind a `lax.cond` that is hardly ever taken.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jaxcomp.base import finite
 __all__ = ["block_norms", "exponent_of", "max_abs", "power_of_two"]
 
 Array = jax.Array
+ROWS = 2048  # that the slow forms take at a time
 
 
 def max_abs(rows: Array) -> Array:
@@ -29,8 +31,24 @@ def _largest(rows: Array) -> tuple[Array, Array]:
         return jnp.zeros(rows.shape[:-1], rows.dtype), jnp.array(True)
     peaks = jnp.max(jnp.abs(rows), axis=-1)
     clean = jnp.all(jnp.isfinite(peaks))
-    slow = lambda rows, peaks: jnp.max(jnp.abs(finite(rows)), axis=-1)
+    slow = lambda rows, peaks: _some_at_a_time(lambda rows: jnp.max(jnp.abs(finite(rows)), axis=-1), peaks, rows)
     return lax.cond(clean, lambda rows, peaks: peaks, slow, rows, peaks), clean
+
+
+def _some_at_a_time(function: Callable[..., Array], out: Array, *rows: Array) -> Array:
+    """function(*rows), a number for each row, written over `out`, in parts: XLA for CPU makes an array of what it adds
+    up, and sets memory aside for that even where these slow forms are not taken.
+    """
+    count = rows[0].shape[0]
+    if out.ndim == 0 or count <= ROWS:
+        return function(*rows)
+
+    def step(i, out):
+        start = jnp.minimum(i * ROWS, count - ROWS)  # the last part may overlap the one before
+        part = [lax.dynamic_slice_in_dim(each, start, ROWS) for each in rows]
+        return lax.dynamic_update_slice_in_dim(out, function(*part), start, 0)
+
+    return lax.fori_loop(0, -(-count // ROWS), step, out)
 
 
 def exponent_of(x: Array) -> Array:
@@ -86,15 +104,15 @@ def block_norms(rows: Array, order: float) -> Array:
 
 def _scaled_norms(rows: Array, order: float) -> Array:
     info = jnp.finfo(rows.dtype)
-    largest, clean = _largest(rows)
+    largest, _ = _largest(rows)
     zero = largest < info.tiny
     if order == 2 and rows.shape[-1] > 0:
         exponent = jnp.clip(exponent_of(largest), info.minexp, -info.minexp)
         scale = power_of_two(-exponent, rows.dtype)
         # |x * scale| is below 4 anyway. The clip keeps XLA from rewriting (x s)^2 as x^2 s^2, which
         # overflows (seen with constant x; likewise (x / s)^2 as x^2 / s^2).
-        square = lambda x: jnp.sum(jnp.square(jnp.clip(x * scale[:, None], -4, 4)), axis=-1)
-        squares = lax.cond(clean, square, lambda rows: square(finite(rows)), rows)
+        square = lambda x, scale: jnp.sum(jnp.square(jnp.clip(finite(x) * scale[:, None], -4, 4)), axis=-1)
+        squares = _some_at_a_time(square, largest, rows, scale)
         unit = power_of_two(exponent, rows.dtype)
         largest = unit * jnp.minimum(jnp.sqrt(squares), info.max / unit)
     return jnp.where(zero, jnp.zeros((), rows.dtype), largest)

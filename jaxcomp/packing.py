@@ -8,11 +8,13 @@ can be read off the shape: words is uint32[w, G].
 Within a group, code i occupies bits [i*w, (i+1)*w) of the 32*w bits, least significant first.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["as_words", "num_words", "pack", "unpack", "width_for"]
+__all__ = ["Places", "as_words", "num_words", "pack", "places_of", "unpack", "width_for"]
 
 Array = jax.Array
 U32 = jnp.uint32
@@ -77,6 +79,54 @@ def pack(codes: Array, width: int) -> Array:
             word = part if word is None else word | part
         words.append(word)
     return jnp.stack(words)
+
+
+class Places(NamedTuple):
+    """How n = 1024 q entries stand in words of w bits, where 32 is a multiple of w: as [w, 32 / w, G / 32, 32].
+
+    Slice i of the second axis is what stands at bits [i w, (i + 1) w) of the words, [w, G / 32, 32]. Arithmetic on
+    such slices reads and writes neighbours, so that XLA computes several entries at once; on a vector of all entries it
+    would find the place of each one by division.
+    """
+
+    width: int
+    groups: int
+
+    @property
+    def count(self) -> int:
+        """Codes of a word."""
+        return 32 // self.width
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of a slice."""
+        return self.width, self.groups // 32, 32
+
+    def slices(self, each: Array) -> list[Array]:
+        """[count] arrays that broadcast to [w, G / 32, 32], from a number for each entry, each 32 entries, or all."""
+        size = 32 * self.groups
+        if each.shape[0] == 1:
+            return [each.reshape(1, 1, 1)] * self.count
+        blocks = each.reshape(self.width, self.count, self.groups // 32, 32 * each.shape[0] // size)
+        return [blocks[:, i] for i in range(self.count)]
+
+    def pack(self, codes: list[Array]) -> Array:
+        """uint32[w, G], those that `packing.pack` makes of the vector, from the codes of each slice."""
+        words = codes[0]
+        for i, code in enumerate(codes[1:], 1):
+            words = words | (code << U32(i * self.width))
+        return words.reshape(self.width, self.groups)
+
+
+def places_of(size: int, width: int) -> Places | None:
+    """None where entries cannot be worked on in the order of words: a number that 1024 does not divide, say.
+
+    >>> places = places_of(2048, 8)
+    >>> codes = jnp.arange(2048, dtype=jnp.uint32) % 256
+    >>> print(jnp.array_equal(places.pack(places.slices(codes)), pack(codes, 8)))
+    True
+    """
+    return Places(width, size // 32) if size and size % 1024 == 0 and 32 % width == 0 else None
 
 
 def unpack(words: Array, size: int) -> Array:

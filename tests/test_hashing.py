@@ -8,7 +8,7 @@ import pytest
 from montecarlo import chi_square_bound, z_bound
 
 from jaxcomp.compressors.rand_k import Draw
-from jaxcomp.hashing import fmix32, random_bits, random_subset, random_uniform, scale_to
+from jaxcomp.hashing import fmix32, random_bits, random_subset, random_uniform, scale_to, uniform_slices
 
 N = 1 << 18
 
@@ -48,6 +48,24 @@ def test_pairs_are_uniform_on_the_square(key):
     cells = (u[0::2] * 32).astype(int) * 32 + (u[1::2] * 32).astype(int)
     counts = np.bincount(cells, minlength=1024)
     assert np.sum((counts - N / 2048) ** 2) / (N / 2048) < chi_square_bound(1023, 1e-6)
+
+
+def test_slices_are_uniform_and_do_not_depend_on_each_other(key):
+    """Both halves of a word: means, correlations with each other and with neighbours, pairs on a 32 x 32 grid."""
+    slices = np.stack(uniform_slices(key, (4, 512, 32), 4), 1).astype(np.float64)  # 2^18 numbers
+    assert 0 < slices.min() < slices.max() < 1
+    rows = slices.transpose(1, 0, 2, 3).reshape(4, -1) - 0.5
+    z = z_bound(1e-6, 20)
+    count = rows.shape[1]
+    assert np.all(np.abs(rows.mean(1)) * np.sqrt(12 * count) < z)
+    for i in range(4):
+        for j in range(i):
+            assert abs(np.mean(rows[i] * rows[j])) * 12 * np.sqrt(count) < z
+        assert abs(np.mean(rows[i] * np.roll(rows[i], 1))) * 12 * np.sqrt(count) < z
+    for low, high in ((0, 1), (2, 3)):
+        cells = (rows[low] * 32 + 16).astype(int) * 32 + (rows[high] * 32 + 16).astype(int)
+        counts = np.bincount(cells, minlength=1024)
+        assert np.sum((counts - count / 1024) ** 2) / (count / 1024) < chi_square_bound(1023, 1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 1000, 46341, 65536])

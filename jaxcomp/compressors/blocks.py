@@ -42,6 +42,15 @@ class Blocks:
             parts.append(block_norms(x[cut:].reshape(1, self.tail), order))
         return jnp.concatenate(parts) if parts else jnp.zeros((0,), x.dtype)
 
+    @property
+    def in_words(self) -> bool:
+        """Whether 32 entries, from a multiple of 32 on, are always of one block."""
+        return self.count <= 1 or (self.length % 32 == 0 and self.tail in (0, self.length))
+
+    def spread_to_words(self, each: Array) -> Array:
+        """A number per block, repeated over 32 entries at a time; [count] -> [d / 32] or [1]."""
+        return each if self.count <= 1 else jnp.repeat(each, self.length // 32)
+
     def spread(self, each: Array) -> Array:
         """A number per block, repeated over the entries of its block; [count] -> [d] or [1]."""
         if self.count <= 1:

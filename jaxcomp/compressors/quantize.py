@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp.arrays import made
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, one_row, row_of, wide
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
-from jaxcomp.hashing import random_uniform
-from jaxcomp.packing import pack, unpack, width_for
+from jaxcomp.hashing import random_uniform, uniform_slices
+from jaxcomp.layout import Layout
+from jaxcomp.packing import pack, places_of, unpack, width_for
 from jaxcomp.payloads import Quantized
 
 __all__ = ["dithering", "unzigzag", "zigzag"]
@@ -113,7 +115,9 @@ def dithering(
     name = f"levels={levels}" if steps is None else "varying steps" if steps_of.varying else f"steps={steps}"
     name += (", norm=inf" if order != 2 else "") + (", norm_dtype=bfloat16" if short else "")
     name += f", blocks={blocks}" if blocks else f", block_size={block_size}" if block_size else ""
-    return _dithering(f"dithering({name})", steps_of, layout, order, short, per_worker)
+    best = Layout(whole_blocks=True) if blocks is None and not steps_of.varying else None
+    made = _dithering(f"dithering({name})", steps_of, layout, order, short, per_worker)
+    return made._replace(spec=made.spec._replace(layout=best))
 
 
 class Steps(NamedTuple):
@@ -168,8 +172,8 @@ def _dithering(
             )
         return State(shared=jnp.asarray(sizes, jnp.float32))
 
-    def unit_of(shared: Any, cut: Blocks, norms: Array) -> Array:
-        """What a level is worth, norm * h, for each entry: f32[d] or f32[1].
+    def unit_of(shared: Any, cut: Blocks, norms: Array, spread: Callable[[Array], Array]) -> Array:
+        """What a level is worth, norm * h, for each entry: f32[d] or f32[1], or as `spread` has it.
 
         Rounded up to few enough bits that level * unit is exact: then no compiler can change the
         sum of decoded messages by contracting product and addition into one rounding.
@@ -178,29 +182,46 @@ def _dithering(
             h = one_row("dithering", shared).astype(jnp.float32)
             each = cut.spread(norms) * (cut.spread(h) if h.shape[0] == cut.count else h)
         else:
-            each = cut.spread(norms) * jnp.float32(sizes[0, 0])
+            each = spread(norms) * jnp.float32(sizes[0, 0])
         spare = jnp.uint32((1 << (width - 1)) - 1)
         bits = (lax.bitcast_convert_type(each, jnp.uint32) + spare) & ~spare
         return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), jnp.float32(LARGEST))
+
+    def inverse_of(unit: Array) -> tuple[Array, Array]:
+        """(a, b) with (|x| a) b = |x| / unit, one division for each unit; b = 0 for one that is no normal number."""
+        a = jnp.where(
+            unit > 2.0**100, jnp.asarray(2.0**-64, unit.dtype), jnp.ones((), unit.dtype)
+        )  # else 1/unit vanishes
+        empty = unit < jnp.asarray(jnp.finfo(jnp.float32).tiny, unit.dtype)
+        return a, jnp.where(empty, jnp.zeros((), unit.dtype), 1 / (unit * a))
+
+    def code_of(x: Array, inverse: tuple[Array, Array], noise: Array) -> Array:
+        """Codes of entries, rounded at random."""
+        position = (jnp.abs(finite(x)) * inverse[0]) * inverse[1]
+        level = jnp.minimum(jnp.floor(position + noise.astype(x.dtype)), most).astype(jnp.int32)
+        return zigzag(jnp.where(x < 0, -level, level))
 
     def compress(key, x, state):
         x = x.astype(wide(x.dtype))
         cut = layout(x.shape[0])
         norms = jnp.minimum(cut.norms(x, order), jnp.asarray(LARGEST, x.dtype)).astype(jnp.float32)
         norms = up_to_bfloat16(norms) if short else norms
-        unit = unit_of(state.shared, cut, norms).astype(x.dtype)
-        empty = unit < jnp.asarray(jnp.finfo(jnp.float32).tiny, x.dtype)
-        position = jnp.where(empty, jnp.zeros((), x.dtype), jnp.abs(finite(x)) / unit)
-        noise = random_uniform(key, x.shape[0]).astype(x.dtype)
-        level = jnp.minimum(jnp.floor(position + noise), most).astype(jnp.int32)
-        norms = norms.astype(jnp.bfloat16) if short else norms
-        return Quantized(norms, pack(zigzag(jnp.where(x < 0, -level, level)), width)), state.local
+        short_norms = norms.astype(jnp.bfloat16) if short else norms
+        places = places_of(x.shape[0], width)
+        if places is None or not cut.in_words:
+            unit = unit_of(state.shared, cut, norms, cut.spread).astype(x.dtype)
+            codes = code_of(x, inverse_of(unit), random_uniform(key, x.shape[0]))
+            return Quantized(short_norms, pack(codes, width)), state.local
+        units = unit_of(state.shared, cut, norms, cut.spread_to_words).astype(x.dtype)
+        inverses = [inverse_of(unit) for unit in made(places.slices(units))]
+        noise = uniform_slices(key, places.shape, places.count)
+        return Quantized(short_norms, places.pack(list(map(code_of, places.slices(x), inverses, noise)))), state.local
 
     def decompress(payload, shared, like):
         cut = layout(like.size)
         check_like("dithering", payload.words.shape, (width, -(-like.size // 32)))
         level = unzigzag(unpack(payload.words, like.size)).astype(wide(like.dtype))
-        unit = unit_of(shared, cut, payload.norms.astype(jnp.float32)).astype(level.dtype)
+        unit = unit_of(shared, cut, payload.norms.astype(jnp.float32), cut.spread).astype(level.dtype)
         return bounded(bounded(level * unit).astype(like.dtype))
 
     return on_vectors(

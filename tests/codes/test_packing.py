@@ -7,7 +7,7 @@ import oracles
 import pytest
 from variants import variants
 
-from jaxcomp.packing import num_words, pack, unpack, width_for
+from jaxcomp.packing import num_words, pack, places_of, unpack, width_for
 
 
 @pytest.mark.parametrize("width", variants(range(1, 33), {1, 2, 3, 4, 7, 8, 11, 16, 31, 32}))
@@ -20,6 +20,23 @@ def test_exact_inverse_and_layout(width, size, seed):
     assert words.size == num_words(size, width)
     np.testing.assert_array_equal(words, oracles.pack(codes, width))
     np.testing.assert_array_equal(jax.jit(unpack, static_argnums=1)(words, size), codes)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
+def test_words_from_slices_are_those_of_the_vector(width, seed):
+    rng = np.random.default_rng([seed, width])
+    codes = jnp.asarray(rng.integers(0, 2**width, 3072, dtype=np.uint32))
+    places = places_of(3072, width)
+    assert places is not None
+    np.testing.assert_array_equal(places.pack(places.slices(codes)), oracles.pack(np.asarray(codes), width))
+    blocks = np.repeat(np.arange(96), 32)  # a number for each 32 entries
+    for mine, each in zip(places.slices(jnp.arange(96)), places.slices(jnp.asarray(blocks)), strict=True):
+        np.testing.assert_array_equal(np.broadcast_to(mine, each.shape), each)
+
+
+@pytest.mark.parametrize(("size", "width"), [(0, 4), (1000, 4), (1024, 3), (2**20 + 32, 8)])
+def test_other_numbers_have_no_places(size, width):
+    assert places_of(size, width) is None
 
 
 def test_high_bits_are_dropped():

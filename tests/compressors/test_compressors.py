@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from montecarlo import chi_square_bound
+from montecarlo import chi_square_bound, monte_carlo, z_bound
 from variants import variants
 
 import jaxcomp as jc
 from jaxcomp.arrays import ONE_PASS
 from jaxcomp.base import accumulate, overflow
-from jaxcomp.hashing import random_bits, random_uniform
+from jaxcomp.hashing import random_bits, random_uniform, uniform_slices
 from jaxcomp.packing import unpack
 
 
@@ -146,6 +146,49 @@ def test_dithering_is_the_oracle(arguments, how, key, seed):
     unit = np.linalg.norm(x, how.get("order", 2)) * np.broadcast_to(steps, x.shape)
     assert np.all(np.abs(got - want) <= (1 + rounding) * unit * wrong + rounding * np.abs(want))
     assert payload.norms.size == len(oracles.block_edges(1000, how.get("blocks"), how.get("block_size"))) - 1
+
+
+LONG_CASES = [
+    ({"levels": 1, "block_size": 32}, {"block_size": 32}),
+    ({"levels": 7}, {"block_size": 512}),
+    ({"levels": 7, "norm": "inf", "block_size": 1024}, {"order": np.inf, "block_size": 1024}),
+    ({"levels": 127, "blocks": 1}, {}),
+    ({"levels": 7, "block_size": 96}, {"block_size": 96}),
+    ({"levels": 7, "block_size": 100}, {"block_size": 100}),  # words that two blocks share: the other way
+    ({"steps": np.geomspace(0.01, 0.9, 3072)}, {}),
+]
+
+
+@pytest.mark.parametrize(("arguments", "how"), LONG_CASES, ids=[f"case{i}" for i in range(len(LONG_CASES))])
+def test_dithering_in_the_order_of_words_is_the_oracle(arguments, how, key, seed):
+    """Entries whose number is a multiple of 1024, and some that are not finite or huge."""
+    x = vector(seed, 3072)
+    x[:3] = np.nan, np.inf, -np.inf
+    given = np.where(np.isfinite(x), x, 0)
+    compressor = jc.dithering(**arguments)
+    payload, got = compressed(compressor, x, key)
+    count, width = 32 // payload.words.shape[0], payload.words.shape[0]
+    in_words = 32 % width == 0 and how.get("block_size", 32) % 32 == 0
+    if in_words:
+        slices = np.stack(uniform_slices(key, (width, 3072 // 1024, 32), count), 1)
+        uniforms = slices.reshape(-1).astype(np.float64)
+    else:
+        uniforms = np.asarray(random_uniform(key, 3072), np.float64)
+    steps = arguments.get("steps", 1 / arguments.get("levels", 1))
+    want = oracles.dithering(given, steps, uniforms, **how)
+    rounding = 2.0 ** (width - 24) + 1e-6
+    assert np.mean(np.abs(got - want) > rounding * np.abs(want)) < 0.005
+    _, huge = compressed(compressor, np.float32(1e38) * np.sign(given), key)
+    assert np.all(np.isfinite(huge))
+    assert np.any(huge)
+
+
+def test_dithering_in_the_order_of_words_is_unbiased(key, seed):
+    x = jnp.asarray(vector(seed, 1024))
+    run = jax.jit(jax.vmap(lambda k: jc.roundtrip(jc.dithering(3, block_size=128), x, key=k)[0]))
+    mean, error = monte_carlo(run, key, 4096)
+    z = np.abs(mean - np.asarray(x, np.float64)) / np.maximum(error, 1e-12)
+    assert z.max() < z_bound(1e-6, x.size)
 
 
 @pytest.mark.parametrize(("levels", "width"), [(1, 2), (2, 3), (3, 3), (7, 4), (8, 5), (127, 8), (2**15, 17)])
