@@ -106,8 +106,8 @@ def times(m: Array, q: Array) -> Array:
 
 
 def transposed_times(m: Array, p: Array) -> Array:
-    """M^T P of each matrix of a stack."""
-    return jnp.einsum("mrc,mrk->mck", m, p, precision="highest")
+    """M^T P of each matrix of a stack: as (P^T M)^T, for which XLA on CPU has a kernel that is several times as fast."""
+    return jnp.swapaxes(jnp.einsum("mrk,mrc->mkc", p, m, precision="highest"), 1, 2)
 
 
 def factors(stacks: list[Array], start: list[Array], also: Any, exchange: Any) -> tuple[list, list, Any]:
