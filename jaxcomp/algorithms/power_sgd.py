@@ -139,10 +139,11 @@ def _round(rank: int, min_ratio: float, exchange: Any, message: Parts, q: tuple[
     means |= {i: product(p, q) for i, p, q in zip(low, left, right, strict=True)}
     vectors = tuple(means[i].reshape(x.shape) for i, x in enumerate(message.vectors))
 
-    kept = lambda i, x: bounded(x - vectors[i]) if i in low else x - x
-    memory = Parts(
-        jax.tree.map(lambda x: x - x, message.dense), tuple(kept(i, x) for i, x in enumerate(message.vectors))
-    )
+    apart = lambda m, pq: [bounded(x - product(*each).reshape(x.shape)) for x, each in zip(m, pq, strict=True)]
+    left_over = in_place(apart, [message.vectors[i] for i in low], list(zip(left, right, strict=True)))
+    kept, none = dict(zip(low, left_over, strict=True)), lambda x: x - x
+    memory = tuple(kept.get(i, none(x)) for i, x in enumerate(message.vectors))
+    memory = Parts(jax.tree.map(none, message.dense), memory)
     pad = lambda new, old: jnp.pad(new, ((0, 0), (0, 0), (0, old.shape[2] - new.shape[2])))
     done = {i: jnp.swapaxes(q, 1, 2) for i, q in zip(low, right, strict=True)}
     after = tuple(pad(done[i], old) if i in done else old for i, old in enumerate(q))
