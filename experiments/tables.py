@@ -1,4 +1,4 @@
-"""The tables of compressors, algorithms and methods in docs/reference, made from the code.
+"""The tables of compressors, algorithms, methods and optimizers in docs/reference, made from the code.
 
 `python -m experiments.tables` prints them; with --write it puts them into their pages between their
 markers. A test compares the two.
@@ -20,7 +20,7 @@ from jaxcomp.base import Compressor
 __all__ = ["PAGES", "placed", "tables"]
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
-PAGES = [REFERENCE / f"{name}.md" for name in ("compressors", "algorithms", "methods")]
+PAGES = [REFERENCE / f"{name}.md" for name in ("compressors", "algorithms", "methods", "transforms")]
 
 D = 2**20
 
@@ -170,6 +170,31 @@ METHODS = [
     ("jc.marina(c, gamma, full)", "C of the gradient's change, or all of it", "for non-convex losses", "marina"),
 ]
 
+# call, what a worker sends, what it remembers, the step, for example
+OPTIMIZERS = [
+    (
+        "jc.demo(rate, axis, k=32, chunk=64)",
+        "largest cosine coefficients of each chunk of its momentum",
+        "the momentum, without what was sent",
+        "sign of the mean",
+        'jc.demo(1e-3, "data")',
+    ),
+    (
+        "jc.onebit_adam(rate, axis, freeze_step=..., compressor=sign())",
+        "gradients up to freeze_step, then C(b1 m + (1 - b1) g + e)",
+        "e, and with two shots that of what comes back",
+        "Adam, whose variance then stands still",
+        'jc.onebit_adam(1e-3, "data", freeze_step=100)',
+    ),
+    (
+        "jc.zero_one_adam(rate, axis, freeze_step=..., compressor=sign())",
+        "C(u / G + e) of its steps u since the last exchange; gradients where the variance is due",
+        "e, u and its own point",
+        "Adam, with local steps between exchanges",
+        'jc.zero_one_adam(1e-3, "data", freeze_step=100)',
+    ),
+]
+
 
 def number(value: float) -> str:
     return f"{value:.3g}"
@@ -218,15 +243,23 @@ def algorithm_rows() -> list[list[str]]:
     ]
 
 
+def optimizer_rows() -> list[list[str]]:
+    for *_, example in OPTIMIZERS:
+        eval(example, {"jc": jc})
+    return [[f"`{call}`", *rest, f"`{example}`"] for call, *rest, example in OPTIMIZERS]
+
+
 def tables() -> dict[str, str]:
     """Marker -> markdown."""
     methods = ["method", "worker sends", "what it does", "`jc.theory`"]
     compressors = ["compressor", "sends", "omega", "alpha", "payload", "lane bits/entry", "code bits/entry", "auto"]
     algorithms = ["algorithm", "worker sends", "direction", "compressor must be", "for example"]
+    optimizers = ["optimizer", "worker sends", "it remembers", "step", "for example"]
     return {
         "compressors": markdown(compressors, compressor_rows()),
         "algorithms": markdown(algorithms, algorithm_rows()),
         "methods": markdown(methods, [[f"`{call}`", *rest] for call, *rest in METHODS]),
+        "optimizers": markdown(optimizers, optimizer_rows()),
     }
 
 

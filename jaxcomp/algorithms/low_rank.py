@@ -1,6 +1,6 @@
 """Matrices as products of two thin factors: how leaves are matrices, and bases that survive whatever lacks rank.
 
-`power_sgd` and `dion` share this. A stack [m, r, ...] of leaves of one shape is m matrices, and all that is done to
+Used by `power_sgd`. A stack [m, r, ...] of leaves of one shape is m matrices, and all that is done to
 them is done to the whole stack at once.
 """
 
@@ -23,7 +23,9 @@ __all__ = [
     "check_low_rank",
     "factored",
     "factors",
+    "limited",
     "matrix_shape",
+    "product",
     "ranks_of",
     "stacks_of",
     "times",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 Array = jax.Array
+FEW = 8  # columns of factors whose product need not be an array of its own
 
 
 # ------------------------------------------------------------------------------------------------
@@ -106,29 +109,37 @@ def times(m: Array, q: Array) -> Array:
 
 
 def transposed_times(m: Array, p: Array) -> Array:
-    """M^T P of each matrix of a stack."""
-    return jnp.einsum("mrc,mrk->mck", m, p, precision="highest")
+    """P^T M of each matrix of a stack, [m, k, c]. XLA on CPU computes M^T P in seven times the time."""
+    return jnp.einsum("mrk,mrc->mkc", p, m, precision="highest")
+
+
+def product(p: Array, q: Array) -> Array:
+    """P Q of each pair [m, r, k], [m, k, c]. Of few columns term by term, so that who reads it can compute it."""
+    if p.shape[2] > FEW:
+        return times(p, q)
+    return sum(p[:, :, j, None] * q[:, None, j, :] for j in range(1, p.shape[2])) + p[:, :, 0, None] * q[:, None, 0, :]
+
+
+def limited(x: Array) -> Array:
+    """x, cut at 2^-32 of the largest number, so that no product and no sum overflows."""
+    most = jnp.asarray(jnp.finfo(x.dtype).max * 2.0**-32, x.dtype)
+    return jnp.clip(x, -most, most)
 
 
 def factors(stacks: list[Array], start: list[Array], also: Any, exchange: Any) -> tuple[list, list, Any]:
-    """One step of subspace iteration on the mean matrices: mean M = P (M^T P)^T in the span of P.
+    """One step of subspace iteration on the mean matrices: mean M = P (P^T M) in the span of P.
 
-        P = basis(sum_i M_i basis(Q)),    Q = (1/n) sum_i M_i^T P.
-
-    Entries beyond 2^-32 of the largest number are cut there, so that no product and no sum overflows. What is cut is
-    not lost: it stays in the memory of the caller.
+        P = basis(sum_i M_i basis(Q)),    Q^T = (1/n) sum_i P^T M_i.
 
     Args:
-        stacks: [m, r, c] each, of this worker.
+        stacks: [m, r, c] each, of this worker, `limited`.
         start: Q [m, c, k] of the last round, equal on all workers.
         also: arrays that go into the first sum.
         exchange: `base.Exchange`.
 
     Returns:
-        P [m, r, k] with orthonormal columns and Q [m, c, k] of each stack, and the sum of `also`.
+        P [m, r, k] with orthonormal columns and Q^T [m, k, c] of each stack, and the sum of `also`.
     """
-    limit = lambda x: jnp.finfo(x.dtype).max * 2.0**-32
-    stacks = [jnp.clip(x, -limit(x), limit(x)) for x in stacks]
     p, also = exchange.sum((list(map(times, stacks, bases_of(start))), also))
     p = bases_of(p)
     q = exchange.sum([transposed_times(m, each) for m, each in zip(stacks, p, strict=True)])

@@ -12,12 +12,13 @@ from jaxcomp.algorithms.low_rank import (
     check_low_rank,
     factored,
     factors,
+    limited,
     matrix_shape,
+    product,
     ranks_of,
     stacks_of,
-    times,
 )
-from jaxcomp.base import Algorithm, State, bounded, finite, wide_like, zeros_like
+from jaxcomp.base import Algorithm, State, bounded, finite, in_place, wide_like, zeros_like
 from jaxcomp.layout import Layout, Parts
 
 __all__ = ["power_sgd"]
@@ -52,7 +53,8 @@ def power_sgd(
     `sharded` parameters each device has the factors of its own shard.
 
     What goes dense, in the sum of step 1: vectors and scalars, leaves with fewer than `dense_below` entries, and
-    matrices with k (r + c) min_ratio >= r c, k = min(rank, r, c). They need no memory.
+    matrices with k (r + c) min_ratio >= r c, k = min(rank, r, c). They need no memory. What is not finite counts as
+    zero; entries of M_i beyond 2^-32 of the largest number of their type are cut, so that products do not overflow.
 
     Args:
         rank: of the factors, at least 1; or {round: rank}, a schedule that begins with round 0. A lower rank goes on
@@ -92,7 +94,7 @@ def power_sgd(
     def update(key, grads, state, exchange):
         del key
         bare, own = not isinstance(grads, Parts), state.local.memory
-        message = stacks_of(jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + e), finite(grads), own))
+        message = stacks_of(in_place(_added, own, grads))
         q, rounds = state.shared
 
         branches = {at: functools.partial(_round, rank, min_ratio, exchange) for at, rank in schedule}
@@ -105,6 +107,11 @@ def power_sgd(
 
     roles = {"memory": "memory", "q": "coin", "rounds": "coin"}
     return Algorithm(init, update, roles, layout=Layout("shape", int(dense_below)))
+
+
+def _added(memory: Any, grads: Any) -> Any:
+    """e + g of finite g."""
+    return jax.tree.map(lambda e, g: limited(g.astype(e.dtype) + e), memory, finite(grads))
 
 
 def _first(key: Array, like: Any, rank: int) -> Array:
@@ -129,14 +136,15 @@ def _round(rank: int, min_ratio: float, exchange: Any, message: Parts, q: tuple[
     left, right, also = factors(matrices, start, also, exchange)
     dense, rest = jax.tree.map(lambda total: total / exchange.size, also)
     means = dict(zip(whole, rest, strict=True))
-    means |= {i: times(p, jnp.swapaxes(q, 1, 2)) for i, p, q in zip(low, left, right, strict=True)}
+    means |= {i: product(p, q) for i, p, q in zip(low, left, right, strict=True)}
     vectors = tuple(means[i].reshape(x.shape) for i, x in enumerate(message.vectors))
 
-    kept = lambda i, x: bounded(x - vectors[i]) if i in low else x - x
-    memory = Parts(
-        jax.tree.map(lambda x: x - x, message.dense), tuple(kept(i, x) for i, x in enumerate(message.vectors))
-    )
+    apart = lambda m, pq: [bounded(x - product(*each).reshape(x.shape)) for x, each in zip(m, pq, strict=True)]
+    left_over = in_place(apart, [message.vectors[i] for i in low], list(zip(left, right, strict=True)))
+    kept, none = dict(zip(low, left_over, strict=True)), lambda x: x - x
+    memory = tuple(kept.get(i, none(x)) for i, x in enumerate(message.vectors))
+    memory = Parts(jax.tree.map(none, message.dense), memory)
     pad = lambda new, old: jnp.pad(new, ((0, 0), (0, 0), (0, old.shape[2] - new.shape[2])))
-    done = dict(zip(low, right, strict=True))
+    done = {i: jnp.swapaxes(q, 1, 2) for i, q in zip(low, right, strict=True)}
     after = tuple(pad(done[i], old) if i in done else old for i, old in enumerate(q))
     return Parts(dense, vectors), memory, after

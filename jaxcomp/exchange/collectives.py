@@ -5,7 +5,7 @@ How the arrays of a payload are put together for a collective stands in `lanes`.
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +61,32 @@ def _platform() -> str:
     return getattr(device, "platform", None) or jax.default_backend()
 
 
+SMALL = 2**16  # entries of an array that is worth a copy, if that saves messages
+
+
 def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
-    """Sums over the workers, in the dtypes of the arrays, by one all-reduce."""
-    return lax.psum(arrays, axis)
+    """Sums over the workers, in the dtypes of the arrays, by one all-reduce.
+
+    On CPU small arrays are joined: gloo reduces each array of an all-reduce by itself, in 2 (n - 1) messages one after
+    the other.
+    """
+    if jax.default_backend() != "cpu":
+        return lax.psum(arrays, axis)
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(arrays):
+        alike.setdefault((x.dtype, frozenset(varying_axes(x))) if x.size < SMALL else i, []).append(i)
+    groups = list(alike.values())
+    joined = [
+        arrays[group[0]] if len(group) == 1 else jnp.concatenate([arrays[i].reshape(-1) for i in group])
+        for group in groups
+    ]
+    sums: list[Any] = [None] * len(arrays)
+    for group, total in zip(groups, lax.psum(joined, axis), strict=True):
+        start = 0
+        for i in group:
+            sums[i] = lax.slice_in_dim(total.reshape(-1), start, start + arrays[i].size).reshape(arrays[i].shape)
+            start += arrays[i].size
+    return sums
 
 
 def sum_scatter(x: Array, axis: Axis) -> Array:

@@ -12,7 +12,7 @@ from variants import variants
 from worlds import AXIS, gradients, mesh_of, run_shard_map, run_vmap
 
 import jaxcomp as jc
-from jaxcomp.algorithms.low_rank import bases_of, factored, matrix_shape
+from jaxcomp.algorithms.low_rank import FEW, bases_of, factored, matrix_shape, product, transposed_times
 
 N, ROUNDS, RANK = 4, 5, 2
 TREE = {"a": jnp.zeros((12, 8)), "b": jnp.zeros((12, 8)), "c": jnp.zeros((10, 4, 3)), "v": jnp.zeros(7)}
@@ -95,6 +95,17 @@ def compare_with_the_hook(rank, seed):
         want = {k: want[k] - 0.05 * direction[k] for k in tree}
     for name in tree:
         np.testing.assert_allclose(x[name], want[name], atol=1e-5)
+
+
+@pytest.mark.parametrize("columns", [1, 3, FEW, FEW + 1])
+def test_products_with_few_columns_and_with_many(columns, seed):
+    rng = np.random.default_rng(seed)
+    m, p = rng.standard_normal((2, 20, 15)), rng.standard_normal((2, 20, columns))
+    q = np.einsum("mrk,mrc->mkc", p, m)
+    got = transposed_times(jnp.asarray(m, jnp.float32), jnp.asarray(p, jnp.float32))
+    np.testing.assert_allclose(got, q, rtol=1e-4, atol=1e-4)
+    got = product(jnp.asarray(p, jnp.float32), jnp.asarray(q, jnp.float32))
+    np.testing.assert_allclose(got, p @ q, rtol=1e-4, atol=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -70,6 +70,42 @@ def test_everything_arrives(long, on_a_mesh, seed, monkeypatch):
         np.testing.assert_array_equal(parts[name], np.swapaxes(x, 0, 1))
 
 
+def test_small_arrays_are_summed_as_one(seed, monkeypatch):
+    """Of one dtype and one type: what differs over another axis of the mesh, too, stays apart."""
+    monkeypatch.setattr(collectives, "SMALL", 100)
+    rng = np.random.default_rng(seed)
+    shapes = {"a": (3, 4), "empty": (0, 2), "scalar": (), "long": (10, 12), "b": (7,)}
+    given = {name: jnp.asarray(rng.integers(0, 99, (2, 2, *shape)), jnp.float32) for name, shape in shapes.items()}
+    given["count"] = jnp.arange(8).reshape(2, 2, 2)
+    mesh = jax.make_mesh(
+        (2, 2), (AXIS, "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+
+    def mine(tree, b):
+        tree = jax.tree.map(lambda x: x[0, 0], tree) | {"b": b[0]}
+        return dict(zip(tree, collectives.sum_arrays(list(tree.values()), AXIS), strict=True))
+
+    sharded = P(AXIS, "model")
+    run = jax.shard_map(
+        lambda tree, b: jax.tree.map(lambda x: x[None], mine(tree, b)) | {"b": mine(tree, b)["b"]},
+        mesh=mesh,
+        in_specs=(sharded, P(AXIS)),
+        out_specs={name: P("model") for name in given} | {"b": P()},
+    )
+    out = jax.jit(run)({k: v for k, v in given.items() if k != "b"}, given["b"][:, 0])
+    for name, x in given.items():
+        want = np.asarray(x).sum(0) if name != "b" else np.asarray(x)[:, 0].sum(0)
+        np.testing.assert_array_equal(out[name], want)
+    tree = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    summed = jax.shard_map(
+        lambda x: collectives.sum_arrays(jax.tree.leaves(varying(x, AXIS)), AXIS),
+        mesh=mesh_of(2),
+        in_specs=P(),
+        out_specs=P(),
+    )
+    assert {row.shape for row in ledger(summed, tree).rows} == {(12 + 0 + 1 + 7,), (10, 12)}
+
+
 def test_narrow_sums_are_added_in_single_precision():
     """256 + 1 + 1 + 1 in bf16 would stay at 256; added in f32 and rounded once it is 260."""
     x = jnp.array([[256.0], [1.0], [1.0], [1.0]], jnp.bfloat16)

@@ -263,6 +263,22 @@ def test_break_even_and_limit():
     assert results.limit_of({"compute": 0.2, "rate": None, "ledger_bytes": 1e6}) == 0.2
 
 
+@pytest.mark.parametrize("shape", [(3, 6, 8, 2), (2, 9, 7, 3), (1, 1, 1, 1)])
+def test_pooling_is_that_of_flax_with_its_gradient(shape, seed):
+    """Bit for bit, with equal pixels, too."""
+    from flax import nnx
+
+    from experiments.lib.models import pooled
+
+    rng = np.random.default_rng(seed)
+    for x in (rng.standard_normal(shape), rng.integers(-1, 2, shape), np.zeros(shape)):
+        want, back = jax.vjp(lambda x: nnx.max_pool(x, (2, 2), (2, 2)), jnp.asarray(x, jnp.float32))
+        got, other = jax.vjp(pooled, jnp.asarray(x, jnp.float32))
+        np.testing.assert_array_equal(got, want)
+        cotangent = jnp.asarray(rng.standard_normal(want.shape), jnp.float32)
+        np.testing.assert_array_equal(other(cotangent)[0], back(cotangent)[0])
+
+
 def test_the_peer_has_the_same_model():
     torch = pytest.importorskip("torch", reason="the peers are not installed")
     from flax import nnx
