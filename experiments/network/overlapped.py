@@ -82,12 +82,13 @@ class Overlapped(Training):
         levels: int,
         optimizer: str,
         rate: float,
+        outer: tuple[float | None, float | None] = (None, None),
         **options: Any,
     ):
         super().__init__(number, **options)
         self.setup, self.workers = local_of(method), len(addresses)
         self.algorithm = self.setup.algorithm(ratio, levels)
-        self.inner = OPTIMIZERS[optimizer](rate)
+        self.inner, self.outer = OPTIMIZERS[optimizer](rate), self.setup.outer(*outer)
         self.peers = Peers(addresses, number)
         self.process: Any = None
         self.gradient = jax.jit(jax.value_and_grad(classified(self.graph)))
@@ -102,7 +103,7 @@ class Overlapped(Training):
         s = self.setup
         self.process = jc.local_process(
             self.inner,
-            s.outer(),
+            self.outer,
             self.algorithm,
             self.peers.gather,
             self.number,

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.lib.data import Dataset, batch_of, load, split
-from experiments.lib.models import MODELS, Ngrams, Transformer
+from experiments.lib.models import MODELS, Ngrams, Transformer, WideTransformer
 from experiments.lib.pool import note
 from experiments.lib.step import classified, training_step
 from experiments.lib.text import text_of
@@ -23,7 +23,7 @@ from experiments.network.methods import AXIS, local_of, trained_by
 
 __all__ = ["ARCHITECTURES", "DATA", "OF_TEXT", "Compressed", "Training", "data_of"]
 
-OF_TEXT = {"transformer": Transformer, "ngrams": Ngrams}
+OF_TEXT = {"transformer": Transformer, "transformer-wide": WideTransformer, "ngrams": Ngrams}
 ARCHITECTURES = {**MODELS, **OF_TEXT}
 DATA = ("digits", "mnist", "text")
 LENGTH = 64  # characters of a window
@@ -115,11 +115,19 @@ class Compressed(Training):
     """
 
     def __init__(
-        self, number: int, method: str, ratio: float, levels: int, optimizer: str, rate: float, **options: Any
+        self,
+        number: int,
+        method: str,
+        ratio: float,
+        levels: int,
+        optimizer: str,
+        rate: float,
+        outer: tuple[float | None, float | None] = (None, None),
+        **options: Any,
     ):
         super().__init__(number, **options)
         workers = self.workers = Workers()
-        tx = trained_by(method, ratio, levels, optimizer, rate)
+        tx = trained_by(method, ratio, levels, optimizer, rate, outer)
         local, loss = local_of(method), classified(self.graph)
         self.init = lambda params: workers.start(tx, params)
         self.place = (
@@ -131,7 +139,9 @@ class Compressed(Training):
         step = jax.shard_map(one, mesh=workers.mesh, in_specs=(*kept, P(AXIS), P(AXIS)), out_specs=(*kept, P()))
         arguments = self.place(self.params), state, *(workers.own(x) for x in next(self.batches(1)))
         self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
-        sent = jc.ledger(self.compiled).total_bytes / (1 if local is None else local.every)
+        rounds = 1 if local is None else local.every  # of which one has the exchange, in a branch
+        rows = [row for row in jc.ledger(self.compiled).rows if row.counted]
+        sent = sum(row.sent_bytes / (rounds if row.branch else 1) for row in rows)
         self.described = {"ledger_bytes": sent, "parameters": self.parameters}
         jax.block_until_ready(self.compiled(*arguments))
         self.row = (lambda x: x) if local is None else (lambda x: x[0])
