@@ -128,9 +128,9 @@ class Overlapped(Training):
     def right(self, x: np.ndarray, y: np.ndarray) -> int:
         return int(self.count_right(self.now, x, y))
 
-    def train(self, steps: int, target: float, seed: int) -> dict[str, Any]:
+    def train(self, steps: int, target: float, seed: int, shared: bool = False) -> dict[str, Any]:
         """See `Training.train`; losses are this worker's own, and message_bytes those of its messages of a step."""
-        del target
+        del target, shared
         found = super().train(steps, -np.inf, seed)
         self.stop()
         return found | {"message_bytes": self.process.sent_bytes / steps, "waited": self.process.waited}

@@ -1,10 +1,11 @@
 """Does it pay? Time to a loss of every method at every rate, for four kinds of models, against the best dense exchange.
 
 One process for each worker, each on a host of its own, all with the same batches. The loss to reach is the one that
-f32 `psum` has after --steps steps. A method is trained to it once, without a limit: how many steps it needs does not
-depend on the links. Then the links get each rate in turn, a few steps are timed, and their losses must be those of the
-training, bit for bit. Time to the loss: steps times the median step. What passes the links then is counted. Written to
-runs/NAME: config.json, results.json (a row as soon as it is measured), table.md, links.md, scoreboard.png.
+f32 `psum` has after --steps steps; of local updates the loss of the point that all workers share counts. A method is
+trained to it once, without a limit: how many steps it needs does not depend on the links. Then the links get each rate
+in turn, a few steps are timed, and their losses must be those of the training, bit for bit. Time to the loss: steps
+times the median step. What passes the links then is counted. Written to runs/NAME: config.json, results.json (a row as
+soon as it is measured), table.md, links.md, scoreboard.png.
 """
 
 import os
@@ -122,11 +123,11 @@ def measured(
     for seed in o.seeds:
         say(f"{model}, {method}, seed {seed}: training")
         most = o.longest * o.steps if seed in targets else o.steps
-        answer = pool.ask(what="train", steps=most, target=targets.get(seed, 0.0), seed=seed)[0]
-        targets.setdefault(seed, float(np.mean(answer["losses"][-10:])))
+        answer = pool.ask(what="train", steps=most, target=targets.get(seed, 0.0), seed=seed, shared=True)[0]
+        targets.setdefault(seed, float(np.mean(answer["judged"][-10:])))
         reached = answer["reached"] or method == "psum-f32"
         row["steps"].append(len(answer["losses"]) if reached else None)
-        row["losses"].append(float(np.mean(answer["losses"][-10:])))
+        row["losses"].append(float(np.mean(answer["judged"][-10:])))
         row["accuracy"].append(answer["accuracy"])
         first = first or answer["losses"]
     row["step_seconds"], row["payload_bytes"], row["equal"] = [], [], True

@@ -13,7 +13,12 @@ import jaxcomp as jc
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 INNER, OUTER = optax.sgd(1 / 64), optax.sgd(0.5, momentum=0.5, nesterov=True)  # whose products are exact
-ALGORITHMS = {"top_k": jc.error_feedback(jc.flat(jc.top_k(k=5))), "diana": jc.diana(jc.flat(jc.dithering(7)))}
+ALGORITHMS = {
+    "top_k": jc.error_feedback(jc.flat(jc.top_k(k=5))),
+    "diana": jc.diana(jc.flat(jc.dithering(7))),
+    "int4": jc.error_feedback(jc.block_scaled("int4")),
+    "sparse_loco": jc.sparse_loco(k=2, chunk=8),
+}
 
 
 class Board:
