@@ -144,6 +144,8 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
         return function(memory, x)
     if jax.default_backend() != "cpu":
         return lax.optimization_barrier(function(memory, x))
+    if not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves((memory, x))):
+        return jax.jit(function)(memory, x)  # nothing else is in that program; compiled once for each function
 
     # What the function closes over must be an argument: custom_vmap refuses what a further vmap would map.
     traced, shape = jax.make_jaxpr(function, return_shape=True)(memory, x)

@@ -89,6 +89,8 @@ class Overlapped(Training):
         self.setup, self.workers = local_of(method), len(addresses)
         self.algorithm = self.setup.algorithm(ratio, levels)
         self.inner, self.outer = OPTIMIZERS[optimizer](rate), self.setup.outer(*outer)
+        # Huffman codes of every entry take longer to make than the link is busy with what they save.
+        self.code = "fixed" if self.setup.method in ("f32", "int8", "int4") else "best"
         self.peers = Peers(addresses, number)
         self.process: Any = None
         self.gradient = jax.jit(jax.value_and_grad(classified(self.graph)))
@@ -112,6 +114,7 @@ class Overlapped(Training):
             fragments=s.fragments,
             delay=s.delay,
             mixing=s.mixing,
+            code=self.code,
         )
         self.now = self.process.start(jax.tree.map(jnp.asarray, self.params))
 

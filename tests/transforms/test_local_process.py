@@ -72,6 +72,23 @@ def test_an_exchange_beside_the_steps_is_the_one_that_waits(name, seed):
     assert all(sent > 0 for sent in found)
 
 
+@pytest.mark.parametrize("name", variants(ALGORITHMS, {"sparse_loco"}))
+def test_exchanges_are_compiled_once(name, seed, caplog):
+    grads = jax.tree.map(lambda g: g[0, 0], random_gradients(seed, 1))
+    made = jc.local_process(INNER, OUTER, ALGORITHMS[name], lambda m: [m] * 2, 0, 2, every=2, fragments=2, delay=1)
+    with made as worker:
+        own = worker.start(PARAMS)
+        for step in range(9):
+            if step == 5:
+                jax.config.update("jax_log_compiles", True)
+            try:
+                own = jax.block_until_ready(worker.step(grads, own))
+            finally:
+                if step == 8:
+                    jax.config.update("jax_log_compiles", False)
+    assert "Compiling" not in caplog.text
+
+
 def test_errors_name_what_is_wrong():
     make = lambda **more: jc.local_process(INNER, OUTER, ALGORITHMS["top_k"], list, 0, 1, **{"every": 2, **more})
     with pytest.raises(ValueError, match="local_process: every must be"):
