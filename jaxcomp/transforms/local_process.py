@@ -90,8 +90,11 @@ def local_process(
 
 
 class _Part(NamedTuple):
-    """numbers: of its leaves. split, join: of its plan, compiled. mean, outer: states. pending: what the thread makes of
-    the difference on its way."""
+    """One fragment.
+
+    numbers: of its leaves. split, join: of its plan, compiled. mean, outer: states. pending: what the thread makes of the
+    difference on its way.
+    """
 
     numbers: tuple[int, ...]
     split: Callable[[Any], Any]
