@@ -92,8 +92,8 @@ def local_process(
 class _Part(NamedTuple):
     """One fragment.
 
-    numbers: of its leaves. split, join: of its plan, compiled. mean, outer: states. pending: what the thread makes of the
-    difference on its way.
+    numbers: of its leaves. split, join: of its plan, compiled. mean, outer: states. pending: what the thread makes of
+    the difference on its way.
     """
 
     numbers: tuple[int, ...]
