@@ -64,8 +64,8 @@ def local_process(
             other, and equally often, in the same order, by every worker.
         index, size: number of this worker, and how many there are.
         seed: equal on all workers.
-        code: of the messages, as for `wire.encode`. "best" is for sparse ones; of a million entries in four bits it takes
-            0.25 s to save a tenth of what "fixed" sends.
+        code: of the messages, as for `wire.encode`. "best" is for sparse ones; of a million entries in four bits it
+            takes 0.25 s to save a tenth of what "fixed" sends.
 
     Returns:
         `LocalProcess`; close it, or use it as a context. Workers weigh alike; parameters are whole at each of them.
