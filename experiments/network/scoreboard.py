@@ -130,7 +130,7 @@ def measured(
         row["losses"].append(float(np.mean(answer["judged"][-10:])))
         row["accuracy"].append(answer["accuracy"])
         first = first or answer["losses"]
-    row["step_seconds"], row["payload_bytes"], row["equal"] = [], [], True
+    row["step_seconds"], row["payload_bytes"], row["said_bytes"], row["equal"] = [], [], [], True
     if overlapped:
         pool.ask(what="training", method=method, **described)
     for link in o.rates:
@@ -144,10 +144,11 @@ def measured(
         answers = ask(period * (1 + int(np.clip(rounds, 2, 14))))
         row["payload_bytes"].append((counted(lab) - before) / len(answers[0]["losses"]))
         number = min(len(answers[0]["losses"]), len(first))
-        if overlapped:
-            row["ledger_bytes"] = answers[0]["message_bytes"]  # of its messages to all others, per step
+        if overlapped:  # of the messages of a worker to all others, per step
+            row["ledger_bytes"] = float(np.mean([answer["message_bytes"] for answer in answers]))
         else:
             row["equal"] &= answers[0]["losses"][:number] == first[:number]
+        row["said_bytes"].append(row["ledger_bytes"])
         row["step_seconds"].append(step_seconds(answers, period))
     return row
 
@@ -190,7 +191,7 @@ def report(console: Any, o: Any, rows: list[dict[str, Any]], folder: Path) -> No
     for row in rows:
         base = [best_dense(rows, row["model"], place) for place in range(len(o.rates))]
         mine = [to_loss(row, place) for place in range(len(o.rates))]
-        cells = ["-" if t is None else f"{b / t:.2g} x" for t, b in zip(mine, base, strict=True)]
+        cells = ["-" if t is None else f"{short(b / t)} x" for t, b in zip(mine, base, strict=True)]
         points = [(rate, t, b) for rate, t, b in zip(o.rates, mine, base, strict=True) if t is not None]
         even = break_even(points)
         steps = "missed" if None in row["steps"] else f"{np.mean(row['steps']):.0f}"
@@ -234,8 +235,18 @@ def pace(row: dict[str, Any], rates: list[float | None]) -> list[str]:
     """Cells of the table of links."""
     seconds = row["step_seconds"]
     shares = [f"{100 * seconds[rates.index(None)] / seconds[i]:.1f} %" for i in limited(rates)]
-    found = [sent / row["ledger_bytes"] for sent in row["payload_bytes"]] if row["ledger_bytes"] else []
+    both = zip(row["payload_bytes"], row["said_bytes"], strict=True)
+    found = [sent / said for sent, said in both if said]
     return [*(f"{1e3 * s:.1f}" for s in seconds), *shares, f"{min(found):.3f} - {max(found):.3f}" if found else "-"]
+
+
+def short(gain: float) -> str:
+    """Two digits, or all of a whole number.
+
+    >>> short(0.123), short(9.96), short(140.4)
+    ('0.12', '10', '140')
+    """
+    return f"{gain:.2g}" if gain < 99.5 else f"{gain:.0f}"
 
 
 def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
@@ -264,7 +275,7 @@ def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
             gain = gains[i, place]
             dark = np.isfinite(gain) and abs(np.log10(gain)) > 0.75
             axis.text(
-                place, i, "missed" if np.isnan(gain) else f"{gain:.2g}", ha="center", va="center", fontsize=8,
+                place, i, "missed" if np.isnan(gain) else short(gain), ha="center", va="center", fontsize=8,
                 color="white" if dark else "black",
             )  # fmt: skip
         axis.set_xticks(range(len(o.rates)), [rate_name(rate) for rate in o.rates], fontsize=8, rotation=30)
@@ -273,8 +284,7 @@ def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
         if number >= len(models) - columns:
             axis.set_xlabel("rate of every link")
         axis.grid(visible=False)
-    figure.suptitle(
-        "times as fast to the same loss as the fastest dense exchange (blue: pays, orange: loses)", fontsize=11
-    )
+    title = "times as fast to the same loss as the fastest dense exchange", "(blue: pays, orange: loses)"
+    figure.suptitle(("\n" if columns == 1 else " ").join(title), fontsize=11 if columns > 1 else 9)
     save(figure, path)
     return path
