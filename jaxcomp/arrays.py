@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from jaxcomp.packing import as_words
 
@@ -144,7 +145,7 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
         return function(memory, x)
     if jax.default_backend() != "cpu":
         return lax.optimization_barrier(function(memory, x))
-    if not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves((memory, x))):
+    if not any(isinstance(a, Tracer) for a in jax.tree.leaves((memory, x))):
         return jax.jit(function)(memory, x)
 
     # What the function closes over must be an argument: custom_vmap refuses what a further vmap would map.

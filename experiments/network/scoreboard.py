@@ -275,7 +275,7 @@ def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
             gain = gains[i, place]
             dark = np.isfinite(gain) and abs(np.log10(gain)) > 0.75
             axis.text(
-                place, i, "missed" if np.isnan(gain) else short(gain), ha="center", va="center", fontsize=8,
+                place, i, "missed" if np.isnan(gain) else short(float(gain)), ha="center", va="center", fontsize=8,
                 color="white" if dark else "black",
             )  # fmt: skip
         axis.set_xticks(range(len(o.rates)), [rate_name(rate) for rate in o.rates], fontsize=8, rotation=30)

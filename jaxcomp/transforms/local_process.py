@@ -151,8 +151,8 @@ class LocalProcess:
             root = jax.random.fold_in(self._root, p) if self._times.fragments > 1 else self._root
             run = bind(NAME, self._algorithm, Placement(None), "gather", root)
             mean, outer = run.init(cut(like, numbers)), self._outer.init(cut(self.point, numbers))
-            both = (jax.jit(functools.partial(function, mean.about.plan)) for function in (split, join))
-            self._parts.append(_Part(numbers, *both, mean, outer))
+            apart, together = (jax.jit(functools.partial(function, mean.about.plan)) for function in (split, join))
+            self._parts.append(_Part(numbers, apart, together, mean, outer))
         return params
 
     def step(self, grads: Any, params: Any) -> Any:
