@@ -6,7 +6,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-__all__ = ["MODELS", "Block", "CharLstm", "Cnn", "Mlp", "Ngrams", "Transformer", "WideCnn", "pooled"]
+__all__ = [
+    "MODELS",
+    "Block",
+    "CharLstm",
+    "Cnn",
+    "Mlp",
+    "Ngrams",
+    "Transformer",
+    "WideCnn",
+    "WideTransformer",
+    "pooled",
+]
 
 
 class Mlp(nnx.Module):
@@ -115,6 +126,12 @@ class Transformer(nnx.Module):
         for i in range(self.layers):
             x = getattr(self, f"layer_{i}")(x)
         return self.last(self.norm(x))
+
+
+class WideTransformer(Transformer):
+    """The same of width 256: 3.2 million parameters."""
+
+    width = 256
 
 
 class Ngrams(nnx.Module):

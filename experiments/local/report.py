@@ -53,15 +53,13 @@ def rows(results: list[dict[str, Any]], options: dict[str, Any]) -> list[list[st
     sent = {
         label: float(np.mean([bytes_of(r, of_row(r), workers) / r["step"] for r in g])) for label, g in groups.items()
     }
-    table = []
+    compute, table = min(row["seconds"] for row in results), []
     for label, group in groups.items():
         setup, test = of_row(group[0]), [row["test"] for row in group]
         base = None if setup.plain else dense.get(setup.every)
         messages = group[0]["message_bytes"] is not None and group[0]["route"] != "sum"
         merged = max(rounds_until(group[0]["step"], setup), 1e-9)
-        seconds = seconds_of(
-            setup, group[0]["step"], mean(group, "seconds"), sent[label] * setup.every, options["mbit"]
-        )
+        seconds = seconds_of(setup, group[0]["step"], compute, sent[label] * setup.every, options["mbit"])
         table.append(
             [
                 label,

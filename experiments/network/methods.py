@@ -117,8 +117,18 @@ def transformation(text: str, ratio: float, levels: int, seed: int = 0) -> Any:
     return jc.compressed_mean(algorithm, AXIS, via=via or "auto", seed=seed)
 
 
-def trained_by(text: str, ratio: float, levels: int, optimizer: str, rate: float) -> Any:
-    """The optax transformation that makes updates of the workers' gradients."""
+def trained_by(
+    text: str,
+    ratio: float,
+    levels: int,
+    optimizer: str,
+    rate: float,
+    outer: tuple[float | None, float | None] = (None, None),
+) -> Any:
+    """The optax transformation that makes updates of the workers' gradients.
+
+    outer: learning rate and momentum of the outer optimizer of local updates, as for `Setup.outer`.
+    """
     import optax
 
     import jaxcomp as jc
@@ -128,7 +138,7 @@ def trained_by(text: str, ratio: float, levels: int, optimizer: str, rate: float
         return jc.demo(rate, AXIS)
     local = local_of(text)
     if local is not None:
-        return local.transform(OPTIMIZERS[optimizer](rate), local.outer(), ratio, levels, 0)
+        return local.transform(OPTIMIZERS[optimizer](rate), local.outer(*outer), ratio, levels, 0)
     return optax.chain(transformation(text, ratio, levels), OPTIMIZERS[optimizer](rate))
 
 

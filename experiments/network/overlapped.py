@@ -82,12 +82,15 @@ class Overlapped(Training):
         levels: int,
         optimizer: str,
         rate: float,
+        outer: tuple[float | None, float | None] = (None, None),
         **options: Any,
     ):
         super().__init__(number, **options)
         self.setup, self.workers = local_of(method), len(addresses)
         self.algorithm = self.setup.algorithm(ratio, levels)
-        self.inner = OPTIMIZERS[optimizer](rate)
+        self.inner, self.outer = OPTIMIZERS[optimizer](rate), self.setup.outer(*outer)
+        # Huffman codes of every entry take longer to make than the link is busy with what they save.
+        self.code = "fixed" if self.setup.method in ("f32", "int8", "int4") else "best"
         self.peers = Peers(addresses, number)
         self.process: Any = None
         self.gradient = jax.jit(jax.value_and_grad(classified(self.graph)))
@@ -102,7 +105,7 @@ class Overlapped(Training):
         s = self.setup
         self.process = jc.local_process(
             self.inner,
-            s.outer(),
+            self.outer,
             self.algorithm,
             self.peers.gather,
             self.number,
@@ -111,6 +114,7 @@ class Overlapped(Training):
             fragments=s.fragments,
             delay=s.delay,
             mixing=s.mixing,
+            code=self.code,
         )
         self.now = self.process.start(jax.tree.map(jnp.asarray, self.params))
 
@@ -127,9 +131,9 @@ class Overlapped(Training):
     def right(self, x: np.ndarray, y: np.ndarray) -> int:
         return int(self.count_right(self.now, x, y))
 
-    def train(self, steps: int, target: float, seed: int) -> dict[str, Any]:
+    def train(self, steps: int, target: float, seed: int, shared: bool = False) -> dict[str, Any]:
         """See `Training.train`; losses are this worker's own, and message_bytes those of its messages of a step."""
-        del target
+        del target, shared
         found = super().train(steps, -np.inf, seed)
         self.stop()
         return found | {"message_bytes": self.process.sent_bytes / steps, "waited": self.process.waited}

@@ -1,25 +1,27 @@
 """Does it pay? Time to a loss of every method at every rate, for four kinds of models, against the best dense exchange.
 
 One process for each worker, each on a host of its own, all with the same batches. The loss to reach is the one that
-f32 `psum` has after --steps steps. A method is trained to it once, without a limit: how many steps it needs does not
-depend on the links. Then the links get each rate in turn, a few steps are timed, and their losses must be those of the
-training, bit for bit. Time to the loss: steps times the median step. Written to runs/NAME: config.json, results.json
-(a row as soon as it is measured), table.md, scoreboard.png.
+f32 `psum` has after --steps steps; of local updates the loss of the point that all workers share counts. A method is
+trained to it once, without a limit: how many steps it needs does not depend on the links. Then the links get each rate
+in turn, a few steps are timed, and their losses must be those of the training, bit for bit. Time to the loss: steps
+times the median step. What passes the links then is counted. Written to runs/NAME: config.json, results.json (a row as
+soon as it is measured), table.md, links.md, scoreboard.png.
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_thread, positive
+from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_thread, positive, share
 from experiments.lib.folders import run_options, start_run, write_json
 from experiments.lib.netlab import Lab, laboratory, rate_name, rate_of
 from experiments.lib.pool import Pool
 from experiments.lib.report import new_console, show
-from experiments.network import pool_in, status
+from experiments.network import SETTLE_SECONDS, pool_in, status
 from experiments.network.methods import known, local_of, trained_name
 from experiments.network.results import break_even
 
@@ -31,6 +33,7 @@ MODELS = {
     "cnn": ("digits", 1e-3, "CNN on digits"),
     "transformer": ("text", 3e-3, "transformer on characters"),
     "ngrams": ("text", 3e-3, "embedded n-grams of characters"),
+    "transformer-wide": ("text", 2e-3, "wide transformer on characters"),
 }
 DENSE = ("psum-f32", "psum-bf16", "dense-bf16:two_shot")
 METHODS = [*DENSE, "dithering:two_shot", "mxfp4:two_shot", "power-sgd-2", "top-k", "sidco-narrow"]
@@ -40,7 +43,7 @@ RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "none"]
 
 def parser() -> Parser:
     p = Parser(prog="python -m experiments scoreboard", description=(__doc__ or "").split("\n\n")[0])
-    p.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS), help="what is trained")
+    p.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS)[:4], help="what is trained")
     p.add_argument(
         "--methods",
         type=scored_name,
@@ -62,6 +65,8 @@ def parser() -> Parser:
     p.add_argument(
         "--seeds", type=at_least(0), nargs="+", default=[0], help="of the start and the batches; means count"
     )
+    p.add_argument("--outer-lr", type=positive, default=None, help="of local updates: 0.7, or 1 for sparse-loco")
+    p.add_argument("--outer-momentum", type=share, default=None, help="of Nesterov: 0.9, or 0 for sparse-loco")
     p.add_argument("--text", type=Path, default=None, help="plain or .xz; the source of this package if not given")
     run_options(p, "scoreboard")
     return p
@@ -106,6 +111,8 @@ def measured(
     data, rate, _ = MODELS[model]
     described = {"ratio": o.ratio, "levels": o.levels, "data": data, "model": model, "batch": o.batch, "rate": rate}
     described |= {"optimizer": "adam", "data_dir": str(o.text) if o.text and data == "text" else None}
+    if local_of(method) is not None:
+        described["outer"] = o.outer_lr, o.outer_momentum
     overlapped = method.startswith("overlap-")  # the steps of stream-, with exchanges beside them
     say(f"{model}, {method}: compiling")
     lab.shape()
@@ -116,14 +123,14 @@ def measured(
     for seed in o.seeds:
         say(f"{model}, {method}, seed {seed}: training")
         most = o.longest * o.steps if seed in targets else o.steps
-        answer = pool.ask(what="train", steps=most, target=targets.get(seed, 0.0), seed=seed)[0]
-        targets.setdefault(seed, float(np.mean(answer["losses"][-10:])))
+        answer = pool.ask(what="train", steps=most, target=targets.get(seed, 0.0), seed=seed, shared=True)[0]
+        targets.setdefault(seed, float(np.mean(answer["judged"][-10:])))
         reached = answer["reached"] or method == "psum-f32"
         row["steps"].append(len(answer["losses"]) if reached else None)
-        row["losses"].append(float(np.mean(answer["losses"][-10:])))
+        row["losses"].append(float(np.mean(answer["judged"][-10:])))
         row["accuracy"].append(answer["accuracy"])
         first = first or answer["losses"]
-    row["step_seconds"], row["equal"] = [], True
+    row["step_seconds"], row["payload_bytes"], row["said_bytes"], row["equal"] = [], [], [], True
     if overlapped:
         pool.ask(what="training", method=method, **described)
     for link in o.rates:
@@ -133,14 +140,23 @@ def measured(
         local = local_of(method)
         period = 1 if local is None else local.every
         rounds = o.seconds / (period * step_seconds(ask(2 * period), period))
+        before = counted(lab)
         answers = ask(period * (1 + int(np.clip(rounds, 2, 14))))
+        row["payload_bytes"].append((counted(lab) - before) / len(answers[0]["losses"]))
         number = min(len(answers[0]["losses"]), len(first))
-        if overlapped:
-            row["ledger_bytes"] = answers[0]["message_bytes"]  # of its messages to all others, per step
+        if overlapped:  # of the messages of a worker to all others, per step
+            row["ledger_bytes"] = float(np.mean([answer["message_bytes"] for answer in answers]))
         else:
             row["equal"] &= answers[0]["losses"][:number] == first[:number]
+        row["said_bytes"].append(row["ledger_bytes"])
         row["step_seconds"].append(step_seconds(answers, period))
     return row
+
+
+def counted(lab: Lab) -> float:
+    """Bytes without headers that a host has sent so far, by the kernel; the mean over the hosts."""
+    time.sleep(SETTLE_SECONDS)
+    return float(np.mean([link.sent_payload for link in lab.counters()]))
 
 
 def step_seconds(answers: list[Any], period: int) -> float:
@@ -175,7 +191,7 @@ def report(console: Any, o: Any, rows: list[dict[str, Any]], folder: Path) -> No
     for row in rows:
         base = [best_dense(rows, row["model"], place) for place in range(len(o.rates))]
         mine = [to_loss(row, place) for place in range(len(o.rates))]
-        cells = ["-" if t is None else f"{b / t:.2g} x" for t, b in zip(mine, base, strict=True)]
+        cells = ["-" if t is None else f"{short(b / t)} x" for t, b in zip(mine, base, strict=True)]
         points = [(rate, t, b) for rate, t, b in zip(o.rates, mine, base, strict=True) if t is not None]
         even = break_even(points)
         steps = "missed" if None in row["steps"] else f"{np.mean(row['steps']):.0f}"
@@ -195,10 +211,42 @@ local methods on average. even at: the rate at which a method is as fast as the 
 {o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on {len(os.sched_getaffinity(0))} cores, Adam,
 {o.batch} examples of each worker, seeds {", ".join(map(str, o.seeds))}."""
     show(console, f"{folder.name}: time to the loss", head, table, notes, folder / "table.md")
+    head = ["model", "method", *(f"ms, {name}" for name in names), *(f"pace, {names[i]}" for i in limited(o.rates))]
+    table = [[row["model"], row["method"], *pace(row, o.rates)] for row in rows]
+    show(console, f"{folder.name}: links", [*head, "on the links"], table, LINKS, folder / "links.md")
     if not all(row["equal"] for row in rows):
         unequal = [f"{row['model']}, {row['method']}" for row in rows if not row["equal"]]
         console.print(f"losses at some rate were not those of the training: {'; '.join(unequal)}", style="bold red")
     console.print(f"plot: {draw(o, rows, folder / 'scoreboard.png')}", highlight=False)
+
+
+LINKS = """\
+ms: of a step, at each rate. pace: steps per second, of those without a limit. on the links: bytes that the kernel
+counted there, without headers of frames, over those that the compiled program or `jc.wire` says; least and most of the
+rates."""
+
+
+def limited(rates: list[float | None]) -> list[int]:
+    """Places of the rates that are held against no limit."""
+    return [i for i, rate in enumerate(rates) if rate is not None] if None in rates else []
+
+
+def pace(row: dict[str, Any], rates: list[float | None]) -> list[str]:
+    """Cells of the table of links."""
+    seconds = row["step_seconds"]
+    shares = [f"{100 * seconds[rates.index(None)] / seconds[i]:.1f} %" for i in limited(rates)]
+    both = zip(row["payload_bytes"], row["said_bytes"], strict=True)
+    found = [sent / said for sent, said in both if said]
+    return [*(f"{1e3 * s:.1f}" for s in seconds), *shares, f"{min(found):.3f} - {max(found):.3f}" if found else "-"]
+
+
+def short(gain: float) -> str:
+    """Two digits, or all of a whole number.
+
+    >>> short(0.123), short(9.96), short(140.4)
+    ('0.12', '10', '140')
+    """
+    return f"{gain:.2g}" if gain < 99.5 else f"{gain:.0f}"
 
 
 def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
@@ -227,7 +275,7 @@ def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
             gain = gains[i, place]
             dark = np.isfinite(gain) and abs(np.log10(gain)) > 0.75
             axis.text(
-                place, i, "missed" if np.isnan(gain) else f"{gain:.2g}", ha="center", va="center", fontsize=8,
+                place, i, "missed" if np.isnan(gain) else short(float(gain)), ha="center", va="center", fontsize=8,
                 color="white" if dark else "black",
             )  # fmt: skip
         axis.set_xticks(range(len(o.rates)), [rate_name(rate) for rate in o.rates], fontsize=8, rotation=30)
@@ -236,8 +284,7 @@ def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
         if number >= len(models) - columns:
             axis.set_xlabel("rate of every link")
         axis.grid(visible=False)
-    figure.suptitle(
-        "times as fast to the same loss as the fastest dense exchange (blue: pays, orange: loses)", fontsize=11
-    )
+    title = "times as fast to the same loss as the fastest dense exchange", "(blue: pays, orange: loses)"
+    figure.suptitle(("\n" if columns == 1 else " ").join(title), fontsize=11 if columns > 1 else 9)
     save(figure, path)
     return path

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.lib.data import Dataset, batch_of, load, split
-from experiments.lib.models import MODELS, Ngrams, Transformer
+from experiments.lib.models import MODELS, Ngrams, Transformer, WideTransformer
 from experiments.lib.pool import note
 from experiments.lib.step import classified, training_step
 from experiments.lib.text import text_of
@@ -23,7 +23,7 @@ from experiments.network.methods import AXIS, local_of, trained_by
 
 __all__ = ["ARCHITECTURES", "DATA", "OF_TEXT", "Compressed", "Training", "data_of"]
 
-OF_TEXT = {"transformer": Transformer, "ngrams": Ngrams}
+OF_TEXT = {"transformer": Transformer, "transformer-wide": WideTransformer, "ngrams": Ngrams}
 ARCHITECTURES = {**MODELS, **OF_TEXT}
 DATA = ("digits", "mnist", "text")
 LENGTH = 64  # characters of a window
@@ -75,6 +75,11 @@ class Training(abc.ABC):
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         """The mean loss of all workers before the step; x, y: this worker's batch."""
 
+    def shared_loss(self, x: np.ndarray, y: np.ndarray) -> float | None:
+        """The mean loss of the point that all workers share, before the step; None where they step from it."""
+        del x, y
+        return None
+
     @abc.abstractmethod
     def right(self, x: np.ndarray, y: np.ndarray) -> int:
         """How many of these labels the model finds now."""
@@ -84,28 +89,35 @@ class Training(abc.ABC):
             chosen = batch_of(self.parts, self.batch, self.seed, step)[self.number * self.batch :][: self.batch]
             yield self.data.train_x[chosen], self.data.train_y[chosen]
 
-    def train(self, steps: int, target: float, seed: int) -> dict[str, Any]:
+    def train(self, steps: int, target: float, seed: int, shared: bool = False) -> dict[str, Any]:
         """Until the loss, averaged over ten steps, is at the target; at most so many steps.
 
-        losses: of each step, of all workers' batches. seconds: since the start, at the end of each step.
+        shared: whether the loss is that of the point that all workers share, which takes time of its own where that is
+        not what they step from; else it is that of what they step from.
+
+        losses: of what they step from, at each step, of all workers' batches. judged: the losses that are held against
+        the target. seconds: since the start, at the end of each step.
         """
         self.draw(seed)
         self.start()
-        losses, seconds, shown = [], [], 0.0
+        losses, judged, seconds, shown = [], [], [], 0.0
         begin = time.perf_counter()
         for x, y in self.batches(steps):
+            point = self.shared_loss(x, y) if shared else None
             losses.append(self.step(x, y))
+            judged.append(losses[-1] if point is None else point)
             seconds.append(time.perf_counter() - begin)
             if self.number == 0 and seconds[-1] - shown > 0.5:
                 shown = seconds[-1]
                 note(f"step {len(losses)}, loss {losses[-1]:.3f}")
-            if len(losses) >= SMOOTH and np.mean(losses[-SMOOTH:]) <= target:
+            if len(judged) >= SMOOTH and np.mean(judged[-SMOOTH:]) <= target:
                 break
         test, most = self.data.test_y, 1000
         parts = [slice(at, at + most) for at in range(0, len(test), most)] if self.number == 0 else []
         right = sum(self.right(self.data.test_x[part], test[part]) for part in parts)
-        reached = len(losses) >= SMOOTH and float(np.mean(losses[-SMOOTH:])) <= target
-        return {"losses": losses, "seconds": seconds, "accuracy": right / test.size, "reached": reached}
+        reached = len(judged) >= SMOOTH and float(np.mean(judged[-SMOOTH:])) <= target
+        found = {"losses": losses, "judged": judged, "seconds": seconds, "accuracy": right / test.size}
+        return found | {"reached": reached}
 
 
 class Compressed(Training):
@@ -115,11 +127,19 @@ class Compressed(Training):
     """
 
     def __init__(
-        self, number: int, method: str, ratio: float, levels: int, optimizer: str, rate: float, **options: Any
+        self,
+        number: int,
+        method: str,
+        ratio: float,
+        levels: int,
+        optimizer: str,
+        rate: float,
+        outer: tuple[float | None, float | None] = (None, None),
+        **options: Any,
     ):
         super().__init__(number, **options)
         workers = self.workers = Workers()
-        tx = trained_by(method, ratio, levels, optimizer, rate)
+        tx = trained_by(method, ratio, levels, optimizer, rate, outer)
         local, loss = local_of(method), classified(self.graph)
         self.init = lambda params: workers.start(tx, params)
         self.place = (
@@ -131,9 +151,15 @@ class Compressed(Training):
         step = jax.shard_map(one, mesh=workers.mesh, in_specs=(*kept, P(AXIS), P(AXIS)), out_specs=(*kept, P()))
         arguments = self.place(self.params), state, *(workers.own(x) for x in next(self.batches(1)))
         self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
-        sent = jc.ledger(self.compiled).total_bytes / (1 if local is None else local.every)
+        rounds = 1 if local is None else local.every  # of which one has the exchange, in a branch
+        rows = [row for row in jc.ledger(self.compiled).rows if row.counted]
+        sent = sum(row.sent_bytes / (rounds if row.branch else 1) for row in rows)
         self.described = {"ledger_bytes": sent, "parameters": self.parameters}
         jax.block_until_ready(self.compiled(*arguments))
+        self.local = local
+        of_all = lambda point, x, y: jax.lax.pmean(loss(point, x, y), AXIS)
+        of_all = jax.shard_map(of_all, mesh=workers.mesh, in_specs=(P(), P(AXIS), P(AXIS)), out_specs=P())
+        self.judge = jax.jit(of_all)
         self.row = (lambda x: x) if local is None else (lambda x: x[0])
         self.count_right = jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(-1) == y))
 
@@ -145,6 +171,11 @@ class Compressed(Training):
         batch = self.workers.own(x), self.workers.own(y)
         self.now, self.state, loss = jax.block_until_ready(self.compiled(self.now, self.state, *batch))
         return float(loss)
+
+    def shared_loss(self, x: np.ndarray, y: np.ndarray) -> float | None:
+        if self.local is None:
+            return None
+        return float(self.judge(self.state.point, self.workers.own(x), self.workers.own(y)))
 
     def right(self, x: np.ndarray, y: np.ndarray) -> int:
         mine = jax.tree.map(lambda leaf: self.row(jnp.asarray(leaf.addressable_data(0))), self.now)

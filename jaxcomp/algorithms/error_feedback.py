@@ -59,7 +59,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     check_contracts("error_feedback", compressor)
     if not 0 <= decay <= 1:
         raise ValueError(f"error_feedback: decay must be in [0, 1]; got {decay}")
-    compressor = lift(compressor)
+    compressor, added = lift(compressor), _added(decay)
 
     def init(shared_key, like):
         like = wide_like(like)
@@ -68,7 +68,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
         return State(ErrorFeedbackLocal(zeros_like(like), state.local), ErrorFeedbackShared(state.shared))
 
     def update(key, grads, state, exchange):
-        message = in_place(_added(decay), state.local.memory, grads)
+        message = in_place(added, state.local.memory, grads)
         sent = exchange.mean(key, compressor, message, state.part("compressor"))
         return sent.mean, state.replace(memory=sent.residual, compressor=sent.state)
 

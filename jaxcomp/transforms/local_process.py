@@ -5,6 +5,7 @@ same steps, to the bit where both round alike, though that waits for each exchan
 handed to the thread, and merged at step t + delay; only then the worker waits, if it is not there yet.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,7 +64,8 @@ def local_process(
             other, and equally often, in the same order, by every worker.
         index, size: number of this worker, and how many there are.
         seed: equal on all workers.
-        code: of the messages, as for `wire.encode`.
+        code: of the messages, as for `wire.encode`. "best" is for sparse ones; of a million entries in four bits it
+            takes 0.25 s to save a tenth of what "fixed" sends.
 
     Returns:
         `LocalProcess`; close it, or use it as a context. Workers weigh alike; parameters are whole at each of them.
@@ -89,9 +91,15 @@ def local_process(
 
 
 class _Part(NamedTuple):
-    """numbers: of its leaves. mean, outer: states. pending: what the thread makes of the difference on its way."""
+    """One fragment.
+
+    numbers: of its leaves. split, join: of its plan, compiled. mean, outer: states. pending: what the thread makes of
+    the difference on its way.
+    """
 
     numbers: tuple[int, ...]
+    split: Callable[[Any], Any]
+    join: Callable[[Any], Any]
     mean: Any
     outer: Any
     pending: "Future | None" = None
@@ -142,7 +150,9 @@ class LocalProcess:
         for p, numbers in enumerate(fragments_of(params, self._times.fragments)):
             root = jax.random.fold_in(self._root, p) if self._times.fragments > 1 else self._root
             run = bind(NAME, self._algorithm, Placement(None), "gather", root)
-            self._parts.append(_Part(numbers, run.init(cut(like, numbers)), self._outer.init(cut(self.point, numbers))))
+            mean, outer = run.init(cut(like, numbers)), self._outer.init(cut(self.point, numbers))
+            apart, together = (jax.jit(functools.partial(function, mean.about.plan)) for function in (split, join))
+            self._parts.append(_Part(numbers, apart, together, mean, outer))
         return params
 
     def step(self, grads: Any, params: Any) -> Any:
@@ -167,7 +177,7 @@ class LocalProcess:
         self.waited += time.perf_counter() - began
         here = [cut(tree, part.numbers) for tree in (self.point, before, after)]
         point, outer, mine = self._merge(direction, part.outer, *here)
-        self._parts[p] = _Part(part.numbers, mean, outer)
+        self._parts[p] = part._replace(mean=mean, outer=outer, pending=None)
         self.point = replaced(self.point, part.numbers, point)
         return replaced(after, part.numbers, mine)
 
@@ -179,13 +189,13 @@ class LocalProcess:
 
     def _exchanged(self, part: _Part, difference: Any) -> tuple[Any, Any]:
         """In the thread: the mean of what all workers sent, and the state of the mean."""
-        local, shared, plan = part.mean.local, part.mean.shared, part.mean.about.plan
+        local, shared = part.mean.local, part.mean.shared
         key = jax.random.fold_in(jax.random.fold_in(wrap_key(shared.key), shared.count), self._place[0])
         mine = State(jax.tree.map(lambda x: x[0], local.algorithm), shared.algorithm)
-        direction, new = self._algorithm.update(key, split(plan, difference), mine, self._link)
+        direction, new = self._algorithm.update(key, part.split(difference), mine, self._link)
         local = local._replace(algorithm=jax.tree.map(lambda x: x[None], new.local))
         shared = shared._replace(count=shared.count + 1, algorithm=new.shared)
-        return jax.block_until_ready((join(plan, direction), type(part.mean)(local, shared, part.mean.about)))
+        return jax.block_until_ready((part.join(direction), type(part.mean)(local, shared, part.mean.about)))
 
     def state(self) -> dict[str, Any]:
         """All that this worker remembers, as arrays. Waits for its exchanges on their way, which it keeps, too."""
@@ -200,7 +210,7 @@ class LocalProcess:
             if arrived is not None:
                 pending = Future()
                 pending.set_result(arrived)
-            self._parts[p] = _Part(self._parts[p].numbers, mean, outer, pending)
+            self._parts[p] = self._parts[p]._replace(mean=mean, outer=outer, pending=pending)
 
     def close(self) -> None:
         """Waits for the exchanges on their way, which the others wait for, too."""
@@ -247,7 +257,7 @@ class _Link:
 
         mean = self._jit("added", compressor, added)(stacked, state.shared, zeros_like(wide_like(message)))
         after = State(local, advance(compressor, state.shared))
-        return _Sent(compressor, message, payload, mine, arrived, state.shared, mean, after)
+        return _Sent(self, compressor, message, payload, mine, arrived, state.shared, mean, after)
 
     def means(self, messages: Sequence[tuple[Array, Compressor, Any, State]]) -> "list[_Sent]":
         return [self.mean(*each) for each in messages]
@@ -266,6 +276,7 @@ class _Link:
 class _Sent(NamedTuple):
     """`base.Sent` of payloads that arrived as bytes."""
 
+    link: "_Link"
     compressor: Compressor
     message: Any
     payload: Any
@@ -277,14 +288,20 @@ class _Sent(NamedTuple):
 
     @property
     def own(self) -> Any:
-        return self.compressor.decompress(self.payload, self.mine, like_of(self.message))
+        read = lambda payload, mine, like: self.compressor.decompress(payload, mine, like_of(like))
+        return self._jit("own", read)(self.payload, self.mine, self.message)
 
     @property
     def residual(self) -> Any:
-        return residual(self.compressor, self.message, self.payload, self.mine)
+        left = lambda message, payload, mine: residual(self.compressor, message, payload, mine)
+        return self._jit("residual", left)(self.message, self.payload, self.mine)
 
     def add_to(self, total: Any, weight: Any) -> Any:
-        return add_own(self.compressor, total, self.payload, weight, self.mine)
+        added = lambda total, payload, weight, mine: add_own(self.compressor, total, payload, weight, mine)
+        return self._jit("add_to", added)(total, self.payload, weight, self.mine)
+
+    def _jit(self, name: str, function: Callable) -> Callable:
+        return self.link._jit(name, self.compressor, function)
 
     def read_by(self, compressor: Compressor) -> tuple[Any, Any]:
         stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *self.arrived)

@@ -112,8 +112,9 @@ def local_updates(
         every: H, steps from one exchange of a fragment to the next, at least 1.
         fragments: P, parts of about equal size that the leaves are split into, in their order, each with its own time;
             at most `every`, and at most as many as there are leaves.
-        delay: steps from taking a difference to merging it, during which its exchange may run; 0 .. every - 1. What a
-            worker does in them is lost without mixing.
+        delay: steps from taking a difference to merging it; 0 .. every - 1. Here its exchange stands in the step that
+            merges it; `local_process` runs it beside the steps in between. What a worker does in them is lost without
+            mixing.
         mixing: share of a worker's own parameters that it keeps when it merges, in [0, 1).
         via, weights, seed, measure, link, sharded, bucket_bytes: as for `compressed_mean`.
 

@@ -10,7 +10,7 @@ from programs import run
 from experiments.lib.cli import UserError
 from experiments.lib.text import read_characters
 from experiments.local.methods import Setup, parse
-from experiments.local.report import bytes_of, rounds_until
+from experiments.local.report import bytes_of, rounds_until, rows
 from experiments.local.training import seconds_of
 
 SMALL = ("--width", 16, "--heads", 2, "--layers", 1, "--length", 16, "--batch", 2, "--workers", 2, "--every", 4)
@@ -43,6 +43,17 @@ def test_bytes_and_seconds_follow_the_exchanges():
     assert bytes_of({**line, "route": "sum"}, setup, 4) == 7.0
     # An exchange of 0.4 s hides behind two steps of 0.1 s but for 0.2 s; each round has three of them.
     assert seconds_of(setup, 12, 0.1, 3 * 0.4 * 1e6 / 8, 1.0) == pytest.approx(1.2 + 2 * 3 * 0.2)
+
+
+def test_times_of_all_rows_are_of_one_machine():
+    """A step without an exchange is as fast as that of the fastest curve, whatever ran beside the others."""
+    setups = parse(["f32", "int8"], [10], 1, 0, 0.0)
+    known = {"seed": 0, "step": 100, "loss": 2.0, "test": 2.0, "sent_bytes": 1e7, "message_bytes": None, "route": "sum"}
+    results = [
+        {**known, **setup._asdict(), "seconds": seconds} for setup, seconds in zip(setups, (0.1, 0.4), strict=True)
+    ]
+    table = rows(results, {"workers": 4, "mbit": 100.0})
+    assert [row[-1] for row in table] == ["10.8", "10.8"]  # 100 steps of 0.1 s, 10 MB at 100 Mbit/s
 
 
 def test_a_folder_of_texts_is_one_text(tmp_path):

@@ -18,6 +18,7 @@ from experiments.network.scoreboard import best_dense, parser, report, scored_na
 
 def row(method, steps, seconds, model="mlp"):
     known = {"losses": [0.1], "accuracy": [0.9], "ledger_bytes": 1e6, "parameters": 1000, "equal": True}
+    known |= {"payload_bytes": [1.01e6, 1.02e6], "said_bytes": [1e6, 1e6]}
     return {"model": model, "method": method, "steps": steps, "step_seconds": seconds, **known}
 
 
@@ -56,6 +57,8 @@ def test_the_table_says_where_it_pays_where_it_loses_and_where_even(tmp_path):
     assert found["top-k"][2].endswith("bit/s")
     assert found["psum-f32"][:2] == ["0.5 x", "1 x"]
     assert found["sidco"][:2] == ["-", "-"]
+    links = (tmp_path / "links.md").read_text()
+    assert "| mlp | psum-f32 | 2000.0 | 100.0 | 5.0 % | 1.010 - 1.020 |" in links
     assert (tmp_path / "scoreboard.png").stat().st_size > 10_000
 
 

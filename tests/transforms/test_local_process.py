@@ -13,7 +13,12 @@ import jaxcomp as jc
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 INNER, OUTER = optax.sgd(1 / 64), optax.sgd(0.5, momentum=0.5, nesterov=True)  # whose products are exact
-ALGORITHMS = {"top_k": jc.error_feedback(jc.flat(jc.top_k(k=5))), "diana": jc.diana(jc.flat(jc.dithering(7)))}
+ALGORITHMS = {
+    "top_k": jc.error_feedback(jc.flat(jc.top_k(k=5))),
+    "diana": jc.diana(jc.flat(jc.dithering(7))),
+    "int4": jc.error_feedback(jc.block_scaled("int4")),
+    "sparse_loco": jc.sparse_loco(k=2, chunk=8),
+}
 
 
 class Board:
@@ -65,6 +70,23 @@ def test_an_exchange_beside_the_steps_is_the_one_that_waits(name, seed):
         jax.tree.map(np.testing.assert_array_equal, worker.point, jax.tree.map(np.asarray, state.point))
         found[worker.sent_bytes] = worker.waited
     assert all(sent > 0 for sent in found)
+
+
+@pytest.mark.parametrize("name", variants(ALGORITHMS, {"sparse_loco"}))
+def test_exchanges_are_compiled_once(name, seed, caplog):
+    grads = jax.tree.map(lambda g: g[0, 0], random_gradients(seed, 1))
+    made = jc.local_process(INNER, OUTER, ALGORITHMS[name], lambda m: [m] * 2, 0, 2, every=2, fragments=2, delay=1)
+    with made as worker:
+        own = worker.start(PARAMS)
+        for step in range(9):
+            if step == 5:
+                jax.config.update("jax_log_compiles", True)
+            try:
+                own = jax.block_until_ready(worker.step(grads, own))
+            finally:
+                if step == 8:
+                    jax.config.update("jax_log_compiles", False)
+    assert "Compiling" not in caplog.text
 
 
 def test_errors_name_what_is_wrong():
