@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import UserError, existing_folder
+from experiments.lib.errors import reading
 
 __all__ = ["DATASETS", "FILES", "Dataset", "batch_of", "load", "nobody_empty", "read_idx", "read_rows", "split"]
 
@@ -143,19 +144,15 @@ def read_idx(path: Path) -> np.ndarray:
     Raises:
         UserError: the file is not what its header says.
     """
-    try:
+    with reading(str(path), "is it an idx file?"):
         if path.suffix == ".gz":
             data = memoryview(gzip.decompress(path.read_bytes()))
         else:  # an empty file cannot be mapped
             mapped: Any = np.memmap(path, np.uint8, "r") if path.stat().st_size else b""
             data = memoryview(mapped)
-    except (OSError, EOFError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    if len(data) < 4 or bytes(data[:3]) != b"\0\0\x08":
+    if len(data) < 4 or bytes(data[:3]) != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
         raise UserError(f"{path} is not an idx file of bytes")
     dims = data[3]
-    if len(data) < 4 + 4 * dims:
-        raise UserError(f"{path} ends within its header")
     shape = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
     values = np.frombuffer(data, np.uint8, offset=4 + 4 * dims)
     if values.size != np.prod(shape, dtype=np.int64):

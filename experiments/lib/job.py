@@ -46,11 +46,8 @@ def train_one(
 
     Args:
         trainer: compiled for the method.
-        job: method and seed.
         options: steps, log_every, test_every, checkpoint_every; perhaps check_every, steps between comparisons of
             what must be equal on all workers (0: never). What is saved is compared before, too.
-        folder: of the run.
-        journal: that lines of metrics go to.
         parts: examples of each worker.
         show: takes a step and a few words for the progress bar.
         stop_after: whether all processes stop after this step; asked after each one.

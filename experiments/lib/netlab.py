@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from experiments.lib.cli import UserError
 
-__all__ = ["HEADER_BYTES", "Lab", "Link", "delay_of", "laboratory", "missing", "rate_name", "rate_of"]
+__all__ = ["HEADER_BYTES", "Lab", "Link", "add_rates", "delay_of", "laboratory", "missing", "rate_name", "rate_of"]
 
 NAME = "jaxcomp"  # and the process id: of namespaces
 SUBNET = "10.213.77"
@@ -63,6 +63,19 @@ class Link(NamedTuple):
         return self.sent_bytes - HEADER_BYTES * self.sent_frames
 
 
+class Rate(float):
+    """In bit/s; the help shows it in words."""
+
+    def __repr__(self) -> str:
+        return rate_name(self)
+
+
+def add_rates(parser: Any, default: str, name: str = "rates", what: str = "of the links; none: no limit") -> None:
+    """An option for several rates."""
+    rates = [rate_of(word) for word in default.split()]
+    parser.add_argument(f"--{name}", type=rate_of, nargs="+", metavar="RATE", default=rates, help=what)
+
+
 def rate_of(text: str) -> float | None:
     """10mbit, 1gbit, ... in bit/s, as tc writes them; None for "none", no limit."""
     if text == "none":
@@ -70,7 +83,7 @@ def rate_of(text: str) -> float | None:
     found = re.fullmatch(r"([0-9.]+)([kmg]?bit)", text.lower())
     with contextlib.suppress(ValueError):
         if found and 1e3 <= (rate := float(found[1]) * UNITS[found[2]]) <= 1e12:
-            return rate
+            return Rate(rate)
     raise argparse.ArgumentTypeError(f"must be a rate such as 10mbit, from 1kbit to 1000gbit, or none; got {text!r}")
 
 

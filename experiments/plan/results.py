@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.netlab import rate_name
-from experiments.lib.report import show
+from experiments.lib.report import show_rows
 from jaxcomp.plan.predict import regret
 
 __all__ = ["report", "summary"]
@@ -49,48 +49,25 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def report(console: Any, rows: list[dict[str, Any]], folder: Path) -> None:
     """Prints and keeps the table, and draws the plot."""
-    cells = []
+    table = []
     for row in rows:
         best = min(row["measured"], key=row["measured"].get)
         errors = [abs(row["predicted"][name]["total"] / seconds - 1) for name, seconds in row["measured"].items()]
-        cells.append(
-            [
-                str(row["workers"]),
-                f"{row['entries']:,}",
-                rate_name(row["rate"]),
-                str(row["load"]),
-                row["chosen"],
-                row["alone"],
-                best,
-                f"{1e3 * row['measured'][best]:.1f}",
-                f"{1e3 * min(row['measured'][name] for name in row['dense']):.1f}",
-                f"{100 * regret_of(row, 'chosen'):.1f}",
-                f"{100 * np.median(errors):.0f}",
-                "dense" if dense_is_best(row) else "",
-            ]
-        )
+        cells = {"workers": str(row["workers"]), "entries": f"{row['entries']:,}", "rate": rate_name(row["rate"])}
+        cells |= {"load": str(row["load"]), "advised": row["chosen"], "predicted best": row["alone"], "best": best}
+        cells["best ms"] = f"{1e3 * row['measured'][best]:.1f}"
+        cells["dense ms"] = f"{1e3 * min(row['measured'][name] for name in row['dense']):.1f}"
+        cells["regret %"] = f"{100 * regret_of(row, 'chosen'):.1f}"
+        cells["error %"] = f"{100 * np.median(errors):.0f}"
+        table.append(cells | {"best by 10 %": "dense" if dense_is_best(row) else ""})
     s = summary(rows)
     notes = f"""\
 Advised: after trying; predicted: by prediction alone. {s["cells"]} cells: regret at most 10 % in {s["within"]:.0%}
 ({s["alone"]:.0%} by prediction alone), at most {s["worst"]:.0%}. Predicted against measured seconds per step, all
 candidates and cells: median error {s["median_error"]:.0%}, 90th percentile {s["error_90"]:.0%}. Dense is best by more
 than 10 % in {s["dense_cells"]} cells, and was advised in {s["dense_advised"]} of these."""
-    head = [
-        "workers",
-        "entries",
-        "rate",
-        "load",
-        "advised",
-        "predicted best",
-        "best",
-        "best ms",
-        "dense ms",
-        "regret %",
-    ]
-    head += ["error %", "best by 10 %"]
-    show(
-        console, f"{folder.name}: the planner's choice against all candidates", head, cells, notes, folder / "table.md"
-    )
+    title = f"{folder.name}: the planner's choice against all candidates"
+    show_rows(console, title, table, notes, folder / "table.md")
     console.print(str(draw(rows, folder / "regret.png")), highlight=False)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_or_more, positive
-from experiments.lib.folders import run_options, start_run, write_json
-from experiments.lib.report import new_console, show
+from experiments.lib.cli import Parser, at_least, fraction, one_or_more, positive
+from experiments.lib.folders import NewRun, run_options
+from experiments.lib.report import show_rows
 
 __all__ = ["main"]
 
@@ -32,16 +32,21 @@ def parser() -> Parser:
     return p
 
 
+def fabric_of(o: Any) -> Any:
+    from jaxcomp.plan.scale import Fabric
+
+    return Fabric(o.latency, o.gbit * 1e9 / 8, o.group, o.oversubscription, o.inner_gbit * 1e9 / 8)
+
+
 def rows_of(o: Any) -> list[dict[str, Any]]:
     """A row for each number of entries and of workers, message and route.
 
     Where a model does not fit, it is cut into shards over other mesh axes, and each device exchanges its own shard with
     the n / shards devices that have the same one.
     """
-    from jaxcomp.plan.scale import Fabric, costs_at
+    from jaxcomp.plan.scale import costs_at
 
-    fabric = Fabric(o.latency, o.gbit * 1e9 / 8, o.group, o.oversubscription, o.inner_gbit * 1e9 / 8)
-    rows = []
+    fabric, rows = fabric_of(o), []
     for entries in o.entries:
         shards = shards_of(entries, 1e9 * o.memory_gb)
         own = entries / shards
@@ -86,47 +91,38 @@ def replacement(rows: list[dict[str, Any]], row: dict[str, Any], memory: float) 
 
 
 def main(arguments: Sequence[str]) -> int:
+    from jaxcomp.plan.scale import crossover
+
     o = parser().parse_args(arguments)
-
-    from jaxcomp.plan.scale import Fabric, crossover
-
-    folder = choose_new(o.runs, o.name, "scale")
-    start_run(folder, vars(o))
-    rows = rows_of(o)
-    write_json(folder / "results.json", rows)
-    memory = 1e9 * o.memory_gb / 4
+    run, rows, memory = NewRun(o, "scale"), rows_of(o), 1e9 * o.memory_gb / 4
+    run.write(rows)
     cells = [
-        [
-            f"{row['entries']:.0e} / {row['shards']}",
-            f"{row['workers'] // row['shards']:,} of {row['workers']:,}",
-            row["message"],
-            row["route"],
-            _size(row["sent_bytes"]),
-            _size(row["held_bytes"]),
-            f"{row['seconds']:.4g}",
-            row["schedule"],
-            replacement(rows, row, memory),
-        ]
+        {
+            "entries / shards": f"{row['entries']:.0e} / {row['shards']}",
+            "exchanging": f"{row['workers'] // row['shards']:,} of {row['workers']:,}",
+            "message": row["message"],
+            "route": row["route"],
+            "sent": _size(row["sent_bytes"]),
+            "held": _size(row["held_bytes"]),
+            "seconds": f"{row['seconds']:.4g}",
+            "schedule": row["schedule"],
+            "replaced by": replacement(rows, row, memory),
+        }
         for row in rows
     ]
-    fabric = Fabric(o.latency, o.gbit * 1e9 / 8, o.group, o.oversubscription, o.inner_gbit * 1e9 / 8)
     own = [(d / shards_of(d, 4 * memory)) for d in o.entries]
-    turns = [(each, crossover(each, 8 * o.ratio * each, fabric)) for each in own]
+    turns = [(each, crossover(each, 8 * o.ratio * each, fabric_of(o))) for each in own]
+    said = ", ".join(f"n = {n:,} (d = {d:.0e})" if n else f"no n below 10^6 (d = {d:.0e})" for d, n in turns)
     notes = f"""\
-Held: beside the gradient and the memory of error feedback. A worker has {
-        o.memory_gb:g} GB, and models that do not fit are
-cut into shards: n / shards devices exchange the same one. A route that needs more than a quarter of the memory, or
+Held: beside the gradient and the memory of error feedback. A worker has {o.memory_gb:g} GB, and models that do not fit
+are cut into shards: n / shards devices exchange the same one. A route that needs more than a quarter of the memory, or
 takes more than twice as long as the fastest that fits, is marked with the one that replaces it.
 
-Gathering messages of ratio {o.ratio:g} is slower than a dense f32 sum from {
-        ", ".join(f"n = {n:,} (d = {d:.0e})" if n else f"no n below 10^6 (d = {d:.0e})" for d, n in turns)
-    } on. Links of {o.gbit:g} Gbit/s, {1e6 * o.latency:g} us, groups of {o.group}, whose way out is {
-        o.oversubscription:g}
-times narrower; within a group {o.inner_gbit:g} Gbit/s."""
-    head = ["entries / shards", "exchanging", "message", "route", "sent", "held", "seconds", "schedule", "replaced by"]
-    console = new_console()
-    show(console, f"{folder.name}: an exchange by formula", head, cells, notes, folder / "table.md")
-    console.print(f"{draw(rows, memory, folder / 'scale.png')}", highlight=False)
+Gathering messages of ratio {o.ratio:g} is slower than a dense f32 sum from {said} on. Links of {o.gbit:g} Gbit/s,
+{1e6 * o.latency:g} us, groups of {o.group}, whose way out is {o.oversubscription:g} times narrower; within a group
+{o.inner_gbit:g} Gbit/s."""
+    show_rows(run.console, f"{run.folder.name}: an exchange by formula", cells, notes, run.folder / "table.md")
+    run.console.print(f"{draw(rows, memory, run.folder / 'scale.png')}", highlight=False)
     return 0
 
 
@@ -142,9 +138,8 @@ def draw(rows: list[dict[str, Any]], memory: float, path: Path) -> Path:
     figure, axes = new_figure(2, 4.0 * len(sizes), len(sizes))
     names = list(dict.fromkeys((row["message"], row["route"]) for row in rows))
     for i, entries in enumerate(sizes):
-        for axis, key, label in zip(
-            axes[2 * i : 2 * i + 2], ("seconds", "held_bytes"), ("seconds on the links", "bytes held"), strict=True
-        ):
+        panels = (("seconds", "seconds on the links"), ("held_bytes", "bytes held"))
+        for axis, (key, label) in zip(axes[2 * i : 2 * i + 2], panels, strict=True):
             for number, name in enumerate(names):
                 mine = [r for r in rows if r["entries"] == entries and (r["message"], r["route"]) == name]
                 axis.plot([r["workers"] for r in mine], [r[key] for r in mine], label=": ".join(name), **LINES[number])

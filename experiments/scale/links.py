@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, at_least, choose_new, one_thread, positive
-from experiments.lib.folders import run_options, start_run, write_json
-from experiments.lib.netlab import laboratory, rate_name, rate_of
-from experiments.lib.report import new_console, show
+from experiments.lib.cli import Parser, at_least, one_thread, positive
+from experiments.lib.folders import NewRun, run_options
+from experiments.lib.netlab import add_rates, laboratory, rate_name
+from experiments.lib.report import show_rows
 
 __all__ = ["main"]
 
@@ -25,18 +25,11 @@ def parser() -> Parser:
     p = Parser(prog="python -m experiments links", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--fit", type=at_least(2), nargs="+", default=[2, 3, 4], metavar="N", help="workers, to fit to")
     p.add_argument("--check", type=at_least(2), nargs="+", default=[6, 8], metavar="N", help="workers, held back")
-    rates = ["10mbit", "100mbit"]
-    p.add_argument(
-        "--rates", type=rate_of, nargs="+", default=rates, metavar="RATE", help="of the links; none: no limit"
-    )
+    add_rates(p, "10mbit 100mbit")
     p.add_argument("--kinds", nargs="+", choices=CHECKED, default=list(CHECKED), metavar="KIND", help="collectives")
     p.add_argument("--bytes", type=positive, default=6e5, help="of the largest operand; the least has 256")
-    p.add_argument(
-        "--least-ms",
-        type=positive,
-        default=20.0,
-        help="sizes whose bytes take less are summed up apart: where processes share cores they wait longer for those",
-    )
+    what = "sizes whose bytes take less are summed up apart: processes that share cores wait longer for those"
+    p.add_argument("--least-ms", type=positive, default=20.0, help=what)
     p.add_argument("--seconds", type=positive, default=15.0, help="for the rounds of one collective at one rate")
     run_options(p, "links")
     return p
@@ -44,17 +37,13 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     o = parser().parse_args(arguments)
-    o.rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in o.rates]
-    folder, console = choose_new(o.runs, o.name, "links"), new_console()
+    run = NewRun(o, "links")
     one_thread()
-    start_run(folder, vars(o))
-    rows: list[dict[str, Any]] = []
-    for row in measured(o, console):
-        rows.append(row)
-        write_json(folder / "results.json", rows)
-    found = compared(rows, set(o.fit))
-    write_json(folder / "results.json", rows + found)
-    report(console, found, o, folder)
+    for row in measured(o, run.console):
+        run.add(row)
+    found = compared(run.rows, set(o.fit))
+    run.write(run.rows + found)
+    report(run.console, found, o, run.folder)
     return 0
 
 
@@ -87,13 +76,9 @@ def compared(rows: Sequence[dict[str, Any]], fitted: set[int]) -> list[dict[str,
             if row["workers"] not in fitted:
                 said = line.seconds(row["operand_bytes"], row["workers"])
                 sent = KINDS[kind].sent(row["operand_bytes"], row["workers"]) * line.per_byte
-                more = {
-                    "bytes_seconds": sent,
-                    "predicted": said.mean,
-                    "deviation": said.deviation,
-                    "ratio": said.mean / row["seconds"],
-                }
-                found.append(row | more | {"latency": line.latency, "per_byte": line.per_byte})
+                more = {"predicted": said.mean, "deviation": said.deviation, "ratio": said.mean / row["seconds"]}
+                more |= {"bytes_seconds": sent, "latency": line.latency, "per_byte": line.per_byte}
+                found.append(row | more)
     return found
 
 
@@ -112,17 +97,16 @@ def in_words(found: Sequence[dict[str, Any]]) -> str:
 
 def report(console: Any, found: list[dict[str, Any]], o: Any, folder: Any) -> None:
     """Prints and keeps the table: predicted over measured seconds of each size."""
-    head = ["rate", "collective", "workers", "bytes", "measured ms", "predicted ms", "predicted/measured"]
     cells = [
-        [
-            rate_name(row["rate"]),
-            row["kind"],
-            str(row["workers"]),
-            f"{row['operand_bytes']:,.0f}",
-            f"{1e3 * row['seconds']:.3g} +- {1e3 * row['error']:.1g}",
-            f"{1e3 * row['predicted']:.3g}",
-            f"{row['ratio']:.2f}",
-        ]
+        {
+            "rate": rate_name(row["rate"]),
+            "collective": row["kind"],
+            "workers": str(row["workers"]),
+            "bytes": f"{row['operand_bytes']:,.0f}",
+            "measured ms": f"{1e3 * row['seconds']:.3g} +- {1e3 * row['error']:.1g}",
+            "predicted ms": f"{1e3 * row['predicted']:.3g}",
+            "predicted/measured": f"{row['ratio']:.2f}",
+        }
         for row in found
     ]
     long = [row for row in found if 1e3 * row["bytes_seconds"] >= o.least_ms]
@@ -131,4 +115,4 @@ def report(console: Any, found: list[dict[str, Any]], o: Any, folder: Any) -> No
 Fitted to {", ".join(map(str, o.fit))} workers, held back: the others. Bytes that take at least {o.least_ms:g} ms on the
 link: {in_words(long)}. Shorter ones: {in_words(short)}. bytes: of each worker's operand."""
     title = f"{folder.name}: collectives among more workers than were fitted"
-    show(console, title, head, cells, notes, folder / "table.md")
+    show_rows(console, title, cells, notes, folder / "table.md")
