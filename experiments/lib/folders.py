@@ -14,9 +14,8 @@ from typing import Any
 
 from experiments.lib.cli import Parser, UserError, choose_new, named_folder
 from experiments.lib.errors import line_of, read_json, shortened
-from experiments.lib.report import new_console
 
-__all__ = ["Journal", "NewRun", "choose_folder", "claimed", "given_in", "goes_on"]
+__all__ = ["Journal", "choose_folder", "claimed", "given_in", "goes_on"]
 __all__ += ["how_to_find", "read_results", "resumed", "run_options", "start_run", "write_config", "write_json"]
 
 LOCK = "lock"  # a file of the folder, locked as long as somebody writes there; it says who
@@ -162,32 +161,6 @@ def write_text(path: Path, text: str) -> None:
     draft = path.with_suffix(".tmp")
     draft.write_text(text)
     os.replace(draft, path)
-
-
-class NewRun:
-    """A new run that is not resumed: its console, and its folder, made with the first row of results.json.
-
-    Args:
-        options: with `runs` and `name` of `run_options`.
-        kind: of the folder's name.
-    """
-
-    def __init__(self, options: argparse.Namespace, kind: str):
-        self.options, self.console, self.rows = options, new_console(), []
-        self.folder = choose_new(options.runs, options.name, kind)
-
-    def add(self, row: dict[str, Any], said: str = "") -> None:
-        """Keeps a row, and says something about it."""
-        self.rows.append(row)
-        self.write(self.rows)
-        if said:
-            self.console.print(said, highlight=False)
-
-    def write(self, content: Any) -> None:
-        """results.json, whatever is in it."""
-        if not self.folder.exists():
-            start_run(self.folder, vars(self.options))
-        write_json(self.folder / "results.json", content)
 
 
 class Journal:

@@ -22,13 +22,8 @@ ANSWER, NOTE = "answer ", "note "
 class Pool:
     """A context with one process for each command; on leaving it, none is left.
 
-    Where one fails the others, which wait for it, are stopped, and its error is the one that is shown.
-    A process prints one line `answer JSON` for each line of JSON that it reads, and may print notes about its progress.
-
-    Args:
-        commands: one for each process.
-        environment: variables that they get besides ours.
-        show: takes the notes of process 0.
+    A process prints one line `answer JSON` for each line of JSON that it reads, and may print notes about its progress;
+    show takes those of process 0.
     """
 
     def __init__(

@@ -95,15 +95,12 @@ class Trainer:
     """One method on one model; compiled once for all seeds.
 
     Args:
-        algorithm: what the workers send.
+        algorithm, via: of `jc.compressed_mean`, which optimizer and rate follow.
         model: makes the Flax module from an input shape and a number of classes.
         data: with the images of this process's workers, or of all.
-        mesh: of `find_mesh`.
-        optimizer, rate: what follows the compressed mean.
         batch: examples of each worker in a step.
-        via: route of messages, as for `jc.compressed_mean`.
-        spoil: number of a step in which the first example is NaN, to see what becomes of it.
         nonfinite: "mask" takes NaN and infinite entries of a gradient as zero; "skip" drops the step on all workers.
+        spoil: number of a step in which the first example is NaN, to see what becomes of it.
     """
 
     def __init__(

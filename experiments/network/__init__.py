@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, UserError, at_least, common, fraction, one_thread, positive
-from experiments.lib.folders import NewRun, run_options
 from experiments.lib.launch import free_port
 from experiments.lib.netlab import Lab, add_rates, delay_of, laboratory, rate_name
 from experiments.lib.pool import Pool, serve
 from experiments.lib.report import status
+from experiments.lib.run import Run, parser_of
 from experiments.network import results
 from experiments.network.methods import DEFAULT, PEERS, known, method_name, trained_name
 
@@ -46,7 +46,7 @@ def parser() -> Parser:
     from experiments.local.methods import CODES
     from experiments.network.training import ARCHITECTURES, DATA, OF_TEXT
 
-    p = Parser(prog="python -m experiments network", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("network", __doc__)
     add_rates(p, "10mbit 100mbit 1gbit none")
     p.add_argument("--delay", type=delay_of, default="0ms", help="of a link, each way; needs netem")
     common(p, workers={"type": at_least(2), "help": "processes, each on a host of its own"})
@@ -71,24 +71,24 @@ def parser() -> Parser:
     p.add_argument("--demo-lr", type=positive, default=1e-3, help="learning rate of demo, whose updates are signs")
     p.add_argument("--target", type=positive, default=0.2, help="training loss, mean of 10 steps, at which it ends")
     p.add_argument("--train-seeds", type=at_least(0), nargs="+", default=[0], help="of the start and the batches")
-    run_options(p, "network")
     common(p, "worker", "address")
     return p
 
 
-def read(arguments: Sequence[str]) -> Any:
+def check(o: Any) -> None:
+    """Options that need each other."""
     from experiments.network.training import OF_TEXT
 
-    o = parser().parse_args(arguments)
     o.train_ratio = o.train_ratio or o.ratio
     if o.only != "exchange" and (o.data == "text") != (o.model in OF_TEXT):
         texts = " or ".join(OF_TEXT)
         raise UserError(f"--data text goes with --model {texts}; got --data {o.data} --model {o.model}")
-    return o
 
 
 def main(arguments: Sequence[str]) -> int:
-    o = read(arguments)
+    run = Run(parser(), arguments, "network")
+    o = run.options
+    check(o)
     if o.worker is not None:
         from experiments.network.worker import Worker
 
@@ -99,7 +99,6 @@ def main(arguments: Sequence[str]) -> int:
 
     if o.only != "exchange":
         data_of(o.data, o.data_dir)  # a wrong folder is noticed before anything is measured
-    run = NewRun(o, "network")
     one_thread()
     rows: dict[str, list[dict[str, Any]]] = {"exchange": [], "training": []}
     interrupted = False
@@ -116,9 +115,9 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         interrupted = True
     if any(rows.values()):
-        results.report(run.console, o, rows["exchange"], rows["training"], run.folder)
+        results.report(run, rows["exchange"], rows["training"])
     if interrupted:
-        run.console.print(f"interrupted; {run.folder} has what was measured" if any(rows.values()) else "interrupted")
+        run.say(f"interrupted; {run.folder} has what was measured" if any(rows.values()) else "interrupted")
     return 130 if interrupted else 0
 
 
@@ -134,14 +133,14 @@ class Runs:
     """All measurements of one folder."""
 
     def __init__(
-        self, run: NewRun, lab: Lab, pool: Pool, rows: dict[str, list[dict[str, Any]]], show: Callable[[str], None]
+        self, run: Run, lab: Lab, pool: Pool, rows: dict[str, list[dict[str, Any]]], show: Callable[[str], None]
     ):
         self.run, self.options, self.lab, self.pool, self.rows, self.show = run, run.options, lab, pool, rows, show
 
     def keep(self, part: str, row: dict[str, Any], said: str) -> None:
         self.rows[part].append(row)
-        self.run.write({"machine": {"cores": len(os.sched_getaffinity(0))}, **self.rows})
-        self.run.console.print(said, highlight=False)
+        self.run.keep({"machine": {"cores": len(os.sched_getaffinity(0))}, **self.rows})
+        self.run.say(said)
 
     def counted(self, **request: Any) -> tuple[list[Any], float, float]:
         """Answers, and what a host sent meanwhile: bytes without headers, and with them; means over the hosts."""

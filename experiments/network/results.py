@@ -3,11 +3,10 @@
 import itertools
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 from experiments.lib.netlab import rate_name
-from experiments.lib.report import show_rows
+from experiments.lib.run import Columns, Run, cells
 
 __all__ = ["break_even", "limit_of", "report"]
 
@@ -43,28 +42,33 @@ def break_even(points: list[tuple[float | None, float, float]]) -> float | None:
     return None
 
 
-def report(console: Any, options: Any, rows: list[dict], trained: list[dict], folder: Path) -> None:
-    cores = f"{options.workers} processes on {len(os.sched_getaffinity(0))} cores"
+def report(run: Run, rows: list[dict], trained: list[dict]) -> None:
+    o = run.options
+    cores = f"{o.workers} processes on {len(os.sched_getaffinity(0))} cores"
     if rows:
-        title = f"{cores}, ratio {options.ratio:g}{delay_in(options)}"
-        show_rows(console, title, [cells(row, rows) for row in rows], NOTES, folder / "exchange.md")
+        columns = {**EXCHANGE, **against(rows, "seconds")}
+        run.table(f"{cores}, ratio {o.ratio:g}{delay_in(o)}", said_in(columns, rows), rows, NOTES, "exchange.md")
         each = [[row for row in rows if row["size"] == size] for size in dict.fromkeys(row["size"] for row in rows)]
         text = [line for of_size in each for dense in DENSE for line in even_lines(of_size, dense)]
-        console.print("\n".join(text), highlight=False)
-        with (folder / "exchange.md").open("a") as file:
+        run.say("\n".join(text))
+        with run.path("exchange.md").open("a") as file:
             file.write("".join(f"\n{line}  " for line in text) + "\n")
         if not all(row["equal"] for row in rows):
-            console.print("the workers' means differed", style="bold red")
+            run.console.print("the workers' means differed", style="bold red")
     if trained:
-        size = f"{trained[0]['parameters']:,} parameters"
-        title = f"{options.data}, {options.model}, {size}, {cores}, ratio {options.train_ratio:g}"
-        table = [trained_cells(row, trained) for row in trained]
-        show_rows(console, title, table, TRAINED_NOTES, folder / "training.md")
+        title = f"{o.data}, {o.model}, {trained[0]['parameters']:,} parameters, {cores}, ratio {o.train_ratio:g}"
+        columns = {**TRAINING, **against(trained, "total")}
+        run.table(title, said_in(columns, trained), trained, TRAINED_NOTES, "training.md")
     bases = [name for name in BASES if any(row["method"] == name for row in rows)]
     if bases or trained:
-        console.print(f"plot: {plot(options, bases, rows, trained, folder / 'network.png')}")
+        run.picture(plot(o, bases, rows, trained), "network.png")
     elif rows:
-        console.print(f"no plot: it shows how many times as fast as {' or '.join(BASES)}, and neither was measured")
+        run.say(f"no plot: it shows how many times as fast as {' or '.join(BASES)}, and neither was measured")
+
+
+def said_in(columns: Columns, rows: list[dict]) -> Columns:
+    """Without the columns in which no row has anything: those of dense methods that were not run."""
+    return {name: of for name, of in columns.items() if any(text != "-" for (text,) in cells({name: of}, rows))}
 
 
 def delay_in(options: Any) -> str:
@@ -83,49 +87,45 @@ the last step where a + says that it was not reached. MB: sent by a worker in a 
 as the kernel counted without headers. x: times as fast to the target as, with the same seed."""
 
 
-def times(row: dict, rows: list[dict], key: str) -> dict[str, str]:
-    """How many times as fast a row is as each of DENSE at the same size, rate and seed, where that was run."""
-    found = dict.fromkeys((f"x {name}" for name in DENSE), "-")
-    same = [r for r in rows if all(r.get(k) == row.get(k) for k in ("size", "rate", "seed"))]
-    for other in same:
-        if other["method"] in DENSE and other is not row and row.get("reached", True) and other.get("reached", True):
-            ratio = other[key] / row[key]
-            found[f"x {other['method']}"] = f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
-    return found
+EXCHANGE: Columns = {
+    "method": "{method}",
+    "entries": "{size:,}",
+    "rate": lambda row: rate_name(row["rate"]),
+    "ms": lambda row: f"{1e3 * row['seconds']:.1f}",
+    "/ limit": lambda row: f"{row['seconds'] / limit_of(row):.2f}" if limit_of(row) else "-",
+    "limit ms": lambda row: f"{1e3 * limit_of(row):.1f}",
+    "compute ms": lambda row: "-" if row["compute"] is None else f"{1e3 * row['compute']:.1f}",
+    "program MB": lambda row: f"{row['ledger_bytes'] / 1e6:.3f}",
+    "payload / it": lambda row: f"{row['payload_bytes'] / row['ledger_bytes']:.3f}",
+    "frames / it": lambda row: f"{row['link_bytes'] / row['ledger_bytes']:.3f}",
+}
+TRAINING: Columns = {
+    "method": "{method}",
+    "rate": lambda row: rate_name(row["rate"]),
+    "seed": "{seed}",
+    "steps": lambda row: f"{len(row['losses']):,}",
+    "s to target": lambda row: f"{row['total']:.1f}" + ("" if row["reached"] else " +"),
+    "ms/step": lambda row: f"{1e3 * row['total'] / len(row['losses']):.1f}",
+    "program MB": lambda row: "-" if row["ledger_bytes"] is None else f"{row['ledger_bytes'] / 1e6:.3f}",
+    "counted MB": lambda row: f"{row['payload_bytes'] / 1e6:.3f}",
+    "loss": lambda row: f"{sum(row['losses'][-10:]) / min(10, len(row['losses'])):.3f}",
+    "test accuracy": "{accuracy:.4f}",
+}
 
 
-def cells(row: dict, rows: list[dict]) -> dict[str, str]:
-    limit, sent = limit_of(row), row["ledger_bytes"]
-    sizes = "" if len({r["size"] for r in rows}) == 1 else f", {row['size']:,}"
-    return {
-        "method": row["method"] + sizes,
-        "rate": rate_name(row["rate"]),
-        "ms": f"{1e3 * row['seconds']:.1f}",
-        "/ limit": f"{row['seconds'] / limit:.2f}" if limit else "-",
-        "limit ms": f"{1e3 * limit:.1f}",
-        "compute ms": "-" if row["compute"] is None else f"{1e3 * row['compute']:.1f}",
-        "program MB": f"{sent / 1e6:.3f}",
-        "payload / it": f"{row['payload_bytes'] / sent:.3f}",
-        "frames / it": f"{row['link_bytes'] / sent:.3f}",
-        **times(row, rows, "seconds"),
-    }
+def against(rows: list[dict], key: str) -> Columns:
+    """A column for each dense method: how many times as fast a row is."""
+    return {f"x {name}": lambda row, name=name: times(row, rows, name, key) for name in DENSE}
 
 
-def trained_cells(row: dict, rows: list[dict]) -> dict[str, str]:
-    steps = len(row["losses"])
-    return {
-        "method": row["method"],
-        "rate": rate_name(row["rate"]),
-        "seed": f"{row['seed']}",
-        "steps": f"{steps:,}",
-        "s to target": f"{row['total']:.1f}" + ("" if row["reached"] else " +"),
-        "ms/step": f"{1e3 * row['total'] / steps:.1f}",
-        "program MB": "-" if row["ledger_bytes"] is None else f"{row['ledger_bytes'] / 1e6:.3f}",
-        "counted MB": f"{row['payload_bytes'] / 1e6:.3f}",
-        "loss": f"{sum(row['losses'][-10:]) / min(10, steps):.3f}",
-        "test accuracy": f"{row['accuracy']:.4f}",
-        **times(row, rows, "total"),
-    }
+def times(row: dict, rows: list[dict], dense: str, key: str) -> str:
+    """How many times as fast a row is as a dense method at the same size, rate and seed, where that was run."""
+    same = lambda other: all(other.get(k) == row.get(k) for k in ("size", "rate", "seed"))
+    other = next((other for other in rows if other["method"] == dense and same(other)), row)
+    if other is row or not (row.get("reached", True) and other.get("reached", True)):
+        return "-"
+    ratio = other[key] / row[key]
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
 
 
 def compared(rows: list[dict], base: str) -> dict[str, list[tuple[float | None, float, float]]]:
@@ -153,11 +153,11 @@ def even_lines(rows: list[dict], dense: str) -> list[str]:
     return [f"as fast as {dense} at {rows[0]['size']:,} entries: {', '.join(found)}"] if found else []
 
 
-def plot(options: Any, bases: list[str], rows: list[dict], trained: list[dict], path: Path) -> Path:
+def plot(options: Any, bases: list[str], rows: list[dict], trained: list[dict]) -> Any:
     """Speed-up against bandwidth for each size and dense method, break-even marked; loss against the clock."""
     from matplotlib.ticker import NullFormatter
 
-    from experiments.lib.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure
 
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     panels = [(size, base) for size in sizes for base in bases]
@@ -182,8 +182,7 @@ def plot(options: Any, bases: list[str], rows: list[dict], trained: list[dict], 
         axis.legend(fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
     cores = f"{options.workers} processes on {len(os.sched_getaffinity(0))} cores"
     figure.suptitle(cores + delay_in(options), fontsize=10)
-    save(figure, path)
-    return path
+    return figure
 
 
 def draw_speed(axis: Any, rows: list[dict], base: str, looks: dict[str, Any]) -> None:

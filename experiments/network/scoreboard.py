@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least, common, one_thread, positive
-from experiments.lib.folders import NewRun, run_options
 from experiments.lib.netlab import Lab, add_rates, laboratory, rate_name
 from experiments.lib.pool import Pool
-from experiments.lib.report import show_rows, status
+from experiments.lib.report import status
+from experiments.lib.run import Columns, Run, parser_of
 from experiments.network import pool_in
 from experiments.network.methods import known, local_of, trained_name
 from experiments.network.results import DENSE, break_even
@@ -37,7 +37,7 @@ METHODS += ["local-f32@20", "local-int4@20"]
 
 
 def parser() -> Parser:
-    p = Parser(prog="python -m experiments scoreboard", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("scoreboard", __doc__)
     p.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS), help="what is trained")
     what = f"besides psum-f32, which is always there: {known()}, demo, local-CODE@H, stream-CODE@H, overlap-CODE@H"
     p.add_argument("--methods", type=scored_name, nargs="+", default=METHODS, metavar="METHOD", help=what)
@@ -51,7 +51,6 @@ def parser() -> Parser:
     p.add_argument("--seconds", type=positive, default=6.0, help="to time steps at a rate; at least three")
     common(p, seeds={"help": "of the start and the batches; means count"})
     p.add_argument("--text", type=Path, default=None, help="plain or .xz; the source of this package if not given")
-    run_options(p, "scoreboard")
     return p
 
 
@@ -61,9 +60,9 @@ def scored_name(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    o = parser().parse_args(arguments)
+    run, rows, interrupted = Run(parser(), arguments, "scoreboard"), [], False
+    o = run.options
     o.rates, o.methods = list(dict.fromkeys(o.rates)), list(dict.fromkeys(["psum-f32", *o.methods]))
-    run, interrupted = NewRun(o, "scoreboard"), False
     one_thread()
     try:
         with laboratory(o.workers) as lab, pool_in(lab) as pool, status(run.console) as say:
@@ -75,12 +74,14 @@ def main(arguments: Sequence[str]) -> int:
                     row = measured(o, lab, pool, model, method, targets, say)
                     steps = ", ".join("missed" if s is None else str(s) for s in row["steps"])
                     each = ", ".join(f"{1e3 * s:.0f}" for s in row["step_seconds"])
-                    run.add(row, f"{model}, {method}: {steps} steps, {each} ms a step")
+                    rows.append(row)
+                    run.keep(rows)
+                    run.say(f"{model}, {method}: {steps} steps, {each} ms a step")
             lab.shape()
     except KeyboardInterrupt:
         interrupted = True
-    if run.rows:
-        report(run.console, o, run.rows, run.folder)
+    if rows:
+        report(run, rows)
     return 130 if interrupted else 0
 
 
@@ -148,19 +149,32 @@ def best_dense(rows: list[dict[str, Any]], model: str, place: int) -> float:
     return min(seconds for seconds in every if seconds is not None)
 
 
-def report(console: Any, o: Any, rows: list[dict[str, Any]], folder: Path) -> None:
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    table = []
-    for row in rows:
-        base = [best_dense(rows, row["model"], place) for place in range(len(o.rates))]
-        mine = [to_loss(row, place) for place in range(len(o.rates))]
-        even = break_even([(rate, t, b) for rate, t, b in zip(o.rates, mine, base, strict=True) if t is not None])
-        cells = {"model": row["model"], "method": row["method"], "MB a step": f"{row['ledger_bytes'] / 1e6:.3g}"}
-        cells["steps"] = "missed" if None in row["steps"] else f"{np.mean(row['steps']):.0f}"
-        for rate, t, b in zip(o.rates, mine, base, strict=True):
-            cells[rate_name(rate)] = "-" if t is None else f"{b / t:.2g} x"
-        cells["even at"] = "-" if even is None or row["method"] in DENSE else rate_name(float(f"{even:.2g}"))
-        table.append(cells)
+def gain_of(rows: list[dict[str, Any]], row: dict[str, Any], place: int) -> float:
+    """How many times as fast to the loss as the fastest dense exchange; NaN if it missed it."""
+    return best_dense(rows, row["model"], place) / (to_loss(row, place) or np.nan)
+
+
+def columns_of(rows: list[dict[str, Any]], rates: list[float | None]) -> Columns:
+    def gain(row: dict[str, Any], place: int) -> str:
+        return "-" if None in row["steps"] else f"{gain_of(rows, row, place):.2g} x"
+
+    def even(row: dict[str, Any]) -> str:
+        times = ((rate, to_loss(row, place), best_dense(rows, row["model"], place)) for place, rate in enumerate(rates))
+        found = break_even([(rate, mine, dense) for rate, mine, dense in times if mine is not None])
+        return "-" if found is None or row["method"] in DENSE else rate_name(float(f"{found:.2g}"))
+
+    return {
+        "model": "{model}",
+        "method": "{method}",
+        "MB a step": lambda row: f"{row['ledger_bytes'] / 1e6:.3g}",
+        "steps": lambda row: "missed" if None in row["steps"] else f"{np.mean(row['steps']):.0f}",
+        **{rate_name(rate): lambda row, place=place: gain(row, place) for place, rate in enumerate(rates)},
+        "even at": even,
+    }
+
+
+def report(run: Run, rows: list[dict[str, Any]]) -> None:
+    o, models = run.options, list(dict.fromkeys(row["model"] for row in rows))
     parameters = {row["model"]: row["parameters"] for row in rows}
     sizes = ", ".join(f"{MODELS[model][2]}: {parameters[model]:,}" for model in models)
     dense = " and ".join(name for name in DENSE if name in o.methods)
@@ -170,18 +184,18 @@ of psum-f32 after {o.steps} steps; missed: not reached in {o.longest} times as m
 local methods on average. even at: the rate at which a method is as fast as the fastest dense one. Sparse methods keep
 {o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on {len(os.sched_getaffinity(0))} cores, Adam,
 {o.batch} examples of each worker, seeds {", ".join(map(str, o.seeds))}."""
-    show_rows(console, f"{folder.name}: time to the loss", table, notes, folder / "table.md")
+    run.table(f"{run.folder.name}: time to the loss", columns_of(rows, o.rates), rows, notes)
     unequal = [f"{row['model']}, {row['method']}" for row in rows if not row["equal"]]
     if unequal:
-        console.print(f"losses at some rate were not those of the training: {'; '.join(unequal)}", style="bold red")
-    console.print(f"plot: {draw(o, rows, folder / 'scoreboard.png')}", highlight=False)
+        run.console.print(f"losses at some rate were not those of the training: {'; '.join(unequal)}", style="bold red")
+    run.picture(draw(o, rows), "scoreboard.png")
 
 
-def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
+def draw(o: Any, rows: list[dict[str, Any]]) -> Any:
     """A panel for each model: methods against rates, blue where a method is faster than dense, orange where slower."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    from experiments.lib.plots import new_figure, save
+    from experiments.lib.plots import new_figure
 
     models = list(dict.fromkeys(row["model"] for row in rows))
     columns = min(2, len(models))
@@ -192,8 +206,7 @@ def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
     colours = LinearSegmentedColormap.from_list("pays", ["#D55E00", "#F6D9B8", "#FFFFFF", "#BBD7EC", "#0072B2"])
     for number, (axis, model) in enumerate(zip(axes, models, strict=False)):
         mine, places = [row for row in rows if row["model"] == model], range(len(o.rates))
-        gain_of = lambda row, place: best_dense(rows, row["model"], place) / (to_loss(row, place) or np.nan)
-        gains = np.array([[gain_of(row, place) for place in places] for row in mine])
+        gains = np.array([[gain_of(rows, row, place) for place in places] for row in mine])
         axis.imshow(np.log10(gains), cmap=colours, vmin=-1, vmax=1, aspect="auto")
         for i, place in np.ndindex(*gains.shape):
             gain = gains[i, place]
@@ -208,5 +221,4 @@ def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
         axis.grid(visible=False)
     title = "times as fast to the same loss as the fastest dense exchange (blue: pays, orange: loses)"
     figure.suptitle(title, fontsize=11)
-    save(figure, path)
-    return path
+    return figure

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.lib.cli import Parser, at_least, common, one_thread, positive
-from experiments.lib.folders import NewRun, run_options
 from experiments.lib.netlab import add_rates, laboratory, rate_name
 from experiments.lib.pool import Pool, serve
+from experiments.lib.run import Run, parser_of
 
 __all__ = ["main", "pool_in"]
 
 
 def parser() -> Parser:
-    p = Parser(prog="python -m experiments plan", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("plan", __doc__)
     what = "one plan, or a grid of them"
     p.add_argument("what", nargs="?", choices=("advise", "regret"), default="advise", help=what)
     add_rates(p, "10mbit 100mbit 1gbit none")
@@ -32,13 +32,13 @@ def parser() -> Parser:
     p.add_argument("--tried", type=at_least(0), default=2, help="candidates that it runs besides the best dense one")
     p.add_argument("--rounds", type=at_least(2), default=9, help="steps of each candidate; the median counts")
     p.add_argument("--all", action="store_true", help="all default candidates, in place of six")
-    run_options(p, "plan")
     common(p, "worker", "address", batch=16)
     return p
 
 
 def main(arguments: Sequence[str]) -> int:
-    o = parser().parse_args(arguments)
+    run, rows = Run(parser(), arguments, "plan"), []
+    o = run.options
     if o.worker is not None:
         from experiments.plan.worker import Worker
 
@@ -47,23 +47,22 @@ def main(arguments: Sequence[str]) -> int:
 
     from experiments.plan.results import report
 
-    run = NewRun(o, "plan")
     one_thread()
     try:
         for row in cells(o):
             where = f"{row['workers']} workers, {row['entries']:,} parameters, {rate_name(row['rate'])}"
+            rows.append(row)
+            run.keep(rows)
             if o.what == "advise":
-                run.add(row)
-                text = f"\n{where}\n{row['table']}\n\n{row['verdict']}"
-                run.console.print(text, highlight=False, soft_wrap=True)
+                run.console.print(f"\n{where}\n{row['table']}\n\n{row['verdict']}", highlight=False, soft_wrap=True)
             else:
                 best = min(row["measured"], key=row["measured"].get)
-                run.add(row, f"{where}, load {row['load']}: advised {row['chosen']}, best {best}")
+                run.say(f"{where}, load {row['load']}: advised {row['chosen']}, best {best}")
     except KeyboardInterrupt:
-        run.console.print(f"interrupted; {run.folder} has what was measured")
+        run.say(f"interrupted; {run.folder} has what was measured")
         return 130
     if o.what == "regret":
-        report(run.console, run.rows, run.folder)
+        report(run, rows)
     return 0
 
 

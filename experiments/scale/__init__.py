@@ -6,18 +6,16 @@ measured; the formulas are those whose latency and bandwidth `python -m experime
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import Parser, at_least, fraction, one_or_more, positive
-from experiments.lib.folders import NewRun, run_options
-from experiments.lib.report import show_rows
+from experiments.lib.run import Columns, Run, parser_of
 
 __all__ = ["main"]
 
 
 def parser() -> Parser:
-    p = Parser(prog="python -m experiments scale", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("scale", __doc__)
     counts = [8, 64, 512, 4096, 16384]
     p.add_argument("--workers", type=at_least(2), nargs="+", default=counts, metavar="N", help="numbers of devices")
     p.add_argument("--entries", type=positive, nargs="+", default=[1e9, 1e11], metavar="D", help="of the gradient")
@@ -28,7 +26,6 @@ def parser() -> Parser:
     p.add_argument("--group", type=at_least(1), default=8, help="workers at one switch")
     p.add_argument("--oversubscription", type=one_or_more, default=2.0, help="of a switch's way out")
     p.add_argument("--memory-gb", type=positive, default=80.0, help="of a worker; more is marked")
-    run_options(p, "scale")
     return p
 
 
@@ -90,26 +87,30 @@ def replacement(rows: list[dict[str, Any]], row: dict[str, Any], memory: float) 
     return f"slow: {best['route']}" if row["seconds"] > 2 * best["seconds"] else ""
 
 
+def _size(value: float) -> str:
+    scale, unit = next(((s, u) for s, u in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")) if value >= s), (1e3, "kB"))
+    return f"{value / scale:.3g} {unit}"
+
+
+COLUMNS: Columns = {
+    "entries / shards": "{entries:.0e} / {shards}",
+    "exchanging": lambda row: f"{row['workers'] // row['shards']:,} of {row['workers']:,}",
+    "message": "{message}",
+    "route": "{route}",
+    "sent": lambda row: _size(row["sent_bytes"]),
+    "held": lambda row: _size(row["held_bytes"]),
+    "seconds": "{seconds:.4g}",
+    "schedule": "{schedule}",
+}
+
+
 def main(arguments: Sequence[str]) -> int:
     from jaxcomp.plan.scale import crossover
 
-    o = parser().parse_args(arguments)
-    run, rows, memory = NewRun(o, "scale"), rows_of(o), 1e9 * o.memory_gb / 4
-    run.write(rows)
-    cells = [
-        {
-            "entries / shards": f"{row['entries']:.0e} / {row['shards']}",
-            "exchanging": f"{row['workers'] // row['shards']:,} of {row['workers']:,}",
-            "message": row["message"],
-            "route": row["route"],
-            "sent": _size(row["sent_bytes"]),
-            "held": _size(row["held_bytes"]),
-            "seconds": f"{row['seconds']:.4g}",
-            "schedule": row["schedule"],
-            "replaced by": replacement(rows, row, memory),
-        }
-        for row in rows
-    ]
+    run = Run(parser(), arguments, "scale")
+    o, rows = run.options, rows_of(run.options)
+    memory = 1e9 * o.memory_gb / 4
+    run.keep(rows)
     own = [(d / shards_of(d, 4 * memory)) for d in o.entries]
     turns = [(each, crossover(each, 8 * o.ratio * each, fabric_of(o))) for each in own]
     said = ", ".join(f"n = {n:,} (d = {d:.0e})" if n else f"no n below 10^6 (d = {d:.0e})" for d, n in turns)
@@ -121,18 +122,14 @@ takes more than twice as long as the fastest that fits, is marked with the one t
 Gathering messages of ratio {o.ratio:g} is slower than a dense f32 sum from {said} on. Links of {o.gbit:g} Gbit/s,
 {1e6 * o.latency:g} us, groups of {o.group}, whose way out is {o.oversubscription:g} times narrower; within a group
 {o.inner_gbit:g} Gbit/s."""
-    show_rows(run.console, f"{run.folder.name}: an exchange by formula", cells, notes, run.folder / "table.md")
-    run.console.print(f"{draw(rows, memory, run.folder / 'scale.png')}", highlight=False)
+    columns = {**COLUMNS, "replaced by": lambda row: replacement(rows, row, memory)}
+    run.table(f"{run.folder.name}: an exchange by formula", columns, rows, notes)
+    run.picture(draw(rows, memory), "scale.png")
     return 0
 
 
-def _size(value: float) -> str:
-    scale, unit = next(((s, u) for s, u in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")) if value >= s), (1e3, "kB"))
-    return f"{value / scale:.3g} {unit}"
-
-
-def draw(rows: list[dict[str, Any]], memory: float, path: Path) -> Path:
-    from experiments.lib.plots import LINES, new_figure, save
+def draw(rows: list[dict[str, Any]], memory: float) -> Any:
+    from experiments.lib.plots import LINES, new_figure
 
     sizes = list(dict.fromkeys(row["entries"] for row in rows))
     figure, axes = new_figure(2, 4.0 * len(sizes), len(sizes))
@@ -151,5 +148,4 @@ def draw(rows: list[dict[str, Any]], memory: float, path: Path) -> Path:
                 axis.set_ylim(top=1.3 * max(memory, *(r[key] for r in rows if r["entries"] == entries)))
                 axis.legend(*(found[-1:] for found in axis.get_legend_handles_labels()), fontsize=7)
     axes[0].legend(fontsize=7)
-    save(figure, path)
-    return path
+    return figure

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least, one_thread, positive
-from experiments.lib.folders import NewRun, run_options
 from experiments.lib.netlab import add_rates, laboratory, rate_name
-from experiments.lib.report import show_rows
+from experiments.lib.run import Columns, Run, parser_of
 
 __all__ = ["main"]
 
@@ -22,7 +21,7 @@ ENOUGH = 0.15  # error of a prediction that is still good
 
 
 def parser() -> Parser:
-    p = Parser(prog="python -m experiments links", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("links", __doc__)
     p.add_argument("--fit", type=at_least(2), nargs="+", default=[2, 3, 4], metavar="N", help="workers, to fit to")
     p.add_argument("--check", type=at_least(2), nargs="+", default=[6, 8], metavar="N", help="workers, held back")
     add_rates(p, "10mbit 100mbit")
@@ -31,32 +30,32 @@ def parser() -> Parser:
     what = "sizes whose bytes take less are summed up apart: processes that share cores wait longer for those"
     p.add_argument("--least-ms", type=positive, default=20.0, help=what)
     p.add_argument("--seconds", type=positive, default=15.0, help="for the rounds of one collective at one rate")
-    run_options(p, "links")
     return p
 
 
 def main(arguments: Sequence[str]) -> int:
-    o = parser().parse_args(arguments)
-    run = NewRun(o, "links")
+    run, rows = Run(parser(), arguments, "links"), []
     one_thread()
-    for row in measured(o, run.console):
-        run.add(row)
-    found = compared(run.rows, set(o.fit))
-    run.write(run.rows + found)
-    report(run.console, found, o, run.folder)
+    for row in measured(run):
+        rows.append(row)
+        run.keep(rows)
+    found = compared(rows, set(run.options.fit))
+    run.keep(rows + found)
+    report(run, found)
     return 0
 
 
-def measured(o: Any, console: Any) -> Iterator[dict[str, Any]]:
+def measured(run: Run) -> Iterator[dict[str, Any]]:
     """A row for each number of workers, rate, collective and size."""
     from experiments.plan import pool_in
 
+    o = run.options
     for workers in dict.fromkeys([*o.fit, *o.check]):
         with laboratory(workers) as lab, pool_in(lab) as pool:
             pool.hear()
             for rate in dict.fromkeys(o.rates):
                 lab.shape(rate)
-                console.print(f"{workers} workers, {rate_name(rate)}", highlight=False)
+                run.say(f"{workers} workers, {rate_name(rate)}")
                 request = {"kinds": list(dict.fromkeys(o.kinds)), "most": o.bytes, "seconds": o.seconds}
                 for kind, samples in pool.ask(1800.0, what="sweep", **request)[0].items():
                     for sample in samples:
@@ -95,24 +94,23 @@ def in_words(found: Sequence[dict[str, Any]]) -> str:
     return f"{good}, median error {s['median']:.0%}, largest {s['worst']:.0%}"
 
 
-def report(console: Any, found: list[dict[str, Any]], o: Any, folder: Any) -> None:
+COLUMNS: Columns = {
+    "rate": lambda row: rate_name(row["rate"]),
+    "collective": "{kind}",
+    "workers": "{workers}",
+    "bytes": "{operand_bytes:,.0f}",
+    "measured ms": lambda row: f"{1e3 * row['seconds']:.3g} +- {1e3 * row['error']:.1g}",
+    "predicted ms": lambda row: f"{1e3 * row['predicted']:.3g}",
+    "predicted/measured": "{ratio:.2f}",
+}
+
+
+def report(run: Run, found: list[dict[str, Any]]) -> None:
     """Prints and keeps the table: predicted over measured seconds of each size."""
-    cells = [
-        {
-            "rate": rate_name(row["rate"]),
-            "collective": row["kind"],
-            "workers": str(row["workers"]),
-            "bytes": f"{row['operand_bytes']:,.0f}",
-            "measured ms": f"{1e3 * row['seconds']:.3g} +- {1e3 * row['error']:.1g}",
-            "predicted ms": f"{1e3 * row['predicted']:.3g}",
-            "predicted/measured": f"{row['ratio']:.2f}",
-        }
-        for row in found
-    ]
+    o = run.options
     long = [row for row in found if 1e3 * row["bytes_seconds"] >= o.least_ms]
     short = [row for row in found if row not in long]
     notes = f"""\
 Fitted to {", ".join(map(str, o.fit))} workers, held back: the others. Bytes that take at least {o.least_ms:g} ms on the
 link: {in_words(long)}. Shorter ones: {in_words(short)}. bytes: of each worker's operand."""
-    title = f"{folder.name}: collectives among more workers than were fitted"
-    show_rows(console, title, cells, notes, folder / "table.md")
+    run.table(f"{run.folder.name}: collectives among more workers than were fitted", COLUMNS, found, notes)
