@@ -121,14 +121,7 @@ def usage(words: str, parts: dict[str, str]) -> str:
 
 
 def dispatch(what: str, package: str, parts: dict[str, str], arguments: Sequence[str]) -> int:
-    """Runs `main` of the module package.NAME, for `python -m experiments WHAT NAME [options]`.
-
-    Args:
-        what: the word before NAME.
-        package: that holds the modules.
-        parts: NAME -> one line about it.
-        arguments: NAME and its options.
-    """
+    """Runs `main` of the module package.NAME, for `python -m experiments WHAT NAME [options]`."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage(f"python -m experiments {what}", parts))
         return 0 if arguments else 2
@@ -139,11 +132,7 @@ def dispatch(what: str, package: str, parts: dict[str, str], arguments: Sequence
 
 
 def choose_new(runs: Path, name: str | None, kind: str) -> Path:
-    """A folder that is not there yet: runs/NAME, or the next free runs/KIND-N.
-
-    Raises:
-        UserError: NAME exists, or is no folder below runs.
-    """
+    """A folder that is not there yet: runs/NAME, or the next free runs/KIND-N."""
     if name is None:
         number = 1
         while (runs / f"{kind}-{number}").exists():
@@ -156,11 +145,7 @@ def choose_new(runs: Path, name: str | None, kind: str) -> Path:
 
 
 def named_folder(runs: Path, name: str) -> Path:
-    """runs/NAME, which must lie below runs.
-
-    Raises:
-        UserError: it does not.
-    """
+    """runs/NAME, which must lie below runs."""
     if not Path(name).parts or Path(name).is_absolute() or ".." in Path(name).parts:
         raise UserError(f"--name must be a folder below --runs; got {name}")
     return runs / name

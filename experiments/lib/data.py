@@ -94,14 +94,7 @@ DATASETS = {"digits": digits, "mnist": mnist}
 
 
 def load(name: str, folder: Path | None = None, choose: Choose | None = None, test: bool = True) -> Dataset:
-    """A data set, or a worker's part of it.
-
-    Args:
-        name: of `DATASETS`.
-        folder: with its files, for those that have some.
-        choose: picks the examples whose images are kept, by the labels of all; None: all of them.
-        test: keep the images of the test.
-    """
+    """A data set, or a worker's part of it: images of the test, and those that `choose` picks by the labels of all."""
     return DATASETS[name](folder, choose, test)
 
 
@@ -111,12 +104,7 @@ FILES = "LIBSVM text (plain, .gz, .bz2, .xz), .npz of X and y or of a sparse mat
 def read_rows(path: Path, num_features: int | None = None) -> tuple[Any, np.ndarray]:
     """A file of rows with labels: a SciPy CSR matrix [m, d] without stored zeros, and labels f64[m].
 
-    Args:
-        path: one of `FILES`.
-        num_features: d of LIBSVM text; None: the largest index in the file.
-
-    Raises:
-        UserError: no such file, not what its name says, no labels, or fewer than two different ones.
+    path: one of `FILES`. num_features: d of LIBSVM text; None: the largest index in the file.
     """
     import scipy.sparse
 
@@ -137,13 +125,7 @@ def read_rows(path: Path, num_features: int | None = None) -> tuple[Any, np.ndar
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An idx file of unsigned bytes (the format of MNIST), gzipped if its name ends in .gz.
-
-    Of a plain file only those parts are read that are used.
-
-    Raises:
-        UserError: the file is not what its header says.
-    """
+    """An idx file of bytes (the format of MNIST), gzipped if its name ends in .gz; else parts are read when used."""
     with reading(str(path), "is it an idx file?"):
         if path.suffix == ".gz":
             data = memoryview(gzip.decompress(path.read_bytes()))
@@ -163,13 +145,8 @@ def read_idx(path: Path) -> np.ndarray:
 def split(labels: np.ndarray, workers: int, alpha: float | None, seed: int) -> list[np.ndarray]:
     """Indices of each worker's examples; together they are all examples, each once.
 
-    Args:
-        labels: i32[n].
-        workers: number of parts.
-        alpha: None: shuffled and cut into equal parts (IID). Else, of each class the workers get
-            shares drawn from Dirichlet(alpha, ..., alpha): small alpha, different label mixes.
-            Every worker gets at least one example.
-        seed: of the draw.
+    alpha: None: shuffled and cut into equal parts (IID). Else, of each class the workers get shares drawn from
+    Dirichlet(alpha, ..., alpha): small alpha, different label mixes. Every worker gets at least one example.
     """
     if workers > len(labels):
         raise UserError(f"{workers} workers for {len(labels)} examples; each needs at least one")

@@ -66,11 +66,7 @@ def reading(what: str, cure: str) -> Iterator[None]:
 
 
 def read_json(path: Path, kind: type, cure: str) -> Any:
-    """The content of a JSON file, a dict or a list.
-
-    Raises:
-        UserError: it is something else; `cure` says what the user may do.
-    """
+    """The content of a JSON file, a dict or a list. cure: what a user may do if it is something else."""
     try:
         content = json.loads(path.read_text())
     except ValueError as error:  # of UTF-8, too

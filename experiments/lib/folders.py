@@ -58,9 +58,6 @@ def claimed(runs: Path, name: str | None, resume: bool, kind: str) -> Iterator[P
     """The folder that `choose_folder` chooses, made if it is new, and for this process alone while the context lasts.
 
     A new folder that is left unused is removed again. The lock goes with the process, however that ends.
-
-    Raises:
-        UserError: as `choose_folder`; or another process has the folder, and the message says which.
     """
     while True:
         folder = choose_folder(runs, name, resume, kind)
@@ -111,11 +108,7 @@ def goes_on(runs: Path, folder: Path) -> Iterator[None]:
 def resumed(
     folder: Path, options: dict[str, Any], given: dict[str, Any], parser: Parser, free: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The options of the run; what is given again must agree with them, but for those that are free to change.
-
-    Raises:
-        UserError: config.json is damaged, or they do not agree.
-    """
+    """The options of the run; what is given again must agree with them, but for those that are free to change."""
     kept = read_json(folder / "config.json", dict, ANEW)
     for key in kept.keys() & given.keys():
         if key in free:
@@ -164,22 +157,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 class Journal:
-    """metrics.jsonl of a run: a line for each logged step. One process writes it, the others do nothing.
-
-    Args:
-        folder: of the run.
-        writes: whether this process does.
-    """
+    """metrics.jsonl of a run: a line for each logged step. One process writes it, the others do nothing."""
 
     def __init__(self, folder: Path, writes: bool = True):
         self.path, self.writes = folder / "metrics.jsonl", writes
 
     def lines(self) -> list[dict[str, Any]]:
-        """All lines, but for half a one at the end, which a killed process or a full disk may have left.
-
-        Raises:
-            UserError: another one is damaged.
-        """
+        """All lines, but for half a one at the end, which a killed process or a full disk may have left."""
         lines = self.path.read_text(errors="replace").splitlines(keepends=True) if self.path.is_file() else []
         if lines and not lines[-1].endswith("\n"):
             lines.pop()

@@ -6,11 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["end_all", "free_port", "start"]
+__all__ = ["end_all", "free_port", "handling", "start"]
 
 # What becomes the program: only a process itself can ask the kernel to end it with its parent, and JAX forbids a fork.
 GUARD = """
@@ -36,6 +37,20 @@ def start(words: Sequence[str], **options: Any) -> subprocess.Popen:
     if sys.platform == "linux":
         words = [sys.executable, "-ISc", GUARD, str(os.getpid()), *map(str, words)]
     return subprocess.Popen(words, start_new_session=True, **options)
+
+
+@contextlib.contextmanager
+def handling(handler: Any, *numbers: int) -> Iterator[None]:
+    """With this handler for these signals, where Python lets us set one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def end_all(processes: Iterable[subprocess.Popen], patience: float = 0.0) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from experiments.lib.cli import UserError
 from experiments.lib.errors import line_of
-from experiments.lib.launch import end_all, free_port, start
+from experiments.lib.launch import end_all, free_port, handling, start
 
 __all__ = ["Failed", "Group", "Interrupted", "agree", "join", "leave", "or_die", "stopping", "training_group"]
 
@@ -92,9 +92,6 @@ def join(coordinator: str | None, number: int | None, process: int | None, patie
     """Joins the others: at a coordinator, or wherever JAX finds one in the environment of the cluster.
 
     Says so while it waits. After `patience` seconds it ends this process with one line, as JAX itself would abort.
-
-    Raises:
-        UserError: they cannot be found.
     """
     import jax
 
@@ -163,13 +160,8 @@ def agree(decide: Callable[[], Any]) -> Any:
 def stopping(alone: bool) -> Iterator[Callable[[int], bool]]:
     """Has SIGINT and SIGTERM end a training after a step that all processes agree on; another SIGINT at once.
 
-    With others, JAX itself catches SIGTERM, which is what clusters send before they take a machine away.
-
-    Args:
-        alone: there are no other processes.
-
-    Yields:
-        Whether to stop after a step; to be asked after each, on all processes.
+    With others, JAX itself catches SIGTERM, which is what clusters send before they take a machine away. Yields a
+    function that says whether to stop after a step: to be asked after each, on all processes.
     """
     from jax.experimental import multihost_utils
 
@@ -182,13 +174,8 @@ def stopping(alone: bool) -> Iterator[Callable[[int], bool]]:
         else:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    numbers = (signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,)
-    before = [signal.signal(number, ask) for number in numbers]
-    try:
+    with handling(ask, *((signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,))):
         yield (lambda step: asked.is_set()) if alone else multihost_utils.reached_preemption_sync_point
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def interrupt(*_: Any) -> None:
@@ -204,11 +191,8 @@ class Group:
 
     They do not see the terminal's Ctrl-C: the one who started them stops them.
 
-    Args:
-        commands: the words of each.
-        logs: folder for what they print to the standard error, a file for each.
-        environment: variables that they get besides ours.
-        output: of process i, as `subprocess.Popen` takes it; None: to the log, too.
+    logs: folder for what they print to the standard error, a file for each. output: of process i, as
+    `subprocess.Popen` takes it; None: to the log, too.
     """
 
     def __init__(
@@ -235,31 +219,22 @@ class Group:
         return self.logs / f"process-{process}.log"
 
     def wait(self) -> None:
-        """Waits for all to end; on SIGINT and SIGTERM has them stop after a common step.
-
-        Raises:
-            UserError, Failed: one failed; then all are stopped.
-            Interrupted: they were asked to stop, and did.
-        """
-        main = threading.current_thread() is threading.main_thread()
-        before = signal.signal(signal.SIGTERM, interrupt) if main else None
+        """Waits for all to end; on SIGINT and SIGTERM has them stop after a common step. One that fails stops all."""
         try:
-            try:
+            with handling(interrupt, signal.SIGTERM):
                 self.end_or(lambda: False)
-            except KeyboardInterrupt:
-                with contextlib.suppress(ProcessLookupError):
-                    self.processes[0].send_signal(signal.SIGTERM)  # who has all stop after a common step
-                end = time.monotonic() + PATIENCE
-                self.end_or(lambda: time.monotonic() > end)
-                raise Interrupted from None
             if self.failed():
                 raise self.failure()
             if any(self.codes()):
                 raise Interrupted
+        except KeyboardInterrupt:
+            with contextlib.suppress(ProcessLookupError):
+                self.processes[0].send_signal(signal.SIGTERM)  # who has all stop after a common step
+            end = time.monotonic() + PATIENCE
+            self.end_or(lambda: time.monotonic() > end)
+            raise Interrupted from None
         finally:
             self.kill()
-            if main:
-                signal.signal(signal.SIGTERM, before)
 
     def end_or(self, happens: Callable[[], bool]) -> bool:
         """Waits until all have ended, one has failed, or something happens; whether that was it."""
@@ -296,7 +271,7 @@ class Group:
             return Failed(f"process {i} was killed by {name}{more}; all were stopped")
         if not lines and shutil.disk_usage(self.logs).free < ROOM:
             return UserError(f"{self.logs}: no space left on device; make room")
-        if code == USER:
+        if code == USER and message:
             return UserError(message)
         tail = "".join(f"\n  {line}" for line in lines[-TAIL:])
         return Failed(f"process {i} failed: {message or f'exit status {code}'}; all were stopped. Its log ends:{tail}")

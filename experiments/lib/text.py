@@ -41,11 +41,7 @@ def add_sizes(p: Parser, *, width: int, layers: int) -> None:
 def read_characters(path: Path | None) -> tuple[np.ndarray, int]:
     """Codes i32[n] and the number of different characters; of this package's own source if there is no path.
 
-    Args:
-        path: plain or .xz; of a folder all files NAME.txt and NAME.txt.xz in the order of their names.
-
-    Raises:
-        UserError: no such file, damaged, or fewer than 1,000 characters.
+    path: plain or .xz; of a folder all files NAME.txt and NAME.txt.xz in the order of their names.
     """
     if path is None:
         raw = b"".join(file.read_bytes() for file in sorted(Path(jc.__file__).parent.rglob("*.py")))

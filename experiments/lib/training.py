@@ -47,9 +47,7 @@ def find_devices(workers: int | None, processes: int = 1) -> list[Any]:
 
     Must be called before anything else touches JAX's devices, and after `jax.distributed.initialize`.
 
-    Args:
-        workers: on all processes together, equally many on each; None: one for each device there is.
-        processes: that were joined.
+    workers: on all processes together, equally many on each; None: one for each device there is.
     """
     if workers is None:
         return jax.devices()
@@ -177,11 +175,7 @@ class Trainer:
         return State(old.params, jc.redistribute(old.optimizer, new, keep="sum"))
 
     def check(self, state: State, step: int) -> None:
-        """Compares what must be equal on all workers.
-
-        Raises:
-            jc.ReplicaDrift: it is not; names the workers that differ.
-        """
+        """Raises `jc.ReplicaDrift`, with the workers that differ, where what must be equal on all of them is not."""
         jc.check_replicas(np.asarray(self._fingerprints(state)), step=step)
 
     @functools.cached_property
@@ -289,20 +283,12 @@ class Checkpoints:
         return reading(f"checkpoint {path}", "remove it, and the run starts again from its first step")
 
     def about(self, step: int) -> dict[str, Any]:
-        """What has to be known of a state.
-
-        Raises:
-            UserError: the checkpoint is damaged.
-        """
+        """What has to be known of a state."""
         with self._reading(step):
             return dict(self._restore(step, about=ocp.args.JsonRestore())["about"])
 
     def restore(self, step: int, abstract: State, about: dict[str, Any]) -> State:
-        """The state.
-
-        Raises:
-            UserError: the checkpoint is damaged.
-        """
+        """The state."""
         with self._reading(step):
             state = State(**self._restore(step, state=ocp.args.StandardRestore(abstract._asdict()))["state"])
             if _fingerprint_of_bits(state, about) != about["fingerprint"]:

@@ -62,11 +62,7 @@ class Setup(NamedTuple):
 def parse(words: list[str], every: list[int], fragments: int, delay: int, mixing: float) -> list[Setup]:
     """The curves that were asked for: each word, for each H.
 
-    Args:
-        words: NAME, stream:NAME (in fragments, with delay and mixing), or ddp:NAME (gradients, at every step).
-
-    Raises:
-        UserError: unknown name, or times that do not go together.
+    words: NAME, stream:NAME (in fragments, with delay and mixing), or ddp:NAME (gradients, at every step).
     """
     found = []
     for word in words:

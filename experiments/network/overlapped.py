@@ -22,12 +22,7 @@ KEY = b"laboratory"
 
 
 class Peers:
-    """Bytes between all workers: a connection for each pair.
-
-    Args:
-        addresses: of all hosts, in the order of the workers.
-        number: of this worker.
-    """
+    """Bytes between worker `number` and the others, whose addresses stand in order: a connection for each pair."""
 
     def __init__(self, addresses: list[str], number: int):
         self.number = number

@@ -23,13 +23,9 @@ def break_even(points: list[tuple[float | None, float, float]]) -> float | None:
     """The rate at which a method is as fast as the dense one.
 
     Between two rates both times are taken as a + b / rate, which a message on a link costs; so the point is exact
-    where they are.
+    where they are. None if one of them is faster at every rate measured; the highest, if there are several.
 
-    Args:
-        points: (rate in bit/s or None for no limit, seconds of the method, seconds of the dense one).
-
-    Returns:
-        bit/s; None if one of them is faster at every rate measured. The highest, if there are several.
+    points: (rate in bit/s or None for no limit, seconds of the method, seconds of the dense one).
 
     >>> round(break_even([(1e6, 1 + 1, 0.5 + 4), (None, 1.0, 0.5)]) / 1e6)
     6

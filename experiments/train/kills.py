@@ -105,12 +105,7 @@ def one(runs: "Disturbed", number: int, kills: int) -> list[Kill]:
 class Disturbed:
     """Runs of the same training, of which run 0 is left alone, and made when this is.
 
-    Args:
-        folder: for all runs.
-        processes: of run 0, and of each other run.
-        options: of train.
-        draw: of processes and moments.
-        say: prints a line.
+    processes: of run 0, and of each other run. options: of train. draw: of processes and moments.
     """
 
     def __init__(
