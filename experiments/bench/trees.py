@@ -125,8 +125,8 @@ def main(arguments: Sequence[str]) -> int:
             columns |= {"temporary / gradient": "{temporary}"} | ({"ms a step": "{ms}"} if o.steps else {})
     notes = (
         f"Trace and compile of one update at {o.workers} workers, in CPU seconds of the process, the least of "
-        f"{o.times}. The smallest tree has {num_entries(first) / 1e6:.1f} M parameters. Temporary memory is what one device needs "
-        "besides arguments and results, over the bytes of a gradient."
+        f"{o.times}. The smallest tree has {num_entries(first) / 1e6:.1f} M parameters. Temporary memory is what one "
+        "device needs besides arguments and results, over the bytes of a gradient."
     )
     return report(o, "GPT trees", columns, rows, notes)
 

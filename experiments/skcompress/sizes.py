@@ -179,9 +179,11 @@ def parts_meter() -> Callable[[np.ndarray], list[Measured]]:
 
 def together(rows: Sequence[Measured]) -> Measured:
     """Sums of bytes and nonzeros over gradients, medians of the others."""
-    _, *sizes, errors, lengths, seconds = zip(*rows, strict=True)
+    names, *sizes, errors, lengths, seconds = zip(*rows, strict=True)
+    keys, values, tables, nonzeros = map(sum, sizes)
     totals = tuple(sum(each) for each in zip(*seconds, strict=True))
-    return Measured(rows[0].method, *map(sum, sizes), float(np.median(errors)), float(np.median(lengths)), totals)
+    middle = float(np.median(errors)), float(np.median(lengths))
+    return Measured(names[0], keys, values, tables, nonzeros, *middle, totals)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -239,9 +241,7 @@ def main(arguments: Sequence[str]) -> int:
         chain = found[kind, "parts"]
         run.add(*({"problem": problem.name, **row._asdict()} for row in whole + chain))
         each = whole[0].nonzeros // o.gradients
-        title = (
-            f"{problem.name}: {each:,} nonzeros of {rows.d:,}, batches of {o.batch}, mean of {o.gradients} gradients"
-        )
+        title = f"{problem.name}: {each:,} nonzeros of {rows.d:,}, {o.gradients} gradients of batches of {o.batch}"
         run.table(title, COLUMNS | {x: rate(i) for i, x in enumerate(SPEED)}, whole, NOTES, f"sizes-{kind}.md")
         run.table("What each part is worth, as released and with ours", COLUMNS, chain, "", f"parts-{kind}.md")
         results[problem.name] = whole, chain
@@ -258,7 +258,7 @@ def plot(results: dict[str, tuple[list[Measured], list[Measured]]], run: Run) ->
     families = {"quantile": "quantile, 4 .. 64 buckets", "equal depth": "equal depth, 8 .. 64 buckets"}
     for (name, (whole, parts)), left, right in zip(results.items(), axes[::2], axes[1::2], strict=True):
         curves = {
-            label: np.transpose([place(row) for row in whole if row.method.startswith(start)])
+            label: tuple(np.transpose([place(row) for row in whole if row.method.startswith(start)]))
             for start, label in families.items()
         }
         lines(left, curves, xlabel="bytes per nonzero", ylabel="relative squared error", yscale="log", title=name)
