@@ -12,11 +12,11 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # pyright: ignore[reportMissingImports]
 from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports]
 
-from experiments.lib.cli import UserError
-from experiments.lib.models import MODELS
+from experiments.lib.models import Block
 from experiments.network.training import Training
 
 __all__ = ["Peer", "join"]
@@ -69,6 +69,33 @@ class Net(torch.nn.Module):
         return x
 
 
+class Transformer(torch.nn.Module):
+    """`experiments.lib.models.Transformer`, from its parameters."""
+
+    def __init__(self, params: dict[str, Any]):
+        super().__init__()
+        self.layers = [name for name in params if name.startswith("layer_")]
+        leaves = flatten_dict(params, sep="/")
+        copied = {name: torch.nn.Parameter(torch.from_numpy(np.array(x))) for name, x in leaves.items()}
+        self.weights = torch.nn.ParameterDict(copied)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [n, length]."""
+        w = self.weights
+        norm = lambda x, name: w[f"{name}/scale"] * x * torch.rsqrt(torch.mean(x * x, -1, keepdim=True) + 1e-6)
+        times = lambda x, name: x @ w[f"{name}/kernel"]
+        many, length = x.shape
+        x = w["embed/embedding"][x.long()] + w["position/embedding"][:length]
+        for name in self.layers:
+            cut = times(norm(x, f"{name}/norm_1"), f"{name}/qkv").reshape(many, length, 3, Block.heads, -1)
+            q, k, v = cut.permute(2, 0, 3, 1, 4)
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + times(mixed.transpose(1, 2).reshape(many, length, -1), f"{name}/out")
+            hidden = torch.nn.functional.gelu(times(norm(x, f"{name}/norm_2"), f"{name}/up"), approximate="tanh")
+            x = x + times(hidden, f"{name}/down")
+        return times(norm(x, "norm"), "last")
+
+
 def bf16_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # pyright: ignore[reportPrivateImportUsage]
     """All-reduce in bfloat16, as `default_hooks.bf16_compress_hook` does, which is refused without NCCL."""
     narrow = (bucket.buffer() / dist.get_world_size()).to(torch.bfloat16)
@@ -89,15 +116,14 @@ class Peer(Training):
         self, number: int, method: str, ratio: float, levels: int, optimizer: str, rate: float, **options: Any
     ):
         super().__init__(number, **options)
-        if self.architecture not in MODELS:
-            raise UserError(f"{method} trains the models {', '.join(MODELS)}; got {self.architecture}")
         self.method, self.optimizer, self.rate = method, optimizer, rate
         self.described = {"ledger_bytes": None, "parameters": self.parameters}
         self.start()
         self.step(*next(self.batches(1)))
 
     def start(self) -> None:
-        self.net = Net(jax.tree.map(np.asarray, nnx.to_pure_dict(self.params)))
+        kind = Transformer if self.architecture == "transformer" else Net
+        self.net = kind(jax.tree.map(np.asarray, nnx.to_pure_dict(self.params)))
         # Of several buckets PowerSGD's second all-reduces would start in an order of their own on each host, and gloo
         # would wait for ever.
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=2**10 if self.method == "ddp-powersgd" else None)
@@ -110,7 +136,8 @@ class Peer(Training):
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         self.update.zero_grad()
-        loss = torch.nn.functional.cross_entropy(self.model(torch.from_numpy(x)), torch.from_numpy(y).long())
+        scores, labels = self.model(torch.from_numpy(x)), torch.from_numpy(y).long()
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, -2), labels.flatten())
         loss.backward()
         self.update.step()
         mean = loss.detach().clone()
