@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from experiments.lib.cli import fail
+from experiments.lib.cli import fail, usage
 from experiments.lib.errors import line_of
 
 # name -> (module, what it shows). Modules are imported only when asked for: each sets up JAX itself.
@@ -13,7 +13,7 @@ EXPERIMENTS = {
     "kills": ("experiments.train.kills", "kill processes of a training at random; what was trained must not show it"),
     "soak": (
         "experiments.train.soak",
-        "a long training with kills, a full disk, a NaN and a corrupted checkpoint: same bits",
+        "a training with kills, a full disk, a NaN and a corrupted checkpoint: same bits",
     ),
     "attack": (
         "experiments.attack",
@@ -26,7 +26,7 @@ EXPERIMENTS = {
     "network": ("experiments.network", "dense against compressed exchanges over slow links, in network namespaces"),
     "scoreboard": (
         "experiments.network.scoreboard",
-        "does it pay: time to a loss of methods, rates and models, against the best dense exchange",
+        "does it pay: time to a loss of methods, against the best dense one",
     ),
     "federated": ("experiments.federated", "members who come and go, on Flower; messages as long as their ratio"),
     "smoothness": ("experiments.smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),
@@ -34,10 +34,7 @@ EXPERIMENTS = {
     "overlap": ("experiments.sharded.overlap", "buckets: exchanges that may start while the backward pass still runs"),
     "layouts": ("experiments.layouts", "which vectors a tree should become: one, each leaf, or equal chunks"),
     "local": ("experiments.local", "many steps at each worker, then one compressed exchange of their differences"),
-    "plan": (
-        "experiments.plan",
-        "the planner in the network laboratory: its advice, and its regret",
-    ),
+    "plan": ("experiments.plan", "the planner in the network laboratory: its advice, and its regret"),
     "scale": ("experiments.scale", "routes among up to 16,384 workers, by formula: bytes, memory, seconds"),
     "links": ("experiments.scale.links", "collectives fitted among 2 to 4 processes, checked among 6 and 8"),
     "workers": (
@@ -49,17 +46,9 @@ EXPERIMENTS = {
 }
 
 
-def usage() -> str:
-    width = max(map(len, EXPERIMENTS))
-    rows = "\n".join(f"  {name.ljust(width)}  {what}" for name, (_, what) in EXPERIMENTS.items())
-    return (
-        f"usage: python -m experiments NAME [options]\n\n{rows}\n\npython -m experiments NAME --help lists the options."
-    )
-
-
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage())
+        print(usage("python -m experiments", {name: what for name, (_, what) in EXPERIMENTS.items()}))
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in EXPERIMENTS:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.lib.cli import Parser, UserError, existing_folder
-from experiments.lib.report import new_console, show
+from experiments.lib.report import new_console, show_rows
 
 __all__ = ["FIGURES", "Figure", "main", "placed", "stamp_of"]
 
@@ -51,6 +51,9 @@ class Figure(NamedTuple):
         return "{data}" in self.command
 
 
+SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
+SCOREBOARD += "local-int4@20"
+LOCAL = "local --data {data}/tinyshakespeare --every 20 --steps 240 --batch 4 --length 48"
 FIGURES = {
     "demo": Figure("demo", "compare", "train", 2, ("compare.png", "demo.png")),
     "bench": Figure("costs", "bench compressors --markdown {table}", "bench/compressors.py", 5),
@@ -59,20 +62,8 @@ FIGURES = {
     "codes": Figure("costs", "bench codes --markdown {table}", "bench/codes.py", 3),
     "training": Figure("thresholds", "sidco training --steps 300 --seeds 0 1", "sidco", 4),
     "workers": Figure("scale", "workers", "scale/workers.py", 8, ("workers.png", "workers.png")),
-    "scoreboard": Figure(
-        "scoreboard",
-        "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
-        "local-int4@20",
-        "network",
-        35,
-        ("scoreboard.png", "scoreboard.png"),
-    ),
-    "local": Figure(
-        "local",
-        "local --data {data}/tinyshakespeare --every 20 --steps 240 --batch 4 --length 48",
-        "local",
-        10,
-    ),
+    "scoreboard": Figure("scoreboard", SCOREBOARD, "network", 35, ("scoreboard.png", "scoreboard.png")),
+    "local": Figure("local", LOCAL, "local", 10),
 }
 
 
@@ -101,9 +92,10 @@ def main(arguments: Sequence[str]) -> int:
     rows = []
     for name, figure in FIGURES.items():
         made, stale = state_of(name, figure)
-        rows.append([name, f"docs/results/{figure.page}.md", made, "stale" if stale else "", str(figure.minutes)])
+        row = {"table": name, "page": f"docs/results/{figure.page}.md", "made": made}
+        rows.append(row | {"state": "stale" if stale else "", "min": str(figure.minutes)})
     notes = "Stale: the code that makes it, or the library, is another one than it was made with."
-    show(console, "Figures of docs/results", ["table", "page", "made", "state", "min"], rows, notes)
+    show_rows(console, "Figures of docs/results", rows, notes)
     return 0
 
 

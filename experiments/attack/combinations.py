@@ -8,13 +8,17 @@ equal on all workers. Whatever a route or a theory does not allow has to be refu
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from experiments.attack import Clock, Outcome
+import jaxcomp as jc
+from experiments.attack import HELD, REFUSED, Attack
 from experiments.attack.draw import compressor_text, made, vector
 from jaxcomp.exchange.state import means_in
 
-__all__ = ["attack"]
+__all__ = ["ready"]
 
 ROUNDS = 2
 SAME_BITS = ("concat", "ring", "ladder")
@@ -62,25 +66,22 @@ def drawn(rng: np.random.Generator) -> Drawn:
     return Drawn(algorithm[name], via, place, str(rng.choice(list(SHAPES))), weighted, int(rng.integers(2**31)))
 
 
-def attack(seed: int, first: int, clock: Clock) -> Outcome:
-    """Tries one case after another as long as there is time."""
-    held, refused, fell, number = 0, 0, [], first
-    by_via: dict[str, int] = {}
-    while clock.goes_on(f"{held + refused + len(fell)} combinations, {len(fell)} fell"):
+def ready(seed: int) -> Attack:
+    held: dict[str, int] = {}
+
+    def attempt(number: int) -> str:
         case = drawn(np.random.default_rng([seed, 4, number]))
+        verdict = HELD
         try:
             wrong = tried(case)
-            held += wrong is None
-            by_via[case.via] = by_via.get(case.via, 0) + (wrong is None)
+            held[case.via] = held.get(case.via, 0) + (wrong is None)
         except (ValueError, TypeError) as error:
-            wrong = foreign(error)
-            refused += wrong is None
+            wrong, verdict = foreign(error), REFUSED
         except Exception as error:
             wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if wrong is not None:
-            fell.append(f"case {number} ({case}): {wrong}")
-        number += 1
-    return Outcome(held, refused, tuple(fell), ", ".join(f"{via} {count}" for via, count in sorted(by_via.items())))
+        return verdict if wrong is None else f"({case}): {wrong}"
+
+    return Attack(attempt, lambda: ", ".join(f"{via} {count}" for via, count in sorted(held.items())))
 
 
 def foreign(error: Exception) -> str | None:
@@ -113,48 +114,36 @@ def tried(case: Drawn) -> str | None:
 
 
 def leaves_of(tree: Any) -> list[np.ndarray]:
-    import jax
-
     return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
 def differ(got: Any, want: Any) -> str | None:
     """Which arrays are not the same bit for bit."""
     pairs = list(zip(leaves_of(got), leaves_of(want), strict=True))
-    wrong = [i for i, (a, b) in enumerate(pairs) if a.tobytes() != b.tobytes()]
-    if not wrong:
-        return None
-    a, b = pairs[wrong[0]]
-    return f"{len(wrong)} of {len(pairs)} arrays differ from gather, the first by {np.max(np.abs(a - b)):.3g}"
+    wrong = [np.max(np.abs(a - b)) for a, b in pairs if a.tobytes() != b.tobytes()]
+    return f"{len(wrong)} of {len(pairs)} arrays differ from gather, the first by {wrong[0]:.3g}" if wrong else None
 
 
 def far(got: Any, want: Any) -> str | None:
     """Which arrays differ by more than sums in another order do."""
     for a, b in zip(leaves_of(got), leaves_of(want), strict=True):
-        allowed = 1e-2 * np.max(np.abs(b), initial=0) + 1e-30  # 16-bit sums round their mean once more
-        if np.max(np.abs(np.float64(a) - b), initial=0) > allowed:
-            return f"differs from gather by {np.max(np.abs(np.float64(a) - b)):.3g} of {np.max(np.abs(b)):.3g}"
+        apart, largest = np.max(np.abs(np.float64(a) - b), initial=0), np.max(np.abs(b), initial=0)
+        if apart > 1e-2 * largest + 1e-30:  # 16-bit sums round their mean once more
+            return f"differs from gather by {apart:.3g} of {largest:.3g}"
     return None
 
 
 def run(case: Drawn, algorithm: Any, via: str, rng: np.random.Generator) -> tuple[Any, Any]:
     """Directions of all rounds, and the memories after them, but for what was counted."""
-    import jax
-
-    import jaxcomp as jc
-
     shapes = SHAPES[case.shapes]
     params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
     workers = 4 if case.place == "hierarchy" else 2
-    weights = [1.0, 3.0] if case.weighted else None
+    one = lambda shape: vector(rng, int(np.prod(shape)), spoiled=True)[1].reshape(shape)
     grads = [
-        {
-            name: np.stack([vector(rng, int(np.prod(shape)), spoiled=True)[1].reshape(shape) for _ in range(workers)])
-            for name, shape in shapes.items()
-        }
-        for _ in range(ROUNDS)
+        {name: np.stack([one(shape) for _ in range(workers)]) for name, shape in shapes.items()} for _ in range(ROUNDS)
     ]
-    step, state = PLACED[case.place](jc, algorithm, via, weights, params)
+    options = {"via": via} | ({"weights": [1.0, 3.0]} if case.weighted else {})
+    step, state = PLACED[case.place](algorithm, options, params)
     directions = []
     for given in grads:
         direction, state = jax.block_until_ready(step(state, given))
@@ -163,58 +152,49 @@ def run(case: Drawn, algorithm: Any, via: str, rng: np.random.Generator) -> tupl
     return stacked, [node.local.algorithm for node in means_in(state)]
 
 
-def on_vmap(jc: Any, algorithm: Any, via: str, weights: Any, params: Any) -> tuple[Callable, Any]:
-    import jax
+# ------------------------------------------------------------------------------------------------
+# Placements: (algorithm, options of `compressed_mean`, parameters) -> step(state, gradients), state
 
-    tx = jc.compressed_mean(algorithm, "data", via=via, weights=weights)
+
+def on_vmap(algorithm: Any, options: dict[str, Any], params: Any) -> tuple[Callable, Any]:
+    tx = jc.compressed_mean(algorithm, "data", **options)
     state, axes = jc.init_state(tx, params, 2, "data")
     return jax.jit(jax.vmap(lambda s, g: tx.update(g, s), (axes, 0), (0, axes), axis_name="data")), state
 
 
-def mesh_of(**sizes: int) -> Any:
-    import jax
-    from jax.sharding import AxisType
+def mapped(tx: Any, mesh: Any, specs: Any, given: Any, out: Any) -> Callable:
+    """The update on a mesh, each device with its own row of the gradients."""
+    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
+    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, given), out_specs=(out, specs)))
 
+
+def mesh_of(**sizes: int) -> Any:
     shape = tuple(sizes.values())
     devices = jax.devices()[: int(np.prod(shape))]
     return jax.make_mesh(shape, tuple(sizes), devices=devices, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def on_mesh(jc: Any, algorithm: Any, via: str, weights: Any, params: Any) -> tuple[Callable, Any]:
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    tx, mesh = jc.compressed_mean(algorithm, "data", via=via, weights=weights), mesh_of(data=2)
+def on_mesh(algorithm: Any, options: dict[str, Any], params: Any) -> tuple[Callable, Any]:
+    tx, mesh = jc.compressed_mean(algorithm, "data", **options), mesh_of(data=2)
     state, specs = jc.init_state(tx, params, mesh, "data")
-    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs))), state
+    return mapped(tx, mesh, specs, P("data"), P()), state
 
 
-def on_shards(jc: Any, algorithm: Any, via: str, weights: Any, params: Any) -> tuple[Callable, Any]:
+def on_shards(algorithm: Any, options: dict[str, Any], params: Any) -> tuple[Callable, Any]:
     """Matrices are cut along their last even dimension; the others are whole on both devices."""
-    import jax
-    from jax.sharding import PartitionSpec as P
-
     cut = lambda x: P(*[None] * (x.ndim - 1), "model") if x.ndim > 1 and x.size and x.shape[-1] % 2 == 0 else P()
     sharding, mesh = jax.tree.map(cut, params), mesh_of(data=2, model=2)
-    tx = jc.compressed_mean(algorithm, "data", via=via, weights=weights, sharded=sharding)
+    tx = jc.compressed_mean(algorithm, "data", sharded=sharding, **options)
     state, specs = jc.init_state(tx, params, mesh, "data", sharding)
-    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
     given = jax.tree.map(lambda spec: P("data", *spec), sharding, is_leaf=lambda node: isinstance(node, P))
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, given), out_specs=(sharding, specs))), state
+    return mapped(tx, mesh, specs, given, sharding), state
 
 
-def in_levels(jc: Any, algorithm: Any, via: str, weights: Any, params: Any) -> tuple[Callable, Any]:
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    del weights
+def in_levels(algorithm: Any, options: dict[str, Any], params: Any) -> tuple[Callable, Any]:
     levels = {"ici": jc.direct(jc.identity()), "dcn": algorithm}
-    tx, mesh = jc.compressed_mean(axis_name=levels, via=via), mesh_of(dcn=2, ici=2)
+    tx, mesh = jc.compressed_mean(axis_name=levels, via=options["via"]), mesh_of(dcn=2, ici=2)
     state, specs = jc.init_state(tx, params, mesh, levels)
-    step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
-    across = P(("dcn", "ici"))
-    return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, across), out_specs=(P(), specs))), state
+    return mapped(tx, mesh, specs, P(("dcn", "ici")), P()), state
 
 
 PLACED = {"vmap": on_vmap, "mesh": on_mesh, "sharded": on_shards, "hierarchy": in_levels}

@@ -5,64 +5,56 @@ the mean of |C(x) - x|^2 is at most omega |x|^2 (or (1 - alpha) |x|^2), but for 
 What looks wrong is drawn again, eight times as often, before it is said to fall.
 """
 
+import jax
 import numpy as np
 
-from experiments.attack import Clock, Outcome
+import jaxcomp as jc
+from experiments.attack import HELD, REFUSED, Attack
 from experiments.attack.draw import compressor_text, made, vector
 
-__all__ = ["attack"]
+__all__ = ["measured", "ready"]
 
 DRAWS = 1024
 BIAS, SIGMAS = 40.0, 6.0
 ROUNDING = 1e-5  # of f32, relative to |x|^2
 
 
-def attack(seed: int, first: int, clock: Clock) -> Outcome:
-    """Tries one case after another as long as there is time."""
-    held, refused, fell, worst = 0, 0, [], 0.0
-    number = first
-    while clock.goes_on(f"{held + refused + len(fell)} compressors, {len(fell)} fell"):
+def ready(seed: int) -> Attack:
+    worst = [0.0]
+
+    def attempt(number: int) -> str:
         said, share = one(np.random.default_rng([seed, 3, number]))
-        if said is None:
-            refused += 1
-        elif share <= 1:
-            held += 1
-        else:
-            fell.append(f"case {number}: {said}")
-        worst = max(worst, share)
-        number += 1
-    return Outcome(held, refused, tuple(fell), f"{100 * worst:.0f} % of what specs allow")
+        worst[0] = max(worst[0], share)
+        return REFUSED if said is None else HELD if share <= 1 else said
+
+    return Attack(attempt, lambda: f"{100 * worst[0]:.0f} % of what specs allow")
 
 
 def one(rng: np.random.Generator) -> tuple[str | None, float]:
     """The case in words (None where it is refused), and how much of what is allowed it took."""
     text, size = compressor_text(rng), int(rng.choice([1, 2, 33, 64, 300]))
     kind, x = vector(rng, size)
-    said = f"{text} at {size} entries ({kind})"
+    said = f"({text} at {size} entries, {kind}): "
     try:
         compressor = made(text)
-        spec = compressor.spec
-        if spec.omega is None and spec.alpha is None:
+        if compressor.spec.omega is None and compressor.spec.alpha is None:
             return None, 0.0
         share = measured(compressor, x, int(rng.integers(2**31)), DRAWS)
         if share > 1:
             share = measured(compressor, x, int(rng.integers(2**31)), 8 * DRAWS)
     except (ValueError, TypeError) as error:
-        return (None, 0.0) if str(error) else (f"{said}: an error without words", 2.0)
+        return (None, 0.0) if str(error) else (f"{said}an error without words", 2.0)
     except Exception as error:
-        return f"{said}: {type(error).__name__}: {error}", 2.0
-    return said + f": {share:.1f} times what its spec allows", share
+        return f"{said}{type(error).__name__}: {error}", 2.0
+    return f"{said}{share:.1f} times what its spec allows", share
 
 
 def measured(compressor, x: np.ndarray, seed: int, draws: int) -> float:
     """The largest of the three figures, as a share of what is allowed."""
-    import jax
-
-    import jaxcomp as jc
-
     norm = float(np.sum(np.float64(x) ** 2))
+    batches = jax.random.split(jax.random.key(seed), draws).reshape(-1, DRAWS)  # keys, so many at a time
     rough = jax.jit(jax.vmap(lambda key: jc.roundtrip(compressor, x, key=key)[0]))
-    got = np.concatenate([np.asarray(rough(keys), np.float64) for keys in batches(jax.random.key(seed), draws)])
+    got = np.concatenate([np.asarray(rough(keys), np.float64) for keys in batches])
     if not np.all(np.isfinite(got)):
         return 2.0
     if norm == 0:
@@ -78,10 +70,3 @@ def measured(compressor, x: np.ndarray, seed: int, draws: int) -> float:
     if compressor.spec.alpha is not None:
         shares.append(mean / (1 - compressor.spec.alpha(x.size) + slack))
     return float(max(shares))
-
-
-def batches(key, draws: int):
-    """Keys, as many at a time as DRAWS."""
-    import jax
-
-    return jax.random.split(key, draws).reshape(-1, DRAWS)

@@ -5,136 +5,130 @@ the switch of `via="ladder"` costs inside `shard_map`.
 """
 
 import zlib
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from experiments.bench.timing import machine, time_all
-from experiments.lib.cli import Parser, at_least
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxcomp as jc
+from experiments.bench.timing import bench_parser, report, time_all
+from experiments.lib.cli import at_least
 from experiments.lib.report import new_console, show
+from experiments.lib.run import cells
+from jaxcomp import codes
+from jaxcomp.exchange.collectives import all_max
+from jaxcomp.exchange.lanes import all_gather
+from jaxcomp.exchange.routes.ladder import rungs
+from jaxcomp.packing import pack
+from jaxcomp.payloads import Quantized, Sparse, decode_message, encode_message
 
-__all__ = ["main"]
+__all__ = ["general_coders", "main"]
 
-HEAD = ["code", "bits / nonzero", "encode ms", "decode ms", "encode / sort", "decode / sort"]
-RAW = "i32 and f32"
+
+class Pair(NamedTuple):
+    """encode() -> coded;  decode(coded);  bits(coded)."""
+
+    name: str
+    encode: Callable[[], Any]
+    decode: Callable[[Any], Any]
+    bits: Callable[[Any], float]
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = Parser(prog="python -m experiments bench codes", description=(__doc__ or "").split("\n\n")[0])
+    p = bench_parser("codes", __doc__, repeats=5)
     p.add_argument("--nonzeros", type=at_least(100), default=10**6, help="entries of the message")
     p.add_argument("--gap", type=at_least(2), default=100, help="mean distance between their indices")
-    p.add_argument("--repeats", type=at_least(1), default=5, help="rounds; the median is shown")
-    p.add_argument("--markdown", type=Path, default=None, help="keep the table in this file")
-    options = p.parse_args(arguments)
+    o = p.parse_args(arguments)
 
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import jaxcomp as jc
-    from jaxcomp import codes
-    from jaxcomp.packing import pack
-    from jaxcomp.payloads import Quantized, Sparse, decode_message, encode_message
-
-    n = options.nonzeros
-    rng = np.random.default_rng(0)
-    keys = (np.cumsum(rng.geometric(1 / options.gap, n)) - 1).astype(np.int32)
+    n, rng = o.nonzeros, np.random.default_rng(0)
+    keys = (np.cumsum(rng.geometric(1 / o.gap, n)) - 1).astype(np.int32)
     values = rng.standard_normal(n).astype(np.float32)
-    counts = np.array([n], np.int32)
-    payload = Sparse(values, keys)
     levels = np.minimum(np.abs(rng.standard_normal(n) * 2).astype(np.uint32), 7)
     quantized = Quantized(np.ones(1, np.float32), np.asarray(pack(jnp.asarray(levels), 3)))
 
-    calls: dict[str, Callable[[], Any]] = {}
-    sizes: dict[str, float] = {}
+    pairs = [*of_keys(keys), *of_messages({"sparse": Sparse(values, keys), "levels": quantized})]
+    raw = keys.tobytes() + values.tobytes()
+    for name, (encode, decode) in general_coders(6, 3, 19).items():
+        pairs.append(Pair(f"{name} on i32 and f32", lambda f=encode: f(raw), decode, lambda data: 8 * len(data)))
+    floats, sort = jnp.asarray(values), jax.jit(jnp.sort)
+    calls, bits = {"sort": lambda: sort(floats)}, {}
+    for pair in pairs:
+        coded = pair.encode()
+        bits[pair.name] = pair.bits(coded) / n
+        calls[f"encode {pair.name}"] = pair.encode
+        calls[f"decode {pair.name}"] = lambda f=pair.decode, coded=coded: f(coded)
+    ms = {name: 1e3 * s for name, s in time_all(calls, o.repeats).items()}
+    rows = [{"name": x, "bits": bits[x], "encode": ms[f"encode {x}"], "decode": ms[f"decode {x}"]} for x in bits]
+    columns = {
+        "code": "{name}",
+        "bits / nonzero": "{bits:.2f}",
+        "encode ms": "{encode:.1f}",
+        "decode ms": "{decode:.1f}",
+        "encode / sort": lambda row: f"{row['encode'] / ms['sort']:.2f}",
+        "decode / sort": lambda row: f"{row['decode'] / ms['sort']:.2f}",
+    }
+    notes = (
+        f"One jnp.sort of {n:,} floats: {ms['sort']:.1f} ms. Keys: indices alone, geometric gaps. "
+        f"Sparse: with f32 values, {8 * len(raw) / n:.0f} bits raw. Levels: {n:,} levels 0 .. 7 of a half-normal, "
+        "3 bits raw."
+    )
+    report(o, f"{n:,} nonzeros, mean gap {o.gap}", columns, rows, notes)
+    switch_cost(o.repeats)
+    return 0
 
-    def pair(name: str, encode: Callable[[], Any], decode: Callable[[Any], Any], bits: Callable[[Any], float]) -> None:
-        coded = encode()
-        sizes[name] = bits(coded)
-        calls[f"encode {name}"] = encode
-        calls[f"decode {name}"] = lambda: decode(coded)
 
-    floats = jnp.asarray(values)
-    sort = jax.jit(jnp.sort)
-    calls["sort"] = lambda: sort(floats)
-    device_keys, device_counts = jnp.asarray(keys), jnp.asarray(counts)
+def of_keys(keys: np.ndarray) -> Iterator[Pair]:
+    """Every coder of indices, in jit."""
+    n = keys.size
+    device, counts = jnp.asarray(keys), jnp.full(1, n, jnp.int32)
     for coder in codes.CODERS:
         encode = jax.jit(lambda k, c, coder=coder: codes.encode_keys(k, c, coder=coder))
         decode = jax.jit(lambda w, c, coder=coder: codes.decode_keys(w, c, n, coder=coder))
-        pair(
+        yield Pair(
             f"jit keys, {coder}",
-            lambda f=encode: f(device_keys, device_counts),
-            lambda coded, f=decode: f(coded[0], device_counts),
+            lambda f=encode: f(device, counts),
+            lambda coded, f=decode: f(coded[0], counts),
             lambda coded: int(coded[1]),
         )
-    for name, one in {"sparse": payload, "levels": quantized}.items():
-        device = jax.tree.map(jnp.asarray, one)
+
+
+def of_messages(payloads: dict[str, Any]) -> Iterator[Pair]:
+    """Whole messages, in jit and as bytes of the host."""
+    for name, payload in payloads.items():
+        device = jax.tree.map(jnp.asarray, payload)
         encode = jax.jit(encode_message)
-        decode = jax.jit(lambda words, like=one: decode_message(words, like))
-        pair(
+        decode = jax.jit(lambda words, like=payload: decode_message(words, like))
+        yield Pair(
             f"jit message, {name}",
             lambda f=encode, x=device: f(x),
             lambda coded, f=decode: f(coded.words),
             lambda coded: 32 * int(coded.used),
         )
         for code in ("fixed", "elias", "best"):
-            pair(
-                f"host message, {name}, {code}",
-                lambda x=one, code=code: jc.wire.encode(x, code=code),
-                jc.wire.decode,
-                lambda message: 8 * len(message),
-            )
-    raw = keys.tobytes() + values.tobytes()
-    packers: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
-        "zlib -6": (zlib.compress, zlib.decompress)
-    }
+            encode = lambda x=payload, code=code: jc.wire.encode(x, code=code)
+            yield Pair(f"host message, {name}, {code}", encode, jc.wire.decode, lambda message: 8 * len(message))
+
+
+Coder = tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]
+
+
+def general_coders(zlib_level: int, *zstd_levels: int) -> dict[str, Coder]:
+    """name -> encode and decode, of zlib and, where it is installed, of zstd."""
+    coders: dict[str, Coder] = {f"zlib -{zlib_level}": (lambda x: zlib.compress(x, zlib_level), zlib.decompress)}
     try:
         import zstandard
     except ImportError:
-        zstandard = None
-    if zstandard is not None:
-        unpack = zstandard.ZstdDecompressor().decompress
-        for level in (3, 19):
-            packers[f"zstd -{level}"] = (zstandard.ZstdCompressor(level=level).compress, unpack)
-    for name, (encode, decode) in packers.items():
-        pair(f"{name} on {RAW}", lambda f=encode: f(raw), decode, lambda data: 8 * len(data))
-
-    console = new_console()
-    with console.status("compiling") as status:
-        seconds = time_all(calls, options.repeats, status.update)
-    table = []
-    for name, bits in sizes.items():
-        encode, decode = seconds[f"encode {name}"], seconds[f"decode {name}"]
-        table.append(
-            [
-                name,
-                f"{bits / n:.2f}",
-                f"{1e3 * encode:.1f}",
-                f"{1e3 * decode:.1f}",
-                f"{encode / seconds['sort']:.2f}",
-                f"{decode / seconds['sort']:.2f}",
-            ]
-        )
-    notes = (
-        f"One jnp.sort of {n:,} floats: {1e3 * seconds['sort']:.1f} ms. Keys: indices alone, geometric gaps. "
-        f"Sparse: with f32 values, {8 * len(raw) / n:.0f} bits raw. Levels: {n:,} levels 0 .. 7 of a half-normal, "
-        "3 bits raw."
-    )
-    show(console, f"{n:,} nonzeros, mean gap {options.gap}; {machine()}", HEAD, table, notes, options.markdown)
-    show(console, 'via="ladder" inside shard_map, top-k messages', *switch_cost(options.repeats))
-    return 0
+        return coders
+    unpack = zstandard.ZstdDecompressor().decompress
+    return coders | {f"zstd -{i}": (zstandard.ZstdCompressor(level=i).compress, unpack) for i in zstd_levels}
 
 
-def switch_cost(repeats: int) -> tuple[list[str], list[list[str]], str]:
+def switch_cost(repeats: int) -> None:
     """An all-gather alone, and as one branch of a switch, on the devices there are."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import AxisType, PartitionSpec
-
-    from jaxcomp.exchange.collectives import all_max
-    from jaxcomp.exchange.lanes import all_gather
-    from jaxcomp.exchange.routes.ladder import rungs
-
     devices = len(jax.devices())
     mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
     calls: dict[str, Callable[[], Any]] = {}
@@ -153,14 +147,15 @@ def switch_cost(repeats: int) -> tuple[list[str], list[list[str]], str]:
             return jax.lax.switch(rung, arms, x[0])
 
         for name, run in (("gather", plain), ("switch", switched)):
-            step = jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
-            step = jax.jit(step)
+            step = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P()))
             calls[f"{name} {words}"] = lambda f=step, x=lane: f(x)
-    seconds = time_all(calls, repeats)
-    rows = [
-        [f"{words:,} words", f"{1e3 * gather:.2f}", f"{1e3 * switch:.2f}", f"{1e3 * (switch - gather):.2f}"]
-        for words in (1000, 1_000_000)
-        for gather, switch in [(seconds[f"gather {words}"], seconds[f"switch {words}"])]
-    ]
+    ms = {name: 1e3 * s for name, s in time_all(calls, repeats).items()}
+    rows = [{"words": w, "gather": ms[f"gather {w}"], "switch": ms[f"switch {w}"]} for w in (1000, 1_000_000)]
+    columns = {
+        "lane": "{words:,} words",
+        "gather ms": "{gather:.2f}",
+        "switch ms": "{switch:.2f}",
+        "difference ms": lambda row: f"{row['switch'] - row['gather']:.2f}",
+    }
     notes = f"{devices} device(s). The switch has about twenty arms and a pmax before it; both gather the same words."
-    return ["lane", "gather ms", "switch ms", "difference ms"], rows, notes
+    show(new_console(), 'via="ladder" inside shard_map, top-k messages', list(columns), cells(columns, rows), notes)

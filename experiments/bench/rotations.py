@@ -1,51 +1,36 @@
 """Rotations, and what is built on them, as multiples of a copy of the vector."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from experiments.bench.timing import machine, time_all
-from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import new_console, show
+import jax
+
+import jaxcomp as jc
+from experiments.bench.timing import bench_parser, codec_calls, report, time_all
+from experiments.lib.cli import at_least
+from jaxcomp.compressors.hadamard import rotation_of
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = Parser(prog="python -m experiments bench rotations", description=__doc__)
+    p = bench_parser("rotations", __doc__, repeats=9)
     p.add_argument("--log2-size", type=at_least(5), default=24, help="d = 2^this entries of a Laplace vector")
     p.add_argument("--log2-blocks", type=at_least(1), nargs="*", default=[7, 12], help="blocks of 2^this entries")
-    p.add_argument("--repeats", type=at_least(1), default=9, help="rounds; the median of the ratios is shown")
-    p.add_argument("--markdown", type=Path, default=None, help="keep the table in this file")
-    options = p.parse_args(arguments)
+    o = p.parse_args(arguments)
 
-    import jax
-
-    import jaxcomp as jc
-    from jaxcomp.compressors.hadamard import rotation_of
-
-    d = 2**options.log2_size
-    key = jax.random.key(1)
+    d, key = 2**o.log2_size, jax.random.key(1)
     x = jax.random.laplace(jax.random.key(0), (d,))
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     copy = jax.jit(lambda x: x * 2)
     calls = {"copy": lambda: copy(x)}
-    for log in options.log2_blocks:
+    for log in o.log2_blocks:
         rotation = rotation_of(d, 2**log)
-        forward, backward = jax.jit(rotation.forward), jax.jit(rotation.backward)
-        calls[f"rotate, blocks of 2^{log}"] = lambda f=forward: f(x, key)
-        calls[f"rotate back, blocks of 2^{log}"] = lambda f=backward: f(x, key)
+        for what, function in {"rotate": rotation.forward, "rotate back": rotation.backward}.items():
+            jitted = jax.jit(function)
+            calls[f"{what}, blocks of 2^{log}"] = lambda f=jitted: f(x, key)
     formats = [jc.block_scaled(name) for name in ("mxfp8", "mxfp4", "nvfp4", "int8", "int4")]
     for compressor in (jc.drive(), jc.eden(2), jc.eden(4), jc.rotate(jc.block_scaled("int4")), *formats):
-        state = compressor.init(key, like)
-        compress = jax.jit(lambda x, state, c=compressor: c.compress(key, x, state)[0])
-        decompress = jax.jit(lambda payload, shared, c=compressor: c.decompress(payload, shared, like))
-        payload = compress(x, state)
-        calls[f"compress {compressor.spec.name}"] = lambda f=compress, s=state: f(x, s)
-        calls[f"decompress {compressor.spec.name}"] = lambda f=decompress, a=payload, s=state.shared: f(a, s)
-    console = new_console()
-    with console.status("compiling") as status:
-        seconds = time_all(calls, options.repeats, status.update)
-    rows = [[name, f"{1e3 * time:.1f}", f"{time / seconds['copy']:.2f}"] for name, time in seconds.items()]
-    title = f"d = 2^{options.log2_size}, float32; {machine()}"
-    show(console, title, ["what", "ms", "/ copy pass"], rows, "", options.markdown)
-    return 0
+        calls |= codec_calls(compressor.spec.name, compressor, x, key)[0]
+    seconds = time_all(calls, o.repeats)
+    rows = [{"name": name, "ms": 1e3 * s, "copies": s / seconds["copy"]} for name, s in seconds.items()]
+    columns = {"what": "{name}", "ms": "{ms:.1f}", "/ copy pass": "{copies:.2f}"}
+    return report(o, f"d = 2^{o.log2_size}, float32", columns, rows)

@@ -2,12 +2,16 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-from experiments.bench.timing import machine
-from experiments.bench.trees import gpt_like, made, methods, update_of
-from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import new_console, show
+import jax
+import numpy as np
+
+import jaxcomp as jc
+from experiments.bench.timing import bench_parser, mesh_of, report
+from experiments.bench.trees import gpt_like, made, methods, num_entries, temporary, update_of
+from experiments.lib.cli import at_least
+from experiments.lib.report import new_console
 
 __all__ = ["main"]
 
@@ -24,64 +28,56 @@ METHODS = {
     "momentum_correction(dgc)": None,
     "power_sgd(4)": None,
 }
+COLUMNS = {
+    "method": "{name}",
+    "ms a step": "{middle:.0f}",
+    "least to most": "{low:.0f} to {high:.0f}",
+    "/ pmean": "{ratio:.2f}",
+    "at most": lambda row: f"{METHODS.get(row['name']) or ''}",
+    "temporary / gradient": "{temporary}",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = Parser(prog="python -m experiments bench step", description=__doc__)
+    p = bench_parser("step", __doc__)
     p.add_argument("--layers", type=at_least(1), default=12, help="of the GPT; 12 are 146 leaves, 42.0 M parameters")
     p.add_argument("--workers", type=at_least(1), default=2, help="virtual devices")
     p.add_argument("--rounds", type=at_least(1), default=9, help="steps of each method, one of each in turn")
     p.add_argument("--only", nargs="+", default=None, help="methods whose names contain one of these")
-    p.add_argument("--markdown", type=Path, default=None, help="keep the table in this file")
-    options = p.parse_args(arguments)
+    o = p.parse_args(arguments)
 
-    import jax
-    import numpy as np
-    from jax.sharding import AxisType
-
-    import jaxcomp as jc
-
-    jax.config.update("jax_num_cpu_devices", options.workers)
-    mesh = jax.make_mesh((options.workers,), ("data",), axis_types=(AxisType.Auto,))
-    like = gpt_like(options.layers)
-    size = sum(leaf.size for leaf in jax.tree.leaves(like))
-    console = new_console()
-    chosen = [name for name in METHODS if options.only is None or any(part in name for part in options.only)]
-    programs, states, temporary, grads = {}, {"pmean": []}, {}, None
+    mesh, like, makers = mesh_of(o.workers), gpt_like(o.layers), methods()
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
-    with console.status("") as status:
+    chosen = [name for name in METHODS if o.only is None or any(part in name for part in o.only)]
+    programs: dict[str, Any] = {}
+    states: dict[str, list[Any]] = {}
+    grads = None
+    with new_console().status("") as status:
         for name in ["pmean", *chosen]:
             status.update(f"compiling {name}")
-            step, shapes = update_of(None if name == "pmean" else methods()[name], like, mesh)
+            step, shapes = update_of(makers.get(name), like, mesh)
             grads = made(shapes[0]) if grads is None else grads
-            programs[name] = step.lower(*shapes).compile()
-            if name != "pmean":
-                states[name] = [jc.init_state(jc.compressed_mean(methods()[name](), "data"), zeros, mesh, "data")[0]]
-            memory = programs[name].memory_analysis()
-            temporary[name] = "" if memory is None else f"{memory.temp_size_in_bytes / (4 * size):.2f}"
+            programs[name], states[name] = step.lower(*shapes).compile(), []
+            if name in makers:
+                states[name] = [jc.init_state(jc.compressed_mean(makers[name](), "data"), zeros, mesh, "data")[0]]
         seconds: dict[str, list[float]] = {name: [] for name in programs}
-        for i in range(options.rounds + 1):
+        for i in range(o.rounds + 1):
             for name, program in programs.items():
-                status.update(f"round {i} of {options.rounds}: {name}")
+                status.update(f"round {i} of {o.rounds}: {name}")
                 start = time.perf_counter()
                 out = jax.block_until_ready(program(grads, *states[name]))
                 seconds[name].append(time.perf_counter() - start)
                 states[name] = [out[1]] if states[name] else []
                 del out
-    base = np.median(seconds["pmean"][1:])
-    table = []
+    rows = []
     for name, each in seconds.items():
-        low, middle, high = np.quantile(each[1:], [0.0, 0.5, 1.0])
-        at_most = METHODS.get(name)
-        table.append(
-            [name, f"{1e3 * middle:.0f}", f"{1e3 * low:.0f} to {1e3 * high:.0f}", f"{middle / base:.2f}"]
-            + ["" if at_most is None else f"{at_most}", temporary[name]]
-        )
-    head = ["method", "ms a step", "least to most", "/ pmean", "at most", "temporary / gradient"]
+        low, middle, high = 1e3 * np.quantile(each[1:], [0.0, 0.5, 1.0])
+        ratio = middle / (1e3 * np.median(seconds["pmean"][1:]))
+        rows.append({"name": name, "low": low, "middle": middle, "high": high, "ratio": ratio})
+        rows[-1]["temporary"] = temporary(programs[name], like)
     notes = (
-        f"{size / 1e6:.1f} M parameters in {len(jax.tree.leaves(like))} leaves, {options.workers} workers as virtual "
-        f"devices; median of {options.rounds} rounds, in each of which every method takes a step. States are donated. "
-        "Temporary memory is what one device needs besides arguments and results."
+        f"{num_entries(like) / 1e6:.1f} M parameters in {len(jax.tree.leaves(like))} leaves, {o.workers} workers as "
+        f"virtual devices; median of {o.rounds} rounds, in each of which every method takes a step. States are "
+        "donated. Temporary memory is what one device needs besides arguments and results."
     )
-    show(console, f"Steps of a GPT's tree; {machine()}", head, table, notes, options.markdown)
-    return 0
+    return report(o, "Steps of a GPT's tree", COLUMNS, rows, notes)

@@ -1,14 +1,21 @@
-"""Timing of jitted functions, several of them in turn, so that all see the same machine."""
+"""What benchmarks share: functions timed in turn, so that all see the same machine, and the table of their times."""
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-__all__ = ["Fresh", "machine", "time_all"]
+from experiments.lib.cli import Parser, at_least
+from experiments.lib.report import new_console, show
+from experiments.lib.run import Columns, cells, parser_of
+
+__all__ = ["Fresh", "bench_parser", "codec_calls", "machine", "mesh_of", "report", "time_all"]
+
+Calls = dict[str, Callable[[], Any]]
 
 
 class Fresh(NamedTuple):
@@ -21,24 +28,60 @@ class Fresh(NamedTuple):
         return self.run(self.make())
 
 
-def time_all(calls: dict[str, Callable[[], Any]], repeats: int, show: Callable[[str], None] = lambda _: None) -> dict:
+def bench_parser(name: str, about: str | None, repeats: int | None = None) -> Parser:
+    """With --markdown, and with --repeats where there is a default of it."""
+    p = parser_of(f"bench {name}", about)
+    if repeats is not None:
+        p.add_argument("--repeats", type=at_least(1), default=repeats, help="rounds; the median is shown")
+    p.add_argument("--markdown", type=Path, default=None, help="keep the table in this file")
+    return p
+
+
+def time_all(calls: Calls, repeats: int, what: str = "") -> dict[str, float]:
     """Median seconds of each call. Compiled and run once first, then in turn, round after round."""
-    for name, call in calls.items():
-        show(f"compiling {name}")
-        jax.block_until_ready(call())
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for i in range(repeats):
-        show(f"round {i + 1} of {repeats}")
+    with new_console().status("") as status:
         for name, call in calls.items():
-            arguments, run = ((call.make(),), call.run) if isinstance(call, Fresh) else ((), call)
-            start = time.perf_counter()
-            result = jax.block_until_ready(run(*arguments))
-            seconds[name].append(time.perf_counter() - start)
-            del result, arguments
+            status.update(f"{what}compiling {name}")
+            jax.block_until_ready(call())
+        for i in range(repeats):
+            status.update(f"{what}round {i + 1} of {repeats}")
+            for name, call in calls.items():
+                arguments, run = ((call.make(),), call.run) if isinstance(call, Fresh) else ((), call)
+                start = time.perf_counter()
+                result = jax.block_until_ready(run(*arguments))
+                seconds[name].append(time.perf_counter() - start)
+                del result, arguments
     return {name: float(np.median(values)) for name, values in seconds.items()}
+
+
+def codec_calls(name: str, compressor: Any, x: jax.Array, key: jax.Array) -> tuple[Calls, Any, Any]:
+    """Calls "compress NAME" and "decompress NAME", both jitted; the payload of x, and the shared state."""
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    state = compressor.init(key, like)
+    compress = jax.jit(lambda x, key, state: compressor.compress(key, x, state)[0])
+    decompress = jax.jit(lambda payload, shared: compressor.decompress(payload, shared, like))
+    payload = compress(x, key, state)
+    calls = {
+        f"compress {name}": lambda: compress(x, key, state),
+        f"decompress {name}": lambda: decompress(payload, state.shared),
+    }
+    return calls, payload, state.shared
+
+
+def mesh_of(workers: int) -> jax.sharding.Mesh:
+    """So many virtual devices as workers on the axis "data"."""
+    jax.config.update("jax_num_cpu_devices", workers)
+    return jax.make_mesh((workers,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def machine() -> str:
     """Where the figures come from."""
     device = jax.devices()[0]
     return f"JAX {jax.__version__} on {device.device_kind}, {os.cpu_count()} cores"
+
+
+def report(options: Any, title: str, columns: Columns, rows: Iterable[Any], notes: str = "") -> int:
+    """Shows the table, keeps it where --markdown says, and gives the exit status."""
+    show(new_console(), f"{title}; {machine()}", list(columns), cells(columns, rows), notes, options.markdown)
+    return 0

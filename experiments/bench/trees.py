@@ -2,43 +2,44 @@
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-from experiments.bench.timing import machine
-from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import new_console, show
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-__all__ = ["compiled", "gpt_like", "made", "main", "methods", "update_of"]
+import jaxcomp as jc
+from experiments.bench.timing import bench_parser, mesh_of, report
+from experiments.lib.cli import at_least
+from experiments.lib.report import new_console
+
+__all__ = ["gpt_like", "made", "main", "methods", "num_entries", "step_seconds", "update_of"]
 
 WIDTH, TOKENS = 512, 8192
 
 
 def gpt_like(layers: int) -> dict[str, Any]:
     """Shapes of a GPT: 12 leaves a layer and two more; 12 layers of width 512 are 146 leaves, 42.0 M parameters."""
-    import jax
-    import jax.numpy as jnp
-
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     norm = lambda: {"scale": f32(WIDTH), "bias": f32(WIDTH)}
     dense = lambda rows, columns: {"kernel": f32(rows, columns), "bias": f32(columns)}
     layer = lambda: {
-        "norm_1": norm(),
-        "qkv": dense(WIDTH, 3 * WIDTH),
-        "out": dense(WIDTH, WIDTH),
-        "norm_2": norm(),
-        "up": dense(WIDTH, 4 * WIDTH),
-        "down": dense(4 * WIDTH, WIDTH),
+        **{"norm_1": norm(), "qkv": dense(WIDTH, 3 * WIDTH), "out": dense(WIDTH, WIDTH)},
+        **{"norm_2": norm(), "up": dense(WIDTH, 4 * WIDTH), "down": dense(4 * WIDTH, WIDTH)},
     }
     return {"embed": f32(TOKENS, WIDTH), "layers": [layer() for _ in range(layers)], "norm": f32(WIDTH)}
 
 
+def num_entries(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
 def methods() -> dict[str, Callable[[], Any]]:
     """One algorithm for each compressor of the law table that has one, with its defaults."""
-    import jaxcomp as jc
-
     ef, direct, ratio = jc.error_feedback, jc.direct, 1e-3
-    makers = {
+    return {
         "direct(identity)": lambda: direct(jc.identity()),
         "direct(cast bf16)": lambda: direct(jc.cast("bfloat16")),
         "error_feedback(cast fp8)": lambda: ef(jc.cast("float8_e4m3fn")),
@@ -65,104 +66,79 @@ def methods() -> dict[str, Callable[[], Any]]:
         "power_sgd(4)": lambda: jc.power_sgd(4),
         "error_feedback(per_leaf(sidco))": lambda: ef(jc.per_leaf(jc.sidco(ratio))),
     }
-    return makers
 
 
 def update_of(make: Callable[[], Any] | None, like: Any, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     """A jitted update that is not compiled yet, and shapes of its arguments; None: a plain mean of the tree."""
-    import jax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    import jaxcomp as jc
-
-    placed = lambda tree, specs: jax.tree.map(
-        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)), tree, specs
-    )
     workers = mesh.shape["data"]
+    shaped = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((workers, *x.shape), x.dtype), like)
+    grads = jax.tree.map(lambda x: shaped(x, P("data")), rows)
     own = lambda grads: jax.tree.map(lambda g: g[0], grads)
-    grads = placed(rows, jax.tree.map(lambda _: P("data"), rows))
     if make is None:
-        step = jax.shard_map(
-            lambda grads: jax.lax.pmean(own(grads), "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
-        )
-        return jax.jit(step), (grads,)
+        mean = lambda grads: jax.lax.pmean(own(grads), "data")
+        return jax.jit(jax.shard_map(mean, mesh=mesh, in_specs=P("data"), out_specs=P())), (grads,)
     tx = jc.compressed_mean(make(), "data")
     abstract = jax.sharding.AbstractMesh((workers,), ("data",))
     state, specs = jc.init_state(tx, like, abstract, "data")
-    step = jax.shard_map(
-        lambda grads, state: tx.update(own(grads), state),
-        mesh=mesh,
-        in_specs=(P("data"), specs),
-        out_specs=(P(), specs),
-    )
-    return jax.jit(step, donate_argnums=1), (grads, placed(state, specs))
+    update = lambda grads, state: tx.update(own(grads), state)
+    step = jax.shard_map(update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
+    return jax.jit(step, donate_argnums=1), (grads, jax.tree.map(shaped, state, specs))
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = Parser(prog="python -m experiments bench trees", description=__doc__)
+    p = bench_parser("trees", __doc__)
     p.add_argument("--layers", type=at_least(1), nargs="+", default=[12, 48], help="of the GPT")
     p.add_argument("--workers", type=at_least(1), default=2, help="virtual devices")
     p.add_argument("--only", nargs="+", default=None, help="methods whose names contain one of these")
     p.add_argument("--times", type=at_least(1), default=3, help="compile each so often; the least is shown")
     p.add_argument("--steps", type=at_least(0), default=0, help="also time so many steps of the smallest tree")
-    p.add_argument("--markdown", type=Path, default=None, help="keep the table in this file")
-    options = p.parse_args(arguments)
+    o = p.parse_args(arguments)
 
-    import jax
-    from jax.sharding import AxisType
-
-    jax.config.update("jax_num_cpu_devices", options.workers)
     jax.config.update("jax_enable_compilation_cache", False)
-    mesh = jax.make_mesh((options.workers,), ("data",), axis_types=(AxisType.Auto,))
-    console = new_console()
-    chosen = {
-        name: make
-        for name, make in methods().items()
-        if options.only is None or any(part in name for part in options.only)
-    }
-    every = {"psum": None, **chosen}
-    table, base = [], {}
-    update_of(None, gpt_like(1), mesh)[0].lower(update_of(None, gpt_like(1), mesh)[1][0]).compile()  # JAX itself
-    with console.status("compiling") as status:
-        for name, make in every.items():
-            row = [name]
-            for layers in options.layers:
+    mesh = mesh_of(o.workers)
+    trees = {layers: gpt_like(layers) for layers in o.layers}
+    first = trees[o.layers[0]]
+    wanted = {name: make for name, make in methods().items() if o.only is None or any(x in name for x in o.only)}
+    step, shapes = update_of(None, gpt_like(1), mesh)
+    step.lower(*shapes).compile()  # JAX itself
+    rows, base = [], {}
+    with new_console().status("compiling") as status:
+        for name, make in {"psum": None, **wanted}.items():
+            row: dict[str, Any] = {"name": name, "temporary": "", "ms": ""}
+            for layers, like in trees.items():
                 status.update(f"compiling {name}, {layers} layers")
-                like = gpt_like(layers)
-                size = 4 * sum(leaf.size for leaf in jax.tree.leaves(like))
-                seconds, program, shapes = compiled(make, like, mesh, options.times)
-                base.setdefault(layers, seconds)
-                memory = program.memory_analysis()
-                row += [f"{seconds:.1f}", f"{seconds - base[layers]:+.1f}"]
-                if layers == options.layers[0]:
-                    row.append(f"{memory.temp_size_in_bytes / size:.2f}" if memory is not None else "")
-                    if options.steps:
+                seconds, program, shapes = compiled(make, like, mesh, o.times)
+                row |= {f"s{layers}": seconds, f"beyond{layers}": seconds - base.setdefault(layers, seconds)}
+                if like is first:
+                    row["temporary"] = temporary(program, like)
+                    if o.steps:
                         status.update(f"running {name}")
-                        row.append(f"{1e3 * step_seconds(program, shapes, options.steps):.0f}")
-            table.append(row)
-    head = ["method"]
-    for layers in options.layers:
-        leaves = len(jax.tree.leaves(gpt_like(layers)))
-        head += [f"{leaves} leaves, CPU s", "beyond psum"]
-        if layers == options.layers[0]:
-            head += ["temporary / gradient"] + ["ms a step"] * (options.steps > 0)
+                        row["ms"] = f"{1e3 * step_seconds(program, shapes, o.steps):.0f}"
+            rows.append(row)
+    columns = {"method": "{name}"}
+    for layers, like in trees.items():
+        leaves = len(jax.tree.leaves(like))
+        columns[f"{leaves} leaves, CPU s"] = f"{{s{layers}:.1f}}"
+        columns[f"{leaves}, beyond psum"] = f"{{beyond{layers}:+.1f}}"
+        if like is first:
+            columns |= {"temporary / gradient": "{temporary}"} | ({"ms a step": "{ms}"} if o.steps else {})
     notes = (
-        f"Trace and compile of one update at {options.workers} workers, in CPU seconds of the process, "
-        f"the least of {options.times}. "
-        f"The smallest tree has {sum(leaf.size for leaf in jax.tree.leaves(gpt_like(options.layers[0]))) / 1e6:.1f} M "
-        "parameters. Temporary memory is what one device needs besides arguments and results, over the bytes of a "
-        "gradient."
+        f"Trace and compile of one update at {o.workers} workers, in CPU seconds of the process, the least of "
+        f"{o.times}. The smallest tree has {num_entries(first) / 1e6:.1f} M parameters. Temporary memory is what one "
+        "device needs besides arguments and results, over the bytes of a gradient."
     )
-    show(console, f"GPT trees; {machine()}", head, table, notes, options.markdown)
-    return 0
+    return report(o, "GPT trees", columns, rows, notes)
+
+
+def temporary(program: Any, like: Any) -> str:
+    """Memory that a program needs besides arguments and results, over the bytes of a tree."""
+    memory = program.memory_analysis()
+    return "" if memory is None else f"{memory.temp_size_in_bytes / (4 * num_entries(like)):.2f}"
 
 
 def compiled(make: Callable[[], Any] | None, like: Any, mesh: Any, times: int) -> tuple[float, Any, tuple[Any, ...]]:
     """Least CPU seconds of so many traces and compilations from nothing, the program, and shapes of its arguments."""
-    import jax
-
     least = float("inf")
     for _ in range(times):
         step, shapes = update_of(make, like, mesh)
@@ -175,8 +151,6 @@ def compiled(make: Callable[[], Any] | None, like: Any, mesh: Any, times: int) -
 
 def made(shapes: Any) -> Any:
     """Normal numbers for floats, zeros for the rest, where the shapes say."""
-    import jax
-    import numpy as np
 
     def one(leaf):
         rng = np.random.default_rng(0)
@@ -189,9 +163,6 @@ def made(shapes: Any) -> Any:
 
 def step_seconds(program: Any, shapes: tuple[Any, ...], steps: int) -> float:
     """Median of so many steps, each waited for."""
-    import jax
-    import numpy as np
-
     grads, *state = map(made, shapes)
     taken = []
     for _ in range(steps + 1):

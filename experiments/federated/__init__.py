@@ -27,14 +27,24 @@ from experiments.lib.cli import (
     Parser,
     UserError,
     at_least,
+    common,
     fraction,
     one_or_more,
     one_thread,
     positive,
     rule_of,
 )
-from experiments.lib.folders import choose_folder, claimed, given_in, goes_on, resumed, run_options, write_config
-from experiments.lib.report import new_console, show
+from experiments.lib.folders import (
+    Journal,
+    choose_folder,
+    claimed,
+    given_in,
+    goes_on,
+    resumed,
+    run_options,
+    write_config,
+)
+from experiments.lib.report import new_console, show_rows
 
 __all__ = ["main"]
 
@@ -45,29 +55,24 @@ def parser() -> Parser:
 
     p = Parser(prog="python -m experiments federated", description=(__doc__ or "").split("\n\n")[0])
     p.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
-    p.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --data mnist")
+    common(p, "data-dir", ratio={"help": "mean ratio of the clients"}, batch={"help": "examples of a step"})
     p.add_argument("--model", choices=MODELS, default="mlp", help="architecture")
     p.add_argument("--clients", type=at_least(2), default=6, help="clients, hostile ones among them")
     p.add_argument("--skew", type=one_or_more, default=100.0, help="largest data volume over the smallest")
     p.add_argument("--alpha", type=positive, default=1.0, help="Dirichlet parameter of the label mixes")
     p.add_argument("--rule", type=rule_of, default="sqrt", help="sqrt, phi, released, uniform, or an exponent")
-    p.add_argument("--ratio", type=fraction, default=0.01, help="mean ratio of the clients")
     p.add_argument("--down", type=fraction, default=0.05, help="share of the entries that an update of the model has")
     p.add_argument("--rounds", type=at_least(1), default=40, help="rounds")
     p.add_argument("--local-steps", type=at_least(1), default=10, help="SGD steps of a client in a round")
-    p.add_argument("--batch", type=at_least(1), default=32, help="examples of a step")
-    p.add_argument("--lr", type=positive, default=0.1, help="learning rate of the local steps")
+    common(p, "seed", lr={"default": 0.1, "help": "learning rate of the local steps"})
     p.add_argument("--participation", type=fraction, default=1.0, help="share of the clients there asked in a round")
     p.add_argument("--changes", type=at_least(0), default=0, help="random deaths, leaves and joins in the run")
     p.add_argument("--hostile", type=at_least(0), default=0, help="clients that send nonsense, the last ones")
     p.add_argument("--late", choices=("use", "drop"), default="use", help="what becomes of answers after the deadline")
     p.add_argument("--deadline", type=positive, default=30.0, help="seconds until a round goes on without the rest")
-    p.add_argument(
-        "--processes", action="store_true", help="SuperLink and SuperNodes as processes, instead of simulated"
-    )
-    p.add_argument("--seed", type=at_least(0), default=0, help="of data, model and choices")
+    p.add_argument("--processes", action="store_true", help="SuperLink and SuperNodes as processes, not simulated")
     run_options(p, "federated")
-    p.add_argument("--resume", action="store_true", help="continue --name with the options it was started with")
+    common(p, "resume")
     return p
 
 
@@ -76,18 +81,15 @@ def main(arguments: Sequence[str]) -> int:
     options = vars(parser().parse_args(arguments))
     resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs").absolute()
     if options["clients"] - options["hostile"] < 2:
-        raise UserError(
-            f"--hostile {options['hostile']} leaves fewer than 2 of {options['clients']} clients to learn from"
-        )
+        left = f"leaves fewer than 2 of {options['clients']} clients to learn from"
+        raise UserError(f"--hostile {options['hostile']} {left}")
     folder = choose_folder(runs, name, resume, "federated")
     if resume:
         options = resumed(folder, options, given_in(parser(), arguments), parser())
     needed = ("flwr",) if options["processes"] else ("flwr", "ray")
-    missing = [module for module in needed if importlib.util.find_spec(module) is None]
+    missing = ", ".join(module for module in needed if importlib.util.find_spec(module) is None)
     if missing:
-        raise UserError(
-            f'{", ".join(missing)} not installed; in an environment of its own: pip install "jaxcomp[federated]"'
-        )
+        raise UserError(f'{missing} not installed; in an environment of its own: pip install "jaxcomp[federated]"')
     with claimed(runs, name, resume, "federated") as folder, goes_on(runs, folder):
         if not resume:
             write_config(folder, options)
@@ -104,11 +106,12 @@ def run(config: dict[str, Any], folder: Path) -> int:
 
     os.environ |= environment(folder)
     os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
-    seen = len(rounds_of(folder))
+    journal = Journal(folder)
+    seen = len(journal.lines())
 
     def look() -> None:
         nonlocal seen
-        for line in rounds_of(folder)[seen:]:
+        for line in journal.lines()[seen:]:
             seen += 1
             who = f"{line['used']} of {line['asked']} used, {line['missing']} missing"
             print(f"round {line['number']}: accuracy {line['accuracy']:.3f}, {who}", flush=True)
@@ -133,75 +136,47 @@ def run(config: dict[str, Any], folder: Path) -> int:
     return 0
 
 
-def rounds_of(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True) if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def keep_rounds(folder: Path, last: int) -> None:
-    """Drops the lines of metrics.jsonl after a round, and half a one."""
-    kept = [line for line in rounds_of(folder) if line["number"] <= last]
-    draft = folder / "metrics.tmp"
-    draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    os.replace(draft, folder / "metrics.jsonl")
-
-
 def report(config: dict[str, Any], folder: Path, restarts: int, seconds: float) -> None:
     from experiments.federated.plan import plan_of
+    from jaxcomp.members import Member
 
     console = new_console()
-    lines, clients = rounds_of(folder), json.loads((folder / "clients.json").read_text())
+    lines, clients = Journal(folder).lines(), json.loads((folder / "clients.json").read_text())
     events = plan_of(*(config[key] for key in ("clients", "hostile", "rounds", "changes", "seed"))).events
+    number = lambda x: "-" if x is None else f"{x:.2g}"
+    counted = lambda counts: ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
     rows = [
-        [i, f"{x['volume']:,}", f"{x['entries']:,}", *(_number(x.get(key)) for key in ("made", "remembered")), _said(x)]
+        {
+            "client": i,
+            "samples": f"{x['volume']:,}",
+            "entries if all are there": f"{x['entries']:,}",
+            "|differences|": number(x.get("made")),
+            "|remembered|": number(x.get("remembered")),
+            "its answers": counted(x["counts"]),
+        }
         for i, x in clients.items()
     ]
-    head = ["client", "samples", "entries if all are there", "|differences|", "|remembered|", "its answers"]
-    show(console, "Clients", head, rows, "", folder / "clients.md")
+    show_rows(console, "Clients", rows, "", folder / "clients.md")
     changes(console, lines, events, folder)
     total = lambda key: sum(line[key] for line in lines)
     happened = Counter(event for each in events for event in each.values())
     refused = Counter(why.split(":")[0] for line in lines for _, why in line["refused"])
+    row = {"rounds": f"{len(lines)}", "test accuracy": f"{lines[0]['accuracy']:.3f} -> {lines[-1]['accuracy']:.3f}"}
+    row |= {f"MB {way}": f"{total(f'{way}_bytes') / 1e6:.3f}" for way in ("up", "used", "down")}
+    row |= {key: str(total(key)) for key in ("asked", "used", "late", "missing")}
+    row |= {"refused": str(refused.total()), "clipped": str(sum(len(line["clipped"]) for line in lines))}
     deaths = happened["dies early"] + happened["dies late"]
-    row = [
-        str(len(lines)),
-        f"{lines[0]['accuracy']:.3f} -> {lines[-1]['accuracy']:.3f}",
-        f"{total('up_bytes') / 1e6:.3f}",
-        f"{total('used_bytes') / 1e6:.3f}",
-        f"{total('down_bytes') / 1e6:.3f}",
-        *(str(total(key)) for key in ("asked", "used", "late", "missing")),
-        str(refused.total()),
-        str(sum(len(line["clipped"]) for line in lines)),
-        f"{deaths} / {happened['leaves']} / {happened['joins']}",
-        f"{seconds:.0f}",
-    ]
-    head = [
-        "rounds",
-        "test accuracy",
-        "MB up",
-        "MB used",
-        "MB down",
-        "asked",
-        "used",
-        "late",
-        "missing",
-        "refused",
-        "clipped",
-    ]
-    head += ["deaths / leaves / joins", "seconds"]
-    size = 4 * _size(clients, folder)
-    dense_up, dense_down = size * max(total("used"), 1), size * total("asked")
-    notes = (
-        f"{dense_up / max(total('used_bytes'), 1):.0f} times fewer bytes used and "
-        f"{dense_down / max(total('down_bytes'), 1):.1f} times fewer down than dense f32, "
-        "with whole memories of who leaves and whole points of who joins."
-    )
-    if refused:
-        notes += "\n\nrefused: " + ", ".join(f"{kind} {count}" for kind, count in sorted(refused.items())) + "."
-    if restarts:
-        notes += f"\n\n{restarts} processes of clients were started again."
-    show(console, f"Federated on {config['data']}", head, [row], notes, folder / "table.md")
+    row |= {"deaths / leaves / joins": f"{deaths} / {happened['leaves']} / {happened['joins']}"}
+    points = (Member(folder / "clients" / f"client-{i}.npz").point for i in clients)
+    size = 4 * next(point.size for point in points if point is not None)
+    up = size * max(total("used"), 1) / max(total("used_bytes"), 1)
+    down = size * total("asked") / max(total("down_bytes"), 1)
+    notes = f"{up:.0f} times fewer bytes used and {down:.1f} times fewer down than dense f32, "
+    notes += "with whole memories of who leaves and whole points of who joins."
+    notes += f"\n\nrefused: {counted(refused)}." if refused else ""
+    notes += f"\n\n{restarts} processes of clients were started again." if restarts else ""
+    title = f"Federated on {config['data']}"
+    show_rows(console, title, [row | {"seconds": f"{seconds:.0f}"}], notes, folder / "table.md")
     plot(config, lines, clients, events, folder)
     console.print(f"plot: {folder / 'federated.png'}")
 
@@ -211,32 +186,18 @@ def changes(console: Any, lines: list[dict[str, Any]], events: Any, folder: Path
     rows, apart = [], sum(each[-1] != 0 for line in lines for each in line["sums"].values())
     for line, now in zip(lines, events, strict=False):
         for client, event in sorted(now.items()):
-            made, used, remembered, held = map(Fraction, line["sums"].get(str(client), [0] * 5)[:4])
-            shown = [f"{float(x):+.6f}" for x in (made, used, remembered, held)]
-            rows.append([str(line["number"]), str(client), event, *shown, str(made - used - remembered - held)])
-    head = ["round", "client", "change", "made", "used", "remembered", "held by the server", "difference"]
+            sums = list(map(Fraction, line["sums"].get(str(client), [0] * 5)[:4]))
+            row = {"round": str(line["number"]), "client": str(client), "change": event}
+            for name, x in zip(("made", "used", "remembered", "held by the server"), sums, strict=True):
+                row[name] = f"{float(x):+.6f}"
+            rows.append(row | {"difference": str(sums[0] - sum(sums[1:]))})
     checked = sum(len(line["sums"]) for line in lines)
     notes = (
         "Sums over all entries of what training added to a memory, of what was used, of what the client remembers, and "
         f"of what it handed over. In {apart} of {checked} accounts, one for each client and round, an entry is not the "
         "sum of the others as exact fractions."
     )
-    show(console, "Memories", head, rows, notes, folder / "memories.md")
-
-
-def _size(clients: dict[str, Any], folder: Path) -> int:
-    from jaxcomp.members import Member
-
-    points = (Member(folder / "clients" / f"client-{i}.npz").point for i in clients)
-    return next(point.size for point in points if point is not None)
-
-
-def _number(x: float | None) -> str:
-    return "-" if x is None else f"{x:.2g}"
-
-
-def _said(line: dict[str, Any]) -> str:
-    return ", ".join(f"{kind} {count}" for kind, count in sorted(line["counts"].items()))
+    show_rows(console, "Memories", rows or [{"change": "none"}], notes, folder / "memories.md")
 
 
 def plot(
@@ -248,8 +209,8 @@ def plot(
     number = [line["number"] for line in lines]
     left.plot(number, [line["accuracy"] for line in lines], **LINES[1], markersize=3)
     left.set(xlabel="round", ylabel="test accuracy")
-    for j, (key, label) in enumerate((("asked", "asked"), ("used", "used"))):
-        middle.step(number, [line[key] for line in lines], where="mid", label=label, **(LINES[j + 1] | {"marker": ""}))
+    for key, look in zip(("asked", "used"), LINES[1:], strict=False):
+        middle.step(number, [line[key] for line in lines], where="mid", label=key, **(look | {"marker": ""}))
     marks = {"dies": ("death", "X"), "leav": ("leave", "v"), "join": ("join", "^")}
     for start, (label, marker) in marks.items():
         at = [t + 1 for t, now in enumerate(events) for event in now.values() if event.startswith(start)]
@@ -260,8 +221,6 @@ def plot(
     volumes = [x["volume"] for x in clients.values()]
     right.bar(range(len(entries)), [8 * x / 1e3 for x in entries], color=LINES[1]["color"])
     right.set(xlabel=f"client, {max(volumes):,} to {min(volumes):,} samples", ylabel="kB of values and indices a round")
-    title = (
-        f"{config['clients']} clients, rule {config['rule']}, mean ratio {config['ratio']:g}, skew {config['skew']:g}"
-    )
-    figure.suptitle(title)
+    who = f"{config['clients']} clients, rule {config['rule']}"
+    figure.suptitle(f"{who}, mean ratio {config['ratio']:g}, skew {config['skew']:g}")
     save(figure, folder / "federated.png")

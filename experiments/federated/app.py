@@ -19,7 +19,6 @@ from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import ServerApp  # pyright: ignore[reportMissingImports]
 
 from experiments.dagc.data import imbalanced_split
-from experiments.federated import keep_rounds
 from experiments.federated.account import UNIT, Counted, begin, sums_of
 from experiments.federated.model import flat_model, local_batches, local_steps
 from experiments.federated.plan import HOSTILE, Plan, plan_of, tampered
@@ -150,16 +149,10 @@ def main(grid: Any, context: Any) -> None:
     config, plan, data, parts, model = setting()
     test = jax.jit(model.test)
     start = np.asarray(model.start)
-    core = Counted(
-        start,
-        {i: len(part) for i, part in enumerate(parts)},
-        config["ratio"],
-        rule=config["rule"],
-        down=config["down"],
-        late=config["late"],
-        max_norm=10 * float(np.linalg.norm(start)),
-        folder=FOLDER / "used",
-    )
+    volumes = {i: len(part) for i, part in enumerate(parts)}
+    options: dict[str, Any] = {key: config[key] for key in ("rule", "down", "late")}
+    norm = 10 * float(np.linalg.norm(start))
+    core = Counted(start, volumes, config["ratio"], folder=FOLDER / "used", max_norm=norm, **options)
     known: dict[int, int] = {}
     rng = np.random.default_rng([config["seed"], 22])
     state, honest = FOLDER / "server.npz", range(config["clients"] - config["hostile"])
@@ -167,7 +160,7 @@ def main(grid: Any, context: Any) -> None:
         rng.bit_generator.state = load_server(state, core)["rng"]
         core.take_up()
     journal = Journal(FOLDER)
-    keep_rounds(FOLDER, core.number)
+    journal.keep(lambda line: line["number"] <= core.number)
 
     def here(grid: Any) -> dict[int, int]:
         present = plan.present[core.number]

@@ -9,21 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = [
-    "Parser",
-    "UserError",
-    "at_least",
-    "choose_new",
-    "fail",
-    "fraction",
-    "named_folder",
-    "number",
-    "one_or_more",
-    "one_thread",
-    "positive",
-    "rule_of",
-    "share",
-]
+__all__ = ["Parser", "UserError", "at_least", "choose_new", "common", "fail", "fraction"]
+__all__ += ["named_folder", "number", "one_or_more", "one_thread", "positive", "rule_of", "share"]
 
 
 def one_thread() -> None:
@@ -57,17 +44,14 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def at_least(least: int):
+def at_least(least: int) -> Callable[[str], int]:
     """An integer option with a lower bound."""
 
     def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be an integer of at least {least}; got {text!r}")
-        return value
+        with contextlib.suppress(ValueError):
+            if (value := int(text)) >= least:
+                return value
+        raise argparse.ArgumentTypeError(f"must be an integer of at least {least}; got {text!r}")
 
     return parse
 
@@ -95,28 +79,51 @@ def rule_of(text: str) -> str | float:
     if text in ("sqrt", "phi", "released", "uniform"):
         return text
     top, slash, bottom = text.partition("/")
-    try:
-        value = float(top) / float(bottom if slash else 1)
-    except (ValueError, ZeroDivisionError):
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be sqrt, phi, released, uniform or a number >= 0; got {text!r}")
-    return value
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        if 0 <= (value := float(top) / float(bottom if slash else 1)) < float("inf"):
+            return value
+    raise argparse.ArgumentTypeError(f"must be sqrt, phi, released, uniform or a number >= 0; got {text!r}")
+
+
+# Options that several experiments have, with their usual defaults.
+COMMON: dict[str, dict[str, Any]] = {
+    "data-dir": {"type": Path, "help": "folder with the files of --data mnist"},
+    "workers": {"type": at_least(1), "default": 4, "help": "how many"},
+    "steps": {"type": at_least(1), "default": 300, "help": "steps"},
+    "batch": {"type": at_least(1), "default": 32, "help": "examples of each worker in a step"},
+    "lr": {"type": positive, "default": 1e-3, "help": "learning rate"},
+    "ratio": {"type": fraction, "default": 0.01, "help": "share of entries that sparse methods keep"},
+    "levels": {"type": at_least(1), "default": 7, "help": "levels of dithering; 7 fill 4 bits"},
+    "seed": {"type": at_least(0), "default": 0, "help": "of data, model and compression"},
+    "seeds": {"type": at_least(0), "nargs": "+", "default": [0], "metavar": "SEED", "help": "a run for each"},
+    "log-every": {"type": at_least(1), "default": 10, "help": "steps between lines of metrics.jsonl"},
+    "checkpoint-every": {"type": at_least(1), "default": 100, "help": "steps between checkpoints"},
+    "resume": {"action": "store_true", "help": "continue --name with the options it was started with"},
+    "worker": {"type": int, "help": argparse.SUPPRESS},  # which one a process is, where workers are processes
+    "address": {"help": argparse.SUPPRESS},  # and where they meet
+}
+
+
+def common(parser: Any, *names: str, **defaults: Any) -> None:
+    """Adds options of `COMMON` to a parser or to a group of one; some with another default, or other settings."""
+    for name in names:
+        parser.add_argument(f"--{name}", **COMMON[name])
+    for name, default in defaults.items():
+        changed = default if isinstance(default, dict) else {"default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **{**COMMON[name.replace("_", "-")], **changed})
+
+
+def usage(words: str, parts: dict[str, str]) -> str:
+    """What `words NAME` may be followed by: NAME -> one line about it."""
+    width = max(map(len, parts))
+    rows = "\n".join(f"  {name.ljust(width)}  {line}" for name, line in parts.items())
+    return f"usage: {words} NAME [options]\n\n{rows}\n\n{words} NAME --help lists the options."
 
 
 def dispatch(what: str, package: str, parts: dict[str, str], arguments: Sequence[str]) -> int:
-    """Runs `main` of the module package.NAME, for `python -m experiments WHAT NAME [options]`.
-
-    Args:
-        what: the word before NAME.
-        package: that holds the modules.
-        parts: NAME -> one line about it.
-        arguments: NAME and its options.
-    """
+    """Runs `main` of the module package.NAME, for `python -m experiments WHAT NAME [options]`."""
     if not arguments or arguments[0] in ("-h", "--help"):
-        width = max(map(len, parts))
-        rows = "\n".join(f"  {name.ljust(width)}  {line}" for name, line in parts.items())
-        print(f"usage: python -m experiments {what} NAME [options]\n\n{rows}")
+        print(usage(f"python -m experiments {what}", parts))
         return 0 if arguments else 2
     name, *rest = arguments
     if name not in parts:
@@ -125,11 +132,7 @@ def dispatch(what: str, package: str, parts: dict[str, str], arguments: Sequence
 
 
 def choose_new(runs: Path, name: str | None, kind: str) -> Path:
-    """A folder that is not there yet: runs/NAME, or the next free runs/KIND-N.
-
-    Raises:
-        UserError: NAME exists, or is no folder below runs.
-    """
+    """A folder that is not there yet: runs/NAME, or the next free runs/KIND-N."""
     if name is None:
         number = 1
         while (runs / f"{kind}-{number}").exists():
@@ -142,11 +145,7 @@ def choose_new(runs: Path, name: str | None, kind: str) -> Path:
 
 
 def named_folder(runs: Path, name: str) -> Path:
-    """runs/NAME, which must lie below runs.
-
-    Raises:
-        UserError: it does not.
-    """
+    """runs/NAME, which must lie below runs."""
     if not Path(name).parts or Path(name).is_absolute() or ".." in Path(name).parts:
         raise UserError(f"--name must be a folder below --runs; got {name}")
     return runs / name

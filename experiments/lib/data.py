@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import UserError, existing_folder
+from experiments.lib.errors import reading
 
 __all__ = ["DATASETS", "FILES", "Dataset", "batch_of", "load", "nobody_empty", "read_idx", "read_rows", "split"]
 
@@ -93,14 +94,7 @@ DATASETS = {"digits": digits, "mnist": mnist}
 
 
 def load(name: str, folder: Path | None = None, choose: Choose | None = None, test: bool = True) -> Dataset:
-    """A data set, or a worker's part of it.
-
-    Args:
-        name: of `DATASETS`.
-        folder: with its files, for those that have some.
-        choose: picks the examples whose images are kept, by the labels of all; None: all of them.
-        test: keep the images of the test.
-    """
+    """A data set, or a worker's part of it: images of the test, and those that `choose` picks by the labels of all."""
     return DATASETS[name](folder, choose, test)
 
 
@@ -110,12 +104,7 @@ FILES = "LIBSVM text (plain, .gz, .bz2, .xz), .npz of X and y or of a sparse mat
 def read_rows(path: Path, num_features: int | None = None) -> tuple[Any, np.ndarray]:
     """A file of rows with labels: a SciPy CSR matrix [m, d] without stored zeros, and labels f64[m].
 
-    Args:
-        path: one of `FILES`.
-        num_features: d of LIBSVM text; None: the largest index in the file.
-
-    Raises:
-        UserError: no such file, not what its name says, no labels, or fewer than two different ones.
+    path: one of `FILES`. num_features: d of LIBSVM text; None: the largest index in the file.
     """
     import scipy.sparse
 
@@ -136,26 +125,16 @@ def read_rows(path: Path, num_features: int | None = None) -> tuple[Any, np.ndar
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An idx file of unsigned bytes (the format of MNIST), gzipped if its name ends in .gz.
-
-    Of a plain file only those parts are read that are used.
-
-    Raises:
-        UserError: the file is not what its header says.
-    """
-    try:
+    """An idx file of bytes (the format of MNIST), gzipped if its name ends in .gz; else parts are read when used."""
+    with reading(str(path), "is it an idx file?"):
         if path.suffix == ".gz":
             data = memoryview(gzip.decompress(path.read_bytes()))
         else:  # an empty file cannot be mapped
             mapped: Any = np.memmap(path, np.uint8, "r") if path.stat().st_size else b""
             data = memoryview(mapped)
-    except (OSError, EOFError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    if len(data) < 4 or bytes(data[:3]) != b"\0\0\x08":
+    if len(data) < 4 or bytes(data[:3]) != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
         raise UserError(f"{path} is not an idx file of bytes")
     dims = data[3]
-    if len(data) < 4 + 4 * dims:
-        raise UserError(f"{path} ends within its header")
     shape = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
     values = np.frombuffer(data, np.uint8, offset=4 + 4 * dims)
     if values.size != np.prod(shape, dtype=np.int64):
@@ -166,13 +145,8 @@ def read_idx(path: Path) -> np.ndarray:
 def split(labels: np.ndarray, workers: int, alpha: float | None, seed: int) -> list[np.ndarray]:
     """Indices of each worker's examples; together they are all examples, each once.
 
-    Args:
-        labels: i32[n].
-        workers: number of parts.
-        alpha: None: shuffled and cut into equal parts (IID). Else, of each class the workers get
-            shares drawn from Dirichlet(alpha, ..., alpha): small alpha, different label mixes.
-            Every worker gets at least one example.
-        seed: of the draw.
+    alpha: None: shuffled and cut into equal parts (IID). Else, of each class the workers get shares drawn from
+    Dirichlet(alpha, ..., alpha): small alpha, different label mixes. Every worker gets at least one example.
     """
     if workers > len(labels):
         raise UserError(f"{workers} workers for {len(labels)} examples; each needs at least one")

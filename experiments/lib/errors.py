@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,70 +17,35 @@ from experiments.lib.cli import UserError
 
 __all__ = ["line_of", "read_json", "reading", "shortened"]
 
-# Of files, not of connections: a process that has lost its peers must not blame the disk.
-OF_FILES = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENOENT,
-    errno.EEXIST,
-    errno.ENAMETOOLONG,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ELOOP,
-    errno.ENOTEMPTY,
-    errno.EBUSY,
-    errno.ESTALE,
-    errno.EXDEV,
-}
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Not of files: a process that has lost its peers must not blame the disk.
+OF_OTHERS = (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 LONGEST = 300  # characters of somebody else's message
 
 
 def line_of(error: BaseException) -> str | None:
     """What went wrong with which file, if that, or what the error came from, is something a user can mend."""
-    for each in _chain(error):
-        if isinstance(each, UserError):
-            return str(each)
-        number, path = _of_file(each)
-        if number in OF_FILES:
-            reason = os.strerror(number)
-            reason = reason[:1].lower() + reason[1:]
-            more = "; make room" if number in FULL else ""
-            return f"{path}: {reason}{more}" if path else f"{reason}{more}"
-        if isinstance(each, MemoryError):
-            return f"not enough memory: {shortened(each)}"
-    return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it came from, and those that it holds."""
-    waiting, seen = [error], set()
-    while waiting:
-        each = waiting.pop(0)
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        yield each
-        waiting += getattr(each, "exceptions", ())
-        waiting += [each.__cause__] if each.__cause__ is not None else []  # not what it was raised beside of
+    if isinstance(error, UserError):
+        return str(error)
+    number, path = _of_file(error)
+    if number is not None and number in errno.errorcode:  # those of a name server are not
+        reason = os.strerror(number)
+        reason = reason[:1].lower() + reason[1:] + ("; make room" if number in FULL else "")
+        return f"{path}: {reason}" if path else reason
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {shortened(error)}"
+    inner = (*getattr(error, "exceptions", ()), error.__cause__)  # not what it was raised beside of
+    return next(filter(None, (line_of(each) for each in inner if each is not None)), None)
 
 
 def _of_file(error: BaseException) -> tuple[int | None, str]:
     """errno and path."""
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError):
         names = [str(name) for name in (error.filename2, error.filename) if name is not None]
-        return error.errno, names[0] if names else ""
+        return None if isinstance(error, OF_OTHERS) else error.errno, names[0] if names else ""
     text = str(error)
-    number = re.search(r"os_error_code='(\d+)'", text)
-    path = re.findall(r'"(/[^"]+)"', text)
-    return (int(number[1]) if number else None), path[0] if path else ""
+    number, path = re.search(r"os_error_code='(\d+)'", text), re.search(r'"(/[^"]+)"', text)
+    return (int(number[1]) if number else None), path[1] if path else ""
 
 
 def shortened(error: BaseException) -> str:
@@ -100,22 +65,12 @@ def reading(what: str, cure: str) -> Iterator[None]:
         raise UserError(f"{what} cannot be read: {line_of(error) or shortened(error)}; {cure}") from None
 
 
-def read_json(path: Path, check: Callable[[Any], str | None], cure: str) -> Any:
-    """The content of a JSON file.
-
-    Args:
-        path: of the file.
-        check: says what is wrong with the content, or None.
-        cure: what the user may do.
-
-    Raises:
-        UserError: it is no JSON, or wrong.
-    """
+def read_json(path: Path, kind: type, cure: str) -> Any:
+    """The content of a JSON file, a dict or a list. cure: what a user may do if it is something else."""
     try:
         content = json.loads(path.read_text())
     except ValueError as error:  # of UTF-8, too
         raise UserError(f"{path} is damaged: {shortened(error)}; {cure}") from None
-    wrong = check(content)
-    if wrong:
-        raise UserError(f"{path} is damaged: {wrong}; {cure}")
+    if not isinstance(content, kind):
+        raise UserError(f"{path} is damaged: it must hold a JSON {'list' if kind is list else 'object'}; {cure}")
     return content

@@ -45,19 +45,14 @@ def train_one(
     """Trains one job from its newest checkpoint to the end.
 
     Args:
-        trainer: compiled for the method.
-        job: method and seed.
         options: steps, log_every, test_every, checkpoint_every; perhaps check_every, steps between comparisons of
             what must be equal on all workers (0: never). What is saved is compared before, too.
-        folder: of the run.
-        journal: that lines of metrics go to.
         parts: examples of each worker.
-        show: takes a step and a few words for the progress bar.
+        show: takes a step and a few words for the progress bar; say: a line about where a run goes on.
         stop_after: whether all processes stop after this step; asked after each one.
-        say: takes a line about where a run goes on.
 
     Returns:
-        The row of results; only the bits that went into it on a process whose journal does not write.
+        The row of results; on a process whose journal does not write, hashes alone.
 
     Raises:
         Stopped: after a checkpoint was written.
@@ -106,27 +101,26 @@ def train_one(
         if jax.process_count() == 1:  # others may be gone, and closing waits for them
             checkpoints.close()
     checkpoints.close()
-    bits = {
-        "sha256": fingerprint(trainer.whole(state.params)),
-        "sha256_optimizer": fingerprint(trainer.whole(state.optimizer)),
-    }
-    if not journal.writes:
-        return bits
+    bits = {"sha256": state.params, "sha256_optimizer": state.optimizer}
+    bits = {name: fingerprint(trainer.whole(tree)) for name, tree in bits.items()}
     lines = [line for line in journal.lines() if (line["method"], line["seed"]) == job]
+    return summary(trainer, job, lines, state) | {"steps": options["steps"]} | bits if journal.writes else bits
+
+
+def summary(trainer: Trainer, job: Job, lines: list[dict[str, Any]], state: State) -> dict[str, Any]:
+    """The row of results of a finished job, from its lines of metrics."""
     test_loss, accuracy = trainer.test(state)
     return {
         "method": job.method,
         "seed": job.seed,
-        "steps": options["steps"],
         "loss": float(np.mean([line["loss"] for line in lines[-WINDOW:]])),
         "test_loss": test_loss,
         "accuracy": accuracy,
         "lane_bytes": lines[-1]["lane_bytes"],
         "code_bits": float(np.mean([line["code_bits"] for line in lines])),
-        "sent_bytes": sent,
+        "sent_bytes": trainer.ledger.total_bytes,
         "seconds": float(np.median([line["seconds"] for line in lines[1:] or lines])),
         "parameters": trainer.num_params,
-        **bits,
     }
 
 

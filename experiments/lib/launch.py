@@ -1,4 +1,4 @@
-"""Starting processes, ending them, and ending with the one that started us."""
+"""Starting processes, and ending them with all that they started."""
 
 import contextlib
 import os
@@ -8,10 +8,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["die_with_parent", "end_all", "free_port", "start"]
+__all__ = ["end_all", "free_port", "handling", "start"]
 
 # What becomes the program: only a process itself can ask the kernel to end it with its parent, and JAX forbids a fork.
 GUARD = """
@@ -39,6 +39,20 @@ def start(words: Sequence[str], **options: Any) -> subprocess.Popen:
     return subprocess.Popen(words, start_new_session=True, **options)
 
 
+@contextlib.contextmanager
+def handling(handler: Any, *numbers: int) -> Iterator[None]:
+    """With this handler for these signals, where Python lets us set one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 def end_all(processes: Iterable[subprocess.Popen], patience: float = 0.0) -> None:
     """Ends those of `start` that still run with their groups, waits for all, and closes the pipes to their input.
 
@@ -48,7 +62,9 @@ def end_all(processes: Iterable[subprocess.Popen], patience: float = 0.0) -> Non
     if patience:
         signal_all(processes, signal.SIGTERM)
         end = time.monotonic() + patience
-        while time.monotonic() < end and any(map(runs, processes)):
+        # Without waiting for them: their numbers stay theirs, and whatever they have started can still be ended.
+        still = lambda p: os.waitid(os.P_PID, p.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        while time.monotonic() < end and any(p.returncode is None and still(p) for p in processes):
             time.sleep(0.02)
     signal_all(processes, signal.SIGKILL)
     for process in processes:
@@ -64,23 +80,3 @@ def signal_all(processes: Iterable[subprocess.Popen], number: int) -> None:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
-
-
-def runs(process: subprocess.Popen) -> bool:
-    """Whether it runs, without waiting for it where the system can say so."""
-    if process.returncode is not None or not hasattr(os, "waitid"):  # macOS before Python 3.13
-        return process.poll() is None
-    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-
-
-def die_with_parent() -> None:
-    """Where no kernel does it: ends this process when the pipe to its standard input closes, which it must not read."""
-    if sys.platform == "linux":
-        return
-
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -56,11 +56,7 @@ METHODS: dict[str, Method] = {
 
 
 def algorithm_for(method: str, ratio: float, levels: int, via: str) -> Algorithm:
-    """The algorithm of a method.
-
-    Raises:
-        UserError: these options do not go together.
-    """
+    """The algorithm of a method."""
     try:
         algorithm = METHODS[method].make(ratio, levels)
         jc.compressed_mean(algorithm, None, via=via)

@@ -22,14 +22,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.lib.cli import UserError
+from experiments.lib.launch import handling
 
-__all__ = ["HEADER_BYTES", "Lab", "Link", "delay_of", "laboratory", "missing", "rate_name", "rate_of"]
+__all__ = ["HEADER_BYTES", "Lab", "Link", "add_rates", "delay_of", "laboratory", "missing", "rate_name", "rate_of"]
 
 NAME = "jaxcomp"  # and the process id: of namespaces
 SUBNET = "10.213.77"
@@ -63,6 +63,19 @@ class Link(NamedTuple):
         return self.sent_bytes - HEADER_BYTES * self.sent_frames
 
 
+class Rate(float):
+    """In bit/s; the help shows it in words."""
+
+    def __repr__(self) -> str:
+        return rate_name(self)
+
+
+def add_rates(parser: Any, default: str, name: str = "rates", what: str = "of the links; none: no limit") -> None:
+    """An option for several rates."""
+    rates = [rate_of(word) for word in default.split()]
+    parser.add_argument(f"--{name}", type=rate_of, nargs="+", metavar="RATE", default=rates, help=what)
+
+
 def rate_of(text: str) -> float | None:
     """10mbit, 1gbit, ... in bit/s, as tc writes them; None for "none", no limit."""
     if text == "none":
@@ -70,7 +83,7 @@ def rate_of(text: str) -> float | None:
     found = re.fullmatch(r"([0-9.]+)([kmg]?bit)", text.lower())
     with contextlib.suppress(ValueError):
         if found and 1e3 <= (rate := float(found[1]) * UNITS[found[2]]) <= 1e12:
-            return rate
+            return Rate(rate)
     raise argparse.ArgumentTypeError(f"must be a rate such as 10mbit, from 1kbit to 1000gbit, or none; got {text!r}")
 
 
@@ -94,9 +107,8 @@ def missing() -> str | None:
     """What a laboratory needs and is not here, in words; None if nothing is."""
     if not sys.platform.startswith("linux"):
         return "Linux"
-    return (
-        None if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc") else "root and the commands ip and tc"
-    )
+    here = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
+    return None if here else "root and the commands ip and tc"
 
 
 def command(*words: str) -> str:
@@ -187,13 +199,7 @@ class Lab:
 def laboratory(hosts: int, rate: float | None = None, delay: float = 0.0) -> Iterator[Lab]:
     """A switch and its hosts, for as long as the context lasts.
 
-    Args:
-        hosts: at most 250.
-        rate: of each link, both ways, bit/s; None for no limit.
-        delay: of each link, each way, seconds.
-
-    Raises:
-        UserError: something that it needs is missing or not permitted.
+    hosts: at most 250. rate, delay: of each link, each way, in bit/s (None: no limit) and seconds.
     """
     reason = missing()
     if reason:
@@ -212,7 +218,8 @@ def laboratory(hosts: int, rate: float | None = None, delay: float = 0.0) -> Ite
             lab.shape(rate, delay)
             yield lab
         finally:
-            with without_interrupts():
+            # A second Ctrl-C does not interrupt the removal.
+            with handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 undo.close()
 
 
@@ -244,20 +251,6 @@ def is_running(process: int) -> bool:
     return Path(f"/proc/{process}").exists()
 
 
-@contextlib.contextmanager
-def handling(handler: Any, *numbers: int) -> Iterator[None]:
-    """With this handler for these signals, where Python lets us set one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
 def terminated_softly() -> Any:
     """SIGTERM and SIGHUP as an exception, so that what was made is removed."""
 
@@ -265,8 +258,3 @@ def terminated_softly() -> Any:
         raise SystemExit(128 + number)
 
     return handling(stop, signal.SIGTERM, signal.SIGHUP)
-
-
-def without_interrupts() -> Any:
-    """A second Ctrl-C does not interrupt the removal."""
-    return handling(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-__all__ = ["LINES", "new_figure", "running_mean", "save"]
+__all__ = ["LINES", "curve", "new_figure", "running_mean", "save"]
 
 # Okabe and Ito's colours with a line style and a marker each: two ways to tell lines apart besides hue.
 COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F"]
@@ -27,6 +27,13 @@ def new_figure(columns: int, height: float = 4.2, rows: int = 1) -> tuple[Any, l
     plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False, "lines.linewidth": 1.6})
     figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, height), squeeze=False, layout="constrained")
     return figure, list(axes.reshape(-1))
+
+
+def curve(axis: Any, x: np.ndarray, runs: np.ndarray, label: str, look: dict[str, Any]) -> None:
+    """The mean of runs f64[runs, len(x)], and a band from the least to the largest."""
+    axis.plot(x, runs.mean(0), label=label, markevery=max(1, len(x) // 6), markersize=5, **look)
+    if len(runs) > 1:
+        axis.fill_between(x, runs.min(0), runs.max(0), color=look["color"], alpha=0.15, linewidth=0)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:

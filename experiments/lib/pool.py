@@ -1,23 +1,20 @@
-"""Processes that work together: started together, asked together, and stopped together."""
+"""Workers that answer requests: each on a line of JSON, all asked at once."""
 
 import contextlib
 import json
-import os
 import queue
-import re
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import UserError
-from experiments.lib.launch import end_all, start
+from experiments.lib.processes import Group, or_die
 
-__all__ = ["Pool", "answer", "note", "or_die", "requests"]
+__all__ = ["Pool", "answer", "note", "or_die", "requests", "serve"]
 
 ANSWER, NOTE = "answer ", "note "
 
@@ -25,14 +22,8 @@ ANSWER, NOTE = "answer ", "note "
 class Pool:
     """A context with one process for each command; on leaving it, none is left.
 
-    Where one fails the others, which wait for it, are stopped, and its error is the one that is shown.
-    A process prints one line `answer JSON` for each line of JSON that it reads, and may print notes about its progress.
-    They do not see the terminal's Ctrl-C: the one who started them stops them.
-
-    Args:
-        commands: one for each process.
-        environment: variables that they get besides ours.
-        show: takes the notes of process 0.
+    A process prints one line `answer JSON` for each line of JSON that it reads, and may print notes about its progress;
+    show takes those of process 0.
     """
 
     def __init__(
@@ -41,27 +32,21 @@ class Pool:
         environment: Mapping[str, str] | None = None,
         show: Callable[[str], None] = lambda _: None,
     ):
-        self.commands, self.environment, self.show = commands, {**os.environ, **(environment or {})}, show
-        self.processes: list[subprocess.Popen] = []
+        self.commands, self.environment, self.show = commands, environment, show
         self.lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
 
     def __enter__(self) -> "Pool":
-        self.errors = [tempfile.TemporaryFile("w+") for _ in self.commands]  # noqa: SIM115
-        try:
-            for i, (words, errors) in enumerate(zip(self.commands, self.errors, strict=True)):
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-                process = start(words, env=self.environment, text=True, **pipes)
-                self.processes.append(process)
-                threading.Thread(target=self.read, args=(i, process.stdout), daemon=True).start()
-        except BaseException:
-            self.__exit__()
-            raise
+        self.logs = tempfile.TemporaryDirectory()
+        piped = lambda _: subprocess.PIPE
+        self.group = Group(self.commands, Path(self.logs.name), self.environment, piped, text=True)
+        self.processes = self.group.processes
+        for i, process in enumerate(self.processes):
+            threading.Thread(target=self.read, args=(i, process.stdout), daemon=True).start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        end_all(self.processes)
-        for errors in self.errors:
-            errors.close()
+        self.group.kill()
+        self.logs.cleanup()
 
     def read(self, i: int, stream: Any) -> None:
         with stream:
@@ -83,7 +68,8 @@ class Pool:
         while len(answers) < len(self.processes):
             i, line = self.next_line(timeout)
             if line is None:
-                raise self.failure(i)
+                self.processes[i].wait()
+                raise self.group.failure()
             if line.startswith(ANSWER):
                 answers[i] = json.loads(line[len(ANSWER) :])
             elif line.startswith(NOTE) and i == 0:
@@ -101,7 +87,7 @@ class Pool:
                 continue
             running.discard(i)
             if self.processes[i].wait():
-                raise self.failure(i)
+                raise self.group.failure()
         return printed
 
     def next_line(self, timeout: float) -> tuple[int, str | None]:
@@ -109,15 +95,6 @@ class Pool:
             return self.lines.get(timeout=timeout)
         except queue.Empty:
             raise UserError(f"nothing was heard of the workers for {timeout:g} s") from None
-
-    def failure(self, i: int) -> UserError:
-        code = self.processes[i].wait()
-        self.errors[i].seek(0)
-        said = [line for line in self.errors[i].read().splitlines() if line.strip()]
-        named = [line for line in said if re.match(r"(error|[\w.]*(Error|Exception|Interrupt)): ", line)]
-        reason = next(iter(reversed(named or said)), "").removeprefix("error: ")
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "failed"
-        return UserError(f"worker {i} {how}: {reason}" if reason else f"worker {i} {how}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -137,15 +114,13 @@ def note(text: str) -> None:
     print(NOTE + text, flush=True)
 
 
-@contextlib.contextmanager
-def or_die() -> Iterator[None]:
-    """Ends the process at an error without a farewell to the others, for whom it would wait: first comes the cause."""
-    try:
-        yield
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(2)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+def serve(address: str, workers: int, number: int, do: Callable[..., Any]) -> None:
+    """Joins the other workers and answers `do(**request)` until there are no more requests."""
+    import jax
+
+    with or_die():
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(address, workers, number)
+        answer("ready")
+        for request in requests():
+            answer(do(**request))

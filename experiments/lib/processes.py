@@ -1,37 +1,30 @@
-"""Processes that train together: joined by `jax.distributed`, started here or by a cluster, stopped all at once.
+"""Processes that work together: started together, joined by `jax.distributed`, and stopped all at once.
 
-A process that fails writes down why before it goes; its peers then lose their connection to it and fail, too. The first
-cause is what the user gets to see.
+A process that fails says why and ends at once; its peers then lose their connection to it and fail, too. How each ended
+(see `ALONE`) tells the first cause from the rest, and that is what the user gets to see.
 """
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 from experiments.lib.cli import UserError
 from experiments.lib.errors import line_of
-from experiments.lib.launch import end_all, free_port, start
+from experiments.lib.launch import end_all, free_port, handling, start
 
-__all__ = [
-    "Failed",
-    "Failure",
-    "Group",
-    "Interrupted",
-    "agree",
-    "first_cause",
-    "leave",
-    "stop_on_signals",
-]
+__all__ = ["Failed", "Group", "Interrupted", "agree", "join", "leave", "or_die", "stopping", "training_group"]
 
 # How the failure of another process looks from here.
 LOST = (
@@ -44,35 +37,98 @@ LOST = (
     "heartbeat",
 )
 LOST += ("deadline_exceeded", "coordination", "peer", "barrier")
+USER, DEFECT, ALONE = 2, 1, 3  # exit status: the user can mend it; it is a defect; others were lost before
+RANKS = {
+    USER: 1,
+    DEFECT: 1,
+    ALONE: 2,
+    -signal.SIGABRT: 3,
+}  # causes first: a kill, errors, what JAX does when left alone
+STOPPED = 130
 PATIENCE = 30.0  # seconds that processes have to stop together, before they are killed
+SILENT = 5.0  # seconds that a process waits for the others without a word
 ROOM = 2**16  # bytes without which a process cannot say why it fails
 TAIL = 15  # lines of a log that are shown
 
 
-class Failed(Exception):
-    """A process failed; str() says which and why, in one line and the end of its log."""
+class Failed(UserError):
+    """A process failed; str() says which and why, in one line, and the end of its log where it was a defect."""
 
 
 class Interrupted(KeyboardInterrupt):
     """Somebody asked for a stop."""
 
 
-class Failure(NamedTuple):
-    """When (seconds since the epoch) which process failed, with what; whether the user can mend it."""
-
-    time: float
-    process: int
-    message: str
-    user: bool
-
-    @property
-    def secondary(self) -> bool:
-        """Whether it was only left alone by another that failed before."""
-        return not self.user and any(word in self.message.lower() for word in LOST)
-
-
 # ------------------------------------------------------------------------------------------------
 # Within a process
+
+
+def leave(error: BaseException) -> NoReturn:
+    """Says why this process fails, and ends it at once: an orderly way out would wait for processes that are gone."""
+    line = line_of(error)
+    status = USER
+    if line is None:
+        line = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".removesuffix(": ")
+        status = ALONE if any(word in line.lower() for word in LOST) else DEFECT
+    with contextlib.suppress(OSError):  # the disk of the log may be full
+        if status == DEFECT:
+            traceback.print_exception(error)
+        print(f"error: {'lost the other processes: ' * (status == ALONE)}{line}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def or_die() -> Iterator[None]:
+    """Leaves the process at any error."""
+    try:
+        yield
+    except BaseException as error:
+        leave(error)
+
+
+def join(coordinator: str | None, number: int | None, process: int | None, patience: float = 300.0) -> None:
+    """Joins the others: at a coordinator, or wherever JAX finds one in the environment of the cluster.
+
+    Says so while it waits. After `patience` seconds it ends this process with one line, as JAX itself would abort.
+    """
+    import jax
+
+    # Gloo's greetings go to the standard error; what the program itself prints stays where it was.
+    sys.stdout.flush()
+    out = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(out, "w", buffering=1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    where = f"at {coordinator}" if coordinator else "in the environment of this cluster"
+    others = "process 0" if process else "process 1" if number == 2 else "the other processes"
+    waiting = f"waiting for {others} {where}, for at most {patience:g} s (--patience)"
+    late = UserError(f"waited {patience:g} s for {others} {where} (--patience)")
+    timers = [
+        threading.Timer(SILENT, lambda: print(waiting, file=sys.stderr, flush=True)),
+        threading.Timer(patience, lambda: leave(late)),
+    ]
+    try:
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
+        seconds = int(patience) + 60
+        if coordinator is None:
+            jax.distributed.initialize(initialization_timeout=seconds)
+        else:
+            host, _, port = coordinator.rpartition(":")
+            socket.getaddrinfo(host.strip("[]"), port)
+            found = {"cluster_detection_method": "deactivate", "initialization_timeout": seconds}
+            jax.distributed.initialize(coordinator, number, process, **found)
+    except OSError as error:
+        raise UserError(f"--coordinator {coordinator} has no address: {error.strerror}") from None
+    except (ValueError, RuntimeError) as error:
+        hint = "" if coordinator else "; name it: --coordinator HOST:PORT --num-processes N --process-id I"
+        raise UserError(f"found no other processes {where}: {str(error).splitlines()[0].rstrip('.')}{hint}") from None
+    finally:
+        for timer in timers:
+            timer.cancel()
 
 
 def agree(decide: Callable[[], Any]) -> Any:
@@ -100,23 +156,16 @@ def agree(decide: Callable[[], Any]) -> Any:
     return content["value"]
 
 
-def stop_on_signals(alone: bool) -> Callable[[int], bool]:
-    """Has SIGINT and SIGTERM end the training after a step that all processes agree on; another SIGINT at once.
+@contextlib.contextmanager
+def stopping(alone: bool) -> Iterator[Callable[[int], bool]]:
+    """Has SIGINT and SIGTERM end a training after a step that all processes agree on; another SIGINT at once.
 
-    With others, JAX itself catches SIGTERM, which is what clusters send before they take a machine away.
-
-    Args:
-        alone: there are no other processes.
-
-    Returns:
-        Whether to stop after a step; to be asked after each, on all processes.
+    With others, JAX itself catches SIGTERM, which is what clusters send before they take a machine away. Yields a
+    function that says whether to stop after a step: to be asked after each, on all processes.
     """
     from jax.experimental import multihost_utils
 
     asked = threading.Event()
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
 
     def ask(*_: Any) -> None:
         signal.signal(signal.SIGINT, interrupt)
@@ -125,56 +174,12 @@ def stop_on_signals(alone: bool) -> Callable[[int], bool]:
         else:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    signal.signal(signal.SIGINT, ask)
-    if alone:
-        signal.signal(signal.SIGTERM, ask)
-    return (lambda step: asked.is_set()) if alone else multihost_utils.reached_preemption_sync_point
+    with handling(ask, *((signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,))):
+        yield (lambda step: asked.is_set()) if alone else multihost_utils.reached_preemption_sync_point
 
 
-def leave(logs: Path | None, process: int, error: BaseException) -> None:
-    """Ends this process because of an error, after writing it down for the others. Does not return.
-
-    There is no orderly way out: JAX would wait for processes that are gone, or wait for this one.
-    """
-    line = line_of(error)
-    user = line is not None
-    message = describe(error) if line is None else line
-    failure = Failure(time.time(), process, message, user)
-    logs = logs if logs is not None and (logs.exists() or (logs.parent / "config.json").is_file()) else None
-    with contextlib.suppress(OSError):  # the disk may be full
-        if logs is not None:
-            logs.mkdir(exist_ok=True)
-            draft = logs / f"failed-{process}.tmp"
-            draft.write_text(json.dumps(failure._asdict()))
-            os.replace(draft, logs / f"failed-{process}.json")
-    if failure.secondary:
-        message = f"lost the other processes: {message}"
-        time.sleep(1.0)  # the one that failed first may still be writing
-        first = None if logs is None else first_cause(logs)
-        if first is not None and not first.secondary:
-            message = f"process {first.process} failed: {first.message}"
-    elif not user:
-        traceback.print_exception(error)
-    with contextlib.suppress(OSError):  # so may that of the logs
-        print(f"error: {message}", file=sys.stderr)
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(2 if user else 1)
-
-
-def describe(error: BaseException) -> str:
-    """An error on one line."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
-
-
-def first_cause(logs: Path) -> Failure | None:
-    """What failed first, of what was written down: the earliest that is no consequence of another."""
-    found = []
-    for path in logs.glob("failed-*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            found.append(Failure(**json.loads(path.read_text())))
-    return min(found, key=lambda failure: (failure.secondary, failure.time), default=None)
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 # ------------------------------------------------------------------------------------------------
@@ -182,40 +187,30 @@ def first_cause(logs: Path) -> Failure | None:
 
 
 class Group:
-    """Local processes that start and end together.
+    """Processes that start and end together, one for each command.
 
-    Args:
-        arguments: the same for all; the address of the coordinator is added.
-        number: how many.
-        logs: folder for what they print; process 0 prints to the terminal.
-        quiet: process 0 prints to its log, too.
-        program: that the arguments are for.
+    They do not see the terminal's Ctrl-C: the one who started them stops them.
+
+    logs: folder for what they print to the standard error, a file for each. output: of process i, as
+    `subprocess.Popen` takes it; None: to the log, too.
     """
 
     def __init__(
         self,
-        arguments: Sequence[str],
-        number: int,
+        commands: Sequence[Sequence[str]],
         logs: Path,
-        quiet: bool = False,
-        program: Sequence[str] = (sys.executable, "-m", "experiments"),
+        environment: Mapping[str, str] | None = None,
+        output: Callable[[int], Any] = lambda i: None,
+        **options: Any,
     ):
         self.logs = logs
         logs.mkdir(parents=True, exist_ok=True)
-        for path in logs.glob("failed-*.json"):
-            path.unlink()
-        # Several processes share a few cores here, whatever accelerators there are.
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        joins = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(number), "--logs", str(logs)]
         self.processes: list[subprocess.Popen] = []
         try:
-            for i in range(number):
-                words = [*program, *arguments, *joins, "--process-id", str(i)]
+            for i, words in enumerate(commands):
                 with self.log(i).open("w") as log:
-                    out = None if i == 0 and not quiet else log
-                    # Ctrl-C reaches this process alone, which then tells the others how to stop.
-                    pipes = {"stdin": subprocess.PIPE, "stdout": out, "stderr": log}
-                    self.processes.append(start(words, env=environment, **pipes))
+                    pipes = {"stdin": subprocess.PIPE, "stdout": output(i) or log, "stderr": log}
+                    self.processes.append(start(words, env={**os.environ, **(environment or {})}, **pipes, **options))
         except BaseException:
             self.kill()
             raise
@@ -224,83 +219,77 @@ class Group:
         return self.logs / f"process-{process}.log"
 
     def wait(self) -> None:
-        """Waits for all to end; on SIGINT and SIGTERM has them stop after a common step.
-
-        Raises:
-            UserError, Failed: one failed; then all are stopped.
-            Interrupted: they were asked to stop, and did.
-        """
-
-        def interrupt(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGTERM, interrupt) if in_main_thread() else None
+        """Waits for all to end; on SIGINT and SIGTERM has them stop after a common step. One that fails stops all."""
         try:
-            try:
-                while any(code is None for code in self.codes()) and not self.failed():
-                    time.sleep(0.02)
-            except KeyboardInterrupt:
-                self.stop()
-                raise Interrupted from None
+            with handling(interrupt, signal.SIGTERM):
+                self.end_or(lambda: False)
             if self.failed():
                 raise self.failure()
             if any(self.codes()):
                 raise Interrupted
+        except KeyboardInterrupt:
+            with contextlib.suppress(ProcessLookupError):
+                self.processes[0].send_signal(signal.SIGTERM)  # who has all stop after a common step
+            end = time.monotonic() + PATIENCE
+            self.end_or(lambda: time.monotonic() > end)
+            raise Interrupted from None
         finally:
             self.kill()
-            if before is not None:
-                signal.signal(signal.SIGTERM, before)
+
+    def end_or(self, happens: Callable[[], bool]) -> bool:
+        """Waits until all have ended, one has failed, or something happens; whether that was it."""
+        while not self.failed() and not all(code is not None for code in self.codes()):
+            if happens():
+                return True
+            time.sleep(0.01)
+        return False
 
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self.processes]
 
     def failed(self) -> bool:
-        return any(code not in (None, 0, 130) for code in self.codes())
-
-    def stop(self) -> None:
-        """Asks them to stop after a common step; waits until they have, or until a second interrupt."""
-        with contextlib.suppress(ProcessLookupError):
-            self.processes[0].send_signal(signal.SIGTERM)
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end and any(code is None for code in self.codes()) and not self.failed():
-            time.sleep(0.02)
+        return any(code not in (None, 0, STOPPED) for code in self.codes())
 
     def kill(self) -> None:
         end_all(self.processes)
 
-    def failure(self) -> Exception:
+    def failure(self) -> UserError:
         """The first cause, once those that fail have had time to say why."""
-        sudden = self.killed()
+
+        def causes() -> list[tuple[int, int]]:
+            ended = [(code, i) for i, code in enumerate(self.codes()) if code not in (None, 0, STOPPED)]
+            return sorted(ended, key=lambda end: RANKS.get(end[0], 0)) or [(0, 0)]
+
         end = time.monotonic() + 2.0
-        while not sudden and time.monotonic() < end:
-            first = first_cause(self.logs)
-            if first is not None and not first.secondary:
-                if first.user:
-                    return UserError(first.message)
-                return self.failed_with(first.process, first.message)
+        while RANKS.get(causes()[0][0], 0) > 1 and time.monotonic() < end:
             time.sleep(0.05)
-            sudden = self.killed()
-        if sudden:
-            name = signal.Signals(-self.processes[sudden[0]].returncode).name
+        code, i = causes()[0]
+        message, lines = self.last_words(i)
+        if code < 0 and code != -signal.SIGABRT:
+            name = signal.Signals(-code).name
             more = " (out of memory?)" if name == "SIGKILL" else ""
-            return Failed(f"process {sudden[0]} was killed by {name}{more}; all were stopped")
-        first = first_cause(self.logs)
-        if first is None and shutil.disk_usage(self.logs).free < ROOM:
+            return Failed(f"process {i} was killed by {name}{more}; all were stopped")
+        if not lines and shutil.disk_usage(self.logs).free < ROOM:
             return UserError(f"{self.logs}: no space left on device; make room")
-        process = first.process if first else next(i for i, code in enumerate(self.codes()) if code not in (None, 0))
-        return self.failed_with(
-            process, first.message if first else f"exit status {self.processes[process].returncode}"
-        )
+        if code == USER and message:
+            return UserError(message)
+        tail = "".join(f"\n  {line}" for line in lines[-TAIL:])
+        return Failed(f"process {i} failed: {message or f'exit status {code}'}; all were stopped. Its log ends:{tail}")
 
-    def killed(self) -> list[int]:
-        """Processes that a signal ended, but for those that gave up because they were left alone (SIGABRT)."""
-        return [i for i, code in enumerate(self.codes()) if code is not None and code < 0 and code != -signal.SIGABRT]
-
-    def failed_with(self, process: int, message: str) -> Failed:
-        lines = self.log(process).read_text(errors="replace").strip().splitlines()[-TAIL:]
-        tail = "".join(f"\n  {line}" for line in lines)
-        return Failed(f"process {process} failed: {message}; all were stopped. {self.log(process)} ends:{tail}")
+    def last_words(self, i: int) -> tuple[str, list[str]]:
+        """The last error that a process has written, without its name in front, and all lines of its log."""
+        lines = [line for line in self.log(i).read_text(errors="replace").splitlines() if line.strip()]
+        named = [line for line in lines if re.match(r"(error|[\w.]*(Error|Exception|Interrupt)): ", line)]
+        return next(iter(reversed(named or lines)), "").removeprefix("error: "), lines
 
 
-def in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
+def training_group(arguments: Sequence[str], number: int, logs: Path, quiet: bool = False) -> Group:
+    """Processes of `python -m experiments` with the same arguments that find each other.
+
+    quiet: process 0 does not print to the terminal, either.
+    """
+    joins = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(number), "--logs", str(logs)]
+    words = [sys.executable, "-m", "experiments", *arguments, *joins, "--process-id"]
+    # Several processes share a few cores here, whatever accelerators there are.
+    output = lambda i: None if i or quiet else sys.__stdout__
+    return Group([[*words, str(i)] for i in range(number)], logs, {"JAX_PLATFORMS": "cpu"}, output)

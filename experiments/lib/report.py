@@ -1,12 +1,13 @@
 """What people see: the console, the progress bar, and a table that is printed and kept as markdown."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["markdown", "new_console", "progress_bar", "show", "spread"]
+__all__ = ["markdown", "new_console", "progress_bar", "show", "show_rows", "spread", "status"]
 
 WIDTH = 170  # of what is printed to no terminal: the widest table
 
@@ -47,6 +48,22 @@ def show(
     console.print("\n\n".join(paragraphs), highlight=False)
     if path is not None:
         path.write_text(f"{title}\n\n{markdown(head, rows)}\n\n{notes}\n")
+
+
+def show_rows(console: Any, title: str, rows: list[dict[str, str]], notes: str, path: Path | None = None) -> None:
+    """The same of rows whose cells stand under the names of their columns; columns of nothing but "-" are left out."""
+    head = [name for name in (rows[0] if rows else ()) if any(row[name] != "-" for row in rows)]
+    show(console, title, head, [[row[name] for name in head] for row in rows], notes, path)
+
+
+@contextlib.contextmanager
+def status(console: Any) -> Iterator[Callable[[str], None]]:
+    """Where we are: a line that changes, on a terminal."""
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("") as line:
+        yield line.update
 
 
 def progress_bar(console: Any, unit: str = "steps") -> Any:

@@ -36,11 +36,8 @@ def training_step(
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """The step (params, state, *batch) -> (params, state, loss before the update) of one worker, not yet compiled.
 
-    Args:
-        transform: what the gradients of this worker's loss pass through.
-        loss: (params, *batch) -> a number.
-        axis: of the workers that share the parameters; None: the parameters and the loss are the worker's own.
-        mean: of the loss over the axis.
+    loss: (params, *batch) -> a number, of this worker. axis: of the workers that share the parameters; None: they and
+    the loss are the worker's own. mean: of the loss over the axis.
     """
 
     def step(params, state, *batch):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 import jaxcomp as jc
-from experiments.lib.cli import Parser, UserError, at_least, fraction, positive
+from experiments.lib.cli import Parser, UserError, at_least, common
 
-__all__ = ["Text", "add_options", "read_characters", "text_of", "windows"]
+__all__ = ["Text", "add_options", "add_sizes", "read_characters", "text_of", "windows"]
 
 
 class Text(NamedTuple):
@@ -25,25 +25,23 @@ class Text(NamedTuple):
 def add_options(p: Parser, *, batch: int, width: int, layers: int, lr: float) -> None:
     """Options of the experiments that train a transformer on a text, with these defaults."""
     p.add_argument("--text", type=Path, default=None, help="plain or .xz; without it the source of this package")
-    p.add_argument("--batch", type=at_least(1), default=batch, help="windows of all workers in a step")
+    add_sizes(p, width=width, layers=layers)
+    common(p, "ratio", "levels", batch={"default": batch, "help": "windows of all workers in a step"}, lr=lr)
+    common(p, seed={"help": "of parameters and batches"})
+
+
+def add_sizes(p: Parser, *, width: int, layers: int) -> None:
+    """Options of the sizes of a transformer."""
     p.add_argument("--length", type=at_least(2), default=64, help="characters of a window")
     p.add_argument("--width", type=at_least(2), default=width, help="of the residual stream")
     p.add_argument("--heads", type=at_least(1), default=4, help="of attention")
     p.add_argument("--layers", type=at_least(1), default=layers, help="blocks")
-    p.add_argument("--lr", type=positive, default=lr, help="learning rate of Adam")
-    p.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
-    p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
-    p.add_argument("--seed", type=at_least(0), default=0, help="of parameters and batches")
 
 
 def read_characters(path: Path | None) -> tuple[np.ndarray, int]:
     """Codes i32[n] and the number of different characters; of this package's own source if there is no path.
 
-    Args:
-        path: plain or .xz; of a folder all files NAME.txt and NAME.txt.xz in the order of their names.
-
-    Raises:
-        UserError: no such file, damaged, or fewer than 1,000 characters.
+    path: plain or .xz; of a folder all files NAME.txt and NAME.txt.xz in the order of their names.
     """
     if path is None:
         raw = b"".join(file.read_bytes() for file in sorted(Path(jc.__file__).parent.rglob("*.py")))
@@ -51,10 +49,9 @@ def read_characters(path: Path | None) -> tuple[np.ndarray, int]:
         files = sorted([*path.glob("*.txt"), *path.glob("*.txt.xz")]) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
             raise UserError(f"no file {path}" if files else f"no .txt or .txt.xz in {path}")
+        plain = lambda file: lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
         try:
-            texts = [file.read_bytes() for file in files]
-            parts = zip(files, texts, strict=True)
-            raw = b"".join(lzma.decompress(text) if file.suffix == ".xz" else text for file, text in parts)
+            raw = b"".join(map(plain, files))
         except (OSError, lzma.LZMAError) as error:
             raise UserError(f"cannot read {path}: {error}") from None
     known, codes = np.unique(np.frombuffer(raw, np.uint8), return_inverse=True)

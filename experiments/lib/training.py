@@ -4,6 +4,7 @@ The workers are the devices of one process, or of many that `jax.distributed` ha
 process hands to JAX what belongs to its own workers.
 """
 
+import functools
 import hashlib
 import json
 import logging
@@ -31,18 +32,8 @@ from experiments.lib.errors import reading
 from experiments.lib.step import classified, training_step
 from jaxcomp.base import Algorithm
 
-__all__ = [
-    "AXIS",
-    "OPTIMIZERS",
-    "Checkpoints",
-    "Progress",
-    "State",
-    "Trainer",
-    "find_devices",
-    "find_mesh",
-    "fingerprint",
-    "own_workers",
-]
+__all__ = ["AXIS", "OPTIMIZERS", "Checkpoints", "State", "Trainer", "find_devices", "find_mesh", "fingerprint"]
+__all__ += ["own_workers"]
 
 AXIS = "data"
 OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
@@ -56,9 +47,7 @@ def find_devices(workers: int | None, processes: int = 1) -> list[Any]:
 
     Must be called before anything else touches JAX's devices, and after `jax.distributed.initialize`.
 
-    Args:
-        workers: on all processes together, equally many on each; None: one for each device there is.
-        processes: that were joined.
+    workers: on all processes together, equally many on each; None: one for each device there is.
     """
     if workers is None:
         return jax.devices()
@@ -104,15 +93,12 @@ class Trainer:
     """One method on one model; compiled once for all seeds.
 
     Args:
-        algorithm: what the workers send.
+        algorithm, via: of `jc.compressed_mean`, which optimizer and rate follow.
         model: makes the Flax module from an input shape and a number of classes.
         data: with the images of this process's workers, or of all.
-        mesh: of `find_mesh`.
-        optimizer, rate: what follows the compressed mean.
         batch: examples of each worker in a step.
-        via: route of messages, as for `jc.compressed_mean`.
-        spoil: number of a step in which the first example is NaN, to see what becomes of it.
         nonfinite: "mask" takes NaN and infinite entries of a gradient as zero; "skip" drops the step on all workers.
+        spoil: number of a step in which the first example is NaN, to see what becomes of it.
     """
 
     def __init__(
@@ -189,18 +175,13 @@ class Trainer:
         return State(old.params, jc.redistribute(old.optimizer, new, keep="sum"))
 
     def check(self, state: State, step: int) -> None:
-        """Compares what must be equal on all workers.
-
-        Raises:
-            jc.ReplicaDrift: it is not; names the workers that differ.
-        """
-        if not hasattr(self, "_fingerprints"):
-            specs = State(P(), self.specs)
-            prints = jax.shard_map(
-                lambda state: jc.fingerprints(state, AXIS), mesh=self.mesh, in_specs=(specs,), out_specs=P()
-            )
-            self._fingerprints = jax.jit(prints)
+        """Raises `jc.ReplicaDrift`, with the workers that differ, where what must be equal on all of them is not."""
         jc.check_replicas(np.asarray(self._fingerprints(state)), step=step)
+
+    @functools.cached_property
+    def _fingerprints(self) -> Callable[[State], jax.Array]:
+        prints = lambda state: jc.fingerprints(state, AXIS)
+        return jax.jit(jax.shard_map(prints, mesh=self.mesh, in_specs=(State(P(), self.specs),), out_specs=P()))
 
     def whole(self, tree: Any) -> Any:
         """Every worker's part of a tree of arrays, on this process's host."""
@@ -243,17 +224,14 @@ class Trainer:
             losses, right = losses + float(loss), right + int(correct)
         return losses / len(self.data.test_y), right / len(self.data.test_y)
 
-    @property
+    @functools.cached_property
     def _evaluate(self) -> Callable:
-        if not hasattr(self, "_evaluate_jitted"):
+        def evaluate(params, x, y):
+            logits = nnx.merge(self.graph, params)(x)
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+            return losses.sum(), (logits.argmax(1) == y).sum()
 
-            def evaluate(params, x, y):
-                logits = nnx.merge(self.graph, params)(x)
-                losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
-                return losses.sum(), (logits.argmax(1) == y).sum()
-
-            self._evaluate_jitted = jax.jit(evaluate)
-        return self._evaluate_jitted
+        return jax.jit(evaluate)
 
 
 def fingerprint(tree: Any) -> str:
@@ -292,39 +270,28 @@ class Checkpoints:
     def save(self, step: int, state: State, about: dict[str, Any]) -> None:
         """Writes the state, and what has to be known of it before it can be read."""
         if self.manager.latest_step() != step:
-            about = about | {"fingerprint": _fingerprint_of_bits(state)}
-            args = ocp.args.Composite(
-                state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(about | {"crc": _crc(about)})
-            )
-            self.manager.save(step, args=args)
+            about = about | {"fingerprint": _fingerprint_of_bits(state, about)}
+            args = {"state": ocp.args.StandardSave(state._asdict()), "about": ocp.args.JsonSave(about)}
+            self.manager.save(step, args=ocp.args.Composite(**args))
             self.manager.wait_until_finished()
+
+    def _restore(self, step: int, **args: Any) -> Any:
+        return self.manager.restore(step, args=ocp.args.Composite(**args))
 
     def _reading(self, step: int) -> Any:
         path = self.folder / str(step)
         return reading(f"checkpoint {path}", "remove it, and the run starts again from its first step")
 
     def about(self, step: int) -> dict[str, Any]:
-        """What has to be known of a state.
-
-        Raises:
-            UserError: the checkpoint is damaged.
-        """
+        """What has to be known of a state."""
         with self._reading(step):
-            about = dict(self.manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"])
-            if about.pop("crc") != _crc(about):
-                raise ValueError("its checksum does not fit")
-            return about
+            return dict(self._restore(step, about=ocp.args.JsonRestore())["about"])
 
     def restore(self, step: int, abstract: State, about: dict[str, Any]) -> State:
-        """The state.
-
-        Raises:
-            UserError: the checkpoint is damaged.
-        """
+        """The state."""
         with self._reading(step):
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract._asdict()))
-            state = State(**self.manager.restore(step, args=args)["state"])
-            if _fingerprint_of_bits(state) != about["fingerprint"]:
+            state = State(**self._restore(step, state=ocp.args.StandardRestore(abstract._asdict()))["state"])
+            if _fingerprint_of_bits(state, about) != about["fingerprint"]:
                 raise ValueError("its fingerprint does not fit: bits have changed")
             return state
 
@@ -334,8 +301,7 @@ class Checkpoints:
 
 def _without_late_answers(failure: Any) -> None:
     """What the store's threads want to tell an event loop that has failed and is closed interests nobody."""
-    error = failure.exc_value
-    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+    if str(failure.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(failure)
 
 
@@ -344,10 +310,7 @@ def _marks(leaves: list[Any]) -> Any:
     return jc.replicas.fingerprint(leaves)
 
 
-def _fingerprint_of_bits(state: State) -> int:
+def _fingerprint_of_bits(state: State, about: dict[str, Any]) -> int:
     """32 bits that tell of any flipped bit, in whatever way the arrays are spread over devices."""
-    return int(_marks(jax.tree.leaves(state)))
-
-
-def _crc(about: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    text = json.dumps({key: about[key] for key in sorted(about) if key != "fingerprint"})
+    return zlib.crc32(text.encode(), int(_marks(jax.tree.leaves(state))))

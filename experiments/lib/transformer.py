@@ -154,10 +154,7 @@ def initial(sizes: Sizes, seed: int) -> Params:
 def mean_loss(params: Params, windows: Array, layout: Layout) -> Array:
     """Cross entropy of the next character: mean over the examples of one data worker, f32[].
 
-    Args:
-        params: this device's shards.
-        windows: i32[n, length + 1], this device's examples.
-        layout: one of `LAYOUTS`.
+    params: this device's shards. windows: i32[n, length + 1], this device's examples.
     """
     scores = jax.nn.log_softmax(logits(params, windows[:, :-1], layout))
     loss = -jnp.mean(jnp.take_along_axis(scores, windows[:, 1:, None], axis=-1))

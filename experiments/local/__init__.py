@@ -12,22 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, at_least, fraction, positive, share
-from experiments.lib.errors import read_json
-from experiments.lib.folders import (
-    ANEW,
-    Journal,
-    choose_folder,
-    claimed,
-    given_in,
-    goes_on,
-    how_to_find,
-    resumed,
-    run_options,
-    write_config,
-    write_json,
-)
-from experiments.lib.report import new_console, progress_bar, show
+from experiments.lib import folders
+from experiments.lib.cli import Parser, UserError, at_least, common, positive, share
+from experiments.lib.folders import Journal, how_to_find, run_options
+from experiments.lib.report import new_console, progress_bar, show_rows
 
 __all__ = ["main"]
 
@@ -39,6 +27,7 @@ def nonnegative(text: str) -> float:
 
 
 def parser() -> Parser:
+    from experiments.lib.text import add_sizes
     from experiments.local.methods import NAMES
 
     p = Parser(prog="python -m experiments local", description=(__doc__ or "").split("\n\n")[0])
@@ -51,48 +40,39 @@ def parser() -> Parser:
     p.add_argument("--outer-momentum", type=nonnegative, default=None, help="of Nesterov: 0.9, or 0 for sparse-loco")
     what = "text, plain or .xz, or a folder of NAME.txt(.xz); without it the source of this package"
     p.add_argument("--data", type=Path, default=None, help=what)
-    p.add_argument("--workers", type=at_least(1), default=4, help="side by side on one device")
-    p.add_argument("--steps", type=at_least(1), default=300, help="steps of each run")
-    p.add_argument("--batch", type=at_least(1), default=8, help="windows of each worker in a step")
-    p.add_argument("--length", type=at_least(2), default=64, help="bytes of a window")
-    p.add_argument("--width", type=at_least(2), default=64, help="of the residual stream; 256 and 4 layers are 3 M")
-    p.add_argument("--heads", type=at_least(1), default=4, help="of attention")
-    p.add_argument("--layers", type=at_least(1), default=2, help="blocks")
-    p.add_argument("--lr", type=positive, default=2e-3, help="largest learning rate of AdamW")
-    p.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
-    p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
-    p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0], metavar="SEED", help="one run for each")
+    add_sizes(p, width=64, layers=2)
+    common(p, "steps", "ratio", "levels", "seeds", workers={"help": "side by side on one device"})
+    common(
+        p, batch={"default": 8, "help": "windows of each worker in a step"}, lr={"default": 2e-3, "help": "of AdamW"}
+    )
     p.add_argument("--mbit", type=positive, default=100.0, help="of each link, for the computed times")
     run_options(p, "local")
-    p.add_argument("--log-every", type=at_least(1), default=10, help="steps between lines of metrics.jsonl")
-    p.add_argument("--checkpoint-every", type=at_least(1), default=100, help="steps between checkpoints")
-    p.add_argument("--resume", action="store_true", help="continue --name with the options it was started with")
+    common(p, "log-every", "checkpoint-every", "resume")
     return p
 
 
 def main(arguments: Sequence[str]) -> int:
     options = vars(parser().parse_args(arguments))
     resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs")
-    folder = choose_folder(runs, name, resume, "local")
+    folder = folders.choose_folder(runs, name, resume, "local")
     if resume:
-        options = resumed(folder, options, given_in(parser(), arguments), parser())
-    return Run(options, runs, name).go(resume)
+        options = folders.resumed(folder, options, folders.given_in(parser(), arguments), parser())
+    run = Run(options)
+    with folders.claimed(runs, name, resume, "local") as folder, folders.goes_on(runs, folder):
+        if not resume:
+            folders.write_config(folder, options)
+        return run.go(runs, folder)
 
 
 class Run:
     """All curves of one folder."""
 
-    def __init__(self, options: dict[str, Any], runs: Path, name: str | None):
-        self.options, self.runs, self.name = options, runs, name
-        self.results: list[dict[str, Any]] = []
-
-    def go(self, resume: bool) -> int:
-        from experiments.lib.cli import UserError
+    def __init__(self, options: dict[str, Any]):
         from experiments.lib.text import text_of
         from experiments.lib.transformer import Sizes
         from experiments.local.methods import parse
 
-        o = self.options
+        o = self.options = options
         self.console = new_console()
         self.setups = parse(o["methods"], o["every"], o["fragments"], o["delay"], o["mixing"])
         self.text = text_of(o["data"])
@@ -106,21 +86,14 @@ class Run:
                 setup.algorithm(o["ratio"], o["levels"])
             except ValueError as error:
                 raise UserError(f"{setup.label}: {error}") from None
-        with claimed(self.runs, self.name, resume, "local") as self.folder, goes_on(self.runs, self.folder):
-            self.journal = Journal(self.folder)
-            return self.go_in_folder(resume)
 
-    def go_in_folder(self, resume: bool) -> int:
-        o, console = self.options, self.console
-        if not resume:
-            write_config(self.folder, o)
-        elif (self.folder / "results.json").is_file():
-            wrong = lambda content: None if isinstance(content, list) else "it must hold a list of results"
-            self.results = read_json(self.folder / "results.json", wrong, ANEW)
+    def go(self, runs: Path, folder: Path) -> int:
+        o, console, self.folder, self.journal = self.options, self.console, folder, Journal(folder)
+        self.results = folders.read_results(folder / "results.json")
         done = {(row["label"], row["seed"]) for row in self.results}
         console.print(
             f"{self.text.name}: {len(self.text.codes):,} bytes; {o['workers']} workers, {o['steps']} steps of "
-            f"{o['batch']} windows of {o['length']} bytes each; writing to {self.folder}"
+            f"{o['batch']} windows of {o['length']} bytes each; writing to {folder}"
         )
         interrupted = False
         try:
@@ -131,7 +104,7 @@ class Run:
                             self.train(setup, seed, bar)
         except KeyboardInterrupt:
             interrupted = True
-            where = how_to_find(self.runs, self.folder)
+            where = how_to_find(runs, folder)
             console.print(f"interrupted; continue with --resume{where}", highlight=False, soft_wrap=True)
         self.report()
         return 130 if interrupted else 0
@@ -139,20 +112,19 @@ class Run:
     def train(self, setup: Any, seed: int, bar: Any) -> None:
         from experiments.local.training import Trainer
 
-        o, task = (
-            self.options,
-            bar.add_task(f"{setup.label}, seed {seed}", total=self.options["steps"], now="compiling"),
-        )
+        o = self.options
+        task = bar.add_task(f"{setup.label}, seed {seed}", total=o["steps"], now="compiling")
         trainer = Trainer(setup, self.text, self.sizes, o, seed)
         checkpoint = self.folder / f"{setup.label.replace(':', '-').replace(' ', '-')}-{seed}.npz"
-        of_this = lambda line: (line["label"], line["seed"]) == (setup.label, seed)
-        first, seconds, sent, message, route = 0, [], 0.0, None, "sum"
+        first, seconds, sent, message, route, last = 0, [], 0.0, None, "sum", {}
         if checkpoint.is_file():
             first = trainer.load(checkpoint)
+        of_this = lambda line: (line["label"], line["seed"]) == (setup.label, seed)
         self.journal.keep(lambda line: not of_this(line) or line["step"] <= first)
         kept = [line for line in self.journal.lines() if of_this(line)]
-        if kept and first:
-            sent, message, seconds = kept[-1]["sent_bytes"], kept[-1]["message_bytes"], [kept[-1]["seconds"]]
+        if kept:
+            last = kept[-1]
+            sent, message, seconds = last["sent_bytes"], last["message_bytes"], [last["seconds"]]
         for t in range(first + 1, o["steps"] + 1):
             step = trainer.advance(t)
             sent += step.sent_bytes
@@ -164,31 +136,26 @@ class Run:
                 message = trainer.message_bytes()
             if t == 1 or t % o["log_every"] == 0 or t == o["steps"]:
                 line = {"label": setup.label, "method": setup.method, "seed": seed, "step": t, "loss": step.loss}
-                median = float(np.median(seconds[-100:])) if seconds else step.seconds
-                more = {"test": trainer.test_loss(), "sent_bytes": sent, "message_bytes": message, "seconds": median}
-                self.journal.add({**line, **more, "route": route})
+                line |= {"test": trainer.test_loss(), "sent_bytes": sent, "message_bytes": message, "route": route}
+                line["seconds"] = float(np.median(seconds[-100:])) if seconds else step.seconds
+                self.journal.add(last := line)
                 bar.update(task, completed=t, now=f"loss {step.loss:.3f}")
             if t % o["checkpoint_every"] == 0 or t == o["steps"]:
                 trainer.save(checkpoint, t)
-        last = [line for line in self.journal.lines() if of_this(line)][-1]
         self.results.append({**last, **setup._asdict(), "parameters": trainer.parameters})
-        write_json(self.folder / "results.json", self.results)
+        folders.write_json(self.folder / "results.json", self.results)
         if bar.disable:
-            self.console.print(
-                f"{setup.label}, seed {seed}: test loss {last['test']:.4f}, {1e3 * last['seconds']:.0f} ms"
-            )
-
-    # --------------------------------------------------------------------------------------------
+            said = f"test loss {last['test']:.4f}, {1e3 * last['seconds']:.0f} ms"
+            self.console.print(f"{setup.label}, seed {seed}: {said}")
 
     def report(self) -> None:
-        from experiments.local.report import HEAD, NOTES, plot, rows
+        from experiments.local.report import NOTES, plot, rows
 
-        o = self.options
+        o, lines = self.options, self.journal.lines()
         if self.results:
             title = f"{self.folder.name}: {self.results[0]['parameters']:,} parameters, {self.text.name}"
-            notes = NOTES.format(mbit=o["mbit"])
-            show(self.console, title, HEAD, rows(self.results, o), notes, self.folder / "table.md")
-        if any(line["step"] > 1 for line in self.journal.lines()):
+            show_rows(self.console, title, rows(self.results, o), NOTES.format(**o), self.folder / "table.md")
+        if any(line["step"] > 1 for line in lines):
             path = self.folder / "local.png"
-            plot(path, self.journal.lines(), {setup.label: setup for setup in self.setups}, o, self.text.name)
+            plot(path, lines, {setup.label: setup for setup in self.setups}, o, self.text.name)
             self.console.print(f"plot: {path}")

@@ -53,27 +53,16 @@ class Setup(NamedTuple):
         algorithm = self.algorithm(ratio, levels)
         if self.plain:
             return jc.local_updates(optax.sgd(1.0), inner, algorithm, "data", every=1, seed=seed)
-        return jc.local_updates(
-            inner,
-            outer,
-            algorithm,
-            "data",
-            every=self.every,
-            fragments=self.fragments,
-            delay=self.delay,
-            mixing=self.mixing,
-            seed=seed,
-        )
+        return jc.local_updates(inner, outer, algorithm, "data", seed=seed, **self.times())
+
+    def times(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("every", "fragments", "delay", "mixing")}
 
 
 def parse(words: list[str], every: list[int], fragments: int, delay: int, mixing: float) -> list[Setup]:
     """The curves that were asked for: each word, for each H.
 
-    Args:
-        words: NAME, stream:NAME (in fragments, with delay and mixing), or ddp:NAME (gradients, at every step).
-
-    Raises:
-        UserError: unknown name, or times that do not go together.
+    words: NAME, stream:NAME (in fragments, with delay and mixing), or ddp:NAME (gradients, at every step).
     """
     found = []
     for word in words:

@@ -9,9 +9,8 @@ from experiments.lib.report import spread
 from experiments.local.methods import Setup
 from experiments.local.training import seconds_of
 
-__all__ = ["HEAD", "NOTES", "bytes_of", "plot", "rows"]
+__all__ = ["NOTES", "bytes_of", "plot", "rows"]
 
-HEAD = ["method", "train loss", "test loss", "vs f32 same H", "lanes/round", "message", "sent/step", "vs ddp:f32", "s"]
 NOTES = """\
 test loss: of the shared point; in nats a byte. vs f32 same H: test loss over that of uncompressed differences with the
 same H. lanes/round: bytes a worker sends in the compiled exchanges of a round. message: bytes of the messages of a
@@ -38,47 +37,38 @@ def rounds_until(step: int, setup: Setup) -> float:
     return merged / setup.fragments
 
 
-def of_row(row: dict[str, Any]) -> Setup:
-    return Setup(*(row[name] for name in Setup._fields))
-
-
-def rows(results: list[dict[str, Any]], options: dict[str, Any]) -> list[list[str]]:
+def rows(results: list[dict[str, Any]], options: dict[str, Any]) -> list[dict[str, str]]:
     """A row for each curve, means over the seeds."""
-    workers = options["workers"]
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in results:
         groups.setdefault(row["label"], []).append(row)
-    mean = lambda group, key: float(np.mean([row[key] for row in group]))
-    dense = {row["every"]: mean(groups[row["label"]], "test") for row in results if row["label"].startswith("f32 ")}
-    sent = {
-        label: float(np.mean([bytes_of(r, of_row(r), workers) / r["step"] for r in g])) for label, g in groups.items()
-    }
+    setups = {label: Setup(*(group[0][name] for name in Setup._fields)) for label, group in groups.items()}
+    mean = lambda label, key: float(np.mean([row[key] for row in groups[label]]))
+    dense = {setups[label].every: mean(label, "test") for label in groups if label.startswith("f32 ")}
+    each = lambda label: [bytes_of(row, setups[label], options["workers"]) / row["step"] for row in groups[label]]
+    sent = {label: float(np.mean(each(label))) for label in groups}
     compute, table = min(row["seconds"] for row in results), []
     for label, group in groups.items():
-        setup, test = of_row(group[0]), [row["test"] for row in group]
+        setup, first = setups[label], group[0]
         base = None if setup.plain else dense.get(setup.every)
-        messages = group[0]["message_bytes"] is not None and group[0]["route"] != "sum"
-        merged = max(rounds_until(group[0]["step"], setup), 1e-9)
-        seconds = seconds_of(setup, group[0]["step"], compute, sent[label] * setup.every, options["mbit"])
-        table.append(
-            [
-                label,
-                f"{mean(group, 'loss'):.4f}",
-                spread(test),
-                f"{100 * (np.mean(test) / base - 1):+.2f} %" if base else "-",
-                f"{mean(group, 'sent_bytes') / merged:,.0f}",
-                f"{mean(group, 'message_bytes'):,.0f}" if messages else "-",
-                f"{sent[label]:,.0f}",
-                f"{sent['ddp:f32'] / sent[label]:,.0f} x" if sent.get("ddp:f32") and sent[label] else "-",
-                f"{seconds:,.1f}",
-            ]
-        )
+        messages = first["message_bytes"] is not None and first["route"] != "sum"
+        merged = max(rounds_until(first["step"], setup), 1e-9)
+        times = (compute, sent[label] * setup.every, options["mbit"])
+        row = {"method": label, "train loss": f"{mean(label, 'loss'):.4f}"}
+        row["test loss"] = spread([each["test"] for each in group])
+        row["vs f32 same H"] = f"{100 * (mean(label, 'test') / base - 1):+.2f} %" if base else "-"
+        row["lanes/round"] = f"{mean(label, 'sent_bytes') / merged:,.0f}"
+        row["message"] = f"{mean(label, 'message_bytes'):,.0f}" if messages else "-"
+        row["sent/step"] = f"{sent[label]:,.0f}"
+        known = sent.get("ddp:f32") and sent[label]
+        row["vs ddp:f32"] = f"{sent['ddp:f32'] / sent[label]:,.0f} x" if known else "-"
+        table.append(row | {"s": f"{seconds_of(setup, first['step'], *times):,.1f}"})
     return table
 
 
 def plot(path: Path, lines: list[dict[str, Any]], setups: dict[str, Setup], options: dict[str, Any], text: str) -> None:
     """Test loss of the shared point by steps, by bytes and by computed time."""
-    from experiments.lib.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, curve, new_figure, save
 
     figure, axes = new_figure(3, height=4.6)
     workers, mbit = options["workers"], options["mbit"]
@@ -97,11 +87,7 @@ def plot(path: Path, lines: list[dict[str, Any]], setups: dict[str, Setup], opti
         # Before the first exchange nothing is sent, and the shared point is the first one.
         shown = [slice(None), sent > 0, slice(None)]
         for axis, x, where in zip(axes, (steps, sent / 1e6, np.array(seconds)), shown, strict=True):
-            marks = max(1, length // 6)
-            axis.plot(x[where], losses.mean(0)[where], label=label, markevery=marks, markersize=5, **look)
-            if len(losses) > 1:
-                band = losses.min(0)[where], losses.max(0)[where]
-                axis.fill_between(x[where], *band, color=look["color"], alpha=0.15, linewidth=0)
+            curve(axis, x[where], losses[:, where], label, look)
     axes[0].set(xlabel="step", ylabel="test loss of the shared point (nats a byte)", title="loss by step")
     axes[1].set(xlabel="MB sent by each worker", xscale="log", title="loss by bytes sent")
     axes[2].set(xlabel=f"seconds, computed for links of {mbit:g} Mbit/s", xscale="log", title="loss by time")

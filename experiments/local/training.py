@@ -15,11 +15,12 @@ from experiments.lib.step import training_step
 from experiments.lib.text import Text, windows
 from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
 from experiments.local.methods import Setup
-from jaxcomp.base import State, for_worker
+from jaxcomp.base import State
 from jaxcomp.exchange.routes import ROUTES
 from jaxcomp.layout import split
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of
-from jaxcomp.transforms.local_updates import LocalUpdatesState
+from jaxcomp.transforms.local_process import _Link
+from jaxcomp.transforms.local_updates import LocalUpdatesState, difference_of
 
 __all__ = ["Trainer", "seconds_of"]
 
@@ -89,20 +90,17 @@ class Trainer:
 
         Of the difference that is there now, with the memory of the worker.
         """
+        sent: list[int] = []
+        link = _Link(lambda message: sent.append(len(message)) or [message], 0, 1, "best")
         state: LocalUpdatesState = self.state
-        point = state.point
         mine = jax.tree.map(lambda p: p[0], self.params)
-        total = 0
-        for p, numbers in enumerate(fragments_of(point, self.setup.fragments)):
-            difference = jax.tree.map(lambda a, b: a - b, cut(point, numbers), cut(mine, numbers))
+        for p, numbers in enumerate(fragments_of(state.point, self.setup.fragments)):
+            difference = difference_of(cut(state.point, numbers), cut(mine, numbers))
             mean = state.means[p]
-            plan = mean.about.plan
             local = jax.tree.map(lambda x: x[0, 0], mean.local.algorithm)  # of worker 0
-            scale = _Scale()
-            key = jax.random.key(self.seed)
-            self.algorithm.update(key, split(plan, difference), State(local, mean.shared.algorithm), scale)
-            total += scale.total
-        return total
+            memory = State(local, mean.shared.algorithm)
+            self.algorithm.update(jax.random.key(self.seed), split(mean.about.plan, difference), memory, link)
+        return sum(sent)
 
     def save(self, path: Path, step: int) -> None:
         """All or nothing."""
@@ -130,55 +128,12 @@ class Step(NamedTuple):
     seconds: float
 
 
-class _Arrived(NamedTuple):
-    """`base.Sent` of a single worker whose message nobody changes: only its length matters."""
-
-    mean: Any
-    own: Any
-    residual: Any
-    state: Any
-
-    def add_to(self, total: Any, weight: Any) -> Any:
-        return total
-
-    def read_by(self, compressor: Any) -> Any:
-        return self.mean, self.own
-
-
-class _Scale:
-    """`base.Exchange` that weighs messages: bytes of `jc.wire`."""
-
-    index, size = jnp.zeros((), jnp.int32), 1
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    def mean(self, key: Array, compressor: Any, message: Any, state: State) -> _Arrived:
-        mine = State(state.local, for_worker(compressor, state.shared, 0, 1))
-        payload, _ = jax.jit(compressor.compress)(key, message, mine)
-        self.total += len(jc.wire.encode(payload, code="best"))
-        return _Arrived(message, message, message, state)
-
-    def means(self, messages: Any) -> list[_Arrived]:
-        return [self.mean(*each) for each in messages]
-
-    def sum(self, x: Any) -> Any:
-        self.total += sum(leaf.nbytes for leaf in jax.tree.leaves(x))
-        return x
-
-    def cond(self, predicate: Array, yes: Any, no: Any, *operands: Any) -> Any:
-        return (yes if bool(predicate) else no)(*operands)
-
-
 def seconds_of(setup: Setup, steps: int, compute: float, sent_bytes: float, mbit: float) -> float:
     """Time of so many steps on links of so many Mbit/s, if an exchange waits for nothing else.
 
     A round of H steps takes H compute, and for each of its P exchanges what its delay does not hide:
-    max(0, sent / bandwidth - delay compute).
-
-    Args:
-        compute: seconds of a step without an exchange.
-        sent_bytes: of a worker in a whole round, all fragments.
+    max(0, sent / bandwidth - delay compute). compute: seconds of a step without an exchange. sent_bytes: of a worker in
+    a whole round, all fragments.
 
     >>> setup = Setup("f32 H=10", "f32", 10)
     >>> print(seconds_of(setup, 100, 0.1, 1.25e6, 10.0), seconds_of(setup._replace(delay=5), 100, 0.1, 1.25e6, 10.0))

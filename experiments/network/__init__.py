@@ -6,28 +6,25 @@ passed the links by the kernel's counters, and the time to a target loss when a 
 to runs/NAME: config.json, results.json, exchange.md, training.md, network.png.
 """
 
-import argparse
-import contextlib
 import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, UserError, at_least, choose_new, fraction, one_thread, positive
-from experiments.lib.folders import run_options, start_run, write_json
+from experiments.lib.cli import Parser, UserError, at_least, common, fraction, one_thread, positive
 from experiments.lib.launch import free_port
-from experiments.lib.netlab import Lab, delay_of, laboratory, rate_name, rate_of
-from experiments.lib.pool import Pool
-from experiments.lib.report import new_console
+from experiments.lib.netlab import Lab, add_rates, delay_of, laboratory, rate_name
+from experiments.lib.pool import Pool, serve
+from experiments.lib.report import status
+from experiments.lib.run import Run, parser_of
 from experiments.network import results
 from experiments.network.methods import DEFAULT, PEERS, known, method_name, trained_name
 
-__all__ = ["main", "pool_in", "status"]
+__all__ = ["main", "pool_in"]
 
 # Of every worker, whatever its method. One thread: several workers share a core, and more threads look for work in
 # the time of the others. And the C library gives large arrays back at once, while fresh ones cost more than most
@@ -41,6 +38,7 @@ SETTINGS = {
 }
 SETTLE_SECONDS = 0.1  # for the last acknowledgements, before the counters are read
 HEARD_SECONDS = 0.02  # within which every worker has heard what it is asked
+TRAINED = ["psum-f32", "dense-bf16:two_shot", "dithering:two_shot", "sidco"]
 
 
 def parser() -> Parser:
@@ -48,110 +46,78 @@ def parser() -> Parser:
     from experiments.local.methods import CODES
     from experiments.network.training import ARCHITECTURES, DATA, OF_TEXT
 
-    p = Parser(prog="python -m experiments network", description=(__doc__ or "").split("\n\n")[0])
-    rates = {"type": rate_of, "nargs": "+", "metavar": "RATE"}
-    p.add_argument(
-        "--rates", **rates, default=["10mbit", "100mbit", "1gbit", "none"], help="of the links; none: no limit"
-    )
+    p = parser_of("network", __doc__)
+    add_rates(p, "10mbit 100mbit 1gbit none")
     p.add_argument("--delay", type=delay_of, default="0ms", help="of a link, each way; needs netem")
-    p.add_argument("--workers", type=at_least(2), default=4, help="processes, each on a host of its own")
+    common(p, workers={"type": at_least(2), "help": "processes, each on a host of its own"})
     p.add_argument("--sizes", type=at_least(1), nargs="+", default=[4_200_000], metavar="SIZE", help="entries")
-    names = {"type": method_name, "nargs": "+", "metavar": "METHOD"}
-    p.add_argument("--methods", **names, default=DEFAULT, help=f"what is measured: {known()}")
-    p.add_argument("--ratio", type=fraction, default=0.001, help="share of entries that sparse methods keep")
-    p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
+    names: dict[str, Any] = {"nargs": "+", "metavar": "METHOD"}
+    p.add_argument("--methods", type=method_name, **names, default=DEFAULT, help=f"what is measured: {known()}")
+    common(p, "levels", ratio=0.001)
     p.add_argument("--rounds", type=at_least(1), default=15, help="timed exchanges; the median counts")
     p.add_argument("--seconds", type=positive, default=15.0, help="fewer rounds, at least two, if they take longer")
     p.add_argument("--only", choices=("exchange", "training"), default=None, help="one of the two parts")
-    p.add_argument("--train-rates", **rates, default=["100mbit"], help="rates at which a model is trained")
-    p.add_argument(
-        "--train-methods",
-        **{**names, "type": trained_name},
-        default=TRAINED,
-        help="what it is trained with: of the same, demo (the optimizer), local-CODE@H and stream-CODE@H (local "
-        f"updates, CODE one of {', '.join(CODES)}), or, where PyTorch is installed, "
-        f"{', '.join(PEERS)}",
-    )
-    p.add_argument(
-        "--train-ratio", type=fraction, default=None, help="of sparse methods in training; --ratio if not given"
-    )
+    add_rates(p, "100mbit", "train-rates", "at which a model is trained")
+    what = "of the same, demo (the optimizer), local-CODE@H and stream-CODE@H (local updates, CODE one of "
+    what += f"{', '.join(CODES)}), or, where PyTorch is installed, {', '.join(PEERS)}"
+    p.add_argument("--train-methods", type=trained_name, **names, default=TRAINED, help=what)
+    p.add_argument("--train-ratio", type=fraction, default=None, help="of sparse methods in training; else --ratio")
     p.add_argument("--data", choices=DATA, default="digits", help="digits come with scikit-learn")
-    p.add_argument(
-        "--data-dir",
-        type=Path,
-        default=None,
-        help="folder with the files of --data mnist; a text (plain or .xz) for --data text, the source of this package "
-        "if not given",
-    )
-    p.add_argument(
-        "--model", choices=ARCHITECTURES, default="cnn", help=f"architecture; {' or '.join(OF_TEXT)} for --data text"
-    )
-    p.add_argument("--batch", type=at_least(1), default=32, help="examples of each worker in a step")
+    what = "files of --data mnist; a text (plain or .xz) for --data text, the source of this package if not given"
+    common(p, "batch", "lr", data_dir={"help": what}, steps={"default": 1000, "help": "after which it ends anyhow"})
+    what = f"architecture; {' or '.join(OF_TEXT)} for --data text"
+    p.add_argument("--model", choices=ARCHITECTURES, default="cnn", help=what)
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="what follows the mean")
-    p.add_argument("--lr", type=positive, default=1e-3, help="learning rate")
     p.add_argument("--demo-lr", type=positive, default=1e-3, help="learning rate of demo, whose updates are signs")
     p.add_argument("--target", type=positive, default=0.2, help="training loss, mean of 10 steps, at which it ends")
     p.add_argument("--train-seeds", type=at_least(0), nargs="+", default=[0], help="of the start and the batches")
-    p.add_argument("--steps", type=at_least(1), default=1000, help="steps after which it ends anyhow")
-    run_options(p, "network")
-    p.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
-    p.add_argument("--address", default=None, help=argparse.SUPPRESS)
+    common(p, "worker", "address")
     return p
 
 
-TRAINED = ["psum-f32", "dense-bf16:two_shot", "dithering:two_shot", "sidco"]
-
-
-def read(arguments: Sequence[str]) -> Any:
+def check(o: Any) -> None:
+    """Options that need each other."""
     from experiments.network.training import OF_TEXT
 
-    options = parser().parse_args(arguments)
-    for name in ("rates", "train_rates"):  # argparse leaves a list that is a default as it is
-        rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in getattr(options, name)]
-        setattr(options, name, rates)
-    options.train_ratio = options.train_ratio or options.ratio
-    if options.only != "exchange" and (options.data == "text") != (options.model in OF_TEXT):
-        raise UserError(
-            f"--data text goes with --model {' or '.join(OF_TEXT)}; got --data {options.data} --model {options.model}"
-        )
-    return options
+    o.train_ratio = o.train_ratio or o.ratio
+    if o.only != "exchange" and (o.data == "text") != (o.model in OF_TEXT):
+        texts = " or ".join(OF_TEXT)
+        raise UserError(f"--data text goes with --model {texts}; got --data {o.data} --model {o.model}")
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = read(arguments)
-    if options.worker is not None:
-        from experiments.network.worker import work
+    run = Run(parser(), arguments, "network")
+    o = run.options
+    check(o)
+    if o.worker is not None:
+        from experiments.network.worker import Worker
 
-        work(options.address, options.workers, options.worker)
+        serve(o.address, o.workers, o.worker, Worker(o.address, o.workers, o.worker))
         return 0
 
     from experiments.network.training import data_of
 
-    console = new_console()
-    if options.only != "exchange":
-        data_of(options.data, options.data_dir)  # a wrong folder is noticed before anything is measured
-    folder = choose_new(options.runs, options.name, "network")
+    if o.only != "exchange":
+        data_of(o.data, o.data_dir)  # a wrong folder is noticed before anything is measured
     one_thread()
-    rows: list[dict[str, Any]] = []
-    trained: list[dict[str, Any]] = []
+    rows: dict[str, list[dict[str, Any]]] = {"exchange": [], "training": []}
     interrupted = False
     try:
-        with laboratory(options.workers) as lab, pool_in(lab) as pool, status(console) as show:
+        with laboratory(o.workers) as lab, pool_in(lab) as pool, status(run.console) as show:
             pool.show = show
             show("starting the workers")
             pool.hear()
-            start_run(folder, vars(options))
-            runs = Runs(options, lab, pool, folder, rows, trained, show, console)
-            if options.only != "training":
+            runs = Runs(run, lab, pool, rows, show)
+            if o.only != "training":
                 runs.exchanges()
-            if options.only != "exchange":
+            if o.only != "exchange":
                 runs.trainings()
     except KeyboardInterrupt:
         interrupted = True
-    if rows or trained:
-        results.report(console, options, rows, trained, folder)
+    if any(rows.values()):
+        results.report(run, rows["exchange"], rows["training"])
     if interrupted:
-        console.print(f"interrupted; {folder} has what was measured" if rows or trained else "interrupted")
+        run.say(f"interrupted; {run.folder} has what was measured" if any(rows.values()) else "interrupted")
     return 130 if interrupted else 0
 
 
@@ -163,38 +129,18 @@ def pool_in(lab: Lab, experiment: str = "network") -> Pool:
     return Pool(words, {"JAX_PLATFORMS": "cpu", **SETTINGS})
 
 
-@contextlib.contextmanager
-def status(console: Any) -> Iterator[Callable[[str], None]]:
-    """Where we are: a line that changes, on a terminal."""
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("") as line:
-        yield line.update
-
-
 class Runs:
     """All measurements of one folder."""
 
     def __init__(
-        self,
-        options: Any,
-        lab: Lab,
-        pool: Pool,
-        folder: Path,
-        rows: list[dict[str, Any]],
-        trained: list[dict[str, Any]],
-        show: Callable[[str], None],
-        console: Any,
+        self, run: Run, lab: Lab, pool: Pool, rows: dict[str, list[dict[str, Any]]], show: Callable[[str], None]
     ):
-        self.options, self.lab, self.pool, self.folder = options, lab, pool, folder
-        self.rows, self.trained, self.show, self.console = rows, trained, show, console
+        self.run, self.options, self.lab, self.pool, self.rows, self.show = run, run.options, lab, pool, rows, show
 
-    def keep(self, rows: list[dict[str, Any]], row: dict[str, Any], said: str) -> None:
-        rows.append(row)
-        content = {"machine": {"cores": len(os.sched_getaffinity(0))}, "exchange": self.rows, "training": self.trained}
-        write_json(self.folder / "results.json", content)
-        self.console.print(said, highlight=False)
+    def keep(self, part: str, row: dict[str, Any], said: str) -> None:
+        self.rows[part].append(row)
+        self.run.keep({"machine": {"cores": len(os.sched_getaffinity(0))}, **self.rows})
+        self.run.say(said)
 
     def counted(self, **request: Any) -> tuple[list[Any], float, float]:
         """Answers, and what a host sent meanwhile: bytes without headers, and with them; means over the hosts."""
@@ -225,23 +171,14 @@ class Runs:
                     rounds = min(o.rounds, max(2, int(o.seconds / first)))
                     answers, payload, whole = self.counted(what="rounds", number=rounds)
                     seconds = np.max([answer["seconds"] for answer in answers], axis=0)
-                    row = {
-                        "method": method,
-                        "size": size,
-                        "rate": rate,
-                        "seconds": float(np.median(seconds)),
-                        "all_seconds": seconds.tolist(),
-                        "compute": alone,
-                        "payload_bytes": payload / rounds,
-                        "link_bytes": whole / rounds,
-                        "lane_bytes": answers[0].get("lane_bytes"),
-                        "sent_bytes": answers[0].get("sent_bytes"),
-                        "equal": len({answer["sum"] for answer in answers}) == 1,
-                        **program,
-                    }
+                    row = {"method": method, "size": size, "rate": rate, "compute": alone, **program}
+                    row |= {"seconds": float(np.median(seconds)), "all_seconds": seconds.tolist()}
+                    row |= {"payload_bytes": payload / rounds, "link_bytes": whole / rounds}
+                    row |= {key: answers[0].get(key) for key in ("lane_bytes", "sent_bytes")}
+                    row["equal"] = len({answer["sum"] for answer in answers}) == 1
                     took, sent = 1e3 * row["seconds"], row["link_bytes"] / 1e6
                     said = f"{where}, {rate_name(rate)}: {took:.1f} ms, {sent:.3f} MB with headers"
-                    self.keep(self.rows, row, said)
+                    self.keep("exchange", row, said)
         self.lab.shape()
 
     def without_network(self) -> float | None:
@@ -271,16 +208,9 @@ class Runs:
                 answers, payload, whole = self.counted(what="train", steps=o.steps, target=o.target, seed=seed)
                 self.pool.show = self.show
                 steps = len(answers[0]["losses"])
-                row = {
-                    **answers[0],
-                    **program,
-                    "method": method,
-                    "rate": rate,
-                    "seed": seed,
-                    "total": max(answer["seconds"][-1] for answer in answers),
-                    "payload_bytes": payload / steps,
-                    "link_bytes": whole / steps,
-                }
+                row = {**answers[0], **program, "method": method, "rate": rate, "seed": seed}
+                row |= {"payload_bytes": payload / steps, "link_bytes": whole / steps}
+                row["total"] = max(answer["seconds"][-1] for answer in answers)
                 ended = f"{row['total']:.1f} s, {steps} steps, loss {np.mean(row['losses'][-10:]):.3f}"
-                self.keep(self.trained, row, f"{where}: {ended}")
+                self.keep("training", row, f"{where}: {ended}")
         self.lab.shape()

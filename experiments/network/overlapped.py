@@ -1,14 +1,13 @@
 """Local updates whose exchanges run in a thread while the next steps are computed: `jc.local_process` between hosts."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Listener
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import jaxcomp as jc
 from experiments.lib.step import classified
@@ -23,12 +22,7 @@ KEY = b"laboratory"
 
 
 class Peers:
-    """Bytes between all workers: a connection for each pair.
-
-    Args:
-        addresses: of all hosts, in the order of the workers.
-        number: of this worker.
-    """
+    """Bytes between worker `number` and the others, whose addresses stand in order: a connection for each pair."""
 
     def __init__(self, addresses: list[str], number: int):
         self.number = number
@@ -43,15 +37,12 @@ class Peers:
 
     def gather(self, message: bytes) -> list[bytes]:
         """This worker's bytes to all others, and those of all, in their order."""
-        senders = [threading.Thread(target=c.send_bytes, args=(message,)) for c in self.connections.values()]
-        for sender in senders:
-            sender.start()
-        found = [
-            message if i == self.number else self.connections[i].recv_bytes() for i in range(len(self.connections) + 1)
-        ]
-        for sender in senders:
-            sender.join()
-        return found
+        with ThreadPoolExecutor(max(1, len(self.connections))) as pool:
+            pool.map(lambda connection: connection.send_bytes(message), self.connections.values())
+            return [
+                message if i == self.number else self.connections[i].recv_bytes()
+                for i in range(len(self.connections) + 1)
+            ]
 
     def close(self) -> None:
         for connection in self.connections.values():
@@ -95,7 +86,6 @@ class Overlapped(Training):
         self.process: Any = None
         self.gradient = jax.jit(jax.value_and_grad(classified(self.graph)))
         self.described = {"ledger_bytes": None, "parameters": self.parameters}
-        self.count_right = jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(-1) == y))
         self.start()
         for x, y in self.batches(2 * self.setup.every + 1):  # compiled, in the thread, too
             self.step(x, y)
@@ -103,19 +93,8 @@ class Overlapped(Training):
     def start(self) -> None:
         self.stop()
         s = self.setup
-        self.process = jc.local_process(
-            self.inner,
-            self.outer,
-            self.algorithm,
-            self.peers.gather,
-            self.number,
-            self.workers,
-            every=s.every,
-            fragments=s.fragments,
-            delay=s.delay,
-            mixing=s.mixing,
-            code=self.code,
-        )
+        where = (self.peers.gather, self.number, self.workers)
+        self.process = jc.local_process(self.inner, self.outer, self.algorithm, *where, **s.times(), code=self.code)
         self.now = self.process.start(jax.tree.map(jnp.asarray, self.params))
 
     def stop(self) -> None:
@@ -128,8 +107,8 @@ class Overlapped(Training):
         self.now = jax.block_until_ready(self.process.step(grads, self.now))
         return float(loss)
 
-    def right(self, x: np.ndarray, y: np.ndarray) -> int:
-        return int(self.count_right(self.now, x, y))
+    def present(self) -> Any:
+        return self.now
 
     def train(self, steps: int, target: float, seed: int, shared: bool = False) -> dict[str, Any]:
         """See `Training.train`; losses are this worker's own, and message_bytes those of its messages of a step."""

@@ -3,11 +3,10 @@
 import itertools
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 from experiments.lib.netlab import rate_name
-from experiments.lib.report import show
+from experiments.lib.run import Columns, Run, cells
 
 __all__ = ["break_even", "limit_of", "report"]
 
@@ -24,13 +23,9 @@ def break_even(points: list[tuple[float | None, float, float]]) -> float | None:
     """The rate at which a method is as fast as the dense one.
 
     Between two rates both times are taken as a + b / rate, which a message on a link costs; so the point is exact
-    where they are.
+    where they are. None if one of them is faster at every rate measured; the highest, if there are several.
 
-    Args:
-        points: (rate in bit/s or None for no limit, seconds of the method, seconds of the dense one).
-
-    Returns:
-        bit/s; None if one of them is faster at every rate measured. The highest, if there are several.
+    points: (rate in bit/s or None for no limit, seconds of the method, seconds of the dense one).
 
     >>> round(break_even([(1e6, 1 + 1, 0.5 + 4), (None, 1.0, 0.5)]) / 1e6)
     6
@@ -43,129 +38,122 @@ def break_even(points: list[tuple[float | None, float, float]]) -> float | None:
     return None
 
 
-def report(console: Any, options: Any, rows: list[dict], trained: list[dict], folder: Path) -> None:
-    cores = f"{options.workers} processes on {len(os.sched_getaffinity(0))} cores"
+def report(run: Run, rows: list[dict], trained: list[dict]) -> None:
+    o = run.options
+    cores = f"{o.workers} processes on {len(os.sched_getaffinity(0))} cores"
     if rows:
-        text, title = (
-            [],
-            f"{cores}, ratio {options.ratio:g}" + (f", delay {1e3 * options.delay:g} ms" if options.delay else ""),
-        )
-        show(console, title, *without_empty(HEAD, [cells(row, rows) for row in rows]), NOTES, folder / "exchange.md")
-        for size in dict.fromkeys(row["size"] for row in rows):
-            text += [line for dense in DENSE for line in even_lines([r for r in rows if r["size"] == size], dense)]
-        console.print("\n".join(text), highlight=False)
-        with (folder / "exchange.md").open("a") as file:
+        columns = {**EXCHANGE, **against(rows, "seconds")}
+        run.table(f"{cores}, ratio {o.ratio:g}{delay_in(o)}", said_in(columns, rows), rows, NOTES, "exchange.md")
+        each = [[row for row in rows if row["size"] == size] for size in dict.fromkeys(row["size"] for row in rows)]
+        text = [line for of_size in each for dense in DENSE for line in even_lines(of_size, dense)]
+        run.say("\n".join(text))
+        with run.path("exchange.md").open("a") as file:
             file.write("".join(f"\n{line}  " for line in text) + "\n")
         if not all(row["equal"] for row in rows):
-            console.print("the workers' means differed", style="bold red")
+            run.console.print("the workers' means differed", style="bold red")
     if trained:
-        size = f"{trained[0]['parameters']:,} parameters"
-        title = f"{options.data}, {options.model}, {size}, {cores}, ratio {options.train_ratio:g}"
-        show(
-            console,
-            title,
-            *without_empty(TRAINED, [trained_cells(row, trained) for row in trained]),
-            TRAINED_NOTES,
-            folder / "training.md",
-        )
+        title = f"{o.data}, {o.model}, {trained[0]['parameters']:,} parameters, {cores}, ratio {o.train_ratio:g}"
+        columns = {**TRAINING, **against(trained, "total")}
+        run.table(title, said_in(columns, trained), trained, TRAINED_NOTES, "training.md")
     bases = [name for name in BASES if any(row["method"] == name for row in rows)]
     if bases or trained:
-        console.print(f"plot: {plot(options, bases, rows, trained, folder / 'network.png')}")
+        run.picture(plot(o, bases, rows, trained), "network.png")
     elif rows:
-        console.print(f"no plot: it shows how many times as fast as {' or '.join(BASES)}, and neither was measured")
+        run.say(f"no plot: it shows how many times as fast as {' or '.join(BASES)}, and neither was measured")
+
+
+def said_in(columns: Columns, rows: list[dict]) -> Columns:
+    """Without the columns in which no row has anything: those of dense methods that were not run."""
+    return {name: of for name, of in columns.items() if any(text != "-" for (text,) in cells({name: of}, rows))}
+
+
+def delay_in(options: Any) -> str:
+    return f", delay {1e3 * options.delay:g} ms" if options.delay else ""
 
 
 BASES = ("psum-f32", "dense-bf16:two_shot")  # of the panels
-HEAD = ["method", "rate", "ms", "/ limit", "limit ms", "compute ms", "program MB", "payload / it", "frames / it"]
-HEAD += [f"x {name}" for name in DENSE]
 NOTES = """\
 ms: median of a whole exchange (compress, exchange, decode, remember), the slowest worker's. limit: max(compute, bytes
 of the program / rate). compute: the same program with its collectives cut out, begun by all at once. program MB:
 sent by a worker, read from the compiled program by jaxcomp.ledger. payload / it: bytes that the kernel counted on the
 links, less the headers of its frames; frames / it: with headers and acknowledgements. x: times as fast as."""
-TRAINED = ["method", "rate", "seed", "steps", "s to target", "ms/step", "program MB", "counted MB", "loss"]
-TRAINED += ["test accuracy", *(f"x {name}" for name in DENSE)]
 TRAINED_NOTES = """\
 s to target: wall clock from the first step to the target loss (training, mean of 10 steps, all workers' batches), or to
 the last step where a + says that it was not reached. MB: sent by a worker in a step, as the compiled program says and
 as the kernel counted without headers. x: times as fast to the target as, with the same seed."""
 
 
-def without_empty(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """A table without the columns in which no row has anything: those of dense methods that were not run."""
-    kept = [i for i in range(len(head)) if any(row[i] != "-" for row in rows)]
-    return [head[i] for i in kept], [[row[i] for i in kept] for row in rows]
+EXCHANGE: Columns = {
+    "method": "{method}",
+    "entries": "{size:,}",
+    "rate": lambda row: rate_name(row["rate"]),
+    "ms": lambda row: f"{1e3 * row['seconds']:.1f}",
+    "/ limit": lambda row: f"{row['seconds'] / limit_of(row):.2f}" if limit_of(row) else "-",
+    "limit ms": lambda row: f"{1e3 * limit_of(row):.1f}",
+    "compute ms": lambda row: "-" if row["compute"] is None else f"{1e3 * row['compute']:.1f}",
+    "program MB": lambda row: f"{row['ledger_bytes'] / 1e6:.3f}",
+    "payload / it": lambda row: f"{row['payload_bytes'] / row['ledger_bytes']:.3f}",
+    "frames / it": lambda row: f"{row['link_bytes'] / row['ledger_bytes']:.3f}",
+}
+TRAINING: Columns = {
+    "method": "{method}",
+    "rate": lambda row: rate_name(row["rate"]),
+    "seed": "{seed}",
+    "steps": lambda row: f"{len(row['losses']):,}",
+    "s to target": lambda row: f"{row['total']:.1f}" + ("" if row["reached"] else " +"),
+    "ms/step": lambda row: f"{1e3 * row['total'] / len(row['losses']):.1f}",
+    "program MB": lambda row: "-" if row["ledger_bytes"] is None else f"{row['ledger_bytes'] / 1e6:.3f}",
+    "counted MB": lambda row: f"{row['payload_bytes'] / 1e6:.3f}",
+    "loss": lambda row: f"{sum(row['losses'][-10:]) / min(10, len(row['losses'])):.3f}",
+    "test accuracy": "{accuracy:.4f}",
+}
 
 
-def against(row: dict, rows: list[dict], dense: str) -> dict | None:
-    keys = ("size", "rate", "seed")
-    return next((r for r in rows if r["method"] == dense and all(r.get(k) == row.get(k) for k in keys)), None)
+def against(rows: list[dict], key: str) -> Columns:
+    """A column for each dense method: how many times as fast a row is."""
+    return {f"x {name}": lambda row, name=name: times(row, rows, name, key) for name in DENSE}
 
 
 def times(row: dict, rows: list[dict], dense: str, key: str) -> str:
-    other = against(row, rows, dense)
-    if other is None or row["method"] == dense or not (row.get("reached", True) and other.get("reached", True)):
+    """How many times as fast a row is as a dense method at the same size, rate and seed, where that was run."""
+    same = lambda other: all(other.get(k) == row.get(k) for k in ("size", "rate", "seed"))
+    other = next((other for other in rows if other["method"] == dense and same(other)), row)
+    if other is row or not (row.get("reached", True) and other.get("reached", True)):
         return "-"
-    return f"{other[key] / row[key]:.2f}" if other[key] < 10 * row[key] else f"{other[key] / row[key]:.1f}"
+    ratio = other[key] / row[key]
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
 
 
-def cells(row: dict, rows: list[dict]) -> list[str]:
-    limit, sent = limit_of(row), row["ledger_bytes"]
-    sizes = "" if len({r["size"] for r in rows}) == 1 else f", {row['size']:,}"
-    return [
-        row["method"] + sizes,
-        rate_name(row["rate"]),
-        f"{1e3 * row['seconds']:.1f}",
-        f"{row['seconds'] / limit:.2f}" if limit else "-",
-        f"{1e3 * limit:.1f}",
-        "-" if row["compute"] is None else f"{1e3 * row['compute']:.1f}",
-        f"{sent / 1e6:.3f}",
-        f"{row['payload_bytes'] / sent:.3f}",
-        f"{row['link_bytes'] / sent:.3f}",
-        *(times(row, rows, dense, "seconds") for dense in DENSE),
-    ]
-
-
-def trained_cells(row: dict, rows: list[dict]) -> list[str]:
-    steps = len(row["losses"])
-    return [
-        row["method"],
-        rate_name(row["rate"]),
-        f"{row['seed']}",
-        f"{steps:,}",
-        f"{row['total']:.1f}" + ("" if row["reached"] else " +"),
-        f"{1e3 * row['total'] / steps:.1f}",
-        "-" if row["ledger_bytes"] is None else f"{row['ledger_bytes'] / 1e6:.3f}",
-        f"{row['payload_bytes'] / 1e6:.3f}",
-        f"{sum(row['losses'][-10:]) / min(10, steps):.3f}",
-        f"{row['accuracy']:.4f}",
-        *(times(row, rows, dense, "total") for dense in DENSE),
-    ]
+def compared(rows: list[dict], base: str) -> dict[str, list[tuple[float | None, float, float]]]:
+    """method -> (rate, its seconds, those of the base) at each rate at which both were measured."""
+    dense = {row["rate"]: row["seconds"] for row in rows if row["method"] == base}
+    found: dict[str, list[tuple[float | None, float, float]]] = {}
+    for row in rows:
+        if row["method"] != base and row["rate"] in dense:
+            found.setdefault(row["method"], []).append((row["rate"], row["seconds"], dense[row["rate"]]))
+    return found
 
 
 def even_lines(rows: list[dict], dense: str) -> list[str]:
     """Where each method stops to pay, in words."""
-    base = {row["rate"]: row["seconds"] for row in rows if row["method"] == dense}
     found = []
-    for method in dict.fromkeys(row["method"] for row in rows if row["method"] not in DENSE):
-        points = [
-            (r["rate"], r["seconds"], base[r["rate"]]) for r in rows if r["method"] == method and r["rate"] in base
-        ]
+    for method, points in compared(rows, dense).items():
         even = break_even(points)
+        if method in DENSE:
+            continue
         if even is not None and math.isfinite(even):
             found.append(f"{method} {rate_name(float(f'{even:.2g}'))}")
-        elif points:
+        else:
             faster = sum(mine < other for _, mine, other in points) > len(points) / 2
             found.append(f"{method} {'faster' if faster else 'slower'} at every rate")
-    size = f" at {rows[0]['size']:,} entries" if rows else ""
-    return [f"as fast as {dense}{size}: {', '.join(found)}"] if found else []
+    return [f"as fast as {dense} at {rows[0]['size']:,} entries: {', '.join(found)}"] if found else []
 
 
-def plot(options: Any, bases: list[str], rows: list[dict], trained: list[dict], path: Path) -> Path:
+def plot(options: Any, bases: list[str], rows: list[dict], trained: list[dict]) -> Any:
     """Speed-up against bandwidth for each size and dense method, break-even marked; loss against the clock."""
     from matplotlib.ticker import NullFormatter
 
-    from experiments.lib.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure
 
     sizes = list(dict.fromkeys(row["size"] for row in rows))
     panels = [(size, base) for size in sizes for base in bases]
@@ -188,21 +176,16 @@ def plot(options: Any, bases: list[str], rows: list[dict], trained: list[dict], 
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_title(f"{options.data}, {options.model}, {rate_name(rate)}")
         axis.legend(fontsize=8, frameon=True, framealpha=0.9, edgecolor="none")
-    delay = f", delay {1e3 * options.delay:g} ms" if options.delay else ""
-    figure.suptitle(f"{options.workers} processes on {len(os.sched_getaffinity(0))} cores{delay}", fontsize=10)
-    save(figure, path)
-    return path
+    cores = f"{options.workers} processes on {len(os.sched_getaffinity(0))} cores"
+    figure.suptitle(cores + delay_in(options), fontsize=10)
+    return figure
 
 
 def draw_speed(axis: Any, rows: list[dict], base: str, looks: dict[str, Any]) -> None:
-    dense = {row["rate"]: row["seconds"] for row in rows if row["method"] == base}
     limited = sorted({row["rate"] for row in rows if row["rate"] is not None})
     unlimited = 10 * limited[-1] if limited else 1e9  # where "no limit" is drawn
     place = lambda rate: unlimited if rate is None else rate
-    for method in dict.fromkeys(row["method"] for row in rows if row["method"] != base):
-        points = [
-            (r["rate"], r["seconds"], dense[r["rate"]]) for r in rows if r["method"] == method and r["rate"] in dense
-        ]
+    for method, points in compared(rows, base).items():
         points.sort(key=lambda point: place(point[0]))
         x, y = [place(rate) for rate, _, _ in points], [other / mine for _, mine, other in points]
         axis.plot(x, y, label=method, markersize=5, **looks[method])
@@ -210,14 +193,11 @@ def draw_speed(axis: Any, rows: list[dict], base: str, looks: dict[str, Any]) ->
         if even is not None and even < unlimited:
             axis.plot([even], [1], marker="o", markersize=11, markerfacecolor="none", color=looks[method]["color"])
     axis.axhline(1, color="0.3", linewidth=1)
-    ticks = [*limited, *([unlimited] if None in dense else [])]
+    rates = [*limited, *([None] if any(row["rate"] is None for row in rows) else [])]
     axis.set(xscale="log", yscale="log", xlabel="rate of every link", ylabel="times as fast (circle: break-even)")
-    axis.set_xticks(ticks, [rate_name(rate if rate in limited else None) for rate in ticks])
+    axis.set_xticks([place(rate) for rate in rates], [rate_name(rate) for rate in rates])
     axis.minorticks_off()
-    axis.set_yticks(
-        steps := [
-            s for s in (0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if axis.get_ylim()[0] <= s <= axis.get_ylim()[1]
-        ],
-        [f"{s:g}" for s in steps],
-    )
+    low, high = axis.get_ylim()
+    steps = [s for s in (0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= s <= high]
+    axis.set_yticks(steps, [f"{s:g}" for s in steps])
     axis.legend(fontsize=7)

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_thread, positive, share
-from experiments.lib.folders import run_options, start_run, write_json
-from experiments.lib.netlab import Lab, laboratory, rate_name, rate_of
+from experiments.lib.cli import Parser, at_least, common, one_thread, positive, share
+from experiments.lib.netlab import Lab, add_rates, laboratory, rate_name
 from experiments.lib.pool import Pool
-from experiments.lib.report import new_console, show
-from experiments.network import SETTLE_SECONDS, pool_in, status
+from experiments.lib.report import status
+from experiments.lib.run import Columns, Run, parser_of
+from experiments.network import SETTLE_SECONDS, pool_in
 from experiments.network.methods import known, local_of, trained_name
-from experiments.network.results import break_even
+from experiments.network.results import DENSE, break_even
 
 __all__ = ["MODELS", "main"]
 
@@ -35,40 +35,27 @@ MODELS = {
     "ngrams": ("text", 3e-3, "embedded n-grams of characters"),
     "transformer-wide": ("text", 2e-3, "wide transformer on characters"),
 }
-DENSE = ("psum-f32", "psum-bf16", "dense-bf16:two_shot")
 METHODS = [*DENSE, "dithering:two_shot", "mxfp4:two_shot", "power-sgd-2", "top-k", "sidco-narrow"]
 METHODS += ["local-f32@20", "local-int4@20"]
-RATES = ["10mbit", "100mbit", "1gbit", "10gbit", "none"]
 
 
 def parser() -> Parser:
-    p = Parser(prog="python -m experiments scoreboard", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("scoreboard", __doc__)
     p.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS)[:4], help="what is trained")
-    p.add_argument(
-        "--methods",
-        type=scored_name,
-        nargs="+",
-        default=METHODS,
-        metavar="METHOD",
-        help=f"besides psum-f32, which is always there: {known()}, demo, local-CODE@H, stream-CODE@H, overlap-CODE@H",
+    what = f"besides psum-f32, which is always there: {known()}, demo, local-CODE@H, stream-CODE@H, overlap-CODE@H"
+    p.add_argument("--methods", type=scored_name, nargs="+", default=METHODS, metavar="METHOD", help=what)
+    add_rates(p, "10mbit 100mbit 1gbit 10gbit none")
+    common(
+        p, "ratio", "levels", workers={"type": at_least(2), "help": "processes, each on a host of its own"}, batch=16
     )
-    p.add_argument(
-        "--rates", type=rate_of, nargs="+", default=RATES, metavar="RATE", help="of the links; none: no limit"
-    )
-    p.add_argument("--workers", type=at_least(2), default=4, help="processes, each on a host of its own")
-    p.add_argument("--batch", type=at_least(1), default=16, help="examples of each worker in a step")
-    p.add_argument("--steps", type=at_least(20), default=150, help="of f32 psum, whose loss then is the one to reach")
+    what = "of f32 psum, whose loss then is the one to reach"
+    common(p, steps={"type": at_least(20), "default": 150, "help": what})
     p.add_argument("--longest", type=at_least(1), default=4, help="times as many steps a method may take")
     p.add_argument("--seconds", type=positive, default=6.0, help="to time steps at a rate; at least three")
-    p.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
-    p.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
-    p.add_argument(
-        "--seeds", type=at_least(0), nargs="+", default=[0], help="of the start and the batches; means count"
-    )
+    common(p, seeds={"help": "of the start and the batches; means count"})
     p.add_argument("--outer-lr", type=positive, default=None, help="of local updates: 0.7, or 1 for sparse-loco")
     p.add_argument("--outer-momentum", type=share, default=None, help="of Nesterov: 0.9, or 0 for sparse-loco")
     p.add_argument("--text", type=Path, default=None, help="plain or .xz; the source of this package if not given")
-    run_options(p, "scoreboard")
     return p
 
 
@@ -78,29 +65,28 @@ def scored_name(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    o = parser().parse_args(arguments)
-    o.rates = list(dict.fromkeys(rate_of(rate) if isinstance(rate, str) else rate for rate in o.rates))
-    o.methods = list(dict.fromkeys(["psum-f32", *o.methods]))
-    folder = choose_new(o.runs, o.name, "scoreboard")
+    run, rows, interrupted = Run(parser(), arguments, "scoreboard"), [], False
+    o = run.options
+    o.rates, o.methods = list(dict.fromkeys(o.rates)), list(dict.fromkeys(["psum-f32", *o.methods]))
     one_thread()
-    console, rows, interrupted = new_console(), [], False
     try:
-        with laboratory(o.workers) as lab, pool_in(lab) as pool, status(console) as say:
+        with laboratory(o.workers) as lab, pool_in(lab) as pool, status(run.console) as say:
             say("starting the workers")
             pool.hear()
-            start_run(folder, vars(o))
             for model in dict.fromkeys(o.models):
                 targets: dict[int, float] = {}  # by seed, from the first method
                 for method in o.methods:
                     row = measured(o, lab, pool, model, method, targets, say)
+                    steps = ", ".join("missed" if s is None else str(s) for s in row["steps"])
+                    each = ", ".join(f"{1e3 * s:.0f}" for s in row["step_seconds"])
                     rows.append(row)
-                    write_json(folder / "results.json", rows)
-                    console.print(f"{model}, {method}: {said(row)}", highlight=False)
+                    run.keep(rows)
+                    run.say(f"{model}, {method}: {steps} steps, {each} ms a step")
             lab.shape()
     except KeyboardInterrupt:
         interrupted = True
     if rows:
-        report(console, o, rows, folder)
+        report(run, rows)
     return 130 if interrupted else 0
 
 
@@ -179,65 +165,9 @@ def best_dense(rows: list[dict[str, Any]], model: str, place: int) -> float:
     return min(seconds for seconds in every if seconds is not None)
 
 
-def said(row: dict[str, Any]) -> str:
-    steps = ", ".join("missed" if s is None else str(s) for s in row["steps"])
-    return f"{steps} steps, {', '.join(f'{1e3 * s:.0f}' for s in row['step_seconds'])} ms a step"
-
-
-def report(console: Any, o: Any, rows: list[dict[str, Any]], folder: Path) -> None:
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    names = [rate_name(rate) for rate in o.rates]
-    table = []
-    for row in rows:
-        base = [best_dense(rows, row["model"], place) for place in range(len(o.rates))]
-        mine = [to_loss(row, place) for place in range(len(o.rates))]
-        cells = ["-" if t is None else f"{short(b / t)} x" for t, b in zip(mine, base, strict=True)]
-        points = [(rate, t, b) for rate, t, b in zip(o.rates, mine, base, strict=True) if t is not None]
-        even = break_even(points)
-        steps = "missed" if None in row["steps"] else f"{np.mean(row['steps']):.0f}"
-        table.append(
-            [row["model"], row["method"], f"{row['ledger_bytes'] / 1e6:.3g}", steps, *cells]
-            + ["-" if even is None or row["method"] in DENSE else rate_name(float(f"{even:.2g}"))]
-        )
-    head = ["model", "method", "MB a step", "steps", *names, "even at"]
-    sizes = ", ".join(
-        f"{MODELS[model][2]}: {next(r['parameters'] for r in rows if r['model'] == model):,}" for model in models
-    )
-    dense = " and ".join(name for name in DENSE if name in o.methods)
-    notes = f"""\
-At each rate: how many times as fast to the loss as the fastest of {dense} there (below 1: it loses). The loss is that
-of psum-f32 after {o.steps} steps; missed: not reached in {o.longest} times as many. MB: sent by a worker in a step, of
-local methods on average. even at: the rate at which a method is as fast as the fastest dense one. Sparse methods keep
-{o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on {len(os.sched_getaffinity(0))} cores, Adam,
-{o.batch} examples of each worker, seeds {", ".join(map(str, o.seeds))}."""
-    show(console, f"{folder.name}: time to the loss", head, table, notes, folder / "table.md")
-    head = ["model", "method", *(f"ms, {name}" for name in names), *(f"pace, {names[i]}" for i in limited(o.rates))]
-    table = [[row["model"], row["method"], *pace(row, o.rates)] for row in rows]
-    show(console, f"{folder.name}: links", [*head, "on the links"], table, LINKS, folder / "links.md")
-    if not all(row["equal"] for row in rows):
-        unequal = [f"{row['model']}, {row['method']}" for row in rows if not row["equal"]]
-        console.print(f"losses at some rate were not those of the training: {'; '.join(unequal)}", style="bold red")
-    console.print(f"plot: {draw(o, rows, folder / 'scoreboard.png')}", highlight=False)
-
-
-LINKS = """\
-ms: of a step, at each rate. pace: steps per second, of those without a limit. on the links: bytes that the kernel
-counted there, without headers of frames, over those that the compiled program or `jc.wire` says; least and most of the
-rates."""
-
-
-def limited(rates: list[float | None]) -> list[int]:
-    """Places of the rates that are held against no limit."""
-    return [i for i, rate in enumerate(rates) if rate is not None] if None in rates else []
-
-
-def pace(row: dict[str, Any], rates: list[float | None]) -> list[str]:
-    """Cells of the table of links."""
-    seconds = row["step_seconds"]
-    shares = [f"{100 * seconds[rates.index(None)] / seconds[i]:.1f} %" for i in limited(rates)]
-    both = zip(row["payload_bytes"], row["said_bytes"], strict=True)
-    found = [sent / said for sent, said in both if said]
-    return [*(f"{1e3 * s:.1f}" for s in seconds), *shares, f"{min(found):.3f} - {max(found):.3f}" if found else "-"]
+def gain_of(rows: list[dict[str, Any]], row: dict[str, Any], place: int) -> float:
+    """How many times as fast to the loss as the fastest dense exchange; NaN if it missed it."""
+    return best_dense(rows, row["model"], place) / (to_loss(row, place) or np.nan)
 
 
 def short(gain: float) -> str:
@@ -249,11 +179,75 @@ def short(gain: float) -> str:
     return f"{gain:.2g}" if gain < 99.5 else f"{gain:.0f}"
 
 
-def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
+def columns_of(rows: list[dict[str, Any]], rates: list[float | None]) -> Columns:
+    def gain(row: dict[str, Any], place: int) -> str:
+        return "-" if None in row["steps"] else f"{short(gain_of(rows, row, place))} x"
+
+    def even(row: dict[str, Any]) -> str:
+        times = ((rate, to_loss(row, place), best_dense(rows, row["model"], place)) for place, rate in enumerate(rates))
+        found = break_even([(rate, mine, dense) for rate, mine, dense in times if mine is not None])
+        return "-" if found is None or row["method"] in DENSE else rate_name(float(f"{found:.2g}"))
+
+    return {
+        "model": "{model}",
+        "method": "{method}",
+        "MB a step": lambda row: f"{row['ledger_bytes'] / 1e6:.3g}",
+        "steps": lambda row: "missed" if None in row["steps"] else f"{np.mean(row['steps']):.0f}",
+        **{rate_name(rate): lambda row, place=place: gain(row, place) for place, rate in enumerate(rates)},
+        "even at": even,
+    }
+
+
+def report(run: Run, rows: list[dict[str, Any]]) -> None:
+    o, models = run.options, list(dict.fromkeys(row["model"] for row in rows))
+    parameters = {row["model"]: row["parameters"] for row in rows}
+    sizes = ", ".join(f"{MODELS[model][2]}: {parameters[model]:,}" for model in models)
+    dense = " and ".join(name for name in DENSE if name in o.methods)
+    notes = f"""\
+At each rate: how many times as fast to the loss as the fastest of {dense} there (below 1: it loses). The loss is that
+of psum-f32 after {o.steps} steps; missed: not reached in {o.longest} times as many. MB: sent by a worker in a step, of
+local methods on average. even at: the rate at which a method is as fast as the fastest dense one. Sparse methods keep
+{o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on {len(os.sched_getaffinity(0))} cores, Adam,
+{o.batch} examples of each worker, seeds {", ".join(map(str, o.seeds))}."""
+    run.table(f"{run.folder.name}: time to the loss", columns_of(rows, o.rates), rows, notes)
+    run.table(f"{run.folder.name}: links", link_columns(o.rates), rows, LINKS, "links.md")
+    unequal = [f"{row['model']}, {row['method']}" for row in rows if not row["equal"]]
+    if unequal:
+        run.console.print(f"losses at some rate were not those of the training: {'; '.join(unequal)}", style="bold red")
+    run.picture(draw(o, rows), "scoreboard.png")
+
+
+LINKS = """\
+ms: of a step, at each rate. pace: steps per second, of those without a limit. on the links: bytes that the kernel
+counted there, without headers of frames, over those that the compiled program or `jc.wire` says; least and most of the
+rates."""
+
+
+def link_columns(rates: list[float | None]) -> Columns:
+    """Of the table of links."""
+    limited = [i for i, rate in enumerate(rates) if rate is not None] if None in rates else []
+
+    def pace(row: dict[str, Any], i: int) -> str:
+        seconds = row["step_seconds"]
+        return f"{100 * seconds[rates.index(None)] / seconds[i]:.1f} %"
+
+    def counted(row: dict[str, Any]) -> str:
+        both = zip(row["payload_bytes"], row["said_bytes"], strict=True)
+        found = [sent / said for sent, said in both if said]
+        return f"{min(found):.3f} - {max(found):.3f}" if found else "-"
+
+    times = {
+        f"ms, {rate_name(rate)}": lambda row, i=i: f"{1e3 * row['step_seconds'][i]:.1f}" for i, rate in enumerate(rates)
+    }
+    paces = {f"pace, {rate_name(rates[i])}": lambda row, i=i: pace(row, i) for i in limited}
+    return {"model": "{model}", "method": "{method}", **times, **paces, "on the links": counted}
+
+
+def draw(o: Any, rows: list[dict[str, Any]]) -> Any:
     """A panel for each model: methods against rates, blue where a method is faster than dense, orange where slower."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    from experiments.lib.plots import new_figure, save
+    from experiments.lib.plots import new_figure
 
     models = list(dict.fromkeys(row["model"] for row in rows))
     columns = min(2, len(models))
@@ -263,21 +257,15 @@ def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
         axis.set_axis_off()
     colours = LinearSegmentedColormap.from_list("pays", ["#D55E00", "#F6D9B8", "#FFFFFF", "#BBD7EC", "#0072B2"])
     for number, (axis, model) in enumerate(zip(axes, models, strict=False)):
-        mine = [row for row in rows if row["model"] == model]
-        gains = np.full((len(mine), len(o.rates)), np.nan)
-        for i, row in enumerate(mine):
-            for place in range(len(o.rates)):
-                seconds = to_loss(row, place)
-                if seconds is not None:
-                    gains[i, place] = best_dense(rows, model, place) / seconds
+        mine, places = [row for row in rows if row["model"] == model], range(len(o.rates))
+        gains = np.array([[gain_of(rows, row, place) for place in places] for row in mine])
         axis.imshow(np.log10(gains), cmap=colours, vmin=-1, vmax=1, aspect="auto")
         for i, place in np.ndindex(*gains.shape):
             gain = gains[i, place]
             dark = np.isfinite(gain) and abs(np.log10(gain)) > 0.75
-            axis.text(
-                place, i, "missed" if np.isnan(gain) else short(float(gain)), ha="center", va="center", fontsize=8,
-                color="white" if dark else "black",
-            )  # fmt: skip
+            said = "missed" if np.isnan(gain) else short(float(gain))
+            colour = "white" if dark else "black"
+            axis.text(place, i, said, ha="center", va="center", fontsize=8, color=colour)
         axis.set_xticks(range(len(o.rates)), [rate_name(rate) for rate in o.rates], fontsize=8, rotation=30)
         axis.set_yticks(range(len(mine)), [row["method"] if number % columns == 0 else "" for row in mine])
         axis.set_title(f"{MODELS[model][2]}, {mine[0]['parameters'] / 1e6:.2g} M", fontsize=10)
@@ -286,5 +274,4 @@ def draw(o: Any, rows: list[dict[str, Any]], path: Path) -> Path:
         axis.grid(visible=False)
     title = "times as fast to the same loss as the fastest dense exchange", "(blue: pays, orange: loses)"
     figure.suptitle(("\n" if columns == 1 else " ").join(title), fontsize=11 if columns > 1 else 9)
-    save(figure, path)
-    return path
+    return figure

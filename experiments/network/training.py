@@ -1,6 +1,7 @@
 """Data-parallel training of one model on the hosts of the laboratory, against the clock."""
 
 import abc
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,9 +81,17 @@ class Training(abc.ABC):
         del x, y
         return None
 
-    @abc.abstractmethod
+    def present(self) -> Any:
+        """This worker's parameters now."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def count_right(self) -> Callable[..., jax.Array]:
+        return jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(-1) == y))
+
     def right(self, x: np.ndarray, y: np.ndarray) -> int:
         """How many of these labels the model finds now."""
+        return int(self.count_right(self.present(), x, y))
 
     def batches(self, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for step in range(1, steps + 1):
@@ -161,7 +170,6 @@ class Compressed(Training):
         of_all = jax.shard_map(of_all, mesh=workers.mesh, in_specs=(P(), P(AXIS), P(AXIS)), out_specs=P())
         self.judge = jax.jit(of_all)
         self.row = (lambda x: x) if local is None else (lambda x: x[0])
-        self.count_right = jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(-1) == y))
 
     def start(self) -> None:
         self.now = self.place(self.params)
@@ -177,9 +185,8 @@ class Compressed(Training):
             return None
         return float(self.judge(self.state.point, self.workers.own(x), self.workers.own(y)))
 
-    def right(self, x: np.ndarray, y: np.ndarray) -> int:
-        mine = jax.tree.map(lambda leaf: self.row(jnp.asarray(leaf.addressable_data(0))), self.now)
-        return int(self.count_right(mine, x, y))
+    def present(self) -> Any:
+        return jax.tree.map(lambda leaf: self.row(jnp.asarray(leaf.addressable_data(0))), self.now)
 
 
 def in_rows(step: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:

@@ -10,55 +10,44 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from experiments.lib.pool import answer, or_die, requests
 from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, PEERS, transformation
 from experiments.network.training import Compressed, Training
 from jaxcomp.exchange.state import means_in
 from jaxcomp.plan.offline import Inseparable, offline, settled
 
-__all__ = ["work"]
+__all__ = ["Worker"]
 
 GRADIENTS = 3  # that follow one another, so that a memory does not see the same one again and again
 
 
-def work(address: str, workers: int, number: int) -> None:
-    """Joins the others and serves requests until there are no more."""
-    with or_die():
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(address, workers, number)
-        task: Exchange | Training | None = None
-        answer("ready")
-        for request in requests():
-            what = request.pop("what")
-            if what == "exchange":
-                task = None
-                gc.collect()
-                task = Exchange(number, **request)
-                answer(task.described)
-            elif what == "training":
-                task = None
-                gc.collect()
-                task = training(address, workers, number, **request)
-                answer(task.described)
-            elif isinstance(task, Exchange):
-                answer({"rounds": task.rounds, "compute": task.compute}[what](**request))
-            elif isinstance(task, Training):
-                answer(task.train(**request))
+class Worker:
+    """Does one request after the other: `exchange` and `training` begin a task, the others belong to it."""
 
+    def __init__(self, address: str, workers: int, number: int):
+        self.address, self.workers, self.number = address, workers, number
+        self.task: Any = None
 
-def training(address: str, workers: int, number: int, method: str, **options: Any) -> Training:
-    if method.startswith("overlap-"):
-        from experiments.network.overlapped import Overlapped
+    def __call__(self, what: str, **request: Any) -> Any:
+        if what in ("exchange", "training"):
+            self.task = None
+            gc.collect()
+            self.task = Exchange(self.number, **request) if what == "exchange" else self.training(**request)
+            return self.task.described
+        return getattr(self.task, what)(**request)
 
-        net = address.rpartition(".")[0]
-        return Overlapped(number, [f"{net}.{i + 1}" for i in range(workers)], method, **options)
-    if method not in PEERS:
-        return Compressed(number, method, **options)
-    from experiments.network import ddp
+    def training(self, method: str, **options: Any) -> Training:
+        net = self.address.rpartition(".")[0]
+        if method.startswith("overlap-"):
+            from experiments.network.overlapped import Overlapped
 
-    ddp.join(address, workers, number)
-    return ddp.Peer(number, method, **options)
+            return Overlapped(self.number, [f"{net}.{i + 1}" for i in range(self.workers)], method, **options)
+        if method not in PEERS:
+            return Compressed(self.number, method, **options)
+        from experiments.network import ddp
+
+        ddp.join(self.address, self.workers, self.number)
+        return ddp.Peer(self.number, method, **options)
 
 
 class Exchange:

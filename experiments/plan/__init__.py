@@ -6,78 +6,67 @@ candidate in each cell, too. Written to runs/NAME: config.json, results.json (a 
 done), and by `plan regret` table.md and regret.png.
 """
 
-import argparse
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.lib.cli import Parser, at_least, choose_new, one_thread, positive
-from experiments.lib.folders import run_options, start_run, write_json
-from experiments.lib.netlab import laboratory, rate_name, rate_of
-from experiments.lib.pool import Pool
-from experiments.lib.report import new_console
+from experiments.lib.cli import Parser, at_least, common, one_thread, positive
+from experiments.lib.netlab import add_rates, laboratory, rate_name
+from experiments.lib.pool import Pool, serve
+from experiments.lib.run import Run, parser_of
 
-__all__ = ["main"]
+__all__ = ["main", "pool_in"]
 
 
 def parser() -> Parser:
-    p = Parser(prog="python -m experiments plan", description=(__doc__ or "").split("\n\n")[0])
-    p.add_argument(
-        "what", nargs="?", choices=("advise", "regret"), default="advise", help="one plan, or a grid of them"
-    )
-    rates = ["10mbit", "100mbit", "1gbit", "none"]
-    p.add_argument(
-        "--rates", type=rate_of, nargs="+", default=rates, metavar="RATE", help="of the links; none: no limit"
-    )
-    p.add_argument("--workers", type=at_least(2), nargs="+", default=[2, 4], metavar="N", help="processes")
-    p.add_argument(
-        "--sizes", type=at_least(1000), nargs="+", default=[100_000, 400_000], metavar="D", help="parameters"
-    )
+    p = parser_of("plan", __doc__)
+    what = "one plan, or a grid of them"
+    p.add_argument("what", nargs="?", choices=("advise", "regret"), default="advise", help=what)
+    add_rates(p, "10mbit 100mbit 1gbit none")
+    some: dict[str, Any] = {"nargs": "+", "metavar": "N"}
+    p.add_argument("--workers", type=at_least(2), default=[2, 4], help="processes", **some)
+    p.add_argument("--sizes", type=at_least(1000), default=[100_000, 400_000], help="parameters", **some)
     p.add_argument("--loads", type=int, choices=(0, 1), nargs="+", default=[0, 1], help="1: one worker's core is busy")
-    p.add_argument("--batch", type=at_least(1), default=16, help="examples of each worker in a step")
     p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure")
     p.add_argument("--tried", type=at_least(0), default=2, help="candidates that it runs besides the best dense one")
     p.add_argument("--rounds", type=at_least(2), default=9, help="steps of each candidate; the median counts")
     p.add_argument("--all", action="store_true", help="all default candidates, in place of six")
-    run_options(p, "plan")
-    p.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
-    p.add_argument("--address", default=None, help=argparse.SUPPRESS)
+    common(p, "worker", "address", batch=16)
     return p
 
 
 def main(arguments: Sequence[str]) -> int:
-    o = parser().parse_args(arguments)
+    run, rows = Run(parser(), arguments, "plan"), []
+    o = run.options
     if o.worker is not None:
-        from experiments.plan.worker import work
+        from experiments.plan.worker import Worker
 
-        work(o.address, o.workers[0], o.worker)
+        serve(o.address, o.workers[0], o.worker, Worker(o.worker))
         return 0
 
     from experiments.plan.results import report
 
-    o.rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in o.rates]
-    console = new_console()
-    folder = choose_new(o.runs, o.name, "plan")
     one_thread()
-    start_run(folder, vars(o))
-    rows: list[dict[str, Any]] = []
     try:
-        for row in cells(o, console):
+        for row in cells(o):
+            where = f"{row['workers']} workers, {row['entries']:,} parameters, {rate_name(row['rate'])}"
             rows.append(row)
-            write_json(folder / "results.json", rows)
+            run.keep(rows)
             if o.what == "advise":
-                where = f"{row['workers']} workers, {row['entries']:,} parameters, {rate_name(row['rate'])}"
-                console.print(f"\n{where}\n{row['table']}\n\n{row['verdict']}", highlight=False, soft_wrap=True)
+                run.console.print(f"\n{where}\n{row['table']}\n\n{row['verdict']}", highlight=False, soft_wrap=True)
+            else:
+                best = min(row["measured"], key=row["measured"].get)
+                run.say(f"{where}, load {row['load']}: advised {row['chosen']}, best {best}")
     except KeyboardInterrupt:
-        console.print(f"interrupted; {folder} has what was measured")
+        run.say(f"interrupted; {run.folder} has what was measured")
         return 130
     if o.what == "regret":
-        report(console, rows, folder)
+        report(run, rows)
     return 0
 
 
-def cells(o: Any, console: Any) -> Iterator[dict[str, Any]]:
+def cells(o: Any) -> Iterator[dict[str, Any]]:
     """A row for each cell. Programs are compiled once for each size and number of workers."""
     for workers in dict.fromkeys(o.workers):
         with laboratory(workers) as lab, pool_in(lab) as pool:
@@ -94,10 +83,6 @@ def cells(o: Any, console: Any) -> Iterator[dict[str, Any]]:
                         row |= pool.ask(1800.0, what="plan", seconds=o.seconds, tried=o.tried)[0]
                         if o.what == "regret":
                             row["measured"] = pool.ask(1800.0, what="run", seconds=o.seconds, rounds=o.rounds)[0]
-                            best = min(row["measured"], key=row["measured"].get)
-                            said = f"advised {row['chosen']}, best {best}"
-                            where = f"{workers} workers, {entries:,}, {rate_name(rate)}, load {load}"
-                            console.print(f"{where}: {said}", highlight=False)
                     yield row
 
 

@@ -1,12 +1,11 @@
 """Regret of each cell and errors of predictions: table and plot."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments.lib.netlab import rate_name
-from experiments.lib.report import show
+from experiments.lib.run import Columns, Run
 from jaxcomp.plan.predict import regret
 
 __all__ = ["report", "summary"]
@@ -17,6 +16,11 @@ MATTERS = 0.10  # regret, and by how much dense must be best for the cell to cou
 def regret_of(row: dict[str, Any], choice: str) -> float:
     """What the chosen candidate took more than the fastest, as a share of the fastest."""
     return regret(row["measured"][row[choice]], list(row["measured"].values()))
+
+
+def errors_of(row: dict[str, Any]) -> list[float]:
+    """|predicted - measured| / measured of each candidate."""
+    return [abs(row["predicted"][name]["total"] / seconds - 1) for name, seconds in row["measured"].items()]
 
 
 def dense_is_best(row: dict[str, Any]) -> bool:
@@ -31,9 +35,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 
     within: share of the cells whose regret is at most 10 %; alone: the same of the choice by prediction alone.
     """
-    errors = [
-        abs(row["predicted"][name]["total"] / seconds - 1) for row in rows for name, seconds in row["measured"].items()
-    ]
+    errors = [error for row in rows for error in errors_of(row)]
     own = [row for row in rows if dense_is_best(row)]
     return {
         "cells": len(rows),
@@ -47,55 +49,36 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def report(console: Any, rows: list[dict[str, Any]], folder: Path) -> None:
+COLUMNS: Columns = {
+    "workers": "{workers}",
+    "entries": "{entries:,}",
+    "rate": lambda row: rate_name(row["rate"]),
+    "load": "{load}",
+    "advised": "{chosen}",
+    "predicted best": "{alone}",
+    "best": lambda row: min(row["measured"], key=row["measured"].get),
+    "best ms": lambda row: f"{1e3 * min(row['measured'].values()):.1f}",
+    "dense ms": lambda row: f"{1e3 * min(row['measured'][name] for name in row['dense']):.1f}",
+    "regret %": lambda row: f"{100 * regret_of(row, 'chosen'):.1f}",
+    "error %": lambda row: f"{100 * np.median(errors_of(row)):.0f}",
+    "best by 10 %": lambda row: "dense" if dense_is_best(row) else "",
+}
+
+
+def report(run: Run, rows: list[dict[str, Any]]) -> None:
     """Prints and keeps the table, and draws the plot."""
-    cells = []
-    for row in rows:
-        best = min(row["measured"], key=row["measured"].get)
-        errors = [abs(row["predicted"][name]["total"] / seconds - 1) for name, seconds in row["measured"].items()]
-        cells.append(
-            [
-                str(row["workers"]),
-                f"{row['entries']:,}",
-                rate_name(row["rate"]),
-                str(row["load"]),
-                row["chosen"],
-                row["alone"],
-                best,
-                f"{1e3 * row['measured'][best]:.1f}",
-                f"{1e3 * min(row['measured'][name] for name in row['dense']):.1f}",
-                f"{100 * regret_of(row, 'chosen'):.1f}",
-                f"{100 * np.median(errors):.0f}",
-                "dense" if dense_is_best(row) else "",
-            ]
-        )
     s = summary(rows)
     notes = f"""\
 Advised: after trying; predicted: by prediction alone. {s["cells"]} cells: regret at most 10 % in {s["within"]:.0%}
 ({s["alone"]:.0%} by prediction alone), at most {s["worst"]:.0%}. Predicted against measured seconds per step, all
 candidates and cells: median error {s["median_error"]:.0%}, 90th percentile {s["error_90"]:.0%}. Dense is best by more
 than 10 % in {s["dense_cells"]} cells, and was advised in {s["dense_advised"]} of these."""
-    head = [
-        "workers",
-        "entries",
-        "rate",
-        "load",
-        "advised",
-        "predicted best",
-        "best",
-        "best ms",
-        "dense ms",
-        "regret %",
-    ]
-    head += ["error %", "best by 10 %"]
-    show(
-        console, f"{folder.name}: the planner's choice against all candidates", head, cells, notes, folder / "table.md"
-    )
-    console.print(str(draw(rows, folder / "regret.png")), highlight=False)
+    run.table(f"{run.folder.name}: the planner's choice against all candidates", COLUMNS, rows, notes)
+    run.picture(draw(rows), "regret.png")
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> Path:
-    from experiments.lib.plots import LINES, new_figure, save
+def draw(rows: list[dict[str, Any]]) -> Any:
+    from experiments.lib.plots import LINES, new_figure
 
     figure, (left, right) = new_figure(2)
     names = list(rows[0]["measured"])
@@ -117,5 +100,4 @@ def draw(rows: list[dict[str, Any]], path: Path) -> Path:
     right.axvline(10, color="0.4", linewidth=1)
     right.set(xlabel="regret, %", ylabel="cells at most so far from the best, %", ylim=(0, 102))
     right.legend(fontsize=8)
-    save(figure, path)
-    return path
+    return figure

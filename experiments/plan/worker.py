@@ -8,42 +8,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib.launch import end_all, start
-from experiments.lib.pool import answer, note, or_die, requests
+from experiments.lib.pool import note
+from experiments.network.mesh import Workers
+from jaxcomp.plan.advise import choose
 from jaxcomp.plan.candidates import default_candidates
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.measure import sweep
 from jaxcomp.plan.planning import plan_on
 from jaxcomp.plan.trial import step_of
 
-__all__ = ["CANDIDATES", "work"]
+__all__ = ["CANDIDATES", "Worker"]
 
 # Of the grid: dense ones, and one for each kind of message.
 CANDIDATES = ("f32", "bf16:two_shot", "dithering(7):two_shot", "sign+ef:two_shot", "sidco(0.01)+ef", "sidco(0.001)+ef")
 BUSY = "while True: pass"
 
 
-def work(address: str, workers: int, number: int) -> None:
-    """Joins the others and serves requests until there are no more."""
-    with or_die():
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(address, workers, number)
-        task: Task | None = None
-        answer("ready")
-        for request in requests():
-            what = request.pop("what")
-            if what == "task":
-                task = Task(number, **request)
-                answer(task.entries)
-            elif what == "sweep":
-                answer(sweeps(**request))
-            elif task is not None:
-                answer({"plan": task.plan, "run": task.run, "load": task.load}[what](**request))
+class Worker:
+    """Does one request after the other: a `task` begins, or a method of the present one, or `sweep`."""
+
+    def __init__(self, number: int):
+        self.number, self.task = number, None
+
+    def __call__(self, what: str, **request: Any) -> Any:
+        if what == "task":
+            self.task = Task(self.number, **request)
+            return self.task.entries
+        return sweeps(**request) if what == "sweep" else getattr(self.task, what)(**request)
 
 
 def sweeps(kinds: list[str], most: float, seconds: float) -> dict[str, list[dict[str, Any]]]:
     """Every collective at several sizes: the samples of each."""
-    from experiments.network.mesh import Workers
-
     clock = Clock(Workers().mesh, seconds)
     return {kind: [each._asdict() for each in sweep(clock, kind, "data", most, seconds).samples] for kind in kinds}
 
@@ -52,17 +47,14 @@ class Task:
     """A multilayer perceptron of about so many parameters, on random examples."""
 
     def __init__(self, number: int, size: int, batch: int, all_candidates: bool):
-        from experiments.network.mesh import Workers
-
         self.number, self.busy = number, None
         workers = Workers()
         width = max(int(np.sqrt(size)), 8)
         rng = np.random.default_rng(size)
-        shapes = {"a": (64, width), "b": (width, max((size - 80 * width) // width, 8)), "c": (0, 16)}
-        shapes["c"] = (shapes["b"][1], 16)
-        params = {
-            name: (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32) for name, shape in shapes.items()
-        }
+        middle = max((size - 80 * width) // width, 8)
+        shapes = {"a": (64, width), "b": (width, middle), "c": (middle, 16)}
+        normal = lambda shape: (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+        params = {name: normal(shape) for name, shape in shapes.items()}
         self.entries = sum(leaf.size for leaf in params.values())
         self.params = workers.replicate(params)
         own = np.random.default_rng([number, size])
@@ -80,8 +72,6 @@ class Task:
         """Predicted seconds of every candidate, and what is advised: by prediction alone, and after trying."""
         self.clock.restart(seconds)
         show = note if self.number == 0 else lambda _: None
-        from jaxcomp.plan.advise import choose
-
         where = (self.clock, self.loss, self.params, self.batch, "data", self.candidates)
         found = plan_on(*where, tried=tried, show=show, thorough=thorough)
         alone = choose([row._replace(measured=None) for row in found.rows])
@@ -109,10 +99,8 @@ class Task:
             for each in order:
                 if self.number == 0:
                     note(f"running {each.name}")
-                step = step_of(
-                    self.clock, each, self.loss, self.params, self.batch, self.clock.mesh, "data", share, rounds
-                )
-                times[each.name].append(step)
+                where = (self.clock, each, self.loss, self.params, self.batch, self.clock.mesh, "data")
+                times[each.name].append(step_of(*where, share, rounds))
         return {name: float(np.mean(both)) for name, both in times.items()}
 
     def load(self, on: bool) -> bool:

@@ -6,18 +6,16 @@ measured; the formulas are those whose latency and bandwidth `python -m experime
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_or_more, positive
-from experiments.lib.folders import run_options, start_run, write_json
-from experiments.lib.report import new_console, show
+from experiments.lib.cli import Parser, at_least, fraction, one_or_more, positive
+from experiments.lib.run import Columns, Run, parser_of
 
 __all__ = ["main"]
 
 
 def parser() -> Parser:
-    p = Parser(prog="python -m experiments scale", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("scale", __doc__)
     counts = [8, 64, 512, 4096, 16384]
     p.add_argument("--workers", type=at_least(2), nargs="+", default=counts, metavar="N", help="numbers of devices")
     p.add_argument("--entries", type=positive, nargs="+", default=[1e9, 1e11], metavar="D", help="of the gradient")
@@ -28,8 +26,13 @@ def parser() -> Parser:
     p.add_argument("--group", type=at_least(1), default=8, help="workers at one switch")
     p.add_argument("--oversubscription", type=one_or_more, default=2.0, help="of a switch's way out")
     p.add_argument("--memory-gb", type=positive, default=80.0, help="of a worker; more is marked")
-    run_options(p, "scale")
     return p
+
+
+def fabric_of(o: Any) -> Any:
+    from jaxcomp.plan.scale import Fabric
+
+    return Fabric(o.latency, o.gbit * 1e9 / 8, o.group, o.oversubscription, o.inner_gbit * 1e9 / 8)
 
 
 def rows_of(o: Any) -> list[dict[str, Any]]:
@@ -38,10 +41,9 @@ def rows_of(o: Any) -> list[dict[str, Any]]:
     Where a model does not fit, it is cut into shards over other mesh axes, and each device exchanges its own shard with
     the n / shards devices that have the same one.
     """
-    from jaxcomp.plan.scale import Fabric, costs_at
+    from jaxcomp.plan.scale import costs_at
 
-    fabric = Fabric(o.latency, o.gbit * 1e9 / 8, o.group, o.oversubscription, o.inner_gbit * 1e9 / 8)
-    rows = []
+    fabric, rows = fabric_of(o), []
     for entries in o.entries:
         shards = shards_of(entries, 1e9 * o.memory_gb)
         own = entries / shards
@@ -85,66 +87,56 @@ def replacement(rows: list[dict[str, Any]], row: dict[str, Any], memory: float) 
     return f"slow: {best['route']}" if row["seconds"] > 2 * best["seconds"] else ""
 
 
-def main(arguments: Sequence[str]) -> int:
-    o = parser().parse_args(arguments)
-
-    from jaxcomp.plan.scale import Fabric, crossover
-
-    folder = choose_new(o.runs, o.name, "scale")
-    start_run(folder, vars(o))
-    rows = rows_of(o)
-    write_json(folder / "results.json", rows)
-    memory = 1e9 * o.memory_gb / 4
-    cells = [
-        [
-            f"{row['entries']:.0e} / {row['shards']}",
-            f"{row['workers'] // row['shards']:,} of {row['workers']:,}",
-            row["message"],
-            row["route"],
-            _size(row["sent_bytes"]),
-            _size(row["held_bytes"]),
-            f"{row['seconds']:.4g}",
-            row["schedule"],
-            replacement(rows, row, memory),
-        ]
-        for row in rows
-    ]
-    fabric = Fabric(o.latency, o.gbit * 1e9 / 8, o.group, o.oversubscription, o.inner_gbit * 1e9 / 8)
-    own = [(d / shards_of(d, 4 * memory)) for d in o.entries]
-    turns = [(each, crossover(each, 8 * o.ratio * each, fabric)) for each in own]
-    notes = f"""\
-Held: beside the gradient and the memory of error feedback. A worker has {
-        o.memory_gb:g} GB, and models that do not fit are
-cut into shards: n / shards devices exchange the same one. A route that needs more than a quarter of the memory, or
-takes more than twice as long as the fastest that fits, is marked with the one that replaces it.
-
-Gathering messages of ratio {o.ratio:g} is slower than a dense f32 sum from {
-        ", ".join(f"n = {n:,} (d = {d:.0e})" if n else f"no n below 10^6 (d = {d:.0e})" for d, n in turns)
-    } on. Links of {o.gbit:g} Gbit/s, {1e6 * o.latency:g} us, groups of {o.group}, whose way out is {
-        o.oversubscription:g}
-times narrower; within a group {o.inner_gbit:g} Gbit/s."""
-    head = ["entries / shards", "exchanging", "message", "route", "sent", "held", "seconds", "schedule", "replaced by"]
-    console = new_console()
-    show(console, f"{folder.name}: an exchange by formula", head, cells, notes, folder / "table.md")
-    console.print(f"{draw(rows, memory, folder / 'scale.png')}", highlight=False)
-    return 0
-
-
 def _size(value: float) -> str:
     scale, unit = next(((s, u) for s, u in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")) if value >= s), (1e3, "kB"))
     return f"{value / scale:.3g} {unit}"
 
 
-def draw(rows: list[dict[str, Any]], memory: float, path: Path) -> Path:
-    from experiments.lib.plots import LINES, new_figure, save
+COLUMNS: Columns = {
+    "entries / shards": "{entries:.0e} / {shards}",
+    "exchanging": lambda row: f"{row['workers'] // row['shards']:,} of {row['workers']:,}",
+    "message": "{message}",
+    "route": "{route}",
+    "sent": lambda row: _size(row["sent_bytes"]),
+    "held": lambda row: _size(row["held_bytes"]),
+    "seconds": "{seconds:.4g}",
+    "schedule": "{schedule}",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    from jaxcomp.plan.scale import crossover
+
+    run = Run(parser(), arguments, "scale")
+    o, rows = run.options, rows_of(run.options)
+    memory = 1e9 * o.memory_gb / 4
+    run.keep(rows)
+    own = [(d / shards_of(d, 4 * memory)) for d in o.entries]
+    turns = [(each, crossover(each, 8 * o.ratio * each, fabric_of(o))) for each in own]
+    said = ", ".join(f"n = {n:,} (d = {d:.0e})" if n else f"no n below 10^6 (d = {d:.0e})" for d, n in turns)
+    notes = f"""\
+Held: beside the gradient and the memory of error feedback. A worker has {o.memory_gb:g} GB, and models that do not fit
+are cut into shards: n / shards devices exchange the same one. A route that needs more than a quarter of the memory, or
+takes more than twice as long as the fastest that fits, is marked with the one that replaces it.
+
+Gathering messages of ratio {o.ratio:g} is slower than a dense f32 sum from {said} on. Links of {o.gbit:g} Gbit/s,
+{1e6 * o.latency:g} us, groups of {o.group}, whose way out is {o.oversubscription:g} times narrower; within a group
+{o.inner_gbit:g} Gbit/s."""
+    columns = {**COLUMNS, "replaced by": lambda row: replacement(rows, row, memory)}
+    run.table(f"{run.folder.name}: an exchange by formula", columns, rows, notes)
+    run.picture(draw(rows, memory), "scale.png")
+    return 0
+
+
+def draw(rows: list[dict[str, Any]], memory: float) -> Any:
+    from experiments.lib.plots import LINES, new_figure
 
     sizes = list(dict.fromkeys(row["entries"] for row in rows))
     figure, axes = new_figure(2, 4.0 * len(sizes), len(sizes))
     names = list(dict.fromkeys((row["message"], row["route"]) for row in rows))
     for i, entries in enumerate(sizes):
-        for axis, key, label in zip(
-            axes[2 * i : 2 * i + 2], ("seconds", "held_bytes"), ("seconds on the links", "bytes held"), strict=True
-        ):
+        panels = (("seconds", "seconds on the links"), ("held_bytes", "bytes held"))
+        for axis, (key, label) in zip(axes[2 * i : 2 * i + 2], panels, strict=True):
             for number, name in enumerate(names):
                 mine = [r for r in rows if r["entries"] == entries and (r["message"], r["route"]) == name]
                 axis.plot([r["workers"] for r in mine], [r[key] for r in mine], label=": ".join(name), **LINES[number])
@@ -156,5 +148,4 @@ def draw(rows: list[dict[str, Any]], memory: float, path: Path) -> Path:
                 axis.set_ylim(top=1.3 * max(memory, *(r[key] for r in rows if r["entries"] == entries)))
                 axis.legend(*(found[-1:] for found in axis.get_legend_handles_labels()), fontsize=7)
     axes[0].legend(fontsize=7)
-    save(figure, path)
-    return path
+    return figure

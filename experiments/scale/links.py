@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, at_least, choose_new, one_thread, positive
-from experiments.lib.folders import run_options, start_run, write_json
-from experiments.lib.netlab import laboratory, rate_name, rate_of
-from experiments.lib.report import new_console, show
+from experiments.lib.cli import Parser, at_least, one_thread, positive
+from experiments.lib.netlab import add_rates, laboratory, rate_name
+from experiments.lib.run import Columns, Run, parser_of
 
 __all__ = ["main"]
 
@@ -22,52 +21,41 @@ ENOUGH = 0.15  # error of a prediction that is still good
 
 
 def parser() -> Parser:
-    p = Parser(prog="python -m experiments links", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("links", __doc__)
     p.add_argument("--fit", type=at_least(2), nargs="+", default=[2, 3, 4], metavar="N", help="workers, to fit to")
     p.add_argument("--check", type=at_least(2), nargs="+", default=[6, 8], metavar="N", help="workers, held back")
-    rates = ["10mbit", "100mbit"]
-    p.add_argument(
-        "--rates", type=rate_of, nargs="+", default=rates, metavar="RATE", help="of the links; none: no limit"
-    )
+    add_rates(p, "10mbit 100mbit")
     p.add_argument("--kinds", nargs="+", choices=CHECKED, default=list(CHECKED), metavar="KIND", help="collectives")
     p.add_argument("--bytes", type=positive, default=6e5, help="of the largest operand; the least has 256")
-    p.add_argument(
-        "--least-ms",
-        type=positive,
-        default=20.0,
-        help="sizes whose bytes take less are summed up apart: where processes share cores they wait longer for those",
-    )
+    what = "sizes whose bytes take less are summed up apart: processes that share cores wait longer for those"
+    p.add_argument("--least-ms", type=positive, default=20.0, help=what)
     p.add_argument("--seconds", type=positive, default=15.0, help="for the rounds of one collective at one rate")
-    run_options(p, "links")
     return p
 
 
 def main(arguments: Sequence[str]) -> int:
-    o = parser().parse_args(arguments)
-    o.rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in o.rates]
-    folder, console = choose_new(o.runs, o.name, "links"), new_console()
+    run, rows = Run(parser(), arguments, "links"), []
     one_thread()
-    start_run(folder, vars(o))
-    rows: list[dict[str, Any]] = []
-    for row in measured(o, console):
+    for row in measured(run):
         rows.append(row)
-        write_json(folder / "results.json", rows)
-    found = compared(rows, set(o.fit))
-    write_json(folder / "results.json", rows + found)
-    report(console, found, o, folder)
+        run.keep(rows)
+    found = compared(rows, set(run.options.fit))
+    run.keep(rows + found)
+    report(run, found)
     return 0
 
 
-def measured(o: Any, console: Any) -> Iterator[dict[str, Any]]:
+def measured(run: Run) -> Iterator[dict[str, Any]]:
     """A row for each number of workers, rate, collective and size."""
     from experiments.plan import pool_in
 
+    o = run.options
     for workers in dict.fromkeys([*o.fit, *o.check]):
         with laboratory(workers) as lab, pool_in(lab) as pool:
             pool.hear()
             for rate in dict.fromkeys(o.rates):
                 lab.shape(rate)
-                console.print(f"{workers} workers, {rate_name(rate)}", highlight=False)
+                run.say(f"{workers} workers, {rate_name(rate)}")
                 request = {"kinds": list(dict.fromkeys(o.kinds)), "most": o.bytes, "seconds": o.seconds}
                 for kind, samples in pool.ask(1800.0, what="sweep", **request)[0].items():
                     for sample in samples:
@@ -87,13 +75,9 @@ def compared(rows: Sequence[dict[str, Any]], fitted: set[int]) -> list[dict[str,
             if row["workers"] not in fitted:
                 said = line.seconds(row["operand_bytes"], row["workers"])
                 sent = KINDS[kind].sent(row["operand_bytes"], row["workers"]) * line.per_byte
-                more = {
-                    "bytes_seconds": sent,
-                    "predicted": said.mean,
-                    "deviation": said.deviation,
-                    "ratio": said.mean / row["seconds"],
-                }
-                found.append(row | more | {"latency": line.latency, "per_byte": line.per_byte})
+                more = {"predicted": said.mean, "deviation": said.deviation, "ratio": said.mean / row["seconds"]}
+                more |= {"bytes_seconds": sent, "latency": line.latency, "per_byte": line.per_byte}
+                found.append(row | more)
     return found
 
 
@@ -110,25 +94,23 @@ def in_words(found: Sequence[dict[str, Any]]) -> str:
     return f"{good}, median error {s['median']:.0%}, largest {s['worst']:.0%}"
 
 
-def report(console: Any, found: list[dict[str, Any]], o: Any, folder: Any) -> None:
+COLUMNS: Columns = {
+    "rate": lambda row: rate_name(row["rate"]),
+    "collective": "{kind}",
+    "workers": "{workers}",
+    "bytes": "{operand_bytes:,.0f}",
+    "measured ms": lambda row: f"{1e3 * row['seconds']:.3g} +- {1e3 * row['error']:.1g}",
+    "predicted ms": lambda row: f"{1e3 * row['predicted']:.3g}",
+    "predicted/measured": "{ratio:.2f}",
+}
+
+
+def report(run: Run, found: list[dict[str, Any]]) -> None:
     """Prints and keeps the table: predicted over measured seconds of each size."""
-    head = ["rate", "collective", "workers", "bytes", "measured ms", "predicted ms", "predicted/measured"]
-    cells = [
-        [
-            rate_name(row["rate"]),
-            row["kind"],
-            str(row["workers"]),
-            f"{row['operand_bytes']:,.0f}",
-            f"{1e3 * row['seconds']:.3g} +- {1e3 * row['error']:.1g}",
-            f"{1e3 * row['predicted']:.3g}",
-            f"{row['ratio']:.2f}",
-        ]
-        for row in found
-    ]
+    o = run.options
     long = [row for row in found if 1e3 * row["bytes_seconds"] >= o.least_ms]
     short = [row for row in found if row not in long]
     notes = f"""\
 Fitted to {", ".join(map(str, o.fit))} workers, held back: the others. Bytes that take at least {o.least_ms:g} ms on the
 link: {in_words(long)}. Shorter ones: {in_words(short)}. bytes: of each worker's operand."""
-    title = f"{folder.name}: collectives among more workers than were fitted"
-    show(console, title, head, cells, notes, folder / "table.md")
+    run.table(f"{run.folder.name}: collectives among more workers than were fitted", COLUMNS, found, notes)

@@ -11,14 +11,12 @@ weighted by them. Writes to runs/NAME: config.json, results.json, table.md, work
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.lib.cli import Parser, at_least, choose_new, fraction, one_thread, positive
-from experiments.lib.folders import run_options, start_run, write_json
-from experiments.lib.report import new_console, show
+from experiments.lib.cli import Parser, at_least, common, one_thread, positive
+from experiments.lib.run import Columns, Run, lines, parser_of
 
 __all__ = ["main"]
 
@@ -39,16 +37,13 @@ class Task(NamedTuple):
 
 
 def parser() -> Parser:
-    p = Parser(prog="python -m experiments workers", description=(__doc__ or "").split("\n\n")[0])
-    p.add_argument("--workers", type=at_least(2), default=1024, help="simulated")
+    p = parser_of("workers", __doc__)
+    common(p, "seed", workers={"type": at_least(2), "default": 1024, "help": "simulated"}, ratio=0.05)
     p.add_argument("--tasks", nargs="+", choices=("quadratics", "digits"), default=["quadratics", "digits"])
     p.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="of these")
     p.add_argument("--exchanges", type=at_least(1), default=300, help="rounds")
-    p.add_argument("--ratio", type=fraction, default=0.05, help="share of entries that top-k keeps")
     p.add_argument("--dimension", type=at_least(2), default=200, help="of the quadratics")
     p.add_argument("--rates", type=positive, nargs="+", default=[0.03, 0.1, 0.3, 1.0], metavar="X", help="step sizes")
-    p.add_argument("--seed", type=at_least(0), default=0, help="of data and compression")
-    run_options(p, "workers")
     return p
 
 
@@ -160,50 +155,39 @@ def runner(method: str, task: Task, o: Any) -> Callable[[float], tuple[np.ndarra
 
 
 def main(arguments: Sequence[str]) -> int:
-    o = parser().parse_args(arguments)
+    run, rows = Run(parser(), arguments, "workers"), []
+    o = run.options
     one_thread()
-
-    folder = choose_new(o.runs, o.name, "workers")
-    start_run(folder, vars(o))
-    console, rows = new_console(), []
     makers = {"quadratics": quadratics, "digits": digits}
     for name in dict.fromkeys(o.tasks):
         task = makers[name](o.workers, o.dimension, o.seed)
         for method in dict.fromkeys(o.methods):
-            start = time.perf_counter()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*pads every message")  # nothing crosses a link here
-                at = runner(method, task, o)
-                tried = {rate: at(rate) for rate in o.rates}
-            ends = {rate: losses[-1] if np.isfinite(losses[-1]) else np.inf for rate, (losses, _) in tried.items()}
-            rate = min(ends, key=lambda rate: ends[rate])
-            losses, size = tried[rate]
-            rows.append({"task": name, "workers": len(task.weights), "method": method, "rate": rate})
-            rows[-1] |= {"message_bytes": size, "losses": (losses - task.least).tolist()}
-            rows[-1]["seconds"] = time.perf_counter() - start
-            write_json(folder / "results.json", rows)
-            console.print(
-                f"{name}, {method}: {losses[-1] - task.least:.4g} in {rows[-1]['seconds']:.0f} s", highlight=False
-            )
-    cells = [
-        [
-            row["task"],
-            row["method"],
-            f"{row['rate']:g}",
-            f"{row['message_bytes']:,.0f}",
-            *(f"{row['losses'][place]:.4g}" for place in places(o.exchanges)),
-            f"{row['seconds']:.0f}",
-        ]
-        for row in rows
-    ]
-    head = ["task", "method", "step size", "bytes", *(f"after {place + 1}" for place in places(o.exchanges)), "s"]
+            rows.append(best(method, task, o))
+            run.keep(rows)
+            run.say(f"{name}, {method}: {rows[-1]['losses'][-1]:.4g} in {rows[-1]['seconds']:.0f} s")
+    after = {f"after {place + 1}": f"{{losses[{place}]:.4g}}" for place in places(o.exchanges)}
+    columns: Columns = {"task": "{task}", "method": "{method}", "step size": "{rate:g}"}
+    columns = {**columns, "bytes": "{message_bytes:,.0f}", **after, "s": "{seconds:.0f}"}
     notes = f"""\
 {o.workers:,} workers on one device. Quadratics: f - f*; digits: loss. bytes: of a worker's message at an exchange. Step
 size: the one of {o.rates} with the least loss in the end; local methods take {EVERY} such steps between two
 exchanges. DIANA's message is ternary with one norm; sparse messages hold {o.ratio:g} of the entries."""
-    show(console, f"{folder.name}: {o.exchanges} exchanges", head, cells, notes, folder / "table.md")
-    console.print(str(draw(rows, folder / "workers.png")), highlight=False)
+    run.table(f"{run.folder.name}: {o.exchanges} exchanges", columns, rows, notes)
+    run.picture(draw(rows), "workers.png")
     return 0
+
+
+def best(method: str, task: Task, o: Any) -> dict[str, Any]:
+    """A row of results: the method with the step size whose last loss is the least."""
+    start = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*pads every message")  # nothing crosses a link here
+        at = runner(method, task, o)
+        tried = {rate: at(rate) for rate in o.rates}
+    rate = min(tried, key=lambda rate: np.nan_to_num(tried[rate][0][-1], nan=np.inf))
+    losses, size = tried[rate]
+    row = {"task": task.name, "workers": len(task.weights), "method": method, "rate": rate, "message_bytes": size}
+    return row | {"losses": (losses - task.least).tolist(), "seconds": time.perf_counter() - start}
 
 
 def places(exchanges: int) -> list[int]:
@@ -211,27 +195,18 @@ def places(exchanges: int) -> list[int]:
     return sorted({max(exchanges // 10, 1) - 1, max(exchanges // 2, 1) - 1, exchanges - 1})
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> Path:
-    from experiments.lib.plots import LINES, new_figure, save
+def draw(rows: list[dict[str, Any]]) -> Any:
+    from experiments.lib.plots import new_figure
 
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, axes = new_figure(len(tasks))
     for axis, task in zip(axes, tasks, strict=True):
-        for number, row in enumerate(row for row in rows if row["task"] == task):
-            x = np.arange(1, len(row["losses"]) + 1)
-            every = max(len(x) // 8, 1)
-            axis.plot(
-                x,
-                row["losses"],
-                label=f"{row['method']} ({row['rate']:g})",
-                markevery=every,
-                markersize=4,
-                **LINES[number],
-            )
-        axis.set(yscale="log", xlabel="exchanges", ylabel="f - f*" if task == "quadratics" else "loss")
+        each = [row for row in rows if row["task"] == task]
+        curves = {f"{row['method']} ({row['rate']:g})": row["losses"] for row in each}
+        labels = {"yscale": "log", "xlabel": "exchanges", "ylabel": "f - f*" if task == "quadratics" else "loss"}
+        lines(axis, {name: (np.arange(1, len(y) + 1), y) for name, y in curves.items()}, **labels)
         axis.set_title(f"{task}, {rows[0]['workers']:,} workers (step size)")
         if task == "quadratics":
             axis.set_ylim(bottom=5e-6)  # an f32 loss says no more
         axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    save(figure, path)
-    return path
+    return figure

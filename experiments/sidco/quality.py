@@ -5,36 +5,38 @@ On vectors of known laws with exact zeros among them, and on gradients recorded 
 error feedback. Methods that adapt see one vector after the other; the first quarter of the rounds is not counted.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib.cli import Parser, at_least, choose_new, fraction
-from experiments.lib.folders import Journal, run_options, start_run
-from experiments.lib.report import new_console, progress_bar, show
+import jaxcomp as jc
+from experiments.lib.cli import at_least, fraction
+from experiments.lib.run import Run, lines, parser_of
 from experiments.sidco.sources import LAWS, ZEROS, draws, record_images, record_text
+from jaxcomp.base import State, overflow, residual
 
 __all__ = ["main"]
 
-
-def methods() -> dict[str, Callable[[float], Any]]:
-    """name -> (ratio -> compressor)."""
-    import jaxcomp as jc
-
-    return {
-        "SIDCo-E": lambda r: jc.sidco(r),
-        "SIDCo-P": lambda r: jc.sidco(r, law="pareto"),
-        "SIDCo-GP": lambda r: jc.sidco(r, law="gamma"),
-        "SIDCo-E, M = 3, no counts": lambda r: jc.sidco(r, adapt=None),
-        "SIDCo-P, M = 3, no counts": lambda r: jc.sidco(r, law="pareto", adapt=None),
-        "SIDCo-E, paper": lambda r: jc.sidco(r, adapt="paper"),
-        "SIDCo-E, climb": lambda r: jc.sidco(r, adapt="climb"),
-        "DGC": lambda r: jc.dgc(r),
-        "RedSync": lambda r: jc.redsync(r),
-        "Gaussian-k": lambda r: jc.gaussian_k(r),
-    }
+METHODS: dict[str, Callable[[float], Any]] = {
+    "SIDCo-E": jc.sidco,
+    "SIDCo-P": lambda r: jc.sidco(r, law="pareto"),
+    "SIDCo-GP": lambda r: jc.sidco(r, law="gamma"),
+    "SIDCo-E, M = 3, no counts": lambda r: jc.sidco(r, adapt=None),
+    "SIDCo-P, M = 3, no counts": lambda r: jc.sidco(r, law="pareto", adapt=None),
+    "SIDCo-E, paper": lambda r: jc.sidco(r, adapt="paper"),
+    "SIDCo-E, climb": lambda r: jc.sidco(r, adapt="climb"),
+    "DGC": jc.dgc,
+    "RedSync": jc.redsync,
+    "Gaussian-k": jc.gaussian_k,
+}
+NOTES = """\
+Entries above the threshold over k, 1 is ideal: mean, [5 %, 95 %] of single rounds, and the range of the means of the
+sources where there are several. The first quarter of the rounds is not counted."""
 
 
 class Row(NamedTuple):
@@ -46,14 +48,13 @@ class Row(NamedTuple):
     ratio: float
     achieved: np.ndarray
 
+    @property
+    def settled(self) -> np.ndarray:
+        return self.achieved[len(self.achieved) // 4 :]
+
 
 def meter(compressor: Any, ratio: float, size: int, feedback: bool) -> Callable[[Iterable[np.ndarray]], np.ndarray]:
     """Runs a compressor over vectors f32[size], with or without a memory, and counts; compiled once."""
-    import jax
-    import jax.numpy as jnp
-
-    from jaxcomp.base import State, overflow, residual
-
     like = jax.ShapeDtypeStruct((size,), jnp.float32)
     key = jax.random.key(0)
     k = max(1, int(ratio * size))
@@ -78,151 +79,101 @@ def meter(compressor: Any, ratio: float, size: int, feedback: bool) -> Callable[
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = Parser(prog="python -m experiments sidco quality", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("sidco quality", __doc__)
     p.add_argument("--log2-size", type=at_least(8), default=18, help="d = 2^this entries of the vectors of known laws")
     p.add_argument("--rounds", type=at_least(4), default=24, help="vectors of each law")
     p.add_argument("--steps", type=at_least(4), default=60, help="gradients recorded from each training")
     p.add_argument("--ratios", type=fraction, nargs="+", default=[0.1, 0.01, 0.001], metavar="RATIO", help="targets")
     p.add_argument("--mnist", type=Path, default=None, help="folder with MNIST's idx files; without it digits are used")
-    p.add_argument(
-        "--text", type=Path, default=None, help="a text (plain or .xz) for the LSTM; without it it is left out"
-    )
+    p.add_argument("--text", type=Path, default=None, help="for the LSTM, plain or .xz; without it it is left out")
     p.add_argument("--seed", type=at_least(0), default=0, help="of data and training")
-    run_options(p, "sidco-quality")
-    options = p.parse_args(arguments)
-    console, folder = new_console(), choose_new(options.runs, options.name, "sidco-quality")
+    run = Run(p, arguments, "sidco-quality")
+    o, size = run.options, 2**run.options.log2_size
+
+    name = "digits" if o.mnist is None else "MNIST"
+    sources = {f"CNN, {name}": record_images(name.lower(), o.mnist, o.steps, o.seed)}
+    if o.text is not None:
+        sources["LSTM, text"] = record_text(o.text, o.steps, o.seed)
+
     known: list[Row] = []
     recorded: list[Row] = []
-    with progress_bar(console, "") as bar:
-        task = bar.add_task("recording gradients", total=None)
-        sources = {}
-        if options.mnist is not None:
-            sources["CNN, MNIST"] = record_images("mnist", options.mnist, options.steps, options.seed)
-        else:
-            sources["CNN, digits"] = record_images("digits", None, options.steps, options.seed)
-        if options.text is not None:
-            sources["LSTM, text"] = record_text(options.text, options.steps, options.seed)
-        table = methods()
-        bar.update(task, total=len(table) * len(options.ratios), completed=0)
-        for name, make in table.items():
-            for ratio in options.ratios:
-                bar.update(task, description=f"{name}, {ratio:g}")
-                known += on_laws(name, make(ratio), ratio, options)
-                recorded += on_gradients(name, make(ratio), ratio, sources)
-                bar.advance(task)
 
-    start_run(folder, vars(options))
-    lines = (row._replace(achieved=row.achieved.tolist())._asdict() for row in known + recorded)
-    Journal(folder).add(*lines)
-    head = ["method", *(f"{ratio:g}" for ratio in options.ratios)]
+    def one(case: tuple[str, float]) -> None:
+        method, ratio = case
+        compressor = METHODS[method](ratio)
+        measure = meter(compressor, ratio, size, feedback=False)
+        for law, zeros in itertools.product(LAWS, ZEROS):
+            source = f"{law}, {zeros:.0%} zeros" if zeros else law
+            known.append(Row(source, False, method, ratio, measure(draws(law, zeros, size, o.rounds, o.seed))))
+        for (source, x), feedback in itertools.product(sources.items(), (False, True)):
+            recorded.append(Row(source, feedback, method, ratio, meter(compressor, ratio, x.shape[1], feedback)(x)))
+
+    run.rows_of(list(itertools.product(METHODS, o.ratios)), lambda case: f"{case[0]}, {case[1]:g}", one)
+    run.add(*(row._replace(achieved=row.achieved.tolist())._asdict() for row in known + recorded))
     shares = ", ".join(f"{share:.0%}" for share in ZEROS)
-    title = f"{len(LAWS)} known laws, each with {shares} zeros; d = 2^{options.log2_size}"
-    show(console, title, head, cells(known, options.ratios), NOTES, folder / "laws.md")
-    for source in sources:
-        for feedback in (False, True):
-            chosen = [row for row in recorded if (row.source, row.feedback) == (source, feedback)]
-            title = f"{source}, {'with' if feedback else 'without'} error feedback; d = {sources[source].shape[1]:,}"
-            name = f"{source.split(',')[0].lower()}-{'feedback' if feedback else 'plain'}.md"
-            show(console, title, head, cells(chosen, options.ratios), NOTES, folder / name)
-    console.print(f"plots: {plot_laws(known, options, folder)} {plot_recorded(recorded, options, folder)}")
+    table(run, f"{len(LAWS)} known laws, each with {shares} zeros; d = 2^{o.log2_size}", known, "laws.md")
+    for source, feedback in dict.fromkeys((row.source, row.feedback) for row in recorded):
+        chosen = [row for row in recorded if (row.source, row.feedback) == (source, feedback)]
+        title = f"{source}, {'with' if feedback else 'without'} error feedback; d = {sources[source].shape[1]:,}"
+        table(run, title, chosen, f"{source.split(',')[0].lower()}-{'feedback' if feedback else 'plain'}.md")
+    plot_laws(known, run)
+    plot_recorded(recorded, run)
     return 0
 
 
-def on_laws(name: str, compressor: Any, ratio: float, options: Any) -> list[Row]:
-    size = 2**options.log2_size
-    run = meter(compressor, ratio, size, feedback=False)
-    rows = []
-    for law in LAWS:
-        for zeros in ZEROS:
-            achieved = run(draws(law, zeros, size, options.rounds, options.seed))
-            source = law if not zeros else f"{law}, {zeros:.0%} zeros"
-            rows.append(Row(source, False, name, ratio, achieved))
-    return rows
+def table(run: Run, title: str, rows: list[Row], name: str) -> None:
+    """A row for each method, a column for each ratio."""
+
+    def cell(method: str, ratio: float) -> str:
+        chosen = [row.settled for row in rows if (row.method, row.ratio) == (method, ratio)]
+        together = np.concatenate(chosen)
+        low, high = np.quantile(together, [0.05, 0.95])
+        means = [float(np.mean(values)) for values in chosen]
+        spread = f" ({min(means):.3g} .. {max(means):.3g})" if len(means) > 1 else ""
+        return f"{np.mean(together):.3g} [{low:.3g}, {high:.3g}]{spread}"
+
+    columns = {"method": "{method}"}
+    columns |= {f"{r:g}": lambda row, r=r: cell(row["method"], r) for r in run.options.ratios}
+    run.table(title, columns, [{"method": m} for m in dict.fromkeys(row.method for row in rows)], NOTES, name)
 
 
-def on_gradients(name: str, compressor: Any, ratio: float, sources: dict[str, np.ndarray]) -> list[Row]:
-    return [
-        Row(source, feedback, name, ratio, meter(compressor, ratio, gradients.shape[1], feedback)(gradients))
-        for source, gradients in sources.items()
-        for feedback in (False, True)
-    ]
-
-
-def settled(row: Row) -> np.ndarray:
-    return row.achieved[len(row.achieved) // 4 :]
-
-
-NOTES = """\
-Entries above the threshold over k, 1 is ideal: mean, [5 %, 95 %] of single rounds, and the range of the means of the
-sources where there are several. The first quarter of the rounds is not counted."""
-
-
-def cells(rows: list[Row], ratios: list[float]) -> list[list[str]]:
-    table = []
-    for method in dict.fromkeys(row.method for row in rows):
-        line = [method]
-        for ratio in ratios:
-            chosen = [settled(row) for row in rows if (row.method, row.ratio) == (method, ratio)]
-            together = np.concatenate(chosen)
-            low, high = np.quantile(together, [0.05, 0.95])
-            means = [float(np.mean(values)) for values in chosen]
-            spread = f" ({min(means):.3g} .. {max(means):.3g})" if len(means) > 1 else ""
-            line.append(f"{np.mean(together):.3g} [{low:.3g}, {high:.3g}]{spread}")
-        table.append(line)
-    return table
-
-
-def plot_laws(rows: list[Row], options: Any, folder: Path) -> Path:
+def plot_laws(rows: list[Row], run: Run) -> None:
     """For each target, the mean of every method on every law, with the 90 % interval."""
-    from experiments.lib.plots import LINES, new_figure, save
+    from experiments.lib.plots import LINES, new_figure
 
-    figure, axes = new_figure(len(options.ratios), height=6.5)
-    names = list(dict.fromkeys(row.method for row in rows))
-    sources = list(dict.fromkeys(row.source for row in rows))
-    for axis, ratio in zip(axes, options.ratios, strict=True):
+    ratios = run.options.ratios
+    figure, axes = new_figure(len(ratios), height=6.5)
+    names, sources = (list(dict.fromkeys(values)) for values in zip(*((r.method, r.source) for r in rows), strict=True))
+    for axis, ratio in zip(axes, ratios, strict=True):
         axis.axvspan(0.9, 1.1, color="#BBBBBB", alpha=0.4, linewidth=0)
         for i, (look, name) in enumerate(zip(LINES, names, strict=False)):
-            chosen = [settled(row) for row in rows if (row.method, row.ratio) == (name, ratio)]
+            chosen = [row.settled for row in rows if (row.method, row.ratio) == (name, ratio)]
             means = np.array([np.mean(values) for values in chosen])
             ends = np.array([np.quantile(values, [0.05, 0.95]) for values in chosen]).T
             lengths = np.maximum(np.stack([means - ends[0], ends[1] - means]), 0)
             heights = np.arange(len(sources)) + (i - len(names) / 2) * 0.08
-            axis.errorbar(
-                np.maximum(means, 1e-3),
-                heights,
-                xerr=lengths,
-                linestyle="none",
-                marker=look["marker"],
-                color=look["color"],
-                markersize=3.5,
-                elinewidth=0.8,
-                label=name,
-            )
+            look = look | {"linestyle": "none", "markersize": 3.5, "elinewidth": 0.8, "label": name}
+            axis.errorbar(np.maximum(means, 1e-3), heights, xerr=lengths, **look)
         axis.set(xscale="log", xlabel="achieved / target", title=f"target {ratio:g}", xlim=(3e-3, 1e2))
         axis.set_yticks(np.arange(len(sources)), sources if axis is axes[0] else [])
         axis.invert_yaxis()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    path = folder / "laws.png"
-    save(figure, path)
-    return path
+    run.picture(figure, "laws.png")
 
 
-def plot_recorded(rows: list[Row], options: Any, folder: Path) -> Path:
+def plot_recorded(rows: list[Row], run: Run) -> None:
     """The same over training time, at the smallest target: a panel for each source, without and with memory."""
-    from experiments.lib.plots import LINES, new_figure, save
+    from experiments.lib.plots import new_figure
 
-    ratio = min(options.ratios)
+    ratio = min(run.options.ratios)
     panels = list(dict.fromkeys((row.source, row.feedback) for row in rows))
     figure, axes = new_figure(len(panels), height=4.6)
-    for axis, (source, feedback) in zip(axes, panels, strict=True):
+    for axis, panel in zip(axes, panels, strict=True):
         axis.axhspan(0.9, 1.1, color="#BBBBBB", alpha=0.4, linewidth=0)
-        chosen = [row for row in rows if (row.source, row.feedback, row.ratio) == (source, feedback, ratio)]
-        for look, row in zip(LINES, chosen, strict=False):
-            axis.plot(np.maximum(row.achieved, 1e-3), label=row.method, markevery=10, markersize=4, **look)
-        what = "with" if feedback else "without"
-        axis.set(yscale="log", xlabel="training step", title=f"{source}, {what} error feedback")
+        chosen = [row for row in rows if (row.source, row.feedback, row.ratio) == (*panel, ratio)]
+        curves = {row.method: (range(len(row.achieved)), np.maximum(row.achieved, 1e-3)) for row in chosen}
+        title = f"{panel[0]}, {'with' if panel[1] else 'without'} error feedback"
+        lines(axis, curves, yscale="log", xlabel="training step", title=title)
     axes[0].set_ylabel(f"achieved / target at {ratio:g}")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    path = folder / "recorded.png"
-    save(figure, path)
-    return path
+    run.picture(figure, "recorded.png")

@@ -9,20 +9,34 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, at_least, choose_new, fraction
-from experiments.lib.folders import Journal, read_results, run_options
-from experiments.lib.report import new_console, show, spread
+from experiments.lib.cli import at_least, fraction
+from experiments.lib.folders import Journal, read_results
+from experiments.lib.report import spread
+from experiments.lib.run import Run, lines, parser_of
 
 __all__ = ["main"]
 
 DENSE = "dense-f32"
 SPARSE = ["top-k", "sidco", "sidco-p", "sidco-gp", "sidco-narrow", "dgc", "redsync", "gaussian-k"]
+NOTES = """\
+achieved: share of entries sent. sent B: per worker and step. final loss: training loss over the last logged steps.
+Accuracy at equal bytes: best test accuracy before a run has sent what the first method sent in half of its steps. ±:
+standard deviation over seeds."""
+COLUMNS = {
+    "method": "{method}",
+    "ratio": "{ratio}",
+    "achieved": "{achieved:.3g}",
+    "sent B": "{sent:,.0f}",
+    "final loss": "{loss}",
+    "test accuracy": "{accuracy}",
+    "accuracy at equal bytes": "{early}",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
     from experiments.train import compare
 
-    p = Parser(prog="python -m experiments sidco training", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("sidco training", __doc__)
     p.add_argument("--ratios", type=fraction, nargs="+", default=[0.1, 0.01, 0.001], metavar="RATIO", help="targets")
     p.add_argument("--methods", nargs="+", choices=SPARSE, default=SPARSE, metavar="METHOD", help=", ".join(SPARSE))
     p.add_argument("--steps", type=at_least(1), default=400, help="steps of each run")
@@ -32,91 +46,71 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--data-dir", type=Path, default=None, help="as in compare")
     p.add_argument("--model", default="mlp", help="as in compare")
     p.add_argument("--workers", type=at_least(1), default=4, help="data-parallel workers")
-    run_options(p, "sidco-training")
-    options = p.parse_args(arguments)
-    folder = choose_new(options.runs, options.name, "sidco-training")
+    run = Run(p, arguments, "sidco-training")
+    o = run.options
 
-    shared = ["--steps", options.steps, "--log-every", 10, "--test-every", options.test_every]
-    shared += ["--data", options.data, "--model", options.model, "--workers", options.workers]
-    shared += ["--checkpoint-every", options.steps, "--seeds", *options.seeds]
-    shared += ["--data-dir", options.data_dir] if options.data_dir else []
-    runs = [("dense", [DENSE], 1.0), *((f"ratio-{ratio:g}", options.methods, ratio) for ratio in options.ratios)]
+    shared = ["--log-every", 10, "--checkpoint-every", o.steps, "--seeds", *o.seeds, "--runs", run.folder]
+    for flag in ("steps", "test_every", "data", "data_dir", "model", "workers"):
+        shared += [f"--{flag.replace('_', '-')}", getattr(o, flag)] if getattr(o, flag) is not None else []
+    runs = [("dense", [DENSE], 1.0), *((f"ratio-{ratio:g}", o.methods, ratio) for ratio in o.ratios)]
     for name, methods, ratio in runs:
-        more = ["--runs", folder, "--name", name, "--ratio", ratio, "--methods", *methods]
-        code = compare.main([str(item) for item in (*shared, *more)])
-        if code:
+        words = [*shared, "--name", name, "--ratio", ratio, "--methods", *methods]
+        if code := compare.main(list(map(str, words))):
             return code
 
-    console = new_console()
-    dense = load(folder / "dense")
-    loaded = {ratio: load(folder / f"ratio-{ratio:g}") for ratio in options.ratios}
-    table = [row_of(DENSE, None, dense, None)]
-    for ratio, run in loaded.items():
-        budget = budget_of(run, options.methods[0])
-        table += [row_of(method, ratio, run, budget) for method in options.methods]
-    show(console, f"{options.data}, {options.model}; {options.steps} steps", HEAD, table, NOTES, folder / "table.md")
-    console.print(f"plot: {plot(dense, loaded, options, folder)}")
+    dense = load(run.folder / "dense")
+    loaded = {ratio: load(run.folder / f"ratio-{ratio:g}") for ratio in o.ratios}
+    rows = [row_of(DENSE, "-", dense, None)]
+    for ratio, found in loaded.items():
+        # Bytes that the first method sends in half of its steps.
+        budget = max(line["sent_bytes"] for line in found["lines"] if line["method"] == o.methods[0]) / 2
+        rows += [row_of(method, f"{ratio:g}", found, budget) for method in o.methods]
+    run.table(f"{o.data}, {o.model}; {o.steps} steps", COLUMNS, rows, NOTES)
+    plot(dense, loaded, run)
     return 0
-
-
-HEAD = ["method", "ratio", "achieved", "sent B", "final loss", "test accuracy", "accuracy at equal bytes"]
-NOTES = """\
-achieved: share of entries sent. sent B: per worker and step. final loss: training loss over the last logged steps.
-Accuracy at equal bytes: best test accuracy before a run has sent what the first method sent in half of its steps. ±:
-standard deviation over seeds."""
 
 
 def load(folder: Path) -> dict[str, Any]:
     return {"lines": Journal(folder).lines(), "results": read_results(folder / "results.json")}
 
 
-def budget_of(run: dict[str, Any], method: str) -> float:
-    """Bytes that the method sends in half of its steps."""
-    return max(line["sent_bytes"] for line in run["lines"] if line["method"] == method) / 2
+def row_of(method: str, ratio: str, found: dict[str, Any], budget: float | None) -> dict[str, Any]:
+    """budget: bytes up to which the best accuracy counts."""
+    results, of_method = ([row for row in found[kind] if row["method"] == method] for kind in ("results", "lines"))
+
+    def best_of(seed: int) -> float:
+        mine = (line for line in of_method if line["seed"] == seed and line["sent_bytes"] <= budget)
+        return max((line["accuracy"] for line in mine if "accuracy" in line), default=0)
+
+    return {
+        "method": method,
+        "ratio": ratio,
+        "achieved": np.mean([line["achieved_ratio"] for line in of_method]),
+        "sent": results[0]["sent_bytes"],
+        "loss": spread([row["loss"] for row in results]),
+        "accuracy": spread([row["accuracy"] for row in results]),
+        "early": spread([best_of(row["seed"]) for row in results]) if budget is not None else "-",
+    }
 
 
-def row_of(method: str, ratio: float | None, run: dict[str, Any], budget: float | None) -> list[str]:
-    results = [row for row in run["results"] if row["method"] == method]
-    lines = [line for line in run["lines"] if line["method"] == method]
-    at_budget = [
-        max(
-            (x["accuracy"] for x in lines if x["seed"] == seed and "accuracy" in x and x["sent_bytes"] <= limit),
-            default=0,
-        )
-        for limit in ([] if budget is None else [budget])
-        for seed in dict.fromkeys(line["seed"] for line in lines)
-    ]
-    return [
-        method,
-        "-" if ratio is None else f"{ratio:g}",
-        f"{np.mean([line['achieved_ratio'] for line in lines]):.3g}",
-        f"{results[0]['sent_bytes']:,.0f}",
-        spread([row["loss"] for row in results]),
-        spread([row["accuracy"] for row in results]),
-        spread(at_budget) if at_budget else "-",
-    ]
-
-
-def plot(dense: dict[str, Any], loaded: dict[float, dict[str, Any]], options: Any, folder: Path) -> Path:
+def plot(dense: dict[str, Any], loaded: dict[float, dict[str, Any]], run: Run) -> None:
     """Test accuracy against steps (above) and bytes (below), a column for each ratio."""
-    from experiments.lib.plots import LINES, new_figure, save
+    from experiments.lib.plots import new_figure
 
+    o = run.options
     figure, axes = new_figure(len(loaded), rows=2, height=7)
-    for column, (ratio, run) in enumerate(loaded.items()):
-        for look, method in zip(LINES, [DENSE, *options.methods], strict=False):
-            lines = [
-                x for x in (dense if method == DENSE else run)["lines"] if x["method"] == method and "accuracy" in x
-            ]
-            steps = sorted({line["step"] for line in lines})
-            means = [np.mean([line["accuracy"] for line in lines if line["step"] == step]) for step in steps]
-            sent = [next(line["sent_bytes"] for line in lines if line["step"] == step) / 1e6 for step in steps]
-            top, bottom = axes[column], axes[len(loaded) + column]
-            top.plot(steps, means, label=method, markevery=4, markersize=4, **look)
-            bottom.plot(sent, means, label=method, markevery=4, markersize=4, **look)
-        top.set(xlabel="step", ylabel="test accuracy", title=f"ratio {ratio:g}")
-        bottom.set(xlabel="MB sent by each worker", ylabel="test accuracy", xscale="log")
+    for top, bottom, (ratio, found) in zip(axes, axes[len(loaded) :], loaded.items(), strict=False):
+        over_steps, over_bytes = {}, {}
+        for method in [DENSE, *o.methods]:
+            every = (dense if method == DENSE else found)["lines"]
+            tested = [line for line in every if line["method"] == method and "accuracy" in line]
+            steps = sorted({line["step"] for line in tested})
+            at = [[line for line in tested if line["step"] == step] for step in steps]
+            means = [np.mean([line["accuracy"] for line in some]) for some in at]
+            over_steps[method] = (steps, means)
+            over_bytes[method] = ([some[0]["sent_bytes"] / 1e6 for some in at], means)
+        lines(top, over_steps, xlabel="step", ylabel="test accuracy", title=f"ratio {ratio:g}")
+        lines(bottom, over_bytes, xlabel="MB sent by each worker", ylabel="test accuracy", xscale="log")
     axes[0].legend(fontsize=8)
-    figure.suptitle(f"{options.data}, {options.model}, {options.workers} workers, mean of {len(options.seeds)} seeds")
-    path = folder / "training.png"
-    save(figure, path)
-    return path
+    figure.suptitle(f"{o.data}, {o.model}, {o.workers} workers, mean of {len(o.seeds)} seeds")
+    run.picture(figure, "training.png")

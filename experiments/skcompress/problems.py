@@ -8,11 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax.flatten_util import ravel_pytree
 
-from experiments.lib.data import load, read_rows
+from experiments.lib.cli import Parser
+from experiments.lib.data import FILES, load, read_rows
+from experiments.lib.models import Mlp
+from experiments.lib.step import classified
 
-__all__ = ["LOSSES", "Problem", "Rows", "linear", "make", "network", "read", "synthetic"]
+__all__ = ["LOSSES", "Problem", "Rows", "add_data", "linear", "network", "read", "synthetic"]
 
 LOSSES = ("logistic", "svm", "regression")
 L2 = 1e-5  # on the features that occur in a batch, as in the released code
@@ -41,21 +48,19 @@ class Problem(NamedTuple):
     gradient: Callable[..., Any]
 
 
+def add_data(p: Parser) -> None:
+    p.add_argument("--data", type=Path, default=None, help=f"{FILES}; without it a synthetic set")
+
+
 def synthetic(
     rows: int = 20_000, d: int = 1 << 17, fields: int = 20, skew: float = 1.1, positive: float = 0.2, seed: int = 0
 ) -> Rows:
     """One-hot rows with frequencies by Zipf's law, labels from a sparse logistic model.
 
-    The d features are dealt to fields of geometrically growing size (a few small ones, one with most of
-    them). In each field a row has the feature of rank k with a chance in proportion to 1 / k^skew. Entries are
-    1 / sqrt(fields). A quarter of the features carry a weight with a normal law, and the offset is such that
-    about `positive` of the labels are 1.
-
-    Args:
-        rows, d, fields: numbers; d at least 2 fields. KDD 2010 has about 30 entries in a row, KDD 2012 about 11.
-        skew: exponent of Zipf's law, above 0; 0 would make all features of a field equally frequent.
-        positive: share of the labels that are 1, in (0, 1).
-        seed: of the draw.
+    The d features are dealt to fields of geometrically growing size (a few small ones, one with most of them). In each
+    field a row has the feature of rank k with a chance in proportion to 1 / k^skew. Entries are 1 / sqrt(fields). A
+    quarter of the features carry a weight with a normal law; about `positive` of the labels are 1. KDD 2010 has about
+    30 entries in a row, KDD 2012 about 11.
     """
     rng = np.random.default_rng([seed, 5])
     sizes = np.geomspace(2, 2 * d / fields, fields)
@@ -92,9 +97,6 @@ def read(path: Path) -> Rows:
 
 def linear(rows: Rows, kind: str) -> Problem:
     """Logistic regression, linear SVM or least squares on the labels, from zero."""
-    import jax
-    import jax.numpy as jnp
-
     of_margin = {
         "logistic": lambda margin: jnp.logaddexp(0.0, -margin),
         "svm": lambda margin: jnp.maximum(0.0, 1.0 - margin),
@@ -115,14 +117,6 @@ def linear(rows: Rows, kind: str) -> Problem:
 
 def network(seed: int = 0) -> Problem:
     """Two hidden layers of 256 on scikit-learn's digits: zeros in the gradient come from ReLU and from empty pixels."""
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-    from jax.flatten_util import ravel_pytree
-
-    from experiments.lib.models import Mlp
-    from experiments.lib.step import classified
-
     images = load("digits")
     graph, params, rest = nnx.split(Mlp(images.train_x.shape[1:], 10, rngs=nnx.Rngs(seed)), nnx.Param, ...)
     vector, unravel = ravel_pytree(params)
@@ -131,10 +125,3 @@ def network(seed: int = 0) -> Problem:
 
     data = (jnp.asarray(images.train_x), jnp.asarray(images.train_y))
     return Problem("network, digits", np.asarray(vector), len(images.train_y), data, loss, jax.grad(loss))
-
-
-def make(name: str, data: Path | None, seed: int) -> Problem:
-    """A problem by name: one of LOSSES or "network"."""
-    if name == "network":
-        return network(seed)
-    return linear(synthetic(seed=seed) if data is None else read(data), name)

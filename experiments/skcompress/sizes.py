@@ -5,26 +5,32 @@ hosts without its frame.
 """
 
 import time
-import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib.cli import Parser, UserError, at_least, choose_new, positive
-from experiments.lib.data import FILES
-from experiments.lib.folders import Journal, run_options, start_run
-from experiments.lib.report import new_console, progress_bar, show
+import jaxcomp as jc
+from experiments.bench.codes import general_coders
+from experiments.lib.cli import UserError, at_least, positive
+from experiments.lib.run import Run, lines, parser_of
+from experiments.lib.step import dense
+from experiments.skcompress.problems import LOSSES, add_data, linear, read, synthetic
+from jaxcomp import codes
+from jaxcomp.payloads import Sketch, sketch_bits
+from jaxcomp.wire.bitstream import unpack_words
+from jaxcomp.wire.frame import FRAME_BYTES
 
-__all__ = ["Measured", "main", "meter", "record"]
+__all__ = ["Measured", "main", "measure_raw"]
 
-FRAME = 17  # bytes of `wire.frame`
+SPEED = ("compress", "decompress", "encode", "decode")
 
 
 class Measured(NamedTuple):
     """One method on one gradient: bytes of keys, values and tables, number of nonzeros, |x - C(x)|^2 / |x|^2,
-    |C(x)| / |x|, and seconds to compress and decompress in jit, to encode and decode on the host (0: not done)."""
+    |C(x)| / |x|, and seconds of SPEED: the first two in jit, the others on the host (0: not done)."""
 
     method: str
     keys: float
@@ -33,7 +39,7 @@ class Measured(NamedTuple):
     nonzeros: int
     error: float
     length: float
-    seconds: tuple[float, float, float, float]
+    seconds: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
 
     @property
     def bytes(self) -> float:
@@ -42,8 +48,6 @@ class Measured(NamedTuple):
 
 def methods() -> dict[str, Any]:
     """name -> compressor of a vector with many zeros."""
-    import jaxcomp as jc
-
     whole: dict[str, Any] = {"room": 1.0}
     return {
         "SKCompress as released": jc.skcompress(mode="paper", **whole),
@@ -58,9 +62,6 @@ def methods() -> dict[str, Any]:
 
 def record(problem: Any, batch: int, steps: int, number: int, rate: float, seed: int) -> list[np.ndarray]:
     """`number` gradients f32[d] of batches, evenly spaced over so many steps of Adam."""
-    import jax.numpy as jnp
-
-    from experiments.lib.step import dense
 
     def batch_of(step: int) -> Any:
         return problem.data, np.random.default_rng([seed, 6, step]).integers(0, problem.examples, batch)
@@ -70,26 +71,22 @@ def record(problem: Any, batch: int, steps: int, number: int, rate: float, seed:
     return [flat for step, (_, flat) in enumerate(taken, 1) if step in wanted]
 
 
-def timed(call: Callable[[], Any], repeats: int = 3) -> tuple[Any, float]:
-    """The result, and the least seconds of some calls after a first one."""
-    import jax
+# ------------------------------------------------------------------------------------------------
+# Messages
 
-    result, seconds = jax.block_until_ready(call()), []
+
+def timed(call: Callable[..., Any], *arguments: Any, repeats: int = 3) -> tuple[Any, float]:
+    """The result, and the least seconds of some calls after a first one."""
+    result, seconds = jax.block_until_ready(call(*arguments)), []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready(call())
+        jax.block_until_ready(call(*arguments))
         seconds.append(time.perf_counter() - start)
     return result, min(seconds)
 
 
-def meter(name: str, compressor: Any, d: int) -> Callable[[np.ndarray], Measured]:
+def meter(name: str, compressor: Any, d: int) -> Callable[[np.ndarray], list[Measured]]:
     """Measures a method on gradients f32[d]; compiled once."""
-    import jax
-    import jax.numpy as jnp
-
-    import jaxcomp as jc
-    from jaxcomp.payloads import Sketch, sketch_bits
-
     key = jax.random.key(0)
     like = jax.ShapeDtypeStruct((d,), jnp.float32)
     state = compressor.init(key, like)
@@ -97,70 +94,50 @@ def meter(name: str, compressor: Any, d: int) -> Callable[[np.ndarray], Measured
     decompress = jax.jit(lambda payload, shared: compressor.decompress(payload, shared, like))
     split = jax.jit(sketch_bits)
 
-    def measure(x: np.ndarray) -> Measured:
-        vector = jnp.asarray(x)
-        payload, compressing = timed(lambda: compress(vector, state))
-        x_hat, decompressing = timed(lambda: decompress(payload, state.shared))
-        host = jax.device_get(payload)
-        data, encoding = timed(lambda: jc.wire.encode(host, code="best"))
-        _, decoding = timed(lambda: jc.wire.decode(data))
-        total = len(data) - FRAME
+    def measure(x: np.ndarray) -> list[Measured]:
+        payload, compressing = timed(compress, jnp.asarray(x), state)
+        x_hat, decompressing = timed(decompress, payload, state.shared)
+        data, encoding = timed(lambda host: jc.wire.encode(host, code="best"), jax.device_get(payload))
+        _, decoding = timed(jc.wire.decode, data)
+        total = len(data) - FRAME_BYTES
         if isinstance(payload, Sketch):
             keys, values = (int(bits) / 8 for bits in split(payload)[:2])
         else:
             values = int(jc.code_bits(payload.values, code="best")) / 8
             keys = total - values
         # Tables come with all headers, and with the bits that fill the last byte of each part.
-        seconds = (compressing, decompressing, encoding, decoding)
-        return measured(name, x, np.asarray(x_hat), (keys, values, total - keys - values), seconds)
+        parts = (keys, values, total - keys - values)
+        return [measured(name, x, np.asarray(x_hat), parts, (compressing, decompressing, encoding, decoding))]
 
     return measure
 
 
-NO_SECONDS = (0.0, 0.0, 0.0, 0.0)
-
-
-def measured(
-    name: str, x: np.ndarray, x_hat: np.ndarray, parts: tuple[float, float, float], seconds: Any = NO_SECONDS
-) -> Measured:
-    size, error = np.sum(np.float64(x) ** 2), np.sum((np.float64(x) - np.float64(x_hat)) ** 2)
-    length = np.sqrt(np.sum(np.float64(x_hat) ** 2) / size)
-    return Measured(name, *parts, int(np.count_nonzero(x)), float(error / size), float(length), seconds)
+def measured(name: str, x: np.ndarray, x_hat: np.ndarray, parts: tuple[float, float, float], *seconds: Any) -> Measured:
+    """parts: bytes of keys, values and tables."""
+    wide, near = np.float64(x), np.float64(x_hat)
+    size = np.sum(wide**2)
+    error, length = np.sum((wide - near) ** 2) / size, np.sqrt(np.sum(near**2) / size)
+    return Measured(name, *parts, int(np.count_nonzero(x)), float(error), float(length), *seconds)
 
 
 def measure_raw(x: np.ndarray) -> list[Measured]:
     """Keys as i32 and values as f32, plain and behind general compressors."""
     keys = np.flatnonzero(x).astype("<i4")
-    raw = keys.tobytes() + x[keys].astype("<f4").tobytes()
-    coders: dict[str, Any] = {"zlib -9": (lambda data: zlib.compress(data, 9), zlib.decompress)}
-    try:
-        import zstandard
-
-        coders["zstd -19"] = (zstandard.ZstdCompressor(19).compress, zstandard.ZstdDecompressor().decompress)
-    except ImportError:
-        pass
-    n = keys.size
+    raw, n = keys.tobytes() + x[keys].astype("<f4").tobytes(), keys.size
     rows = [measured("f32 keys + values", x, x, (4.0 * n, 4.0 * n, 0.0))]
-    for name, (pack, unpack) in coders.items():
-        packed, encoding = timed(lambda pack=pack: pack(raw), repeats=1)
-        restored, decoding = timed(lambda unpack=unpack, packed=packed: unpack(packed), repeats=1)
+    for name, (pack, unpack) in general_coders(9, 19).items():
+        packed, encoding = timed(pack, raw, repeats=1)
+        restored, decoding = timed(unpack, packed, repeats=1)
         if restored != raw:
             raise RuntimeError(f"{name} did not restore what it packed")
         halves = [len(pack(half)) for half in (raw[: 4 * n], raw[4 * n :])]
         share = len(packed) * halves[0] / sum(halves)
-        seconds = (0.0, 0.0, encoding, decoding)
-        rows.append(measured(name, x, x, (share, len(packed) - share, 0.0), seconds))
+        rows.append(measured(name, x, x, (share, len(packed) - share, 0.0), (0.0, 0.0, encoding, decoding)))
     return rows
 
 
-def parts_meter(d: int) -> Callable[[np.ndarray], list[Measured]]:
+def parts_meter() -> Callable[[np.ndarray], list[Measured]]:
     """The steps from plain Adam to SKCompress, first with the key coders and cells of the papers, then with ours."""
-    import jax
-
-    import jaxcomp as jc
-    from jaxcomp import codes
-    from jaxcomp.payloads import sketch_bits
-    from jaxcomp.wire.bitstream import unpack_words
 
     def run_of(mode: str) -> Callable[..., Any]:
         compressor = jc.skcompress(mode=mode, buckets=256, power=0, room=1.0)
@@ -200,118 +177,97 @@ def parts_meter(d: int) -> Callable[[np.ndarray], list[Measured]]:
     return measure
 
 
-HEAD = ["method", "B/nonzero", "keys", "values", "tables", "error", "length"]
-SPEED = ["compress", "decompress", "encode", "decode"]
+def together(rows: Sequence[Measured]) -> Measured:
+    """Sums of bytes and nonzeros over gradients, medians of the others."""
+    names, *sizes, errors, lengths, seconds = zip(*rows, strict=True)
+    keys, values, tables, nonzeros = map(sum, sizes)
+    totals = tuple(sum(each) for each in zip(*seconds, strict=True))
+    middle = float(np.median(errors)), float(np.median(lengths))
+    return Measured(names[0], keys, values, tables, nonzeros, *middle, totals)
+
+
+# ------------------------------------------------------------------------------------------------
+
 NOTES = """\
 B/nonzero: bytes of the message over nonzero entries of the gradient, in parts. values: what tells the bucket of each
 key, with its Huffman table; tables: what the buckets stand for, and all headers. error: |x - C(x)|^2 / |x|^2.
 length: |C(x)| / |x|.
 equal depth: quantile with power=0, the control with as many values in each bucket.
 Speed: million nonzeros per second, compress and decompress in jit, encode and decode on the host."""
+COLUMNS = {
+    "method": "{method}",
+    "B/nonzero": lambda row: f"{row.bytes / row.nonzeros:.3f}",
+    **{x: lambda row, x=x: f"{getattr(row, x) / row.nonzeros:.3f}" for x in ("keys", "values", "tables")},
+    "error": "{error:.4f}",
+    "length": "{length:.3f}",
+}
 
 
-def together(rows: list[Measured]) -> Measured:
-    """Sums of bytes and nonzeros over gradients, medians of the others."""
-    middle = lambda values: float(np.median(values))
-    seconds = [sum(row.seconds[i] for row in rows) for i in range(4)]
-    return Measured(
-        rows[0].method,
-        sum(row.keys for row in rows),
-        sum(row.values for row in rows),
-        sum(row.tables for row in rows),
-        sum(row.nonzeros for row in rows),
-        middle([row.error for row in rows]),
-        middle([row.length for row in rows]),
-        (seconds[0], seconds[1], seconds[2], seconds[3]),
-    )
-
-
-def cells(row: Measured, speed: bool = True) -> list[str]:
-    n = row.nonzeros
-    parts = [f"{part / n:.3f}" for part in (row.bytes, row.keys, row.values, row.tables)]
-    rates = [f"{n / seconds / 1e6:.2f}" if seconds else "-" for seconds in row.seconds] if speed else []
-    return [row.method, *parts, f"{row.error:.4f}", f"{row.length:.3f}", *rates]
+def rate(i: int) -> Callable[[Measured], str]:
+    return lambda row: f"{row.nonzeros / row.seconds[i] / 1e6:.2f}" if row.seconds[i] else "-"
 
 
 def main(arguments: Sequence[str]) -> int:
-    from experiments.skcompress.problems import LOSSES
-
-    p = Parser(prog="python -m experiments skcompress sizes", description=(__doc__ or "").split("\n\n")[0])
-    p.add_argument("--data", type=Path, default=None, help=f"{FILES}; without it a synthetic set")
+    p = parser_of("skcompress sizes", __doc__)
+    add_data(p)
     p.add_argument("--losses", nargs="+", choices=LOSSES, default=["logistic"], help="linear models to record from")
     p.add_argument("--batch", type=at_least(1), default=1600, help="examples for each gradient")
     p.add_argument("--steps", type=at_least(1), default=60, help="of training")
     p.add_argument("--gradients", type=at_least(1), default=3, help="recorded, evenly spaced")
     p.add_argument("--lr", type=positive, default=0.01, help="learning rate of Adam")
     p.add_argument("--seed", type=at_least(0), default=0, help="of data and batches")
-    run_options(p, "skcompress-sizes")
-    o = p.parse_args(arguments)
+    run = Run(p, arguments, "skcompress-sizes")
+    o = run.options
     if o.gradients > o.steps:
         raise UserError(f"--gradients must be at most --steps; got {o.gradients} of {o.steps}")
 
-    from experiments.skcompress.problems import linear, read, synthetic
+    rows = synthetic(seed=o.seed) if o.data is None else read(o.data)
+    problems = {kind: linear(rows, kind) for kind in o.losses}
+    recorded = {kind: record(x, o.batch, o.steps, o.gradients, o.lr, o.seed) for kind, x in problems.items()}
+    meters = {"general compressors": measure_raw}
+    meters |= {name: meter(name, compressor, rows.d) for name, compressor in methods().items()}
+    meters["parts"] = parts_meter()
+    cases = [(kind, name) for kind in o.losses for name in meters]
 
-    console, folder = new_console(), choose_new(o.runs, o.name, "skcompress-sizes")
-    results: dict[str, tuple[list[Measured], list[Measured]]] = {}
-    with progress_bar(console, "") as bar:
-        task = bar.add_task("reading", total=len(o.losses) * (1 + o.gradients * (len(methods()) + 2)))
-        rows = synthetic(seed=o.seed) if o.data is None else read(o.data)
-        table = {name: meter(name, compressor, rows.d) for name, compressor in methods().items()}
-        parts = parts_meter(rows.d)
-        for kind in o.losses:
-            problem = linear(rows, kind)
-            bar.update(task, description=f"recording {problem.name}")
-            gradients = record(problem, o.batch, o.steps, o.gradients, o.lr, o.seed)
-            bar.advance(task)
-            sizes: dict[str, list[Measured]] = {}
-            steps: dict[str, list[Measured]] = {}
-            for x in gradients:
-                for row in measure_raw(x):
-                    sizes.setdefault(row.method, []).append(row)
-                bar.advance(task)
-                for name, measure in table.items():
-                    bar.update(task, description=f"{kind}: {name}")
-                    sizes.setdefault(name, []).append(measure(x))
-                    bar.advance(task)
-                for row in parts(x):
-                    steps.setdefault(row.method, []).append(row)
-                bar.advance(task)
-            results[problem.name] = [together(r) for r in sizes.values()], [together(r) for r in steps.values()]
+    def measure(case: tuple[str, str]) -> list[Measured]:
+        kind, name = case
+        found = [meters[name](x) for x in recorded[kind]]
+        return [together(some) for some in zip(*found, strict=True)]
 
-    start_run(folder, vars(o))
-    journal = Journal(folder)
-    for name, (whole, chain) in results.items():
-        journal.add(*({"problem": name, **row._asdict()} for row in whole + chain))
-    for i, (name, (whole, chain)) in enumerate(results.items()):
-        nonzeros = whole[0].nonzeros // o.gradients
-        title = f"{name}: {nonzeros:,} nonzeros of {rows.d:,}, batches of {o.batch}, mean of {o.gradients} gradients"
-        show(console, title, HEAD + SPEED, [cells(row) for row in whole], NOTES, folder / f"sizes-{o.losses[i]}.md")
-        title = "What each part is worth, as released and with ours"
-        show(console, title, HEAD, [cells(row, False) for row in chain], "", folder / f"parts-{o.losses[i]}.md")
-    console.print(f"plot: {plot(results, folder / 'sizes.png')}")
+    found = dict(zip(cases, run.rows_of(cases, ": ".join, measure), strict=True))
+    results = {}
+    for kind, problem in problems.items():
+        whole = [row for name in meters if name != "parts" for row in found[kind, name]]
+        chain = found[kind, "parts"]
+        run.add(*({"problem": problem.name, **row._asdict()} for row in whole + chain))
+        each = whole[0].nonzeros // o.gradients
+        title = f"{problem.name}: {each:,} nonzeros of {rows.d:,}, {o.gradients} gradients of batches of {o.batch}"
+        run.table(title, COLUMNS | {x: rate(i) for i, x in enumerate(SPEED)}, whole, NOTES, f"sizes-{kind}.md")
+        run.table("What each part is worth, as released and with ours", COLUMNS, chain, "", f"parts-{kind}.md")
+        results[problem.name] = whole, chain
+    plot(results, run)
     return 0
 
 
-def plot(results: dict[str, tuple[list[Measured], list[Measured]]], path: Path) -> Path:
+def plot(results: dict[str, tuple[list[Measured], list[Measured]]], run: Run) -> None:
     """Error against bytes of every lossy method, and the bytes of each step in parts."""
-    from experiments.lib.plots import COLOURS, LINES, new_figure, save
+    from experiments.lib.plots import COLOURS, LINES, new_figure
 
     figure, axes = new_figure(2, rows=len(results), height=5.4 * len(results))
+    place = lambda row: (row.bytes / row.nonzeros, row.error)
+    families = {"quantile": "quantile, 4 .. 64 buckets", "equal depth": "equal depth, 8 .. 64 buckets"}
     for (name, (whole, parts)), left, right in zip(results.items(), axes[::2], axes[1::2], strict=True):
-        place = lambda row: (row.bytes / row.nonzeros, row.error)
-        lines = {"quantile": "quantile, 4 .. 64 buckets", "equal depth": "equal depth, 8 .. 64 buckets"}
-        for look, (start, label) in zip(LINES, lines.items(), strict=False):
-            points = [place(row) for row in whole if row.method.startswith(start)]
-            left.plot(*zip(*points, strict=True), label=label, **look)
-        others = [row for row in whole if row.error > 0 and not row.method.startswith(tuple(lines))]
+        curves = {
+            label: tuple(np.transpose([place(row) for row in whole if row.method.startswith(start)]))
+            for start, label in families.items()
+        }
+        lines(left, curves, xlabel="bytes per nonzero", ylabel="relative squared error", yscale="log", title=name)
+        others = [row for row in whole if row.error > 0 and not row.method.startswith(tuple(families))]
         for look, row in zip(LINES[2:], others, strict=False):
             left.plot(*place(row), label=row.method, **(look | {"linestyle": "none", "markersize": 9}))
-        left.set(xlabel="bytes per nonzero", ylabel="relative squared error", yscale="log", title=name)
         left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
-        heights = np.arange(len(parts))
-        start = np.zeros(len(parts))
-        kinds = zip(("keys", "values", "tables"), COLOURS[1:4], ("", "//", ".."), strict=True)
-        for part, colour, hatch in kinds:
+        heights, start = np.arange(len(parts)), np.zeros(len(parts))
+        for part, colour, hatch in zip(("keys", "values", "tables"), COLOURS[1:4], ("", "//", ".."), strict=True):
             width = np.array([getattr(row, part) / row.nonzeros for row in parts])
             right.barh(heights, width, left=start, label=part, color=colour, hatch=hatch, edgecolor="white")
             start += width
@@ -319,5 +275,4 @@ def plot(results: dict[str, tuple[list[Measured], list[Measured]]], path: Path) 
         right.invert_yaxis()
         right.set(xlabel="bytes per nonzero", title="what each part is worth")
         right.legend(fontsize=8)
-    save(figure, path)
-    return path
+    run.picture(figure, "sizes.png")

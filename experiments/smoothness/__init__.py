@@ -4,157 +4,115 @@ Regularised logistic regression split among n simulated workers, in 64-bit arith
 step size. Writes to runs/NAME: config.json, metrics.jsonl, results.json, table.md and a plot.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from experiments.lib.cli import Parser, UserError, at_least, choose_new, positive
-from experiments.lib.data import FILES
-from experiments.lib.folders import Journal, run_options, start_run, write_json
-from experiments.lib.report import new_console, progress_bar, show
+from experiments.lib.cli import Parser, UserError, at_least, positive
+from experiments.lib.report import progress_bar
+from experiments.lib.run import Run, cells, parser_of
+from experiments.smoothness.problems import add_data, make_problem
+from experiments.smoothness.report import NOTES, Result, columns_of, draw, metrics_of, plot_workers
+from experiments.smoothness.runner import run_setup
+from experiments.smoothness.studies import STUDIES
 
 __all__ = ["main"]
 
-NOTES = """\
-Per worker. budget: expected non-zeros of a message over d, the one with the fewest bits. kB up: sent until the target
-(norms, Elias-coded gaps and levels, values of 32 bits), geometric mean over seeds. + upload: with the one-off message
-that tells the server the roots and the plan. kB down: the direction, in 32 bits an entry or as a server compresses
-it (half, one, two: dithering with so many times sqrt(d) levels and a norm of 16 bits). factor: kB up (--count both: up
-and down) of the first row over this one's. floor: smallest relative squared error seen."""
-
 
 def parser() -> Parser:
-    from experiments.smoothness.problems import PROBLEMS, data_set
-    from experiments.smoothness.studies import STUDIES
-
     known = "; ".join(f"{name}: {study.what}" for name, study in STUDIES.items())
     known += "; networks: layer-wise and diagonal smoothness on a small CNN"
-    p = Parser(prog="python -m experiments smoothness", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("smoothness", __doc__)
     p.add_argument("study", nargs="?", choices=[*STUDIES, "networks"], default="compare", help=known)
-    p.add_argument("--data", type=data_set, default="digits", help=f"{', '.join(PROBLEMS)}, or a file: {FILES}")
-    p.add_argument("--data-dir", type=Path, default=None, help="folder of the data sets with a name but digits")
+    add_data(p)
     p.add_argument("--workers", nargs="+", type=at_least(1), default=None, help="n; several for the study workers")
-    p.add_argument(
-        "--l2", type=positive, default=None, help="regularisation, which is also mu; 1e-2 for digits, else 1e-3"
-    )
+    p.add_argument("--l2", type=positive, default=None, help="also mu; without it 1e-2 for digits, else 1e-3")
     p.add_argument("--split", choices=["sorted", "contiguous", "iid"], default="sorted", help="how rows are dealt")
-    p.add_argument(
-        "--budgets", nargs="+", type=positive, default=None, help="expected non-zeros over d; the best counts"
-    )
+    p.add_argument("--budgets", nargs="+", type=positive, default=None, help="non-zeros over d; the best counts")
     p.add_argument("--form", choices=["paper", "tight"], default="paper", help="step sizes of the DIANA methods")
     p.add_argument("--target", type=positive, default=None, help="relative squared error to reach")
     p.add_argument("--rounds", type=at_least(1), default=None, help="at most so many")
     p.add_argument("--count", choices=["up", "both"], default="up", help="bits that decide which budget is best")
     p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="of the compressors")
     p.add_argument("--only", nargs="+", default=None, metavar="METHOD", help="only these rows of the study, by name")
-    run_options(p, "smoothness")
     return p
 
 
 def main(arguments: Sequence[str]) -> int:
-    import jax
+    run = Run(parser(), arguments, "smoothness")
+    if run.options.study == "networks":
+        from experiments.smoothness.networks import networks
 
-    options = parser().parse_args(arguments)
-    if options.study == "networks":
-        refuse_what_it_has_not(options)
-    if options.l2 is None:
-        options.l2 = 1e-2 if options.data == "digits" else 1e-3
-    folder = choose_new(options.runs, options.name, "smoothness")
-    with jax.enable_x64(options.study != "networks"):
-        if options.study == "networks":
-            from experiments.smoothness.networks import networks
-
-            return networks(options, folder)
-        return compare(options, folder)
+        for name in ("data", "data_dir", "workers", "l2", "split", "form", "target", "only", "count"):
+            if getattr(run.options, name) != parser().get_default(name):
+                raise UserError(f"the study networks has no --{name.replace('_', '-')}: it trains a CNN on digits")
+        return networks(run)
+    with jax.enable_x64(True):
+        return compare(run)
 
 
-def refuse_what_it_has_not(options: Any) -> None:
-    """Options that only the convex studies read."""
-    given = vars(parser().parse_args(["networks"]))
-    for name in ("data", "data_dir", "workers", "l2", "split", "form", "target", "only", "count"):
-        if getattr(options, name) != given[name]:
-            raise UserError(f"the study networks has no --{name.replace('_', '-')}: it trains a CNN on digits")
-
-
-def compare(o: Any, folder: Path) -> int:
-    from experiments.smoothness.problems import make_problem
-    from experiments.smoothness.report import HEAD, draw, plot_workers, rows_of
-    from experiments.smoothness.studies import STUDIES
-
-    study, console = STUDIES[o.study], new_console()
-    budgets = tuple(o.budgets or study.budgets)
-    target, limit = o.target or study.target, o.rounds or study.max_rounds
-    counts = o.workers or ([2, 4, 8, 16] if o.study == "workers" else [10])
-    if len(counts) > 1 and o.study != "workers":
+def compare(run: Run) -> int:
+    o = run.options
+    study, name = STUDIES[o.study], Path(o.data).name
+    o.l2 = o.l2 or (1e-2 if o.data == "digits" else 1e-3)
+    o.budgets = o.budgets or list(study.budgets)
+    o.target, o.rounds = o.target or study.target, o.rounds or study.max_rounds
+    o.workers = o.workers or ([2, 4, 8, 16] if o.study == "workers" else [10])
+    if len(o.workers) > 1 and o.study != "workers":
         raise UserError("several --workers only for the study workers")
-    problems = [make_problem(o.data, o.data_dir, n, o.l2, o.split) for n in counts]
-    setups = [study.setups(problem, budgets or (1 / problem.workers,), o.form, o.count) for problem in problems]
+    problems = [make_problem(o.data, o.data_dir, n, o.l2, o.split) for n in o.workers]
+    setups = [study.setups(problem, o.budgets or (1 / problem.workers,), o.form, o.count) for problem in problems]
     if o.only:
         known = [setup.label for setup in setups[0]]
         if missing := [label for label in o.only if label not in known]:
             raise UserError(f"no method {missing[0]!r} in this study; it has {', '.join(known)}")
         setups = [[setup for setup in some if setup.label in o.only] for some in setups]
-    start_run(folder, vars(o))
-    journal = Journal(folder)
-    lines: dict[str, list[tuple[float, float]]] = {}
-    everything, name = [], Path(o.data).name
+    by_label: dict[str, list[Result]] = {}
+    everything = []
     for problem, some in zip(problems, setups, strict=True):
         title = (
             f"{name}: n = {problem.workers} workers x {problem.features.shape[1]} rows, d = {problem.d}, {o.split} "
-            f"split, l2 = {o.l2:g}, {o.form} steps, L = {problem.L:.3g}, L_max = {problem.L_max:.3g}, to {target:g}"
+            f"split, l2 = {o.l2:g}, {o.form} steps, L = {problem.L:.3g}, L_max = {problem.L_max:.3g}, to {o.target:g}"
         )
-        console.print(title)
-        results = run_all(problem, some, target, limit, o.seeds, journal, console, o.count)
+        run.say(title)
+        results = run_all(run, problem, some)
         for r in results:
-            rounds = float(np.mean(r.curves.reached(r.target)[r.best]))
-            lines.setdefault(r.setup.label, []).append((float(r.kilobytes[r.best]), rounds))
-        show(console, title, HEAD, rows_of(results), NOTES, folder / f"table-{problem.workers}.md")
-        draw(folder / f"curves-{problem.workers}.png", title, results)
-        everything += [dict(zip(HEAD, row, strict=True), workers=problem.workers) for row in rows_of(results)]
-        write_json(folder / "results.json", everything)
-    if len(counts) > 1:
-        plot_workers(folder / "workers.png", f"{name}: to {target:g}, each at its best budget", counts, lines)
-    console.print(f"written to {folder}: " + ", ".join(sorted(path.name for path in folder.iterdir())))
+            by_label.setdefault(r.setup.label, []).append(r)
+        columns = columns_of(results[0])
+        run.table(title, columns, results, NOTES, f"table-{problem.workers}.md")
+        draw(run, f"curves-{problem.workers}.png", title, results)
+        rows = cells(columns, results)
+        everything += [dict(zip(columns, row, strict=True), workers=problem.workers) for row in rows]
+        run.keep(everything)
+    if len(o.workers) > 1:
+        plot_workers(run, f"{name}: to {o.target:g}, each at its best budget", by_label)
     return 0
 
 
-def run_all(problem: Any, setups: Any, target: float, limit: int, seeds: Any, journal: Any, console: Any, count: str):
-    from experiments.smoothness.report import Result
-    from experiments.smoothness.runner import run_setup
-
-    results = []
-    with progress_bar(console, "rounds") as bar:
+def run_all(run: Run, problem: Any, setups: Any) -> list[Result]:
+    """The results, of which one that needs no more rounds ends before --rounds."""
+    o, results = run.options, []
+    with progress_bar(run.console, "rounds") as bar:
         for setup in setups:
-            task = bar.add_task(setup.label, total=limit, now="compiling")
+            task = bar.add_task(setup.label, total=o.rounds, now="compiling")
 
             def now(done: int, error: float, task: Any = task) -> None:
                 bar.update(task, completed=done, now=f"{done:,} rounds, error {error:.1e}")
 
-            curves = run_setup(problem, setup, seeds, target=target, max_rounds=limit, count=count, show=now)
-            result = Result(problem, setup, curves, target, count)
+            curves = run_setup(problem, setup, o.seeds, target=o.target, max_rounds=o.rounds, count=o.count, show=now)
             bar.update(task, total=curves.errors.shape[-1])
+            result = Result(problem, setup, curves, o.target, o.count)
             results.append(result)
-            journal.add(*metrics_of(result, seeds))
+            run.add(*metrics_of(result, o.seeds))
             if bar.disable:
-                kilobytes, error = result.kilobytes[result.best], np.nanmin(curves.errors[result.best])
-                to = f"{kilobytes:,.1f} kB" if np.isfinite(kilobytes) else f"target not reached, error {error:.1e},"
-                console.print(f"{setup.label}: {to} at budget {setup.budgets[result.best]:g} d", highlight=False)
+                kilobytes = result.kilobytes[o.count]
+                to = (
+                    f"{kilobytes:,.1f} kB"
+                    if np.isfinite(kilobytes)
+                    else f"error {result.floor:.1e}, target not reached"
+                )
+                run.say(f"{setup.label}: {to} at budget {setup.budgets[result.best]:g} d")
     return results
-
-
-def metrics_of(result: Any, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """A line for about 50 rounds of each run."""
-    errors, bits = result.curves.errors, result.curves.bits
-    rounds = np.unique(np.geomspace(1, errors.shape[-1], 50).astype(int)) - 1
-    for b, budget in enumerate(result.setup.budgets):
-        for s, seed in enumerate(seeds):
-            for t in rounds:
-                line = {"method": result.setup.label, "workers": result.problem.workers, "budget": budget, "seed": seed}
-                line |= {"round": int(t) + 1, "error": float(errors[b, s, t]), "bits": float(bits[b, s, t])}
-                line |= {
-                    "seconds": result.curves.seconds * (int(t) + 1),
-                    "down_bits": 32.0 * result.problem.d * (int(t) + 1),
-                }
-                yield line

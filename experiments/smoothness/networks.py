@@ -1,12 +1,10 @@
 """Layer-wise and diagonal smoothness on a small network, against plain dithering at the same bits.
 
-Curvature is the diagonal of the generalised Gauss-Newton matrix on a part of the data, estimated anew every
---refresh steps at no cost in bits here (a real run would send one number per layer, or per entry,
-each time; that is counted in the table). These are estimates: no theory promises a gain.
+Curvature is the diagonal of the generalised Gauss-Newton matrix on a part of the data, estimated anew every REFRESH
+steps at no cost in bits here (a real run would send one number per layer, or per entry, each time; that is counted in
+the table). These are estimates: no theory promises a gain.
 """
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,46 +15,44 @@ from flax import nnx
 
 import jaxcomp as jc
 from experiments.lib.data import batch_of, load, split
-from experiments.lib.folders import Journal, write_json
 from experiments.lib.models import Cnn
-from experiments.lib.plots import LINES, new_figure, running_mean, save
-from experiments.lib.report import new_console, show
+from experiments.lib.plots import new_figure, running_mean
+from experiments.lib.run import Run, cells, lines
 from experiments.lib.step import classified, updated
 
 __all__ = ["networks"]
 
 AXIS = "workers"
 WORKERS, BATCH, STEPS, REFRESH, RATE, DAMPING = 4, 16, 300, 100, 0.05, 1.0
-SHARES = (0.02, 0.1)  # budgets: expected non-zeros over d
+SHARES = [0.02, 0.1]  # budgets: expected non-zeros over d
 FINEST = 1 / 127
 NOTES = f"""\
 Mean over seeds ± standard deviation. Small CNN on digits, {WORKERS} workers x {BATCH} examples, SGD {RATE:g}, curvature
 damped by {DAMPING:g} of its mean. budget: bound on expected non-zeros over d. bits/entry: Elias-coded uplink of
 a worker per step over d. refresh: bits over d of sending the curvature every {REFRESH} steps, per step.
 loss: training loss, mean of the last 50 steps."""
+COLUMNS = {
+    "method": "{method}",
+    "budget": "{budget:g} d",
+    "bits/entry": "{bits:.4f}",
+    "refresh": "{refresh:.4f}",
+    "loss": lambda row: f"{row['loss'].mean():.4f} ± {row['loss'].std():.4f}",
+    "test accuracy": lambda row: f"{row['accuracy'].mean():.4f} ± {row['accuracy'].std():.4f}",
+}
 
 
 class Kind(NamedTuple):
-    """operator(diagonal) -> operator, or none;  varying steps;  bits of one refresh for d entries in so many leaves."""
+    """curvature: "", "per layer" or "per entry" whitens;  varying: steps by it, too."""
 
-    operator: Callable[[Any], Any] | None
+    curvature: str
     varying: bool
-    refresh_bits: Callable[[int, int], float]
 
 
 KINDS = {
-    "dithering": Kind(None, False, lambda d, leaves: 0.0),
-    "layer-wise": Kind(
-        lambda diagonal: jc.smoothness.network_operator(diagonal, per_layer=True, damping=DAMPING),
-        True,
-        lambda d, leaves: 32.0 * leaves,
-    ),
-    "diagonal": Kind(
-        lambda diagonal: jc.smoothness.network_operator(diagonal, damping=DAMPING), True, lambda d, leaves: 32.0 * d
-    ),
-    "diagonal, equal steps": Kind(
-        lambda diagonal: jc.smoothness.network_operator(diagonal, damping=DAMPING), False, lambda d, leaves: 32.0 * d
-    ),
+    "dithering": Kind("", False),
+    "layer-wise": Kind("per layer", True),
+    "diagonal": Kind("per entry", True),
+    "diagonal, equal steps": Kind("per entry", False),
 }
 
 
@@ -68,50 +64,53 @@ def steps_of(diag: np.ndarray, share: float, varying: bool) -> np.ndarray:
     return h
 
 
-def networks(o: Any, folder: Path) -> int:
+def networks(run: Run) -> int:
     """The study `networks` of `python -m experiments smoothness`."""
-    console, steps = new_console(), o.rounds or STEPS
-    shares = tuple(o.budgets or SHARES)
-    data = load("digits")
-    folder.mkdir(parents=True)
-    rows, curves = [], {}
-    journal = Journal(folder)
-    for share in shares:
-        for name, kind in KINDS.items():
-            runs = [train(data, kind, share, seed, steps) for seed in o.seeds]
-            for seed, run in zip(o.seeds, runs, strict=True):
-                for t in range(0, steps, 10):
-                    line = {"method": name, "budget": share, "seed": seed, "step": t + 1}
-                    journal.add(line | {"loss": run["loss"][t], "bits": run["bits"][t]})
-            loss = np.array([np.mean(run["loss"][-50:]) for run in runs])
-            accuracy = np.array([run["accuracy"] for run in runs])
-            d, leaves = runs[0]["d"], runs[0]["leaves"]
-            each = np.mean([run["bits"][-1] for run in runs]) / steps / d
-            rows.append(
-                [
-                    name,
-                    f"{share:g} d",
-                    f"{each:.4f}",
-                    f"{kind.refresh_bits(d, leaves) / REFRESH / d:.4f}",
-                    f"{loss.mean():.4f} ± {loss.std():.4f}",
-                    f"{accuracy.mean():.4f} ± {accuracy.std():.4f}",
-                ]
-            )
-            curves[name, share] = runs
-            console.print(" | ".join(rows[-1]), highlight=False)
-    title = f"digits, CNN of {d:,} parameters, {steps} steps, seeds {', '.join(map(str, o.seeds))}"
-    head = ["method", "budget", "bits/entry", "refresh", "loss", "test accuracy"]
-    show(console, title, head, rows, NOTES, folder / "table.md")
-    write_json(folder / "results.json", [dict(zip(head, row, strict=True)) for row in rows])
-    plot(folder / "networks.png", title, curves, shares)
-    console.print(f"written to {folder}: networks.png, table.md, metrics.jsonl, results.json")
+    o, data = run.options, load("digits")
+    o.rounds, o.budgets = o.rounds or STEPS, o.budgets or SHARES
+    cases = [(share, name) for share in o.budgets for name in KINDS]
+
+    def measure(case: tuple[float, str]) -> dict[str, Any]:
+        share, name = case
+        runs = [train(data, KINDS[name], share, seed, o.rounds) for seed in o.seeds]
+        for seed, each in zip(o.seeds, runs, strict=True):
+            for t in range(0, o.rounds, 10):
+                line = {"method": name, "budget": share, "seed": seed, "step": t + 1}
+                run.add(line | {"loss": each["loss"][t], "bits": each["bits"][t]})
+        d = runs[0]["d"]
+        numbers = {"": 0, "per layer": runs[0]["leaves"], "per entry": d}[KINDS[name].curvature]
+        return {
+            "method": name,
+            "budget": share,
+            "bits": np.mean([each["bits"][-1] for each in runs]) / o.rounds / d,
+            "refresh": 32.0 * numbers / REFRESH / d,
+            "loss": np.array([np.mean(each["loss"][-50:]) for each in runs]),
+            "accuracy": np.array([each["accuracy"] for each in runs]),
+            "d": d,
+            "curve": (
+                np.mean([each["bits"] for each in runs], axis=0) / 8e6,
+                running_mean(np.array([each["loss"] for each in runs]), 20).mean(0),
+            ),
+        }
+
+    rows = run.rows_of(cases, lambda case: f"{case[1]}, budget {case[0]:g} d", measure)
+    title = f"digits, CNN of {rows[0]['d']:,} parameters, {o.rounds} steps, seeds {', '.join(map(str, o.seeds))}"
+    run.table(title, COLUMNS, rows, NOTES)
+    run.keep([dict(zip(COLUMNS, row, strict=True)) for row in cells(COLUMNS, rows)])
+    figure, axes = new_figure(len(o.budgets))
+    for axis, share in zip(axes, o.budgets, strict=True):
+        curves = {row["method"]: row["curve"] for row in rows if row["budget"] == share}
+        lines(axis, curves, yscale="log", xlabel="MB sent by a worker", title=f"budget {share:g} d")
+    axes[0].set_ylabel("training loss, mean of 20 steps")
+    axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    run.picture(figure, "networks.png")
     return 0
 
 
 def train(data: Any, kind: Kind, share: float, seed: int, steps: int) -> dict[str, Any]:
     """One run; workers are simulated by vmap."""
-    model = Cnn(data.train_x.shape[1:], data.num_classes, nnx.Rngs(seed))
-    graph, params = nnx.split(model, nnx.Param)
+    graph, params = nnx.split(Cnn(data.train_x.shape[1:], data.num_classes, nnx.Rngs(seed)), nnx.Param)
     d = sum(leaf.size for leaf in jax.tree.leaves(params))
     parts = split(data.train_y, WORKERS, 0.5, seed)
     x, y = jnp.asarray(data.train_x), jnp.asarray(data.train_y)
@@ -121,9 +120,10 @@ def train(data: Any, kind: Kind, share: float, seed: int, steps: int) -> dict[st
     )
 
     def plan(params, key):
-        if kind.operator is None:
+        if not kind.curvature:
             return None, steps_of(np.ones(d), share, False)
-        operator = kind.operator(estimate(params, key))
+        more = {"per_layer": True} if kind.curvature == "per layer" else {}
+        operator = jc.smoothness.network_operator(estimate(params, key), damping=DAMPING, **more)
         return operator, steps_of(np.asarray(operator.diag), share, kind.varying)
 
     operator, h = plan(params, jax.random.key(seed))
@@ -134,21 +134,18 @@ def train(data: Any, kind: Kind, share: float, seed: int, steps: int) -> dict[st
     state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS, out_axes=axes)(jnp.arange(WORKERS))
 
     def worker(params, state, x, y):
+        """A step, its loss, and the bits that this worker is about to send, in Elias codes with a fixed key."""
         value, grads = jax.value_and_grad(classified(graph))(params, x, y)
-        return *updated(tx, grads, state, params), value, compressor_payload_bits(grads, state)
-
-    def compressor_payload_bits(grads, state):
-        """What this worker is about to send, in Elias codes; the draw is that of a fixed key."""
         shared = state[0].shared.algorithm.compressor
         payload, _ = compressor.compress(jax.random.key(0), grads, jc.State((), shared))
-        return jnp.asarray(jc.code_bits(payload, code="elias")).astype(jnp.float32)
+        bits = jnp.asarray(jc.code_bits(payload, code="elias")).astype(jnp.float32)
+        return *updated(tx, grads, state, params), value, bits
 
-    step = jax.jit(
-        jax.vmap(worker, in_axes=(None, axes, 0, 0), out_axes=(None, axes, 0, 0), axis_name=AXIS), donate_argnums=1
-    )
+    mapped = jax.vmap(worker, in_axes=(None, axes, 0, 0), out_axes=(None, axes, 0, 0), axis_name=AXIS)
+    step = jax.jit(mapped, donate_argnums=1)
     losses, bits, total = [], [], 0.0
     for t in range(steps):
-        if t and t % REFRESH == 0 and kind.operator is not None:
+        if t and t % REFRESH == 0 and kind.curvature:
             newer, h = plan(params, jax.random.key(seed + t))
             state = jc.refresh(state, newer, jnp.asarray(h, jnp.float32)[None])  # pyright: ignore[reportArgumentType]
         rows = batch_of(parts, BATCH, seed, t).reshape(WORKERS, BATCH)
@@ -162,22 +159,4 @@ def train(data: Any, kind: Kind, share: float, seed: int, steps: int) -> dict[st
             break
     scores = np.asarray(jax.jit(logits)(params, jnp.asarray(data.test_x)))
     accuracy = float(np.mean(scores.argmax(1) == data.test_y))
-    leaves = len(jax.tree.leaves(params))
-    return {"loss": losses, "bits": bits, "accuracy": accuracy, "d": d, "leaves": leaves}
-
-
-def plot(path: Path, title: str, curves: dict, shares: tuple[float, ...]) -> None:
-    figure, axes = new_figure(len(shares))
-    for axis, share in zip(axes, shares, strict=True):
-        for i, name in enumerate(KINDS):
-            runs = curves[name, share]
-            losses = running_mean(np.array([run["loss"] for run in runs]), 20)
-            megabytes = np.mean([run["bits"] for run in runs], axis=0) / 8e6
-            axis.plot(megabytes, losses.mean(0), label=name, markevery=0.2, **LINES[i])
-        axis.set_yscale("log")
-        axis.set_xlabel("MB sent by a worker")
-        axis.set_title(f"budget {share:g} d", fontsize=10)
-    axes[0].set_ylabel("training loss, mean of 20 steps")
-    axes[0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    save(figure, path)
+    return {"loss": losses, "bits": bits, "accuracy": accuracy, "d": d, "leaves": len(jax.tree.leaves(params))}

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jaxcomp as jc
-from experiments.lib.cli import UserError
-from experiments.lib.data import read_rows
+from experiments.lib.cli import Parser, UserError
+from experiments.lib.data import FILES, read_rows
 from jaxcomp.smoothness.preprocess import scaled_rows
 
-__all__ = ["PROBLEMS", "Problem", "data_set", "make_problem"]
+__all__ = ["Problem", "add_data", "data_set", "make_problem"]
 
 # name -> file below --data-dir, None for the embedded default
 PROBLEMS: dict[str, str | None] = {
@@ -24,6 +24,11 @@ PROBLEMS: dict[str, str | None] = {
 }
 FEATURES = {"a9a": 123, "a1a": 123}
 MOST_FEATURES = 4096  # of a file: the operators and the exact optimum are dense, d x d
+
+
+def add_data(p: Parser) -> None:
+    p.add_argument("--data", type=data_set, default="digits", help=f"{', '.join(PROBLEMS)}, or a file: {FILES}")
+    p.add_argument("--data-dir", type=Path, default=None, help="folder of the data sets with a name but digits")
 
 
 def data_set(text: str) -> str:
@@ -40,7 +45,6 @@ class Problem(NamedTuple):
     features [n, m, d], labels [n, m] of -1 and 1;  smoothness: stack of dense operators;  optimum [d];  L, L_max.
     """
 
-    name: str
     features: np.ndarray
     labels: np.ndarray
     l2: float
@@ -57,17 +61,12 @@ class Problem(NamedTuple):
     def d(self) -> int:
         return self.features.shape[2]
 
-    @property
-    def matrices(self) -> np.ndarray:
-        return self.smoothness.matrix_root @ self.smoothness.matrix_root
-
 
 def make_problem(name: str, folder: Path | None, workers: int, l2: float = 1e-3, split: str = "sorted") -> Problem:
     """Rows divided by their largest magnitude, dealt to workers, with the exact optimum by Newton's method."""
     rows, labels = _read(name, folder)
     rows = scaled_rows(rows)
-    values = np.unique(labels)
-    signs = np.where(labels == values[-1], 1.0, -1.0)
+    signs = np.where(labels == labels.max(), 1.0, -1.0)
     try:
         owner = jc.smoothness.assign(split, np.linalg.norm(rows, axis=1), signs, workers)
     except ValueError as error:
@@ -76,7 +75,7 @@ def make_problem(name: str, folder: Path | None, workers: int, l2: float = 1e-3,
     features, signs = np.stack([rows[p] for p in parts]), np.stack([signs[p] for p in parts])
     S = jc.smoothness.glm(list(features), l2=l2)
     L = jc.smoothness.mean_lambda_max(S)
-    return Problem(name, features, signs, l2, S, _optimum(features, signs, l2), L, float(np.max(S.lambda_max)))
+    return Problem(features, signs, l2, S, _optimum(features, signs, l2), L, float(np.max(S.lambda_max)))
 
 
 def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
@@ -86,12 +85,10 @@ def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
 
         images, digit = load_digits(return_X_y=True)
         return images.astype(np.float64), (digit >= 5).astype(np.float64)
-    if name not in PROBLEMS:
-        rows, labels = read_rows(Path(name))
-    elif folder is None:
+    if name in PROBLEMS and folder is None:
         raise UserError(f"--data {name} needs --data-dir, the folder with {file}")
-    else:
-        rows, labels = read_rows(folder / file, FEATURES.get(name))
+    path = folder / file if folder is not None and name in PROBLEMS else Path(name)
+    rows, labels = read_rows(path, FEATURES.get(name))
     if rows.shape[1] > MOST_FEATURES:
         raise UserError(f"--data {name} has {rows.shape[1]:,} features; at most {MOST_FEATURES:,} here")
     return rows.toarray(), labels

@@ -1,20 +1,33 @@
 """Tables and plots of the smoothness experiments."""
 
-from pathlib import Path
-from typing import Any, NamedTuple
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
-from experiments.lib.plots import LINES, new_figure, save
+from experiments.lib.plots import LINES, new_figure
+from experiments.lib.run import Columns, Run
 from experiments.smoothness.problems import Problem
 from experiments.smoothness.runner import Curves
 from experiments.smoothness.setups import Setup
 
-__all__ = ["HEAD", "Result", "draw", "plot_workers", "rows_of", "upload_bits"]
+__all__ = ["NOTES", "Result", "columns_of", "draw", "metrics_of", "plot_workers", "upload_bits"]
+
+NOTES = """\
+Per worker. budget: expected non-zeros of a message over d, the one with the fewest bits. kB up: sent until the target
+(norms, Elias-coded gaps and levels, values of 32 bits), geometric mean over seeds. + upload: with the one-off message
+that tells the server the roots and the plan. kB down: the direction, in 32 bits an entry or as a server compresses
+it (half, one, two: dithering with so many times sqrt(d) levels and a norm of 16 bits). factor: kB up (--count both: up
+and down) of the first row over this one's. floor: smallest relative squared error seen."""
 
 
-class Result(NamedTuple):
-    """Curves of one setup on one problem, and the budget that needed the fewest bits."""
+@dataclasses.dataclass
+class Result:
+    """Curves of one setup on one problem; count: the bits that matter, "up" or "both"."""
 
     problem: Problem
     setup: Setup
@@ -22,21 +35,38 @@ class Result(NamedTuple):
     target: float
     count: str = "up"
 
-    @property
-    def kilobytes(self) -> np.ndarray:
-        """[budgets]: counted bits until the target, geometric mean over seeds; infinite where not reached."""
-        return self.of(self.count)
-
     def of(self, count: str) -> np.ndarray:
-        """[budgets]: kilobytes "up", "down" or "both" until the target."""
+        """[budgets]: kilobytes "up", "down" or "both" until the target, geometric mean over seeds; infinite where it
+        was not reached."""
         return np.exp(np.mean(np.log(self.curves.bits_to(self.target, count)), axis=1)) / 8e3
 
-    @property
+    @functools.cached_property
     def best(self) -> int:
         """The budget with the fewest bits, or, if none reached the target, the smallest error."""
-        if np.isfinite(self.kilobytes).any():
-            return int(np.argmin(self.kilobytes))
+        kilobytes = self.of(self.count)
+        if np.isfinite(kilobytes).any():
+            return int(np.argmin(kilobytes))
         return int(np.argmin(np.nanmin(self.curves.errors, axis=-1).mean(1)))
+
+    @functools.cached_property
+    def kilobytes(self) -> dict[str, float]:
+        """The counts of `of` at the best budget, and "upload", what is sent up once."""
+        found = {count: float(self.of(count)[self.best]) for count in ("up", "down", "both")}
+        return found | {"upload": upload_bits(self.setup, self.problem.d) / 8e3}
+
+    @property
+    def rounds(self) -> float:
+        return float(np.mean(self.curves.reached(self.target)[self.best]))
+
+    @property
+    def floor(self) -> float:
+        errors = np.nanmin(self.curves.errors[self.best], -1)
+        return float(np.exp(np.mean(np.log(np.maximum(errors, 1e-300)))))
+
+    @property
+    def bits_of_a_round(self) -> float:
+        bits = self.curves.bits[self.best]
+        return float(np.mean(bits[:, -1])) / bits.shape[-1]
 
 
 def upload_bits(setup: Setup, d: int) -> float:
@@ -45,7 +75,7 @@ def upload_bits(setup: Setup, d: int) -> float:
         return 0.0
     operator = setup.operator
     form = type(operator).__name__
-    plan = max(np.size(leaf) for leaf in _leaves(setup.plans[0])) / operator.diag.shape[0]
+    entries: float = d
     if form == "Dense":
         symmetric = np.allclose(operator.matrix_root[0], operator.matrix_root[0].T)
         entries = d * (d + 1) / 2 if symmetric else d * d
@@ -53,141 +83,108 @@ def upload_bits(setup: Setup, d: int) -> float:
         entries = operator.vectors[0].size + operator.sigma[0].size + 1
     elif form == "Blocks":
         entries = operator.matrix_root[0].shape[0] * operator.matrix_root[0].shape[1] ** 2
-    else:
-        entries = d
+    plan = max(np.size(leaf) for leaf in jax.tree.leaves(setup.plans[0])) / operator.diag.shape[0]
     return 32 * (entries + plan)
 
 
-def _leaves(tree: Any) -> list[Any]:
-    import jax
+def columns_of(first: Result) -> Columns:
+    """Of rows at their best budgets; factors against the first result."""
+    reached = lambda r: np.isfinite(r.kilobytes[r.count])
 
-    return jax.tree.leaves(tree)
+    def where_reached(form: str, value: Callable[[Result], float]) -> Callable[[Result], str]:
+        return lambda r: form.format(value(r)) if reached(r) else "-"
 
-
-HEAD = [
-    "method",
-    "budget",
-    "gamma",
-    "omega",
-    "rounds",
-    "bits/round",
-    "kB up",
-    "+ upload",
-    "kB down",
-    "both",
-    "factor",
-    "floor",
-]
-
-
-def rows_of(results: list[Result]) -> list[list[str]]:
-    """A row for each result at its best budget; factors against the first."""
-    rows = []
-    reference = results[0].kilobytes[results[0].best]
-    for r in results:
-        b = r.best
-        d = r.problem.d
-        kilobytes, up, down = r.kilobytes[b], r.of("up")[b], r.of("down")[b]
-        rounds = float(np.mean(r.curves.reached(r.target)[b]))
-        each = float(np.mean(r.curves.bits[b, :, -1])) / r.curves.bits.shape[-1]
-        once = upload_bits(r.setup, d) / 8e3
-        reached = np.isfinite(kilobytes)
-        floor = float(np.exp(np.mean(np.log(np.maximum(np.nanmin(r.curves.errors[b], -1), 1e-300)))))
-        rows.append(
-            [
-                r.setup.label,
-                f"{r.setup.budgets[b]:g} d",
-                f"{r.setup.steps[b].gamma:.3g}",
-                f"{r.setup.omega[b]:.3g}",
-                f"{rounds:,.0f}" if reached else "-",
-                f"{each:.0f}",
-                f"{up:,.1f}" if reached else "-",
-                f"{up + once:,.1f}" if reached else "-",
-                f"{down:,.1f}" if reached else "-",
-                f"{up + down:,.1f}" if reached else "-",
-                f"{reference / kilobytes:.2f}" if reached and np.isfinite(reference) else "-",
-                f"{floor:.1e}",
-            ]
-        )
-    return rows
+    kilobytes = lambda *counts: where_reached("{:,.1f}", lambda r: sum(r.kilobytes[count] for count in counts))
+    factor = lambda r: (
+        f"{first.kilobytes[r.count] / r.kilobytes[r.count]:.2f}" if reached(r) and reached(first) else "-"
+    )
+    return {
+        "method": lambda r: r.setup.label,
+        "budget": lambda r: f"{r.setup.budgets[r.best]:g} d",
+        "gamma": lambda r: f"{r.setup.steps[r.best].gamma:.3g}",
+        "omega": lambda r: f"{r.setup.omega[r.best]:.3g}",
+        "rounds": where_reached("{:,.0f}", lambda r: r.rounds),
+        "bits/round": lambda r: f"{r.bits_of_a_round:.0f}",
+        "kB up": kilobytes("up"),
+        "+ upload": kilobytes("up", "upload"),
+        "kB down": kilobytes("down"),
+        "both": kilobytes("up", "down"),
+        "factor": factor,
+        "floor": lambda r: f"{r.floor:.1e}",
+    }
 
 
-# Colour says the method, line and marker the compressor.
-COLOURS = {
-    "dcgd": "#7F7F7F",
-    "diana": "#000000",
-    "adiana": "#CC79A7",
-    "dcgd+": "#E69F00",
-    "diana+": "#0072B2",
-    "adiana+": "#D55E00",
-    "isega+": "#009E73",
-}
-KINDS = {
-    "rand": (":", "^"),
-    "uniform": ("--", "s"),
-    "varying": ("-", "o"),
-    "block": ("-.", "D"),
-    "uniform-16": ("--", "v"),
-    "varying-16": ("-", "P"),
-}
+def metrics_of(result: Result, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """A line for about 50 rounds of each run."""
+    curves, setup, problem = result.curves, result.setup, result.problem
+    rounds = np.unique(np.geomspace(1, curves.errors.shape[-1], 50).astype(int)).tolist()
+    for (b, budget), (s, seed), number in itertools.product(enumerate(setup.budgets), enumerate(seeds), rounds):
+        at = (b, s, number - 1)
+        line = {"method": setup.label, "workers": problem.workers, "budget": budget, "seed": seed, "round": number}
+        line |= {"error": float(curves.errors[at]), "bits": float(curves.bits[at])}
+        yield line | {"seconds": curves.seconds * number, "down_bits": float(curves.down[at])}
+
+
+# ------------------------------------------------------------------------------------------------
+# Plots: colour says the method, line and marker the compressor
+
+COLOURS = {"dcgd": "#7F7F7F", "diana": "#000000", "adiana": "#CC79A7", "dcgd+": "#E69F00", "diana+": "#0072B2"}
+COLOURS |= {"adiana+": "#D55E00", "isega+": "#009E73"}
+KINDS = {"rand": ":^", "uniform": "--s", "varying": "-o", "block": "-.D", "uniform-16": "--v", "varying-16": "-P"}
 
 
 def style_of(label: str, i: int) -> dict[str, Any]:
     method, _, kind = label.partition(" ")
     if method not in COLOURS or kind not in KINDS:
         return LINES[i % len(LINES)]
-    return {"color": COLOURS[method], "linestyle": KINDS[kind][0], "marker": KINDS[kind][1]}
+    return {"color": COLOURS[method], "linestyle": KINDS[kind][:-1], "marker": KINDS[kind][-1]}
 
 
-def draw(path: Path, title: str, results: list[Result], points: int = 40) -> None:
+def draw(run: Run, name: str, title: str, results: list[Result]) -> None:
     """Relative squared error against rounds, megabytes (with and without the one-off upload) and seconds."""
     figure, axes = new_figure(2, height=7.2, rows=2)
-    labels = ["rounds", "MB sent by a worker", "MB with the one-off upload", "seconds, all workers on this machine"]
     for i, r in enumerate(results):
-        b = r.best
-        errors = np.log(np.maximum(np.nan_to_num(r.curves.errors[b], nan=1e6, posinf=1e6), 1e-30))
+        errors = np.log(np.maximum(np.nan_to_num(r.curves.errors[r.best], nan=1e6, posinf=1e6), 1e-30))
         middle, spread = errors.mean(0), errors.std(0)
-        x = np.arange(1, middle.size + 1)
-        megabytes = r.curves.bits[b].mean(0) / 8e6
-        once = upload_bits(r.setup, r.problem.d) / 8e6
-        end = int(np.max(r.curves.reached(1e-24)[b]))
-        keep = np.unique(np.geomspace(1, end, 400).astype(int)) - 1
+        x, megabytes = np.arange(1, middle.size + 1), r.curves.bits[r.best].mean(0) / 8e6
+        places = (x, megabytes, megabytes + r.kilobytes["upload"] / 1e3, x * r.curves.seconds)
+        keep = np.unique(np.geomspace(1, int(np.max(r.curves.reached(1e-24)[r.best])), 400).astype(int)) - 1
         style = style_of(r.setup.label, i) | {"label": r.setup.label, "markevery": max(1, len(keep) // 6)}
-        for axis, values in zip(axes, (x, megabytes, megabytes + once, x * r.curves.seconds), strict=True):
+        for axis, values in zip(axes, places, strict=True):
             axis.plot(values[keep], np.exp(middle[keep]), markersize=4, **style)
             low, high = np.exp(middle[keep] - spread[keep]), np.exp(middle[keep] + spread[keep])
             axis.fill_between(values[keep], low, high, color=style["color"], alpha=0.15, linewidth=0)
+    bottom = max(1e-24, min(float(np.nanmin(r.curves.errors)) for r in results) / 3)
+    labels = ("rounds", "MB sent by a worker", "MB with the one-off upload", "seconds, all workers on this machine")
     for axis, label in zip(axes, labels, strict=True):
-        axis.set_yscale("log")
-        axis.set_xlabel(label)
-        axis.set_ylim(bottom=max(1e-24, min(float(np.nanmin(r.curves.errors)) for r in results) / 3))
+        axis.set(yscale="log", xlabel=label)
+        axis.set_ylim(bottom=bottom)
     for axis in axes[1:3]:
         axis.set_xscale("log")
         axis.set_xlim(left=axis.get_xlim()[1] / 1e4)
     for axis in axes[::2]:
         axis.set_ylabel("relative squared error |x - x*|² / |x*|²")
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside right center", fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.suptitle(title.replace(" split, ", " split,\n"), fontsize=10)
-    save(figure, path)
+    run.picture(figure, name)
 
 
-def plot_workers(path: Path, title: str, counts: list[int], lines: dict[str, list[tuple[float, float]]]) -> None:
+def plot_workers(run: Run, title: str, results: dict[str, list[Result]]) -> None:
     """Kilobytes that a worker sends until the target, rounds, and rounds saved, against the number of workers."""
     figure, axes = new_figure(3)
-    first = next(iter(lines))
-    base = np.array(lines[first])[:, 1]
-    for i, (label, values) in enumerate(lines.items()):
-        kilobytes, rounds = np.array(values).T
+    first, *_ = results
+    base = np.array([r.rounds for r in results[first]])
+    counts = np.array([r.problem.workers for r in results[first]])
+    for i, (label, some) in enumerate(results.items()):
+        kilobytes, rounds = np.array([(r.kilobytes[r.count], r.rounds) for r in some]).T
         for axis, shown in zip(axes, (kilobytes, rounds, base / rounds), strict=True):
             axis.plot(counts, shown, label=label, **style_of(label, i))
-    axes[2].plot(counts, np.array(counts) / counts[0], color="0.5", linewidth=1, label=f"n / {counts[0]}")
+    axes[2].plot(counts, counts / counts[0], color="0.5", linewidth=1, label=f"n / {counts[0]}")
     texts = ("kB sent by a worker to the target", "rounds to the target", f"rounds of {first} / rounds")
     for axis, text in zip(axes, texts, strict=True):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)
-        axis.set_xlabel("workers n")
-        axis.set_ylabel(text)
+        axis.set(xlabel="workers n", ylabel=text)
     axes[2].legend(fontsize=8)
     figure.suptitle(title, fontsize=10)
-    save(figure, path)
+    run.picture(figure, "workers.png")

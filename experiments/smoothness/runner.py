@@ -48,12 +48,6 @@ def _swap(state: Any, operator: Any, plan: Any) -> Any:
     return jax.tree.map(lambda part: Preconditioned(operator, plan) if is_plan(part) else part, state, is_leaf=is_plan)
 
 
-def _downs(state: Any) -> list[Down]:
-    """What the method knows of its messages to all workers."""
-    parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, Down))
-    return [part for part in parts if isinstance(part, Down)]
-
-
 def gradient_of(features: jax.Array, labels: jax.Array, l2: float) -> Callable[[jax.Array], jax.Array]:
     def gradient(x):
         pull = -labels * jax.nn.sigmoid(-labels * (features @ x))
@@ -89,15 +83,8 @@ def run_setup(
 ) -> Curves:
     """Rounds until it is clear which budget reaches `target` with the fewest bits, or max_rounds; needs 64-bit mode.
 
-    Args:
-        problem: what to minimise.
-        setup: method, compressor and budgets.
-        seeds: one run for each budget and seed.
-        target: relative squared error.
-        max_rounds: limit.
-        count: which bits decide that: "up", or "both" directions.
-        chunk: rounds between two looks from the host.
-        show: called with rounds done and the largest error of any run.
+    One run for each budget and seed. count: which bits decide that, "up", or "both" directions; chunk: rounds between
+    two looks from the host, after which `show` is called with rounds done and the largest error of any run.
     """
     num_seeds, chunk = len(seeds), min(chunk, max_rounds)
     repeat = lambda values: jnp.repeat(jnp.asarray(np.asarray(values)), num_seeds, axis=0)
@@ -131,7 +118,8 @@ def run_setup(
         def body(state, _):
             state, bits = everyone(_swap(state, operator, plan), features, labels)
             error = jnp.sum((run.point(state) - optimum) ** 2) / size
-            down = [part.bits.astype(jnp.float64) for part in _downs(state)]
+            parts = jax.tree.leaves(state, is_leaf=lambda part: isinstance(part, Down))
+            down = [part.bits.astype(jnp.float64) for part in parts if isinstance(part, Down)]
             return _swap(state, None, None), (error, jnp.mean(bits.astype(jnp.float64)), down)
 
         return jax.lax.scan(body, state, length=chunk)
@@ -149,8 +137,7 @@ def run_setup(
         whole = np.full(bits[-1].shape, 32.0 * problem.d)
         down.append(np.asarray(received[0]) if received else whole)
         done += chunk
-        worst = float(np.max(np.min(errors[-1], axis=1)))
-        show(done, worst)
+        show(done, float(np.max(np.min(errors[-1], axis=1))))
         counted = np.concatenate(bits, 1) + (np.concatenate(down, 1) if count == "both" else 0)
         if _decided(np.concatenate(errors, 1), counted, num_seeds, target):
             break

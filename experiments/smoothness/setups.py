@@ -1,6 +1,14 @@
-"""Methods and compressors by name, with their plans and theoretical step sizes for a budget."""
+"""Methods and compressors by name, with their plans and theoretical step sizes for a budget.
 
-from collections.abc import Callable
+Compressors, each for a budget of expected non-zeros (and norms):
+
+    rand                 independent sampling, 32 bits a value; probabilities by smoothness in the + methods
+    uniform, varying     dithering with equal steps, with steps by smoothness (plain methods: equal ones)
+    uniform-16 and so on the same with its norm in 16 bits
+    block                dithering in n blocks, a norm and a step each
+"""
+
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,30 +20,18 @@ from experiments.smoothness.problems import Problem
 from jaxcomp.smoothness import block_variance, dithering_variance, sparsification_variance
 from jaxcomp.theory import StepSizes
 
-__all__ = ["COMPRESSORS", "DOWNLINKS", "METHODS", "Setup", "make_setup"]
-
-METHODS = ("dcgd", "diana", "adiana", "dcgd+", "diana+", "adiana+", "isega+")
-# name -> what it does; each takes a budget: expected non-zeros (and norms) over d
-COMPRESSORS = {
-    "rand": "independent sampling, 32 bits a value; probabilities by smoothness in the + methods",
-    "uniform": "dithering with equal steps",
-    "varying": "dithering with steps by smoothness (plain methods: equal steps)",
-    "uniform-16": "dithering with equal steps, its norm in 16 bits",
-    "varying-16": "dithering with steps by smoothness, its norm in 16 bits",
-    "block": "dithering in n blocks, a norm and a step each",
-}
-
+__all__ = ["DOWNLINKS", "Setup", "make_setup"]
 
 # name -> levels of the dithering with one norm of 16 bits that a server sends the direction with, over sqrt(d)
 DOWNLINKS = {"dense": None, "half": 0.5, "one": 1.0, "two": 2.0}
+ROUNDED = 1 + 2.0**-7  # a norm in bfloat16, rounded up, over the norm
 
 
 class Setup(NamedTuple):
     """One method with one compressor, for several budgets at once.
 
     budgets: shares of d;  make(steps) -> Method, for StepSizes of arrays;  operator: what whitens;  plans: list, one
-    for each budget, of what replaces the compressor's shared state;  steps: StepSizes for each budget;
-    omega, variance: for each;  down: one of DOWNLINKS.
+    for each budget, of what replaces the compressor's shared state;  steps: StepSizes for each budget;  omega: each.
     """
 
     label: str
@@ -45,43 +41,37 @@ class Setup(NamedTuple):
     plans: list[Any]
     steps: list[StepSizes]
     omega: list[float]
-    variance: list[float]
-    down: str = "dense"
 
 
 class Plan(NamedTuple):
-    """What a budget gives: a compressor with its probabilities or steps, its omega, and V for each worker."""
+    """What a budget gives: a compressor with its probabilities or steps, its omega, and the largest V of a worker."""
 
     compressor: Any
     parameters: np.ndarray
     omega: float
-    variance: np.ndarray
+    variance: float
 
 
 def plan_of(compressor: str, aware: bool, shifts: bool, diag: np.ndarray, budget: float, mu: float) -> Plan:
     """diag: [n, d] of the operator that whitens (ones without whitening); budget: in entries."""
     n, d = diag.shape
+    by_smoothness = aware and not compressor.startswith("uniform")
     options: dict[str, Any] = {"method": "diana+" if shifts else "dcgd+", "workers": n, "mu": mu}
-    uniform: dict[str, Any] = {"method": "uniform"}
-    ones = np.ones(d)
-    if compressor == "rand":
-        p = jc.smoothness.probabilities(diag, min(budget, d), **(options if aware else uniform))
-        variance = np.array([sparsification_variance(row, q) for row, q in zip(diag, p, strict=True)])
-        omega = max(sparsification_variance(ones, q) for q in p)
-        return Plan(jc.bernoulli(p, per_worker=True), p, omega, variance)
-    if compressor == "block":
-        blocks = min(n, d)
-        h = jc.smoothness.block_steps(diag, budget + blocks, blocks, **(options if aware else uniform))
-        variance = np.array([block_variance(row, q) for row, q in zip(diag, h, strict=True)])
-        omega = max(block_variance(ones, q) for q in h)
-        return Plan(jc.dithering(steps=h, blocks=blocks, per_worker=True), h, omega, variance)
-    varying = compressor.startswith("varying") and aware
-    short = compressor.endswith("-16")
-    norm_dtype, rounded = (jnp.bfloat16, 1 + 2.0**-7) if short else (None, 1.0)
-    h = jc.smoothness.steps(diag, budget, **(options if varying else uniform))
-    variance = np.array([dithering_variance(row, rounded * q) for row, q in zip(diag, h, strict=True)])
-    omega = max(dithering_variance(ones, rounded * q) for q in h)
-    return Plan(jc.dithering(steps=h, per_worker=True, norm_dtype=norm_dtype), h, omega, variance)
+    options = options if by_smoothness else {"method": "uniform"}
+    kind, _, short = compressor.partition("-")
+    if kind == "rand":
+        each, variance_of = jc.smoothness.probabilities(diag, min(budget, d), **options), sparsification_variance
+        made = jc.bernoulli(each, per_worker=True)
+    elif kind == "block":
+        blocks, variance_of = min(n, d), block_variance
+        each = jc.smoothness.block_steps(diag, budget + blocks, blocks, **options)
+        made = jc.dithering(steps=each, blocks=blocks, per_worker=True)
+    else:
+        each = jc.smoothness.steps(diag, budget, **options)
+        made = jc.dithering(steps=each, per_worker=True, norm_dtype=jnp.bfloat16 if short else None)
+        variance_of = lambda row, h: dithering_variance(row, (ROUNDED if short else 1.0) * h)
+    omega = max(variance_of(np.ones(d), row) for row in each)
+    return Plan(made, each, omega, max(map(variance_of, diag, each)))
 
 
 def downlink_of(down: str, d: int) -> tuple[Any, float]:
@@ -91,15 +81,13 @@ def downlink_of(down: str, d: int) -> tuple[Any, float]:
         return None, 0.0
     levels = max(1, round(share * float(np.sqrt(d))))
     compressor = jc.dithering(levels, blocks=1, norm_dtype=jnp.bfloat16)
-    return compressor, dithering_variance(np.ones(d), np.full(d, (1 + 2.0**-7) / levels))
+    return compressor, dithering_variance(np.ones(d), np.full(d, ROUNDED / levels))
 
 
 def step_sizes(
-    problem: Problem, name: str, L: float, variance: float, omega: float, form: str, down_omega: float = 0.0
+    problem: Problem, name: str, L: float, variance: float, omega: float, form: str, down_omega: float
 ) -> StepSizes:
     """From `jc.theory`; with independent sampling 1 / (1 + omega) is the smallest probability."""
-    if name == "diana" and form == "released":
-        return jc.theory.diana_released(smoothness_max=problem.L_max, workers=problem.workers, omega=omega)
     given = {"smoothness": L, "workers": problem.workers, "variance": variance, "mu": problem.l2}
     if name == "dcgd":
         return jc.theory.dcgd(down_omega=down_omega, **given)
@@ -114,7 +102,7 @@ def make_setup(
     problem: Problem,
     method: str,
     compressor: str,
-    budgets: list[float],
+    budgets: Sequence[float],
     *,
     form: str = "paper",
     operator: Any = None,
@@ -125,36 +113,35 @@ def make_setup(
 
     Args:
         problem: data and constants.
-        method: one of METHODS.
-        compressor: one of COMPRESSORS.
+        method: dcgd, diana, adiana, plain or with a +, or isega+.
+        compressor: as the head of this file names them.
         budgets: expected non-zeros of a message as a share of d (blocks: norms come on top).
-        form: of the step sizes of DIANA: "paper", "tight" or "released"; the other methods take those of the paper.
+        form: of the step sizes of DIANA: "paper" or "tight"; the other methods take those of the paper.
         operator: what whitens in the + methods, instead of the exact dense matrices.
         label: for tables and plots.
         down: one of DOWNLINKS; not for ISEGA.
     """
-    aware = method.endswith("+")
-    name = method.removesuffix("+")
+    name, aware = method.removesuffix("+"), method.endswith("+")
     n, d = problem.workers, problem.d
-    if aware:
-        operator = problem.smoothness if operator is None else operator
-        diag = np.asarray(operator.diag, np.float64)
-    else:
+    L = problem.L
+    if not aware:
         operator, diag = jc.smoothness.diagonal_of(np.ones(d)), np.ones((n, d))
-    L = problem.L if not aware or operator is problem.smoothness else jc.smoothness.mean_lambda_max(operator)
-    L = min(L, problem.L)
+    else:
+        if operator is None:
+            operator = problem.smoothness
+        else:
+            L = min(jc.smoothness.mean_lambda_max(operator), L)
+        diag = np.asarray(operator.diag, np.float64)
     plans = [plan_of(compressor, aware, name != "dcgd", diag, share * d, problem.l2) for share in budgets]
     below, down_omega = downlink_of(down, d)
-    steps, variances = [], []
-    for plan in plans:
-        variance = float(np.max(plan.variance)) if aware else plan.omega * problem.L_max
-        variances.append(variance)
-        steps.append(step_sizes(problem, name, L, variance, plan.omega, form, down_omega))
+    steps = [
+        step_sizes(problem, name, L, p.variance if aware else p.omega * problem.L_max, p.omega, form, down_omega)
+        for p in plans
+    ]
     # The finest plan has the widest levels and the largest capacity: its static shapes serve all budgets.
-    chosen = plans[int(np.argmin([plan.omega for plan in plans]))]
+    chosen = min(plans, key=lambda plan: plan.omega)
     dtype = jnp.float32 if compressor == "rand" else None
     wrapped = jc.precondition(chosen.compressor, operator, dtype=dtype)
-
     both = lambda algorithm: algorithm if below is None else jc.bidirectional(algorithm, below, code="best")
 
     def make(s: StepSizes) -> Any:
@@ -166,18 +153,7 @@ def make_setup(
             return jc.adiana(wrapped, s, down=below, code="best")
         return jc.isega(chosen.parameters, operator, s.gamma, dtype=dtype)
 
-    def shared_of(plan: Plan) -> Any:
-        like = jax.ShapeDtypeStruct((d,), jnp.float64)
-        return plan.compressor.init(jax.random.key(0), like).shared
-
-    return Setup(
-        label or f"{method} {compressor}" + ("" if below is None else f", down {down}"),
-        list(budgets),
-        make,
-        operator,
-        [shared_of(plan) for plan in plans],
-        steps,
-        [plan.omega for plan in plans],
-        variances,
-        down,
-    )
+    like = jax.ShapeDtypeStruct((d,), jnp.float64)
+    shared = [plan.compressor.init(jax.random.key(0), like).shared for plan in plans]
+    label = label or f"{method} {compressor}" + ("" if below is None else f", down {down}")
+    return Setup(label, list(budgets), make, operator, shared, steps, [plan.omega for plan in plans])

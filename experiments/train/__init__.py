@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,23 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib import processes
-from experiments.lib.cli import Parser, UserError, at_least, fraction, one_thread, positive
-from experiments.lib.folders import (
-    Journal,
-    choose_folder,
-    claimed,
-    given_in,
-    goes_on,
-    how_to_find,
-    read_results,
-    resumed,
-    run_options,
-    write_config,
-    write_json,
-)
-from experiments.lib.joining import join
-from experiments.lib.launch import die_with_parent
+from experiments.lib import folders, processes
+from experiments.lib.cli import Parser, UserError, at_least, common, one_thread, positive
+from experiments.lib.folders import Journal, claimed, how_to_find, run_options
 from experiments.lib.report import new_console, progress_bar
 
 __all__ = ["MANY", "Run", "main", "parser"]
@@ -43,18 +28,8 @@ __all__ = ["MANY", "Run", "main", "parser"]
 MANY = ["dense-f32", "dense-bf16", "top-k", "sidco", "dithering", "diana"]  # methods, where several are trained
 
 # Where it runs, not what: none of it is kept with the run.
-PLACES = (
-    "processes",
-    "coordinator",
-    "num_processes",
-    "process_id",
-    "patience",
-    "cluster",
-    "logs",
-    "resume",
-    "name",
-    "runs",
-)
+PLACES = ("processes", "coordinator", "num_processes", "process_id", "patience", "cluster", "logs", "resume")
+PLACES += ("name", "runs")
 
 
 def parser(kind: str = "train", about: str | None = __doc__) -> Parser:
@@ -66,55 +41,42 @@ def parser(kind: str = "train", about: str | None = __doc__) -> Parser:
     from jaxcomp.exchange.routes import VIAS
 
     known = "; ".join(f"{name}: {method.what}" for name, method in METHODS.items())
+    methods: dict[str, Any] = {"choices": METHODS, "metavar": "METHOD", "help": known}
     p = Parser(prog=f"python -m experiments {kind}", description=(about or "").split("\n\n")[0])
     what = p.add_argument_group("what is trained")
     what.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
-    what.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --data mnist")
+    common(what, "data-dir")
     what.add_argument("--model", choices=MODELS, default="mlp", help="architecture")
-    methods: dict[str, Any] = {"choices": METHODS, "metavar": "METHOD", "help": known}
     if kind == "train":
         what.add_argument("--method", default="sidco", **methods)
-        what.add_argument("--seed", type=at_least(0), default=0, help="of data, model and compression")
+        common(what, "seed")
     else:
         what.add_argument("--methods", nargs="+", default=MANY, **methods)
-        what.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="a run for each")
+        common(what, seeds=[0, 1])
     what.add_argument("--via", choices=VIAS, default="auto", help="route of messages, as for jc.compressed_mean")
-    what.add_argument("--ratio", type=fraction, default=0.01, help="share of entries that sparse methods keep")
-    what.add_argument("--levels", type=at_least(1), default=7, help="levels of dithering; 7 fill 4 bits")
-    what.add_argument("--steps", type=at_least(1), default=300, help="steps")
-    what.add_argument("--batch", type=at_least(1), default=32, help="examples of each worker in a step")
+    common(what, "ratio", "levels", "steps", "batch", "lr")
     what.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="what follows the compressed mean")
-    what.add_argument("--lr", type=positive, default=1e-3, help="learning rate")
     what.add_argument("--alpha", type=positive, default=None, help="Dirichlet label split; without it IID")
-    what.add_argument(
-        "--nonfinite",
-        choices=("mask", "skip"),
-        default="mask",
-        help="NaN and infinite entries of a gradient: take them as zero, or skip the step on all workers",
-    )
+    nonfinite = "NaN and infinite entries of a gradient: take them as zero, or skip the step on all workers"
+    what.add_argument("--nonfinite", choices=("mask", "skip"), default="mask", help=nonfinite)
     what.add_argument("--spoil", type=at_least(1), default=None, help=argparse.SUPPRESS)  # a step whose batch holds NaN
     where = p.add_argument_group("where")
-    where.add_argument("--workers", type=at_least(1), default=None, help="one for each process, or 4 in a single one")
+    common(where, workers={"default": None, "help": "one for each process, or 4 in a single one"})
     where.add_argument("--processes", type=at_least(1), default=1, help="processes to start on this machine")
     where.add_argument("--coordinator", metavar="HOST:PORT", default=None, help="address of process 0")
     where.add_argument("--num-processes", type=at_least(1), default=None, help="processes at the coordinator")
     where.add_argument("--process-id", type=at_least(0), default=None, help="number of this one")
-    where.add_argument(
-        "--patience", type=positive, default=300.0, metavar="SECONDS", help="how long to wait for the other processes"
-    )
+    patience = "seconds to wait for the other processes"
+    where.add_argument("--patience", type=positive, default=300.0, metavar="SECONDS", help=patience)
     where.add_argument("--cluster", action="store_true", help="find the other processes as JAX does")
     where.add_argument("--logs", type=Path, default=None, help=argparse.SUPPRESS)
     keep = p.add_argument_group("what is kept")
     run_options(keep, kind)
-    keep.add_argument("--log-every", type=at_least(1), default=10, help="steps between lines of metrics.jsonl")
+    common(keep, "log-every", "checkpoint-every")
     keep.add_argument("--test-every", type=at_least(0), default=0, help="steps between tests; 0: only at the end")
-    keep.add_argument("--checkpoint-every", type=at_least(1), default=100, help="steps between checkpoints")
-    keep.add_argument(
-        "--check-every", type=at_least(0), default=0, help="steps between comparisons of the workers' copies; 0: none"
-    )
-    keep.add_argument(
-        "--resume", action="store_true", help="continue --name with its options; --workers may be other than before"
-    )
+    check = "steps between comparisons of the workers' copies; 0: none"
+    keep.add_argument("--check-every", type=at_least(0), default=0, help=check)
+    common(keep, resume={"help": "continue --name with its options; --workers may be other than before"})
     return p
 
 
@@ -125,19 +87,13 @@ def main(arguments: Sequence[str], of: type["Run"] | None = None) -> int:
     options = vars(of.parser().parse_args(arguments))
     place = {key: options.pop(key) for key in PLACES}
     check_place(place)
-    run = of(options, given_in(of.parser(), arguments), place)
+    run = of(options, folders.given_in(of.parser(), arguments), place)
     if place["processes"] > 1:
         return start(run, arguments)
-    if place["coordinator"] is None and not place["cluster"]:
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            return run.go(processes.stop_on_signals(alone=True))
-        except KeyboardInterrupt:  # twice, while it was compiling
-            return 130
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    return take_part(run)
+    if run.together:
+        return take_part(run)
+    with processes.stopping(alone=True) as stop_after:
+        return run.go(stop_after)
 
 
 def check_place(place: dict[str, Any]) -> None:
@@ -158,9 +114,8 @@ def workers_of(options: dict[str, Any], number: int) -> int:
     """Workers of so many processes, equally many on each."""
     workers = options["workers"] or (number if number > 1 else 4)
     if workers % number:
-        raise UserError(
-            f"{number} processes cannot share {workers} workers equally; use --workers {number}, or a multiple of it"
-        )
+        better = f"use --workers {number}, or a multiple of it"
+        raise UserError(f"{number} processes cannot share {workers} workers equally; {better}")
     return workers
 
 
@@ -171,39 +126,32 @@ def start(run: "Run", arguments: Sequence[str]) -> int:
     with claimed(place["runs"], place["name"], place["resume"], run.kind) as folder:
         name = str(folder.relative_to(place["runs"]))
         words = [run.kind, *arguments, "--processes", "1", "--workers", str(workers), "--name", name]
-        return supervise(words, folder, place)
-
-
-def supervise(words: list[str], folder: Path, place: dict[str, Any]) -> int:
-    """Has processes run with these words, which write to the folder."""
-    try:
-        processes.Group(words, place["processes"], folder / "logs").wait()
-    except KeyboardInterrupt:
-        begun = (folder / "config.json").is_file()
-        print("interrupted" + (f"; continue with --resume{how_to_find(place['runs'], folder)}" if begun else ""))
-        return 130
-    except processes.Failed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    finally:
-        if not (folder / "config.json").is_file():  # nothing has begun
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            processes.training_group(words, place["processes"], folder / "logs").wait()
+        except KeyboardInterrupt:
+            begun = (folder / "config.json").is_file()
+            print("interrupted" + (f"; continue with --resume{how_to_find(place['runs'], folder)}" if begun else ""))
+            return 130
+        except processes.Failed as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        finally:
+            if not (folder / "config.json").is_file():  # nothing has begun
+                shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
 def take_part(run: "Run") -> int:
     """One process of many."""
     place = run.place
-    if place["logs"] is not None:
-        die_with_parent()
     try:
-        join(place["coordinator"], place["num_processes"], place["process_id"], place["patience"], place["logs"])
-        return run.go(processes.stop_on_signals(alone=False))
+        processes.join(place["coordinator"], place["num_processes"], place["process_id"], place["patience"])
+        with processes.stopping(alone=False) as stop_after:
+            return run.go(stop_after)
     except KeyboardInterrupt:
         os._exit(130)  # at once: JAX would wait for the others
     except Exception as error:
-        processes.leave(place["logs"] or (run.folder / "logs" if run.begun else None), run.number, error)
-        raise
+        processes.leave(error)
 
 
 class Run:
@@ -213,13 +161,11 @@ class Run:
     parser = staticmethod(parser)
 
     def __init__(self, options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]):
-        self.place, self.together = place, place["coordinator"] is not None or place["cluster"]
-        self.options: dict[str, Any] = options
-        self.given = given
-        self.folder, self.begun = Path(), False
+        self.options, self.given, self.place = options, given, place
+        self.together = place["coordinator"] is not None or place["cluster"]
+        self.number, self.folder = 0, Path()
         self.results: list[dict[str, Any]] = []  # of process 0, a row for each finished job
         self.parts: dict[int, list[np.ndarray]] = {}  # seed -> examples of each worker
-        self.number = place["process_id"] or 0
 
     def find(self) -> None:
         """The folder of the run, and its options; writes nothing."""
@@ -227,9 +173,9 @@ class Run:
         if place["logs"] is not None:  # who started this process has chosen it
             folder = place["runs"] / place["name"]
         else:
-            folder = choose_folder(place["runs"], place["name"], place["resume"], self.kind)
+            folder = folders.choose_folder(place["runs"], place["name"], place["resume"], self.kind)
         if place["resume"]:
-            self.options = resumed(folder, self.options, self.given, self.parser(), free=["workers"])
+            self.options = folders.resumed(folder, self.options, self.given, self.parser(), free=["workers"])
         self.folder = folder
 
     def jobs(self) -> list[tuple[str, int]]:
@@ -244,7 +190,7 @@ class Run:
             try:
                 return self.go_in_folder(stop_after)
             except Exception:
-                with goes_on(self.place["runs"], self.folder):
+                with folders.goes_on(self.place["runs"], self.folder):
                     raise
 
     def go_in_folder(self, stop_after: Callable[[int], bool]) -> int:
@@ -258,7 +204,6 @@ class Run:
 
         place = self.place
         self.find()
-        self.begun = True
         count = place["num_processes"] or 1
         self.mesh = find_mesh(None if place["cluster"] else workers_of(self.options, count), count)
         self.number = jax.process_index()
@@ -267,9 +212,8 @@ class Run:
         left = self.agree_on_folder()
         self.journal = Journal(self.folder, writes=self.number == 0)
         self.console = new_console(quiet=self.number > 0)
-        say = lambda words: self.console.print(words, highlight=False, soft_wrap=True)
         if not left:
-            say(f"{self.folder} is finished" + (f": {said(self.results[0])}" if len(self.results) == 1 else ""))
+            self.say(f"{self.folder} is finished" + (f": {said(self.results[0])}" if len(self.results) == 1 else ""))
             self.report()
             return 0
 
@@ -281,15 +225,15 @@ class Run:
         algorithms = {method: algorithm_for(method, o["ratio"], o["levels"], o["via"]) for method, _ in left}
         if self.number == 0:  # only now, so that a wrong option leaves nothing behind
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_config(self.folder, o)
-        say(self.title())
+            folders.write_config(self.folder, o)
+        self.say(self.title())
         try:
             self.train(left, algorithms, stop_after)
         except KeyboardInterrupt as interrupt:
             if self.together and not isinstance(interrupt, Stopped):
                 raise
             if place["logs"] is None:
-                say(f"interrupted; continue with {self.how_to_resume()}")
+                self.say(f"interrupted; continue with {self.how_to_resume()}")
             self.report()
             return 130
         except jc.ReplicaDrift as error:
@@ -312,14 +256,16 @@ class Run:
             if place["logs"] is None:  # else who started this process has locked it
                 found = claimed(place["runs"], place["name"], place["resume"], self.kind)
                 self.folder = self.claims.enter_context(found)
-            path = self.folder / "results.json"
-            self.results = read_results(path) if path.is_file() else []
+            self.results = folders.read_results(self.folder / "results.json")
             done = {(row["method"], row["seed"]) for row in self.results}
             return [str(self.folder), [job for job in dict.fromkeys(self.jobs()) if job not in done]]
 
         folder, left = processes.agree(decide)
         self.folder = Path(folder)
         return [(method, seed) for method, seed in left]
+
+    def say(self, words: str) -> None:
+        self.console.print(words, highlight=False, soft_wrap=True)
 
     def how_to_resume(self) -> str:
         return f"--resume{how_to_find(self.place['runs'], self.folder)}"
@@ -348,7 +294,6 @@ class Run:
         from experiments.lib.training import Trainer
 
         o = self.options
-        say = lambda words: self.console.print(words, highlight=False, soft_wrap=True)
         trainer, compiled = None, None
         with progress_bar(self.console) as bar:
             for method, seed in left:
@@ -359,12 +304,12 @@ class Run:
                     trainer, compiled = Trainer(*args, **more), method
                 show = lambda step, now, task=task: bar.update(task, completed=step, now=now)
                 job, parts = Job(method, seed), self.parts[seed]
-                row = train_one(trainer, job, o, self.folder, self.journal, parts, show, stop_after, say)
+                row = train_one(trainer, job, o, self.folder, self.journal, parts, show, stop_after, self.say)
                 if self.number == 0:
                     places = {"processes": jax.process_count(), "workers": o["workers"], "via": o["via"]}
                     self.results.append(row | places)
-                    write_json(self.folder / "results.json", self.results)
-                    say(said(row))
+                    folders.write_json(self.folder / "results.json", self.results)
+                    self.say(said(row))
 
 
 def said(row: dict[str, Any]) -> str:

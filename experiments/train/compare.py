@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments import train
-from experiments.lib.report import show, spread
+from experiments.lib.report import show_rows, spread
 
 __all__ = ["main"]
 
@@ -35,40 +35,37 @@ class Comparison(train.Run):
             return
         if self.results:
             title = f"{self.folder.name}: {self.results[0]['parameters']:,} parameters"
-            show(self.console, title, HEAD, self.rows(), NOTES, self.folder / "table.md")
+            show_rows(self.console, title, self.rows(), NOTES, self.folder / "table.md")
         if any(line["step"] > 1 for line in self.journal.lines()):
             self.console.print(f"plot: {self.plot()}")
 
-    def rows(self) -> list[list[str]]:
-        """The cells of the table, a row for each method that has a result."""
+    def rows(self) -> list[dict[str, str]]:
+        """A row of the table for each method that has a result."""
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for row in self.results:
+            groups.setdefault(row["method"], []).append(row)
 
-        def bytes_of(dense: str) -> float | None:
-            found = [row["sent_bytes"] for row in self.results if row["method"] == dense]
-            return found[0] if found else None
+        def against(dense: str, sent: float) -> str:
+            return f"{groups[dense][0]['sent_bytes'] / sent:.1f} x" if dense in groups and sent else "-"
 
-        f32, bf16 = bytes_of("dense-f32"), bytes_of("dense-bf16")
-        table = []
-        for method in dict.fromkeys(row["method"] for row in self.results):
-            rows = [row for row in self.results if row["method"] == method]
-            sent = rows[0]["sent_bytes"]
-            table.append(
-                [
-                    method,
-                    spread([row["loss"] for row in rows]),
-                    spread([row["accuracy"] for row in rows]),
-                    f"{rows[0]['lane_bytes']:,.0f}",
-                    f"{np.mean([row['code_bits'] for row in rows]) / 8:,.0f}",
-                    f"{sent:,.0f}",
-                    f"{f32 / sent:.1f} x" if f32 and sent else "-",
-                    f"{bf16 / sent:.1f} x" if bf16 and sent else "-",
-                    f"{1e3 * np.median([row['seconds'] for row in rows]):.1f}",
-                ]
-            )
-        return table
+        return [
+            {
+                "method": method,
+                "final loss": spread([row["loss"] for row in rows]),
+                "test accuracy": spread([row["accuracy"] for row in rows]),
+                "lane B": f"{rows[0]['lane_bytes']:,.0f}",
+                "code B": f"{np.mean([row['code_bits'] for row in rows]) / 8:,.0f}",
+                "sent B": f"{rows[0]['sent_bytes']:,.0f}",
+                "vs f32": against("dense-f32", rows[0]["sent_bytes"]),
+                "vs bf16": against("dense-bf16", rows[0]["sent_bytes"]),
+                "ms/step": f"{1e3 * np.median([row['seconds'] for row in rows]):.1f}",
+            }
+            for method, rows in groups.items()
+        ]
 
     def plot(self) -> Path:
         from experiments.lib.job import WINDOW
-        from experiments.lib.plots import LINES, new_figure, running_mean, save
+        from experiments.lib.plots import LINES, curve, new_figure, running_mean, save
 
         lines = self.journal.lines()
         anything_sent = any(line["sent_bytes"] > 0 for line in lines)  # one worker sends nothing
@@ -83,15 +80,12 @@ class Comparison(train.Run):
             mean_of = lambda run, key: running_mean(np.array([line[key] for line in run[:length]], float), WINDOW)  # noqa: B023
             losses = np.stack([mean_of(run, "loss") for run in runs.values()])
             some = next(iter(runs.values()))
-            steps, megabytes = mean_of(some, "step"), mean_of(some, "sent_bytes") / 1e6
-            for axis, x in zip((by_step, *by_bytes), (steps, megabytes), strict=False):
-                axis.plot(x, losses.mean(0), label=method, markevery=max(1, length // 6), markersize=5, **look)
-                if len(losses) > 1:
-                    axis.fill_between(x, losses.min(0), losses.max(0), color=look["color"], alpha=0.15, linewidth=0)
+            curve(by_step, mean_of(some, "step"), losses, method, look)
+            for axis in by_bytes:
+                curve(axis, mean_of(some, "sent_bytes") / 1e6, losses, method, look)
         o = self.options
-        by_step.set(
-            xlabel="step", ylabel=f"training loss (mean of {WINDOW} logged steps)", yscale="log", title="loss by step"
-        )
+        by_step.set(xlabel="step", ylabel=f"training loss (mean of {WINDOW} logged steps)", title="loss by step")
+        by_step.set(yscale="log")
         for axis in by_bytes:
             axis.set(xlabel="MB sent by each worker", xscale="log", yscale="log", title="loss by bytes sent")
         by_step.legend()
@@ -105,7 +99,6 @@ class Comparison(train.Run):
         return path
 
 
-HEAD = ["method", "final loss", "test accuracy", "lane B", "code B", "sent B", "vs f32", "vs bf16", "ms/step"]
 NOTES = """\
 Per worker and step. lane B: bytes it contributes to the collective. code B: the best code we have for that message.
 sent B: what the compiled program sends from one device (ring model, read by jaxcomp.ledger, with the loss of

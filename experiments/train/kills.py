@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, one_thread
 from experiments.lib.folders import Journal, run_options, write_json
-from experiments.lib.processes import Failed, Group
+from experiments.lib.processes import Group, training_group
 from experiments.lib.report import new_console, show
 
-__all__ = ["main"]
+__all__ = ["Disturbed", "main", "newest", "step_of"]
 
 # Short, with many checkpoints, so that many kills hit one that is being written.
 TRAIN = ["--steps", "60", "--batch", "8", "--checkpoint-every", "7"]
@@ -34,12 +34,7 @@ def parser() -> Parser:
     p.add_argument("--kills", type=at_least(1), default=20, help="how many")
     p.add_argument("--in-a-row", type=at_least(1), default=1, help="kills of one run")
     p.add_argument("--processes", type=at_least(1), default=3, help="processes of each run")
-    p.add_argument(
-        "--reference-processes",
-        type=at_least(1),
-        default=None,
-        help="of the run without kills; else as many as --processes",
-    )
+    p.add_argument("--reference-processes", type=at_least(1), help="of the run without kills; else as --processes")
     p.add_argument("--kill-seed", type=at_least(0), default=0, help="of the choice of processes and moments")
     run_options(p, "kills")
     return p
@@ -60,73 +55,66 @@ class Kill(NamedTuple):
 def main(arguments: Sequence[str]) -> int:
     one_thread()
     o, rest = parser().parse_known_args(arguments)
-    folder = choose_new(o.runs, o.name, "kills")
-    console = new_console()
+    folder, console = choose_new(o.runs, o.name, "kills"), new_console()
     reference = o.reference_processes or o.processes
     options = [*TRAIN, "--workers", str(o.processes), *rest]
     say = lambda words: console.print(words, highlight=False, soft_wrap=True)
-    runs = Killed(folder, [reference, o.processes], options, random.Random(o.kill_seed), say)
-    console.print(f"first a run in {reference} process{'es' * (reference > 1)} without kills; writing to {folder}")
-    runs.one(0, 0)
+    say(f"first a run in {reference} process{'es' * (reference > 1)} without kills; writing to {folder}")
+    runs = Disturbed(folder, [reference, o.processes], options, random.Random(o.kill_seed), say)
     kills: list[Kill] = []
     while len(kills) < o.kills:
         number = 1 + max((kill.run for kill in kills), default=0)
-        of_this = runs.one(number, min(o.in_a_row, o.kills - len(kills)))
+        of_this = one(runs, number, min(o.in_a_row, o.kills - len(kills)))
         recovered = runs.outcome(number) == runs.outcome(0)
         kills += [kill._replace(recovered=recovered) for kill in of_this]
         end = "bit for bit the run without kills" if recovered else "NOT the run without kills"
         say(f"run {number}: {end} ({len(kills)} of {o.kills} kills)")
         write_json(folder / "kills.json", [kill._asdict() for kill in kills])
     good = sum(kill.recovered for kill in kills)
+    yes = lambda value: "yes" if value else "NO"
+    rows = [[str(i), *map(str, kill[:5]), *map(yes, kill[5:])] for i, kill in enumerate(kills, 1)]
     title = f"{folder.name}: {good} of {len(kills)} kills recovered bitwise"
-    rows = [
-        [str(i), *map(str, (k.run, k.process, k.step, k.moment, k.resumed)), *(yes(x) for x in (k.named, k.recovered))]
-        for i, k in enumerate(kills, 1)
-    ]
     show(console, title, HEAD, rows, NOTES, folder / "table.md")
     return 0 if good == len(kills) and all(kill.named for kill in kills) else 1
 
 
-def yes(value: bool) -> str:
-    return "yes" if value else "NO"
+def one(runs: "Disturbed", number: int, kills: int) -> list[Kill]:
+    """One run: killed so many times, resumed after each, and finished."""
+    done: list[Kill] = []
+    run, journal = runs.folder / f"run-{number}", Journal(runs.folder / f"run-{number}")
+    while len(done) < kills:
+        victim, delay = runs.draw.randrange(runs.processes[1]), runs.draw.uniform(0, 0.1)
+        group = runs.start(number, resume=bool(done))
+        message = ""
+        if runs.until_a_moment(group, number, kills - len(done)):
+            time.sleep(delay)
+            moment = "writing a checkpoint" if list(run.glob("checkpoints/*/*tmp*")) else "training"
+            group.processes[victim].kill()
+            step, message = step_of(journal), runs.last_words(group)
+        if not message:  # it was finished before its time came
+            if not done:
+                raise UserError("the run is too short to be killed; give it more --steps")
+            break
+        named = message.startswith(f"process {victim} was killed by SIGKILL")
+        done.append(Kill(number, victim, step, moment, newest(run), named))
+        runs.say(f"run {number}: process {victim} killed after step {step} ({moment}), goes on from {newest(run)}")
+    runs.finish(number, resume=bool(done))
+    return done
 
 
-class Killed:
-    """Runs of the same training, each killed now and then.
+class Disturbed:
+    """Runs of the same training, of which run 0 is left alone, and made when this is.
 
-    Args:
-        folder: for all runs; run 0 is the one without kills.
-        processes: of run 0, and of each other run.
-        options: of train.
-        draw: of processes and moments.
-        say: prints a line.
+    processes: of run 0, and of each other run. options: of train. draw: of processes and moments.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        processes: list[int],
-        options: list[str],
-        draw: random.Random,
-        say: Callable[[str], None],
+        self, folder: Path, processes: list[int], options: list[str], draw: random.Random, say: Callable[[str], None]
     ):
         self.folder, self.processes, self.options, self.draw, self.say = folder, processes, options, draw, say
         self.folder.mkdir(parents=True)
-
-    def one(self, number: int, kills: int) -> list[Kill]:
-        """One run: killed so many times, resumed after each, and finished."""
-        run, done = self.folder / f"run-{number}", []
-        while len(done) < kills:
-            group = self.start(number, resume=bool(done))
-            killed = self.kill(group, run, number, kills - len(done))
-            if killed is None:  # it was finished before its time came
-                if not done:
-                    raise UserError("the run is too short to be killed; give it more --steps")
-                break
-            done.append(killed)
-        if not (run / "results.json").is_file():
-            self.start(number, resume=bool(done)).wait()
-        return done
+        self.finish(0, resume=False)
+        self.last_step = step_of(Journal(folder / "run-0"))
 
     def start(self, number: int, resume: bool) -> Group:
         name = f"run-{number}"
@@ -134,37 +122,33 @@ class Killed:
         run = self.folder / name
         if resume and (run / "config.json").is_file():
             words.append("--resume")
-        return Group(words, self.processes[number > 0], run / "logs", quiet=True)
+        return training_group(words, self.processes[number > 0], run / "logs", quiet=True)
 
-    def kill(self, group: Group, run: Path, number: int, left: int) -> Kill | None:
-        """Waits for a random moment and kills a random process; so many kills are left for this run. None: too late."""
-        victim, journal, first = self.draw.randrange(self.processes[1]), Journal(run), newest(run) + 1
-        # On average the kills divide what is left of the run equally.
-        room = max(0, self.last_step() - 2 - first)
+    def finish(self, number: int, resume: bool) -> None:
+        if not (self.folder / f"run-{number}" / "results.json").is_file():
+            self.start(number, resume).wait()
+
+    def until_a_moment(self, group: Group, number: int, left: int) -> bool:
+        """Waits for a random moment of a run, for which so many disturbances are left. False: it was over before."""
+        journal, first = Journal(self.folder / f"run-{number}"), newest(self.folder / f"run-{number}") + 1
+        # On average the disturbances divide what is left of the run equally.
+        room = max(0, self.last_step - 2 - first)
         target = first + self.draw.randint(0, min(room, 2 * room // (left + 1)))
-        delay = self.draw.uniform(0, 0.1)
-        while step_of(journal) < target:
-            if group.failed() or all(code == 0 for code in group.codes()):
-                group.wait()  # raises what failed
-                return None
-            time.sleep(0.005)
-        time.sleep(delay)
-        moment = "writing a checkpoint" if list(run.glob("checkpoints/*/*tmp*")) else "training"
-        group.processes[victim].kill()
-        step, message = step_of(journal), ""
-        try:
-            group.wait()
-        except Failed as error:
-            message = str(error)
-        if not message:
-            return None
-        named = message.startswith(f"process {victim} was killed by SIGKILL")
-        kill = Kill(number, victim, step, moment, newest(run), named)
-        self.say(f"run {number}: process {victim} killed after step {step} ({moment}), goes on from {kill.resumed}")
-        return kill
+        if group.end_or(lambda: step_of(journal) >= target):
+            return True
+        group.wait()  # raises what failed
+        return False
 
-    def last_step(self) -> int:
-        return Journal(self.folder / "run-0").lines()[-1]["step"]
+    def last_words(self, group: Group, until: Callable[[], bool] = lambda: False) -> str:
+        """The message with which a group ends, if it fails; it is stopped when something else has happened before."""
+        try:
+            if group.end_or(until):
+                group.kill()
+            else:
+                group.wait()
+        except UserError as error:
+            return str(error)
+        return ""
 
     def outcome(self, number: int) -> Any:
         """Everything that must be the same: bits of the state, losses of all steps."""

@@ -10,16 +10,14 @@ Writes to runs/NAME: both runs, soak.json and table.md.
 import random
 import resource
 import shutil
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from experiments.lib.cli import Parser, UserError, at_least, choose_new, one_thread
 from experiments.lib.folders import Journal, run_options, write_json
-from experiments.lib.processes import Failed, Group
+from experiments.lib.processes import Group
 from experiments.lib.report import new_console, show
-from experiments.train.kills import Killed, newest, step_of
+from experiments.train.kills import Disturbed, newest, step_of
 
 __all__ = ["main"]
 
@@ -53,15 +51,13 @@ def parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     one_thread()
     o, rest = parser().parse_known_args(arguments)
-    folder = choose_new(o.runs, o.name, "soak")
-    console = new_console()
+    folder, console = choose_new(o.runs, o.name, "soak"), new_console()
     draw = random.Random(o.soak_seed)
     say = lambda words: console.print(words, highlight=False, soft_wrap=True, markup=False)
     every = ["--steps", str(o.steps), "--checkpoint-every", str(max(5, o.steps // 50)), "--batch", "8"]
     spoiled = ["--nonfinite", "skip", "--spoil", str(draw.randint(3, o.steps - 3)), "--workers", str(o.processes)]
-    soak = Soak(folder, [o.processes, o.processes], [*every, *spoiled, *rest], draw, say)
     say(f"{o.steps} steps in {o.processes} processes, first without disturbances; writing to {folder}")
-    soak.start(0, resume=False).wait()
+    soak = Soak(folder, [o.processes, o.processes], [*every, *spoiled, *rest], draw, say)
     events = soak.disturbed(o.kills)
     same = repr(soak.outcome(0)) == repr(soak.outcome(1))  # one loss is NaN
     write_json(folder / "soak.json", [event._asdict() for event in events])
@@ -72,44 +68,26 @@ def main(arguments: Sequence[str]) -> int:
     return int(not same)
 
 
-class Soak(Killed):
+class Soak(Disturbed):
     """Run 0 is left alone, run 1 is disturbed."""
-
-    def __init__(
-        self, folder: Path, processes: list[int], options: list[str], draw: random.Random, say: Callable[[str], None]
-    ):
-        super().__init__(folder, processes, options, draw, say)
-        self.run = folder / "run-1"
 
     def disturbed(self, kills: int) -> list[Event]:
         """Run 1, disturbed at random moments and resumed after each."""
+        self.run = self.folder / "run-1"
         names = ["kill"] * kills + ["full disk", "corrupted checkpoint"]
         self.draw.shuffle(names)
         done: list[Event] = []
         for number, name in enumerate(names):
             group = self.start(1, resume=bool(done))
-            if not self.reached(group, len(names) - number):
+            if not self.until_a_moment(group, 1, len(names) - number):
                 break
-            step, said = step_of(Journal(self.run)), self.disturb(name, group)
+            step, said = step_of(Journal(self.run)), self.disturb(name, group) or "nothing"
             if "\n" in said:
                 raise UserError(f"{name} after step {step} ended in more than one sentence: {said}")
             done.append(Event(name, step, newest(self.run), said))
             self.say(f"after step {step}: {name}; {said.replace(str(self.folder) + '/', '')[:150]}")
-        if not (self.run / "results.json").is_file():
-            self.start(1, resume=bool(done)).wait()
+        self.finish(1, resume=bool(done))
         return done
-
-    def reached(self, group: Group, left: int) -> bool:
-        """Waits for a random moment; so many disturbances are left. False: the run was over before."""
-        journal, first = Journal(self.run), newest(self.run) + 1
-        room = max(0, self.last_step() - 2 - first)
-        target = first + self.draw.randint(0, min(room, 2 * room // (left + 1)))
-        while step_of(journal) < target:
-            if group.failed() or all(code == 0 for code in group.codes()):
-                group.wait()  # raises what failed
-                return False
-            time.sleep(0.005)
-        return True
 
     def disturb(self, name: str, group: Group) -> str:
         """Does it, and returns what the run said."""
@@ -121,19 +99,7 @@ class Soak(Killed):
         else:
             for process in group.processes:
                 resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (ROOM, resource.RLIM_INFINITY))
-        return self.said(group)
-
-    def said(self, group: Group, until: Callable[[], bool] = lambda: False) -> str:
-        """The message with which a group ends; it is stopped when something else has happened before."""
-        try:
-            while not group.failed() and not until() and not all(code == 0 for code in group.codes()):
-                time.sleep(0.02)
-            if group.failed():
-                group.wait()
-        except (Failed, UserError) as error:
-            return str(error)
-        group.kill()
-        return "nothing"
+        return self.last_words(group)
 
     def corrupt(self) -> str:
         """Flips a bit in the largest file of the newest checkpoint, tries to resume, and mends it again."""
@@ -147,8 +113,7 @@ class Soak(Killed):
         content[self.draw.randrange(len(content))] ^= 1 << self.draw.randrange(8)
         path.write_bytes(content)
         before = lines.read_bytes()
-        went_on = lambda: newest(self.run) > first
-        said = self.said(self.start(1, resume=True), went_on)
+        said = self.last_words(self.start(1, resume=True), lambda: newest(self.run) > first)
         shutil.rmtree(self.run / "checkpoints")
         backup.rename(self.run / "checkpoints")
         lines.write_bytes(before)

@@ -199,7 +199,7 @@ def test_idx_files_plain_and_gzipped(tmp_path):
     ("content", "message"),
     [
         (b"", "is not an idx file"),
-        (b"\0\0\x08\3\0\0", "ends within its header"),
+        (b"\0\0\x08\3\0\0", "is not an idx file"),
         (b"\0\0\x08\1\0\0\0\5abc", r"holds 3 values, its header says \(5,\)"),
         (b"\0\0\x0d\1\0\0\0\1abcd", "is not an idx file of bytes"),
     ],

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import socket
@@ -77,42 +76,22 @@ def test_contents_that_another_library_reads_are_named():
         raise RuntimeError("a bad\n magic")
 
 
-CONFIG = {"steps": 40, "lr": 0.001, "data_dir": None, "method": "sidco", "workers": 4}
-DAMAGED = {
-    "{": "damaged: Expecting",
-    "[]": "damaged: it must hold the options of the run by name",
-    "\xff": "damaged: ",
-    json.dumps(CONFIG | {"steps": "many"}): "damaged: steps must be an integer of at least 1; got 'many'",
-    json.dumps(CONFIG | {"lr": [1]}): r"damaged: lr is \[1\]",
-    json.dumps(CONFIG | {"method": "magic"}): "damaged: method must be one of",
-    json.dumps(CONFIG | {"colour": 1}): "damaged: colour is no option",
-}
-
-
-@pytest.mark.parametrize("text", DAMAGED, ids=[message[9:40] for message in DAMAGED.values()])
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
 def test_a_damaged_config_is_named(text, tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.json").write_bytes(text.encode("latin-1"))
-    for main in (train.main, compare.main) if text in ("{", "[]") else (train.main,):
-        with pytest.raises(
-            UserError, match=rf"r/config\.json is {DAMAGED[text]}.*start a new run with another --name$"
-        ):
+    for main in (train.main, compare.main):
+        with pytest.raises(UserError, match=r"r/config\.json is damaged: .*start a new run with another --name$"):
             main(["--resume", "--name", "r", "--runs", str(tmp_path)])
 
 
-ROW = {
-    **dict.fromkeys(("loss", "accuracy", "seconds", "sent_bytes", "lane_bytes", "code_bits"), 1.0),
-    **{"method": "sidco", "seed": 0, "parameters": 3, "sha256": "a", "sha256_optimizer": "b"},
-}
-
-
-@pytest.mark.parametrize("content", ["", "{}", "[]", "[1]", json.dumps([ROW | {"loss": "nan"}]), json.dumps([{}])])
+@pytest.mark.parametrize("content", ["", "{}", "1"])
 def test_damaged_results_are_named(content, tmp_path):
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(UserError, match=r"results\.json is damaged: .*; remove it"):
         read_results(tmp_path / "results.json")
-    (tmp_path / "results.json").write_text(json.dumps([ROW]))
-    assert read_results(tmp_path / "results.json") == [ROW]
+    (tmp_path / "results.json").write_text('[{"loss": 1.0}]')
+    assert read_results(tmp_path / "results.json") == [{"loss": 1.0}]
 
 
 def test_damaged_metrics_are_named_with_their_line(tmp_path):
@@ -122,10 +101,9 @@ def test_damaged_metrics_are_named_with_their_line(tmp_path):
     whole = journal.path.read_text()
     journal.path.write_text(whole[:-9])  # what a full disk leaves
     assert len(journal.lines()) == 2
-    for damaged in (whole.replace('"step": 1', '"step": x'), whole.replace('"step": 1', '"stop": 1')):
-        journal.path.write_text(damaged)
-        with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is damaged: "):
-            journal.lines()
+    journal.path.write_text(whole.replace('"step": 1', '"step": x'))
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is damaged: "):
+        journal.lines()
 
 
 @pytest.mark.parametrize("name", ["train", "compare"])
@@ -219,7 +197,7 @@ def test_waiting_for_others_ends_with_a_line(process, tmp_path):
         port = probe.getsockname()[1]
         if process == 0:
             taken = run(*WAITS, "--coordinator", f"127.0.0.1:{port}", "--process-id", 0, "--runs", tmp_path)
-            assert taken.stderr.startswith(f"error: --coordinator 127.0.0.1:{port}: cannot listen at port {port}: ")
+            assert f"error: found no other processes at 127.0.0.1:{port}: " in taken.stderr
     result = run(*WAITS, "--coordinator", f"127.0.0.1:{port}", "--process-id", process, "--runs", tmp_path)
     assert result.returncode == 2
     assert result.stderr == f"error: waited 1 s for process {1 - process} at 127.0.0.1:{port} (--patience)\n"
@@ -229,6 +207,4 @@ def test_waiting_for_others_ends_with_a_line(process, tmp_path):
 def test_a_coordinator_without_an_address_is_refused(tmp_path):
     words = command(*WAITS, "--coordinator", "no.such.host.invalid:4711", "--process-id", 1, "--runs", tmp_path)
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.stderr.startswith(
-        "error: --coordinator no.such.host.invalid:4711: no.such.host.invalid has no address"
-    )
+    assert result.stderr.startswith("error: --coordinator no.such.host.invalid:4711 has no address: ")

@@ -46,11 +46,11 @@ def test_a_folder_in_use_is_refused_until_its_run_has_ended(resume, tmp_path):
     with claimed(tmp_path, "r", resume, "train"):
         with pytest.raises(UserError, match=BUSY), claimed(tmp_path, "r", resume, "train"):
             pass
-        assert (tmp_path / "r" / "running.json").is_file()  # refusing it has not released it
+        with pytest.raises(UserError, match=BUSY), claimed(tmp_path, "r", resume, "train"):
+            pass  # refusing it has not released it
     assert (tmp_path / "r").exists() == resume  # nothing was written to the new one
     with claimed(tmp_path, "r", resume, "train") as folder:
         begin(folder)
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
     with pytest.raises(UserError, match="r exists; continue it with --resume"), claimed(tmp_path, "r", False, "train"):
         pass
 
@@ -63,9 +63,8 @@ def test_a_killed_run_holds_nothing(tmp_path):
         "    os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode < 0
-    assert (tmp_path / "r" / "running.json").is_file()
     with claimed(tmp_path, "r", True, "train") as folder:
-        assert str(os.getpid()) in (folder / "running.json").read_text()
+        assert str(os.getpid()) in (folder / "lock").read_text()
 
 
 def test_train_and_compare_refuse_a_folder_in_use(tmp_path):
@@ -77,7 +76,7 @@ def test_train_and_compare_refuse_a_folder_in_use(tmp_path):
         result = run("compare", "--runs", tmp_path, "--name", "r", "--resume")
         assert result.returncode == 2
         assert f"r is in use by process {os.getpid()} on " in result.stderr
-    assert [path.name for path in (tmp_path / "r").iterdir()] == ["config.json"]
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["config.json", "lock"]
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "", "."])

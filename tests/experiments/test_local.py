@@ -53,7 +53,7 @@ def test_times_of_all_rows_are_of_one_machine():
         {**known, **setup._asdict(), "seconds": seconds} for setup, seconds in zip(setups, (0.1, 0.4), strict=True)
     ]
     table = rows(results, {"workers": 4, "mbit": 100.0})
-    assert [row[-1] for row in table] == ["10.8", "10.8"]  # 100 steps of 0.1 s, 10 MB at 100 Mbit/s
+    assert [row["s"] for row in table] == ["10.8", "10.8"]  # 100 steps of 0.1 s, 10 MB at 100 Mbit/s
 
 
 def test_a_folder_of_texts_is_one_text(tmp_path):

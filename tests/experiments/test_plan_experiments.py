@@ -5,8 +5,9 @@ import json
 import pytest
 
 from experiments import scale
-from experiments.__main__ import EXPERIMENTS, usage
-from experiments.lib.report import new_console
+from experiments.__main__ import EXPERIMENTS, main
+from experiments.lib.plots import save
+from experiments.lib.run import Run
 from experiments.plan.results import dense_is_best, draw, regret_of, summary
 from experiments.scale import links, replacement, rows_of, workers
 
@@ -34,12 +35,13 @@ def test_regret_by_hand(tmp_path):
     assert found["worst"] == pytest.approx(0.5)
     assert found["median_error"] == 0  # six of nine predictions are exact
     assert (found["dense_cells"], found["dense_advised"]) == (1, 1)
-    assert draw(ROWS, tmp_path / "regret.png").stat().st_size > 1000
+    save(draw(ROWS), tmp_path / "regret.png")
+    assert (tmp_path / "regret.png").stat().st_size > 1000
 
 
-def test_every_experiment_has_a_module_and_a_line():
-    assert all(len(each) == 2 for each in EXPERIMENTS.values())
-    assert "regret" in usage()
+def test_every_experiment_has_a_line(capsys):
+    assert main(["--help"]) == 0
+    assert all(what in capsys.readouterr().out for what in [EXPERIMENTS["plan"][1]])
 
 
 def test_scale_marks_what_does_not_fit_and_names_what_replaces_it(tmp_path, capsys):
@@ -67,9 +69,8 @@ def test_links_are_fitted_to_few_workers_and_checked_among_more(tmp_path):
     assert [row["ratio"] for row in found] == pytest.approx([1, 1, 1, 1, 1, 0.5])
     expected = {"sizes": 6, "within": 5 / 6, "median": 0.0, "worst": 0.5}
     assert links.summary(found) == pytest.approx(expected, abs=1e-9)
-    console = new_console(quiet=True)
-    links.report(console, found, links.parser().parse_args(["--fit", "2", "4"]), tmp_path)
-    text = (tmp_path / "table.md").read_text()
+    links.report(Run(links.parser(), ["--fit", "2", "4", "--runs", str(tmp_path), "--name", "l"], "links"), found)
+    text = (tmp_path / "l" / "table.md").read_text()
     assert "Fitted to 2, 4 workers" in text
     assert "link: 2 sizes, 50% of them within 15%, median error 25%, largest 50%" in text
     assert "Shorter ones: 4 sizes, 100% of them" in text

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from rich.console import Console
 
 from experiments.lib.models import Ngrams
+from experiments.lib.run import Run
 from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, trained_by, trained_name
 from experiments.network.scoreboard import best_dense, parser, report, scored_name, step_seconds, to_loss
@@ -44,10 +44,10 @@ def test_a_step_is_the_slowest_workers_and_the_first_does_not_count():
 
 
 def test_the_table_says_where_it_pays_where_it_loses_and_where_even(tmp_path):
-    given = {"rates": [1e7, None], "methods": [r["method"] for r in ROWS]}
-    o = argparse.Namespace(**vars(parser().parse_args([])) | given)
-    report(Console(quiet=True), o, ROWS, tmp_path)
-    table = (tmp_path / "table.md").read_text()
+    run = Run(parser(), ["--rates", "10mbit", "none", "--runs", str(tmp_path), "--name", "s"], "scoreboard")
+    run.options.methods = [r["method"] for r in ROWS]
+    report(run, ROWS)
+    table = (tmp_path / "s" / "table.md").read_text()
     found = {
         cells[1]: cells[4:]
         for cells in ([cell.strip() for cell in text.strip("|").split("|")] for text in table.splitlines())
@@ -57,9 +57,9 @@ def test_the_table_says_where_it_pays_where_it_loses_and_where_even(tmp_path):
     assert found["top-k"][2].endswith("bit/s")
     assert found["psum-f32"][:2] == ["0.5 x", "1 x"]
     assert found["sidco"][:2] == ["-", "-"]
-    links = (tmp_path / "links.md").read_text()
+    links = (tmp_path / "s" / "links.md").read_text()
     assert "| mlp | psum-f32 | 2000.0 | 100.0 | 5.0 % | 1.010 - 1.020 |" in links
-    assert (tmp_path / "scoreboard.png").stat().st_size > 10_000
+    assert (tmp_path / "s" / "scoreboard.png").stat().st_size > 10_000
 
 
 def test_only_the_scoreboard_takes_methods_that_do_not_stop_at_a_loss():

@@ -96,6 +96,7 @@ def test_a_cluster_gives_bitwise_the_single_run(once, tmp_path):
     assert sorted(p.name for p in (tmp_path / "train-1").iterdir()) == [
         "checkpoints",
         "config.json",
+        "lock",
         "metrics.jsonl",
         "results.json",
     ]
@@ -188,13 +189,11 @@ def test_help_lists_every_option():
 # Process 1 fails; process 0 loses its connection and says so first.
 FAILS = """
 import sys, time
-from pathlib import Path
 from experiments.lib import processes
-logs, number = Path(sys.argv[sys.argv.index("--logs") + 1]), int(sys.argv[-1])
-if number == 0:
-    processes.leave(logs, 0, RuntimeError("Gloo: connection closed by peer"))
+if sys.argv[1] == "0":
+    processes.leave(RuntimeError("Gloo: connection closed by peer"))
 time.sleep(0.3)
-processes.leave(logs, 1, {error})
+processes.leave({error})
 """
 
 
@@ -206,7 +205,8 @@ processes.leave(logs, 1, {error})
     ],
 )
 def test_the_first_cause_is_shown(error, kind, message, tmp_path):
-    group = processes.Group(["-c", FAILS.format(error=error)], 2, tmp_path, quiet=True, program=[sys.executable])
+    words = [sys.executable, "-c", FAILS.format(error=error)]
+    group = processes.Group([[*words, str(i)] for i in range(2)], tmp_path)
     with pytest.raises(kind, match=f"^{message}") as raised:
         group.wait()
     assert ("ValueError: boom\n" in str(raised.value)) == (kind is processes.Failed)
@@ -214,7 +214,7 @@ def test_the_first_cause_is_shown(error, kind, message, tmp_path):
 
 
 def test_a_killed_process_is_named(tmp_path):
-    group = processes.Group(["-c", "import time; time.sleep(60)"], 3, tmp_path, quiet=True, program=[sys.executable])
+    group = processes.Group([[sys.executable, "-c", "import time; time.sleep(60)"]] * 3, tmp_path)
     group.processes[1].kill()
     with pytest.raises(processes.Failed, match=r"^process 1 was killed by SIGKILL"):
         group.wait()
@@ -226,7 +226,7 @@ def test_no_orphans(tmp_path):
     sleeper = "import time; time.sleep(60)"
     starter = (
         "import sys; from pathlib import Path; from experiments.lib.processes import Group; "
-        f"group = Group(['-c', {sleeper!r}], 2, Path({str(tmp_path)!r}), True, [sys.executable]); "
+        f"group = Group([[sys.executable, '-c', {sleeper!r}]] * 2, Path({str(tmp_path)!r})); "
         "print(*(p.pid for p in group.processes), flush=True); group.wait()"
     )
     process = start([sys.executable, "-c", starter], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -1,0 +1,113 @@
+"""A run of an experiment: its options, the folder that keeps it, and its rows as a table and a picture."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from experiments.lib.cli import Parser, choose_new
+from experiments.lib.folders import Journal, run_options, write_config, write_json
+from experiments.lib.report import new_console, progress_bar, show
+
+__all__ = ["Columns", "Run", "cells", "lines", "parser_of"]
+
+# What stands above a column -> the format of a cell, which names fields of a row, or a function of the whole row.
+Columns = Mapping[str, str | Callable[[Any], str]]
+
+
+def parser_of(name: str, about: str | None) -> Parser:
+    """The parser of `python -m experiments NAME`; about: the docstring whose first paragraph describes it."""
+    return Parser(prog=f"python -m experiments {name}", description=(about or "").split("\n\n")[0])
+
+
+def cells(columns: Columns, rows: Iterable[Any]) -> list[list[str]]:
+    """The texts of a table. rows: dictionaries or NamedTuples."""
+
+    def text(column: str | Callable[[Any], str], row: Any) -> str:
+        if callable(column):
+            return column(row)
+        return column.format(**(row if isinstance(row, dict) else row._asdict()))
+
+    return [[text(column, row) for column in columns.values()] for row in rows]
+
+
+class Run:
+    """The console of a run, and its folder, which is made when the first thing is written to it.
+
+    Args:
+        parser: of the options of the experiment; --name and --runs are added.
+        arguments: of the command line.
+        kind: what the folder is called if the user gives no name.
+
+    Raises:
+        UserError: the folder exists.
+    """
+
+    def __init__(self, parser: Parser, arguments: Sequence[str], kind: str):
+        run_options(parser, kind)
+        options = vars(parser.parse_args(arguments))
+        self.folder = choose_new(options.pop("runs"), options.pop("name"), kind)
+        self.options: Any = SimpleNamespace(**options)
+        self.console, self.begun = new_console(), False
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False)
+
+    def path(self, name: str) -> Path:
+        """A file of the folder."""
+        if not self.begun:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_config(self.folder, vars(self.options))
+            self.begun = True
+        return self.folder / name
+
+    def add(self, *rows: dict[str, Any]) -> None:
+        """To metrics.jsonl."""
+        Journal(self.path(".")).add(*rows)
+
+    def keep(self, content: Any) -> None:
+        """As results.json."""
+        write_json(self.path("results.json"), content)
+
+    def rows_of(
+        self, cases: Sequence[Any], name: Callable[[Any], str], measure: Callable[[Any], Any], partial: bool = False
+    ) -> list[Any]:
+        """What `measure` gives for each case, behind a progress bar with its name.
+
+        partial: after Ctrl-C, the rows so far.
+        """
+        rows = []
+        with progress_bar(self.console, "runs") as bar:
+            task = bar.add_task("", total=len(cases))
+            try:
+                for case in cases:
+                    bar.update(task, description=name(case))
+                    if bar.disable:
+                        self.say(name(case))
+                    rows.append(measure(case))
+                    bar.advance(task)
+            except KeyboardInterrupt:
+                if not partial or not rows:
+                    raise
+                self.say("interrupted")
+        return rows
+
+    def table(self, title: str, columns: Columns, rows: Iterable[Any], notes: str = "", name: str = "table.md") -> None:
+        show(self.console, title, list(columns), cells(columns, rows), notes, self.path(name))
+
+    def picture(self, figure: Any, name: str) -> None:
+        from experiments.lib.plots import save
+
+        save(figure, self.path(name))
+        self.say(f"plot: {self.folder / name}")
+
+
+def lines(axis: Any, curves: Mapping[str, tuple[Any, Any]], **labels: Any) -> None:
+    """A line for each curve (x, y), told apart by more than its colour. labels: of `axis.set`."""
+    from experiments.lib.plots import LINES
+
+    for i, (name, (x, y)) in enumerate(curves.items()):
+        axis.plot(x, y, label=name, markevery=max(1, np.size(x) // 8), markersize=5, **LINES[i % len(LINES)])
+    axis.set(**labels)
