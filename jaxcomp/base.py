@@ -357,11 +357,12 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
 
 
 def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:
-    """message - decompress(payload): what was not sent. Bitwise so for compressors that copy entries."""
+    """message - decompress(payload): what was not sent, saturated. Bitwise so for compressors that copy entries."""
     if compressor.accumulate is not None:
-        return add_own(compressor, message, payload, -1, shared)
+        left = add_own(compressor, message, payload, -1, shared)
+        return left if compressor.spec.selects else jax.tree.map(bounded, left)
     x_hat = compressor.decompress(payload, shared, like_of(message))
-    return jax.tree.map(lambda m, x: m - x, message, x_hat)
+    return jax.tree.map(lambda m, x: bounded(m - x), message, x_hat)
 
 
 def add_own(compressor: Compressor, total: Tree, payload: Tree, weight: Any, shared: Tree) -> Tree:

@@ -313,11 +313,11 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
         def add_one(total, message):
             payload, weight, worker = message
             y = times(rotated(payload, total.shape[0], total.dtype), weight)
-            return total + (rotation.backward(y, key_of(shared.of(worker, ()))) if per_worker else y)
+            return total + (finite(rotation.backward(y, key_of(shared.of(worker, ())))) if per_worker else y)
 
         start = total if per_worker else zeros_like(like_of(total))
         done = fold(add_one, start, (payloads, weights, jnp.arange(workers)))
-        return done if per_worker else total + rotation.backward(done, key_of(shared))
+        return done if per_worker else total + finite(rotation.backward(done, key_of(shared)))
 
     return on_vectors(
         init=init,

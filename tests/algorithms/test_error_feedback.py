@@ -97,3 +97,18 @@ def test_error_feedback_reaches_the_optimum_where_top_k_alone_does_not():
     # With a constant step a ball of the size of the step remains (heterogeneous workers).
     assert minimise(jc.error_feedback(jc.top_k(0.1)), 0.01, 3000) < 1e-2
     assert minimise(jc.direct(jc.top_k(0.1)), 0.01, 3000) > 5e-2
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [jc.eden(1), jc.dct(jc.chunked(jc.top_k(k=4), 64)), jc.sign(), jc.block_scaled("int4")],
+    ids=lambda c: c.spec.name,
+)
+def test_memories_of_the_largest_numbers_stay_finite(compressor):
+    """What was not sent saturates, as sums do; zeros that follow find a finite memory."""
+    largest = jnp.full((256,), jnp.finfo(jnp.float32).max) * jnp.where(jnp.arange(256) % 3 == 0, -1, 1)
+    tx = jc.compressed_mean(jc.error_feedback(compressor), None)
+    state = tx.init(largest)
+    for g in (largest, jnp.zeros(256), jnp.zeros(256)):
+        _, state = tx.update(g, state)
+        assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.local.algorithm.memory))
