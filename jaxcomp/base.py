@@ -359,8 +359,7 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
 def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:
     """message - decompress(payload): what was not sent, saturated. Bitwise so for compressors that copy entries."""
     if compressor.accumulate is not None:
-        left = add_own(compressor, message, payload, -1, shared)
-        return left if compressor.spec.selects else jax.tree.map(bounded, left)
+        return add_own(compressor, message, payload, -1, shared)
     x_hat = compressor.decompress(payload, shared, like_of(message))
     return jax.tree.map(lambda m, x: bounded(m - x), message, x_hat)
 

@@ -164,7 +164,7 @@ def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -
     def add(total, payloads, weights, shared):
         cut, inner, _ = parts(total)
         zeros = jnp.zeros((cut.size,), total.dtype)
-        return total + backward(accumulate(inner, zeros, payloads, weights, shared), cut, total.shape)
+        return bounded(total + backward(accumulate(inner, zeros, payloads, weights, shared), cut, total.shape))
 
     def of_padded(bound, worse):
         """The worse of a vector of d entries, and of the longest that an array of as many can become."""

@@ -317,7 +317,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
 
         start = total if per_worker else zeros_like(like_of(total))
         done = fold(add_one, start, (payloads, weights, jnp.arange(workers)))
-        return done if per_worker else total + finite(rotation.backward(done, key_of(shared)))
+        return bounded(done if per_worker else total + finite(rotation.backward(done, key_of(shared))))
 
     return on_vectors(
         init=init,
