@@ -117,18 +117,30 @@ def join(coordinator: str | None, number: int | None, process: int | None, patie
         if coordinator is None:
             jax.distributed.initialize(initialization_timeout=seconds)
         else:
-            host, _, port = coordinator.rpartition(":")
-            socket.getaddrinfo(host.strip("[]"), port)
+            check_address(coordinator, process)
             found = {"cluster_detection_method": "deactivate", "initialization_timeout": seconds}
             jax.distributed.initialize(coordinator, number, process, **found)
-    except OSError as error:
-        raise UserError(f"--coordinator {coordinator} has no address: {error.strerror}") from None
     except (ValueError, RuntimeError) as error:
         hint = "" if coordinator else "; name it: --coordinator HOST:PORT --num-processes N --process-id I"
         raise UserError(f"found no other processes {where}: {str(error).splitlines()[0].rstrip('.')}{hint}") from None
     finally:
         for timer in timers:
             timer.cancel()
+
+
+def check_address(coordinator: str, process: int | None) -> None:
+    """That the host of a coordinator has an address, and that process 0 can listen at its port: JAX might crash."""
+    host, _, port = coordinator.rpartition(":")
+    host = host.strip("[]")
+    what = f"{host} has no address"
+    try:
+        socket.getaddrinfo(host, int(port))
+        if process == 0:
+            what = f"cannot listen at port {port}"
+            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+            socket.create_server(("", int(port)), family=family, dualstack_ipv6=family == socket.AF_INET6).close()
+    except OSError as error:
+        raise UserError(f"--coordinator {coordinator}: {what}: {error.strerror}") from None
 
 
 def agree(decide: Callable[[], Any]) -> Any:
