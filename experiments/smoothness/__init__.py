@@ -109,10 +109,7 @@ def run_all(run: Run, problem: Any, setups: Any) -> list[Result]:
             run.add(*metrics_of(result, o.seeds))
             if bar.disable:
                 kilobytes = result.kilobytes[o.count]
-                to = (
-                    f"{kilobytes:,.1f} kB"
-                    if np.isfinite(kilobytes)
-                    else f"error {result.floor:.1e}, target not reached"
-                )
+                missed = f"target not reached, error {result.floor:.1e},"
+                to = f"{kilobytes:,.1f} kB" if np.isfinite(kilobytes) else missed
                 run.say(f"{setup.label}: {to} at budget {setup.budgets[result.best]:g} d")
     return results

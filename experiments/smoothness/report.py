@@ -89,15 +89,13 @@ def upload_bits(setup: Setup, d: int) -> float:
 
 def columns_of(first: Result) -> Columns:
     """Of rows at their best budgets; factors against the first result."""
+    base = first.kilobytes[first.count]
     reached = lambda r: np.isfinite(r.kilobytes[r.count])
 
     def where_reached(form: str, value: Callable[[Result], float]) -> Callable[[Result], str]:
         return lambda r: form.format(value(r)) if reached(r) else "-"
 
     kilobytes = lambda *counts: where_reached("{:,.1f}", lambda r: sum(r.kilobytes[count] for count in counts))
-    factor = lambda r: (
-        f"{first.kilobytes[r.count] / r.kilobytes[r.count]:.2f}" if reached(r) and reached(first) else "-"
-    )
     return {
         "method": lambda r: r.setup.label,
         "budget": lambda r: f"{r.setup.budgets[r.best]:g} d",
@@ -109,7 +107,7 @@ def columns_of(first: Result) -> Columns:
         "+ upload": kilobytes("up", "upload"),
         "kB down": kilobytes("down"),
         "both": kilobytes("up", "down"),
-        "factor": factor,
+        "factor": where_reached("{:.2f}", lambda r: base / r.kilobytes[r.count]) if reached(first) else lambda r: "-",
         "floor": lambda r: f"{r.floor:.1e}",
     }
 
@@ -118,10 +116,10 @@ def metrics_of(result: Result, seeds: Sequence[int]) -> Iterator[dict[str, Any]]
     """A line for about 50 rounds of each run."""
     curves, setup, problem = result.curves, result.setup, result.problem
     rounds = np.unique(np.geomspace(1, curves.errors.shape[-1], 50).astype(int)).tolist()
-    for (b, budget), (s, seed), number in itertools.product(enumerate(setup.budgets), enumerate(seeds), rounds):
+    for b, s, number in itertools.product(range(len(setup.budgets)), range(len(seeds)), rounds):
         at = (b, s, number - 1)
-        line = {"method": setup.label, "workers": problem.workers, "budget": budget, "seed": seed, "round": number}
-        line |= {"error": float(curves.errors[at]), "bits": float(curves.bits[at])}
+        line = {"method": setup.label, "workers": problem.workers, "budget": setup.budgets[b], "seed": seeds[s]}
+        line |= {"round": number, "error": float(curves.errors[at]), "bits": float(curves.bits[at])}
         yield line | {"seconds": curves.seconds * number, "down_bits": float(curves.down[at])}
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,11 +26,14 @@ class Study(NamedTuple):
     max_rounds: int = 4000
 
 
+def made(problem: Problem, name: str, budgets: Sequence[float], form: str, **more: Any) -> Setup:
+    """A setup in words: a method and a compressor."""
+    method, compressor = name.split()
+    return make_setup(problem, method, compressor, budgets, form=form, **more)
+
+
 def pairs(*names: str) -> Setups:
-    """Of setups in words: a method and a compressor each."""
-    return lambda problem, budgets, form, count: [
-        make_setup(problem, *name.split(), list(budgets), form=form) for name in names
-    ]
+    return lambda problem, budgets, form, count: [made(problem, name, budgets, form) for name in names]
 
 
 PLAIN, AWARE = ("dcgd", "diana", "adiana"), ("dcgd+", "diana+", "adiana+")
@@ -54,18 +57,13 @@ def budget(problem: Problem, budgets: Sequence[float], form: str, count: str) ->
     names = ["diana uniform", "diana+ varying-16", "adiana uniform-16", "adiana+ varying-16"]
     if count == "both":
         down = [
-            make_setup(problem, method, how.removesuffix("-16") + "-16", finer, form=form, down=down)
-            for (method, how), down in itertools.product(
-                map(str.split, [*names, "dcgd+ varying"]), ("half", "one", "two")
-            )
+            made(problem, name.removesuffix("-16") + "-16", finer, form, down=down)
+            for name, down in itertools.product([*names, "dcgd+ varying"], ("half", "one", "two"))
         ]
         return pairs(*names)(problem, finer, form, count) + down
     names = ["diana uniform", "diana uniform-16", "diana+ uniform", "diana+ varying", "diana+ varying-16"]
     names += ["adiana uniform", "adiana+ varying", "adiana+ varying-16"]
-    return [
-        make_setup(problem, *name.split(), list(budgets) if name.startswith("diana+") else finer, form=form)
-        for name in names
-    ]
+    return [made(problem, name, budgets if name.startswith("diana+") else finer, form) for name in names]
 
 
 def variants(problem: Problem, budgets: Sequence[float], form: str, count: str) -> list[Setup]:
@@ -85,8 +83,8 @@ def variants(problem: Problem, budgets: Sequence[float], form: str, count: str) 
         "diana+ varying, low rank d/8": glm("low_rank", rank=max(1, d // 8)),
         "diana+ varying, 4 blocks": glm("block", blocks=4),
     }
-    return [make_setup(problem, "diana", "uniform", list(budgets), form=form)] + [
-        make_setup(*(problem, *label.split(",")[0].split(), list(budgets)), form=form, operator=operator, label=label)
+    return [made(problem, "diana uniform", budgets, form)] + [
+        made(problem, label.split(",")[0], budgets, form, operator=operator, label=label)
         for label, operator in operators.items()
     ]
 
