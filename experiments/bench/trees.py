@@ -87,7 +87,7 @@ def update_of(make: Callable[[], Any] | None, like: Any, mesh: Any) -> tuple[Any
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("trees", __doc__)
+    p = bench_parser("bench trees", __doc__)
     p.add_argument("--layers", type=at_least(1), nargs="+", default=[12, 48], help="of the GPT")
     p.add_argument("--workers", type=at_least(1), default=2, help="virtual devices")
     p.add_argument("--only", nargs="+", default=None, help="methods whose names contain one of these")

@@ -2,9 +2,14 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
+from experiments.lib.step import dense
 from experiments.lib.text import read_characters
+from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
 
 __all__ = ["lognormal", "normal", "transformer"]
 
@@ -19,13 +24,6 @@ def lognormal(workers: int, size: int, seed: int) -> np.ndarray:
 
 def transformer(workers: int, size: int, seed: int, text: Path | None, steps: int) -> np.ndarray:
     """The first `size` entries of the gradients of the workers, each on 16 windows of its own, after so many steps."""
-    import jax
-    import jax.numpy as jnp
-    from jax.flatten_util import ravel_pytree
-
-    from experiments.lib.step import dense
-    from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
-
     codes, characters = read_characters(text)
     params = jax.tree.map(jnp.asarray, initial(Sizes(characters, 64, 64, 4, 3), seed))
     grad = jax.grad(lambda params, windows: mean_loss(params, windows, LAYOUTS["data"]))

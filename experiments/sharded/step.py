@@ -64,11 +64,10 @@ def crossings(book: jc.Ledger, mesh: Any) -> list[Crossing]:
     for row in book.rows:
         if row.counted and row.sent_bytes:
             found.setdefault((row.axes(mesh), row.op, row.dtype), []).append(row)
+    largest = lambda rows: max(row.operand_bytes for row in rows)
     return [
-        Crossing(
-            axes, op, dtype, len(rows), max(row.operand_bytes for row in rows), sum(row.sent_bytes for row in rows)
-        )
-        for (axes, op, dtype), rows in sorted(found.items())
+        Crossing(*kind, len(rows), largest(rows), sum(row.sent_bytes for row in rows))
+        for kind, rows in sorted(found.items())
     ]
 
 
@@ -76,14 +75,7 @@ class Program:
     """One method with one layout on a mesh: compiled once, run from any seed."""
 
     def __init__(
-        self,
-        layout: str,
-        mesh: jax.sharding.Mesh,
-        algorithm: Algorithm,
-        sizes: Sizes,
-        batch: int,
-        optimizer: optax.GradientTransformation,
-        **options: Any,
+        self, layout: str, mesh: Any, algorithm: Algorithm, sizes: Sizes, batch: int, optimizer: Any, **options: Any
     ):
         """options: more arguments of `jc.compressed_mean`, for instance bucket_bytes."""
         self.layout, self.mesh, self.sizes, self.batch = LAYOUTS[layout], mesh, sizes, batch
@@ -126,11 +118,8 @@ class Program:
 
     def typed(self, tree: Any, specs: Any) -> Any:
         """Shapes and dtypes with the places where the arrays will lie. The devices need not be there."""
-
-        def one(x, spec):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
-
-        return jax.tree.map(one, tree, specs)
+        place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+        return jax.tree.map(place, tree, specs)
 
     def mapped_step(self) -> Any:
         """(params, state, windows) -> (params, state, loss), each device with its shards."""
