@@ -4,7 +4,8 @@ Simulates n workers with unequal data volumes: local steps, error feedback, top-
 with a ratio for each worker, and the mean weighted by volumes. All rules send the same number of
 entries in all: with thresholds their common factor is fitted to it in every round. Thresholds are
 compared with the uniform threshold, the others with uniform ratios. Writes to runs/NAME: config.json,
-metrics.jsonl (a line for each rule, skew, ratio and seed), table.md, dagc.png.
+metrics.jsonl (a line for each rule, skew, ratio and seed), table.md, dagc.png,
+scores.png.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments.lib.cli import at_least, fraction, one_or_more, one_thread, positive, rule_of
-from experiments.lib.run import Run, lines, parser_of
+from experiments.lib.run import Run, parser_of
 
 __all__ = ["main"]
 
@@ -177,38 +178,20 @@ def report(run: Run, rows: list[dict[str, Any]]) -> None:
 
 def draw(run: Run, rows: list[dict[str, Any]]) -> None:
     """Rounds against uniform over the skew, a panel for each ratio; and scores at the largest skew."""
-    from experiments.lib.plots import LINES, new_figure
-
-    o = run.options
-    ratios, skews = o.ratios, sorted(o.skews)
-    figure, axes = new_figure(len(ratios) + 1)
-    methods = [method for method in o.rules if any(row["method"] == method for row in rows)]
-    rivals = [method for method in methods if not method.endswith("uniform")]
-    for axis, ratio in zip(axes, ratios, strict=False):
-        axis.axhline(0, color=LINES[0]["color"], linewidth=1)
-        every = [0.0]
+    o, skews = run.options, sorted(run.options.skews)
+    rivals = [method for method in o.rules if not method.endswith("uniform")]
+    panels: dict[str, dict[str, Any]] = {}
+    for ratio in o.ratios:
+        panel = panels.setdefault(f"mean ratio {ratio:g}; below 0 the rule wins, above 0 uniform does", {})
         for i, method in enumerate(rivals):
-            line = LINES[methods.index(method) % len(LINES)]
             points = [against_uniform(rows, "rounds", (ratio, skew), method) for skew in skews]
-            places = np.array(skews) * 1.06 ** (i - (len(rivals) - 1) / 2)
-            means, widths = np.array(points).T
-            every += [mean for mean in means if np.isfinite(mean)]
-            axis.errorbar(places, means, widths, label=method, capsize=2, markersize=5, elinewidth=1, **line)
-        axis.set(xscale="log", xlabel="skew: largest data volume / smallest")
-        axis.set_ylabel("rounds to target, % against uniform")
-        margin = max(max(every) - min(every), 10) / 2  # bars of few seeds may be longer, and are cut off
-        axis.set_ylim(min(every) - margin, max(every) + margin)
-        axis.set_xticks(skews, [f"{skew:g}" for skew in skews])
-        axis.minorticks_off()
-        axis.set_title(f"mean ratio {ratio:g}; below 0 the rule wins, above 0 uniform does", fontsize=10)
-        if rivals:
-            axis.legend(fontsize=8)
-    mine = {method: [row["scores"] for row in those_of(rows, ratios[0], skews[-1], method)] for method in methods}
-    curves = {name: (np.arange(1, o.rounds + 1), np.mean(scores, axis=0)) for name, scores in mine.items() if scores}
-    quadratic = o.task == "quadratics"
-    labels = {"ylabel": "|grad f|^2", "yscale": "log"} if quadratic else {"ylabel": "test accuracy"}
-    lines(axes[-1], curves, xlabel="round", **labels)
-    axes[-1].axhline(o.target, color="#7F7F7F", linestyle=":", linewidth=1)
-    axes[-1].set_title(f"mean over seeds, skew {skews[-1]:g}, ratio {ratios[0]:g}", fontsize=10)
-    axes[-1].legend(fontsize=8)
-    run.picture(figure, "dagc.png")
+            panel[method] = (np.array(skews) * 1.06**i, *np.array(points).T)
+    labels = {"xlabel": "skew: largest data volume / smallest", "ylabel": "rounds to target, % against uniform"}
+    run.plot("dagc.png", panels, xscale="log", **labels)
+    panel = {}
+    for method in o.rules:
+        if mine := those_of(rows, o.ratios[0], skews[-1], method):
+            scores = np.mean([row["scores"] for row in mine], axis=0)
+            panel[method] = (np.arange(1, o.rounds + 1), scores)
+    labels = {"ylabel": "|grad f|^2", "yscale": "log"} if o.task == "quadratics" else {"ylabel": "test accuracy"}
+    run.plot("scores.png", {f"mean over seeds, skew {skews[-1]:g}, ratio {o.ratios[0]:g}": panel}, **labels)

@@ -23,7 +23,8 @@ from experiments.bench.timing import machine
 from experiments.lib.cli import at_least, fraction
 from experiments.lib.data import load
 from experiments.lib.models import Cnn
-from experiments.lib.run import Run, lines, parser_of
+from experiments.lib.plots import running_mean
+from experiments.lib.run import Run, parser_of
 from experiments.lib.step import classified, training_step
 from experiments.lib.text import text_of, windows
 from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
@@ -152,23 +153,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     rows = [{**row, "last": np.asarray(row["losses"])[:, -tail:].mean(1)} for row in results]
     run.table(f"Layouts; {machine()}", COLUMNS, rows, notes)
-    plot(results, run)
+    panels: dict[str, dict[str, Any]] = {}
+    for row in results:
+        mean = running_mean(np.asarray(row["losses"]), 10).mean(0)
+        panels.setdefault(f"{row['task']}\n{row['method']}", {})[row["layout"]] = (1 + np.arange(o.steps), mean)
+    run.plot("losses.png", panels, xlabel="step", ylabel="loss (mean of 10 steps)", yscale="log")
     return 0
-
-
-def plot(results: list[dict[str, Any]], run: Run) -> None:
-    from matplotlib.ticker import LogFormatter
-
-    from experiments.lib.plots import new_figure, running_mean
-
-    panels = list(dict.fromkeys((row["task"], row["method"]) for row in results))
-    figure, axes = new_figure(min(4, len(panels)), rows=math.ceil(len(panels) / 4))
-    for axis, panel in zip(axes, panels, strict=False):
-        chosen = {row["layout"]: row["losses"] for row in results if (row["task"], row["method"]) == panel}
-        means = {name: running_mean(np.asarray(losses), 10).mean(0) for name, losses in chosen.items()}
-        curves = {name: (1 + np.arange(len(mean)), mean) for name, mean in means.items()}
-        lines(axis, curves, title="\n".join(panel), xlabel="step", ylabel="loss (mean of 10 steps)", yscale="log")
-        axis.yaxis.set_major_formatter(LogFormatter())
-        axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
-        axis.legend()
-    run.picture(figure, "losses.png")

@@ -3,6 +3,7 @@
 NMSE = |mean_i C(x_i) - mean_i x_i|^2 / mean_i |x_i|^2.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from experiments.bench.timing import bench_parser, report
 from experiments.lib.cli import at_least
 from experiments.lib.folders import write_json
 from experiments.lib.report import new_console
+from experiments.lib.run import picture
 from experiments.quantizers.released import RELEASED
 from experiments.quantizers.sources import lognormal, normal, transformer
 from jaxcomp.base import State, for_worker
@@ -147,26 +149,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 APART = {"EDEN, least squares", "integers, stochastic", "MX, sound", "NVFP4, sound", "e4m3"}  # in the table alone
-GREYS = ["#4D4D4D", "#8C8C8C", "#B3B3B3", "#000000"]
 
 
 def draw(records: list[dict], sources: list[str], workers: int, path: Path) -> None:
-    """One panel for each source, one line for each family; releases in grey, with hollow marks."""
-    from experiments.lib.plots import LINES, new_figure, save
-
-    figure, panels = new_figure(len(sources), height=5.6)
-    names = [name for name in dict.fromkeys(r["family"] for r in records) if name not in APART]
-    ours = [name for name in names if "released" not in name]
-    styles: dict[str, dict] = {name: LINES[i % len(LINES)] for i, name in enumerate(ours)}
-    for i, name in enumerate(name for name in names if name not in ours):
-        styles[name] = {"color": GREYS[i % 4], "marker": "osD^vP"[i % 6], "linestyle": ":", "markerfacecolor": "white"}
-    for axis, source in zip(panels, sources, strict=True):
-        for family in names:
+    """One panel for each source, one line for each family."""
+    panels: dict[str, dict[str, Any]] = {source: {} for source in sources}
+    for source, family in itertools.product(sources, dict.fromkeys(r["family"] for r in records)):
+        if family not in APART:
             points = sorted((r["bits"], r["errors"][source]) for r in records if r["family"] == family)
-            axis.plot(*zip(*points, strict=True), label=family, markersize=6, **styles[family])
-        axis.set(title=source, xlabel="bits an entry, scales included", yscale="log", xscale="log")
-        axis.set_xticks([0.5, 1, 2, 3, 4, 6, 8], ["0.5", "1", "2", "3", "4", "6", "8"])
-        axis.minorticks_off()
-    panels[0].set_ylabel(f"NMSE of the mean of {workers} workers")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=9)
-    save(figure, path)
+            panels[source][family] = tuple(zip(*points, strict=True))
+    labels = {"xlabel": "bits an entry, scales included", "ylabel": f"NMSE of the mean of {workers} workers"}
+    picture(path, panels, xscale="log", yscale="log", **labels)

@@ -15,7 +15,8 @@ import optax
 
 from experiments.lib.cli import at_least
 from experiments.lib.methods import METHODS
-from experiments.lib.run import Run, lines, parser_of
+from experiments.lib.plots import running_mean
+from experiments.lib.run import Run, parser_of
 from experiments.lib.text import add_options, text_of
 from experiments.lib.training import find_devices
 from experiments.lib.transformer import DATA, LAYOUTS, Sizes
@@ -96,7 +97,13 @@ def main(arguments: Sequence[str]) -> int:
         row["vs"] = f"{dense[row['layout']] / row['data_bytes']:.1f} x" if known else "-"
     title = f"{run.folder.name}: {rows[0]['parameters']:,} parameters, mesh {shape[0]} x {shape[1]}"
     run.table(title, COLUMNS, rows, NOTES)
-    draw(logged, run)
+    panels: dict[str, dict[str, Any]] = {}
+    for layout, method in cases[: len(rows)]:
+        mine = [line for line in logged if (line["layout"], line["method"]) == (layout, method)]
+        losses = running_mean(np.array([line["loss"] for line in mine]), WINDOW)
+        panels.setdefault(layout, {})[method] = ([line["step"] for line in mine], losses)
+    title = f"transformer on characters, mesh {shape[0]} x {shape[1]}, Adam {o.lr:g}, ratio {o.ratio:g}"
+    run.plot("sharded.png", panels, title, xlabel="step", ylabel=f"training loss (mean of {WINDOW} logged steps)")
     return 0
 
 
@@ -127,21 +134,3 @@ def train(run: Run, layout: str, method: str, text: Any, sizes: Sizes) -> tuple[
         "parameters": program.num_params,
     }
     return row, logged, crossing
-
-
-def draw(logged: list[dict[str, Any]], run: Run) -> None:
-    from experiments.lib.plots import new_figure, running_mean
-
-    o, layouts = run.options, list(dict.fromkeys(line["layout"] for line in logged))
-    figure, axes = new_figure(len(layouts))
-    for axis, layout in zip(axes, layouts, strict=True):
-        curves = {}
-        for method in dict.fromkeys(line["method"] for line in logged if line["layout"] == layout):
-            mine = [line for line in logged if (line["layout"], line["method"]) == (layout, method)]
-            losses = running_mean(np.array([line["loss"] for line in mine]), WINDOW)
-            curves[method] = ([line["step"] for line in mine], losses)
-        lines(axis, curves, xlabel="step", ylabel=f"training loss (mean of {WINDOW} logged steps)", title=layout)
-    axes[0].legend()
-    mesh = " x ".join(map(str, o.mesh))
-    figure.suptitle(f"transformer on characters, mesh {mesh}, Adam {o.lr:g}, ratio {o.ratio:g}", fontsize=10)
-    run.picture(figure, "sharded.png")

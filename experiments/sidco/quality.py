@@ -16,7 +16,7 @@ import numpy as np
 
 import jaxcomp as jc
 from experiments.lib.cli import at_least, fraction
-from experiments.lib.run import Run, lines, parser_of
+from experiments.lib.run import Run, parser_of
 from experiments.sidco.sources import LAWS, ZEROS, draws, record_images, record_text
 from jaxcomp.base import State, overflow, residual
 
@@ -116,8 +116,17 @@ def main(arguments: Sequence[str]) -> int:
         chosen = [row for row in recorded if (row.source, row.feedback) == (source, feedback)]
         title = f"{source}, {'with' if feedback else 'without'} error feedback; d = {sources[source].shape[1]:,}"
         table(run, title, chosen, f"{source.split(',')[0].lower()}-{'feedback' if feedback else 'plain'}.md")
-    plot_laws(known, run)
-    plot_recorded(recorded, run)
+    laws = {f"target {ratio:g}": {name: of_laws(known, name, ratio) for name in METHODS} for ratio in o.ratios}
+    run.plot("laws.png", laws, yscale="log", ylabel="achieved / target")
+    least = min(o.ratios)
+    over_time: dict[str, dict[str, Any]] = {}
+    for row in recorded:
+        if row.ratio == least:
+            panel = f"{row.source}, {'with' if row.feedback else 'without'} error feedback"
+            line = (range(len(row.achieved)), np.maximum(row.achieved, 1e-3))
+            over_time.setdefault(panel, {})[row.method] = line
+    labels = {"xlabel": "training step", "ylabel": f"achieved / target at {least:g}"}
+    run.plot("recorded.png", over_time, yscale="log", **labels)
     return 0
 
 
@@ -137,43 +146,9 @@ def table(run: Run, title: str, rows: list[Row], name: str) -> None:
     run.table(title, columns, [{"method": m} for m in dict.fromkeys(row.method for row in rows)], NOTES, name)
 
 
-def plot_laws(rows: list[Row], run: Run) -> None:
-    """For each target, the mean of every method on every law, with the 90 % interval."""
-    from experiments.lib.plots import LINES, new_figure
-
-    ratios = run.options.ratios
-    figure, axes = new_figure(len(ratios), height=6.5)
-    names, sources = (list(dict.fromkeys(values)) for values in zip(*((r.method, r.source) for r in rows), strict=True))
-    for axis, ratio in zip(axes, ratios, strict=True):
-        axis.axvspan(0.9, 1.1, color="#BBBBBB", alpha=0.4, linewidth=0)
-        for i, (look, name) in enumerate(zip(LINES, names, strict=False)):
-            chosen = [row.settled for row in rows if (row.method, row.ratio) == (name, ratio)]
-            means = np.array([np.mean(values) for values in chosen])
-            ends = np.array([np.quantile(values, [0.05, 0.95]) for values in chosen]).T
-            lengths = np.maximum(np.stack([means - ends[0], ends[1] - means]), 0)
-            heights = np.arange(len(sources)) + (i - len(names) / 2) * 0.08
-            look = look | {"linestyle": "none", "markersize": 3.5, "elinewidth": 0.8, "label": name}
-            axis.errorbar(np.maximum(means, 1e-3), heights, xerr=lengths, **look)
-        axis.set(xscale="log", xlabel="achieved / target", title=f"target {ratio:g}", xlim=(3e-3, 1e2))
-        axis.set_yticks(np.arange(len(sources)), sources if axis is axes[0] else [])
-        axis.invert_yaxis()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    run.picture(figure, "laws.png")
-
-
-def plot_recorded(rows: list[Row], run: Run) -> None:
-    """The same over training time, at the smallest target: a panel for each source, without and with memory."""
-    from experiments.lib.plots import new_figure
-
-    ratio = min(run.options.ratios)
-    panels = list(dict.fromkeys((row.source, row.feedback) for row in rows))
-    figure, axes = new_figure(len(panels), height=4.6)
-    for axis, panel in zip(axes, panels, strict=True):
-        axis.axhspan(0.9, 1.1, color="#BBBBBB", alpha=0.4, linewidth=0)
-        chosen = [row for row in rows if (row.source, row.feedback, row.ratio) == (*panel, ratio)]
-        curves = {row.method: (range(len(row.achieved)), np.maximum(row.achieved, 1e-3)) for row in chosen}
-        title = f"{panel[0]}, {'with' if panel[1] else 'without'} error feedback"
-        lines(axis, curves, yscale="log", xlabel="training step", title=title)
-    axes[0].set_ylabel(f"achieved / target at {ratio:g}")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    run.picture(figure, "recorded.png")
+def of_laws(rows: list[Row], method: str, ratio: float) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Laws, the mean of a method on each, and how far down and up its 90 % interval reaches."""
+    chosen = {row.source: row.settled for row in rows if (row.method, row.ratio) == (method, ratio)}
+    means = np.array([np.mean(values) for values in chosen.values()])
+    low, high = np.array([np.quantile(values, [0.05, 0.95]) for values in chosen.values()]).T
+    return list(chosen), np.maximum(means, 1e-3), np.maximum(np.stack([means - low, high - means]), 0)

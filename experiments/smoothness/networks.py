@@ -16,8 +16,8 @@ from flax import nnx
 import jaxcomp as jc
 from experiments.lib.data import batch_of, load, split
 from experiments.lib.models import Cnn
-from experiments.lib.plots import new_figure, running_mean
-from experiments.lib.run import Run, cells, lines
+from experiments.lib.plots import running_mean
+from experiments.lib.run import Run, cells
 from experiments.lib.step import classified, updated
 
 __all__ = ["networks"]
@@ -97,14 +97,12 @@ def networks(run: Run) -> int:
     title = f"digits, CNN of {rows[0]['d']:,} parameters, {o.rounds} steps, seeds {', '.join(map(str, o.seeds))}"
     run.table(title, COLUMNS, rows, NOTES)
     run.keep([dict(zip(COLUMNS, row, strict=True)) for row in cells(COLUMNS, rows)])
-    figure, axes = new_figure(len(o.budgets))
-    for axis, share in zip(axes, o.budgets, strict=True):
-        curves = {row["method"]: row["curve"] for row in rows if row["budget"] == share}
-        lines(axis, curves, yscale="log", xlabel="MB sent by a worker", title=f"budget {share:g} d")
-    axes[0].set_ylabel("training loss, mean of 20 steps")
-    axes[0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    run.picture(figure, "networks.png")
+    panels = {
+        f"budget {share:g} d": {row["method"]: row["curve"] for row in rows if row["budget"] == share}
+        for share in o.budgets
+    }
+    labels = {"xlabel": "MB sent by a worker", "ylabel": "training loss, mean of 20 steps"}
+    run.plot("networks.png", panels, title, yscale="log", **labels)
     return 0
 
 
