@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 
 import jaxcomp as jc
 from experiments.bench.timing import bench_parser, report
@@ -19,8 +20,10 @@ from experiments.lib.cli import at_least
 from experiments.lib.folders import write_json
 from experiments.lib.report import new_console
 from experiments.lib.run import picture
+from experiments.lib.step import dense
+from experiments.lib.text import read_characters
+from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
 from experiments.quantizers.released import RELEASED
-from experiments.quantizers.sources import lognormal, normal, transformer
 from jaxcomp.base import State, for_worker
 
 __all__ = ["main"]
@@ -48,6 +51,41 @@ def families() -> dict[str, list]:
         "NVFP4 as released": [scaled("nvfp4", scale="e4m3-nearest")],
         "e4m3": [scaled("e4m3")],
     }
+
+
+# ------------------------------------------------------------------------------------------------
+# Vectors of n workers, f32[n, d]
+
+
+def normal(workers: int, size: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, 1]).standard_normal((workers, size)).astype(np.float32)
+
+
+def lognormal(workers: int, size: int, seed: int) -> np.ndarray:
+    return np.exp(np.random.default_rng([seed, 2]).standard_normal((workers, size))).astype(np.float32)
+
+
+def transformer(workers: int, size: int, seed: int, text: Path | None, steps: int) -> np.ndarray:
+    """The first `size` entries of the gradients of the workers, each on 16 windows of its own, after so many steps."""
+    codes, characters = read_characters(text)
+    params = jax.tree.map(jnp.asarray, initial(Sizes(characters, 64, 64, 4, 3), seed))
+    grad = jax.grad(lambda params, windows: mean_loss(params, windows, LAYOUTS["data"]))
+
+    def windows(step: int, worker: int) -> np.ndarray:
+        starts = np.random.default_rng([seed, step, worker]).integers(0, len(codes) - 65, 16)
+        return codes[starts[:, None] + np.arange(65)]
+
+    start = params
+    for params, _ in dense(start, grad, 2e-3, ((windows(number, 0),) for number in range(steps))):  # noqa: B007
+        pass
+    flat = jax.jit(lambda params, windows: ravel_pytree(grad(params, windows))[0])
+    rows = [np.asarray(flat(params, jnp.asarray(windows(steps, 1 + i)))) for i in range(workers)]
+    if rows[0].size < size:
+        raise ValueError(f"the transformer has {rows[0].size} parameters; got size={size}")
+    return np.stack(rows)[:, :size]
+
+
+# ------------------------------------------------------------------------------------------------
 
 
 def mean_by(compressor: Any) -> Callable:

@@ -17,7 +17,7 @@ from experiments.lib.run import Run, cells, parser_of
 from experiments.smoothness.problems import add_data, make_problem
 from experiments.smoothness.report import NOTES, Result, columns_of, draw, metrics_of, plot_workers
 from experiments.smoothness.runner import run_setup
-from experiments.smoothness.studies import STUDIES
+from experiments.smoothness.setups import STUDIES
 
 __all__ = ["main"]
 
