@@ -120,6 +120,8 @@ def picture(path: Path, panels: Panels, title: str = "", **labels: Any) -> None:
                 axis.errorbar(x, y, *error, capsize=2, elinewidth=1, **look)
             else:
                 axis.plot(x, y, markevery=max(1, len(x) // 8), **look)
+            if isinstance(x[0], str):
+                axis.tick_params(axis="x", rotation=90)
         axis.set(title=name, **labels)
     known = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(known.values(), known, loc="outside lower center", ncols=min(5, 2 * columns), fontsize=8)
