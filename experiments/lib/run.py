@@ -114,6 +114,7 @@ def picture(path: Path, panels: Panels, title: str = "", **labels: Any) -> None:
     figure, axes = new_figure(columns, rows=rows, height=5 * rows)
     looks: dict[str, dict[str, Any]] = {}
     for axis, (name, curves) in zip(axes, panels.items(), strict=False):
+        axis.set(title=name, **labels)
         for label, (x, y, *error) in curves.items():
             look = looks.setdefault(label, {"label": label, "markersize": 4} | LINES[len(looks) % len(LINES)])
             if error:
@@ -122,7 +123,6 @@ def picture(path: Path, panels: Panels, title: str = "", **labels: Any) -> None:
                 axis.plot(x, y, markevery=max(1, len(x) // 8), **look)
             if isinstance(x[0], str):
                 axis.tick_params(axis="x", rotation=90)
-        axis.set(title=name, **labels)
     known = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(known.values(), known, loc="outside lower center", ncols=min(5, 2 * columns), fontsize=8)
     figure.suptitle(title, fontsize=10)
