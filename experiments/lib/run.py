@@ -115,14 +115,16 @@ def picture(path: Path, panels: Panels, title: str = "", **labels: Any) -> None:
     looks: dict[str, dict[str, Any]] = {}
     for axis, (name, curves) in zip(axes, panels.items(), strict=False):
         axis.set(title=name, **labels)
+        axis.tick_params(which="both", labelsize=8)
         for label, (x, y, *error) in curves.items():
             look = looks.setdefault(label, {"label": label, "markersize": 4} | LINES[len(looks) % len(LINES)])
             if error:
                 axis.errorbar(x, y, *error, capsize=2, elinewidth=1, **look)
+            elif isinstance(x[0], str):  # names, between which there is nothing
+                axis.plot(x, y, **look | {"linestyle": "none"})
+                axis.tick_params(axis="x", rotation=90)
             else:
                 axis.plot(x, y, markevery=max(1, len(x) // 8), **look)
-            if isinstance(x[0], str):
-                axis.tick_params(axis="x", rotation=90)
     known = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(known.values(), known, loc="outside lower center", ncols=min(5, 2 * columns), fontsize=8)
     figure.suptitle(title, fontsize=10)
