@@ -41,18 +41,12 @@ def compressor_text(rng: np.random.Generator, depth: int = 0) -> str:
             f"jc.compose({inner()}, {inner()})",
             f"jc.compose(jc.top_k({ratio}), {inner()})",
             f"jc.narrow({inner()}, values={some('bfloat16', 'float16')!r})",
+            f"jc.block_scaled({some('mxfp8', 'mxfp4', 'nvfp4', 'int8', 'int4')!r})",
+            *("jc.sign()", "jc.terngrad()", "jc.drive()", f"jc.eden({some('1', '2', '4')})"),
+            f"jc.rotate({inner()})",
+            f"jc.dct({inner()}, chunk={some('8', '64')})",
+            f"jc.chunked({inner()}, {some('16', '64')})",
         ]
-        optional = {
-            "block_scaled": f"jc.block_scaled({some('mxfp8', 'mxfp4', 'nvfp4', 'int8', 'int4')!r})",
-            "sign": "jc.sign()",
-            "terngrad": "jc.terngrad()",
-            "drive": "jc.drive()",
-            "eden": f"jc.eden({some('1', '2', '4')})",
-            "rotate": f"jc.rotate({inner()})",
-            "dct": f"jc.dct({inner()}, chunk={some('8', '64')})",
-            "chunked": f"jc.chunked({inner()}, {some('16', '64')})",
-        }
-        known += [text for name, text in optional.items() if hasattr(jc, name)]
     return str(rng.choice(known))
 
 

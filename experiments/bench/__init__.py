@@ -15,7 +15,7 @@ BENCHMARKS = {
     "select": "thresholds and compaction against sorts, over sizes",
     "skcompress": "sketches and quantile buckets in jit and as bytes, against one sort of as many floats",
     "step": "one update of a GPT's tree: time and memory beside a plain pmean",
-    "trees": "a GPT's whole tree: compile time, step time and memory, beside a plain psum",
+    "trees": "a GPT's whole tree: compile time and memory, beside a plain psum",
     "smoothness": "the parts of a DIANA+ round, against the gradients",
     "wire": "the worst time and memory of decoding mutated messages",
 }

@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("codes", __doc__, repeats=5)
+    p = bench_parser("bench codes", __doc__, repeats=5)
     p.add_argument("--nonzeros", type=at_least(100), default=10**6, help="entries of the message")
     p.add_argument("--gap", type=at_least(2), default=100, help="mean distance between their indices")
     o = p.parse_args(arguments)

@@ -32,7 +32,7 @@ def compressors() -> list:
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("compressors", __doc__, repeats=9)
+    p = bench_parser("bench compressors", __doc__, repeats=9)
     p.add_argument("--log2-size", type=at_least(5), default=24, help="d = 2^this entries of a Laplace vector")
     p.add_argument("--workers", type=at_least(1), default=4, help="messages that are decoded and added")
     o = p.parse_args(arguments)

@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("plan", __doc__)
+    p = bench_parser("bench plan", __doc__)
     p.add_argument("--width", type=at_least(8), default=2240, help="of two layers; 2240: 9.9 M parameters")
     p.add_argument("--workers", type=at_least(2), default=2, help="virtual devices of this process")
     p.add_argument("--batch", type=at_least(1), default=64, help="examples of all workers in a step")

@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("rotations", __doc__, repeats=9)
+    p = bench_parser("bench rotations", __doc__, repeats=9)
     p.add_argument("--log2-size", type=at_least(5), default=24, help="d = 2^this entries of a Laplace vector")
     p.add_argument("--log2-blocks", type=at_least(1), nargs="*", default=[7, 12], help="blocks of 2^this entries")
     o = p.parse_args(arguments)

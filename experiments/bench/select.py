@@ -15,7 +15,7 @@ from jax import lax
 import jaxcomp as jc
 from experiments.bench.timing import Fresh, machine, time_all
 from experiments.lib.cli import UserError, at_least, fraction
-from experiments.lib.run import Run, lines, parser_of
+from experiments.lib.run import Run, parser_of
 from jaxcomp.base import residual
 from jaxcomp.select import indices_of_words, words_above
 
@@ -109,7 +109,15 @@ def main(arguments: Sequence[str]) -> int:
         f"Extra memory: temporary buffers of the compiled program at 2^{sizes[-1]}, without arguments and results."
     )
     run.table(f"Selection; {machine()}", columns, [{"name": name} for name in base], notes)
-    plot(seconds, run)
+    shown = [name for name in base if "given" not in name and name != READ]
+    over_sizes = lambda name: np.array([each[name] for each in seconds.values()])
+    entries = [2.0**size for size in sizes]
+    panels = {
+        "milliseconds": {name: (entries, 1e3 * over_sizes(name)) for name in shown},
+        "multiples of one read pass": {name: (entries, over_sizes(name) / over_sizes(READ)) for name in shown},
+    }
+    title = f"Selecting {o.ratio:g} of the entries; {machine()}"
+    run.plot("select.png", panels, title, xscale="log", yscale="log", xlabel="entries")
     return 0
 
 
@@ -120,22 +128,3 @@ def slope_of(sizes: list[int], seconds: list[float]) -> float:
     if len(chosen) < 2:
         return float("nan")
     return float(np.polyfit([sizes[i] for i in chosen], np.log2([seconds[i] for i in chosen]), 1)[0])
-
-
-def plot(seconds: dict[int, dict[str, float]], run: Run) -> None:
-    """Milliseconds, and multiples of a read pass, over the size."""
-    from experiments.lib.plots import new_figure
-
-    figure, (left, right) = new_figure(2)
-    entries, some = [2.0**size for size in seconds], next(iter(seconds.values()))
-    times = {name: np.array([each[name] for each in seconds.values()]) for name in some}
-    shown = [name for name in times if "given" not in name and name != READ]
-    logs = {"yscale": "log", "xlabel": "entries"}
-    lines(left, {name: (entries, 1e3 * times[name]) for name in shown}, ylabel="milliseconds", title="time", **logs)
-    multiples = {name: (entries, times[name] / times[READ]) for name in shown}
-    lines(right, multiples, ylabel="multiples of one read pass", title="cost", **logs)
-    for axis in (left, right):
-        axis.set_xscale("log", base=2)
-    left.legend(fontsize=8)
-    figure.suptitle(f"Selecting {run.options.ratio:g} of the entries; {machine()}", fontsize=10)
-    run.picture(figure, "select.png")

@@ -16,7 +16,7 @@ PARTS = ("compress", "decompress", "encode", "decode")
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("skcompress", __doc__, repeats=5)
+    p = bench_parser("bench skcompress", __doc__, repeats=5)
     p.add_argument("--nonzeros", type=at_least(1000), default=1_000_000, help="entries that are not zero")
     p.add_argument("--spread", type=at_least(1), default=10, help="length of the vector over its nonzeros")
     o = p.parse_args(arguments)

@@ -21,7 +21,7 @@ LEARNING = 0.1  # of the shifts; no time depends on it
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("smoothness", __doc__, repeats=21)
+    p = bench_parser("bench smoothness", __doc__, repeats=21)
     add_data(p)
     p.add_argument("--workers", type=at_least(1), default=20, help="simulated by vmap")
     o = p.parse_args(arguments)

@@ -39,7 +39,7 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("step", __doc__)
+    p = bench_parser("bench step", __doc__)
     p.add_argument("--layers", type=at_least(1), default=12, help="of the GPT; 12 are 146 leaves, 42.0 M parameters")
     p.add_argument("--workers", type=at_least(1), default=2, help="virtual devices")
     p.add_argument("--rounds", type=at_least(1), default=9, help="steps of each method, one of each in turn")

@@ -30,7 +30,7 @@ class Fresh(NamedTuple):
 
 def bench_parser(name: str, about: str | None, repeats: int | None = None) -> Parser:
     """With --markdown, and with --repeats where there is a default of it."""
-    p = parser_of(f"bench {name}", about)
+    p = parser_of(name, about)
     if repeats is not None:
         p.add_argument("--repeats", type=at_least(1), default=repeats, help="rounds; the median is shown")
     p.add_argument("--markdown", type=Path, default=None, help="keep the table in this file")

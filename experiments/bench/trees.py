@@ -1,4 +1,4 @@
-"""Compile time, step time and memory of one update of a GPT's whole tree, beside a plain `psum` of it."""
+"""Compile time and memory of one update of a GPT's whole tree, beside a plain `psum` of it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from experiments.bench.timing import bench_parser, mesh_of, report
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console
 
-__all__ = ["gpt_like", "made", "main", "methods", "num_entries", "step_seconds", "update_of"]
+__all__ = ["gpt_like", "made", "main", "methods", "num_entries", "temporary", "update_of"]
 
 WIDTH, TOKENS = 512, 8192
 
@@ -87,12 +87,11 @@ def update_of(make: Callable[[], Any] | None, like: Any, mesh: Any) -> tuple[Any
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("trees", __doc__)
+    p = bench_parser("bench trees", __doc__)
     p.add_argument("--layers", type=at_least(1), nargs="+", default=[12, 48], help="of the GPT")
     p.add_argument("--workers", type=at_least(1), default=2, help="virtual devices")
     p.add_argument("--only", nargs="+", default=None, help="methods whose names contain one of these")
     p.add_argument("--times", type=at_least(1), default=3, help="compile each so often; the least is shown")
-    p.add_argument("--steps", type=at_least(0), default=0, help="also time so many steps of the smallest tree")
     o = p.parse_args(arguments)
 
     jax.config.update("jax_enable_compilation_cache", False)
@@ -105,16 +104,13 @@ def main(arguments: Sequence[str]) -> int:
     rows, base = [], {}
     with new_console().status("compiling") as status:
         for name, make in {"psum": None, **wanted}.items():
-            row: dict[str, Any] = {"name": name, "temporary": "", "ms": ""}
+            row: dict[str, Any] = {"name": name}
             for layers, like in trees.items():
                 status.update(f"compiling {name}, {layers} layers")
-                seconds, program, shapes = compiled(make, like, mesh, o.times)
+                seconds, program = compiled(make, like, mesh, o.times)
                 row |= {f"s{layers}": seconds, f"beyond{layers}": seconds - base.setdefault(layers, seconds)}
                 if like is first:
                     row["temporary"] = temporary(program, like)
-                    if o.steps:
-                        status.update(f"running {name}")
-                        row["ms"] = f"{1e3 * step_seconds(program, shapes, o.steps):.0f}"
             rows.append(row)
     columns = {"method": "{name}"}
     for layers, like in trees.items():
@@ -122,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
         columns[f"{leaves} leaves, CPU s"] = f"{{s{layers}:.1f}}"
         columns[f"{leaves}, beyond psum"] = f"{{beyond{layers}:+.1f}}"
         if like is first:
-            columns |= {"temporary / gradient": "{temporary}"} | ({"ms a step": "{ms}"} if o.steps else {})
+            columns["temporary / gradient"] = "{temporary}"
     notes = (
         f"Trace and compile of one update at {o.workers} workers, in CPU seconds of the process, the least of "
         f"{o.times}. The smallest tree has {num_entries(first) / 1e6:.1f} M parameters. Temporary memory is what one "
@@ -137,8 +133,8 @@ def temporary(program: Any, like: Any) -> str:
     return "" if memory is None else f"{memory.temp_size_in_bytes / (4 * num_entries(like)):.2f}"
 
 
-def compiled(make: Callable[[], Any] | None, like: Any, mesh: Any, times: int) -> tuple[float, Any, tuple[Any, ...]]:
-    """Least CPU seconds of so many traces and compilations from nothing, the program, and shapes of its arguments."""
+def compiled(make: Callable[[], Any] | None, like: Any, mesh: Any, times: int) -> tuple[float, Any]:
+    """Least CPU seconds of so many traces and compilations from nothing, and the program."""
     least = float("inf")
     for _ in range(times):
         step, shapes = update_of(make, like, mesh)
@@ -146,7 +142,7 @@ def compiled(make: Callable[[], Any] | None, like: Any, mesh: Any, times: int) -
         start = time.process_time()
         program = step.lower(*shapes).compile()
         least = min(least, time.process_time() - start)
-    return least, program, shapes
+    return least, program
 
 
 def made(shapes: Any) -> Any:
@@ -159,15 +155,3 @@ def made(shapes: Any) -> Any:
         return jax.device_put(value.astype(leaf.dtype), leaf.sharding)
 
     return jax.tree.map(one, shapes)
-
-
-def step_seconds(program: Any, shapes: tuple[Any, ...], steps: int) -> float:
-    """Median of so many steps, each waited for."""
-    grads, *state = map(made, shapes)
-    taken = []
-    for _ in range(steps + 1):
-        start = time.perf_counter()
-        out = jax.block_until_ready(program(grads, *state))
-        taken.append(time.perf_counter() - start)
-        state = [out[1]] if state else []
-    return float(np.median(taken[1:]))

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 import jaxcomp as jc
-from experiments.dagc.data import imbalanced_split, quadratics
+from experiments.dagc.data import imbalanced_split, skewed_volumes
 from experiments.federated.model import flat_model, local_batches, local_steps
 from experiments.lib.data import load
 from jaxcomp.base import Compressor, State, accumulate, for_worker
@@ -59,16 +59,10 @@ def classification(options: dict[str, Any]) -> Simulation:
 
     def task(skew: float, seed: int) -> Task:
         parts = imbalanced_split(data.train_y, options["workers"], skew, options["alpha"], seed)
-        chosen = [
-            [local_batches(part, steps, batch, seed, t, i) for i, part in enumerate(parts)] for t in range(rounds)
-        ]
-        inputs = {
-            "x": jnp.asarray(data.train_x),
-            "y": jnp.asarray(data.train_y),
-            "test_x": jnp.asarray(data.test_x[:examined]),
-            "test_y": jnp.asarray(data.test_y[:examined]),
-            "chosen": jnp.asarray(np.array(chosen), jnp.int32),
-        }
+        batches = lambda t: [local_batches(part, steps, batch, seed, t, i) for i, part in enumerate(parts)]
+        inputs = {"x": jnp.asarray(data.train_x), "y": jnp.asarray(data.train_y)}
+        inputs |= {"test_x": jnp.asarray(data.test_x[:examined]), "test_y": jnp.asarray(data.test_y[:examined])}
+        inputs["chosen"] = jnp.asarray(np.array([batches(t) for t in range(rounds)]), jnp.int32)
         start = flat_model(options["model"], data, seed).start
         return Task(start, np.array([len(part) for part in parts], float), inputs, +1)
 
@@ -82,17 +76,17 @@ def classification(options: dict[str, Any]) -> Simulation:
 
 
 def heterogeneous_quadratics(options: dict[str, Any]) -> Simulation:
-    """f_i(x) = 1/2 sum_j h_ij (x_j - c_ij)^2, exact gradients; score: |grad f|^2, to be made small."""
-    size = 1000
+    """f_i(x) = 1/2 sum_j h_ij (x_j - c_ij)^2, exact gradients; score: |grad f|^2, to be made small.
+
+    Curvatures in [0.1, 1] and minima of standard deviation 1 are drawn for each worker.
+    """
+    shape = (options["workers"], 1000)
 
     def task(skew: float, seed: int) -> Task:
-        problem = quadratics(options["workers"], size, skew, seed)
-        inputs = {
-            "curvature": jnp.asarray(problem.curvature),
-            "center": jnp.asarray(problem.center),
-            "weights": jnp.asarray(problem.volumes / problem.volumes.sum(), jnp.float32),
-        }
-        return Task(jnp.zeros(size), problem.volumes, inputs, -1)
+        rng, volumes = np.random.default_rng([seed, 12]), skewed_volumes(shape[0], skew)
+        drawn = {"curvature": rng.uniform(0.1, 1.0, shape), "center": rng.standard_normal(shape)}
+        drawn["weights"] = volumes / volumes.sum()
+        return Task(jnp.zeros(shape[1]), volumes, {k: jnp.asarray(v, jnp.float32) for k, v in drawn.items()}, -1)
 
     def gradients(vector, inputs):
         return inputs["curvature"] * (vector - inputs["center"])

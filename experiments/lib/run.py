@@ -5,16 +5,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from experiments.lib.cli import Parser, choose_new
 from experiments.lib.folders import Journal, run_options, write_config, write_json
 from experiments.lib.report import new_console, progress_bar, show
 
-__all__ = ["Columns", "Run", "cells", "lines", "parser_of"]
+__all__ = ["Columns", "Panels", "Run", "cells", "parser_of", "picture"]
 
 # What stands above a column -> the format of a cell, which names fields of a row, or a function of the whole row.
 Columns = Mapping[str, str | Callable[[Any], str]]
+# Title of a panel -> label of a curve -> x, y and perhaps the lengths of error bars.
+Panels = Mapping[str, Mapping[str, tuple[Any, ...]]]
 
 
 def parser_of(name: str, about: str | None) -> Parser:
@@ -53,7 +53,7 @@ class Run:
         self.console, self.begun = new_console(), False
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def path(self, name: str) -> Path:
         """A file of the folder."""
@@ -97,17 +97,35 @@ class Run:
     def table(self, title: str, columns: Columns, rows: Iterable[Any], notes: str = "", name: str = "table.md") -> None:
         show(self.console, title, list(columns), cells(columns, rows), notes, self.path(name))
 
-    def picture(self, figure: Any, name: str) -> None:
-        from experiments.lib.plots import save
-
-        save(figure, self.path(name))
+    def plot(self, name: str, panels: Panels, title: str = "", **labels: Any) -> None:
+        picture(self.path(name), panels, title, **labels)
         self.say(f"plot: {self.folder / name}")
 
 
-def lines(axis: Any, curves: Mapping[str, tuple[Any, Any]], **labels: Any) -> None:
-    """A line for each curve (x, y), told apart by more than its colour. labels: of `axis.set`."""
-    from experiments.lib.plots import LINES
+def picture(path: Path, panels: Panels, title: str = "", **labels: Any) -> None:
+    """A panel for each title, and in it a line for each curve, which looks the same in all panels.
 
-    for i, (name, (x, y)) in enumerate(curves.items()):
-        axis.plot(x, y, label=name, markevery=max(1, np.size(x) // 8), markersize=5, **LINES[i % len(LINES)])
-    axis.set(**labels)
+    labels: of `axis.set`, the same for all.
+    """
+    from experiments.lib.plots import LINES, new_figure, save
+
+    columns = min(len(panels), 4)
+    rows = -(-len(panels) // columns)
+    figure, axes = new_figure(columns, rows=rows, height=5 * rows)
+    looks: dict[str, dict[str, Any]] = {}
+    for axis, (name, curves) in zip(axes, panels.items(), strict=False):
+        axis.set(title=name, **labels)
+        axis.tick_params(which="both", labelsize=8)
+        for label, (x, y, *error) in curves.items():
+            look = looks.setdefault(label, {"label": label, "markersize": 4} | LINES[len(looks) % len(LINES)])
+            if error:
+                axis.errorbar(x, y, *error, capsize=2, elinewidth=1, **look)
+            elif isinstance(x[0], str):  # names, between which there is nothing
+                axis.plot(x, y, **look | {"linestyle": "none"})
+                axis.tick_params(axis="x", rotation=90)
+            else:
+                axis.plot(x, y, markevery=max(1, len(x) // 8), **look)
+    known = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(known.values(), known, loc="outside lower center", ncols=min(5, 2 * columns), fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    save(figure, path)

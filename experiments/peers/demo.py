@@ -7,32 +7,36 @@ the points are compared. With four the release divides a coefficient by the numb
 that of all, and the losses stand side by side. Bytes: of one worker's message in one step.
 """
 
-import argparse
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 
 import jaxcomp as jc
 from experiments.lib.report import markdown
-from experiments.peers.threads import Group, Problem
+from experiments.lib.run import cells
+from experiments.peers.threads import Group, Problem, load, options_of
 
 __all__ = ["main", "released"]
 
 SIZE, RATE, DECAY, K, CHUNK = 64, 0.02, 0.9, 16, 32
+COLUMNS = {
+    "workers": "{workers}",
+    "first loss": "{first:.2f}",
+    "release": "{theirs:.3f}",
+    "jc.demo": "{ours:.3f}",
+    "apart, step 1": "{apart[0]:.2%}",
+    "apart, last": "{apart[1]:.2%}",
+    "bytes, release": "{sent}",
+    "bytes": "{bytes}",
+}
 
 
 def released(checkout: Path, problem: Problem, workers: int, steps: int) -> tuple[np.ndarray, list[float], int]:
     """Points, losses, and bytes that a worker sends in a step, of the release."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    spec = importlib.util.spec_from_file_location("released_demo", checkout / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    group = Group(workers)
-    module.dist = group  # pyright: ignore[reportAttributeAccessIssue]
+    module = load("released_demo", checkout / "demo.py")
+    group = module.dist = Group(workers)
 
     def worker(rank: int) -> tuple[list[np.ndarray], int]:
         w = torch.nn.Parameter(torch.zeros(SIZE, SIZE))
@@ -50,36 +54,20 @@ def released(checkout: Path, problem: Problem, workers: int, steps: int) -> tupl
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, nargs="?")
-    parser.add_argument("--steps", type=int, default=60)
-    options = parser.parse_args(arguments)
-    if options.checkout is None or not (options.checkout / "demo.py").exists():
-        print("skipped: give the path of a checkout of github.com/bloc97/DeMo")
+    o = options_of(__doc__, "bloc97/DeMo", "demo.py", arguments, steps=60)
+    if o is None:
         return
     rows = []
     for workers in (1, 4):
         problem = Problem(workers, SIZE)
-        theirs, their_losses, sent = released(options.checkout, problem, workers, options.steps)
-        tx = jc.demo(RATE, "data", decay=DECAY, k=K, chunk=CHUNK)
-        ours, our_losses = problem.trained(tx, workers, options.steps)
-        blocks = (SIZE // CHUNK) ** 2
-        bytes_ = blocks * K * (32 + (CHUNK**2 - 1).bit_length()) // 8
+        theirs, their_losses, sent = released(o.checkout, problem, workers, o.steps)
+        ours, our_losses = problem.trained(jc.demo(RATE, "data", decay=DECAY, k=K, chunk=CHUNK), workers, o.steps)
         apart = np.abs(theirs - ours) > 1e-4
-        rows.append(
-            [
-                str(workers),
-                f"{problem.loss(np.zeros((SIZE, SIZE))):.2f}",
-                f"{their_losses[-1]:.3f}",
-                f"{our_losses[-1]:.3f}",
-                f"{np.mean(apart[0]):.2%}",
-                f"{np.mean(apart[-1]):.2%}",
-                str(sent),
-                str(bytes_),
-            ]
-        )
-    head = ["workers", "first loss", "release", "jc.demo", "apart, step 1", "apart, last", "bytes, release", "bytes"]
-    print(markdown(head, rows))
+        row = {"workers": workers, "first": problem.loss(np.zeros((SIZE, SIZE))), "theirs": their_losses[-1]}
+        row |= {"ours": our_losses[-1], "apart": (np.mean(apart[0]), np.mean(apart[-1])), "sent": sent}
+        row["bytes"] = (SIZE // CHUNK) ** 2 * K * (32 + (CHUNK**2 - 1).bit_length()) // 8
+        rows.append(row)
+    print(markdown(list(COLUMNS), cells(COLUMNS, rows)))
 
 
 if __name__ == "__main__":

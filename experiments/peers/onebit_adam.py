@@ -9,9 +9,7 @@ for each chunk of it, and by default one for every 1024 entries, with the mean m
 The learning rate falls to zero.
 """
 
-import argparse
 import functools
-import importlib.util
 import sys
 import types
 from pathlib import Path
@@ -22,11 +20,12 @@ import optax
 
 import jaxcomp as jc
 from experiments.lib.report import markdown
-from experiments.peers.threads import Group, Problem
+from experiments.peers.threads import Group, Problem, load, options_of
 
 __all__ = ["main", "released"]
 
 SIZE, WORKERS, RATE, B2 = 32, 4, 0.01, 0.98
+FILE = "deepspeed/runtime/fp16/onebit/adam.py"
 
 
 class Packer:
@@ -46,8 +45,8 @@ class Packer:
         return torch.from_numpy(np.unpackbits(buffer.numpy()).astype(np.float32) * 2 - 1)
 
 
-def _modules(checkout: Path, group: Group) -> tuple[Any, Any]:
-    """Their `adam` and `compressed`, with stand-ins for what they import of the rest."""
+def _module(checkout: Path, group: Group) -> Any:
+    """Their `adam`, which reads their `compressed`, with stand-ins for what they import of the rest."""
     accelerator = types.SimpleNamespace(empty_cache=lambda: None, current_device_name=lambda: "cpu")
     stand_ins = {
         "deepspeed": {"comm": group},
@@ -66,17 +65,8 @@ def _modules(checkout: Path, group: Group) -> tuple[Any, Any]:
         module.__dict__.update(members)
         sys.modules[name] = module
 
-    def load(name: str, path: str) -> Any:
-        spec = importlib.util.spec_from_file_location(name, checkout / path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        return module
-
-    backend = load("deepspeed.runtime.comm.compressed", "deepspeed/runtime/comm/compressed.py")
-    return load("deepspeed_onebit_adam", "deepspeed/runtime/fp16/onebit/adam.py"), backend
+    load("deepspeed.runtime.comm.compressed", checkout / "deepspeed/runtime/comm/compressed.py")
+    return load("deepspeed_onebit_adam", checkout / FILE)
 
 
 def released(checkout: Path, problem: Problem, steps: int, freeze: int) -> list[float]:
@@ -84,7 +74,7 @@ def released(checkout: Path, problem: Problem, steps: int, freeze: int) -> list[
     import torch  # pyright: ignore[reportMissingImports]
 
     group = Group(WORKERS)
-    adam, _ = _modules(checkout, group)
+    adam = _module(checkout, group)
 
     def worker(rank: int) -> list[float]:
         w = torch.nn.Parameter(torch.zeros(SIZE, SIZE))
@@ -109,31 +99,22 @@ def released(checkout: Path, problem: Problem, steps: int, freeze: int) -> list[
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, nargs="?")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--freeze", type=int, default=100)
-    options = parser.parse_args(arguments)
-    file = "deepspeed/runtime/fp16/onebit/adam.py"
-    if options.checkout is None or not (options.checkout / file).exists():
-        print("skipped: give the path of a checkout of github.com/microsoft/DeepSpeed")
+    o = options_of(__doc__, "microsoft/DeepSpeed", FILE, arguments, steps=300, freeze=100)
+    if o is None:
         return
     problem = Problem(WORKERS, SIZE)
-    losses = {"DeepSpeed": released(options.checkout, problem, options.steps, options.freeze)}
-    rate = optax.linear_schedule(RATE, 0.0, options.steps)
-    adam = functools.partial(jc.onebit_adam, rate, "data", b2=B2)
-    whole = jc.sign("l2", blocks=1)
+    adam = functools.partial(jc.onebit_adam, optax.linear_schedule(RATE, 0.0, o.steps), "data", b2=B2)
+    whole = {"bias_correction": False, "compressor": jc.sign("l2", blocks=1)}
     ours = {
-        'jc.onebit_adam, sign("l2", blocks=1), no correction': adam(
-            freeze_step=options.freeze, bias_correction=False, compressor=whole
-        ),
-        "jc.onebit_adam": adam(freeze_step=options.freeze),
+        'jc.onebit_adam, sign("l2", blocks=1), no correction': adam(freeze_step=o.freeze, **whole),
+        "jc.onebit_adam": adam(freeze_step=o.freeze),
         "jc.onebit_adam, never compressed": adam(freeze_step=10**6),
     }
-    losses |= {name: problem.trained(tx, WORKERS, options.steps)[1] for name, tx in ours.items()}
-    marks = sorted({1, options.freeze, options.freeze + 10, (options.freeze + options.steps) // 2, options.steps})
-    head = ["loss after step", *map(str, marks)]
-    print(markdown(head, [[name, *(f"{each[mark - 1]:.5f}" for mark in marks)] for name, each in losses.items()]))
+    losses = {"DeepSpeed": released(o.checkout, problem, o.steps, o.freeze)}
+    losses |= {name: problem.trained(tx, WORKERS, o.steps)[1] for name, tx in ours.items()}
+    marks = sorted({1, o.freeze, o.freeze + 10, (o.freeze + o.steps) // 2, o.steps})
+    rows = [[name, *(f"{each[mark - 1]:.5f}" for mark in marks)] for name, each in losses.items()]
+    print(markdown(["loss after step", *map(str, marks)], rows))
 
 
 if __name__ == "__main__":

@@ -50,10 +50,6 @@ def batches(steps: int, dtype: str, seed: int = 1) -> tuple[np.ndarray, np.ndarr
     return x.astype(dtype), y.astype(dtype)
 
 
-# ------------------------------------------------------------------------------------------------
-# Torch
-
-
 def _worker(number: int, folder: str, steps: int, rank: int, first: int, dtype: str) -> None:
     """Trains, and the first process writes what came of each step and the first Q."""
     import torch  # pyright: ignore[reportMissingImports]
@@ -115,10 +111,6 @@ def released(steps: int, rank: int, first: int, dtype: str) -> tuple[Params, Par
     return found, q
 
 
-# ------------------------------------------------------------------------------------------------
-# Ours
-
-
 def with_first(state: Any, q: Params, names: list[str]) -> Any:
     """The state with the given right factors; names: of the leaves, in their order."""
     stacks = []
@@ -155,9 +147,7 @@ def ours(steps: int, rank: int, first: int, dtype: str, q: Params) -> Params:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
-        prog="python -m experiments.peers.power_sgd", description=(__doc__ or "").split("\n")[0]
-    )
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=int, default=50)
     p.add_argument("--rank", type=int, default=2)
     p.add_argument("--start", type=int, default=10, help="dense steps in the beginning; torch needs at least 2")

@@ -1,12 +1,47 @@
 """Workers of a peer as threads of one process: what these releases use of `torch.distributed`, with a barrier."""
 
+import argparse
+import importlib.util
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
-__all__ = ["Group", "Problem"]
+import jaxcomp as jc
+
+__all__ = ["Group", "Problem", "load", "options_of"]
+
+
+def options_of(about: str | None, repository: str, file: str, arguments: list[str] | None, **numbers: int) -> Any:
+    """The path of a checkout and --NAME for each number; None, and a line that says so, without the checkout.
+
+    file: that a checkout of the repository holds.
+    """
+    p = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("checkout", type=Path, nargs="?")
+    for name, default in numbers.items():
+        p.add_argument(f"--{name}", type=int, default=default)
+    o = p.parse_args(arguments)
+    if o.checkout is not None and (o.checkout / file).exists():
+        return o
+    print(f"skipped: give the path of a checkout of github.com/{repository}")
+    return None
+
+
+def load(name: str, path: Path) -> Any:
+    """A file of a checkout as a module."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Group:
@@ -89,18 +124,11 @@ class Problem:
 
     def loss(self, w: np.ndarray) -> float:
         """Mean over the workers."""
-        return float(
-            np.mean([np.sum(np.square(a @ w - b)) / (2 * len(a)) for a, b in zip(self.a, self.b, strict=True)])
-        )
+        each = [np.sum(np.square(a @ w - b)) / (2 * len(a)) for a, b in zip(self.a, self.b, strict=True)]
+        return float(np.mean(each))
 
     def trained(self, tx: Any, workers: int, steps: int, axis: str = "data") -> tuple[np.ndarray, list[float]]:
         """Points [steps, d, d] and losses of an optimizer of ours, workers mapped by vmap."""
-        import jax
-        import jax.numpy as jnp
-        import optax
-
-        import jaxcomp as jc
-
         w: Any = {"w": jnp.zeros((self.size, self.size))}
         state, axes = jc.init_state(tx, w, workers, axis)
         step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes, None), out_axes=(None, axes), axis_name=axis))

@@ -11,42 +11,66 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
+import optax
+from jax.sharding import AxisType
 
-from experiments.lib.cli import Parser, UserError, at_least, choose_new
-from experiments.lib.folders import run_options, start_run, write_json
-from experiments.lib.report import new_console, show
+from experiments.lib.cli import UserError, at_least
+from experiments.lib.methods import METHODS
+from experiments.lib.run import Run, parser_of
+from experiments.lib.text import add_options, text_of
+from experiments.lib.training import find_devices
+from experiments.lib.transformer import DATA, Sizes
+from experiments.sharded.dependencies import exchanges
+from experiments.sharded.step import LOSS_BYTES, Program, check_sizes, mesh_for
 
 __all__ = ["main"]
 
+EXCHANGE_COLUMNS = {
+    "method": "{method}",
+    "bucket B": "{bucket_bytes:,}",
+    "exchange": "{op}",
+    "operand B": "{operand_bytes:,}",
+    "free of it": lambda row: f"{1 - row['waits_for']:.0%}",
+    "hidden behind": lambda row: "-" if row["hidden_behind"] is None else f"{row['hidden_behind']:.0%}",
+}
+EXCHANGE_NOTES = """\
+An exchange for each bucket and dtype, and one for small leaves; bucket 0: no buckets. free of it: share of the
+backward pass's matrix products that the exchange does not depend on, so that they may run at the same time. hidden
+behind: share that the compiler has scheduled between start and end of the exchange; - where the program has no
+asynchronous collectives (XLA's CPU backend)."""
+COLUMNS = {
+    "method": "{method}",
+    "bucket B": "{bucket_bytes:,}",
+    "exchanges": lambda row: str(len(row["exchanges"])),
+    "free of it, mean": lambda row: f"{1 - mean_wait(row['exchanges']):.0%}",
+    "hidden behind, sum": lambda row: hidden(row["exchanges"]),
+    "ms/step (quartiles)": lambda row: quartiles(row.get("seconds")),
+}
+NOTES = """\
+free of it: mean over the exchanges, weighted by bytes. hidden behind, sum: may exceed 100 % where exchanges overlap
+one another. ms/step: median and quartiles, programs in turn; all devices share this machine."""
 
-def parser() -> Parser:
-    from experiments.lib.methods import METHODS
-    from experiments.lib.text import add_options
 
-    p = Parser(prog="python -m experiments overlap", description=(__doc__ or "").split("\n\n")[0])
-    p.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=["dense-f32", "top-k", "dithering"], metavar="METHOD"
-    )
-    what = "bytes of gradient in a bucket; 0: no buckets"
-    p.add_argument("--buckets", nargs="+", type=at_least(0), default=[0, 2**20, 2**18], metavar="BYTES", help=what)
-    p.add_argument("--workers", type=at_least(2), default=2, help="data-parallel workers, one device each")
-    p.add_argument(
-        "--topology", default=None, help="compile for this TPU topology, for instance v5e:2x2, and do not run"
-    )
-    p.add_argument("--steps", type=at_least(2), default=30, help="timed steps of each program")
-    add_options(p, batch=8, width=128, layers=4, lr=1e-3)
-    run_options(p, "overlap")
-    return p
+def mean_wait(found: list[dict[str, Any]]) -> float:
+    """Share of the backward pass that exchanges wait for, weighted by their bytes."""
+    total = sum(exchange["operand_bytes"] for exchange in found)
+    return sum(exchange["operand_bytes"] * exchange["waits_for"] for exchange in found) / max(total, 1)
+
+
+def hidden(found: list[dict[str, Any]]) -> str:
+    shares = [exchange["hidden_behind"] for exchange in found if exchange["hidden_behind"] is not None]
+    return f"{sum(shares):.0%}" if shares else "-"
+
+
+def quartiles(seconds: list[float] | None) -> str:
+    return "{1:.1f} ({0:.1f} to {2:.1f})".format(*(1e3 * np.percentile(seconds, [25, 50, 75]))) if seconds else "-"
 
 
 def topology_mesh(name: str, workers: int) -> Any:
     """A mesh of TPUs that need not be there."""
-    import jax
     from jax.experimental import topologies
-    from jax.sharding import AxisType
-
-    from experiments.lib.transformer import DATA
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no metadata server to ask about this machine
     try:
@@ -60,105 +84,54 @@ def topology_mesh(name: str, workers: int) -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = vars(parser().parse_args(arguments))
-    name, runs = options.pop("name"), options.pop("runs")
+    p = parser_of("overlap", __doc__)
+    methods = ["dense-f32", "top-k", "dithering"]
+    p.add_argument("--methods", nargs="+", choices=METHODS, default=methods, metavar="METHOD", help="exchanges")
+    what = "bytes of gradient in a bucket; 0: no buckets"
+    p.add_argument("--buckets", nargs="+", type=at_least(0), default=[0, 2**20, 2**18], metavar="BYTES", help=what)
+    p.add_argument("--workers", type=at_least(2), default=2, help="data-parallel workers, one device each")
+    p.add_argument("--topology", default=None, help="compile for this TPU, for instance v5e:2x2, and do not run")
+    p.add_argument("--steps", type=at_least(2), default=30, help="timed steps of each program")
+    add_options(p, batch=8, width=128, layers=4, lr=1e-3)
+    run = Run(p, arguments, "overlap")
+    o = run.options
 
-    import optax
-
-    from experiments.lib.methods import METHODS
-    from experiments.lib.text import text_of
-    from experiments.lib.training import find_devices
-    from experiments.lib.transformer import DATA, Sizes
-    from experiments.sharded.dependencies import exchanges
-    from experiments.sharded.step import LOSS_BYTES, Program, check_sizes, mesh_for
-
-    o = options
-    text = text_of(o["text"])
-    sizes = Sizes(text.characters, o["length"], o["width"], o["heads"], o["layers"])
-    check_sizes(sizes, o["batch"], (o["workers"], 1))
-    if o["topology"]:
-        mesh = topology_mesh(o["topology"], o["workers"])
+    text = text_of(o.text)
+    sizes = Sizes(text.characters, o.length, o.width, o.heads, o.layers)
+    check_sizes(sizes, o.batch, (o.workers, 1))
+    if o.topology:
+        mesh = topology_mesh(o.topology, o.workers)
     else:
-        find_devices(o["workers"])
-        mesh = mesh_for("data", (o["workers"], 1))
-    folder = choose_new(runs, name, "overlap")
-    start_run(folder, o)
-    console = new_console()
-    results, cells = [], []
-    for method in dict.fromkeys(o["methods"]):
-        programs = {}
-        for bucket in dict.fromkeys(o["buckets"]):
-            algorithm = METHODS[method].make(o["ratio"], o["levels"])
+        find_devices(o.workers)
+        mesh = mesh_for("data", (o.workers, 1))
+
+    def measure(method: str) -> list[dict[str, Any]]:
+        """A row for each size of buckets."""
+        rows, programs = [], []
+        for bucket in dict.fromkeys(o.buckets):
             more = {"bucket_bytes": bucket} if bucket else {}
-            program = Program("data", mesh, algorithm, sizes, o["batch"], optax.adam(o["lr"]), **more)
+            algorithm = METHODS[method].make(o.ratio, o.levels)
+            program = Program("data", mesh, algorithm, sizes, o.batch, optax.adam(o.lr), **more)
             found = [e for e in exchanges(program.compiled.as_text(), mesh, DATA) if e.operand_bytes > LOSS_BYTES]
-            programs[bucket] = program
-            results.append({"method": method, "bucket_bytes": bucket, "parameters": program.num_params})
-            results[-1]["exchanges"] = [exchange._asdict() for exchange in found]
-            cells += [
-                [
-                    method,
-                    f"{bucket:,}",
-                    exchange.op,
-                    f"{exchange.operand_bytes:,}",
-                    f"{1 - exchange.waits_for:.0%}",
-                    "-" if exchange.hidden_behind is None else f"{exchange.hidden_behind:.0%}",
-                ]
-                for exchange in found
-            ]
-        if not o["topology"]:
-            times = interleaved(programs, text, o)
-            for row in results:
-                if row["method"] == method:
-                    row["seconds"] = times[row["bucket_bytes"]]
-        write_json(folder / "results.json", results)
-    head = ["method", "bucket B", "exchange", "operand B", "free of it", "hidden behind"]
-    show(console, "What each exchange waits for", head, cells, NOTES, folder / "exchanges.md")
-    where = o["topology"] or f"{o['workers']} devices ({mesh.devices.flat[0].platform})"
-    title = f"{folder.name}: {results[0]['parameters']:,} parameters, {where}"
-    head = ["method", "bucket B", "exchanges", "free of it, mean", "hidden behind, sum", "ms/step (quartiles)"]
-    show(console, title, head, [summary(row) for row in results], SUMMARY_NOTES, folder / "table.md")
+            rows.append({"method": method, "bucket_bytes": bucket, "parameters": program.num_params})
+            rows[-1]["exchanges"] = [exchange._asdict() for exchange in found]
+            programs.append(program)
+        if not o.topology:
+            for row, seconds in zip(rows, interleaved(programs, text, o.seed, o.steps), strict=True):
+                row["seconds"] = seconds
+        return rows
+
+    results = [row for rows in run.rows_of(list(dict.fromkeys(o.methods)), str, measure) for row in rows]
+    run.keep(results)
+    every = [row | exchange for row in results for exchange in row["exchanges"]]
+    run.table("What each exchange waits for", EXCHANGE_COLUMNS, every, EXCHANGE_NOTES, "exchanges.md")
+    where = o.topology or f"{o.workers} devices ({mesh.devices.flat[0].platform})"
+    run.table(f"{run.folder.name}: {results[0]['parameters']:,} parameters, {where}", COLUMNS, results, NOTES)
     return 0
 
 
-def interleaved(programs: dict[int, Any], text: Any, o: dict[str, Any]) -> dict[int, list[float]]:
+def interleaved(programs: list[Program], text: Any, seed: int, steps: int) -> list[list[float]]:
     """Seconds of each step of each program, in turn, so that what else the machine does falls on all alike."""
-    runs = {bucket: program.run(text, o["seed"], o["steps"] + 2) for bucket, program in programs.items()}
-    times: dict[int, list[float]] = {bucket: [] for bucket in programs}
-    for _ in range(o["steps"] + 2):
-        for bucket, run in runs.items():
-            times[bucket].append(next(run)[1])
-    return {bucket: seconds[2:] for bucket, seconds in times.items()}
-
-
-def weighted(exchanges: list[dict[str, Any]], key: str) -> float:
-    total = sum(exchange["operand_bytes"] for exchange in exchanges)
-    return sum(exchange["operand_bytes"] * exchange[key] for exchange in exchanges) / max(total, 1)
-
-
-def summary(row: dict[str, Any]) -> list[str]:
-    found = row["exchanges"]
-    hidden = [exchange["hidden_behind"] for exchange in found if exchange["hidden_behind"] is not None]
-    time = "-"
-    if row.get("seconds"):
-        low, middle, high = 1e3 * np.percentile(row["seconds"], [25, 50, 75])
-        time = f"{middle:.1f} ({low:.1f} to {high:.1f})"
-    free = 1 - weighted(found, "waits_for")
-    return [
-        row["method"],
-        f"{row['bucket_bytes']:,}",
-        str(len(found)),
-        f"{free:.0%}",
-        f"{sum(hidden):.0%}" if hidden else "-",
-        time,
-    ]
-
-
-NOTES = """\
-An exchange for each bucket and dtype, and one for small leaves; bucket 0: no buckets. free of it: share of the
-backward pass's matrix products that the exchange does not depend on, so that they may run at the same time. hidden
-behind: share that the compiler has scheduled between start and end of the exchange; - where the program has no
-asynchronous collectives (XLA's CPU backend)."""
-SUMMARY_NOTES = """\
-free of it: mean over the exchanges, weighted by bytes. hidden behind, sum: may exceed 100 % where exchanges overlap
-one another. ms/step: median and quartiles, programs in turn; all devices share this machine."""
+    runs = [program.run(text, seed, steps + 2) for program in programs]
+    times = [[next(run)[1] for run in runs] for _ in range(steps + 2)]
+    return [list(each) for each in zip(*times[2:], strict=True)]

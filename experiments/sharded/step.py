@@ -64,11 +64,10 @@ def crossings(book: jc.Ledger, mesh: Any) -> list[Crossing]:
     for row in book.rows:
         if row.counted and row.sent_bytes:
             found.setdefault((row.axes(mesh), row.op, row.dtype), []).append(row)
+    largest = lambda rows: max(row.operand_bytes for row in rows)
     return [
-        Crossing(
-            axes, op, dtype, len(rows), max(row.operand_bytes for row in rows), sum(row.sent_bytes for row in rows)
-        )
-        for (axes, op, dtype), rows in sorted(found.items())
+        Crossing(*kind, len(rows), largest(rows), sum(row.sent_bytes for row in rows))
+        for kind, rows in sorted(found.items())
     ]
 
 
@@ -76,14 +75,7 @@ class Program:
     """One method with one layout on a mesh: compiled once, run from any seed."""
 
     def __init__(
-        self,
-        layout: str,
-        mesh: jax.sharding.Mesh,
-        algorithm: Algorithm,
-        sizes: Sizes,
-        batch: int,
-        optimizer: optax.GradientTransformation,
-        **options: Any,
+        self, layout: str, mesh: Any, algorithm: Algorithm, sizes: Sizes, batch: int, optimizer: Any, **options: Any
     ):
         """options: more arguments of `jc.compressed_mean`, for instance bucket_bytes."""
         self.layout, self.mesh, self.sizes, self.batch = LAYOUTS[layout], mesh, sizes, batch
@@ -93,15 +85,7 @@ class Program:
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(like))
         self.specs = self.layout.specs(like)
         self.like = self.typed(like, self.specs)
-        kept: list[Any] = []  # the specs are no arrays, so that they cannot be returned
-
-        def first_state(params):
-            state, specs = self.initial_state(params)
-            kept.append(specs)
-            return state
-
-        state = jax.eval_shape(first_state, self.like)
-        self.state_specs = kept[0]
+        state, self.state_specs = self.initial_state(self.like, mesh.abstract_mesh)
         self.state_like = self.typed(state, self.state_specs)
 
     @functools.cached_property
@@ -114,23 +98,20 @@ class Program:
     def ledger(self) -> jc.Ledger:
         return jc.ledger(self.compiled)
 
-    def initial_state(self, params: Any) -> tuple[Any, Any]:
+    def initial_state(self, params: Any, mesh: Any) -> tuple[Any, Any]:
         specs = {} if self.layout.axis is None else {"specs": self.specs}
-        return jc.init_state(self.transform, params, self.mesh, DATA, **specs)
+        return jc.init_state(self.transform, params, mesh, DATA, **specs)
 
     def start(self, seed: int) -> tuple[Any, Any]:
         """Parameters and state of the optimizer, each shard on its devices."""
         place = lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec))
         params = jax.tree.map(place, initial(self.sizes, seed), self.specs)
-        return params, self.initial_state(params)[0]
+        return params, self.initial_state(params, self.mesh)[0]
 
     def typed(self, tree: Any, specs: Any) -> Any:
         """Shapes and dtypes with the places where the arrays will lie. The devices need not be there."""
-
-        def one(x, spec):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
-
-        return jax.tree.map(one, tree, specs)
+        place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+        return jax.tree.map(place, tree, specs)
 
     def mapped_step(self) -> Any:
         """(params, state, windows) -> (params, state, loss), each device with its shards."""

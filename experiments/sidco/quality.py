@@ -6,21 +6,25 @@ error feedback. Methods that adapt see one vector after the other; the first qua
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 import jaxcomp as jc
 from experiments.lib.cli import at_least, fraction
-from experiments.lib.run import Run, lines, parser_of
-from experiments.sidco.sources import LAWS, ZEROS, draws, record_images, record_text
+from experiments.lib.data import batch_of, load
+from experiments.lib.models import CharLstm, Cnn
+from experiments.lib.run import Run, parser_of
+from experiments.lib.step import classified, dense
+from experiments.lib.text import read_characters, windows
 from jaxcomp.base import State, overflow, residual
 
-__all__ = ["main"]
+__all__ = ["LAWS", "ZEROS", "draws", "main"]
 
 METHODS: dict[str, Callable[[float], Any]] = {
     "SIDCo-E": jc.sidco,
@@ -37,6 +41,59 @@ METHODS: dict[str, Callable[[float], Any]] = {
 NOTES = """\
 Entries above the threshold over k, 1 is ideal: mean, [5 %, 95 %] of single rounds, and the range of the means of the
 sources where there are several. The first quarter of the rounds is not counted."""
+
+
+# Magnitudes of d entries.
+LAWS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "Laplace": lambda rng, d: rng.exponential(size=d),
+    "gamma 0.2": lambda rng, d: rng.gamma(0.2, size=d),
+    "gamma 0.5": lambda rng, d: rng.gamma(0.5, size=d),
+    "Pareto 0.2": lambda rng, d: (rng.random(d) ** -0.2 - 1) / 0.2,
+    "Pareto 0.4": lambda rng, d: (rng.random(d) ** -0.4 - 1) / 0.4,
+    "half-normal": lambda rng, d: np.abs(rng.standard_normal(d)),
+    "Student t3": lambda rng, d: np.abs(rng.standard_t(3, d)),
+    "scale mixture": lambda rng, d: np.abs(rng.standard_normal(d) * np.exp(rng.standard_normal(d))),
+}
+ZEROS = (0.0, 0.1, 0.5)  # shares of exact zeros
+
+
+def draws(law: str, zeros: float, size: int, number: int, seed: int) -> Iterator[np.ndarray]:
+    """`number` vectors f32[size] of a law with random signs, a share of whose entries is exactly zero."""
+    rng = np.random.default_rng([seed, list(LAWS).index(law), int(100 * zeros)])
+    for _ in range(number):
+        x = LAWS[law](rng, size) * rng.choice([-1.0, 1.0], size)
+        x[rng.random(size) < zeros] = 0
+        yield x.astype(np.float32)
+
+
+def record_images(data: str, folder: Path | None, steps: int, seed: int) -> np.ndarray:
+    """Gradients f32[steps, d] of a CNN, trained dense with Adam on batches of 64."""
+    images = load(data, folder)
+    everyone = [np.arange(len(images.train_y))]
+
+    def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+        chosen = batch_of(everyone, 64, seed, step)
+        return images.train_x[chosen], images.train_y[chosen]
+
+    return record(Cnn(images.train_x.shape[1:], images.num_classes, rngs=nnx.Rngs(seed)), batch, steps, rate=1e-3)
+
+
+def record_text(path: Path, steps: int, seed: int) -> np.ndarray:
+    """Gradients f32[steps, d] of a character LSTM, trained dense with Adam on 32 windows of 64 characters."""
+    codes, characters = read_characters(path)
+
+    def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = windows(codes[:-1], 32, 64, seed, step)
+        return rows[:, :-1], rows[:, 1:]
+
+    return record(CharLstm(characters, rngs=nnx.Rngs(seed)), batch, steps, rate=2e-3)
+
+
+def record(model: Any, batch: Callable, steps: int, rate: float) -> np.ndarray:
+    """All leaves of each gradient as one vector, in the order of `jax.tree.leaves`."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    gradient = jax.grad(classified(graph, rest))
+    return np.stack([flat for _, flat in dense(params, gradient, rate, map(batch, range(steps)))])
 
 
 class Row(NamedTuple):
@@ -116,8 +173,23 @@ def main(arguments: Sequence[str]) -> int:
         chosen = [row for row in recorded if (row.source, row.feedback) == (source, feedback)]
         title = f"{source}, {'with' if feedback else 'without'} error feedback; d = {sources[source].shape[1]:,}"
         table(run, title, chosen, f"{source.split(',')[0].lower()}-{'feedback' if feedback else 'plain'}.md")
-    plot_laws(known, run)
-    plot_recorded(recorded, run)
+    laws: dict[str, dict[str, Any]] = {f"target {ratio:g}": {} for ratio in o.ratios}
+    for method, ratio in itertools.product(METHODS, o.ratios):
+        chosen = [row for row in known if (row.method, row.ratio) == (method, ratio)]
+        means = np.maximum([np.mean(row.settled) for row in chosen], 1e-3)
+        laws[f"target {ratio:g}"][method] = ([row.source for row in chosen], means)
+    run.plot(
+        "laws.png", laws, "mean of each law; intervals stand in the table", yscale="log", ylabel="achieved / target"
+    )
+    least = min(o.ratios)
+    over_time: dict[str, dict[str, Any]] = {}
+    for row in recorded:
+        if row.ratio == least:
+            panel = f"{row.source}, {'with' if row.feedback else 'without'} error feedback"
+            line = (range(len(row.achieved)), np.maximum(row.achieved, 1e-3))
+            over_time.setdefault(panel, {})[row.method] = line
+    labels = {"xlabel": "training step", "ylabel": f"achieved / target at {least:g}"}
+    run.plot("recorded.png", over_time, yscale="log", **labels)
     return 0
 
 
@@ -135,45 +207,3 @@ def table(run: Run, title: str, rows: list[Row], name: str) -> None:
     columns = {"method": "{method}"}
     columns |= {f"{r:g}": lambda row, r=r: cell(row["method"], r) for r in run.options.ratios}
     run.table(title, columns, [{"method": m} for m in dict.fromkeys(row.method for row in rows)], NOTES, name)
-
-
-def plot_laws(rows: list[Row], run: Run) -> None:
-    """For each target, the mean of every method on every law, with the 90 % interval."""
-    from experiments.lib.plots import LINES, new_figure
-
-    ratios = run.options.ratios
-    figure, axes = new_figure(len(ratios), height=6.5)
-    names, sources = (list(dict.fromkeys(values)) for values in zip(*((r.method, r.source) for r in rows), strict=True))
-    for axis, ratio in zip(axes, ratios, strict=True):
-        axis.axvspan(0.9, 1.1, color="#BBBBBB", alpha=0.4, linewidth=0)
-        for i, (look, name) in enumerate(zip(LINES, names, strict=False)):
-            chosen = [row.settled for row in rows if (row.method, row.ratio) == (name, ratio)]
-            means = np.array([np.mean(values) for values in chosen])
-            ends = np.array([np.quantile(values, [0.05, 0.95]) for values in chosen]).T
-            lengths = np.maximum(np.stack([means - ends[0], ends[1] - means]), 0)
-            heights = np.arange(len(sources)) + (i - len(names) / 2) * 0.08
-            look = look | {"linestyle": "none", "markersize": 3.5, "elinewidth": 0.8, "label": name}
-            axis.errorbar(np.maximum(means, 1e-3), heights, xerr=lengths, **look)
-        axis.set(xscale="log", xlabel="achieved / target", title=f"target {ratio:g}", xlim=(3e-3, 1e2))
-        axis.set_yticks(np.arange(len(sources)), sources if axis is axes[0] else [])
-        axis.invert_yaxis()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    run.picture(figure, "laws.png")
-
-
-def plot_recorded(rows: list[Row], run: Run) -> None:
-    """The same over training time, at the smallest target: a panel for each source, without and with memory."""
-    from experiments.lib.plots import new_figure
-
-    ratio = min(run.options.ratios)
-    panels = list(dict.fromkeys((row.source, row.feedback) for row in rows))
-    figure, axes = new_figure(len(panels), height=4.6)
-    for axis, panel in zip(axes, panels, strict=True):
-        axis.axhspan(0.9, 1.1, color="#BBBBBB", alpha=0.4, linewidth=0)
-        chosen = [row for row in rows if (row.source, row.feedback, row.ratio) == (*panel, ratio)]
-        curves = {row.method: (range(len(row.achieved)), np.maximum(row.achieved, 1e-3)) for row in chosen}
-        title = f"{panel[0]}, {'with' if panel[1] else 'without'} error feedback"
-        lines(axis, curves, yscale="log", xlabel="training step", title=title)
-    axes[0].set_ylabel(f"achieved / target at {ratio:g}")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    run.picture(figure, "recorded.png")

@@ -12,7 +12,7 @@ import numpy as np
 from experiments.lib.cli import at_least, fraction
 from experiments.lib.folders import Journal, read_results
 from experiments.lib.report import spread
-from experiments.lib.run import Run, lines, parser_of
+from experiments.lib.run import Run, parser_of
 
 __all__ = ["main"]
 
@@ -66,8 +66,25 @@ def main(arguments: Sequence[str]) -> int:
         budget = max(line["sent_bytes"] for line in found["lines"] if line["method"] == o.methods[0]) / 2
         rows += [row_of(method, f"{ratio:g}", found, budget) for method in o.methods]
     run.table(f"{o.data}, {o.model}; {o.steps} steps", COLUMNS, rows, NOTES)
-    plot(dense, loaded, run)
+    over_steps, over_bytes = {}, {}
+    for ratio, found in loaded.items():
+        of = {DENSE: dense["lines"], **dict.fromkeys(o.methods, found["lines"])}
+        curves = {method: accuracies(method, lines) for method, lines in of.items()}
+        over_steps[f"ratio {ratio:g}, over steps"] = {name: (x, y) for name, (x, _, y) in curves.items()}
+        over_bytes[f"ratio {ratio:g}, over MB sent by a worker"] = {name: (x, y) for name, (_, x, y) in curves.items()}
+    title = f"{o.data}, {o.model}, {o.workers} workers, mean of {len(o.seeds)} seeds"
+    run.plot("training.png", over_steps | over_bytes, title, ylabel="test accuracy")
     return 0
+
+
+def accuracies(method: str, lines: list[dict[str, Any]]) -> tuple[list[int], list[float], list[float]]:
+    """Steps with a test, megabytes sent until then, and the mean accuracy of the seeds."""
+    at: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        if line["method"] == method and "accuracy" in line:
+            at.setdefault(line["step"], []).append(line)
+    means = [float(np.mean([line["accuracy"] for line in some])) for some in at.values()]
+    return list(at), [some[0]["sent_bytes"] / 1e6 for some in at.values()], means
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -91,26 +108,3 @@ def row_of(method: str, ratio: str, found: dict[str, Any], budget: float | None)
         "accuracy": spread([row["accuracy"] for row in results]),
         "early": spread([best_of(row["seed"]) for row in results]) if budget is not None else "-",
     }
-
-
-def plot(dense: dict[str, Any], loaded: dict[float, dict[str, Any]], run: Run) -> None:
-    """Test accuracy against steps (above) and bytes (below), a column for each ratio."""
-    from experiments.lib.plots import new_figure
-
-    o = run.options
-    figure, axes = new_figure(len(loaded), rows=2, height=7)
-    for top, bottom, (ratio, found) in zip(axes, axes[len(loaded) :], loaded.items(), strict=False):
-        over_steps, over_bytes = {}, {}
-        for method in [DENSE, *o.methods]:
-            every = (dense if method == DENSE else found)["lines"]
-            tested = [line for line in every if line["method"] == method and "accuracy" in line]
-            steps = sorted({line["step"] for line in tested})
-            at = [[line for line in tested if line["step"] == step] for step in steps]
-            means = [np.mean([line["accuracy"] for line in some]) for some in at]
-            over_steps[method] = (steps, means)
-            over_bytes[method] = ([some[0]["sent_bytes"] / 1e6 for some in at], means)
-        lines(top, over_steps, xlabel="step", ylabel="test accuracy", title=f"ratio {ratio:g}")
-        lines(bottom, over_bytes, xlabel="MB sent by each worker", ylabel="test accuracy", xscale="log")
-    axes[0].legend(fontsize=8)
-    figure.suptitle(f"{o.data}, {o.model}, {o.workers} workers, mean of {len(o.seeds)} seeds")
-    run.picture(figure, "training.png")

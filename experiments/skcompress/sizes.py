@@ -15,7 +15,7 @@ import numpy as np
 import jaxcomp as jc
 from experiments.bench.codes import general_coders
 from experiments.lib.cli import UserError, at_least, positive
-from experiments.lib.run import Run, lines, parser_of
+from experiments.lib.run import Run, parser_of
 from experiments.lib.step import dense
 from experiments.skcompress.problems import LOSSES, add_data, linear, read, synthetic
 from jaxcomp import codes
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str]) -> int:
         return [together(some) for some in zip(*found, strict=True)]
 
     found = dict(zip(cases, run.rows_of(cases, ": ".join, measure), strict=True))
-    results = {}
+    panels: dict[str, dict[str, Any]] = {}
     for kind, problem in problems.items():
         whole = [row for name in meters if name != "parts" for row in found[kind, name]]
         chain = found[kind, "parts"]
@@ -244,35 +244,10 @@ def main(arguments: Sequence[str]) -> int:
         title = f"{problem.name}: {each:,} nonzeros of {rows.d:,}, {o.gradients} gradients of batches of {o.batch}"
         run.table(title, COLUMNS | {x: rate(i) for i, x in enumerate(SPEED)}, whole, NOTES, f"sizes-{kind}.md")
         run.table("What each part is worth, as released and with ours", COLUMNS, chain, "", f"parts-{kind}.md")
-        results[problem.name] = whole, chain
-    plot(results, run)
+        panels[problem.name] = {}
+        for family in dict.fromkeys(row.method.partition(", ")[0] for row in whole if row.error):
+            lossy = [row for row in whole if row.error and row.method.partition(", ")[0] == family]
+            panels[problem.name][family] = ([x.bytes / x.nonzeros for x in lossy], [x.error for x in lossy])
+    labels = {"xlabel": "bytes per nonzero", "ylabel": "relative squared error"}
+    run.plot("sizes.png", panels, "Lossy messages; a line goes over numbers of buckets", yscale="log", **labels)
     return 0
-
-
-def plot(results: dict[str, tuple[list[Measured], list[Measured]]], run: Run) -> None:
-    """Error against bytes of every lossy method, and the bytes of each step in parts."""
-    from experiments.lib.plots import COLOURS, LINES, new_figure
-
-    figure, axes = new_figure(2, rows=len(results), height=5.4 * len(results))
-    place = lambda row: (row.bytes / row.nonzeros, row.error)
-    families = {"quantile": "quantile, 4 .. 64 buckets", "equal depth": "equal depth, 8 .. 64 buckets"}
-    for (name, (whole, parts)), left, right in zip(results.items(), axes[::2], axes[1::2], strict=True):
-        curves = {
-            label: tuple(np.transpose([place(row) for row in whole if row.method.startswith(start)]))
-            for start, label in families.items()
-        }
-        lines(left, curves, xlabel="bytes per nonzero", ylabel="relative squared error", yscale="log", title=name)
-        others = [row for row in whole if row.error > 0 and not row.method.startswith(tuple(families))]
-        for look, row in zip(LINES[2:], others, strict=False):
-            left.plot(*place(row), label=row.method, **(look | {"linestyle": "none", "markersize": 9}))
-        left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
-        heights, start = np.arange(len(parts)), np.zeros(len(parts))
-        for part, colour, hatch in zip(("keys", "values", "tables"), COLOURS[1:4], ("", "//", ".."), strict=True):
-            width = np.array([getattr(row, part) / row.nonzeros for row in parts])
-            right.barh(heights, width, left=start, label=part, color=colour, hatch=hatch, edgecolor="white")
-            start += width
-        right.set_yticks(heights, [row.method for row in parts])
-        right.invert_yaxis()
-        right.set(xlabel="bytes per nonzero", title="what each part is worth")
-        right.legend(fontsize=8)
-    run.picture(figure, "sizes.png")

@@ -16,7 +16,7 @@ import optax
 
 import jaxcomp as jc
 from experiments.lib.cli import at_least, fraction, positive
-from experiments.lib.run import Run, lines, parser_of
+from experiments.lib.run import Run, parser_of
 from experiments.lib.step import updated
 from experiments.skcompress.problems import LOSSES, add_data, linear, network, read, synthetic
 from jaxcomp.base import State, advance
@@ -139,10 +139,11 @@ def main(arguments: Sequence[str]) -> int:
     for kind, name in itertools.product(o.problems, o.optimizers):
         curves = {label: measured[kind, name, label] for label in methods(None)}
         title = f"{problems[kind].name}, {name}"
-        panels[title] = curves
+        mean = lambda part, some: np.mean([getattr(curve, part) for curve in some], axis=0)[1:]
+        panels[title] = {x: (mean("bytes", some) / 1e3, mean("loss", some)) for x, some in curves.items()}
         of_all = f"{title}: {o.workers} workers x {o.batch} examples, {o.steps} steps"
         run.table(of_all, columns_of(curves, o.steps), [{"label": x} for x in curves], NOTES, f"{kind}-{name}.md")
-    plot(panels, run)
+    run.plot("training.png", panels, xscale="log", xlabel="kB sent by each worker", ylabel="training loss")
     return 0
 
 
@@ -161,19 +162,3 @@ def columns_of(curves: dict[str, list[Curve]], steps: int) -> Any:
         "final loss": lambda row: f"{np.mean([curve.loss[-1] for curve in curves[row['label']]]):.4f}",
         "loss at equal bytes": lambda row: early(row["label"]),
     }
-
-
-def plot(panels: dict[str, dict[str, list[Curve]]], run: Run) -> None:
-    """Loss against kilobytes, a panel for each problem and optimizer."""
-    from experiments.lib.plots import new_figure
-
-    columns, rows = len(run.options.optimizers), len(run.options.problems)
-    figure, axes = new_figure(columns, rows=rows, height=4.2 * rows)
-    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
-        mean = {
-            label: (np.mean([x.bytes for x in some], 0)[1:] / 1e3, np.mean([x.loss for x in some], 0)[1:])
-            for label, some in curves.items()
-        }
-        lines(axis, mean, xscale="log", xlabel="kB sent by each worker", ylabel="training loss", title=title)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * columns, fontsize=8)
-    run.picture(figure, "training.png")

@@ -17,7 +17,7 @@ from experiments.lib.run import Run, cells, parser_of
 from experiments.smoothness.problems import add_data, make_problem
 from experiments.smoothness.report import NOTES, Result, columns_of, draw, metrics_of, plot_workers
 from experiments.smoothness.runner import run_setup
-from experiments.smoothness.studies import STUDIES
+from experiments.smoothness.setups import STUDIES
 
 __all__ = ["main"]
 
@@ -109,10 +109,7 @@ def run_all(run: Run, problem: Any, setups: Any) -> list[Result]:
             run.add(*metrics_of(result, o.seeds))
             if bar.disable:
                 kilobytes = result.kilobytes[o.count]
-                to = (
-                    f"{kilobytes:,.1f} kB"
-                    if np.isfinite(kilobytes)
-                    else f"error {result.floor:.1e}, target not reached"
-                )
+                missed = f"target not reached, error {result.floor:.1e},"
+                to = f"{kilobytes:,.1f} kB" if np.isfinite(kilobytes) else missed
                 run.say(f"{setup.label}: {to} at budget {setup.budgets[result.best]:g} d")
     return results

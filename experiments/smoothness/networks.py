@@ -5,7 +5,7 @@ steps at no cost in bits here (a real run would send one number per layer, or pe
 the table). These are estimates: no theory promises a gain.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ from flax import nnx
 import jaxcomp as jc
 from experiments.lib.data import batch_of, load, split
 from experiments.lib.models import Cnn
-from experiments.lib.plots import new_figure, running_mean
-from experiments.lib.run import Run, cells, lines
+from experiments.lib.plots import running_mean
+from experiments.lib.run import Run, cells
 from experiments.lib.step import classified, updated
 
 __all__ = ["networks"]
@@ -41,18 +41,12 @@ COLUMNS = {
 }
 
 
-class Kind(NamedTuple):
-    """curvature: "", "per layer" or "per entry" whitens;  varying: steps by it, too."""
-
-    curvature: str
-    varying: bool
-
-
+# name -> numbers of curvature, by which gradients are whitened, if any; and whether steps are by it, too
 KINDS = {
-    "dithering": Kind("", False),
-    "layer-wise": Kind("per layer", True),
-    "diagonal": Kind("per entry", True),
-    "diagonal, equal steps": Kind("per entry", False),
+    "dithering": ("", False),
+    "layer-wise": ("per layer", True),
+    "diagonal": ("per entry", True),
+    "diagonal, equal steps": ("per entry", False),
 }
 
 
@@ -72,13 +66,13 @@ def networks(run: Run) -> int:
 
     def measure(case: tuple[float, str]) -> dict[str, Any]:
         share, name = case
-        runs = [train(data, KINDS[name], share, seed, o.rounds) for seed in o.seeds]
+        runs = [train(data, *KINDS[name], share, seed, o.rounds) for seed in o.seeds]
         for seed, each in zip(o.seeds, runs, strict=True):
             for t in range(0, o.rounds, 10):
                 line = {"method": name, "budget": share, "seed": seed, "step": t + 1}
                 run.add(line | {"loss": each["loss"][t], "bits": each["bits"][t]})
         d = runs[0]["d"]
-        numbers = {"": 0, "per layer": runs[0]["leaves"], "per entry": d}[KINDS[name].curvature]
+        numbers = {"": 0, "per layer": runs[0]["leaves"], "per entry": d}[KINDS[name][0]]
         return {
             "method": name,
             "budget": share,
@@ -97,18 +91,16 @@ def networks(run: Run) -> int:
     title = f"digits, CNN of {rows[0]['d']:,} parameters, {o.rounds} steps, seeds {', '.join(map(str, o.seeds))}"
     run.table(title, COLUMNS, rows, NOTES)
     run.keep([dict(zip(COLUMNS, row, strict=True)) for row in cells(COLUMNS, rows)])
-    figure, axes = new_figure(len(o.budgets))
-    for axis, share in zip(axes, o.budgets, strict=True):
-        curves = {row["method"]: row["curve"] for row in rows if row["budget"] == share}
-        lines(axis, curves, yscale="log", xlabel="MB sent by a worker", title=f"budget {share:g} d")
-    axes[0].set_ylabel("training loss, mean of 20 steps")
-    axes[0].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    run.picture(figure, "networks.png")
+    panels = {
+        f"budget {share:g} d": {row["method"]: row["curve"] for row in rows if row["budget"] == share}
+        for share in o.budgets
+    }
+    labels = {"xlabel": "MB sent by a worker", "ylabel": "training loss, mean of 20 steps"}
+    run.plot("networks.png", panels, title, yscale="log", **labels)
     return 0
 
 
-def train(data: Any, kind: Kind, share: float, seed: int, steps: int) -> dict[str, Any]:
+def train(data: Any, curvature: str, varying: bool, share: float, seed: int, steps: int) -> dict[str, Any]:
     """One run; workers are simulated by vmap."""
     graph, params = nnx.split(Cnn(data.train_x.shape[1:], data.num_classes, nnx.Rngs(seed)), nnx.Param)
     d = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -120,11 +112,11 @@ def train(data: Any, kind: Kind, share: float, seed: int, steps: int) -> dict[st
     )
 
     def plan(params, key):
-        if not kind.curvature:
+        if not curvature:
             return None, steps_of(np.ones(d), share, False)
-        more = {"per_layer": True} if kind.curvature == "per layer" else {}
+        more = {"per_layer": True} if curvature == "per layer" else {}
         operator = jc.smoothness.network_operator(estimate(params, key), damping=DAMPING, **more)
-        return operator, steps_of(np.asarray(operator.diag), share, kind.varying)
+        return operator, steps_of(np.asarray(operator.diag), share, varying)
 
     operator, h = plan(params, jax.random.key(seed))
     inner = jc.dithering(steps=h)
@@ -145,7 +137,7 @@ def train(data: Any, kind: Kind, share: float, seed: int, steps: int) -> dict[st
     step = jax.jit(mapped, donate_argnums=1)
     losses, bits, total = [], [], 0.0
     for t in range(steps):
-        if t and t % REFRESH == 0 and kind.curvature:
+        if t and t % REFRESH == 0 and curvature:
             newer, h = plan(params, jax.random.key(seed + t))
             state = jc.refresh(state, newer, jnp.asarray(h, jnp.float32)[None])  # pyright: ignore[reportArgumentType]
         rows = batch_of(parts, BATCH, seed, t).reshape(WORKERS, BATCH)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.lib.plots import LINES, new_figure
 from experiments.lib.run import Columns, Run
 from experiments.smoothness.problems import Problem
 from experiments.smoothness.runner import Curves
@@ -89,15 +88,13 @@ def upload_bits(setup: Setup, d: int) -> float:
 
 def columns_of(first: Result) -> Columns:
     """Of rows at their best budgets; factors against the first result."""
+    base = first.kilobytes[first.count]
     reached = lambda r: np.isfinite(r.kilobytes[r.count])
 
     def where_reached(form: str, value: Callable[[Result], float]) -> Callable[[Result], str]:
         return lambda r: form.format(value(r)) if reached(r) else "-"
 
     kilobytes = lambda *counts: where_reached("{:,.1f}", lambda r: sum(r.kilobytes[count] for count in counts))
-    factor = lambda r: (
-        f"{first.kilobytes[r.count] / r.kilobytes[r.count]:.2f}" if reached(r) and reached(first) else "-"
-    )
     return {
         "method": lambda r: r.setup.label,
         "budget": lambda r: f"{r.setup.budgets[r.best]:g} d",
@@ -109,7 +106,7 @@ def columns_of(first: Result) -> Columns:
         "+ upload": kilobytes("up", "upload"),
         "kB down": kilobytes("down"),
         "both": kilobytes("up", "down"),
-        "factor": factor,
+        "factor": where_reached("{:.2f}", lambda r: base / r.kilobytes[r.count]) if reached(first) else lambda r: "-",
         "floor": lambda r: f"{r.floor:.1e}",
     }
 
@@ -118,73 +115,37 @@ def metrics_of(result: Result, seeds: Sequence[int]) -> Iterator[dict[str, Any]]
     """A line for about 50 rounds of each run."""
     curves, setup, problem = result.curves, result.setup, result.problem
     rounds = np.unique(np.geomspace(1, curves.errors.shape[-1], 50).astype(int)).tolist()
-    for (b, budget), (s, seed), number in itertools.product(enumerate(setup.budgets), enumerate(seeds), rounds):
+    for b, s, number in itertools.product(range(len(setup.budgets)), range(len(seeds)), rounds):
         at = (b, s, number - 1)
-        line = {"method": setup.label, "workers": problem.workers, "budget": budget, "seed": seed, "round": number}
-        line |= {"error": float(curves.errors[at]), "bits": float(curves.bits[at])}
+        line = {"method": setup.label, "workers": problem.workers, "budget": setup.budgets[b], "seed": seeds[s]}
+        line |= {"round": number, "error": float(curves.errors[at]), "bits": float(curves.bits[at])}
         yield line | {"seconds": curves.seconds * number, "down_bits": float(curves.down[at])}
-
-
-# ------------------------------------------------------------------------------------------------
-# Plots: colour says the method, line and marker the compressor
-
-COLOURS = {"dcgd": "#7F7F7F", "diana": "#000000", "adiana": "#CC79A7", "dcgd+": "#E69F00", "diana+": "#0072B2"}
-COLOURS |= {"adiana+": "#D55E00", "isega+": "#009E73"}
-KINDS = {"rand": ":^", "uniform": "--s", "varying": "-o", "block": "-.D", "uniform-16": "--v", "varying-16": "-P"}
-
-
-def style_of(label: str, i: int) -> dict[str, Any]:
-    method, _, kind = label.partition(" ")
-    if method not in COLOURS or kind not in KINDS:
-        return LINES[i % len(LINES)]
-    return {"color": COLOURS[method], "linestyle": KINDS[kind][:-1], "marker": KINDS[kind][-1]}
 
 
 def draw(run: Run, name: str, title: str, results: list[Result]) -> None:
     """Relative squared error against rounds, megabytes (with and without the one-off upload) and seconds."""
-    figure, axes = new_figure(2, height=7.2, rows=2)
-    for i, r in enumerate(results):
-        errors = np.log(np.maximum(np.nan_to_num(r.curves.errors[r.best], nan=1e6, posinf=1e6), 1e-30))
-        middle, spread = errors.mean(0), errors.std(0)
-        x, megabytes = np.arange(1, middle.size + 1), r.curves.bits[r.best].mean(0) / 8e6
-        places = (x, megabytes, megabytes + r.kilobytes["upload"] / 1e3, x * r.curves.seconds)
-        keep = np.unique(np.geomspace(1, int(np.max(r.curves.reached(1e-24)[r.best])), 400).astype(int)) - 1
-        style = style_of(r.setup.label, i) | {"label": r.setup.label, "markevery": max(1, len(keep) // 6)}
-        for axis, values in zip(axes, places, strict=True):
-            axis.plot(values[keep], np.exp(middle[keep]), markersize=4, **style)
-            low, high = np.exp(middle[keep] - spread[keep]), np.exp(middle[keep] + spread[keep])
-            axis.fill_between(values[keep], low, high, color=style["color"], alpha=0.15, linewidth=0)
-    bottom = max(1e-24, min(float(np.nanmin(r.curves.errors)) for r in results) / 3)
     labels = ("rounds", "MB sent by a worker", "MB with the one-off upload", "seconds, all workers on this machine")
-    for axis, label in zip(axes, labels, strict=True):
-        axis.set(yscale="log", xlabel=label)
-        axis.set_ylim(bottom=bottom)
-    for axis in axes[1:3]:
-        axis.set_xscale("log")
-        axis.set_xlim(left=axis.get_xlim()[1] / 1e4)
-    for axis in axes[::2]:
-        axis.set_ylabel("relative squared error |x - x*|² / |x*|²")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    figure.suptitle(title.replace(" split, ", " split,\n"), fontsize=10)
-    run.picture(figure, name)
+    panels: dict[str, dict[str, Any]] = {label: {} for label in labels}
+    for r in results:
+        errors = np.nan_to_num(r.curves.errors[r.best], nan=1e6, posinf=1e6)
+        middle = np.exp(np.mean(np.log(np.maximum(errors, 1e-30)), axis=0))
+        rounds, megabytes = np.arange(1, middle.size + 1), r.curves.bits[r.best].mean(0) / 8e6
+        places = (rounds, megabytes, megabytes + r.kilobytes["upload"] / 1e3, rounds * r.curves.seconds)
+        keep = np.unique(np.geomspace(1, int(np.max(r.curves.reached(1e-24)[r.best])), 400).astype(int)) - 1
+        for label, x in zip(labels, places, strict=True):
+            panels[label][r.setup.label] = (x[keep], middle[keep])
+    run.plot(name, panels, title, xscale="log", yscale="log", ylabel="relative squared error |x - x*|² / |x*|²")
 
 
 def plot_workers(run: Run, title: str, results: dict[str, list[Result]]) -> None:
     """Kilobytes that a worker sends until the target, rounds, and rounds saved, against the number of workers."""
-    figure, axes = new_figure(3)
     first, *_ = results
     base = np.array([r.rounds for r in results[first]])
-    counts = np.array([r.problem.workers for r in results[first]])
-    for i, (label, some) in enumerate(results.items()):
+    panels: dict[str, dict[str, Any]] = {}
+    for label, some in results.items():
+        counts = [r.problem.workers for r in some]
         kilobytes, rounds = np.array([(r.kilobytes[r.count], r.rounds) for r in some]).T
-        for axis, shown in zip(axes, (kilobytes, rounds, base / rounds), strict=True):
-            axis.plot(counts, shown, label=label, **style_of(label, i))
-    axes[2].plot(counts, counts / counts[0], color="0.5", linewidth=1, label=f"n / {counts[0]}")
-    texts = ("kB sent by a worker to the target", "rounds to the target", f"rounds of {first} / rounds")
-    for axis, text in zip(axes, texts, strict=True):
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log", base=2)
-        axis.set(xlabel="workers n", ylabel=text)
-    axes[2].legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    run.picture(figure, "workers.png")
+        panels.setdefault("kB sent by a worker to the target", {})[label] = (counts, kilobytes)
+        panels.setdefault("rounds to the target", {})[label] = (counts, rounds)
+        panels.setdefault(f"rounds of {first} / rounds", {})[label] = (counts, base / rounds)
+    run.plot("workers.png", panels, title, xscale="log", yscale="log", xlabel="workers n")

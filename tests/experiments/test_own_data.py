@@ -57,5 +57,5 @@ def test_a_transformer_on_a_text(text):
     task = layouts.transformer(text, 8, 16)
     assert task.name == "transformer, own.txt"
     with jax.numpy_dtype_promotion("standard"):
-        found = layouts.train(task, jc.error_feedback(jc.top_k(0.1)), 2, [0], lambda: None)
+        found = layouts.train(task, jc.error_feedback(jc.top_k(0.1)), 2, [0])
     assert np.isfinite(found["losses"]).all()

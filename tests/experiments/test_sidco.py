@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from programs import run_to
 
-from experiments.sidco.sources import LAWS, ZEROS, draws
+from experiments.sidco.quality import LAWS, ZEROS, draws
 
 pytestmark = pytest.mark.xdist_group("experiments")
 
