@@ -9,7 +9,7 @@ from experiments.lib.cli import Parser, choose_new
 from experiments.lib.folders import Journal, run_options, write_config, write_json
 from experiments.lib.report import new_console, progress_bar, show
 
-__all__ = ["Columns", "Panels", "Run", "cells", "parser_of", "picture"]
+__all__ = ["Columns", "Panels", "Run", "cells", "draw_panels", "lines", "parser_of"]
 
 # What stands above a column -> the format of a cell, which names fields of a row, or a function of the whole row.
 Columns = Mapping[str, str | Callable[[Any], str]]
@@ -98,11 +98,27 @@ class Run:
         show(self.console, title, list(columns), cells(columns, rows), notes, self.path(name))
 
     def plot(self, name: str, panels: Panels, title: str = "", **labels: Any) -> None:
-        picture(self.path(name), panels, title, **labels)
+        draw_panels(self.path(name), panels, title, **labels)
+        self.say(f"plot: {self.folder / name}")
+
+    def picture(self, figure: Any, name: str) -> None:
+        """A figure of matplotlib's that is more than panels of curves."""
+        from experiments.lib.plots import save
+
+        save(figure, self.path(name))
         self.say(f"plot: {self.folder / name}")
 
 
-def picture(path: Path, panels: Panels, title: str = "", **labels: Any) -> None:
+def lines(axis: Any, curves: Mapping[str, tuple[Any, Any]], **labels: Any) -> None:
+    """A line for each curve (x, y), told apart by more than its colour. labels: of `axis.set`."""
+    from experiments.lib.plots import LINES
+
+    for i, (name, (x, y)) in enumerate(curves.items()):
+        axis.plot(x, y, label=name, markevery=max(1, len(x) // 8), markersize=5, **LINES[i % len(LINES)])
+    axis.set(**labels)
+
+
+def draw_panels(path: Path, panels: Panels, title: str = "", **labels: Any) -> None:
     """A panel for each title, and in it a line for each curve, which looks the same in all panels.
 
     labels: of `axis.set`, the same for all.

@@ -19,7 +19,7 @@ from experiments.bench.timing import bench_parser, report
 from experiments.lib.cli import at_least
 from experiments.lib.folders import write_json
 from experiments.lib.report import new_console
-from experiments.lib.run import picture
+from experiments.lib.run import draw_panels
 from experiments.lib.step import dense
 from experiments.lib.text import read_characters
 from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
@@ -197,4 +197,4 @@ def draw(records: list[dict], sources: list[str], workers: int, path: Path) -> N
             points = sorted((r["bits"], r["errors"][source]) for r in records if r["family"] == family)
             panels[source][family] = tuple(zip(*points, strict=True))
     labels = {"xlabel": "bits an entry, scales included", "ylabel": f"NMSE of the mean of {workers} workers"}
-    picture(path, panels, xscale="log", yscale="log", **labels)
+    draw_panels(path, panels, xscale="log", yscale="log", **labels)
