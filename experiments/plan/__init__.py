@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from experiments.lib.cli import Parser, at_least, choose_new, one_thread, positive
 from experiments.lib.folders import run_options, start_run, write_json
 from experiments.lib.netlab import laboratory, rate_name, rate_of
@@ -38,7 +40,7 @@ def parser() -> Parser:
     p.add_argument("--batch", type=at_least(1), default=16, help="examples of each worker in a step")
     p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure")
     p.add_argument("--tried", type=at_least(0), default=2, help="candidates that it runs besides the best dense one")
-    p.add_argument("--rounds", type=at_least(2), default=9, help="steps of each candidate; the median counts")
+    p.add_argument("--rounds", type=at_least(2), default=15, help="of all candidates in turn; the median counts")
     p.add_argument("--all", action="store_true", help="all default candidates, in place of six")
     run_options(p, "plan")
     p.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
@@ -93,7 +95,8 @@ def cells(o: Any, console: Any) -> Iterator[dict[str, Any]]:
                         row = {"workers": workers, "entries": entries, "rate": rate, "load": load}
                         row |= pool.ask(1800.0, what="plan", seconds=o.seconds, tried=o.tried)[0]
                         if o.what == "regret":
-                            row["measured"] = pool.ask(1800.0, what="run", seconds=o.seconds, rounds=o.rounds)[0]
+                            row["rounds"] = pool.ask(1800.0, what="run", seconds=o.seconds, rounds=o.rounds)[0]
+                            row["measured"] = {name: float(np.median(each)) for name, each in row["rounds"].items()}
                             best = min(row["measured"], key=row["measured"].get)
                             said = f"advised {row['chosen']}, best {best}"
                             where = f"{workers} workers, {entries:,}, {rate_name(rate)}, load {load}"

@@ -13,7 +13,7 @@ from jaxcomp.plan.candidates import default_candidates
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.measure import sweep
 from jaxcomp.plan.planning import plan_on
-from jaxcomp.plan.trial import step_of
+from jaxcomp.plan.trial import seconds_of_steps, step_of
 
 __all__ = ["CANDIDATES", "work"]
 
@@ -100,20 +100,12 @@ class Task:
             "links": links,
         }
 
-    def run(self, seconds: float, rounds: int) -> dict[str, float]:
-        """Measured seconds of every candidate, each twice, in turn and in turn backwards; the mean of the two."""
-        self.clock.restart(seconds)
-        times: dict[str, list[float]] = {each.name: [] for each in self.candidates}
-        share = seconds / len(self.candidates) / 2
-        for order in (self.candidates, self.candidates[::-1]):
-            for each in order:
-                if self.number == 0:
-                    note(f"running {each.name}")
-                step = step_of(
-                    self.clock, each, self.loss, self.params, self.batch, self.clock.mesh, "data", share, rounds
-                )
-                times[each.name].append(step)
-        return {name: float(np.mean(both)) for name, both in times.items()}
+    def run(self, seconds: float, rounds: int) -> dict[str, list[float]]:
+        """Measured seconds per step of every candidate in each round; in a round each has its turn."""
+        where = (self.loss, self.params, self.batch, self.clock.mesh, "data")
+        steps = [step_of(self.clock, each, *where) for each in self.candidates]
+        times = seconds_of_steps(self.clock, steps, rounds, seconds)
+        return {each.name: list(row) for each, row in zip(self.candidates, times, strict=True)}
 
     def load(self, on: bool) -> bool:
         """Keeps a core of the first worker's busy, or stops that."""

@@ -22,7 +22,7 @@ from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import Collective
 from jaxcomp.plan.measure import largest, links_of, overlap_on, sample_of, work_of
 from jaxcomp.plan.predict import step_seconds
-from jaxcomp.plan.trial import ROUNDS, tried_rows
+from jaxcomp.plan.trial import tried_rows
 from jaxcomp.plan.watch import Watch
 from jaxcomp.transforms.meshes import find_mesh
 from jaxcomp.transforms.value_and_grad import worker_value_and_grad
@@ -31,6 +31,7 @@ __all__ = ["Plan", "plan", "plan_on"]
 
 BUDGET = 100.0  # seconds of measuring
 FOR_TRYING = 1 / 3  # of the budget, which measuring leaves
+ROUNDS = 7  # of the gradient
 TRIED = 3  # candidates that are run, besides the best dense one
 
 
