@@ -9,14 +9,16 @@ done), and by `plan regret` table.md and regret.png.
 import argparse
 import contextlib
 import itertools
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, at_least, choose_new, one_thread, positive
+from experiments.lib.cli import Parser, at_least, choose_new, existing_folder, one_thread, positive
 from experiments.lib.folders import run_options, start_run, write_json
-from experiments.lib.netlab import laboratory, rate_name, rate_of
+from experiments.lib.netlab import delay_of, laboratory, link_name, rate_of
 from experiments.lib.pool import Pool
 from experiments.lib.report import new_console
 
@@ -37,11 +39,15 @@ def parser() -> Parser:
         "--sizes", type=at_least(1000), nargs="+", default=[100_000, 400_000], metavar="D", help="parameters"
     )
     p.add_argument("--loads", type=int, choices=(0, 1), nargs="+", default=[0, 1], help="1: one worker's core is busy")
+    p.add_argument(
+        "--delays", type=delay_of, nargs="+", default=[0.0], metavar="TIME", help="of a link, each way; needs netem"
+    )
     p.add_argument("--batch", type=at_least(1), default=16, help="examples of each worker in a step")
     p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure")
-    p.add_argument("--tried", type=at_least(0), default=2, help="candidates that it runs besides the best dense one")
-    p.add_argument("--rounds", type=at_least(2), default=15, help="of all candidates in turn; the median counts")
+    p.add_argument("--tried", type=at_least(0), default=3, help="candidates that it runs besides the best dense one")
+    p.add_argument("--rounds", type=at_least(2), default=40, help="of all candidates in turn; the median counts")
     p.add_argument("--all", action="store_true", help="all default candidates, in place of six")
+    p.add_argument("--of", type=Path, nargs="+", default=None, metavar="RUN", help="report what these runs measured")
     run_options(p, "plan")
     p.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
     p.add_argument("--address", default=None, help=argparse.SUPPRESS)
@@ -65,11 +71,13 @@ def main(arguments: Sequence[str]) -> int:
     start_run(folder, vars(o))
     rows: list[dict[str, Any]] = []
     try:
-        for row in cells(o, console):
+        for row in cells(o, console) if o.of is None else known(o.of):
             rows.append(row)
             write_json(folder / "results.json", rows)
             if o.what == "advise":
-                where = f"{row['workers']} workers, {row['entries']:,} parameters, {rate_name(row['rate'])}"
+                where = (
+                    f"{row['workers']} workers, {row['entries']:,} parameters, {link_name(row['rate'], row['delay'])}"
+                )
                 console.print(f"\n{where}\n{row['table']}\n\n{row['verdict']}", highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print(f"interrupted; {folder} has what was measured")
@@ -77,6 +85,12 @@ def main(arguments: Sequence[str]) -> int:
     if o.what == "regret":
         report(console, rows, folder)
     return 0
+
+
+def known(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """The rows of earlier runs."""
+    for folder in folders:
+        yield from json.loads((existing_folder(folder) / "results.json").read_text())
 
 
 def cells(o: Any, console: Any) -> Iterator[dict[str, Any]]:
@@ -87,19 +101,19 @@ def cells(o: Any, console: Any) -> Iterator[dict[str, Any]]:
             for size in dict.fromkeys(o.sizes):
                 lab.shape()
                 entries = pool.ask(what="task", size=size, batch=o.batch, all_candidates=o.all)[0]
-                for load, rate in itertools.product(dict.fromkeys(o.loads), dict.fromkeys(o.rates)):
+                for load, rate, delay in itertools.product(*map(dict.fromkeys, (o.loads, o.rates, o.delays))):
                     pool.ask(what="load", on=bool(load))
-                    lab.shape(rate)
+                    lab.shape(rate, delay)
                     with contextlib.ExitStack() as undo:
                         undo.callback(lambda: pool.ask(what="load", on=False))
-                        row = {"workers": workers, "entries": entries, "rate": rate, "load": load}
+                        row = {"workers": workers, "entries": entries, "rate": rate, "load": load, "delay": delay}
                         row |= pool.ask(1800.0, what="plan", seconds=o.seconds, tried=o.tried)[0]
                         if o.what == "regret":
                             row["rounds"] = pool.ask(1800.0, what="run", seconds=o.seconds, rounds=o.rounds)[0]
                             row["measured"] = {name: float(np.median(each)) for name, each in row["rounds"].items()}
                             best = min(row["measured"], key=row["measured"].get)
                             said = f"advised {row['chosen']}, best {best}"
-                            where = f"{workers} workers, {entries:,}, {rate_name(rate)}, load {load}"
+                            where = f"{workers} workers, {entries:,}, {link_name(rate, delay)}, load {load}"
                             console.print(f"{where}: {said}", highlight=False)
                     yield row
 

@@ -84,13 +84,14 @@ class Task:
 
         where = (self.clock, self.loss, self.params, self.batch, "data", self.candidates)
         found = plan_on(*where, tried=tried, show=show, thorough=thorough)
-        alone = choose([row._replace(measured=None) for row in found.rows])
+        alone = choose([row._replace(measured=None, expected=None) for row in found.rows])
         links = {
             kind: {"latency": fit.latency, "per_byte": fit.per_byte, "covariance": fit.covariance}
             for kind, fit in found.facts.fits["data"].items()
         }
         return {
             "predicted": {row.candidate.name: row.parts._asdict() for row in found.rows},
+            "said": {row.candidate.name: row.seconds for row in found.rows},
             "dense": [row.candidate.name for row in found.rows if row.candidate.dense],
             "alone": alone.candidate.name,
             "chosen": found.chosen.candidate.name,

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 __all__ = ["Clock"]
 
-TURN_SECONDS = 0.02  # for which a short program is repeated in a round
-MOST_IN_TURN = 8  # runs
+TURN_SECONDS = 0.05  # for which a short program is repeated in a round
+MOST_IN_TURN = 15  # runs
 
 
 class Clock:
@@ -52,10 +52,11 @@ class Clock:
         return float(-self.agreed([time.perf_counter() - self.end])[0])
 
     def times(self, run: Callable[[], Any], rounds: int = 7, most: float = 5.0) -> np.ndarray:
-        """Seconds of each round at the slowest process; all begin a round together.
+        """Seconds of each round at the slowest process.
 
-        What is short is run several times in a round, one after the other, and the mean counts: a process that waits
-        for a core now and then waits in few of the parts of a step, and in most of the steps.
+        In a round what is short is run several times, and the median counts: now and then a message waits for a core or
+        for an acknowledgement for a hundred times as long as it takes. All processes begin each run together, as they
+        do after an exchange.
 
         Args:
             run: what is timed; it is run twice before, to compile and to settle.
@@ -85,22 +86,22 @@ class Clock:
         first = np.maximum(self.agreed([self._once(run) for run in runs]), 1e-9)
         counts = np.clip(TURN_SECONDS // first, 1, MOST_IN_TURN).astype(int)
         several = len(runs) > 1
-        rounds = int(np.clip(most / np.sum(first * (counts + several)), 2, rounds))
-        found = np.zeros((len(runs), rounds))
+        begin = self.agreed([self._once(lambda: self.agreed([0.0]))])  # what it takes to begin together
+        rounds = int(np.clip(most / np.sum((first + begin) * (counts + several)), 2, rounds))
+        found = [np.zeros((rounds, count)) for count in counts]
         for number in range(rounds):
             for i in range(len(runs))[:: 1 if number % 2 else -1]:
                 before(i)
                 if several:
                     jax.block_until_ready(runs[i]())
-                found[i, number] = self._once(runs[i], counts[i])
-        return self.agreed(found).reshape(found.shape)
+                found[i][number] = [self._once(runs[i]) for _ in range(counts[i])]
+        return np.stack([np.median(self.agreed(each).reshape(each.shape), axis=1) for each in found])
 
-    def _once(self, run: Callable[[], Any], times: int = 1) -> float:
+    def _once(self, run: Callable[[], Any]) -> float:
         self.agreed([0.0])  # nobody starts before the last one is here
         start = time.perf_counter()
-        for _ in range(times):
-            jax.block_until_ready(run())
-        return (time.perf_counter() - start) / times
+        jax.block_until_ready(run())
+        return time.perf_counter() - start
 
     def median(self, run: Callable[[], Any], rounds: int = 7, most: float = 5.0) -> tuple[float, float]:
         """Median of the rounds and its standard error, 1.25 s / sqrt(rounds), from the quartiles: s = range / 1.35."""

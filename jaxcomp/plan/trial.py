@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.base import check_algorithm
 from jaxcomp.exchange.specs import init_state
 from jaxcomp.exchange.varying import axis_names
-from jaxcomp.plan.advise import Row
+from jaxcomp.plan.advise import Row, with_expected
 from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.clock import Clock
 from jaxcomp.transforms.local_updates import local_updates
@@ -21,7 +21,7 @@ from jaxcomp.transforms.value_and_grad import value_and_grad
 
 __all__ = ["Step", "seconds_of_steps", "step_of", "tried_rows"]
 
-ROUNDS = 15
+ROUNDS = 30
 RATE = 1e-6  # of local steps: what they reach does not matter, and must stay finite
 
 
@@ -60,10 +60,10 @@ def tried_rows(
     if not steps:
         return rows
     show("trying all in turn")
-    times = seconds_of_steps(clock, list(steps.values()), ROUNDS, clock.left() / 2)
+    times = seconds_of_steps(clock, list(steps.values()), ROUNDS, 0.8 * clock.left())
     for i, seconds in zip(steps, np.median(times, axis=1), strict=True):
         rows[i] = rows[i]._replace(measured=float(seconds))
-    return rows
+    return with_expected(rows)
 
 
 class Step:

@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from experiments import scale
+from experiments import plan, scale
 from experiments.__main__ import EXPERIMENTS, usage
+from experiments.lib.cli import UserError
 from experiments.lib.report import new_console
 from experiments.plan.results import dense_is_best, draw, regret_of, summary
 from experiments.scale import links, replacement, rows_of, workers
@@ -32,9 +34,26 @@ def test_regret_by_hand(tmp_path):
     assert found["within"] == pytest.approx(2 / 3)
     assert found["alone"] == pytest.approx(1 / 3)
     assert found["worst"] == pytest.approx(0.5)
-    assert found["median_error"] == 0  # six of nine predictions are exact
+    assert found["error_median"] == 0  # six of nine predictions are exact
+    assert found["said_90"] == found["error_90"]  # of rows that have nothing else
+    assert np.isnan(found["noise_median"])
+    rows = [row | {"said": row["measured"], "rounds": {"f32": [1.0, 1.1, 1.0, 1.1]}} for row in ROWS]
+    assert summary(rows)["said_90"] == 0
+    assert summary(rows)["noise_median"] == pytest.approx(1 / 11)
     assert (found["dense_cells"], found["dense_advised"]) == (1, 1)
     assert draw(ROWS, tmp_path / "regret.png").stat().st_size > 1000
+
+
+def test_runs_are_reported_together(tmp_path, capsys):
+    for name, row in zip("ab", ROWS, strict=False):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps([row]))
+    options = ["--runs", str(tmp_path), "--name", "both", "--of", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert plan.main(["regret", *options]) == 0
+    assert json.loads((tmp_path / "both" / "results.json").read_text()) == ROWS[:2]
+    assert "2 cells: regret at most 10 % in 100%" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(UserError, match="no folder"):
+        plan.main(["regret", "--runs", str(tmp_path), "--name", "c", "--of", str(tmp_path / "nowhere")])
 
 
 def test_every_experiment_has_a_module_and_a_line():
