@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from experiments.lib.cli import Parser, at_least, choose_new, existing_folder, one_thread, positive
 from experiments.lib.folders import run_options, start_run, write_json
-from experiments.lib.netlab import delay_of, laboratory, link_name, rate_of
+from experiments.lib.netlab import delay_of, laboratory, rate_of
 from experiments.lib.pool import Pool
 from experiments.lib.report import new_console
 
@@ -42,6 +43,11 @@ def parser() -> Parser:
     p.add_argument(
         "--delays", type=delay_of, nargs="+", default=[0.0], metavar="TIME", help="of a link, each way; needs netem"
     )
+    p.add_argument(
+        "--one-process",
+        action="store_true",
+        help="workers are devices of one process and exchange in memory; without rates and delays",
+    )
     p.add_argument("--batch", type=at_least(1), default=16, help="examples of each worker in a step")
     p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure")
     p.add_argument("--tried", type=at_least(0), default=3, help="candidates that it runs besides the best dense one")
@@ -62,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         work(o.address, o.workers[0], o.worker)
         return 0
 
-    from experiments.plan.results import report
+    from experiments.plan.results import link_of, report
 
     o.rates = [rate_of(rate) if isinstance(rate, str) else rate for rate in o.rates]
     console = new_console()
@@ -75,9 +81,7 @@ def main(arguments: Sequence[str]) -> int:
             rows.append(row)
             write_json(folder / "results.json", rows)
             if o.what == "advise":
-                where = (
-                    f"{row['workers']} workers, {row['entries']:,} parameters, {link_name(row['rate'], row['delay'])}"
-                )
+                where = f"{row['workers']} workers, {row['entries']:,} parameters, {link_of(row)}"
                 console.print(f"\n{where}\n{row['table']}\n\n{row['verdict']}", highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print(f"interrupted; {folder} has what was measured")
@@ -95,25 +99,32 @@ def known(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
 
 def cells(o: Any, console: Any) -> Iterator[dict[str, Any]]:
     """A row for each cell. Programs are compiled once for each size and number of workers."""
+    from experiments.plan.results import link_of
+
+    links = [(None, 0.0)] if o.one_process else list(itertools.product(dict.fromkeys(o.rates), dict.fromkeys(o.delays)))
     for workers in dict.fromkeys(o.workers):
-        with laboratory(workers) as lab, pool_in(lab) as pool:
+        with contextlib.ExitStack() as context:
+            lab = None if o.one_process else context.enter_context(laboratory(workers, delay=max(o.delays)))
+            pool = context.enter_context(one_process(workers) if lab is None else pool_in(lab))
+            shape = (lambda *_: None) if lab is None else lab.shape
             pool.hear()
             for size in dict.fromkeys(o.sizes):
-                lab.shape()
+                shape()
                 entries = pool.ask(what="task", size=size, batch=o.batch, all_candidates=o.all)[0]
-                for load, rate, delay in itertools.product(*map(dict.fromkeys, (o.loads, o.rates, o.delays))):
+                for load, (rate, delay) in itertools.product(dict.fromkeys(o.loads), links):
                     pool.ask(what="load", on=bool(load))
-                    lab.shape(rate, delay)
+                    shape(rate, delay)
+                    row = {"workers": workers, "entries": entries, "rate": rate, "load": load, "delay": delay}
+                    row |= {"one_process": o.one_process}
                     with contextlib.ExitStack() as undo:
-                        undo.callback(lambda: pool.ask(what="load", on=False))
-                        row = {"workers": workers, "entries": entries, "rate": rate, "load": load, "delay": delay}
+                        undo.callback(pool.ask, what="load", on=False)
                         row |= pool.ask(1800.0, what="plan", seconds=o.seconds, tried=o.tried)[0]
                         if o.what == "regret":
                             row["rounds"] = pool.ask(1800.0, what="run", seconds=o.seconds, rounds=o.rounds)[0]
                             row["measured"] = {name: float(np.median(each)) for name, each in row["rounds"].items()}
                             best = min(row["measured"], key=row["measured"].get)
                             said = f"advised {row['chosen']}, best {best}"
-                            where = f"{workers} workers, {entries:,}, {link_name(rate, delay)}, load {load}"
+                            where = f"{workers} workers, {entries:,}, {link_of(row)}, load {load}"
                             console.print(f"{where}: {said}", highlight=False)
                     yield row
 
@@ -123,3 +134,13 @@ def pool_in(lab: Any) -> Pool:
     from experiments import network
 
     return network.pool_in(lab, "plan")
+
+
+def one_process(workers: int) -> Pool:
+    """All workers in one process, on as many threads as it likes: fewer than devices would wait for each other."""
+    from experiments.network import SETTINGS
+    from experiments.plan.worker import ONE_PROCESS
+
+    options = ["--workers", str(workers), "--address", ONE_PROCESS, "--worker", "0"]
+    settings = {name: value for name, value in SETTINGS.items() if name != "NPROC"}
+    return Pool([[sys.executable, "-m", "experiments", "plan", *options]], {"JAX_PLATFORMS": "cpu", **settings})

@@ -9,9 +9,13 @@ from experiments.lib.netlab import link_name
 from experiments.lib.report import show
 from jaxcomp.plan.predict import regret
 
-__all__ = ["report", "summary"]
+__all__ = ["link_of", "report", "summary"]
 
 MATTERS = 0.10  # regret, and by how much dense must be best for the cell to count as one of its own
+
+
+def link_of(row: dict[str, Any]) -> str:
+    return "one process" if row.get("one_process") else link_name(row["rate"], row.get("delay", 0.0))
 
 
 def regret_of(row: dict[str, Any], choice: str) -> float:
@@ -68,7 +72,7 @@ def report(console: Any, rows: list[dict[str, Any]], folder: Path) -> None:
             [
                 str(row["workers"]),
                 f"{row['entries']:,}",
-                link_name(row["rate"], row.get("delay", 0.0)),
+                link_of(row),
                 str(row["load"]),
                 row["chosen"],
                 row["alone"],
@@ -92,7 +96,7 @@ some of them, {both("said")}. Even against odd rounds of what is measured: {both
     head = [
         "workers",
         "entries",
-        "rate",
+        "link",
         "load",
         "advised",
         "predicted best",

@@ -15,18 +15,22 @@ from jaxcomp.plan.measure import sweep
 from jaxcomp.plan.planning import plan_on
 from jaxcomp.plan.trial import seconds_of_steps, step_of
 
-__all__ = ["CANDIDATES", "work"]
+__all__ = ["CANDIDATES", "ONE_PROCESS", "work"]
 
 # Of the grid: dense ones, and one for each kind of message.
 CANDIDATES = ("f32", "bf16:two_shot", "dithering(7):two_shot", "sign+ef:two_shot", "sidco(0.01)+ef", "sidco(0.001)+ef")
 BUSY = "while True: pass"
+ONE_PROCESS = "one process"  # in place of an address
 
 
 def work(address: str, workers: int, number: int) -> None:
     """Joins the others and serves requests until there are no more."""
     with or_die():
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(address, workers, number)
+        if address == ONE_PROCESS:
+            jax.config.update("jax_num_cpu_devices", workers)
+        else:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            jax.distributed.initialize(address, workers, number)
         task: Task | None = None
         answer("ready")
         for request in requests():
@@ -65,7 +69,7 @@ class Task:
         }
         self.entries = sum(leaf.size for leaf in params.values())
         self.params = workers.replicate(params)
-        own = np.random.default_rng([number, size])
+        own, batch = np.random.default_rng([number, size]), batch * jax.local_device_count()
         x, y = own.standard_normal((batch, 64)).astype(np.float32), own.standard_normal((batch, 16)).astype(np.float32)
         self.batch = (workers.own(x), workers.own(y))
         self.clock = Clock(workers.mesh, 60.0)

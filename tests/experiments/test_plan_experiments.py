@@ -56,6 +56,26 @@ def test_runs_are_reported_together(tmp_path, capsys):
         plan.main(["regret", "--runs", str(tmp_path), "--name", "c", "--of", str(tmp_path / "nowhere")])
 
 
+def test_a_kernel_without_delays_is_named_before_anything_is_measured(tmp_path, monkeypatch):
+    def laboratory(hosts, rate=None, delay=0.0):
+        raise UserError(f"no netem for {delay} s")
+
+    monkeypatch.setattr(plan, "laboratory", laboratory)
+    options = ["--rates", "none", "--delays", "0s", "2ms", "--runs", str(tmp_path), "--name", "r"]
+    with pytest.raises(UserError, match=r"no netem for 0\.002 s"):
+        plan.main(["regret", *options])
+
+
+@pytest.mark.slow
+def test_a_cell_without_links(tmp_path):
+    options = ["--one-process", "--workers", "2", "--sizes", "2000", "--loads", "0", "--seconds", "2", "--rounds", "4"]
+    assert plan.main(["regret", *options, "--runs", str(tmp_path), "--name", "r"]) == 0
+    (row,) = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert row["chosen"] in row["measured"]
+    assert set(row["said"]) == set(row["predicted"]) == set(row["measured"]) == set(row["rounds"])
+    assert "one process" in (tmp_path / "r" / "table.md").read_text()
+
+
 def test_every_experiment_has_a_module_and_a_line():
     assert all(len(each) == 2 for each in EXPERIMENTS.values())
     assert "regret" in usage()
