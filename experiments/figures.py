@@ -67,6 +67,13 @@ FIGURES = {
         35,
         ("scoreboard.png", "scoreboard.png"),
     ),
+    "plan": Figure(
+        "plan",
+        "plan regret --workers 2 4 --one-process 2 4 --sizes 20000 100000 400000 --seconds 10 --rounds 40",
+        "plan",
+        30,
+        ("regret.png", "plan.png"),
+    ),
     "local": Figure(
         "local",
         "local --data {data}/tinyshakespeare --every 20 --steps 240 --batch 4 --length 48",

@@ -35,7 +35,7 @@ def parser() -> Parser:
     p.add_argument(
         "--rates", type=rate_of, nargs="+", default=rates, metavar="RATE", help="of the links; none: no limit"
     )
-    p.add_argument("--workers", type=at_least(2), nargs="+", default=[2, 4], metavar="N", help="processes")
+    p.add_argument("--workers", type=at_least(2), nargs="*", default=[2, 4], metavar="N", help="processes")
     p.add_argument(
         "--sizes", type=at_least(1000), nargs="+", default=[100_000, 400_000], metavar="D", help="parameters"
     )
@@ -45,15 +45,18 @@ def parser() -> Parser:
     )
     p.add_argument(
         "--one-process",
-        action="store_true",
-        help="workers are devices of one process and exchange in memory; without rates and delays",
+        type=at_least(2),
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="after these: devices of one process, which exchange in memory, without rates and delays",
     )
     p.add_argument("--batch", type=at_least(1), default=16, help="examples of each worker in a step")
     p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure")
     p.add_argument("--tried", type=at_least(0), default=3, help="candidates that it runs besides the best dense one")
     p.add_argument("--rounds", type=at_least(2), default=40, help="of all candidates in turn; the median counts")
     p.add_argument("--all", action="store_true", help="all default candidates, in place of six")
-    p.add_argument("--of", type=Path, nargs="+", default=None, metavar="RUN", help="report what these runs measured")
+    p.add_argument("--of", nargs="+", default=None, metavar="RUN", help="report what these runs measured")
     run_options(p, "plan")
     p.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
     p.add_argument("--address", default=None, help=argparse.SUPPRESS)
@@ -91,31 +94,32 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def known(folders: Sequence[Path]) -> Iterator[dict[str, Any]]:
+def known(folders: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The rows of earlier runs."""
     for folder in folders:
-        yield from json.loads((existing_folder(folder) / "results.json").read_text())
+        yield from json.loads((existing_folder(Path(folder)) / "results.json").read_text())
 
 
 def cells(o: Any, console: Any) -> Iterator[dict[str, Any]]:
     """A row for each cell. Programs are compiled once for each size and number of workers."""
     from experiments.plan.results import link_of
 
-    links = [(None, 0.0)] if o.one_process else list(itertools.product(dict.fromkeys(o.rates), dict.fromkeys(o.delays)))
-    for workers in dict.fromkeys(o.workers):
+    slow = list(itertools.product(dict.fromkeys(o.rates), dict.fromkeys(o.delays)))
+    grid = [(n, slow) for n in dict.fromkeys(o.workers)] + [(n, None) for n in dict.fromkeys(o.one_process)]
+    for workers, links in grid:
         with contextlib.ExitStack() as context:
-            lab = None if o.one_process else context.enter_context(laboratory(workers, delay=max(o.delays)))
+            lab = None if links is None else context.enter_context(laboratory(workers, delay=max(o.delays)))
             pool = context.enter_context(one_process(workers) if lab is None else pool_in(lab))
             shape = (lambda *_: None) if lab is None else lab.shape
             pool.hear()
             for size in dict.fromkeys(o.sizes):
                 shape()
                 entries = pool.ask(what="task", size=size, batch=o.batch, all_candidates=o.all)[0]
-                for load, (rate, delay) in itertools.product(dict.fromkeys(o.loads), links):
+                for load, (rate, delay) in itertools.product(dict.fromkeys(o.loads), links or [(None, 0.0)]):
                     pool.ask(what="load", on=bool(load))
                     shape(rate, delay)
                     row = {"workers": workers, "entries": entries, "rate": rate, "load": load, "delay": delay}
-                    row |= {"one_process": o.one_process}
+                    row |= {"one_process": links is None}
                     with contextlib.ExitStack() as undo:
                         undo.callback(pool.ask, what="load", on=False)
                         row |= pool.ask(1800.0, what="plan", seconds=o.seconds, tried=o.tried)[0]

@@ -44,7 +44,8 @@ def test_regret_by_hand(tmp_path):
     assert draw(ROWS, tmp_path / "regret.png").stat().st_size > 1000
 
 
-def test_runs_are_reported_together(tmp_path, capsys):
+def test_runs_are_reported_together(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "one_thread", lambda: None)
     for name, row in zip("ab", ROWS, strict=False):
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps([row]))
@@ -61,14 +62,16 @@ def test_a_kernel_without_delays_is_named_before_anything_is_measured(tmp_path, 
         raise UserError(f"no netem for {delay} s")
 
     monkeypatch.setattr(plan, "laboratory", laboratory)
+    monkeypatch.setattr(plan, "one_thread", lambda: None)  # which sets a variable for all processes
     options = ["--rates", "none", "--delays", "0s", "2ms", "--runs", str(tmp_path), "--name", "r"]
     with pytest.raises(UserError, match=r"no netem for 0\.002 s"):
         plan.main(["regret", *options])
 
 
 @pytest.mark.slow
-def test_a_cell_without_links(tmp_path):
-    options = ["--one-process", "--workers", "2", "--sizes", "2000", "--loads", "0", "--seconds", "2", "--rounds", "4"]
+def test_a_cell_without_links(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "one_thread", lambda: None)
+    options = ["--workers", "--one-process", "2", "--sizes", "2000", "--loads", "0", "--seconds", "2", "--rounds", "4"]
     assert plan.main(["regret", *options, "--runs", str(tmp_path), "--name", "r"]) == 0
     (row,) = json.loads((tmp_path / "r" / "results.json").read_text())
     assert row["chosen"] in row["measured"]
