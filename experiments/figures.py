@@ -53,6 +53,7 @@ class Figure(NamedTuple):
 
 SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
 SCOREBOARD += "local-int4@20"
+PLAN = "plan regret --workers 2 4 --one-process 2 4 --sizes 20000 100000 400000 --seconds 10 --rounds 40"
 LOCAL = "local --data {data}/tinyshakespeare --every 20 --steps 240 --batch 4 --length 48"
 FIGURES = {
     "demo": Figure("demo", "compare", "train", 2, ("compare.png", "demo.png")),
@@ -63,6 +64,7 @@ FIGURES = {
     "training": Figure("thresholds", "sidco training --steps 300 --seeds 0 1", "sidco", 4),
     "workers": Figure("scale", "workers", "scale/workers.py", 8, ("workers.png", "workers.png")),
     "scoreboard": Figure("scoreboard", SCOREBOARD, "network", 35, ("scoreboard.png", "scoreboard.png")),
+    "plan": Figure("plan", PLAN, "plan", 30, ("regret.png", "plan.png")),
     "local": Figure("local", LOCAL, "local", 10),
 }
 

@@ -29,7 +29,18 @@ from typing import Any, NamedTuple
 from experiments.lib.cli import UserError
 from experiments.lib.launch import handling
 
-__all__ = ["HEADER_BYTES", "Lab", "Link", "add_rates", "delay_of", "laboratory", "missing", "rate_name", "rate_of"]
+__all__ = [
+    "HEADER_BYTES",
+    "Lab",
+    "Link",
+    "add_rates",
+    "delay_of",
+    "laboratory",
+    "link_name",
+    "missing",
+    "rate_name",
+    "rate_of",
+]
 
 NAME = "jaxcomp"  # and the process id: of namespaces
 SUBNET = "10.213.77"
@@ -101,6 +112,14 @@ def rate_name(rate: float | None) -> str:
         return "no limit"
     scale, unit = next((scale, unit) for scale, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if rate >= scale)
     return f"{rate / scale:g} {unit}bit/s"
+
+
+def link_name(rate: float | None, delay: float = 0.0) -> str:
+    """
+    >>> link_name(1e8), link_name(None, 2e-3)
+    ('100 Mbit/s', 'no limit, 2 ms')
+    """
+    return rate_name(rate) + (f", {1e3 * delay:g} ms" if delay else "")
 
 
 def missing() -> str | None:

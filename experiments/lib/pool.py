@@ -14,9 +14,10 @@ from typing import Any
 from experiments.lib.cli import UserError
 from experiments.lib.processes import Group, or_die
 
-__all__ = ["Pool", "answer", "note", "or_die", "requests", "serve"]
+__all__ = ["ONE_PROCESS", "Pool", "answer", "note", "or_die", "requests", "serve"]
 
 ANSWER, NOTE = "answer ", "note "
+ONE_PROCESS = "one process"  # in place of an address: all workers are devices of it
 
 
 class Pool:
@@ -119,8 +120,11 @@ def serve(address: str, workers: int, number: int, do: Callable[..., Any]) -> No
     import jax
 
     with or_die():
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(address, workers, number)
+        if address == ONE_PROCESS:
+            jax.config.update("jax_num_cpu_devices", workers)
+        else:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            jax.distributed.initialize(address, workers, number)
         answer("ready")
         for request in requests():
             answer(do(**request))

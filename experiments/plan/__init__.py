@@ -8,12 +8,17 @@ done), and by `plan regret` table.md and regret.png.
 
 import contextlib
 import itertools
+import json
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from experiments.lib.cli import Parser, at_least, common, one_thread, positive
-from experiments.lib.netlab import add_rates, laboratory, rate_name
-from experiments.lib.pool import Pool, serve
+import numpy as np
+
+from experiments.lib.cli import Parser, at_least, common, existing_folder, one_thread, positive
+from experiments.lib.netlab import add_rates, delay_of, laboratory
+from experiments.lib.pool import ONE_PROCESS, Pool, serve
 from experiments.lib.run import Run, parser_of
 
 __all__ = ["main", "pool_in"]
@@ -24,14 +29,19 @@ def parser() -> Parser:
     what = "one plan, or a grid of them"
     p.add_argument("what", nargs="?", choices=("advise", "regret"), default="advise", help=what)
     add_rates(p, "10mbit 100mbit 1gbit none")
+    what = "of a link, each way; needs netem"
+    p.add_argument("--delays", type=delay_of, nargs="+", default=[0.0], metavar="TIME", help=what)
     some: dict[str, Any] = {"nargs": "+", "metavar": "N"}
-    p.add_argument("--workers", type=at_least(2), default=[2, 4], help="processes", **some)
+    p.add_argument("--workers", type=at_least(2), nargs="*", default=[2, 4], metavar="N", help="processes")
+    what = "after these: devices of one process, which exchange in memory, without rates and delays"
+    p.add_argument("--one-process", type=at_least(2), nargs="*", default=[], metavar="N", help=what)
     p.add_argument("--sizes", type=at_least(1000), default=[100_000, 400_000], help="parameters", **some)
     p.add_argument("--loads", type=int, choices=(0, 1), nargs="+", default=[0, 1], help="1: one worker's core is busy")
     p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure")
-    p.add_argument("--tried", type=at_least(0), default=2, help="candidates that it runs besides the best dense one")
-    p.add_argument("--rounds", type=at_least(2), default=9, help="steps of each candidate; the median counts")
+    p.add_argument("--tried", type=at_least(0), default=3, help="candidates that it runs besides the best dense one")
+    p.add_argument("--rounds", type=at_least(2), default=40, help="of all candidates in turn; the median counts")
     p.add_argument("--all", action="store_true", help="all default candidates, in place of six")
+    p.add_argument("--of", nargs="+", default=None, metavar="RUN", help="report what these runs measured")
     common(p, "worker", "address", batch=16)
     return p
 
@@ -45,12 +55,12 @@ def main(arguments: Sequence[str]) -> int:
         serve(o.address, o.workers[0], o.worker, Worker(o.worker))
         return 0
 
-    from experiments.plan.results import report
+    from experiments.plan.results import link_of, report
 
     one_thread()
     try:
-        for row in cells(o):
-            where = f"{row['workers']} workers, {row['entries']:,} parameters, {rate_name(row['rate'])}"
+        for row in cells(o) if o.of is None else known(o.of):
+            where = f"{row['workers']} workers, {row['entries']:,} parameters, {link_of(row)}"
             rows.append(row)
             run.keep(rows)
             if o.what == "advise":
@@ -66,23 +76,36 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def known(folders: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of earlier runs."""
+    for folder in folders:
+        yield from json.loads((existing_folder(Path(folder)) / "results.json").read_text())
+
+
 def cells(o: Any) -> Iterator[dict[str, Any]]:
     """A row for each cell. Programs are compiled once for each size and number of workers."""
-    for workers in dict.fromkeys(o.workers):
-        with laboratory(workers) as lab, pool_in(lab) as pool:
+    slow = list(itertools.product(dict.fromkeys(o.rates), dict.fromkeys(o.delays)))
+    grid = [(n, slow) for n in dict.fromkeys(o.workers)] + [(n, None) for n in dict.fromkeys(o.one_process)]
+    for workers, links in grid:
+        with contextlib.ExitStack() as context:
+            lab = None if links is None else context.enter_context(laboratory(workers, delay=max(o.delays)))
+            pool = context.enter_context(one_process(workers) if lab is None else pool_in(lab))
+            shape = (lambda *_: None) if lab is None else lab.shape
             pool.hear()
             for size in dict.fromkeys(o.sizes):
-                lab.shape()
+                shape()
                 entries = pool.ask(what="task", size=size, batch=o.batch, all_candidates=o.all)[0]
-                for load, rate in itertools.product(dict.fromkeys(o.loads), dict.fromkeys(o.rates)):
+                for load, (rate, delay) in itertools.product(dict.fromkeys(o.loads), links or [(None, 0.0)]):
                     pool.ask(what="load", on=bool(load))
-                    lab.shape(rate)
+                    shape(rate, delay)
+                    row = {"workers": workers, "entries": entries, "rate": rate, "load": load, "delay": delay}
+                    row |= {"one_process": links is None}
                     with contextlib.ExitStack() as undo:
-                        undo.callback(lambda: pool.ask(what="load", on=False))
-                        row = {"workers": workers, "entries": entries, "rate": rate, "load": load}
+                        undo.callback(pool.ask, what="load", on=False)
                         row |= pool.ask(1800.0, what="plan", seconds=o.seconds, tried=o.tried)[0]
                         if o.what == "regret":
-                            row["measured"] = pool.ask(1800.0, what="run", seconds=o.seconds, rounds=o.rounds)[0]
+                            row["rounds"] = pool.ask(1800.0, what="run", seconds=o.seconds, rounds=o.rounds)[0]
+                            row["measured"] = {name: float(np.median(each)) for name, each in row["rounds"].items()}
                     yield row
 
 
@@ -91,3 +114,12 @@ def pool_in(lab: Any) -> Pool:
     from experiments import network
 
     return network.pool_in(lab, "plan")
+
+
+def one_process(workers: int) -> Pool:
+    """All workers in one process, on as many threads as it likes: fewer than devices would wait for each other."""
+    from experiments.network import SETTINGS
+
+    options = ["--workers", str(workers), "--address", ONE_PROCESS, "--worker", "0"]
+    settings = {name: value for name, value in SETTINGS.items() if name != "NPROC"}
+    return Pool([[sys.executable, "-m", "experiments", "plan", *options]], {"JAX_PLATFORMS": "cpu", **settings})

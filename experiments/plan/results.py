@@ -4,23 +4,22 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.netlab import rate_name
+from experiments.lib.netlab import link_name
 from experiments.lib.run import Columns, Run
 from jaxcomp.plan.predict import regret
 
-__all__ = ["report", "summary"]
+__all__ = ["link_of", "report", "summary"]
 
 MATTERS = 0.10  # regret, and by how much dense must be best for the cell to count as one of its own
+
+
+def link_of(row: dict[str, Any]) -> str:
+    return "one process" if row.get("one_process") else link_name(row["rate"], row.get("delay", 0.0))
 
 
 def regret_of(row: dict[str, Any], choice: str) -> float:
     """What the chosen candidate took more than the fastest, as a share of the fastest."""
     return regret(row["measured"][row[choice]], list(row["measured"].values()))
-
-
-def errors_of(row: dict[str, Any]) -> list[float]:
-    """|predicted - measured| / measured of each candidate."""
-    return [abs(row["predicted"][name]["total"] / seconds - 1) for name, seconds in row["measured"].items()]
 
 
 def dense_is_best(row: dict[str, Any]) -> bool:
@@ -30,20 +29,34 @@ def dense_is_best(row: dict[str, Any]) -> bool:
     return dense * (1 + MATTERS) < min(others)
 
 
+def errors_of(row: dict[str, Any], said: bool = False) -> list[float]:
+    """|predicted - measured| / measured of every candidate: predicted from parts, or what the plan said in the end."""
+    totals = {name: parts["total"] for name, parts in row["predicted"].items()}
+    seconds = row.get("said", totals) if said else totals
+    return [abs(seconds[name] / measured - 1) for name, measured in row["measured"].items()]
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of all cells. errors: |predicted - measured| / measured, of all candidates in all cells.
+    """Of all cells. error: predicted from parts, said: by the plan in the end, both of all candidates in all cells.
 
     within: share of the cells whose regret is at most 10 %; alone: the same of the choice by prediction alone.
+    noise: medians of even rounds against those of odd ones, of what was measured twice or more.
     """
-    errors = [error for row in rows for error in errors_of(row)]
+    rounds = [each for row in rows for each in row.get("rounds", {}).values() if len(each) > 1]
+    noise = [abs(np.median(each[::2]) / np.median(each[1::2]) - 1) for each in rounds] or [np.nan]
+    shown = {
+        "error": [error for row in rows for error in errors_of(row)],
+        "said": [error for row in rows for error in errors_of(row, said=True)],
+        "noise": noise,
+    }
     own = [row for row in rows if dense_is_best(row)]
     return {
         "cells": len(rows),
         "within": float(np.mean([regret_of(row, "chosen") <= MATTERS for row in rows])),
         "alone": float(np.mean([regret_of(row, "alone") <= MATTERS for row in rows])),
         "worst": max(regret_of(row, "chosen") for row in rows),
-        "median_error": float(np.median(errors)),
-        "error_90": float(np.percentile(errors, 90)),
+        **{f"{name}_median": float(np.median(each)) for name, each in shown.items()},
+        **{f"{name}_90": float(np.percentile(each, 90)) for name, each in shown.items()},
         "dense_cells": len(own),
         "dense_advised": sum(row["chosen"] in row["dense"] for row in own),
     }
@@ -52,7 +65,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
 COLUMNS: Columns = {
     "workers": "{workers}",
     "entries": "{entries:,}",
-    "rate": lambda row: rate_name(row["rate"]),
+    "link": lambda row: link_of(row),
     "load": "{load}",
     "advised": "{chosen}",
     "predicted best": "{alone}",
@@ -61,6 +74,7 @@ COLUMNS: Columns = {
     "dense ms": lambda row: f"{1e3 * min(row['measured'][name] for name in row['dense']):.1f}",
     "regret %": lambda row: f"{100 * regret_of(row, 'chosen'):.1f}",
     "error %": lambda row: f"{100 * np.median(errors_of(row)):.0f}",
+    "in the end %": lambda row: f"{100 * np.median(errors_of(row, said=True)):.0f}",
     "best by 10 %": lambda row: "dense" if dense_is_best(row) else "",
 }
 
@@ -68,11 +82,13 @@ COLUMNS: Columns = {
 def report(run: Run, rows: list[dict[str, Any]]) -> None:
     """Prints and keeps the table, and draws the plot."""
     s = summary(rows)
+    both = lambda name: f"{s[f'{name}_median']:.0%}, 90th percentile {s[f'{name}_90']:.0%}"
     notes = f"""\
 Advised: after trying; predicted: by prediction alone. {s["cells"]} cells: regret at most 10 % in {s["within"]:.0%}
-({s["alone"]:.0%} by prediction alone), at most {s["worst"]:.0%}. Predicted against measured seconds per step, all
-candidates and cells: median error {s["median_error"]:.0%}, 90th percentile {s["error_90"]:.0%}. Dense is best by more
-than 10 % in {s["dense_cells"]} cells, and was advised in {s["dense_advised"]} of these."""
+({s["alone"]:.0%} by prediction alone), at most {s["worst"]:.0%}. Seconds per step of all candidates in all cells,
+against measured ones: predicted from parts, median error {both("error")}; as the plan says in the end, which has run
+some of them, {both("said")}. Even against odd rounds of what is measured: {both("noise")}. Dense is best by more than
+10 % in {s["dense_cells"]} cells, and was advised in {s["dense_advised"]} of these."""
     run.table(f"{run.folder.name}: the planner's choice against all candidates", COLUMNS, rows, notes)
     run.picture(draw(rows), "regret.png")
 

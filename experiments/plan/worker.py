@@ -15,7 +15,7 @@ from jaxcomp.plan.candidates import default_candidates
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.measure import sweep
 from jaxcomp.plan.planning import plan_on
-from jaxcomp.plan.trial import step_of
+from jaxcomp.plan.trial import seconds_of_steps, step_of
 
 __all__ = ["CANDIDATES", "Worker"]
 
@@ -57,7 +57,7 @@ class Task:
         params = {name: normal(shape) for name, shape in shapes.items()}
         self.entries = sum(leaf.size for leaf in params.values())
         self.params = workers.replicate(params)
-        own = np.random.default_rng([number, size])
+        own, batch = np.random.default_rng([number, size]), batch * jax.local_device_count()
         x, y = own.standard_normal((batch, 64)).astype(np.float32), own.standard_normal((batch, 16)).astype(np.float32)
         self.batch = (workers.own(x), workers.own(y))
         self.clock = Clock(workers.mesh, 60.0)
@@ -74,13 +74,14 @@ class Task:
         show = note if self.number == 0 else lambda _: None
         where = (self.clock, self.loss, self.params, self.batch, "data", self.candidates)
         found = plan_on(*where, tried=tried, show=show, thorough=thorough)
-        alone = choose([row._replace(measured=None) for row in found.rows])
+        alone = choose([row._replace(measured=None, expected=None) for row in found.rows])
         links = {
             kind: {"latency": fit.latency, "per_byte": fit.per_byte, "covariance": fit.covariance}
             for kind, fit in found.facts.fits["data"].items()
         }
         return {
             "predicted": {row.candidate.name: row.parts._asdict() for row in found.rows},
+            "said": {row.candidate.name: row.seconds for row in found.rows},
             "dense": [row.candidate.name for row in found.rows if row.candidate.dense],
             "alone": alone.candidate.name,
             "chosen": found.chosen.candidate.name,
@@ -90,18 +91,12 @@ class Task:
             "links": links,
         }
 
-    def run(self, seconds: float, rounds: int) -> dict[str, float]:
-        """Measured seconds of every candidate, each twice, in turn and in turn backwards; the mean of the two."""
-        self.clock.restart(seconds)
-        times: dict[str, list[float]] = {each.name: [] for each in self.candidates}
-        share = seconds / len(self.candidates) / 2
-        for order in (self.candidates, self.candidates[::-1]):
-            for each in order:
-                if self.number == 0:
-                    note(f"running {each.name}")
-                where = (self.clock, each, self.loss, self.params, self.batch, self.clock.mesh, "data")
-                times[each.name].append(step_of(*where, share, rounds))
-        return {name: float(np.mean(both)) for name, both in times.items()}
+    def run(self, seconds: float, rounds: int) -> dict[str, list[float]]:
+        """Measured seconds per step of every candidate in each round; in a round each has its turn."""
+        where = (self.loss, self.params, self.batch, self.clock.mesh, "data")
+        steps = [step_of(self.clock, each, *where) for each in self.candidates]
+        times = seconds_of_steps(self.clock, steps, rounds, seconds)
+        return {each.name: list(row) for each, row in zip(self.candidates, times, strict=True)}
 
     def load(self, on: bool) -> bool:
         """Keeps a core of the first worker's busy, or stops that."""

@@ -11,7 +11,7 @@ from jaxcomp.layout import layout_of, plan_of
 from jaxcomp.plan.candidates import Candidate, Loss, collectives_of, loss_of, plan_for, sent_bytes
 from jaxcomp.plan.facts import Facts, Work
 from jaxcomp.plan.links import Collective, Seconds, seconds_of
-from jaxcomp.plan.predict import Bucket, Line, Parts, step_seconds
+from jaxcomp.plan.predict import Bucket, Line, Parts, factors_of, step_seconds
 
 __all__ = ["MARGIN", "Row", "choose", "predicted", "table", "verdict"]
 
@@ -21,6 +21,7 @@ MARGIN = 0.05  # by which compressing must be faster than dense to be advised
 
 class Row(NamedTuple):
     """One candidate. error: measured, of a message; measured: seconds per step, None where it was not run.
+    expected: of one that was not run where others were: predicted seconds per step, with their `predict.factors_of`.
     refused: why it is not eligible, in words; None if it is. bound: whether its work was not measured, because even
     without any it would not be the fastest, or the budget was spent; its seconds are then a lower bound."""
 
@@ -32,6 +33,7 @@ class Row(NamedTuple):
     measured: float | None = None
     refused: str | None = None
     bound: bool = False
+    expected: float | None = None
 
     @property
     def known(self) -> bool:
@@ -40,8 +42,9 @@ class Row(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Per step: measured, where it was; else predicted."""
-        return self.parts.total if self.measured is None else self.measured
+        """Per step: measured, where it was; else predicted, with what was learnt from those that were."""
+        predicted = self.parts.total if self.expected is None else self.expected
+        return predicted if self.measured is None else self.measured
 
 
 def predicted(
@@ -65,7 +68,8 @@ def predicted(
         max_error: a candidate whose messages lose more of |x|^2 is not eligible.
         max_every: one with more steps to an exchange is not eligible.
     """
-    collectives = collectives_of(candidate, like, axis, facts.sizes) if collectives is None else collectives
+    if collectives is None:
+        collectives = collectives_of(candidate, like, axis, facts.sizes, joined=facts.about.get("device") != "cpu")
     workers = int(np.prod([facts.sizes[name] for name in _names(axis, facts)]))
     entries = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(like))
     network: Seconds = seconds_of(collectives, facts.fits, facts.sizes)
@@ -103,6 +107,14 @@ def shared_work(work: Mapping[str, Work], candidates: Sequence[Candidate]) -> di
         if known is not None:
             found.setdefault(each.name, work[known])
     return found
+
+
+def with_expected(rows: Sequence[Row]) -> list[Row]:
+    """The rows; of those that were not run, what is expected after what the others took."""
+    runs = [(row.parts, row.candidate.every, row.measured) for row in rows if row.measured is not None]
+    factors = factors_of(runs)
+    expected = lambda row: factors.of(row.parts, row.candidate.every) if runs and row.measured is None else None
+    return [row._replace(expected=expected(row)) for row in rows]
 
 
 def without_twins(rows: Sequence[Row], like: Any, axis: Any, sizes: Mapping[str, int]) -> list[Row]:
@@ -242,7 +254,20 @@ def _difference(row: Row, dense: Row) -> str:
 def table(rows: Sequence[Row], chosen: Row) -> str:
     """The rows as text, the best first; the one that is advised has an arrow."""
     dense = _best(rows, dense=True)
-    head = ("", "candidate", "ms/step", "+-", "gradient", "encode", "links", "decode", "hidden", "measured", "MB sent")
+    head = (
+        "",
+        "candidate",
+        "ms/step",
+        "+-",
+        "gradient",
+        "encode",
+        "links",
+        "decode",
+        "hidden",
+        "measured",
+        "expected",
+        "MB sent",
+    )
     head = (*head, "lost", "bound", "why")
     cells: list[tuple[str, ...]] = [head]
     for row in sorted(rows, key=lambda row: (row.refused is not None, row.seconds)):
@@ -254,7 +279,7 @@ def table(rows: Sequence[Row], chosen: Row) -> str:
                 row.candidate.name,
                 f"{'>' if row.bound else ''}{1e3 * p.total:.4g}",
                 *(f"{1e3 * seconds:.4g}" for seconds in times),
-                "-" if row.measured is None else f"{1e3 * row.measured:.4g}",
+                *("-" if x is None else f"{1e3 * x:.4g}" for x in (row.measured, row.expected)),
                 f"{row.sent_bytes / 1e6:.4g}",
                 "-" if row.error is None else f"{row.error:.3g}",
                 "-" if row.loss.bound is None else f"{row.loss.bound:.4g}",

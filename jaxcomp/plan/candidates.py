@@ -29,6 +29,7 @@ __all__ = [
     "collectives_of",
     "default_candidates",
     "dense_candidates",
+    "hierarchies",
     "loss_of",
     "plan_for",
     "sent_bytes",
@@ -127,6 +128,20 @@ def default_candidates(max_every: int = 1) -> list[Candidate]:
     return every_step + [each.with_every(steps) for steps in _lengths(max_every) for each in (dense[0], sparse)]
 
 
+def hierarchies(axes: Sequence[Any]) -> list[Candidate]:
+    """For workers along several axes: dense within all of them but one, then sparse along that one, each in its turn.
+
+    >>> [each.name for each in hierarchies(("dcn", "ici"))]
+    ['f32 over ici, sidco(0.01)+ef over dcn', 'f32 over dcn, sidco(0.01)+ef over ici']
+    """
+    found = []
+    for last in axes if len(axes) > 1 else ():
+        within = [name for name in axes if name != last]
+        levels = {tuple(within) if len(within) > 1 else within[0]: direct(identity()), last: error_feedback(sidco(0.01))}
+        found.append(Candidate(f"f32 over {', '.join(map(str, within))}, sidco(0.01)+ef over {last}", levels))
+    return found
+
+
 def _lengths(most: int) -> list[int]:
     """4, 16, .. and the largest one.
 
@@ -148,7 +163,9 @@ def check_every(name: str, max_every: Any) -> None:
 # What it sends
 
 
-def collectives_of(candidate: Candidate, like: Any, axis: Any, sizes: Mapping[str, int]) -> tuple[Collective, ...]:
+def collectives_of(
+    candidate: Candidate, like: Any, axis: Any, sizes: Mapping[str, int], *, joined: bool = True
+) -> tuple[Collective, ...]:
     """The collectives of one exchange, from its traced program.
 
     Of the branches of a conditional the one with most bytes is taken; what stands in a loop of unknown length is
@@ -159,6 +176,8 @@ def collectives_of(candidate: Candidate, like: Any, axis: Any, sizes: Mapping[st
         like: shapes of the gradients of one device, a tree.
         axis: of the workers, a name or a tuple; of a hierarchy the mapping has the axes.
         sizes: axis -> workers.
+        joined: whether sums that do not wait for each other are one, as GPUs and TPUs run them; a CPU runs the operands
+            of a joined sum one after the other, each with messages of its own.
 
     >>> import jax.numpy as jnp
     >>> collectives_of(dense_candidates()[0], jnp.zeros(5000), "data", {"data": 4})
@@ -170,22 +189,22 @@ def collectives_of(candidate: Candidate, like: Any, axis: Any, sizes: Mapping[st
         return transform.update(grads, transform.init(jax.tree.map(jnp.zeros_like, grads)))[0]
 
     traced = jax.make_jaxpr(exchange, axis_env=list(sizes.items()))(like_of(like))
-    return tuple(_collectives(traced.jaxpr, 1))
+    return tuple(_collectives(traced.jaxpr, 1, joined))
 
 
 def traced(
-    candidates: Sequence[Candidate], like: Any, axis: Any, sizes: Mapping[str, int]
+    candidates: Sequence[Candidate], like: Any, axis: Any, sizes: Mapping[str, int], *, joined: bool = True
 ) -> dict[str, tuple[Collective, ...]]:
     """The collectives of each by its name. Candidates that differ in H alone have the same."""
     found: dict[str, tuple[Collective, ...]] = {}
     for i, each in enumerate(candidates):
         same = lambda one: one.algorithm is each.algorithm and one[2:4] == each[2:4]  # noqa: B023
         first = next((one.name for one in candidates[:i] if same(one)), None)
-        found[each.name] = collectives_of(each, like, axis, sizes) if first is None else found[first]
+        found[each.name] = collectives_of(each, like, axis, sizes, joined=joined) if first is None else found[first]
     return found
 
 
-def _collectives(jaxpr: Any, times: int) -> list[Collective]:
+def _collectives(jaxpr: Any, times: int, joined: bool) -> list[Collective]:
     """In the order of the program; sums that follow one another and do not wait for each other are one, as compilers
     make of them."""
     found: list[Collective] = []
@@ -196,11 +215,16 @@ def _collectives(jaxpr: Any, times: int) -> list[Collective]:
         waits = max((after.get(x, -1) for x in equation.invars if not hasattr(x, "val")), default=-1)
         if name in NAMES:
             held = [x.aval for x in equation.invars if hasattr(x.aval, "dtype")]
-            held_bytes = float(sum(math.prod(x.shape) * x.dtype.itemsize for x in held))
+            each_bytes = [float(math.prod(x.shape) * x.dtype.itemsize) for x in held]
+            held_bytes = sum(each_bytes)
             axis = ",".join(map(str, axis_names(params.get("axes", params.get("axis_name")))))
             if not axis or not held_bytes:
                 continue
             one = Collective(NAMES[name], held_bytes, axis, times)
+            if not joined:
+                found += [one._replace(operand_bytes=size) for size in each_bytes if size]
+                after.update(dict.fromkeys(equation.outvars, len(found) - 1))
+                continue
             last = found[-1] if found and joinable == len(found) - 1 and waits < joinable else None
             if last is not None and "sum" in name and last[::2] == one[::2] and last.times == times:
                 found[-1] = last._replace(operand_bytes=last.operand_bytes + held_bytes)
@@ -208,13 +232,13 @@ def _collectives(jaxpr: Any, times: int) -> list[Collective]:
                 found.append(one)
                 joinable = len(found) - 1 if "sum" in name else -1
         elif name == "cond":
-            arms = [_collectives(getattr(arm, "jaxpr", arm), times) for arm in params["branches"]]
+            arms = [_collectives(getattr(arm, "jaxpr", arm), times, joined) for arm in params["branches"]]
             found += max(arms, key=lambda arm: sum(each.operand_bytes * each.times for each in arm), default=[])
         else:
             more = times * params["length"] if name == "scan" else times
             for inner in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
                 if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    found += _collectives(getattr(inner, "jaxpr", inner), more)
+                    found += _collectives(getattr(inner, "jaxpr", inner), more, joined)
         here = len(found) - 1 if name in NAMES or name == "cond" or len(found) - 1 > joinable >= 0 else waits
         after.update(dict.fromkeys(equation.outvars, here))
     return found

@@ -1,7 +1,7 @@
 """Times that all processes of a mesh agree on, of programs that all of them run at once."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 __all__ = ["Clock"]
+
+TURN_SECONDS = 0.05  # for which a short program is repeated in a round
+MOST_IN_TURN = 15  # runs
 
 
 class Clock:
@@ -49,17 +52,50 @@ class Clock:
         return float(-self.agreed([time.perf_counter() - self.end])[0])
 
     def times(self, run: Callable[[], Any], rounds: int = 7, most: float = 5.0) -> np.ndarray:
-        """Seconds of each round at the slowest process; all begin together.
+        """Seconds of each round at the slowest process.
+
+        In a round what is short is run several times, and the median counts: now and then a message waits for a core or
+        for an acknowledgement for a hundred times as long as it takes. All processes begin each run together, as they
+        do after an exchange.
 
         Args:
-            run: what is timed; it is run once before, to compile and to settle.
+            run: what is timed; it is run twice before, to compile and to settle.
             rounds: at most so many; at least two.
             most: seconds for all rounds, after which there are no more than two.
         """
-        jax.block_until_ready(run())
-        first = self._once(run)
-        more = int(np.clip(most / max(self.agreed([first])[0], 1e-9), 2, rounds)) - 1
-        return self.agreed([first, *(self._once(run) for _ in range(more))])
+        return self.interleaved([run], rounds, most)[0]
+
+    def interleaved(
+        self,
+        runs: Sequence[Callable[[], Any]],
+        rounds: int = 7,
+        most: float = 5.0,
+        before: Callable[[int], None] = lambda _: None,
+    ) -> np.ndarray:
+        """`times` of each of several programs, [programs, rounds]: what changes meanwhile meets all of them alike.
+
+        In a round each has its turn, in the next one in the opposite order. Where there are several, a turn begins with
+        a run that is not timed, since another program was there before.
+
+        Args:
+            runs, rounds, most: as above.
+            before: called with the number of a program when its turn begins.
+        """
+        for run in runs:
+            jax.block_until_ready(run())
+        first = np.maximum(self.agreed([self._once(run) for run in runs]), 1e-9)
+        counts = np.clip(TURN_SECONDS // first, 1, MOST_IN_TURN).astype(int)
+        several = len(runs) > 1
+        begin = self.agreed([self._once(lambda: self.agreed([0.0]))])  # what it takes to begin together
+        rounds = int(np.clip(most / np.sum((first + begin) * (counts + several)), 2, rounds))
+        found = [np.zeros((rounds, count)) for count in counts]
+        for number in range(rounds):
+            for i in range(len(runs))[:: 1 if number % 2 else -1]:
+                before(i)
+                if several:
+                    jax.block_until_ready(runs[i]())
+                found[i][number] = [self._once(runs[i]) for _ in range(counts[i])]
+        return np.stack([np.median(self.agreed(each).reshape(each.shape), axis=1) for each in found])
 
     def _once(self, run: Callable[[], Any]) -> float:
         self.agreed([0.0])  # nobody starts before the last one is here

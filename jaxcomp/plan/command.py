@@ -68,7 +68,7 @@ def run(o: argparse.Namespace) -> str:
     from jaxcomp.exchange.links import Link
     from jaxcomp.plan import facts as files
     from jaxcomp.plan.advise import choose, predicted, shared_work, table, verdict, without_twins
-    from jaxcomp.plan.candidates import default_candidates
+    from jaxcomp.plan.candidates import default_candidates, hierarchies
     from jaxcomp.plan.recommend import recommend
 
     if not 1 <= o.parameters < 2**40:
@@ -83,13 +83,13 @@ def run(o: argparse.Namespace) -> str:
         return f"{found}\n\nLow rank is left out: it goes by the shapes of matrices, which jc.recommend(params) knows."
     facts = files.from_text(o.facts.read_text(), str(o.facts))
     like = files.leaves_of(facts, str(o.facts))
-    axis = next(iter(facts.fits)) if facts.fits else "data"
-    candidates = default_candidates(o.max_every)
+    axis = max(facts.fits, key=lambda names: names.count(","), default="data")  # of several the workers are along all
+    names = tuple(axis.split(","))
+    candidates = [*default_candidates(o.max_every), *hierarchies(names)]
     facts = facts._replace(work=shared_work(facts.work, candidates))
     known = [each for each in candidates if each.name in facts.about["candidates"] or each.name in facts.work]
     if not known:
         raise ValueError("its candidates are not those that this command knows by name; call jc.plan with them")
-    names = tuple(axis.split(","))
     axis = names[0] if len(names) == 1 else names
     rows = [predicted(each, facts, like, axis, max_error=o.max_error) for each in known]
     rows = without_twins(rows, like, axis, facts.sizes)

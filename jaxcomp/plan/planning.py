@@ -16,13 +16,13 @@ from jaxcomp.base import Algorithm
 from jaxcomp.exchange.varying import axis_names
 from jaxcomp.plan import facts as files
 from jaxcomp.plan.advise import Row, choose, predicted, shared_work, table, verdict, without_twins
-from jaxcomp.plan.candidates import Candidate, Loss, check_every, default_candidates, traced
+from jaxcomp.plan.candidates import Candidate, Loss, check_every, default_candidates, hierarchies, traced
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import Collective
 from jaxcomp.plan.measure import largest, links_of, overlap_on, sample_of, work_of
 from jaxcomp.plan.predict import step_seconds
-from jaxcomp.plan.trial import ROUNDS, tried_rows
+from jaxcomp.plan.trial import tried_rows
 from jaxcomp.plan.watch import Watch
 from jaxcomp.transforms.meshes import find_mesh
 from jaxcomp.transforms.value_and_grad import worker_value_and_grad
@@ -31,6 +31,7 @@ __all__ = ["Plan", "plan", "plan_on"]
 
 BUDGET = 100.0  # seconds of measuring
 FOR_TRYING = 1 / 3  # of the budget, which measuring leaves
+ROUNDS = 7  # of the gradient
 TRIED = 3  # candidates that are run, besides the best dense one
 
 
@@ -119,7 +120,8 @@ def plan(
         batch: a tuple of arrays for the loss, or a single tree, cut along the leading axis.
         mesh: with devices; None: that on which parameters or batch lie.
         axis_name: of the workers: a name or a tuple. Candidates that are hierarchies name axes of the mesh.
-        candidates: what is compared; None: `candidates.default_candidates`.
+        candidates: what is compared; None: `candidates.default_candidates`, and, for workers along several axes,
+            `candidates.hierarchies` of these.
         budget: seconds of measuring, 100 by default. Compiling counts. A third is kept for running the best candidates;
             the encoding of those for which no time is left is not measured, and the table says so.
         cache: a JSON file. If it holds what was measured of this machine, model and candidates, that is used and
@@ -144,11 +146,11 @@ def plan(
     >>> print(advice.verdict)
     do not compress: there is a single worker, so nothing is exchanged
     """
+    axis = axis_names(axis_name)
     if candidates is None:
-        candidates = default_candidates(1 if max_every is None else max_every)
+        candidates = [*default_candidates(1 if max_every is None else max_every), *hierarchies(axis)]
     candidates = _checked(candidates, budget, max_error, max_every, tried)
     like_of(params)  # refuses what is no parameter, by name
-    axis = axis_names(axis_name)
     found = find_mesh("plan", mesh, axis, params, batch)
     if not isinstance(found, Mesh):
         raise TypeError(f"plan: mesh must be a jax.sharding.Mesh with devices; got {found!r}")
@@ -181,7 +183,8 @@ def plan_on(
     params = jax.tree.map(lambda x: _placed(x, mesh), params)
     like = jax.tree.map(_at_device, params)
     sizes = {name: int(mesh.shape[name]) for name in mesh.axis_names}
-    trace = lambda: traced(candidates, like, axis, sizes)
+    joined = mesh.devices.flat[0].platform != "cpu"
+    trace = lambda: traced(candidates, like, axis, sizes, joined=joined)
     sent = clock.keep(("sent", loss, axis, tuple(each.name for each in candidates)), trace)
     limits = {"max_error": max_error, "max_every": max_every}
     about = _about(mesh, like, candidates, sizes)

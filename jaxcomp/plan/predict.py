@@ -26,7 +26,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Bucket", "Line", "Parts", "line_through", "overlap_of", "regret", "step_seconds"]
+__all__ = [
+    "Bucket",
+    "Factors",
+    "Line",
+    "Parts",
+    "factors_of",
+    "line_through",
+    "overlap_of",
+    "regret",
+    "step_seconds",
+]
+
+TRUST = 0.02  # of `factors_of`
 
 
 class Line(NamedTuple):
@@ -145,6 +157,51 @@ def overlap_of(computing: float, exchanging: float, both: float) -> float:
     """
     shorter = min(computing, exchanging)
     return float(np.clip((computing + exchanging - both) / shorter, 0, 1)) if shorter > 0 else 0.0
+
+
+class Factors(NamedTuple):
+    """What steps that were run took of their predictions: of the time on the links, and of all other time."""
+
+    network: float = 1.0
+    rest: float = 1.0
+
+    def of(self, parts: Parts, every: int = 1) -> float:
+        """Seconds per step, with the factors.
+
+        >>> Factors(2.0, 3.0).of(Parts(1.0, 0.5, 2.0, 0.5, 0.0, 4.0, 0.0))
+        10.0
+        """
+        network, rest = _two(parts, every)
+        return self.network * network + self.rest * rest
+
+
+def _two(parts: Parts, every: int) -> tuple[float, float]:
+    network = min(parts.network / every, parts.total)
+    return network, parts.total - network
+
+
+def factors_of(runs: Sequence[tuple[Parts, int, float]], trust: float = TRUST) -> Factors:
+    """a, b >= 0 that make a network + b rest what was measured, with least squares of relative errors.
+
+        sum_i ((a network_i + b rest_i) / measured_i - 1)^2 + trust ((a - 1)^2 + (b - 1)^2)
+
+    Parts are measured one by one. Within a step they also wait for each other, and for the cores that all workers of a
+    machine share; steps that were run say how long.
+
+    Args:
+        runs: of each step that was run its parts, H, and its measured seconds.
+        trust: in the parts alone: of no runs both factors are one.
+
+    >>> step = Parts(1.0, 0.0, 3.0, 0.0, 0.0, 4.0, 0.0)
+    >>> factors_of([]), [round(x, 3) for x in factors_of([(step, 1, 8.0)], trust=1e-9)]
+    (Factors(network=1.0, rest=1.0), [2.2, 1.4])
+    """
+    rows, goals = [[trust**0.5, 0.0], [0.0, trust**0.5]], [trust**0.5] * 2
+    for parts, every, measured in runs:
+        rows.append([x / max(measured, 1e-9) for x in _two(parts, every)])
+        goals.append(1.0)
+    found = np.linalg.lstsq(np.array(rows), np.array(goals), rcond=None)[0]
+    return Factors(*(float(max(x, 0.1)) for x in found))
 
 
 def regret(chosen: float, measured: Sequence[float]) -> float:

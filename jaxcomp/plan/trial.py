@@ -13,15 +13,15 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.base import check_algorithm
 from jaxcomp.exchange.specs import init_state
 from jaxcomp.exchange.varying import axis_names
-from jaxcomp.plan.advise import Row
+from jaxcomp.plan.advise import Row, with_expected
 from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.clock import Clock
 from jaxcomp.transforms.local_updates import local_updates
 from jaxcomp.transforms.value_and_grad import value_and_grad
 
-__all__ = ["step_of", "tried_rows"]
+__all__ = ["Step", "seconds_of_steps", "step_of", "tried_rows"]
 
-ROUNDS = 7
+ROUNDS = 30
 RATE = 1e-6  # of local steps: what they reach does not matter, and must stay finite
 
 
@@ -39,40 +39,73 @@ def tried_rows(
     """The rows, those that are best by prediction with measured seconds: the best dense one without buckets first.
 
     Of the others at most one is dense. Rows whose work is not known come last. One whose three rounds of H steps take
-    longer than what is left is not run.
+    longer than what is left is not run. All are compiled first, and then run in turn: what else the machine does
+    meanwhile slows all of them.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].bound, rows[i].seconds))
     able = [i for i in order if rows[i].refused is None and _can_run(rows[i].candidate, params, mesh, axis)]
     dense = [i for i in able if rows[i].candidate.dense]
     plain = [i for i in dense if not rows[i].candidate.bucket_bytes][:1] or dense[:1]
     further = [i for i in dense if i not in plain][1:]
+    steps: dict[int, Step] = {}
     for i in [*plain, *[i for i in able if i not in plain and i not in further][:tried]]:
         left = clock.left()
-        if left <= 0:
+        if left <= 0 and steps:
             break
         if 3 * rows[i].candidate.every * rows[i].seconds > left and rows[i].candidate.every > 1:
             continue
         show(f"trying {rows[i].candidate.name}")
-        seconds = step_of(clock, rows[i].candidate, loss, params, batch, mesh, axis, left / 4)
-        rows[i] = rows[i]._replace(measured=seconds)
-    return rows
+        steps[i] = step_of(clock, rows[i].candidate, loss, params, batch, mesh, axis)
+        jax.block_until_ready(steps[i]())  # compiles
+    if not steps:
+        return rows
+    show("trying all in turn")
+    times = seconds_of_steps(clock, list(steps.values()), ROUNDS, 0.8 * clock.left())
+    for i, seconds in zip(steps, np.median(times, axis=1), strict=True):
+        rows[i] = rows[i]._replace(measured=float(seconds))
+    return with_expected(rows)
+
+
+class Step:
+    """A step of a candidate, of local updates H steps with their exchange, to be timed again and again.
+
+    run: takes and returns what a step changes. state: what it is before the first one.
+
+    There is one batch, so its gradient comes again and again. An error memory would grow in the direction of that
+    gradient alone, as in no training, until thresholds that are fitted to it miss: `restart` is called now and then.
+    """
+
+    def __init__(self, run: Callable[[Any], tuple[Any, Any]], state: Any, every: int):
+        self.run, self.every = run, every
+        self.first = _copied(state)
+        self.state = state
+
+    def __call__(self) -> Any:
+        out, self.state = self.run(self.state)
+        return out
+
+    def restart(self) -> None:
+        """Back to the state of the beginning."""
+        self.state = jax.block_until_ready(_copied(self.first))
+
+
+def seconds_of_steps(clock: Clock, steps: list[Step], rounds: int, most: float) -> np.ndarray:
+    """Seconds per step of each in each round, [steps, rounds], at the slowest process."""
+    times = clock.interleaved(steps, rounds, most, lambda i: steps[i].restart())
+    return times / np.array([[step.every] for step in steps])
 
 
 def step_of(
-    clock: Clock,
-    candidate: Candidate,
-    loss: Callable[..., Any],
-    params: Any,
-    batch: tuple,
-    mesh: Mesh,
-    axis: Any,
-    seconds: float,
-    rounds: int = ROUNDS,
-) -> float:
-    """Measured seconds of a step: of H steps with their exchange, divided by H."""
+    clock: Clock, candidate: Candidate, loss: Callable[..., Any], params: Any, batch: tuple, mesh: Mesh, axis: Any
+) -> Step:
+    """The step of a candidate; the same object for the same one."""
     make = _local_steps if candidate.every > 1 else _steps
-    run = clock.keep(("step", loss, candidate.name), lambda: make(candidate, loss, params, batch, mesh, axis))
-    return float(clock.median(run, rounds, seconds)[0]) / candidate.every
+    return clock.keep(("step", loss, candidate.name), lambda: make(candidate, loss, params, batch, mesh, axis))
+
+
+@jax.jit
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
 
 
 def _can_run(candidate: Candidate, params: Any, mesh: Mesh, axis: Any) -> bool:
@@ -82,22 +115,20 @@ def _can_run(candidate: Candidate, params: Any, mesh: Mesh, axis: Any) -> bool:
     return candidate.every == 1 or (whole and workers and not isinstance(candidate.algorithm, Mapping))
 
 
-def _steps(candidate: Candidate, loss: Callable, params: Any, batch: tuple, mesh: Mesh, axis: Any) -> Callable:
+def _steps(candidate: Candidate, loss: Callable, params: Any, batch: tuple, mesh: Mesh, axis: Any) -> Step:
     levels = candidate.algorithm
     given = (None, mesh, levels) if isinstance(levels, Mapping) else (levels, mesh, axis)
     grad_fn = value_and_grad(loss, *given, **candidate.options)
     step = jax.jit(lambda params, state, *batch: grad_fn(params, state, *batch), donate_argnums=1)
-    held = {"state": grad_fn.init(params)}
 
-    def run():
-        out = step(params, held["state"], *batch)
-        held["state"] = out[2]
-        return out[:2]
+    def run(state):
+        value, grads, state = step(params, state, *batch)
+        return (value, grads), state
 
-    return run
+    return Step(run, grad_fn.init(params), 1)
 
 
-def _local_steps(candidate: Candidate, loss: Callable, params: Any, batch: tuple, mesh: Mesh, axis: Any) -> Callable:
+def _local_steps(candidate: Candidate, loss: Callable, params: Any, batch: tuple, mesh: Mesh, axis: Any) -> Step:
     """H steps of SGD at each worker, in the last of which they exchange differences."""
     algorithm, every = check_algorithm("plan", candidate.algorithm), candidate.every
     tx = local_updates(optax.sgd(RATE), optax.sgd(1.0), algorithm, axis, every=every, **candidate.options)
@@ -120,14 +151,13 @@ def _local_steps(candidate: Candidate, loss: Callable, params: Any, batch: tuple
         one, mesh=mesh, in_specs=(rows, specs, *(rows for _ in batch)), out_specs=(rows, specs, rows)
     )
     step = jax.jit(mapped, donate_argnums=(0, 1))
-    held = {"own": spread(params), "state": state}
 
-    def run():
+    def run(held):
         for _ in range(every):
-            held["own"], held["state"], value = jax.block_until_ready(step(held["own"], held["state"], *placed))
-        return value
+            *held, value = jax.block_until_ready(step(*held, *placed))
+        return value, tuple(held)
 
-    return run
+    return Step(run, (spread(params), state), every)
 
 
 def _placed(x: Any, mesh: Mesh, spec: P) -> Any:

@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from experiments import scale
+from experiments import plan, scale
 from experiments.__main__ import EXPERIMENTS, main
+from experiments.lib.cli import UserError
 from experiments.lib.plots import save
 from experiments.lib.run import Run
 from experiments.plan.results import dense_is_best, draw, regret_of, summary
@@ -33,10 +35,50 @@ def test_regret_by_hand(tmp_path):
     assert found["within"] == pytest.approx(2 / 3)
     assert found["alone"] == pytest.approx(1 / 3)
     assert found["worst"] == pytest.approx(0.5)
-    assert found["median_error"] == 0  # six of nine predictions are exact
+    assert found["error_median"] == 0  # six of nine predictions are exact
+    assert found["said_90"] == found["error_90"]  # of rows that have nothing else
+    assert np.isnan(found["noise_median"])
+    rows = [row | {"said": row["measured"], "rounds": {"f32": [1.0, 1.1, 1.0, 1.1]}} for row in ROWS]
+    assert summary(rows)["said_90"] == 0
+    assert summary(rows)["noise_median"] == pytest.approx(1 / 11)
     assert (found["dense_cells"], found["dense_advised"]) == (1, 1)
     save(draw(ROWS), tmp_path / "regret.png")
     assert (tmp_path / "regret.png").stat().st_size > 1000
+
+
+def test_runs_are_reported_together(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "one_thread", lambda: None)
+    for name, row in zip("ab", ROWS, strict=False):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps([row]))
+    options = ["--runs", str(tmp_path), "--name", "both", "--of", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert plan.main(["regret", *options]) == 0
+    assert json.loads((tmp_path / "both" / "results.json").read_text()) == ROWS[:2]
+    assert "2 cells: regret at most 10 % in 100%" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(UserError, match="no folder"):
+        plan.main(["regret", "--runs", str(tmp_path), "--name", "c", "--of", str(tmp_path / "nowhere")])
+
+
+def test_a_kernel_without_delays_is_named_before_anything_is_measured(tmp_path, monkeypatch):
+    def laboratory(hosts, rate=None, delay=0.0):
+        raise UserError(f"no netem for {delay} s")
+
+    monkeypatch.setattr(plan, "laboratory", laboratory)
+    monkeypatch.setattr(plan, "one_thread", lambda: None)  # which sets a variable for all processes
+    options = ["--rates", "none", "--delays", "0s", "2ms", "--runs", str(tmp_path), "--name", "r"]
+    with pytest.raises(UserError, match=r"no netem for 0\.002 s"):
+        plan.main(["regret", *options])
+
+
+@pytest.mark.slow
+def test_a_cell_without_links(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "one_thread", lambda: None)
+    options = ["--workers", "--one-process", "2", "--sizes", "2000", "--loads", "0", "--seconds", "2", "--rounds", "4"]
+    assert plan.main(["regret", *options, "--runs", str(tmp_path), "--name", "r"]) == 0
+    (row,) = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert row["chosen"] in row["measured"]
+    assert set(row["said"]) == set(row["predicted"]) == set(row["measured"]) == set(row["rounds"])
+    assert "one process" in (tmp_path / "r" / "table.md").read_text()
 
 
 def test_every_experiment_has_a_line(capsys):

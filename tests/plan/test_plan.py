@@ -1,7 +1,8 @@
 """`jc.plan` on virtual devices: what it returns and keeps in its file, never how long anything took."""
 
-import inspect
 import json
+import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import jaxcomp as jc
 from jaxcomp.cli import main
 from jaxcomp.plan import facts as files
 from jaxcomp.plan import planning
-from jaxcomp.plan.candidates import default_candidates, dense_candidates
+from jaxcomp.plan.candidates import default_candidates, dense_candidates, hierarchies
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.facts import Work
 from jaxcomp.plan.links import KINDS, Fit
@@ -167,10 +168,10 @@ def test_what_is_run_is_dense_once_plain_and_at_most_once_more(machine):
     run = [text.removeprefix("trying ") for text in said if text.startswith("trying")]
     assert (run[0], run[2]) == ("f32", "top_k")
     assert run[1] in work  # one more of those that send everything
-    assert len(run) == 3
+    assert len(run) == 3 + 1  # and at last all in turn
 
 
-def test_axes_together_hierarchies_and_sharded_parameters(seed):
+def test_axes_together_hierarchies_and_sharded_parameters(seed, tmp_path, capsys):
     """Workers of two axes, a level for each of them, and parameters cut over an axis without workers."""
     options = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[:4]}
     f32, identity = dense_candidates()[0], jc.direct(jc.identity())
@@ -181,6 +182,13 @@ def test_axes_together_hierarchies_and_sharded_parameters(seed):
     assert "a,b" in found.facts.fits
     assert found.rows[0].sent_bytes == pytest.approx(2 * 3 / 4 * 4 * 2080)
     assert all(row.seconds > 0 for row in found.rows)
+    options_of_both = plans | {"tried": 0, "budget": 1e-3, "cache": tmp_path / "both.json"}
+    both = {row.candidate.name: row for row in jc.plan(loss, PARAMS, batch(seed, 4), **options_of_both).rows}
+    (sparse_a, sparse_b) = (each.name for each in hierarchies(("a", "b")))
+    assert both[sparse_a].candidate.algorithm.keys() == {"b", "a"}
+    assert 0 < both[sparse_b].sent_bytes < both["f32"].sent_bytes
+    assert main(["plan", "--facts", str(tmp_path / "both.json")]) == 0
+    assert sparse_a in capsys.readouterr().out
     mesh = jax.make_mesh((2, 2), (AXIS, "model"), **options)
     cut = {"w": PartitionSpec(None, "model"), "b": PartitionSpec("model")}
     params = {name: jax.device_put(x, NamedSharding(mesh, cut[name])) for name, x in PARAMS.items()}
@@ -196,13 +204,16 @@ def test_a_step_with_local_updates_is_what_it_says(seed):
     params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh_of(2), PartitionSpec())), PARAMS)
     candidate = dense_candidates()[0].with_every(4)
     run = _local_steps(candidate, loss, params, (batch(seed),), mesh_of(2), AXIS)
-    state = inspect.getclosurevars(run).nonlocals["held"]
     run()
-    assert int(state["state"].count) == 4
-    assert int(state["state"].means[0].shared.count) == 1
-    w = np.asarray(state["own"]["w"])
+    own, state = run.state
+    assert int(state.count) == 4
+    assert int(state.means[0].shared.count) == 1
+    w = np.asarray(own["w"])
     np.testing.assert_allclose(w[0], w[1], rtol=1e-6)
     assert not np.array_equal(w[0], PARAMS["w"])
+    run.restart()
+    assert int(run.state[1].count) == 0
+    np.testing.assert_array_equal(np.asarray(run.state[0]["w"])[0], PARAMS["w"])
 
 
 def test_the_command_knows_leaves_buckets_and_local_updates(machine, tmp_path, capsys):
@@ -270,6 +281,19 @@ def test_times_are_agreed_and_texts_are_sent():
     assert clock.broadcast(None) is None
     assert 0 < clock.left() <= 1e5
     assert len(clock.times(lambda: jnp.zeros(()), rounds=3)) >= 2
+
+
+def test_programs_are_timed_in_turn():
+    """Each round all of them, in the next one backwards; `before` begins a turn; a long one is run less often."""
+    said = []
+    quick, slow = lambda: said.append("q"), lambda: (said.append("s"), time.sleep(0.06))[:0]
+    times = Clock(mesh_of(2), 1e5).interleaved([quick, slow], 3, 1e5, before=lambda i: said.append(f"{i}"))
+    assert times.shape == (2, 3)
+    assert (times[1] >= 0.06).all()
+    turns = re.split(r"(\d)", "".join(said[4:]))[1:]
+    assert turns[0::2] == ["1", "0", "0", "1", "1", "0"]
+    assert {len(run) for number, run in zip(turns[0::2], turns[1::2], strict=True) if number == "1"} == {2}
+    assert {run for number, run in zip(turns[0::2], turns[1::2], strict=True) if number == "0"} == {"q" * 16}
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 
 import jaxcomp as jc
-from jaxcomp.plan.advise import choose, predicted, reason, table, verdict
-from jaxcomp.plan.candidates import Candidate, collectives_of, default_candidates, dense_candidates, loss_of
+from jaxcomp.plan.advise import Row, choose, predicted, reason, table, verdict, with_expected
+from jaxcomp.plan.candidates import Candidate, Loss, collectives_of, default_candidates, dense_candidates, loss_of
 from jaxcomp.plan.facts import Facts, Work, from_text, to_text
 from jaxcomp.plan.links import KINDS, Collective, Fit, Sample, fit, seconds_of
-from jaxcomp.plan.predict import Bucket, Line, line_through, overlap_of, regret, step_seconds
+from jaxcomp.plan.predict import Bucket, Line, Parts, factors_of, line_through, overlap_of, regret, step_seconds
 from jaxcomp.plan.watch import Martingale, Watch, bet
+
+NONE = Loss(0.0, True, False, "none")
 
 
 def sweep_of(kind, latency, per_byte, workers, sizes, noise=0.0, seed=0):
@@ -128,6 +130,26 @@ def test_steps_by_hand():
         step_seconds(1.0, 0.5, one, every=0)
 
 
+def test_steps_that_were_run_say_what_the_others_take():
+    """Links that take twice what they took alone, and work half as much again; one factor alone, where one was run."""
+    step = lambda network, rest: Parts(rest, 0.0, network, 0.0, 0.0, network + rest, 0.0)
+    rng = np.random.default_rng(0)
+    steps = [step(*rng.uniform(0.1, 10, 2)) for _ in range(20)]
+    seconds = [2 * x.network + 1.5 * x.gradient for x in steps]
+    found = factors_of([(x, 1, t) for x, t in zip(steps, seconds, strict=True)], trust=1e-6)
+    assert found == pytest.approx((2, 1.5), rel=1e-3)
+    assert found.of(step(3.0, 4.0)) == pytest.approx(12, rel=1e-3)
+    assert factors_of([]).of(steps[0]) == pytest.approx(steps[0].total)
+    one = factors_of([(step(5.0, 0.001), 1, 10.0)])
+    assert one.network == pytest.approx(2, rel=0.1)
+    assert one.rest == pytest.approx(1, rel=0.01)  # nothing is known of it
+    rows = [Row(Candidate(name, jc.direct(jc.identity())), x, 0.0, NONE) for name, x in zip("abc", steps, strict=False)]
+    rows = with_expected([rows[0]._replace(measured=2 * rows[0].parts.total), *rows[1:]])
+    assert rows[0].expected is None
+    assert rows[1].seconds == rows[1].expected != rows[1].parts.total
+    assert with_expected(rows[1:])[0].expected is None  # none of these was run
+
+
 def test_lines():
     assert line_through([]) == Line(0.0, 0.0)
     assert line_through([(100, 2.0)]).seconds(200) == pytest.approx(4.0)
@@ -153,6 +175,8 @@ def test_what_candidates_send():
     """The dense leaf goes with the vector, or beside it; bytes are those of lanes."""
     sent = sent_by_default()
     assert [(x.kind, x.operand_bytes) for x in sent["f32"]] == [("all_reduce", 4 * 30_100.0)]
+    apart = collectives_of(dense_candidates()[0], LIKE, "data", {"data": 4}, joined=False)
+    assert sorted(x.operand_bytes for x in apart) == [4 * 100.0, 4 * 30_000.0]  # a CPU runs them one by one
     assert {x.kind for x in sent["bf16:two_shot"]} == {"all_to_all", "all_gather"}
     kinds = sorted(x.kind for x in sent["sidco(0.01)+ef"])
     assert kinds == ["all_gather", "all_reduce"]
