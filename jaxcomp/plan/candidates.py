@@ -137,7 +137,10 @@ def hierarchies(axes: Sequence[Any]) -> list[Candidate]:
     found = []
     for last in axes if len(axes) > 1 else ():
         within = [name for name in axes if name != last]
-        levels = {tuple(within) if len(within) > 1 else within[0]: direct(identity()), last: error_feedback(sidco(0.01))}
+        levels = {
+            tuple(within) if len(within) > 1 else within[0]: direct(identity()),
+            last: error_feedback(sidco(0.01)),
+        }
         found.append(Candidate(f"f32 over {', '.join(map(str, within))}, sidco(0.01)+ef over {last}", levels))
     return found
 
