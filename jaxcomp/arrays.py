@@ -22,7 +22,7 @@ __all__ = [
     "is_array",
     "key_data",
     "like_of",
-    "made",
+    "of_made",
     "one_row",
     "root_key",
     "row_of",
@@ -126,13 +126,20 @@ def always(x: Array) -> Array:
     return (first <= jnp.inf) | jnp.isnan(first)
 
 
-def made(tree: Tree) -> Tree:
-    """The same arrays (not empty), computed before what follows: XLA for CPU would compute them within it, anew for
-    each entry that reads them.
+def of_made(function: Callable[..., Tree], *args: Any) -> Tree:
+    """function(*args), none of them empty, computed before: XLA for CPU would compute them within every loop
+    that reads them, and then find their places entry by entry.
     """
     if jax.default_backend() != "cpu":
-        return tree
-    return lax.cond(always(jax.tree.leaves(tree)[0]), lambda t: t, lambda t: jax.tree.map(jnp.zeros_like, t), tree)
+        return function(*args)
+    shapes = jax.eval_shape(function, *args)
+
+    def other(*args):
+        """Arrays that nobody sees, typed as differing over the same axes of a mesh."""
+        one = sum(a.reshape(-1)[0].astype(jnp.float32) for a in jax.tree.leaves(args))
+        return jax.tree.map(lambda a: jnp.full(a.shape, one.astype(a.dtype)), shapes)
+
+    return lax.cond(always(args[0]), function, other, *args)
 
 
 def zeros_after(tree: Tree, like: Tree) -> Tree:

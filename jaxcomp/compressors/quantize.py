@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import made
-from jaxcomp.base import Compressor, Spec, State, bounded, finite, one_row, row_of, wide
+from jaxcomp.arrays import of_made
+from jaxcomp.base import Compressor, Spec, State, bounded, finite, key_data, one_row, row_of, wide
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
 from jaxcomp.hashing import random_uniform, uniform_slices
@@ -213,9 +213,12 @@ def _dithering(
             codes = code_of(x, inverse_of(unit), random_uniform(key, x.shape[0]))
             return Quantized(short_norms, pack(codes, width)), state.local
         units = unit_of(state.shared, cut, norms, cut.spread_to_words).astype(x.dtype)
-        inverses = [inverse_of(unit) for unit in made(places.slices(units))]
-        noise = uniform_slices(key, places.shape, places.count)
-        return Quantized(short_norms, places.pack(list(map(code_of, places.slices(x), inverses, noise)))), state.local
+
+        def words_of(x, units, words):
+            noise = uniform_slices(words, places.shape, places.count)
+            return places.pack(list(map(code_of, places.slices(x), map(inverse_of, units), noise)))
+
+        return Quantized(short_norms, of_made(words_of, x, places.slices(units), key_data(key))), state.local
 
     def decompress(payload, shared, like):
         cut = layout(like.size)
