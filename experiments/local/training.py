@@ -19,7 +19,7 @@ from jaxcomp.base import State
 from jaxcomp.exchange.routes import ROUTES
 from jaxcomp.layout import split
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of
-from jaxcomp.transforms.local_process import _Link
+from jaxcomp.transforms.local_process import BytesExchange
 from jaxcomp.transforms.local_updates import LocalUpdatesState, difference_of
 
 __all__ = ["Trainer", "seconds_of"]
@@ -91,7 +91,7 @@ class Trainer:
         Of the difference that is there now, with the memory of the worker.
         """
         sent: list[int] = []
-        link = _Link(lambda message: sent.append(len(message)) or [message], 0, 1, "best")
+        link = BytesExchange(lambda message: sent.append(len(message)) or [message], 0, 1, "best")
         state: LocalUpdatesState = self.state
         mine = jax.tree.map(lambda p: p[0], self.params)
         for p, numbers in enumerate(fragments_of(state.point, self.setup.fragments)):

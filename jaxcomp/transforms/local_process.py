@@ -34,7 +34,7 @@ from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
 from jaxcomp.transforms.local_updates import check_times, difference_of, mixed, towards
 from jaxcomp.wire import decode, encode
 
-__all__ = ["LocalProcess", "local_process"]
+__all__ = ["BytesExchange", "LocalProcess", "local_process"]
 
 Array = jax.Array
 NAME = "local_process"
@@ -125,7 +125,7 @@ class LocalProcess:
         code: str,
     ):
         self._outer, self._algorithm, self._times, self._mixing = outer, algorithm, times, mixing
-        self._link, self._place = _Link(gather, *place, code), place
+        self._link, self._place = BytesExchange(gather, *place, code), place
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=NAME)
         self._root = root_key(seed)
         self._count, self._parts, self.point, self.waited = 0, [], None, 0.0
@@ -223,8 +223,14 @@ class LocalProcess:
         self.close()
 
 
-class _Link:
-    """`base.Exchange` of one process: every message crosses as the bytes of `wire.encode`."""
+class BytesExchange:
+    """`base.Exchange` of one process: every message crosses as the bytes of `wire.encode`.
+
+    Args:
+        gather: this worker's bytes -> those of all workers, in their order.
+        index, size: number of this worker, and how many there are.
+        code: as for `wire.encode`.
+    """
 
     def __init__(self, gather: Gather, index: int, size: int, code: str):
         self.index, self.size, self.sent_bytes = jnp.asarray(index, jnp.int32), size, 0
@@ -276,7 +282,7 @@ class _Link:
 class _Sent(NamedTuple):
     """`base.Sent` of payloads that arrived as bytes."""
 
-    link: "_Link"
+    link: "BytesExchange"
     compressor: Compressor
     message: Any
     payload: Any
