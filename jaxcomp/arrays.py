@@ -136,7 +136,7 @@ def of_made(function: Callable[..., Tree], *args: Any) -> Tree:
 
     def other(*args):
         """Arrays that nobody sees, typed as differing over the same axes of a mesh."""
-        one = sum(a.reshape(-1)[0].astype(jnp.float32) for a in jax.tree.leaves(args))
+        one = jnp.asarray(sum(a.reshape(-1)[0].astype(jnp.float32) for a in jax.tree.leaves(args)))
         return jax.tree.map(lambda a: jnp.full(a.shape, one.astype(a.dtype)), shapes)
 
     return lax.cond(always(args[0]), function, other, *args)
