@@ -170,8 +170,7 @@ def test_only_payloads_of_shards_cross_the_data_axis(layout, method):
     contributed = sum(row.operand_bytes for row in p.ledger.rows if DATA in row.axes(p.mesh))
     assert contributed == size["lane_bytes"] + 4
     assert size["lane_bytes"] == shard_bytes if method == "dense" else size["lane_bytes"] < shard_bytes / 3
-    largest = max(leaf.size for leaf in jax.tree.leaves(p.like))
-    assert all(c.largest_bytes <= 4 * largest // SHAPE[1] for c in over_data)
+    assert all(c.largest_bytes <= shard_bytes for c in over_data)  # small arrays may cross as one
 
 
 def test_shards_are_half_of_whole_gradients():
