@@ -81,17 +81,13 @@ class Training(abc.ABC):
         del x, y
         return None
 
-    def present(self) -> Any:
-        """This worker's parameters now."""
-        raise NotImplementedError
-
     @functools.cached_property
     def count_right(self) -> Callable[..., jax.Array]:
         return jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(-1) == y))
 
+    @abc.abstractmethod
     def right(self, x: np.ndarray, y: np.ndarray) -> int:
         """How many of these labels the model finds now."""
-        return int(self.count_right(self.present(), x, y))
 
     def batches(self, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for step in range(1, steps + 1):
@@ -185,8 +181,9 @@ class Compressed(Training):
             return None
         return float(self.judge(self.state.point, self.workers.own(x), self.workers.own(y)))
 
-    def present(self) -> Any:
-        return jax.tree.map(lambda leaf: self.row(jnp.asarray(leaf.addressable_data(0))), self.now)
+    def right(self, x: np.ndarray, y: np.ndarray) -> int:
+        mine = jax.tree.map(lambda leaf: self.row(jnp.asarray(leaf.addressable_data(0))), self.now)
+        return int(self.count_right(mine, x, y))
 
 
 def in_rows(step: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:

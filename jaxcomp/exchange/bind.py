@@ -84,6 +84,11 @@ def _own_weights(name: str, algorithm: Algorithm) -> tuple[float, ...] | None:
 
 
 def shares_of(name: str, weights: Any) -> np.ndarray:
+    """Weights of the workers divided by their sum, f64[n].
+
+    Raises:
+        ValueError: they are no vector, or one of them is negative or not finite, or all are zero.
+    """
     values = np.asarray(weights, np.float64)
     if values.ndim != 1 or not np.all(np.isfinite(values)) or np.any(values < 0) or not values.sum() > 0:
         raise ValueError(f"{name}: weights must be n numbers >= 0, not all zero; got {weights}")

@@ -205,11 +205,13 @@ def evaluate(jaxpr: Any, consts: Any, args: Any, number: Any, exchange: Callable
 
 
 def jaxprs_of(params: Any) -> list[Any]:
+    """The programs within the parameters of an equation."""
     leaves = jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))
     return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")]
 
 
 def collective_in(jaxpr: Any) -> bool:
+    """Whether a program, or one within it, has a collective."""
     return any(
         eqn.primitive.name in COLLECTIVES | {"axis_index"} or any(map(collective_in, jaxprs_of(eqn.params)))
         for eqn in jaxpr.eqns
