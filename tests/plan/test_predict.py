@@ -177,7 +177,7 @@ def test_what_candidates_send():
     assert [(x.kind, x.operand_bytes) for x in sent["f32"]] == [("all_reduce", 4 * 30_100.0)]
     like = {"long": jnp.zeros(2**17), "first": jnp.zeros(100), "second": jnp.zeros(50)}
     apart = collectives_of(dense_candidates()[0], like, "data", {"data": 4}, joined=False)
-    assert sorted(x.operand_bytes for x in apart) == [4 * 150.0, 4 * 2.0**17]  # a CPU runs long ones one by one
+    assert sorted(x.operand_bytes for x in apart) == [4 * 50.0, 4 * 100.0, 4 * 2.0**17]  # a CPU runs them one by one
     assert {x.kind for x in sent["bf16:two_shot"]} == {"all_to_all", "all_gather"}
     kinds = sorted(x.kind for x in sent["sidco(0.01)+ef"])
     assert kinds == ["all_gather", "all_reduce"]
