@@ -67,8 +67,8 @@ SMALL = 2**16  # entries of an array that is worth a copy, if that saves message
 def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
     """Sums over the workers, in the dtypes of the arrays, by one all-reduce.
 
-    Among CPU processes small arrays are joined: gloo reduces each array of an all-reduce by itself, in 2 (n - 1) messages one after
-    the other.
+    Among CPU processes small arrays are joined: gloo reduces each array of an all-reduce by itself, in 2 (n - 1)
+    messages one after the other.
     """
     if jax.default_backend() != "cpu" or jax.process_count() == 1:
         return lax.psum(arrays, axis)
