@@ -23,6 +23,8 @@ from experiments.lib.run import Run, parser_of
 
 __all__ = ["main", "pool_in"]
 
+COMPILING = 120.0  # most seconds of a plan that compiles what later ones measure
+
 
 def parser() -> Parser:
     p = parser_of("plan", __doc__)
@@ -37,7 +39,7 @@ def parser() -> Parser:
     p.add_argument("--one-process", type=at_least(2), nargs="*", default=[], metavar="N", help=what)
     p.add_argument("--sizes", type=at_least(1000), default=[100_000, 400_000], help="parameters", **some)
     p.add_argument("--loads", type=int, choices=(0, 1), nargs="+", default=[0, 1], help="1: one worker's core is busy")
-    p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure")
+    p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure; `regret` compiles before")
     p.add_argument("--tried", type=at_least(0), default=3, help="candidates that it runs besides the best dense one")
     p.add_argument("--rounds", type=at_least(2), default=40, help="of all candidates in turn; the median counts")
     p.add_argument("--all", action="store_true", help="all default candidates, in place of six")
@@ -95,6 +97,8 @@ def cells(o: Any) -> Iterator[dict[str, Any]]:
             for size in dict.fromkeys(o.sizes):
                 shape()
                 entries = pool.ask(what="task", size=size, batch=o.batch, all_candidates=o.all)[0]
+                if o.what == "regret":  # its plans have few seconds: they are for measuring, not for compiling
+                    pool.ask(1800.0, what="plan", seconds=COMPILING, tried=100)
                 for load, (rate, delay) in itertools.product(dict.fromkeys(o.loads), links or [(None, 0.0)]):
                     pool.ask(what="load", on=bool(load))
                     shape(rate, delay)

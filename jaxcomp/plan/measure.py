@@ -33,6 +33,7 @@ LEAST_BYTES = 256  # of an operand in a sweep
 STEP = 8  # from one size to the next
 MOST_BYTES = 2**26
 ROUNDS = 5  # of encoding and of decoding
+LEAST_OVERLAP, MOST_OVERLAP = 2**10, 2**18  # words that are exchanged beside a computation
 MOST_ENTRIES = 2**24  # of a gradient whose encoding is measured
 
 
@@ -234,12 +235,18 @@ def _lost(clock: Clock, candidate: Candidate, axis: Any, grads: Any) -> float | 
 # Overlap
 
 
-def overlap_on(clock: Clock, axis: Any, seconds: float) -> float:
-    """e of `predict`, for matrix products and an all-reduce that do not wait for each other."""
+def overlap_on(clock: Clock, axis: Any, seconds: float, link: Fit | None = None) -> float:
+    """e of `predict`, for matrix products and an all-reduce that do not wait for each other.
+
+    link: of all-reduces. On a slow one shorter operands are exchanged, so that the seconds hold several rounds.
+    """
     workers = int(np.prod([clock.mesh.shape[name] for name in axis_names(axis)]))
     if workers < 2:
         return 0.0
-    x = local_rows(clock, lambda: np.ones(2**18, np.float32))
+    words = MOST_OVERLAP
+    while link is not None and words > LEAST_OVERLAP and link.seconds(4.0 * words, workers).mean > seconds / 30:
+        words //= 2
+    x = local_rows(clock, lambda: np.ones(words, np.float32))
     a = local_rows(clock, lambda: np.eye(128, dtype=np.float32))
     number = lambda n: jax.make_array_from_callback(
         (), NamedSharding(clock.mesh, P()), lambda index: np.asarray(n, np.int32)
@@ -256,7 +263,7 @@ def overlap_on(clock: Clock, axis: Any, seconds: float) -> float:
         mapped = jax.shard_map(body, mesh=clock.mesh, in_specs=(P(), rows, rows), out_specs=rows, check_vma=False)
         return jax.jit(mapped)
 
-    kept = lambda *which: clock.keep(("overlap", axis, which), lambda: program(*which))
+    kept = lambda *which: clock.keep(("overlap", axis, words, which), lambda: program(*which))
     exchange, alone, together = kept(False, True), kept(True, False), kept(True, True)
     exchanging = clock.median(lambda: exchange(number(0), a, x), 7, seconds / 3)[0]
     trial = clock.median(lambda: alone(number(200), a, x), 3, seconds / 6)[0]
