@@ -250,7 +250,7 @@ def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
     add = lambda *args: accumulate(out.compressor, wide_like(out.like), *args)
     total = varying(on_equal_types(add, carried.payloads, carried.weights, out.shared), call.outer)
     # For equal weights 1/n comes last: sums without products are the same bit for bit wherever they are compiled.
-    scale = 1 / axis_size(call.axis) if call.weights is None else None
+    scale = 1 / axis_size(call.axis) if call.weights is None and not carried.is_mean else None
     return total if scale is None else jax.tree.map(lambda t: t * scale, total)
 
 

@@ -83,6 +83,7 @@ class Carried(NamedTuple):
     state: of the route, for the next round.
     mean: shapes of `like`, in f32 (f64 for f64 messages), equal on all workers; where there are no payloads.
     lane_bytes, code_bits: of further messages than that of the worker (a second compression).
+    is_mean: the sum of the payloads is weighted already; else, with equal weights, it is to be divided by n.
     """
 
     payloads: Any
@@ -93,6 +94,7 @@ class Carried(NamedTuple):
     mean: Any = None
     lane_bytes: int = 0
     code_bits: Any = 0
+    is_mean: bool = False
 
 
 class Gather(Protocol):
