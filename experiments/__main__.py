@@ -3,58 +3,78 @@
 import importlib
 import sys
 
-from experiments.lib.cli import fail, usage
+from experiments.lib.cli import fail
 from experiments.lib.errors import line_of
 
-# name -> (module, what it shows). Modules are imported only when asked for: each sets up JAX itself.
+# Name, of one word or two -> (module, what it shows). Modules are imported only when asked for: each sets up JAX itself.
 EXPERIMENTS = {
-    "compare": ("experiments.train.compare", "train one model with several compression methods and compare them"),
-    "train": ("experiments.train", "train one model with one method: in one process, in several, or on a cluster"),
-    "kills": ("experiments.train.kills", "kill processes of a training at random; what was trained must not show it"),
-    "soak": (
-        "experiments.train.soak",
-        "a training with kills, a full disk, a NaN and a corrupted checkpoint: same bits",
+    "compare": ("train.compare", "train one model with several compression methods and compare them"),
+    "train": ("train", "train one model with one method: in one process, in several, or on a cluster"),
+    "soak": ("train.soak", "trainings with kills, a full disk, NaN, a corrupted checkpoint: same bits"),
+    "attack": ("attack", "messages fuzzed, combinations and statistics of all parts: what holds, what falls"),
+    "sidco quality": (
+        "sidco.quality",
+        "share of entries that SIDCo and rivals send, on known laws and recorded gradients",
     ),
-    "attack": (
-        "experiments.attack",
-        "messages fuzzed, combinations and statistics of all parts: what holds, what falls",
+    "sidco training": (
+        "sidco.training",
+        "loss and accuracy of each threshold method, at equal steps and at equal bytes",
     ),
-    "sidco": ("experiments.sidco", "SIDCo and its rivals: quality of the threshold, and training"),
-    "skcompress": ("experiments.skcompress", "SKCompress and its rivals: sizes and errors of messages, and training"),
-    "quantizers": ("experiments.quantizers", "error of a mean against bits: block scales, rotations, releases"),
-    "dagc": ("experiments.dagc", "rules for a ratio per worker, against each other and against uniform"),
-    "network": ("experiments.network", "dense against compressed exchanges over slow links, in network namespaces"),
-    "scoreboard": (
-        "experiments.network.scoreboard",
-        "does it pay: time to a loss of methods, against the best dense one",
+    "skcompress sizes": ("skcompress.sizes", "bytes per nonzero, error and speed of messages; what each part is worth"),
+    "skcompress training": (
+        "skcompress.training",
+        "loss of linear models and a network, at equal steps and equal bytes",
     ),
-    "federated": ("experiments.federated", "members who come and go, on Flower; messages as long as their ratio"),
-    "smoothness": ("experiments.smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),
-    "sharded": ("experiments.sharded", "sharded models: each device compresses its shard, and what crosses which axis"),
-    "overlap": ("experiments.sharded.overlap", "buckets: exchanges that may start while the backward pass still runs"),
-    "layouts": ("experiments.layouts", "which vectors a tree should become: one, each leaf, or equal chunks"),
-    "local": ("experiments.local", "many steps at each worker, then one compressed exchange of their differences"),
-    "plan": ("experiments.plan", "the planner in the network laboratory: its advice, and its regret"),
-    "scale": ("experiments.scale", "routes among up to 16,384 workers, by formula: bytes, memory, seconds"),
-    "links": ("experiments.scale.links", "collectives fitted among 2 to 4 processes, checked among 6 and 8"),
-    "workers": (
-        "experiments.scale.workers",
-        "1,024 simulated workers: error feedback, DIANA, EF21, DAGC, local updates",
+    "quantizers": ("quantizers", "error of a mean against bits: block scales, rotations, releases"),
+    "dagc": ("dagc", "rules for a ratio per worker, against each other and against uniform"),
+    "network": ("network", "dense against compressed exchanges over slow links, in network namespaces"),
+    "scoreboard": ("network.scoreboard", "does it pay: time to a loss of methods, against the best dense one"),
+    "federated": ("federated", "members who come and go, on Flower; messages as long as their ratio"),
+    "smoothness": ("smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),
+    "sharded": ("sharded", "sharded models: each device compresses its shard, and what crosses which axis"),
+    "overlap": ("sharded.overlap", "buckets: exchanges that may start while the backward pass still runs"),
+    "layouts": ("layouts", "which vectors a tree should become: one, each leaf, or equal chunks"),
+    "local": ("local", "many steps at each worker, then one compressed exchange of their differences"),
+    "plan": ("plan", "the planner in the network laboratory: its advice, and its regret"),
+    "scale": ("scale", "routes among up to 16,384 workers, by formula: bytes, memory, seconds"),
+    "links": ("scale.links", "collectives fitted among 2 to 4 processes, checked among 6 and 8"),
+    "workers": ("scale.workers", "1,024 simulated workers: error feedback, DIANA, EF21, DAGC, local updates"),
+    "figures": ("figures", "tables and pictures of docs/results: which are stale, and to make them anew"),
+    # Benchmarks: every figure is a ratio within one run.
+    "bench exchange": ("bench.exchange", "exchanges of unequal messages between processes: bytes on the wire, time"),
+    "bench codes": ("bench.codes", "keys and levels in jit and on the host, against a sort, zlib and zstd"),
+    "bench compressors": (
+        "bench.compressors",
+        "compress and decompress of every compressor, against passes over memory",
     ),
-    "figures": ("experiments.figures", "tables and pictures of docs/results: which are stale, and to make them anew"),
-    "bench": ("experiments.bench", "benchmarks of the hot paths"),
+    "bench plan": ("bench.plan", "seconds of jc.plan for 10 M parameters, and how much of its table it measures"),
+    "bench rotations": ("bench.rotations", "rotations, EDEN and block-scaled numbers, against a copy"),
+    "bench select": ("bench.select", "thresholds and compaction against sorts, over sizes"),
+    "bench skcompress": ("bench.skcompress", "sketches and quantile buckets in jit and as bytes, against one sort"),
+    "bench step": ("bench.step", "one update of a GPT's tree: time and memory beside a plain pmean"),
+    "bench trees": ("bench.trees", "a GPT's whole tree: compile time and memory, beside a plain psum"),
+    "bench smoothness": ("bench.smoothness", "the parts of a DIANA+ round, against the gradients"),
+    "bench wire": ("bench.wire", "the worst time and memory of decoding mutated messages"),
 }
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage("python -m experiments", {name: what for name, (_, what) in EXPERIMENTS.items()}))
-        return 0 if arguments else 2
-    name, *rest = arguments
+    first, second = [*arguments, "", ""][:2]
+    parts = [name for name in EXPERIMENTS if name.startswith(f"{first} ")]
+    name, last = (f"{first} {second}", second) if parts else (first, first)
+    if last in ("", "-h", "--help"):
+        print("usage: python -m experiments NAME [options]\n")
+        print("\n".join(f"  {each:<20}{EXPERIMENTS[each][1]}" for each in parts or EXPERIMENTS))
+        print("\npython -m experiments NAME --help lists the options.")
+        return 0 if last else 2
     if name not in EXPERIMENTS:
-        fail(f"unknown experiment {name!r}; choose from {', '.join(EXPERIMENTS)}")
+        where = f"name {second!r} after {first}" if parts else f"experiment {first!r}"
+        fail(
+            f"unknown {where}; choose from {', '.join(each.removeprefix(f'{first} ') for each in parts or EXPERIMENTS)}"
+        )
     try:
-        return importlib.import_module(EXPERIMENTS[name][0]).main(rest)
+        module = importlib.import_module(f"experiments.{EXPERIMENTS[name][0]}")
+        return module.main(arguments[len(name.split()) :])
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

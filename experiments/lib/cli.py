@@ -2,10 +2,9 @@
 
 import argparse
 import contextlib
-import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -111,24 +110,6 @@ def common(parser: Any, *names: str, **defaults: Any) -> None:
     for name, default in defaults.items():
         changed = default if isinstance(default, dict) else {"default": default}
         parser.add_argument(f"--{name.replace('_', '-')}", **{**COMMON[name.replace("_", "-")], **changed})
-
-
-def usage(words: str, parts: dict[str, str]) -> str:
-    """What `words NAME` may be followed by: NAME -> one line about it."""
-    width = max(map(len, parts))
-    rows = "\n".join(f"  {name.ljust(width)}  {line}" for name, line in parts.items())
-    return f"usage: {words} NAME [options]\n\n{rows}\n\n{words} NAME --help lists the options."
-
-
-def dispatch(what: str, package: str, parts: dict[str, str], arguments: Sequence[str]) -> int:
-    """Runs `main` of the module package.NAME, for `python -m experiments WHAT NAME [options]`."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(usage(f"python -m experiments {what}", parts))
-        return 0 if arguments else 2
-    name, *rest = arguments
-    if name not in parts:
-        fail(f"unknown name {name!r} after {what}; choose from {', '.join(parts)}")
-    return importlib.import_module(f"{package}.{name}").main(rest)
 
 
 def choose_new(runs: Path, name: str | None, kind: str) -> Path:

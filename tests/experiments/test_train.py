@@ -25,9 +25,8 @@ from experiments.lib.job import Job, taken_up, train_one
 from experiments.lib.launch import end_all, start
 from experiments.lib.methods import algorithm_for
 from experiments.lib.training import Checkpoints, State, Trainer, own_workers
-from experiments.train.kills import TRAIN
 
-METHOD = ("--method", "dithering", "--steps", 30, "--checkpoint-every", 5)
+METHOD = ("--method", "dithering", "--steps", 30, "--checkpoint-every", 5, "--batch", 8)
 
 
 def outcome(folder):
@@ -42,9 +41,9 @@ def outcome(folder):
 
 
 def killed(runs, kills, in_a_row, seed):
-    """What `kills` prints, and where it wrote: two processes killed again and again, against one that was not."""
-    some = ("--kills", kills, "--in-a-row", in_a_row, "--kill-seed", seed, "--processes", 2)
-    result = run_to(0, "kills", *some, "--reference-processes", 1, *METHOD, "--runs", runs, "--name", "k")
+    """What `soak` prints, and where it wrote: two processes killed again and again, against one that was not."""
+    some = ("--kills-only", "--kills", kills, "--in-a-row", in_a_row, "--soak-seed", seed, "--processes", 2)
+    result = run_to(0, "soak", *some, "--reference-processes", 1, *METHOD, "--runs", runs, "--name", "k")
     return result.stdout, runs / "k"
 
 
@@ -58,8 +57,8 @@ def once(tmp_path_factory, request):
 
 
 def check_recovered(output, folder, kills):
-    assert f"{kills} of {kills} kills recovered bitwise" in output
-    rows = json.loads((folder / "kills.json").read_text())
+    assert f"{kills} of {kills} disturbances in 30 steps recovered bitwise" in output
+    rows = json.loads((folder / "soak.json").read_text())
     assert len(rows) == kills
     assert all(row["recovered"] and row["named"] and row["resumed"] <= row["step"] for row in rows)
     assert outcome(folder / "run-0") == outcome(folder / "run-1")
@@ -81,7 +80,7 @@ def test_a_cluster_gives_bitwise_the_single_run(once, tmp_path):
     """Two processes that find each other in what Open MPI leaves in the environment."""
     job = 4096 * (os.getpid() % 4096)
     cluster = {"OMPI_MCA_orte_hnp_uri": f"{job}.0;tcp://127.0.0.1:34911", "OMPI_COMM_WORLD_SIZE": "2"}
-    words = command("train", *TRAIN, *METHOD, "--cluster", "--runs", tmp_path, "--log-every", 1)
+    words = command("train", *METHOD, "--cluster", "--runs", tmp_path, "--log-every", 1)
     each = []
     for i in range(2):
         rank = {"OMPI_COMM_WORLD_RANK": str(i), "OMPI_COMM_WORLD_LOCAL_RANK": str(i), "JAX_PLATFORMS": "cpu"}
