@@ -6,7 +6,7 @@ import sys
 from experiments.lib.cli import fail
 from experiments.lib.errors import line_of
 
-# Name, of one word or two -> (module, what it shows). Modules are imported only when asked for: each sets up JAX itself.
+# Name, of one or two words -> (module, what it shows). Modules are imported when asked for: each sets up JAX itself.
 EXPERIMENTS = {
     "compare": ("train.compare", "train one model with several compression methods and compare them"),
     "train": ("train", "train one model with one method: in one process, in several, or on a cluster"),

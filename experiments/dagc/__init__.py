@@ -11,12 +11,11 @@ scores.png.
 import argparse
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import at_least, fraction, one_or_more, one_thread, positive, rule_of
+from experiments.lib.cli import at_least, common, fraction, one_or_more, one_thread, positive, rule_of
 from experiments.lib.run import Run, parser_of
 
 __all__ = ["main"]
@@ -47,21 +46,17 @@ def main(arguments: Sequence[str]) -> int:
 
     p = parser_of("dagc", __doc__)
     p.add_argument("--task", choices=TASKS, default="digits", help="problem")
-    p.add_argument("--data-dir", type=Path, default=None, help="folder with the files of --task mnist")
     p.add_argument("--model", choices=MODELS, default="mlp", help="architecture")
     what = f"rules, exponents, or {THRESHOLDS}:RULE; uniform is always there"
     rules = ["uniform", "sqrt", "phi", "released", "2/3", "1"]
     p.add_argument("--rules", nargs="+", type=method_of, default=rules, metavar="RULE", help=what)
-    p.add_argument("--workers", type=at_least(2), default=10, help="workers")
     p.add_argument("--skews", nargs="+", type=one_or_more, default=[10.0, 100.0], metavar="SKEW", help="volume ratios")
     p.add_argument("--ratios", nargs="+", type=fraction, default=[0.01], metavar="RATIO", help="mean ratios")
     p.add_argument("--alpha", type=positive, default=1.0, help="Dirichlet parameter of the label mixes")
     p.add_argument("--rounds", type=at_least(2), default=60, help="rounds of each run")
     p.add_argument("--local-steps", type=at_least(1), default=5, help="SGD steps of a worker in a round")
-    p.add_argument("--batch", type=at_least(1), default=16, help="examples of a step")
-    p.add_argument("--lr", type=positive, default=0.02, help="learning rate")
     p.add_argument("--target", type=positive, default=0.9, help="accuracy to reach (quadratics: |grad f|^2)")
-    p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="one run for each")
+    common(p, data_dir=(None, "folder with the files of --task mnist"), workers=10, batch=16, lr=0.02, seeds=[0, 1])
     run = Run(p, arguments, "dagc")
     o = run.options
     o.rules = list(dict.fromkeys([*sorted(set(map(uniform_of, o.rules))), *o.rules]))

@@ -23,48 +23,31 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from experiments.lib.cli import (
-    Parser,
-    UserError,
-    at_least,
-    common,
-    fraction,
-    one_or_more,
-    one_thread,
-    positive,
-    rule_of,
-)
-from experiments.lib.folders import (
-    Journal,
-    choose_folder,
-    claimed,
-    given_in,
-    goes_on,
-    resumed,
-    run_options,
-    write_config,
-)
+from experiments.lib import cli
+from experiments.lib.cli import UserError, at_least, common, fraction, positive
+from experiments.lib.folders import Journal, resumable, run_options
 from experiments.lib.report import new_console, show_rows
+from experiments.lib.run import parser_of
 
 __all__ = ["main"]
 
 
-def parser() -> Parser:
+def parser() -> cli.Parser:
     from experiments.lib.data import DATASETS
     from experiments.lib.models import MODELS
 
-    p = Parser(prog="python -m experiments federated", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("federated", __doc__)
     p.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
-    common(p, "data-dir", ratio={"help": "mean ratio of the clients"}, batch={"help": "examples of a step"})
+    common(p, "data-dir", ratio=(0.01, "mean ratio of the clients"), batch=(32, "examples of a step"))
     p.add_argument("--model", choices=MODELS, default="mlp", help="architecture")
     p.add_argument("--clients", type=at_least(2), default=6, help="clients, hostile ones among them")
-    p.add_argument("--skew", type=one_or_more, default=100.0, help="largest data volume over the smallest")
+    p.add_argument("--skew", type=cli.one_or_more, default=100.0, help="largest data volume over the smallest")
     p.add_argument("--alpha", type=positive, default=1.0, help="Dirichlet parameter of the label mixes")
-    p.add_argument("--rule", type=rule_of, default="sqrt", help="sqrt, phi, released, uniform, or an exponent")
+    p.add_argument("--rule", type=cli.rule_of, default="sqrt", help="sqrt, phi, released, uniform, or an exponent")
     p.add_argument("--down", type=fraction, default=0.05, help="share of the entries that an update of the model has")
     p.add_argument("--rounds", type=at_least(1), default=40, help="rounds")
     p.add_argument("--local-steps", type=at_least(1), default=10, help="SGD steps of a client in a round")
-    common(p, "seed", lr={"default": 0.1, "help": "learning rate of the local steps"})
+    common(p, "seed", lr=(0.1, "learning rate of the local steps"))
     p.add_argument("--participation", type=fraction, default=1.0, help="share of the clients there asked in a round")
     p.add_argument("--changes", type=at_least(0), default=0, help="random deaths, leaves and joins in the run")
     p.add_argument("--hostile", type=at_least(0), default=0, help="clients that send nonsense, the last ones")
@@ -77,27 +60,25 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    one_thread()
-    options = vars(parser().parse_args(arguments))
-    resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs").absolute()
-    if options["clients"] - options["hostile"] < 2:
-        left = f"leaves fewer than 2 of {options['clients']} clients to learn from"
-        raise UserError(f"--hostile {options['hostile']} {left}")
-    folder = choose_folder(runs, name, resume, "federated")
-    if resume:
-        options = resumed(folder, options, given_in(parser(), arguments), parser())
-    needed = ("flwr",) if options["processes"] else ("flwr", "ray")
-    missing = ", ".join(module for module in needed if importlib.util.find_spec(module) is None)
-    if missing:
-        raise UserError(f'{missing} not installed; in an environment of its own: pip install "jaxcomp[federated]"')
-    with claimed(runs, name, resume, "federated") as folder, goes_on(runs, folder):
-        if not resume:
-            write_config(folder, options)
-            (folder / "clients").mkdir()
+    cli.one_thread()
+    with resumable(parser, arguments, "federated", checked) as (options, _, folder):
+        folder = folder.absolute()
+        (folder / "clients").mkdir(exist_ok=True)
         start = time.perf_counter()
         restarts = 0 if (folder / "clients.json").is_file() else run(options, folder)
         report(options, folder, restarts, time.perf_counter() - start)
     return 0
+
+
+def checked(options: dict[str, Any]) -> dict[str, Any]:
+    if options["clients"] - options["hostile"] < 2:
+        left = f"leaves fewer than 2 of {options['clients']} clients to learn from"
+        raise UserError(f"--hostile {options['hostile']} {left}")
+    needed = ("flwr",) if options["processes"] else ("flwr", "ray")
+    missing = ", ".join(module for module in needed if importlib.util.find_spec(module) is None)
+    if missing:
+        raise UserError(f'{missing} not installed; in an environment of its own: pip install "jaxcomp[federated]"')
+    return options
 
 
 def run(config: dict[str, Any], folder: Path) -> int:

@@ -20,7 +20,7 @@ from flax import nnx
 
 import jaxcomp as jc
 from experiments.bench.timing import machine
-from experiments.lib.cli import at_least, fraction
+from experiments.lib.cli import at_least, common
 from experiments.lib.data import load
 from experiments.lib.models import Cnn
 from experiments.lib.plots import running_mean
@@ -122,9 +122,7 @@ def train(task: Task, algorithm: Any, steps: int, seeds: Sequence[int]) -> dict[
 
 def main(arguments: Sequence[str]) -> int:
     p = parser_of("layouts", __doc__)
-    p.add_argument("--steps", type=at_least(1), default=300, help="of each training")
-    p.add_argument("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2], help="of the batches")
-    p.add_argument("--ratio", type=fraction, default=0.01, help="of sparsifiers")
+    common(p, "steps", "ratio", seeds=[0, 1, 2])
     p.add_argument("--tasks", nargs="+", choices=["cnn", "transformer"], default=["cnn", "transformer"])
     p.add_argument("--text", type=Path, default=None, help="plain or .xz; without it the source of this package")
     p.add_argument("--length", type=at_least(1), default=32, help="characters that the transformer sees")

@@ -104,12 +104,18 @@ COMMON: dict[str, dict[str, Any]] = {
 
 
 def common(parser: Any, *names: str, **defaults: Any) -> None:
-    """Adds options of `COMMON` to a parser or to a group of one; some with another default, or other settings."""
+    """Adds options of `COMMON` to a parser or to a group of one.
+
+    defaults: another default, or (default, help), or a dictionary of whatever differs.
+    """
     for name in names:
         parser.add_argument(f"--{name}", **COMMON[name])
-    for name, default in defaults.items():
-        changed = default if isinstance(default, dict) else {"default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **{**COMMON[name.replace("_", "-")], **changed})
+    for name, changed in ((name.replace("_", "-"), changed) for name, changed in defaults.items()):
+        if not isinstance(changed, dict):
+            changed = dict(
+                zip(("default", "help"), changed if isinstance(changed, tuple) else (changed,), strict=False)
+            )
+        parser.add_argument(f"--{name}", **COMMON[name] | changed)
 
 
 def choose_new(runs: Path, name: str | None, kind: str) -> Path:

@@ -16,7 +16,7 @@ from experiments.lib.cli import Parser, UserError, choose_new, named_folder
 from experiments.lib.errors import line_of, read_json, shortened
 
 __all__ = ["Journal", "choose_folder", "claimed", "given_in", "goes_on"]
-__all__ += ["how_to_find", "read_results", "resumed", "run_options", "start_run", "write_config", "write_json"]
+__all__ += ["how_to_find", "read_results", "resumable", "resumed", "run_options", "write_config", "write_json"]
 
 LOCK = "lock"  # a file of the folder, locked as long as somebody writes there; it says who
 ANEW = "start a new run with another --name"
@@ -93,6 +93,27 @@ def how_to_find(runs: Path, folder: Path) -> str:
 
 
 @contextlib.contextmanager
+def resumable(
+    parser: Callable[[], Parser], arguments: Sequence[str], kind: str, prepare: Callable[[dict[str, Any]], Any]
+) -> Iterator[tuple[Any, Path, Path]]:
+    """A run that --resume continues: what `prepare` makes of its options, --runs, and the folder, for us alone.
+
+    parser: makes that of the experiment, with --name, --runs and --resume. prepare: refuses options by a UserError,
+    before anything is written.
+    """
+    options = vars(parser().parse_args(arguments))
+    resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs")
+    folder = choose_folder(runs, name, resume, kind)
+    if resume:
+        options = resumed(folder, options, given_in(parser(), arguments), parser())
+    prepared = prepare(options)
+    with claimed(runs, name, resume, kind) as folder, goes_on(runs, folder):
+        if not resume:
+            write_config(folder, options)
+        yield prepared, runs, folder
+
+
+@contextlib.contextmanager
 def goes_on(runs: Path, folder: Path) -> Iterator[None]:
     """Errors that a user can mend say how the run goes on then."""
     try:
@@ -137,12 +158,6 @@ def jsonable(value: Any) -> Any:
 def write_config(folder: Path, options: dict[str, Any]) -> None:
     """config.json: the options that a run was started with."""
     write_json(folder / "config.json", {key: jsonable(value) for key, value in options.items()})
-
-
-def start_run(folder: Path, options: dict[str, Any]) -> None:
-    """Makes the new folder of a run, with its config.json."""
-    folder.mkdir(parents=True)
-    write_config(folder, options)
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -26,8 +26,7 @@ def add_options(p: Parser, *, batch: int, width: int, layers: int, lr: float) ->
     """Options of the experiments that train a transformer on a text, with these defaults."""
     p.add_argument("--text", type=Path, default=None, help="plain or .xz; without it the source of this package")
     add_sizes(p, width=width, layers=layers)
-    common(p, "ratio", "levels", batch={"default": batch, "help": "windows of all workers in a step"}, lr=lr)
-    common(p, seed={"help": "of parameters and batches"})
+    common(p, "ratio", "levels", "seed", batch=(batch, "windows of all workers in a step"), lr=lr)
 
 
 def add_sizes(p: Parser, *, width: int, layers: int) -> None:

@@ -16,6 +16,7 @@ from experiments.lib import folders
 from experiments.lib.cli import Parser, UserError, at_least, common, positive, share
 from experiments.lib.folders import Journal, how_to_find, run_options
 from experiments.lib.report import new_console, progress_bar, show_rows
+from experiments.lib.run import parser_of
 
 __all__ = ["main"]
 
@@ -30,7 +31,7 @@ def parser() -> Parser:
     from experiments.lib.text import add_sizes
     from experiments.local.methods import NAMES
 
-    p = Parser(prog="python -m experiments local", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("local", __doc__)
     p.add_argument("--methods", nargs="+", default=DEFAULT, metavar="METHOD", help=f"of {', '.join(NAMES)}")
     p.add_argument("--every", nargs="+", type=at_least(1), default=[30], metavar="H", help="steps of a round")
     p.add_argument("--fragments", type=at_least(1), default=3, help="parts of the model, for stream:")
@@ -41,10 +42,8 @@ def parser() -> Parser:
     what = "text, plain or .xz, or a folder of NAME.txt(.xz); without it the source of this package"
     p.add_argument("--data", type=Path, default=None, help=what)
     add_sizes(p, width=64, layers=2)
-    common(p, "steps", "ratio", "levels", "seeds", workers={"help": "side by side on one device"})
-    common(
-        p, batch={"default": 8, "help": "windows of each worker in a step"}, lr={"default": 2e-3, "help": "of AdamW"}
-    )
+    common(p, "steps", "ratio", "levels", "seeds", workers=(4, "side by side on one device"))
+    common(p, batch=(8, "windows of each worker in a step"), lr=(2e-3, "of AdamW"))
     p.add_argument("--mbit", type=positive, default=100.0, help="of each link, for the computed times")
     run_options(p, "local")
     common(p, "log-every", "checkpoint-every", "resume")
@@ -52,15 +51,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = vars(parser().parse_args(arguments))
-    resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs")
-    folder = folders.choose_folder(runs, name, resume, "local")
-    if resume:
-        options = folders.resumed(folder, options, folders.given_in(parser(), arguments), parser())
-    run = Run(options)
-    with folders.claimed(runs, name, resume, "local") as folder, folders.goes_on(runs, folder):
-        if not resume:
-            folders.write_config(folder, options)
+    with folders.resumable(parser, arguments, "local", Run) as (run, runs, folder):
         return run.go(runs, folder)
 
 

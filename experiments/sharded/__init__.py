@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import optax
 
-from experiments.lib.cli import at_least
+from experiments.lib.cli import at_least, common
 from experiments.lib.methods import METHODS
 from experiments.lib.plots import running_mean
 from experiments.lib.run import Run, parser_of
 from experiments.lib.text import add_options, text_of
 from experiments.lib.training import find_devices
 from experiments.lib.transformer import DATA, LAYOUTS, Sizes
-from experiments.sharded.step import AXIS_TYPES, Program, check_sizes, crossings, mesh_for
+from experiments.sharded.step import Program, check_sizes, crossings, mesh_for
 
 __all__ = ["main"]
 
@@ -64,12 +64,10 @@ def main(arguments: Sequence[str]) -> int:
     p = parser_of("sharded", __doc__)
     p.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["fsdp", "tensor"], help="where parameters lie")
     p.add_argument("--mesh", nargs=2, type=at_least(1), default=[2, 2], metavar=("DATA", "OTHER"), help="its shape")
-    p.add_argument("--axis-types", choices=AXIS_TYPES, default="auto", help="of the mesh; all axes are manual anyway")
     methods = ["dense-f32", "dense-bf16", "top-k", "sidco", "dithering"]
     p.add_argument("--methods", nargs="+", choices=METHODS, default=methods, metavar="METHOD", help="exchanges")
-    p.add_argument("--steps", type=at_least(1), default=300, help="steps of each run")
     add_options(p, batch=32, width=64, layers=2, lr=3e-3)
-    p.add_argument("--log-every", type=at_least(1), default=5, help="steps between lines of metrics.jsonl")
+    common(p, "steps", log_every=5)
     run = Run(p, arguments, "sharded")
     o, shape = run.options, tuple(run.options.mesh)
 
@@ -109,7 +107,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def train(run: Run, layout: str, method: str, text: Any, sizes: Sizes) -> tuple[dict[str, Any], list, list]:
     """One method with one layout: its row, its logged lines, and what crosses which axis."""
-    o, mesh = run.options, mesh_for(layout, tuple(run.options.mesh), run.options.axis_types)
+    o, mesh = run.options, mesh_for(layout, tuple(run.options.mesh))
     about = {"layout": layout, "method": method}
     program = Program(layout, mesh, METHODS[method].make(o.ratio, o.levels), sizes, o.batch, optax.adam(o.lr))
     logged, seconds, params, state = [], [], None, None

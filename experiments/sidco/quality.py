@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 import jaxcomp as jc
-from experiments.lib.cli import at_least, fraction
+from experiments.lib.cli import at_least, common, fraction
 from experiments.lib.data import batch_of, load
 from experiments.lib.models import CharLstm, Cnn
 from experiments.lib.run import Run, parser_of
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--ratios", type=fraction, nargs="+", default=[0.1, 0.01, 0.001], metavar="RATIO", help="targets")
     p.add_argument("--mnist", type=Path, default=None, help="folder with MNIST's idx files; without it digits are used")
     p.add_argument("--text", type=Path, default=None, help="for the LSTM, plain or .xz; without it it is left out")
-    p.add_argument("--seed", type=at_least(0), default=0, help="of data and training")
+    common(p, "seed")
     run = Run(p, arguments, "sidco-quality")
     o, size = run.options, 2**run.options.log2_size
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import at_least, fraction
+from experiments.lib.cli import at_least, common, fraction
 from experiments.lib.folders import Journal, read_results
 from experiments.lib.report import spread
 from experiments.lib.run import Run, parser_of
@@ -39,13 +39,10 @@ def main(arguments: Sequence[str]) -> int:
     p = parser_of("sidco training", __doc__)
     p.add_argument("--ratios", type=fraction, nargs="+", default=[0.1, 0.01, 0.001], metavar="RATIO", help="targets")
     p.add_argument("--methods", nargs="+", choices=SPARSE, default=SPARSE, metavar="METHOD", help=", ".join(SPARSE))
-    p.add_argument("--steps", type=at_least(1), default=400, help="steps of each run")
     p.add_argument("--test-every", type=at_least(1), default=20, help="steps between tests")
-    p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1, 2], metavar="SEED", help="one run for each")
     p.add_argument("--data", default="digits", help="as in compare")
-    p.add_argument("--data-dir", type=Path, default=None, help="as in compare")
     p.add_argument("--model", default="mlp", help="as in compare")
-    p.add_argument("--workers", type=at_least(1), default=4, help="data-parallel workers")
+    common(p, "data-dir", "workers", steps=400, seeds=[0, 1, 2])
     run = Run(p, arguments, "sidco-training")
     o = run.options
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import jaxcomp as jc
 from experiments.bench.codes import general_coders
-from experiments.lib.cli import UserError, at_least, positive
+from experiments.lib.cli import UserError, at_least, common
 from experiments.lib.run import Run, parser_of
 from experiments.lib.step import dense
 from experiments.skcompress.problems import LOSSES, add_data, linear, read, synthetic
@@ -211,11 +211,8 @@ def main(arguments: Sequence[str]) -> int:
     p = parser_of("skcompress sizes", __doc__)
     add_data(p)
     p.add_argument("--losses", nargs="+", choices=LOSSES, default=["logistic"], help="linear models to record from")
-    p.add_argument("--batch", type=at_least(1), default=1600, help="examples for each gradient")
-    p.add_argument("--steps", type=at_least(1), default=60, help="of training")
     p.add_argument("--gradients", type=at_least(1), default=3, help="recorded, evenly spaced")
-    p.add_argument("--lr", type=positive, default=0.01, help="learning rate of Adam")
-    p.add_argument("--seed", type=at_least(0), default=0, help="of data and batches")
+    common(p, "seed", batch=(1600, "examples for each gradient"), steps=60, lr=(0.01, "learning rate of Adam"))
     run = Run(p, arguments, "skcompress-sizes")
     o = run.options
     if o.gradients > o.steps:

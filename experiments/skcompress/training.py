@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 import jaxcomp as jc
-from experiments.lib.cli import at_least, fraction, positive
+from experiments.lib.cli import at_least, common, positive
 from experiments.lib.run import Run, parser_of
 from experiments.lib.step import updated
 from experiments.skcompress.problems import LOSSES, add_data, linear, network, read, synthetic
@@ -110,11 +110,8 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=[*OPTIMIZERS], help="of the mean")
     p.add_argument("--adam-lr", type=positive, default=0.01, help="learning rate of Adam; a tenth for the network")
     p.add_argument("--sgd-lr", type=positive, default=2.0, help="learning rate of SGD; a tenth for the network")
-    p.add_argument("--ratio", type=fraction, default=0.1, help="of top-k before every method, for the network")
-    p.add_argument("--steps", type=at_least(2), default=200, help="of each run")
-    p.add_argument("--batch", type=at_least(1), default=400, help="examples for each worker and step")
-    p.add_argument("--workers", type=at_least(1), default=4, help="simulated")
-    p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0], metavar="SEED", help="one run for each")
+    common(p, "workers", "seeds", steps={"type": at_least(2), "default": 200}, batch=400)
+    common(p, ratio=(0.1, "of top-k before every method, for the network"))
     run = Run(p, arguments, "skcompress-training")
     o = run.options
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.lib.cli import Parser, UserError, at_least, positive
+from experiments.lib.cli import Parser, UserError, at_least, common, positive
 from experiments.lib.report import progress_bar
 from experiments.lib.run import Run, cells, parser_of
 from experiments.smoothness.problems import add_data, make_problem
@@ -36,7 +36,7 @@ def parser() -> Parser:
     p.add_argument("--target", type=positive, default=None, help="relative squared error to reach")
     p.add_argument("--rounds", type=at_least(1), default=None, help="at most so many")
     p.add_argument("--count", choices=["up", "both"], default="up", help="bits that decide which budget is best")
-    p.add_argument("--seeds", nargs="+", type=at_least(0), default=[0, 1], metavar="SEED", help="of the compressors")
+    common(p, seeds=([0, 1], "of the compressors"))
     p.add_argument("--only", nargs="+", default=None, metavar="METHOD", help="only these rows of the study, by name")
     return p
 
