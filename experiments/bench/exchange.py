@@ -6,9 +6,7 @@ namespace of its own, joined by a bridge, and every link is limited to that rate
 exchange over the loopback device.
 """
 
-import argparse
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from experiments.bench.timing import bench_parser
 from experiments.dagc.data import skewed_volumes
-from experiments.lib.cli import UserError, at_least, fraction, one_or_more, positive
+from experiments.lib.cli import UserError, at_least, common, one_or_more, positive
 from experiments.lib.launch import free_port
 from experiments.lib.netlab import laboratory, missing
-from experiments.lib.pool import Pool, or_die
+from experiments.lib.pool import Pool, serve
 from experiments.lib.report import new_console, show
-from experiments.lib.run import cells, parser_of
+from experiments.lib.run import cells
 
 __all__ = ["main"]
 
@@ -31,24 +30,23 @@ WAYS = ("gather", "concat", "ring", "auto")
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = parser_of("bench exchange", __doc__)
-    p.add_argument("--workers", type=at_least(2), default=4, help="processes")
+    p = bench_parser("bench exchange", __doc__)
+    common(p, "worker", "address", workers={"type": at_least(2)}, ratio=(0.01, "mean ratio"))
     p.add_argument("--skew", type=one_or_more, default=100.0, help="largest data volume over the smallest")
     p.add_argument("--size", type=at_least(1), default=1_000_000, help="entries of the gradient")
-    p.add_argument("--ratio", type=fraction, default=0.01, help="mean ratio")
     p.add_argument("--rounds", type=at_least(1), default=10, help="timed exchanges of each kind; the median counts")
     p.add_argument("--mbit", type=positive, default=None, help="limit of every link, Mbit/s (needs root)")
     p.add_argument("--latency", type=positive, default=1e-3, help="seconds that the model takes for a message")
-    p.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
-    p.add_argument("--address", default=None, help=argparse.SUPPRESS)
     o = p.parse_args(arguments)
     if o.worker is not None:
-        with or_die():
-            work(o)
+        serve(o.address, o.workers, o.worker, lambda: measured(o))
         return 0
     with hosts(o) as (prefixes, address):
         again = [sys.executable, "-m", "experiments", "bench", "exchange", *arguments, "--address", address, "--worker"]
-        rows = run([[*prefix, *again, str(i)] for i, prefix in enumerate(prefixes)], shared=o.mbit is None)
+        commands = [[*prefix, *again, str(i)] for i, prefix in enumerate(prefixes)]
+        with Pool(commands, {"JAX_PLATFORMS": "cpu"}) as pool:
+            pool.hear()
+            rows = [joined(ways, shared=o.mbit is None) for ways in zip(*pool.ask(), strict=True)]
     quickest = min(row["seconds"] for row in rows)
     columns = {
         "exchange": lambda row: row["via"] if row["via"] == row["chosen"] else f"{row['via']} ({row['chosen']})",
@@ -62,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     link = "the loopback device" if o.mbit is None else f"links of {o.mbit:g} Mbit/s"
     title = f"{o.workers} processes, skew {o.skew:g}, {o.size:,} entries, mean ratio {o.ratio:g}, {link}"
     notes = "real sizes: the sum over all workers of their values and indices. ms: median of an exchange."
-    show(new_console(), title, list(columns), cells(columns, rows), notes)
+    show(new_console(), title, list(columns), cells(columns, rows), notes, o.markdown)
     return 0
 
 
@@ -79,17 +77,11 @@ def hosts(o: Any) -> Iterator[tuple[list[list[str]], str]]:
             yield lab.prefixes, f"{lab.addresses[0]}:{port}"
 
 
-def run(commands: list[list[str]], shared: bool) -> list[dict]:
-    """A row for each way. shared: all workers read the counter of one device."""
-    with Pool(commands, {"JAX_PLATFORMS": "cpu"}) as pool:
-        printed = pool.wait()
-    each = [[json.loads(line[len("row ") :]) for line in log if line.startswith("row ")] for log in printed]
-    rows = []
-    for ways in zip(*each, strict=True):
-        assert len({way["sum"] for way in ways}) == 1
-        sent = (ways[0]["bytes"] if shared else sum(way["bytes"] for way in ways)) / len(ways)
-        rows.append({**ways[0], "bytes": sent, "seconds": float(np.median(ways[0]["seconds"]))})
-    return rows
+def joined(ways: Sequence[dict[str, Any]], shared: bool) -> dict[str, Any]:
+    """What all workers found for one way. shared: they read the counter of one device."""
+    assert len({way["sum"] for way in ways}) == 1
+    sent = (ways[0]["bytes"] if shared else sum(way["bytes"] for way in ways)) / len(ways)
+    return {**ways[0], "bytes": sent, "seconds": float(np.median(ways[0]["seconds"]))}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -104,7 +96,8 @@ def sent_so_far(device: str) -> int:
     raise UserError(f"no network device {device}")
 
 
-def work(o: Any) -> None:
+def measured(o: Any) -> list[dict[str, Any]]:
+    """A row for each way."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import multihost_utils
@@ -118,9 +111,7 @@ def work(o: Any) -> None:
     from jaxcomp.exchange.routes.unequal import message_of
     from jaxcomp.payloads import Sparse
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     n, d = o.workers, o.size
-    jax.distributed.initialize(o.address, n, o.worker)
     counts = jc.allocate.counts(jc.allocate.ratios(skewed_volumes(n, o.skew), o.ratio), d)
     lengths = Lengths(tuple(int(k) for k in counts), d)
     capacity, mine = max(lengths.counts), int(counts[o.worker])
@@ -133,6 +124,7 @@ def work(o: Any) -> None:
     link = jc.Link(o.latency, (o.mbit or 100) * 1e6 / 8)
     device = "lo" if o.mbit is None else "eth0"
     message = message_of(jax.tree.map(lambda a: a[0], Sparse(values, indices)), lengths, n)
+    rows = []
     for via in WAYS:
         name = fastest(message.lengths, message.capacity, link) if via == "auto" else via
 
@@ -157,4 +149,5 @@ def work(o: Any) -> None:
         cost = costs(message.lengths, message.capacity, link)[name]
         row = {"via": via, "chosen": name, "bytes": sent, "seconds": seconds, "sum": total}
         row |= {"model_bytes": cost.sent_bytes, "model_seconds": cost.seconds, "real": 4 * sum(message.lengths)}
-        print("row", json.dumps(row), flush=True)
+        rows.append(row)
+    return rows

@@ -1,6 +1,5 @@
 """One update of a GPT's whole tree: milliseconds and temporary memory, beside a plain `pmean` of it, in turn."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import numpy as np
 
 import jaxcomp as jc
-from experiments.bench.timing import bench_parser, mesh_of, report
+from experiments.bench.timing import bench_parser, mesh_of, report, rounds_of
 from experiments.bench.trees import gpt_like, made, methods, num_entries, temporary, update_of
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console
@@ -38,6 +37,18 @@ COLUMNS = {
 }
 
 
+class Step:
+    """A step of a program, whose state, if it has one, is donated and comes back."""
+
+    def __init__(self, program: Any, grads: Any, state: list[Any]):
+        self.program, self.grads, self.state = program, grads, state
+
+    def __call__(self) -> Any:
+        out = self.program(self.grads, *self.state)
+        self.state = [out[1]] if self.state else []
+        return out
+
+
 def main(arguments: Sequence[str]) -> int:
     p = bench_parser("bench step", __doc__)
     p.add_argument("--layers", type=at_least(1), default=12, help="of the GPT; 12 are 146 leaves, 42.0 M parameters")
@@ -50,29 +61,21 @@ def main(arguments: Sequence[str]) -> int:
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
     chosen = [name for name in METHODS if o.only is None or any(part in name for part in o.only)]
     programs: dict[str, Any] = {}
-    states: dict[str, list[Any]] = {}
+    steps: dict[str, Step] = {}
     grads = None
     with new_console().status("") as status:
         for name in ["pmean", *chosen]:
             status.update(f"compiling {name}")
             step, shapes = update_of(makers.get(name), like, mesh)
             grads = made(shapes[0]) if grads is None else grads
-            programs[name], states[name] = step.lower(*shapes).compile(), []
+            programs[name], state = step.lower(*shapes).compile(), []
             if name in makers:
-                states[name] = [jc.init_state(jc.compressed_mean(makers[name](), "data"), zeros, mesh, "data")[0]]
-        seconds: dict[str, list[float]] = {name: [] for name in programs}
-        for i in range(o.rounds + 1):
-            for name, program in programs.items():
-                status.update(f"round {i} of {o.rounds}: {name}")
-                start = time.perf_counter()
-                out = jax.block_until_ready(program(grads, *states[name]))
-                seconds[name].append(time.perf_counter() - start)
-                states[name] = [out[1]] if states[name] else []
-                del out
-    rows = []
+                state = [jc.init_state(jc.compressed_mean(makers[name](), "data"), zeros, mesh, "data")[0]]
+            steps[name] = Step(programs[name], grads, state)
+    rows, seconds = [], rounds_of(steps, o.rounds)
     for name, each in seconds.items():
-        low, middle, high = 1e3 * np.quantile(each[1:], [0.0, 0.5, 1.0])
-        ratio = middle / (1e3 * np.median(seconds["pmean"][1:]))
+        low, middle, high = 1e3 * np.quantile(each, [0.0, 0.5, 1.0])
+        ratio = middle / (1e3 * np.median(seconds["pmean"]))
         rows.append({"name": name, "low": low, "middle": middle, "high": high, "ratio": ratio})
         rows[-1]["temporary"] = temporary(programs[name], like)
     notes = (

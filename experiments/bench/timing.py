@@ -13,7 +13,7 @@ from experiments.lib.cli import Parser, at_least
 from experiments.lib.report import new_console, show
 from experiments.lib.run import Columns, cells, parser_of
 
-__all__ = ["Fresh", "bench_parser", "codec_calls", "machine", "mesh_of", "report", "time_all"]
+__all__ = ["Fresh", "bench_parser", "codec_calls", "machine", "mesh_of", "report", "rounds_of", "time_all"]
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -38,7 +38,12 @@ def bench_parser(name: str, about: str | None, repeats: int | None = None) -> Pa
 
 
 def time_all(calls: Calls, repeats: int, what: str = "") -> dict[str, float]:
-    """Median seconds of each call. Compiled and run once first, then in turn, round after round."""
+    """Median seconds of each call of `rounds_of`."""
+    return {name: float(np.median(values)) for name, values in rounds_of(calls, repeats, what).items()}
+
+
+def rounds_of(calls: Calls, repeats: int, what: str = "") -> dict[str, list[float]]:
+    """Seconds of each call in each round. Compiled and run once first, then in turn, round after round."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     with new_console().status("") as status:
         for name, call in calls.items():
@@ -52,7 +57,7 @@ def time_all(calls: Calls, repeats: int, what: str = "") -> dict[str, float]:
                 result = jax.block_until_ready(run(*arguments))
                 seconds[name].append(time.perf_counter() - start)
                 del result, arguments
-    return {name: float(np.median(values)) for name, values in seconds.items()}
+    return seconds
 
 
 def codec_calls(name: str, compressor: Any, x: jax.Array, key: jax.Array) -> tuple[Calls, Any, Any]:

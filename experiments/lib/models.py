@@ -6,18 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-__all__ = [
-    "MODELS",
-    "Block",
-    "CharLstm",
-    "Cnn",
-    "Mlp",
-    "Ngrams",
-    "Transformer",
-    "WideCnn",
-    "WideTransformer",
-    "pooled",
-]
+__all__ = ["MODELS", "Block", "CharLstm", "Cnn", "Mlp", "Ngrams", "Transformer", "WideTransformer", "pooled"]
 
 
 class Mlp(nnx.Module):

@@ -27,23 +27,10 @@ from experiments.lib.launch import end_all, free_port, handling, start
 __all__ = ["Failed", "Group", "Interrupted", "agree", "join", "leave", "or_die", "stopping", "training_group"]
 
 # How the failure of another process looks from here.
-LOST = (
-    "connection closed",
-    "connection reset",
-    "connection refused",
-    "broken pipe",
-    "gloo",
-    "unavailable",
-    "heartbeat",
-)
-LOST += ("deadline_exceeded", "coordination", "peer", "barrier")
+LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "gloo", "unavailable")
+LOST += ("heartbeat", "deadline_exceeded", "coordination", "peer", "barrier")
 USER, DEFECT, ALONE = 2, 1, 3  # exit status: the user can mend it; it is a defect; others were lost before
-RANKS = {
-    USER: 1,
-    DEFECT: 1,
-    ALONE: 2,
-    -signal.SIGABRT: 3,
-}  # causes first: a kill, errors, what JAX does when left alone
+RANKS = {USER: 1, DEFECT: 1, ALONE: 2, -signal.SIGABRT: 3}  # a kill is first, what JAX does when left alone last
 STOPPED = 130
 PATIENCE = 30.0  # seconds that processes have to stop together, before they are killed
 SILENT = 5.0  # seconds that a process waits for the others without a word
