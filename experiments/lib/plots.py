@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-__all__ = ["LINES", "curve", "new_figure", "running_mean", "save"]
+__all__ = ["LINES", "by_seed", "new_figure", "running_mean", "save"]
 
 # Okabe and Ito's colours with a line style and a marker each: two ways to tell lines apart besides hue.
 COLOURS = ["#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F"]
@@ -29,11 +29,13 @@ def new_figure(columns: int, height: float = 4.2, rows: int = 1) -> tuple[Any, l
     return figure, list(axes.reshape(-1))
 
 
-def curve(axis: Any, x: np.ndarray, runs: np.ndarray, label: str, look: dict[str, Any]) -> None:
-    """The mean of runs f64[runs, len(x)], and a band from the least to the largest."""
-    axis.plot(x, runs.mean(0), label=label, markevery=max(1, len(x) // 6), markersize=5, **look)
-    if len(runs) > 1:
-        axis.fill_between(x, runs.min(0), runs.max(0), color=look["color"], alpha=0.15, linewidth=0)
+def by_seed(lines: list[dict[str, Any]], *keys: str) -> list[np.ndarray]:
+    """Values f64[seeds, t] of each key from lines of metrics, as long as the shortest run is."""
+    runs: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        runs.setdefault(line["seed"], []).append(line)
+    length = min(map(len, runs.values()))
+    return [np.array([[line[key] for line in run[:length]] for run in runs.values()], float) for key in keys]
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:

@@ -9,11 +9,12 @@ from experiments.lib.cli import Parser, choose_new
 from experiments.lib.folders import Journal, run_options, write_config, write_json
 from experiments.lib.report import new_console, progress_bar, show
 
-__all__ = ["Columns", "Panels", "Run", "cells", "draw_panels", "lines", "parser_of"]
+__all__ = ["Columns", "Panels", "Run", "cells", "draw_panels", "parser_of"]
 
 # What stands above a column -> the format of a cell, which names fields of a row, or a function of the whole row.
 Columns = Mapping[str, str | Callable[[Any], str]]
-# Title of a panel -> label of a curve -> x, y and perhaps the lengths of error bars.
+# Title of a panel -> label of a curve -> x, y and perhaps the lengths of error bars. y may be [runs, len(x)]: their mean is
+# drawn, and a band from the least to the largest.
 Panels = Mapping[str, Mapping[str, tuple[Any, ...]]]
 
 
@@ -109,20 +110,15 @@ class Run:
         self.say(f"plot: {self.folder / name}")
 
 
-def lines(axis: Any, curves: Mapping[str, tuple[Any, Any]], **labels: Any) -> None:
-    """A line for each curve (x, y), told apart by more than its colour. labels: of `axis.set`."""
-    from experiments.lib.plots import LINES
-
-    for i, (name, (x, y)) in enumerate(curves.items()):
-        axis.plot(x, y, label=name, markevery=max(1, len(x) // 8), markersize=5, **LINES[i % len(LINES)])
-    axis.set(**labels)
-
-
-def draw_panels(path: Path, panels: Panels, title: str = "", **labels: Any) -> None:
+def draw_panels(
+    path: Path, panels: Panels, title: str = "", each: Mapping[str, Mapping[str, Any]] | None = None, **labels: Any
+) -> None:
     """A panel for each title, and in it a line for each curve, which looks the same in all panels.
 
-    labels: of `axis.set`, the same for all.
+    each: title -> labels of that panel alone. labels: of `axis.set`, the same for all.
     """
+    import numpy as np
+
     from experiments.lib.plots import LINES, new_figure, save
 
     columns = min(len(panels), 4)
@@ -130,7 +126,7 @@ def draw_panels(path: Path, panels: Panels, title: str = "", **labels: Any) -> N
     figure, axes = new_figure(columns, rows=rows, height=5 * rows)
     looks: dict[str, dict[str, Any]] = {}
     for axis, (name, curves) in zip(axes, panels.items(), strict=False):
-        axis.set(title=name, **labels)
+        axis.set(title=name, **{**labels, **(each or {}).get(name, {})})
         axis.tick_params(which="both", labelsize=8)
         for label, (x, y, *error) in curves.items():
             look = looks.setdefault(label, {"label": label, "markersize": 4} | LINES[len(looks) % len(LINES)])
@@ -140,7 +136,10 @@ def draw_panels(path: Path, panels: Panels, title: str = "", **labels: Any) -> N
                 axis.plot(x, y, **look | {"linestyle": "none"})
                 axis.tick_params(axis="x", rotation=90)
             else:
-                axis.plot(x, y, markevery=max(1, len(x) // 8), **look)
+                runs = np.atleast_2d(y)
+                axis.plot(x, runs.mean(0), markevery=max(1, len(x) // 8), **look)
+                if len(runs) > 1:
+                    axis.fill_between(x, runs.min(0), runs.max(0), color=look["color"], alpha=0.15, linewidth=0)
     known = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(known.values(), known, loc="outside lower center", ncols=min(5, 2 * columns), fontsize=8)
     figure.suptitle(title, fontsize=10)

@@ -68,29 +68,22 @@ def rows(results: list[dict[str, Any]], options: dict[str, Any]) -> list[dict[st
 
 def plot(path: Path, lines: list[dict[str, Any]], setups: dict[str, Setup], options: dict[str, Any], text: str) -> None:
     """Test loss of the shared point by steps, by bytes and by computed time."""
-    from experiments.lib.plots import LINES, curve, new_figure, save
+    from experiments.lib.plots import by_seed
+    from experiments.lib.run import draw_panels
 
-    figure, axes = new_figure(3, height=4.6)
     workers, mbit = options["workers"], options["mbit"]
-    labels = [label for label in setups if any(line["label"] == label for line in lines)]
     compute = min(line["seconds"] for line in lines if line["step"] > 1)
-    for look, label in zip(LINES, labels, strict=False):
-        setup = setups[label]
-        runs = [[line for line in lines if (line["label"], line["seed"]) == (label, seed)] for seed in options["seeds"]]
-        runs = [run for run in runs if run]
-        length = min(map(len, runs))
-        losses = np.array([[line["test"] for line in run[:length]] for run in runs])
-        steps = np.array([line["step"] for line in runs[0][:length]])
-        sent = np.array([bytes_of(line, setup, workers) for line in runs[0][:length]])
-        round_bytes = sent[-1] / steps[-1] * setup.every
-        seconds = [seconds_of(setup, int(step), compute, round_bytes, mbit) for step in steps]
-        # Before the first exchange nothing is sent, and the shared point is the first one.
-        shown = [slice(None), sent > 0, slice(None)]
-        for axis, x, where in zip(axes, (steps, sent / 1e6, np.array(seconds)), shown, strict=True):
-            curve(axis, x[where], losses[:, where], label, look)
-    axes[0].set(xlabel="step", ylabel="test loss of the shared point (nats a byte)", title="loss by step")
-    axes[1].set(xlabel="MB sent by each worker", xscale="log", title="loss by bytes sent")
-    axes[2].set(xlabel=f"seconds, computed for links of {mbit:g} Mbit/s", xscale="log", title="loss by time")
-    axes[0].legend(fontsize=8)
-    figure.suptitle(f"{text}, {workers} workers, {len(options['seeds'])} seed(s), band: min to max", fontsize=10)
-    save(figure, path)
+    panels: dict[str, dict[str, Any]] = {"loss by step": {}, "loss by bytes sent": {}, "loss by time": {}}
+    for label, setup in setups.items():
+        mine = [line | {"sent": bytes_of(line, setup, workers)} for line in lines if line["label"] == label]
+        if mine:
+            (steps, *_), (sent, *_), losses = by_seed(mine, "step", "sent", "test")
+            seconds = [seconds_of(setup, int(t), compute, sent[-1] / steps[-1] * setup.every, mbit) for t in steps]
+            begun = sent > 0  # before the first exchange nothing is sent, and the shared point is the first one
+            curves = ((steps, losses), (sent[begun] / 1e6, losses[:, begun]), (seconds, losses))
+            for panel, curve in zip(panels.values(), curves, strict=True):
+                panel[label] = curve
+    time = {"xlabel": f"seconds, computed for links of {mbit:g} Mbit/s", "xscale": "log"}
+    each = {"loss by bytes sent": {"xlabel": "MB sent by each worker", "xscale": "log"}, "loss by time": time}
+    title = f"{text}, {workers} workers, {len(options['seeds'])} seed(s), band: min to max"
+    draw_panels(path, panels, title, each, xlabel="step", ylabel="test loss of the shared point (nats a byte)")

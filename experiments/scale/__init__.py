@@ -5,6 +5,7 @@ and for sparse ones by every route. Writes to runs/NAME: config.json, results.js
 measured; the formulas are those whose latency and bandwidth `python -m experiments plan` fits.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,28 +125,23 @@ Gathering messages of ratio {o.ratio:g} is slower than a dense f32 sum from {sai
 {o.inner_gbit:g} Gbit/s."""
     columns = {**COLUMNS, "replaced by": lambda row: replacement(rows, row, memory)}
     run.table(f"{run.folder.name}: an exchange by formula", columns, rows, notes)
-    run.picture(draw(rows, memory), "scale.png")
+    draw(run, rows, memory)
     return 0
 
 
-def draw(rows: list[dict[str, Any]], memory: float) -> Any:
-    from experiments.lib.plots import LINES, new_figure
+KEYS = {"seconds": "seconds on the links", "held_bytes": "bytes held"}
 
-    sizes = list(dict.fromkeys(row["entries"] for row in rows))
-    figure, axes = new_figure(2, 4.0 * len(sizes), len(sizes))
-    names = list(dict.fromkeys((row["message"], row["route"]) for row in rows))
-    for i, entries in enumerate(sizes):
-        panels = (("seconds", "seconds on the links"), ("held_bytes", "bytes held"))
-        for axis, (key, label) in zip(axes[2 * i : 2 * i + 2], panels, strict=True):
-            for number, name in enumerate(names):
-                mine = [r for r in rows if r["entries"] == entries and (r["message"], r["route"]) == name]
-                axis.plot([r["workers"] for r in mine], [r[key] for r in mine], label=": ".join(name), **LINES[number])
-            axis.set(xscale="log", yscale="log", xlabel="devices", ylabel=label, title=f"{entries / 1e9:g} G entries")
-            axis.set_xscale("log", base=2)
-            if key == "held_bytes":
-                quarter = f"a quarter of the memory, {memory / 1e9:g} GB"
-                axis.axhline(memory, color="0.4", linewidth=1, label=quarter)
-                axis.set_ylim(top=1.3 * max(memory, *(r[key] for r in rows if r["entries"] == entries)))
-                axis.legend(*(found[-1:] for found in axis.get_legend_handles_labels()), fontsize=7)
-    axes[0].legend(fontsize=7)
-    return figure
+
+def draw(run: Run, rows: list[dict[str, Any]], memory: float) -> None:
+    """Seconds on the links and bytes held, for each number of entries, against devices."""
+    panels: dict[str, dict[str, Any]] = {}
+    for entries, (key, what) in itertools.product(run.options.entries, KEYS.items()):
+        mine = [row for row in rows if row["entries"] == entries]
+        panel = panels.setdefault(f"{entries / 1e9:g} G entries: {what}", {})
+        for name in dict.fromkeys((row["message"], row["route"]) for row in mine):
+            of_name = [row for row in mine if (row["message"], row["route"]) == name]
+            panel[": ".join(name)] = ([row["workers"] for row in of_name], [row[key] for row in of_name])
+        if key == "held_bytes":
+            workers = sorted({row["workers"] for row in mine})
+            panel[f"a quarter of the memory, {memory / 1e9:g} GB"] = (workers, [memory] * len(workers))
+    run.plot("scale.png", panels, xscale="log", yscale="log", xlabel="devices")

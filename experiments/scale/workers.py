@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least, common, one_thread, positive
-from experiments.lib.run import Columns, Run, lines, parser_of
+from experiments.lib.run import Columns, Run, parser_of
 
 __all__ = ["main"]
 
@@ -173,7 +173,13 @@ def main(arguments: Sequence[str]) -> int:
 size: the one of {o.rates} with the least loss in the end; local methods take {EVERY} such steps between two
 exchanges. DIANA's message is ternary with one norm; sparse messages hold {o.ratio:g} of the entries."""
     run.table(f"{run.folder.name}: {o.exchanges} exchanges", columns, rows, notes)
-    run.picture(draw(rows), "workers.png")
+    panels: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        losses = np.maximum(row["losses"], 5e-6)  # an f32 loss says no more
+        what = "f - f*" if row["task"] == "quadratics" else "loss"
+        panel = panels.setdefault(f"{row['task']}, {row['workers']:,} workers: {what}", {})
+        panel[row["method"]] = (np.arange(1, losses.size + 1), losses)
+    run.plot("workers.png", panels, xlabel="exchanges", yscale="log")
     return 0
 
 
@@ -193,20 +199,3 @@ def best(method: str, task: Task, o: Any) -> dict[str, Any]:
 def places(exchanges: int) -> list[int]:
     """Exchanges whose loss the table shows: a tenth, a half, and all of them, counted from zero."""
     return sorted({max(exchanges // 10, 1) - 1, max(exchanges // 2, 1) - 1, exchanges - 1})
-
-
-def draw(rows: list[dict[str, Any]]) -> Any:
-    from experiments.lib.plots import new_figure
-
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure, axes = new_figure(len(tasks))
-    for axis, task in zip(axes, tasks, strict=True):
-        each = [row for row in rows if row["task"] == task]
-        curves = {f"{row['method']} ({row['rate']:g})": row["losses"] for row in each}
-        labels = {"yscale": "log", "xlabel": "exchanges", "ylabel": "f - f*" if task == "quadratics" else "loss"}
-        lines(axis, {name: (np.arange(1, len(y) + 1), y) for name, y in curves.items()}, **labels)
-        axis.set_title(f"{task}, {rows[0]['workers']:,} workers (step size)")
-        if task == "quadratics":
-            axis.set_ylim(bottom=5e-6)  # an f32 loss says no more
-        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure

@@ -65,37 +65,26 @@ class Comparison(train.Run):
 
     def plot(self) -> Path:
         from experiments.lib.job import WINDOW
-        from experiments.lib.plots import LINES, curve, new_figure, running_mean, save
+        from experiments.lib.plots import by_seed, running_mean
+        from experiments.lib.run import draw_panels
 
-        lines = self.journal.lines()
-        anything_sent = any(line["sent_bytes"] > 0 for line in lines)  # one worker sends nothing
-        figure, (by_step, *by_bytes) = new_figure(2 if anything_sent else 1)
-        for look, method in zip(LINES, dict.fromkeys(line["method"] for line in lines), strict=False):
-            runs: dict[int, list[dict[str, Any]]] = {}
-            for line in lines:
-                if line["method"] == method:
-                    runs.setdefault(line["seed"], []).append(line)
-            length = min(len(run) for run in runs.values())
+        o, lines = self.options, self.journal.lines()
+        by_step, by_bytes = {}, {}
+        for method in dict.fromkeys(line["method"] for line in lines):
+            mine = by_seed([line for line in lines if line["method"] == method], "step", "sent_bytes", "loss")
             # Steps and bytes are averaged like the losses, so that no curve lags behind.
-            mean_of = lambda run, key: running_mean(np.array([line[key] for line in run[:length]], float), WINDOW)  # noqa: B023
-            losses = np.stack([mean_of(run, "loss") for run in runs.values()])
-            some = next(iter(runs.values()))
-            curve(by_step, mean_of(some, "step"), losses, method, look)
-            for axis in by_bytes:
-                curve(axis, mean_of(some, "sent_bytes") / 1e6, losses, method, look)
-        o = self.options
-        by_step.set(xlabel="step", ylabel=f"training loss (mean of {WINDOW} logged steps)", title="loss by step")
-        by_step.set(yscale="log")
-        for axis in by_bytes:
-            axis.set(xlabel="MB sent by each worker", xscale="log", yscale="log", title="loss by bytes sent")
-        by_step.legend()
-        figure.suptitle(
+            steps, sent, losses = (running_mean(values, WINDOW) for values in mine)
+            by_step[method], by_bytes[method] = (steps[0], losses), (sent[0] / 1e6, losses)
+        panels = {"loss by step": by_step}
+        if any(line["sent_bytes"] > 0 for line in lines):  # one worker sends nothing
+            panels["loss by bytes sent"] = by_bytes
+        title = (
             f"{o['data']}, {o['model']}, {o['workers']} workers, {o['optimizer']} {o['lr']:g}, ratio {o['ratio']:g}; "
-            f"{self.labels}; {len(o['seeds'])} seed(s), band: min to max",
-            fontsize=10,
+            f"{self.labels}; {len(o['seeds'])} seed(s), band: min to max"
         )
-        path = self.folder / "compare.png"
-        save(figure, path)
+        each = {"loss by bytes sent": {"xlabel": "MB sent by each worker", "xscale": "log"}}
+        path, loss = self.folder / "compare.png", f"training loss (mean of {WINDOW} logged steps)"
+        draw_panels(path, panels, title, each, xlabel="step", ylabel=loss, yscale="log")
         return path
 
 
