@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from experiments.lib.cli import at_least, one_thread, positive
 from experiments.lib.report import new_console, progress_bar, show
-from experiments.lib.run import cells, parser_of
+from experiments.lib.run import parser_of
 
 __all__ = ["HELD", "REFUSED", "Attack", "main"]
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     fell = [f"{row['name']}: {line}" for row in rows for line in row["fell"]]
     notes = "refused: by an error that names what is wrong. " + (f"Fell: {len(fell)}." if fell else "Fell: nothing.")
     title = f"{o.minutes:g} minutes, seed {o.seed}"
-    show(console, title, list(COLUMNS), cells(COLUMNS, rows), notes, o.markdown)
+    show(console, title, COLUMNS, rows, notes, o.markdown)
     for line in fell:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     return int(bool(fell))

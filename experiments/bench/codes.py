@@ -18,7 +18,6 @@ import jaxcomp as jc
 from experiments.bench.timing import bench_parser, report, time_all
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console, show
-from experiments.lib.run import cells
 from jaxcomp import codes
 from jaxcomp.exchange.collectives import all_max
 from jaxcomp.exchange.lanes import all_gather
@@ -158,4 +157,4 @@ def switch_cost(repeats: int) -> None:
         "difference ms": lambda row: f"{row['switch'] - row['gather']:.2f}",
     }
     notes = f"{devices} device(s). The switch has about twenty arms and a pmax before it; both gather the same words."
-    show(new_console(), 'via="ladder" inside shard_map, top-k messages', list(columns), cells(columns, rows), notes)
+    show(new_console(), 'via="ladder" inside shard_map, top-k messages', columns, rows, notes)

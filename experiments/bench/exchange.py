@@ -22,7 +22,6 @@ from experiments.lib.launch import free_port
 from experiments.lib.netlab import laboratory, missing
 from experiments.lib.pool import Pool, serve
 from experiments.lib.report import new_console, show
-from experiments.lib.run import cells
 
 __all__ = ["main"]
 
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     link = "the loopback device" if o.mbit is None else f"links of {o.mbit:g} Mbit/s"
     title = f"{o.workers} processes, skew {o.skew:g}, {o.size:,} entries, mean ratio {o.ratio:g}, {link}"
     notes = "real sizes: the sum over all workers of their values and indices. ms: median of an exchange."
-    show(new_console(), title, list(columns), cells(columns, rows), notes, o.markdown)
+    show(new_console(), title, columns, rows, notes, o.markdown)
     return 0
 
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from experiments.lib.cli import Parser, at_least
-from experiments.lib.report import new_console, show
-from experiments.lib.run import Columns, cells, parser_of
+from experiments.lib.report import Columns, new_console, show
+from experiments.lib.run import parser_of
 
 __all__ = ["Fresh", "bench_parser", "codec_calls", "machine", "mesh_of", "report", "rounds_of", "time_all"]
 
@@ -88,5 +88,5 @@ def machine() -> str:
 
 def report(options: Any, title: str, columns: Columns, rows: Iterable[Any], notes: str = "") -> int:
     """Shows the table, keeps it where --markdown says, and gives the exit status."""
-    show(new_console(), f"{title}; {machine()}", list(columns), cells(columns, rows), notes, options.markdown)
+    show(new_console(), f"{title}; {machine()}", columns, rows, notes, options.markdown)
     return 0

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--rounds", type=at_least(2), default=60, help="rounds of each run")
     p.add_argument("--local-steps", type=at_least(1), default=5, help="SGD steps of a worker in a round")
     p.add_argument("--target", type=positive, default=0.9, help="accuracy to reach (quadratics: |grad f|^2)")
-    common(p, data_dir=(None, "folder with the files of --task mnist"), workers=10, batch=16, lr=0.02, seeds=[0, 1])
+    common(p, data_dir=(None, "folder with the files of --task mnist"), workers={"type": at_least(2), "default": 10})
+    common(p, batch=16, lr=0.02, seeds=[0, 1])
     run = Run(p, arguments, "dagc")
     o = run.options
     o.rules = list(dict.fromkeys([*sorted(set(map(uniform_of, o.rules))), *o.rules]))

@@ -1,14 +1,16 @@
 """What people see: the console, the progress bar, and a table that is printed and kept as markdown."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["markdown", "new_console", "progress_bar", "show", "show_rows", "spread", "status"]
+__all__ = ["Columns", "cells", "markdown", "new_console", "progress_bar", "show", "show_rows", "spread", "status"]
 
+# What stands above a column -> the format of a cell, which names fields of a row, or a function of the whole row.
+Columns = Mapping[str, str | Callable[[Any], str]]
 WIDTH = 170  # of what is printed to no terminal: the widest table
 
 
@@ -31,29 +33,39 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, rule, *rows))
 
 
-def show(
-    console: Any, title: str, head: list[str], rows: list[list[str]], notes: str, path: Path | None = None
-) -> None:
-    """Prints a table with notes below it, and keeps it as markdown if a path is given."""
+def cells(columns: Columns, rows: Iterable[Any]) -> list[list[str]]:
+    """The texts of a table. rows: dictionaries or NamedTuples."""
+
+    def text(column: str | Callable[[Any], str], row: Any) -> str:
+        if callable(column):
+            return column(row)
+        return column.format(**(row if isinstance(row, dict) else row._asdict()))
+
+    return [[text(column, row) for column in columns.values()] for row in rows]
+
+
+def show(console: Any, title: str, columns: Columns, rows: Iterable[Any], notes: str, path: Path | None = None) -> None:
+    """Prints a table of `cells` with notes below it, and keeps it as markdown if a path is given."""
     from rich.table import Table
 
+    head, texts = list(columns), cells(columns, rows)
     table = Table(title=title, title_justify="left")
     for i, name in enumerate(head):
-        least = None if i else max(map(len, (name, *(row[0] for row in rows))))  # what a row is about is never cut
+        least = None if i else max(map(len, (name, *(row[0] for row in texts))))  # what a row is about is never cut
         table.add_column(name, justify="right" if i else "left", min_width=least)
-    for row in rows:
+    for row in texts:
         table.add_row(*row)
     console.print(table)
     paragraphs = [" ".join(part.split()) for part in notes.split("\n\n")]  # broken anew, as wide as the terminal is
     console.print("\n\n".join(paragraphs), highlight=False)
     if path is not None:
-        path.write_text(f"{title}\n\n{markdown(head, rows)}\n\n{notes}\n")
+        path.write_text(f"{title}\n\n{markdown(head, texts)}\n\n{notes}\n")
 
 
 def show_rows(console: Any, title: str, rows: list[dict[str, str]], notes: str, path: Path | None = None) -> None:
     """The same of rows whose cells stand under the names of their columns; columns of nothing but "-" are left out."""
-    head = [name for name in (rows[0] if rows else ()) if any(row[name] != "-" for row in rows)]
-    show(console, title, head, [[row[name] for name in head] for row in rows], notes, path)
+    names = [name for name in (rows[0] if rows else ()) if any(row[name] != "-" for row in rows)]
+    show(console, title, {name: lambda row, name=name: row[name] for name in names}, rows, notes, path)
 
 
 @contextlib.contextmanager

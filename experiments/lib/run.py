@@ -7,31 +7,18 @@ from typing import Any
 
 from experiments.lib.cli import Parser, choose_new
 from experiments.lib.folders import Journal, run_options, write_config, write_json
-from experiments.lib.report import new_console, progress_bar, show
+from experiments.lib.report import Columns, cells, new_console, progress_bar, show
 
 __all__ = ["Columns", "Panels", "Run", "cells", "draw_panels", "parser_of"]
 
-# What stands above a column -> the format of a cell, which names fields of a row, or a function of the whole row.
-Columns = Mapping[str, str | Callable[[Any], str]]
-# Title of a panel -> label of a curve -> x, y and perhaps the lengths of error bars. y may be [runs, len(x)]: their mean is
-# drawn, and a band from the least to the largest.
+# Title of a panel -> label of a curve -> x, y and perhaps the lengths of error bars. Of y [runs, len(x)] the mean is
+# drawn, with a band from the least to the largest.
 Panels = Mapping[str, Mapping[str, tuple[Any, ...]]]
 
 
 def parser_of(name: str, about: str | None) -> Parser:
     """The parser of `python -m experiments NAME`; about: the docstring whose first paragraph describes it."""
     return Parser(prog=f"python -m experiments {name}", description=(about or "").split("\n\n")[0])
-
-
-def cells(columns: Columns, rows: Iterable[Any]) -> list[list[str]]:
-    """The texts of a table. rows: dictionaries or NamedTuples."""
-
-    def text(column: str | Callable[[Any], str], row: Any) -> str:
-        if callable(column):
-            return column(row)
-        return column.format(**(row if isinstance(row, dict) else row._asdict()))
-
-    return [[text(column, row) for column in columns.values()] for row in rows]
 
 
 class Run:
@@ -96,7 +83,7 @@ class Run:
         return rows
 
     def table(self, title: str, columns: Columns, rows: Iterable[Any], notes: str = "", name: str = "table.md") -> None:
-        show(self.console, title, list(columns), cells(columns, rows), notes, self.path(name))
+        show(self.console, title, columns, rows, notes, self.path(name))
 
     def plot(self, name: str, panels: Panels, title: str = "", **labels: Any) -> None:
         draw_panels(self.path(name), panels, title, **labels)

@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 def parser() -> Parser:
     p = parser_of("workers", __doc__)
-    common(p, "seed", workers=(1024, "simulated"), ratio=0.05)
+    common(p, "seed", workers={"type": at_least(2), "default": 1024, "help": "simulated"}, ratio=0.05)
     p.add_argument("--tasks", nargs="+", choices=("quadratics", "digits"), default=["quadratics", "digits"])
     p.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="of these")
     p.add_argument("--exchanges", type=at_least(1), default=300, help="rounds")

@@ -20,7 +20,7 @@ from experiments.lib.cli import Parser, UserError, at_least, choose_new, one_thr
 from experiments.lib.folders import Journal, run_options, write_json
 from experiments.lib.processes import Group, training_group
 from experiments.lib.report import new_console, show
-from experiments.lib.run import cells, parser_of
+from experiments.lib.run import parser_of
 
 __all__ = ["main"]
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         names = names[len(done) :] if o.in_a_row else []
     good = sum(event.recovered for event in events)
     title = f"{folder.name}: {good} of {len(events)} disturbances in {o.steps} steps recovered bitwise"
-    show(console, title, list(COLUMNS), cells(COLUMNS, events), NOTES, folder / "table.md")
+    show(console, title, COLUMNS, events, NOTES, folder / "table.md")
     return int(good < len(events) or not all(event.named for event in events))
 
 

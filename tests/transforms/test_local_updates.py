@@ -8,7 +8,7 @@ import oracles_local as oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from local_worlds import PARAMS, random_gradients, vmap_steps
+from local_worlds import PARAMS, one_worker, random_gradients, vmap_steps
 from variants import variants
 from worlds import fsum
 
@@ -188,15 +188,7 @@ def test_one_worker_is_the_inner_optimizer(seed):
     """Its difference with itself leads to where it is, up to one rounding."""
     tx = jc.local_updates(optax.adam(0.01), optax.sgd(1.0), FULL, None, every=3)
     grads = jax.tree.map(lambda g: g[:, 0], random_gradients(seed, 7))
-    plain, state, point = optax.adam(0.01), tx.init(PARAMS), PARAMS
-    want, inner = PARAMS, optax.adam(0.01).init(PARAMS)
-    step, other = jax.jit(tx.update), jax.jit(plain.update)
-    for t in range(7):
-        g = jax.tree.map(lambda g: g[t], grads)  # noqa: B023
-        updates, state = step(g, state, point)
-        point = optax.apply_updates(point, updates)
-        updates, inner = other(g, inner, want)
-        want = optax.apply_updates(want, updates)
+    point, _, want = one_worker(tx, optax.adam(0.01), grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), point, want)
 
 
@@ -375,19 +367,10 @@ def test_a_hierarchy_exchanges_gradients_inside_a_group_and_differences_across(s
     step = jax.shard_map(step, mesh=mesh, in_specs=(P("dcn"), specs, across), out_specs=(P("dcn"), specs))
     step = jax.jit(step)
     root = jax.random.fold_in(jax.random.key(0), 1)
-    alone = jc.local_updates(optax.sgd(0.125), optax.sgd(0.5, momentum=0.5), LEVELS["dcn"], "dcn", every=3, seed=root)
-    plain, axes = jc.init_state(alone, PARAMS, 2, "dcn")
-    pair = own
-
-    def simulated(own, state, grads):
-        updates, state = alone.update(grads, state, own)
-        return optax.apply_updates(own, updates), state
-
-    simulated = jax.jit(jax.vmap(simulated, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name="dcn"))
-    for t in range(6):
-        now = jax.tree.map(lambda g: g[t], grads)  # noqa: B023
-        own, state = jax.block_until_ready(step(own, state, now))
-        pair, plain = simulated(pair, plain, jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]).mean(1), now))
+    outer = jc.local_updates(optax.sgd(0.125), optax.sgd(0.5, momentum=0.5), LEVELS["dcn"], "dcn", every=3, seed=root)
+    of_pairs = jax.tree.map(lambda g: g.reshape(len(g), 2, 2, *g.shape[2:]).mean(2), grads)
+    for t, pair in enumerate(vmap_steps(outer, PARAMS, of_pairs, axis="dcn")[0]):
+        own, state = jax.block_until_ready(step(own, state, jax.tree.map(lambda g: g[t], grads)))  # noqa: B023
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), own, pair)
     assert jc.info(state).sent_bytes > 0
 
@@ -411,19 +394,9 @@ def test_sharded_parameters_exchange_their_shards(seed):
         return jax.tree.map(lambda p: p[None], optax.apply_updates(mine, updates)), state
 
     step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(rows, specs, rows), out_specs=(rows, specs)))
-    alone = jc.local_updates(optax.adam(0.01), outer, FULL, "data", every=2, delay=1)
-    plain, axes = jc.init_state(alone, PARAMS, 2, "data")
-    pair = jax.tree.map(lambda p: jnp.stack([p] * 2), PARAMS)
-
-    def simulated(own, state, grads):
-        updates, state = alone.update(grads, state, own)
-        return optax.apply_updates(own, updates), state
-
-    simulated = jax.jit(jax.vmap(simulated, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name="data"))
-    for t in range(5):
-        now = jax.tree.map(lambda g: g[t], grads)  # noqa: B023
-        own, state = jax.block_until_ready(step(own, state, now))
-        pair, plain = simulated(pair, plain, now)
+    pairs, plain = vmap_steps(jc.local_updates(optax.adam(0.01), outer, FULL, "data", every=2, delay=1), PARAMS, grads)
+    for t, pair in enumerate(pairs):
+        own, state = jax.block_until_ready(step(own, state, jax.tree.map(lambda g: g[t], grads)))  # noqa: B023
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), own, pair)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.point, plain.point)
     # Four shards in place of two, on the same devices: differences on their way are cut anew.

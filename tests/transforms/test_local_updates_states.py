@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from local_worlds import PARAMS, random_gradients
+from local_worlds import PARAMS, one_worker, random_gradients
 from variants import variants
 
 import jaxcomp as jc
@@ -84,14 +84,7 @@ def test_one_worker_with_one_step_a_round_is_its_inner_optimizer_to_the_bit(seed
     plain = optax.adam(0.01)
     tx = jc.local_updates(plain, optax.sgd(1.0), jc.direct(jc.identity()), None, every=1)
     grads = jax.tree.map(lambda g: g[:, 0], random_gradients(seed, 6))
-    point, state, want, inner = PARAMS, tx.init(PARAMS), PARAMS, plain.init(PARAMS)
-    step, other = jax.jit(tx.update), jax.jit(plain.update)
-    for t in range(6):
-        g = jax.tree.map(lambda g: g[t], grads)  # noqa: B023
-        updates, state = step(g, state, point)
-        point = optax.apply_updates(point, updates)
-        updates, inner = other(g, inner, want)
-        want = optax.apply_updates(want, updates)
+    point, state, want = one_worker(tx, plain, grads)
     assert_same(point, want)
     assert_same(state.point, want)
 
