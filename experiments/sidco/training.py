@@ -11,6 +11,7 @@ import numpy as np
 
 from experiments.lib.cli import at_least, common, fraction
 from experiments.lib.folders import Journal, read_results
+from experiments.lib.plots import by_seed
 from experiments.lib.report import spread
 from experiments.lib.run import Run, parser_of
 
@@ -74,14 +75,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def accuracies(method: str, lines: list[dict[str, Any]]) -> tuple[list[int], list[float], list[float]]:
+def accuracies(method: str, lines: list[dict[str, Any]]) -> list[np.ndarray]:
     """Steps with a test, megabytes sent until then, and the mean accuracy of the seeds."""
-    at: dict[int, list[dict[str, Any]]] = {}
-    for line in lines:
-        if line["method"] == method and "accuracy" in line:
-            at.setdefault(line["step"], []).append(line)
-    means = [float(np.mean([line["accuracy"] for line in some])) for some in at.values()]
-    return list(at), [some[0]["sent_bytes"] / 1e6 for some in at.values()], means
+    tested = [line for line in lines if line["method"] == method and "accuracy" in line]
+    steps, sent, means = (values.mean(0) for values in by_seed(tested, "step", "sent_bytes", "accuracy"))
+    return [steps, sent / 1e6, means]
 
 
 def load(folder: Path) -> dict[str, Any]:
