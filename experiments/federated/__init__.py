@@ -27,7 +27,7 @@ from experiments.lib import cli
 from experiments.lib.cli import UserError, at_least, common, fraction, positive
 from experiments.lib.folders import Journal, resumable, run_options
 from experiments.lib.report import new_console, show_rows
-from experiments.lib.run import parser_of
+from experiments.lib.run import draw_panels, parser_of
 
 __all__ = ["main"]
 
@@ -184,24 +184,22 @@ def changes(console: Any, lines: list[dict[str, Any]], events: Any, folder: Path
 def plot(
     config: dict[str, Any], lines: list[dict[str, Any]], clients: dict[str, Any], events: Any, folder: Path
 ) -> None:
-    from experiments.lib.plots import LINES, new_figure, save
-
-    figure, (left, middle, right) = new_figure(3)
-    number = [line["number"] for line in lines]
-    left.plot(number, [line["accuracy"] for line in lines], **LINES[1], markersize=3)
-    left.set(xlabel="round", ylabel="test accuracy")
-    for key, look in zip(("asked", "used"), LINES[1:], strict=False):
-        middle.step(number, [line[key] for line in lines], where="mid", label=key, **(look | {"marker": ""}))
-    marks = {"dies": ("death", "X"), "leav": ("leave", "v"), "join": ("join", "^")}
-    for start, (label, marker) in marks.items():
-        at = [t + 1 for t, now in enumerate(events) for event in now.values() if event.startswith(start)]
-        middle.plot(at, [0.2] * len(at), marker, color="k", markersize=5, label=label if at else None, clip_on=False)
-    middle.set(xlabel="round", ylabel="clients", ylim=(0, config["clients"] + 2))
-    middle.legend(ncols=3, fontsize=8)
-    entries = [x["entries"] for x in clients.values()]
+    rounds = [line["number"] for line in lines]
+    there = {key: (rounds, [line[key] for line in lines]) for key in ("asked", "used")}
+    for start, label in {"dies": "deaths", "leav": "leaves", "join": "joins"}.items():
+        counts = [sum(event.startswith(start) for event in now.values()) for now in events[: len(rounds)]]
+        there[label] = (rounds, counts)
     volumes = [x["volume"] for x in clients.values()]
-    right.bar(range(len(entries)), [8 * x / 1e3 for x in entries], color=LINES[1]["color"])
-    right.set(xlabel=f"client, {max(volumes):,} to {min(volumes):,} samples", ylabel="kB of values and indices a round")
-    who = f"{config['clients']} clients, rule {config['rule']}"
-    figure.suptitle(f"{who}, mean ratio {config['ratio']:g}, skew {config['skew']:g}")
-    save(figure, folder / "federated.png")
+    by_client = f"client, {max(volumes):,} to {min(volumes):,} samples"
+    panels: dict[str, dict[str, Any]] = {
+        "test accuracy": {"accuracy": (rounds, [line["accuracy"] for line in lines])},
+        "clients": there,
+        "kB of values and indices a round": {
+            "message": (list(clients), [8e-3 * x["entries"] for x in clients.values()])
+        },
+    }
+    title = (
+        f"{config['clients']} clients, rule {config['rule']}, mean ratio {config['ratio']:g}, skew {config['skew']:g}"
+    )
+    each = {"kB of values and indices a round": {"xlabel": by_client}}
+    draw_panels(folder / "federated.png", panels, title, each, xlabel="round")
