@@ -12,7 +12,7 @@ import numpy as np
 
 import jaxcomp as jc
 from experiments.bench.timing import bench_parser, mesh_of, report
-from experiments.lib.cli import at_least, positive
+from experiments.lib.cli import at_least
 from experiments.lib.report import new_console
 
 __all__ = ["main"]
@@ -23,7 +23,6 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--width", type=at_least(8), default=2240, help="of two layers; 2240: 9.9 M parameters")
     p.add_argument("--workers", type=at_least(2), default=2, help="virtual devices of this process")
     p.add_argument("--batch", type=at_least(1), default=64, help="examples of all workers in a step")
-    p.add_argument("--budget", type=positive, default=None, help="seconds; the default is that of jc.plan")
     o = p.parse_args(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"  # of any process that the planner starts
     jax.config.update("jax_platforms", "cpu")
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     said: list[tuple[str, float]] = []
     began, spent = time.perf_counter(), time.process_time()
     note = lambda text: said.append((text, time.perf_counter() - began))
-    found = jc.plan(loss, params, batch, mesh=mesh_of(o.workers), budget=o.budget, show=note)
+    found = jc.plan(loss, params, batch, mesh=mesh_of(o.workers), show=note)
     seconds, cpu = time.perf_counter() - began, time.process_time() - spent
     ends = [*(at for _, at in said[1:]), seconds]
     rows = [{"piece": piece, "at": at, "takes": end - at} for (piece, at), end in zip(said, ends, strict=True)]

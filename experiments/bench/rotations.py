@@ -15,14 +15,13 @@ __all__ = ["main"]
 def main(arguments: Sequence[str]) -> int:
     p = bench_parser("bench rotations", __doc__, repeats=9)
     p.add_argument("--log2-size", type=at_least(5), default=24, help="d = 2^this entries of a Laplace vector")
-    p.add_argument("--log2-blocks", type=at_least(1), nargs="*", default=[7, 12], help="blocks of 2^this entries")
     o = p.parse_args(arguments)
 
     d, key = 2**o.log2_size, jax.random.key(1)
     x = jax.random.laplace(jax.random.key(0), (d,))
     copy = jax.jit(lambda x: x * 2)
     calls = {"copy": lambda: copy(x)}
-    for log in o.log2_blocks:
+    for log in (7, 12):
         rotation = rotation_of(d, 2**log)
         for what, function in {"rotate": rotation.forward, "rotate back": rotation.backward}.items():
             jitted = jax.jit(function)

@@ -25,7 +25,6 @@ def parser() -> Parser:
     p.add_argument("--fit", type=at_least(2), nargs="+", default=[2, 3, 4], metavar="N", help="workers, to fit to")
     p.add_argument("--check", type=at_least(2), nargs="+", default=[6, 8], metavar="N", help="workers, held back")
     add_rates(p, "10mbit 100mbit")
-    p.add_argument("--kinds", nargs="+", choices=CHECKED, default=list(CHECKED), metavar="KIND", help="collectives")
     p.add_argument("--bytes", type=positive, default=6e5, help="of the largest operand; the least has 256")
     what = "sizes whose bytes take less are summed up apart: processes that share cores wait longer for those"
     p.add_argument("--least-ms", type=positive, default=20.0, help=what)
@@ -56,7 +55,7 @@ def measured(run: Run) -> Iterator[dict[str, Any]]:
             for rate in dict.fromkeys(o.rates):
                 lab.shape(rate)
                 run.say(f"{workers} workers, {rate_name(rate)}")
-                request = {"kinds": list(dict.fromkeys(o.kinds)), "most": o.bytes, "seconds": o.seconds}
+                request = {"kinds": CHECKED, "most": o.bytes, "seconds": o.seconds}
                 for kind, samples in pool.ask(1800.0, what="sweep", **request)[0].items():
                     for sample in samples:
                         yield {"rate": rate, "kind": kind, **sample}
