@@ -97,12 +97,10 @@ class Run:
         self.say(f"plot: {self.folder / name}")
 
 
-def draw_panels(
-    path: Path, panels: Panels, title: str = "", each: Mapping[str, Mapping[str, Any]] | None = None, **labels: Any
-) -> None:
+def draw_panels(path: Path, panels: Panels, title: str = "", each: Any = None, **labels: Any) -> None:
     """A panel for each title, and in it a line for each curve, which looks the same in all panels.
 
-    each: title -> labels of that panel alone. labels: of `axis.set`, the same for all.
+    each: a mapping of titles to labels of that panel alone. labels: of `axis.set`, the same for all.
     """
     import numpy as np
 
