@@ -41,6 +41,9 @@ Array = jax.Array
 LONG = 2**18  # entries of a lane, from which on its arrays are made before they are put together
 # At most so many bytes of wide entries are split into the words of a narrow lane, to save another collective.
 FEW_BYTES = 2**16
+# An array of so many bytes crosses by itself: another collective costs less than putting it beside others, and cutting
+# what arrives.
+ALONE_BYTES = 2**23
 
 
 class Lane(NamedTuple):
@@ -83,7 +86,8 @@ def buckets_of_arrays(payload: Any, buckets: Sequence[int] | None) -> list[int] 
 def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     """Lanes of unsigned words, for collectives that only move bits: one for each bucket and width of entries.
 
-    A few wide entries are split into the words of a narrower lane of their bucket, to save another collective.
+    A few wide entries are split into the words of a narrower lane of their bucket, to save another collective. A very
+    long array has a lane of its own.
 
     Args:
         tree: arrays or their shapes.
@@ -97,7 +101,9 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
         narrowest, *wider = [group for _, group in sorted(_grouped(places, width))]
         few = [group for group in wider if num_bytes(group) <= FEW_BYTES]
         merged = narrowest + [i for group in few for i in group]
-        for group in (merged, *(group for group in wider if group not in few)):
+        alone = [[i] for i in merged if num_bytes([i]) >= ALONE_BYTES]
+        rest = [i for i in merged if [i] not in alone]
+        for group in (*alone, *filter(None, [rest]), *(group for group in wider if group not in few)):
             word = min(map(width, group))
             sizes = tuple(num_bytes([i]) // word for i in group)
             lanes.append(Lane(tuple(group), sizes, jnp.dtype(f"uint{8 * word}"), bucket))

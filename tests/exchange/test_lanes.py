@@ -38,6 +38,16 @@ def test_few_wide_entries_join_a_narrow_lane():
     ]
 
 
+def test_a_very_long_array_has_a_lane_of_its_own():
+    long = jax.ShapeDtypeStruct((lanes.ALONE_BYTES // 4,), jnp.uint32)
+    short = jax.ShapeDtypeStruct((lanes.ALONE_BYTES // 4 - 1,), jnp.uint32)
+    few = jax.ShapeDtypeStruct((3,), jnp.float32)
+    places = lambda *arrays: [lane.places for lane in lanes.word_lanes(arrays)]
+    assert places(few, long, few) == [(1,), (0, 2)]
+    assert places(few, short) == [(0, 1)]
+    assert places(long) == [(0,)]
+
+
 def test_buckets_have_lanes_of_their_own_and_small_leaves_go_last():
     payload = Leaves(Dense(jnp.zeros(3)), (Dense(jnp.zeros(2)), (jnp.zeros(1), jnp.zeros(1, jnp.int32))))
     buckets = lanes.buckets_of_arrays(payload, (2, 1))
@@ -52,9 +62,10 @@ def test_buckets_have_lanes_of_their_own_and_small_leaves_go_last():
 
 
 @pytest.mark.parametrize("on_a_mesh", [False, True])
-@pytest.mark.parametrize("long", [lanes.LONG, 1])
-def test_everything_arrives(long, on_a_mesh, seed, monkeypatch):
+@pytest.mark.parametrize(("long", "alone"), [(lanes.LONG, lanes.ALONE_BYTES), (1, lanes.ALONE_BYTES), (1, 8)])
+def test_everything_arrives(long, alone, on_a_mesh, seed, monkeypatch):
     monkeypatch.setattr(lanes, "LONG", long)
+    monkeypatch.setattr(lanes, "ALONE_BYTES", alone)
     rng = np.random.default_rng(seed)
     given = {name: jnp.asarray(rng.integers(0, 99, (N, N, *x.shape)), x.dtype) for name, x in MIXED.items()}
     both = lambda x: (lanes.all_gather(x, AXIS), lanes.all_to_all(x, AXIS))
