@@ -120,9 +120,14 @@ def product(p: Array, q: Array) -> Array:
     return sum(p[:, :, j, None] * q[:, None, j, :] for j in range(1, p.shape[2])) + p[:, :, 0, None] * q[:, None, 0, :]
 
 
-def limited(x: Array) -> Array:
-    """x, cut at 2^-32 of the largest number, so that no product and no sum overflows."""
-    most = jnp.asarray(jnp.finfo(x.dtype).max * 2.0**-32, x.dtype)
+def room(terms: float) -> float:
+    """The share of the largest number, a power of two, of which so many terms add up to no more than that number."""
+    return 2.0 ** -math.ceil(math.log2(terms))
+
+
+def limited(x: Array, terms: float) -> Array:
+    """x, cut so that the sum of so many of its kind does not overflow."""
+    most = jnp.asarray(float(jnp.finfo(x.dtype).max) * room(terms), x.dtype)
     return jnp.clip(x, -most, most)
 
 
@@ -131,8 +136,11 @@ def factors(stacks: list[Array], start: list[Array], also: Any, exchange: Any) -
 
         P = basis(sum_i M_i basis(Q)),    Q^T = (1/n) sum_i P^T M_i.
 
+    Both bases are multiplied with a power of two at first, `room` for all that is added up, so nothing overflows
+    whatever M_i holds, and no entry of M_i need be touched. Q is cut so that the entries of P Q^T are numbers too.
+
     Args:
-        stacks: [m, r, c] each, of this worker, `limited`.
+        stacks: [m, r, c] each, of this worker, finite.
         start: Q [m, c, k] of the last round, equal on all workers.
         also: arrays that go into the first sum.
         exchange: `base.Exchange`.
@@ -140,10 +148,14 @@ def factors(stacks: list[Array], start: list[Array], also: Any, exchange: Any) -
     Returns:
         P [m, r, k] with orthonormal columns and Q^T [m, k, c] of each stack, and the sum of `also`.
     """
-    p, also = exchange.sum((list(map(times, stacks, bases_of(start))), also))
+    units = [room(2 * exchange.size * math.sqrt(max(m.shape[1:]))) for m in stacks]  # columns of bases have length 1
+    right = zip(stacks, bases_of(start), units, strict=True)
+    p, also = exchange.sum(([times(m, q * unit) for m, q, unit in right], also))
     p = bases_of(p)
-    q = exchange.sum([transposed_times(m, each) for m, each in zip(stacks, p, strict=True)])
-    return p, [total / exchange.size for total in q], also
+    left = zip(stacks, p, units, strict=True)
+    q = exchange.sum([transposed_times(m, each * unit) for m, each, unit in left])
+    whole = lambda total, unit: limited(total / (exchange.size * unit), 2 * total.shape[1])
+    return p, list(map(whole, q, units)), also
 
 
 # ------------------------------------------------------------------------------------------------

@@ -53,8 +53,11 @@ def power_sgd(
     `sharded` parameters each device has the factors of its own shard.
 
     What goes dense, in the sum of step 1: vectors and scalars, leaves with fewer than `dense_below` entries, and
-    matrices with k (r + c) min_ratio >= r c, k = min(rank, r, c). They need no memory. What is not finite counts as
-    zero; entries of M_i beyond 2^-32 of the largest number of their type are cut, so that products do not overflow.
+    matrices with k (r + c) min_ratio >= r c, k = min(rank, r, c).
+
+    What is not sent stays in the memory: sum_i e_i + n direction = sum_i M_i, up to rounding. Entries of Q, and of
+    what goes dense, are cut where sums would overflow, and the rest is remembered. So nothing is lost of M_i up to
+    half of the largest number; e_i and M_i saturate at that number. What is not finite counts as zero.
 
     Args:
         rank: of the factors, at least 1; or {round: rank}, a schedule that begins with round 0. A lower rank goes on
@@ -110,8 +113,8 @@ def power_sgd(
 
 
 def _added(memory: Any, grads: Any) -> Any:
-    """e + g of finite g."""
-    return jax.tree.map(lambda e, g: limited(g.astype(e.dtype) + e), memory, finite(grads))
+    """e + g of finite g, saturated."""
+    return jax.tree.map(lambda e, g: bounded(g.astype(e.dtype) + e), memory, finite(grads))
 
 
 def _first(key: Array, like: Any, rank: int) -> Array:
@@ -133,17 +136,18 @@ def _round(rank: int, min_ratio: float, exchange: Any, message: Parts, q: tuple[
     start = [q[i][:, :, :rank] for i in low]
 
     also = (message.dense, [message.vectors[i] for i in whole])
-    left, right, also = factors(matrices, start, also, exchange)
-    dense, rest = jax.tree.map(lambda total: total / exchange.size, also)
+    also = jax.tree.map(lambda x: limited(x, exchange.size), also)
+    left, right, totals = factors(matrices, start, also, exchange)
+    dense, rest = jax.tree.map(lambda total: total / exchange.size, totals)
     means = dict(zip(whole, rest, strict=True))
     means |= {i: product(p, q) for i, p, q in zip(low, left, right, strict=True)}
     vectors = tuple(means[i].reshape(x.shape) for i, x in enumerate(message.vectors))
 
     apart = lambda m, pq: [bounded(x - product(*each).reshape(x.shape)) for x, each in zip(m, pq, strict=True)]
     left_over = in_place(apart, [message.vectors[i] for i in low], list(zip(left, right, strict=True)))
-    kept, none = dict(zip(low, left_over, strict=True)), lambda x: x - x
-    memory = tuple(kept.get(i, none(x)) for i, x in enumerate(message.vectors))
-    memory = Parts(jax.tree.map(none, message.dense), memory)
+    small, others = jax.tree.map(jnp.subtract, (message.dense, [message.vectors[i] for i in whole]), also)
+    kept = dict(zip(low, left_over, strict=True)) | dict(zip(whole, others, strict=True))
+    memory = Parts(small, tuple(kept[i] for i in range(len(q))))
     pad = lambda new, old: jnp.pad(new, ((0, 0), (0, 0), (0, old.shape[2] - new.shape[2])))
     done = {i: jnp.swapaxes(q, 1, 2) for i, q in zip(low, right, strict=True)}
     after = tuple(pad(done[i], old) if i in done else old for i, old in enumerate(q))

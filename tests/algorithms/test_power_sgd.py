@@ -174,6 +174,43 @@ def test_matrices_that_lack_rank_stay_finite(seed):
         assert np.all(np.isfinite(x))
 
 
+HUGE = {"w": jnp.zeros((40, 30)), "narrow": jnp.zeros((3, 2)), "v": jnp.zeros(7)}
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize("scale", [2.0**-80, 1.0, 2.0**115])
+def test_what_is_not_sent_is_remembered_at_every_scale(start, scale, seed):
+    """Powers of two change nothing, and no entry is lost, whether sent at a low rank, at a higher one or dense."""
+    grads = jax.tree.map(lambda g: jnp.clip(g, -3, 3).at[4:].set(0), gradients(seed, 6, N, HUGE))
+    tx = jc.compressed_mean(jc.power_sgd({0: RANK, 4: 9}, min_ratio=1.2, dense_below=4, start=start), AXIS)
+    plain, _ = run_vmap(tx, HUGE, grads)
+    directions, state = run_vmap(tx, HUGE, jax.tree.map(lambda g: g * scale, grads))
+    memory = jc.state.by_leaf(state, state.local.algorithm.memory)
+    for name, g in grads.items():
+        np.testing.assert_allclose(np.float64(directions[name]) / scale, plain[name], rtol=1e-4, atol=1e-4)
+        kept = N * np.float64(directions[name]).sum(0) + np.float64(memory[name]).sum(0).reshape(g.shape[2:])
+        np.testing.assert_allclose(kept / scale, np.float64(g).sum((0, 1)), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("signs", [[1], [1, -1]], ids=str)
+def test_sums_beyond_the_largest_number_are_cut_and_the_rest_is_remembered(signs, seed):
+    """Of four workers with half of it nothing is lost; of more than any memory holds, nothing is infinite."""
+    w = np.random.default_rng(seed).choice(signs, (40, 30)).astype(np.float32)
+    most = np.finfo(np.float32).max
+    tx = jc.compressed_mean(jc.power_sgd(RANK, **SMALL), AXIS)
+    grads = {"w": jnp.broadcast_to(w * most, (3, N, 40, 30)), "v": jnp.broadcast_to(w[:, 0] * most, (3, N, 40))}
+    grads = jax.tree.map(lambda g: g.at[1:, 2:].multiply(-1), grads)
+    tree = jax.tree.map(lambda g: g[0, 0], grads)
+    directions, state = run_vmap(tx, tree, jax.tree.map(lambda g: g[:1] / 2, grads))
+    memory = jc.state.by_leaf(state, state.local.algorithm.memory)
+    for name, g in tree.items():
+        kept = directions[name][0] / np.float64(most) + np.float64(memory[name] / most).mean(0).reshape(g.shape)
+        np.testing.assert_allclose(kept, g / most / 2, atol=1e-6)
+    directions, state = run_vmap(tx, tree, grads)
+    for x in jax.tree.leaves((directions, state.local.algorithm, state.shared.algorithm)):
+        assert np.all(np.isfinite(x))
+
+
 # ------------------------------------------------------------------------------------------------
 # What goes dense, and when
 
