@@ -1,13 +1,11 @@
-"""Error of the mean of n workers against bits an entry: all quantizers and rotations, and those of releases.
+"""Error of the mean of n workers against bits an entry, and speed: all quantizers and rotations, and those of releases.
 
 NMSE = |mean_i C(x_i) - mean_i x_i|^2 / mean_i |x_i|^2.
 """
 
-import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 import jaxcomp as jc
-from experiments.bench.timing import bench_parser, report
+from experiments.bench.timing import bench_parser, codec_calls, report, time_all
 from experiments.lib.cli import at_least
 from experiments.lib.folders import write_json
 from experiments.lib.report import new_console
@@ -117,34 +115,55 @@ def mean_of_released(release: Any) -> Callable:
     return run
 
 
-def quantizers(d: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str, float, Callable]]:
-    """Family, name, bits an entry, and the mean of workers."""
+class Quantizer(NamedTuple):
+    """bits: an entry, scales included;  mean: of what workers sent, (xs, key) -> f[d];  calls: (x, key) -> what
+    compresses and what decompresses x, one function of both for a release, which packs nothing."""
+
+    family: str
+    name: str
+    bits: float
+    mean: Callable
+    calls: Callable
+
+
+def quantizers(d: int, wanted: Callable[[str], bool]) -> Iterator[Quantizer]:
+    """All of these families."""
     x, key = jax.ShapeDtypeStruct((d,), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
     for family, compressors in families().items():
         for compressor in compressors if wanted(family) else ():
             payload = jax.eval_shape(lambda x, key, c=compressor: jc.roundtrip(c, x, key=key)[1], x, key)
-            yield family, compressor.spec.name, 8 * jc.lane_bytes(payload) / d, mean_by(compressor)
+            calls = lambda x, key, c=compressor: codec_calls("", c, x, key)[0].values()
+            bits = 8 * jc.lane_bytes(payload) / d
+            yield Quantizer(family, compressor.spec.name, bits, mean_by(compressor), calls)
     for release in RELEASED if wanted("released") else ():
         whose = "CGX" if release.name.startswith("CGX") else release.name.split()[0]
-        yield f"{whose}, released", release.name, release.bits, mean_of_released(release)
+        run = jax.jit(release.run)
+        calls = lambda x, key, run=run: [lambda: run(key, x)]
+        yield Quantizer(f"{whose}, released", release.name, release.bits, mean_of_released(release), calls)
 
 
-def measure(run: Callable, sources: dict[str, np.ndarray], seed: int) -> tuple[dict[str, float], float]:
-    """NMSE for each source, and nanoseconds an entry to compress and decompress."""
-    compiled, errors, seconds = jax.jit(run), {}, []
+def errors_of(run: Callable, sources: dict[str, np.ndarray], seed: int) -> dict[str, float]:
+    """NMSE for each source."""
+    compiled, errors = jax.jit(run), {}
     for name, xs in sources.items():
-        compiled(xs, jax.random.key(seed)).block_until_ready()
-        start = time.perf_counter()
         mean = np.asarray(compiled(xs, jax.random.key(seed)), np.float64)
-        seconds.append(time.perf_counter() - start)
         wide = xs.astype(np.float64)
         errors[name] = float(np.sum(np.square(mean - wide.mean(0))) / np.mean(np.sum(np.square(wide), axis=1)))
-    return errors, 1e9 * min(seconds) / next(iter(sources.values())).size
+    return errors
+
+
+def seconds_of(chosen: Sequence[Quantizer], size: int, repeats: int, seed: int) -> list[list[float]]:
+    """To compress and to decompress a normal vector, all in turn."""
+    x, key = jnp.asarray(normal(1, size, seed)[0]), jax.random.key(seed)
+    calls = {f"{q.name} {i}": call for q in chosen for i, call in enumerate(q.calls(x, key))}
+    seconds = time_all(calls, repeats)
+    return [[seconds[f"{q.name} {i}"] for i in (0, 1) if f"{q.name} {i}" in seconds] for q in chosen]
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("quantizers", __doc__)
+    p = bench_parser("quantizers", __doc__, repeats=9)
     p.add_argument("--log2-size", type=at_least(11), default=17, help="d = 2^this entries")
+    p.add_argument("--log2-timed", type=at_least(11), default=22, help="entries of the vector for the times")
     p.add_argument("--workers", type=at_least(1), default=10)
     p.add_argument("--steps", type=at_least(0), default=100, help="training steps before gradients are taken")
     p.add_argument("--text", type=Path, default=None, help="what the transformer reads; the library's source without")
@@ -160,22 +179,28 @@ def main(arguments: Sequence[str]) -> int:
         "lognormal": lognormal(n, d, o.seed),
         "transformer": transformer(n, d, o.seed, o.text, o.steps),
     }
-    records = []
-    wanted = lambda family: o.only is None or any(part in family for part in o.only)
+    chosen = list(quantizers(d, lambda family: o.only is None or any(part in family for part in o.only)))
+    seconds, records = seconds_of(chosen, 2**o.log2_timed, o.repeats, o.seed), []
     with new_console().status("compiling") as status:
-        for family, name, bits, run in quantizers(d, wanted):
-            status.update(name)
-            errors, ns = measure(run, sources, o.seed)
-            records.append({"family": family, "name": name, "bits": bits, "errors": errors, "ns": ns})
+        for q, times in zip(chosen, seconds, strict=True):
+            status.update(q.name)
+            errors, speed = errors_of(q.mean, sources, o.seed), 2**o.log2_timed / sum(times) / 1e6
+            ms = [1e3 * s for s in times] if len(times) == 2 else None
+            records.append(
+                {"family": q.family, "name": q.name, "bits": q.bits, "errors": errors, "ms": ms, "speed": speed}
+            )
     columns = {
         "quantizer": "{name}",
         "bits / entry": "{bits:.3f}",
         **{f"NMSE {name}": f"{{errors[{name}]:.3g}}" for name in sources},
-        "ns / entry": "{ns:.1f}",
+        "compress ms": lambda row: f"{row['ms'][0]:.1f}" if row["ms"] else "",
+        "decompress ms": lambda row: f"{row['ms'][1]:.1f}" if row["ms"] else "",
+        "M entries / s": "{speed:.0f}",
     }
     notes = (
         f"NMSE of the mean of {n} workers, over the mean of |x_i|^2. Bits are those of the lanes, scales included. "
-        f"Gradients are those of a transformer of 3 layers after {o.steps} steps. ns: compress and decompress."
+        f"Gradients are those of a transformer of 3 layers after {o.steps} steps. Times are of 2^{o.log2_timed} "
+        f"entries, medians of {o.repeats} rounds in turn; speed is that of both together. Releases pack nothing here."
     )
     rows = sorted(records, key=lambda r: (round(r["bits"]), r["bits"], r["name"]))
     report(o, f"{n} workers, d = 2^{o.log2_size}", columns, rows, notes)
@@ -183,18 +208,29 @@ def main(arguments: Sequence[str]) -> int:
         write_json(o.json, records)
     if o.plot is not None:
         draw(records, list(sources), n, o.plot)
+        draw_speed(records, o.plot.with_stem(f"{o.plot.stem}-speed"))
     return 0
 
 
 APART = {"EDEN, least squares", "integers, stochastic", "MX, sound", "NVFP4, sound", "e4m3"}  # in the table alone
 
 
+def lines(records: list[dict], value: Callable[[dict], float]) -> dict[str, tuple]:
+    """A curve over bits for each family of the figures."""
+    families = dict.fromkeys(r["family"] for r in records if r["family"] not in APART)
+    points = {f: sorted((r["bits"], value(r)) for r in records if r["family"] == f) for f in families}
+    return {family: tuple(zip(*each, strict=True)) for family, each in points.items()}
+
+
 def draw(records: list[dict], sources: list[str], workers: int, path: Path) -> None:
     """One panel for each source, one line for each family."""
-    panels: dict[str, dict[str, Any]] = {source: {} for source in sources}
-    for source, family in itertools.product(sources, dict.fromkeys(r["family"] for r in records)):
-        if family not in APART:
-            points = sorted((r["bits"], r["errors"][source]) for r in records if r["family"] == family)
-            panels[source][family] = tuple(zip(*points, strict=True))
+    panels = {source: lines(records, lambda r, source=source: r["errors"][source]) for source in sources}
     labels = {"xlabel": "bits an entry, scales included", "ylabel": f"NMSE of the mean of {workers} workers"}
+    draw_panels(path, panels, xscale="log", yscale="log", **labels)
+
+
+def draw_speed(records: list[dict], path: Path) -> None:
+    """The same families: how fast they are."""
+    panels = {"compress and decompress": lines(records, lambda r: r["speed"])}
+    labels = {"xlabel": "bits an entry, scales included", "ylabel": "million entries a second"}
     draw_panels(path, panels, xscale="log", yscale="log", **labels)

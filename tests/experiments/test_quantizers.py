@@ -1,4 +1,4 @@
-"""Error against bits, on a tiny setting: figures, table and plot come out, and releases are what they say."""
+"""Error and speed against bits, on a tiny setting: table and plots come out, and releases are what they say."""
 
 import json
 
@@ -6,18 +6,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.quantizers import main
+from experiments.quantizers import main, quantizers, seconds_of
 from experiments.quantizers.released import RELEASED
 
 
 def test_table_and_figure(tmp_path):
     with jax.numpy_dtype_promotion("standard"):
-        options = ["--log2-size", "11", "--workers", "3", "--steps", "1", "--only", "NVFP4 as"]
+        options = ["--log2-size", "11", "--workers", "3", "--steps", "1", "--log2-timed", "11"]
+        options += ["--repeats", "1", "--only", "NVFP4 as"]
         assert main([*options, "--json", str(tmp_path / "q.json"), "--plot", str(tmp_path / "q.png")]) == 0
     (row,) = json.loads((tmp_path / "q.json").read_text())
     assert row["bits"] == 4.5 + 32 / 2048
     assert all(0 < error < 0.01 for error in row["errors"].values())
-    assert (tmp_path / "q.png").stat().st_size > 1000
+    assert len(row["ms"]) == 2
+    assert row["speed"] > 0
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("q.png", "q-speed.png"))
+
+
+def test_releases_have_one_time(seed):
+    with jax.numpy_dtype_promotion("standard"):
+        chosen = list(quantizers(2048, lambda family: family in ("e4m3", "released")))
+        seconds = seconds_of(chosen, 2048, 1, seed)
+    assert [len(times) for times in seconds] == [2, *[1] * len(RELEASED)]
 
 
 def test_releases_lose_little(key, seed):
