@@ -5,6 +5,7 @@ finite case is therefore tested on the result (a NaN or an infinity anywhere mak
 finite) and the slow form stands behind a `lax.cond` that is hardly ever taken.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax import lax
 
 from jaxcomp.base import finite
 
-__all__ = ["block_norms", "exponent_of", "max_abs", "power_of_two"]
+__all__ = ["block_norms", "exponent_of", "max_abs", "power_of_two", "room"]
 
 Array = jax.Array
 ROWS = 2048  # that the slow forms take at a time
@@ -62,6 +63,11 @@ def exponent_of(x: Array) -> Array:
     info = jnp.finfo(x.dtype)
     bits = lax.bitcast_convert_type(x, jnp.int64 if info.bits == 64 else jnp.int32)
     return ((bits >> info.nmant) + (info.minexp)).astype(jnp.int32)
+
+
+def room(terms: float) -> float:
+    """The share of the largest number, a power of two, of which so many terms add up to no more than that number."""
+    return 2.0 ** -math.ceil(math.log2(terms))
 
 
 def power_of_two(exponent: Array, dtype: Any) -> Array:

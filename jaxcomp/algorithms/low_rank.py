@@ -16,6 +16,7 @@ from jax import lax
 from jaxcomp.compressors.vector import is_whole
 from jaxcomp.hashing import fmix32
 from jaxcomp.layout import Parts
+from jaxcomp.norms import room
 
 __all__ = [
     "as_matrices",
@@ -118,11 +119,6 @@ def product(p: Array, q: Array) -> Array:
     if p.shape[2] > FEW:
         return times(p, q)
     return sum(p[:, :, j, None] * q[:, None, j, :] for j in range(1, p.shape[2])) + p[:, :, 0, None] * q[:, None, 0, :]
-
-
-def room(terms: float) -> float:
-    """The share of the largest number, a power of two, of which so many terms add up to no more than that number."""
-    return 2.0 ** -math.ceil(math.log2(terms))
 
 
 def limited(x: Array, terms: float) -> Array:

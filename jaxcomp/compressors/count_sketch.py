@@ -75,7 +75,7 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
             return sketch + weighted(payload.values.astype(sketch.dtype), weight)
 
         zeros = jnp.zeros((rows * columns_of(total.shape[0]),), total.dtype)
-        return total + decoded(fold(add_one, zeros, (payloads, weights)), shared, total.shape[0], total.dtype)
+        return bounded(total + decoded(fold(add_one, zeros, (payloads, weights)), shared, total.shape[0], total.dtype))
 
     return on_vectors(
         init=lambda shared_key, like: State(shared=Draw(key_data(shared_key), jnp.zeros((), jnp.int32))),

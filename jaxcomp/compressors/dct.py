@@ -23,6 +23,7 @@ from jaxcomp.base import (
 from jaxcomp.compressors.chunked import chunked
 from jaxcomp.compressors.vector import is_whole
 from jaxcomp.layout import Layout
+from jaxcomp.norms import room
 
 __all__ = ["dct", "dct_of_blocks"]
 
@@ -118,20 +119,24 @@ def _blocks(x: Array, cut: Cut) -> Array:
 
 
 def forward(x: Array, cut: Cut) -> Array:
-    """Coefficients, block after block, [size]."""
-    waves = [jnp.asarray(cosines(s), x.dtype) for s in cut.sides]
-    how = "api,ki->apk" if len(waves) == 1 else "apiqj,ki,lj->apqkl"
-    return bounded(jnp.einsum(how, _blocks(x, cut), *waves, precision="highest").reshape(-1))
+    """Coefficients, block after block, [size], saturated."""
+    how = "api,ki->apk" if len(cut.sides) == 1 else "apiqj,ki,lj->apqkl"
+    return _products(how, _blocks(x, cut), cut).reshape(-1)
 
 
 def backward(coefficients: Array, cut: Cut, shape: tuple[int, ...]) -> Array:
-    """Inverse of `forward`."""
-    waves = [jnp.asarray(cosines(s), coefficients.dtype) for s in cut.sides]
-    blocks = coefficients.reshape(cut.shape[0], *cut.pieces, *cut.sides)
-    how = "apk,ki->api" if len(waves) == 1 else "apqkl,ki,lj->apiqj"
-    x = jnp.einsum(how, blocks, *waves, precision="highest")
-    x = x.reshape(cut.shape[0], *(p * s for p, s in zip(cut.pieces, cut.sides, strict=True)))
-    return bounded(x[tuple(slice(n) for n in cut.shape)].reshape(shape))
+    """Inverse of `forward`, saturated."""
+    blocks = bounded(coefficients).reshape(cut.shape[0], *cut.pieces, *cut.sides)
+    how = "apk,ki->api" if len(cut.sides) == 1 else "apqkl,ki,lj->apiqj"
+    x = _products(how, blocks, cut).reshape(cut.shape[0], *(p * s for p, s in zip(cut.pieces, cut.sides, strict=True)))
+    return x[tuple(slice(n) for n in cut.shape)].reshape(shape)
+
+
+def _products(how: str, blocks: Array, cut: Cut) -> Array:
+    """With the cosines of each side, divided by a power of two until all sums are made: none overflows before."""
+    units = [room(2 * math.sqrt(max(s, 1))) for s in cut.sides]
+    waves = [jnp.asarray(cosines(s) * unit, blocks.dtype) for s, unit in zip(cut.sides, units, strict=True)]
+    return bounded(jnp.einsum(how, blocks, *waves, precision="highest") / math.prod(units))
 
 
 def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -> Compressor:

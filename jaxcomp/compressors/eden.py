@@ -246,6 +246,12 @@ def _unit(x: Array) -> tuple[Array, Array]:
     return bounded(finite(x)) * power_of_two(-exponent, x.dtype), power_of_two(exponent, x.dtype)
 
 
+def _room(payload: Any, dtype: Any) -> Array:
+    """A power of two, one unless scales are huge, times which they are rotated back without overflow."""
+    norms = (payload.parts[0] if isinstance(payload, Several) else payload).norms
+    return jnp.where(max_abs(norms.reshape(-1)) > 2.0**90, 2.0**-32, 1.0).astype(dtype)
+
+
 def _scales(rows: Array, values: Array, least: float | None) -> Array:
     """S of each row (see above), 0 for a row of zeros; least: of cos^2, for the unbiased scale."""
     inner, square, energy = (jnp.sum(a, axis=1) for a in (rows * values, values * values, rows * rows))
@@ -282,8 +288,8 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             payload = Several((payload, rest))
         return payload, state.local
 
-    def rotated(payload, size, dtype):
-        """S c: what was sent of the rotated vector."""
+    def rotated(payload, size, unit):
+        """S c, what was sent of the rotated vector, times a power of two."""
         rotation = rotation_of(size, block)
         first, rest = payload.parts if isinstance(payload, Several) else (payload, None)
         counts = [code.first(length) for length in rotation.lengths]
@@ -296,28 +302,29 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             count = rows * code.first(length)
             left = (rows * length - count) * (rest is not None)
             here = codes[at[0] : at[0] + count], others[at[1] : at[1] + left]
-            scale = first.norms[start : start + rows].astype(dtype)[:, None]
-            parts.append((code.decode(*here, (rows, length), dtype) * scale).reshape(-1))
+            scale = finite(first.norms[start : start + rows]).astype(unit.dtype)[:, None] * unit
+            parts.append((code.decode(*here, (rows, length), unit.dtype) * scale).reshape(-1))
             at, start = (at[0] + count, at[1] + left), start + rows
-        return jnp.concatenate(parts) if len(parts) > 1 else parts[0] if parts else jnp.zeros((0,), dtype)
+        return jnp.concatenate(parts) if len(parts) > 1 else parts[0] if parts else jnp.zeros((0,), unit.dtype)
 
     def decompress(payload, shared, like):
-        y = rotated(payload, like.size, wide(like.dtype))
-        return bounded(finite(rotation_of(like.size, block).backward(y, key_of(shared))).astype(like.dtype))
+        unit = _room(payload, wide(like.dtype))
+        x = rotation_of(like.size, block).backward(rotated(payload, like.size, unit), key_of(shared))
+        return bounded(bounded(x / unit).astype(like.dtype))
 
     def add(total, payloads, weights, shared):
         rotation = rotation_of(total.shape[0], block)
-        workers = jax.tree.leaves(payloads)[0].shape[0]
+        workers, unit = jax.tree.leaves(payloads)[0].shape[0], _room(payloads, total.dtype)
         times = lambda y, weight: y if weight is None else y * weight.astype(y.dtype)
 
         def add_one(total, message):
             payload, weight, worker = message
-            y = times(rotated(payload, total.shape[0], total.dtype), weight)
-            return total + (finite(rotation.backward(y, key_of(shared.of(worker, ())))) if per_worker else y)
+            y = times(rotated(payload, total.shape[0], unit), weight)
+            return total + (bounded(rotation.backward(y, key_of(shared.of(worker, ()))) / unit) if per_worker else y)
 
         start = total if per_worker else zeros_like(like_of(total))
         done = fold(add_one, start, (payloads, weights, jnp.arange(workers)))
-        return bounded(done if per_worker else total + finite(rotation.backward(done, key_of(shared))))
+        return bounded(done if per_worker else total + rotation.backward(done, key_of(shared)) / unit)
 
     return on_vectors(
         init=init,

@@ -126,7 +126,7 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
         if not per_worker:
             zeros = zeros_like(_wide(like_of(total)))
             y = accumulate(compressor, zeros, payloads, weights, shared.inner)
-            return total + rotation.backward(y, key_of(shared)).astype(total.dtype)
+            return bounded(total + rotation.backward(y, key_of(shared)).astype(total.dtype))
         return _one_by_one(compressor, rotation, pick, total, payloads, weights, shared)
 
     def pick(shared, worker, workers):
@@ -164,6 +164,6 @@ def _one_by_one(
         mine = pick(shared, worker, workers)
         one, weight = jax.tree.map(lambda a: a[None], (payload, weight))
         y = accumulate(compressor, zeros, one, weight, mine.inner)
-        return total + rotation.backward(y, key_of(mine)).astype(total.dtype)
+        return bounded(total + rotation.backward(y, key_of(mine)).astype(total.dtype))
 
     return fold(add_one, total, (payloads, weights, jnp.arange(workers)))

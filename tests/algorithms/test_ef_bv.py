@@ -133,3 +133,20 @@ BAD = [
 def test_arguments_are_checked(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("signs", [[1], [1, -1]], ids=str)
+@pytest.mark.parametrize(
+    "compressor",
+    [jc.eden(1, block=64), jc.eden(1.5, per_worker=True), jc.dct(jc.chunked(jc.top_k(k=4), 64))],
+    ids=lambda c: c.spec.name,
+)
+def test_shifts_of_the_largest_numbers_stay_finite(compressor, signs, seed):
+    """Of one worker and of four, whose messages add up to no number. And the largest numbers are sent, not zeros."""
+    largest = np.random.default_rng(seed).choice(signs, 256) * jnp.finfo(jnp.float32).max
+    grads = jnp.stack([largest, 0 * largest, -largest, largest])[:, None] * jnp.ones((N, 1), jnp.float32)
+    for n in (1, N):
+        directions, state = run_vmap(jc.compressed_mean(jc.ef_bv(compressor), AXIS), grads[0, 0], grads[:, :n])
+        assert np.any(np.asarray(directions[0]) != 0)
+        for x in jax.tree.leaves((directions, state.local.algorithm.shift, state.shared.algorithm.shift)):
+            assert np.all(np.isfinite(x))

@@ -101,7 +101,14 @@ def test_error_feedback_reaches_the_optimum_where_top_k_alone_does_not():
 
 @pytest.mark.parametrize(
     "compressor",
-    [jc.eden(1), jc.dct(jc.chunked(jc.top_k(k=4), 64)), jc.sign(), jc.block_scaled("int4")],
+    [
+        jc.eden(1),
+        jc.dct(jc.chunked(jc.top_k(k=4), 64)),
+        jc.sign(),
+        jc.block_scaled("int4"),
+        jc.rotate(jc.block_scaled("int4")),
+        jc.contract(jc.count_sketch(0.3)),
+    ],
     ids=lambda c: c.spec.name,
 )
 def test_memories_of_the_largest_numbers_stay_finite(compressor):
