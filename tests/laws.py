@@ -108,7 +108,7 @@ ROWS = [
     Row("contract-rand_k", jc.contract(jc.rand_k(0.25)), False, False),
     Row("contract-dithering", jc.contract(jc.dithering(2)), False, False, slow=True),
     Row("count_sketch", jc.count_sketch(0.3), False, False),
-    Row("count_sketch-rows", jc.count_sketch(columns=20, rows=5), False, False, slow=True),
+    Row("count_sketch-rows", jc.count_sketch(columns=12, rows=5), False, False, slow=True),
     Row("dct-top_k", jc.dct(jc.top_k(0.1), 16), False, True),
     Row("dct-natural", jc.dct(jc.natural()), False, False, slow=True),
     Row("dct-rand_k", jc.dct(jc.rand_k(0.2), 32), False, False, slow=True),

@@ -13,6 +13,7 @@ from jaxcomp.base import Compressor, Spec, State, bounded, finite, fold, key_dat
 from jaxcomp.compressors.rand_k import Draw, next_draw
 from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
 from jaxcomp.hashing import fmix32, multiply_high
+from jaxcomp.norms import room
 from jaxcomp.payloads import Dense
 
 __all__ = ["add_to_sketch", "count_sketch", "counters", "estimates"]
@@ -64,7 +65,8 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
         width = columns_of(size)
         check_like("count_sketch", values.shape, (rows * width,))
         found = estimates(shared.round_key(), values.astype(dtype).reshape(rows, width), size)
-        return bounded(functools.reduce(jnp.add, [row / rows for row in found]))
+        unit = room(rows)  # products with it are exact, so compilers do not change what is added up
+        return bounded(functools.reduce(jnp.add, [row * unit for row in found]) / (rows * unit))
 
     def decompress(payload, shared, like):
         return bounded(decoded(payload.values, shared, like.size, wide(like.dtype)).astype(like.dtype))
