@@ -125,8 +125,8 @@ def forward(x: Array, cut: Cut) -> Array:
 
 
 def backward(coefficients: Array, cut: Cut, shape: tuple[int, ...]) -> Array:
-    """Inverse of `forward`, saturated."""
-    blocks = bounded(coefficients).reshape(cut.shape[0], *cut.pieces, *cut.sides)
+    """Inverse of `forward` for finite coefficients, saturated."""
+    blocks = coefficients.reshape(cut.shape[0], *cut.pieces, *cut.sides)
     how = "apk,ki->api" if len(cut.sides) == 1 else "apqkl,ki,lj->apiqj"
     x = _products(how, blocks, cut).reshape(cut.shape[0], *(p * s for p, s in zip(cut.pieces, cut.sides, strict=True)))
     return x[tuple(slice(n) for n in cut.shape)].reshape(shape)
@@ -169,7 +169,8 @@ def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -
     def add(total, payloads, weights, shared):
         cut, inner, _ = parts(total)
         zeros = jnp.zeros((cut.size,), total.dtype)
-        return bounded(total + backward(accumulate(inner, zeros, payloads, weights, shared), cut, total.shape))
+        found = bounded(accumulate(inner, zeros, payloads, weights, shared))
+        return bounded(total + backward(found, cut, total.shape))
 
     def of_padded(bound, worse):
         """The worse of a vector of d entries, and of the longest that an array of as many can become."""
