@@ -97,10 +97,13 @@ class Run:
         self.say(f"plot: {self.folder / name}")
 
 
-def draw_panels(path: Path, panels: Panels, title: str = "", each: Any = None, **labels: Any) -> None:
+def draw_panels(
+    path: Path, panels: Panels, title: str = "", each: Any = None, ticks: Sequence[float] = (), **labels: Any
+) -> None:
     """A panel for each title, and in it a line for each curve, which looks the same in all panels.
 
-    each: a mapping of titles to labels of that panel alone. labels: of `axis.set`, the same for all.
+    each: a mapping of titles to labels of that panel alone. ticks: places along x in place of those that a scale has.
+    labels: of `axis.set`, the same for all.
     """
     import numpy as np
 
@@ -113,6 +116,9 @@ def draw_panels(path: Path, panels: Panels, title: str = "", each: Any = None, *
     for axis, (name, curves) in zip(axes, panels.items(), strict=False):
         axis.set(title=name, **{**labels, **(each or {}).get(name, {})})
         axis.tick_params(which="both", labelsize=8)
+        if ticks:
+            axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            axis.set_xticks([], minor=True)
         for label, (x, y, *error) in curves.items():
             look = looks.setdefault(label, {"label": label, "markersize": 4} | LINES[len(looks) % len(LINES)])
             if error:

@@ -26,6 +26,8 @@ from jaxcomp.base import State, for_worker
 
 __all__ = ["main"]
 
+BITS: dict[str, Any] = {"xlabel": "bits an entry, scales included", "xscale": "log", "ticks": (0.5, 1, 2, 3, 4, 8)}
+
 
 def families() -> dict[str, list]:
     """Lines of the figure: what belongs together, in the order of its bits. EDEN comes first."""
@@ -225,12 +227,10 @@ def lines(records: list[dict], value: Callable[[dict], float]) -> dict[str, tupl
 def draw(records: list[dict], sources: list[str], workers: int, path: Path) -> None:
     """One panel for each source, one line for each family."""
     panels = {source: lines(records, lambda r, source=source: r["errors"][source]) for source in sources}
-    labels = {"xlabel": "bits an entry, scales included", "ylabel": f"NMSE of the mean of {workers} workers"}
-    draw_panels(path, panels, xscale="log", yscale="log", **labels)
+    draw_panels(path, panels, ylabel=f"NMSE of the mean of {workers} workers", yscale="log", **BITS)
 
 
 def draw_speed(records: list[dict], path: Path) -> None:
     """The same families: how fast they are."""
     panels = {"compress and decompress": lines(records, lambda r: r["speed"])}
-    labels = {"xlabel": "bits an entry, scales included", "ylabel": "million entries a second"}
-    draw_panels(path, panels, xscale="log", yscale="log", **labels)
+    draw_panels(path, panels, ylabel="million entries a second", yscale="log", **BITS)
