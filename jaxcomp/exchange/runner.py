@@ -247,10 +247,15 @@ def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
     """The mean of what a route carried; the payloads of all workers are decoded and added, on every worker alike."""
     if carried.payloads is None:
         return carried.mean
+    if carried.is_mean:  # one message, which is decoded without a pass that adds it to zeros
+        decode = lambda payload, shared: out.compressor.decompress(
+            jax.tree.map(lambda a: a[0], payload), for_worker(out.compressor, shared, 0, 1), wide_like(out.like)
+        )
+        return varying(on_equal_types(decode, carried.payloads, out.shared), call.outer)
     add = lambda *args: accumulate(out.compressor, wide_like(out.like), *args)
     total = varying(on_equal_types(add, carried.payloads, carried.weights, out.shared), call.outer)
     # For equal weights 1/n comes last: sums without products are the same bit for bit wherever they are compiled.
-    scale = 1 / axis_size(call.axis) if call.weights is None and not carried.is_mean else None
+    scale = 1 / axis_size(call.axis) if call.weights is None else None
     return total if scale is None else jax.tree.map(lambda t: t * scale, total)
 
 
