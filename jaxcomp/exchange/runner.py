@@ -123,14 +123,13 @@ class Runner(NamedTuple):
         route, counts = exchange.outcome
         errors = self._errors(measured, counts.errors, arrays, local.counts.errors)
         local = MeanLocal(new.local, route.local, counts._replace(errors=errors))
-        workers = jnp.asarray(exchange.size, jnp.int32)
-        shared = MeanShared(shared.count + 1, shared.key, workers, new.shared, route.shared)
+        size = jnp.asarray(exchange.size, jnp.int32)
+        shared = MeanShared(shared.count + 1, shared.key, size, new.shared, route.shared)
         return out, off_device(local, shared, state.about)
 
     def _opened(self, state: Any) -> tuple[MeanLocal, MeanShared, Plan]:
         place = self.placement
-        missing = is_missing(place)
-        if missing:
+        if missing := is_missing(place):
             raise ValueError(
                 f"{self.name}: no axis named {missing!r} is bound here; call it inside jax.shard_map, jax.pmap or "
                 "jax.vmap(axis_name=...)"
@@ -175,9 +174,8 @@ class Runner(NamedTuple):
         """Those of this round, or of the last one in which they were measured."""
         if measured is None:
             return no_errors()
-        every = self.placement.every
-        none = varying(jnp.zeros((), jnp.float32), every)
-        bad = lax.cond(measured, lambda: varying(nonfinite(arrays), every), lambda: none)
+        typed = lambda x: varying(x, self.placement.every)
+        bad = lax.cond(measured, lambda: typed(nonfinite(arrays)), lambda: typed(jnp.zeros((), jnp.float32)))
         return jax.tree.map(lambda a, b: jnp.where(measured, a, b), errors._replace(nonfinite=bad), before)
 
 
@@ -247,16 +245,15 @@ def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
     """The mean of what a route carried; the payloads of all workers are decoded and added, on every worker alike."""
     if carried.payloads is None:
         return carried.mean
+    like = wide_like(out.like)
     if carried.is_mean:  # one message, which is decoded without a pass that adds it to zeros
-        decode = lambda payload, shared: out.compressor.decompress(
-            jax.tree.map(lambda a: a[0], payload), for_worker(out.compressor, shared, 0, 1), wide_like(out.like)
-        )
+        first, mine = lambda a: a[0], lambda shared: for_worker(out.compressor, shared, 0, 1)
+        decode = lambda sent, shared: out.compressor.decompress(jax.tree.map(first, sent), mine(shared), like)
         return varying(on_equal_types(decode, carried.payloads, out.shared), call.outer)
-    add = lambda *args: accumulate(out.compressor, wide_like(out.like), *args)
+    add = lambda *args: accumulate(out.compressor, like, *args)
     total = varying(on_equal_types(add, carried.payloads, carried.weights, out.shared), call.outer)
     # For equal weights 1/n comes last: sums without products are the same bit for bit wherever they are compiled.
-    scale = 1 / axis_size(call.axis) if call.weights is None else None
-    return total if scale is None else jax.tree.map(lambda t: t * scale, total)
+    return total if call.weights is not None else jax.tree.map(lambda t: t * (1 / axis_size(call.axis)), total)
 
 
 class Round:
