@@ -1,5 +1,6 @@
 """Times that all processes of a mesh agree on, of programs that all of them run at once."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,6 +97,17 @@ class Clock:
                     jax.block_until_ready(runs[i]())
                 found[i][number] = [self._once(runs[i]) for _ in range(counts[i])]
         return np.stack([np.median(self.agreed(each).reshape(each.shape), axis=1) for each in found])
+
+    @functools.cached_property
+    def launch(self) -> float:
+        """Seconds of a program that does next to nothing: what it takes to start any program.
+
+        A step is one program. Its parts are measured as programs of their own, each of which takes that much more.
+        """
+        shape = (self.mesh.devices.size, 1)
+        row = jax.make_array_from_callback(shape, self.rows, lambda index: np.zeros((1, 1), np.float32))
+        nothing = jax.jit(lambda x: x + 1)
+        return self.median(lambda: nothing(row), 5, 1.0)[0]
 
     def _once(self, run: Callable[[], Any]) -> float:
         self.agreed([0.0])  # nobody starts before the last one is here

@@ -1,7 +1,8 @@
 """What a plan needs to know of a machine, measured: links, encoding and decoding, overlap.
 
 All processes run the same programs at the same time, so that workers which share cores slow each other down here as
-they will in training. A time is the median over rounds of the slowest process.
+they will in training. A time is the median over rounds of the slowest process, less what it takes to start a program: a
+training step is a single one.
 """
 
 import math
@@ -99,7 +100,7 @@ def sweep(clock: Clock, kind: str, axis: Any, most_bytes: float, seconds: float)
         key = ("sweep", kind, axis, words)
         run, x = clock.keep(key, lambda words=words: _sweeper(clock, kind, axis, workers, words))
         middle, error = clock.median(lambda run=run, x=x: run(x), 9, seconds / 4)
-        samples.append(Sample(workers, float(4 * words), middle, error))
+        samples.append(Sample(workers, float(4 * words), max(middle - clock.launch, middle / 10), error))
     return fit(kind, samples)
 
 
@@ -150,7 +151,8 @@ def work_of(clock: Clock, candidate: Candidate, axis: Any, grads: Any, seconds: 
     entries = float(sum(x.size for x in jax.tree.leaves(grads)))
     make = lambda: _working(clock, candidate, axis, grads)
     first, second, error = clock.keep(("work", candidate.name, axis), make)
-    times = [0.0 if run is None else clock.median(run, ROUNDS, seconds / 2)[0] for run in (first, second)]
+    alone = lambda run: max(clock.median(run, ROUNDS, seconds / 2)[0] - clock.launch, 0.0)
+    times = [0.0 if run is None else alone(run) for run in (first, second)]
     return Work(line_through([(entries, times[0])]), line_through([(entries, sum(times))]), error)
 
 
