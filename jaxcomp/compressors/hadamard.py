@@ -27,7 +27,7 @@ __all__ = ["Rotation", "rotation_of"]
 Array = jax.Array
 U32 = jnp.uint32
 FACTOR = 6  # log2 of the largest factor
-TILE = 2**16  # entries that are rotated at a time on CPU, in its cache
+TILE = 2**18  # entries that are rotated at a time on CPU, in its cache
 
 
 class Rotation(NamedTuple):
