@@ -151,7 +151,8 @@ def test_vmap_equals_loop(row, key, seed):
     mapped = jax.jit(jax.vmap(lambda x, key: jc.roundtrip(row.compressor, x, key=key)[0]))(xs, keys)
     looped = jnp.stack([roundtrip_of(row)(x, k)[0] for x, k in zip(xs, keys, strict=True)])
     # Products with a matrix are added in another order when mapped.
-    precise = {"rtol": 1e-6, "atol": 5e-7} if row.compressor.spec.norm is None else {"rtol": 1e-4, "atol": 1e-4}
+    atol = 4 * 2.0**-23 if "rotate" in row.compressor.spec.name else 1e-7  # sums of entries of order one
+    precise = {"rtol": 1e-6, "atol": atol} if row.compressor.spec.norm is None else {"rtol": 1e-4, "atol": 1e-4}
     np.testing.assert_allclose(mapped, looped, **precise)
 
 

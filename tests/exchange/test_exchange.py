@@ -155,3 +155,17 @@ def test_trees_are_right_and_bitwise_equal_everywhere(compressor, way, key, seed
     via, weights = way
     like = like_of(TREE)
     assert_right(*everywhere(compressor, via, WEIGHTS[weights], like, key, seed), 1e-5, weights)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_a_mean_on_the_way_is_the_sum_over_n_and_holds_the_largest_numbers(workers, seed):
+    """Where 1/n is exact, messages are scaled before they are added."""
+    tx = jc.compressed_mean(jc.direct(jc.identity()), AXIS)
+    update = lambda x: tx.update(x, tx.init(x))[0]
+    mean = jax.jit(jax.vmap(update, axis_name=AXIS, axis_size=workers))
+    x = np.random.default_rng(seed).standard_normal((workers, D)).astype(np.float32)
+    want = np.mean(x, axis=0, dtype=np.float64)
+    np.testing.assert_allclose(mean(x), np.tile(want, (workers, 1)), rtol=1e-6, atol=1e-7)
+    if workers != 3:
+        largest = np.full((workers, D), np.finfo(np.float32).max)
+        np.testing.assert_array_equal(mean(largest), largest)
