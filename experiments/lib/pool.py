@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import UserError
+from experiments.lib.gloo import warm_up
 from experiments.lib.processes import Group, or_die
 
 __all__ = ["ONE_PROCESS", "Pool", "answer", "note", "or_die", "requests", "serve"]
@@ -125,6 +126,7 @@ def serve(address: str, workers: int, number: int, do: Callable[..., Any]) -> No
         else:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
             jax.distributed.initialize(address, workers, number)
+            warm_up()
         answer("ready")
         for request in requests():
             answer(do(**request))

@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook  # pyright: ignore[reportMissingImports]
 from torch.nn.parallel import DistributedDataParallel  # pyright: ignore[reportMissingImports]
 
+from experiments.lib.gloo import calm
 from experiments.lib.models import Block
 from experiments.network.training import Training
 
@@ -32,6 +33,8 @@ def join(address: str, workers: int, number: int) -> None:
         torch.set_num_threads(1)
         host = address.rpartition(":")[0]
         dist.init_process_group("gloo", init_method=f"tcp://{host}:{PORT}", world_size=workers, rank=number)
+        dist.barrier()
+        calm()
 
 
 class Net(torch.nn.Module):
