@@ -130,7 +130,8 @@ def _fit(kind: str, plain: Mapping[str, Any]) -> Fit:
     a, both, c = map(float, plain.get("covariance", (0, 0, 0)))
     ratios = tuple((int(n), float(sent), float(ratio)) for n, sent, ratio in plain.get("ratios", ()))
     samples = tuple(Sample(**sample) for sample in plain.get("samples", ()))
-    return Fit(kind, latency, per_byte, (a, both, c), ratios, samples)
+    wait, cores = float(plain.get("wait", 0)), int(plain.get("cores", 0))
+    return Fit(kind, latency, per_byte, (a, both, c), ratios, samples, wait, cores)
 
 
 def _line(plain: Mapping[str, Any]) -> Line:

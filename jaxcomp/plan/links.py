@@ -10,19 +10,22 @@ bytes in it, as the ledger counts them:
     reduce_scatter   n - 1       (n - 1) / n b       ring
     permute          1           b
 
-    t = m latency + s / bandwidth
+    t = m (latency + wait max(n / cores - 1, 0)) + s / bandwidth
 
-A fit minimises sum_i ((t_i - m_i a - s_i c) / e_i)^2 over a, c >= 0, where e_i is the standard error of the i-th
-time, or 2 % of it if that is more: weighted least squares, A = (X' W X)^-1 X' W t with X = [m, s] and W = diag(1 /
-e^2). A negative coefficient is set to zero and the other one fitted alone. The covariance of (a, c) is (X' W X)^-1,
-times chi^2 / (N - 2) where the line misses the points by more than their errors. Of one sweep at one n the two
-columns are told apart by the sizes; sweeps at several n may be fitted together.
+The wait is that of n workers on one machine with fewer cores: each message finds n / cores - 1 others before it.
+
+A fit minimises sum_i ((t_i - X_i b) / e_i)^2 over b = (a, c, w) >= 0, where e_i is the standard error of the i-th time,
+or 2 % of it if that is more: weighted least squares, b = (X' W X)^-1 X' W t with X = [m, s, m max(n / cores - 1, 0)]
+and W = diag(1 / e^2), of those columns with which no coefficient is negative. The covariance of (a, c) is that of
+(X' W X)^-1, times chi^2 / (N - columns) where the line misses the points by more than their errors. Of one sweep at one
+n latency and bandwidth are told apart by the sizes; a wait takes sweeps at several n, fitted together.
 
 Real collectives change their algorithm with the size. Within the sizes that were measured a prediction is therefore the
 line times the ratio of time to line, interpolated in the logarithm of the bytes sent; outside it is the line, times the
 ratio at the end that is nearer.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -103,6 +106,7 @@ class Fit(NamedTuple):
     covariance: of (latency, per_byte), as three numbers: var a, cov, var c.
     ratios: (workers, bytes sent, measured over line) of each measured size.
     samples: what it was fitted to.
+    wait: seconds of a message for each further worker of its core. cores: that all workers share; 0: each has its own.
     """
 
     kind: str
@@ -111,6 +115,8 @@ class Fit(NamedTuple):
     covariance: tuple[float, float, float] = (0.0, 0.0, 0.0)
     ratios: tuple[tuple[int, float, float], ...] = ()
     samples: tuple[Sample, ...] = ()
+    wait: float = 0.0
+    cores: int = 0
 
     @property
     def link(self) -> Link:
@@ -119,14 +125,14 @@ class Fit(NamedTuple):
 
     def line(self, operand_bytes: float, workers: int) -> float:
         """Seconds by latency and bandwidth alone."""
-        messages, sent = _place(self.kind, operand_bytes, workers)
-        return messages * self.latency + sent * self.per_byte
+        messages, sent, waits = _place(self.kind, operand_bytes, workers, self.cores)
+        return messages * self.latency + sent * self.per_byte + waits * self.wait
 
     def seconds(self, operand_bytes: float, workers: int) -> Seconds:
         """Predicted seconds of one collective."""
         if workers < 2:
             return Seconds(0.0, 0.0)
-        messages, sent = _place(self.kind, operand_bytes, workers)
+        messages, sent, _ = _place(self.kind, operand_bytes, workers)
         a, both, c = self.covariance
         variance = messages**2 * a + 2 * messages * sent * both + sent**2 * c
         return Seconds(self.line(operand_bytes, workers) * self._ratio(sent, workers), float(np.sqrt(max(variance, 0))))
@@ -147,20 +153,23 @@ def check_kind(name: str, kind: str) -> Kind:
     return KINDS[kind]
 
 
-def _place(kind: str, operand_bytes: float, workers: int) -> tuple[float, float]:
+def _place(kind: str, operand_bytes: float, workers: int, cores: int = 0) -> tuple[float, float, float]:
+    """Messages one after the other, bytes sent, and workers that these messages wait for."""
     how = check_kind("links", kind)
-    return how.messages(workers), how.sent(operand_bytes, workers)
+    messages = how.messages(workers)
+    return messages, how.sent(operand_bytes, workers), messages * max(workers / cores - 1, 0) if cores else 0.0
 
 
-def fit(kind: str, samples: Iterable[Sample]) -> Fit:
-    """Latency and bandwidth of a collective from measured sizes, with their covariance (see the module).
+def fit(kind: str, samples: Iterable[Sample], cores: int = 0) -> Fit:
+    """Latency, bandwidth and wait of a collective from measured sizes, with their covariance (see the module).
 
     Args:
         kind: one of KINDS.
         samples: at least two, of two sizes or two numbers of workers.
+        cores: that all workers share; 0: each has its own, and waits for no other.
 
     Raises:
-        ValueError: an unknown kind, times or errors that are not finite and >= 0, or fewer than two places.
+        ValueError: an unknown kind, cores < 0, times or errors that are not finite and >= 0, or fewer than two places.
 
     >>> two = [Sample(2, 0.0, 2e-3, 0.0), Sample(2, 1e6, 1.002, 0.0)]
     >>> found = fit("all_reduce", two)
@@ -169,16 +178,19 @@ def fit(kind: str, samples: Iterable[Sample]) -> Fit:
     """
     samples = tuple(samples)
     check_kind("fit", kind)
-    places = np.array([_place(kind, x.operand_bytes, x.workers) for x in samples], np.float64).reshape(-1, 2)
-    if len({tuple(place) for place in places.tolist()}) < 2:
+    if cores < 0:
+        raise ValueError(f"fit: cores must be an integer >= 0; got {cores!r}")
+    places = np.array([_place(kind, x.operand_bytes, x.workers, cores) for x in samples], np.float64).reshape(-1, 3)
+    if len({tuple(place) for place in places[:, :2].tolist()}) < 2:
         raise ValueError(f"fit: samples must be of at least two sizes; got {len(samples)} of {kind}")
     seconds = np.array([x.seconds for x in samples], np.float64)
     errors = np.array([x.error for x in samples], np.float64)
     if not (np.isfinite(seconds).all() and np.isfinite(errors).all() and (seconds >= 0).all() and (errors >= 0).all()):
         raise ValueError(f"fit: seconds and errors must be finite and >= 0; got {seconds.tolist()}, {errors.tolist()}")
     errors = np.maximum(errors, LEAST_ERROR * np.maximum(seconds, 1e-9))
-    found, covariance = _least_squares(places / errors[:, None], seconds / errors)
-    made = Fit(kind, float(found[0]), float(found[1]), (covariance[0, 0], covariance[0, 1], covariance[1, 1]))
+    (latency, per_byte, wait), covariance = _least_squares(places / errors[:, None], seconds / errors)
+    spread = (float(covariance[0, 0]), float(covariance[0, 1]), float(covariance[1, 1]))
+    made = Fit(kind, float(latency), float(per_byte), spread, wait=float(wait), cores=cores)
     lines = [made.line(x.operand_bytes, x.workers) for x in samples]
     ratios = [
         (x.workers, float(place[1]), x.seconds / line if line > 0 else 1.0)
@@ -188,31 +200,23 @@ def fit(kind: str, samples: Iterable[Sample]) -> Fit:
 
 
 def _least_squares(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """argmin |x b - y|^2 over b >= 0 of two columns, and the covariance of b."""
+    """argmin |x b - y|^2 over b >= 0, and the covariance of b: the best of all sets of columns that give b >= 0."""
     scale = np.linalg.norm(x, axis=0)
+    present = [i for i in range(x.shape[1]) if scale[i] > 0]
     scale[scale == 0] = 1.0
-    x = x / scale
-    for columns in ((0, 1), (0,), (1,)):
-        part = x[:, columns]
-        solved = np.linalg.lstsq(part, y, rcond=None)[0]
-        if len(columns) == 2 and (solved < 0).any():
-            continue
-        if len(columns) == 1 and len(part) and _better_alone(x, y, columns[0]):
-            continue
-        break
-    found = np.zeros(2)
-    found[list(columns)] = np.maximum(solved, 0)
-    inverse = np.zeros((2, 2))
-    inverse[np.ix_(columns, columns)] = np.linalg.pinv(part.T @ part)
-    misfit = float(np.sum((x @ found - y) ** 2)) / max(len(y) - len(columns), 1)
-    covariance = inverse * (max(misfit, 1.0) if len(y) > len(columns) else 1.0)
-    return found / scale, covariance / np.outer(scale, scale)
-
-
-def _better_alone(x: np.ndarray, y: np.ndarray, column: int) -> bool:
-    """Whether the other column by itself leaves a smaller rest."""
-    rest = lambda c: np.sum((x[:, c] * max(float(x[:, c] @ y) / max(float(x[:, c] @ x[:, c]), 1e-300), 0.0) - y) ** 2)
-    return column == 0 and bool(rest(1) < rest(0))
+    x, best = x / scale, (np.inf, (), np.zeros(0))
+    for count in range(len(present), 0, -1):
+        for columns in itertools.combinations(present, count):
+            solved = np.linalg.lstsq(x[:, columns], y, rcond=None)[0]
+            rest = float(np.sum((x[:, columns] @ solved - y) ** 2))
+            if (solved >= 0).all() and rest < best[0]:
+                best = (rest, columns, solved)
+    rest, columns, solved = best
+    found, inverse = np.zeros(x.shape[1]), np.zeros((x.shape[1], x.shape[1]))
+    found[list(columns)] = solved
+    inverse[np.ix_(columns, columns)] = np.linalg.pinv(x[:, columns].T @ x[:, columns])
+    free = len(y) - len(columns)
+    return found / scale, inverse * max(rest / free if free > 0 else 1.0, 1.0) / np.outer(scale, scale)
 
 
 def workers_of(axis: str, sizes: Mapping[str, int]) -> int:

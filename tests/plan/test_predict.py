@@ -79,6 +79,19 @@ def test_a_coefficient_is_never_negative():
     assert steep.per_byte > 0
 
 
+def test_the_wait_for_shared_cores_is_told_from_the_latency():
+    """Times with a wait on two cores, of 2 to 4 workers, are met at 8; of 2 workers alone there is none to be seen."""
+    model = Fit("all_reduce", 1e-4, 1e-8, wait=2e-4, cores=2)
+    samples = [Sample(n, b, model.line(b, n), 0.0) for n in (2, 3, 4) for b in (256.0, 1e4, 1e6)]
+    found = fit("all_reduce", samples, cores=2)
+    assert (found.latency, found.per_byte, found.wait) == pytest.approx((1e-4, 1e-8, 2e-4))
+    assert found.seconds(256.0, 8).mean == pytest.approx(14 * (1e-4 + 3 * 2e-4) + 2 * 7 / 8 * 256 * 1e-8)
+    assert fit("all_reduce", samples[:3], cores=2).wait == 0
+    assert fit("all_reduce", samples).seconds(256.0, 8).mean < 0.5 * found.seconds(256.0, 8).mean
+    with pytest.raises(ValueError, match="cores must be an integer >= 0; got -1"):
+        fit("all_reduce", samples, cores=-1)
+
+
 @pytest.mark.parametrize(
     ("samples", "said"),
     [
@@ -141,8 +154,10 @@ def test_steps_that_were_run_say_what_the_others_take():
     assert found.of(step(3.0, 4.0)) == pytest.approx(12, rel=1e-3)
     assert factors_of([]).of(steps[0]) == pytest.approx(steps[0].total)
     one = factors_of([(step(5.0, 0.001), 1, 10.0)])
-    assert one.network == pytest.approx(2, rel=0.1)
+    assert one.network == pytest.approx(1.2, rel=0.01)  # (a / 2 - 1)^2 + (a - 1)^2 is least there
     assert one.rest == pytest.approx(1, rel=0.01)  # nothing is known of it
+    many = factors_of([(step(5.0, 0.001), 1, 10.0)] * 40)
+    assert many.network == pytest.approx(2, rel=0.1)
     rows = [Row(Candidate(name, jc.direct(jc.identity())), x, 0.0, NONE) for name, x in zip("abc", steps, strict=False)]
     rows = with_expected([rows[0]._replace(measured=2 * rows[0].parts.total), *rows[1:]])
     assert rows[0].expected is None
