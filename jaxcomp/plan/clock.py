@@ -80,7 +80,7 @@ class Clock:
 
         Args:
             runs, rounds, most: as above.
-            before: called with the number of a program when its turn begins.
+            before: called with the number of a program before each of its runs, and not timed.
         """
         for run in runs:
             jax.block_until_ready(run())
@@ -92,10 +92,11 @@ class Clock:
         found = [np.zeros((rounds, count)) for count in counts]
         for number in range(rounds):
             for i in range(len(runs))[:: 1 if number % 2 else -1]:
-                before(i)
-                if several:
-                    jax.block_until_ready(runs[i]())
-                found[i][number] = [self._once(runs[i]) for _ in range(counts[i])]
+                for run in range(-1 if several else 0, counts[i]):
+                    before(i)
+                    seconds = self._once(runs[i])
+                    if run >= 0:
+                        found[i][number, run] = seconds
         return np.stack([np.median(self.agreed(each).reshape(each.shape), axis=1) for each in found])
 
     @functools.cached_property

@@ -32,7 +32,7 @@ __all__ = ["Plan", "plan", "plan_on"]
 BUDGET = 100.0  # seconds of measuring
 FOR_TRYING = 1 / 3  # of the budget, which measuring leaves
 ROUNDS = 7  # of the gradient
-TRIED = 3  # candidates that are run, besides the best dense one
+TRIED = 3  # candidates that are run, besides the first and the best dense one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def plan(
     What is measured: seconds of each collective that candidates use against size, for each axis (`plan.links`); of
     encoding and decoding this gradient, and what a message of it loses; of loss and gradient; how much of an
     exchange is hidden behind computing. From that the step of every candidate is predicted (`plan.predict`). The best
-    few, and the best dense one, are run, and the fastest is advised: a dense one unless compressing saves more than
+    few, f32 and the best dense one are run, and the fastest is advised: a dense one unless compressing saves more than
     5 %. Seconds per step are compared, not steps: what compressing loses stands in the table.
 
     All processes must call it alike, with the same arguments; all get the same advice. The pieces are compiled and run
@@ -129,8 +129,8 @@ def plan(
         max_error: messages may lose at most this share of |x|^2; None: any.
         max_every: H, most steps that a worker may take from one exchange to the next (`local_updates`). None: an
             exchange at every step, unless candidates are given that say otherwise.
-        tried: how many candidates are run besides the best dense one; 0: prediction alone. Of local updates H steps
-            are run.
+        tried: how many candidates are run besides f32 and the best dense one; 0: prediction alone. Of local updates
+            H steps are run.
         show: takes a line about what is being measured.
 
     Returns:

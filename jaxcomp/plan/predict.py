@@ -38,7 +38,7 @@ __all__ = [
     "step_seconds",
 ]
 
-TRUST = 0.02  # of `factors_of`
+TRUST = 1.0  # of `factors_of`: the parts count as much as one step that was run
 
 
 class Line(NamedTuple):

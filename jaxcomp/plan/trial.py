@@ -36,23 +36,26 @@ def tried_rows(
     tried: int,
     show: Callable[[str], None],
 ) -> list[Row]:
-    """The rows, those that are best by prediction with measured seconds: the best dense one without buckets first.
+    """The rows, some of them with measured seconds.
 
-    Of the others at most one is dense. Rows whose work is not known come last. One whose three rounds of H steps take
-    longer than what is left is not run. All are compiled first, and then run in turn: what else the machine does
-    meanwhile slows all of them.
+    Those are of the first dense candidate without buckets (f32, which is what there is without a plan), of the best
+    such one, and of the `tried` best of the others, at most one of them dense. Rows whose work is not known come last.
+    Local steps, or a first dense one that is not the best, are not run if three rounds take longer than what is left.
+    All are compiled first, and then run in turn: what else the machine does meanwhile slows all of them.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].bound, rows[i].seconds))
     able = [i for i in order if rows[i].refused is None and _can_run(rows[i].candidate, params, mesh, axis)]
     dense = [i for i in able if rows[i].candidate.dense]
-    plain = [i for i in dense if not rows[i].candidate.bucket_bytes][:1] or dense[:1]
+    whole = [i for i in dense if not rows[i].candidate.bucket_bytes] or dense
+    plain = list(dict.fromkeys([*whole[:1], *sorted(whole)[:1]]))
     further = [i for i in dense if i not in plain][1:]
     steps: dict[int, Step] = {}
     for i in [*plain, *[i for i in able if i not in plain and i not in further][:tried]]:
         left = clock.left()
         if left <= 0 and steps:
             break
-        if 3 * rows[i].candidate.every * rows[i].seconds > left and rows[i].candidate.every > 1:
+        optional = rows[i].candidate.every > 1 or i in plain[1:]
+        if optional and 3 * rows[i].candidate.every * rows[i].seconds > left:
             continue
         show(f"trying {rows[i].candidate.name}")
         steps[i] = step_of(clock, rows[i].candidate, loss, params, batch, mesh, axis)
@@ -72,7 +75,7 @@ class Step:
     run: takes and returns what a step changes. state: what it is before the first one.
 
     There is one batch, so its gradient comes again and again. An error memory would grow in the direction of that
-    gradient alone, as in no training, until thresholds that are fitted to it miss: `restart` is called now and then.
+    gradient alone, as in no training, until thresholds that are fitted to it miss: each run begins with the same state.
     """
 
     def __init__(self, run: Callable[[Any], tuple[Any, Any]], state: Any, every: int):
