@@ -1,15 +1,16 @@
 """Tables and pictures of docs/results that a command makes in under an hour: which are stale, and to make them anew.
 
 A table stands on its page between two markers. The first one says when it was made, with which JAX, on how many cores,
-and a hash of the code that it came from: the library, what experiments share, and the experiment itself. Where that
-hash is another one today, or none stands there, the table is stale. Text around a table is not rewritten: rows that
-changed are printed, so that its author can.
+and a hash of the code that it came from: the library, what experiments share, and the experiment itself, without
+comments and docstrings. Where that hash is another one today, or none stands there, the table is stale. Text around a
+table is not rewritten: rows that changed are printed, so that its author can.
 
     python -m experiments figures                    what is stale
     python -m experiments figures demo scale         make these anew
     python -m experiments figures --all [--data DIR] all of them; `make figures`
 """
 
+import ast
 import datetime
 import hashlib
 import os
@@ -53,7 +54,7 @@ class Figure(NamedTuple):
 
 SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
 SCOREBOARD += "local-int4@20"
-PLAN = "plan regret --workers 2 4 --one-process 2 4 --sizes 20000 100000 400000 --seconds 10 --rounds 40"
+PLAN = "plan regret --workers 2 4 8 --one-process 2 4 --sizes 50000 250000 --seconds 12 --rounds 40"
 LOCAL = "local --data {data}/tinyshakespeare --every 20 --steps 240 --batch 4 --length 48"
 FIGURES = {
     "demo": Figure("demo", "compare", "train", 2, ("compare.png", "demo.png")),
@@ -64,7 +65,7 @@ FIGURES = {
     "training": Figure("thresholds", "sidco training --steps 300 --seeds 0 1", "sidco", 4),
     "workers": Figure("scale", "workers", "scale/workers.py", 8, ("workers.png", "workers.png")),
     "scoreboard": Figure("scoreboard", SCOREBOARD, "network", 35, ("scoreboard.png", "scoreboard.png")),
-    "plan": Figure("plan", PLAN, "plan", 30, ("regret.png", "plan.png")),
+    "plan": Figure("plan", PLAN, "plan", 35, ("regret.png", "plan.png")),
     "local": Figure("local", LOCAL, "local", 10),
 }
 
@@ -155,8 +156,21 @@ def code_of(figure: Figure) -> str:
         found += [path] if path.is_file() else sorted(path.rglob("*.py"))
     digest = hashlib.sha256()
     for path in found:
-        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+        digest.update(f"{path.relative_to(ROOT).as_posix()}\0{code_in(path.read_text())}\0".encode())
     return digest.hexdigest()[:12]
+
+
+def code_in(source: str) -> str:
+    """What a program does, without comments, docstrings and the way it is laid out.
+
+    >>> code_in("x = 1  # one") == code_in("'Numbers.'\\nx = (1)"), code_in("x = 1") == code_in("x = 2")
+    (True, False)
+    """
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.unparse(tree)
 
 
 def state_of(name: str, figure: Figure) -> tuple[str, bool]:
