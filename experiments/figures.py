@@ -149,7 +149,7 @@ def stamp_of(figure: Figure) -> str:
 
 
 def code_of(figure: Figure) -> str:
-    """A short hash of the Python files that the table comes from."""
+    """A short hash of the code, without comments, that the table comes from."""
     found = []
     for place in (*SHARED, f"experiments/{figure.source}"):
         path = ROOT / place

@@ -15,25 +15,21 @@ from pathlib import Path
 __all__ = ["calm", "warm_up"]
 
 SETTLED_SECONDS = 0.1  # after which the threads that compute sleep
-EPOLL = {"22", "232", "281", "441"}  # the system calls epoll_pwait and epoll_wait, of arm64 and x86-64
+EPOLL = {"22", "232", "281", "441"}  # system calls: epoll_pwait of arm64, epoll_wait, epoll_pwait and epoll_pwait2
 
 
 def warm_up() -> None:
     """One exchange of all processes, which starts gloo's thread, and `calm`."""
-    import jax
+    from jax.experimental.multihost_utils import sync_global_devices
 
-    from experiments.network.mesh import Workers
-
-    workers = Workers()
-    total = jax.jit(lambda x: x.sum(), out_shardings=workers.equal)
-    jax.block_until_ready(total(workers.own(jax.numpy.ones(jax.local_device_count()))))
+    sync_global_devices("gloo")
     calm()
 
 
 def calm() -> int:
-    """Gives threads that wait for sockets, or spin, the lowest priority; how many. Nothing else may be going on.
+    """Sets SCHED_IDLE for every thread but the caller's that waits in epoll or runs; how many. To be called at rest.
 
-    On Linux; elsewhere, and where policies may not be set, nothing changes.
+    Where there is no such policy, or it may not be set, nothing changes.
     """
     if not hasattr(os, "SCHED_IDLE") or os.environ.get("GLOO_SPINS"):
         return 0

@@ -40,7 +40,9 @@ def parser() -> Parser:
     p.add_argument("--sizes", type=at_least(1000), default=[100_000, 400_000], help="parameters", **some)
     p.add_argument("--loads", type=int, choices=(0, 1), nargs="+", default=[0, 1], help="1: one worker's core is busy")
     p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure; `regret` compiles before")
-    p.add_argument("--tried", type=at_least(0), default=3, help="candidates that it runs besides dense ones")
+    p.add_argument(
+        "--tried", type=at_least(0), default=3, help="candidates that it runs besides f32 and the best dense"
+    )
     p.add_argument("--rounds", type=at_least(2), default=40, help="of all candidates in turn; the median counts")
     p.add_argument("--all", action="store_true", help="all default candidates, in place of six")
     p.add_argument("--of", nargs="+", default=None, metavar="RUN", help="report what these runs measured")

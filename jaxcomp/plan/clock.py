@@ -82,21 +82,26 @@ class Clock:
             runs, rounds, most: as above.
             before: called with the number of a program before each of its runs, and not timed.
         """
-        for run in runs:
+        for i, run in enumerate(runs):
+            before(i)
             jax.block_until_ready(run())
         first = np.maximum(self.agreed([self._once(run) for run in runs]), 1e-9)
         counts = np.clip(TURN_SECONDS // first, 1, MOST_IN_TURN).astype(int)
         several = len(runs) > 1
         begin = self.agreed([self._once(lambda: self.agreed([0.0]))])  # what it takes to begin together
+        begin = begin + self.agreed([self._once(lambda i=i: before(i)) for i in range(len(runs))])
         rounds = int(np.clip(most / np.sum((first + begin) * (counts + several)), 2, rounds))
         found = [np.zeros((rounds, count)) for count in counts]
+
+        def timed(i: int) -> float:
+            before(i)
+            return self._once(runs[i])
+
         for number in range(rounds):
             for i in range(len(runs))[:: 1 if number % 2 else -1]:
-                for run in range(-1 if several else 0, counts[i]):
-                    before(i)
-                    seconds = self._once(runs[i])
-                    if run >= 0:
-                        found[i][number, run] = seconds
+                if several:
+                    timed(i)
+                found[i][number] = [timed(i) for _ in range(counts[i])]
         return np.stack([np.median(self.agreed(each).reshape(each.shape), axis=1) for each in found])
 
     @functools.cached_property

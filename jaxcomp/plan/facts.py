@@ -125,12 +125,13 @@ def from_text(text: str, where: str = "the file") -> Facts:
 
 def _fit(kind: str, plain: Mapping[str, Any]) -> Fit:
     latency, per_byte = float(plain["latency"]), float(plain["per_byte"])
-    if not (latency >= 0 and per_byte >= 0):
-        raise ValueError(f"latency and per_byte of {kind} must be >= 0; got {latency}, {per_byte}")
+    wait, cores = float(plain.get("wait", 0)), int(plain.get("cores", 0))
+    if not (latency >= 0 and per_byte >= 0 and wait >= 0 and cores >= 0):
+        got = f"{latency}, {per_byte}, {wait}, {cores}"
+        raise ValueError(f"latency, per_byte, wait and cores of {kind} must be >= 0; got {got}")
     a, both, c = map(float, plain.get("covariance", (0, 0, 0)))
     ratios = tuple((int(n), float(sent), float(ratio)) for n, sent, ratio in plain.get("ratios", ()))
     samples = tuple(Sample(**sample) for sample in plain.get("samples", ()))
-    wait, cores = float(plain.get("wait", 0)), int(plain.get("cores", 0))
     return Fit(kind, latency, per_byte, (a, both, c), ratios, samples, wait, cores)
 
 

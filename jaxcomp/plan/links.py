@@ -12,7 +12,7 @@ bytes in it, as the ledger counts them:
 
     t = m (latency + wait max(n / cores - 1, 0)) + s / bandwidth
 
-The wait is that of n workers on one machine with fewer cores: each message finds n / cores - 1 others before it.
+With n workers on fewer cores of one machine each message waits for the n / cores - 1 other workers of its core.
 
 A fit minimises sum_i ((t_i - X_i b) / e_i)^2 over b = (a, c, w) >= 0, where e_i is the standard error of the i-th time,
 or 2 % of it if that is more: weighted least squares, b = (X' W X)^-1 X' W t with X = [m, s, m max(n / cores - 1, 0)]
@@ -124,12 +124,12 @@ class Fit(NamedTuple):
         return Link(self.latency, 1 / max(self.per_byte, 1e-15))
 
     def line(self, operand_bytes: float, workers: int) -> float:
-        """Seconds by latency and bandwidth alone."""
+        """Seconds by the formula of the module, without `ratios`."""
         messages, sent, waits = _place(self.kind, operand_bytes, workers, self.cores)
         return messages * self.latency + sent * self.per_byte + waits * self.wait
 
     def seconds(self, operand_bytes: float, workers: int) -> Seconds:
-        """Predicted seconds of one collective."""
+        """Predicted seconds of one collective; their deviation is that of latency and bandwidth."""
         if workers < 2:
             return Seconds(0.0, 0.0)
         messages, sent, _ = _place(self.kind, operand_bytes, workers)
@@ -179,7 +179,7 @@ def fit(kind: str, samples: Iterable[Sample], cores: int = 0) -> Fit:
     samples = tuple(samples)
     check_kind("fit", kind)
     if cores < 0:
-        raise ValueError(f"fit: cores must be an integer >= 0; got {cores!r}")
+        raise ValueError(f"fit: cores must be a number >= 0; got {cores!r}")
     places = np.array([_place(kind, x.operand_bytes, x.workers, cores) for x in samples], np.float64).reshape(-1, 3)
     if len({tuple(place) for place in places[:, :2].tolist()}) < 2:
         raise ValueError(f"fit: samples must be of at least two sizes; got {len(samples)} of {kind}")
@@ -188,6 +188,8 @@ def fit(kind: str, samples: Iterable[Sample], cores: int = 0) -> Fit:
     if not (np.isfinite(seconds).all() and np.isfinite(errors).all() and (seconds >= 0).all() and (errors >= 0).all()):
         raise ValueError(f"fit: seconds and errors must be finite and >= 0; got {seconds.tolist()}, {errors.tolist()}")
     errors = np.maximum(errors, LEAST_ERROR * np.maximum(seconds, 1e-9))
+    if len({max(x.workers, cores) for x in samples if x.workers > 1}) < 2:
+        places[:, 2] = 0  # one number of workers does not tell a wait from a latency
     (latency, per_byte, wait), covariance = _least_squares(places / errors[:, None], seconds / errors)
     spread = (float(covariance[0, 0]), float(covariance[0, 1]), float(covariance[1, 1]))
     made = Fit(kind, float(latency), float(per_byte), spread, wait=float(wait), cores=cores)
@@ -207,9 +209,9 @@ def _least_squares(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray
     x, best = x / scale, (np.inf, (), np.zeros(0))
     for count in range(len(present), 0, -1):
         for columns in itertools.combinations(present, count):
-            solved = np.linalg.lstsq(x[:, columns], y, rcond=None)[0]
+            solved, _, rank, _ = np.linalg.lstsq(x[:, columns], y, rcond=None)
             rest = float(np.sum((x[:, columns] @ solved - y) ** 2))
-            if (solved >= 0).all() and rest < best[0]:
+            if rank == count and (solved >= 0).all() and rest < best[0]:
                 best = (rest, columns, solved)
     rest, columns, solved = best
     found, inverse = np.zeros(x.shape[1]), np.zeros((x.shape[1], x.shape[1]))

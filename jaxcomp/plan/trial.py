@@ -38,23 +38,23 @@ def tried_rows(
 ) -> list[Row]:
     """The rows, some of them with measured seconds.
 
-    Those are of the first dense candidate without buckets (f32, which is what there is without a plan), of the best
-    such one, and of the `tried` best of the others, at most one of them dense. Rows whose work is not known come last.
-    Local steps, or a first dense one that is not the best, are not run if three rounds take longer than what is left.
-    All are compiled first, and then run in turn: what else the machine does meanwhile slows all of them.
+    These are run: the dense candidate without buckets that is predicted fastest, the first dense one (f32: what one has
+    without a plan), and the `tried` best others, at most one of them dense. Rows whose work is not known come last.
+    Local steps, and f32 where it is not the fastest, are left out if three rounds take longer than what is left. All
+    are compiled first, and then run in turn: what else the machine does meanwhile slows all of them.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].bound, rows[i].seconds))
     able = [i for i in order if rows[i].refused is None and _can_run(rows[i].candidate, params, mesh, axis)]
     dense = [i for i in able if rows[i].candidate.dense]
     whole = [i for i in dense if not rows[i].candidate.bucket_bytes] or dense
-    plain = list(dict.fromkeys([*whole[:1], *sorted(whole)[:1]]))
+    plain = list(dict.fromkeys([whole[0], min(whole)])) if whole else []
     further = [i for i in dense if i not in plain][1:]
     steps: dict[int, Step] = {}
     for i in [*plain, *[i for i in able if i not in plain and i not in further][:tried]]:
         left = clock.left()
         if left <= 0 and steps:
             break
-        optional = rows[i].candidate.every > 1 or i in plain[1:]
+        optional = rows[i].candidate.every > 1 or (i in plain[1:] and plain[0] in steps)
         if optional and 3 * rows[i].candidate.every * rows[i].seconds > left:
             continue
         show(f"trying {rows[i].candidate.name}")
@@ -76,6 +76,7 @@ class Step:
 
     There is one batch, so its gradient comes again and again. An error memory would grow in the direction of that
     gradient alone, as in no training, until thresholds that are fitted to it miss: each run begins with the same state.
+    What an algorithm does only now and then is therefore timed as in its first step.
     """
 
     def __init__(self, run: Callable[[Any], tuple[Any, Any]], state: Any, every: int):

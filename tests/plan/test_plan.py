@@ -114,6 +114,18 @@ def test_dense_on_a_fast_link_and_compressed_on_a_slow_one(machine):
     assert slow.verdict.startswith("compress: top_k")
 
 
+def test_f32_is_run_beside_the_best_dense_candidate_unless_it_takes_too_long(machine):
+    """bf16 is the best here by prediction; f32 is measured, too, if three rounds of it fit into the budget."""
+    dense = [each for each in dense_candidates() if each.name in ("f32", "bf16:two_shot")]
+    machine(1e-6, {each.name: line(0.0) for each in dense} | {"top_k": line(10.0)})
+    ran = lambda found: {row.candidate.name for row in found.rows if row.measured is not None}
+    assert ran(plan_of([*dense, SPARSE], tried=1, budget=1000.0)) == {"f32", "bf16:two_shot", "top_k"}
+    machine(1.0, {each.name: line(0.0) for each in dense} | {"top_k": line(10.0)})
+    slow = plan_of([*dense, SPARSE], tried=1, budget=1000.0)
+    assert min(slow.rows, key=lambda row: row.parts.total).candidate.name != "f32"
+    assert ran(slow) == {"bf16:two_shot", "top_k"}
+
+
 def test_candidates_share_what_is_measured_of_algorithm_and_route(machine):
     f32, bucketed = dense_candidates()[0], SPARSE._replace(name="in buckets", bucket_bytes=1024)
     work = {"f32": line(1.0), "top_k": line(1e-3, 0.9), "in buckets": line(1e-3, 0.9)}
@@ -290,7 +302,7 @@ def test_programs_are_timed_in_turn():
     assert times.shape == (2, 3)
     assert (times[1] >= 0.06).all()
     few, many = "1s" * 2, "0q" * 16
-    assert "".join(said[4:]) == few + many + many + few + few + many
+    assert "".join(said[8:]) == few + many + many + few + few + many
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,10 @@ def test_the_wait_for_shared_cores_is_told_from_the_latency():
     assert (found.latency, found.per_byte, found.wait) == pytest.approx((1e-4, 1e-8, 2e-4))
     assert found.seconds(256.0, 8).mean == pytest.approx(14 * (1e-4 + 3 * 2e-4) + 2 * 7 / 8 * 256 * 1e-8)
     assert fit("all_reduce", samples[:3], cores=2).wait == 0
+    one = fit("all_reduce", samples[6:], cores=2)  # of four workers alone a wait looks like latency
+    assert (one.latency, one.wait) == (pytest.approx(1e-4 + 2e-4), 0)
     assert fit("all_reduce", samples).seconds(256.0, 8).mean < 0.5 * found.seconds(256.0, 8).mean
-    with pytest.raises(ValueError, match="cores must be an integer >= 0; got -1"):
+    with pytest.raises(ValueError, match="cores must be a number >= 0; got -1"):
         fit("all_reduce", samples, cores=-1)
 
 
