@@ -1,5 +1,6 @@
 """`python -m experiments NAME ...`: one name for each experiment."""
 
+import difflib
 import importlib
 import sys
 
@@ -69,9 +70,9 @@ def main(arguments: list[str]) -> int:
         return 0 if last else 2
     if name not in EXPERIMENTS:
         where = f"name {second!r} after {first}" if parts else f"experiment {first!r}"
-        fail(
-            f"unknown {where}; choose from {', '.join(each.removeprefix(f'{first} ') for each in parts or EXPERIMENTS)}"
-        )
+        known = [each.removeprefix(f"{first} ") for each in parts or EXPERIMENTS]
+        near = difflib.get_close_matches(last, known, 1)
+        fail(f"unknown {where}; {f'did you mean {near[0]!r}? C' if near else 'c'}hoose from {', '.join(known)}")
     try:
         module = importlib.import_module(f"experiments.{EXPERIMENTS[name][0]}")
         return module.main(arguments[len(name.split()) :])

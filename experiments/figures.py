@@ -2,8 +2,9 @@
 
 A table stands on its page between two markers. The first one says when it was made, with which JAX, on how many cores,
 and a hash of the code that it came from: the library, what experiments share, and the experiment itself, without
-comments and docstrings. Where that hash is another one today, or none stands there, the table is stale. Text around a
-table is not rewritten: rows that changed are printed, so that its author can.
+comments and docstrings. The planner takes no part in a step, and counts for its own table alone. Where that hash is
+another one today, or none stands there, the table is stale. Text around a table is not rewritten: rows that changed are
+printed, so that its author can.
 
     python -m experiments figures                    what is stale
     python -m experiments figures demo scale         make these anew
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 IMAGES = ROOT / "docs" / "images"
 SHARED = ("jaxcomp", "experiments/lib")
+PLANNER = "plan"  # a folder of the library, and of the experiments
 
 
 class Figure(NamedTuple):
@@ -155,6 +157,8 @@ def code_of(figure: Figure) -> str:
         path = ROOT / place
         found += [path] if path.is_file() else sorted(path.rglob("*.py"))
     digest = hashlib.sha256()
+    if figure.source != PLANNER:
+        found = [path for path in found if not path.is_relative_to(ROOT / "jaxcomp" / PLANNER)]
     for path in found:
         digest.update(f"{path.relative_to(ROOT).as_posix()}\0{code_in(path.read_text())}\0".encode())
     return digest.hexdigest()[:12]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, at_least, one_thread, positive
+from experiments.lib.cli import Parser, UserError, at_least, one_thread, positive
 from experiments.lib.netlab import add_rates, laboratory, rate_name
 from experiments.lib.run import Columns, Run, parser_of
 
@@ -37,6 +37,8 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     run, rows = Run(parser(), arguments, "links"), []
+    if both := set(run.options.fit) & set(run.options.check):
+        raise UserError(f"--check must be other numbers of workers than --fit; both have {min(both)}")
     one_thread()
     for row in measured(run):
         rows.append(row)
@@ -104,6 +106,8 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def in_words(found: Sequence[dict[str, Any]]) -> str:
+    if not found:
+        return "none"
     s = summary(found)
     good = f"{s['sizes']} sizes, {s['within']:.0%} of them within {ENOUGH:.0%}"
     errors = f"median error {s['median']:.0%}, largest {s['worst']:.0%}"

@@ -180,13 +180,17 @@ def verdict(rows: Sequence[Row], chosen: Row) -> str:
     if chosen.candidate.dense:
         text = f"do not compress: {chosen.candidate.name}"
         if best is None:
-            return f"{text}; no compressed candidate is eligible"
+            some = not all(row.candidate.dense for row in rows)
+            return f"{text}; {'no compressed candidate is eligible' if some else 'there is no compressed candidate'}"
         text += f" takes {_ms(chosen.seconds)} a step. The fastest compressed candidate, {best.candidate.name},"
         if not best.known:
             return f"{text} was {_unmeasured(best, rows)}"
         more = best.seconds / chosen.seconds - 1
         text += f" is {abs(more):.0%} {'slower' if more > 0 else 'faster'}"
-        return text if best.bound else f"{text}: it {_difference(best, chosen)}"
+        text += "" if best.bound else _difference(best, chosen)
+        left = [row for row in rows if row.refused is None and not row.candidate.dense and _unspent(row, rows)]
+        many = f"{len(left)} compressed candidate{'' if len(left) == 1 else 's'}"
+        return text + (f". {many} could not be measured: the budget was too short" if left else "")
     text = f"compress: {chosen.candidate.name} takes {_ms(chosen.seconds)} a step"
     if dense is None:
         return text
@@ -210,7 +214,7 @@ def reason(row: Row, dense: Row | None, rows: Sequence[Row]) -> str:
     both = row.measured is not None and dense.measured is not None
     more = row.seconds - dense.seconds if both else row.parts.total - dense.parts.total
     words = f"{_ms(abs(more))} {'slower' if more > 0 else 'faster'} than {dense.candidate.name}"
-    words += "" if row.bound else f": {_difference(row, dense)}"
+    words += "" if row.bound else _difference(row, dense)
     return words + (f", an exchange every {row.candidate.every} steps" if row.candidate.every > 1 else "")
 
 
@@ -234,25 +238,41 @@ def _ms(seconds: float) -> str:
 
 def _unmeasured(row: Row, rows: Sequence[Row]) -> str:
     """Why the work of a candidate was not measured. Its links alone decide, or there was no time for it."""
-    known = [each for each in rows if each.refused is None and not each.bound]
-    fastest = min(known, key=lambda each: each.parts.total, default=None)
-    if fastest is None or row.parts.total < fastest.parts.total:
+    fastest = _fastest(rows)
+    if fastest is None or _unspent(row, rows):
         return "not measured: the budget was spent"
     more = _ms(row.parts.total - fastest.parts.total)
     return f"not measured: without encoding and decoding it is {more} slower than {fastest.candidate.name}"
 
 
+def _fastest(rows: Sequence[Row]) -> Row | None:
+    """By prediction, of those whose work was measured."""
+    known = [each for each in rows if each.refused is None and not each.bound]
+    return min(known, key=lambda each: each.parts.total, default=None)
+
+
+def _unspent(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether a candidate was not measured though it might be the fastest."""
+    fastest = _fastest(rows)
+    return row.bound and row.measured is None and (fastest is None or row.parts.total < fastest.parts.total)
+
+
 def _difference(row: Row, dense: Row) -> str:
-    """Predicted seconds of an exchange, on the links and at work, against those of a dense one."""
-    link = dense.parts.network - row.parts.network / row.candidate.every
-    work = (row.parts.encode + row.parts.decode) / row.candidate.every - dense.parts.encode - dense.parts.decode
+    """The end of a sentence: predicted seconds of an exchange, on the links and at work, against those of a dense one.
+
+    Where both were run it says that this is from the parts, since what was measured may differ.
+    """
+    a, b = row.candidate.every, dense.candidate.every
+    link = dense.parts.network / b - row.parts.network / a
+    work = (row.parts.encode + row.parts.decode) / a - (dense.parts.encode + dense.parts.decode) / b
+    begin = ": it " if row.measured is None or dense.measured is None else "; by the parts it "
     side = lambda seconds: f"{'saves' if seconds > 0 else 'costs'} {_ms(abs(seconds))}"
     parts = [f"{side(x)} {where}" for x, where in ((link, "on the links"), (-work, "of work")) if abs(x) > LEAST]
-    return " and ".join(parts) or "takes as long on the links and to encode and decode"
+    return begin + (" and ".join(parts) or "takes as long on the links and to encode and decode")
 
 
 def table(rows: Sequence[Row], chosen: Row) -> str:
-    """The rows as text, the best first; the one that is advised has an arrow."""
+    """The rows as text, the best first; what was not measured comes later. The one that is advised has an arrow."""
     dense = _best(rows, dense=True)
     head = (
         "",
@@ -270,7 +290,7 @@ def table(rows: Sequence[Row], chosen: Row) -> str:
     )
     head = (*head, "lost", "bound", "why")
     cells: list[tuple[str, ...]] = [head]
-    for row in sorted(rows, key=lambda row: (row.refused is not None, row.seconds)):
+    for row in sorted(rows, key=lambda row: (row.refused is not None, not row.known, row.seconds)):
         p = row.parts
         times = (p.deviation, p.gradient, p.encode, p.network, p.decode, abs(p.hidden))
         cells.append(

@@ -24,6 +24,23 @@ def rate(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a rate such as 100mbit or 10gbit; got {text!r}")
 
 
+def seconds(text: str) -> float:
+    """20us, 1ms, 0.5s or a plain number of seconds.
+
+    >>> seconds("1ms"), seconds("0.02")
+    (0.001, 0.02)
+    """
+    scales = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+    unit = next((unit for unit in scales if text.endswith(unit)), "")
+    try:
+        value = float(text.removesuffix(unit)) * scales.get(unit, 1.0)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a time such as 1ms, 20us or 0.5s; got {text!r}")
+    return value
+
+
 def count(text: str) -> float:
     """A number of entries, which may end in K, M or G.
 
@@ -47,12 +64,12 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("--parameters", type=count, default="10M", help="entries of the gradient, in vectors")
-    p.add_argument("--workers", type=int, default=4, help="that exchange gradients")
-    p.add_argument("--rate", type=rate, default="100mbit", help="of a worker's link")
-    p.add_argument("--latency", type=float, default=1e-3, help="of a message, in seconds")
-    p.add_argument("--gradient", type=float, default=0.0, help="seconds of loss and gradient in a step")
-    p.add_argument("--max-error", type=float, default=None, help="share of |x|^2 that a message may lose")
-    p.add_argument("--max-every", type=int, default=1, help="steps of a worker from one exchange to the next, at most")
+    p.add_argument("--workers", type=int, default=4, help="how many exchange gradients")
+    p.add_argument("--rate", type=rate, default="100mbit", help="bits per second of a worker's link")
+    p.add_argument("--latency", type=seconds, default="1ms", help="time of a message besides its bytes")
+    p.add_argument("--gradient", type=seconds, default="0s", help="time of the forward and backward pass of a step")
+    p.add_argument("--max-error", type=float, default=None, help="largest share of |x|^2 that a message may lose")
+    p.add_argument("--max-every", type=int, default=1, help="most steps of a worker from one exchange to the next")
     p.add_argument("--facts", type=Path, default=None, help="file that jc.plan(..., cache=FILE) has written")
 
 
@@ -73,6 +90,8 @@ def run(o: argparse.Namespace) -> str:
 
     if not 1 <= o.parameters < 2**40:
         raise ValueError(f"--parameters must be in [1, 2^40); got {o.parameters:g}")
+    if o.workers < 2:
+        raise ValueError(f"--workers must be at least 2; got {o.workers}")
     if o.facts is None:
         like = jax.ShapeDtypeStruct((int(o.parameters),), jnp.float32)
         link = Link(o.latency, o.rate)
@@ -81,7 +100,10 @@ def run(o: argparse.Namespace) -> str:
         options = {"candidates": known, "max_error": o.max_error, "max_every": o.max_every}
         found = recommend(like, workers=o.workers, link=link, gradient=o.gradient, **options)
         return f"{found}\n\nLow rank is left out: it goes by the shapes of matrices, which jc.recommend(params) knows."
-    facts = files.from_text(o.facts.read_text(), str(o.facts))
+    text = files.read(o.facts)
+    if text is None:
+        raise ValueError(f"--facts must be a file that jc.plan(..., cache=FILE) has written; there is no {o.facts}")
+    facts = files.from_text(text, str(o.facts))
     like = files.leaves_of(facts, str(o.facts))
     axis = max(facts.fits, key=lambda names: names.count(","), default="data")  # of several the workers are along all
     names = tuple(axis.split(","))

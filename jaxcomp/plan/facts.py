@@ -7,6 +7,7 @@ Times are in seconds.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.plan.links import Fit, Sample
+from jaxcomp.plan.links import Fit, Sample, check_kind
 from jaxcomp.plan.predict import Line
 
 __all__ = ["Facts", "Work", "from_text", "leaves_of", "leaves_to_text", "read", "to_text", "write"]
@@ -109,40 +110,78 @@ def from_text(text: str, where: str = "the file") -> Facts:
     try:
         plain = json.loads(text)
         if plain["version"] != VERSION:
-            raise ValueError(f"version must be {VERSION}; got {plain['version']}")
+            raise ValueError(f"version must be {VERSION}; got {plain['version']!r}")
+        about, sizes = (
+            dict(plain["about"]),
+            {str(axis): _whole(n, f"sizes of {axis}") for axis, n in plain["sizes"].items()},
+        )
+        if not sizes or dict(about.get("axes", sizes)) != sizes:
+            raise ValueError(f"sizes must be the axes of about, {about.get('axes')}; got {sizes}")
         fits = {
-            axis: {kind: _fit(kind, fit) for kind, fit in each.items()} for axis, each in dict(plain["fits"]).items()
+            axis: {kind: _fit(check_kind("plan", kind) and kind, fit) for kind, fit in each.items()}
+            for axis, each in plain["fits"].items()
         }
         work = {
-            name: Work(_line(each["encode"]), _line(each["all"]), each["error"])
-            for name, each in dict(plain["work"]).items()
+            name: Work(
+                _line(each["encode"], f"encode of {name}"),
+                _line(each["all"], f"all of {name}"),
+                None if each["error"] is None else _number(each["error"], f"error of {name}"),
+            )
+            for name, each in plain["work"].items()
         }
-        numbers = [float(plain[name]) for name in ("gradient", "forward_share", "overlap")]
-        return Facts(plain["about"], {a: int(n) for a, n in plain["sizes"].items()}, fits, work, *numbers)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"plan: {where} must hold what a plan has measured; {type(error).__name__}: {error}") from None
+        gradient = _number(plain["gradient"], "gradient")
+        shares = [_number(plain[name], name, 1.0) for name in ("forward_share", "overlap")]
+        return Facts(about, sizes, fits, work, gradient, *shares)
+    except KeyError as error:
+        raise ValueError(f"plan: {where} must hold what a plan has measured; there is no {error}") from None
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"plan: {where} must hold what a plan has measured; {error}") from None
+
+
+def _number(value: Any, name: str, most: float = math.inf) -> float:
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    if not plain or not math.isfinite(value) or not 0 <= value <= most:
+        raise ValueError(f"{name} must be a number {'>= 0' if most == math.inf else 'in [0, 1]'}; got {value!r}")
+    return float(value)
+
+
+def _whole(value: Any, name: str, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer >= {least}; got {value!r}")
+    return value
 
 
 def _fit(kind: str, plain: Mapping[str, Any]) -> Fit:
-    latency, per_byte = float(plain["latency"]), float(plain["per_byte"])
-    wait, cores = float(plain.get("wait", 0)), int(plain.get("cores", 0))
-    if not (latency >= 0 and per_byte >= 0 and wait >= 0 and cores >= 0):
-        got = f"{latency}, {per_byte}, {wait}, {cores}"
-        raise ValueError(f"latency, per_byte, wait and cores of {kind} must be >= 0; got {got}")
-    a, both, c = map(float, plain.get("covariance", (0, 0, 0)))
-    ratios = tuple((int(n), float(sent), float(ratio)) for n, sent, ratio in plain.get("ratios", ()))
+    latency, per_byte = (_number(plain[name], f"{name} of {kind}") for name in ("latency", "per_byte"))
+    wait, wait_error = (_number(plain.get(name, 0), f"{name} of {kind}") for name in ("wait", "wait_error"))
+    cores = _whole(plain.get("cores", 0), f"cores of {kind}", 0)
+    covariance = tuple(map(float, plain.get("covariance", (0, 0, 0))))
+    if len(covariance) != 3 or not all(map(math.isfinite, covariance)):
+        raise ValueError(f"covariance of {kind} must be three numbers; got {covariance}")
+    name = f"ratios of {kind}"
+    ratios = tuple((_whole(n, name), _number(sent, name), _number(x, name)) for n, sent, x in plain.get("ratios", ()))
     samples = tuple(Sample(**sample) for sample in plain.get("samples", ()))
-    return Fit(kind, latency, per_byte, (a, both, c), ratios, samples, wait, cores)
+    return Fit(kind, latency, per_byte, covariance, ratios, samples, wait, cores, wait_error)  # pyright: ignore
 
 
-def _line(plain: Mapping[str, Any]) -> Line:
-    return Line(float(plain["base"]), float(plain["slope"]), tuple((float(x), float(t)) for x, t in plain["points"]))
+def _line(plain: Mapping[str, Any], name: str) -> Line:
+    points = [tuple(_number(x, f"points of {name}") for x in point) for point in plain["points"]]
+    if any(len(point) != 2 or point[0] <= 0 for point in points):
+        raise ValueError(f"points of {name} must be pairs of entries > 0 and seconds; got {points}")
+    return Line(_number(plain["base"], f"base of {name}"), _number(plain["slope"], f"slope of {name}"), tuple(points))  # pyright: ignore
 
 
 def read(path: str | Path) -> str | None:
-    """The text of the file; None if there is none."""
+    """The text of the file; None if there is none.
+
+    Raises:
+        ValueError: it cannot be read as text.
+    """
     path = Path(path)
-    return path.read_text() if path.exists() else None
+    try:
+        return path.read_text() if path.exists() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"plan: {path} must be a file of text; {error}") from None
 
 
 def write(path: str | Path, facts: Facts) -> None:

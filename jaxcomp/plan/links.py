@@ -27,6 +27,7 @@ ratio at the end that is nearer.
 
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
@@ -106,7 +107,8 @@ class Fit(NamedTuple):
     covariance: of (latency, per_byte), as three numbers: var a, cov, var c.
     ratios: (workers, bytes sent, measured over line) of each measured size.
     samples: what it was fitted to.
-    wait: seconds of a message for each further worker of its core. cores: that all workers share; 0: each has its own.
+    wait: seconds of a message for each further worker of its core, and wait_error its standard error. cores: that all
+        workers share; 0: each has its own, and the wait does not count.
     """
 
     kind: str
@@ -117,6 +119,7 @@ class Fit(NamedTuple):
     samples: tuple[Sample, ...] = ()
     wait: float = 0.0
     cores: int = 0
+    wait_error: float = 0.0
 
     @property
     def link(self) -> Link:
@@ -129,12 +132,12 @@ class Fit(NamedTuple):
         return messages * self.latency + sent * self.per_byte + waits * self.wait
 
     def seconds(self, operand_bytes: float, workers: int) -> Seconds:
-        """Predicted seconds of one collective; their deviation is that of latency and bandwidth."""
+        """Predicted seconds of one collective."""
         if workers < 2:
             return Seconds(0.0, 0.0)
-        messages, sent, _ = _place(self.kind, operand_bytes, workers)
+        messages, sent, waits = _place(self.kind, operand_bytes, workers, self.cores)
         a, both, c = self.covariance
-        variance = messages**2 * a + 2 * messages * sent * both + sent**2 * c
+        variance = messages**2 * a + 2 * messages * sent * both + sent**2 * c + (waits * self.wait_error) ** 2
         return Seconds(self.line(operand_bytes, workers) * self._ratio(sent, workers), float(np.sqrt(max(variance, 0))))
 
     def _ratio(self, sent: float, workers: int) -> float:
@@ -169,17 +172,20 @@ def fit(kind: str, samples: Iterable[Sample], cores: int = 0) -> Fit:
         cores: that all workers share; 0: each has its own, and waits for no other.
 
     Raises:
-        ValueError: an unknown kind, cores < 0, times or errors that are not finite and >= 0, or fewer than two places.
+        ValueError: an unknown kind, cores that are no integer >= 0, times, errors or bytes that are not finite and
+            >= 0, or fewer than two places.
 
     >>> two = [Sample(2, 0.0, 2e-3, 0.0), Sample(2, 1e6, 1.002, 0.0)]
     >>> found = fit("all_reduce", two)
     >>> round(found.latency, 9), round(found.per_byte, 12)
     (0.001, 1e-06)
     """
-    samples = tuple(samples)
+    samples = tuple(x for x in samples if x.workers != 1)  # a single worker exchanges nothing
     check_kind("fit", kind)
-    if cores < 0:
-        raise ValueError(f"fit: cores must be a number >= 0; got {cores!r}")
+    if isinstance(cores, bool) or not isinstance(cores, numbers.Integral) or cores < 0:
+        raise ValueError(f"fit: cores must be an integer >= 0; got {cores!r}")
+    if not all(x.workers > 1 and 0 <= x.operand_bytes < math.inf for x in samples):
+        raise ValueError(f"fit: samples must have workers >= 1 and finite operand_bytes >= 0; got {samples}")
     places = np.array([_place(kind, x.operand_bytes, x.workers, cores) for x in samples], np.float64).reshape(-1, 3)
     if len({tuple(place) for place in places[:, :2].tolist()}) < 2:
         raise ValueError(f"fit: samples must be of at least two sizes; got {len(samples)} of {kind}")
@@ -192,7 +198,8 @@ def fit(kind: str, samples: Iterable[Sample], cores: int = 0) -> Fit:
         places[:, 2] = 0  # one number of workers does not tell a wait from a latency
     (latency, per_byte, wait), covariance = _least_squares(places / errors[:, None], seconds / errors)
     spread = (float(covariance[0, 0]), float(covariance[0, 1]), float(covariance[1, 1]))
-    made = Fit(kind, float(latency), float(per_byte), spread, wait=float(wait), cores=cores)
+    waits = {"wait": float(wait), "cores": int(cores), "wait_error": math.sqrt(covariance[2, 2])}
+    made = Fit(kind, float(latency), float(per_byte), spread, **waits)
     lines = [made.line(x.operand_bytes, x.workers) for x in samples]
     ratios = [
         (x.workers, float(place[1]), x.seconds / line if line > 0 else 1.0)
@@ -242,6 +249,8 @@ def seconds_of(
     """
     total = Seconds(0.0, 0.0)
     for one in collectives:
+        if not fits.get(one.axis):
+            raise ValueError(f"plan: fits must hold what was measured of axis {one.axis!r}; it has {list(fits)}")
         each, workers = fits[one.axis], workers_of(one.axis, sizes)
         known = [each[one.kind]] if one.kind in each else list(each.values())
         guesses = [fit._replace(kind=one.kind, ratios=fit.ratios if fit.kind == one.kind else ()) for fit in known]

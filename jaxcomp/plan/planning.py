@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,7 +119,8 @@ def plan(
     Args:
         loss: as for `value_and_grad`: (params, *batch) -> mean loss.
         params: parameters on the mesh, or numpy arrays equal on all processes.
-        batch: a tuple of arrays for the loss, or a single tree, cut along the leading axis.
+        batch: a tuple of arrays for the loss, (x, y) for loss(params, x, y), or a single tree, cut along the leading
+            axis.
         mesh: with devices; None: that on which parameters or batch lie.
         axis_name: of the workers: a name or a tuple. Candidates that are hierarchies name axes of the mesh.
         candidates: what is compared; None: `candidates.default_candidates`, and, for workers along several axes,
@@ -138,7 +141,8 @@ def plan(
         `.watch()`.
 
     Raises:
-        TypeError, ValueError: no mesh with devices, no such axis, no candidates, arguments out of range.
+        TypeError, ValueError: no mesh with devices, no such axis, no candidates, arguments out of range, a gradient
+            that is not finite, a cache that is no such file.
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -211,12 +215,13 @@ def _checked(
     names = [each.name for each in candidates]
     if len(set(names)) < len(names):
         raise ValueError(f"plan: candidates must have different names; got {names}")
-    if budget is not None and not budget > 0:
+    number = lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool)
+    if budget is not None and not (number(budget) and 0 < budget < math.inf):
         raise ValueError(f"plan: budget must be seconds > 0; got {budget!r}")
-    if max_error is not None and not max_error >= 0:
+    if max_error is not None and not (number(max_error) and max_error >= 0):
         raise ValueError(f"plan: max_error must be a number >= 0; got {max_error!r}")
     check_every("plan", max_every)
-    if tried < 0:
+    if isinstance(tried, bool) or not isinstance(tried, numbers.Integral) or tried < 0:
         raise ValueError(f"plan: tried must be an integer >= 0; got {tried!r}")
     return candidates
 
@@ -283,6 +288,8 @@ def _measured(
     overlap = overlap_on(clock, axis, budget / 15, link)
     known = Facts(about, about["axes"], fits, {}, gradient, share, overlap)
     grads = sample_of(grad(params, *batch)[1])
+    if clock.agreed([not all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(grads))])[0]:
+        raise ValueError("plan: the gradient of the loss must be finite; it has NaN or infinite entries")
     step = lambda each: predicted(each, known, like, axis, collectives=sent[each.name], **limits)
     allowed = [each for each in candidates if limits["max_every"] is None or each.every <= limits["max_every"]]
     order = sorted(allowed, key=lambda each: (not each.dense, step(each).seconds))

@@ -38,15 +38,16 @@ def tried_rows(
 ) -> list[Row]:
     """The rows, some of them with measured seconds.
 
-    These are run: the dense candidate without buckets that is predicted fastest, the first dense one (f32: what one has
-    without a plan), and the `tried` best others, at most one of them dense. Rows whose work is not known come last.
+    These are run: the dense candidate without buckets and local steps that is predicted fastest, the first such one
+    (f32: what one has without a plan), and the `tried` best others, at most one of them dense. Rows whose work is not
+    known come last.
     Local steps, and f32 where it is not the fastest, are left out if three rounds take longer than what is left. All
     are compiled first, and then run in turn: what else the machine does meanwhile slows all of them.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].bound, rows[i].seconds))
     able = [i for i in order if rows[i].refused is None and _can_run(rows[i].candidate, params, mesh, axis)]
     dense = [i for i in able if rows[i].candidate.dense]
-    whole = [i for i in dense if not rows[i].candidate.bucket_bytes] or dense
+    whole = [i for i in dense if not rows[i].candidate.bucket_bytes and rows[i].candidate.every == 1] or dense
     plain = list(dict.fromkeys([whole[0], min(whole)])) if whole else []
     further = [i for i in dense if i not in plain][1:]
     steps: dict[int, Step] = {}

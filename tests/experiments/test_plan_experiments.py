@@ -118,6 +118,8 @@ def test_links_are_fitted_to_few_workers_and_checked_among_more(tmp_path):
     assert "link: 2 sizes, 50% of them within 15%, median error 25%, largest 50%" in text
     assert "Shorter ones: 4 sizes, 100% of them" in text
     slower = lambda row: row | {"seconds": row["seconds"] * (2 if row["operand_bytes"] == 256 else 1.1)}
+    with pytest.raises(UserError, match="--check must be other numbers of workers than --fit; both have 2"):
+        links.main(["--fit", "2", "3", "--check", "2", "--runs", str(tmp_path)])
     later = [slower(row) for row in rows if row["workers"] == 8]
     assert links.summary(links.compared(rows + later, {2, 4}))["repeated"] == pytest.approx(2 / 3)
     assert all(math.isnan(links.summary([])[name]) for name in ("within", "repeated", "median", "worst"))

@@ -1,6 +1,7 @@
 """`jc.plan` on virtual devices: what it returns and keeps in its file, never how long anything took."""
 
 import json
+import math
 import time
 
 import jax
@@ -314,6 +315,9 @@ def test_programs_are_timed_in_turn():
         ({"max_error": -1.0}, ValueError, "max_error must be a number >= 0"),
         ({"axis_name": "model"}, ValueError, "axis_name must be of the mesh"),
         ({"tried": -1}, ValueError, "tried must be"),
+        ({"tried": 1.5}, ValueError, "tried must be"),
+        ({"budget": "20"}, ValueError, "budget must be seconds > 0; got '20'"),
+        ({"budget": math.inf}, ValueError, "budget must be seconds > 0"),
         ({"max_every": 0}, ValueError, "max_every must be an integer of at least 1; got 0"),
     ],
 )
@@ -322,6 +326,13 @@ def test_mistakes(options, error, said):
         jc.plan(loss, PARAMS, batch(0), **{"mesh": mesh_of(2), **options})
     with pytest.raises(TypeError, match="mesh must be a jax"):
         jc.plan(loss, PARAMS, batch(0))
+
+
+def test_a_gradient_that_is_not_finite_is_no_sample():
+    with pytest.raises(ValueError, match="the gradient of the loss must be finite"):
+        jc.plan(
+            lambda p, x: jnp.nan * loss(p, x), PARAMS, batch(0), mesh=mesh_of(2), candidates=[SPARSE], max_error=0.5
+        )
 
 
 def test_a_single_worker_has_nothing_to_exchange():
