@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
     if name not in EXPERIMENTS:
         where = f"name {second!r} after {first}" if parts else f"experiment {first!r}"
         known = [each.removeprefix(f"{first} ") for each in parts or EXPERIMENTS]
-        near = difflib.get_close_matches(last, known, 1)
+        near = difflib.get_close_matches(last, known, 1, 0.75)
         fail(f"unknown {where}; {f'did you mean {near[0]!r}? C' if near else 'c'}hoose from {', '.join(known)}")
     try:
         module = importlib.import_module(f"experiments.{EXPERIMENTS[name][0]}")
