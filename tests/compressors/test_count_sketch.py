@@ -64,7 +64,8 @@ def test_fetch_sgd_is_its_algorithm(seed):
         delta = np.zeros(d)
         delta[best] = found[best]
         e = e - s @ delta
-        np.testing.assert_allclose(direction, delta, atol=1e-4)
+        # Entries of some hundreds are sums in f32 over four rounds: up to eight units of the last place.
+        np.testing.assert_allclose(direction, delta, rtol=1e-6, atol=1e-4)
     np.testing.assert_allclose(state.shared.algorithm.errors[0], e, atol=1e-3)
     assert float(jc.info(state).sent_bytes) == pytest.approx(2 * (n - 1) / n * 4 * rows * 150)
     fewer, axes = jc.init_state(tx, jnp.zeros(d), 2, AXIS)  # sketches are equal on all workers, so they stay

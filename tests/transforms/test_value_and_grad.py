@@ -135,7 +135,8 @@ def test_it_is_compressed_mean():
         direction, other = update(own, other)
         assert_same(grads, direction)
     for mine, others in zip(*(jax.tree.leaves(s.local.algorithm.memory) for s in (state.exchange, other)), strict=True):
-        assert_same(mine, others.reshape(mine.shape), atol=1e-5)
+        # Of three gradients with entries up to 9, each within 9e-6 of the same in float64, in either program.
+        assert_same(mine, others.reshape(mine.shape), atol=3e-5)
 
 
 # ------------------------------------------------------------------------------------------------
