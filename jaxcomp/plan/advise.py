@@ -188,7 +188,7 @@ def verdict(rows: Sequence[Row], chosen: Row) -> str:
         more = best.seconds / chosen.seconds - 1
         text += f" is {abs(more):.0%} {'slower' if more > 0 else 'faster'}"
         text += "" if best.bound else _difference(best, chosen)
-        left = [row for row in rows if row.refused is None and not row.candidate.dense and _unspent(row, rows)]
+        left = [row for row in rows if row.refused is None and not row.candidate.dense and _left_out(row, rows)]
         many = f"{len(left)} compressed candidate{'' if len(left) == 1 else 's'}"
         return text + (f". {many} could not be measured: the budget was too short" if left else "")
     text = f"compress: {chosen.candidate.name} takes {_ms(chosen.seconds)} a step"
@@ -239,7 +239,7 @@ def _ms(seconds: float) -> str:
 def _unmeasured(row: Row, rows: Sequence[Row]) -> str:
     """Why the work of a candidate was not measured. Its links alone decide, or there was no time for it."""
     fastest = _fastest(rows)
-    if fastest is None or _unspent(row, rows):
+    if fastest is None or _left_out(row, rows):
         return "not measured: the budget was spent"
     more = _ms(row.parts.total - fastest.parts.total)
     return f"not measured: without encoding and decoding it is {more} slower than {fastest.candidate.name}"
@@ -251,7 +251,7 @@ def _fastest(rows: Sequence[Row]) -> Row | None:
     return min(known, key=lambda each: each.parts.total, default=None)
 
 
-def _unspent(row: Row, rows: Sequence[Row]) -> bool:
+def _left_out(row: Row, rows: Sequence[Row]) -> bool:
     """Whether a candidate was not measured though it might be the fastest."""
     fastest = _fastest(rows)
     return row.bound and row.measured is None and (fastest is None or row.parts.total < fastest.parts.total)

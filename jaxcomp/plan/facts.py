@@ -111,16 +111,11 @@ def from_text(text: str, where: str = "the file") -> Facts:
         plain = json.loads(text)
         if plain["version"] != VERSION:
             raise ValueError(f"version must be {VERSION}; got {plain['version']!r}")
-        about, sizes = (
-            dict(plain["about"]),
-            {str(axis): _whole(n, f"sizes of {axis}") for axis, n in plain["sizes"].items()},
-        )
+        about = dict(plain["about"])
+        sizes = {axis: _whole(n, f"sizes of {axis}") for axis, n in plain["sizes"].items()}
         if not sizes or dict(about.get("axes", sizes)) != sizes:
             raise ValueError(f"sizes must be the axes of about, {about.get('axes')}; got {sizes}")
-        fits = {
-            axis: {kind: _fit(check_kind("plan", kind) and kind, fit) for kind, fit in each.items()}
-            for axis, each in plain["fits"].items()
-        }
+        fits = {axis: {kind: _fit(kind, fit) for kind, fit in each.items()} for axis, each in plain["fits"].items()}
         work = {
             name: Work(
                 _line(each["encode"], f"encode of {name}"),
@@ -152,6 +147,7 @@ def _whole(value: Any, name: str, least: int = 1) -> int:
 
 
 def _fit(kind: str, plain: Mapping[str, Any]) -> Fit:
+    check_kind("fits", kind)
     latency, per_byte = (_number(plain[name], f"{name} of {kind}") for name in ("latency", "per_byte"))
     wait, wait_error = (_number(plain.get(name, 0), f"{name} of {kind}") for name in ("wait", "wait_error"))
     cores = _whole(plain.get("cores", 0), f"cores of {kind}", 0)

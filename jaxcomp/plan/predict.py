@@ -38,7 +38,7 @@ __all__ = [
     "step_seconds",
 ]
 
-TRUST = 1.0  # of `factors_of`: that of one step that was run
+TRUST = 1.0  # of `factors_of`, in the parts: as much as in one step that was run
 
 
 class Line(NamedTuple):
