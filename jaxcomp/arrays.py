@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxcomp.packing import as_words
 
 __all__ = [
+    "add_each",
     "always",
     "bounded",
     "finite",
@@ -132,14 +133,25 @@ def of_made(function: Callable[..., Tree], *args: Any) -> Tree:
     """
     if jax.default_backend() != "cpu":
         return function(*args)
-    shapes = jax.eval_shape(function, *args)
 
-    def other(*args):
-        """Arrays that nobody sees, typed as differing over the same axes of a mesh."""
-        one = jnp.asarray(sum(a.reshape(-1)[0].astype(jnp.float32) for a in jax.tree.leaves(args)))
-        return jax.tree.map(lambda a: jnp.full(a.shape, one.astype(a.dtype)), shapes)
+    @jax.custom_batching.custom_vmap
+    def made(*args):
+        shapes = jax.eval_shape(function, *args)
 
-    return lax.cond(always(args[0]), function, other, *args)
+        def other(*args):
+            """Arrays that nobody sees, typed as differing over the same axes of a mesh."""
+            one = jnp.asarray(sum(a.reshape(-1)[0].astype(jnp.float32) for a in jax.tree.leaves(args)))
+            return jax.tree.map(lambda a: jnp.full(a.shape, one.astype(a.dtype)), shapes)
+
+        return lax.cond(always(jax.tree.leaves(args)[0]), function, other, *args)
+
+    @made.def_vmap
+    def _(size, batched, *args):
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+        out = of_made(jax.vmap(function, tuple(axes), axis_size=size), *args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return made(*args)
 
 
 def zeros_after(tree: Tree, like: Tree) -> Tree:
@@ -254,11 +266,13 @@ def _is_shapes(tree: Tree) -> bool:
 ONE_PASS = 8
 
 
-def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
-    """`fold` for messages that are decoded entry by entry."""
+def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree, *, alone: int = 2) -> Tree:
+    """`fold` for messages that are decoded entry by entry; from `alone` messages on into an array of its own."""
     count = jax.tree.leaves(messages)[0].shape[0]
-    if not 1 < count <= ONE_PASS:
+    if count < alone:
         return fold(add, total, messages)
+    if count > ONE_PASS:
+        return _by_passes(functools.partial(fold_in_one_pass, add, alone=alone), total, messages)
 
     add, messages = _in_slices(add, messages)
 
@@ -275,6 +289,34 @@ def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: T
     if _is_shapes(total):
         return lax.cond(always(first), lambda m: add_all(total, m), lambda m: started(total, m), messages)
     return lax.cond(always(first), add_all, lambda total, messages: total, total, messages)
+
+
+def add_each(
+    decompress: Callable[[Tree, Tree, Tree], Tree],
+    pick: Callable[[Array], Tree],
+    total: Tree,
+    payloads: Tree,
+    weights: Tree,
+) -> Tree:
+    """What `base.accumulate` does by default: each message is decompressed, with pick(j) for the j-th, and added."""
+    like = like_of(total)
+
+    def add(total, message):
+        payload, weight, worker = message
+        x_hat = decompress(payload, pick(worker), like)
+        return jax.tree.map(lambda t, x: t + weighted(x.astype(t.dtype), weight), total, x_hat)
+
+    numbers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
+    return fold_in_one_pass(add, total, (payloads, weights, numbers))
+
+
+def _by_passes(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
+    """More messages than are added in one pass: a pass for each so many of them, `add`, and one for the rest."""
+    count = jax.tree.leaves(messages)[0].shape[0]
+    whole = count - count % ONE_PASS
+    by_pass = jax.tree.map(lambda a: a[:whole].reshape(-1, ONE_PASS, *a.shape[1:]), messages)
+    total = fold(add, total, by_pass)
+    return add(total, jax.tree.map(lambda a: a[whole:], messages)) if whole < count else total
 
 
 def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:

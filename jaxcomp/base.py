@@ -28,10 +28,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import (
+    add_each,
     bounded,
     finite,
     fold,
-    fold_in_one_pass,
     in_place,
     is_array,
     key_data,
@@ -40,7 +40,6 @@ from jaxcomp.arrays import (
     root_key,
     row_of,
     size_of,
-    started,
     weighted,
     wide,
     wide_like,
@@ -176,7 +175,8 @@ class Compressor(NamedTuple):
     The others may be None: the functions of the same names then do the usual thing.
 
     accumulate(total, payloads, weights, shared) -> total + sum_j weights_j x_hat_j, in the order of j
-        payloads: stacked; weights: [n], None for all ones, or a prefix tree of the payload with either for each part.
+        total: an array, or its shape for zeros (`arrays.started`). payloads: stacked; weights: [n], None for all ones,
+        or a prefix tree of the payload with either for each part.
     advance(shared) -> shared of the next round.
     lengths(like) -> `Lengths` in the place of each payload whose length depends on the worker, None in that of others.
     for_worker(shared, worker, workers) -> shared as one worker uses it (law 6). Built with `row_of`.
@@ -344,16 +344,10 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
         Like `total`.
     """
     if compressor.accumulate is not None:
-        return compressor.accumulate(started(total, payloads), payloads, weights, shared)
-    like = like_of(total)
+        return compressor.accumulate(total, payloads, weights, shared)
     workers = jax.tree.leaves(payloads)[0].shape[0]
-
-    def add(total, message):
-        payload, weight, worker = message
-        x_hat = compressor.decompress(payload, for_worker(compressor, shared, worker, workers), like)
-        return jax.tree.map(lambda t, x: t + weighted(x.astype(t.dtype), weight), total, x_hat)
-
-    return fold_in_one_pass(add, total, (payloads, weights, jnp.arange(workers)))
+    pick = lambda worker: for_worker(compressor, shared, worker, workers)
+    return add_each(compressor.decompress, pick, total, payloads, weights)
 
 
 def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:

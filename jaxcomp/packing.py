@@ -102,13 +102,27 @@ class Places(NamedTuple):
         """Of a slice."""
         return self.width, self.groups // 32, 32
 
-    def slices(self, each: Array) -> list[Array]:
-        """[count] arrays that broadcast to [w, G / 32, 32], from a number for each entry, each 32 entries, or all."""
-        size = 32 * self.groups
+    @property
+    def whole(self) -> tuple[int, int, int, int]:
+        """Of all entries."""
+        return self.width, self.count, self.groups // 32, 32
+
+    def spread(self, each: Array) -> Array:
+        """What broadcasts to [w, 32 / w, G / 32, 32], from a number for each entry, each 32 entries, or all."""
         if each.shape[0] == 1:
-            return [each.reshape(1, 1, 1)] * self.count
-        blocks = each.reshape(self.width, self.count, self.groups // 32, 32 * each.shape[0] // size)
-        return [blocks[:, i] for i in range(self.count)]
+            return each.reshape(1, 1, 1, 1)
+        return each.reshape(*self.whole[:3], each.shape[0] // self.groups)
+
+    def slices(self, each: Array) -> list[Array]:
+        """[count] slices of the same."""
+        each = self.spread(each)
+        return [each[:, min(i, each.shape[1] - 1)] for i in range(self.count)]
+
+    def unpack(self, words: Array) -> Array:
+        """uint32[w, 32 / w, G / 32, 32], the codes that `packing.unpack` finds in words [w, G]."""
+        shifts = jnp.arange(0, 32, self.width, dtype=U32)[:, None, None]
+        codes = words.reshape(self.width, 1, *self.shape[1:]) >> shifts
+        return codes & U32((1 << self.width) - 1) if self.width < 32 else codes
 
     def pack(self, codes: list[Array]) -> Array:
         """uint32[w, G], those that `packing.pack` makes of the vector, from the codes of each slice."""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.arrays import started
 from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, fold, is_array, overflow, weighted
 from jaxcomp.compressors.vector import is_whole, on_vectors
 from jaxcomp.packing import pack, unpack, width_for
@@ -93,7 +94,7 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
             values = weighted(payload.values.astype(total.dtype), weight)
             return total.at[places(payload, total.size)].add(values, mode="drop")
 
-        return fold(add_one, total, (payloads, weights)) if total.size else total
+        return fold(add_one, total, (payloads, weights)) if total.size else started(total, payloads)
 
     alpha = spec.alpha
     return on_vectors(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.arrays import started
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, fold, key_data, weighted, wide, wrap_key
 from jaxcomp.compressors.rand_k import Draw, next_draw
 from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
@@ -76,6 +77,7 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
             payload, weight = message
             return sketch + weighted(payload.values.astype(sketch.dtype), weight)
 
+        total = started(total, payloads)
         zeros = jnp.zeros((rows * columns_of(total.shape[0]),), total.dtype)
         return bounded(total + decoded(fold(add_one, zeros, (payloads, weights)), shared, total.shape[0], total.dtype))
 

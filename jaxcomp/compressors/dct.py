@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomp.arrays import started
 from jaxcomp.base import (
     Compressor,
     Spec,
@@ -170,7 +171,7 @@ def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -
         cut, inner, _ = parts(total)
         zeros = jnp.zeros((cut.size,), total.dtype)
         found = bounded(accumulate(inner, zeros, payloads, weights, shared))
-        return bounded(total + backward(found, cut, total.shape))
+        return bounded(started(total, payloads) + backward(found, cut, total.shape))
 
     def of_padded(bound, worse):
         """The worse of a vector of d entries, and of the longest that an array of as many can become."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomp.arrays import started
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, finite, for_worker, one_row, row_of, wide
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.smoothness.operator import Operator, is_stacked
@@ -136,7 +137,7 @@ def _preconditioned(compressor: Compressor, smoothness: Operator, dtype: Any) ->
     def add(total, payloads, weights, shared):
         zeros = jnp.zeros((size,), wide(total.dtype))
         white = accumulate(compressor, zeros, payloads, weights, shared.compressor)
-        return total + shared.operator.root(white).astype(total.dtype)
+        return started(total, payloads) + shared.operator.root(white).astype(total.dtype)
 
     def pick(shared, worker, workers):
         operator = row_of("precondition", shared.operator, worker, workers) if stacked else shared.operator

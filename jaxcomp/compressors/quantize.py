@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import of_made
+from jaxcomp.arrays import add_each, fold_in_one_pass, of_made, weighted
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, key_data, one_row, row_of, wide
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
 from jaxcomp.hashing import random_uniform, uniform_slices
 from jaxcomp.layout import Layout
-from jaxcomp.packing import pack, places_of, unpack, width_for
+from jaxcomp.packing import Places, pack, places_of, unpack, width_for
 from jaxcomp.payloads import Quantized
 
 __all__ = ["dithering", "unzigzag", "zigzag"]
@@ -201,14 +201,18 @@ def _dithering(
         level = jnp.minimum(jnp.floor(position + noise.astype(x.dtype)), most).astype(jnp.int32)
         return zigzag(jnp.where(x < 0, -level, level))
 
+    def places_for(d: int, cut: Blocks) -> Places | None:
+        """Where entries are worked on in the order of their words; None for entry by entry."""
+        return places_of(d, width) if cut.in_words else None
+
     def compress(key, x, state):
         x = x.astype(wide(x.dtype))
         cut = layout(x.shape[0])
         norms = jnp.minimum(cut.norms(x, order), jnp.asarray(LARGEST, x.dtype)).astype(jnp.float32)
         norms = up_to_bfloat16(norms) if short else norms
         short_norms = norms.astype(jnp.bfloat16) if short else norms
-        places = places_of(x.shape[0], width)
-        if places is None or not cut.in_words:
+        places = places_for(x.shape[0], cut)
+        if places is None:
             unit = unit_of(state.shared, cut, norms, cut.spread).astype(x.dtype)
             codes = code_of(x, inverse_of(unit), random_uniform(key, x.shape[0]))
             return Quantized(short_norms, pack(codes, width)), state.local
@@ -220,17 +224,42 @@ def _dithering(
 
         return Quantized(short_norms, of_made(words_of, x, places.slices(units), key_data(key))), state.local
 
+    def worth(codes: Array, unit: Array, dtype: Any) -> Array:
+        """What codes stand for."""
+        level = unzigzag(codes).astype(wide(dtype))
+        return bounded(bounded(level * unit.astype(level.dtype)).astype(dtype))
+
     def decompress(payload, shared, like):
         cut = layout(like.size)
         check_like("dithering", payload.words.shape, (width, -(-like.size // 32)))
-        level = unzigzag(unpack(payload.words, like.size)).astype(wide(like.dtype))
-        unit = unit_of(shared, cut, payload.norms.astype(jnp.float32), cut.spread).astype(level.dtype)
-        return bounded(bounded(level * unit).astype(like.dtype))
+        places, norms = places_for(like.size, cut), payload.norms.astype(jnp.float32)
+        if places is None:
+            return worth(unpack(payload.words, like.size), unit_of(shared, cut, norms, cut.spread), like.dtype)
+        decode = lambda words, units: worth(places.unpack(words), places.spread(units), like.dtype)
+        return of_made(decode, payload.words, unit_of(shared, cut, norms, cut.spread_to_words)).reshape(-1)
+
+    def accumulate(total, payloads, weights, shared):
+        cut, places = layout(total.size), places_for(total.size, layout(total.size))
+        if varying or places is None:
+            workers = payloads.words.shape[0]
+            pick = lambda worker: row_of("dithering", shared, worker, workers) if per_worker else shared
+            return add_each(decompress, pick, total, payloads, weights)
+
+        def add(total, message):
+            words, units, weight = message
+            return total + weighted(worth(places.unpack(words), places.spread(units), total.dtype), weight)
+
+        by_word = lambda norms: unit_of(shared, cut, norms, cut.spread_to_words)
+        messages = payloads.words, jax.vmap(by_word)(payloads.norms.astype(jnp.float32)), weights
+        shapes = isinstance(total, jax.ShapeDtypeStruct)
+        total = jax.ShapeDtypeStruct(places.whole, total.dtype) if shapes else total.reshape(places.whole)
+        return fold_in_one_pass(add, total, messages, alone=1).reshape(-1)
 
     return on_vectors(
         init=init,
         compress=compress,
         decompress=decompress,
+        accumulate=accumulate,
         spec=Spec(name, omega=lambda d: steps.omega(layout(d), d, short), alpha=None, linear=False),
         for_worker=functools.partial(row_of, "dithering") if per_worker else None,
     )

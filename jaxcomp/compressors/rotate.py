@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.arrays import started
 from jaxcomp.base import (
     Compressor,
     State,
@@ -122,7 +123,7 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
         return bounded(rotation_of(like.size, block).backward(y, key_of(shared)).astype(like.dtype))
 
     def add(total, payloads, weights, shared):
-        rotation = rotation_of(total.shape[0], block)
+        rotation, total = rotation_of(total.shape[0], block), started(total, payloads)
         if not per_worker:
             zeros = zeros_like(_wide(like_of(total)))
             y = accumulate(compressor, zeros, payloads, weights, shared.inner)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.arrays import started
 from jaxcomp.base import Compressor, Lifted, accumulate, check_compressor, lengths
 from jaxcomp.compressors.vector import is_whole, lift
 from jaxcomp.layout import DENSE_BELOW, Layout, Plan, join, plan_of, split
@@ -95,7 +96,8 @@ def with_layout(name: str, compressor: Compressor, layout: Layout) -> Compressor
     def add(total, payloads, weights, shared):
         plan = plan_of(layout, total)
         weights = _by_group(plan, weights, None) if isinstance(weights, Leaves) else weights
-        return join(plan, accumulate(inner, split(plan, total), _by_group(plan, payloads, 1), weights, shared))
+        total = split(plan, started(total, payloads))
+        return join(plan, accumulate(inner, total, _by_group(plan, payloads, 1), weights, shared))
 
     def bound(of_size, pick, of_dense):
         def of(sizes):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.arrays import started
 from jaxcomp.base import (
     Compressor,
     Lifted,
@@ -92,8 +93,9 @@ def on_vectors(
 
     def of_any_shape(accumulate):
         def accumulate_(total, payloads, weights, shared):
-            flat_like(total)
-            return accumulate(total.reshape(-1), payloads, weights, shared).reshape(total.shape)
+            shapes = isinstance(total, jax.ShapeDtypeStruct)
+            like = flat_like(total)
+            return accumulate(like if shapes else total.reshape(-1), payloads, weights, shared).reshape(total.shape)
 
         return accumulate_
 
@@ -303,7 +305,7 @@ def _of_vector_or_stack(one: Compressor) -> Compressor:
     def add(total, payloads, weights, shared):
         if rows_of(total) is None:
             return accumulate(one, total, payloads, weights, shared)
-        by_row = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), payloads)
+        total, by_row = started(total, payloads), jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), payloads)
         return lax.map(lambda args: accumulate(one, args[0], args[1], weights, args[2]), (total, by_row, shared.rows))
 
     def over(function):
