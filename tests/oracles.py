@@ -123,19 +123,22 @@ def excess_quantile(law, e, ratio, quantile="newton"):
     return mean * log_ratio
 
 
-def sidco(x, ratio, law="exponential", stages=3, counted=False, quantile="newton", first_ratio=0.25):
+def sidco(x, ratio, law="exponential", stages=3, counted=False, quantile="newton", first_ratio=0.25, stride=1):
     """Threshold eta of SIDCo: multi-stage peaks over threshold, location at the last threshold.
 
     Zeros are left out of the fit and the target is raised to ratio d / (number of nonzeros).
     counted: stage ratios from the measured counts, then up to three corrections by the counts.
+    stride: of the sample that laws are fitted to; it corrects its threshold up to 2 % before all entries are counted.
     """
     d = len(x)
-    a = np.abs(np.asarray(x, np.float64))
+    every = np.abs(np.asarray(x, np.float64))
+    a = every[::stride]
+    d_sample = a.size
     a = a[a > 0]
     if a.size == 0:
         return 0.0
-    k = max(1, int(ratio * d))
-    target = min(ratio * d / a.size, 1.0)
+    k = max(1, int(ratio * d)) / stride
+    target = min(ratio * d_sample / a.size, 1.0)
     single = stages == 1 or target >= first_ratio
     eta = max(0.0, excess_quantile(law, a, target if single else first_ratio, quantile))
     tail = "exponential" if law == "exponential" else "pareto"
@@ -149,10 +152,14 @@ def sidco(x, ratio, law="exponential", stages=3, counted=False, quantile="newton
         before = (eta, e.size)
         if e.size >= 2:
             eta = max(0.0, eta + excess_quantile(tail, e, each))
-    for _ in range(3 if counted else 0):
+    rounds = [(a, k, 0.02, 1)] * 3 * (stride > 1) + [(every, k * stride, 0.1, stride)] * 3
+    last = before
+    for i, (a, k, tolerance, scale) in enumerate(rounds if counted else []):
+        if i == 3 * (stride > 1):
+            before = (last[0], last[1] * scale)
         above = int(np.sum(a > eta))
-        if abs(above - k) <= 0.1 * k or above == before[1]:
-            break
+        if abs(above - k) <= tolerance * k or above == before[1]:
+            continue
         low, high = math.log(max(before[1], 0.5)), math.log(max(above, 0.5))
         here = (eta, above)
         eta = max(0.0, eta + (eta - before[0]) * (high - math.log(k)) / (low - high))

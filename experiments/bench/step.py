@@ -1,5 +1,6 @@
 """One update of a GPT's whole tree: milliseconds and temporary memory, beside a plain `pmean` of it, in turn."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,14 +38,17 @@ COLUMNS = {
 }
 
 
+GRADIENTS = 3  # in turn: of one alone error feedback's memory would become a multiple, as in no training
+
+
 class Step:
     """A step of a program, whose state, if it has one, is donated and comes back."""
 
-    def __init__(self, program: Any, grads: Any, state: list[Any]):
-        self.program, self.grads, self.state = program, grads, state
+    def __init__(self, program: Any, gradients: list[Any], state: list[Any]):
+        self.program, self.gradients, self.state = program, itertools.cycle(gradients), state
 
     def __call__(self) -> Any:
-        out = self.program(self.grads, *self.state)
+        out = self.program(next(self.gradients), *self.state)
         self.state = [out[1]] if self.state else []
         return out
 
@@ -62,16 +66,16 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [name for name in METHODS if o.only is None or any(part in name for part in o.only)]
     programs: dict[str, Any] = {}
     steps: dict[str, Step] = {}
-    grads = None
+    gradients: list[Any] = []
     with new_console().status("") as status:
         for name in ["pmean", *chosen]:
             status.update(f"compiling {name}")
             step, shapes = update_of(makers.get(name), like, mesh)
-            grads = made(shapes[0]) if grads is None else grads
+            gradients = gradients or [made(shapes[0], seed) for seed in range(GRADIENTS)]
             programs[name], state = step.lower(*shapes).compile(), []
             if name in makers:
                 state = [jc.init_state(jc.compressed_mean(makers[name](), "data"), zeros, mesh, "data")[0]]
-            steps[name] = Step(programs[name], grads, state)
+            steps[name] = Step(programs[name], gradients, state)
     rows, seconds = [], rounds_of(steps, o.rounds)
     for name, each in seconds.items():
         low, middle, high = 1e3 * np.quantile(each, [0.0, 0.5, 1.0])
@@ -80,7 +84,8 @@ def main(arguments: Sequence[str]) -> int:
         rows[-1]["temporary"] = temporary(programs[name], like)
     notes = (
         f"{num_entries(like) / 1e6:.1f} M parameters in {len(jax.tree.leaves(like))} leaves, {o.workers} workers as "
-        f"virtual devices; median of {o.rounds} rounds, in each of which every method takes a step. States are "
-        "donated. Temporary memory is what one device needs besides arguments and results."
+        f"virtual devices; median of {o.rounds} rounds, in each of which every method takes a step; "
+        f"{GRADIENTS} gradients in turn. States are donated. Temporary memory is what one device needs besides arguments "
+        "and results."
     )
     return report(o, "Steps of a GPT's tree", COLUMNS, rows, notes)

@@ -37,13 +37,18 @@ def bench_parser(name: str, about: str | None, repeats: int | None = None) -> Pa
     return p
 
 
-def time_all(calls: Calls, repeats: int, what: str = "") -> dict[str, float]:
+def time_all(calls: Calls, repeats: int, what: str = "", begin: Callable[[int], Any] | None = None) -> dict[str, float]:
     """Median seconds of each call of `rounds_of`."""
-    return {name: float(np.median(values)) for name, values in rounds_of(calls, repeats, what).items()}
+    return {name: float(np.median(values)) for name, values in rounds_of(calls, repeats, what, begin).items()}
 
 
-def rounds_of(calls: Calls, repeats: int, what: str = "") -> dict[str, list[float]]:
-    """Seconds of each call in each round. Compiled and run once first, then in turn, round after round."""
+def rounds_of(
+    calls: Calls, repeats: int, what: str = "", begin: Callable[[int], Any] | None = None
+) -> dict[str, list[float]]:
+    """Seconds of each call in each round. Compiled and run once first, then in turn, round after round.
+
+    begin(i): called at the start of round i.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     with new_console().status("") as status:
         for name, call in calls.items():
@@ -51,6 +56,8 @@ def rounds_of(calls: Calls, repeats: int, what: str = "") -> dict[str, list[floa
             jax.block_until_ready(call())
         for i in range(repeats):
             status.update(f"{what}round {i + 1} of {repeats}")
+            if begin is not None:
+                begin(i)
             for name, call in calls.items():
                 arguments, run = ((call.make(),), call.run) if isinstance(call, Fresh) else ((), call)
                 start = time.perf_counter()

@@ -145,11 +145,11 @@ def compiled(make: Callable[[], Any] | None, like: Any, mesh: Any, times: int) -
     return least, program
 
 
-def made(shapes: Any) -> Any:
+def made(shapes: Any, seed: int = 0) -> Any:
     """Normal numbers for floats, zeros for the rest, where the shapes say."""
+    rng = np.random.default_rng(seed)
 
     def one(leaf):
-        rng = np.random.default_rng(0)
         floating = leaf.dtype == np.float32
         value = rng.standard_normal(leaf.shape, np.float32) if floating else np.zeros(leaf.shape, leaf.dtype)
         return jax.device_put(value.astype(leaf.dtype), leaf.sharding)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.arrays import started
 from jaxcomp.base import (
     Compressor,
     Spec,
@@ -272,6 +273,7 @@ def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -
         return payload._replace(indices=global_indices(local, like.size))
 
     def add(total, payloads, weights, shared):
+        total = started(total, payloads)
         wide_payloads = jax.vmap(lambda payload: widen(payload, total))(payloads)
         return accumulate(compressor, total, wide_payloads, weights, shared)
 

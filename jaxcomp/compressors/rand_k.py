@@ -109,9 +109,8 @@ def _rand_k(name: str, target: Target) -> Compressor:
         return fold(add_one, total, (payloads, weights))
 
     def decompress(payload, shared, like):
-        zeros = jnp.zeros(like.shape, wide(like.dtype))
         stacked = jax.tree.map(lambda a: a[None], payload)
-        return add(zeros, stacked, None, shared).astype(like.dtype)
+        return add(jax.ShapeDtypeStruct(like.shape, wide(like.dtype)), stacked, None, shared).astype(like.dtype)
 
     return on_vectors(
         init=lambda shared_key, like: State(shared=Draw(key_data(shared_key), jnp.zeros((), jnp.int32))),

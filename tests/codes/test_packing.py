@@ -32,6 +32,9 @@ def test_words_from_slices_are_those_of_the_vector(width, seed):
     blocks = np.repeat(np.arange(96), 32)  # a number for each 32 entries
     for mine, each in zip(places.slices(jnp.arange(96)), places.slices(jnp.asarray(blocks)), strict=True):
         np.testing.assert_array_equal(np.broadcast_to(mine, each.shape), each)
+    words = pack(codes, width)
+    np.testing.assert_array_equal(places.unpack(words).reshape(-1), codes)
+    assert places.unpack(words).shape == places.whole
 
 
 @pytest.mark.parametrize(("size", "width"), [(0, 4), (1000, 4), (1024, 3), (2**20 + 32, 8)])

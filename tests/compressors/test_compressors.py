@@ -183,6 +183,46 @@ def test_dithering_in_the_order_of_words_is_the_oracle(arguments, how, key, seed
     assert np.any(huge)
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"levels": 7}, {"levels": 100, "blocks": 1}, {"levels": 1, "norm": "inf"}], ids=str
+)
+def test_dithering_is_decoded_in_the_order_of_words_as_entry_by_entry(arguments, key, seed):
+    """Levels times units, bit for bit: of one message, of rows under vmap, and of sums with and without weights."""
+    size, workers, options = 3072, ONE_PASS + 3, dict(arguments)
+    levels = options.pop("levels")
+    compressor, like = jc.dithering(levels, **options), jax.ShapeDtypeStruct((size,), jnp.float32)
+    x = np.random.default_rng(seed).standard_t(3, (workers, size)).astype(np.float32)
+    x[0, :600] = 0
+    payloads = jax.vmap(lambda key, x: compressor.compress(key, x, compressor.init(key, like))[0])(
+        jax.random.split(key, workers), jnp.asarray(x)
+    )
+    codes = np.stack([np.asarray(unpack(words, size)) for words in payloads.words]).astype(np.int64)
+    signed = np.where(codes % 2, (codes + 1) // 2, -codes // 2)
+    spare = np.uint32((1 << ((2 * levels).bit_length() - 1)) - 1)
+    raw = np.asarray(payloads.norms) * np.float32(1 / levels)
+    units = ((raw.view(np.uint32) + spare) & ~spare).view(np.float32)
+    want = signed.astype(np.float32) * np.repeat(units, size // units.shape[1], axis=1)
+
+    decode = lambda payload: compressor.decompress(payload, (), like)
+    np.testing.assert_array_equal(jax.jit(decode)(jax.tree.map(lambda a: a[0], payloads)), want[0])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(decode))(payloads), want)
+    start = np.random.default_rng([seed, 1]).standard_normal(size).astype(np.float32)
+    for count in (1, 2, ONE_PASS, workers):
+        some = jax.tree.map(lambda a: a[:count], payloads)  # noqa: B023
+        for total in (like, start):
+            begun = jnp.asarray(total) if total is start else total
+            added = jax.jit(lambda p, t=begun: accumulate(compressor, t, p, None, ()))(some)
+            expected = np.zeros(size, np.float32) if total is like else total
+            for row in want[:count]:
+                expected = expected + row
+            np.testing.assert_array_equal(added, expected)
+        weights = np.linspace(0.5, 1.5, count, dtype=np.float32)
+        added = jax.jit(lambda p, w: accumulate(compressor, like, p, w, ()))(some, weights)
+        exact = np.float64(weights) @ np.float64(want[:count])
+        bound = 2 * count * 2.0**-24 * (np.abs(weights) @ np.abs(np.float64(want[:count])))
+        assert np.all(np.abs(np.asarray(added) - exact) <= bound)
+
+
 def test_dithering_in_the_order_of_words_is_unbiased(key, seed):
     x = jnp.asarray(vector(seed, 1024))
     run = jax.jit(jax.vmap(lambda k: jc.roundtrip(jc.dithering(3, block_size=128), x, key=k)[0]))

@@ -83,6 +83,21 @@ def test_selects_what_the_oracle_threshold_selects(kind, setting, key, seed):
         np.testing.assert_array_equal(x_hat[x_hat != 0], x[x_hat != 0])
 
 
+@pytest.mark.parametrize("kind", ["E", "P", "GP"])
+def test_a_sample_corrects_its_threshold_first(kind, key, seed):
+    """Laws fitted to every 15th entry; the sample moves the threshold, and then all entries are counted."""
+    size, sample, ratio = 1 << 16, 1 << 12, 0.01
+    stride = max(1, size // sample - 1) | 1
+    compressor = sidco(ratio, sample=sample, capacity=5, **KINDS[kind])
+    for name, draw in DATA.items():
+        x = draw(np.random.default_rng(seed), size).astype(np.float32)
+        eta = oracles.sidco(x, ratio, counted=True, stride=stride, **KINDS[kind])
+        above = np.abs(np.float64(x)) > eta
+        edge = np.abs(np.abs(np.float64(x)) - eta) < 3e-4 * eta
+        _, x_hat = compressed(compressor, x, key)
+        np.testing.assert_array_equal((x_hat != 0)[~edge], above[~edge], err_msg=name)
+
+
 GRID = (np.arange(1, 4097) - 0.5) / 4096
 SIGNS = np.where(np.arange(4096) % 2, -1, 1)
 GOLDEN = [
