@@ -128,10 +128,10 @@ def always(x: Array) -> Array:
 
 
 def of_made(function: Callable[..., Tree], *args: Any) -> Tree:
-    """function(*args), none of them empty, computed before: XLA for CPU would compute them within every loop
-    that reads them, and then find their places entry by entry.
+    """function(*args), computed before: XLA for CPU would compute them within every loop that reads them, and then find
+    their places entry by entry.
     """
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or not all(a.size for a in jax.tree.leaves(args)):
         return function(*args)
 
     @jax.custom_batching.custom_vmap

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     notes = (
         f"{num_entries(like) / 1e6:.1f} M parameters in {len(jax.tree.leaves(like))} leaves, {o.workers} workers as "
         f"virtual devices; median of {o.rounds} rounds, in each of which every method takes a step; "
-        f"{GRADIENTS} gradients in turn. States are donated. Temporary memory is what one device needs besides arguments "
+        f"{GRADIENTS} gradients in turn. States are donated. Temporary memory is what a device needs besides arguments "
         "and results."
     )
     return report(o, "Steps of a GPT's tree", COLUMNS, rows, notes)

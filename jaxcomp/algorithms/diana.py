@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxcomp.arrays import of_made
 from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
 from jaxcomp.compressors.vector import lift, omega_of
 
@@ -70,7 +71,8 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
 
     def update(key, grads, state, exchange):
         own, mean = state.part("shift")
-        message = jax.tree.map(lambda g, h: bounded(g.astype(h.dtype) - h), finite(grads), own)
+        difference = lambda g, h: bounded(finite(g).astype(h.dtype) - h)
+        message = jax.tree.map(lambda g, h: of_made(difference, g, h), grads, own)
         sent = exchange.mean(key, compressor, message, state.part("compressor"))
         step = step_of(message)
         direction = jax.tree.map(lambda h, m: bounded(h + m), mean, sent.mean)

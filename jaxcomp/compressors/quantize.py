@@ -139,6 +139,21 @@ class Steps(NamedTuple):
         e = math.sqrt(squares) * (1 + 2.0 ** (self.width - 24)) * (1 + short * 2.0**-7)
         return e - 1 if e >= 2 else e**2 / 4
 
+    def unit(self, shared: Any, cut: Blocks, norms: Array, spread: Callable[[Array], Array]) -> Array:
+        """What a level is worth, norm * h, for each entry: f32[d] or f32[1], or as `spread` has it.
+
+        Rounded up to few enough bits that level * unit is exact: then no compiler can change the
+        sum of decoded messages by contracting product and addition into one rounding.
+        """
+        if self.varying:
+            h = one_row("dithering", shared).astype(jnp.float32)
+            each = cut.spread(norms) * (cut.spread(h) if h.shape[0] == cut.count else h)
+        else:
+            each = spread(norms) * jnp.float32(self.sizes[0, 0])
+        spare = jnp.uint32((1 << (self.width - 1)) - 1)
+        bits = (lax.bitcast_convert_type(each, jnp.uint32) + spare) & ~spare
+        return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), jnp.float32(LARGEST))
+
 
 def _steps(levels: int | None, steps: Any, per_worker: bool) -> Steps:
     if (levels is None) == (steps is None):
@@ -154,6 +169,27 @@ def _steps(levels: int | None, steps: Any, per_worker: bool) -> Steps:
         raise ValueError(f"dithering: steps must be finite and at least 2^-15; got {steps}")
     most = math.ceil(float(np.max(1 / sizes)) - 1e-9)
     return Steps(sizes, len(shape) > 0, most, width_for(2 * most + 1))
+
+
+def _inverse(unit: Array) -> tuple[Array, Array]:
+    """(a, b) with (|x| a) b = |x| / unit, one division for each unit; b = 0 for one that is no normal number."""
+    one = jnp.ones((), unit.dtype)
+    a = jnp.where(unit > 2.0**100, jnp.asarray(2.0**-64, unit.dtype), one)  # else 1/unit vanishes
+    empty = unit < jnp.asarray(jnp.finfo(jnp.float32).tiny, unit.dtype)
+    return a, jnp.where(empty, jnp.zeros((), unit.dtype), 1 / (unit * a))
+
+
+def _codes(x: Array, inverse: tuple[Array, Array], noise: Array, most: int) -> Array:
+    """Codes of entries, rounded at random: `zigzag` of levels at most `most`."""
+    position = (jnp.abs(finite(x)) * inverse[0]) * inverse[1]
+    level = jnp.minimum(position + noise.astype(x.dtype), most).astype(jnp.int32)  # neither is negative: floor
+    return jnp.maximum(2 * level - 1 + (x < 0).astype(jnp.int32), 0).astype(jnp.uint32)
+
+
+def _worth(codes: Array, unit: Array, dtype: Any) -> Array:
+    """What codes stand for."""
+    level = unzigzag(codes).astype(wide(dtype))
+    return bounded(bounded(level * unit.astype(level.dtype)).astype(dtype))
 
 
 def _dithering(
@@ -172,35 +208,6 @@ def _dithering(
             )
         return State(shared=jnp.asarray(sizes, jnp.float32))
 
-    def unit_of(shared: Any, cut: Blocks, norms: Array, spread: Callable[[Array], Array]) -> Array:
-        """What a level is worth, norm * h, for each entry: f32[d] or f32[1], or as `spread` has it.
-
-        Rounded up to few enough bits that level * unit is exact: then no compiler can change the
-        sum of decoded messages by contracting product and addition into one rounding.
-        """
-        if varying:
-            h = one_row("dithering", shared).astype(jnp.float32)
-            each = cut.spread(norms) * (cut.spread(h) if h.shape[0] == cut.count else h)
-        else:
-            each = spread(norms) * jnp.float32(sizes[0, 0])
-        spare = jnp.uint32((1 << (width - 1)) - 1)
-        bits = (lax.bitcast_convert_type(each, jnp.uint32) + spare) & ~spare
-        return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), jnp.float32(LARGEST))
-
-    def inverse_of(unit: Array) -> tuple[Array, Array]:
-        """(a, b) with (|x| a) b = |x| / unit, one division for each unit; b = 0 for one that is no normal number."""
-        a = jnp.where(
-            unit > 2.0**100, jnp.asarray(2.0**-64, unit.dtype), jnp.ones((), unit.dtype)
-        )  # else 1/unit vanishes
-        empty = unit < jnp.asarray(jnp.finfo(jnp.float32).tiny, unit.dtype)
-        return a, jnp.where(empty, jnp.zeros((), unit.dtype), 1 / (unit * a))
-
-    def code_of(x: Array, inverse: tuple[Array, Array], noise: Array) -> Array:
-        """Codes of entries, rounded at random."""
-        position = (jnp.abs(finite(x)) * inverse[0]) * inverse[1]
-        level = jnp.minimum(jnp.floor(position + noise.astype(x.dtype)), most).astype(jnp.int32)
-        return zigzag(jnp.where(x < 0, -level, level))
-
     def places_for(d: int, cut: Blocks) -> Places | None:
         """Where entries are worked on in the order of their words; None for entry by entry."""
         return places_of(d, width) if cut.in_words else None
@@ -213,33 +220,30 @@ def _dithering(
         short_norms = norms.astype(jnp.bfloat16) if short else norms
         places = places_for(x.shape[0], cut)
         if places is None:
-            unit = unit_of(state.shared, cut, norms, cut.spread).astype(x.dtype)
-            codes = code_of(x, inverse_of(unit), random_uniform(key, x.shape[0]))
+            unit = steps.unit(state.shared, cut, norms, cut.spread).astype(x.dtype)
+            codes = _codes(x, _inverse(unit), random_uniform(key, x.shape[0]), most)
             return Quantized(short_norms, pack(codes, width)), state.local
-        units = unit_of(state.shared, cut, norms, cut.spread_to_words).astype(x.dtype)
+        units = steps.unit(state.shared, cut, norms, cut.spread_to_words).astype(x.dtype)
 
         def words_of(x, units, words):
             noise = uniform_slices(words, places.shape, places.count)
-            return places.pack(list(map(code_of, places.slices(x), map(inverse_of, units), noise)))
+            each = zip(places.slices(x), map(_inverse, units), noise, strict=True)
+            return places.pack([_codes(*three, most) for three in each])
 
         return Quantized(short_norms, of_made(words_of, x, places.slices(units), key_data(key))), state.local
-
-    def worth(codes: Array, unit: Array, dtype: Any) -> Array:
-        """What codes stand for."""
-        level = unzigzag(codes).astype(wide(dtype))
-        return bounded(bounded(level * unit.astype(level.dtype)).astype(dtype))
 
     def decompress(payload, shared, like):
         cut = layout(like.size)
         check_like("dithering", payload.words.shape, (width, -(-like.size // 32)))
         places, norms = places_for(like.size, cut), payload.norms.astype(jnp.float32)
         if places is None:
-            return worth(unpack(payload.words, like.size), unit_of(shared, cut, norms, cut.spread), like.dtype)
-        decode = lambda words, units: worth(places.unpack(words), places.spread(units), like.dtype)
-        return of_made(decode, payload.words, unit_of(shared, cut, norms, cut.spread_to_words)).reshape(-1)
+            return _worth(unpack(payload.words, like.size), steps.unit(shared, cut, norms, cut.spread), like.dtype)
+        decode = lambda words, units: _worth(places.unpack(words), places.spread(units), like.dtype)
+        return of_made(decode, payload.words, steps.unit(shared, cut, norms, cut.spread_to_words)).reshape(-1)
 
     def accumulate(total, payloads, weights, shared):
         cut, places = layout(total.size), places_for(total.size, layout(total.size))
+        check_like("dithering", payloads.words.shape[1:], (width, -(-total.size // 32)))
         if varying or places is None:
             workers = payloads.words.shape[0]
             pick = lambda worker: row_of("dithering", shared, worker, workers) if per_worker else shared
@@ -247,9 +251,9 @@ def _dithering(
 
         def add(total, message):
             words, units, weight = message
-            return total + weighted(worth(places.unpack(words), places.spread(units), total.dtype), weight)
+            return total + weighted(_worth(places.unpack(words), places.spread(units), total.dtype), weight)
 
-        by_word = lambda norms: unit_of(shared, cut, norms, cut.spread_to_words)
+        by_word = lambda norms: steps.unit(shared, cut, norms, cut.spread_to_words)
         messages = payloads.words, jax.vmap(by_word)(payloads.norms.astype(jnp.float32)), weights
         shapes = isinstance(total, jax.ShapeDtypeStruct)
         total = jax.ShapeDtypeStruct(places.whole, total.dtype) if shapes else total.reshape(places.whole)
