@@ -25,6 +25,7 @@ __all__ = [
     "like_of",
     "of_made",
     "one_row",
+    "reshaped",
     "root_key",
     "row_of",
     "size_of",
@@ -131,7 +132,12 @@ def of_made(function: Callable[..., Tree], *args: Any) -> Tree:
     """function(*args), computed before: XLA for CPU would compute them within every loop that reads them, and then find
     their places entry by entry.
     """
-    if jax.default_backend() != "cpu" or not all(a.size for a in jax.tree.leaves(args)):
+    arrays = jax.tree.leaves(args)
+    if (
+        jax.default_backend() != "cpu"
+        or not all(a.size for a in arrays)
+        or not any(isinstance(a, Tracer) for a in arrays)
+    ):
         return function(*args)
 
     @jax.custom_batching.custom_vmap
@@ -155,11 +161,11 @@ def of_made(function: Callable[..., Tree], *args: Any) -> Tree:
 
 
 def zeros_after(tree: Tree, like: Tree) -> Tree:
-    """`zeros_like`, made once the last array of a tree is there: earlier they would only take memory."""
-    last = next((a for a in reversed(jax.tree.leaves(tree)) if a.size), None)
-    if last is None or jax.default_backend() != "cpu":
+    """`zeros_like`, made once the arrays of a tree are there: earlier they would only take memory."""
+    arrays = [a for a in jax.tree.leaves(tree) if a.size]
+    if not arrays or jax.default_backend() != "cpu":
         return zeros_like(like)
-    zero = jnp.where(always(last), jnp.float32(0), jnp.float32(1))
+    zero = jnp.where(functools.reduce(jnp.logical_and, map(always, arrays)), jnp.float32(0), jnp.float32(1))
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero.astype(leaf.dtype)), like)
 
 
@@ -256,6 +262,13 @@ def started(total: Tree, messages: Tree) -> Tree:
     return zeros_after(messages, total) if _is_shapes(total) else total
 
 
+def reshaped(total: Array | jax.ShapeDtypeStruct, shape: Sequence[int]) -> Array | jax.ShapeDtypeStruct:
+    """A total to add messages to, an array or its shape alone, in another shape."""
+    if isinstance(total, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(tuple(shape), total.dtype)
+    return jnp.reshape(total, shape)
+
+
 def _is_shapes(tree: Tree) -> bool:
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
@@ -266,15 +279,18 @@ def _is_shapes(tree: Tree) -> bool:
 ONE_PASS = 8
 
 
-def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree, *, alone: int = 2) -> Tree:
-    """`fold` for messages that are decoded entry by entry; from `alone` messages on into an array of its own."""
-    count = jax.tree.leaves(messages)[0].shape[0]
-    if count < alone:
-        return fold(add, total, messages)
-    if count > ONE_PASS:
-        return _by_passes(functools.partial(fold_in_one_pass, add, alone=alone), total, messages)
+def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree, *, least: int = 2) -> Tree:
+    """`fold` for messages that are decoded entry by entry: several are added in one pass over the total.
 
+    least: from so many messages on the sum is computed once, however many loops read it (`of_made`); fewer are decoded
+        within each of those loops.
+    """
+    count = jax.tree.leaves(messages)[0].shape[0]
+    if count < least:
+        return fold(add, total, messages)
     add, messages = _in_slices(add, messages)
+    if count > ONE_PASS:
+        return _by_passes(functools.partial(fold_in_one_pass, add, least=least), total, messages)
 
     def add_all(total, messages):
         total = started(total, messages)  # in here zeros are no pass of their own
@@ -306,16 +322,16 @@ def add_each(
         x_hat = decompress(payload, pick(worker), like)
         return jax.tree.map(lambda t, x: t + weighted(x.astype(t.dtype), weight), total, x_hat)
 
-    numbers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
-    return fold_in_one_pass(add, total, (payloads, weights, numbers))
+    workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
+    return fold_in_one_pass(add, total, (payloads, weights, workers))
 
 
 def _by_passes(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
     """More messages than are added in one pass: a pass for each so many of them, `add`, and one for the rest."""
     count = jax.tree.leaves(messages)[0].shape[0]
     whole = count - count % ONE_PASS
-    by_pass = jax.tree.map(lambda a: a[:whole].reshape(-1, ONE_PASS, *a.shape[1:]), messages)
-    total = fold(add, total, by_pass)
+    by_pass = jax.tree.map(lambda a: a[:whole].reshape(whole // ONE_PASS, ONE_PASS, *a.shape[1:]), messages)
+    total = fold(add, total, by_pass) if whole > ONE_PASS else add(total, jax.tree.map(lambda a: a[0], by_pass))
     return add(total, jax.tree.map(lambda a: a[whole:], messages)) if whole < count else total
 
 

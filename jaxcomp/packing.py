@@ -114,7 +114,7 @@ class Places(NamedTuple):
         return each.reshape(*self.whole[:3], each.shape[0] // self.groups)
 
     def slices(self, each: Array) -> list[Array]:
-        """[count] slices of the same."""
+        """[count] slices of the same; a number for all entries is in each."""
         each = self.spread(each)
         return [each[:, min(i, each.shape[1] - 1)] for i in range(self.count)]
 

@@ -128,7 +128,7 @@ def sidco(x, ratio, law="exponential", stages=3, counted=False, quantile="newton
 
     Zeros are left out of the fit and the target is raised to ratio d / (number of nonzeros).
     counted: stage ratios from the measured counts, then up to three corrections by the counts.
-    stride: of the sample that laws are fitted to; it corrects its threshold up to 2 % before all entries are counted.
+    stride: of the sample that laws are fitted to; its count moves the threshold before that of all entries does.
     """
     d = len(x)
     every = np.abs(np.asarray(x, np.float64))
@@ -152,14 +152,20 @@ def sidco(x, ratio, law="exponential", stages=3, counted=False, quantile="newton
         before = (eta, e.size)
         if e.size >= 2:
             eta = max(0.0, eta + excess_quantile(tail, e, each))
-    rounds = [(a, k, 0.02, 1)] * 3 * (stride > 1) + [(every, k * stride, 0.1, stride)] * 3
-    last = before
-    for i, (a, k, tolerance, scale) in enumerate(rounds if counted else []):
-        if i == 3 * (stride > 1):
-            before = (last[0], last[1] * scale)
+    if counted and stride > 1:
+        chance = max(0.02, k**-0.5)
+        eta = _moved(a, before, eta, k, chance)
+    if counted:
+        eta = _moved(every, (before[0], before[1] * stride), eta, k * stride, 0.1)
+    return eta
+
+
+def _moved(a, before, eta, k, tolerance):
+    """eta, moved along a line through the logarithms of the last two counts while it misses k, thrice at most."""
+    for _ in range(3):
         above = int(np.sum(a > eta))
         if abs(above - k) <= tolerance * k or above == before[1]:
-            continue
+            break
         low, high = math.log(max(before[1], 0.5)), math.log(max(above, 0.5))
         here = (eta, above)
         eta = max(0.0, eta + (eta - before[0]) * (high - math.log(k)) / (low - high))

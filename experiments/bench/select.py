@@ -62,24 +62,26 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
         state = compressor.init(key, x)
         functions[name] = lambda x, c=compressor, s=state: c.compress(key, x, s)[0]
 
-    # Last: it gives a lot of memory back to the system, and what runs after it takes twice as long.
-    functions["jnp.nonzero, threshold given"] = lambda x, t: jnp.nonzero(jnp.abs(x) > t, size=places, fill_value=d)[0]
-
     def whole(message):
         payload, local = sidco.compress(key, message, sidco.init(key, message))
         return payload, local, residual(sidco, message, payload, ())
 
     compiled, calls = {}, {}
+
+    def add(name: str, function: Any, *rest: Any) -> None:
+        compiled[name] = jax.jit(function).lower(x, *rest).compile()
+        calls[name] = lambda: compiled[name](vectors.x, *rest)
+
     for name, function in functions.items():
-        arguments = (x, threshold) if "given" in name else (x,)
-        compiled[name] = jax.jit(function).lower(*arguments).compile()
-        if name.startswith("jnp.nonzero"):
-            compiled[WHOLE] = jax.jit(whole, donate_argnums=0).lower(x).compile()
-            calls[WHOLE] = Fresh(lambda: jax.block_until_ready(vectors.x + 0), compiled[WHOLE])
-        calls[name] = lambda f=compiled[name], rest=arguments[1:]: f(vectors.x, *rest)
+        add(name, function, *([threshold] if "given" in name else []))
+    compiled[WHOLE] = jax.jit(whole, donate_argnums=0).lower(x).compile()
+    calls[WHOLE] = Fresh(lambda: jax.block_until_ready(vectors.x + 0), compiled[WHOLE])
     if (torch := torch_if_installed()) is not None and jax.default_backend() == "cpu":
         tensor = lambda: torch.from_numpy(np.array(vectors.x))
         calls[TORCH] = Fresh(tensor, lambda x: torch.topk(x.abs(), k, sorted=False)[1])
+    # Last: it gives a lot of memory back to the system, and what runs after it takes twice as long.
+    nonzero = lambda x, t: jnp.nonzero(jnp.abs(x) > t, size=places, fill_value=d)[0]
+    add("jnp.nonzero, threshold given", nonzero, threshold)
     memory = {name: int(f.memory_analysis().temp_size_in_bytes) / (4 * d) for name, f in compiled.items()}
     return calls, memory
 

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import started
 from jaxcomp.base import (
     Compressor,
     Spec,
@@ -273,7 +272,6 @@ def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -
         return payload._replace(indices=global_indices(local, like.size))
 
     def add(total, payloads, weights, shared):
-        total = started(total, payloads)
         wide_payloads = jax.vmap(lambda payload: widen(payload, total))(payloads)
         return accumulate(compressor, total, wide_payloads, weights, shared)
 

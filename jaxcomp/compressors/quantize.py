@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import add_each, fold_in_one_pass, of_made, weighted
+from jaxcomp.arrays import add_each, fold_in_one_pass, of_made, reshaped, weighted
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, key_data, one_row, row_of, wide
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
@@ -180,7 +180,7 @@ def _inverse(unit: Array) -> tuple[Array, Array]:
 
 
 def _codes(x: Array, inverse: tuple[Array, Array], noise: Array, most: int) -> Array:
-    """Codes of entries, rounded at random: `zigzag` of levels at most `most`."""
+    """Codes of entries, rounded at random: `zigzag` of levels at most `most`, 2 l - 1 for l > 0, 2 |l| for l <= 0."""
     position = (jnp.abs(finite(x)) * inverse[0]) * inverse[1]
     level = jnp.minimum(position + noise.astype(x.dtype), most).astype(jnp.int32)  # neither is negative: floor
     return jnp.maximum(2 * level - 1 + (x < 0).astype(jnp.int32), 0).astype(jnp.uint32)
@@ -242,7 +242,8 @@ def _dithering(
         return of_made(decode, payload.words, steps.unit(shared, cut, norms, cut.spread_to_words)).reshape(-1)
 
     def accumulate(total, payloads, weights, shared):
-        cut, places = layout(total.size), places_for(total.size, layout(total.size))
+        cut = layout(total.size)
+        places = places_for(total.size, cut)
         check_like("dithering", payloads.words.shape[1:], (width, -(-total.size // 32)))
         if varying or places is None:
             workers = payloads.words.shape[0]
@@ -255,9 +256,7 @@ def _dithering(
 
         by_word = lambda norms: steps.unit(shared, cut, norms, cut.spread_to_words)
         messages = payloads.words, jax.vmap(by_word)(payloads.norms.astype(jnp.float32)), weights
-        shapes = isinstance(total, jax.ShapeDtypeStruct)
-        total = jax.ShapeDtypeStruct(places.whole, total.dtype) if shapes else total.reshape(places.whole)
-        return fold_in_one_pass(add, total, messages, alone=1).reshape(-1)
+        return fold_in_one_pass(add, reshaped(total, places.whole), messages, least=1).reshape(-1)
 
     return on_vectors(
         init=init,

@@ -5,8 +5,9 @@
 So the error of each stage is mended in the next, and costs nothing: the counts are known anyway. The first stage is as
 published. If the last threshold still misses k by more than 10 %, a line through the logarithms of the
 last two counts moves it, at most three times. Since all entries are counted in the end, laws of long vectors
-are fitted to a strided sample. There the sample moves the threshold first, which costs no pass over the vector: a law
-that fits badly is corrected so, and what is left to the counts of all entries is mostly chance.
+are fitted to a strided sample. There the sample's own count moves the threshold first, if it is off by more than
+chance makes it (1 / sqrt(k / stride), at least 2 %): that costs no pass over the vector, and mends a law that fits
+badly.
 """
 
 import math
@@ -25,7 +26,7 @@ __all__ = ["counted"]
 
 Array = jax.Array
 TOLERANCE = 0.1  # relative deviation beyond which the counts correct the threshold
-IN_SAMPLE = 0.02  # the same in a sample, where a count costs nothing to speak of
+IN_SAMPLE = 0.02  # the least of these in a sample
 TRIES = 3
 
 
@@ -53,7 +54,7 @@ def counted(law: str, exact: bool, stages: int, sample: int | None) -> Estimator
 def _last_two(
     x: Array, k: Array, stride: int, ratio: Array, stages: int, law: str, exact: bool
 ) -> tuple[Array, Point, Array]:
-    """eta_M, eta_(M-1) with its count in the sample x, and ln(k); infinity where there is no fit."""
+    """eta_M, as the sample x corrects it, eta_(M-1) with its count there, and ln(k); infinity where there is no fit."""
     goal = lambda dtype: jnp.log(k.astype(dtype))
 
     def fit(sample: Sample) -> tuple[Array, Point]:
@@ -66,7 +67,8 @@ def _last_two(
             log_ratio = (log_count - in_sample) / (stages - m + 1)
             eta, before = sample.step(law, eta, above, log_ratio), Point(eta, above)
         if stride > 1:
-            eta, _ = _corrected(sample.x, before, eta, words_above(sample.x, eta), in_sample, IN_SAMPLE)
+            chance = jnp.maximum(jnp.exp(-in_sample / 2), IN_SAMPLE)
+            eta, _ = _corrected(sample.x, before, eta, words_above(sample.x, eta), in_sample, chance)
         return eta, before
 
     eta, before = fitted(x, law, fit, lambda zero, present: (zero + jnp.inf, Point(zero, present)))
@@ -74,7 +76,7 @@ def _last_two(
 
 
 def _corrected(
-    x: Array, before: Point, eta: Array, words: Array, goal: Array, tolerance: float = TOLERANCE
+    x: Array, before: Point, eta: Array, words: Array, goal: Array, tolerance: Array | float = TOLERANCE
 ) -> tuple[Array, Array]:
     """Moves eta along the exponential law through the last two counts while it misses exp(goal), thrice at most."""
     dtype = eta.dtype

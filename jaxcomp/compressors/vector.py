@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import started
+from jaxcomp.arrays import reshaped, started
 from jaxcomp.base import (
     Compressor,
     Lifted,
@@ -93,9 +93,8 @@ def on_vectors(
 
     def of_any_shape(accumulate):
         def accumulate_(total, payloads, weights, shared):
-            shapes = isinstance(total, jax.ShapeDtypeStruct)
-            like = flat_like(total)
-            return accumulate(like if shapes else total.reshape(-1), payloads, weights, shared).reshape(total.shape)
+            flat = reshaped(total, flat_like(total).shape)
+            return accumulate(flat, payloads, weights, shared).reshape(total.shape)
 
         return accumulate_
 

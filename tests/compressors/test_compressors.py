@@ -391,6 +391,14 @@ def test_the_sum_of_messages_is_that_of_one_after_the_other(workers, key):
     np.testing.assert_array_equal(jax.vmap(add)(jax.tree.map(lambda a: a[None], payloads))[0], want)
 
 
+@pytest.mark.parametrize("make", [lambda: jc.dithering(7), lambda: jc.rotate(jc.block_scaled("int4"))])
+def test_many_messages_of_nothing_add_nothing(make, key):
+    compressor, like = make(), jax.ShapeDtypeStruct((0,), jnp.float32)
+    payloads = messages_of(compressor, ONE_PASS + 2, 0, key)
+    shared = compressor.init(key, like).shared
+    assert accumulate(compressor, like, payloads, None, shared).shape == (0,)
+
+
 def test_messages_are_decoded_once_however_many_use_their_sum(key):
     compressor, zeros = jc.dithering(7), jnp.zeros(1000)
     payloads = messages_of(compressor, 4, 1000, key)
