@@ -280,17 +280,16 @@ ONE_PASS = 8
 
 
 def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree, *, least: int = 2) -> Tree:
-    """`fold` for messages that are decoded entry by entry: several are added in one pass over the total.
+    """`fold` for messages that are decoded entry by entry: a few are added in one pass over the total.
 
     least: from so many messages on the sum is computed once, however many loops read it (`of_made`); fewer are decoded
         within each of those loops.
     """
     count = jax.tree.leaves(messages)[0].shape[0]
-    if count < least:
+    if not least <= count <= ONE_PASS:
         return fold(add, total, messages)
+
     add, messages = _in_slices(add, messages)
-    if count > ONE_PASS:
-        return _by_passes(functools.partial(fold_in_one_pass, add, least=least), total, messages)
 
     def add_all(total, messages):
         total = started(total, messages)  # in here zeros are no pass of their own
@@ -324,15 +323,6 @@ def add_each(
 
     workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
     return fold_in_one_pass(add, total, (payloads, weights, workers))
-
-
-def _by_passes(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
-    """More messages than are added in one pass: a pass for each so many of them, `add`, and one for the rest."""
-    count = jax.tree.leaves(messages)[0].shape[0]
-    whole = count - count % ONE_PASS
-    by_pass = jax.tree.map(lambda a: a[:whole].reshape(whole // ONE_PASS, ONE_PASS, *a.shape[1:]), messages)
-    total = fold(add, total, by_pass) if whole > ONE_PASS else add(total, jax.tree.map(lambda a: a[0], by_pass))
-    return add(total, jax.tree.map(lambda a: a[whole:], messages)) if whole < count else total
 
 
 def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:
