@@ -38,7 +38,7 @@ COLUMNS = {
 }
 
 
-GRADIENTS = 3  # in turn: of one alone error feedback's memory would become a multiple, as in no training
+GRADIENTS = 3  # in turn: if all steps had the same one, error feedback's memory would grow to a multiple of it
 
 
 class Step:

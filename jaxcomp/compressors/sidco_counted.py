@@ -26,7 +26,7 @@ __all__ = ["counted"]
 
 Array = jax.Array
 TOLERANCE = 0.1  # relative deviation beyond which the counts correct the threshold
-IN_SAMPLE = 0.02  # the least of these in a sample
+IN_SAMPLE = 0.02  # the smallest tolerance in a sample
 TRIES = 3
 
 
