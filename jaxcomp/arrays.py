@@ -10,11 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.packing import as_words
-
 __all__ = [
     "add_each",
     "always",
+    "as_words",
     "bounded",
     "finite",
     "fold",
@@ -104,6 +103,11 @@ def _prod(shape: Sequence[int]) -> int:
     for length in shape:
         result *= int(length)
     return result
+
+
+def as_words(x: Array) -> Array:
+    """The bits of x as unsigned integers of the same width."""
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def finite(tree: Tree) -> Tree:

@@ -1,9 +1,10 @@
 """Unsigned integers of w bits packed into uint32 words, inside jit, without a loop over elements.
 
-32 codes of w bits fill exactly w words. Codes are laid out so that neighbours in memory stay
-neighbours: with G = ceil(n / 32), code i*G + g is the i-th of group g, and row m of the result
-holds word m of every group. All slices are then contiguous, on CPU and GPU alike, and the width
-can be read off the shape: words is uint32[w, G].
+32 codes of w bits fill exactly w words. The n codes make G = ceil(n / 32) groups, which stand in tiles of g groups: 32
+of them where 32 divides G and w divides 32, else one tile of all. Within a tile neighbours in memory stay neighbours:
+code 32 g T + i g + t is the i-th of group t of tile T, and word m of that group is word w g T + m g + t of the message.
+So all slices are contiguous, on CPU and GPU alike, and in tiles of 32 the words of 1024 entries are 32 w words one
+after the other, which may be cut out. The width can be read off the shape: these words in order are uint32[w, G].
 
 Within a group, code i occupies bits [i*w, (i+1)*w) of the 32*w bits, least significant first.
 """
@@ -14,15 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["Places", "as_words", "num_words", "pack", "places_of", "unpack", "width_for"]
+from jaxcomp.arrays import of_made
+
+__all__ = ["Places", "num_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
 
 Array = jax.Array
 U32 = jnp.uint32
-
-
-def as_words(x: Array) -> Array:
-    """The bits of x as unsigned integers of the same width."""
-    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+TILE = 32  # groups
+MANY = 2**12  # words
 
 
 def width_for(num_codes: int) -> int:
@@ -37,6 +37,15 @@ def width_for(num_codes: int) -> int:
 def num_words(size: int, width: int) -> int:
     """Words that `pack` makes of `size` codes: width * ceil(size / 32)."""
     return width * (-(-size // 32))
+
+
+def tile_of(groups: int, width: int) -> int:
+    """Groups of a tile.
+
+    >>> [tile_of(groups, 4) for groups in (1, 32, 33, 64)], tile_of(64, 3)
+    ([1, 32, 33, 32], 64)
+    """
+    return TILE if groups % TILE == 0 and 32 % width == 0 else groups
 
 
 def pack(codes: Array, width: int) -> Array:
@@ -64,9 +73,10 @@ def pack(codes: Array, width: int) -> Array:
         codes = codes & U32((1 << width) - 1)
     rest = 32 * groups - codes.shape[0]
     if 32 % width == 0:  # no code straddles two words: a sum, in which XLA computes the codes where they are used
-        parts = jnp.pad(codes, (0, rest)).reshape(width, 32 // width, groups)
+        tile = tile_of(groups, width)
+        parts = jnp.pad(codes, (0, rest)).reshape(groups // tile * width, 32 // width, tile)
         shifts = lax.iota(U32, 32 // width) * U32(width)
-        return jnp.sum(parts << shifts[:, None], axis=1, dtype=U32)
+        return _in_order(jnp.sum(parts << shifts[:, None], axis=1, dtype=U32), width)
     kind = jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else U32  # these codes will be an array
     rows = jnp.pad(codes.astype(kind), (0, rest)).reshape(32, groups)
     words = []
@@ -81,16 +91,22 @@ def pack(codes: Array, width: int) -> Array:
     return jnp.stack(words)
 
 
-class Places(NamedTuple):
-    """How n = 1024 q entries stand in words of w bits, where 32 is a multiple of w: as [w, 32 / w, G / 32, 32].
+def _in_order(words: Array, width: int) -> Array:
+    """Words as [w, G]. Where they are many, not in the loop that makes them: it would find their places by division."""
+    shaped = lambda words: words.reshape(width, words.size // width)
+    return of_made(shaped, words) if words.size >= MANY else shaped(words)
 
-    Slice i of the second axis is what stands at bits [i w, (i + 1) w) of the words, [w, G / 32, 32]. Arithmetic on
-    such slices reads and writes neighbours, so that XLA computes several entries at once; on a vector of all entries it
+
+class Places(NamedTuple):
+    """How n = 1024 q entries stand in words of w bits, where 32 is a multiple of w: as [q, w, 32 / w, 32].
+
+    Slice i of the third axis is what stands at bits [i w, (i + 1) w) of the words, [q, w, 32]. Arithmetic on such
+    slices reads and writes neighbours, so that XLA computes several entries at once; on a vector of all entries it
     would find the place of each one by division.
     """
 
     width: int
-    groups: int
+    tiles: int
 
     @property
     def count(self) -> int:
@@ -100,36 +116,36 @@ class Places(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of a slice."""
-        return self.width, self.groups // 32, 32
+        return self.tiles, self.width, TILE
 
     @property
     def whole(self) -> tuple[int, int, int, int]:
         """Of all entries."""
-        return self.width, self.count, self.groups // 32, 32
+        return self.tiles, self.width, self.count, TILE
 
     def spread(self, each: Array) -> Array:
-        """What broadcasts to [w, 32 / w, G / 32, 32], from a number for each entry, each 32 entries, or all."""
+        """What broadcasts to [q, w, 32 / w, 32], from a number for each entry, each 32 entries, or all."""
         if each.shape[0] == 1:
             return each.reshape(1, 1, 1, 1)
-        return each.reshape(*self.whole[:3], each.shape[0] // self.groups)
+        return each.reshape(*self.whole[:3], each.shape[0] // (TILE * self.tiles))
 
     def slices(self, each: Array) -> list[Array]:
         """[count] slices of the same; a number for all entries is in each."""
         each = self.spread(each)
-        return [each[:, min(i, each.shape[1] - 1)] for i in range(self.count)]
+        return [each[:, :, min(i, each.shape[2] - 1)] for i in range(self.count)]
 
     def unpack(self, words: Array) -> Array:
-        """uint32[w, 32 / w, G / 32, 32], the codes that `packing.unpack` finds in words [w, G]."""
-        shifts = jnp.arange(0, 32, self.width, dtype=U32)[:, None, None]
-        codes = words.reshape(self.width, 1, *self.shape[1:]) >> shifts
+        """uint32[q, w, 32 / w, 32], the codes that `packing.unpack` finds in words [w, G]."""
+        shifts = jnp.arange(0, 32, self.width, dtype=U32)[:, None]
+        codes = words.reshape(self.tiles, self.width, 1, TILE) >> shifts
         return codes & U32((1 << self.width) - 1) if self.width < 32 else codes
 
     def pack(self, codes: list[Array]) -> Array:
-        """uint32[w, G], those that `packing.pack` makes of the vector, from the codes of each slice."""
+        """uint32[q, w, 32], those that `packing.pack` makes of the vector, from the codes of each slice."""
         words = codes[0]
         for i, code in enumerate(codes[1:], 1):
             words = words | (code << U32(i * self.width))
-        return words.reshape(self.width, self.groups)
+        return words
 
 
 def places_of(size: int, width: int) -> Places | None:
@@ -137,10 +153,10 @@ def places_of(size: int, width: int) -> Places | None:
 
     >>> places = places_of(2048, 8)
     >>> codes = jnp.arange(2048, dtype=jnp.uint32) % 256
-    >>> print(jnp.array_equal(places.pack(places.slices(codes)), pack(codes, 8)))
+    >>> print(jnp.array_equal(places.pack(places.slices(codes)).reshape(8, -1), pack(codes, 8)))
     True
     """
-    return Places(width, size // 32) if size and size % 1024 == 0 and 32 % width == 0 else None
+    return Places(width, size // 1024) if size and size % 1024 == 0 and 32 % width == 0 else None
 
 
 def unpack(words: Array, size: int) -> Array:
@@ -161,21 +177,20 @@ def unpack(words: Array, size: int) -> Array:
     """
     if words.ndim != 2 or words.shape[1] != -(-size // 32):
         raise ValueError(f"unpack: {size} codes need words of shape (w, {-(-size // 32)}); got {words.shape}")
-    width = words.shape[0]
+    width, groups = words.shape
     _check_width(width)
-    if width == 32:
-        return words.reshape(-1)[:size]
-    mask = U32((1 << width) - 1)
     if 32 % width == 0:  # no code straddles two words
+        tile = tile_of(groups, width)
         shifts = jnp.arange(0, 32, width, dtype=U32)[:, None]
-        return ((words[:, None] >> shifts) & mask).reshape(-1)[:size]
+        codes = words.reshape(groups // tile, width, 1, tile) >> shifts
+        return (codes & U32((1 << width) - 1) if width < 32 else codes).reshape(-1)[:size]
     start = jnp.arange(32) * width
     row, shift = start // 32, (start % 32).astype(U32)[:, None]
     low = words[row] >> shift
     # A code that straddles two words takes its high bits from the next one. A shift by 32 is
     # undefined, so codes that start at bit 0 are masked out instead.
     high = jnp.where(shift == 0, U32(0), words[jnp.minimum(row + 1, width - 1)] << ((U32(32) - shift) % U32(32)))
-    return ((low | high) & mask).reshape(-1)[:size]
+    return ((low | high) & U32((1 << width) - 1)).reshape(-1)[:size]
 
 
 def _check_width(width: int) -> None:

@@ -24,18 +24,21 @@ def fmix32(h: int) -> int:
 
 
 def pack(codes, width):
-    """Code i*G + g at bits [i*width, (i+1)*width) of group g, as one big integer per group."""
+    """Tiles of 32 groups (one of all where 32 does not divide their number, or `width` not 32), one after the other; code i of group t of
+    tile T is code 32 g T + i g + t, at bits [i*width, (i+1)*width) of the group, which is one big integer.
+    """
     groups = -(-len(codes) // 32)
-    words = np.zeros((width, groups), np.uint32)
-    for g in range(groups):
-        stream = 0
+    tile = groups if groups % 32 or 32 % width else 32
+    words = []
+    for first in range(0, groups, tile):
+        streams = [0] * tile
         for i in range(32):
-            j = i * groups + g
-            if j < len(codes):
-                stream |= int(codes[j]) << (i * width)
-        for m in range(width):
-            words[m, g] = stream >> (32 * m) & 0xFFFFFFFF
-    return words
+            for t in range(tile):
+                j = 32 * first + i * tile + t
+                if j < len(codes):
+                    streams[t] |= int(codes[j]) << (i * width)
+        words += [stream >> (32 * m) & 0xFFFFFFFF for m in range(width) for stream in streams]
+    return np.asarray(words, np.uint32).reshape(width, groups)
 
 
 def fixed_width_stream(values, width):

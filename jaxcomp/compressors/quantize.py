@@ -230,7 +230,8 @@ def _dithering(
             each = zip(places.slices(x), map(_inverse, units), noise, strict=True)
             return places.pack([_codes(*three, most) for three in each])
 
-        return Quantized(short_norms, of_made(words_of, x, places.slices(units), key_data(key))), state.local
+        made = of_made(words_of, x, places.slices(units), key_data(key))
+        return Quantized(short_norms, made.reshape(width, -1)), state.local
 
     def decompress(payload, shared, like):
         cut = layout(like.size)

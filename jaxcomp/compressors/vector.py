@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import reshaped, started
+from jaxcomp.arrays import as_words, reshaped, started
 from jaxcomp.base import (
     Compressor,
     Lifted,
@@ -31,7 +31,6 @@ from jaxcomp.base import (
     weighted,
 )
 from jaxcomp.layout import DEFAULT, Parts, dense_of, rows_of
-from jaxcomp.packing import as_words
 from jaxcomp.payloads import Dense, Leaves
 
 __all__ = ["Each", "Rows", "alpha_of", "check_like", "count_of", "is_whole", "lift", "omega_of", "on_vectors"]

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import always, sum_rows
+from jaxcomp.arrays import always, as_words, sum_rows
 from jaxcomp.base import weighted
 from jaxcomp.exchange.collectives import all_to_all_rows, gather, gathered_size, sum_arrays
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying, varying_axes
-from jaxcomp.packing import as_words
 from jaxcomp.payloads import Leaves
 
 __all__ = [

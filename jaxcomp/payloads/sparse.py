@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp.arrays import as_words
 from jaxcomp.base import Lengths
 from jaxcomp.codes.arrays import bit_length, is_host, namespace
 from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.keys import MAX_KEYS, Gaps, decode_gaps, encode_keys, keys_of, plan
-from jaxcomp.packing import as_words
 from jaxcomp.payloads import sparse_records as records
 from jaxcomp.payloads.dense import Dense, Scaled
 from jaxcomp.payloads.local import BLOCK, LocalIndices, global_indices, local_indices

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from jaxcomp.codes.arrays import scatter_bits
+from jaxcomp.packing import tile_of
 
 __all__ = [
     "SOME",
@@ -137,24 +138,29 @@ def set_words(words: np.ndarray, indices: np.ndarray, codes: np.ndarray) -> None
     """Writes codes into places of words u32[width, groups] that are zero so far. `SOME` at a time need little room."""
     width, groups = words.shape
     flat = words.reshape(-1)
-    place, group = np.divmod(np.asarray(indices, np.int64), max(groups, 1))
+    size = max(tile_of(groups, width), 1)
+    tile, inside = np.divmod(np.asarray(indices, np.int64), 32 * size)
+    place, group = np.divmod(inside, size)
     row, shift = np.divmod(place * width, 32)
+    word = (tile * width + row) * size + group
     value = np.asarray(codes, np.uint64) << shift.astype(np.uint64)
     # Bits are disjoint, so that they may be added.
-    np.add.at(flat, row * groups + group, value.astype(np.uint32))
+    np.add.at(flat, word, value.astype(np.uint32))
     over = np.flatnonzero(shift + width > 32)
-    np.add.at(flat, (row[over] + 1) * groups + group[over], (value[over] >> np.uint64(32)).astype(np.uint32))
+    np.add.at(flat, word[over] + size, (value[over] >> np.uint64(32)).astype(np.uint32))
 
 
 def unpack_words(words: np.ndarray) -> np.ndarray:
     """All codes of words uint32[width, G]: uint32[32 G]."""
     width, groups = words.shape
-    codes = np.empty((32, groups), np.uint32)
+    size = max(tile_of(groups, width), 1)
+    words = words.reshape(groups // size, width, size)
+    codes = np.empty((groups // size, 32, size), np.uint32)
     mask = np.uint64((1 << width) - 1)
     for i in range(32):
         word, shift = divmod(i * width, 32)
-        both = words[word].astype(np.uint64)
+        both = words[:, word].astype(np.uint64)
         if shift + width > 32:
-            both |= words[word + 1].astype(np.uint64) << np.uint64(32)
-        codes[i] = (both >> np.uint64(shift)) & mask
+            both |= words[:, word + 1].astype(np.uint64) << np.uint64(32)
+        codes[:, i] = (both >> np.uint64(shift)) & mask
     return codes.reshape(-1)

@@ -16,7 +16,7 @@ from jaxcomp.wire.limits import FREE_BYTES, PAD_BYTES, PART_BYTES, STREAM_BYTES,
 __all__ = ["FRAME_BYTES", "MAGIC", "VERSION", "Reader", "Writer", "seal", "unseal", "varint"]
 
 MAGIC = b"JCMP"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<4sBQ")
 CRC = struct.Struct("<I")
 FRAME_BYTES = HEADER.size + CRC.size

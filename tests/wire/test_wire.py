@@ -238,7 +238,7 @@ def test_errors_name_field_found_and_allowed():
     cases = [
         (b"", "message length must be at least 17 bytes; got 0"),
         (b"NOPE" + message[4:], "magic must be b'JCMP'; got b'NOPE'"),
-        (message[:4] + b"\7" + message[5:], "version must be 1; got 7"),
+        (message[:4] + b"\7" + message[5:], "version must be 2; got 7"),
         (message[:-1], "body length must be"),
         (message[:-1] + bytes([message[-1] ^ 1]), "checksum must be"),
     ]
@@ -252,7 +252,7 @@ def test_errors_name_field_found_and_allowed():
 
 def test_frame_is_what_is_documented():
     body = b"some bytes"
-    head = b"JCMP" + struct.pack("<BQ", 1, len(body))
+    head = b"JCMP" + struct.pack("<BQ", 2, len(body))
     assert seal(body) == head + body + struct.pack("<I", zlib.crc32(head + body))
 
 
