@@ -1,6 +1,7 @@
 """Shapes, dtypes, keys and stacks of arrays: what every part of the library needs."""
 
 import functools
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,21 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
+
+from jaxcomp.compiled import always, is_shapes, zeros_after
 
 __all__ = [
     "add_each",
-    "always",
     "as_words",
     "bounded",
     "finite",
     "fold",
     "fold_in_one_pass",
-    "in_place",
     "is_array",
     "key_data",
     "like_of",
-    "of_made",
     "one_row",
     "reshaped",
     "root_key",
@@ -34,7 +33,6 @@ __all__ = [
     "wide",
     "wide_like",
     "wrap_key",
-    "zeros_after",
     "zeros_like",
 ]
 
@@ -94,15 +92,8 @@ def size_of(like: Tree) -> int | tuple[int, ...]:
     >>> size_of(jnp.zeros((2, 3))), size_of({"a": jnp.zeros(2), "b": jnp.zeros(())})
     (6, (2, 1))
     """
-    sizes = tuple(_prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(like))
+    sizes = tuple(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(like))
     return sizes[0] if is_array(like) else sizes
-
-
-def _prod(shape: Sequence[int]) -> int:
-    result = 1
-    for length in shape:
-        result *= int(length)
-    return result
 
 
 def as_words(x: Array) -> Array:
@@ -119,100 +110,6 @@ def bounded(x: Array) -> Array:
     """x, with what overflowed to infinity cut to the largest number of its dtype."""
     info = jnp.finfo(x.dtype)
     return jnp.clip(x, jnp.asarray(info.min, x.dtype), jnp.asarray(info.max, x.dtype))
-
-
-# ------------------------------------------------------------------------------------------------
-# Where arrays are made. XLA for CPU drops `lax.optimization_barrier` before it fuses and orders what it computes; it
-# keeps a condition that it does not know to hold always.
-
-
-def always(x: Array) -> Array:
-    """bool[], true whatever is in x (one entry at least), which XLA does not know."""
-    first = x.reshape(-1)[0].astype(jnp.float32)
-    return (first <= jnp.inf) | jnp.isnan(first)
-
-
-def of_made(function: Callable[..., Tree], *args: Any) -> Tree:
-    """function(*args), computed before: XLA for CPU would compute them within every loop that reads them, and then find
-    their places entry by entry.
-    """
-    arrays = jax.tree.leaves(args)
-    if (
-        jax.default_backend() != "cpu"
-        or not all(a.size for a in arrays)
-        or not any(isinstance(a, Tracer) for a in arrays)
-    ):
-        return function(*args)
-
-    @jax.custom_batching.custom_vmap
-    def made(*args):
-        shapes = jax.eval_shape(function, *args)
-
-        def other(*args):
-            """Arrays that nobody sees, typed as differing over the same axes of a mesh."""
-            one = jnp.asarray(sum(a.reshape(-1)[0].astype(jnp.float32) for a in jax.tree.leaves(args)))
-            return jax.tree.map(lambda a: jnp.full(a.shape, one.astype(a.dtype)), shapes)
-
-        return lax.cond(always(jax.tree.leaves(args)[0]), function, other, *args)
-
-    @made.def_vmap
-    def _(size, batched, *args):
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-        out = of_made(jax.vmap(function, tuple(axes), axis_size=size), *args)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return made(*args)
-
-
-def zeros_after(tree: Tree, like: Tree) -> Tree:
-    """`zeros_like`, made once the arrays of a tree are there: earlier they would only take memory."""
-    arrays = [a for a in jax.tree.leaves(tree) if a.size]
-    if not arrays or jax.default_backend() != "cpu":
-        return zeros_like(like)
-    zero = jnp.where(functools.reduce(jnp.logical_and, map(always, arrays)), jnp.float32(0), jnp.float32(1))
-    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero.astype(leaf.dtype)), like)
-
-
-def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> Tree:
-    """function(memory, x), with shapes and dtypes of the memory: computed once, and in its place.
-
-    XLA would compute what several passes read again in each of them, and keep its terms for that. A loop of one step
-    writes it where the memory was, if that is not read any more (a donated state, or zeros made for it), and everything
-    else reads it from there. Outside of any program it is one of its own, compiled once for each function.
-    """
-    if not any(a.size for a in jax.tree.leaves(x)):
-        return function(memory, x)
-    if jax.default_backend() != "cpu":
-        return lax.optimization_barrier(function(memory, x))
-    if not any(isinstance(a, Tracer) for a in jax.tree.leaves((memory, x))):
-        return jax.jit(function)(memory, x)
-
-    # What the function closes over must be an argument: custom_vmap refuses what a further vmap would map.
-    traced, shape = jax.make_jaxpr(function, return_shape=True)(memory, x)
-    structure = jax.tree.structure(shape)
-
-    def of(consts, memory, x):
-        return jax.tree.unflatten(structure, jax.core.eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves((memory, x))))  # pyright: ignore[reportAttributeAccessIssue]
-
-    @jax.custom_batching.custom_vmap
-    def once(consts, memory, x):
-        steps = jnp.where(always(next(a for a in jax.tree.leaves(x) if a.size)), 1, 0)
-
-        def step(carry):
-            i, memory, x = carry
-            # What depends on x alone would be computed before the loop, into an array of its own.
-            now = jax.tree.map(lambda a: jnp.where(i < steps, a, jnp.zeros((), a.dtype)), x)
-            return i + 1, of(consts, memory, now), x
-
-        return lax.while_loop(lambda carry: carry[0] < steps, step, (jnp.zeros((), jnp.int32), memory, x))[1]
-
-    @once.def_vmap
-    def _(size, batched, *args):
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-        out = jax.vmap(of, tuple(axes), axis_size=size)(*args)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return once(traced.consts, memory, x)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -263,7 +160,7 @@ def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree
 
 def started(total: Tree, messages: Tree) -> Tree:
     """A total to add messages to: itself, or zeros, made once the messages are there, where it has shapes alone."""
-    return zeros_after(messages, total) if _is_shapes(total) else total
+    return zeros_after(messages, total) if is_shapes(total) else total
 
 
 def reshaped(total: Array | jax.ShapeDtypeStruct, shape: Sequence[int]) -> Array | jax.ShapeDtypeStruct:
@@ -271,10 +168,6 @@ def reshaped(total: Array | jax.ShapeDtypeStruct, shape: Sequence[int]) -> Array
     if isinstance(total, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(tuple(shape), total.dtype)
     return jnp.reshape(total, shape)
-
-
-def _is_shapes(tree: Tree) -> bool:
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 # So many messages of dense codes are added in one pass over the total, on CPU in about half the time of a pass for each
@@ -305,7 +198,7 @@ def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: T
     first = next((a for a in jax.tree.leaves(messages) if a.size), None)
     if first is None or jax.default_backend() != "cpu":
         return lax.optimization_barrier(add_all(total, messages))
-    if _is_shapes(total):
+    if is_shapes(total):
         return lax.cond(always(first), lambda m: add_all(total, m), lambda m: started(total, m), messages)
     return lax.cond(always(first), add_all, lambda total, messages: total, total, messages)
 

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import always, bounded, is_array, like_of, wide
+from jaxcomp.arrays import bounded, is_array, like_of, wide
+from jaxcomp.compiled import FEW, always, cut_apart
 from jaxcomp.paths import numbers_by_path
 
 __all__ = [
+    "APART",
     "DEFAULT",
     "DENSE_BELOW",
     "Group",
@@ -42,8 +43,9 @@ __all__ = [
 Array = jax.Array
 DENSE_BELOW = 1024  # entries
 LONGEST = 2**30  # entries of a vector: indices, and the bits of their masks, are 32-bit integers
-FEW = 16  # leaves whose slices may be kernels of their own
 LONG = 2**18  # entries of a vector that is worth a branch of its own
+APART = 32  # leaves in vectors of their own, where that pays: each of them adds a tenth of a second to compiling
+LARGE = 2**19  # entries of a leaf that may be a vector of its own
 UNITS = ("tree", "leaf", "apart", "shape", "chunks", "paths")
 
 
@@ -66,6 +68,8 @@ class Layout:
         blocks and words divide.
     longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
         they are matrices, of which no entry is numbered.
+    apart: with "tree", so many of the largest leaves, of at least 2^19 entries, are vectors of their own: they are
+        neither copied into a vector nor cut out of one, at the price of their arithmetic in the compiled program.
     parts: with "paths", pairs of a pattern of paths and the layout of the leaves that it takes (`jaxcomp.paths`).
     """
 
@@ -76,6 +80,7 @@ class Layout:
     bucket_bytes: int | None = None
     whole_blocks: bool = False
     longest: int = LONGEST
+    apart: int = 0
     parts: tuple[tuple[str, "Layout"], ...] = ()
 
     def in_buckets(self, bucket_bytes: int) -> "Layout":
@@ -209,8 +214,10 @@ def plan_of(layout: Layout, tree: Any) -> Plan:
     large = [i for i, leaf in enumerate(leaves) if not small(leaf)]
     buckets = _buckets(large, leaves, layout.bucket_bytes)
     groups: dict[Any, list[int]] = {}
+    largest = sorted((i for i in large if leaves[i].size >= LARGE), key=lambda i: -leaves[i].size)
+    alone = {i: i for i in largest[: layout.apart]}
     for i in large:
-        own = {"tree": (), "leaf": leaves[i].size, "shape": leaves[i].shape, "apart": i}[layout.unit]
+        own = {"tree": alone.get(i, ()), "leaf": leaves[i].size, "shape": leaves[i].shape, "apart": i}[layout.unit]
         groups.setdefault((buckets[i], own, leaves[i].dtype), []).append(i)
     made = []
     for (bucket, _, dtype), members in groups.items():
@@ -331,25 +338,11 @@ def join(plan: Plan, parts: Any) -> Any:
     dense, vectors = (None, (parts,)) if plan.bare else parts
     members = [(group.leaves, vector.reshape(-1)) for group, vector in zip(plan.groups, vectors, strict=True)]
     for numbers, vector in [*members, *([(plan.dense, dense)] if plan.dense else [])]:
-        pieces = _cut_apart(vector, [math.prod(plan.shapes[i]) for i in numbers])
+        pieces = cut_apart(vector, [math.prod(plan.shapes[i]) for i in numbers])
         for i, piece in zip(numbers, pieces, strict=True):
             leaves[i] = lax.reshape(piece, plan.shapes[i])
     leaves = [x if x.dtype == dtype else bounded(x.astype(dtype)) for x, dtype in zip(leaves, plan.dtypes, strict=True)]
     return jax.tree.unflatten(plan.structure, leaves)
-
-
-def _cut_apart(vector: Array, sizes: list[int]) -> list[Array]:
-    """Consecutive pieces of a vector; what is left of it is dropped.
-
-    On CPU, XLA compiles every static slice of a long vector as a kernel of its own, 30 ms each. Slices whose starts it
-    does not know are one kernel for each size, so the starts come out of a condition that it cannot decide.
-    """
-    starts = (np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, np.int64)).tolist()
-    if len(sizes) < FEW or jax.default_backend() != "cpu" or not 0 < vector.size < 2**31:
-        return [lax.slice(vector, (start,), (start + size,)) for start, size in zip(starts, sizes, strict=True)]
-    constants = lambda numbers: lambda: tuple(jnp.asarray(number, jnp.int32) for number in numbers)
-    unknown = lax.cond(always(vector), constants(starts), constants([0] * len(starts)))
-    return [lax.dynamic_slice(vector, (start,), (size,)) for start, size in zip(unknown, sizes, strict=True)]
 
 
 def rows_of(x: Any) -> int | None:

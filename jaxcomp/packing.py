@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import of_made
+from jaxcomp.compiled import of_made
 
 __all__ = ["Places", "num_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
 

@@ -24,11 +24,15 @@ def fmix32(h: int) -> int:
 
 
 def pack(codes, width):
-    """Tiles of 32 groups (one of all where 32 does not divide their number, or `width` not 32), one after the other; code i of group t of
-    tile T is code 32 g T + i g + t, at bits [i*width, (i+1)*width) of the group, which is one big integer.
+    """Tiles of 32 groups, one after the other (one of all where 32 does not divide their number, or `width` not 32).
+
+    Code i of group t of tile T is code 32 g T + i g + t, at bits [i*width, (i+1)*width) of the group, which is one big
+    integer.
     """
     groups = -(-len(codes) // 32)
     tile = groups if groups % 32 or 32 % width else 32
+    if not groups:
+        return np.zeros((width, 0), np.uint32)
     words = []
     for first in range(0, groups, tile):
         streams = [0] * tile

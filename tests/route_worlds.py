@@ -12,8 +12,8 @@ from worlds import AXIS, mesh_of
 
 from jaxcomp.base import Compressor, Lengths, Spec, State, for_worker, row_of
 from jaxcomp.compressors.vector import lift
+from jaxcomp.exchange.mean import mean_of
 from jaxcomp.exchange.routes import Call, Outgoing, route_of
-from jaxcomp.exchange.runner import mean_of
 from jaxcomp.exchange.varying import axis_index, axis_names, axis_size, varying
 from jaxcomp.layout import Parts
 from jaxcomp.payloads import Sparse

@@ -21,6 +21,7 @@ import jaxcomp as jc
 PACKAGE = Path(jc.__file__).parent
 VOCABULARY = (
     "arrays.py",
+    "compiled.py",
     "base.py",
     "select.py",
     "norms.py",
@@ -43,6 +44,7 @@ ROADS = {
             "compressors/vector.py",
             "compressors/sparsify.py",
             "exchange/routes/auto.py",
+            "exchange/mean.py",
         ],
     ),
     "direct(identity)": (
@@ -56,6 +58,7 @@ ROADS = {
             "compressors/dense.py",
             "exchange/routes/auto.py",
             "exchange/routes/sum.py",
+            "exchange/mean.py",
         ],
     ),
 }

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxcomp.arrays import of_made
 from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
+from jaxcomp.compiled import of_made
 from jaxcomp.compressors.vector import lift, omega_of
 
 __all__ = ["diana"]

@@ -12,10 +12,10 @@ from jaxcomp.base import (
     bounded,
     check_compressor,
     finite,
-    in_place,
     wide_like,
     zeros_like,
 )
+from jaxcomp.compiled import in_place
 from jaxcomp.compressors.vector import alpha_of, lift
 
 __all__ = ["check_contracts", "error_feedback"]

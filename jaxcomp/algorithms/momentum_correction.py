@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
-from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, in_place, wide, wide_like, zeros_like
+from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide, wide_like, zeros_like
+from jaxcomp.compiled import in_place
 from jaxcomp.compressors.vector import lift
 from jaxcomp.layout import Parts
 

@@ -18,7 +18,8 @@ from jaxcomp.algorithms.low_rank import (
     ranks_of,
     stacks_of,
 )
-from jaxcomp.base import Algorithm, State, bounded, finite, in_place, wide_like, zeros_like
+from jaxcomp.base import Algorithm, State, bounded, finite, wide_like, zeros_like
+from jaxcomp.compiled import in_place
 from jaxcomp.layout import Layout, Parts
 
 __all__ = ["power_sgd"]

@@ -12,7 +12,7 @@ from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_bits
-from jaxcomp.layout import Layout
+from jaxcomp.layout import APART, Layout
 from jaxcomp.norms import exponent_of, power_of_two
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Dense, Quantized, Scaled
@@ -94,7 +94,13 @@ def cast(dtype: Any, *, scaled: bool | None = None, block_size: int | None = BLO
     return on_vectors(
         compress=lambda key, x, state: (Dense(_rounded(finite(x), kind)), state.local),
         decompress=decompress,
-        spec=Spec(f"cast({kind.name})", omega=None, alpha=(lambda d: 1 - unit**2) if full_range else None, linear=True),
+        spec=Spec(
+            f"cast({kind.name})",
+            omega=None,
+            alpha=(lambda d: 1 - unit**2) if full_range else None,
+            linear=True,
+            layout=Layout(apart=APART),
+        ),
     )
 
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import add_each, fold_in_one_pass, of_made, reshaped, weighted
+from jaxcomp.arrays import add_each, fold_in_one_pass, reshaped, weighted
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, key_data, one_row, row_of, wide
+from jaxcomp.compiled import of_made
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
 from jaxcomp.hashing import random_uniform, uniform_slices
-from jaxcomp.layout import Layout
+from jaxcomp.layout import APART, Layout
 from jaxcomp.packing import Places, pack, places_of, unpack, width_for
 from jaxcomp.payloads import Quantized
 
@@ -115,7 +116,7 @@ def dithering(
     name = f"levels={levels}" if steps is None else "varying steps" if steps_of.varying else f"steps={steps}"
     name += (", norm=inf" if order != 2 else "") + (", norm_dtype=bfloat16" if short else "")
     name += f", blocks={blocks}" if blocks else f", block_size={block_size}" if block_size else ""
-    best = Layout(whole_blocks=True) if blocks is None and not steps_of.varying else None
+    best = Layout(whole_blocks=True, apart=APART) if blocks is None and not steps_of.varying else None
     made = _dithering(f"dithering({name})", steps_of, layout, order, short, per_worker)
     return made._replace(spec=made.spec._replace(layout=best))
 
@@ -225,12 +226,13 @@ def _dithering(
             return Quantized(short_norms, pack(codes, width)), state.local
         units = steps.unit(state.shared, cut, norms, cut.spread_to_words).astype(x.dtype)
 
-        def words_of(x, units, words):
+        def words_of(x, inverse, words):
             noise = uniform_slices(words, places.shape, places.count)
-            each = zip(places.slices(x), map(_inverse, units), noise, strict=True)
+            inverses = zip(*map(places.slices, inverse), strict=True)
+            each = zip(places.slices(x), inverses, noise, strict=True)
             return places.pack([_codes(*three, most) for three in each])
 
-        made = of_made(words_of, x, places.slices(units), key_data(key))
+        made = of_made(words_of, x, _inverse(units), key_data(key))
         return Quantized(short_norms, made.reshape(width, -1)), state.local
 
     def decompress(payload, shared, like):

@@ -4,6 +4,7 @@ on_vectors   one array of any shape, from functions of vectors
 lift         the vectors that a layout makes of a tree: one array, a stack of rows, or `Parts`
 """
 
+import functools
 import math
 import numbers
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from jaxcomp.base import (
     overflow,
     weighted,
 )
+from jaxcomp.compiled import FEW, called, cut_apart
 from jaxcomp.layout import DEFAULT, Parts, dense_of, rows_of
 from jaxcomp.payloads import Dense, Leaves
 
@@ -196,6 +198,7 @@ def lift(compressor: Compressor) -> Compressor:
     """
     layout, one = compressor.spec.lifted or Lifted(compressor.spec.layout or DEFAULT, compressor)
     each = _of_vector_or_stack(one)
+    called_compress, called_accumulate = called(each.compress), called(functools.partial(accumulate, each))
 
     def init(shared_key, like):
         if is_array(like):
@@ -206,11 +209,10 @@ def lift(compressor: Compressor) -> Compressor:
     def compress(key, parts, state):
         if is_array(parts):
             return each.compress(key, parts, state)
-        states = zip(parts.vectors, state.local.vectors, state.shared.vectors, strict=True)
-        done = [
-            each.compress(jax.random.fold_in(key, i), vector, State(local, shared))
-            for i, (vector, local, shared) in enumerate(states)
-        ]
+        keys, states = _keys(key, len(parts.vectors)), (state.local.vectors, state.shared.vectors)
+        compress_one = called_compress if _are_alike(one, parts.vectors) else each.compress
+        rows = zip(keys, parts.vectors, *states, strict=True)
+        done = [compress_one(own, x, State(*both)) for own, x, *both in rows]
         payload = Leaves(Dense(finite(dense_of(parts))), tuple(payload for payload, _ in done))
         return payload, Each(tuple(local for _, local in done))
 
@@ -226,11 +228,12 @@ def lift(compressor: Compressor) -> Compressor:
             return accumulate(each, total, payloads, weights, shared)
         if not isinstance(weights, Leaves):
             weights = Leaves(Dense(weights), (weights,) * len(payloads.leaves))
-        add_one = lambda t, message: t + weighted(message[0].astype(t.dtype), message[1])
+        add_dense = lambda t, message: t + weighted(message[0].astype(t.dtype), message[1])
         given = (payloads.dense.values, weights.dense.values)
-        dense = jax.tree.map(lambda t: fold(add_one, t, given), total.dense)
+        dense = jax.tree.map(lambda t: fold(add_dense, t, given), total.dense)
         each_vector = zip(total.vectors, payloads.leaves, weights.leaves, shared.vectors, strict=True)
-        return Parts(dense, tuple(accumulate(each, *four) for four in each_vector))
+        add_one = called_accumulate if _are_alike(one, total.vectors) else functools.partial(accumulate, each)
+        return Parts(dense, tuple(add_one(*four) for four in each_vector))
 
     def over(function):
         """Of the shared states of all vectors."""
@@ -262,6 +265,23 @@ def lift(compressor: Compressor) -> Compressor:
         for_worker=None if one.for_worker is None else over(for_worker),
         overflow=None if one.overflow is None else overflow_,
     )
+
+
+def _are_alike(one: Compressor, vectors: tuple[Any, ...]) -> bool:
+    """Whether some vectors have the same shape, so that what is done to them need not be compiled for each.
+
+    Arithmetic of linear compressors is little, and fused with what is before and after it.
+    """
+    return not one.spec.linear and len({(x.shape, x.dtype) for x in vectors}) < len(vectors)
+
+
+def _keys(key: Array, count: int) -> list[Array]:
+    """fold_in(key, i) for i < count; for many as one array, which is cut."""
+    if count < FEW:
+        return [jax.random.fold_in(key, i) for i in range(count)]
+    every = jax.random.key_data(jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count)))
+    pieces = cut_apart(every.reshape(-1), [every.shape[1]] * count)
+    return [jax.random.wrap_key_data(piece, impl=jax.random.key_impl(key)) for piece in pieces]
 
 
 class Rows(NamedTuple):

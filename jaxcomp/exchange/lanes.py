@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import always, as_words, sum_rows
+from jaxcomp.arrays import as_words, sum_rows
 from jaxcomp.base import weighted
+from jaxcomp.compiled import always, cut_apart
 from jaxcomp.exchange.collectives import all_to_all_rows, gather, gathered_size, sum_arrays
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying, varying_axes
 from jaxcomp.payloads import Leaves
@@ -43,6 +44,8 @@ FEW_BYTES = 2**16
 # An array of so many bytes crosses by itself: another collective costs less than putting it beside others, and cutting
 # what arrives.
 ALONE_BYTES = 2**23
+# Narrow numbers that are summed at a time.
+SOME_ENTRIES = 2**24
 
 
 class Lane(NamedTuple):
@@ -110,14 +113,26 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
 
 
 def sum_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
-    """Lanes of numbers, for collectives that add: one for each bucket and dtype."""
+    """Lanes of numbers, for collectives that add: one for each bucket and dtype; of narrow ones several, if they are
+    many, since what is on its way takes memory.
+    """
     leaves, number = jax.tree.leaves(tree), _number_of(buckets)
-    groups = _grouped(range(len(leaves)), lambda i: (number(i), jnp.dtype(leaves[i].dtype)))
-    lanes = [
-        Lane(tuple(group), tuple(math.prod(leaves[i].shape) for i in group), dtype, bucket)  # pyright: ignore[reportArgumentType]
-        for (bucket, dtype), group in groups
-    ]
+    size, lanes = lambda i: math.prod(leaves[i].shape), []
+    for (bucket, dtype), group in _grouped(range(len(leaves)), lambda i: (number(i), jnp.dtype(leaves[i].dtype))):
+        for part in _parted(group, size, SOME_ENTRIES) if dtype.itemsize < 4 else [group]:
+            lanes.append(Lane(tuple(part), tuple(map(size, part)), dtype, bucket))
     return _in_order(lanes)
+
+
+def _parted(items: list[int], size: Callable[[int], int], most: int) -> list[list[int]]:
+    """Items one after the other, in parts of about `most` in all."""
+    parts, held = [[]], 0
+    for item in items:
+        if parts[-1] and held + size(item) > most:
+            parts, held = [*parts, []], 0
+        parts[-1].append(item)
+        held += size(item)
+    return parts
 
 
 def _number_of(buckets: Sequence[int] | None) -> Callable[[int], int]:
@@ -165,9 +180,8 @@ def _pack(lane: Lane, leaves: Sequence[Array], lead: tuple[int, ...] = ()) -> Ar
 
 def _unpack(lane: Lane, rows: Array, leaves: Sequence[Any], sizes: Sequence[int]) -> list[Array]:
     """[n, m] words as the arrays [n, *shape], where array i fills sizes[i] words of a row."""
-    arrays, start = [], 0
-    for i, size in zip(lane.places, sizes, strict=True):
-        words, start = rows[:, start : start + size], start + size
+    arrays = []
+    for i, size, words in zip(lane.places, sizes, cut_apart(rows, sizes), strict=True):
         ratio = leaves[i].dtype.itemsize // lane.width
         words = words.reshape(len(rows), size // ratio, ratio) if ratio > 1 else words
         arrays.append(lax.bitcast_convert_type(words, leaves[i].dtype))
@@ -300,14 +314,17 @@ def all_sum(
         elif not narrow and axis_size(replicas) == 1:
             totals = sum_arrays([weighted(part, mine) for part in parts], axis)
         else:
-            joined = jnp.concatenate([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
-            if narrow:
-                add = lambda part: _sum_in_two_steps(part, axis, weights, exact, wide)
+            if narrow:  # as words, which XLA for CPU moves as they are: numbers of 16 bits it would widen before
+                lane, kind = lane._replace(dtype=jnp.dtype(f"uint{8 * lane.width}")), lane.dtype
+                add = lambda words: _mean_in_two_steps(words, kind, axis, weights, exact, wide)  # noqa: B023
             else:
                 add = lambda part: sum_arrays([weighted(part, mine)], axis)[0]
-            total = _shared_out(joined, replicas, add)
-            pieces = zip(lane.starts, lane.sizes, parts, strict=True)
-            totals = [total[start : start + size].reshape(part.shape) for start, size, part in pieces]
+            pieces = cut_apart(_shared_out(_pack(lane, leaves), replicas, add), lane.sizes)
+            if narrow:
+                scale = axis_size(axis) if weights is None else 1
+                numbers = lambda words: lax.bitcast_convert_type(words, wide if exact else kind)  # noqa: B023
+                pieces = [numbers(piece).astype(wide) * scale for piece in pieces]
+            totals = [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
         before = totals if lane.size else before
         for i, total in zip(lane.places, totals, strict=True):
             summed[i] = total
@@ -339,7 +356,7 @@ def sum_bytes(
 ) -> float:
     """Bytes that a device sends in `all_sum`: (n - 1) / n of its part twice; r replicas then send the sum r - 1 times.
 
-    Sums of narrow floats are `wide`, and so replicas send each other these.
+    Exact sums of narrow floats are `wide`, and so replicas send each other these.
     """
     workers, devices, whole = axis_size(axis), axis_size(replicas), jnp.dtype(wide).itemsize
     sent = 0.0
@@ -347,8 +364,9 @@ def sum_bytes(
         part = -(-lane.size // devices)
         if _is_narrow(lane):
             chunk = -(-part // workers)
-            sent += (workers - 1) * (chunk * lane.width + gathered_size(chunk) * (whole if exact else lane.width))
-            sent += (devices - 1) * gathered_size(part) * whole
+            width = whole if exact else lane.width
+            sent += (workers - 1) * (chunk * lane.width + gathered_size(chunk) * width)
+            sent += (devices - 1) * gathered_size(part) * width
         else:
             sent += 2 * (workers - 1) / workers * part * lane.width + (devices - 1) * gathered_size(part) * lane.width
     return sent
@@ -358,13 +376,10 @@ def _is_narrow(lane: Lane) -> bool:
     return lane.width < 4
 
 
-def _sum_in_two_steps(lane: Array, axis: Axis, weights: Array | None, exact: bool, wide: Any) -> Array:
-    workers, size = axis_size(axis), lane.size
-    lane = jnp.pad(lane, (0, -size % workers))
-    rows = all_to_all_rows(as_words(lane).reshape(workers, -1), axis)
-    rows = lax.bitcast_convert_type(rows, lane.dtype).astype(wide)
+def _mean_in_two_steps(words: Array, kind: Any, axis: Axis, weights: Array | None, exact: bool, wide: Any) -> Array:
+    """Words of the mean of numbers of a kind, from their words: of the same kind, or `wide` if exact."""
+    workers, size = axis_size(axis), words.size
+    rows = all_to_all_rows(jnp.pad(words, (0, -size % workers)).reshape(workers, -1), axis)
+    rows = lax.bitcast_convert_type(rows, kind).astype(wide)
     mean = sum_rows(rows) / workers if weights is None else sum_rows(rows * weights.astype(wide)[:, None])
-    mean = mean if exact else mean.astype(lane.dtype)
-    whole = gather(as_words(mean), axis).reshape(-1)
-    mean = lax.bitcast_convert_type(whole, mean.dtype)[:size].astype(wide)
-    return mean * workers if weights is None else mean
+    return gather(as_words(mean if exact else mean.astype(kind)), axis).reshape(-1)[:size]

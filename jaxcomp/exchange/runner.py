@@ -19,7 +19,6 @@ from jaxcomp.base import (
     Algorithm,
     Compressor,
     State,
-    accumulate,
     add_own,
     advance,
     for_worker,
@@ -28,7 +27,6 @@ from jaxcomp.base import (
     overflow,
     residual,
     wide,
-    wide_like,
     wrap_key,
 )
 from jaxcomp.exchange.counts import (
@@ -44,6 +42,7 @@ from jaxcomp.exchange.counts import (
 )
 from jaxcomp.exchange.lanes import summed
 from jaxcomp.exchange.links import DEFAULT, Link
+from jaxcomp.exchange.mean import mean_of
 from jaxcomp.exchange.placement import Placement, check_not_alone, is_missing
 from jaxcomp.exchange.routes import Call, Carried, Outgoing, Route
 from jaxcomp.exchange.state import About, MeanLocal, MeanShared, MeanState, is_mean
@@ -54,13 +53,12 @@ from jaxcomp.exchange.varying import (
     axis_size,
     is_bound,
     known_equal,
-    on_equal_types,
     varying,
     varying_axes,
 )
 from jaxcomp.layout import Layout, Plan, plan_of, split
 
-__all__ = ["Message", "Round", "Runner", "Way", "at_device", "local_rows", "mean_of", "off_device"]
+__all__ = ["Message", "Round", "Runner", "Way", "at_device", "local_rows", "off_device"]
 
 Array = jax.Array
 
@@ -239,21 +237,6 @@ class Message:
             raise ValueError(f'via="{self._carried.route}" does not bring the payloads themselves to all workers')
         own = compressor.decompress(self._out.payload, self._mine, self._out.like)
         return mean_of(self._out._replace(compressor=compressor), self._carried, self._call), own
-
-
-def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
-    """The mean of what a route carried; the payloads of all workers are decoded and added, on every worker alike."""
-    if carried.payloads is None:
-        return carried.mean
-    like = wide_like(out.like)
-    if carried.is_mean:  # one message, which is decoded without a pass that adds it to zeros
-        first, mine = lambda a: a[0], lambda shared: for_worker(out.compressor, shared, 0, 1)
-        decode = lambda sent, shared: out.compressor.decompress(jax.tree.map(first, sent), mine(shared), like)
-        return varying(on_equal_types(decode, carried.payloads, out.shared), call.outer)
-    add = lambda *args: accumulate(out.compressor, like, *args)
-    total = varying(on_equal_types(add, carried.payloads, carried.weights, out.shared), call.outer)
-    # For equal weights 1/n comes last: sums without products are the same bit for bit wherever they are compiled.
-    return total if call.weights is not None else jax.tree.map(lambda t: t * (1 / axis_size(call.axis)), total)
 
 
 class Round:

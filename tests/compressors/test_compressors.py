@@ -170,7 +170,7 @@ def test_dithering_in_the_order_of_words_is_the_oracle(arguments, how, key, seed
     count, width = 32 // payload.words.shape[0], payload.words.shape[0]
     in_words = 32 % width == 0 and how.get("block_size", 32) % 32 == 0
     if in_words:
-        slices = np.stack(uniform_slices(key, (width, 3072 // 1024, 32), count), 1)
+        slices = np.stack(uniform_slices(key, (3072 // 1024, width, 32), count), 2)
         uniforms = slices.reshape(-1).astype(np.float64)
     else:
         uniforms = np.asarray(random_uniform(key, 3072), np.float64)

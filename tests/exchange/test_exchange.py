@@ -14,8 +14,8 @@ from worlds import AXIS, mesh_of
 import jaxcomp as jc
 from jaxcomp.base import accumulate, for_worker, like_of, wide_like
 from jaxcomp.compressors.vector import lift
+from jaxcomp.exchange.mean import mean_of
 from jaxcomp.exchange.routes import Call, Outgoing, route_of
-from jaxcomp.exchange.runner import mean_of
 from jaxcomp.layout import plan_of
 from jaxcomp.payloads import Dense, Leaves
 

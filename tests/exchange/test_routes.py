@@ -17,9 +17,9 @@ from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.vector import lift
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.links import Link
+from jaxcomp.exchange.mean import mean_of
 from jaxcomp.exchange.routes import ROUTES, VIAS, Outgoing, route_of
 from jaxcomp.exchange.routes.ladder import decode, encode, rungs
-from jaxcomp.exchange.runner import mean_of
 from jaxcomp.layout import Layout
 
 N = 4
