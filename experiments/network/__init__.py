@@ -6,11 +6,12 @@ passed the links by the kernel's counters, and the time to a target loss when a 
 to runs/NAME: config.json, results.json, exchange.md, training.md, network.png.
 """
 
+import contextlib
 import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,18 +104,19 @@ def main(arguments: Sequence[str]) -> int:
     rows: dict[str, list[dict[str, Any]]] = {"exchange": [], "training": []}
     interrupted = False
     try:
-        with laboratory(o.workers) as lab, pool_in(lab) as pool, status(run.console) as show:
-            pool.show = show
-            show("starting the workers")
-            pool.hear()
-            runs = Runs(run, lab, pool, rows, show)
-            if o.only != "training":
-                runs.exchanges()
-            if o.only != "exchange":
-                runs.trainings()
+        with laboratory(o.workers) as lab, status(run.console) as show:
+            runs = Runs(run, lab, rows, show)
+            for rate in dict.fromkeys(o.rates if o.only != "training" else ()):
+                with runs.connected(rate):
+                    runs.exchanges(rate)
+            for rate in dict.fromkeys(o.train_rates if o.only != "exchange" else ()):
+                with runs.connected(rate):
+                    runs.trainings(rate)
     except KeyboardInterrupt:
         interrupted = True
     if any(rows.values()):
+        rows["exchange"].sort(key=lambda row: (o.sizes.index(row["size"]), o.methods.index(row["method"])))
+        rows["training"].sort(key=lambda row: o.train_methods.index(row["method"]))
         results.report(run, rows["exchange"], rows["training"])
     if interrupted:
         run.say(f"interrupted; {run.folder} has what was measured" if any(rows.values()) else "interrupted")
@@ -132,10 +134,25 @@ def pool_in(lab: Lab, experiment: str = "network") -> Pool:
 class Runs:
     """All measurements of one folder."""
 
-    def __init__(
-        self, run: Run, lab: Lab, pool: Pool, rows: dict[str, list[dict[str, Any]]], show: Callable[[str], None]
-    ):
-        self.run, self.options, self.lab, self.pool, self.rows, self.show = run, run.options, lab, pool, rows, show
+    def __init__(self, run: Run, lab: Lab, rows: dict[str, list[dict[str, Any]]], show: Callable[[str], None]):
+        self.run, self.options, self.lab, self.rows, self.show = run, run.options, lab, rows, show
+        self.pool: Any = None
+        self.alone: dict[Any, float | None] = {}
+
+    @contextlib.contextmanager
+    def connected(self, rate: float | None) -> Iterator[None]:
+        """Workers that found each other on links of this rate.
+
+        TCP remembers what a link was like: connections made without a limit go on to hand over more than a slow link
+        takes, and what gloo says on others waits behind it (two shots of 4 bits at 100 Mbit/s: 365 ms instead of 315).
+        """
+        self.lab.shape(rate, self.options.delay)
+        with pool_in(self.lab) as pool:
+            pool.show = self.show
+            self.show(f"{rate_name(rate)}: starting the workers")
+            pool.hear()
+            self.pool = pool
+            yield
 
     def keep(self, part: str, row: dict[str, Any], said: str) -> None:
         self.rows[part].append(row)
@@ -152,34 +169,29 @@ class Runs:
         links = [new.since(old) for new, old in zip(self.lab.counters(), before, strict=True)]
         return answers, float(np.mean([x.sent_payload for x in links])), float(np.mean([x.sent_bytes for x in links]))
 
-    def exchanges(self) -> None:
+    def exchanges(self, rate: float | None) -> None:
         o = self.options
-        for size in dict.fromkeys(o.sizes):
-            for method in dict.fromkeys(o.methods):
-                where = f"{method}, {size:,} entries"
-                self.show(f"{where}: compiling")
-                self.lab.shape()
-                program = self.pool.ask(what="exchange", method=method, size=size, ratio=o.ratio, levels=o.levels)[0]
+        for size, method in itertools.product(dict.fromkeys(o.sizes), dict.fromkeys(o.methods)):
+            where = f"{method}, {size:,} entries, {rate_name(rate)}"
+            self.show(f"{where}: compiling")
+            program = self.pool.ask(what="exchange", method=method, size=size, ratio=o.ratio, levels=o.levels)[0]
+            if (method, size) not in self.alone:
                 self.show(f"{where}: without the network")
-                alone = self.without_network()
-                for rate in dict.fromkeys(o.rates):
-                    self.show(f"{where}: {rate_name(rate)}")
-                    self.lab.shape(rate, o.delay)
-                    first = self.pool.ask(what="rounds", number=1)[0]["seconds"][0]
-                    if first < 1:  # the first rounds still find the queues and windows of the rate before
-                        first = self.pool.ask(what="rounds", number=3)[0]["seconds"][-1]
-                    rounds = min(o.rounds, max(2, int(o.seconds / first)))
-                    answers, payload, whole = self.counted(what="rounds", number=rounds)
-                    seconds = np.max([answer["seconds"] for answer in answers], axis=0)
-                    row = {"method": method, "size": size, "rate": rate, "compute": alone, **program}
-                    row |= {"seconds": float(np.median(seconds)), "all_seconds": seconds.tolist()}
-                    row |= {"payload_bytes": payload / rounds, "link_bytes": whole / rounds}
-                    row |= {key: answers[0].get(key) for key in ("lane_bytes", "sent_bytes")}
-                    row["equal"] = len({answer["sum"] for answer in answers}) == 1
-                    took, sent = 1e3 * row["seconds"], row["link_bytes"] / 1e6
-                    said = f"{where}, {rate_name(rate)}: {took:.1f} ms, {sent:.3f} MB with headers"
-                    self.keep("exchange", row, said)
-        self.lab.shape()
+                self.alone[method, size] = self.without_network()
+            self.show(where)
+            first = self.pool.ask(what="rounds", number=1)[0]["seconds"][0]
+            if first < 1:  # the first rounds still find the queues and windows of the method before
+                first = self.pool.ask(what="rounds", number=3)[0]["seconds"][-1]
+            rounds = min(o.rounds, max(2, int(o.seconds / first)))
+            answers, payload, whole = self.counted(what="rounds", number=rounds)
+            seconds = np.max([answer["seconds"] for answer in answers], axis=0)
+            row = {"method": method, "size": size, "rate": rate, "compute": self.alone[method, size], **program}
+            row |= {"seconds": float(np.median(seconds)), "all_seconds": seconds.tolist()}
+            row |= {"payload_bytes": payload / rounds, "link_bytes": whole / rounds}
+            row |= {key: answers[0].get(key) for key in ("lane_bytes", "sent_bytes")}
+            row["equal"] = len({answer["sum"] for answer in answers}) == 1
+            took, sent = 1e3 * row["seconds"], row["link_bytes"] / 1e6
+            self.keep("exchange", row, f"{where}: {took:.1f} ms, {sent:.3f} MB with headers")
 
     def without_network(self) -> float | None:
         """Seconds of the work alone, median of the rounds; None if it cannot be measured apart."""
@@ -191,18 +203,16 @@ class Runs:
             slowest.append(max(answer["seconds"] for answer in answers))  # the others would wait for it
         return float(np.median(slowest[2:]))
 
-    def trainings(self) -> None:
+    def trainings(self, rate: float | None) -> None:
         o = self.options
         for method in dict.fromkeys(o.train_methods):
-            self.show(f"training with {method}: compiling")
-            self.lab.shape()
+            self.show(f"training with {method}, {rate_name(rate)}: compiling")
             described = {key: getattr(o, key) for key in ("levels", "data", "model", "batch", "optimizer")}
             described |= {"ratio": o.train_ratio, "data_dir": str(o.data_dir) if o.data_dir else None, "rate": o.lr}
             if method == "demo":
                 described["rate"] = o.demo_lr
             program = self.pool.ask(what="training", method=method, **described)[0]
-            for rate, seed in itertools.product(dict.fromkeys(o.train_rates), dict.fromkeys(o.train_seeds)):
-                self.lab.shape(rate, o.delay)
+            for seed in dict.fromkeys(o.train_seeds):
                 where = f"training with {method}, {rate_name(rate)}, seed {seed}"
                 self.pool.show = lambda text, where=where: self.show(f"{where}: {text}")
                 answers, payload, whole = self.counted(what="train", steps=o.steps, target=o.target, seed=seed)
@@ -213,4 +223,3 @@ class Runs:
                 row["total"] = max(answer["seconds"][-1] for answer in answers)
                 ended = f"{row['total']:.1f} s, {steps} steps, loss {np.mean(row['losses'][-10:]):.3f}"
                 self.keep("training", row, f"{where}: {ended}")
-        self.lab.shape()
