@@ -24,7 +24,7 @@ from jaxcomp.compiled import FEW, always, cut_apart
 from jaxcomp.paths import numbers_by_path
 
 __all__ = [
-    "APART",
+    "ALONE",
     "DEFAULT",
     "DENSE_BELOW",
     "Group",
@@ -44,7 +44,7 @@ Array = jax.Array
 DENSE_BELOW = 1024  # entries
 LONGEST = 2**30  # entries of a vector: indices, and the bits of their masks, are 32-bit integers
 LONG = 2**18  # entries of a vector that is worth a branch of its own
-APART = 32  # leaves in vectors of their own, where that pays: each of them adds a tenth of a second to compiling
+ALONE = 32  # leaves in vectors of their own, where that pays: each of them adds a tenth of a second to compiling
 LARGE = 2**19  # entries of a leaf that may be a vector of its own
 UNITS = ("tree", "leaf", "apart", "shape", "chunks", "paths")
 
@@ -68,7 +68,7 @@ class Layout:
         blocks and words divide.
     longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
         they are matrices, of which no entry is numbered.
-    apart: with "tree", so many of the largest leaves, of at least 2^19 entries, are vectors of their own: they are
+    alone: with "tree", so many of the largest leaves, of at least 2^19 entries, are vectors of their own: they are
         neither copied into a vector nor cut out of one, at the price of their arithmetic in the compiled program.
     parts: with "paths", pairs of a pattern of paths and the layout of the leaves that it takes (`jaxcomp.paths`).
     """
@@ -80,7 +80,7 @@ class Layout:
     bucket_bytes: int | None = None
     whole_blocks: bool = False
     longest: int = LONGEST
-    apart: int = 0
+    alone: int = 0
     parts: tuple[tuple[str, "Layout"], ...] = ()
 
     def in_buckets(self, bucket_bytes: int) -> "Layout":
@@ -214,8 +214,8 @@ def plan_of(layout: Layout, tree: Any) -> Plan:
     large = [i for i, leaf in enumerate(leaves) if not small(leaf)]
     buckets = _buckets(large, leaves, layout.bucket_bytes)
     groups: dict[Any, list[int]] = {}
-    largest = sorted((i for i in large if leaves[i].size >= LARGE), key=lambda i: -leaves[i].size)
-    alone = {i: i for i in largest[: layout.apart]}
+    longest = sorted((i for i in large if leaves[i].size >= LARGE), key=lambda i: -leaves[i].size)
+    alone = {i: i for i in longest[: layout.alone]}
     for i in large:
         own = {"tree": alone.get(i, ()), "leaf": leaves[i].size, "shape": leaves[i].shape, "apart": i}[layout.unit]
         groups.setdefault((buckets[i], own, leaves[i].dtype), []).append(i)

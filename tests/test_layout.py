@@ -36,6 +36,7 @@ LAYOUTS = {
     "chunks": Layout("chunks", chunks=4),
     "all-large": Layout("leaf", 0),
     "buckets": Layout(bucket_bytes=5000),
+    "alone": Layout(alone=2),
     "rows": Layout(longest=1000),
     "rows-single": Layout("tree", 0, single=True, longest=97),
     "rows-leaf": Layout("leaf", longest=1000),
@@ -48,6 +49,11 @@ def same(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.fixture(autouse=True)
+def small_leaves_count_as_large(monkeypatch):
+    monkeypatch.setattr(layout, "LARGE", 1300)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -70,6 +76,7 @@ SHAPES = {
     "tree": [(3 * 1200 + 1600,), (3000,)],
     "single": [(8206,)],
     "leaf": [(3, 1200), (2, 1500), (1600,)],
+    "alone": [(1200 + 1200 + 1200,), (1500,), (1500,), (1600,)],
     "apart": [(1200,), (1200,), (1500,), (1500,), (1600,), (1200,)],
     "shape": [(2, 40, 30), (1, 50, 30), (1, 4, 20, 20)],
 }
@@ -212,3 +219,39 @@ def test_few_long_leaves_are_joined_alike(how, monkeypatch):
         rest = {name: tree[name] for name in "bcd"}
         found = first(jax.jit(jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P("data")))(rows["a"], rest))
     jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        jc.direct(jc.cast("bfloat16")),
+        jc.error_feedback(jc.cast("bfloat16")),
+        jc.direct(jc.dithering(127)),
+        jc.diana(jc.dithering(127)),
+        jc.error_feedback(jc.contract(jc.dithering(127))),
+    ],
+    ids=["direct-cast", "error_feedback-cast", "direct", "diana", "error_feedback"],
+)
+def test_leaves_alone_give_the_mean_too(algorithm, monkeypatch, seed):
+    """Of entries that the codes send exactly or nearly so, in vectors of their own or in one with others."""
+    rng = np.random.default_rng(seed)
+    sizes = {"a": (64, 32), "b": (2048,), "c": (2048,), "d": (1500,), "e": (700,), "f": (1000,)}
+    grads = {name: rng.integers(-8, 9, (2, *shape)).astype(np.float32) for name, shape in sizes.items()}
+    params = jax.tree.map(lambda g: jnp.zeros(g.shape[1:]), grads)
+    tx = jc.compressed_mean(algorithm, AXIS)
+    state, specs = jc.init_state(tx, params, mesh_of(2), AXIS)
+    vectors = jax.tree.leaves(plan_of(layout.layout_of(algorithm), params).like)
+    assert len(vectors) == 5  # the dense ones, and four alone
+    step = jax.shard_map(
+        lambda g, state: tx.update(jax.tree.map(lambda x: x[0], g), state),
+        mesh=mesh_of(2),
+        in_specs=(P(AXIS), specs),
+        out_specs=(P(), specs),
+    )
+    mean, _ = jax.jit(step)(grads, state)
+    for name, want in grads.items():
+        np.testing.assert_allclose(
+            mean[name], want.mean(0), atol=0 if "cast" in algorithm.compressor.spec.name else 2.0
+        )
+    monkeypatch.setattr(layout, "LARGE", 10**6)
+    assert len(jax.tree.leaves(plan_of(layout.layout_of(algorithm), params).like)) == 2

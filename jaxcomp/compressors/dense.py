@@ -12,7 +12,7 @@ from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_bits
-from jaxcomp.layout import APART, Layout
+from jaxcomp.layout import ALONE, Layout
 from jaxcomp.norms import exponent_of, power_of_two
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Dense, Quantized, Scaled
@@ -99,7 +99,7 @@ def cast(dtype: Any, *, scaled: bool | None = None, block_size: int | None = BLO
             omega=None,
             alpha=(lambda d: 1 - unit**2) if full_range else None,
             linear=True,
-            layout=Layout(apart=APART),
+            layout=Layout(alone=ALONE),
         ),
     )
 

@@ -16,7 +16,7 @@ from jaxcomp.compiled import of_made
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
 from jaxcomp.hashing import random_uniform, uniform_slices
-from jaxcomp.layout import APART, Layout
+from jaxcomp.layout import ALONE, Layout
 from jaxcomp.packing import Places, pack, places_of, unpack, width_for
 from jaxcomp.payloads import Quantized
 
@@ -116,7 +116,7 @@ def dithering(
     name = f"levels={levels}" if steps is None else "varying steps" if steps_of.varying else f"steps={steps}"
     name += (", norm=inf" if order != 2 else "") + (", norm_dtype=bfloat16" if short else "")
     name += f", blocks={blocks}" if blocks else f", block_size={block_size}" if block_size else ""
-    best = Layout(whole_blocks=True, apart=APART) if blocks is None and not steps_of.varying else None
+    best = Layout(whole_blocks=True, alone=ALONE) if blocks is None and not steps_of.varying else None
     made = _dithering(f"dithering({name})", steps_of, layout, order, short, per_worker)
     return made._replace(spec=made.spec._replace(layout=best))
 

@@ -169,3 +169,15 @@ def test_a_mean_on_the_way_is_the_sum_over_n_and_holds_the_largest_numbers(worke
     if workers != 3:
         largest = np.full((workers, D), np.finfo(np.float32).max)
         np.testing.assert_array_equal(mean(largest), largest)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_the_mean_of_equal_rows_is_that_row(workers):
+    """Also of the largest numbers, for two and four workers, whose sum would be infinite."""
+    tx = jc.compressed_mean(jc.direct(jc.top_k(1.0)), "data", via="gather")
+    largest = float(jnp.finfo(jnp.float32).max) if workers != 3 else 3.0
+    x = jnp.asarray([largest, -largest, 1.5, 0.0])
+    state, axes = jc.init_state(tx, x, workers, "data")
+    step = jax.vmap(lambda s, g: tx.update(g, s), in_axes=(axes, 0), out_axes=(None, axes), axis_name="data")
+    mean, _ = jax.jit(step)(state, jnp.tile(x, (workers, 1)))
+    np.testing.assert_allclose(mean, x, rtol=0 if workers != 3 else 1e-6)

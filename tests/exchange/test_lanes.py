@@ -125,6 +125,18 @@ def test_narrow_sums_are_added_in_single_precision():
     assert (total(False), total(True)) == (260, 259)
 
 
+def test_many_narrow_numbers_are_summed_in_parts(monkeypatch):
+    monkeypatch.setattr(lanes, "SOME_ENTRIES", 100)
+    sizes = (60, 40, 1, 300, 99)
+    for dtype, places in ((jnp.bfloat16, [(0, 1), (2,), (3,), (4,)]), (jnp.float32, [(0, 1, 2, 3, 4)])):
+        arrays = [jax.ShapeDtypeStruct((size,), dtype) for size in sizes]
+        assert [lane.places for lane in lanes.sum_lanes(arrays)] == places
+    given = [jnp.arange(2.0 * size, dtype=jnp.bfloat16).reshape(2, size) for size in sizes]
+    both = jax.vmap(lambda x: lanes.all_sum(x, AXIS, exact=True), axis_name=AXIS, out_axes=None)(given)
+    for total, rows in zip(both, given, strict=True):
+        np.testing.assert_array_equal(total, np.asarray(rows, np.float32).sum(0))
+
+
 # ------------------------------------------------------------------------------------------------
 # Bytes
 

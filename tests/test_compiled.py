@@ -1,0 +1,68 @@
+"""What is made where in a compiled program, and how often it is traced and compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcomp.compiled import FEW, called, cut_apart
+
+ROWS = jnp.arange(24.0).reshape(4, 6)
+
+
+def counting():
+    """A function that is called, and the shapes for which it was traced."""
+    traced = []
+
+    def both(x, like):
+        traced.append(x.shape)
+        return {"double": 2 * x, "ones": jnp.ones(like.shape, like.dtype)}
+
+    return called(both), traced
+
+
+def test_equal_shapes_are_traced_once_and_stay_calls():
+    function, traced = counting()
+    like = jax.ShapeDtypeStruct((3,), jnp.int32)
+
+    def several(x):
+        return [function(row, like) for row in x] + [function(x[0, :2], like)]
+
+    program = jax.jit(several).lower(ROWS).compile()
+    assert traced == [(6,), (2,)]
+    calls = [line for line in program.as_text().splitlines() if " call(" in line and "inlineable" in line]
+    assert len(calls) == 5
+    for row, out in zip([*ROWS, ROWS[0, :2]], program(ROWS), strict=True):
+        np.testing.assert_array_equal(out["double"], 2 * row)
+        assert (out["ones"].shape, out["ones"].dtype) == ((3,), jnp.int32)
+
+
+def test_what_is_within_a_call_is_none():
+    """`jnp.where` and the like are functions with calls of their own, which are inlined as ever."""
+    inner = called(lambda x: jnp.where(x > 0, jnp.clip(x, 0, 1), x))
+    text = jax.jit(lambda x: inner(x) + inner(x + 1)).lower(ROWS).compile().as_text()
+    assert sum("inlineable" in line and " call(" in line for line in text.splitlines()) == 2
+
+
+@pytest.mark.parametrize("how", ["eager", "vmap", "grad", "scan"])
+def test_a_called_function_is_the_function(how):
+    plain = lambda x: jnp.sum(jnp.sin(x) * x)
+    function = called(plain)
+    run = {
+        "eager": lambda f: f(ROWS),
+        "vmap": lambda f: jax.jit(jax.vmap(f))(ROWS),
+        "grad": lambda f: jax.jit(jax.grad(f))(ROWS),
+        "scan": lambda f: jax.jit(lambda x: jax.lax.map(f, x))(ROWS),
+    }[how]
+    np.testing.assert_allclose(run(function), run(plain), rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [3, FEW + 2])
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_pieces_follow_one_another(count, lead):
+    sizes = [1 + i % 4 for i in range(count)]
+    x = jnp.arange(float(np.prod((*lead, sum(sizes) + 5)))).reshape(*lead, sum(sizes) + 5)
+    for run in (lambda f: f(x), lambda f: jax.jit(f)(x)):
+        pieces = run(lambda x: cut_apart(x, sizes))
+        assert [piece.shape for piece in pieces] == [(*lead, size) for size in sizes]
+        np.testing.assert_array_equal(jnp.concatenate(pieces, -1), x[..., : sum(sizes)])
