@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     s.add_argument("--labels", default=None, help="labels (.npy), in place of those in the data")
     s.add_argument("--num-features", type=int, default=None, help="of LIBSVM text; without it the largest index")
     plan.add_parser(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return p
 
 
@@ -67,7 +69,9 @@ class Bar:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; errors fit on one line."""
-    o = parser().parse_args(arguments)
+    o, unknown = parser().parse_known_args(arguments)
+    if unknown:  # with the usage of the command, not of them all
+        o.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if o.command == "plan":
         try:
             print(plan.run(o))

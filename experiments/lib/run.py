@@ -1,11 +1,12 @@
 """A run of an experiment: its options, the folder that keeps it, and its rows as a table and a picture."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from experiments.lib.cli import Parser, choose_new
+from experiments.lib.cli import Parser, UserError, choose_new
 from experiments.lib.folders import Journal, run_options, write_config, write_json
 from experiments.lib.report import Columns, cells, new_console, progress_bar, show
 
@@ -36,6 +37,8 @@ class Run:
     def __init__(self, parser: Parser, arguments: Sequence[str], kind: str):
         run_options(parser, kind)
         options = vars(parser.parse_args(arguments))
+        if find_spec("matplotlib") is None:  # said before hours of work, not after
+            raise UserError("the plot needs matplotlib; install it with: pip install 'jaxcomp[experiments]'")
         self.folder = choose_new(options.pop("runs"), options.pop("name"), kind)
         self.options: Any = SimpleNamespace(**options)
         self.console, self.begun = new_console(), False

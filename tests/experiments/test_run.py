@@ -44,6 +44,12 @@ def test_a_folder_is_made_with_the_first_thing_that_is_written(tmp_path):
         started(tmp_path)
 
 
+def test_a_missing_matplotlib_is_said_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.lib.run.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"the plot needs matplotlib; install it with: pip install 'jaxcomp\[exp"):
+        started(tmp_path)
+
+
 def test_what_was_measured_before_ctrl_c_is_kept(tmp_path):
     run = started(tmp_path)
 

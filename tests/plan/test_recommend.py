@@ -156,3 +156,9 @@ def test_the_command(capsys, tmp_path):
         main(["plan", "--rate", "fast"])
     with pytest.raises(SystemExit):
         main(["plan", "--parameters", "many"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["plan", "--bogus", "1"])
+    printed = capsys.readouterr().err
+    assert printed.startswith("usage: jaxcomp plan ")
+    assert "error: unrecognized arguments: --bogus 1" in printed
