@@ -69,7 +69,7 @@ def called(function: Callable[..., Tree]) -> Callable[..., Tree]:
     def body(structure, fixed, *arrays):
         arrays = iter(arrays)
         leaves = [next(arrays) if shape is None else shape for shape in fixed]
-        with set_xla_metadata(inlineable=None):
+        with set_xla_metadata(inlineable="true"):  # not None, which vmap and grad would forget
             return function(*jax.tree.unflatten(structure, leaves))
 
     def call(*args):
@@ -141,7 +141,8 @@ def cut_apart(vector: Array, sizes: Sequence[int]) -> list[Array]:
     does not know are one kernel for each size, so the starts come out of a condition that it cannot decide.
     """
     starts = (np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, np.int64)).tolist()
-    if len(sizes) < FEW or jax.default_backend() != "cpu" or not 0 < vector.size < 2**31:
+    few = len(sizes) < FEW or not isinstance(vector, Tracer)
+    if few or jax.default_backend() != "cpu" or not 0 < vector.size < 2**31:
         static = zip(starts, sizes, strict=True)
         return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in static]
     constants = lambda numbers: lambda: tuple(jnp.asarray(number, jnp.int32) for number in numbers)

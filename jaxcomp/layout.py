@@ -44,7 +44,8 @@ Array = jax.Array
 DENSE_BELOW = 1024  # entries
 LONGEST = 2**30  # entries of a vector: indices, and the bits of their masks, are 32-bit integers
 LONG = 2**18  # entries of a vector that is worth a branch of its own
-ALONE = 32  # leaves in vectors of their own, where that pays: each of them adds a tenth of a second to compiling
+ALONE = 32  # leaves in vectors of their own, where that pays; each of them adds 0.05 s to compiling
+KINDS = 4  # sizes of such leaves; each of them adds half a second
 LARGE = 2**19  # entries of a leaf that may be a vector of its own
 UNITS = ("tree", "leaf", "apart", "shape", "chunks", "paths")
 
@@ -68,8 +69,9 @@ class Layout:
         blocks and words divide.
     longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
         they are matrices, of which no entry is numbered.
-    alone: with "tree", so many of the largest leaves, of at least 2^19 entries, are vectors of their own: they are
-        neither copied into a vector nor cut out of one, at the price of their arithmetic in the compiled program.
+    alone: with "tree", so many of the largest leaves, of at least 2^19 entries and of at most four sizes, are vectors
+        of their own: they are neither copied into a vector nor cut out of one (but for blocks that are filled up), at
+        the price of their arithmetic in the compiled program.
     parts: with "paths", pairs of a pattern of paths and the layout of the leaves that it takes (`jaxcomp.paths`).
     """
 
@@ -82,6 +84,11 @@ class Layout:
     longest: int = LONGEST
     alone: int = 0
     parts: tuple[tuple[str, "Layout"], ...] = ()
+
+    def together(self) -> "Layout":
+        """The same without vectors of single leaves."""
+        parts = tuple((pattern, part.together()) for pattern, part in self.parts)
+        return dataclasses.replace(self, alone=0, parts=parts)
 
     def in_buckets(self, bucket_bytes: int) -> "Layout":
         """The same, bucket by bucket."""
@@ -214,8 +221,7 @@ def plan_of(layout: Layout, tree: Any) -> Plan:
     large = [i for i, leaf in enumerate(leaves) if not small(leaf)]
     buckets = _buckets(large, leaves, layout.bucket_bytes)
     groups: dict[Any, list[int]] = {}
-    longest = sorted((i for i in large if leaves[i].size >= LARGE), key=lambda i: -leaves[i].size)
-    alone = {i: i for i in longest[: layout.alone]}
+    alone = {i: i for i in _alone(large, leaves, layout.alone)}
     for i in large:
         own = {"tree": alone.get(i, ()), "leaf": leaves[i].size, "shape": leaves[i].shape, "apart": i}[layout.unit]
         groups.setdefault((buckets[i], own, leaves[i].dtype), []).append(i)
@@ -249,6 +255,13 @@ def row_size(size: int, rows: int) -> int:
 def _cut(size: int, longest: int) -> tuple[int, ...]:
     rows = -(-size // longest)
     return (size,) if rows <= 1 else (rows, row_size(size, rows))
+
+
+def _alone(large: list[int], leaves: list[Any], most: int) -> list[int]:
+    """At most so many of the largest leaves, of at most `KINDS` sizes."""
+    found = sorted((i for i in large if leaves[i].size >= LARGE), key=lambda i: -leaves[i].size)
+    sizes = list(dict.fromkeys(leaves[i].size for i in found))[:KINDS]
+    return [i for i in found if leaves[i].size in sizes][:most]
 
 
 def _buckets(large: list[int], leaves: list[Any], bucket_bytes: int | None) -> dict[int, int]:

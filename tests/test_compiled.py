@@ -37,11 +37,14 @@ def test_equal_shapes_are_traced_once_and_stay_calls():
         assert (out["ones"].shape, out["ones"].dtype) == ((3,), jnp.int32)
 
 
-def test_what_is_within_a_call_is_none():
+@pytest.mark.parametrize(("how", "calls"), [("plain", 2), ("vmap", 2), ("grad", 4)])
+def test_what_is_within_a_call_is_none(how, calls):
     """`jnp.where` and the like are functions with calls of their own, which are inlined as ever."""
     inner = called(lambda x: jnp.where(x > 0, jnp.clip(x, 0, 1), x))
-    text = jax.jit(lambda x: inner(x) + inner(x + 1)).lower(ROWS).compile().as_text()
-    assert sum("inlineable" in line and " call(" in line for line in text.splitlines()) == 2
+    both = lambda x: inner(x) + inner(x + 1)
+    run = {"plain": both, "vmap": jax.vmap(both), "grad": jax.grad(lambda x: jnp.sum(both(x)))}[how]
+    text = jax.jit(run).lower(ROWS).compile().as_text()
+    assert sum("inlineable" in line and " call(" in line for line in text.splitlines()) == calls
 
 
 @pytest.mark.parametrize("how", ["eager", "vmap", "grad", "scan"])

@@ -37,6 +37,7 @@ LAYOUTS = {
     "all-large": Layout("leaf", 0),
     "buckets": Layout(bucket_bytes=5000),
     "alone": Layout(alone=2),
+    "together": Layout(alone=2).together(),
     "rows": Layout(longest=1000),
     "rows-single": Layout("tree", 0, single=True, longest=97),
     "rows-leaf": Layout("leaf", longest=1000),
@@ -77,6 +78,7 @@ SHAPES = {
     "single": [(8206,)],
     "leaf": [(3, 1200), (2, 1500), (1600,)],
     "alone": [(1200 + 1200 + 1200,), (1500,), (1500,), (1600,)],
+    "together": [(3 * 1200 + 1600,), (3000,)],
     "apart": [(1200,), (1200,), (1500,), (1500,), (1600,), (1200,)],
     "shape": [(2, 40, 30), (1, 50, 30), (1, 4, 20, 20)],
 }
@@ -255,3 +257,12 @@ def test_leaves_alone_give_the_mean_too(algorithm, monkeypatch, seed):
         )
     monkeypatch.setattr(layout, "LARGE", 10**6)
     assert len(jax.tree.leaves(plan_of(layout.layout_of(algorithm), params).like)) == 2
+
+
+def test_leaves_alone_have_few_sizes():
+    tree = [jax.ShapeDtypeStruct((1300 + i // 2,), jnp.float32) for i in range(20)]
+    alone = plan_of(Layout(alone=30), tree).like.vectors
+    assert sorted(x.shape[0] for x in alone)[:-1] == [1306, 1306, 1307, 1307, 1308, 1308, 1309, 1309]
+    assert len(plan_of(Layout(alone=3), tree).like.vectors) == 3 + 1
+    by_name = Layout("paths", parts=(("a", Layout(alone=3)), (".*", Layout(alone=2))))
+    assert [part.alone for _, part in by_name.together().parts] == [0, 0]

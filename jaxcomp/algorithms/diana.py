@@ -32,7 +32,7 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
     are kept in f32 (f64 for f64 gradients). Non-finite entries of a gradient count as zero.
 
     Args:
-        compressor: unbiased (omega known), of one array (then all large leaves of a tree are one) or of trees.
+        compressor: unbiased (omega known), of one array (then large leaves are joined, `jaxcomp.layout`) or of trees.
         alpha: step of the shifts, in (0, 1 / (1 + omega)]; that bound is the default. A JAX array (for
             sweeps inside jit) is not checked.
 

@@ -27,7 +27,7 @@ def direct(compressor: Compressor) -> Algorithm:
     in their own dtype.
 
     Args:
-        compressor: of one array (then all large leaves of a tree are one) or of trees.
+        compressor: of one array (then large leaves are joined, `jaxcomp.layout`) or of trees.
 
     Raises:
         ValueError: neither omega nor alpha of the compressor is known.

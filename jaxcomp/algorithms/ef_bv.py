@@ -57,7 +57,7 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
     (0.9): without it, their noise does not vanish however many workers there are.
 
     Args:
-        compressor: contracts (alpha known), of one array (then all large leaves of a tree are one) or of trees.
+        compressor: contracts (alpha known), of one array (then large leaves are joined, `jaxcomp.layout`) or of trees.
         momentum: in [0, 1); 1 - momentum is the reference's eta (EF21-SGDM).
         plus: EF21+, sends C(v_i) instead where that is nearer to v_i. All workers choose alike, by the sums of
             |C(v_i) - v_i|^2 and |h_i + C(v_i - h_i) - v_i|^2 (8 bytes), so that the mean of the shifts stays known to

@@ -41,7 +41,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     (f64 for f64 gradients).
 
     Args:
-        compressor: contracts (alpha known), of one array (then all large leaves of a tree are one) or of trees.
+        compressor: contracts (alpha known), of one array (then large leaves are joined, `jaxcomp.layout`) or of trees.
         decay: factor on the memory, in [0, 1]; 1 is the method of the references, less forgets
             old gradients.
 

@@ -33,7 +33,7 @@ def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024,
     (`top_k`), or whose errors are large, take `error_feedback`. beta = 0 without resets is `error_feedback`.
 
     Args:
-        compressor: of one array (then all large leaves of a tree are one) or of trees.
+        compressor: of one array (then large leaves are joined, `jaxcomp.layout`) or of trees.
         beta: in [0, 1).
         reset: number of rounds, or None for never. One count for all parameters.
         memory: "float32", or "int8": 8 bits and a scale of 32 bits for every 128 entries, rounded at random without

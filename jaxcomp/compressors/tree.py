@@ -25,7 +25,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
 
     Leaves with equally many entries are compressed by one instance in the compiled program, one after the other. So
     compile time grows with the number of different sizes; where that is too much, leave `per_leaf` out: by default
-    all large leaves are one vector.
+    large leaves are one vector, or with `dithering` and `cast` few.
 
     Args:
         compressor: of one array.

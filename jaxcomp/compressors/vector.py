@@ -281,6 +281,8 @@ def _keys(key: Array, count: int) -> list[Array]:
         return [jax.random.fold_in(key, i) for i in range(count)]
     every = jax.random.key_data(jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count)))
     pieces = cut_apart(every.reshape(-1), [every.shape[1]] * count)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return pieces
     return [jax.random.wrap_key_data(piece, impl=jax.random.key_impl(key)) for piece in pieces]
 
 

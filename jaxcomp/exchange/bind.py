@@ -42,7 +42,7 @@ def bind(
         reason = refusal(route, part)
         if reason:
             raise ValueError(f"{name}: {reason}")
-    if algorithm.parts and route.layout is not None:
+    if algorithm.parts and route.layout is not None and route.layout(layout, 1).unit == "chunks":
         raise ValueError(
             f'{name}: via="{route.name}" cuts all leaves, end to end, into chunks, and cannot tell the parts of '
             'by_path apart. Use via="auto"'

@@ -44,7 +44,7 @@ FEW_BYTES = 2**16
 # An array of so many bytes crosses by itself: another collective costs less than putting it beside others, and cutting
 # what arrives.
 ALONE_BYTES = 2**23
-# Narrow numbers that are summed at a time.
+# Narrow numbers that are summed at a time, or more in one array.
 SOME_ENTRIES = 2**24
 
 
@@ -163,7 +163,7 @@ def _after(x: Any, before: Any) -> Any:
 # Bits: gather, all-to-all
 
 
-def _pack(lane: Lane, leaves: Sequence[Array], lead: tuple[int, ...] = ()) -> Array:
+def _pack(lane: Lane, leaves: Sequence[Array] | dict[int, Array], lead: tuple[int, ...] = ()) -> Array:
     """[*lead, m] words of a lane, from arrays whose leading axes are `lead`."""
     words = [lax.bitcast_convert_type(leaves[i], lane.dtype).reshape(*lead, -1) for i in lane.places]
     if len(words) == 1:
@@ -319,7 +319,9 @@ def all_sum(
                 add = lambda words: _mean_in_two_steps(words, kind, axis, weights, exact, wide)  # noqa: B023
             else:
                 add = lambda part: sum_arrays([weighted(part, mine)], axis)[0]
-            pieces = cut_apart(_shared_out(_pack(lane, leaves), replicas, add), lane.sizes)
+            pieces = cut_apart(
+                _shared_out(_pack(lane, dict(zip(lane.places, parts, strict=True))), replicas, add), lane.sizes
+            )
             if narrow:
                 scale = axis_size(axis) if weights is None else 1
                 numbers = lambda words: lax.bitcast_convert_type(words, wide if exact else kind)  # noqa: B023

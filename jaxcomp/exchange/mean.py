@@ -26,7 +26,7 @@ def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
     workers, weights = axis_size(call.axis), carried.weights
     # Equal shares of 1/n: of two, four, ... workers their products are exact, so that they go where the messages are
     # added. Else 1/n comes last: sums without products are the same bit for bit wherever they are compiled.
-    last = call.weights is None and workers & (workers - 1) != 0
+    last = call.weights is None and (workers & (workers - 1) != 0 or weights is not None)
     if call.weights is None and not last:
         weights = _equal_shares(carried.payloads, workers, wide(*(leaf.dtype for leaf in jax.tree.leaves(like))))
     total = varying(on_equal_types(add, carried.payloads, weights, out.shared), call.outer)

@@ -137,6 +137,14 @@ def test_many_narrow_numbers_are_summed_in_parts(monkeypatch):
         np.testing.assert_array_equal(total, np.asarray(rows, np.float32).sum(0))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_sums_of_buckets_wait_for_each_other(dtype):
+    total = lambda tree: lanes.all_sum(tree, AXIS, buckets=(1, 2, 3))
+    rows = [jnp.ones((2, 8), dtype)] * 3
+    text = jax.jit(jax.vmap(total, axis_name=AXIS, out_axes=None)).lower(rows).as_text()
+    assert text.count("optimization_barrier") == 2
+
+
 # ------------------------------------------------------------------------------------------------
 # Bytes
 

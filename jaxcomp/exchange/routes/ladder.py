@@ -35,7 +35,7 @@ from jaxcomp.exchange.routes.route import (
     stateless,
 )
 from jaxcomp.exchange.varying import axis_size, on_equal_types
-from jaxcomp.layout import rows_of
+from jaxcomp.layout import Layout, rows_of
 from jaxcomp.payloads import Coded, Leaves, decode_message, encode_message, lane_bytes
 
 __all__ = ["LADDER", "decode", "encode", "gather", "rungs"]
@@ -97,7 +97,13 @@ def gather(payload: Any, lengths: Any, call: Call, is_stack: list[bool] | None =
     return rows, jnp.asarray(sent, jnp.float32)[rung] + agreed
 
 
-LADDER = Route("ladder", accepts_all, None, stateless, carry)
+def layout(given: Layout, workers: int) -> Layout:
+    """As it is, but for leaves that are vectors of their own: each would have a coder of its own."""
+    del workers
+    return given.together()
+
+
+LADDER = Route("ladder", accepts_all, layout, stateless, carry)
 
 
 # ------------------------------------------------------------------------------------------------
