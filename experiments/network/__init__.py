@@ -131,6 +131,15 @@ def pool_in(lab: Lab, experiment: str = "network") -> Pool:
     return Pool(words, {"JAX_PLATFORMS": "cpu", **SETTINGS})
 
 
+def rounds_of(answers: Sequence[dict[str, Any]]) -> np.ndarray:
+    """Seconds of each round: from when the last worker had ended the round before until the last had ended this one.
+
+    Not what the slowest worker waited: one that begins a round early waits for the others, and by no worker's clock
+    would the rounds add up to the time that all of them took.
+    """
+    return np.diff(np.max([answer["ends"] for answer in answers], axis=0), prepend=0.0)
+
+
 class Runs:
     """All measurements of one folder."""
 
@@ -159,12 +168,16 @@ class Runs:
         self.run.keep({"machine": {"cores": len(os.sched_getaffinity(0))}, **self.rows})
         self.run.say(said)
 
-    def counted(self, **request: Any) -> tuple[list[Any], float, float]:
+    def timed(self, **request: Any) -> list[Any]:
+        """Answers of the workers, who begin together once all have heard the request."""
+        return self.pool.ask(**request, at=time.perf_counter() + HEARD_SECONDS)
+
+    def counted(self, ask: Callable[..., list[Any]], **request: Any) -> tuple[list[Any], float, float]:
         """Answers, and what a host sent meanwhile: bytes without headers, and with them; means over the hosts."""
         settled = SETTLE_SECONDS + 4 * self.options.delay
         time.sleep(settled)
         before = self.lab.counters()
-        answers = self.pool.ask(**request)
+        answers = ask(**request)
         time.sleep(settled)
         links = [new.since(old) for new, old in zip(self.lab.counters(), before, strict=True)]
         return answers, float(np.mean([x.sent_payload for x in links])), float(np.mean([x.sent_bytes for x in links]))
@@ -179,12 +192,12 @@ class Runs:
                 self.show(f"{where}: without the network")
                 self.alone[method, size] = self.without_network()
             self.show(where)
-            first = self.pool.ask(what="rounds", number=1)[0]["seconds"][0]
+            (first,) = rounds_of(self.timed(what="rounds", number=1))
             if first < 1:  # the first rounds still find the queues and windows of the method before
-                first = self.pool.ask(what="rounds", number=3)[0]["seconds"][-1]
+                *_, first = rounds_of(self.timed(what="rounds", number=3))
             rounds = min(o.rounds, max(2, int(o.seconds / first)))
-            answers, payload, whole = self.counted(what="rounds", number=rounds)
-            seconds = np.max([answer["seconds"] for answer in answers], axis=0)
+            answers, payload, whole = self.counted(self.timed, what="rounds", number=rounds)
+            seconds = rounds_of(answers)
             row = {"method": method, "size": size, "rate": rate, "compute": self.alone[method, size], **program}
             row |= {"seconds": float(np.median(seconds)), "all_seconds": seconds.tolist()}
             row |= {"payload_bytes": payload / rounds, "link_bytes": whole / rounds}
@@ -197,7 +210,7 @@ class Runs:
         """Seconds of the work alone, median of the rounds; None if it cannot be measured apart."""
         slowest = []
         for _ in range(self.options.rounds + 2):  # the first two compile and settle
-            answers = self.pool.ask(what="compute", at=time.perf_counter() + HEARD_SECONDS)
+            answers = self.timed(what="compute")
             if answers[0]["seconds"] is None:
                 return None
             slowest.append(max(answer["seconds"] for answer in answers))  # the others would wait for it
@@ -215,7 +228,9 @@ class Runs:
             for seed in dict.fromkeys(o.train_seeds):
                 where = f"training with {method}, {rate_name(rate)}, seed {seed}"
                 self.pool.show = lambda text, where=where: self.show(f"{where}: {text}")
-                answers, payload, whole = self.counted(what="train", steps=o.steps, target=o.target, seed=seed)
+                answers, payload, whole = self.counted(
+                    self.pool.ask, what="train", steps=o.steps, target=o.target, seed=seed
+                )
                 self.pool.show = self.show
                 steps = len(answers[0]["losses"])
                 row = {**answers[0], **program, "method": method, "rate": rate, "seed": seed}

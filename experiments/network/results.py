@@ -73,8 +73,9 @@ def delay_in(options: Any) -> str:
 
 BASES = ("psum-f32", "dense-bf16:two_shot")  # of the panels
 NOTES = """\
-ms: median of a whole exchange (compress, exchange, decode, remember), the slowest worker's. limit: max(compute, bytes
-of the program / rate). compute: the same program with its collectives cut out, begun by all at once. program MB:
+ms: median of a whole exchange (compress, exchange, decode, remember), from the end of the one before until the last
+worker has ended it. limit: max(compute, bytes of the program / rate). compute: the same program with its collectives
+cut out, begun by all at once, until the last has ended it. program MB:
 sent by a worker, read from the compiled program by jaxcomp.ledger. payload / it: bytes that the kernel counted on the
 links, less the headers of its frames; frames / it: with headers and acknowledgements. x: times as fast as."""
 TRAINED_NOTES = """\

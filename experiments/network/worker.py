@@ -78,16 +78,20 @@ class Exchange:
             "collectives": [f"{row.op} {row.dtype}[{','.join(map(str, row.shape))}]" for row in ledger.rows],
         }
 
-    def rounds(self, number: int) -> dict[str, Any]:
-        """Seconds of each round, bytes of the last one as this worker counted them, a sum that is equal everywhere."""
-        seconds = []
+    def rounds(self, number: int, at: float) -> dict[str, Any]:
+        """When each round ended, bytes of the last one as this worker counted them, a sum that is equal everywhere.
+
+        at: when all workers begin, in seconds of time.perf_counter, which processes of one machine share; ends count
+        from then.
+        """
+        ends = []
+        time.sleep(max(0.0, at - time.perf_counter()))
         for _ in range(number):
             gradient = self.gradients[self.count % GRADIENTS]
             self.count += 1
-            start = time.perf_counter()
             self.mean, self.state = jax.block_until_ready(self.step(self.state, gradient))
-            seconds.append(time.perf_counter() - start)
-        described: dict[str, Any] = {"seconds": seconds}
+            ends.append(time.perf_counter() - at)
+        described: dict[str, Any] = {"ends": ends}
         mean = np.asarray(self.mean.addressable_data(0))  # pyright: ignore[reportOptionalMemberAccess]
         described["sum"] = float(np.sum(mean, dtype=np.float64))
         # `jc.info` would have the workers exchange what each counted, and the links are being counted.
@@ -99,8 +103,7 @@ class Exchange:
     def compute(self, at: float) -> dict[str, Any]:
         """Seconds of a round without the network; the first time compiles.
 
-        at: when all workers begin, in seconds of time.perf_counter, which processes of one machine share. Seconds count
-        from then: on fewer cores than workers some have to wait for a core, as they do in an exchange.
+        at: as of `rounds`. On fewer cores than workers some have to wait for a core, as they do in an exchange.
         """
         if self.alone is None:
             state, gradients = jax.tree.map(lambda x: jnp.array(x.addressable_data(0)), (self.state, self.gradients))
