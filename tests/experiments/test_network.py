@@ -311,6 +311,12 @@ def test_the_peer_trains_as_an_all_reduce_does(tmp_path):
     assert sent["ddp-powersgd"] < 0.6 * sent["ddp-f32"]
 
 
+def test_rounds_end_with_the_last_worker():
+    """And they add up to the time that all of them took, whoever began a round early."""
+    answers = [{"ends": [1.0, 2.5, 3.0]}, {"ends": [0.5, 2.0, 4.0]}]
+    assert network.rounds_of(answers).tolist() == [1.0, 1.5, 1.5]
+
+
 @in_laboratory
 @pytest.mark.slow
 def test_the_experiment(tmp_path):
