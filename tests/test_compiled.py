@@ -60,6 +60,7 @@ def test_a_called_function_is_the_function(how):
     np.testing.assert_allclose(run(function), run(plain), rtol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [3, FEW + 2])
 @pytest.mark.parametrize("lead", [(), (3,)])
 def test_pieces_follow_one_another(count, lead):

@@ -75,6 +75,7 @@ def test_scale_to_is_multiply_high(size):
     np.testing.assert_array_equal(scale_to(jnp.asarray(words), size), want)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("size", "k"), [(0, 0), (1, 1), (2, 2), (3, 3), (10, 10), (1023, 1023), (2**31 - 1, 1000)])
 def test_subset_is_distinct_and_in_range(size, k, key):
     chosen = np.asarray(random_subset(key, size, k))

@@ -57,6 +57,7 @@ def small_leaves_count_as_large(monkeypatch):
     monkeypatch.setattr(layout, "LARGE", 1300)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(
     "tree", [TREE, {}, {"only": jnp.zeros((0,))}, _array(1205)], ids=["mixed", "none", "empty", "bare"]
@@ -223,6 +224,7 @@ def test_few_long_leaves_are_joined_alike(how, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "algorithm",
     [

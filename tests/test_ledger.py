@@ -167,6 +167,7 @@ def exchange_book(compressor, via):
 EXCHANGED = [row for row in ROWS if row.compressor.spec.omega is not None or row.compressor.spec.alpha is not None]
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:via=.gather. pads")  # said of unequal messages, and true
 @pytest.mark.parametrize("row", EXCHANGED, ids=lambda row: row.name)
 def test_gather_carries_exactly_the_lane_bytes(row):
@@ -179,6 +180,7 @@ def test_gather_carries_exactly_the_lane_bytes(row):
     assert {r.dtype for r in book.rows} == {f"u{width}"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", [row for row in EXCHANGED if row.compressor.spec.linear], ids=lambda row: row.name)
 def test_sum_carries_exactly_the_lane_bytes(row):
     book, payload = exchange_book(row.compressor, "sum")
@@ -195,6 +197,7 @@ def test_sum_carries_exactly_the_lane_bytes(row):
         assert book.total_bytes == 2 * (N - 1) / N * padded
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["all_gather", "all_sum"])
 def test_lanes_of_odd_trees(name):
     """Empty arrays, scalars, several dtypes: every worker gets the right thing, in the fewest collectives."""

@@ -32,6 +32,7 @@ ROUTED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ROUTED)
 def test_long_leaves_are_cut_or_go_whole(name):
     got = direction(*ROUTED[name])

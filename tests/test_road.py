@@ -81,6 +81,7 @@ def files_entered(function, *args):
     return [Path(name).relative_to(PACKAGE).as_posix() for name in entered]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ROADS)
 def test_the_files_of_one_update(name):
     algorithm, road = ROADS[name]

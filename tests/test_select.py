@@ -65,6 +65,7 @@ def test_passes(dtype, seed):
     np.testing.assert_allclose(squares, np.square(np.maximum(a - 0.7, 0)).sum() / 16, rtol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("most", [1, 10, 100, 999])
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 100.0, -1.0, np.nan])
 def test_top_set_always_selects_the_largest(most, threshold, seed):
@@ -106,6 +107,7 @@ KINDS = {
 run_largest = jax.jit(largest, static_argnums=(2,))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("d", "capacity", "dtype"),
     [(1, 1, "float32"), (33, 7, "float32"), (1000, 1000, "float32"), (1000, 300, "bfloat16"), (50_001, 500, "float32")],
@@ -131,6 +133,7 @@ def test_largest_under_vmap_with_counts_of_their_own(seed):
         assert np.all(got[k:] == 5000)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [0, 1, 5, 31, 32, 33, 70, 500])
 def test_first_bits(count, seed):
     mask = np.random.default_rng(seed).random(300) < 0.3
@@ -141,6 +144,7 @@ def test_first_bits(count, seed):
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("d", [1, 65535, 65536, 65537, 200_000])
 def test_local_indices_are_the_oracle_and_come_back(d, seed):
     rng = np.random.default_rng(seed)

@@ -1,6 +1,8 @@
 """Which of many variants `make test` runs; the others are marked slow, for `make test-all`."""
 
+import zlib
 from collections.abc import Container, Iterable
+from typing import Any
 
 import pytest
 
@@ -23,3 +25,25 @@ BETWEEN_WORKERS = {
 
 def variants(names: Iterable, kept: Container) -> list:
     return [pytest.param(name, marks=() if name in kept else pytest.mark.slow) for name in names]
+
+
+def in_sample(item: Any) -> bool:
+    """Whether `make test` runs this variant of a test that is marked `sampled`: about a quarter of them.
+
+    On the diagonals of the grid that its parameters span, so each value of each parameter has its turn, if the others
+    have four values; and the first variant always. A row of the laws has a quarter of the laws, another one than the
+    next row, and those of BETWEEN_WORKERS have all.
+    """
+    if not hasattr(item, "callspec"):
+        return True
+    places = item.callspec.indices
+    first = [names if isinstance(names, str) else names[0] for (names, *_) in (m.args for m in marks_of(item))]
+    place = sum(places[name.split(",")[0].strip()] for name in first)
+    row = item.callspec.params.get("row")
+    if row is None:
+        return place % 4 == 0
+    return row.name in BETWEEN_WORKERS or (place + zlib.crc32(item.originalname.encode())) % 4 == 0
+
+
+def marks_of(item: Any) -> list:
+    return list(item.iter_markers("parametrize"))

@@ -82,6 +82,7 @@ HOSTED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", variants(HOSTED, {"error_feedback", "power_sgd"}))
 def test_messages_as_bytes_give_the_same_rounds(name, seed):
     """Workers as threads, whose messages are encoded, sent and decoded: bitwise what compiled programs do."""
@@ -118,6 +119,7 @@ METHODS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [*HOSTED, *METHODS])
 def test_three_steps_are_traced_once(name):
     traces = []

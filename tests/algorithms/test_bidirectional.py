@@ -42,6 +42,7 @@ def test_what_comes_back_is_unbiased_and_within_omega(seed):
     assert np.mean(np.sum((drawn - x) ** 2, 1)) < DOWN.spec.omega(D) * np.sum(np.square(x)) * 1.01
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("method", ["diana", "adiana"])
 def test_both_directions_go_to_the_optimum(method, seed):
     """Least squares of workers that differ, at the step sizes of theory: past 1e-10, and as far as without `down`."""

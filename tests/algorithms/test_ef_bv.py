@@ -29,6 +29,7 @@ def trajectory(seed):
     return grads
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", variants(FORMS, {"plain", "plus, momentum, compressed start"}))
 def test_ef21_is_the_oracle(form, seed):
     grads = trajectory(seed)
@@ -135,6 +136,7 @@ def test_arguments_are_checked(make, message):
         make()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("signs", [[1], [1, -1]], ids=str)
 @pytest.mark.parametrize(
     "compressor",

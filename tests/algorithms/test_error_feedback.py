@@ -18,6 +18,7 @@ WORLDS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("decay", [1.0, 0.9])
 def test_error_feedback_is_the_oracle(world, decay, seed):
@@ -29,6 +30,7 @@ def test_error_feedback_is_the_oracle(world, decay, seed):
     np.testing.assert_allclose(np.reshape(state.local.algorithm.memory, (N, SIZE)), memory, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", WORLDS)
 def test_weights(world, seed):
     grads = heterogeneous(seed)
@@ -99,6 +101,7 @@ def test_error_feedback_reaches_the_optimum_where_top_k_alone_does_not():
     assert minimise(jc.direct(jc.top_k(0.1)), 0.01, 3000) > 5e-2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "compressor",
     [

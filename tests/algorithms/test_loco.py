@@ -38,6 +38,7 @@ def test_the_average_of_errors_is_added_to_the_next_gradient(reset, seed):
     np.testing.assert_allclose(directions["b"], np.asarray(grads["b"]).mean(1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_eight_bits_remember_nearly_as_well(seed):
     """Errors of the sum of directions, over 40 rounds with one mean gradient: with a memory they average out."""
     grads = gradients(seed, 40)
@@ -70,6 +71,7 @@ def test_narrow_vectors_are_unbiased_and_keep_zeros(key, seed):
     np.testing.assert_array_equal(np.asarray(draws)[:, :, 128:256], 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("memory", "workers"), [("float32", 3), ("int8", 1), ("int8", 3)])
 def test_memories_go_to_other_workers(memory, workers, seed):
     tx = jc.compressed_mean(jc.loco(jc.block_scaled("int2"), memory=memory), "data")

@@ -30,6 +30,7 @@ def runs(world, run, targets, count):
     return infos, points, book
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", ["vmap", "shard_map"])
 def test_full_rounds_and_differences_are_counted_as_what_they_are(world, seed):
     targets = jnp.asarray(np.random.default_rng(seed).standard_normal((N, D)), jnp.float32)

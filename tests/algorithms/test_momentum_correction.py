@@ -13,6 +13,7 @@ import jaxcomp as jc
 N, ROUNDS, SIZE = 4, 5, 60
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("masking", [False, True])
 def test_momentum_correction_is_the_oracle(nesterov, masking, seed):
@@ -23,6 +24,7 @@ def test_momentum_correction_is_the_oracle(nesterov, masking, seed):
     np.testing.assert_allclose(directions, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_of_dense_leaves_comes_after_the_mean(nesterov, seed):
     """Small leaves go dense: for them the whole is SGD with momentum, as it is for large ones if all is sent."""
@@ -48,6 +50,7 @@ def test_local_clipping(seed):
     np.testing.assert_allclose(directions, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_local_clipping_in_double_precision(seed):
     """A gradient beyond f32 is cut to the norm that it may have, to the last digits of f64."""
     with jax.enable_x64(True):

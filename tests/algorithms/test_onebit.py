@@ -79,6 +79,7 @@ def zero_one_oracle(grad_of, rounds, rates, freeze, repeat, double, longest, mea
     return np.stack(points)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("via", ["two_shot", "gather"])
 def test_onebit_adam_equals_the_paper(via, seed):
     grads = np.random.default_rng(seed).standard_normal((ROUNDS, N, D)) + 0.3
@@ -150,6 +151,7 @@ def test_majority_vote(seed):
         assert per_entry == pytest.approx(4 * 64 / 60 if via == "gather" else 2 * 4 / 5)
 
 
+@pytest.mark.slow
 def test_coins_of_zeros_are_fair(seed):
     tx = jc.compressed_mean(jc.majority_vote(0.0), AXIS, via="two_shot", seed=seed)
     zeros = jnp.zeros((2, 4096))
@@ -213,6 +215,7 @@ def test_a_state_moves_to_other_workers(seed):
                 np.testing.assert_allclose(got, np.stack([one] * 2), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [1, 2, 6])
 def test_zero_one_adam_moves_to_other_workers_between_exchanges(seed, workers):
     """What was not exchanged yet, and what signs left over, is conserved; momenta keep their mean."""

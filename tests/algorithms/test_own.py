@@ -73,6 +73,7 @@ def ledger_of(tx, params, grads):
     return jc.ledger(step, state, jax.tree.map(lambda g: g[0], grads)).total_bytes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", [run_vmap, run_shard_map], ids=lambda run: run.__name__)
 def test_sums_are_all_that_power_sgd_needs(run, seed):
     params = {"a": jnp.zeros((9, 7)), "b": jnp.zeros((9, 7))}
@@ -87,6 +88,7 @@ def test_sums_are_all_that_power_sgd_needs(run, seed):
     assert info.sent_bytes == 2 * (N - 1) / N * 4 * 2 * (9 + 7) == ledger_of(tx, params, grads)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", [run_vmap, run_shard_map], ids=lambda run: run.__name__)
 def test_two_messages_in_a_round(run, seed):
     """k of the largest entries, and then the next k: together 2 k of them, for the bytes of both."""

@@ -177,6 +177,7 @@ def test_matrices_that_lack_rank_stay_finite(seed):
 HUGE = {"w": jnp.zeros((40, 30)), "narrow": jnp.zeros((3, 2)), "v": jnp.zeros(7)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("start", [0, 2])
 @pytest.mark.parametrize("scale", [2.0**-80, 1.0, 2.0**115])
 def test_what_is_not_sent_is_remembered_at_every_scale(start, scale, seed):
@@ -192,6 +193,7 @@ def test_what_is_not_sent_is_remembered_at_every_scale(start, scale, seed):
         np.testing.assert_allclose(kept / scale, np.float64(g).sum((0, 1)), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("signs", [[1], [1, -1]], ids=str)
 def test_sums_beyond_the_largest_number_are_cut_and_the_rest_is_remembered(signs, seed):
     """Of four workers with half of it nothing is lost; of more than any memory holds, nothing is infinite."""

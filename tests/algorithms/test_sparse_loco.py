@@ -50,6 +50,7 @@ def error(x, x_hat):
     return np.sum((np.asarray(x, np.float64) - x_hat) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", variants(DRAWS, {"scales"}))
 def test_no_more_error_than_the_release(name, seed):
     x = DRAWS[name](np.random.default_rng(seed), 6 * 4096).astype(np.float32)

@@ -15,6 +15,7 @@ from jaxcomp.codes import huffman
 TOP = 2**31 - 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [0, 1, 2, 33, 1000])
 def test_packing_is_the_oracle_in_jit_and_on_the_host(size, seed):
     rng = np.random.default_rng([seed, size])
@@ -92,6 +93,7 @@ def assert_keys_return(lists, coder):
     return int(bits)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("coder", codes.CODERS)
 def test_every_coder_inverts_at_the_edges(coder):
     for lists in EDGES:
@@ -107,6 +109,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mean", [1.3, 6, 40, 300, 5000, 10**6])
 def test_bits_are_those_of_the_specification(mean, seed):
     """Lists of random keys: all coders by the oracles, which add up key by key."""
@@ -217,6 +220,7 @@ def test_codes_are_canonical(seed):
         assert not any(b.startswith(a) for a, b in itertools.pairwise(texts))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "count", "tables"),
     [(0, 0, None), (1, 1, None), (5, 0, 3), (256, 256, None), (257, 257, 3), (3000, 2999, None), (3000, 1300, 3)],

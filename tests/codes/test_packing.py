@@ -10,6 +10,7 @@ from variants import variants
 from jaxcomp.packing import num_words, pack, places_of, unpack, width_for
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("width", variants(range(1, 33), {1, 2, 3, 4, 7, 8, 11, 16, 31, 32}))
 @pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 1000, 1025, 2048, 3050])
 def test_exact_inverse_and_layout(width, size, seed):
@@ -22,6 +23,7 @@ def test_exact_inverse_and_layout(width, size, seed):
     np.testing.assert_array_equal(jax.jit(unpack, static_argnums=1)(words, size), codes)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
 def test_words_from_slices_are_those_of_the_vector(width, seed):
     rng = np.random.default_rng([seed, width])

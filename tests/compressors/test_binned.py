@@ -28,6 +28,7 @@ def oracle(x, bits, refine, lengths):
     return np.concatenate(out)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("bits", "refine", "options", "lengths"),
     [
@@ -56,6 +57,7 @@ def test_refining_never_adds_to_the_error(key, seed):
     assert errors[-1] < 0.9 * errors[0]
 
 
+@pytest.mark.slow
 def test_half_the_error_of_the_released_code(key, seed):
     """Of the values that SparseLoCo sends: codes rounded around the mean of all, as its release has them."""
     x = jax.random.normal(jax.random.key(seed), (2**18,))

@@ -34,6 +34,7 @@ def compressed(compressor, x, key):
     return np.asarray(x_hat), payload
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("elements", TYPES, ids=[kind.__name__ for kind in TYPES.values()])
 def test_elements_are_those_of_ml_dtypes_bit_for_bit(elements, seed):
     rng, kind = np.random.default_rng(seed), TYPES[elements]

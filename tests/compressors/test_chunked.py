@@ -21,6 +21,7 @@ def top_of_each(x, size, k):
     return out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("d", "size", "k"), [(4096, 4096, 64), (1000, 64, 5), (65, 32, 32), (7, 100, 3), (9, 1, 1)])
 def test_keeps_the_largest_of_each_chunk(d, size, k, key, seed):
     x = np.random.default_rng(seed).standard_normal(d).astype(np.float32)
@@ -34,6 +35,7 @@ def test_keeps_the_largest_of_each_chunk(d, size, k, key, seed):
     assert int(jc.payloads.num_entries(payload)) == np.count_nonzero(x_hat)
 
 
+@pytest.mark.slow
 def test_places_need_few_bits(key):
     """12 in the lanes; in the best code near log2 of the number of ways to choose 64 of 4096 places, 7.36 each."""
     x = jax.random.normal(key, (2**18,))
@@ -72,6 +74,7 @@ def test_overflow_and_schedule_of_the_chunks(key):
     assert counts == [50, 10, 10]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("via", ["gather", "two_shot", "ladder"])
 def test_error_feedback_over_every_road(via, seed):
     """What was sent and what is left in the memories add up to the gradients."""
@@ -115,6 +118,7 @@ def test_errors(make, says):
         make()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("width", [1, 5, 12, 32])
 @pytest.mark.parametrize("code", ["fixed", "elias", "best"])
 def test_any_gaps_come_back(width, code, seed):

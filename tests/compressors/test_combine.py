@@ -31,6 +31,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", variants(WRAPPED, {"skcompress", "two leaves"}))
 def test_overflow_is_handed_on(name, key):
     compressor, want = WRAPPED[name]
@@ -87,6 +88,7 @@ DAGCS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", DAGCS)
 def test_each_worker_has_its_share_wherever_a_plan_is_picked(name, key):
     x = jnp.arange(1.0, 101)
@@ -95,6 +97,7 @@ def test_each_worker_has_its_share_wherever_a_plan_is_picked(name, key):
         assert np.count_nonzero(x_hat) == count
 
 
+@pytest.mark.slow
 def test_each_worker_has_its_share_in_rounds():
     run = jc.rounds(jc.descend(jc.error_feedback(jc.dagc(VOLUMES, 0.1)), 1.0), "workers")
 
@@ -116,6 +119,7 @@ def test_the_plan_of_one_worker_must_be_picked(key):
         for_worker(compressor, state.shared, 0, 3)
 
 
+@pytest.mark.slow
 def test_composing_with_much_noise_claims_no_less_error_than_there_is(key):
     """All of x is among the values, so that the error is omega |x|^2; alpha_outer (1 - omega) would allow an eighth."""
     x = jnp.zeros(300).at[7].set(3.0)

@@ -27,6 +27,7 @@ def compressed(compressor, x, key):
     return payload, np.asarray(compressor.decompress(payload, state.shared, like))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("k", [1, 3, 100, 999, 1000, 5000])
 def test_top_k_is_the_oracle(k, key, seed):
     x = vector(seed)
@@ -49,6 +50,7 @@ def test_ratio_means_floor_and_at_least_one(ratio, d, k):
         assert payload.values.shape == (k,)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("d", "k"), [(1, 1), (2, 1), (5, 2), (100, 10), (1000, 1000), (4097, 37)])
 def test_rand_k_draws_distinct_indices_and_scales(d, k, key, seed):
     x = vector(seed, d)
@@ -58,6 +60,7 @@ def test_rand_k_draws_distinct_indices_and_scales(d, k, key, seed):
     np.testing.assert_allclose(x_hat, oracles.rand_k(np.float64(x), chosen), rtol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("d", "k"), [(6, 2), (7, 3), (30, 4)])
 def test_rand_k_draws_all_pairs_equally_often(d, k, key):
     """Chi-square over singles and pairs of chosen indices, false alarm 1e-6 each."""
@@ -85,6 +88,7 @@ def test_rand_k_changes_from_round_to_round_and_is_the_same_on_all_workers(key):
     assert not np.array_equal(first.values, later.values)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("probability", [1.0, 0.5, 0.01, 1e-5])
 def test_bernoulli_is_the_oracle(probability, key, seed):
     x = vector(seed, 5000)
@@ -127,6 +131,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("arguments", "how"), CASES, ids=[f"case{i}" for i in range(len(CASES))])
 def test_dithering_is_the_oracle(arguments, how, key, seed):
     x = vector(seed)
@@ -159,6 +164,7 @@ LONG_CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("arguments", "how"), LONG_CASES, ids=[f"case{i}" for i in range(len(LONG_CASES))])
 def test_dithering_in_the_order_of_words_is_the_oracle(arguments, how, key, seed):
     """Entries whose number is a multiple of 1024, and some that are not finite or huge."""
@@ -183,6 +189,7 @@ def test_dithering_in_the_order_of_words_is_the_oracle(arguments, how, key, seed
     assert np.any(huge)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "arguments", [{"levels": 7}, {"levels": 100, "blocks": 1}, {"levels": 1, "norm": "inf"}], ids=str
 )
@@ -231,6 +238,7 @@ def test_dithering_in_the_order_of_words_is_unbiased(key, seed):
     assert z.max() < z_bound(1e-6, x.size)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("levels", "width"), [(1, 2), (2, 3), (3, 3), (7, 4), (8, 5), (127, 8), (2**15, 17)])
 def test_dithering_packs_levels_to_the_bits_they_need(levels, width, key):
     payload, _ = compressed(jc.dithering(levels), np.ones(64, np.float32), key)
@@ -247,6 +255,7 @@ def test_dithering_variance_is_the_formula(key, seed):
     assert abs(errors.mean() - want) < 5 * errors.std() / np.sqrt(len(errors))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("norm", [2, "inf"])
 @pytest.mark.parametrize("scale", [1e-34, 1e-30, 1.0, 1e30, 3e37])
 def test_dithering_is_scale_free(scale, norm, key, seed):
@@ -274,6 +283,7 @@ def test_natural_saturates_and_flushes(key):
     np.testing.assert_array_equal(compressed(jc.natural(), x, key)[1], [2.0**127, -(2.0**127), 0, 0, 0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_cast_rounds_to_nearest(name, scale, key, seed):
@@ -391,6 +401,7 @@ def test_the_sum_of_messages_is_that_of_one_after_the_other(workers, key):
     np.testing.assert_array_equal(jax.vmap(add)(jax.tree.map(lambda a: a[None], payloads))[0], want)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [lambda: jc.dithering(7), lambda: jc.rotate(jc.block_scaled("int4"))])
 def test_many_messages_of_nothing_add_nothing(make, key):
     compressor, like = make(), jax.ShapeDtypeStruct((0,), jnp.float32)

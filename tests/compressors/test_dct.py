@@ -40,6 +40,7 @@ def top_of_blocks(x, chunk, k):
     return out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (64,), (67,), (5, 67), (2, 3, 17, 9), (0, 4)])
 def test_the_transform_is_orthonormal_and_comes_back(shape, seed):
     x = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
@@ -62,6 +63,7 @@ def test_blocks_equal_the_definition(key, seed):
     assert payload.words.shape == (9, 1)
 
 
+@pytest.mark.slow
 def test_smooth_matrices_gather_in_few_coefficients(key):
     x = jnp.sin(jnp.arange(128.0) / 20)[:, None] * jnp.cos(jnp.arange(128.0) / 30)
     error = lambda c: float(jnp.sum((jc.roundtrip(c, x, key=key)[0] - x) ** 2) / jnp.sum(x**2))

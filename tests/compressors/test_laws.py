@@ -111,6 +111,7 @@ def test_every_factory_has_a_quick_row():
         assert any(row.name.startswith(name) and not row.slow for row in ROWS), name
 
 
+@pytest.mark.sampled
 @each_row
 @pytest.mark.parametrize("shape", [(D,), (D // 10, 10), (D // 4, 2, 2)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -129,6 +130,7 @@ def test_shape_of_the_array_plays_no_part(row, key, seed):
     np.testing.assert_allclose(matrix.reshape(-1), roundtrip_of(row)(x, key)[0], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sampled
 @rows_with(
     lambda row: True, kept={"cast-bf16", "rand_k-ratio", "dithering-7", "natural", "sidco", "compose-top_k-bf16"}
 )
@@ -144,6 +146,7 @@ def test_jit_changes_nothing(row, key, seed):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.sampled
 @rows_with(lambda row: True, kept=BETWEEN_WORKERS)
 def test_vmap_equals_loop(row, key, seed):
     xs = jnp.stack([vector(seed + i) for i in range(3)])
@@ -156,6 +159,7 @@ def test_vmap_equals_loop(row, key, seed):
     np.testing.assert_allclose(mapped, looped, **precise)
 
 
+@pytest.mark.sampled
 @each_row
 def test_deterministic_rows_ignore_the_key(row, key, seed):
     x = vector(seed)
@@ -166,6 +170,7 @@ def test_deterministic_rows_ignore_the_key(row, key, seed):
     assert same(a, b) == row.deterministic
 
 
+@pytest.mark.sampled
 @unbiased_row
 def test_unbiased(row, key, seed):
     x = vector(seed)
@@ -174,6 +179,7 @@ def test_unbiased(row, key, seed):
     assert z.max() < z_bound(false_alarm=1e-6, num_tests=x.size)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["student", "sparse", "flat", "tiny", "huge"])
 @unbiased_row
 def test_omega_bounds_the_variance(row, kind, key, seed):
@@ -192,6 +198,7 @@ def test_omega_bounds_the_variance(row, kind, key, seed):
     assert mean <= bound + z_bound(false_alarm=1e-6, num_tests=1) * standard_error
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["student", "sparse", "flat", "one", "tiny", "huge"])
 @contracting_row
 def test_alpha_bounds_the_error(row, kind, key, seed):
@@ -211,6 +218,7 @@ def test_alpha_bounds_the_error(row, kind, key, seed):
     assert mean <= (1 - alpha) * norm * (1 + 1e-6) + z_bound(false_alarm=1e-6, num_tests=1) * standard_error
 
 
+@pytest.mark.sampled
 @each_row
 def test_sent_plus_residual_is_x(row, key, seed):
     x = vector(seed)
@@ -221,6 +229,7 @@ def test_sent_plus_residual_is_x(row, key, seed):
     np.testing.assert_allclose(np.float64(x_hat) + np.float64(rest), np.float64(x), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sampled
 @each_row
 def test_zero_vector_stays_zero(row, key):
     x_hat, payload = roundtrip_of(row)(jnp.zeros(D), key)
@@ -240,6 +249,7 @@ def test_non_finite_entries_count_as_zero(row, bad, key, seed):
     np.testing.assert_allclose(got, roundtrip_of(row)(jnp.asarray(clean), key)[0], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sampled
 @any_length_row
 @pytest.mark.parametrize("d", variants([0, 1, 2, 3, 31, 33], {0, 1, 33}))
 def test_tiny_arrays(row, d, key):
@@ -250,6 +260,7 @@ def test_tiny_arrays(row, d, key):
     assert jc.lane_bytes(payload) <= 4 * d + 256
 
 
+@pytest.mark.sampled
 @any_length_row
 def test_scalar_leaf(row, key):
     x_hat, _ = roundtrip_of(row)(jnp.array(3.0), key)
@@ -257,6 +268,7 @@ def test_scalar_leaf(row, key):
     assert np.isfinite(x_hat)
 
 
+@pytest.mark.sampled
 @each_row
 def test_accumulate_is_weighted_sum_of_decompress(row, key, seed):
     like = jax.ShapeDtypeStruct((D,), jnp.float32)
@@ -290,6 +302,7 @@ def test_accumulate_is_weighted_sum_of_decompress(row, key, seed):
     np.testing.assert_array_equal(from_shape, from_zeros)
 
 
+@pytest.mark.sampled
 @rows_with(lambda row: True, kept=BETWEEN_WORKERS)
 def test_what_was_decoded_from_bytes_decompresses(row, key, seed):
     """Outside jit, on arrays of NumPy, with the shared state of the receiver."""
@@ -300,6 +313,7 @@ def test_what_was_decoded_from_bytes_decompresses(row, key, seed):
     np.testing.assert_allclose(got, x_hat, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sampled
 @linear_row
 def test_linear_payloads_may_be_added(row, key, seed):
     like = jax.ShapeDtypeStruct((D,), jnp.float32)
@@ -315,6 +329,7 @@ def test_linear_payloads_may_be_added(row, key, seed):
     )
 
 
+@pytest.mark.sampled
 @each_row
 def test_no_retrace_from_round_to_round(row, key, seed):
     traces = 0
@@ -334,6 +349,7 @@ def test_no_retrace_from_round_to_round(row, key, seed):
     assert traces == 1
 
 
+@pytest.mark.sampled
 @advancing_row
 def test_new_round_draws_new_shared_randomness(row, key, seed):
     x = vector(seed)
@@ -345,6 +361,7 @@ def test_new_round_draws_new_shared_randomness(row, key, seed):
     assert not same(sent(state), sent(later))
 
 
+@pytest.mark.sampled
 @each_row
 def test_payload_holds_only_arrays_and_lane_bytes_follow_from_shapes(row, key, seed):
     x = vector(seed)
@@ -354,6 +371,7 @@ def test_payload_holds_only_arrays_and_lane_bytes_follow_from_shapes(row, key, s
     assert jc.lane_bytes(payload) == jc.lane_bytes(shapes) == sum(a.nbytes for a in jax.tree.leaves(payload))
 
 
+@pytest.mark.sampled
 @rows_with(lambda row: True, kept=BETWEEN_WORKERS)
 def test_double_precision(row, key, seed):
     with jax.enable_x64(True):

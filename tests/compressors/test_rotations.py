@@ -30,6 +30,7 @@ def matrix_of(rotation, key):
 # The rotation
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", variants([(1, 4), (2, 4), (7, 4), (64, 64), (300, 128)], {(7, 4), (300, 128)}))
 def test_rotations_are_orthogonal_and_undone(case, key):
     d, block = case
@@ -84,6 +85,7 @@ def test_bounds_hold_for_all_laws_with_such_moments(bits):
     assert ERRORS[bits] * 0.95 < found <= ERRORS[bits]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", ["unbiased", "least_squares"])
 @pytest.mark.parametrize("bits", variants([1, 2, 4], {2}))
 def test_eden_is_the_nearest_centroid_and_a_scale(bits, scale, key, seed):
@@ -102,6 +104,7 @@ def test_eden_is_the_nearest_centroid_and_a_scale(bits, scale, key, seed):
     assert jc.lane_bytes(payload) == d * bits // 8 + 4 * d // block
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_normal_law_whatever_the_vector(key, seed):
     """vNMSE 1 / (1 - D) - 1 for the unbiased scale, D for least squares, if no few entries outweigh the others."""
     for x in (vector(seed, 2**14, 1), np.random.default_rng(seed).standard_normal(2**14).astype(np.float32)):

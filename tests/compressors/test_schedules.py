@@ -40,6 +40,7 @@ def rounds_of(compressor, x, key, count):
 FALLING, RATIOS = jc.warm_up([0.25, 0.05, 0.01], 1), (0.25, 0.05, 0.01, 0.01)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("d", [1000, 20_000])
 def test_top_k_follows_a_schedule(d, key, seed):
     x, compressor = vector(seed, d), jc.top_k(FALLING)

@@ -64,6 +64,7 @@ def run(compressor, xs, key):
 SETTINGS = [(0.3, 3, None), (0.1, 1, None), (0.1, 2, None), (0.002, 4, None), (0.1, 1, "count"), (0.01, 3, "count")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setting", variants(SETTINGS, [(0.3, 3, None), (0.002, 4, None), (0.01, 3, "count")]), ids=str)
 def test_selects_what_the_oracle_threshold_selects(kind, setting, key, seed):
@@ -83,6 +84,7 @@ def test_selects_what_the_oracle_threshold_selects(kind, setting, key, seed):
         np.testing.assert_array_equal(x_hat[x_hat != 0], x[x_hat != 0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["E", "P", "GP"])
 def test_a_sample_corrects_its_threshold_first(kind, key, seed):
     """Laws fitted to every 15th entry; the sample moves the threshold, and then all entries are counted."""
@@ -111,6 +113,7 @@ GOLDEN = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden_thresholds_and_counts(kind, key):
     """Specification, section 10: n = 4096 quantiles, delta = 0.01; [stages, threshold, entries above]."""
@@ -133,6 +136,7 @@ HEAVY = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("law", ["exponential", "pareto", "gamma"])
 @pytest.mark.parametrize("ratio", [0.1, 0.01])
 def test_the_default_hits_the_target_whatever_the_law(law, ratio, key, seed):
@@ -144,6 +148,7 @@ def test_the_default_hits_the_target_whatever_the_law(law, ratio, key, seed):
             assert abs(np.count_nonzero(x_hat) / (ratio * 100_000) - 1) <= 0.1, name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("law", ["exponential", "gamma"])
 def test_a_sample_serves_as_well(law, key, seed):
     """What the sample gets wrong, the count of all entries mends; NaN in the sample spoils nothing."""
@@ -180,6 +185,7 @@ EVERY = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", EVERY)
 def test_corners(name, key):
     """Section 8 of the specification: nothing raises, at least one is sent, and always the largest."""
@@ -195,6 +201,7 @@ def test_corners(name, key):
             assert count == sent, case
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name", variants([name for name in EVERY if name != "hard_threshold"], {"E-count", "P-count", "GP-None", "dgc"})
 )
@@ -225,6 +232,7 @@ def test_overflow_raises_the_threshold_and_is_counted(key):
     assert kept.min() >= np.delete(x, indices[indices < 1000]).max()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("adapt", ["paper", "climb"])
 @pytest.mark.parametrize(("data", "law"), [("gamma", "exponential"), ("laplace", "pareto"), ("normal", "exponential")])
 def test_stage_adaptation_is_the_state_machine(adapt, data, law, key, seed):
@@ -255,6 +263,7 @@ def test_stage_adaptation_is_the_state_machine(adapt, data, law, key, seed):
         assert max(history) > 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("make", [jc.sidco, jc.dgc, jc.gaussian_k, jc.redsync], ids=lambda make: make.__name__)
 def test_a_schedule_changes_the_ratio_without_recompiling(make, key, seed):
     x = np.random.default_rng(seed).laplace(size=SIZE)
@@ -313,6 +322,7 @@ RIVALS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("compressor", "oracle"), RIVALS, ids=[c.spec.name for c, _ in RIVALS])
 def test_rivals_are_their_oracles(compressor, oracle, key, seed):
     for draw in DATA.values():

@@ -89,6 +89,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_values_are_the_oracle(mode, kind, key, seed):
@@ -100,6 +101,7 @@ def test_values_are_the_oracle(mode, kind, key, seed):
     assert np.array_equal(x_hat != 0, x != 0) or mode == "paper"  # a midpoint may be zero
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [
@@ -117,6 +119,7 @@ def test_shapes_of_the_sketch_are_the_oracle(mode, options, key, seed):
     np.testing.assert_allclose(x_hat, oracle_of(mode, x, seeds, **options)[0], rtol=2e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_weighted_quantiles_are_the_oracle(kind, key, seed):
     """Values on the very edge of a bucket may fall to either side; their bucket then differs from the oracle's."""
@@ -181,6 +184,7 @@ def test_decoded_buckets_are_never_farther_from_zero(kind, key, seed):
 # The sketch against section 2 of the theory
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("columns", "rows", "width"), [(0.3, 2, 32), (0.2, 2, 32), (0.5, 3, 32), (1.0, 2, 8), (0.3, 1, 128)]
 )
@@ -247,6 +251,7 @@ def test_floats_are_sorted(seed):
     np.testing.assert_array_equal(sort_floats(jnp.asarray(x)), np.sort(x))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30, 1e38])
 def test_means_neither_overflow_nor_cancel(scale):
     values = np.array([1, 1, 1, 3, -1, -3, 0.1, 2e-7, 2e-7], np.float32) * np.float32(scale)
@@ -330,6 +335,7 @@ def test_short_messages_are_sent_as_they_are(key):
     np.testing.assert_array_equal(x_hat, jnp.where(x >= 30, x, 0))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "sparsifier",
     [
@@ -398,6 +404,7 @@ def test_midpoints_can_expand(key):
             algorithm(jc.per_leaf(jc.skcompress(jc.top_k(0.1), mode="paper")))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", SAFE)
 def test_error_feedback_converges(mode, key, seed):
     """Gradient descent on a quadratic, conditions 1 to 100; the memory stays bounded and the optimum is reached."""

@@ -33,6 +33,7 @@ def test_small_leaves_go_dense_in_one_message(key):
     assert np.count_nonzero(x_hat["kernel"]) == 20
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dense_below", "large"), [(0, 4), (1, 3), (11, 1), (2000, 1), (2001, 0)])
 def test_dense_below_counts_entries(dense_below, large, key):
     _, payload = jc.roundtrip(jc.per_leaf(jc.top_k(0.1), dense_below=dense_below), TREE, key=key)
@@ -45,6 +46,7 @@ def test_bare_array_is_compressed_whatever_its_size(key):
     assert payload.values.shape == (1,)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lifted", [jc.per_leaf(jc.dithering(3)), jc.flat(jc.dithering(3))], ids=["per_leaf", "flat"])
 def test_leaves_do_not_share_randomness(lifted, key):
     tree = [jnp.full(2000, 0.37), jnp.full(2000, 0.37)]
@@ -77,6 +79,7 @@ def test_odd_trees(lift, tree, key):
     assert all(a.shape == b.shape for a, b in zip(jax.tree.leaves(x_hat), jax.tree.leaves(tree), strict=True))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lift", [jc.per_leaf, jc.flat], ids=["per_leaf", "flat"])
 def test_sent_plus_residual_is_x_bitwise(lift, key):
     compressor = lift(jc.sidco(0.05))
@@ -87,6 +90,7 @@ def test_sent_plus_residual_is_x_bitwise(lift, key):
     assert bitwise(jax.tree.map(lambda s, r: s + r, sent, rest), TREE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lift", [jc.per_leaf, jc.flat], ids=["per_leaf", "flat"])
 def test_mixed_dtypes_keep_theirs(lift, key):
     tree = {"a": jnp.ones(2000, jnp.bfloat16), "b": jnp.ones(10), "c": jnp.ones(10, jnp.bfloat16), "d": jnp.ones(2000)}

@@ -123,6 +123,7 @@ def named(cases):
     return {"argvalues": cases, "ids": [f"{row.name}-{weights}" for row, weights in cases]}
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:via=.gather. pads")  # said of unequal messages, and true
 @pytest.mark.parametrize(("row", "weights"), **named(GATHERED))
 def test_gather_is_right_and_bitwise_equal_everywhere(row, weights, key, seed):
@@ -130,6 +131,7 @@ def test_gather_is_right_and_bitwise_equal_everywhere(row, weights, key, seed):
     assert_right(*everywhere(row.compressor, "gather", WEIGHTS[weights], like, key, seed), 1e-5, weights)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("row", "weights"), **named(SUMMED))
 def test_sum_is_right_and_bitwise_equal_everywhere(row, weights, key, seed):
     like = jax.ShapeDtypeStruct((D,), jnp.float32)
@@ -145,6 +147,7 @@ TREES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "way",
     variants([(v, w) for v in ("auto", "gather") for w in WEIGHTS], [("auto", "weighted")]),
@@ -171,6 +174,7 @@ def test_a_mean_on_the_way_is_the_sum_over_n_and_holds_the_largest_numbers(worke
         np.testing.assert_array_equal(mean(largest), largest)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_the_mean_of_equal_rows_is_that_row(workers):
     """Also of the largest numbers, for two and four workers, whose sum would be infinite."""

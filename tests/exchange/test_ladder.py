@@ -23,6 +23,7 @@ from jaxcomp.wire.limits import PAD_BYTES
 N = 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "name",
     ["dense", "scaled", "local", "levels-wide"]

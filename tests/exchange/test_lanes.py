@@ -61,6 +61,7 @@ def test_buckets_have_lanes_of_their_own_and_small_leaves_go_last():
     assert lanes.buckets_of_arrays(payload, None) is lanes.buckets_of_arrays(Dense(jnp.zeros(2)), (1,)) is None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("on_a_mesh", [False, True])
 @pytest.mark.parametrize(("long", "alone"), [(lanes.LONG, lanes.ALONE_BYTES), (1, lanes.ALONE_BYTES), (1, 8)])
 def test_everything_arrives(long, alone, on_a_mesh, seed, monkeypatch):
@@ -186,6 +187,7 @@ CASES = {
 PLACES = [(name, "mesh") for name in CASES] + [(name, "replicas") for name in CASES if name not in ("concat", "ring")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "world"), PLACES)
 def test_bytes_are_those_of_the_compiled_program(name, world, seed):
     via, compressor, like, options = CASES[name]
@@ -196,6 +198,7 @@ def test_bytes_are_those_of_the_compiled_program(name, world, seed):
     assert said > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compressor", [identity(), natural(), cast("float8_e4m3fn")], ids=lambda c: c.spec.name)
 def test_two_shots_send_what_the_compiled_program_does(compressor, seed):
     given = messages(seed, rw.shape(N, 96), (N,))

@@ -9,6 +9,7 @@ from experiments.bench.trees import methods, update_of
 LIKE = {"b": jax.ShapeDtypeStruct((7,), jnp.float32), "w": jax.ShapeDtypeStruct((200, 300), jnp.float32)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", methods())
 def test_every_method_is_typed_over_the_mesh(name):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))

@@ -150,6 +150,7 @@ def test_the_largest_numbers_become_no_infinity(large):
 # States
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", variants(ALGORITHMS, {"diana", "sidco"}))
 @pytest.mark.parametrize("workers", variants([2, 6], {6}))
 def test_training_goes_on_with_other_workers(name, workers, seed):
@@ -172,6 +173,7 @@ def test_training_goes_on_with_other_workers(name, workers, seed):
     assert state[0].shared.count == 4
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [2, 6])
 @pytest.mark.parametrize("params", [{"w": jnp.zeros((40, 30))}, jnp.zeros(64)], ids=["tree", "array"])
 def test_memories_of_power_sgd_keep_their_sum(workers, params, seed):
@@ -343,6 +345,7 @@ def test_a_field_without_a_role_is_refused(name, kind, seed):
         jc.redistribute(old, new)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -97,6 +97,7 @@ HIERARCHIES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("old", "new"), HIERARCHIES)
 def test_levels_of_a_hierarchy_keep_their_sums(old, new, seed):
     tx = jc.compressed_mean(axis_name=LEVELS)
@@ -124,6 +125,7 @@ def test_what_a_hierarchy_is_to_deliver_can_stay_what_it_was(seed):
             np.testing.assert_allclose(np.mean(a, 0), np.mean(b, 0), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("old", "new"), [((2, 2), (1, 2)), ((2, 2), (2, 1)), ((1, 2), (2, 2)), ((2, 1), (1, 2))])
 def test_shifts_of_a_group_are_those_of_its_workers(old, new, seed):
     levels = {"ici": jc.diana(jc.dithering(7)), "dcn": jc.diana(jc.dithering(7))}
@@ -158,6 +160,7 @@ def test_shifts_of_a_group_are_those_of_its_workers(old, new, seed):
 SHARDED = [((2, 2), (1, 2)), ((1, 2), (2, 2)), ((2, 2), (4, 1)), ((4, 1), (2, 2)), ((2, 1), (1, 2)), ((2, 2), (2, 1))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("old", "new"), SHARDED)
 def test_shards_keep_their_sums_and_may_be_others(old, new, seed):
     tx = optax.chain(jc.compressed_mean(TOP, "data", sharded=MODEL), optax.adam(1e-2))
@@ -223,6 +226,7 @@ def test_orbax_brings_it_back_here_and_elsewhere(tmp_path, seed):
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(40, 30), (80, 64)], ids=["dense", "compressed"])
 def test_shifts_of_shards_are_cut_anew(shape, seed):
     tx = jc.compressed_mean(jc.diana(jc.dithering(7)), "data", sharded="model")
@@ -296,6 +300,7 @@ def test_each_mean_has_levels_of_its_own(seed):
 BY_UNIT = {"leaf by leaf": jc.per_leaf, "one vector": lambda compressor: compressor}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("unit", BY_UNIT)
 def test_a_leaf_that_becomes_small_leaves_the_others_alone(unit, seed):
     """Half a shard of v is so few entries that it goes dense: its state goes, that of w stays, memories all stay."""

@@ -30,6 +30,7 @@ def shard(fn, out, check_vma=True):
 WIRES = [None, "bfloat16", cast("float8_e4m3fn"), natural()]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", WIRES, ids=["plain", "bf16", "fp8", "natural"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_pmean_and_its_gradient(wire, check_vma, seed, key):
@@ -80,6 +81,7 @@ def test_trees_of_several_dtypes_cross_in_their_own():
 CASES = [(dimension, tiled) for dimension in (0, 1, -1) for tiled in (False, True)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", variants(CASES, [(0, False), (1, True)]))
 def test_psum_scatter_is_that_of_lax(case, seed):
     dimension, tiled = case
@@ -127,6 +129,7 @@ def test_trees_and_narrow_arrays(seed):
     assert ledger(step, x).total_bytes == 2 * 3 / 4 * 2 * 104  # 103 entries in four parts
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("wire", ["bf16", dithering(127)], ids=["bf16", "dithering"])
 def test_one_axis_of_a_mesh_of_two(wire, key):
     """Along the other axis arrays differ, too, which types tell."""
@@ -156,6 +159,7 @@ def test_parts_without_entries():
     assert jax.vmap(part, axis_name=AXIS)(jnp.ones((8, 8, 0))).shape == (8, 1, 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("f16", "float16")])
 def test_short_names_of_a_wire(short, long, key):
     x = jax.random.normal(key, (4, 33))
@@ -200,6 +204,7 @@ def test_sums_in_double_precision():
             np.testing.assert_allclose(part, [1 + 1e-12] * 2, rtol=1e-15)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("wire", "world"), [("float8_e4m3fn", "shard_map"), (dithering(127), "vmap")])
 def test_each_leaf_has_a_scale_of_its_own(wire, world, seed, key):
     """A leaf of 1e-3 beside one of 1e4: with one scale for both it came out as exactly zero."""

@@ -42,6 +42,7 @@ def marks_of(tx, params, state, specs):
     return jax.jit(jax.shard_map(run, mesh=mesh_of(N), in_specs=(P(), specs), out_specs=P()))(params, state)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", ["params", "moments", "shift", "memory"])
 def test_one_corrupt_worker_is_named(where, seed):
     tx = optax.chain(jc.compressed_mean(jc.diana(jc.dithering(7)), AXIS), optax.adam(1e-3))
@@ -84,6 +85,7 @@ def test_without_a_majority_all_are_named():
     jc.check_replicas([3])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int8, jnp.int32, jnp.bool_, jnp.complex64], ids=str
 )
@@ -101,6 +103,7 @@ def test_keys_scalars_and_trees_without_arrays():
         jc.fingerprints(jnp.ones(3), AXIS)
 
 
+@pytest.mark.slow
 def test_what_differs_between_groups_or_shards_is_no_drift():
     mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
     levels = {"ici": jc.diana(jc.dithering(7)), "dcn": jc.error_feedback(jc.top_k(0.1))}
@@ -138,6 +141,7 @@ def with_copies(x, spoil):
 LEVELS = {"dcn": jc.diana(jc.dithering(7)), "ici": jc.error_feedback(jc.top_k(0.1))}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("where", ["shift of a group", "memory between groups", "memory within", "params"])
 def test_copies_along_inner_axes_are_compared(where):
     """Numbers of workers: dcn times 3 plus ici. The mean over "dcn" comes first: one group for each place on "ici"."""
@@ -215,6 +219,7 @@ def test_the_group_is_named():
 # Steps that are skipped
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_gradient_on_one_worker_skips_the_step_everywhere(bad, seed):
     tx = optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), AXIS), optax.adam(1e-2))

@@ -74,6 +74,7 @@ QUICK = [case for case in CASES if case[0] in ("auto", "gather", "two_shot") or 
 QUICK = [case for case in QUICK if case[0] != "ladder" or case[1] == "replicas"]
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore:via=")
 @pytest.mark.parametrize("case", variants(CASES, QUICK), ids=lambda case: "-".join(map(str, case)))
 def test_every_route_on_every_mesh(case, seed):
@@ -161,6 +162,7 @@ def test_mean_is_that_of_vmap_and_of_a_mesh_without_types(seed):
 # What "auto" takes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("compressor", "like", "link", "name"),
     [
@@ -238,6 +240,7 @@ def test_lengths_of_another_number_of_workers_are_refused(seed):
         on_vmap(step, messages(seed, LIKES["vector"], (N,)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("via", ["auto", "gather", "sum", "concat", "ring", "ragged", "ladder"])
 @pytest.mark.parametrize("size", [0, 1])
 def test_tiny_messages(via, size, seed):
@@ -263,6 +266,7 @@ def test_rungs():
         assert all(b <= 1.2 * a + 1 for a, b in itertools.pairwise(steps) if a > words / 16)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("like", ["vector", pytest.param("stack", marks=pytest.mark.slow), "small"])
 def test_payloads_of_stacks_survive_their_codes(like, seed):
     """Row by row, then everything else."""
@@ -280,6 +284,7 @@ def test_payloads_of_stacks_survive_their_codes(like, seed):
 # 64-bit mode
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("via", ["auto", "sum", "gather", "ring", "two_shot"])
 @pytest.mark.parametrize("weights", [None, (0.1, 0.9)], ids=["equal", "weighted"])
 def test_messages_in_double_precision_are_added_in_double_precision(via, weights, seed):

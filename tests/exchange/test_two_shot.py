@@ -43,6 +43,7 @@ def run(compressor, given, weights=None):
     return np.stack(means), np.float64(np.stack(sent)), states
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", [None, (0.1, 0.2, 0.3, 0.4)], ids=["equal", "weighted"])
 def test_the_memory_is_that_of_the_oracle(weights, seed):
     given = rw.messages(seed, rw.shape(N, SIZE), (ROUNDS, N))

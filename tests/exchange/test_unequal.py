@@ -205,6 +205,7 @@ def test_amounts_for_each_array_and_traced():
     assert [int(n) for n in sent(jnp.array([0.5, 0.5]), jnp.array([0.2, 0.1]))] == [10, 8]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", range(4))
 def test_the_number_of_the_worker_decides_the_share(number):
     compressor = jc.dagc([0, 1, 4, 16], 0.1)
@@ -269,6 +270,7 @@ def test_thresholds_of_workers_are_weighted_error_feedback_too(seed):
     np.testing.assert_allclose(state.local.algorithm.memory[:, 0], memory, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("params", [{}, {"s": jnp.zeros(())}, {"a": jnp.zeros((0,)), "b": jnp.zeros(1)}], ids=str)
 @pytest.mark.parametrize("via", ["concat", "ring"])
 def test_empty_and_tiny_trees(params, via, seed):

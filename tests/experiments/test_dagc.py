@@ -40,6 +40,7 @@ def test_dagc_compares_rules_and_thresholds_with_uniform(tmp_path):
     assert "| sqrt |" in (tmp_path / "r" / "table.md").read_text()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("more", "why"),
     [

@@ -79,6 +79,7 @@ def test_train_and_compare_refuse_a_folder_in_use(tmp_path):
     assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["config.json", "lock"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "", "."])
 def test_names_lead_nowhere_else(name, tmp_path):
     with pytest.raises(UserError, match=r"^--name must be a folder below --runs"):

@@ -118,6 +118,7 @@ def test_a_delay_is_met_twice_by_every_message():
     assert again < 8 * delay
 
 
+@pytest.mark.sampled
 @in_laboratory
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_behind(end):
@@ -227,6 +228,7 @@ def test_the_first_cause_is_shown_and_all_are_stopped(ends, said):
     assert all(process.returncode is not None for process in pool.processes)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("method", ["psum-f32", "psum-bf16", "top-k", pytest.param("sidco", marks=pytest.mark.slow)])
 def test_the_program_without_its_network_computes_the_same(method, key):
     workers, size = 4, 3000
@@ -264,6 +266,7 @@ def test_break_even_and_limit():
     assert results.limit_of({"compute": 0.2, "rate": None, "ledger_bytes": 1e6}) == 0.2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(3, 6, 8, 2), (2, 9, 7, 3), (1, 1, 1, 1)])
 def test_pooling_is_that_of_flax_with_its_gradient(shape, seed):
     """Bit for bit, with equal pixels, too."""

@@ -38,6 +38,7 @@ def text(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_training_on_a_folder_of_images(images):
     short = ("--model", "cnn", "--workers", 2, "--steps", 30, "--batch", 16, "--method", "top-k", "--ratio", 0.1)
     run_to(0, "train", "--data", "mnist", "--data-dir", images, *short, "--runs", images, "--name", "r")
@@ -53,6 +54,7 @@ def test_windows_of_a_text(text):
     np.testing.assert_array_equal(data.train_x[:, 1:], data.train_y[:, :-1])
 
 
+@pytest.mark.slow
 def test_a_transformer_on_a_text(text):
     task = layouts.transformer(text, 8, 16)
     assert task.name == "transformer, own.txt"

@@ -50,6 +50,7 @@ def test_bench_select(tmp_path):
     assert (tmp_path / "b" / "select.png").stat().st_size > 1000
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

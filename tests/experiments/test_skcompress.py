@@ -63,6 +63,7 @@ def test_bench(tmp_path):
     assert "recentred" in (tmp_path / "b.md").read_text()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -62,6 +62,7 @@ def test_batched_runs_are_single_runs(problem):
             np.testing.assert_allclose(curves.bits[b, 1], bits, rtol=1e-6 if b else 0.1)
 
 
+@pytest.mark.slow
 def test_aware_needs_fewer_bits_and_uploads_its_roots(problem):
     with jax.enable_x64(True):
         made = [
@@ -128,6 +129,7 @@ ERRORS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[message[:40] for _, message in ERRORS])
 def test_errors_are_one_line_and_leave_nothing_behind(arguments, message, tmp_path, capsys):
     result = run_inside(capsys, "smoothness", *arguments, "--runs", tmp_path)

@@ -375,6 +375,7 @@ def flipped(leaf, worker):
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, each)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("part", ["params", "optimizer"])
 def test_a_corrupted_worker_stops_the_run(four, part, tmp_path):
     """A bit of one copy flips after step 2; the checkpoint of step 3 would be the first to hold it."""

@@ -101,6 +101,7 @@ SPARSE = Sparse(jnp.array([1.0, 2.0, 0.0, 0.0]), jnp.array([1, 5, 9, 9]))
 LOCAL = SPARSE._replace(indices=local_indices(SPARSE.indices, 9))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("payload", "count"),
     [

@@ -115,6 +115,7 @@ def test_dense_on_a_fast_link_and_compressed_on_a_slow_one(machine):
     assert slow.verdict.startswith("compress: top_k")
 
 
+@pytest.mark.slow
 def test_f32_is_run_beside_the_best_dense_candidate_unless_it_takes_too_long(machine):
     """bf16 is the best here by prediction; f32 is measured, too, if three rounds of it fit into the budget."""
     dense = [each for each in dense_candidates() if each.name in ("f32", "bf16:two_shot")]
@@ -153,6 +154,7 @@ def test_what_is_not_eligible_does_not_keep_others_from_being_measured(machine):
     assert exact.chosen.candidate is SPARSE
 
 
+@pytest.mark.slow
 def test_local_updates_are_run_and_asked_for(seed):
     """H steps to an exchange are no candidates unless they are asked for; they are run as they are."""
     assert all(each.every == 1 for each in default_candidates())
@@ -168,6 +170,7 @@ def test_local_updates_are_run_and_asked_for(seed):
     assert set(limited.facts.work) == {"f32"}
 
 
+@pytest.mark.slow
 def test_what_is_run_is_dense_once_plain_and_at_most_once_more(machine):
     dense = dense_candidates()
     candidates = [*dense, dense[0].in_buckets(4096), SPARSE, jc.Candidate("other", jc.error_feedback(jc.top_k(0.1)))]
@@ -183,6 +186,7 @@ def test_what_is_run_is_dense_once_plain_and_at_most_once_more(machine):
     assert len(run) == 3 + 1  # and at last all in turn
 
 
+@pytest.mark.slow
 def test_axes_together_hierarchies_and_sharded_parameters(seed, tmp_path, capsys):
     """Workers of two axes, a level for each of them, and parameters cut over an axis without workers."""
     options = {"axis_types": (AxisType.Auto,) * 2, "devices": jax.devices()[:4]}
@@ -267,6 +271,7 @@ def test_a_program_in_two_halves(key):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs[0]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_work_of_algorithms_without_a_compressor_says_what_they_lose(key):
     grads = {"w": np.asarray(jax.random.normal(key, (64, 40))), "b": np.ones(40, np.float32)}
     clock = Clock(mesh_of(2), 1000.0)
@@ -279,6 +284,7 @@ def test_work_of_algorithms_without_a_compressor_says_what_they_lose(key):
     assert 0 < two_shot.encode.seconds(2600) <= two_shot.all.seconds(2600)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 def test_sweeps_of_every_collective(kind):
     found = sweep(Clock(mesh_of(2), 1000.0), kind, AXIS, 1e5, 1000.0)

@@ -204,6 +204,7 @@ def sent_by_default():
     return {each.name: collectives_of(each, LIKE, "data", {"data": 4}) for each in default_candidates()}
 
 
+@pytest.mark.slow
 def test_what_candidates_send():
     """The dense leaf goes with the vector, or beside it; bytes are those of lanes."""
     sent = sent_by_default()

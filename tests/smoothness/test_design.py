@@ -224,6 +224,7 @@ def test_no_optimizer_finds_better_block_steps(seed):
         assert np.max(high * other * norms) >= np.max(h * norms) * (1 - 1e-9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("beta", [0.8, 3.0, 12.0])
 def test_dual_bound_holds_and_is_nearly_attained(beta, seed):
     matrix, _ = random_case(seed)
@@ -296,6 +297,7 @@ def test_every_form_applies_its_matrix_and_bounds_the_given_one(seed):
             np.testing.assert_allclose(jitted, v, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_softmax_form_bounds_the_hessian(seed):
     """Boehning: the Hessian of cross-entropy is below the form, everywhere."""
     rng = np.random.default_rng(seed)

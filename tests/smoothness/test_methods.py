@@ -165,6 +165,7 @@ def test_plans_per_worker_go_through_trees():
     assert np.linalg.norm(results[2] - gradients.mean(0)) < 3 * np.linalg.norm(gradients.mean(0))
 
 
+@pytest.mark.slow
 def test_isega_overwrites_what_it_sampled():
     """The recursion with the masks that were drawn, read off the shifts."""
     p = jc.smoothness.probabilities(S.diag, 2.0, method="diana+", workers=N, mu=L2)
@@ -244,6 +245,7 @@ def test_methods_converge_at_their_theoretical_steps():
     assert distances(jc.marina(c, full.gamma, 0.3), 4000)[-1] < 1e-8
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("aware", [False, True])
 def test_marina_finds_a_stationary_point_of_a_non_convex_loss(aware):
     """Logistic loss and weight sum_j x_j^2 / (1 + x_j^2), whose curvature lies in weight [-1/2, 2]."""

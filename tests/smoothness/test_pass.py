@@ -158,6 +158,7 @@ def test_every_file_gives_the_same_operators(suffix, tmp_path, seed):
     assert smoothness.describe(tmp_path / "out.npz")["mean_lambda_max"] == pytest.approx(mean)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["dense", "diagonal", "low_rank", "block"])
 def test_interrupted_pass_goes_on(form, tmp_path, seed, monkeypatch):
     monkeypatch.setattr(sources, "CHUNK_ROWS", 7)

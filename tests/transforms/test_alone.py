@@ -40,6 +40,7 @@ def on_mesh(tx, check_vma):
     return jax.jit(step)(state, GRADS)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [on_vmap, lambda tx: on_mesh(tx, True), lambda tx: on_mesh(tx, False)])
 @pytest.mark.parametrize("wrap", ALONE.values(), ids=ALONE)
 def test_decisions_of_one_worker_are_refused(wrap, world):
@@ -48,6 +49,7 @@ def test_decisions_of_one_worker_are_refused(wrap, world):
         world(wrap(optax.chain(MEAN, optax.sgd(1.0))))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [on_vmap, lambda tx: on_mesh(tx, False)])
 def test_decisions_of_all_are_not(world, standard_promotion):
     """Behind the mean gradients are equal; MultiSteps counts alike; skip_nonfinite agrees."""

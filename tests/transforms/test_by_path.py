@@ -39,6 +39,7 @@ def three_rounds(world):
     return grads, *world(jc.compressed_mean(jc.by_path(THREE), AXIS), PARAMS, grads)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [run_shard_map, run_vmap])
 def test_each_part_is_what_its_algorithm_makes_of_it(world):
     """Means of what goes dense; and of the rest m_i = e_i + g_i, (1/n) sum_i top_k(m_i), e_i = m_i - top_k(m_i)."""
@@ -195,6 +196,7 @@ def sharded_step(tx, specs):
     return jax.tree.map(lambda g: np.mean(g, 0), grads), direction, after
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("specs", [SPECS, FULLY], ids=["tensor", "fully"])
 def test_shards(specs):
     """Cut over "model", each device exchanges its own shard; over the workers, each ends with its own."""

@@ -47,6 +47,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", variants(WRAPPERS, {"chain-clip-first", "multi_steps"}))
 def test_optax_wrappers_in_every_world(name, seed):
     tx = WRAPPERS[name](jc.compressed_mean(EF, AXIS))
@@ -63,6 +64,7 @@ def test_optax_wrappers_in_every_world(name, seed):
         assert np.abs(sharded["w"][1]).max() > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("run", [run_shard_map, run_vmap])
 def test_multi_steps_behind_the_mean_accumulates_what_is_equal_on_all(run, seed):
     grads = gradients(seed, rounds=2)
@@ -75,6 +77,7 @@ def test_multi_steps_behind_the_mean_accumulates_what_is_equal_on_all(run, seed)
     np.testing.assert_array_equal(again[1].mini_step, state[1].mini_step)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("via", ["auto", "sum", "gather"])
 @pytest.mark.parametrize("weights", [None, [0.1, 0.2, 0.3, 0.4]])
 def test_sums_of_narrow_messages_lose_nothing_that_is_remembered(via, weights, seed):
@@ -153,6 +156,7 @@ def test_donated_buffers(seed):
     assert_close(updates, jax.tree.map(lambda d: d[-1], want))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "algorithm", [EF, jc.diana(jc.dithering(7)), jc.direct(jc.identity())], ids=["ef", "diana", "direct"]
 )
@@ -167,6 +171,7 @@ def test_bf16_gradients_have_f32_memories(algorithm, seed):
         assert jc.info(state).lane_bytes == 2 * sum(p.size for p in jax.tree.leaves(params))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "algorithm",
     [EF, jc.diana(jc.dithering(7)), jc.direct(jc.identity()), jc.error_feedback(jc.flat(jc.sidco(0.05)))],
@@ -366,6 +371,7 @@ def test_errors_help():
         jc.state_specs(scalar.init({"s": jnp.zeros(())}), AXIS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("params", [{}, {"s": jnp.zeros(())}, {"a": jnp.zeros((0,)), "b": jnp.zeros(1)}], ids=str)
 def test_empty_and_tiny_trees(params, seed):
     grads = gradients(seed, rounds=1, params=params)
@@ -386,6 +392,7 @@ ADVANCING = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ADVANCING)
 @pytest.mark.parametrize("tree", [False, True], ids=["array", "tree"])
 def test_shared_randomness_is_new_every_round(name, tree):
@@ -401,6 +408,7 @@ def test_shared_randomness_is_new_every_round(name, tree):
         assert np.sum(a & ~b) > 50
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("weights", [None, [1, 2, 3, 10]])
 def test_sums_of_narrow_floats_do_not_overflow(dtype, weights):
@@ -411,6 +419,7 @@ def test_sums_of_narrow_floats_do_not_overflow(dtype, weights):
         np.testing.assert_allclose(np.float64(directions), 20000, rtol=2**-8)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -433,6 +442,7 @@ def test_huge_gradients_leave_no_infinity_behind(algorithm):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.local.algorithm))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", variants([1e-30, 1e-19, 1.0, 1e18, 1e30], {1e-30, 1e30}))
 def test_relative_error_is_free_of_scale(scale, seed):
     x = np.random.default_rng(seed).standard_normal(500)
@@ -443,6 +453,7 @@ def test_relative_error_is_free_of_scale(scale, seed):
     np.testing.assert_allclose(jc.info(state).relative_error, want, rtol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [np.int64(3), jax.random.key(0, impl="rbg"), jax.random.PRNGKey(1)], ids=str)
 def test_seeds_of_every_kind(seed):
     tx = jc.compressed_mean(jc.diana(jc.rand_k(0.5)), None, seed=seed)
@@ -450,6 +461,7 @@ def test_seeds_of_every_kind(seed):
     assert np.sum(np.asarray(direction) != 0) == 5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "algorithm", [jc.direct(jc.identity()), EF, jc.diana(jc.dithering(3))], ids=["d", "ef", "diana"]
 )

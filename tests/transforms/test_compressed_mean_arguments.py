@@ -42,6 +42,7 @@ def test_directions_too_large_for_the_gradients_are_cut(dtype):
     assert np.all(np.isfinite(np.asarray(state.local.algorithm.memory.dense)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(2**26 + 1,), (20, 2**27)], ids=["vector", "rows"])
 @pytest.mark.parametrize(
     "algorithm",

@@ -158,6 +158,7 @@ def start(seed):
     return params, jnp.asarray(rng.standard_normal((8, 40)), jnp.float32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_each_device_compresses_its_own_shard(kind, seed):
     mesh = mesh_of(("data", "model"), kind)
@@ -344,6 +345,7 @@ def test_an_axis_that_the_mesh_has_not_is_named():
         jc.init_state(jc.compressed_mean(axis_name=levels), jnp.zeros(8), mesh_of(("dcn", "ici")), levels)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("algorithm", [jc.direct(jc.cast("bfloat16")), jc.error_feedback(jc.cast("bfloat16")), TOP])
 @pytest.mark.parametrize("inner", [1, 2])
 def test_what_info_says_of_tiny_messages_is_what_is_sent(algorithm, inner, seed):

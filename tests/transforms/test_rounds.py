@@ -63,6 +63,7 @@ def by_hand(targets, counts, weights, feedback):
     return np.stack(points)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("feedback", [False, True], ids=["direct", "error_feedback"])
 def test_weights_that_the_compressor_brings(feedback, seed):
     """Volumes of dagc weigh the mean in rounds, too."""
@@ -78,6 +79,7 @@ def test_weights_that_the_compressor_brings(feedback, seed):
     assert jc.info(state).sent_bytes == jc.info(after).sent_bytes > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("own", [False, True], ids=["given", "instead-of-volumes"])
 def test_weights_that_are_given(own, seed):
     targets, weights = targets_of(seed), [1, 0, 3, 4]
@@ -90,6 +92,7 @@ def test_weights_that_are_given(own, seed):
     np.testing.assert_allclose(points, by_optax(algorithm, targets, weights=weights)[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["identity", "top_k"])
 def test_by_two_shots(name, seed):
     targets = targets_of(seed)
@@ -101,6 +104,7 @@ def test_by_two_shots(name, seed):
         np.testing.assert_allclose(points, by_hand(targets, [D] * N, np.full(N, 0.25), False), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("inner", ["identity", "top_k"])
 def test_a_hierarchy(inner, seed):
     """Means within pairs of devices, then a method between the pairs."""

@@ -56,6 +56,7 @@ def own_gradients():
     return [jax.tree.map(lambda x: x[i], each) for i in range(N)]  # noqa: B023
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_error_feedback_of_each_owners_rows(kind):
     """m_j = (1/n) sum_i top_k(e_ij + g_ij), and e_ij keeps the rest. Memories lie at workers, directions at owners."""

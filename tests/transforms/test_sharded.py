@@ -156,6 +156,7 @@ def test_explicit_axes_work_as_automatic_ones_do(layout):
     assert explicit.ledger.by_axes(explicit.mesh) == automatic.ledger.by_axes(automatic.mesh)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", ["fsdp", "tensor"])
 @pytest.mark.parametrize("method", ALGORITHMS)
 def test_only_payloads_of_shards_cross_the_data_axis(layout, method):

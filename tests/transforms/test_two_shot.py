@@ -55,6 +55,7 @@ def top_k_oracle(grads, k, weights):
     return np.stack(directions), first, second
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0, 3.0, 4.0]])
 def test_both_memories_are_those_of_the_oracle(weights, seed):
     grads = gradients(seed)
@@ -140,6 +141,7 @@ def test_unbiased_stays_unbiased(seed):
     assert found.std(0).max() > 0.05
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "params", [{}, {"a": jnp.zeros(0)}, {"a": jnp.zeros(1)}, {"a": jnp.zeros(3), "b": jnp.zeros(())}], ids=str
 )

@@ -64,6 +64,7 @@ def one_step(grad_fn, params, batch, jit=True, **named):
 # The gradient of plain jit
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("where", "kind"), [("argument", "auto"), ("set_mesh", "explicit"), ("arrays", "auto")])
 def test_with_identity_it_is_the_gradient_of_the_whole_batch(where, kind):
     mesh = mesh_of((4,), kind)
@@ -96,6 +97,7 @@ def test_inside_a_map_of_the_users():
     assert_same(jax.jit(step)(PARAMS, state, *BATCH)[:2], expected())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_models_that_the_compiler_shards(kind):
     """The gradient of plain jit; each device sends the half that it holds, and nothing else crosses "data"."""

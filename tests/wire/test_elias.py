@@ -33,6 +33,7 @@ def quantized(levels, width):
     return Quantized(jnp.ones(1), packing.pack(jnp.asarray(codes), width))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "density", "most"), [(1, 1.0, 1), (33, 0.2, 1), (123, 0.05, 7), (5000, 0.01, 127), (300, 1.0, 2**14)]
 )
@@ -73,6 +74,7 @@ COMPRESSORS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", variants(COMPRESSORS, {"compose", "dithering", "top_k"}))
 def test_every_payload_survives_and_costs_what_is_counted(name, key, seed):
     x = jnp.asarray(np.random.default_rng(seed).standard_t(3, D), jnp.float32)

@@ -140,6 +140,7 @@ def dense_payloads():
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("name", dense_payloads())
 def test_memory_of_valid_messages(name, code):
@@ -163,6 +164,7 @@ def test_long_arrays_are_refused_before_they_are_made():
 # Content
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize(
     ("values", "indices"),

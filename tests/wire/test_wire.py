@@ -61,6 +61,7 @@ EXAMPLES = examples()
 CASES = [(row, d) for row in ROWS for d in (D, 0) if d or not row.fixed_length]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("row", "d"), CASES, ids=[f"{row.name}-{d}" for row, d in CASES])
 def test_round_trip_of_every_compressor(row, d, key, seed):
     x = jnp.asarray(np.random.default_rng(seed).standard_t(3, d), jnp.float32)
@@ -77,6 +78,7 @@ def test_round_trip_of_every_compressor(row, d, key, seed):
     assert 0 <= 8 * len(data) - int(bits) <= 8 * (FRAME + 40)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_round_trip_of_every_type(name):
     payload = EXAMPLES[name]

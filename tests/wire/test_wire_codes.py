@@ -32,6 +32,7 @@ def best(payload):
 COUNTED = {"dense", "scaled", "sparse-empty", "local", "levels-wide"}  # others in the next test
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", examples())
 def test_shortest_code_of_every_payload(name):
     payload, kind = examples()[name]
