@@ -36,14 +36,10 @@ def in_sample(item: Any) -> bool:
     """
     if not hasattr(item, "callspec"):
         return True
-    places = item.callspec.indices
-    first = [names if isinstance(names, str) else names[0] for (names, *_) in (m.args for m in marks_of(item))]
-    place = sum(places[name.split(",")[0].strip()] for name in first)
+    each = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    first = [(names.split(",") if isinstance(names, str) else names)[0].strip() for names in each]
+    place = sum(item.callspec.indices[name] for name in first)
     row = item.callspec.params.get("row")
     if row is None:
         return place % 4 == 0
     return row.name in BETWEEN_WORKERS or (place + zlib.crc32(item.originalname.encode())) % 4 == 0
-
-
-def marks_of(item: Any) -> list:
-    return list(item.iter_markers("parametrize"))
