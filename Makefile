@@ -11,11 +11,11 @@ BIN := $(VENV)/bin
 demo: $(VENV)/experiments.done
 	$(BIN)/python -m experiments compare
 
-# Everything that is checked: format, types, tests, doctests, notebooks.
+# Format, types, doctests, the quick tests, a sample of the variants of dear ones (docs/development/checks.md).
 test: $(VENV)/dev.done lint
 	$(BIN)/python -m pytest -n $(or $(WORKERS),2)
 
-# The same with the tests marked slow: experiments of single papers, more variants of each row; compiled as users do.
+# The same with the tests marked slow and all variants: experiments of single papers, every row; compiled as users do.
 test-all: $(VENV)/dev.done lint
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -n $(or $(WORKERS),2) -m ""
 

@@ -20,7 +20,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 import jax
 import pytest
-from variants import BETWEEN_WORKERS, in_sample
+from variants import BETWEEN_WORKERS, sampled
 
 # Programs that a test starts compile the same steps again and again: they share them, for as long as the tests run.
 CACHE = None
@@ -89,10 +89,13 @@ def key(seed):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.get_closest_marker("sampled") and not in_sample(item):
-            item.add_marker(pytest.mark.slow)
         row = getattr(item, "callspec", None) and item.callspec.params.get("row")
         if row is not None:
             between_workers = item.path.name in ("test_exchange.py", "test_ledger.py")
             if row.slow or (between_workers and row.name not in BETWEEN_WORKERS):
                 item.add_marker(pytest.mark.slow)
+    dear = [item for item in items if item.get_closest_marker("sampled") and not item.get_closest_marker("slow")]
+    kept = set(map(id, sampled(dear)))
+    for item in dear:
+        if id(item) not in kept:
+            item.add_marker(pytest.mark.slow)

@@ -1,35 +1,74 @@
-"""What `make test` runs of tests with many variants."""
+"""What `make test` runs of tests with many variants, seen by what pytest collects."""
 
-import itertools
-from types import SimpleNamespace
+import collections
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+CONFTEST = """
 import pytest
-from laws import ROWS
-from variants import BETWEEN_WORKERS, in_sample
+from variants import sampled
+
+def pytest_collection_modifyitems(items):
+    kept = sampled(items)
+    items[:] = [item for item in items if item in kept]
+"""
+TESTS = """
+from types import SimpleNamespace
+import pytest
+
+@pytest.mark.parametrize("a,b", [(0, "p"), (1, "q"), (2, "r"), (3, "s")])
+@pytest.mark.parametrize("c", range(6))
+def test_grid(a, b, c): pass
+
+@pytest.mark.parametrize("a", [False, True])
+@pytest.mark.parametrize("b", [False, True])
+@pytest.mark.parametrize(("c", "d"), [(1, 2), (3, 4), (5, 6)])
+def test_cube(a, b, c, d): pass
+
+@pytest.mark.parametrize("a", range(3))
+def test_few(a): pass
+
+def test_single(): pass
+
+ROWS = [SimpleNamespace(name=name) for name in ["other0", "identity", *(f"other{i}" for i in range(1, 11))]]
+each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+"""
+LAWS = "".join(f"@each_row\ndef test_law{i}(row): pass\n" for i in range(40))
+LAWS += '@each_row\n@pytest.mark.parametrize("kind", "wxyz")\ndef test_kinds(row, kind): pass\n'
 
 
-def item(name="test_it", params=None, **places):
-    """A variant of a test whose parameters are each at a place of their list; those joined by _and_ share theirs."""
-    indices = {name: place for names, place in places.items() for name in names.split("_and_")}
-    marks = [pytest.mark.parametrize(",".join(names.split("_and_")), []).mark for names in places]
-    return SimpleNamespace(
-        originalname=name,
-        callspec=SimpleNamespace(indices=indices, params=params or {}),
-        iter_markers=lambda kind: marks,
-    )
+def kept_of(folder: Path) -> dict[str, list[list[str]]]:
+    """test -> the ids of its variants that are left, in parts."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_it.py").write_text(TESTS + LAWS)
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-c", os.devnull, "--rootdir", folder, folder]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    out = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
+    found: dict[str, list[list[str]]] = collections.defaultdict(list)
+    for line in out.splitlines():
+        name, bracket, variant = line.partition("::")[2].partition("[")
+        if name:
+            found[name].append(variant.rstrip("]").split("-") if bracket else [])
+    return found
 
 
-def test_every_value_of_every_parameter_has_its_turn():
-    kept = [(i, j) for i, j in itertools.product(range(4), range(6)) if in_sample(item(a_and_b=i, c=j))]
-    assert len(kept) == 6
-    assert {i for i, _ in kept} == set(range(4))
-    assert {j for _, j in kept} == set(range(6))
-    assert in_sample(item(a=0, b=0))
-    assert in_sample(SimpleNamespace())  # without parameters
+def test_values_of_one_parameter_meet_those_of_others(tmp_path):
+    kept = kept_of(tmp_path)
+    grid = [(int(c), int(a)) for c, a, _ in kept["test_grid"]]
+    assert len(grid) == 6
+    assert {c for c, _ in grid} == set(range(6))
+    assert {a for _, a in grid} == set(range(4))
+    cube = [tuple(ids) for ids in kept["test_cube"]]
+    assert 3 <= len(cube) <= 5
+    assert [{ids[axis] for ids in cube} for axis in (0, 1, 2)] == [{"1", "3", "5"}, {"2", "4", "6"}, {"False", "True"}]
+    assert len(kept["test_few"]) == 3
+    assert kept["test_single"] == [[]]
 
-
-def test_every_row_is_held_to_some_laws_and_those_of_each_kind_to_all():
-    laws = [f"test_law_{i}" for i in range(16)]
-    for place, row in enumerate(ROWS):
-        held = [name for name in laws if in_sample(item(name, {"row": row}, row=place))]
-        assert held == laws if row.name in BETWEEN_WORKERS else 0 < len(held) < len(laws)
+    rows = ["other0", "identity", *(f"other{i}" for i in range(1, 11))]
+    held = collections.Counter(ids[0] for name, variants in kept.items() if "law" in name for ids in variants)
+    assert held["identity"] == 40
+    assert all(0 < held[row] < 20 for row in rows if row != "identity")
+    kinds = collections.Counter((row, kind) for kind, row in kept["test_kinds"])
+    assert all(sum(kinds[row, kind] for kind in "wxyz") == (4 if row == "identity" else 1) for row in rows)

@@ -27,19 +27,49 @@ def variants(names: Iterable, kept: Container) -> list:
     return [pytest.param(name, marks=() if name in kept else pytest.mark.slow) for name in names]
 
 
-def in_sample(item: Any) -> bool:
-    """Whether `make test` runs this variant of a test that is marked `sampled`: about a quarter of them.
+def sampled(items: Iterable[Any]) -> list[Any]:
+    """Of tests that are marked `sampled`, in the order of collection, those that `make test` runs.
 
-    On the diagonals of the grid that its parameters span, so each value of each parameter has its turn, if the others
-    have four values; and the first variant always. A row of the laws has a quarter of the laws, another one than the
-    next row, and those of BETWEEN_WORKERS have all.
+    Where a test has more than three variants that are not slow: about a third of them, of more than 12 a quarter, on
+    the diagonals of the grid that its parameters span, so that values of one parameter meet different values of the
+    others. Rows of the laws: all of BETWEEN_WORKERS, and of the others a quarter, another one for each law.
     """
-    if not hasattr(item, "callspec"):
-        return True
-    each = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    first = [(names.split(",") if isinstance(names, str) else names)[0].strip() for names in each]
-    place = sum(item.callspec.indices[name] for name in first)
-    row = item.callspec.params.get("row")
-    if row is None:
-        return place % 4 == 0
-    return row.name in BETWEEN_WORKERS or (place + zlib.crc32(item.originalname.encode())) % 4 == 0
+    tests: dict[Any, list[Any]] = {}
+    for item in items:
+        tests.setdefault((item.path, item.originalname), []).append(item)
+    return [item for variants in tests.values() for item in _sample_of(variants)]
+
+
+def _sample_of(items: list[Any]) -> list[Any]:
+    places = [_place(item, axes) for axes in [_axes(items)] for item in items]
+    rows = [item.callspec.params.get("row") for item in items if hasattr(item, "callspec")]
+    if len(items) <= 3:
+        return items
+    if any(row is not None for row in rows):
+        turn = zlib.crc32(items[0].originalname.encode())
+        chosen = [
+            row.name in BETWEEN_WORKERS or (place + turn) % 4 == 0 for row, place in zip(rows, places, strict=True)
+        ]
+    else:
+        chosen = [place % (3 if len(items) <= 12 else 4) == 0 for place in places]
+    return [item for item, kept in zip(items, chosen, strict=True) if kept] or items[:1]
+
+
+def _axes(items: list[Any]) -> dict[tuple[str, ...], dict[Any, int]]:
+    """For each parametrization, given by the names it sets, the place of each of its values."""
+    axes: dict[tuple[str, ...], dict[Any, int]] = {}
+    for item in items:
+        for mark in item.iter_markers("parametrize"):
+            names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+            values = axes.setdefault(tuple(name.strip() for name in names), {})
+            values.setdefault(_value(item, tuple(name.strip() for name in names)), len(values))
+    return axes
+
+
+def _place(item: Any, axes: dict[tuple[str, ...], dict[Any, int]]) -> int:
+    return sum(values[_value(item, names)] for names, values in axes.items())
+
+
+def _value(item: Any, names: tuple[str, ...]) -> tuple[int, ...]:
+    """What tells the values of a parametrization apart: the same object in every variant that has it."""
+    return tuple(id(item.callspec.params[name]) for name in names)

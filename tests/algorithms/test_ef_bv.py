@@ -57,6 +57,7 @@ def test_ef_bv_is_the_oracle(steps, seed):
     np.testing.assert_allclose(np.reshape(state.local.algorithm.shift, (N, D)), shifts, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_ef_bv_is_diana_at_one_end_and_ef21_at_the_other(seed):
     grads = jnp.asarray(trajectory(seed))
     directions = lambda algorithm: run_vmap(jc.compressed_mean(algorithm, AXIS), jnp.zeros(D), grads)[0]

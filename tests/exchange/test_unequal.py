@@ -89,6 +89,7 @@ def test_info_and_program_agree_on_the_bytes(via):
         assert limit[0] <= sent / real <= limit[1]
 
 
+@pytest.mark.slow
 def test_auto_takes_what_the_model_says(seed):
     grads = gradients(seed, rounds=1)
 
@@ -230,6 +231,7 @@ def sent_by(compressor, number, x):
     return np.asarray(payload.indices[payload.indices < x.size]), int(overflow(compressor, local))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", variants([600, 40_000], {600}))
 def test_every_sparsifier_keeps_the_largest_within_the_room_of_its_worker(size, seed):
     """Short vectors are sorted, long ones are not; both must agree with a sort."""

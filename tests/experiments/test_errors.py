@@ -204,6 +204,7 @@ def test_waiting_for_others_ends_with_a_line(process, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_coordinator_without_an_address_is_refused(tmp_path):
     words = command(*WAITS, "--coordinator", "no.such.host.invalid:4711", "--process-id", 1, "--runs", tmp_path)
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)

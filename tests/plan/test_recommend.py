@@ -60,6 +60,7 @@ def test_what_cannot_be_recommended(options, said):
         jc.recommend(options.pop("params", LIKE), **options)
 
 
+@pytest.mark.slow
 def test_local_updates_and_buckets_where_they_are_asked_for():
     slow = {"workers": 4, "link": jc.Link(1e-3, 1e6), "machine": NONE}
     found = jc.recommend(LIKE, candidates=[FEW[0], FEW[0].with_every(5)], **slow)

@@ -71,6 +71,7 @@ def test_short_elias_streams_do_not_look_at_what_follows():
     assert seconds_to_decode(many) < allowed(many)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", variants(CODES, {"best"}))
 def test_many_small_leaves_come_back_in_time(code):
     """A message that is too short for its parts ends with zeros that its reader counts."""
