@@ -153,7 +153,7 @@ class Runs:
         """Workers that found each other on links of this rate.
 
         TCP remembers what a link was like: connections made without a limit go on to hand over more than a slow link
-        takes, and what gloo says on others waits behind it (two shots of 4 bits at 100 Mbit/s: 365 ms instead of 315).
+        takes, and what gloo says on others waits behind it (two shots of 4 bits at 100 Mbit/s: 16 % longer).
         """
         self.lab.shape(rate, self.options.delay)
         with pool_in(self.lab) as pool:

@@ -169,8 +169,8 @@ def permutation_schedule(workers: int) -> tuple[list[Permutation], int]:
     writes a message into a connection before it says through the same connection that it is ready to receive one: two
     workers that exchange messages do so one after the other, and their links are used half of the time. Here each
     worker sends to one other and receives from one other at a time, and, where that can be arranged, not from the same
-    one. Of four processes on links of 100 Mbit/s, two shots of bf16 take 1.12 times what their bytes need, with gloo's
-    all-to-all 1.56 times: `python -m experiments network --only exchange --methods lax-two-shot-bf16
+    one. Of four processes on links of 100 Mbit/s, two shots of bf16 take 1.13 times what their bytes need, with gloo's
+    all-to-all 1.45 times: `python -m experiments network --only exchange --methods lax-two-shot-bf16
     dense-bf16:two_shot --rates 100mbit`.
 
     Each permutation shifts by one distance. Of an even number of workers, the distance n / 2 pairs them up. Of four

@@ -1,4 +1,4 @@
-"""Every row of `laws.ROWS` meets every law."""
+"""Every row of `laws.ROWS` meets every law (`make test` tries a sample of the pairs)."""
 
 import functools
 
