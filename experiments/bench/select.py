@@ -1,8 +1,9 @@
 """Selecting the largest entries: thresholds and compaction against sorts, over sizes.
 
 Every method turns d floats into the indices of about `ratio` d of them. "+ residual" is all that error feedback
-needs, from the message in a donated buffer to payload and residual. Each round has a vector of its own: whether a
-threshold has to be corrected depends on it.
+needs, from the message in a donated buffer to payload and residual. "of it" are the parts of jc.sidco: its fit to a
+sample, the count of all entries above a threshold, which marks them, and the indices of what is marked. Each round has
+a vector of its own: whether a threshold has to be corrected, by another count, depends on it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from experiments.bench.timing import Fresh, machine, time_all
 from experiments.lib.cli import UserError, at_least, fraction
 from experiments.lib.run import Run, parser_of
 from jaxcomp.base import residual
-from jaxcomp.select import indices_of_words, words_above
+from jaxcomp.compressors.sidco import SAMPLE, STAGES
+from jaxcomp.compressors.sidco_counted import counted
+from jaxcomp.select import count_words, indices_of_words, words_above
 
 __all__ = ["main"]
 
@@ -52,12 +55,24 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
         "jc.sidco gamma": jc.sidco(ratio, law="gamma"),
         **{f"jc.{make.__name__}": make(ratio) for make in (jc.top_k, jc.dgc, jc.gaussian_k, jc.redsync)},
     }
+    fit = counted("exponential", True, STAGES, None).estimate
+    stride = max(1, d // SAMPLE - 1) | 1
+    in_sample = jnp.int32(max(1, k // stride))
+
+    def marked(x, t):
+        words = words_above(x, t)
+        return count_words(words), words
+
     functions = {
         READ: lambda x: jnp.sum(jnp.abs(x)),
         SORT: lambda x: lax.top_k(jnp.abs(x), k)[1],
         "lax.approx_max_k": lambda x: lax.approx_max_k(jnp.abs(x), k)[1],
         "mask to indices, threshold given": lambda x, t: indices_of_words(words_above(x, t), places, d)[0],
+        "of it: fit to a sample": lambda x: fit(key, x[::stride], in_sample, jnp.float32(ratio), ())[0],
+        "of it: count and mark, threshold given": marked,
+        "of it: indices, marks given": lambda x, words: indices_of_words(words, places, d)[0],
     }
+    given = {"threshold given": threshold, "marks given": words_above(x, threshold)}
     for name, compressor in sparsifiers.items():
         state = compressor.init(key, x)
         functions[name] = lambda x, c=compressor, s=state: c.compress(key, x, s)[0]
@@ -73,7 +88,7 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
         calls[name] = lambda: compiled[name](vectors.x, *rest)
 
     for name, function in functions.items():
-        add(name, function, *([threshold] if "given" in name else []))
+        add(name, function, *(value for text, value in given.items() if text in name))
     compiled[WHOLE] = jax.jit(whole, donate_argnums=0).lower(x).compile()
     calls[WHOLE] = Fresh(lambda: jax.block_until_ready(vectors.x + 0), compiled[WHOLE])
     if (torch := torch_if_installed()) is not None and jax.default_backend() == "cpu":
@@ -131,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
         f"Extra memory: temporary buffers of the compiled program at 2^{sizes[-1]}, without arguments and results."
     )
     run.table(f"Selection; {machine()}", columns, [{"name": name} for name in base], notes)
-    shown = [name for name in base if "given" not in name and name != READ]
+    shown = [name for name in base if "given" not in name and not name.startswith("of it") and name != READ]
     over_sizes = lambda name: np.array([each[name] for each in seconds.values()])
     entries = [2.0**size for size in sizes]
     panels = {
