@@ -27,6 +27,7 @@ __all__ = [
     "ALONE",
     "DEFAULT",
     "DENSE_BELOW",
+    "WHOLE_BLOCKS",
     "Group",
     "Layout",
     "Parts",
@@ -66,7 +67,7 @@ class Layout:
     bucket_bytes: leaves are put together, from the last to the first, until they have so many bytes; a vector holds
         leaves of one bucket. The gradients of the last leaves come first out of a backward pass.
     whole_blocks: with "tree", long vectors are filled up with zeros to a multiple of 1024 entries, which the usual
-        blocks and words divide.
+        blocks and words divide: a block that is shorter than the others costs codes of few bits up to five times.
     longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
         they are matrices, of which no entry is numbered.
     alone: with "tree", so many of the largest leaves, of at least 2^19 entries and of at most four sizes, are vectors
@@ -95,7 +96,7 @@ class Layout:
         return dataclasses.replace(self, bucket_bytes=bucket_bytes, single=False)
 
 
-DEFAULT = Layout()
+DEFAULT, WHOLE_BLOCKS = Layout(), Layout(whole_blocks=True)
 
 
 def layout_of(algorithm: Any) -> Layout:
@@ -216,7 +217,7 @@ def plan_of(layout: Layout, tree: Any) -> Plan:
     if (is_array(tree) and not is_matrix) or (layout.unit == "tree" and layout.single):
         every = tuple(range(len(leaves)))
         size = sum(leaf.size for leaf in leaves)
-        return plan((), (Group(every, _cut(size, layout.longest), _common(dtypes), False, 0),), True)
+        return plan((), (Group(every, _shape(size, layout), _common(dtypes), False, 0),), True)
     small = lambda leaf: leaf.size < layout.dense_below or (layout.unit == "shape" and leaf.ndim < 2)
     large = [i for i, leaf in enumerate(leaves) if not small(leaf)]
     buckets = _buckets(large, leaves, layout.bucket_bytes)
@@ -235,8 +236,7 @@ def plan_of(layout: Layout, tree: Any) -> Plan:
             shape = (count, each.size)
         else:
             stacked = False
-            shape = _cut(sum(leaves[i].size for i in members), layout.longest)
-            shape = (row_size(*shape, 1),) if layout.whole_blocks and len(shape) == 1 and shape[0] >= LONG else shape
+            shape = _shape(sum(leaves[i].size for i in members), layout)
         made.append(Group(tuple(members), shape, dtype, stacked, bucket))
     return plan(tuple(i for i, leaf in enumerate(leaves) if small(leaf)), tuple(made), False)
 
@@ -252,9 +252,11 @@ def row_size(size: int, rows: int) -> int:
     return -(-entries // unit) * unit
 
 
-def _cut(size: int, longest: int) -> tuple[int, ...]:
-    rows = -(-size // longest)
-    return (size,) if rows <= 1 else (rows, row_size(size, rows))
+def _shape(size: int, layout: Layout) -> tuple[int, ...]:
+    rows = -(-size // layout.longest)
+    if rows > 1:
+        return rows, row_size(size, rows)
+    return (row_size(size, 1) if layout.whole_blocks and size >= LONG else size,)
 
 
 def _alone(large: list[int], leaves: list[Any], most: int) -> list[int]:

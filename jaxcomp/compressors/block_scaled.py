@@ -31,6 +31,7 @@ from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Elements,
 from jaxcomp.compressors.scales import SCALES, Scale
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_uniform
+from jaxcomp.layout import WHOLE_BLOCKS
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Dense, Quantized, Several
 
@@ -139,7 +140,8 @@ def block_scaled(
     name += (f", scale={rule.name}" if rule.name != kind else "") + (", stochastic)" if stochastic else ")")
     bound = _omega if stochastic else _alpha
     known = lambda d: bound(elements, rule, min(size, max(d, 1)), d)
-    spec = Spec(name, omega=known if stochastic else None, alpha=None if stochastic else known, linear=False)
+    omega, alpha = (known, None) if stochastic else (None, known)
+    spec = Spec(name, omega, alpha, linear=False, layout=WHOLE_BLOCKS)
     return _compressor(elements, rule, layout, stochastic, spec)
 
 

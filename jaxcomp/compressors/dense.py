@@ -12,7 +12,7 @@ from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_bits
-from jaxcomp.layout import ALONE, Layout
+from jaxcomp.layout import ALONE, WHOLE_BLOCKS, Layout
 from jaxcomp.norms import exponent_of, power_of_two
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Dense, Quantized, Scaled
@@ -134,6 +134,7 @@ def _cast_scaled(kind: Any, layout: Callable[[int], Blocks], block_size: int | N
             omega=None,
             alpha=lambda d: 1 - unit**2 - tiny**2 * layout(d).largest,
             linear=False,
+            layout=WHOLE_BLOCKS,
         ),
     )
 
@@ -186,5 +187,5 @@ def natural() -> Compressor:
     return on_vectors(
         compress=compress,
         decompress=decompress,
-        spec=Spec("natural", omega=lambda d: 1 / 8, alpha=lambda d: 1 - 1 / 8, linear=False),
+        spec=Spec("natural", lambda d: 1 / 8, alpha=lambda d: 1 - 1 / 8, linear=False, layout=WHOLE_BLOCKS),
     )

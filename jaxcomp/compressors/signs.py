@@ -13,7 +13,7 @@ from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_bits, random_uniform
-from jaxcomp.layout import Layout
+from jaxcomp.layout import WHOLE_BLOCKS, Layout
 from jaxcomp.norms import block_norms, exponent_of, power_of_two
 from jaxcomp.packing import num_words, pack, unpack
 from jaxcomp.payloads import Quantized
@@ -175,6 +175,7 @@ def terngrad(*, clip: float | None = None, blocks: int | None = None, block_size
         alpha=None if clip is None else biased,
         linear=False,
         remedy=None if clip is None else "Without clip it is unbiased.",
+        layout=WHOLE_BLOCKS if clip is None and blocks is None else None,  # zeros count in a deviation
     )
     return on_vectors(compress=compress, decompress=decompress, spec=spec)
 
