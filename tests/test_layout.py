@@ -268,3 +268,29 @@ def test_leaves_alone_have_few_sizes():
     assert len(plan_of(Layout(alone=3), tree).like.vectors) == 3 + 1
     by_name = Layout("paths", parts=(("a", Layout(alone=3)), (".*", Layout(alone=2))))
     assert [part.alone for _, part in by_name.together().parts] == [0, 0]
+
+
+@pytest.mark.parametrize("bare", [False, True], ids=["tree", "bare"])
+@pytest.mark.parametrize(
+    "code",
+    [jc.cast("float8_e4m3fn"), jc.block_scaled("mxfp4"), jc.natural(), jc.terngrad(), jc.dithering(7)],
+    ids=lambda code: code.spec.name,
+)
+def test_long_vectors_of_narrow_codes_are_filled_up(code, bare, monkeypatch, seed):
+    """To whole words and blocks, by zeros, which change no entry's code and no scale."""
+    monkeypatch.setattr(layout, "LONG", 2000)
+    monkeypatch.setattr(layout, "LARGE", 10**6)  # none alone
+    rng = np.random.default_rng(seed)
+    grads = {"a": rng.standard_normal((41, 61)).astype(np.float32), "b": rng.standard_normal(2502).astype(np.float32)}
+    x = np.concatenate([grads["a"].ravel(), grads["b"]])  # 5003 entries
+    grads = x if bare else grads
+    algorithm = jc.direct(code)
+    plan = plan_of(layout.layout_of(algorithm), grads)
+    assert [vector.shape for vector in jax.tree.leaves(plan.like)] == [(5024,)]
+    tx = jc.compressed_mean(algorithm, None)
+    mean, _ = tx.update(grads, tx.init(grads))
+    got = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(mean)])
+    if code.spec.omega is None:  # nothing is drawn
+        np.testing.assert_array_equal(got, jc.roundtrip(code, x, key=jax.random.key(0))[0])
+    else:
+        assert 0 < np.linalg.norm(got - x) < 2 * np.sqrt(code.spec.omega(5024)) * np.linalg.norm(x)
