@@ -30,7 +30,7 @@ def variants(names: Iterable, kept: Container) -> list:
 def sampled(items: Iterable[Any]) -> list[Any]:
     """Of tests that are marked `sampled`, in the order of collection, those that `make test` runs.
 
-    Where a test has more than two variants that are not slow: about a third of them, of more than six a quarter, on
+    Where a test has more than two variants that are not slow: about a third of them, of more than 12 a quarter, on
     the diagonals of the grid that its parameters span, so that values of one parameter meet different values of the
     others. Rows of the laws: all of BETWEEN_WORKERS, and of the others a quarter, another one for each law.
     """
@@ -51,7 +51,7 @@ def _sample_of(items: list[Any]) -> list[Any]:
             row.name in BETWEEN_WORKERS or (place + turn) % 4 == 0 for row, place in zip(rows, places, strict=True)
         ]
     else:
-        chosen = [place % (3 if len(items) <= 6 else 4) == 0 for place in places]
+        chosen = [place % (3 if len(items) <= 12 else 4) == 0 for place in places]
     return [item for item, kept in zip(items, chosen, strict=True) if kept] or items[:1]
 
 
