@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/experiments.done
 	$(BIN)/python -m experiments compare
 
-# Format, types, doctests, the quick tests, a sample of the variants of dear ones (docs/development/checks.md).
+# Format, types, doctests, the quick tests, a sample of the variants of long ones (docs/development/checks.md).
 test: $(VENV)/dev.done lint
 	$(BIN)/python -m pytest -n $(or $(WORKERS),2)
 

@@ -67,7 +67,7 @@ class Layout:
     bucket_bytes: leaves are put together, from the last to the first, until they have so many bytes; a vector holds
         leaves of one bucket. The gradients of the last leaves come first out of a backward pass.
     whole_blocks: with "tree", long vectors are filled up with zeros to a multiple of 1024 entries, which the usual
-        blocks and words divide: a block that is shorter than the others costs codes of few bits up to five times.
+        blocks and words divide: with a shorter last block codes of few bits take several times as long.
     longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
         they are matrices, of which no entry is numbered.
     alone: with "tree", so many of the largest leaves, of at least 2^19 entries and of at most four sizes, are vectors

@@ -94,8 +94,8 @@ def pytest_collection_modifyitems(items):
             between_workers = item.path.name in ("test_exchange.py", "test_ledger.py")
             if row.slow or (between_workers and row.name not in BETWEEN_WORKERS):
                 item.add_marker(pytest.mark.slow)
-    dear = [item for item in items if item.get_closest_marker("sampled") and not item.get_closest_marker("slow")]
-    kept = set(map(id, sampled(dear)))
-    for item in dear:
+    marked = [item for item in items if item.get_closest_marker("sampled") and not item.get_closest_marker("slow")]
+    kept = set(map(id, sampled(marked)))
+    for item in marked:
         if id(item) not in kept:
             item.add_marker(pytest.mark.slow)

@@ -41,10 +41,11 @@ def sampled(items: Iterable[Any]) -> list[Any]:
 
 
 def _sample_of(items: list[Any]) -> list[Any]:
-    places = [_place(item, axes) for axes in [_axes(items)] for item in items]
-    rows = [item.callspec.params.get("row") for item in items if hasattr(item, "callspec")]
     if len(items) <= 2:
         return items
+    axes = _axes(items)
+    places = [_place(item, axes) for item in items]
+    rows = [item.callspec.params.get("row") for item in items]
     if any(row is not None for row in rows):
         turn = zlib.crc32(items[0].originalname.encode())
         chosen = [
