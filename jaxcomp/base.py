@@ -278,6 +278,8 @@ class Algorithm(NamedTuple):
     point(shared) -> the iterate of a method that chooses where gradients are taken (run it with `jc.rounds`); None for
         one that is told (run it with `jc.compressed_mean`).
     parts: algorithms of parts of the tree, in the order of `layout.parts` (`by_path`); () for one that has it whole.
+    pieces: gradients may come as `jaxcomp.pieces.Pieces` where a vector has several leaves, and are not joined before;
+        for each of `parts`, where there are any.
     """
 
     init: Callable[[Array, Tree], State]
@@ -287,6 +289,7 @@ class Algorithm(NamedTuple):
     layout: Any = None
     point: Callable[[Tree], Tree] | None = None
     parts: tuple["Algorithm", ...] = ()
+    pieces: bool | tuple[bool, ...] = False
 
     def __repr__(self) -> str:
         made = getattr(self.update, "__qualname__", "").partition(".")[0]

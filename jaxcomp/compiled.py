@@ -5,21 +5,19 @@ does not know to hold always, a loop of one step, and a call that says that it i
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
 
-__all__ = ["FEW", "always", "called", "cut_apart", "in_place", "is_shapes", "of_made", "zeros_after"]
+__all__ = ["always", "called", "computed", "in_place", "is_shapes", "of_made", "zeros_after"]
 
 Array = jax.Array
 Tree = Any
-FEW = 16  # slices that may be kernels of their own
 
 
 def always(x: Array) -> Array:
@@ -83,6 +81,15 @@ def called(function: Callable[..., Tree]) -> Callable[..., Tree]:
     return call
 
 
+def computed(x: Array, zero: Array) -> Array:
+    """x, as something that was computed before: XLA for CPU writes in place into that, not into a row of an argument.
+
+    zero: i32[], 0, which XLA does not know.
+    """
+    turn = lambda carry: (carry[0] - 1, -carry[1])
+    return lax.while_loop(lambda carry: carry[0] > 0, turn, (zero, x))[1]
+
+
 def zeros_after(tree: Tree, like: Tree) -> Tree:
     """`zeros_like`, made once the arrays of a tree are there: earlier they would only take memory."""
     arrays = [a for a in jax.tree.leaves(tree) if a.size]
@@ -132,23 +139,6 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
         return out, jax.tree.map(lambda _: True, out)
 
     return once(traced.consts, memory, x)
-
-
-def cut_apart(vector: Array, sizes: Sequence[int]) -> list[Array]:
-    """Consecutive pieces of a vector, or of each row [..., d]; what is left of it is dropped.
-
-    On CPU, XLA compiles every static slice of a long vector as a kernel of its own, 30 ms each. Slices whose starts it
-    does not know are one kernel for each size, so the starts come out of a condition that it cannot decide.
-    """
-    starts = (np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, np.int64)).tolist()
-    few = len(sizes) < FEW or not isinstance(vector, Tracer)
-    if few or jax.default_backend() != "cpu" or not 0 < vector.size < 2**31:
-        static = zip(starts, sizes, strict=True)
-        return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in static]
-    constants = lambda numbers: lambda: tuple(jnp.asarray(number, jnp.int32) for number in numbers)
-    unknown = lax.cond(always(vector), constants(starts), constants([0] * len(starts)))
-    dynamic = zip(unknown, sizes, strict=True)
-    return [lax.dynamic_slice_in_dim(vector, start, size, axis=-1) for start, size in dynamic]
 
 
 def is_shapes(tree: Tree) -> bool:

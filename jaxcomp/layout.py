@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import bounded, is_array, like_of, wide
-from jaxcomp.compiled import FEW, always, cut_apart
 from jaxcomp.paths import numbers_by_path
+from jaxcomp.pieces import LONG, Pieces, cut_apart, end_to_end, joined
 
 __all__ = [
     "ALONE",
@@ -44,7 +44,6 @@ __all__ = [
 Array = jax.Array
 DENSE_BELOW = 1024  # entries
 LONGEST = 2**30  # entries of a vector: indices, and the bits of their masks, are 32-bit integers
-LONG = 2**18  # entries of a vector that is worth a branch of its own
 ALONE = 32  # leaves in vectors of their own, where that pays; each of them adds 0.05 s to compiling
 KINDS = 4  # sizes of such leaves; each of them adds half a second
 LARGE = 2**19  # entries of a leaf that may be a vector of its own
@@ -280,8 +279,11 @@ def _buckets(large: list[int], leaves: list[Any], bucket_bytes: int | None) -> d
 # In, and out
 
 
-def split(plan: Plan, tree: Any) -> Any:
+def split(plan: Plan, tree: Any, *, pieces: bool | tuple[bool, ...] = False) -> Any:
     """The vectors of a tree.
+
+    Args:
+        pieces: vectors of several leaves are not joined, but stay `Pieces`; for each part, with a layout by paths.
 
     Raises:
         ValueError: the tree is another one than was laid out; names the leaf whose shape differs.
@@ -290,22 +292,22 @@ def split(plan: Plan, tree: Any) -> Any:
     plan, leaves = with_dtypes(plan, tree), jax.tree.leaves(tree)
 
     def vector(group: Group) -> Array:
-        if group.rows:
-            return jnp.stack([leaves[i].reshape(group.shape[1:]) for i in group.leaves])
-        own = [leaves[i] for i in group.leaves]
-        rest = math.prod(group.shape) - sum(leaf.size for leaf in own)
-        own += [jnp.zeros((rest,), group.dtype)] if rest else []
-        return _end_to_end(own, group.dtype).reshape(group.shape)
+        own = Pieces(tuple(jnp.reshape(leaves[i], (leaves[i].size,)) for i in group.leaves))
+        return own if pieces and len(own.leaves) > 1 else joined(own, jax.ShapeDtypeStruct(group.shape, group.dtype))
 
     if plan.parts:
         own = lambda numbers: tuple(leaves[i] for i in numbers)
-        return tuple(None if part is None else split(part, own(numbers)) for numbers, part in plan.parts)
+        each = pieces if isinstance(pieces, tuple) else (pieces,) * len(plan.parts)
+        return tuple(
+            None if part is None else split(part, own(numbers), pieces=in_pieces)
+            for (numbers, part), in_pieces in zip(plan.parts, each, strict=True)
+        )
     vectors = tuple(map(vector, plan.groups))
     if plan.bare:
         return vectors[0]
     if not plan.dense:
         return Parts((), vectors)
-    return Parts(_end_to_end([leaves[i] for i in plan.dense], plan.like.dense.dtype), vectors)
+    return Parts(end_to_end([leaves[i] for i in plan.dense], plan.like.dense.dtype), vectors)
 
 
 def dense_of(parts: Parts) -> Any:
@@ -325,20 +327,6 @@ def check_fits(plan: Plan, tree: Any) -> None:
         if leaf.shape != shape:
             where = jax.tree_util.keystr(path)
             raise ValueError(f"gradients{where} have shape {leaf.shape}; the state was made for {shape}")
-
-
-def _end_to_end(leaves: list[Any], dtype: Any) -> Array:
-    if len(leaves) == 1:
-        return leaves[0].reshape(-1).astype(dtype)
-    if not leaves:
-        return jnp.zeros((0,), dtype)
-    vectors = [lax.reshape(jnp.asarray(leaf, dtype), (leaf.size,)) for leaf in leaves if leaf.size]
-    size = sum(leaf.size for leaf in leaves)
-    if not 1 < len(vectors) < FEW or size < LONG or jax.default_backend() != "cpu":
-        return lax.concatenate(vectors, 0) if vectors else jnp.zeros((0,), dtype)
-    # XLA for CPU fuses few leaves with what follows, entry by entry: ten times as slow. It fuses nothing into a branch.
-    other = lambda *vectors: jnp.broadcast_to(sum(vector[0] for vector in vectors), (size,))
-    return lax.cond(always(vectors[0]), lambda *vectors: lax.concatenate(vectors, 0), other, *vectors)
 
 
 def join(plan: Plan, parts: Any) -> Any:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp.compiled import FEW, called, cut_apart
+from jaxcomp.compiled import called
+from jaxcomp.pieces import FEW, cut_apart
 
 ROWS = jnp.arange(24.0).reshape(4, 6)
 

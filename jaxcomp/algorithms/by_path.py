@@ -88,8 +88,9 @@ def by_path(parts: Mapping[str, Algorithm | Compressor]) -> Algorithm:
         local, shared = (tuple(s.local for s in states), tuple(s.shared for s in states))
         return directions, State(ByPathLocal(local), ByPathShared(shared))
 
+    pieces = tuple(bool(each.pieces) for each in algorithms)
     roles = {"parts": {i: each.roles for i, each in enumerate(algorithms)}}
-    return Algorithm(init, update, roles, layout=Layout("paths", parts=layouts), parts=algorithms)
+    return Algorithm(init, update, roles, layout=Layout("paths", parts=layouts), parts=algorithms, pieces=pieces)
 
 
 def _algorithm(value: Any) -> Algorithm:

@@ -15,8 +15,8 @@ from jaxcomp.base import (
     wide_like,
     zeros_like,
 )
-from jaxcomp.compiled import in_place
 from jaxcomp.compressors.vector import alpha_of, lift
+from jaxcomp.pieces import accumulated
 
 __all__ = ["check_contracts", "error_feedback"]
 
@@ -68,17 +68,16 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
         return State(ErrorFeedbackLocal(zeros_like(like), state.local), ErrorFeedbackShared(state.shared))
 
     def update(key, grads, state, exchange):
-        message = in_place(added, state.local.memory, grads)
+        message = accumulated(added, state.local.memory, grads)
         sent = exchange.mean(key, compressor, message, state.part("compressor"))
         return sent.mean, state.replace(memory=sent.residual, compressor=sent.state)
 
-    return Algorithm(init, update, {"memory": "memory", "compressor": "compressor"}, compressor)
+    return Algorithm(init, update, {"memory": "memory", "compressor": "compressor"}, compressor, pieces=True)
 
 
-def _added(decay: float) -> Callable[[Any, Any], Any]:
+def _added(decay: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """decay e + g of finite g, saturated."""
-    one = lambda e, g: bounded(g.astype(e.dtype) + decay * e)
-    return lambda memory, grads: jax.tree.map(one, memory, finite(grads))
+    return lambda e, g: bounded(finite(g).astype(e.dtype) + decay * e)
 
 
 def check_contracts(name: str, compressor: Compressor, like: Any = None) -> None:

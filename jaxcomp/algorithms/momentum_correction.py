@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide, wide_like, zeros_like
-from jaxcomp.compiled import in_place
 from jaxcomp.compressors.vector import lift
 from jaxcomp.layout import Parts
+from jaxcomp.pieces import accumulated
 
 __all__ = ["momentum_correction"]
 
@@ -89,19 +89,19 @@ def momentum_correction(
         local = MomentumLocal(zeros_like(like), zeros_like(like), state.local)
         return State(local, MomentumShared(_of_dense(zeros_like(like)), state.shared))
 
-    def accumulated(before, given):
-        """Momentum and velocity after this round's gradient."""
-        (momenta, velocities), (grads, factor) = before, given
-        pairs = jax.tree.map(lambda u, g: heavy_ball(u, _clipped(g, factor, u.dtype)), momenta, grads)
-        u, step = (jax.tree.map(lambda _, pair: pair[i], grads, pairs) for i in (0, 1))  # noqa: B023
-        return jax.tree.map(bounded, u), jax.tree.map(lambda v, s: bounded(v + s), velocities, step)
+    def momentum_after(u, g):
+        return bounded(heavy_ball(u, finite(g).astype(u.dtype))[0])
+
+    def velocity_after(v, g, u):
+        return bounded(v + (u + finite(g).astype(u.dtype) if nesterov else u))
 
     def update(key, grads, state, exchange):
         """As in the formulas above; small leaves, which go dense, wait for nothing and keep no velocity."""
-        factor = _clip_factor(grads, clip_norm, workers)
-        u, v = in_place(accumulated, (state.local.momentum, state.local.velocity), (grads, factor))
+        grads = _clipped(grads, clip_norm, workers)
+        u = accumulated(momentum_after, state.local.momentum, grads)
+        v = accumulated(velocity_after, state.local.velocity, grads, u)
         if isinstance(v, Parts):
-            dense = jax.tree.map(lambda g, v: _clipped(g, factor, v.dtype), grads.dense, v.dense)
+            dense = jax.tree.map(lambda g, v: finite(g).astype(v.dtype), grads.dense, v.dense)
             u, v = u._replace(dense=jax.tree.map(jnp.zeros_like, u.dense)), v._replace(dense=dense)
         sent = exchange.mean(key, compressor, v, state.part("compressor"))
         if masking:
@@ -115,7 +115,7 @@ def momentum_correction(
         return direction, new
 
     roles = {"velocity": "memory", "momentum": "memory", "dense_momentum": "momentum", "compressor": "compressor"}
-    return Algorithm(init, update, roles, compressor)
+    return Algorithm(init, update, roles, compressor, pieces=True)
 
 
 def _heavy_ball(momentum: float, nesterov: bool, u: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -133,17 +133,13 @@ def _of_dense(zeros: Any) -> Any:
     return Parts(zeros.dense, tuple(map(empty, zeros.vectors))) if isinstance(zeros, Parts) else empty(zeros)
 
 
-def _clip_factor(grads: Any, clip_norm: float | None, workers: int | None) -> jax.Array | None:
-    """What gradients are multiplied by; None for no clipping."""
+def _clipped(grads: Any, clip_norm: float | None, workers: int | None) -> Any:
+    """Gradients whose norm is at most that of one of the workers."""
     if clip_norm is None or workers is None:
-        return None
+        return grads
     norm = _norm(finite(grads))
-    return jnp.minimum(1, clip_norm / math.sqrt(workers) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-
-
-def _clipped(g: jax.Array, factor: jax.Array | None, dtype: Any) -> jax.Array:
-    g = finite(g)
-    return (g if factor is None else g * factor.astype(g.dtype)).astype(dtype)
+    factor = jnp.minimum(1, clip_norm / math.sqrt(workers) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
+    return jax.tree.map(lambda g: g * factor.astype(g.dtype), finite(grads))
 
 
 def _norm(tree: Any) -> jax.Array:

@@ -21,6 +21,7 @@ from jaxcomp.algorithms.low_rank import (
 from jaxcomp.base import Algorithm, State, bounded, finite, wide_like, zeros_like
 from jaxcomp.compiled import in_place
 from jaxcomp.layout import Layout, Parts
+from jaxcomp.pieces import accumulated
 
 __all__ = ["power_sgd"]
 
@@ -98,7 +99,7 @@ def power_sgd(
     def update(key, grads, state, exchange):
         del key
         bare, own = not isinstance(grads, Parts), state.local.memory
-        message = stacks_of(in_place(_added, own, grads))
+        message = stacks_of(accumulated(_added, own, grads))
         q, rounds = state.shared
 
         branches = {at: functools.partial(_round, rank, min_ratio, exchange) for at, rank in schedule}
@@ -110,12 +111,12 @@ def power_sgd(
         return direction.vectors[0][0] if bare else direction, new
 
     roles = {"memory": "memory", "q": "coin", "rounds": "coin"}
-    return Algorithm(init, update, roles, layout=Layout("shape", int(dense_below)))
+    return Algorithm(init, update, roles, layout=Layout("shape", int(dense_below)), pieces=True)
 
 
-def _added(memory: Any, grads: Any) -> Any:
+def _added(e: Array, g: Array) -> Array:
     """e + g of finite g, saturated."""
-    return jax.tree.map(lambda e, g: bounded(g.astype(e.dtype) + e), memory, finite(grads))
+    return bounded(finite(g).astype(e.dtype) + e)
 
 
 def _first(key: Array, like: Any, rank: int) -> Array:

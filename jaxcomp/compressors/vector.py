@@ -31,9 +31,10 @@ from jaxcomp.base import (
     overflow,
     weighted,
 )
-from jaxcomp.compiled import FEW, called, cut_apart
+from jaxcomp.compiled import called
 from jaxcomp.layout import DEFAULT, Parts, dense_of, rows_of
 from jaxcomp.payloads import Dense, Leaves
+from jaxcomp.pieces import FEW, cut_apart
 
 __all__ = ["Each", "Rows", "alpha_of", "check_like", "count_of", "is_whole", "lift", "omega_of", "on_vectors"]
 

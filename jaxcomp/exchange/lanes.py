@@ -16,10 +16,11 @@ from jax import lax
 
 from jaxcomp.arrays import as_words, sum_rows
 from jaxcomp.base import weighted
-from jaxcomp.compiled import always, cut_apart
+from jaxcomp.compiled import always
 from jaxcomp.exchange.collectives import all_to_all_rows, gather, gathered_size, sum_arrays
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying, varying_axes
 from jaxcomp.payloads import Leaves
+from jaxcomp.pieces import cut_apart
 
 __all__ = [
     "Lane",

@@ -224,7 +224,7 @@ def _mean(
         check_gradients(grads, placement)
 
         def given(plan):
-            return split(plan, grads), jax.tree.leaves(grads)
+            return split(plan, grads, pieces=run.algorithm.pieces), jax.tree.leaves(grads)
 
         direction, after = run.step(state, given)
         return join(with_dtypes(after.about.plan, grads), direction), after
