@@ -11,15 +11,22 @@ bytes and halves of words by chi-square, correlations with neighbours, with othe
 workers, pairs on a grid, all at a false-alarm rate of 1e-6.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import wrap_key
 
-__all__ = ["fmix32", "multiply_high", "random_bits", "random_subset", "random_uniform", "scale_to", "uniform_slices"]
+__all__ = [
+    "as_uniform",
+    "fmix32",
+    "halves",
+    "multiply_high",
+    "random_bits",
+    "random_subset",
+    "random_uniform",
+    "scale_to",
+]
 
 Array = jax.Array
 U32 = jnp.uint32
@@ -54,20 +61,24 @@ def random_uniform(key: Array, size: int) -> Array:
     return ((random_bits(key, size) >> U32(9)).astype(jnp.float32) + jnp.float32(0.5)) * jnp.float32(2.0**-23)
 
 
-def uniform_slices(key: Array, shape: tuple[int, ...], count: int) -> list[Array]:
-    """`count` arrays f32[shape], uniform on the 2^16 midpoints (i + 1/2) 2^-16: never 0, never 1, mean exactly 1/2.
+def halves(key: Array, shape: tuple[int, ...], count: int) -> list[Array]:
+    """`count` arrays uint32[shape], uniform on 0 .. 2^16 - 1.
 
-    Two of them share a word of `random_bits`, its lower and its upper half: word p * size + i for entry i of arrays
-    2 p and 2 p + 1, where size is the number of entries of one. So a rounding costs half a hash.
+    Two of them share a word, its lower and its upper half. The first word of place i is word i of `random_bits`, and
+    each following one fmix32(the one before + key_0), which takes half of its multiplications. So a rounding costs
+    little more than a quarter of a hash.
     """
-    size, made = math.prod(shape), []
     first, second = _words(key)
-    place = _place(shape)
+    word, made = fmix32(_place(shape) ^ first) + second, []
     for pair in range(-(-count // 2)):
-        word = fmix32(fmix32((place + U32(pair * size)) ^ first) + second)
+        word = fmix32(word + first if pair else word)
         made += [word & U32(0xFFFF), word >> U32(16)]
-    as_uniform = lambda half: (half.astype(jnp.int32).astype(jnp.float32) + jnp.float32(0.5)) * jnp.float32(2.0**-16)
-    return [as_uniform(half) for half in made[:count]]
+    return made[:count]
+
+
+def as_uniform(half: Array) -> Array:
+    """f32 from numbers 0 .. 2^16 - 1: the midpoints (i + 1/2) 2^-16, never 0, never 1, with mean exactly 1/2."""
+    return (half.astype(jnp.int32).astype(jnp.float32) + jnp.float32(0.5)) * jnp.float32(2.0**-16)
 
 
 def _place(shape: tuple[int, ...]) -> Array:

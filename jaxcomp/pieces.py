@@ -67,6 +67,13 @@ def _of_several(one: Callable[..., Array]) -> Callable[..., Array]:
     return lambda e, x: one(e, *x)
 
 
+@functools.partial(jax.jit, static_argnums=0)  # traced once for each size
+def _with_piece(one: Callable[..., Array], memory: Array, start: Array, piece: Array, *others: Array) -> Array:
+    there = lambda x: lax.dynamic_slice_in_dim(x, start, piece.size)
+    now = one(there(memory), piece, *map(there, others))
+    return lax.dynamic_update_slice_in_dim(memory, now, start, 0)
+
+
 def _piece_by_piece(one: Callable[..., Array], memory: Array, pieces: Pieces, *others: Array) -> Array:
     @jax.custom_batching.custom_vmap
     def added(memory, pieces, others):
@@ -74,9 +81,7 @@ def _piece_by_piece(one: Callable[..., Array], memory: Array, pieces: Pieces, *o
         starts = _unknown(_starts([x.size for x in leaves]), leaves[0])
         after, others = computed(memory, starts[0]).reshape(-1), [x.reshape(-1) for x in others]
         for start, piece in zip(starts, leaves, strict=True):
-            there = lambda x: lax.dynamic_slice_in_dim(x, start, piece.size)  # noqa: B023
-            now = one(there(after), piece, *map(there, others))
-            after = lax.dynamic_update_slice_in_dim(after, now, start, 0)
+            after = _with_piece(one, after, start, piece, *others)
         return after.reshape(memory.shape)
 
     @added.def_vmap

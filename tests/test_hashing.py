@@ -8,7 +8,7 @@ import pytest
 from montecarlo import chi_square_bound, z_bound
 
 from jaxcomp.compressors.rand_k import Draw
-from jaxcomp.hashing import fmix32, random_bits, random_subset, random_uniform, scale_to, uniform_slices
+from jaxcomp.hashing import as_uniform, fmix32, halves, random_bits, random_subset, random_uniform, scale_to
 
 N = 1 << 18
 
@@ -50,22 +50,28 @@ def test_pairs_are_uniform_on_the_square(key):
     assert np.sum((counts - N / 2048) ** 2) / (N / 2048) < chi_square_bound(1023, 1e-6)
 
 
-def test_slices_are_uniform_and_do_not_depend_on_each_other(key):
-    """Both halves of a word: means, correlations with each other and with neighbours, pairs on a 32 x 32 grid."""
-    slices = np.stack(uniform_slices(key, (4, 512, 32), 4), 1).astype(np.float64)  # 2^18 numbers
-    assert 0 < slices.min() < slices.max() < 1
-    rows = slices.transpose(1, 0, 2, 3).reshape(4, -1) - 0.5
-    z = z_bound(1e-6, 20)
-    count = rows.shape[1]
-    assert np.all(np.abs(rows.mean(1)) * np.sqrt(12 * count) < z)
-    for i in range(4):
-        for j in range(i):
-            assert abs(np.mean(rows[i] * rows[j])) * 12 * np.sqrt(count) < z
-        assert abs(np.mean(rows[i] * np.roll(rows[i], 1))) * 12 * np.sqrt(count) < z
-    for low, high in ((0, 1), (2, 3)):
-        cells = (rows[low] * 32 + 16).astype(int) * 32 + (rows[high] * 32 + 16).astype(int)
-        counts = np.bincount(cells, minlength=1024)
-        assert np.sum((counts - count / 1024) ** 2) / (count / 1024) < chi_square_bound(1023, 1e-6)
+def test_halves_are_uniform_and_do_not_depend_on_each_other(key):
+    """Of a word, and of the words that follow it: means, correlations, any two of them on a 32 x 32 grid.
+
+    Beside those of the next place, of another round and of another worker.
+    """
+    shape, many = (4, 512, 32), 8
+    other = lambda number: jax.random.fold_in(key, number)
+    drawn = [np.stack(halves(each, shape, many)).reshape(many, -1) for each in (key, other(1), other(2))]
+    assert all(0 <= x.min() < x.max() < 2**16 for x in drawn)
+    uniform = np.asarray(as_uniform(drawn[0][0]))
+    assert 0 < uniform.min() < uniform.max() < 1
+    rows = np.concatenate([*drawn, np.roll(drawn[0], 1, 1)]).astype(np.int64)
+    count, pairs = rows.shape[1], [(i, j) for i in range(many) for j in range(i + 1, len(rows))]
+    centred = (rows + 0.5) / 2**16 - 0.5
+    assert np.all(np.abs(centred.mean(1)) * np.sqrt(12 * count) < z_bound(1e-6, len(rows)))
+    correlations = centred @ centred.T / count * 12 * np.sqrt(count)
+    assert all(abs(correlations[i, j]) < z_bound(1e-6, len(pairs)) for i, j in pairs)
+    for bits in (rows >> 11, rows & 31):
+        for i, j in pairs:
+            counts = np.bincount(bits[i] * 32 + bits[j], minlength=1024)
+            squares = np.sum((counts - count / 1024) ** 2) / (count / 1024)
+            assert squares < chi_square_bound(1023, 1e-6 / len(pairs)), (i, j)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 1000, 46341, 65536])

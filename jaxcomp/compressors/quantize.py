@@ -15,7 +15,7 @@ from jaxcomp.base import Compressor, Spec, State, bounded, finite, key_data, one
 from jaxcomp.compiled import of_made
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
-from jaxcomp.hashing import random_uniform, uniform_slices
+from jaxcomp.hashing import as_uniform, halves, random_uniform
 from jaxcomp.layout import ALONE, Layout
 from jaxcomp.packing import Places, pack, places_of, unpack, width_for
 from jaxcomp.payloads import Quantized
@@ -24,6 +24,7 @@ __all__ = ["dithering", "unzigzag", "zigzag"]
 
 Array = jax.Array
 MOST_LEVELS = 2**15
+FEW = 127  # levels that `_few_codes` rounds
 LARGEST = np.finfo(np.float32).max  # of norms and units, which are f32
 
 
@@ -172,25 +173,48 @@ def _steps(levels: int | None, steps: Any, per_worker: bool) -> Steps:
     return Steps(sizes, len(shape) > 0, most, width_for(2 * most + 1))
 
 
-def _inverse(unit: Array) -> tuple[Array, Array]:
-    """(a, b) with (|x| a) b = |x| / unit, one division for each unit; b = 0 for one that is no normal number."""
-    one = jnp.ones((), unit.dtype)
-    a = jnp.where(unit > 2.0**100, jnp.asarray(2.0**-64, unit.dtype), one)  # else 1/unit vanishes
+def _inverse(unit: Array) -> Array:
+    """1 / unit, one division for each unit; 0 for one that is no normal number."""
     empty = unit < jnp.asarray(jnp.finfo(jnp.float32).tiny, unit.dtype)
-    return a, jnp.where(empty, jnp.zeros((), unit.dtype), 1 / (unit * a))
+    return jnp.where(empty, jnp.zeros((), unit.dtype), 1 / unit)
 
 
-def _codes(x: Array, inverse: tuple[Array, Array], noise: Array, most: int) -> Array:
+def _inverses(unit: Array) -> tuple[Array, Array]:
+    """(a, b) with (|x| a) b = |x| / unit, for units whose inverse is no normal number."""
+    a = jnp.where(unit > 2.0**100, jnp.asarray(2.0**-64, unit.dtype), jnp.ones((), unit.dtype))
+    return a, _inverse(unit * a)
+
+
+def _codes(x: Array, inverses: tuple[Array, Array], noise: Array, most: int) -> Array:
     """Codes of entries, rounded at random: `zigzag` of levels at most `most`, 2 l - 1 for l > 0, 2 |l| for l <= 0."""
-    position = (jnp.abs(finite(x)) * inverse[0]) * inverse[1]
+    position = (jnp.abs(finite(x)) * inverses[0]) * inverses[1]
     level = jnp.minimum(position + noise.astype(x.dtype), most).astype(jnp.int32)  # neither is negative: floor
     return jnp.maximum(2 * level - 1 + (x < 0).astype(jnp.int32), 0).astype(jnp.uint32)
+
+
+def _codes_of_halves(x: Array, inverses: tuple[Array, Array], half: Array, most: int) -> Array:
+    """The same with noise (half + 1/2) 2^-16."""
+    return _codes(x, inverses, as_uniform(half), most)
+
+
+def _few_codes(x: Array, inverses: tuple[Array], half: Array, most: int) -> Array:
+    """The same of f32 and at most `FEW` levels, in integers: half of the time.
+
+    A float in [128, 256) is a multiple of 2^-16, so adding 128 rounds a position to one, and the last bits are that
+    multiple. A fraction of f 2^-16 is rounded up for f of the 2^16 values of half.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    position = jnp.minimum(jnp.abs(finite(x)) * inverses[0], jnp.float32(most)) + jnp.float32(128)
+    level = (lax.bitcast_convert_type(position, jnp.uint32) + half) >> 16
+    level = lax.bitcast_convert_type(level, jnp.int32) - (0x43000000 >> 16)
+    return jnp.maximum(2 * level - 1 + lax.shift_right_logical(bits, 31), 0).astype(jnp.uint32)
 
 
 def _worth(codes: Array, unit: Array, dtype: Any) -> Array:
     """What codes stand for."""
     level = unzigzag(codes).astype(wide(dtype))
-    return bounded(bounded(level * unit.astype(level.dtype)).astype(dtype))
+    worth = bounded(level * unit.astype(level.dtype))
+    return worth if worth.dtype == dtype else bounded(worth.astype(dtype))
 
 
 def _dithering(
@@ -222,17 +246,19 @@ def _dithering(
         places = places_for(x.shape[0], cut)
         if places is None:
             unit = steps.unit(state.shared, cut, norms, cut.spread).astype(x.dtype)
-            codes = _codes(x, _inverse(unit), random_uniform(key, x.shape[0]), most)
+            codes = _codes(x, _inverses(unit), random_uniform(key, x.shape[0]), most)
             return Quantized(short_norms, pack(codes, width)), state.local
         units = steps.unit(state.shared, cut, norms, cut.spread_to_words).astype(x.dtype)
+        few = x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25  # then 1 / unit is a normal number
+        codes = _few_codes if few else _codes_of_halves
 
-        def words_of(x, inverse, words):
-            noise = uniform_slices(words, places.shape, places.count)
-            inverses = zip(*map(places.slices, inverse), strict=True)
+        def words_of(x, inverses, words):
+            noise = halves(words, places.shape, places.count)
+            inverses = zip(*map(places.slices, inverses), strict=True)
             each = zip(places.slices(x), inverses, noise, strict=True)
-            return places.pack([_codes(*three, most) for three in each])
+            return places.pack([codes(*three, most) for three in each])
 
-        made = of_made(words_of, x, _inverse(units), key_data(key))
+        made = of_made(words_of, x, (_inverse(units),) if few else _inverses(units), key_data(key))
         return Quantized(short_norms, made.reshape(width, -1)), state.local
 
     def decompress(payload, shared, like):

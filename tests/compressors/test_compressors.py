@@ -11,7 +11,7 @@ from variants import variants
 import jaxcomp as jc
 from jaxcomp.arrays import ONE_PASS
 from jaxcomp.base import accumulate, overflow
-from jaxcomp.hashing import random_bits, random_uniform, uniform_slices
+from jaxcomp.hashing import as_uniform, halves, random_bits, random_uniform
 from jaxcomp.packing import unpack
 
 
@@ -176,8 +176,8 @@ def test_dithering_in_the_order_of_words_is_the_oracle(arguments, how, key, seed
     count, width = 32 // payload.words.shape[0], payload.words.shape[0]
     in_words = 32 % width == 0 and how.get("block_size", 32) % 32 == 0
     if in_words:
-        slices = np.stack(uniform_slices(key, (3072 // 1024, width, 32), count), 2)
-        uniforms = slices.reshape(-1).astype(np.float64)
+        slices = np.stack(halves(key, (3072 // 1024, width, 32), count), 2)
+        uniforms = np.asarray(as_uniform(slices.reshape(-1)), np.float64)
     else:
         uniforms = np.asarray(random_uniform(key, 3072), np.float64)
     steps = arguments.get("steps", 1 / arguments.get("levels", 1))
