@@ -130,16 +130,18 @@ def excess_quantile(law, e, ratio, quantile="newton"):
     return mean * log_ratio
 
 
-def sidco(x, ratio, law="exponential", stages=3, counted=False, quantile="newton", first_ratio=0.25, stride=1):
+def sidco(x, ratio, law="exponential", stages=3, counted=False, quantile="newton", first_ratio=0.25, stride=1, run=1):
     """Threshold eta of SIDCo: multi-stage peaks over threshold, location at the last threshold.
 
     Zeros are left out of the fit and the target is raised to ratio d / (number of nonzeros).
     counted: stage ratios from the measured counts, then up to three corrections by the counts.
     stride: of the sample that laws are fitted to; its count moves the threshold before that of all entries does.
+    run: entries of the sample that follow one another, run * stride apart; all from 0 to d where it is 1.
     """
     d = len(x)
     every = np.abs(np.asarray(x, np.float64))
-    a = every[::stride]
+    rows = d // (run * stride)
+    a = every[::stride] if run == 1 else every[: rows * run * stride].reshape(rows, -1)[:, :run].reshape(-1)
     d_sample = a.size
     a = a[a > 0]
     if a.size == 0:

@@ -5,9 +5,9 @@
 So the error of each stage is mended in the next, and costs nothing: the counts are known anyway. The first stage is as
 published. If the last threshold still misses k by more than 10 %, a line through the logarithms of the
 last two counts moves it, at most three times. Since all entries are counted in the end, laws of long vectors
-are fitted to a strided sample. There the sample's own count moves the threshold first, if it is off by more than
-chance makes it (1 / sqrt(k / stride), at least 2 %): that costs no pass over the vector, and mends a law that fits
-badly.
+are fitted to a sample (`select.every`). There the sample's own count moves the threshold first, if it is off by more
+than chance makes it (1 / sqrt(k / stride), at least 2 %): that costs no pass over the vector, and mends a law that
+fits badly.
 """
 
 import math
@@ -20,7 +20,7 @@ from jax import lax
 from jaxcomp.compressors.sidco_published import first_ratio
 from jaxcomp.compressors.tails import Sample, fitted
 from jaxcomp.compressors.threshold import Estimator
-from jaxcomp.select import count_above, count_words, words_above
+from jaxcomp.select import count_above, count_words, every, words_above
 
 __all__ = ["counted"]
 
@@ -41,9 +41,8 @@ def counted(law: str, exact: bool, stages: int, sample: int | None) -> Estimator
     """The recursion with M = stages, fitted to about `sample` entries, or to all for None."""
 
     def estimate(key, x, k, ratio, memory):
-        # Odd, so that the sample does not run along the columns of a matrix.
         stride = max(1, x.shape[0] // sample - 1) | 1 if sample else 1
-        eta, before, goal = _last_two(x[::stride], k, stride, ratio, stages, law, exact)
+        eta, before, goal = _last_two(every(x, stride), k, stride, ratio, stages, law, exact)
         words = words_above(x, eta)
         eta, words = _corrected(x, before._replace(above=before.above * stride), eta, words, goal)
         return eta, words, memory

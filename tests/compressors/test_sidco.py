@@ -11,6 +11,7 @@ from variants import variants
 
 import jaxcomp as jc
 from jaxcomp.base import State, advance
+from jaxcomp.select import every
 
 SIZE = 20_000
 DATA = {
@@ -85,15 +86,17 @@ def test_selects_what_the_oracle_threshold_selects(kind, setting, key, seed):
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize(("size", "run"), [(1 << 16, 1), (1 << 18, 4)])
 @pytest.mark.parametrize("kind", ["E", "P", "GP"])
-def test_a_sample_corrects_its_threshold_first(kind, key, seed):
-    """Laws fitted to every 15th entry; the sample moves the threshold, and then all entries are counted."""
-    size, sample, ratio = 1 << 16, 1 << 12, 0.01
+def test_a_sample_corrects_its_threshold_first(kind, size, run, key, seed):
+    """Laws fitted to one in 15 entries; the sample moves the threshold, and then all entries are counted."""
+    sample, ratio = size >> 4, 0.01
     stride = max(1, size // sample - 1) | 1
+    assert every(jnp.arange(size), stride).shape[0] == (size // (run * stride) * run if run > 1 else -(-size // stride))
     compressor = sidco(ratio, sample=sample, capacity=5, **KINDS[kind])
     for name, draw in DATA.items():
         x = draw(np.random.default_rng(seed), size).astype(np.float32)
-        eta = oracles.sidco(x, ratio, counted=True, stride=stride, **KINDS[kind])
+        eta = oracles.sidco(x, ratio, counted=True, stride=stride, run=run, **KINDS[kind])
         above = np.abs(np.float64(x)) > eta
         edge = np.abs(np.abs(np.float64(x)) - eta) < 3e-4 * eta
         _, x_hat = compressed(compressor, x, key)

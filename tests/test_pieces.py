@@ -1,0 +1,131 @@
+"""Leaves that are added to their memory without being joined: as if they had been."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomp as jc
+from jaxcomp.layout import Layout, Parts, plan_of, split
+from jaxcomp.pieces import Pieces, accumulated, joined
+
+SIZES = [5, 1, 0, 40, 7]
+
+
+def added(e, g):
+    return e + 2 * g.astype(e.dtype)
+
+
+def between(e, g, other):
+    return e + g.astype(e.dtype) * other
+
+
+def drawn(seed: int, sizes, dtype=np.float32) -> list:
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=size), dtype) for size in sizes]
+
+
+HOW = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "donated": functools.partial(jax.jit, donate_argnums=0),
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+@pytest.mark.parametrize("rest", [0, 3])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_pieces_are_added_where_they_belong(how, rest, dtype, seed):
+    pieces, size = drawn(seed, SIZES, dtype), sum(SIZES) + rest
+    memory, other = drawn(seed + 1, [size, size])
+    want = np.array(memory)
+    flat = np.concatenate([np.float32(x) for x in pieces])
+    want[: flat.size] += 2 * flat
+    want = {False: want, True: np.where(np.arange(size) < flat.size, np.array(memory), np.array(memory))}
+    want[True][: flat.size] += flat * np.asarray(other)[: flat.size]
+    one = how(lambda m, *leaves: accumulated(added, m, Pieces(leaves)))(memory + 0, *pieces)
+    np.testing.assert_array_equal(one, want[False])
+    two = how(lambda m, o, *leaves: accumulated(between, m, Pieces(leaves), o))(memory + 0, other, *pieces)
+    np.testing.assert_allclose(two, want[True], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("over", ["memory", "pieces", "both"])
+def test_under_vmap_they_are_those_of_each_row(over, seed):
+    pieces, memory = drawn(seed, SIZES), drawn(seed + 1, [sum(SIZES)])[0]
+    rows = lambda x: jnp.stack([x, 2 * x, -x])
+    batched = {"memory": (0, None), "pieces": (None, 0), "both": (0, 0)}[over]
+    memory = rows(memory) if batched[0] == 0 else memory
+    pieces = list(map(rows, pieces)) if batched[1] == 0 else pieces
+    run = lambda memory, pieces: accumulated(added, memory, Pieces(tuple(pieces)))
+    got = jax.jit(jax.vmap(run, batched))(memory, pieces)
+    of = lambda x, i, is_batched: x[i] if is_batched == 0 else x
+    for i in range(3):
+        want = jax.jit(run)(of(memory, i, batched[0]), [of(x, i, batched[1]) for x in pieces])
+        np.testing.assert_array_equal(got[i], want)
+
+
+def test_split_leaves_them_apart_where_a_vector_has_several(seed):
+    tree = {"a": jnp.ones((30, 50)), "b": jnp.ones((1500,)), "c": jnp.ones((40, 30), jnp.bfloat16), "d": jnp.ones((3,))}
+    plan = plan_of(Layout(), tree)
+    parts, whole = split(plan, tree, pieces=True), split(plan, tree)
+    assert [type(x) for x in parts.vectors] == [Pieces, jax.Array] or isinstance(parts.vectors[0], Pieces)
+    assert not isinstance(parts.vectors[1], Pieces)  # the only leaf of its dtype
+    assert isinstance(parts, Parts)
+    jax.tree.map(np.testing.assert_array_equal, joined(parts, plan.like), whole)
+
+
+METHODS = {
+    "error_feedback": lambda: jc.error_feedback(jc.top_k(0.01)),
+    "momentum": lambda: jc.momentum_correction(jc.top_k(0.01), momentum=0.9),
+    "nesterov": lambda: jc.momentum_correction(jc.top_k(0.01), momentum=0.9, nesterov=True),
+    "clipped": lambda: jc.momentum_correction(jc.top_k(0.01), momentum=0.9, clip_norm=0.5, workers=2),
+    "power_sgd": lambda: jc.power_sgd(2),
+    "by_path": lambda: jc.by_path({".*[ab]$": jc.top_k(0.01), ".*": jc.dithering(7)}),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("make", METHODS.values(), ids=METHODS)
+def test_a_method_does_the_same_with_pieces_as_with_vectors(make, seed):
+    """Three rounds of two workers. The algorithm without `pieces` is given joined vectors."""
+    rng = np.random.default_rng(seed)
+    shapes = {"a": (40, 30), "b": (40, 30), "c": (1100,), "d": (50, 40), "e": (3,)}
+    rounds = [
+        {name: jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32) for name, shape in shapes.items()}
+        for _ in range(3)
+    ]
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    whole = make()
+    assert whole.pieces
+    got = []
+    for algorithm in (whole, whole._replace(pieces=False)):
+        tx = jc.compressed_mean(algorithm, "data", seed=3)
+        step = jax.jit(jax.vmap(tx.update, axis_name="data"))
+        state, out = jax.vmap(lambda _: tx.init(params), axis_name="data")(jnp.arange(2)), []  # noqa: B023
+        for grads in rounds:
+            direction, state = step(grads, state)
+            out.append(direction)
+        got.append((out, state))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *got)
+
+
+def test_a_step_of_many_leaves_joins_none(seed):
+    """On CPU: besides state and result it takes the memory of one gradient, the direction before it is cut apart."""
+    leaves = {f"{i:02}": jax.ShapeDtypeStruct((2**14,), jnp.float32) for i in range(20)}
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    tx = jc.compressed_mean(jc.error_feedback(jc.sidco(0.01)), "data")
+    state, specs = jc.init_state(tx, jax.tree.map(lambda x: jnp.zeros(x.shape), leaves), mesh, "data")
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), leaves)
+
+    def one(grads, state):
+        return tx.update(jax.tree.map(lambda x: x[0], grads), state)
+
+    data, whole = jax.P("data"), jax.P()
+    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(data, specs), out_specs=(whole, specs)), donate_argnums=1)
+    program = step.lower(rows, jax.eval_shape(lambda: state)).compile()
+    size = 4 * 20 * 2**14
+    assert program.memory_analysis().temp_size_in_bytes < 1.3 * size
+    joins = [line for line in program.as_text().splitlines() if f"f32[{size // 4}]" in line and " concatenate(" in line]
+    assert not joins
