@@ -328,11 +328,10 @@ def after(trainer, steps):
 def test_other_workers_take_over_the_sum_of_memories(four, tmp_path):
     state = after(four, 5)
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(5, state, {"workers": 4, "base_step": 0, "base_bytes": 0.0, "step_bytes": 10.0})
+    checkpoints.save(5, state, {"workers": 4, "sent_bytes": 50.0})
     with jax.numpy_dtype_promotion("standard"):
         two = trainer_of(2)
-        written = checkpoints.about(5)
-        taken, about = taken_up(two, checkpoints, 5, written, two.initial_state(0), 0)
+        taken, step, about = taken_up(two, checkpoints, 0)
         checkpoints.close()
         old, new = (
             [np.asarray(x, np.float64).sum(0) for x in jax.tree.leaves(s.optimizer[0].local.algorithm.memory)]
@@ -342,8 +341,7 @@ def test_other_workers_take_over_the_sum_of_memories(four, tmp_path):
         for a, b in zip(old, new, strict=True):
             np.testing.assert_allclose(b, a.reshape(b.shape), rtol=1e-12, atol=1e-14)
         assert same(two.whole(taken.params), four.whole(state.params))
-        assert about.pop("fingerprint") == written["fingerprint"]
-        assert about == {"workers": 2, "base_step": 5, "base_bytes": 50.0, "step_bytes": two.ledger.total_bytes}
+        assert (step, about["workers"], about["sent_bytes"]) == (5, 4, 50.0)
         *_, last = two.steps(taken, parts_of(two), 0, 5, 7)
     assert np.isfinite(last.loss)
     assert int(last.state.optimizer[0].shared.count) == 7
