@@ -42,19 +42,12 @@ class Dataset(NamedTuple):
 
 def digits(folder: Path | None, choose: Choose | None, test: bool) -> Dataset:
     """scikit-learn's 1,797 images of 8 x 8 pixels; every fifth is for the test. Needs no download."""
-    package = importlib.util.find_spec("sklearn")
+    package = importlib.util.find_spec("sklearn")  # importing it takes longer than all the rest, in every process
     if package is None or package.origin is None:
         raise UserError("--data digits needs scikit-learn, where they are kept")
-    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    if path.is_file():  # importing scikit-learn takes longer than all the rest, in every process
-        table = np.loadtxt(path, delimiter=",")
-        images, labels = table[:, :-1], table[:, -1]
-    else:
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
+    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    images, y = table[:, :-1], table[:, -1].astype(np.int32)
     x = ((images - images.mean()) / images.std()).astype(np.float32).reshape(-1, 8, 8, 1)
-    y = labels.astype(np.int32)
     tested = np.arange(len(y)) % 5 == 4
     rows = None if choose is None else choose(y[~tested])
     train_x = x[~tested] if rows is None else x[~tested][rows]
