@@ -24,7 +24,7 @@ from experiments.lib.cli import UserError
 from experiments.lib.errors import line_of
 from experiments.lib.launch import end_all, free_port, handling, start
 
-__all__ = ["Failed", "Group", "Interrupted", "agree", "join", "leave", "or_die", "stopping", "training_group"]
+__all__ = ["Failed", "Group", "agree", "join", "leave", "or_die", "stopping", "training_group"]
 
 # How the failure of another process looks from here.
 LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "gloo", "unavailable")
@@ -40,10 +40,6 @@ TAIL = 15  # lines of a log that are shown
 
 class Failed(UserError):
     """A process failed; str() says which and why, in one line, and the end of its log where it was a defect."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """Somebody asked for a stop."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -92,21 +88,16 @@ def join(coordinator: str | None, number: int | None, process: int | None, patie
     others = "process 0" if process else "process 1" if number == 2 else "the other processes"
     waiting = f"waiting for {others} {where}, for at most {patience:g} s (--patience)"
     late = UserError(f"waited {patience:g} s for {others} {where} (--patience)")
-    timers = [
-        threading.Timer(SILENT, lambda: print(waiting, file=sys.stderr, flush=True)),
-        threading.Timer(patience, lambda: leave(late)),
-    ]
+    timers = [threading.Timer(SILENT, print, [waiting], {"file": sys.stderr, "flush": True})]
+    timers += [threading.Timer(patience, leave, [late])]
     try:
         for timer in timers:
             timer.daemon = True
             timer.start()
-        seconds = int(patience) + 60
-        if coordinator is None:
-            jax.distributed.initialize(initialization_timeout=seconds)
-        else:
+        if coordinator:
             check_address(coordinator, process)
-            found = {"cluster_detection_method": "deactivate", "initialization_timeout": seconds}
-            jax.distributed.initialize(coordinator, number, process, **found)
+        how = {"cluster_detection_method": "deactivate" if coordinator else None}
+        jax.distributed.initialize(coordinator, number, process, initialization_timeout=int(patience) + 60, **how)
     except (ValueError, RuntimeError) as error:
         hint = "" if coordinator else "; name it: --coordinator HOST:PORT --num-processes N --process-id I"
         raise UserError(f"found no other processes {where}: {str(error).splitlines()[0].rstrip('.')}{hint}") from None
@@ -118,14 +109,12 @@ def join(coordinator: str | None, number: int | None, process: int | None, patie
 def check_address(coordinator: str, process: int | None) -> None:
     """That the host of a coordinator has an address, and that process 0 can listen at its port: JAX might crash."""
     host, _, port = coordinator.rpartition(":")
-    host = host.strip("[]")
     what = f"{host} has no address"
     try:
-        socket.getaddrinfo(host, int(port))
+        socket.getaddrinfo(host.strip("[]"), int(port))
         if process == 0:
             what = f"cannot listen at port {port}"
-            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-            socket.create_server(("", int(port)), family=family, dualstack_ipv6=family == socket.AF_INET6).close()
+            socket.create_server(("", int(port))).close()
     except OSError as error:
         raise UserError(f"--coordinator {coordinator}: {what}: {error.strerror}") from None
 
@@ -142,10 +131,8 @@ def agree(decide: Callable[[], Any]) -> Any:
     if jax.process_index() == 0:
         try:
             content = {"value": decide()}
-        except Exception as error:
-            content = {"error": line_of(error)}
-            if content["error"] is None:
-                raise
+        except UserError as error:
+            content = {"error": str(error)}
     text = np.frombuffer(json.dumps(content).encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     text = text if jax.process_index() == 0 else np.zeros(length, np.uint8)
@@ -225,13 +212,13 @@ class Group:
             if self.failed():
                 raise self.failure()
             if any(self.codes()):
-                raise Interrupted
+                raise KeyboardInterrupt
         except KeyboardInterrupt:
             with contextlib.suppress(ProcessLookupError):
                 self.processes[0].send_signal(signal.SIGTERM)  # who has all stop after a common step
             end = time.monotonic() + PATIENCE
             self.end_or(lambda: time.monotonic() > end)
-            raise Interrupted from None
+            raise KeyboardInterrupt from None
         finally:
             self.kill()
 

@@ -83,13 +83,10 @@ def parser(kind: str = "train", about: str | None = __doc__) -> Parser:
 def main(arguments: Sequence[str], of: type["Run"] | None = None) -> int:
     """of: what is run, where it is not a single training."""
     one_thread()  # for bitwise the same sums, however the workers are spread over processes
-    of = of or Run
-    options = vars(of.parser().parse_args(arguments))
-    place = {key: options.pop(key) for key in PLACES}
-    check_place(place)
-    run = of(options, folders.given_in(of.parser(), arguments), place)
-    if place["processes"] > 1:
-        return start(run, arguments)
+    run = (of or Run)(arguments)
+    check_place(run.place)
+    if run.place["processes"] > 1:
+        return start(run)
     if run.together:
         return take_part(run)
     with processes.stopping(alone=True) as stop_after:
@@ -119,13 +116,13 @@ def workers_of(options: dict[str, Any], number: int) -> int:
     return workers
 
 
-def start(run: "Run", arguments: Sequence[str]) -> int:
+def start(run: "Run") -> int:
     """Starts the processes, and waits for them."""
     run.find()
     place, workers = run.place, workers_of(run.options, run.place["processes"])
     with claimed(place["runs"], place["name"], place["resume"], run.kind) as folder:
         name = str(folder.relative_to(place["runs"]))
-        words = [run.kind, *arguments, "--processes", "1", "--workers", str(workers), "--name", name]
+        words = [run.kind, *run.arguments, "--processes", "1", "--workers", str(workers), "--name", name]
         try:
             processes.training_group(words, place["processes"], folder / "logs").wait()
         except KeyboardInterrupt:
@@ -160,9 +157,11 @@ class Run:
     kind = "train"
     parser = staticmethod(parser)
 
-    def __init__(self, options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]):
-        self.options, self.given, self.place = options, given, place
-        self.together = place["coordinator"] is not None or place["cluster"]
+    def __init__(self, arguments: Sequence[str]):
+        self.arguments, self.options = arguments, vars(self.parser().parse_args(arguments))
+        self.place = {key: self.options.pop(key) for key in PLACES}
+        self.together = self.place["coordinator"] is not None or self.place["cluster"]
+        self.asked = self.options["workers"]
         self.results: list[dict[str, Any]] = []  # of process 0, a row for each finished job
 
     def jobs(self) -> list[tuple[str, int]]:
@@ -180,7 +179,7 @@ class Run:
         else:
             self.folder = folders.choose_folder(place["runs"], place["name"], place["resume"], self.kind)
         if place["resume"]:
-            self.options = folders.resumed(self.folder, self.options, self.given, self.parser(), free=["workers"])
+            self.options = folders.resumed(self.folder, self.parser(), self.arguments, self.options, free=["workers"])
 
     def go(self, stop_after: Callable[[int], bool]) -> int:
         """Trains what is left; the exit status."""
@@ -191,10 +190,9 @@ class Run:
         self.find()
         count = self.place["num_processes"] or 1
         self.mesh = find_mesh(None if self.place["cluster"] else workers_of(self.options, count), count)
-        asked = self.given.get("workers")
-        if asked not in (None, self.mesh.size):  # on a cluster nobody else says how many there are
-            raise UserError(f"--workers {asked}: the processes of this cluster have {self.mesh.size} devices together")
-        self.options["workers"] = self.mesh.size
+        workers = self.options["workers"] = self.mesh.size  # on a cluster nobody else says how many there are
+        if self.asked not in (None, workers):
+            raise UserError(f"--workers {self.asked}: the processes of this cluster have {workers} devices together")
         self.number = jax.process_index()
         self.console = new_console(quiet=self.number > 0)
         with contextlib.ExitStack() as claims:
