@@ -130,4 +130,4 @@ def taken_up(trainer: Trainer, checkpoints: Checkpoints, seed: int) -> tuple[Sta
 def measured(trainer: Trainer, state: State) -> dict[str, float]:
     """What the exchange of the last step cost and lost, and how many steps were skipped so far."""
     line = {key: float(value) for key, value in trainer.info(state.optimizer)._asdict().items()}
-    return line | ({"skipped": int(state.optimizer.skipped)} if trainer.nonfinite == "skip" else {})
+    return line | ({"skipped": int(state.optimizer.skipped)} if trainer.options["nonfinite"] == "skip" else {})

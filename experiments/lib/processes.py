@@ -242,14 +242,14 @@ class Group:
     def failure(self) -> UserError:
         """The first cause, once those that fail have had time to say why."""
 
-        def causes() -> list[tuple[int, int]]:
+        def cause() -> tuple[int, int]:
             ended = [(code, i) for i, code in enumerate(self.codes()) if code not in (None, 0, STOPPED)]
-            return sorted(ended, key=lambda end: RANKS.get(end[0], 0)) or [(0, 0)]
+            return min(ended, key=lambda end: RANKS.get(end[0], 0), default=(0, 0))
 
         end = time.monotonic() + 2.0
-        while RANKS.get(causes()[0][0], 0) > 1 and time.monotonic() < end:
+        while RANKS.get(cause()[0], 0) > 1 and time.monotonic() < end:
             time.sleep(0.05)
-        code, i = causes()[0]
+        code, i = cause()
         message, lines = self.last_words(i)
         if code < 0 and code != -signal.SIGABRT:
             name = signal.Signals(-code).name

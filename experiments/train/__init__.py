@@ -265,9 +265,8 @@ class Run:
                 for job in map(Job._make, left):
                     task = bar.add_task(f"{job.method}, seed {job.seed}", total=o["steps"], now="compiling")
                     if trainer is None or job.method != compiled:
-                        args = (algorithms[job.method], MODELS[o["model"]], data, self.mesh, o["optimizer"], o["lr"])
-                        more = {key: o[key] for key in ("batch", "via", "nonfinite", "spoil")}
-                        trainer, compiled = Trainer(*args, **more), job.method
+                        trainer = Trainer(algorithms[job.method], MODELS[o["model"]], data, self.mesh, o)
+                        compiled = job.method
                     show = lambda step, now, task=task: bar.update(task, completed=step, now=now)
                     where = (self.folder, self.journal, parts[job.seed])
                     row = train_one(trainer, job, o, *where, show, stop_after, self.say)

@@ -305,8 +305,9 @@ def trainer_of(workers, nonfinite="mask", images=None, method=None):
     mesh = jax.make_mesh(
         (workers,), ("data",), devices=jax.devices()[:workers], axis_types=(jax.sharding.AxisType.Auto,)
     )
+    options = {"optimizer": "adam", "lr": 1e-3, "batch": 4, "via": "auto", "nonfinite": nonfinite, "spoil": None}
     with jax.numpy_dtype_promotion("standard"):
-        return Trainer(method, Tiny, digits, mesh, "adam", 1e-3, 4, nonfinite=nonfinite)
+        return Trainer(method, Tiny, digits, mesh, options)
 
 
 def parts_of(trainer, seed=0):
