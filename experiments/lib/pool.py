@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.lib.cli import UserError
 from experiments.lib.gloo import warm_up
-from experiments.lib.processes import Group, or_die
+from experiments.lib.processes import Group, join, or_die
 
 __all__ = ["ONE_PROCESS", "Pool", "answer", "note", "or_die", "requests", "serve"]
 
@@ -102,8 +102,7 @@ def serve(address: str, workers: int, number: int, do: Callable[..., Any]) -> No
         if address == ONE_PROCESS:
             jax.config.update("jax_num_cpu_devices", workers)
         else:
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
-            jax.distributed.initialize(address, workers, number)
+            join(address, workers, number)
             warm_up()
         answer("ready")
         for request in requests():
