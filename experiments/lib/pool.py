@@ -5,10 +5,8 @@ import json
 import queue
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import UserError
@@ -34,9 +32,7 @@ class Pool:
         self.lines: queue.Queue[tuple[int, str | None]] = queue.Queue()
 
     def __enter__(self) -> "Pool":
-        self.logs = tempfile.TemporaryDirectory()
-        piped = lambda _: subprocess.PIPE
-        self.group = Group(self.commands, Path(self.logs.name), self.environment, piped, text=True)
+        self.group = Group(self.commands, self.environment, output=lambda _: subprocess.PIPE, text=True)
         self.processes = self.group.processes
         for i, process in enumerate(self.processes):
             threading.Thread(target=self.read, args=(i, process.stdout), daemon=True).start()
@@ -44,7 +40,6 @@ class Pool:
 
     def __exit__(self, *_: Any) -> None:
         self.group.kill()
-        self.logs.cleanup()
 
     def read(self, i: int, stream: Any) -> None:
         with stream:

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -34,7 +35,7 @@ RANKS = {USER: 1, DEFECT: 1, ALONE: 2, -signal.SIGABRT: 3}  # a kill is first, w
 STOPPED = 130
 PATIENCE = 30.0  # seconds that processes have to stop together, before they are killed
 SILENT = 5.0  # seconds that a process waits for the others without a word
-ROOM = 2**16  # bytes without which a process cannot say why it fails
+LAST_SECONDS = 2.0  # that processes have to say why they failed, and to clear up
 TAIL = 15  # lines of a log that are shown
 
 
@@ -175,22 +176,20 @@ def interrupt(*_: Any) -> None:
 class Group:
     """Processes that start and end together, one for each command.
 
-    They do not see the terminal's Ctrl-C: the one who started them stops them.
+    They do not see the terminal's Ctrl-C: the one who started them stops them. What they print to the standard error
+    goes to logs, which are there until all are ended.
 
-    logs: folder for what they print to the standard error, a file for each. output: of process i, as
-    `subprocess.Popen` takes it; None: to the log, too.
+    output: of process i, as `subprocess.Popen` takes it; None: to its log, too.
     """
 
     def __init__(
         self,
         commands: Sequence[Sequence[str]],
-        logs: Path,
         environment: Mapping[str, str] | None = None,
         output: Callable[[int], Any] = lambda i: None,
         **options: Any,
     ):
-        self.logs = logs
-        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = Path(tempfile.mkdtemp())
         self.processes: list[subprocess.Popen] = []
         try:
             for i, words in enumerate(commands):
@@ -238,6 +237,7 @@ class Group:
 
     def kill(self) -> None:
         end_all(self.processes)
+        shutil.rmtree(self.logs, ignore_errors=True)
 
     def failure(self) -> UserError:
         """The first cause, once those that fail have had time to say why."""
@@ -246,8 +246,10 @@ class Group:
             ended = [(code, i) for i, code in enumerate(self.codes()) if code not in (None, 0, STOPPED)]
             return min(ended, key=lambda end: RANKS.get(end[0], 0), default=(0, 0))
 
-        end = time.monotonic() + 2.0
-        while RANKS.get(cause()[0], 0) > 1 and time.monotonic() < end:
+        # Who has lost the others may be first; and those that fail alike may still have to clear up.
+        settled = lambda code: None not in self.codes() if code == USER else RANKS.get(code, 0) <= 1
+        end = time.monotonic() + LAST_SECONDS
+        while not settled(cause()[0]) and time.monotonic() < end:
             time.sleep(0.05)
         code, i = cause()
         message, lines = self.last_words(i)
@@ -255,8 +257,6 @@ class Group:
             name = signal.Signals(-code).name
             more = " (out of memory?)" if name == "SIGKILL" else ""
             return Failed(f"process {i} was killed by {name}{more}; all were stopped")
-        if not lines and shutil.disk_usage(self.logs).free < ROOM:
-            return UserError(f"{self.logs}: no space left on device; make room")
         if code == USER and message:
             return UserError(message)
         tail = "".join(f"\n  {line}" for line in lines[-TAIL:])
@@ -269,13 +269,13 @@ class Group:
         return next(iter(reversed(named or lines)), "").removeprefix("error: "), lines
 
 
-def training_group(arguments: Sequence[str], number: int, logs: Path, quiet: bool = False) -> Group:
+def training_group(arguments: Sequence[str], number: int, quiet: bool = False) -> Group:
     """Processes of `python -m experiments` with the same arguments that find each other.
 
     quiet: process 0 does not print to the terminal, either.
     """
-    joins = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(number), "--logs", str(logs)]
-    words = [sys.executable, "-m", "experiments", *arguments, *joins, "--process-id"]
+    joins = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(number), "--process-id"]
+    words = [sys.executable, "-m", "experiments", *arguments, *joins]
     # Several processes share a few cores here, whatever accelerators there are.
     output = lambda i: None if i or quiet else sys.__stdout__
-    return Group([[*words, str(i)] for i in range(number)], logs, {"JAX_PLATFORMS": "cpu"}, output)
+    return Group([[*words, str(i)] for i in range(number)], {"JAX_PLATFORMS": "cpu"}, output)

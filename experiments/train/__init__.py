@@ -4,13 +4,12 @@ One process has as many virtual devices as there are workers. --processes N star
 --coordinator, --num-processes and --process-id this process is one of many, started by somebody else; with --cluster
 it finds the others as JAX does (SLURM, Open MPI, Kubernetes, TPU pods, ...). All need the folder --runs in common.
 Each process keeps the images of its own workers; process 0 alone prints and writes, but for checkpoints.
-Writes to runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.json, checkpoints, and logs.
+Writes to runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.json, and checkpoints.
 """
 
 import argparse
 import contextlib
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ __all__ = ["MANY", "Run", "main", "parser"]
 MANY = ["dense-f32", "dense-bf16", "top-k", "sidco", "dithering", "diana"]  # methods, where several are trained
 
 # Where it runs, not what: none of it is kept with the run.
-PLACES = ("processes", "coordinator", "num_processes", "process_id", "patience", "cluster", "logs", "resume")
+PLACES = ("processes", "coordinator", "num_processes", "process_id", "patience", "cluster", "resume")
 PLACES += ("name", "runs")
 
 
@@ -69,7 +68,6 @@ def parser(kind: str = "train", about: str | None = __doc__) -> Parser:
     patience = "seconds to wait for the other processes"
     where.add_argument("--patience", type=positive, default=300.0, metavar="SECONDS", help=patience)
     where.add_argument("--cluster", action="store_true", help="find the other processes as JAX does")
-    where.add_argument("--logs", type=Path, default=None, help=argparse.SUPPRESS)
     keep = p.add_argument_group("what is kept")
     run_options(keep, kind)
     common(keep, "log-every", "checkpoint-every")
@@ -118,23 +116,16 @@ def workers_of(options: dict[str, Any], number: int) -> int:
 
 def start(run: "Run") -> int:
     """Starts the processes, and waits for them."""
-    run.find()
-    place, workers = run.place, workers_of(run.options, run.place["processes"])
-    with claimed(place["runs"], place["name"], place["resume"], run.kind) as folder:
-        name = str(folder.relative_to(place["runs"]))
-        words = [run.kind, *run.arguments, "--processes", "1", "--workers", str(workers), "--name", name]
-        try:
-            processes.training_group(words, place["processes"], folder / "logs").wait()
-        except KeyboardInterrupt:
-            begun = (folder / "config.json").is_file()
-            print("interrupted" + (f"; continue with --resume{how_to_find(place['runs'], folder)}" if begun else ""))
-            return 130
-        except processes.Failed as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        finally:
-            if not (folder / "config.json").is_file():  # nothing has begun
-                shutil.rmtree(folder, ignore_errors=True)
+    run.find()  # so that a wrong option is refused before
+    number = run.place["processes"]
+    words = [run.kind, *run.arguments, "--processes", "1", "--workers", str(workers_of(run.options, number))]
+    try:
+        processes.training_group(words, number).wait()
+    except KeyboardInterrupt:
+        return 130  # process 0 has said how to go on
+    except processes.Failed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -174,10 +165,7 @@ class Run:
     def find(self) -> None:
         """The folder of the run, and its options; writes nothing."""
         place = self.place
-        if place["logs"] is not None:  # who started this process has chosen it
-            self.folder = place["runs"] / place["name"]
-        else:
-            self.folder = folders.choose_folder(place["runs"], place["name"], place["resume"], self.kind)
+        self.folder = folders.choose_folder(place["runs"], place["name"], place["resume"], self.kind)
         if place["resume"]:
             self.options = folders.resumed(self.folder, self.parser(), self.arguments, self.options, free=["workers"])
 
@@ -211,9 +199,8 @@ class Run:
 
         def decide() -> list[Any]:
             place = self.place
-            if place["logs"] is None:  # else who started this process has locked it
-                found = claimed(place["runs"], place["name"], place["resume"], self.kind)
-                self.folder = claims.enter_context(found)
+            found = claimed(place["runs"], place["name"], place["resume"], self.kind)
+            self.folder = claims.enter_context(found)
             self.results = folders.read_results(self.folder / "results.json")
             done = {(row["method"], row["seed"]) for row in self.results}
             return [str(self.folder), [job for job in dict.fromkeys(self.jobs()) if job not in done]]
@@ -278,8 +265,7 @@ class Run:
         except KeyboardInterrupt as interrupt:
             if self.together and not isinstance(interrupt, Stopped):
                 raise
-            if self.place["logs"] is None:
-                self.say(f"interrupted; continue with {goes_on}")
+            self.say(f"interrupted; continue with {goes_on}")
             return 130
         except jc.ReplicaDrift as error:
             raise UserError(f"{error}; go back to the newest checkpoint with {goes_on}") from None

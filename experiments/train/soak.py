@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def start(run: Path, processes: int = o.processes) -> Group:
         resume = ["--resume"] if (run / "config.json").is_file() else []
-        return training_group([*map(str, words), "--name", run.name, *resume], processes, run / "logs", quiet=True)
+        return training_group([*map(str, words), "--name", run.name, *resume], processes, quiet=True)
 
     reference = o.reference_processes or o.processes
     console.print(f"{o.steps} steps, first undisturbed in {reference} processes; writing to {folder}", highlight=False)

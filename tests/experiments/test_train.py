@@ -179,7 +179,6 @@ def test_help_lists_every_option():
     text = train.parser().format_help()
     for option in ("--coordinator HOST:PORT", "--cluster", "--check-every", "--nonfinite", "--via", "(default: 1)"):
         assert option in text
-    assert "--logs" not in text
 
 
 # ------------------------------------------------------------------------------------------------
@@ -203,29 +202,29 @@ processes.leave({error})
         ("processes.UserError('no such file')", UserError, "no such file"),
     ],
 )
-def test_the_first_cause_is_shown(error, kind, message, tmp_path):
+def test_the_first_cause_is_shown(error, kind, message):
     words = [sys.executable, "-c", FAILS.format(error=error)]
-    group = processes.Group([[*words, str(i)] for i in range(2)], tmp_path)
+    group = processes.Group([[*words, str(i)] for i in range(2)])
     with pytest.raises(kind, match=f"^{message}") as raised:
         group.wait()
     assert ("ValueError: boom\n" in str(raised.value)) == (kind is processes.Failed)
     assert all(code is not None for code in group.codes())
 
 
-def test_a_killed_process_is_named(tmp_path):
-    group = processes.Group([[sys.executable, "-c", "import time; time.sleep(60)"]] * 3, tmp_path)
+def test_a_killed_process_is_named():
+    group = processes.Group([[sys.executable, "-c", "import time; time.sleep(60)"]] * 3)
     group.processes[1].kill()
     with pytest.raises(processes.Failed, match=r"^process 1 was killed by SIGKILL"):
         group.wait()
     assert all(code == -signal.SIGKILL for code in group.codes())
 
 
-def test_no_orphans(tmp_path):
+def test_no_orphans():
     """Processes end when the one that started them is killed."""
     sleeper = "import time; time.sleep(60)"
     starter = (
-        "import sys; from pathlib import Path; from experiments.lib.processes import Group; "
-        f"group = Group([[sys.executable, '-c', {sleeper!r}]] * 2, Path({str(tmp_path)!r})); "
+        "import sys; from experiments.lib.processes import Group; "
+        f"group = Group([[sys.executable, '-c', {sleeper!r}]] * 2); "
         "print(*(p.pid for p in group.processes), flush=True); group.wait()"
     )
     process = start([sys.executable, "-c", starter], cwd=ROOT, stdout=subprocess.PIPE, text=True)
