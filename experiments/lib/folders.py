@@ -54,11 +54,9 @@ def claimed(runs: Path, name: str | None, resume: bool, kind: str) -> Iterator[P
     while True:
         folder = choose_folder(runs, name, resume, kind)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with contextlib.suppress(FileExistsError):  # somebody else has just made it
             folder.mkdir(exist_ok=name is not None)
             break
-        except FileExistsError:  # somebody else has just made it
-            continue
     path = folder / LOCK
     with path.open("a+") as file:
         try:

@@ -49,6 +49,8 @@ class Failed(UserError):
 
 def leave(error: BaseException) -> NoReturn:
     """Says why this process fails, and ends it at once: an orderly way out would wait for processes that are gone."""
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(STOPPED)
     line = line_of(error)
     status = USER
     if line is None:

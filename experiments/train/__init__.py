@@ -9,7 +9,6 @@ Writes to runs/NAME: config.json, metrics.jsonl (a line for each logged step), r
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,10 +84,13 @@ def main(arguments: Sequence[str], of: type["Run"] | None = None) -> int:
     check_place(run.place)
     if run.place["processes"] > 1:
         return start(run)
-    if run.together:
-        return take_part(run)
-    with processes.stopping(alone=True) as stop_after:
-        return run.go(stop_after)
+    if not run.together:
+        with processes.stopping(alone=True) as stop_after:
+            return run.go(stop_after)
+    with processes.or_die():
+        processes.join(*(run.place[key] for key in ("coordinator", "num_processes", "process_id", "patience")))
+        with processes.stopping(alone=False) as stop_after:
+            return run.go(stop_after)
 
 
 def check_place(place: dict[str, Any]) -> None:
@@ -127,19 +129,6 @@ def start(run: "Run") -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def take_part(run: "Run") -> int:
-    """One process of many."""
-    place = run.place
-    try:
-        processes.join(place["coordinator"], place["num_processes"], place["process_id"], place["patience"])
-        with processes.stopping(alone=False) as stop_after:
-            return run.go(stop_after)
-    except KeyboardInterrupt:
-        os._exit(130)  # at once: JAX would wait for the others
-    except Exception as error:
-        processes.leave(error)
 
 
 class Run:
