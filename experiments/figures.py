@@ -12,7 +12,6 @@ printed, so that its author can.
 """
 
 import ast
-import datetime
 import hashlib
 import os
 import re
@@ -20,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -144,9 +144,7 @@ def stamp_of(figure: Figure) -> str:
     """When, with what and from which code: what the marker says."""
     import jax
 
-    date = datetime.datetime.now(datetime.UTC).date()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{date}, JAX {jax.__version__}, {cores} cores, code {code_of(figure)}"
+    return f"{time.strftime('%Y-%m-%d')}, JAX {jax.__version__}, {os.cpu_count()} cores, code {code_of(figure)}"
 
 
 def code_of(figure: Figure) -> str:
