@@ -18,7 +18,7 @@ import numpy as np
 
 from experiments.lib import folders, processes
 from experiments.lib.cli import Parser, UserError, at_least, common, one_thread, positive
-from experiments.lib.folders import Journal, claimed, how_to_find, run_options
+from experiments.lib.folders import Journal, how_to_find, run_options
 from experiments.lib.report import new_console, progress_bar
 
 __all__ = ["MANY", "Run", "main", "parser"]
@@ -141,6 +141,7 @@ class Run:
         self.arguments, self.options = arguments, vars(self.parser().parse_args(arguments))
         self.place = {key: self.options.pop(key) for key in PLACES}
         self.together = self.place["coordinator"] is not None or self.place["cluster"]
+        self.where = (self.place["runs"], self.place["name"], self.place["resume"], self.kind)
         self.asked = self.options["workers"]
         self.results: list[dict[str, Any]] = []  # of process 0, a row for each finished job
 
@@ -153,9 +154,8 @@ class Run:
 
     def find(self) -> None:
         """The folder of the run, and its options; writes nothing."""
-        place = self.place
-        self.folder = folders.choose_folder(place["runs"], place["name"], place["resume"], self.kind)
-        if place["resume"]:
+        self.folder = folders.choose_folder(*self.where)
+        if self.place["resume"]:
             self.options = folders.resumed(self.folder, self.parser(), self.arguments, self.options, free=["workers"])
 
     def go(self, stop_after: Callable[[int], bool]) -> int:
@@ -187,9 +187,7 @@ class Run:
         """The jobs that are left; process 0 decides on the folder, and locks it."""
 
         def decide() -> list[Any]:
-            place = self.place
-            found = claimed(place["runs"], place["name"], place["resume"], self.kind)
-            self.folder = claims.enter_context(found)
+            self.folder = claims.enter_context(folders.claimed(*self.where))
             self.results = folders.read_results(self.folder / "results.json")
             done = {(row["method"], row["seed"]) for row in self.results}
             return [str(self.folder), [job for job in dict.fromkeys(self.jobs()) if job not in done]]
@@ -227,7 +225,6 @@ class Run:
         data = load(o["data"], o["data_dir"], choose, test=self.number == 0)
         algorithms = {method: algorithm_for(method, o["ratio"], o["levels"], o["via"]) for method, _ in left}
         if self.number == 0:  # only now, so that a wrong option leaves nothing behind
-            self.folder.mkdir(parents=True, exist_ok=True)
             folders.write_config(self.folder, o)
         spread = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
         self.say(
