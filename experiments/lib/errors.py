@@ -66,10 +66,8 @@ def reading(what: str, cure: str) -> Iterator[None]:
 
 def read_json(path: Path, kind: type, cure: str) -> Any:
     """The content of a JSON file, a dict or a list. cure: what a user may do if it is something else."""
-    try:
+    with reading(str(path), cure):
         content = json.loads(path.read_text())
-    except ValueError as error:  # of UTF-8, too
-        raise UserError(f"{path} is damaged: {shortened(error)}; {cure}") from None
-    if not isinstance(content, kind):
-        raise UserError(f"{path} is damaged: it must hold a JSON {'list' if kind is list else 'object'}; {cure}")
-    return content
+        if not isinstance(content, kind):
+            raise ValueError(f"it must hold a JSON {'list' if kind is list else 'object'}")
+        return content
