@@ -203,11 +203,8 @@ class Lab:
         """What passed each link so far, counted at the switch."""
         found = json.loads(command(f"ip -n {self.switch} -json -statistics link show"))
         stats = {device["ifname"]: device["stats64"] for device in found}
-        links = []
-        for i in range(len(self.names)):
-            sent, received = stats[f"port{i}"]["rx"], stats[f"port{i}"]["tx"]
-            links.append(Link(sent["bytes"], sent["packets"], received["bytes"], received["packets"]))
-        return links
+        ports = [stats[f"port{i}"] for i in range(len(self.names))]
+        return [Link(*(port[way][what] for way in ("rx", "tx") for what in ("bytes", "packets"))) for port in ports]
 
 
 @contextlib.contextmanager
