@@ -118,9 +118,11 @@ def workers_of(options: dict[str, Any], number: int) -> int:
 
 def start(run: "Run") -> int:
     """Starts the processes, and waits for them."""
-    run.find()  # so that a wrong option is refused before
+    run.find()
     number = run.place["processes"]
     words = [run.kind, *run.arguments, "--processes", "1", "--workers", str(workers_of(run.options, number))]
+    with folders.claimed(*run.where):
+        pass  # what is wrong with options or the folder is said before they start
     try:
         processes.training_group(words, number).wait()
     except KeyboardInterrupt:
