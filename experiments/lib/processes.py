@@ -99,8 +99,10 @@ def join(coordinator: str | None, number: int | None, process: int | None, patie
             timer.start()
         if coordinator:
             check_address(coordinator, process)
-        how = {"cluster_detection_method": "deactivate" if coordinator else None}
-        jax.distributed.initialize(coordinator, number, process, initialization_timeout=int(patience) + 60, **how)
+        seconds, detection = int(patience) + 60, "deactivate" if coordinator else None
+        jax.distributed.initialize(
+            coordinator, number, process, cluster_detection_method=detection, initialization_timeout=seconds
+        )
     except (ValueError, RuntimeError) as error:
         hint = "" if coordinator else "; name it: --coordinator HOST:PORT --num-processes N --process-id I"
         raise UserError(f"found no other processes {where}: {str(error).splitlines()[0].rstrip('.')}{hint}") from None
