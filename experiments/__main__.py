@@ -11,21 +11,12 @@ from experiments.lib.errors import line_of
 EXPERIMENTS = {
     "compare": ("train.compare", "train one model with several compression methods and compare them"),
     "train": ("train", "train one model with one method: in one process, in several, or on a cluster"),
-    "soak": ("train.soak", "trainings with kills, a full disk, NaN, a corrupted checkpoint: same bits"),
+    "soak": ("train.soak", "trainings whose processes are killed and resumed, with a NaN: same bits"),
     "attack": ("attack", "messages fuzzed, combinations and statistics of all parts: what holds, what falls"),
-    "sidco quality": (
-        "sidco.quality",
-        "share of entries that SIDCo and rivals send, on known laws and recorded gradients",
-    ),
-    "sidco training": (
-        "sidco.training",
-        "loss and accuracy of each threshold method, at equal steps and at equal bytes",
-    ),
+    "sidco quality": ("sidco.quality", "share of entries that SIDCo and rivals send, on known laws and on gradients"),
+    "sidco training": ("sidco.training", "loss and accuracy of threshold methods, at equal steps and at equal bytes"),
     "skcompress sizes": ("skcompress.sizes", "bytes per nonzero, error and speed of messages; what each part is worth"),
-    "skcompress training": (
-        "skcompress.training",
-        "loss of linear models and a network, at equal steps and equal bytes",
-    ),
+    "skcompress training": ("skcompress.training", "loss of linear models and a network, at equal steps and bytes"),
     "quantizers": ("quantizers", "error of a mean against bits: block scales, rotations, releases"),
     "dagc": ("dagc", "rules for a ratio per worker, against each other and against uniform"),
     "network": ("network", "dense against compressed exchanges over slow links, in network namespaces"),
@@ -44,10 +35,7 @@ EXPERIMENTS = {
     # Benchmarks: every figure is a ratio within one run.
     "bench exchange": ("bench.exchange", "exchanges of unequal messages between processes: bytes on the wire, time"),
     "bench codes": ("bench.codes", "keys and levels in jit and on the host, against a sort, zlib and zstd"),
-    "bench compressors": (
-        "bench.compressors",
-        "compress and decompress of every compressor, against passes over memory",
-    ),
+    "bench compressors": ("bench.compressors", "compress and decompress of each, against passes over memory"),
     "bench plan": ("bench.plan", "seconds of jc.plan for 10 M parameters, and how much of its table it measures"),
     "bench rotations": ("bench.rotations", "rotations, EDEN and block-scaled numbers, against a copy"),
     "bench select": ("bench.select", "thresholds and compaction against sorts, over sizes"),

@@ -12,7 +12,6 @@ printed, so that its author can.
 """
 
 import ast
-import datetime
 import hashlib
 import os
 import re
@@ -20,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -50,9 +50,6 @@ class Figure(NamedTuple):
     minutes: int
     picture: tuple[str, str] | None = None
 
-    def needs_data(self) -> bool:
-        return "{data}" in self.command
-
 
 SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
 SCOREBOARD += "local-int4@20"
@@ -79,16 +76,14 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--data", type=Path, default=None, metavar="DIR", help="folder with tinyshakespeare")
     o = p.parse_args(arguments)
     data = None if o.data is None else existing_folder(o.data).resolve()
-    unknown = [name for name in o.names if name not in FIGURES]
-    if unknown:
-        raise UserError(f"unknown figure {unknown[0]!r}; choose from {', '.join(FIGURES)}")
+    for name in o.names:
+        if name not in FIGURES:
+            raise UserError(f"unknown figure {name!r}; choose from {', '.join(FIGURES)}")
+        if data is None and "{data}" in FIGURES[name].command:
+            raise UserError(f"--data is needed for {name}")
     console = new_console()
-    chosen = [name for name in FIGURES if name in o.names or o.all]
-    without = [name for name in chosen if FIGURES[name].needs_data() and data is None]
-    if o.names and without:
-        raise UserError(f"--data is needed for {', '.join(without)}")
-    for name in chosen:
-        if name in without:
+    for name in FIGURES if o.all else o.names:
+        if data is None and "{data}" in FIGURES[name].command:
             console.print(f"{name}: left out, it needs --data", highlight=False)
             continue
         console.print(f"{name}: about {FIGURES[name].minutes} min", highlight=False)
@@ -97,8 +92,8 @@ def main(arguments: Sequence[str]) -> int:
     rows = []
     for name, figure in FIGURES.items():
         made, stale = state_of(name, figure)
-        row = {"table": name, "page": f"docs/results/{figure.page}.md", "made": made}
-        rows.append(row | {"state": "stale" if stale else "", "min": str(figure.minutes)})
+        page, state = f"docs/results/{figure.page}.md", "stale" if stale else ""
+        rows.append({"table": name, "page": page, "made": made, "state": state, "min": str(figure.minutes)})
     notes = "Stale: the code that makes it, or the library, is another one than it was made with."
     show_rows(console, "Figures of docs/results", rows, notes)
     return 0
@@ -107,60 +102,59 @@ def main(arguments: Sequence[str]) -> int:
 def make(name: str, figure: Figure, data: Path | None) -> list[str]:
     """Runs the command and writes its table and picture: the rows that are new."""
     with tempfile.TemporaryDirectory() as folder:
-        table = Path(folder) / "table.md"
-        words = [word.format(table=table, data=data) for word in figure.command.split()]
-        run = None
-        if "{table}" not in figure.command:
+        run = Path(folder) / "run"
+        words = [word.format(table=run / "table.md", data=data) for word in figure.command.split()]
+        if "{table}" in figure.command:
+            run.mkdir()
+        else:
             words += ["--runs", folder, "--name", "run"]
-            run, table = Path(folder) / "run", Path(folder) / "run" / "table.md"
         done = subprocess.run([sys.executable, "-m", "experiments", *words], cwd=ROOT, check=False)
         if done.returncode:
             raise UserError(f"python -m experiments {' '.join(words)} ended with {done.returncode}")
-        rows = [line for line in table.read_text().splitlines() if line.startswith("|")]
+        rows = [line for line in (run / "table.md").read_text().splitlines() if line.startswith("|")]
         page = RESULTS / f"{figure.page}.md"
         before = page.read_text()
         page.write_text(placed(before, name, rows, stamp_of(figure)))
-        if run is not None and figure.picture is not None:
+        if figure.picture is not None:
             shutil.copyfile(run / figure.picture[0], IMAGES / figure.picture[1])
     return [row for row in rows if row not in before]
 
 
-def markers(name: str) -> re.Pattern[str]:
-    return re.compile(rf"(<!-- {name}(?:: (?P<stamp>[^>]*))? -->\n)(?P<rows>.*?)(<!-- end {name} -->)", re.DOTALL)
-
-
-def placed(page: str, name: str, rows: list[str], stamp: str) -> str:
-    """The page with these rows between the markers of a table, the first of which says `stamp`.
+def found_in(page: str, name: str) -> re.Match[str]:
+    """The markers of a table, what the first one says, and the rows between them.
 
     Raises:
         ValueError: the markers are not there.
     """
-    if not markers(name).search(page):
+    pattern = rf"<!-- {name}(?:: (?P<stamp>[^>]*))? -->\n(?P<rows>.*?)<!-- end {name} -->"
+    found = re.search(pattern, page, re.DOTALL)
+    if found is None:
         raise ValueError(f"no <!-- {name} --> and <!-- end {name} --> on the page")
-    body = "\n".join(rows)
-    return markers(name).sub(lambda _: f"<!-- {name}: {stamp} -->\n{body}\n<!-- end {name} -->", page)
+    return found
+
+
+def placed(page: str, name: str, rows: list[str], stamp: str) -> str:
+    """The page with these rows between the markers of a table, the first of which says `stamp`."""
+    found = found_in(page, name)
+    table = "\n".join([f"<!-- {name}: {stamp} -->", *rows, f"<!-- end {name} -->"])
+    return page[: found.start()] + table + page[found.end() :]
 
 
 def stamp_of(figure: Figure) -> str:
     """When, with what and from which code: what the marker says."""
     import jax
 
-    date = datetime.datetime.now(datetime.UTC).date()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{date}, JAX {jax.__version__}, {cores} cores, code {code_of(figure)}"
+    return f"{time.strftime('%Y-%m-%d')}, JAX {jax.__version__}, {os.cpu_count()} cores, code {code_of(figure)}"
 
 
 def code_of(figure: Figure) -> str:
     """A short hash of the code, without comments, that the table comes from."""
-    found = []
-    for place in (*SHARED, f"experiments/{figure.source}"):
-        path = ROOT / place
-        found += [path] if path.is_file() else sorted(path.rglob("*.py"))
     digest = hashlib.sha256()
-    if figure.source != PLANNER:
-        found = [path for path in found if not path.is_relative_to(ROOT / "jaxcomp" / PLANNER)]
-    for path in found:
-        digest.update(f"{path.relative_to(ROOT).as_posix()}\0{code_in(path.read_text())}\0".encode())
+    for place in (*SHARED, f"experiments/{figure.source}"):
+        for path in sorted((ROOT / place).rglob("*.py")) or [ROOT / place]:
+            if figure.source == PLANNER or not path.is_relative_to(ROOT / "jaxcomp" / PLANNER):
+                name = path.relative_to(ROOT).as_posix()
+                digest.update(f"{name}\0{code_in(path.read_text())}\0".encode())
     return digest.hexdigest()[:12]
 
 
@@ -179,8 +173,5 @@ def code_in(source: str) -> str:
 
 def state_of(name: str, figure: Figure) -> tuple[str, bool]:
     """What the marker says, and whether the table is stale."""
-    found = markers(name).search((RESULTS / f"{figure.page}.md").read_text())
-    if found is None:
-        raise ValueError(f"docs/results/{figure.page}.md has no <!-- {name} -->")
-    made = found["stamp"] or ""
+    made = found_in((RESULTS / f"{figure.page}.md").read_text(), name)["stamp"] or ""
     return made.rpartition(", code ")[0], not made.endswith(f"code {code_of(figure)}")

@@ -2,9 +2,12 @@
 
 import argparse
 import contextlib
+import itertools
+import math
 import os
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,43 +46,35 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """An integer option with a lower bound."""
-
-    def parse(text: str) -> int:
-        with contextlib.suppress(ValueError):
-            if (value := int(text)) >= least:
-                return value
-        raise argparse.ArgumentTypeError(f"must be an integer of at least {least}; got {text!r}")
-
-    return parse
-
-
-def number(within: Callable[[float], bool], what: str) -> Callable[[str], float]:
+def number(within: Callable[[Any], bool], what: str, kind: type = float) -> Callable[[str], Any]:
     """A number option within bounds, which `what` says in words."""
 
-    def parse(text: str) -> float:
+    def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
-            if within(value := float(text)):
+            if within(value := kind(text)):
                 return value
-        raise argparse.ArgumentTypeError(f"must be a number {what}; got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be {'an integer' if kind is int else 'a number'} {what}; got {text!r}")
 
     return parse
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """An integer option with a lower bound."""
+    return number(lambda value: value >= least, f"of at least {least}", int)
 
 
 fraction = number(lambda value: 0 < value <= 1, "in (0, 1]")
 share = number(lambda value: 0 <= value < 1, "in [0, 1)")
-positive = number(lambda value: 0 < value < float("inf"), "above 0")
-one_or_more = number(lambda value: 1 <= value < float("inf"), "of at least 1")
+positive = number(lambda value: 0 < value < math.inf, "above 0")
+one_or_more = number(lambda value: 1 <= value < math.inf, "of at least 1")
 
 
 def rule_of(text: str) -> str | float:
     """A rule of `jc.allocate.ratios`: a name or an exponent, which may be a fraction."""
     if text in ("sqrt", "phi", "released", "uniform"):
         return text
-    top, slash, bottom = text.partition("/")
-    with contextlib.suppress(ValueError, ZeroDivisionError):
-        if 0 <= (value := float(top) / float(bottom if slash else 1)) < float("inf"):
+    with contextlib.suppress(ValueError, ZeroDivisionError, OverflowError):
+        if (value := float(Fraction(text))) >= 0:
             return value
     raise argparse.ArgumentTypeError(f"must be sqrt, phi, released, uniform or a number >= 0; got {text!r}")
 
@@ -108,23 +103,19 @@ def common(parser: Any, *names: str, **defaults: Any) -> None:
 
     defaults: another default, or (default, help), or a dictionary of whatever differs.
     """
-    for name in names:
-        parser.add_argument(f"--{name}", **COMMON[name])
-    for name, changed in ((name.replace("_", "-"), changed) for name, changed in defaults.items()):
-        if not isinstance(changed, dict):
-            changed = dict(
-                zip(("default", "help"), changed if isinstance(changed, tuple) else (changed,), strict=False)
-            )
-        parser.add_argument(f"--{name}", **COMMON[name] | changed)
+    for name, changed in ({name: {} for name in names} | defaults).items():
+        if isinstance(changed, tuple):
+            changed = {"default": changed[0], "help": changed[1]}
+        elif not isinstance(changed, dict):
+            changed = {"default": changed}
+        flag = name.replace("_", "-")
+        parser.add_argument(f"--{flag}", **COMMON[flag] | changed)
 
 
 def choose_new(runs: Path, name: str | None, kind: str) -> Path:
     """A folder that is not there yet: runs/NAME, or the next free runs/KIND-N."""
     if name is None:
-        number = 1
-        while (runs / f"{kind}-{number}").exists():
-            number += 1
-        return runs / f"{kind}-{number}"
+        return next(folder for n in itertools.count(1) if not (folder := runs / f"{kind}-{n}").exists())
     folder = named_folder(runs, name)
     if folder.exists():
         raise UserError(f"{folder} exists; choose another --name")

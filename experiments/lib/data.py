@@ -15,7 +15,8 @@ from experiments.lib.errors import reading
 __all__ = ["DATASETS", "FILES", "Dataset", "batch_of", "load", "nobody_empty", "read_idx", "read_rows", "split"]
 
 
-Choose = Callable[[np.ndarray], np.ndarray]  # labels of all examples -> indices of those to keep, ascending
+# Labels for training and for the test, and (part, rows) -> images of either part, "train" or "t10k".
+Raw = tuple[np.ndarray, np.ndarray, Callable[[str, Any], np.ndarray]]
 
 
 class Dataset(NamedTuple):
@@ -40,28 +41,19 @@ class Dataset(NamedTuple):
         return int(max(self.train_y.max(), self.test_y.max())) + 1
 
 
-def digits(folder: Path | None, choose: Choose | None, test: bool) -> Dataset:
+def digits(folder: Path | None) -> Raw:
     """scikit-learn's 1,797 images of 8 x 8 pixels; every fifth is for the test. Needs no download."""
-    package = importlib.util.find_spec("sklearn")
+    package = importlib.util.find_spec("sklearn")  # importing it takes longer than all the rest, in every process
     if package is None or package.origin is None:
         raise UserError("--data digits needs scikit-learn, where they are kept")
-    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    if path.is_file():  # importing scikit-learn takes longer than all the rest, in every process
-        table = np.loadtxt(path, delimiter=",")
-        images, labels = table[:, :-1], table[:, -1]
-    else:
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
+    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    images, y = table[:, :-1], table[:, -1].astype(np.int32)
     x = ((images - images.mean()) / images.std()).astype(np.float32).reshape(-1, 8, 8, 1)
-    y = labels.astype(np.int32)
     tested = np.arange(len(y)) % 5 == 4
-    rows = None if choose is None else choose(y[~tested])
-    train_x = x[~tested] if rows is None else x[~tested][rows]
-    return Dataset("digits", train_x, y[~tested], x[tested] if test else x[:0], y[tested], rows)
+    return y[~tested], y[tested], lambda part, rows: x[tested == (part == "t10k")][rows]
 
 
-def mnist(folder: Path | None, choose: Choose | None, test: bool) -> Dataset:
+def mnist(folder: Path | None) -> Raw:
     """The four idx files of MNIST, plain or gzipped, in `folder`."""
     if folder is None:
         raise UserError("--data mnist needs --data-dir, the folder with its four idx files")
@@ -73,29 +65,29 @@ def mnist(folder: Path | None, choose: Choose | None, test: bool) -> Dataset:
             raise UserError(f"no file {stem} or {stem}.gz in {folder}")
         return read_idx(found[0])
 
-    def images(stem: str, labels: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
-        raw = read(stem)
-        if raw.ndim != 3:
-            raise UserError(f"{stem} in {folder} holds no images: shape {raw.shape}")
-        if len(raw) != len(labels):
-            raise UserError(f"images and labels in {folder} differ in number")
-        raw = raw if rows is None else raw[rows]
-        return ((raw / np.float32(255) - np.float32(0.1307)) / np.float32(0.3081))[..., None]
+    labels = {part: read(f"{part}-labels-idx1-ubyte").astype(np.int32) for part in ("train", "t10k")}
 
-    train_y = read("train-labels-idx1-ubyte").astype(np.int32)
-    test_y = read("t10k-labels-idx1-ubyte").astype(np.int32)
-    rows = None if choose is None else choose(train_y)
-    train_x = images("train-images-idx3-ubyte", train_y, rows)
-    test_x = images("t10k-images-idx3-ubyte", test_y, None if test else np.arange(0))
-    return Dataset("mnist", train_x, train_y, test_x, test_y, rows)
+    def images(part: str, rows: Any) -> np.ndarray:
+        raw = read(f"{part}-images-idx3-ubyte")
+        if raw.ndim != 3 or len(raw) != len(labels[part]):
+            raise UserError(f"{folder}: {part} has {len(labels[part])} labels, and images of shape {raw.shape}")
+        return ((raw[rows] / np.float32(255) - np.float32(0.1307)) / np.float32(0.3081))[..., None]
+
+    return labels["train"], labels["t10k"], images
 
 
 DATASETS = {"digits": digits, "mnist": mnist}
 
 
-def load(name: str, folder: Path | None = None, choose: Choose | None = None, test: bool = True) -> Dataset:
-    """A data set, or a worker's part of it: images of the test, and those that `choose` picks by the labels of all."""
-    return DATASETS[name](folder, choose, test)
+def load(name: str, folder: Path | None = None, choose: Callable | None = None, test: bool = True) -> Dataset:
+    """A data set, or a worker's part of it.
+
+    choose: labels of all examples -> indices of those whose images to keep, ascending. test: with images of the test.
+    """
+    train_y, test_y, images = DATASETS[name](folder)
+    rows = None if choose is None else choose(train_y)
+    train_x = images("train", slice(None) if rows is None else rows)
+    return Dataset(name, train_x, train_y, images("t10k", slice(None if test else 0)), test_y, rows)
 
 
 FILES = "LIBSVM text (plain, .gz, .bz2, .xz), .npz of X and y or of a sparse matrix, .mat"
@@ -125,18 +117,14 @@ def read_rows(path: Path, num_features: int | None = None) -> tuple[Any, np.ndar
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An idx file of bytes (the format of MNIST), gzipped if its name ends in .gz; else parts are read when used."""
+    """An idx file of bytes (the format of MNIST), gzipped if its name ends in .gz."""
     with reading(str(path), "is it an idx file?"):
-        if path.suffix == ".gz":
-            data = memoryview(gzip.decompress(path.read_bytes()))
-        else:  # an empty file cannot be mapped
-            mapped: Any = np.memmap(path, np.uint8, "r") if path.stat().st_size else b""
-            data = memoryview(mapped)
-    if len(data) < 4 or bytes(data[:3]) != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
+        data = path.read_bytes()
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+    if len(data) < 4 or data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
         raise UserError(f"{path} is not an idx file of bytes")
-    dims = data[3]
-    shape = struct.unpack(f">{dims}I", data[4 : 4 + 4 * dims])
-    values = np.frombuffer(data, np.uint8, offset=4 + 4 * dims)
+    shape = struct.unpack_from(f">{data[3]}I", data, 4)
+    values = np.frombuffer(data, np.uint8, offset=4 + 4 * len(shape))
     if values.size != np.prod(shape, dtype=np.int64):
         raise UserError(f"{path} holds {values.size} values, its header says {shape}")
     return values.reshape(shape)

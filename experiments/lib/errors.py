@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ __all__ = ["line_of", "read_json", "reading", "shortened"]
 # Not of files: a process that has lost its peers must not blame the disk.
 OF_OTHERS = (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-LONGEST = 300  # characters of somebody else's message
 
 
 def line_of(error: BaseException) -> str | None:
@@ -50,8 +50,7 @@ def _of_file(error: BaseException) -> tuple[int | None, str]:
 
 def shortened(error: BaseException) -> str:
     """The message of an error on one line that is not too long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= LONGEST else text[: LONGEST - 4] + " ..."
+    return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" ...")
 
 
 @contextlib.contextmanager
@@ -67,10 +66,8 @@ def reading(what: str, cure: str) -> Iterator[None]:
 
 def read_json(path: Path, kind: type, cure: str) -> Any:
     """The content of a JSON file, a dict or a list. cure: what a user may do if it is something else."""
-    try:
+    with reading(str(path), cure):
         content = json.loads(path.read_text())
-    except ValueError as error:  # of UTF-8, too
-        raise UserError(f"{path} is damaged: {shortened(error)}; {cure}") from None
-    if not isinstance(content, kind):
-        raise UserError(f"{path} is damaged: it must hold a JSON {'list' if kind is list else 'object'}; {cure}")
-    return content
+        if not isinstance(content, kind):
+            raise ValueError(f"it must hold a JSON {'list' if kind is list else 'object'}")
+        return content

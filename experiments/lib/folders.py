@@ -1,6 +1,5 @@
 """The folder of a run: where it is, who writes to it, the options it was started with, and what it logged."""
 
-import argparse
 import contextlib
 import fcntl
 import json
@@ -15,7 +14,7 @@ from typing import Any
 from experiments.lib.cli import Parser, UserError, choose_new, named_folder
 from experiments.lib.errors import line_of, read_json, shortened
 
-__all__ = ["Journal", "choose_folder", "claimed", "given_in", "goes_on"]
+__all__ = ["Journal", "choose_folder", "claimed", "goes_on"]
 __all__ += ["how_to_find", "read_results", "resumable", "resumed", "run_options", "write_config", "write_json"]
 
 LOCK = "lock"  # a file of the folder, locked as long as somebody writes there; it says who
@@ -30,13 +29,6 @@ def run_options(parser: Any, kind: str) -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Runs that can be resumed
-
-
-def given_in(parser: Parser, arguments: Sequence[str]) -> dict[str, Any]:
-    """Only the options that stand on the command line, without defaults. Changes the parser."""
-    for action in parser._actions:
-        action.default = argparse.SUPPRESS
-    return vars(parser.parse_args(arguments))
 
 
 def choose_folder(runs: Path, name: str | None, resume: bool, kind: str) -> Path:
@@ -62,11 +54,9 @@ def claimed(runs: Path, name: str | None, resume: bool, kind: str) -> Iterator[P
     while True:
         folder = choose_folder(runs, name, resume, kind)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with contextlib.suppress(FileExistsError):  # somebody else has just made it
             folder.mkdir(exist_ok=name is not None)
             break
-        except FileExistsError:  # somebody else has just made it
-            continue
     path = folder / LOCK
     with path.open("a+") as file:
         try:
@@ -101,11 +91,12 @@ def resumable(
     parser: makes that of the experiment, with --name, --runs and --resume. prepare: refuses options by a UserError,
     before anything is written.
     """
-    options = vars(parser().parse_args(arguments))
+    p = parser()
+    options = vars(p.parse_args(arguments))
     resume, name, runs = options.pop("resume"), options.pop("name"), options.pop("runs")
     folder = choose_folder(runs, name, resume, kind)
     if resume:
-        options = resumed(folder, options, given_in(parser(), arguments), parser())
+        options = resumed(folder, p, arguments, options)
     prepared = prepare(options)
     with claimed(runs, name, resume, kind) as folder, goes_on(runs, folder):
         if not resume:
@@ -127,19 +118,17 @@ def goes_on(runs: Path, folder: Path) -> Iterator[None]:
 
 
 def resumed(
-    folder: Path, options: dict[str, Any], given: dict[str, Any], parser: Parser, free: Collection[str] = ()
+    folder: Path, parser: Parser, arguments: Sequence[str], wanted: Collection[str], free: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The options of the run; what is given again must agree with them, but for those that are free to change."""
+    """The wanted options of the run; what is given again must agree with them, but for those that are free."""
     kept = read_json(folder / "config.json", dict, ANEW)
-    for key in kept.keys() & given.keys():
-        if key in free:
-            kept[key] = given[key]
-        elif jsonable(given[key]) != kept[key]:
+    parser.set_defaults(**kept)
+    options = vars(parser.parse_args(arguments))
+    for key, value in kept.items():
+        if key not in free and jsonable(options[key]) != value:
             flag = "--" + key.replace("_", "-")
-            raise UserError(f"{folder} was started with {flag} {kept[key]}, not {given[key]}; leave it out")
-    paths = [action.dest for action in parser._actions if action.type is Path]
-    kept |= {key: Path(kept[key]) for key in paths if kept.get(key)}
-    return options | kept
+            raise UserError(f"{folder} was started with {flag} {value}, not {options[key]}; leave it out")
+    return {key: options[key] for key in wanted}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -45,8 +45,8 @@ def train_one(
     """Trains one job from its newest checkpoint to the end.
 
     Args:
-        options: steps, log_every, test_every, checkpoint_every; perhaps check_every, steps between comparisons of
-            what must be equal on all workers (0: never). What is saved is compared before, too.
+        options: steps, log_every, test_every, checkpoint_every, check_every: steps between comparisons of what must be
+            equal on all workers (0: never). With them, what is saved is compared before, too.
         parts: examples of each worker.
         show: takes a step and a few words for the progress bar; say: a line about where a run goes on.
         stop_after: whether all processes stop after this step; asked after each one.
@@ -59,44 +59,35 @@ def train_one(
         jc.ReplicaDrift: the workers no longer agree.
     """
     checkpoints = Checkpoints(folder / "checkpoints" / job.name)
-    check_every = options.get("check_every", 0)
-    workers = trainer.mesh.size
-    state = trainer.initial_state(job.seed)
-    first = checkpoints.latest() or 0
-    sent = trainer.ledger.total_bytes
-    about = {"workers": workers, "base_step": 0, "base_bytes": 0.0, "step_bytes": sent}
+    workers, sent = trainer.mesh.size, trainer.ledger.total_bytes
+    start, first, before = taken_up(trainer, checkpoints, job.seed)
     if first:
-        before = checkpoints.about(first)
-        state, about = taken_up(trainer, checkpoints, first, before, state, job.seed)
         others = f"; what {before['workers']} workers remembered is shared by {workers}"
         say(f"goes on from step {first}" + (others if before["workers"] != workers else ""))
-    sent_by = lambda step: about["base_bytes"] + sent * (step - about["base_step"])
     journal.keep(lambda line: (line["method"], line["seed"]) != job or line["step"] <= first)
-    reached, shown = first, 0.0
+    state, shown = start, 0.0
     try:
-        for now in trainer.steps(state, parts, job.seed, first, options["steps"]):
-            reached, state = now.step, now.state
-            ends, due = now.step == options["steps"], lambda every: every and now.step % every == 0  # noqa: B023
-            saves = due(options["checkpoint_every"]) or ends
-            if check_every and (due(check_every) or saves):
-                trainer.check(state, now.step)
-            if due(options["log_every"]) or ends or now.step == 1:
-                line = {"method": job.method, "seed": job.seed, "step": now.step, "loss": now.loss}
-                line |= measured(trainer, state) | {"sent_bytes": sent_by(now.step), "seconds": now.seconds}
-                if journal.writes and options["test_every"] and (due(options["test_every"]) or ends):
+        for step, loss, seconds, state in trainer.steps(start, parts, job.seed, first, options["steps"]):
+            ends = step == options["steps"]
+            due = lambda what: options[what] and (ends or step % options[what] == 0)  # noqa: B023
+            saves = due("checkpoint_every")
+            if due("check_every") or (options["check_every"] and saves):
+                trainer.check(state, step)
+            sent_bytes = before["sent_bytes"] + sent * (step - first)  # with as many workers as there were
+            if due("log_every") or step == 1:
+                line = {"method": job.method, "seed": job.seed, "step": step, "loss": loss}
+                line |= measured(trainer, state) | {"sent_bytes": sent_bytes, "seconds": seconds}
+                if journal.writes and due("test_every"):
                     line["accuracy"] = trainer.test(state)[1]
                 journal.add(line)
             if time.monotonic() - shown > 0.1 or ends:
                 shown = time.monotonic()
-                show(now.step, f"loss {now.loss:.3f}, {sent_by(now.step) / 1e6:.2f} MB sent")
-            stops = stop_after(now.step)  # asked after every step, as all processes have to ask alike
-            if saves:
-                checkpoints.save(now.step, state, about)
+                show(step, f"loss {loss:.3f}, {sent_bytes / 1e6:.2f} MB sent")
+            stops = stop_after(step)  # asked after every step, as all processes have to ask alike
+            if saves or stops:
+                checkpoints.save(step, state, {"workers": workers, "sent_bytes": sent_bytes})
             if stops and not ends:
                 raise Stopped
-    except Stopped:  # no other interrupt: it may have come while a step donated the state
-        checkpoints.save(reached, state, about)
-        raise
     finally:
         if jax.process_count() == 1:  # others may be gone, and closing waits for them
             checkpoints.close()
@@ -124,21 +115,19 @@ def summary(trainer: Trainer, job: Job, lines: list[dict[str, Any]], state: Stat
     }
 
 
-def taken_up(
-    trainer: Trainer, checkpoints: Checkpoints, step: int, about: dict[str, Any], fresh: State, seed: int
-) -> tuple[State, dict[str, Any]]:
-    """The state of a checkpoint, for the workers there are now; and what is to be kept with it."""
-    workers = trainer.mesh.size
+def taken_up(trainer: Trainer, checkpoints: Checkpoints, seed: int) -> tuple[State, int, dict[str, Any]]:
+    """The state to go on from, for the workers there are now; its step, and what was saved with it."""
+    fresh, step, workers = trainer.initial_state(seed), checkpoints.latest(), trainer.mesh.size
+    if not step:
+        return fresh, 0, {"workers": workers, "sent_bytes": 0.0}
+    about = checkpoints.about(step)
     if about["workers"] == workers:
-        return checkpoints.restore(step, trainer.abstract_state(fresh.params), about), about
+        return checkpoints.restore(step, trainer.abstract_state(fresh.params), about), step, about
     old = checkpoints.restore(step, trainer.abstract_state(fresh.params, about["workers"]), about)
-    # What a step sends depends on the number of workers: the account goes on from here.
-    spent = about["base_bytes"] + about["step_bytes"] * (step - about["base_step"])
-    now = {"workers": workers, "base_step": step, "base_bytes": spent, "step_bytes": trainer.ledger.total_bytes}
-    return trainer.taken_over(old, seed), about | now
+    return trainer.taken_over(old, seed), step, about
 
 
 def measured(trainer: Trainer, state: State) -> dict[str, float]:
     """What the exchange of the last step cost and lost, and how many steps were skipped so far."""
     line = {key: float(value) for key, value in trainer.info(state.optimizer)._asdict().items()}
-    return line | ({"skipped": int(state.optimizer.skipped)} if trainer.nonfinite == "skip" else {})
+    return line | ({"skipped": int(state.optimizer.skipped)} if trainer.options["nonfinite"] == "skip" else {})

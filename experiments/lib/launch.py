@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -41,10 +40,7 @@ def start(words: Sequence[str], **options: Any) -> subprocess.Popen:
 
 @contextlib.contextmanager
 def handling(handler: Any, *numbers: int) -> Iterator[None]:
-    """With this handler for these signals, where Python lets us set one."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """With this handler for these signals."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

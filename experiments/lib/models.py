@@ -1,5 +1,6 @@
 """Small Flax (NNX) models for images and characters."""
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -13,10 +14,7 @@ class Mlp(nnx.Module):
     """Two hidden layers of 256."""
 
     def __init__(self, shape: tuple[int, ...], num_classes: int, rngs: nnx.Rngs):
-        size = 1
-        for length in shape:
-            size *= length
-        self.first = nnx.Linear(size, 256, rngs=rngs)
+        self.first = nnx.Linear(math.prod(shape), 256, rngs=rngs)
         self.second = nnx.Linear(256, 256, rngs=rngs)
         self.last = nnx.Linear(256, num_classes, rngs=rngs)
 

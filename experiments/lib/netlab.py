@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -53,7 +54,6 @@ WHOLE_BYTES = 70_000  # more than that, which a larger bucket need not cut into 
 WHOLE_FROM = 1e9  # bit/s from which on it is as large: cutting takes more time than the link there
 QUEUE_BYTES = 64_000_000  # a switch that drops would measure TCP's recovery instead of the link
 PLACES = (Path("/run/netns"), Path("/etc/netns"))
-UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 number = itertools.count()
 
 
@@ -87,23 +87,27 @@ def add_rates(parser: Any, default: str, name: str = "rates", what: str = "of th
     parser.add_argument(f"--{name}", type=rate_of, nargs="+", metavar="RATE", default=rates, help=what)
 
 
+def quantity(text: str, units: dict[str, float]) -> float:
+    """A number and its unit, such as 10mbit; NaN if it is none."""
+    found = re.fullmatch(r"([0-9.]+)([a-z]+)", text.lower())
+    with contextlib.suppress(ValueError, KeyError):
+        return float(found[1]) * units[found[2]] if found else math.nan
+    return math.nan
+
+
 def rate_of(text: str) -> float | None:
     """10mbit, 1gbit, ... in bit/s, as tc writes them; None for "none", no limit."""
     if text == "none":
         return None
-    found = re.fullmatch(r"([0-9.]+)([kmg]?bit)", text.lower())
-    with contextlib.suppress(ValueError):
-        if found and 1e3 <= (rate := float(found[1]) * UNITS[found[2]]) <= 1e12:
-            return Rate(rate)
+    if 1e3 <= (rate := quantity(text, {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9})) <= 1e12:
+        return Rate(rate)
     raise argparse.ArgumentTypeError(f"must be a rate such as 10mbit, from 1kbit to 1000gbit, or none; got {text!r}")
 
 
 def delay_of(text: str) -> float:
     """0.2ms, 50us, 1s in seconds."""
-    found = re.fullmatch(r"([0-9.]+)(us|ms|s)", text.lower())
-    with contextlib.suppress(ValueError):
-        if found:
-            return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+    if (delay := quantity(text, {"us": 1e-6, "ms": 1e-3, "s": 1.0})) >= 0:
+        return delay
     raise argparse.ArgumentTypeError(f"must be a delay such as 0.2ms; got {text!r}")
 
 
@@ -130,11 +134,11 @@ def missing() -> str | None:
     return None if here else "root and the commands ip and tc"
 
 
-def command(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True)
+def command(line: str) -> str:
+    done = subprocess.run(line.split(), capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
-        raise UserError(f"{' '.join(words)}: {said[-1] if said else f'exit status {done.returncode}'}")
+        raise UserError(f"{line}: {said[-1] if said else f'exit status {done.returncode}'}")
     return done.stdout
 
 
@@ -154,8 +158,8 @@ class Lab:
 
     def build(self, undo: contextlib.ExitStack) -> None:
         add_namespace(self.switch, undo)
-        command("ip", "-n", self.switch, "link", "add", "name", "bridge", "type", "bridge")
-        command("ip", "-n", self.switch, "link", "set", "bridge", "up")
+        command(f"ip -n {self.switch} link add name bridge type bridge")
+        command(f"ip -n {self.switch} link set bridge up")
         for i, (host, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             add_namespace(host, undo)
             # gloo looks up the host's name and must find the slow link.
@@ -163,40 +167,32 @@ class Lab:
             etc.mkdir(parents=True, exist_ok=True)
             undo.callback(shutil.rmtree, etc, ignore_errors=True)
             (etc / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
-            peer = ("peer", "name", "eth0", "netns", host)
-            command("ip", "-n", self.switch, "link", "add", "name", f"port{i}", "type", "veth", *peer)
-            command("ip", "-n", self.switch, "link", "set", f"port{i}", "master", "bridge", "up")
-            command("ip", "-n", host, "addr", "add", f"{address}/24", "dev", "eth0")
-            command("ip", "-n", host, "link", "set", "eth0", "up")
-            command("ip", "-n", host, "link", "set", "lo", "up")
-
-    def ends(self) -> Iterator[tuple[str, str]]:
-        """Namespace and device of both ends of every link."""
-        for i, host in enumerate(self.names):
-            yield host, "eth0"
-            yield self.switch, f"port{i}"
+            command(f"ip -n {self.switch} link add name port{i} type veth peer name eth0 netns {host}")
+            command(f"ip -n {self.switch} link set port{i} master bridge up")
+            command(f"ip -n {host} addr add {address}/24 dev eth0")
+            command(f"ip -n {host} link set eth0 up")
+            command(f"ip -n {host} link set lo up")
 
     def shape(self, rate: float | None = None, delay: float = 0.0) -> None:
         """Gives every link a rate in bit/s (None: no limit) and a delay in seconds, each way."""
         piece = AT_ONCE_BYTES if rate is None else round(rate / 8 * AT_ONCE_SECONDS)
         piece = min(max(piece, FRAME_BYTES), AT_ONCE_BYTES)
-        for namespace, device in self.ends():
-            command("ip", "-n", namespace, "link", "set", device, "gso_max_size", f"{piece}")
-            tc = lambda *words, ns=namespace, dev=device: command(
-                "tc", "-n", ns, "qdisc", *words[:1], "dev", dev, *words[1:]
-            )
+        ends = [(host, "eth0") for host in self.names] + [(self.switch, f"port{i}") for i in range(len(self.names))]
+        for namespace, device in ends:  # of every link
+            command(f"ip -n {namespace} link set {device} gso_max_size {piece}")
+            qdisc = f"tc -n {namespace} qdisc"
             if self.shaped:
-                tc("del", "root")
-            parent = ["root"]
+                command(f"{qdisc} del dev {device} root")
+            parent = "root"
             if rate is not None:
                 least = WHOLE_BYTES if rate >= WHOLE_FROM else FRAME_BYTES
-                burst = max(least, round(rate / 8 * BURST_SECONDS))
-                bucket = ("rate", f"{round(rate)}bit", "burst", f"{burst}", "limit", f"{QUEUE_BYTES}")
-                tc("add", "root", "handle", "1:", "tbf", *bucket)
-                parent = ["parent", "1:1"]
+                bucket = f"rate {round(rate)}bit burst {max(least, round(rate / 8 * BURST_SECONDS))}"
+                command(f"{qdisc} add dev {device} root handle 1: tbf {bucket} limit {QUEUE_BYTES}")
+                parent = "parent 1:1"
             if delay:
                 try:
-                    tc("add", *parent, "handle", "10:", "netem", "delay", f"{round(1e6 * delay)}us", "limit", "1000000")
+                    netem = f"handle 10: netem delay {round(1e6 * delay)}us limit 1000000"
+                    command(f"{qdisc} add dev {device} {parent} {netem}")
                 except UserError as error:
                     if "unknown" in str(error):
                         raise UserError("this kernel has no netem (CONFIG_NET_SCH_NETEM), which delays need") from None
@@ -205,13 +201,10 @@ class Lab:
 
     def counters(self) -> list[Link]:
         """What passed each link so far, counted at the switch."""
-        found = json.loads(command("ip", "-n", self.switch, "-json", "-statistics", "link", "show"))
+        found = json.loads(command(f"ip -n {self.switch} -json -statistics link show"))
         stats = {device["ifname"]: device["stats64"] for device in found}
-        links = []
-        for i in range(len(self.names)):
-            sent, received = stats[f"port{i}"]["rx"], stats[f"port{i}"]["tx"]
-            links.append(Link(sent["bytes"], sent["packets"], received["bytes"], received["packets"]))
-        return links
+        ports = [stats[f"port{i}"] for i in range(len(self.names))]
+        return [Link(*(port[way][what] for way in ("rx", "tx") for what in ("bytes", "packets"))) for port in ports]
 
 
 @contextlib.contextmanager
@@ -244,7 +237,7 @@ def laboratory(hosts: int, rate: float | None = None, delay: float = 0.0) -> Ite
 
 def add_namespace(name: str, undo: contextlib.ExitStack) -> None:
     undo.callback(remove_namespace, name)  # before: an interrupt may come between the two
-    command("ip", "netns", "add", name)
+    command(f"ip netns add {name}")
 
 
 def remove_namespace(name: str) -> None:
@@ -258,16 +251,11 @@ def remove_namespace(name: str) -> None:
 
 def remove_leftovers(mine: str) -> None:
     """Removes what killed runs left behind: their process is gone, or its number has come to us."""
-    for place in PLACES:
-        for path in sorted(place.glob(f"{NAME}-*-*")):
-            found = re.match(rf"{NAME}-(\d+)-\d+-", path.name)
-            if found and (not is_running(int(found[1])) or mine.startswith(found[0])):
-                remove_namespace(path.name)
-                shutil.rmtree(Path("/etc/netns") / path.name, ignore_errors=True)
-
-
-def is_running(process: int) -> bool:
-    return Path(f"/proc/{process}").exists()
+    for path in sorted(path for place in PLACES for path in place.glob(f"{NAME}-*-*")):
+        found = re.match(rf"{NAME}-(\d+)-\d+-", path.name)
+        if found and (not Path(f"/proc/{found[1]}").exists() or mine.startswith(found[0])):
+            remove_namespace(path.name)
+            shutil.rmtree(Path("/etc/netns") / path.name, ignore_errors=True)
 
 
 def terminated_softly() -> Any:

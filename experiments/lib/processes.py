@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -24,7 +25,7 @@ from experiments.lib.cli import UserError
 from experiments.lib.errors import line_of
 from experiments.lib.launch import end_all, free_port, handling, start
 
-__all__ = ["Failed", "Group", "Interrupted", "agree", "join", "leave", "or_die", "stopping", "training_group"]
+__all__ = ["Failed", "Group", "agree", "join", "leave", "or_die", "stopping", "training_group"]
 
 # How the failure of another process looks from here.
 LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "gloo", "unavailable")
@@ -34,16 +35,12 @@ RANKS = {USER: 1, DEFECT: 1, ALONE: 2, -signal.SIGABRT: 3}  # a kill is first, w
 STOPPED = 130
 PATIENCE = 30.0  # seconds that processes have to stop together, before they are killed
 SILENT = 5.0  # seconds that a process waits for the others without a word
-ROOM = 2**16  # bytes without which a process cannot say why it fails
+LAST_SECONDS = 2.0  # that processes have to say why they failed, and to clear up
 TAIL = 15  # lines of a log that are shown
 
 
 class Failed(UserError):
     """A process failed; str() says which and why, in one line, and the end of its log where it was a defect."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """Somebody asked for a stop."""
 
 
 # ------------------------------------------------------------------------------------------------
@@ -52,6 +49,8 @@ class Interrupted(KeyboardInterrupt):
 
 def leave(error: BaseException) -> NoReturn:
     """Says why this process fails, and ends it at once: an orderly way out would wait for processes that are gone."""
+    if isinstance(error, KeyboardInterrupt):
+        os._exit(STOPPED)
     line = line_of(error)
     status = USER
     if line is None:
@@ -92,21 +91,18 @@ def join(coordinator: str | None, number: int | None, process: int | None, patie
     others = "process 0" if process else "process 1" if number == 2 else "the other processes"
     waiting = f"waiting for {others} {where}, for at most {patience:g} s (--patience)"
     late = UserError(f"waited {patience:g} s for {others} {where} (--patience)")
-    timers = [
-        threading.Timer(SILENT, lambda: print(waiting, file=sys.stderr, flush=True)),
-        threading.Timer(patience, lambda: leave(late)),
-    ]
+    timers = [threading.Timer(SILENT, print, [waiting], {"file": sys.stderr, "flush": True})]
+    timers += [threading.Timer(patience, leave, [late])]
     try:
         for timer in timers:
             timer.daemon = True
             timer.start()
-        seconds = int(patience) + 60
-        if coordinator is None:
-            jax.distributed.initialize(initialization_timeout=seconds)
-        else:
+        if coordinator:
             check_address(coordinator, process)
-            found = {"cluster_detection_method": "deactivate", "initialization_timeout": seconds}
-            jax.distributed.initialize(coordinator, number, process, **found)
+        seconds, detection = int(patience) + 60, "deactivate" if coordinator else None
+        jax.distributed.initialize(
+            coordinator, number, process, cluster_detection_method=detection, initialization_timeout=seconds
+        )
     except (ValueError, RuntimeError) as error:
         hint = "" if coordinator else "; name it: --coordinator HOST:PORT --num-processes N --process-id I"
         raise UserError(f"found no other processes {where}: {str(error).splitlines()[0].rstrip('.')}{hint}") from None
@@ -118,14 +114,12 @@ def join(coordinator: str | None, number: int | None, process: int | None, patie
 def check_address(coordinator: str, process: int | None) -> None:
     """That the host of a coordinator has an address, and that process 0 can listen at its port: JAX might crash."""
     host, _, port = coordinator.rpartition(":")
-    host = host.strip("[]")
     what = f"{host} has no address"
     try:
-        socket.getaddrinfo(host, int(port))
+        socket.getaddrinfo(host.strip("[]"), int(port))
         if process == 0:
             what = f"cannot listen at port {port}"
-            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-            socket.create_server(("", int(port)), family=family, dualstack_ipv6=family == socket.AF_INET6).close()
+            socket.create_server(("", int(port))).close()
     except OSError as error:
         raise UserError(f"--coordinator {coordinator}: {what}: {error.strerror}") from None
 
@@ -142,10 +136,8 @@ def agree(decide: Callable[[], Any]) -> Any:
     if jax.process_index() == 0:
         try:
             content = {"value": decide()}
-        except Exception as error:
-            content = {"error": line_of(error)}
-            if content["error"] is None:
-                raise
+        except UserError as error:
+            content = {"error": str(error)}
     text = np.frombuffer(json.dumps(content).encode(), np.uint8)
     length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
     text = text if jax.process_index() == 0 else np.zeros(length, np.uint8)
@@ -188,22 +180,20 @@ def interrupt(*_: Any) -> None:
 class Group:
     """Processes that start and end together, one for each command.
 
-    They do not see the terminal's Ctrl-C: the one who started them stops them.
+    They do not see the terminal's Ctrl-C: the one who started them stops them. What they print to the standard error
+    goes to logs, which are there until all are ended.
 
-    logs: folder for what they print to the standard error, a file for each. output: of process i, as
-    `subprocess.Popen` takes it; None: to the log, too.
+    output: of process i, as `subprocess.Popen` takes it; None: to its log, too.
     """
 
     def __init__(
         self,
         commands: Sequence[Sequence[str]],
-        logs: Path,
         environment: Mapping[str, str] | None = None,
         output: Callable[[int], Any] = lambda i: None,
         **options: Any,
     ):
-        self.logs = logs
-        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = Path(tempfile.mkdtemp())
         self.processes: list[subprocess.Popen] = []
         try:
             for i, words in enumerate(commands):
@@ -225,13 +215,13 @@ class Group:
             if self.failed():
                 raise self.failure()
             if any(self.codes()):
-                raise Interrupted
+                raise KeyboardInterrupt
         except KeyboardInterrupt:
             with contextlib.suppress(ProcessLookupError):
                 self.processes[0].send_signal(signal.SIGTERM)  # who has all stop after a common step
             end = time.monotonic() + PATIENCE
             self.end_or(lambda: time.monotonic() > end)
-            raise Interrupted from None
+            raise KeyboardInterrupt from None
         finally:
             self.kill()
 
@@ -251,25 +241,26 @@ class Group:
 
     def kill(self) -> None:
         end_all(self.processes)
+        shutil.rmtree(self.logs, ignore_errors=True)
 
     def failure(self) -> UserError:
         """The first cause, once those that fail have had time to say why."""
 
-        def causes() -> list[tuple[int, int]]:
+        def cause() -> tuple[int, int]:
             ended = [(code, i) for i, code in enumerate(self.codes()) if code not in (None, 0, STOPPED)]
-            return sorted(ended, key=lambda end: RANKS.get(end[0], 0)) or [(0, 0)]
+            return min(ended, key=lambda end: RANKS.get(end[0], 0), default=(0, 0))
 
-        end = time.monotonic() + 2.0
-        while RANKS.get(causes()[0][0], 0) > 1 and time.monotonic() < end:
+        # Who has lost the others may be first; and those that fail alike may still have to clear up.
+        settled = lambda code: None not in self.codes() if code == USER else RANKS.get(code, 0) <= 1
+        end = time.monotonic() + LAST_SECONDS
+        while not settled(cause()[0]) and time.monotonic() < end:
             time.sleep(0.05)
-        code, i = causes()[0]
+        code, i = cause()
         message, lines = self.last_words(i)
         if code < 0 and code != -signal.SIGABRT:
             name = signal.Signals(-code).name
             more = " (out of memory?)" if name == "SIGKILL" else ""
             return Failed(f"process {i} was killed by {name}{more}; all were stopped")
-        if not lines and shutil.disk_usage(self.logs).free < ROOM:
-            return UserError(f"{self.logs}: no space left on device; make room")
         if code == USER and message:
             return UserError(message)
         tail = "".join(f"\n  {line}" for line in lines[-TAIL:])
@@ -282,13 +273,13 @@ class Group:
         return next(iter(reversed(named or lines)), "").removeprefix("error: "), lines
 
 
-def training_group(arguments: Sequence[str], number: int, logs: Path, quiet: bool = False) -> Group:
+def training_group(arguments: Sequence[str], number: int, quiet: bool = False) -> Group:
     """Processes of `python -m experiments` with the same arguments that find each other.
 
     quiet: process 0 does not print to the terminal, either.
     """
-    joins = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(number), "--logs", str(logs)]
-    words = [sys.executable, "-m", "experiments", *arguments, *joins, "--process-id"]
+    joins = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", str(number), "--process-id"]
+    words = [sys.executable, "-m", "experiments", *arguments, *joins]
     # Several processes share a few cores here, whatever accelerators there are.
     output = lambda i: None if i or quiet else sys.__stdout__
-    return Group([[*words, str(i)] for i in range(number)], logs, {"JAX_PLATFORMS": "cpu"}, output)
+    return Group([[*words, str(i)] for i in range(number)], {"JAX_PLATFORMS": "cpu"}, output)

@@ -71,9 +71,6 @@ def show_rows(console: Any, title: str, rows: list[dict[str, str]], notes: str, 
 @contextlib.contextmanager
 def status(console: Any) -> Iterator[Callable[[str], None]]:
     """Where we are: a line that changes, on a terminal."""
-    if not console.is_terminal:
-        yield lambda _: None
-        return
     with console.status("") as line:
         yield line.update
 

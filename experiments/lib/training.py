@@ -93,33 +93,20 @@ class Trainer:
     """One method on one model; compiled once for all seeds.
 
     Args:
-        algorithm, via: of `jc.compressed_mean`, which optimizer and rate follow.
+        algorithm: of `jc.compressed_mean`, which an optimizer follows.
         model: makes the Flax module from an input shape and a number of classes.
         data: with the images of this process's workers, or of all.
-        batch: examples of each worker in a step.
-        nonfinite: "mask" takes NaN and infinite entries of a gradient as zero; "skip" drops the step on all workers.
-        spoil: number of a step in which the first example is NaN, to see what becomes of it.
+        options: optimizer, lr; batch: examples of each worker in a step; via: the route of messages; nonfinite: "mask"
+            takes NaN and infinite entries of a gradient as zero, "skip" drops the step on all workers; spoil: number of
+            a step in which the first example is NaN, to see what becomes of it, or None.
     """
 
     def __init__(
-        self,
-        algorithm: Algorithm,
-        model: Callable[..., nnx.Module],
-        data: Dataset,
-        mesh: Mesh,
-        optimizer: str,
-        rate: float,
-        batch: int,
-        via: str = "auto",
-        nonfinite: str = "mask",
-        spoil: int | None = None,
+        self, algorithm: Algorithm, model: Callable[..., nnx.Module], data: Dataset, mesh: Mesh, options: dict[str, Any]
     ):
-        self.algorithm, self.data, self.batch, self.via, self.nonfinite = algorithm, data, batch, via, nonfinite
-        self.spoil = spoil
+        self.algorithm, self.data, self.mesh, self.options = algorithm, data, mesh, options
         self.model = lambda seed: model(data.train_x.shape[1:], data.num_classes, rngs=nnx.Rngs(seed))
-        self.mesh = mesh
         self.everywhere, self.split = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
-        self.optimizer = OPTIMIZERS[optimizer](rate)
         self.graph, params = nnx.split(self.model(0))
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
         self.transform = self.transform_for(0)
@@ -130,10 +117,9 @@ class Trainer:
         self.copy = jax.jit(lambda tree: tree, out_shardings=self.everywhere)
 
     def transform_for(self, seed: int) -> optax.GradientTransformation:
-        chain = optax.chain(
-            jc.compressed_mean(self.algorithm, AXIS, via=self.via, seed=seed, measure=True), self.optimizer
-        )
-        return jc.skip_nonfinite(chain, AXIS) if self.nonfinite == "skip" else chain
+        mean = jc.compressed_mean(self.algorithm, AXIS, via=self.options["via"], seed=seed, measure=True)
+        chain = optax.chain(mean, OPTIMIZERS[self.options["optimizer"]](self.options["lr"]))
+        return jc.skip_nonfinite(chain, AXIS) if self.options["nonfinite"] == "skip" else chain
 
     def _compile(self, params: Any) -> Any:
         # Added in the order of the workers, whatever carries them: a sum on the way has an order of its own.
@@ -146,22 +132,20 @@ class Trainer:
 
         specs = State(P(), self.specs)
         step = jax.shard_map(step, mesh=self.mesh, in_specs=(specs, P(AXIS), P(AXIS)), out_specs=(specs, P()))
-        size = self.batch * self.mesh.size
+        size = self.options["batch"] * self.mesh.size
         x = jax.ShapeDtypeStruct((size, *self.data.train_x.shape[1:]), jnp.float32, sharding=self.split)
         y = jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self.split)
         return jax.jit(step, donate_argnums=0).lower(self.abstract_state(params), x, y).compile()
 
     def abstract_state(self, params: Any, workers: int | None = None) -> State:
         """Shapes, dtypes and places of the state; of one that so many other workers left, all of it everywhere."""
-        mesh = AbstractMesh((self.mesh.size if workers is None else workers,), (AXIS,))
-        shapes, _ = jc.init_state(self.transform, params, mesh, AXIS)
+        shapes, _ = jc.init_state(self.transform, params, AbstractMesh((workers or self.mesh.size,), (AXIS,)), AXIS)
 
-        def place(leaf, spec):
-            spec = P() if workers is not None else spec
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+        def place(leaf, spec=None):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec or P()))
 
-        optimizer = jax.tree.map(place, shapes, self.specs)
-        return State(jax.tree.map(lambda leaf: place(leaf, P()), params), optimizer)
+        optimizer = jax.tree.map(place, shapes) if workers else jax.tree.map(place, shapes, self.specs)
+        return State(jax.tree.map(place, params), optimizer)
 
     def initial_state(self, seed: int) -> State:
         _, params = nnx.split(self.model(seed))
@@ -191,27 +175,22 @@ class Trainer:
         """Steps first + 1 .. last. Each is finished before it is reported."""
         for number in range(first + 1, last + 1):
             start = time.perf_counter()
-            chosen = batch_of(parts, self.batch, seed, number)
-            images = self._spoiled if number == self.spoil else self.data.images_of
+            chosen = batch_of(parts, self.options["batch"], seed, number)
+
+            def images(examples: np.ndarray, spoiled: bool = number == self.options["spoil"]) -> np.ndarray:
+                found = self.data.images_of(examples)
+                if spoiled:
+                    found[0] = np.nan
+                return found
+
             x = self._spread(images, chosen, self.data.train_x.shape[1:])
             y = self._spread(self.data.train_y.__getitem__, chosen, ())
-            state, loss = self.compiled(state, x, y)
-            loss = float(jax.block_until_ready(loss))
-            jax.block_until_ready(state)
-            yield Progress(number, loss, time.perf_counter() - start, state)
-
-    def _spoiled(self, examples: np.ndarray) -> np.ndarray:
-        """Images of which the first is NaN."""
-        images = np.array(self.data.images_of(examples))
-        images[:1] = np.nan
-        return images
+            state, loss = jax.block_until_ready(self.compiled(state, x, y))
+            yield Progress(number, float(loss), time.perf_counter() - start, state)
 
     def _spread(self, rows_of: Callable[[np.ndarray], np.ndarray], chosen: np.ndarray, shape: tuple[int, ...]) -> Any:
         """Each worker's rows on its own device; this process makes those of its own workers alone."""
-
-        def mine(index: tuple[slice, ...] | None) -> np.ndarray:
-            return rows_of(chosen[index[0] if index else slice(None)])
-
+        mine = lambda index: rows_of(chosen[index[0] if index else slice(None)])
         return jax.make_array_from_callback((len(chosen), *shape), self.split, mine)
 
     def test(self, state: State) -> tuple[float, float]:
@@ -275,22 +254,19 @@ class Checkpoints:
             self.manager.save(step, args=ocp.args.Composite(**args))
             self.manager.wait_until_finished()
 
-    def _restore(self, step: int, **args: Any) -> Any:
-        return self.manager.restore(step, args=ocp.args.Composite(**args))
-
     def _reading(self, step: int) -> Any:
-        path = self.folder / str(step)
-        return reading(f"checkpoint {path}", "remove it, and the run starts again from its first step")
+        return reading(f"checkpoint {self.folder}/{step}", "remove it, and the run starts again from its first step")
 
     def about(self, step: int) -> dict[str, Any]:
         """What has to be known of a state."""
         with self._reading(step):
-            return dict(self._restore(step, about=ocp.args.JsonRestore())["about"])
+            return dict(self.manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"])
 
     def restore(self, step: int, abstract: State, about: dict[str, Any]) -> State:
         """The state."""
         with self._reading(step):
-            state = State(**self._restore(step, state=ocp.args.StandardRestore(abstract._asdict()))["state"])
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract._asdict()))
+            state = State(**self.manager.restore(step, args=args)["state"])
             if _fingerprint_of_bits(state, about) != about["fingerprint"]:
                 raise ValueError("its fingerprint does not fit: bits have changed")
             return state
@@ -312,5 +288,5 @@ def _marks(leaves: list[Any]) -> Any:
 
 def _fingerprint_of_bits(state: State, about: dict[str, Any]) -> int:
     """32 bits that tell of any flipped bit, in whatever way the arrays are spread over devices."""
-    text = json.dumps({key: about[key] for key in sorted(about) if key != "fingerprint"})
+    text = json.dumps({key: value for key, value in about.items() if key != "fingerprint"}, sort_keys=True)
     return zlib.crc32(text.encode(), int(_marks(jax.tree.leaves(state))))

@@ -4,13 +4,11 @@ One process has as many virtual devices as there are workers. --processes N star
 --coordinator, --num-processes and --process-id this process is one of many, started by somebody else; with --cluster
 it finds the others as JAX does (SLURM, Open MPI, Kubernetes, TPU pods, ...). All need the folder --runs in common.
 Each process keeps the images of its own workers; process 0 alone prints and writes, but for checkpoints.
-Writes to runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.json, checkpoints, and logs.
+Writes to runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.json, and checkpoints.
 """
 
 import argparse
 import contextlib
-import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +18,7 @@ import numpy as np
 
 from experiments.lib import folders, processes
 from experiments.lib.cli import Parser, UserError, at_least, common, one_thread, positive
-from experiments.lib.folders import Journal, claimed, how_to_find, run_options
+from experiments.lib.folders import Journal, how_to_find, run_options
 from experiments.lib.report import new_console, progress_bar
 
 __all__ = ["MANY", "Run", "main", "parser"]
@@ -28,7 +26,7 @@ __all__ = ["MANY", "Run", "main", "parser"]
 MANY = ["dense-f32", "dense-bf16", "top-k", "sidco", "dithering", "diana"]  # methods, where several are trained
 
 # Where it runs, not what: none of it is kept with the run.
-PLACES = ("processes", "coordinator", "num_processes", "process_id", "patience", "cluster", "logs", "resume")
+PLACES = ("processes", "coordinator", "num_processes", "process_id", "patience", "cluster", "resume")
 PLACES += ("name", "runs")
 
 
@@ -69,7 +67,6 @@ def parser(kind: str = "train", about: str | None = __doc__) -> Parser:
     patience = "seconds to wait for the other processes"
     where.add_argument("--patience", type=positive, default=300.0, metavar="SECONDS", help=patience)
     where.add_argument("--cluster", action="store_true", help="find the other processes as JAX does")
-    where.add_argument("--logs", type=Path, default=None, help=argparse.SUPPRESS)
     keep = p.add_argument_group("what is kept")
     run_options(keep, kind)
     common(keep, "log-every", "checkpoint-every")
@@ -83,17 +80,17 @@ def parser(kind: str = "train", about: str | None = __doc__) -> Parser:
 def main(arguments: Sequence[str], of: type["Run"] | None = None) -> int:
     """of: what is run, where it is not a single training."""
     one_thread()  # for bitwise the same sums, however the workers are spread over processes
-    of = of or Run
-    options = vars(of.parser().parse_args(arguments))
-    place = {key: options.pop(key) for key in PLACES}
-    check_place(place)
-    run = of(options, folders.given_in(of.parser(), arguments), place)
-    if place["processes"] > 1:
-        return start(run, arguments)
-    if run.together:
-        return take_part(run)
-    with processes.stopping(alone=True) as stop_after:
-        return run.go(stop_after)
+    run = (of or Run)(arguments)
+    check_place(run.place)
+    if run.place["processes"] > 1:
+        return start(run)
+    if not run.together:
+        with processes.stopping(alone=True) as stop_after:
+            return run.go(stop_after)
+    with processes.or_die():
+        processes.join(*(run.place[key] for key in ("coordinator", "num_processes", "process_id", "patience")))
+        with processes.stopping(alone=False) as stop_after:
+            return run.go(stop_after)
 
 
 def check_place(place: dict[str, Any]) -> None:
@@ -119,39 +116,21 @@ def workers_of(options: dict[str, Any], number: int) -> int:
     return workers
 
 
-def start(run: "Run", arguments: Sequence[str]) -> int:
+def start(run: "Run") -> int:
     """Starts the processes, and waits for them."""
     run.find()
-    place, workers = run.place, workers_of(run.options, run.place["processes"])
-    with claimed(place["runs"], place["name"], place["resume"], run.kind) as folder:
-        name = str(folder.relative_to(place["runs"]))
-        words = [run.kind, *arguments, "--processes", "1", "--workers", str(workers), "--name", name]
-        try:
-            processes.training_group(words, place["processes"], folder / "logs").wait()
-        except KeyboardInterrupt:
-            begun = (folder / "config.json").is_file()
-            print("interrupted" + (f"; continue with --resume{how_to_find(place['runs'], folder)}" if begun else ""))
-            return 130
-        except processes.Failed as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        finally:
-            if not (folder / "config.json").is_file():  # nothing has begun
-                shutil.rmtree(folder, ignore_errors=True)
-    return 0
-
-
-def take_part(run: "Run") -> int:
-    """One process of many."""
-    place = run.place
+    number = run.place["processes"]
+    words = [run.kind, *run.arguments, "--processes", "1", "--workers", str(workers_of(run.options, number))]
+    with folders.claimed(*run.where):
+        pass  # what is wrong with options or the folder is said before they start
     try:
-        processes.join(place["coordinator"], place["num_processes"], place["process_id"], place["patience"])
-        with processes.stopping(alone=False) as stop_after:
-            return run.go(stop_after)
+        processes.training_group(words, number).wait()
     except KeyboardInterrupt:
-        os._exit(130)  # at once: JAX would wait for the others
-    except Exception as error:
-        processes.leave(error)
+        return 130  # process 0 has said how to go on
+    except processes.Failed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 class Run:
@@ -160,23 +139,13 @@ class Run:
     kind = "train"
     parser = staticmethod(parser)
 
-    def __init__(self, options: dict[str, Any], given: dict[str, Any], place: dict[str, Any]):
-        self.options, self.given, self.place = options, given, place
-        self.together = place["coordinator"] is not None or place["cluster"]
-        self.number, self.folder = 0, Path()
+    def __init__(self, arguments: Sequence[str]):
+        self.arguments, self.options = arguments, vars(self.parser().parse_args(arguments))
+        self.place = {key: self.options.pop(key) for key in PLACES}
+        self.together = self.place["coordinator"] is not None or self.place["cluster"]
+        self.where = (self.place["runs"], self.place["name"], self.place["resume"], self.kind)
+        self.asked = self.options["workers"]
         self.results: list[dict[str, Any]] = []  # of process 0, a row for each finished job
-        self.parts: dict[int, list[np.ndarray]] = {}  # seed -> examples of each worker
-
-    def find(self) -> None:
-        """The folder of the run, and its options; writes nothing."""
-        place = self.place
-        if place["logs"] is not None:  # who started this process has chosen it
-            folder = place["runs"] / place["name"]
-        else:
-            folder = folders.choose_folder(place["runs"], place["name"], place["resume"], self.kind)
-        if place["resume"]:
-            self.options = folders.resumed(folder, self.options, self.given, self.parser(), free=["workers"])
-        self.folder = folder
 
     def jobs(self) -> list[tuple[str, int]]:
         """Method and seed of each."""
@@ -185,77 +154,42 @@ class Run:
     def report(self) -> None:
         """What process 0 shows in the end."""
 
-    def go(self, stop_after: Callable[[int], bool]) -> int:
-        with contextlib.ExitStack() as self.claims:
-            try:
-                return self.go_in_folder(stop_after)
-            except Exception:
-                with folders.goes_on(self.place["runs"], self.folder):
-                    raise
+    def find(self) -> None:
+        """The folder of the run, and its options; writes nothing."""
+        self.folder = folders.choose_folder(*self.where)
+        if self.place["resume"]:
+            self.options = folders.resumed(self.folder, self.parser(), self.arguments, self.options, free=["workers"])
 
-    def go_in_folder(self, stop_after: Callable[[int], bool]) -> int:
+    def go(self, stop_after: Callable[[int], bool]) -> int:
+        """Trains what is left; the exit status."""
         import jax
 
-        import jaxcomp as jc
-        from experiments.lib.data import load, split
-        from experiments.lib.job import Stopped
-        from experiments.lib.methods import algorithm_for
-        from experiments.lib.training import find_mesh, own_workers
+        from experiments.lib.training import find_mesh
 
-        place = self.place
         self.find()
-        count = place["num_processes"] or 1
-        self.mesh = find_mesh(None if place["cluster"] else workers_of(self.options, count), count)
+        count = self.place["num_processes"] or 1
+        self.mesh = find_mesh(None if self.place["cluster"] else workers_of(self.options, count), count)
+        workers = self.options["workers"] = self.mesh.size  # on a cluster nobody else says how many there are
+        if self.asked not in (None, workers):
+            raise UserError(f"--workers {self.asked}: the processes of this cluster have {workers} devices together")
         self.number = jax.process_index()
-        self.use_workers()
-        o = self.options
-        left = self.agree_on_folder()
-        self.journal = Journal(self.folder, writes=self.number == 0)
         self.console = new_console(quiet=self.number > 0)
-        if not left:
-            self.say(f"{self.folder} is finished" + (f": {said(self.results[0])}" if len(self.results) == 1 else ""))
+        with contextlib.ExitStack() as claims:
+            left = self.agree_on_folder(claims)
+            self.journal = Journal(self.folder, writes=self.number == 0)
+            with folders.goes_on(self.place["runs"], self.folder):
+                status = self.train(left, stop_after) if left else 0
+            if not left:
+                alone = f": {said(self.results[0])}" if len(self.results) == 1 else ""
+                self.say(f"{self.folder} is finished{alone}")
             self.report()
-            return 0
+            return status
 
-        def choose(labels):
-            self.parts = {seed: split(labels, o["workers"], o["alpha"], seed) for _, seed in left}
-            return np.unique(np.concatenate([p[i] for p in self.parts.values() for i in own_workers(self.mesh)]))
-
-        self.data = load(o["data"], o["data_dir"], choose, test=self.number == 0)
-        algorithms = {method: algorithm_for(method, o["ratio"], o["levels"], o["via"]) for method, _ in left}
-        if self.number == 0:  # only now, so that a wrong option leaves nothing behind
-            self.folder.mkdir(parents=True, exist_ok=True)
-            folders.write_config(self.folder, o)
-        self.say(self.title())
-        try:
-            self.train(left, algorithms, stop_after)
-        except KeyboardInterrupt as interrupt:
-            if self.together and not isinstance(interrupt, Stopped):
-                raise
-            if place["logs"] is None:
-                self.say(f"interrupted; continue with {self.how_to_resume()}")
-            self.report()
-            return 130
-        except jc.ReplicaDrift as error:
-            raise UserError(f"{error}; go back to the newest checkpoint with {self.how_to_resume()}") from None
-        self.report()
-        return 0
-
-    def use_workers(self) -> None:
-        """Takes the workers that there are; on a cluster nobody else says how many."""
-        asked = self.given.get("workers")
-        if asked not in (None, self.mesh.size):
-            raise UserError(f"--workers {asked}: the processes of this cluster have {self.mesh.size} devices together")
-        self.options["workers"] = self.mesh.size
-
-    def agree_on_folder(self) -> list[tuple[str, int]]:
+    def agree_on_folder(self, claims: contextlib.ExitStack) -> list[tuple[str, int]]:
         """The jobs that are left; process 0 decides on the folder, and locks it."""
 
         def decide() -> list[Any]:
-            place = self.place
-            if place["logs"] is None:  # else who started this process has locked it
-                found = claimed(place["runs"], place["name"], place["resume"], self.kind)
-                self.folder = self.claims.enter_context(found)
+            self.folder = claims.enter_context(folders.claimed(*self.where))
             self.results = folders.read_results(self.folder / "results.json")
             done = {(row["method"], row["seed"]) for row in self.results}
             return [str(self.folder), [job for job in dict.fromkeys(self.jobs()) if job not in done]]
@@ -267,49 +201,63 @@ class Run:
     def say(self, words: str) -> None:
         self.console.print(words, highlight=False, soft_wrap=True)
 
-    def how_to_resume(self) -> str:
-        return f"--resume{how_to_find(self.place['runs'], self.folder)}"
-
     @property
     def labels(self) -> str:
         """How labels are spread over the workers."""
         alpha = self.options["alpha"]
         return "IID" if alpha is None else f"Dirichlet({alpha:g})"
 
-    def title(self) -> str:
+    def train(self, left: list[tuple[str, int]], stop_after: Callable[[int], bool]) -> int:
+        """Trains these jobs; the exit status."""
         import jax
 
-        o, count = self.options, jax.process_count()
-        spread = f" in {count} processes" if count > 1 else ""
-        return (
+        import jaxcomp as jc
+        from experiments.lib.data import load, split
+        from experiments.lib.job import Job, Stopped, train_one
+        from experiments.lib.methods import algorithm_for
+        from experiments.lib.models import MODELS
+        from experiments.lib.training import Trainer, own_workers
+
+        o, parts = self.options, {}  # seed -> examples of each worker
+
+        def choose(labels):
+            parts.update({seed: split(labels, o["workers"], o["alpha"], seed) for _, seed in left})
+            return np.unique(np.concatenate([part[i] for part in parts.values() for i in own_workers(self.mesh)]))
+
+        data = load(o["data"], o["data_dir"], choose, test=self.number == 0)
+        algorithms = {method: algorithm_for(method, o["ratio"], o["levels"], o["via"]) for method, _ in left}
+        if self.number == 0:  # only now, so that a wrong option leaves nothing behind
+            folders.write_config(self.folder, o)
+        spread = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        self.say(
             f"{o['data']}, {o['model']}, {o['workers']} workers{spread} on {self.mesh.devices.flat[0].platform}, "
             f"{o['steps']} steps of {o['batch']} examples each, {self.labels}; writing to {self.folder}"
         )
-
-    def train(self, left: list[tuple[str, int]], algorithms: dict[str, Any], stop_after: Callable[[int], bool]) -> None:
-        import jax
-
-        from experiments.lib.job import Job, train_one
-        from experiments.lib.models import MODELS
-        from experiments.lib.training import Trainer
-
-        o = self.options
+        goes_on = f"--resume{how_to_find(self.place['runs'], self.folder)}"
         trainer, compiled = None, None
-        with progress_bar(self.console) as bar:
-            for method, seed in left:
-                task = bar.add_task(f"{method}, seed {seed}", total=o["steps"], now="compiling")
-                if trainer is None or method != compiled:
-                    args = (algorithms[method], MODELS[o["model"]], self.data, self.mesh, o["optimizer"], o["lr"])
-                    more = {key: o[key] for key in ("batch", "via", "nonfinite", "spoil")}
-                    trainer, compiled = Trainer(*args, **more), method
-                show = lambda step, now, task=task: bar.update(task, completed=step, now=now)
-                job, parts = Job(method, seed), self.parts[seed]
-                row = train_one(trainer, job, o, self.folder, self.journal, parts, show, stop_after, self.say)
-                if self.number == 0:
-                    places = {"processes": jax.process_count(), "workers": o["workers"], "via": o["via"]}
-                    self.results.append(row | places)
-                    folders.write_json(self.folder / "results.json", self.results)
-                    self.say(said(row))
+        try:
+            with progress_bar(self.console) as bar:
+                for job in map(Job._make, left):
+                    task = bar.add_task(f"{job.method}, seed {job.seed}", total=o["steps"], now="compiling")
+                    if trainer is None or job.method != compiled:
+                        trainer = Trainer(algorithms[job.method], MODELS[o["model"]], data, self.mesh, o)
+                        compiled = job.method
+                    show = lambda step, now, task=task: bar.update(task, completed=step, now=now)
+                    where = (self.folder, self.journal, parts[job.seed])
+                    row = train_one(trainer, job, o, *where, show, stop_after, self.say)
+                    if self.number == 0:
+                        places = {"processes": jax.process_count(), "workers": o["workers"], "via": o["via"]}
+                        self.results.append(row | places)
+                        folders.write_json(self.folder / "results.json", self.results)
+                        self.say(said(row))
+        except KeyboardInterrupt as interrupt:
+            if self.together and not isinstance(interrupt, Stopped):
+                raise
+            self.say(f"interrupted; continue with {goes_on}")
+            return 130
+        except jc.ReplicaDrift as error:
+            raise UserError(f"{error}; go back to the newest checkpoint with {goes_on}") from None
+        return 0
 
 
 def said(row: dict[str, Any]) -> str:

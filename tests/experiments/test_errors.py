@@ -81,14 +81,14 @@ def test_a_damaged_config_is_named(text, tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.json").write_bytes(text.encode("latin-1"))
     for main in (train.main, compare.main):
-        with pytest.raises(UserError, match=r"r/config\.json is damaged: .*start a new run with another --name$"):
+        with pytest.raises(UserError, match=r"r/config\.json cannot be read: .*start a new run with another --name$"):
             main(["--resume", "--name", "r", "--runs", str(tmp_path)])
 
 
 @pytest.mark.parametrize("content", ["", "{}", "1"])
 def test_damaged_results_are_named(content, tmp_path):
     (tmp_path / "results.json").write_text(content)
-    with pytest.raises(UserError, match=r"results\.json is damaged: .*; remove it"):
+    with pytest.raises(UserError, match=r"results\.json cannot be read: .*; remove it"):
         read_results(tmp_path / "results.json")
     (tmp_path / "results.json").write_text('[{"loss": 1.0}]')
     assert read_results(tmp_path / "results.json") == [{"loss": 1.0}]

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments import figures
-from experiments.figures import FIGURES, Figure, main, markers, placed, state_of
+from experiments.figures import FIGURES, Figure, found_in, main, placed, state_of
 from experiments.lib.cli import UserError
 
 PAGE = "# Page\n\n<!-- sizes -->\n| a |\n| --- |\n| 1 |\n<!-- end sizes -->\n\ntext\n"
@@ -13,9 +13,8 @@ PAGE = "# Page\n\n<!-- sizes -->\n| a |\n| --- |\n| 1 |\n<!-- end sizes -->\n\nt
 def test_every_figure_stands_on_its_page(name):
     figure = FIGURES[name]
     page = (figures.RESULTS / f"{figure.page}.md").read_text()
-    found = markers(name).findall(page)
-    assert len(found) == 1
-    assert found[0][2].count("\n| ") >= 3
+    assert page.count(f"<!-- end {name} -->") == 1
+    assert found_in(page, name)["rows"].count("\n| ") >= 3
     assert (figures.ROOT / "experiments" / figure.source).exists()
     assert figure.minutes < 60
     if figure.picture is not None:
