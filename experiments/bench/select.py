@@ -25,7 +25,7 @@ from jaxcomp.select import count_words, indices_of_words, words_above
 
 __all__ = ["main"]
 
-READ, SORT, TORCH = "read pass (sum of magnitudes)", "lax.top_k", "torch.topk"
+READ, SORT = "read pass (sum of magnitudes)", "lax.top_k"
 SIDCO, WHOLE = "jc.sidco", "jc.sidco + residual"
 
 
@@ -93,7 +93,7 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
     calls[WHOLE] = Fresh(lambda: jax.block_until_ready(vectors.x + 0), compiled[WHOLE])
     if (torch := torch_if_installed()) is not None and jax.default_backend() == "cpu":
         tensor = lambda: torch.from_numpy(np.array(vectors.x))
-        calls[TORCH] = Fresh(tensor, lambda x: torch.topk(x.abs(), k, sorted=False)[1])
+        calls["torch.topk"] = Fresh(tensor, lambda x: torch.topk(x.abs(), k, sorted=False)[1])
     # Last: it gives a lot of memory back to the system, and what runs after it takes twice as long.
     nonzero = lambda x, t: jnp.nonzero(jnp.abs(x) > t, size=places, fill_value=d)[0]
     add("jnp.nonzero, threshold given", nonzero, threshold)
@@ -133,33 +133,17 @@ def main(arguments: Sequence[str]) -> int:
         **{f"2^{size} ms": lambda row, size=size: f"{1e3 * seconds[size][row['name']]:.2f}" for size in sizes},
         f"2^{at} / read pass": lambda row: f"{base[row['name']] / base[READ]:.1f}",
         "faster than lax.top_k": lambda row: f"{base[SORT] / base[row['name']]:.1f} x",
-        "than torch.topk": lambda row: f"{base[TORCH] / base[row['name']]:.1f} x" if TORCH in base else "-",
         "extra memory / d words": lambda row: f"{extra[row['name']]:.2f}" if row["name"] in extra else "-",
     }
-    grows = ""
-    if len(sizes) > 1:
-        slope = slope_of(sizes, [seconds[size][SIDCO] for size in sizes])
-        grows = f" Time of {SIDCO} grows like d^{slope:.2f} from 2^20 on."
     notes = (
         f"ratio {o.ratio:g}, Laplace entries, others in each round; medians of {o.repeats}. Read pass: "
-        f"{4 * 2**at / 1e9 / base[READ]:.0f} GB/s at 2^{at}.{grows}\n"
+        f"{4 * 2**at / 1e9 / base[READ]:.0f} GB/s at 2^{at}.\n"
         f"Extra memory: temporary buffers of the compiled program at 2^{sizes[-1]}, without arguments and results."
     )
     run.table(f"Selection; {machine()}", columns, [{"name": name} for name in base], notes)
     shown = [name for name in base if "given" not in name and not name.startswith("of it") and name != READ]
-    over_sizes = lambda name: np.array([each[name] for each in seconds.values()])
     entries = [2.0**size for size in sizes]
-    panels = {
-        "milliseconds": {name: (entries, 1e3 * over_sizes(name)) for name in shown},
-        "multiples of one read pass": {name: (entries, over_sizes(name) / over_sizes(READ)) for name in shown},
-    }
+    curves = {name: (entries, [1e3 * each[name] for each in seconds.values()]) for name in shown}
     title = f"Selecting {o.ratio:g} of the entries; {machine()}"
-    run.plot("select.png", panels, title, xscale="log", yscale="log", xlabel="entries")
+    run.plot("select.png", {title: curves}, xscale="log", yscale="log", xlabel="entries", ylabel="milliseconds")
     return 0
-
-
-def slope_of(sizes: list[int], seconds: list[float]) -> float:
-    """Exponent of d, by least squares over sizes from 2^20 on (all of them if there are fewer than two)."""
-    large = [i for i, size in enumerate(sizes) if size >= 20]
-    chosen = large if len(large) > 1 else list(range(len(sizes)))
-    return float(np.polyfit([sizes[i] for i in chosen], np.log2([seconds[i] for i in chosen]), 1)[0])

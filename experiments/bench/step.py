@@ -9,7 +9,7 @@ import numpy as np
 
 import jaxcomp as jc
 from experiments.bench.timing import bench_parser, mesh_of, report, rounds_of
-from experiments.bench.trees import gpt_like, made, methods, num_entries, temporary, update_of
+from experiments.bench.trees import gpt_like, methods, num_entries, temporary, update_of
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console
 
@@ -53,6 +53,12 @@ class Step:
         return out
 
 
+def gradient(shapes: Any, seed: int) -> Any:
+    """Normal numbers, where the shapes say."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jax.device_put(rng.standard_normal(x.shape, np.float32), x.sharding), shapes)
+
+
 def main(arguments: Sequence[str]) -> int:
     p = bench_parser("bench step", __doc__)
     p.add_argument("--layers", type=at_least(1), default=12, help="of the GPT; 12 are 146 leaves, 42.0 M parameters")
@@ -71,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in ["pmean", *chosen]:
             status.update(f"compiling {name}")
             step, shapes = update_of(makers.get(name), like, mesh)
-            gradients = gradients or [made(shapes[0], seed) for seed in range(GRADIENTS)]
+            gradients = gradients or [gradient(shapes[0], seed) for seed in range(GRADIENTS)]
             programs[name], state = step.lower(*shapes).compile(), []
             if name in makers:
                 state = [jc.init_state(jc.compressed_mean(makers[name](), "data"), zeros, mesh, "data")[0]]
