@@ -5,6 +5,7 @@ gloo. Each exchanges top-k messages whose lengths follow DAGC's ratios. Bytes ar
 included.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +19,11 @@ from experiments.bench.timing import bench_parser
 from experiments.dagc.data import skewed_volumes
 from experiments.lib.cli import at_least, common, one_or_more, positive
 from experiments.lib.netlab import laboratory
-from experiments.lib.pool import serve
+from experiments.lib.pool import Tasks, serve
 from experiments.lib.report import new_console, show
 from experiments.network import counted, pool_in, rounds_of, timed
+from experiments.network.mesh import Workers
+from experiments.network.worker import ends_of
 from jaxcomp.base import Lengths
 from jaxcomp.exchange.routes import Call, costs
 from jaxcomp.exchange.routes.auto import GATHERING, fastest
@@ -50,13 +53,13 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--mbit", type=positive, default=100.0, help="limit of every link, Mbit/s")
     o = p.parse_args(arguments)
     if o.worker is not None:
-        serve(o.address, o.workers, o.worker, Worker(o.worker))
+        serve(o.address, o.workers, o.worker, Tasks(exchange=functools.partial(Exchange, o.worker)))
         return 0
     rows, task = [], {"size": o.size, "ratio": o.ratio, "skew": o.skew, "mbit": o.mbit}
     with laboratory(o.workers, 1e6 * o.mbit) as lab, pool_in(lab, "bench exchange") as pool:
         pool.hear()
         for via in ("gather", "concat", "ring", "auto"):
-            said = pool.ask(what="build", via=via, **task)
+            said = pool.ask(what="exchange", via=via, **task)
             if len({each["sum"] for each in said}) > 1:
                 raise RuntimeError(f"{via}: the workers' sums differ")
             answers, _, sent = counted(lab, lambda: timed(pool, what="rounds", number=o.rounds))
@@ -69,25 +72,16 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-class Worker:
-    """What one worker does: `build` an exchange, and `rounds` of it."""
+class Exchange:
+    """Of top-k messages. described: its route, a sum that is equal everywhere, and what the model says."""
 
-    def __init__(self, number: int):
-        self.number = number
-
-    def __call__(self, what: str, **request: Any) -> Any:
-        return getattr(self, what)(**request)
-
-    def build(self, via: str, size: int, ratio: float, skew: float, mbit: float) -> dict[str, Any]:
-        """Which route it is, a sum that is equal everywhere, and what the model says."""
-        from experiments.network.mesh import Workers
-
+    def __init__(self, number: int, via: str, size: int, ratio: float, skew: float, mbit: float):
         workers, n = Workers(), jax.device_count()
         counts = jc.allocate.counts(jc.allocate.ratios(skewed_volumes(n, skew), ratio), size)
-        lengths, mine = Lengths(tuple(int(k) for k in counts), size), int(counts[self.number])
+        lengths, mine = Lengths(tuple(int(k) for k in counts), size), int(counts[number])
         indices = np.full((1, max(lengths.counts)), size, np.int32)
         indices[0, :mine] = np.arange(mine) * (size // mine)
-        values = np.where(indices < size, self.number + 1, 0).astype(np.float32)
+        values = np.where(indices < size, number + 1, 0).astype(np.float32)
         link = jc.Link(LATENCY, mbit * 1e6 / 8)
         message = message_of(Sparse(values[0], indices[0]), lengths, n)
         chosen = fastest(message.lengths, message.capacity, link) if via == "auto" else via
@@ -101,10 +95,8 @@ class Worker:
         self.step = jax.jit(jax.shard_map(exchange, mesh=workers.mesh, in_specs=P("data"), out_specs=P()))
         cost = costs(message.lengths, message.capacity, link)[chosen]
         found = {"chosen": chosen, "sum": float(self.step(self.payload)), "real": 4 * sum(message.lengths)}
-        return found | {"model_bytes": cost.sent_bytes, "model_seconds": cost.seconds}
+        self.described = found | {"model_bytes": cost.sent_bytes, "model_seconds": cost.seconds}
 
     def rounds(self, number: int, at: float) -> dict[str, Any]:
-        """When each round ended (see `experiments.network.worker.ends_of`)."""
-        from experiments.network.worker import ends_of
-
+        """When each round ended (see `ends_of`)."""
         return {"ends": ends_of(lambda: self.step(self.payload), number, at)}

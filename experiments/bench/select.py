@@ -144,6 +144,6 @@ def main(arguments: Sequence[str]) -> int:
     shown = [name for name in base if "given" not in name and not name.startswith("of it") and name != READ]
     entries = [2.0**size for size in sizes]
     curves = {name: (entries, [1e3 * each[name] for each in seconds.values()]) for name in shown}
-    title = f"Selecting {o.ratio:g} of the entries; {machine()}"
-    run.plot("select.png", {title: curves}, xscale="log", yscale="log", xlabel="entries", ylabel="milliseconds")
+    panels = {f"to select {o.ratio:g} of the entries": curves}
+    run.plot("select.png", panels, machine(), xscale="log", yscale="log", xlabel="entries", ylabel="milliseconds")
     return 0

@@ -14,6 +14,10 @@ from typing import Any
 from experiments.lib.cli import Parser, UserError, at_least, common, positive, share
 from experiments.lib.report import show_rows
 from experiments.lib.run import Run, parser_of
+from experiments.lib.text import add_sizes, text_of
+from experiments.local import report
+from experiments.local.methods import NAMES, parse
+from experiments.local.training import train
 
 __all__ = ["main"]
 
@@ -21,9 +25,6 @@ DEFAULT = ["ddp:f32", "f32", "int8", "int4", "sparse-loco", "stream:int4"]
 
 
 def parser() -> Parser:
-    from experiments.lib.text import add_sizes
-    from experiments.local.methods import NAMES
-
     p = parser_of("local", __doc__)
     p.add_argument("--methods", nargs="+", default=DEFAULT, metavar="METHOD", help=f"of {', '.join(NAMES)}")
     p.add_argument("--every", nargs="+", type=at_least(1), default=[30], metavar="H", help="steps of a round")
@@ -40,11 +41,6 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str]) -> int:
     run = Run(parser(), arguments, "local")
-    from experiments.lib.text import text_of
-    from experiments.local import report
-    from experiments.local.methods import parse
-    from experiments.local.training import train
-
     o = run.options
     setups, text = parse(o.methods, o.every), text_of(o.data)
     if o.width % o.heads:

@@ -11,13 +11,11 @@ __all__ = ["BY_BYTES", "NOTES", "bytes_of", "panels", "rows", "seconds_of"]
 
 BY_BYTES = "loss by bytes sent"
 NOTES = """\
-test loss: of the shared point; in nats a byte. vs f32 same H: test loss over that of uncompressed differences with the
-same H. lanes/round: bytes a worker sends in the compiled exchanges of a round. message: bytes of the messages of a
-worker in a round, all fragments, as jc.wire encodes them in its best code (- where they are added on the way).
-sent/step: bytes a worker sends for each step, with those messages to all others where there are any, else by the lanes.
-
-s: computed, not measured: steps without an exchange as fast as those of the fastest curve here, and links of
-{mbit:g} Mbit/s for what a delay does not hide."""
+test loss: of the shared point; in nats a byte. vs f32 same H: over that of uncompressed differences with the same H.
+lanes/round: bytes a worker sends in the compiled exchanges of a round. message: bytes of its messages in a round, all
+fragments, in the best code of jc.wire (- where they are added on the way). sent/step: with those messages to all others
+where there are any, else by the lanes. s: computed, not measured: steps as fast as those of the fastest curve, and
+links of {mbit:g} Mbit/s for what a delay does not hide."""
 
 
 def seconds_of(setup: Setup, steps: int, compute: float, sent_bytes: float, mbit: float) -> float:
