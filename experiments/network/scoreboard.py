@@ -139,20 +139,19 @@ def step_seconds(answers: list[Any], period: int) -> float:
     return float(np.median(np.diff(ends))) / period
 
 
-def to_loss(row: dict[str, Any], place: int) -> float | None:
-    """Seconds to the loss at a rate, mean over the seeds; None if a seed did not reach it."""
-    return None if None in row["steps"] else float(np.mean(row["steps"])) * row["step_seconds"][place]
+def to_loss(row: dict[str, Any]) -> np.ndarray:
+    """Seconds to the loss at each rate, mean over the seeds; NaN if a seed did not reach it."""
+    return np.mean(np.array(row["steps"], float)) * np.array(row["step_seconds"])
 
 
-def best_dense(rows: list[dict[str, Any]], model: str, place: int) -> float:
-    """Seconds of the fastest dense exchange to the loss."""
-    every = [to_loss(row, place) for row in rows if row["model"] == model and row["method"] in DENSE]
-    return min(seconds for seconds in every if seconds is not None)
+def best_dense(rows: list[dict[str, Any]], model: str) -> np.ndarray:
+    """Seconds of the fastest dense exchange to the loss, at each rate."""
+    return np.nanmin([to_loss(row) for row in rows if row["model"] == model and row["method"] in DENSE], 0)
 
 
-def gain_of(rows: list[dict[str, Any]], row: dict[str, Any], place: int) -> float:
-    """How many times as fast to the loss as the fastest dense exchange; NaN if it missed it."""
-    return best_dense(rows, row["model"], place) / (to_loss(row, place) or np.nan)
+def gains_of(rows: list[dict[str, Any]], row: dict[str, Any]) -> np.ndarray:
+    """How many times as fast to the loss as the fastest dense exchange, at each rate; NaN if it missed it."""
+    return best_dense(rows, row["model"]) / to_loss(row)
 
 
 def short(gain: float) -> str:
@@ -184,13 +183,13 @@ def break_even(points: list[tuple[float | None, float, float]]) -> float | None:
 
 
 def columns_of(rows: list[dict[str, Any]], rates: list[float | None]) -> Columns:
-    def gain(row: dict[str, Any], place: int) -> str:
-        return "-" if None in row["steps"] else f"{short(gain_of(rows, row, place))} x"
-
     def even(row: dict[str, Any]) -> str:
-        times = ((rate, to_loss(row, place), best_dense(rows, row["model"], place)) for place, rate in enumerate(rates))
-        found = break_even([(rate, mine, dense) for rate, mine, dense in times if mine is not None])
-        return "-" if found is None or row["method"] in DENSE else rate_name(float(f"{found:.2g}"))
+        points = zip(rates, to_loss(row), best_dense(rows, row["model"]), strict=True)
+        found = None if None in row["steps"] or row["method"] in DENSE else break_even(list(points))
+        return "-" if found is None else rate_name(float(f"{found:.2g}"))
+
+    def gain(row: dict[str, Any], place: int) -> str:
+        return "-" if None in row["steps"] else f"{short(gains_of(rows, row)[place])} x"
 
     return {
         "model": "{model}",
@@ -226,22 +225,19 @@ without headers, over those that the program or `jc.wire` says; least and most o
 
 def link_columns(rates: list[float | None]) -> Columns:
     """Of the table of links."""
-    limited = [i for i, rate in enumerate(rates) if rate is not None] if None in rates else []
-
-    def pace(row: dict[str, Any], i: int) -> str:
-        seconds = row["step_seconds"]
-        return f"{100 * seconds[rates.index(None)] / seconds[i]:.1f} %"
 
     def on_links(row: dict[str, Any]) -> str:
-        both = zip(row["payload_bytes"], row["said_bytes"], strict=True)
-        found = [sent / said for sent, said in both if said]
+        found = [sent / said for sent, said in zip(row["payload_bytes"], row["said_bytes"], strict=True) if said]
         return f"{min(found):.3f} - {max(found):.3f}" if found else "-"
 
-    times = {
-        f"ms, {rate_name(rate)}": lambda row, i=i: f"{1e3 * row['step_seconds'][i]:.1f}" for i, rate in enumerate(rates)
-    }
-    paces = {f"pace, {rate_name(rates[i])}": lambda row, i=i: pace(row, i) for i in limited}
-    return {"model": "{model}", "method": "{method}", **times, **paces, "on the links": on_links}
+    seconds = lambda row, rate: row["step_seconds"][rates.index(rate)]
+    columns: dict[str, Any] = {"model": "{model}", "method": "{method}"}
+    for rate in rates:
+        columns[f"ms, {rate_name(rate)}"] = lambda row, rate=rate: f"{1e3 * seconds(row, rate):.1f}"
+    for rate in rates if None in rates else ():
+        pace = lambda row, rate=rate: f"{100 * seconds(row, None) / seconds(row, rate):.1f} %"
+        columns |= {} if rate is None else {f"pace, {rate_name(rate)}": pace}
+    return columns | {"on the links": on_links}
 
 
 def draw(o: Any, rows: list[dict[str, Any]]) -> Any:
@@ -256,7 +252,7 @@ def draw(o: Any, rows: list[dict[str, Any]]) -> Any:
         axis.set_axis_off()
     for number, (axis, model) in enumerate(zip(axes, models, strict=False)):
         mine = [row for row in rows if row["model"] == model]
-        gains = np.array([[gain_of(rows, row, place) for place in range(len(o.rates))] for row in mine])
+        gains = np.array([gains_of(rows, row) for row in mine])
         axis.imshow(np.log10(gains), cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
         for (i, place), gain in np.ndenumerate(gains):
             said, dark = "missed" if np.isnan(gain) else short(gain), abs(np.log10(gain)) > 0.6
