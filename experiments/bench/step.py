@@ -28,16 +28,6 @@ METHODS = {
     "momentum_correction(dgc)": None,
     "power_sgd(4)": None,
 }
-COLUMNS = {
-    "method": "{name}",
-    "ms a step": "{middle:.0f}",
-    "least to most": "{low:.0f} to {high:.0f}",
-    "/ pmean": "{ratio:.2f}",
-    "at most": lambda row: f"{METHODS.get(row['name']) or ''}",
-    "temporary / gradient": "{temporary}",
-}
-
-
 GRADIENTS = 3  # in turn: if all steps had the same one, error feedback's memory would grow to a multiple of it
 
 
@@ -82,16 +72,20 @@ def main(arguments: Sequence[str]) -> int:
             if name in makers:
                 state = [jc.init_state(jc.compressed_mean(makers[name](), "data"), zeros, mesh, "data")[0]]
             steps[name] = Step(programs[name], gradients, state)
-    rows, seconds = [], rounds_of(steps, o.rounds)
-    for name, each in seconds.items():
-        low, middle, high = 1e3 * np.quantile(each, [0.0, 0.5, 1.0])
-        ratio = middle / (1e3 * np.median(seconds["pmean"]))
-        rows.append({"name": name, "low": low, "middle": middle, "high": high, "ratio": ratio})
-        rows[-1]["temporary"] = temporary(programs[name], like)
+    seconds = rounds_of(steps, o.rounds)
+    ms = lambda name, share=0.5: 1e3 * np.quantile(seconds[name], share)
+    columns = {
+        "method": str,
+        "ms a step": lambda name: f"{ms(name):.0f}",
+        "least to most": lambda name: f"{ms(name, 0):.0f} to {ms(name, 1):.0f}",
+        "/ pmean": lambda name: f"{ms(name) / ms('pmean'):.2f}",
+        "at most": lambda name: f"{METHODS.get(name) or ''}",
+        "temporary / gradient": lambda name: temporary(programs[name], like),
+    }
     notes = (
         f"{num_entries(like) / 1e6:.1f} M parameters in {len(jax.tree.leaves(like))} leaves, {o.workers} workers as "
         f"virtual devices; median of {o.rounds} rounds, in each of which every method takes a step; "
         f"{GRADIENTS} gradients in turn. States are donated. Temporary memory is what a device needs besides arguments "
         "and results."
     )
-    return report(o, "Steps of a GPT's tree", COLUMNS, rows, notes)
+    return report(o, "Steps of a GPT's tree", columns, steps, notes)

@@ -54,25 +54,22 @@ TRAINING: Columns = {
 def against(rows: list[dict], key: str) -> Columns:
     """A column for each dense method that was run: how many times as fast a row is."""
     run = [name for name in DENSE if any(row["method"] == name for row in rows)]
-    return {f"x {name}": lambda row, name=name: times(row, rows, name, key) for name in run}
+    times = lambda row, name: f"{speed(row, rows, name, key):.3g}".replace("nan", "-")
+    return {f"x {name}": lambda row, name=name: times(row, name) for name in run}
 
 
-def speed(row: dict, rows: list[dict], dense: str, key: str) -> float | None:
-    """How many times as fast a row is as a dense method at the same rate and seed, where both came to the target."""
+def speed(row: dict, rows: list[dict], dense: str, key: str) -> float:
+    """How many times as fast a row is as a dense method at the same rate and seed; NaN unless both came to the end."""
     same = lambda other: all(other.get(k) == row.get(k) for k in ("rate", "seed"))
-    other = next((other for other in rows if other["method"] == dense and same(other)), None)
-    if other is None or not (row.get("reached", True) and other.get("reached", True)):
-        return None
-    return other[key] / row[key]
-
-
-def times(row: dict, rows: list[dict], dense: str, key: str) -> str:
-    ratio = speed(row, rows, dense, key)
-    return "-" if ratio is None else f"{ratio:.3g}"
+    others = [other for other in rows if other["method"] == dense and same(other)]
+    ended = others and row.get("reached", True) and others[0].get("reached", True)
+    return others[0][key] / row[key] if ended else np.nan
 
 
 def report(run: Run, rows: list[dict], trained: list[dict]) -> None:
     """Both tables, and the plot: speed-up against rates for each dense method, and loss against the clock."""
+    from experiments.lib.plots import running_mean
+
     o, panels, labels = run.options, {}, {}
     cores = f"{o.workers} processes on {len(os.sched_getaffinity(0))} cores"
     cores += f", delay {1e3 * o.delay:g} ms" if o.delay else ""
@@ -87,10 +84,8 @@ def report(run: Run, rows: list[dict], trained: list[dict]) -> None:
             for method in dict.fromkeys(row["method"] for row in rows):
                 mine = [row for row in rows if row["method"] == method]
                 mine.sort(key=lambda row: row["rate"] or np.inf)
-                both = [(rate_name(row["rate"]), speed(row, rows, base, "seconds")) for row in mine]
-                found = [pair for pair in both if pair[1] is not None]
-                if found:
-                    curves[method] = tuple(zip(*found, strict=True))
+                speeds = [speed(row, rows, base, "seconds") for row in mine]
+                curves[method] = [rate_name(row["rate"]) for row in mine], speeds
     if trained:
         trained = sorted(trained, key=lambda row: o.train_methods.index(row["method"]))
         title = f"{o.data}, {o.model}, {trained[0]['parameters']:,} parameters, {cores}, ratio {o.train_ratio:g}"
@@ -98,11 +93,7 @@ def report(run: Run, rows: list[dict], trained: list[dict]) -> None:
         for rate in dict.fromkeys(row["rate"] for row in trained):
             mine = [row for row in trained if row["rate"] == rate and row["seed"] == o.train_seeds[0]]
             panel = f"{o.data}, {o.model}, {rate_name(rate)}, to {o.target:g}"
-            panels[panel] = {row["method"]: (row["seconds"], smooth(row["losses"])) for row in mine}
+            panels[panel] = {row["method"]: (row["seconds"], running_mean(np.array(row["losses"]), 10)) for row in mine}
             labels[panel] = {"xlabel": "seconds", "ylabel": "training loss (mean of 10 steps)", "xscale": "log"}
     if panels:
         run.plot("network.png", panels, cores, each=labels, xlabel="link", ylabel="times as fast", yscale="log")
-
-
-def smooth(losses: list[float]) -> list[float]:
-    return [float(np.mean(losses[max(0, i - 9) : i + 1])) for i in range(len(losses))]
