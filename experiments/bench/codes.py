@@ -50,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
         pairs[f"{name} on i32 and f32"] = functools.partial(encode, raw), decode, lambda data: 8 * len(data)
 
     floats, sort = jnp.asarray(values), jax.jit(jnp.sort)
-    calls, bits = {"sort": lambda: sort(floats)}, {}
+    calls: dict[str, Callable[[], Any]] = {"sort": lambda: sort(floats)}
+    bits: dict[str, float] = {}
     for name, (encode, decode, bits_of) in pairs.items():
         coded = encode()
         bits[name] = bits_of(coded) / n

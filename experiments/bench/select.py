@@ -110,7 +110,7 @@ def torch_if_installed() -> Any:
 
 def main(arguments: Sequence[str]) -> int:
     p = bench_parser("bench select", __doc__, repeats=7)
-    large = {"default": [18, 20, 22, 24, 26], "metavar": "N", "help": "d = 2^these, of 10 to 30"}
+    large: dict[str, Any] = {"default": [18, 20, 22, 24, 26], "metavar": "N", "help": "d = 2^these, of 10 to 30"}
     p.add_argument("--log2-sizes", type=int, choices=range(10, 31), nargs="+", **large)
     p.add_argument("--ratio", type=fraction, default=0.001, help="share of entries to select")
     o = p.parse_args(arguments)

@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
                 seconds[name, layers], program = compiled(make, like, mesh, o.times)
                 memory.setdefault(name, temporary(program, like))
     beyond = lambda name, layers: seconds[name, layers] - seconds["psum", layers]
-    columns = {"method": str}
+    columns: dict[str, Callable[[str], str]] = {"method": str}
     for layers, like in trees.items():
         leaves = len(jax.tree.leaves(like))
         columns[f"{leaves} leaves, CPU s"] = lambda name, layers=layers: f"{seconds[name, layers]:.1f}"

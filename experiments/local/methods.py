@@ -74,6 +74,6 @@ def parse(words: list[str], every: list[int]) -> list[Setup]:
             found.append(Setup(word, name, 1, plain=True))
             continue
         for h in dict.fromkeys(every):
-            times = (min(3, h), min(5, h - 1), 0.5) if kind == "stream" else ()
+            times: tuple[Any, ...] = (min(3, h), min(5, h - 1), 0.5) if kind == "stream" else ()
             found.append(Setup(f"{word} H={h}", name, h, *times))
     return found

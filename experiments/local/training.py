@@ -51,7 +51,8 @@ def train(setup: Setup, seed: int, text: Text, o: Any) -> Iterator[dict[str, Any
     step, test = jax.jit(step, donate_argnums=(0, 1)), jax.jit(loss_of)
     tested = windows(text.codes[text.train :], TESTED, o.length, 0, 0)
     times = Timetable(setup.every, setup.fragments, setup.delay)
-    line = {"label": setup.label, "seed": seed, "parameters": sum(leaf.size for leaf in jax.tree.leaves(start))}
+    line: dict[str, Any] = {"label": setup.label, "seed": seed}
+    line["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(start))
     line |= {"sent_bytes": 0.0, "message_bytes": None, "route": "sum"}
     seconds: list[float] = []
     for t in range(1, o.steps + 1):

@@ -99,11 +99,11 @@ def local_of(text: str) -> Setup | None:
     if found is None or found[2] not in CODES:
         return None
     every = int(found[3])
-    times = () if found[1] == "local" else (min(3, every), every // 4, 0.5)
+    times: tuple[Any, ...] = () if found[1] == "local" else (min(3, every), every // 4, 0.5)
     return Setup(text, found[2], every, *times)
 
 
-def transformation(text: str, ratio: float, levels: int) -> optax.GradientTransformation:
+def transformation(text: str, ratio: float, levels: int) -> Any:
     """The optax transformation that makes the mean of the workers' gradients."""
     if text in PLAIN:
         return optax.stateless(lambda grads, _: jax.tree.map(PLAIN[text], grads))

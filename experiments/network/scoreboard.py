@@ -89,9 +89,9 @@ def measured(
 ) -> dict[str, Any]:
     """A row: steps to the loss for each seed, seconds of a step at each rate, bytes."""
     data, rate, _ = MODELS[model]
-    task = {"what": "training", "ratio": o.ratio, "levels": o.levels, "data": data, "model": model, "batch": o.batch}
+    task: dict[str, Any] = {"what": "training", "data": data, "model": model, "batch": o.batch}
+    task |= {"ratio": o.ratio, "levels": o.levels, "outer": (o.outer_lr, o.outer_momentum)}
     task |= {"rate": rate, "optimizer": "adam", "data_dir": str(o.text) if o.text and data == "text" else None}
-    task["outer"] = o.outer_lr, o.outer_momentum
     say(f"{model}, {method}: to the loss")
     lab.shape()
     overlapped = method.startswith("overlap-")  # the steps of stream-, with exchanges beside them
