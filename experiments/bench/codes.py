@@ -4,9 +4,10 @@ Also what a message costs in bytes, against zlib and zstd (where `zstandard` is 
 the switch of `via="ladder"` costs inside `shard_map`.
 """
 
+import functools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from experiments.bench.timing import bench_parser, report, time_all
+from experiments.bench.timing import bench_parser, by_part, report, time_all
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console, show
 from jaxcomp import codes
@@ -28,13 +29,8 @@ from jaxcomp.payloads import Quantized, Sparse, decode_message, encode_message
 __all__ = ["general_coders", "main"]
 
 
-class Pair(NamedTuple):
-    """encode() -> coded;  decode(coded);  bits(coded)."""
-
-    name: str
-    encode: Callable[[], Any]
-    decode: Callable[[Any], Any]
-    bits: Callable[[Any], float]
+# encode(), decode(coded), and bits(coded).
+Pair = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], float]]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,68 +44,62 @@ def main(arguments: Sequence[str]) -> int:
     values = rng.standard_normal(n).astype(np.float32)
     levels = np.minimum(np.abs(rng.standard_normal(n) * 2).astype(np.uint32), 7)
     quantized = Quantized(np.ones(1, np.float32), np.asarray(pack(jnp.asarray(levels), 3)))
-
-    pairs = [*of_keys(keys), *of_messages({"sparse": Sparse(values, keys), "levels": quantized})]
     raw = keys.tobytes() + values.tobytes()
+    pairs = of_keys(keys) | of_messages({"sparse": Sparse(values, keys), "levels": quantized})
     for name, (encode, decode) in general_coders(6, 3, 19).items():
-        pairs.append(Pair(f"{name} on i32 and f32", lambda f=encode: f(raw), decode, lambda data: 8 * len(data)))
+        pairs[f"{name} on i32 and f32"] = functools.partial(encode, raw), decode, lambda data: 8 * len(data)
+
     floats, sort = jnp.asarray(values), jax.jit(jnp.sort)
-    calls, bits = {"sort": lambda: sort(floats)}, {}
-    for pair in pairs:
-        coded = pair.encode()
-        bits[pair.name] = pair.bits(coded) / n
-        calls[f"encode {pair.name}"] = pair.encode
-        calls[f"decode {pair.name}"] = lambda f=pair.decode, coded=coded: f(coded)
-    ms = {name: 1e3 * s for name, s in time_all(calls, o.repeats).items()}
-    rows = [{"name": x, "bits": bits[x], "encode": ms[f"encode {x}"], "decode": ms[f"decode {x}"]} for x in bits]
+    calls: dict[str, Callable[[], Any]] = {"sort": lambda: sort(floats)}
+    bits: dict[str, float] = {}
+    for name, (encode, decode, bits_of) in pairs.items():
+        coded = encode()
+        bits[name] = bits_of(coded) / n
+        calls |= {f"encode {name}": encode, f"decode {name}": functools.partial(decode, coded)}
+    seconds = time_all(calls, o.repeats)
+    sort_ms = 1e3 * seconds["sort"]
     columns = {
         "code": "{name}",
-        "bits / nonzero": "{bits:.2f}",
+        "bits / nonzero": lambda row: f"{bits[row['name']]:.2f}",
         "encode ms": "{encode:.1f}",
         "decode ms": "{decode:.1f}",
-        "encode / sort": lambda row: f"{row['encode'] / ms['sort']:.2f}",
-        "decode / sort": lambda row: f"{row['decode'] / ms['sort']:.2f}",
+        "encode / sort": lambda row: f"{row['encode'] / sort_ms:.2f}",
+        "decode / sort": lambda row: f"{row['decode'] / sort_ms:.2f}",
     }
     notes = (
-        f"One jnp.sort of {n:,} floats: {ms['sort']:.1f} ms. Keys: indices alone, geometric gaps. "
+        f"One jnp.sort of {n:,} floats: {sort_ms:.1f} ms. Keys: indices alone, geometric gaps. "
         f"Sparse: with f32 values, {8 * len(raw) / n:.0f} bits raw. Levels: {n:,} levels 0 .. 7 of a half-normal, "
         "3 bits raw."
     )
-    report(o, f"{n:,} nonzeros, mean gap {o.gap}", columns, rows, notes)
+    report(o, f"{n:,} nonzeros, mean gap {o.gap}", columns, by_part(seconds, ("encode", "decode")), notes)
     switch_cost(o.repeats)
     return 0
 
 
-def of_keys(keys: np.ndarray) -> Iterator[Pair]:
+def of_keys(keys: np.ndarray) -> dict[str, Pair]:
     """Every coder of indices, in jit."""
-    n = keys.size
-    device, counts = jnp.asarray(keys), jnp.full(1, n, jnp.int32)
+    device, counts = jnp.asarray(keys), jnp.full(1, keys.size, jnp.int32)
+    found = {}
     for coder in codes.CODERS:
-        encode = jax.jit(lambda k, c, coder=coder: codes.encode_keys(k, c, coder=coder))
-        decode = jax.jit(lambda w, c, coder=coder: codes.decode_keys(w, c, n, coder=coder))
-        yield Pair(
-            f"jit keys, {coder}",
-            lambda f=encode: f(device, counts),
-            lambda coded, f=decode: f(coded[0], counts),
-            lambda coded: int(coded[1]),
-        )
+        encode = jax.jit(functools.partial(codes.encode_keys, coder=coder))
+        decode = jax.jit(functools.partial(codes.decode_keys, size=keys.size, coder=coder))
+        back = lambda coded, decode=decode: decode(coded[0], counts)
+        found[f"jit keys, {coder}"] = functools.partial(encode, device, counts), back, lambda coded: int(coded[1])
+    return found
 
 
-def of_messages(payloads: dict[str, Any]) -> Iterator[Pair]:
+def of_messages(payloads: dict[str, Any]) -> dict[str, Pair]:
     """Whole messages, in jit and as bytes of the host."""
+    found = {}
     for name, payload in payloads.items():
-        device = jax.tree.map(jnp.asarray, payload)
-        encode = jax.jit(encode_message)
+        encode = functools.partial(jax.jit(encode_message), jax.tree.map(jnp.asarray, payload))
         decode = jax.jit(lambda words, like=payload: decode_message(words, like))
-        yield Pair(
-            f"jit message, {name}",
-            lambda f=encode, x=device: f(x),
-            lambda coded, f=decode: f(coded.words),
-            lambda coded: 32 * int(coded.used),
-        )
+        back = lambda coded, decode=decode: decode(coded.words)
+        found[f"jit message, {name}"] = encode, back, lambda coded: 32 * int(coded.used)
         for code in ("fixed", "elias", "best"):
-            encode = lambda x=payload, code=code: jc.wire.encode(x, code=code)
-            yield Pair(f"host message, {name}, {code}", encode, jc.wire.decode, lambda message: 8 * len(message))
+            encode = functools.partial(jc.wire.encode, payload, code=code)
+            found[f"host message, {name}, {code}"] = encode, jc.wire.decode, lambda message: 8 * len(message)
+    return found
 
 
 Coder = tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]
@@ -133,13 +123,12 @@ def switch_cost(repeats: int) -> None:
     calls: dict[str, Callable[[], Any]] = {}
     for words in (1000, 1_000_000):
         steps = rungs(words)
-        lane = jnp.ones((devices, words), jnp.uint32)
 
         def plain(x, steps=steps):
             return all_gather(x[0, : steps[-1]], "data")
 
         def switched(x, steps=steps):
-            need = all_max(x[0, 0].astype(jnp.int32) + (steps[-2] if len(steps) > 1 else 0), "data")
+            need = all_max(x[0, 0].astype(jnp.int32) + steps[-2], "data")
             rung = jnp.searchsorted(jnp.asarray(steps, jnp.int32), need).astype(jnp.int32)
             pads = lambda step: ((0, 0), (0, steps[-1] - step))
             arms = [lambda x, step=step: jnp.pad(all_gather(x[:step], "data"), pads(step)) for step in steps]
@@ -147,11 +136,11 @@ def switch_cost(repeats: int) -> None:
 
         for name, run in (("gather", plain), ("switch", switched)):
             step = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P()))
-            calls[f"{name} {words}"] = lambda f=step, x=lane: f(x)
-    ms = {name: 1e3 * s for name, s in time_all(calls, repeats).items()}
-    rows = [{"words": w, "gather": ms[f"gather {w}"], "switch": ms[f"switch {w}"]} for w in (1000, 1_000_000)]
+            lane = jnp.ones((devices, words), jnp.uint32)
+            calls[f"{name} {words:,} words"] = functools.partial(step, lane)
+    rows = by_part(time_all(calls, repeats), ("gather", "switch"))
     columns = {
-        "lane": "{words:,} words",
+        "lane": "{name}",
         "gather ms": "{gather:.2f}",
         "switch ms": "{switch:.2f}",
         "difference ms": lambda row: f"{row['switch'] - row['gather']:.2f}",

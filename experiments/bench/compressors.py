@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxcomp as jc
-from experiments.bench.timing import bench_parser, codec_calls, report, time_all
+from experiments.bench.timing import bench_parser, by_part, codec_calls, report, time_all
 from experiments.lib.cli import at_least
 from jaxcomp.base import accumulate
 
@@ -50,24 +50,21 @@ def main(arguments: Sequence[str]) -> int:
         lanes[name] = jc.lane_bytes(payload) / (4 * d)
         calls |= codec | {f"add {name}": lambda f=add, p=rows, s=shared: f(zeros, p, s)}
     seconds = time_all(calls, o.repeats)
-    ms = {name: 1e3 * value for name, value in seconds.items()}
-    rows = [
-        {"name": name, "lane": lane, **{part: ms[f"{part} {name}"] for part in ("compress", "decompress", "add")}}
-        for name, lane in lanes.items()
-    ]
+    read_ms, copy_ms = 1e3 * seconds["read"], 1e3 * seconds["copy"]
     columns = {
         "compressor": "{name}",
         "compress ms": "{compress:.1f}",
         "decompress ms": "{decompress:.1f}",
         f"add {o.workers} ms": "{add:.1f}",
-        "/ read pass": lambda row: f"{(row['compress'] + row['decompress']) / ms['read']:.1f}",
-        "/ copy pass": lambda row: f"{(row['compress'] + row['decompress']) / ms['copy']:.1f}",
-        "lane B / f32": "{lane:.5f}",
+        "/ read pass": lambda row: f"{(row['compress'] + row['decompress']) / read_ms:.1f}",
+        "/ copy pass": lambda row: f"{(row['compress'] + row['decompress']) / copy_ms:.1f}",
+        "lane B / f32": lambda row: f"{lanes[row['name']]:.5f}",
     }
     notes = (
-        f"One read pass, sum|x|: {ms['read']:.2f} ms ({4e-6 * d / ms['read']:.0f} GB/s). "
-        f"One copy pass, 2x into new memory: {ms['copy']:.2f} ms ({8e-6 * d / ms['copy']:.0f} GB/s).\n"
+        f"One read pass, sum|x|: {read_ms:.2f} ms ({4e-6 * d / read_ms:.0f} GB/s). "
+        f"One copy pass, 2x into new memory: {copy_ms:.2f} ms ({8e-6 * d / copy_ms:.0f} GB/s).\n"
         f"add {o.workers}: decode so many messages and add them to a sum. "
         "The passes are over compress + decompress. Decompressing writes d floats, so it costs about one copy at least."
     )
+    rows = by_part(seconds, ("compress", "decompress", "add"))
     return report(o, f"d = 2^{o.log2_size}, float32", columns, rows, notes)

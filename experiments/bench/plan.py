@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+import optax
 
 import jaxcomp as jc
 from experiments.bench.timing import bench_parser, mesh_of, report
@@ -37,26 +37,25 @@ def main(arguments: Sequence[str]) -> int:
     measured = sum(not row.bound for row in found.rows)
     run = sum(row.measured is not None for row in found.rows)
     notes = f"""\
-{sum(x.size for x in params.values()):,} parameters, {o.workers} workers: {seconds:.0f} s, {cpu:.0f} CPU seconds; of
-{len(found.rows)} candidates the work of {measured} was measured, and {run} were run."""
+{sum(x.size for x in jax.tree.leaves(params)):,} parameters, {o.workers} workers: {seconds:.0f} s, {cpu:.0f} CPU
+seconds; of {len(found.rows)} candidates the work of {measured} was measured, and {run} were run."""
     columns = {"piece": "{piece}", "begins, s": "{at:.1f}", "takes, s": "{takes:.1f}"}
     report(o, "jc.plan, piece by piece", columns, rows, notes)
     new_console().print(str(found), highlight=False, soft_wrap=True)
     return 0
 
 
-def model(width: int, examples: int) -> tuple[dict[str, Any], tuple[Any, Any]]:
+def model(width: int, examples: int) -> tuple[Any, tuple[Any, Any]]:
     """Four layers, the inputs of MNIST, and random examples."""
     rng = np.random.default_rng(0)
-    params = {}
-    for i, (rows, columns) in enumerate(itertools.pairwise([784, width, width, 1400, 10])):
-        params[f"w{i}"] = (rng.standard_normal((rows, columns)) / rows**0.5).astype(np.float32)
-        params[f"b{i}"] = np.zeros(columns, np.float32)
-    return params, (rng.standard_normal((examples, 784)).astype(np.float32), rng.integers(0, 10, examples))
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    sizes = itertools.pairwise([784, width, width, 1400, 10])
+    params = [(normal(rows, columns) / rows**0.5, np.zeros(columns, np.float32)) for rows, columns in sizes]
+    return params, (normal(examples, 784), rng.integers(0, 10, examples))
 
 
 def loss(params: Any, x: Any, y: Any) -> Any:
-    for i in range(4):
-        x = x @ params[f"w{i}"] + params[f"b{i}"]
-        x = jax.nn.relu(x) if i < 3 else x
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], 1))
+    for weights, bias in params[:-1]:
+        x = jax.nn.relu(x @ weights + bias)
+    logits = x @ params[-1][0] + params[-1][1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()

@@ -15,9 +15,8 @@ import numpy as np
 from jax import lax
 
 import jaxcomp as jc
-from experiments.bench.timing import Fresh, machine, time_all
-from experiments.lib.cli import UserError, at_least, fraction
-from experiments.lib.run import Run, parser_of
+from experiments.bench.timing import Fresh, bench_parser, report, time_all
+from experiments.lib.cli import fraction
 from jaxcomp.base import residual
 from jaxcomp.compressors.sidco import SAMPLE, STAGES
 from jaxcomp.compressors.sidco_counted import counted
@@ -25,8 +24,8 @@ from jaxcomp.select import count_words, indices_of_words, words_above
 
 __all__ = ["main"]
 
-READ, SORT, TORCH = "read pass (sum of magnitudes)", "lax.top_k", "torch.topk"
-SIDCO, WHOLE = "jc.sidco", "jc.sidco + residual"
+READ, SORT = "read pass (sum of magnitudes)", "lax.top_k"
+WHOLE = "jc.sidco + residual"
 
 
 class Vectors:
@@ -50,7 +49,7 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
     places = min(d, k + k // 4 + 64)
     sidco = jc.sidco(ratio)
     sparsifiers = {
-        SIDCO: sidco,
+        "jc.sidco": sidco,
         "jc.sidco pareto": jc.sidco(ratio, law="pareto"),
         "jc.sidco gamma": jc.sidco(ratio, law="gamma"),
         **{f"jc.{make.__name__}": make(ratio) for make in (jc.top_k, jc.dgc, jc.gaussian_k, jc.redsync)},
@@ -93,7 +92,7 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
     calls[WHOLE] = Fresh(lambda: jax.block_until_ready(vectors.x + 0), compiled[WHOLE])
     if (torch := torch_if_installed()) is not None and jax.default_backend() == "cpu":
         tensor = lambda: torch.from_numpy(np.array(vectors.x))
-        calls[TORCH] = Fresh(tensor, lambda x: torch.topk(x.abs(), k, sorted=False)[1])
+        calls["torch.topk"] = Fresh(tensor, lambda x: torch.topk(x.abs(), k, sorted=False)[1])
     # Last: it gives a lot of memory back to the system, and what runs after it takes twice as long.
     nonzero = lambda x, t: jnp.nonzero(jnp.abs(x) > t, size=places, fill_value=d)[0]
     add("jnp.nonzero, threshold given", nonzero, threshold)
@@ -110,14 +109,12 @@ def torch_if_installed() -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = parser_of("bench select", __doc__)
-    p.add_argument("--log2-sizes", type=at_least(10), nargs="+", default=[18, 20, 22, 24, 26], help="d = 2^these")
+    p = bench_parser("bench select", __doc__, repeats=7)
+    large: dict[str, Any] = {"default": [18, 20, 22, 24, 26], "metavar": "N", "help": "d = 2^these, of 10 to 30"}
+    p.add_argument("--log2-sizes", type=int, choices=range(10, 31), nargs="+", **large)
     p.add_argument("--ratio", type=fraction, default=0.001, help="share of entries to select")
-    p.add_argument("--repeats", type=at_least(1), default=7, help="rounds; the median is shown")
-    run = Run(p, arguments, "bench-select")
-    o, sizes = run.options, sorted(set(run.options.log2_sizes))
-    if sizes[-1] > 30:
-        raise UserError(f"--log2-sizes must be at most 30; got {sizes[-1]}")
+    o = p.parse_args(arguments)
+    sizes = sorted(set(o.log2_sizes))
     seconds: dict[int, dict[str, float]] = {}
     extra: dict[str, float] = {}
     for size in sizes:
@@ -129,37 +126,15 @@ def main(arguments: Sequence[str]) -> int:
     at = 24 if 24 in sizes else sizes[-1]
     base = seconds[at]
     columns = {
-        "method": "{name}",
-        **{f"2^{size} ms": lambda row, size=size: f"{1e3 * seconds[size][row['name']]:.2f}" for size in sizes},
-        f"2^{at} / read pass": lambda row: f"{base[row['name']] / base[READ]:.1f}",
-        "faster than lax.top_k": lambda row: f"{base[SORT] / base[row['name']]:.1f} x",
-        "than torch.topk": lambda row: f"{base[TORCH] / base[row['name']]:.1f} x" if TORCH in base else "-",
-        "extra memory / d words": lambda row: f"{extra[row['name']]:.2f}" if row["name"] in extra else "-",
+        "method": str,
+        **{f"2^{size} ms": lambda name, size=size: f"{1e3 * seconds[size][name]:.2f}" for size in sizes},
+        f"2^{at} / read pass": lambda name: f"{base[name] / base[READ]:.1f}",
+        "faster than lax.top_k": lambda name: f"{base[SORT] / base[name]:.1f} x",
+        "extra memory / d words": lambda name: f"{extra[name]:.2f}" if name in extra else "-",
     }
-    grows = ""
-    if len(sizes) > 1:
-        slope = slope_of(sizes, [seconds[size][SIDCO] for size in sizes])
-        grows = f" Time of {SIDCO} grows like d^{slope:.2f} from 2^20 on."
     notes = (
         f"ratio {o.ratio:g}, Laplace entries, others in each round; medians of {o.repeats}. Read pass: "
-        f"{4 * 2**at / 1e9 / base[READ]:.0f} GB/s at 2^{at}.{grows}\n"
+        f"{4 * 2**at / 1e9 / base[READ]:.0f} GB/s at 2^{at}.\n"
         f"Extra memory: temporary buffers of the compiled program at 2^{sizes[-1]}, without arguments and results."
     )
-    run.table(f"Selection; {machine()}", columns, [{"name": name} for name in base], notes)
-    shown = [name for name in base if "given" not in name and not name.startswith("of it") and name != READ]
-    over_sizes = lambda name: np.array([each[name] for each in seconds.values()])
-    entries = [2.0**size for size in sizes]
-    panels = {
-        "milliseconds": {name: (entries, 1e3 * over_sizes(name)) for name in shown},
-        "multiples of one read pass": {name: (entries, over_sizes(name) / over_sizes(READ)) for name in shown},
-    }
-    title = f"Selecting {o.ratio:g} of the entries; {machine()}"
-    run.plot("select.png", panels, title, xscale="log", yscale="log", xlabel="entries")
-    return 0
-
-
-def slope_of(sizes: list[int], seconds: list[float]) -> float:
-    """Exponent of d, by least squares over sizes from 2^20 on (all of them if there are fewer than two)."""
-    large = [i for i, size in enumerate(sizes) if size >= 20]
-    chosen = large if len(large) > 1 else list(range(len(sizes)))
-    return float(np.polyfit([sizes[i] for i in chosen], np.log2([seconds[i] for i in chosen]), 1)[0])
+    return report(o, "Selection", columns, base, notes)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxcomp as jc
-from experiments.bench.timing import bench_parser, codec_calls, report, time_all
+from experiments.bench.timing import bench_parser, by_part, codec_calls, report, time_all
 from experiments.lib.cli import at_least
 
 __all__ = ["main"]
@@ -33,18 +33,17 @@ def main(arguments: Sequence[str]) -> int:
         calls |= codec | {f"encode {mode}": lambda m=host: jc.wire.encode(m)}
         calls[f"decode {mode}"] = lambda m=data: jc.wire.decode(m)
     seconds = time_all(calls, o.repeats)
-    sort_s = seconds["sort"]
-    rows = [{"mode": mode, **{part: seconds[f"{part} {mode}"] for part in PARTS}} for mode in bits]
+    sort_ms = 1e3 * seconds["sort"]
     columns = {
-        "mode": "{mode}",
-        **{f"{part} ms": lambda row, part=part: f"{1e3 * row[part]:.0f}" for part in PARTS},
-        "compress + decompress / sort": lambda row: f"{(row['compress'] + row['decompress']) / sort_s:.2f}",
-        "encode / sort": lambda row: f"{row['encode'] / sort_s:.2f}",
-        "decode / sort": lambda row: f"{row['decode'] / sort_s:.2f}",
+        "mode": "{name}",
+        **{f"{part} ms": f"{{{part}:.0f}}" for part in PARTS},
+        "compress + decompress / sort": lambda row: f"{(row['compress'] + row['decompress']) / sort_ms:.2f}",
+        "encode / sort": lambda row: f"{row['encode'] / sort_ms:.2f}",
+        "decode / sort": lambda row: f"{row['decode'] / sort_ms:.2f}",
     }
     notes = (
-        f"One jnp.sort of {n:,} floats: {1e3 * sort_s:.0f} ms. "
+        f"One jnp.sort of {n:,} floats: {sort_ms:.0f} ms. "
         f"Bits per nonzero: {', '.join(f'{mode} {value:.2f}' for mode, value in bits.items())}.\n"
         "compress: from a vector, its nonzeros found; decompress: to a vector. encode and decode: on the host, NumPy."
     )
-    return report(o, f"{n:,} nonzeros of {d:,}, float32", columns, rows, notes)
+    return report(o, f"{n:,} nonzeros of {d:,}, float32", columns, by_part(seconds, PARTS), notes)

@@ -9,7 +9,7 @@ import numpy as np
 
 import jaxcomp as jc
 from experiments.bench.timing import bench_parser, mesh_of, report, rounds_of
-from experiments.bench.trees import gpt_like, made, methods, num_entries, temporary, update_of
+from experiments.bench.trees import gpt_like, methods, num_entries, temporary, update_of
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console
 
@@ -28,16 +28,6 @@ METHODS = {
     "momentum_correction(dgc)": None,
     "power_sgd(4)": None,
 }
-COLUMNS = {
-    "method": "{name}",
-    "ms a step": "{middle:.0f}",
-    "least to most": "{low:.0f} to {high:.0f}",
-    "/ pmean": "{ratio:.2f}",
-    "at most": lambda row: f"{METHODS.get(row['name']) or ''}",
-    "temporary / gradient": "{temporary}",
-}
-
-
 GRADIENTS = 3  # in turn: if all steps had the same one, error feedback's memory would grow to a multiple of it
 
 
@@ -51,6 +41,12 @@ class Step:
         out = self.program(next(self.gradients), *self.state)
         self.state = [out[1]] if self.state else []
         return out
+
+
+def gradient(shapes: Any, seed: int) -> Any:
+    """Normal numbers, where the shapes say."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jax.device_put(rng.standard_normal(x.shape, np.float32), x.sharding), shapes)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,21 +67,25 @@ def main(arguments: Sequence[str]) -> int:
         for name in ["pmean", *chosen]:
             status.update(f"compiling {name}")
             step, shapes = update_of(makers.get(name), like, mesh)
-            gradients = gradients or [made(shapes[0], seed) for seed in range(GRADIENTS)]
+            gradients = gradients or [gradient(shapes[0], seed) for seed in range(GRADIENTS)]
             programs[name], state = step.lower(*shapes).compile(), []
             if name in makers:
                 state = [jc.init_state(jc.compressed_mean(makers[name](), "data"), zeros, mesh, "data")[0]]
             steps[name] = Step(programs[name], gradients, state)
-    rows, seconds = [], rounds_of(steps, o.rounds)
-    for name, each in seconds.items():
-        low, middle, high = 1e3 * np.quantile(each, [0.0, 0.5, 1.0])
-        ratio = middle / (1e3 * np.median(seconds["pmean"]))
-        rows.append({"name": name, "low": low, "middle": middle, "high": high, "ratio": ratio})
-        rows[-1]["temporary"] = temporary(programs[name], like)
+    seconds = rounds_of(steps, o.rounds)
+    ms = lambda name, share=0.5: 1e3 * np.quantile(seconds[name], share)
+    columns = {
+        "method": str,
+        "ms a step": lambda name: f"{ms(name):.0f}",
+        "least to most": lambda name: f"{ms(name, 0):.0f} to {ms(name, 1):.0f}",
+        "/ pmean": lambda name: f"{ms(name) / ms('pmean'):.2f}",
+        "at most": lambda name: f"{METHODS.get(name) or ''}",
+        "temporary / gradient": lambda name: temporary(programs[name], like),
+    }
     notes = (
         f"{num_entries(like) / 1e6:.1f} M parameters in {len(jax.tree.leaves(like))} leaves, {o.workers} workers as "
         f"virtual devices; median of {o.rounds} rounds, in each of which every method takes a step; "
         f"{GRADIENTS} gradients in turn. States are donated. Temporary memory is what a device needs besides arguments "
         "and results."
     )
-    return report(o, "Steps of a GPT's tree", COLUMNS, rows, notes)
+    return report(o, "Steps of a GPT's tree", columns, steps, notes)

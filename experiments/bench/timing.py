@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from experiments.lib.cli import Parser, at_least
 from experiments.lib.report import Columns, new_console, show
 from experiments.lib.run import parser_of
 
-__all__ = ["Fresh", "bench_parser", "codec_calls", "machine", "mesh_of", "report", "rounds_of", "time_all"]
+__all__ = ["Fresh", "bench_parser", "by_part", "codec_calls", "machine", "mesh_of", "report", "rounds_of", "time_all"]
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -79,6 +79,12 @@ def codec_calls(name: str, compressor: Any, x: jax.Array, key: jax.Array) -> tup
         f"decompress {name}": lambda: decompress(payload, state.shared),
     }
     return calls, payload, state.shared
+
+
+def by_part(seconds: dict[str, float], parts: Sequence[str]) -> list[dict[str, Any]]:
+    """A row for each NAME of the calls "PART NAME": its name, and the milliseconds of each part."""
+    names = [name.removeprefix(f"{parts[0]} ") for name in seconds if name.startswith(f"{parts[0]} ")]
+    return [{"name": name, **{part: 1e3 * seconds[f"{part} {name}"] for part in parts}} for name in names]
 
 
 def mesh_of(workers: int) -> jax.sharding.Mesh:

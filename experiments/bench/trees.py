@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,7 +14,7 @@ from experiments.bench.timing import bench_parser, mesh_of, report
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console
 
-__all__ = ["gpt_like", "made", "main", "methods", "num_entries", "temporary", "update_of"]
+__all__ = ["gpt_like", "main", "methods", "num_entries", "temporary", "update_of"]
 
 WIDTH, TOKENS = 512, 8192
 
@@ -97,40 +96,36 @@ def main(arguments: Sequence[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = mesh_of(o.workers)
     trees = {layers: gpt_like(layers) for layers in o.layers}
-    first = trees[o.layers[0]]
     wanted = {name: make for name, make in methods().items() if o.only is None or any(x in name for x in o.only)}
     step, shapes = update_of(None, gpt_like(1), mesh)
     step.lower(*shapes).compile()  # JAX itself
-    rows, base = [], {}
+    seconds: dict[tuple[str, int], float] = {}
+    memory: dict[str, str] = {}  # with the first tree
     with new_console().status("compiling") as status:
         for name, make in {"psum": None, **wanted}.items():
-            row: dict[str, Any] = {"name": name}
             for layers, like in trees.items():
                 status.update(f"compiling {name}, {layers} layers")
-                seconds, program = compiled(make, like, mesh, o.times)
-                row |= {f"s{layers}": seconds, f"beyond{layers}": seconds - base.setdefault(layers, seconds)}
-                if like is first:
-                    row["temporary"] = temporary(program, like)
-            rows.append(row)
-    columns = {"method": "{name}"}
+                seconds[name, layers], program = compiled(make, like, mesh, o.times)
+                memory.setdefault(name, temporary(program, like))
+    beyond = lambda name, layers: seconds[name, layers] - seconds["psum", layers]
+    columns: dict[str, Callable[[str], str]] = {"method": str}
     for layers, like in trees.items():
         leaves = len(jax.tree.leaves(like))
-        columns[f"{leaves} leaves, CPU s"] = f"{{s{layers}:.1f}}"
-        columns[f"{leaves}, beyond psum"] = f"{{beyond{layers}:+.1f}}"
-        if like is first:
-            columns["temporary / gradient"] = "{temporary}"
+        columns[f"{leaves} leaves, CPU s"] = lambda name, layers=layers: f"{seconds[name, layers]:.1f}"
+        columns[f"{leaves}, beyond psum"] = lambda name, layers=layers: f"{beyond(name, layers):+.1f}"
+        columns.setdefault("temporary / gradient", memory.__getitem__)
+    millions = num_entries(trees[o.layers[0]]) / 1e6
     notes = (
         f"Trace and compile of one update at {o.workers} workers, in CPU seconds of the process, the least of "
-        f"{o.times}. The smallest tree has {num_entries(first) / 1e6:.1f} M parameters. Temporary memory is what one "
-        "device needs besides arguments and results, over the bytes of a gradient."
+        f"{o.times}. The first tree has {millions:.1f} M parameters, and its is the temporary memory: what one device "
+        "needs besides arguments and results, over the bytes of a gradient."
     )
-    return report(o, "GPT trees", columns, rows, notes)
+    return report(o, "GPT trees", columns, memory, notes)
 
 
 def temporary(program: Any, like: Any) -> str:
     """Memory that a program needs besides arguments and results, over the bytes of a tree."""
-    memory = program.memory_analysis()
-    return "" if memory is None else f"{memory.temp_size_in_bytes / (4 * num_entries(like)):.2f}"
+    return f"{program.memory_analysis().temp_size_in_bytes / (4 * num_entries(like)):.2f}"
 
 
 def compiled(make: Callable[[], Any] | None, like: Any, mesh: Any, times: int) -> tuple[float, Any]:
@@ -143,15 +138,3 @@ def compiled(make: Callable[[], Any] | None, like: Any, mesh: Any, times: int) -
         program = step.lower(*shapes).compile()
         least = min(least, time.process_time() - start)
     return least, program
-
-
-def made(shapes: Any, seed: int = 0) -> Any:
-    """Normal numbers for floats, zeros for the rest, where the shapes say."""
-    rng = np.random.default_rng(seed)
-
-    def one(leaf):
-        floating = leaf.dtype == np.float32
-        value = rng.standard_normal(leaf.shape, np.float32) if floating else np.zeros(leaf.shape, leaf.dtype)
-        return jax.device_put(value.astype(leaf.dtype), leaf.sharding)
-
-    return jax.tree.map(one, shapes)

@@ -1,6 +1,7 @@
 """Workers that answer requests: each on a line of JSON, all asked at once."""
 
 import contextlib
+import gc
 import json
 import queue
 import subprocess
@@ -13,7 +14,7 @@ from experiments.lib.cli import UserError
 from experiments.lib.gloo import warm_up
 from experiments.lib.processes import Group, join, or_die
 
-__all__ = ["ONE_PROCESS", "Pool", "answer", "note", "or_die", "requests", "serve"]
+__all__ = ["ONE_PROCESS", "Pool", "Tasks", "answer", "note", "or_die", "requests", "serve"]
 
 ANSWER, NOTE = "answer ", "note "
 ONE_PROCESS = "one process"  # in place of an address: all workers are devices of it
@@ -102,3 +103,21 @@ def serve(address: str, workers: int, number: int, do: Callable[..., Any]) -> No
         answer("ready")
         for request in requests():
             answer(do(**request))
+
+
+class Tasks:
+    """What to `serve`: a request named like a maker begins a task, any other is a method of the present one.
+
+    makers: each makes a task, whose `described` is the answer.
+    """
+
+    def __init__(self, **makers: Callable[..., Any]):
+        self.makers, self.task = makers, None
+
+    def __call__(self, what: str, **request: Any) -> Any:
+        if what not in self.makers:
+            return getattr(self.task, what)(**request)
+        self.task = None
+        gc.collect()  # what the last one held
+        self.task = self.makers[what](**request)
+        return self.task.described

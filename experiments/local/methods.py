@@ -12,13 +12,12 @@ from jaxcomp.base import Algorithm
 
 __all__ = ["NAMES", "Setup", "parse"]
 
-DDP, STREAM = "ddp", "stream"
 # Codes of differences, besides those of `experiments.lib.methods`.
-CODES: dict[str, tuple[str, Callable[[], Algorithm]]] = {
-    "f32": ("all entries in 32 bits", lambda: jc.direct(jc.identity())),
-    "int8": ("8 bits, scales of blocks, error feedback", lambda: jc.error_feedback(jc.block_scaled("int8"))),
-    "int4": ("4 bits, scales of blocks, error feedback", lambda: jc.error_feedback(jc.block_scaled("int4"))),
-    "sparse-loco": ("64 of 4096 entries, 2 bits each, error feedback", lambda: jc.sparse_loco()),
+CODES: dict[str, Callable[[], Algorithm]] = {
+    "f32": lambda: jc.direct(jc.identity()),
+    "int8": lambda: jc.error_feedback(jc.block_scaled("int8")),
+    "int4": lambda: jc.error_feedback(jc.block_scaled("int4")),
+    "sparse-loco": jc.sparse_loco,  # 64 of 4096 entries, 2 bits each
 }
 NAMES = (*CODES, *METHODS)
 
@@ -39,13 +38,14 @@ class Setup(NamedTuple):
     plain: bool = False
 
     def algorithm(self, ratio: float, levels: int) -> Algorithm:
-        return CODES[self.method][1]() if self.method in CODES else METHODS[self.method].make(ratio, levels)
+        return CODES[self.method]() if self.method in CODES else METHODS[self.method].make(ratio, levels)
 
     def outer(self, rate: float | None = None, momentum: float | None = None) -> optax.GradientTransformation:
         """What follows the mean difference: Nesterov's momentum, as in DiLoCo; None of it for sparse-loco."""
-        if self.method == "sparse-loco":  # whose memory is a momentum already
-            rate, momentum = rate or 1.0, momentum or 0.0
-        rate, momentum = 0.7 if rate is None else rate, 0.9 if momentum is None else momentum
+        loco = self.method == "sparse-loco"  # whose memory is a momentum already
+        rate = rate or (1.0 if loco else 0.7)
+        if momentum is None:
+            momentum = 0.0 if loco else 0.9
         return optax.sgd(rate, momentum=momentum or None, nesterov=bool(momentum))
 
     def transform(self, inner: Any, outer: Any, ratio: float, levels: int, seed: int) -> Any:
@@ -59,26 +59,21 @@ class Setup(NamedTuple):
         return {name: getattr(self, name) for name in ("every", "fragments", "delay", "mixing")}
 
 
-def parse(words: list[str], every: list[int], fragments: int, delay: int, mixing: float) -> list[Setup]:
+def parse(words: list[str], every: list[int]) -> list[Setup]:
     """The curves that were asked for: each word, for each H.
 
-    words: NAME, stream:NAME (in fragments, with delay and mixing), or ddp:NAME (gradients, at every step).
+    words: NAME, stream:NAME (in fragments that arrive later), or ddp:NAME (gradients, at every step).
     """
     found = []
-    for word in words:
+    for word in dict.fromkeys(words):
         kind, colon, name = word.rpartition(":")
-        if name not in NAMES or (colon and kind not in (DDP, STREAM)):
+        if name not in NAMES or (colon and kind not in ("ddp", "stream")):
             known = ", ".join(NAMES)
-            raise UserError(f"unknown method {word!r}; give NAME, {STREAM}:NAME or {DDP}:NAME with one of {known}")
-        if kind == DDP:
+            raise UserError(f"unknown method {word!r}; give NAME, stream:NAME or ddp:NAME with one of {known}")
+        if kind == "ddp":
             found.append(Setup(word, name, 1, plain=True))
             continue
-        for h in every:
-            times = (fragments, delay, mixing) if kind == STREAM else (1, 0, 0.0)
-            if kind == STREAM and (fragments > h or delay >= h):
-                raise UserError(f"--fragments must be at most --every, and --delay below it; got {times[:2]} and {h}")
+        for h in dict.fromkeys(every):
+            times: tuple[Any, ...] = (min(3, h), min(5, h - 1), 0.5) if kind == "stream" else ()
             found.append(Setup(f"{word} H={h}", name, h, *times))
-    labels = [setup.label for setup in found]
-    if len(set(labels)) < len(labels):
-        raise UserError("the same method was given twice")
     return found

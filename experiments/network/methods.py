@@ -16,105 +16,99 @@ ddp-f32, ddp-bf16, ddp-powersgd    where PyTorch is installed, DistributedDataPa
                        hooks
 """
 
-import argparse
-import functools
 import importlib.util
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable
 from typing import Any
 
-__all__ = [
-    "AXIS",
-    "DEFAULT",
-    "PEERS",
-    "known",
-    "local_of",
-    "method_name",
-    "trained_by",
-    "trained_name",
-    "transformation",
-]
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+import jaxcomp as jc
+from experiments.lib.methods import METHODS
+from experiments.lib.training import OPTIMIZERS
+from experiments.local.methods import CODES, Setup
+from jaxcomp.exchange.routes import VIAS
+from jaxcomp.exchange.varying import proven_equal
+
+__all__ = ["AXIS", "DEFAULT", "DENSE", "KNOWN", "KNOWN_TRAINED", "PEERS"]
+__all__ += ["local_of", "method_name", "trained_by", "trained_name", "transformation"]
 
 AXIS = "data"
-PLAIN = ("psum-f32", "psum-bf16", "lax-two-shot-bf16")
+
+
+def two_shot_bf16(x: jax.Array) -> jax.Array:
+    """The mean of one array; on the wire as words, since backends widen bfloat16."""
+    bits = lambda values: lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+    values = lambda words: lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
+    workers = lax.axis_size(AXIS)
+    rows = jnp.pad(x.reshape(-1), (0, -x.size % workers)).reshape(workers, -1)
+    mean = values(lax.all_to_all(bits(rows), AXIS, 0, 0, tiled=True)).mean(0)
+    whole = values(proven_equal(lax.all_gather(bits(mean), AXIS), AXIS))
+    return whole.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
+
+
+# Means of one array without this library.
+PLAIN: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "psum-f32": lambda x: lax.pmean(x, AXIS),
+    "psum-bf16": lambda x: lax.pmean(x.astype(jnp.bfloat16), AXIS).astype(x.dtype),
+    "lax-two-shot-bf16": two_shot_bf16,
+}
 PEERS = ("ddp-f32", "ddp-bf16", "ddp-powersgd")
-DEFAULT = [
-    *PLAIN,
-    "dense-bf16:two_shot",
-    "fp8:two_shot",
-    "natural:two_shot",
-    "dithering",
-    "dithering:two_shot",
-    "top-k",
-    "sidco",
-    "sidco-narrow",
-]
-
-
-def known() -> str:
-    from experiments.lib.methods import METHODS
-
-    return f"{', '.join(PLAIN)} (without this library), or METHOD or METHOD:VIA with METHOD one of {', '.join(METHODS)}"
+DENSE = ("psum-f32", "psum-bf16", "dense-bf16:two_shot")  # that others are held against, where they were measured
+DEFAULT = [*PLAIN, "dense-bf16:two_shot", "fp8:two_shot", "natural:two_shot", "dithering", "dithering:two_shot"]
+DEFAULT += ["top-k", "sidco", "sidco-narrow"]
+KNOWN = f"{', '.join(PLAIN)} (without this library), or METHOD or METHOD:VIA with METHOD one of {', '.join(METHODS)}"
+KNOWN_TRAINED = "demo (the optimizer), local-CODE@H and stream-CODE@H (local updates, CODE one of "
+KNOWN_TRAINED += f"{', '.join(CODES)}), or, where PyTorch is installed, {', '.join(PEERS)}"
 
 
 def method_name(text: str) -> str:
     """An option: the name of a method, checked."""
-    from experiments.lib.methods import METHODS
-    from jaxcomp.exchange.routes import VIAS
-
     name, colon, via = text.partition(":")
     if text not in PLAIN and name not in METHODS:
-        raise argparse.ArgumentTypeError(f"unknown method {text!r}; choose from {known()}")
+        raise ArgumentTypeError(f"unknown method {text!r}; choose from {KNOWN}")
     if colon and via not in VIAS:
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no via {via!r}; choose from {', '.join(VIAS)}")
+        raise ArgumentTypeError(f"{text!r}: there is no via {via!r}; choose from {', '.join(VIAS)}")
     return text
 
 
 def trained_name(text: str) -> str:
     """An option: of a method or a peer, checked."""
     if text.startswith("overlap-"):
-        raise argparse.ArgumentTypeError(f"{text!r} does not stop at a loss; the scoreboard takes it")
+        raise ArgumentTypeError(f"{text!r} does not stop at a loss; the scoreboard takes it")
     if text == "demo" or local_of(text) is not None:
         return text
     if text not in PEERS:
         return method_name(text)
     if importlib.util.find_spec("torch") is None:
-        raise argparse.ArgumentTypeError(f"{text!r} needs PyTorch: pip install 'jaxcomp[peers]'")
+        raise ArgumentTypeError(f"{text!r} needs PyTorch: pip install 'jaxcomp[peers]'")
     return text
 
 
-def local_of(text: str) -> Any:
-    """The `experiments.local.methods.Setup` of local-CODE@H, stream- or overlap-CODE@H; None for any other name.
+def local_of(text: str) -> Setup | None:
+    """The setup of local-CODE@H, stream- or overlap-CODE@H; None for any other name.
 
     >>> local_of("stream-int4@20").delay, local_of("local-int4@20").delay, local_of("sidco")
     (5, 0, None)
     """
-    from experiments.local.methods import CODES, Setup
-
-    name, _, steps = text.partition("@")
-    kind, _, code = name.partition("-")
-    if kind not in ("local", "stream", "overlap") or code not in CODES or not steps.isdecimal() or int(steps) < 1:
+    found = re.fullmatch(r"(local|stream|overlap)-(.+)@([1-9]\d*)", text)
+    if found is None or found[2] not in CODES:
         return None
-    every = int(steps)
-    return Setup(text, code, every) if kind == "local" else Setup(text, code, every, min(3, every), every // 4, 0.5)
+    every = int(found[3])
+    times: tuple[Any, ...] = () if found[1] == "local" else (min(3, every), every // 4, 0.5)
+    return Setup(text, found[2], every, *times)
 
 
-def transformation(text: str, ratio: float, levels: int, seed: int = 0) -> Any:
+def transformation(text: str, ratio: float, levels: int) -> Any:
     """The optax transformation that makes the mean of the workers' gradients."""
-    import jax
-    import optax
-
-    import jaxcomp as jc
-    from experiments.lib.methods import METHODS
-
     if text in PLAIN:
-        mean = two_shot_bf16 if text == "lax-two-shot-bf16" else functools.partial(psum, text.removeprefix("psum-"))
-
-        def update(grads, state, params=None):
-            return jax.tree.map(mean, grads), state
-
-        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)  # pyright: ignore[reportArgumentType]
+        return optax.stateless(lambda grads, _: jax.tree.map(PLAIN[text], grads))
     name, _, via = text.partition(":")
-    algorithm = METHODS[name].make(ratio, levels)
-    return jc.compressed_mean(algorithm, AXIS, via=via or "auto", seed=seed)
+    return jc.compressed_mean(METHODS[name].make(ratio, levels), AXIS, via=via or "auto", seed=0)
 
 
 def trained_by(
@@ -129,36 +123,9 @@ def trained_by(
 
     outer: learning rate and momentum of the outer optimizer of local updates, as for `Setup.outer`.
     """
-    import optax
-
-    import jaxcomp as jc
-    from experiments.lib.training import OPTIMIZERS
-
     if text == "demo":
         return jc.demo(rate, AXIS)
     local = local_of(text)
     if local is not None:
         return local.transform(OPTIMIZERS[optimizer](rate), local.outer(*outer), ratio, levels, 0)
     return optax.chain(transformation(text, ratio, levels), OPTIMIZERS[optimizer](rate))
-
-
-def psum(kind: str, x: Any) -> Any:
-    from jax import lax
-
-    return lax.pmean(x.astype({"f32": "float32", "bf16": "bfloat16"}[kind]), AXIS).astype(x.dtype)
-
-
-def two_shot_bf16(x: Any) -> Any:
-    """The mean of one array; on the wire as words, since backends widen bfloat16."""
-    import jax.numpy as jnp
-    from jax import lax
-
-    from jaxcomp.exchange.varying import proven_equal
-
-    bits = lambda values: lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
-    values = lambda words: lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
-    workers = lax.axis_size(AXIS)
-    rows = jnp.pad(x.reshape(-1), (0, -x.size % workers)).reshape(workers, -1)
-    mean = values(lax.all_to_all(bits(rows), AXIS, 0, 0, tiled=True)).mean(0)
-    whole = values(proven_equal(lax.all_gather(bits(mean), AXIS), AXIS))
-    return whole.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)

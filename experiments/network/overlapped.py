@@ -3,7 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Listener
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 import jaxcomp as jc
 from experiments.lib.step import classified
 from experiments.lib.training import OPTIMIZERS
+from experiments.local.methods import Setup
 from experiments.network.methods import local_of
 from experiments.network.training import Training
 
@@ -26,27 +27,21 @@ class Peers:
 
     def __init__(self, addresses: list[str], number: int):
         self.number = number
-        self.connections: dict[int, Any] = {}
+        self.others: dict[int, Any] = {}
         with Listener((addresses[number], PORT + number), backlog=len(addresses), authkey=KEY) as listener:
             for i in range(number):  # everyone with a lower number listens already, or will
-                self.connections[i] = connected((addresses[i], PORT + i))
-                self.connections[i].send(number)
+                self.others[i] = connected((addresses[i], PORT + i))
+                self.others[i].send(number)
             for _ in range(number + 1, len(addresses)):
                 connection = listener.accept()
-                self.connections[connection.recv()] = connection
+                self.others[connection.recv()] = connection
 
     def gather(self, message: bytes) -> list[bytes]:
         """This worker's bytes to all others, and those of all, in their order."""
-        with ThreadPoolExecutor(max(1, len(self.connections))) as pool:
-            pool.map(lambda connection: connection.send_bytes(message), self.connections.values())
-            return [
-                message if i == self.number else self.connections[i].recv_bytes()
-                for i in range(len(self.connections) + 1)
-            ]
-
-    def close(self) -> None:
-        for connection in self.connections.values():
-            connection.close()
+        with ThreadPoolExecutor(len(self.others)) as pool:
+            pool.map(lambda other: other.send_bytes(message), self.others.values())
+            found = {self.number: message} | {i: other.recv_bytes() for i, other in self.others.items()}
+        return [found[i] for i in range(len(found))]
 
 
 def connected(address: tuple[str, int], seconds: float = 60.0) -> Any:
@@ -64,55 +59,39 @@ def connected(address: tuple[str, int], seconds: float = 60.0) -> Any:
 class Overlapped(Training):
     """`overlap-CODE@H`: never waits for a loss of the others, so it takes all of its steps, whatever the target."""
 
-    def __init__(
-        self,
-        number: int,
-        addresses: list[str],
-        method: str,
-        ratio: float,
-        levels: int,
-        optimizer: str,
-        rate: float,
-        outer: tuple[float | None, float | None] = (None, None),
-        **options: Any,
-    ):
-        super().__init__(number, **options)
-        self.setup, self.workers = local_of(method), len(addresses)
-        self.algorithm = self.setup.algorithm(ratio, levels)
-        self.inner, self.outer = OPTIMIZERS[optimizer](rate), self.setup.outer(*outer)
+    def __init__(self, number: int, task: Any, addresses: list[str]):
+        super().__init__(number, task)
+        self.setup, self.workers = cast(Setup, local_of(task.method)), len(addresses)
+        self.algorithm = self.setup.algorithm(task.ratio, task.levels)
+        self.inner, self.outer = OPTIMIZERS[task.optimizer](task.rate), self.setup.outer(*task.outer)
         # Huffman codes of every entry take longer to make than the link is busy with what they save.
         self.code = "fixed" if self.setup.method in ("f32", "int8", "int4") else "best"
         self.peers = Peers(addresses, number)
         self.process: Any = None
         self.gradient = jax.jit(jax.value_and_grad(classified(self.graph)))
-        self.described = {"ledger_bytes": None, "parameters": self.parameters}
         self.start()
         for x, y in self.batches(2 * self.setup.every + 1):  # compiled, in the thread, too
             self.step(x, y)
 
     def start(self) -> None:
-        self.stop()
-        s = self.setup
-        where = (self.peers.gather, self.number, self.workers)
-        self.process = jc.local_process(self.inner, self.outer, self.algorithm, *where, **s.times(), code=self.code)
-        self.now = self.process.start(jax.tree.map(jnp.asarray, self.params))
-
-    def stop(self) -> None:
-        """Waits for the exchanges on their way."""
         if self.process is not None:
             self.process.close()
+        where = (self.peers.gather, self.number, self.workers)
+        times = self.setup.times()
+        self.process = jc.local_process(self.inner, self.outer, self.algorithm, *where, **times, code=self.code)
+        self.now = self.process.start(jax.tree.map(jnp.asarray, self.params))
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         loss, grads = self.gradient(self.now, x, y)
         self.now = jax.block_until_ready(self.process.step(grads, self.now))
         return float(loss)
 
-    def right(self, x: np.ndarray, y: np.ndarray) -> int:
-        return int(self.count_right(self.now, x, y))
+    def scores(self, x: np.ndarray) -> np.ndarray:
+        return np.asarray(self.logits(self.now, x))
 
     def train(self, steps: int, target: float, seed: int, shared: bool = False) -> dict[str, Any]:
         """See `Training.train`; losses are this worker's own, and message_bytes those of its messages of a step."""
         del target, shared
         found = super().train(steps, -np.inf, seed)
-        self.stop()
-        return found | {"message_bytes": self.process.sent_bytes / steps, "waited": self.process.waited}
+        self.process.close()  # waits for the exchanges on their way
+        return found | {"message_bytes": self.process.sent_bytes / steps}

@@ -8,8 +8,9 @@ times the median step. What passes the links then is counted. Written to runs/NA
 soon as it is measured), table.md, links.md, scoreboard.png.
 """
 
+import itertools
+import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,10 @@ from experiments.lib.netlab import Lab, add_rates, laboratory, rate_name
 from experiments.lib.pool import Pool
 from experiments.lib.report import status
 from experiments.lib.run import Columns, Run, parser_of
-from experiments.network import SETTLE_SECONDS, pool_in
-from experiments.network.methods import known, local_of, trained_name
-from experiments.network.results import DENSE, break_even
+from experiments.network import counted, pool_in
+from experiments.network.methods import DENSE, KNOWN, local_of, trained_name
 
-__all__ = ["MODELS", "main"]
+__all__ = ["MODELS", "break_even", "main"]
 
 # name -> (data, learning rate of Adam, what it is)
 MODELS = {
@@ -42,14 +42,11 @@ METHODS += ["local-f32@20", "local-int4@20"]
 def parser() -> Parser:
     p = parser_of("scoreboard", __doc__)
     p.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS)[:4], help="what is trained")
-    what = f"besides psum-f32, which is always there: {known()}, demo, local-CODE@H, stream-CODE@H, overlap-CODE@H"
+    what = f"besides psum-f32, which is always there: {KNOWN}, demo, local-CODE@H, stream-CODE@H, overlap-CODE@H"
     p.add_argument("--methods", type=scored_name, nargs="+", default=METHODS, metavar="METHOD", help=what)
     add_rates(p, "10mbit 100mbit 1gbit 10gbit none")
-    common(
-        p, "ratio", "levels", workers={"type": at_least(2), "help": "processes, each on a host of its own"}, batch=16
-    )
-    what = "of f32 psum, whose loss then is the one to reach"
-    common(p, steps={"type": at_least(20), "default": 150, "help": what})
+    common(p, "ratio", "levels", batch=16, workers={"type": at_least(2), "help": "processes, each on its own host"})
+    common(p, steps={"type": at_least(20), "default": 150, "help": "of f32 psum, whose loss is the one to reach"})
     p.add_argument("--longest", type=at_least(1), default=4, help="times as many steps a method may take")
     p.add_argument("--seconds", type=positive, default=6.0, help="to time steps at a rate; at least three")
     common(p, seeds={"help": "of the start and the batches; means count"})
@@ -65,13 +62,12 @@ def scored_name(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    run, rows, interrupted = Run(parser(), arguments, "scoreboard"), [], False
+    run, rows = Run(parser(), arguments, "scoreboard"), []
     o = run.options
     o.rates, o.methods = list(dict.fromkeys(o.rates)), list(dict.fromkeys(["psum-f32", *o.methods]))
     one_thread()
     try:
-        with laboratory(o.workers) as lab, pool_in(lab) as pool, status(run.console) as say:
-            say("starting the workers")
+        with laboratory(o.workers) as lab, status(run.console) as say, pool_in(lab) as pool:
             pool.hear()
             for model in dict.fromkeys(o.models):
                 targets: dict[int, float] = {}  # by seed, from the first method
@@ -82,12 +78,10 @@ def main(arguments: Sequence[str]) -> int:
                     rows.append(row)
                     run.keep(rows)
                     run.say(f"{model}, {method}: {steps} steps, {each} ms a step")
-            lab.shape()
-    except KeyboardInterrupt:
-        interrupted = True
-    if rows:
-        report(run, rows)
-    return 130 if interrupted else 0
+    finally:  # whatever was measured until Ctrl-C, too
+        if rows:
+            report(run, rows)
+    return 0
 
 
 def measured(
@@ -95,54 +89,45 @@ def measured(
 ) -> dict[str, Any]:
     """A row: steps to the loss for each seed, seconds of a step at each rate, bytes."""
     data, rate, _ = MODELS[model]
-    described = {"ratio": o.ratio, "levels": o.levels, "data": data, "model": model, "batch": o.batch, "rate": rate}
-    described |= {"optimizer": "adam", "data_dir": str(o.text) if o.text and data == "text" else None}
-    if local_of(method) is not None:
-        described["outer"] = o.outer_lr, o.outer_momentum
-    overlapped = method.startswith("overlap-")  # the steps of stream-, with exchanges beside them
-    say(f"{model}, {method}: compiling")
+    task: dict[str, Any] = {"what": "training", "data": data, "model": model, "batch": o.batch}
+    task |= {"ratio": o.ratio, "levels": o.levels, "outer": (o.outer_lr, o.outer_momentum)}
+    task |= {"rate": rate, "optimizer": "adam", "data_dir": str(o.text) if o.text and data == "text" else None}
+    say(f"{model}, {method}: to the loss")
     lab.shape()
-    trained = method.replace("overlap-", "stream-")
-    program = pool.ask(what="training", method=trained, **described)[0]
-    row: dict[str, Any] = {"model": model, "method": method, **program, "steps": [], "losses": [], "accuracy": []}
+    overlapped = method.startswith("overlap-")  # the steps of stream-, with exchanges beside them
+    program = pool.ask(method=method.replace("overlap-", "stream-"), **task)[0]
+    row: dict[str, Any] = {"model": model, "method": method, **program, "steps": [], "losses": [], "equal": True}
     first: list[float] = []
     for seed in o.seeds:
-        say(f"{model}, {method}, seed {seed}: training")
         most = o.longest * o.steps if seed in targets else o.steps
         answer = pool.ask(what="train", steps=most, target=targets.get(seed, 0.0), seed=seed, shared=True)[0]
-        targets.setdefault(seed, float(np.mean(answer["judged"][-10:])))
+        row["losses"].append(float(np.mean(answer["judged"][-10:])))
+        targets.setdefault(seed, row["losses"][-1])
         reached = answer["reached"] or method == "psum-f32"
         row["steps"].append(len(answer["losses"]) if reached else None)
-        row["losses"].append(float(np.mean(answer["judged"][-10:])))
-        row["accuracy"].append(answer["accuracy"])
         first = first or answer["losses"]
-    row["step_seconds"], row["payload_bytes"], row["said_bytes"], row["equal"] = [], [], [], True
+    row |= {"step_seconds": [], "payload_bytes": [], "said_bytes": []}
     if overlapped:
-        pool.ask(what="training", method=method, **described)
+        pool.ask(method=method, **task)
+    local = local_of(method)
+    period = 1 if local is None else local.every
+    ask = lambda steps: pool.ask(what="train", steps=steps, target=0.0, seed=o.seeds[0])
     for link in o.rates:
         say(f"{model}, {method}: {rate_name(link)}")
         lab.shape(link)
-        ask = lambda steps: pool.ask(what="train", steps=steps, target=0.0, seed=o.seeds[0])
-        local = local_of(method)
-        period = 1 if local is None else local.every
         rounds = o.seconds / (period * step_seconds(ask(2 * period), period))
-        before = counted(lab)
-        answers = ask(period * (1 + int(np.clip(rounds, 2, 14))))
-        row["payload_bytes"].append((counted(lab) - before) / len(answers[0]["losses"]))
-        number = min(len(answers[0]["losses"]), len(first))
+        steps = period * (1 + int(np.clip(rounds, 2, 14)))
+        answers, payload, _ = counted(lab, lambda steps=steps: ask(steps))
+        losses = answers[0]["losses"]
         if overlapped:  # of the messages of a worker to all others, per step
             row["ledger_bytes"] = float(np.mean([answer["message_bytes"] for answer in answers]))
         else:
-            row["equal"] &= answers[0]["losses"][:number] == first[:number]
+            number = min(len(losses), len(first))
+            row["equal"] &= losses[:number] == first[:number]
+        row["payload_bytes"].append(payload / len(losses))
         row["said_bytes"].append(row["ledger_bytes"])
         row["step_seconds"].append(step_seconds(answers, period))
     return row
-
-
-def counted(lab: Lab) -> float:
-    """Bytes without headers that a host has sent so far, by the kernel; the mean over the hosts."""
-    time.sleep(SETTLE_SECONDS)
-    return float(np.mean([link.sent_payload for link in lab.counters()]))
 
 
 def step_seconds(answers: list[Any], period: int) -> float:
@@ -154,20 +139,19 @@ def step_seconds(answers: list[Any], period: int) -> float:
     return float(np.median(np.diff(ends))) / period
 
 
-def to_loss(row: dict[str, Any], place: int) -> float | None:
-    """Seconds to the loss at a rate, mean over the seeds; None if a seed did not reach it."""
-    return None if None in row["steps"] else float(np.mean(row["steps"])) * row["step_seconds"][place]
+def to_loss(row: dict[str, Any]) -> np.ndarray:
+    """Seconds to the loss at each rate, mean over the seeds; NaN if a seed did not reach it."""
+    return np.mean(np.array(row["steps"], float)) * np.array(row["step_seconds"])
 
 
-def best_dense(rows: list[dict[str, Any]], model: str, place: int) -> float:
-    """Seconds of the fastest dense exchange to the loss."""
-    every = [to_loss(row, place) for row in rows if row["model"] == model and row["method"] in DENSE]
-    return min(seconds for seconds in every if seconds is not None)
+def best_dense(rows: list[dict[str, Any]], model: str) -> np.ndarray:
+    """Seconds of the fastest dense exchange to the loss, at each rate."""
+    return np.nanmin([to_loss(row) for row in rows if row["model"] == model and row["method"] in DENSE], 0)
 
 
-def gain_of(rows: list[dict[str, Any]], row: dict[str, Any], place: int) -> float:
-    """How many times as fast to the loss as the fastest dense exchange; NaN if it missed it."""
-    return best_dense(rows, row["model"], place) / (to_loss(row, place) or np.nan)
+def gains_of(rows: list[dict[str, Any]], row: dict[str, Any]) -> np.ndarray:
+    """How many times as fast to the loss as the fastest dense exchange, at each rate; NaN if it missed it."""
+    return best_dense(rows, row["model"]) / to_loss(row)
 
 
 def short(gain: float) -> str:
@@ -179,14 +163,33 @@ def short(gain: float) -> str:
     return f"{gain:.2g}" if gain < 99.5 else f"{gain:.0f}"
 
 
-def columns_of(rows: list[dict[str, Any]], rates: list[float | None]) -> Columns:
-    def gain(row: dict[str, Any], place: int) -> str:
-        return "-" if None in row["steps"] else f"{short(gain_of(rows, row, place))} x"
+def break_even(points: list[tuple[float | None, float, float]]) -> float | None:
+    """The rate at which a method is as fast as the dense one.
 
+    Between two rates both times are taken as a + b / rate, which a message on a link costs; so the point is exact
+    where they are. None if one of them is faster at every rate measured; the highest, if there are several.
+
+    points: (rate in bit/s or None for no limit, seconds of the method, seconds of the dense one).
+
+    >>> round(break_even([(1e6, 1 + 1, 0.5 + 4), (None, 1.0, 0.5)]) / 1e6)
+    6
+    """
+    line = sorted((0.0 if rate is None else 1 / rate, mine - dense) for rate, mine, dense in points)
+    for (x0, y0), (x1, y1) in itertools.pairwise(line):
+        if (y0 > 0) != (y1 > 0):
+            x = x0 - y0 * (x1 - x0) / (y1 - y0)
+            return 1 / x if x > 0 else math.inf
+    return None
+
+
+def columns_of(rows: list[dict[str, Any]], rates: list[float | None]) -> Columns:
     def even(row: dict[str, Any]) -> str:
-        times = ((rate, to_loss(row, place), best_dense(rows, row["model"], place)) for place, rate in enumerate(rates))
-        found = break_even([(rate, mine, dense) for rate, mine, dense in times if mine is not None])
-        return "-" if found is None or row["method"] in DENSE else rate_name(float(f"{found:.2g}"))
+        points = zip(rates, to_loss(row), best_dense(rows, row["model"]), strict=True)
+        found = None if None in row["steps"] or row["method"] in DENSE else break_even(list(points))
+        return "-" if found is None else rate_name(float(f"{found:.2g}"))
+
+    def gain(row: dict[str, Any], place: int) -> str:
+        return "-" if None in row["steps"] else f"{short(gains_of(rows, row)[place])} x"
 
     return {
         "model": "{model}",
@@ -199,16 +202,14 @@ def columns_of(rows: list[dict[str, Any]], rates: list[float | None]) -> Columns
 
 
 def report(run: Run, rows: list[dict[str, Any]]) -> None:
-    o, models = run.options, list(dict.fromkeys(row["model"] for row in rows))
-    parameters = {row["model"]: row["parameters"] for row in rows}
-    sizes = ", ".join(f"{MODELS[model][2]}: {parameters[model]:,}" for model in models)
+    o, parameters = run.options, {row["model"]: row["parameters"] for row in rows}
+    sizes = ", ".join(f"{MODELS[model][2]}: {number:,}" for model, number in parameters.items())
     dense = " and ".join(name for name in DENSE if name in o.methods)
     notes = f"""\
-At each rate: how many times as fast to the loss as the fastest of {dense} there (below 1: it loses). The loss is that
-of psum-f32 after {o.steps} steps; missed: not reached in {o.longest} times as many. MB: sent by a worker in a step, of
-local methods on average. even at: the rate at which a method is as fast as the fastest dense one. Sparse methods keep
-{o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on {len(os.sched_getaffinity(0))} cores, Adam,
-{o.batch} examples of each worker, seeds {", ".join(map(str, o.seeds))}."""
+At each rate: how many times as fast to the loss of psum-f32 after {o.steps} steps as the fastest of {dense}; missed:
+not reached in {o.longest} times as many. MB: sent by a worker in a step. even at: the rate at which it is as fast as
+that. Sparse methods keep {o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on
+{len(os.sched_getaffinity(0))} cores, Adam, {o.batch} examples of each worker, seeds {", ".join(map(str, o.seeds))}."""
     run.table(f"{run.folder.name}: time to the loss", columns_of(rows, o.rates), rows, notes)
     run.table(f"{run.folder.name}: links", link_columns(o.rates), rows, LINKS, "links.md")
     unequal = [f"{row['model']}, {row['method']}" for row in rows if not row["equal"]]
@@ -218,35 +219,29 @@ local methods on average. even at: the rate at which a method is as fast as the 
 
 
 LINKS = """\
-ms: of a step, at each rate. pace: steps per second, of those without a limit. on the links: bytes that the kernel
-counted there, without headers of frames, over those that the compiled program or `jc.wire` says; least and most of the
-rates."""
+ms: of a step. pace: steps per second, of those without a limit. on the links: bytes that the kernel counted there,
+without headers, over those that the program or `jc.wire` says; least and most of the rates."""
 
 
 def link_columns(rates: list[float | None]) -> Columns:
     """Of the table of links."""
-    limited = [i for i, rate in enumerate(rates) if rate is not None] if None in rates else []
 
-    def pace(row: dict[str, Any], i: int) -> str:
-        seconds = row["step_seconds"]
-        return f"{100 * seconds[rates.index(None)] / seconds[i]:.1f} %"
-
-    def counted(row: dict[str, Any]) -> str:
-        both = zip(row["payload_bytes"], row["said_bytes"], strict=True)
-        found = [sent / said for sent, said in both if said]
+    def on_links(row: dict[str, Any]) -> str:
+        found = [sent / said for sent, said in zip(row["payload_bytes"], row["said_bytes"], strict=True) if said]
         return f"{min(found):.3f} - {max(found):.3f}" if found else "-"
 
-    times = {
-        f"ms, {rate_name(rate)}": lambda row, i=i: f"{1e3 * row['step_seconds'][i]:.1f}" for i, rate in enumerate(rates)
-    }
-    paces = {f"pace, {rate_name(rates[i])}": lambda row, i=i: pace(row, i) for i in limited}
-    return {"model": "{model}", "method": "{method}", **times, **paces, "on the links": counted}
+    seconds = lambda row, rate: row["step_seconds"][rates.index(rate)]
+    columns: dict[str, Any] = {"model": "{model}", "method": "{method}"}
+    for rate in rates:
+        columns[f"ms, {rate_name(rate)}"] = lambda row, rate=rate: f"{1e3 * seconds(row, rate):.1f}"
+    for rate in rates if None in rates else ():
+        pace = lambda row, rate=rate: f"{100 * seconds(row, None) / seconds(row, rate):.1f} %"
+        columns |= {} if rate is None else {f"pace, {rate_name(rate)}": pace}
+    return columns | {"on the links": on_links}
 
 
 def draw(o: Any, rows: list[dict[str, Any]]) -> Any:
-    """A panel for each model: methods against rates, blue where a method is faster than dense, orange where slower."""
-    from matplotlib.colors import LinearSegmentedColormap
-
+    """A panel for each model: methods against rates, blue where a method is faster than dense, red where slower."""
     from experiments.lib.plots import new_figure
 
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -255,23 +250,18 @@ def draw(o: Any, rows: list[dict[str, Any]]) -> Any:
     figure, axes = new_figure(columns, deep * (1.2 + 0.36 * len(o.methods)), deep)
     for axis in axes[len(models) :]:
         axis.set_axis_off()
-    colours = LinearSegmentedColormap.from_list("pays", ["#D55E00", "#F6D9B8", "#FFFFFF", "#BBD7EC", "#0072B2"])
     for number, (axis, model) in enumerate(zip(axes, models, strict=False)):
-        mine, places = [row for row in rows if row["model"] == model], range(len(o.rates))
-        gains = np.array([[gain_of(rows, row, place) for place in places] for row in mine])
-        axis.imshow(np.log10(gains), cmap=colours, vmin=-1, vmax=1, aspect="auto")
-        for i, place in np.ndindex(*gains.shape):
-            gain = gains[i, place]
-            dark = np.isfinite(gain) and abs(np.log10(gain)) > 0.75
-            said = "missed" if np.isnan(gain) else short(float(gain))
-            colour = "white" if dark else "black"
-            axis.text(place, i, said, ha="center", va="center", fontsize=8, color=colour)
+        mine = [row for row in rows if row["model"] == model]
+        gains = np.array([gains_of(rows, row) for row in mine])
+        axis.imshow(np.log10(gains), cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
+        for (i, place), gain in np.ndenumerate(gains):
+            said, dark = "missed" if np.isnan(gain) else short(gain), abs(np.log10(gain)) > 0.6
+            axis.text(place, i, said, ha="center", va="center", fontsize=8, color="white" if dark else "black")
         axis.set_xticks(range(len(o.rates)), [rate_name(rate) for rate in o.rates], fontsize=8, rotation=30)
         axis.set_yticks(range(len(mine)), [row["method"] if number % columns == 0 else "" for row in mine])
         axis.set_title(f"{MODELS[model][2]}, {mine[0]['parameters'] / 1e6:.2g} M", fontsize=10)
-        if number >= len(models) - columns:
-            axis.set_xlabel("rate of every link")
         axis.grid(visible=False)
-    title = "times as fast to the same loss as the fastest dense exchange", "(blue: pays, orange: loses)"
-    figure.suptitle(("\n" if columns == 1 else " ").join(title), fontsize=11 if columns > 1 else 9)
+    figure.supxlabel("rate of every link", fontsize=10)
+    title = "times as fast to the same loss as the fastest dense exchange\n(blue: pays, red: loses)"
+    figure.suptitle(title, fontsize=10)
     return figure

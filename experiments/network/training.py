@@ -1,9 +1,7 @@
 """Data-parallel training of one model on the hosts of the laboratory, against the clock."""
 
-import abc
-import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +26,12 @@ OF_TEXT = {"transformer": Transformer, "transformer-wide": WideTransformer, "ngr
 ARCHITECTURES = {**MODELS, **OF_TEXT}
 DATA = ("digits", "mnist", "text")
 LENGTH = 64  # characters of a window
+SMOOTH = 10  # steps that the loss is averaged over before it is held against the target
 
 
-def data_of(name: str, where: Path | None) -> Dataset:
+def data_of(name: str, where: str | Path | None) -> Dataset:
     """A data set of images, or the windows of a text, whose labels are the characters moved on by one."""
+    where = Path(where) if where else None
     if name != "text":
         return load(name, where)
     text = text_of(where)
@@ -42,56 +42,50 @@ def data_of(name: str, where: Path | None) -> Dataset:
     return Dataset(text.name, train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
 
 
-SMOOTH = 10  # steps that the loss is averaged over before it is held against the target
-
-
-class Training(abc.ABC):
+class Training:
     """From the same start and with the same batches for all methods. What a method is, a subclass says.
+
+    number: of this worker. task: method, ratio, levels, optimizer, rate, outer (learning rate and momentum, for local
+    updates), data, data_dir, model and batch.
 
     described: what is known of its program before it is run.
     """
 
-    described: dict[str, Any]
-
-    def __init__(self, number: int, data: str, data_dir: str | None, model: str, batch: int):
-        self.number, self.batch, self.architecture = number, batch, model
-        self.data = data_of(data, Path(data_dir) if data_dir else None)
+    def __init__(self, number: int, task: Any):
+        self.number, self.task = number, task
+        self.data = data_of(task.data, task.data_dir)
         self.draw(0)
-        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        self.logits = jax.jit(lambda params, x: nnx.merge(self.graph, params)(x))
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        self.described: dict[str, Any] = {"parameters": parameters, "ledger_bytes": None}
 
     def draw(self, seed: int) -> None:
         """The first parameters, and whose examples are whose."""
         self.seed = seed
         self.parts = split(self.data.train_y, jax.process_count(), None, seed)
-        rngs = nnx.Rngs(seed)
-        self.graph, self.params = nnx.split(
-            ARCHITECTURES[self.architecture](self.data.train_x.shape[1:], self.data.num_classes, rngs=rngs)
-        )
+        make = ARCHITECTURES[self.task.model]
+        model = make(self.data.train_x.shape[1:], self.data.num_classes, rngs=nnx.Rngs(seed))
+        self.graph, self.params = nnx.split(model)
 
-    @abc.abstractmethod
     def start(self) -> None:
         """Back to the first parameters."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         """The mean loss of all workers before the step; x, y: this worker's batch."""
+        raise NotImplementedError
+
+    def scores(self, x: np.ndarray) -> np.ndarray:
+        """What the model says of examples, a number for each class."""
+        raise NotImplementedError
 
     def shared_loss(self, x: np.ndarray, y: np.ndarray) -> float | None:
         """The mean loss of the point that all workers share, before the step; None where they step from it."""
-        del x, y
-        return None
-
-    @functools.cached_property
-    def count_right(self) -> Callable[..., jax.Array]:
-        return jax.jit(lambda params, x, y: jnp.sum(nnx.merge(self.graph, params)(x).argmax(-1) == y))
-
-    @abc.abstractmethod
-    def right(self, x: np.ndarray, y: np.ndarray) -> int:
-        """How many of these labels the model finds now."""
 
     def batches(self, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for step in range(1, steps + 1):
-            chosen = batch_of(self.parts, self.batch, self.seed, step)[self.number * self.batch :][: self.batch]
+            mine = slice(self.number * self.task.batch, (self.number + 1) * self.task.batch)
+            chosen = batch_of(self.parts, self.task.batch, self.seed, step)[mine]
             yield self.data.train_x[chosen], self.data.train_y[chosen]
 
     def train(self, steps: int, target: float, seed: int, shared: bool = False) -> dict[str, Any]:
@@ -105,24 +99,27 @@ class Training(abc.ABC):
         """
         self.draw(seed)
         self.start()
-        losses, judged, seconds, shown = [], [], [], 0.0
-        begin = time.perf_counter()
+        losses, judged, seconds, reached = [], [], [], False
+        begin = shown = time.perf_counter()
         for x, y in self.batches(steps):
             point = self.shared_loss(x, y) if shared else None
             losses.append(self.step(x, y))
             judged.append(losses[-1] if point is None else point)
             seconds.append(time.perf_counter() - begin)
-            if self.number == 0 and seconds[-1] - shown > 0.5:
-                shown = seconds[-1]
+            if self.number == 0 and time.perf_counter() - shown > 0.5:
+                shown = time.perf_counter()
                 note(f"step {len(losses)}, loss {losses[-1]:.3f}")
-            if len(judged) >= SMOOTH and np.mean(judged[-SMOOTH:]) <= target:
+            reached = len(judged) >= SMOOTH and bool(np.mean(judged[-SMOOTH:]) <= target)
+            if reached:
                 break
-        test, most = self.data.test_y, 1000
-        parts = [slice(at, at + most) for at in range(0, len(test), most)] if self.number == 0 else []
-        right = sum(self.right(self.data.test_x[part], test[part]) for part in parts)
-        reached = len(judged) >= SMOOTH and float(np.mean(judged[-SMOOTH:])) <= target
-        found = {"losses": losses, "judged": judged, "seconds": seconds, "accuracy": right / test.size}
-        return found | {"reached": reached}
+        accuracy = self.accuracy() if self.number == 0 else None
+        return {"losses": losses, "judged": judged, "seconds": seconds, "reached": reached, "accuracy": accuracy}
+
+    def accuracy(self, most: int = 1000) -> float:
+        """On the test set, so many examples at once."""
+        x, y = self.data.test_x, self.data.test_y
+        parts = [slice(at, at + most) for at in range(0, len(y), most)]
+        return sum(int((self.scores(x[part]).argmax(-1) == y[part]).sum()) for part in parts) / y.size
 
 
 class Compressed(Training):
@@ -131,45 +128,33 @@ class Compressed(Training):
     With local updates each worker has its own row of parameters, and all stop together by the mean of their losses.
     """
 
-    def __init__(
-        self,
-        number: int,
-        method: str,
-        ratio: float,
-        levels: int,
-        optimizer: str,
-        rate: float,
-        outer: tuple[float | None, float | None] = (None, None),
-        **options: Any,
-    ):
-        super().__init__(number, **options)
-        workers = self.workers = Workers()
-        tx = trained_by(method, ratio, levels, optimizer, rate, outer)
-        local, loss = local_of(method), classified(self.graph)
-        self.init = lambda params: workers.start(tx, params)
-        self.place = (
-            workers.replicate if local is None else lambda tree: jax.tree.map(lambda x: workers.own(x[None]), tree)
-        )
-        state, specs = self.init(workers.replicate(self.params))
-        one = training_step(tx, loss, AXIS) if local is None else in_rows(training_step(tx, loss))
-        kept = (P() if local is None else P(AXIS), specs)
-        step = jax.shard_map(one, mesh=workers.mesh, in_specs=(*kept, P(AXIS), P(AXIS)), out_specs=(*kept, P()))
-        arguments = self.place(self.params), state, *(workers.own(x) for x in next(self.batches(1)))
+    def __init__(self, number: int, task: Any):
+        super().__init__(number, task)
+        workers, self.local, loss = Workers(), local_of(task.method), classified(self.graph)
+        self.workers = workers
+        self.tx = trained_by(task.method, task.ratio, task.levels, task.optimizer, task.rate, task.outer)
+        if self.local is None:
+            step, split_by = training_step(self.tx, loss, AXIS), P()
+        else:
+            step, split_by = in_rows(training_step(self.tx, loss)), P(AXIS)
+            of_all = lambda point, x, y: jax.lax.pmean(loss(point, x, y), AXIS)
+            shared = jax.shard_map(of_all, mesh=workers.mesh, in_specs=(P(), P(AXIS), P(AXIS)), out_specs=P())
+            self.judge = jax.jit(shared)
+        kept = (split_by, self.start())
+        step = jax.shard_map(step, mesh=workers.mesh, in_specs=(*kept, P(AXIS), P(AXIS)), out_specs=(*kept, P()))
+        arguments = self.now, self.state, *map(workers.own, next(self.batches(1)))
         self.compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
-        rounds = 1 if local is None else local.every  # of which one has the exchange, in a branch
+        rounds = 1 if self.local is None else self.local.every  # of which one has the exchange, in a branch
         rows = [row for row in jc.ledger(self.compiled).rows if row.counted]
-        sent = sum(row.sent_bytes / (rounds if row.branch else 1) for row in rows)
-        self.described = {"ledger_bytes": sent, "parameters": self.parameters}
+        self.described["ledger_bytes"] = sum(row.sent_bytes / (rounds if row.branch else 1) for row in rows)
         jax.block_until_ready(self.compiled(*arguments))
-        self.local = local
-        of_all = lambda point, x, y: jax.lax.pmean(loss(point, x, y), AXIS)
-        of_all = jax.shard_map(of_all, mesh=workers.mesh, in_specs=(P(), P(AXIS), P(AXIS)), out_specs=P())
-        self.judge = jax.jit(of_all)
-        self.row = (lambda x: x) if local is None else (lambda x: x[0])
 
-    def start(self) -> None:
-        self.now = self.place(self.params)
-        self.state, _ = jax.block_until_ready(self.init(self.workers.replicate(self.params)))
+    def start(self) -> Any:
+        """Back to the first parameters; the specs of the state."""
+        params = self.workers.replicate(self.params)
+        self.state, specs = jax.block_until_ready(self.workers.start(self.tx, params))
+        self.now = params if self.local is None else jax.tree.map(lambda x: self.workers.own(x[None]), self.params)
+        return specs
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         batch = self.workers.own(x), self.workers.own(y)
@@ -181,12 +166,12 @@ class Compressed(Training):
             return None
         return float(self.judge(self.state.point, self.workers.own(x), self.workers.own(y)))
 
-    def right(self, x: np.ndarray, y: np.ndarray) -> int:
-        mine = jax.tree.map(lambda leaf: self.row(jnp.asarray(leaf.addressable_data(0))), self.now)
-        return int(self.count_right(mine, x, y))
+    def scores(self, x: np.ndarray) -> np.ndarray:
+        mine = jax.tree.map(lambda leaf: jnp.asarray(leaf.addressable_data(0)), self.now)
+        return np.asarray(self.logits(mine if self.local is None else jax.tree.map(lambda x: x[0], mine), x))
 
 
-def in_rows(step: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:
+def in_rows(step: Any) -> Any:
     """A step of one worker's own parameters as a row of all; its loss becomes the mean over the workers."""
 
     def one(rows, state, *batch):

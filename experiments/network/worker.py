@@ -1,7 +1,10 @@
 """One worker of the laboratory: does what it is asked, on a host of its own, and says how long it took."""
 
-import gc
+import functools
+import itertools
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,44 +13,50 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
+from experiments.lib.pool import Tasks
 from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, PEERS, transformation
 from experiments.network.training import Compressed, Training
 from jaxcomp.exchange.state import means_in
 from jaxcomp.plan.offline import Inseparable, offline, settled
 
-__all__ = ["Worker"]
+__all__ = ["ends_of", "tasks_of"]
 
 GRADIENTS = 3  # that follow one another, so that a memory does not see the same one again and again
 
 
-class Worker:
-    """Does one request after the other: `exchange` and `training` begin a task, the others belong to it."""
+def tasks_of(address: str, workers: int, number: int) -> Tasks:
+    """An `exchange` or a `training`, for one of so many workers."""
 
-    def __init__(self, address: str, workers: int, number: int):
-        self.address, self.workers, self.number = address, workers, number
-        self.task: Any = None
-
-    def __call__(self, what: str, **request: Any) -> Any:
-        if what in ("exchange", "training"):
-            self.task = None
-            gc.collect()
-            self.task = Exchange(self.number, **request) if what == "exchange" else self.training(**request)
-            return self.task.described
-        return getattr(self.task, what)(**request)
-
-    def training(self, method: str, **options: Any) -> Training:
-        net = self.address.rpartition(".")[0]
-        if method.startswith("overlap-"):
+    def training(**request: Any) -> Training:
+        task = SimpleNamespace(**request)
+        if task.method.startswith("overlap-"):
             from experiments.network.overlapped import Overlapped
 
-            return Overlapped(self.number, [f"{net}.{i + 1}" for i in range(self.workers)], method, **options)
-        if method not in PEERS:
-            return Compressed(self.number, method, **options)
+            net = address.rpartition(".")[0]
+            return Overlapped(number, task, [f"{net}.{i + 1}" for i in range(workers)])
+        if task.method not in PEERS:
+            return Compressed(number, task)
         from experiments.network import ddp
 
-        ddp.join(self.address, self.workers, self.number)
-        return ddp.Peer(self.number, method, **options)
+        ddp.join(address, workers, number)
+        return ddp.Peer(number, task)
+
+    return Tasks(exchange=functools.partial(Exchange, number), training=training)
+
+
+def ends_of(step: Callable[[], Any], number: int, at: float) -> list[float]:
+    """When each of so many steps ended.
+
+    at: when all workers begin, in seconds of time.perf_counter, which processes of one machine share; ends count from
+    then.
+    """
+    ends = []
+    time.sleep(max(0.0, at - time.perf_counter()))
+    for _ in range(number):
+        jax.block_until_ready(step())
+        ends.append(time.perf_counter() - at)
+    return ends
 
 
 class Exchange:
@@ -56,70 +65,64 @@ class Exchange:
     def __init__(self, number: int, method: str, size: int, ratio: float, levels: int):
         workers = Workers()
         tx = transformation(method, ratio, levels)
-        self.number, self.count = number, 0
+        self.number = number
         # Laplace entries times a scale that varies: heavier tails than a normal law, as gradients have.
         rng = np.random.default_rng([number, size])
         scale = np.exp(rng.normal(size=size)).astype(np.float32)
         rows = [rng.laplace(size=(1, size)).astype(np.float32) * scale for _ in range(GRADIENTS)]
-        self.gradients = [workers.own(row) for row in rows]
+        gradients = [workers.own(row) for row in rows]
+        self.gradients = itertools.cycle(gradients)
         state, specs = workers.start(tx, workers.replicate(np.zeros(size, np.float32)))
 
         def one(state, gradient):
             return tx.update(gradient[0], state)
 
         step = jax.shard_map(one, mesh=workers.mesh, in_specs=(specs, P(AXIS)), out_specs=(P(), specs))
-        self.step = jax.jit(step, donate_argnums=0).lower(state, self.gradients[0]).compile()
+        self.step = jax.jit(step, donate_argnums=0).lower(state, gradients[0]).compile()
         self.state = state
-        self.mean = None
-        ledger = jc.ledger(self.step)
-        self.one, self.tx, self.alone = one, tx, None
-        self.described = {
-            "ledger_bytes": ledger.total_bytes,
-            "collectives": [f"{row.op} {row.dtype}[{','.join(map(str, row.shape))}]" for row in ledger.rows],
-        }
+        self.one, self.alone = one, None
+        self.described = {"ledger_bytes": jc.ledger(self.step).total_bytes}
+
+    def take(self) -> Any:
+        self.mean, self.state = self.step(self.state, next(self.gradients))
+        return self.mean, self.state
 
     def rounds(self, number: int, at: float) -> dict[str, Any]:
-        """When each round ended, bytes of the last one as this worker counted them, a sum that is equal everywhere.
-
-        at: when all workers begin, in seconds of time.perf_counter, which processes of one machine share; ends count
-        from then.
-        """
-        ends = []
-        time.sleep(max(0.0, at - time.perf_counter()))
-        for _ in range(number):
-            gradient = self.gradients[self.count % GRADIENTS]
-            self.count += 1
-            self.mean, self.state = jax.block_until_ready(self.step(self.state, gradient))
-            ends.append(time.perf_counter() - at)
-        described: dict[str, Any] = {"ends": ends}
-        mean = np.asarray(self.mean.addressable_data(0))  # pyright: ignore[reportOptionalMemberAccess]
-        described["sum"] = float(np.sum(mean, dtype=np.float64))
+        """When each round ended, bytes of the last one as this worker counted them, a sum that is equal everywhere."""
+        ends, mean = ends_of(self.take, number, at), np.asarray(self.mean.addressable_data(0))
         # `jc.info` would have the workers exchange what each counted, and the links are being counted.
-        counts = [node.local.counts for node in means_in(self.state)]
-        for name in ("lane_bytes", "sent_bytes") if counts else ():
-            described[name] = sum(float(getattr(each, name).addressable_data(0)[0]) for each in counts)
-        return described
+        sent = [float(node.local.counts.sent_bytes.addressable_data(0)[0]) for node in means_in(self.state)]
+        return {"ends": ends, "sum": float(np.sum(mean, dtype=np.float64)), "sent_bytes": sum(sent)}
 
     def compute(self, at: float) -> dict[str, Any]:
         """Seconds of a round without the network; the first time compiles.
 
-        at: as of `rounds`. On fewer cores than workers some have to wait for a core, as they do in an exchange.
+        at: as of `ends_of`. On fewer cores than workers some have to wait for a core, as they do in an exchange.
         """
         if self.alone is None:
-            state, gradients = jax.tree.map(lambda x: jnp.array(x.addressable_data(0)), (self.state, self.gradients))
-            try:
-                halves = offline(self.one, {AXIS: jax.device_count()}, state, gradients[0])
-            except Inseparable:  # its time without the network cannot be measured
-                return {"seconds": None}
-            run, first = jax.jit(halves.whole, donate_argnums=2), jnp.zeros((), jnp.int32)
-            send = lambda received: run(first, received, jax.tree.map(jnp.copy, state), gradients[0])[0]
-            received = [jnp.asarray(x) for x in settled(halves.arrivals, send)]
-            self.alone = run, received, state, gradients
-        run, received, state, gradients = self.alone
-        gradient, place = gradients[self.count % GRADIENTS], jnp.asarray(self.number, jnp.int32)
-        self.count += 1
+            self.alone = self.without_network()
+        if not self.alone:
+            return {"seconds": None}
+        run, state = self.alone
+        gradient, place = next(self.gradients).addressable_data(0), jnp.asarray(self.number, jnp.int32)
         time.sleep(max(0.0, at - time.perf_counter()))
-        _, (_, *leaves) = jax.block_until_ready(run(place, received, state, gradient))
+        _, (_, *leaves) = jax.block_until_ready(run(place, state, gradient))
         seconds = time.perf_counter() - at
-        self.alone = run, received, jax.tree.unflatten(jax.tree.structure(state), leaves), gradients
+        self.alone = run, jax.tree.unflatten(jax.tree.structure(state), leaves)
         return {"seconds": seconds}
+
+    def without_network(self) -> tuple[Any, ...]:
+        """The program with its collectives cut out, (place, state, gradient) -> (sent, results), and its state.
+
+        Nothing, if its work cannot be told from its exchange.
+        """
+        mine = lambda x: jnp.array(x.addressable_data(0))
+        state, gradient = jax.tree.map(mine, self.state), mine(next(self.gradients))
+        try:
+            halves = offline(self.one, {AXIS: jax.device_count()}, state, gradient)
+        except Inseparable:
+            return ()
+        run, first = jax.jit(halves.whole, donate_argnums=2), jnp.zeros((), jnp.int32)
+        send = lambda received: run(first, received, jax.tree.map(jnp.copy, state), gradient)[0]
+        received = [jnp.asarray(x) for x in settled(halves.arrivals, send)]
+        return lambda place, state, gradient: run(place, received, state, gradient), state

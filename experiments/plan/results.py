@@ -14,7 +14,7 @@ MATTERS = 0.10  # regret, and by how much dense must be best for the cell to cou
 
 
 def link_of(row: dict[str, Any]) -> str:
-    return "one process" if row.get("one_process") else link_name(row["rate"], row.get("delay", 0.0))
+    return "one process" if row["one_process"] else link_name(row["rate"], row["delay"])
 
 
 def regret_of(row: dict[str, Any], choice: str) -> float:
@@ -31,8 +31,7 @@ def dense_is_best(row: dict[str, Any]) -> bool:
 
 def errors_of(row: dict[str, Any], said: bool = False) -> list[float]:
     """|predicted - measured| / measured of every candidate: predicted from parts, or what the plan said in the end."""
-    totals = {name: parts["total"] for name, parts in row["predicted"].items()}
-    seconds = row.get("said", totals) if said else totals
+    seconds = row["said"] if said else {name: parts["total"] for name, parts in row["predicted"].items()}
     return [abs(seconds[name] / measured - 1) for name, measured in row["measured"].items()]
 
 
@@ -42,7 +41,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     within: share of the cells whose regret is at most 10 %; alone: the same of the choice by prediction alone.
     noise: medians of even rounds against those of odd ones, of what was measured twice or more.
     """
-    rounds = [each for row in rows for each in row.get("rounds", {}).values() if len(each) > 1]
+    rounds = [each for row in rows for each in row["rounds"].values() if len(each) > 1]
     noise = [abs(np.median(each[::2]) / np.median(each[1::2]) - 1) for each in rounds] or [np.nan]
     shown = {
         "error": [error for row in rows for error in errors_of(row)],

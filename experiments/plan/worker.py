@@ -17,36 +17,26 @@ from jaxcomp.plan.measure import sweep
 from jaxcomp.plan.planning import plan_on
 from jaxcomp.plan.trial import seconds_of_steps, step_of
 
-__all__ = ["CANDIDATES", "Worker"]
+__all__ = ["CANDIDATES", "Sweep", "Task"]
 
 # Of the grid: dense ones, and one for each kind of message.
 CANDIDATES = ("f32", "bf16:two_shot", "dithering(7):two_shot", "sign+ef:two_shot", "sidco(0.01)+ef", "sidco(0.001)+ef")
 BUSY = "while True: pass"
 
 
-class Worker:
-    """Does one request after the other: a `task` begins, or a method of the present one, or `sweep`."""
+class Sweep:
+    """Every collective at several sizes. described: the samples of each."""
 
-    def __init__(self, number: int):
-        self.number, self.task = number, None
-
-    def __call__(self, what: str, **request: Any) -> Any:
-        if what == "task":
-            self.task = Task(self.number, **request)
-            return self.task.entries
-        return sweeps(**request) if what == "sweep" else getattr(self.task, what)(**request)
-
-
-def sweeps(kinds: list[str], most: float, seconds: float) -> dict[str, list[dict[str, Any]]]:
-    """Every collective at several sizes: the samples of each."""
-    clock = Clock(Workers().mesh, seconds)
-    return {kind: [each._asdict() for each in sweep(clock, kind, "data", most, seconds).samples] for kind in kinds}
+    def __init__(self, kinds: list[str], most: float, seconds: float):
+        clock = Clock(Workers().mesh, seconds)
+        swept = {kind: sweep(clock, kind, "data", most, seconds).samples for kind in kinds}
+        self.described = {kind: [each._asdict() for each in samples] for kind, samples in swept.items()}
 
 
 class Task:
-    """A multilayer perceptron of about so many parameters, on random examples."""
+    """A multilayer perceptron of about so many parameters, on random examples. described: how many they are."""
 
-    def __init__(self, number: int, size: int, batch: int, all_candidates: bool):
+    def __init__(self, number: int, size: int, batch: int):
         self.number, self.busy = number, None
         workers = Workers()
         width = max(int(np.sqrt(size)), 8)
@@ -55,30 +45,26 @@ class Task:
         shapes = {"a": (64, width), "b": (width, middle), "c": (middle, 16)}
         normal = lambda shape: (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
         params = {name: normal(shape) for name, shape in shapes.items()}
-        self.entries = sum(leaf.size for leaf in params.values())
+        self.described = sum(leaf.size for leaf in params.values())
         self.params = workers.replicate(params)
         own, batch = np.random.default_rng([number, size]), batch * jax.local_device_count()
         x, y = own.standard_normal((batch, 64)).astype(np.float32), own.standard_normal((batch, 16)).astype(np.float32)
         self.batch = (workers.own(x), workers.own(y))
         self.clock = Clock(workers.mesh, 60.0)
-        self.candidates = [each for each in default_candidates() if all_candidates or each.name in CANDIDATES]
+        self.candidates = [each for each in default_candidates() if each.name in CANDIDATES]
 
     @staticmethod
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
         hidden = jnp.tanh(jnp.tanh(x @ params["a"]) @ params["b"])
         return jnp.mean(jnp.square(hidden @ params["c"] - y))
 
-    def plan(self, seconds: float, tried: int, thorough: bool = True) -> dict[str, Any]:
+    def plan(self, seconds: float, tried: int) -> dict[str, Any]:
         """Predicted seconds of every candidate, and what is advised: by prediction alone, and after trying."""
         self.clock.restart(seconds)
         show = note if self.number == 0 else lambda _: None
         where = (self.clock, self.loss, self.params, self.batch, "data", self.candidates)
-        found = plan_on(*where, tried=tried, show=show, thorough=thorough)
+        found = plan_on(*where, tried=tried, show=show, thorough=True)
         alone = choose([row._replace(measured=None, expected=None) for row in found.rows])
-        links = {
-            kind: {"latency": fit.latency, "per_byte": fit.per_byte, "covariance": fit.covariance}
-            for kind, fit in found.facts.fits["data"].items()
-        }
         return {
             "predicted": {row.candidate.name: row.parts._asdict() for row in found.rows},
             "said": {row.candidate.name: row.seconds for row in found.rows},
@@ -87,8 +73,6 @@ class Task:
             "chosen": found.chosen.candidate.name,
             "verdict": found.verdict,
             "table": found.table,
-            "overlap": found.facts.overlap,
-            "links": links,
         }
 
     def run(self, seconds: float, rounds: int) -> dict[str, list[float]]:

@@ -22,6 +22,7 @@ from experiments.lib.netlab import Link, delay_of, laboratory, rate_name, rate_o
 from experiments.lib.pool import Pool
 from experiments.network import results
 from experiments.network.methods import AXIS, method_name, transformation
+from experiments.network.scoreboard import break_even
 from jaxcomp.plan.offline import Inseparable, offline, settled
 
 
@@ -258,9 +259,9 @@ def test_a_program_whose_exchange_depends_on_data_has_no_offline_form():
 def test_break_even_and_limit():
     dense, compressed = (lambda rate: 0.01 + 1e6 / rate), (lambda rate: 0.06 + 1e5 / rate)
     points = [(rate, compressed(rate), dense(rate)) for rate in (1e6, 1e7, 1e9)]
-    assert results.break_even(points) == pytest.approx(9e5 / 0.05)
-    assert results.break_even([*points[:2], (None, 0.06, 0.01)]) == pytest.approx(9e5 / 0.05)
-    assert results.break_even(points[:2]) is None
+    assert break_even(points) == pytest.approx(9e5 / 0.05)
+    assert break_even([*points[:2], (None, 0.06, 0.01)]) == pytest.approx(9e5 / 0.05)
+    assert break_even(points[:2]) is None
     assert results.limit_of({"compute": 0.2, "rate": 1e8, "ledger_bytes": 1e6}) == 0.2
     assert results.limit_of({"compute": 0.2, "rate": 1e7, "ledger_bytes": 1e6}) == 0.8
     assert results.limit_of({"compute": 0.2, "rate": None, "ledger_bytes": 1e6}) == 0.2
@@ -323,7 +324,7 @@ def test_rounds_end_with_the_last_worker():
 @in_laboratory
 @pytest.mark.slow
 def test_the_experiment(tmp_path):
-    options = ["--workers", 2, "--sizes", 120_000, "--rates", "20mbit", "none", "--rounds", 3]
+    options = ["--workers", 2, "--size", 120_000, "--rates", "20mbit", "none", "--rounds", 3]
     options += ["--methods", "psum-f32", "psum-bf16", "sidco", "--train-methods", "psum-f32", "--train-rates", "20mbit"]
     result = run_to(
         0,

@@ -9,16 +9,16 @@ import pytest
 from experiments import plan, scale
 from experiments.__main__ import EXPERIMENTS, main
 from experiments.lib.cli import UserError
-from experiments.lib.plots import save
 from experiments.lib.run import Run
-from experiments.plan.results import dense_is_best, draw, regret_of, summary
+from experiments.plan.results import dense_is_best, regret_of, report, summary
 from experiments.scale import links, replacement, rows_of, workers
 
 
 def cell(chosen, alone, measured, predicted):
     parts = {name: {"total": seconds} for name, seconds in predicted.items()}
-    row = {"workers": 2, "entries": 10, "rate": None, "load": 0, "dense": ["f32", "bf16"]}
-    return row | {"chosen": chosen, "alone": alone, "measured": measured, "predicted": parts}
+    row = {"workers": 2, "entries": 10, "rate": None, "delay": 0.0, "one_process": False, "load": 0, "rounds": {}}
+    row |= {"chosen": chosen, "alone": alone, "measured": measured, "predicted": parts, "said": predicted}
+    return row | {"dense": ["f32", "bf16"]}
 
 
 ROWS = [
@@ -28,7 +28,7 @@ ROWS = [
 ]
 
 
-def test_regret_by_hand(tmp_path):
+def test_regret_by_hand():
     assert [regret_of(row, "chosen") for row in ROWS] == pytest.approx([0, 0, 0.5])
     assert [regret_of(row, "alone") for row in ROWS] == pytest.approx([0.2, 0, 0.5])
     assert [dense_is_best(row) for row in ROWS] == [True, False, False]
@@ -37,27 +37,20 @@ def test_regret_by_hand(tmp_path):
     assert found["alone"] == pytest.approx(1 / 3)
     assert found["worst"] == pytest.approx(0.5)
     assert found["error_median"] == 0  # six of nine predictions are exact
-    assert found["said_90"] == found["error_90"]  # of rows that have nothing else
+    assert found["said_90"] == found["error_90"]  # these say what was predicted from parts
     assert np.isnan(found["noise_median"])
     rows = [row | {"said": row["measured"], "rounds": {"f32": [1.0, 1.1, 1.0, 1.1]}} for row in ROWS]
     assert summary(rows)["said_90"] == 0
     assert summary(rows)["noise_median"] == pytest.approx(1 / 11)
     assert (found["dense_cells"], found["dense_advised"]) == (1, 1)
-    save(draw(ROWS), tmp_path / "regret.png")
-    assert (tmp_path / "regret.png").stat().st_size > 1000
 
 
-def test_runs_are_reported_together(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "one_thread", lambda: None)
-    for name, row in zip("ab", ROWS, strict=False):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(json.dumps([row]))
-    options = ["--runs", str(tmp_path), "--name", "both", "--of", str(tmp_path / "a"), str(tmp_path / "b")]
-    assert plan.main(["regret", *options]) == 0
-    assert json.loads((tmp_path / "both" / "results.json").read_text()) == ROWS[:2]
+def test_the_report_has_a_table_and_a_plot(tmp_path, capsys):
+    run = Run(plan.parser(), ["regret", "--runs", str(tmp_path), "--name", "both"], "plan")
+    report(run, ROWS[:2])
     assert "2 cells: regret at most 10 % in 100%" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(UserError, match="no folder"):
-        plan.main(["regret", "--runs", str(tmp_path), "--name", "c", "--of", str(tmp_path / "nowhere")])
+    assert "| 2 | 10 | no limit | 0 | k | k | k |" in (tmp_path / "both" / "table.md").read_text()
+    assert (tmp_path / "both" / "regret.png").stat().st_size > 1000
 
 
 def test_a_kernel_without_delays_is_named_before_anything_is_measured(tmp_path, monkeypatch):
