@@ -12,7 +12,7 @@ EXPERIMENTS = {
     "compare": ("train.compare", "train one model with several compression methods and compare them"),
     "train": ("train", "train one model with one method: in one process, in several, or on a cluster"),
     "soak": ("train.soak", "trainings with kills, a full disk, NaN, a corrupted checkpoint: same bits"),
-    "attack": ("attack", "messages fuzzed, combinations and statistics of all parts: what holds, what falls"),
+    "attack": ("attack", "combinations and statistics of all parts, at random: what holds, what falls"),
     "sidco quality": (
         "sidco.quality",
         "share of entries that SIDCo and rivals send, on known laws and recorded gradients",
