@@ -98,8 +98,8 @@ class Sums(NamedTuple):
     apart: int
 
 
-def sums_of(core: Counted, clients: Path, i: int) -> tuple[Sums, np.ndarray, np.ndarray] | None:
-    """The account of client i now, with the vectors of what it made and remembers; None if it has never answered."""
+def sums_of(core: Counted, clients: Path, i: int) -> Sums | None:
+    """The account of client i now; None if it has never answered."""
     files = [clients / f"{name}-{i}.{kind}" for name, kind in (("client", "npz"), ("made", "json"), ("before", "npz"))]
     times = lambda: [file.stat().st_mtime_ns if file.is_file() else 0 for file in files]
     while True:  # a client that is late may write meanwhile
@@ -113,6 +113,5 @@ def sums_of(core: Counted, clients: Path, i: int) -> tuple[Sums, np.ndarray, np.
     member._settle(core._entries[i].fates)
     remembered, used = exact(member.memory), core.used_of[i]
     held = sum((exact(x) for who, x in core._held if who == i), np.zeros(used.size, np.int64).astype(object))
-    apart = int(np.count_nonzero(made - used - remembered - held))
-    total = lambda x: Fraction(int(x.sum()), UNIT)
-    return Sums(total(made), total(used), total(remembered), total(held), apart), made, remembered + held
+    sums = (Fraction(int(x.sum()), UNIT) for x in (made, used, remembered, held))
+    return Sums(*sums, int(np.count_nonzero(made - used - remembered - held)))

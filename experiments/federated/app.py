@@ -19,9 +19,9 @@ from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import ServerApp  # pyright: ignore[reportMissingImports]
 
 from experiments.dagc.data import imbalanced_split
-from experiments.federated.account import UNIT, Counted, begin, sums_of
+from experiments.federated.account import Counted, begin, sums_of
 from experiments.federated.model import flat_model, local_batches, local_steps
-from experiments.federated.plan import HOSTILE, Plan, plan_of, tampered
+from experiments.federated.plan import HOSTILE, Plan, plan_for, tampered
 from experiments.lib.data import load
 from experiments.lib.folders import Journal, write_json
 from jaxcomp.flower import RECORD, Rounds, members_mod
@@ -32,17 +32,18 @@ __all__ = ["client", "server"]
 
 FOLDER = Path(os.environ.get("JAXCOMP_FEDERATED", "."))
 CLIENTS = FOLDER / "clients"
+ALPHA = 1.0  # Dirichlet parameter of the label mixes
+STEPS, BATCH, RATE = 10, 32, 0.1  # of SGD at a client in a round
+DOWN = 0.05  # share of the entries that an update of the model has
 
 
 @functools.cache
 def setting() -> tuple[dict[str, Any], Plan, Any, list[np.ndarray], Any]:
     """Options, plan, data, the part of each client, model: the same in every process."""
     config = json.loads((FOLDER / "config.json").read_text())
-    data = load(config["data"], Path(config["data_dir"]) if config["data_dir"] else None)
-    parts = imbalanced_split(data.train_y, config["clients"], config["skew"], config["alpha"], config["seed"])
-    model = flat_model(config["model"], data, config["seed"])
-    plan = plan_of(*(config[key] for key in ("clients", "hostile", "rounds", "changes", "seed")))
-    return config, plan, data, parts, model
+    data = load("digits")
+    parts = imbalanced_split(data.train_y, config["clients"], config["skew"], ALPHA, config["seed"])
+    return config, plan_for(config), data, parts, flat_model(data, config["seed"])
 
 
 # What clients run
@@ -112,8 +113,8 @@ def train(message: Any, context: Any) -> Any:
     config, _, data, parts, _ = setting()
     point = message.content["arrays"]["point"].numpy()
     round_ = message.content[RECORD]["round"]
-    chosen = local_batches(parts[number], config["local_steps"], config["batch"], config["seed"], round_, number)
-    change = steps()(jnp.asarray(point), data.train_x[chosen], data.train_y[chosen], config["lr"])
+    chosen = local_batches(parts[number], STEPS, BATCH, config["seed"], round_, number)
+    change = steps()(jnp.asarray(point), data.train_x[chosen], data.train_y[chosen], RATE)
     after = point + np.asarray(change)
     return Message(RecordDict({"arrays": ArrayRecord({"point": Array(after)})}), reply_to=message)
 
@@ -145,14 +146,13 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Any, context: Any) -> None:
-    """Writes a line for each round to metrics.jsonl, and what became of everybody to clients.json."""
+    """Writes a line for each round to metrics.jsonl, and what became of everybody's answers to clients.json."""
     config, plan, data, parts, model = setting()
-    test = jax.jit(model.test)
-    start = np.asarray(model.start)
+    test, start = jax.jit(model.test), np.asarray(model.start)
     volumes = {i: len(part) for i, part in enumerate(parts)}
-    options: dict[str, Any] = {key: config[key] for key in ("rule", "down", "late")}
     norm = 10 * float(np.linalg.norm(start))
-    core = Counted(start, volumes, config["ratio"], folder=FOLDER / "used", max_norm=norm, **options)
+    options: dict[str, Any] = {"rule": config["rule"], "down": DOWN, "max_norm": norm}
+    core = Counted(start, volumes, config["ratio"], folder=FOLDER / "used", **options)
     known: dict[int, int] = {}
     rng = np.random.default_rng([config["seed"], 22])
     state, honest = FOLDER / "server.npz", range(config["clients"] - config["hostile"])
@@ -173,21 +173,9 @@ def main(grid: Any, context: Any) -> None:
     rounds = Rounds(core, here, deadline=config["deadline"], choose=chosen, least=2)
     for now in rounds.start(grid, config["rounds"] - core.number):
         loss, accuracy = (float(x) for x in test(core.point, data.test_x, data.test_y))
-        found = {i: sums[0] for i in honest if (sums := sums_of(core, CLIENTS, i)) is not None}
+        found = {i: sums for i in honest if (sums := sums_of(core, CLIENTS, i)) is not None}
         sums = {i: [*map(str, each[:-1]), each.apart] for i, each in found.items()}
-        journal.add(now._asdict() | {"loss": loss, "accuracy": accuracy, "sums": sums})
+        journal.add(now._asdict() | {"entries": start.size, "loss": loss, "accuracy": accuracy, "sums": sums})
         save_server(state, core, rng=rng.bit_generator.state)
-    core.open(())
-    write_json(FOLDER / "clients.json", {i: account(core, i, i in honest) for i in range(config["clients"])})
-
-
-def account(core: Counted, i: int, honest: bool) -> dict[str, Any]:
-    """Of one client: how much it made and remembers, and in how many entries that is not what was made of it."""
-    line: dict[str, Any] = {"counts": core.counts[i], "volume": core._entries[i].volume}
-    line["entries"] = core.entries_of(core.counts)[i]
-    found = sums_of(core, CLIENTS, i) if honest else None
-    if found is not None:
-        sums, made, there = found
-        norm = lambda x: float(np.linalg.norm([value / UNIT for value in x]))
-        line |= {"made": norm(made), "remembered": norm(there), "apart": sums.apart}
-    return line
+    core.open(())  # whose answer has not come is lost
+    write_json(FOLDER / "clients.json", core.counts)
