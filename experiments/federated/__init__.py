@@ -25,7 +25,7 @@ from typing import Any
 
 from experiments.federated.plan import plan_for
 from experiments.lib import cli
-from experiments.lib.cli import UserError, at_least, common, fraction, positive
+from experiments.lib.cli import UserError, at_least, common, positive
 from experiments.lib.folders import Journal, resumable, run_options
 from experiments.lib.report import new_console, show, show_rows
 from experiments.lib.run import draw_panels, parser_of
@@ -45,7 +45,6 @@ def parser() -> cli.Parser:
     p.add_argument("--rule", type=cli.rule_of, default="sqrt", help="sqrt, phi, released, uniform, or an exponent")
     p.add_argument("--rounds", type=at_least(1), default=40, help="rounds")
     common(p, "seed", ratio=(0.01, "mean ratio of the clients"))
-    p.add_argument("--participation", type=fraction, default=1.0, help="share of the clients there asked in a round")
     p.add_argument("--changes", type=at_least(0), default=0, help="random deaths, leaves and joins in the run")
     p.add_argument("--hostile", type=at_least(0), default=0, help="clients that send nonsense, the last ones")
     p.add_argument("--deadline", type=positive, default=30.0, help="seconds until a round goes on without the rest")

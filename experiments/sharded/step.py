@@ -64,9 +64,13 @@ class Program:
 
     @functools.cached_property
     def compiled(self) -> Any:
+        """(params, state, windows) -> (params, state, loss), each device with its shards."""
+        step = training_step(self.transform, lambda params, tokens: mean_loss(params, tokens, self.layout), DATA)
+        specs = (self.specs, self.state_specs)
+        mapped = jax.shard_map(step, mesh=self.mesh, in_specs=(*specs, self.layout.batch), out_specs=(*specs, P()))
         tokens = jax.ShapeDtypeStruct((self.batch, self.sizes.length + 1), jnp.int32)
         arguments = (self.like, self.state_like, self.typed(tokens, self.layout.batch))
-        return jax.jit(self.mapped_step(), donate_argnums=(0, 1)).lower(*arguments).compile()
+        return jax.jit(mapped, donate_argnums=(0, 1)).lower(*arguments).compile()
 
     @functools.cached_property
     def ledger(self) -> jc.Ledger:
@@ -87,12 +91,6 @@ class Program:
         place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
         return jax.tree.map(place, tree, specs)
 
-    def mapped_step(self) -> Any:
-        """(params, state, windows) -> (params, state, loss), each device with its shards."""
-        step = training_step(self.transform, lambda params, tokens: mean_loss(params, tokens, self.layout), DATA)
-        specs = (self.specs, self.state_specs)
-        return jax.shard_map(step, mesh=self.mesh, in_specs=(*specs, self.layout.batch), out_specs=(*specs, P()))
-
     def run(self, text: Text, seed: int, steps: int) -> Iterator[tuple[float, float, Any, Any]]:
         """(loss before the update, seconds, params, state) of each step."""
         (params, state), step = self.start(seed), self.compiled
@@ -103,10 +101,10 @@ class Program:
             params, state, loss = jax.block_until_ready(step(params, state, tokens))
             yield float(loss), time.perf_counter() - begin, params, state
 
-    def test(self, params: Any, text: Text, number: int = 64) -> float:
-        """Mean loss on windows that lie evenly over the test text."""
+    def test(self, params: Any, text: Text) -> float:
+        """Mean loss on 64 windows that lie evenly over the test text."""
         codes, length = text.codes[text.train :], self.sizes.length
-        starts = np.linspace(0, len(codes) - length - 1, number).astype(int)
+        starts = np.linspace(0, len(codes) - length - 1, 64).astype(int)
         chosen = codes[starts[:, None] + np.arange(length + 1)]
         whole = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), params)
         return float(jax.jit(lambda p, w: mean_loss(p, w, LAYOUTS["data"]))(whole, chosen))

@@ -301,8 +301,8 @@ def test_processes_over_tls_with_a_death(tmp_path):
 @pytest.mark.slow
 @simulation
 def test_a_run_that_is_killed_goes_on_bitwise(tmp_path):
-    """With deaths, a hostile client and a random choice of who is asked; killed when a few rounds are closed."""
-    options = ["--clients", 5, "--hostile", 1, "--rounds", 9, "--changes", 6, "--participation", 0.7]
+    """With deaths and a hostile client; killed when a few rounds are closed."""
+    options = ["--clients", 5, "--hostile", 1, "--rounds", 9, "--changes", 6]
     _, whole, clients = experiment(tmp_path / "whole", *options)
     words = [sys.executable, "-m", "experiments", "federated", "--runs", tmp_path / "cut", "--name", "r", *options]
     process = subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
