@@ -111,10 +111,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half width of its 95 % confidence interval (Student's t); 0 for a single value."""
     from scipy import stats
 
-    mean, count = float(np.mean(values)), len(values)
-    if count < 2:
-        return mean, 0.0
-    return mean, float(stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / np.sqrt(count))
+    width = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else 0.0
+    return float(np.mean(values)), float(width)
 
 
 def those_of(rows: list[dict[str, Any]], ratio: float, skew: float, method: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ twice, the second time with new processes: a prediction can hardly come nearer t
 config.json, results.json, table.md.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,9 +23,7 @@ __all__ = ["main"]
 CHECKED = ("all_reduce", "all_gather", "all_to_all")
 ENOUGH = 0.15  # error of a prediction that is still good
 MOST = 6e5  # bytes of the largest operand
-LONG = (
-    0.02  # seconds; sizes whose bytes take less are summed up apart: processes that share cores wait longer for those
-)
+LONG = 0.02  # seconds; sizes whose bytes take less are apart: processes that share cores wait longer for those
 
 
 def parser() -> Parser:
@@ -44,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     for row in measured(run):
         rows.append(row)
         run.keep(rows)
-    report(run, compared(rows, set(run.options.fit), len(os.sched_getaffinity(0))))
+    found = compared(rows, set(run.options.fit), len(os.sched_getaffinity(0)))
+    run.keep(rows + found)
+    report(run, found)
     return 0
 
 
@@ -96,11 +97,16 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, float]:
 
     repeated: share of the sizes measured twice whose second time is within 15 % of the first.
     """
-    errors = [abs(row["ratio"] - 1) for row in found]
-    repeated = [abs(row["again"] / row["seconds"] - 1) for row in found if row["again"] is not None]
-    share = lambda each: float(np.mean([error <= ENOUGH for error in each])) if each else float("nan")
-    middle, worst = (float(of(errors)) if errors else float("nan") for of in (np.median, max))
-    return {"sizes": len(found), "within": share(errors), "median": middle, "worst": worst, "repeated": share(repeated)}
+    errors = [abs(row["ratio"] - 1) for row in found] or [math.nan]
+    repeated = [abs(row["again"] / row["seconds"] - 1) for row in found if row["again"] is not None] or [math.nan]
+    share = lambda each: math.nan if math.isnan(each[0]) else float(np.mean(np.array(each) <= ENOUGH))
+    return {
+        "sizes": len(found),
+        "within": share(errors),
+        "median": float(np.median(errors)),
+        "worst": max(errors),
+        "repeated": share(repeated),
+    }
 
 
 SUMMARY = (

@@ -37,11 +37,9 @@ COLUMNS = {
     "ms/step (quartiles)": lambda row: quartiles(row.get("seconds")),
 }
 NOTES = """\
-An exchange for each bucket and dtype, and one for small leaves; bucket 0: no buckets. free of it: share of the
-backward pass's matrix products that an exchange does not depend on, so that they may run at the same time; the mean is
-weighted by bytes. hidden behind: how many exchanges are asynchronous, and the sum of the shares that the compiler has
-scheduled between their starts and ends; - where none is (XLA's CPU backend). ms/step: median and quartiles, programs in
-turn; all devices share this machine."""
+free of it: share of the backward pass's matrix products that an exchange does not depend on; the mean is weighted by
+bytes. hidden behind: how many exchanges are asynchronous, and the sum of the shares scheduled between their starts and
+ends; - where none is (XLA's CPU backend). ms/step: programs in turn; all devices share this machine."""
 
 
 def figures(found: list[Exchange]) -> dict[str, Any]:
