@@ -52,13 +52,9 @@ def classification(o: Any) -> Simulation:
     def task(skew: float, seed: int) -> Task:
         parts = imbalanced_split(data.train_y, o.workers, skew, ALPHA, seed)
         batches = lambda t: [local_batches(part, STEPS, BATCH, seed, t, i) for i, part in enumerate(parts)]
-        inputs = {
-            "x": data.train_x,
-            "y": data.train_y,
-            "test_x": data.test_x[:EXAMINED],
-            "test_y": data.test_y[:EXAMINED],
-        }
-        inputs["chosen"] = np.array([batches(t) for t in range(o.rounds)], np.int32)
+        chosen = np.array([batches(t) for t in range(o.rounds)], np.int32)
+        inputs = {"x": data.train_x, "y": data.train_y, "chosen": chosen}
+        inputs |= {"test_x": data.test_x[:EXAMINED], "test_y": data.test_y[:EXAMINED]}
         start = flat_model(data, seed).start
         return Task(start, np.array([len(part) for part in parts], float), jax.tree.map(jnp.asarray, inputs))
 
