@@ -25,7 +25,7 @@ COLUMNS: Columns = {
     "route": "{route}",
     "sent": lambda row: in_units(row["sent_bytes"]),
     "held": lambda row: in_units(row["held_bytes"]),
-    "seconds": "{seconds:.4g}",
+    "seconds": "{seconds:.3g}",
     "schedule": "{schedule}",
     "replaced by": "{replaced}",
 }

@@ -95,6 +95,7 @@ def runner(method: str, task: Task, o: Any) -> Callable[[float], tuple[np.ndarra
     else:
         tx = jc.compressed_mean(algorithm, AXIS, "auto" if method == "dense" else "gather", **options)
     state, axes = jc.init_state(tx, jnp.zeros(task.size), workers, AXIS)
+    gradients = jax.vmap(jax.grad(task.loss), in_axes=(0 if local else None, 0))
     update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
     shares = jnp.asarray(task.weights, jnp.float32)
 
@@ -102,7 +103,7 @@ def runner(method: str, task: Task, o: Any) -> Callable[[float], tuple[np.ndarra
     def run(rate, state, data):
         def step(carry, _):
             x, state = carry
-            grads = jax.vmap(jax.grad(task.loss))(x, data)
+            grads = gradients(x if local else x[0], data)
             moved, state = update(rate * grads if local else grads, state, x)
             return (x + moved if local else x - rate * moved, state), None
 
