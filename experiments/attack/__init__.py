@@ -52,7 +52,7 @@ def pursued(name: str, o: Any, say: Callable[[str], None]) -> dict[str, Any]:
     """One case after another until the time of this attack is over, or so many were tried. say: what fell."""
     drawn = importlib.import_module(f"{__name__}.{name}").drawn
     end = time.monotonic() + 60 * o.minutes / len(o.only)
-    row = {"attack": name, "tried": 0, "held": 0, "refused": 0, "fell": 0}
+    row: dict[str, Any] = {"attack": name, "tried": 0, "held": 0, "refused": 0, "fell": 0}
     for number in itertools.count(o.first):
         if row["tried"] == o.cases or time.monotonic() > end:
             break

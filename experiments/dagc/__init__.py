@@ -135,7 +135,7 @@ def report(run: Run, rows: list[dict[str, Any]]) -> None:
         if not mine:  # interrupted
             continue
         reached = sum(row["reached"] for row in mine)
-        row = {key: np.mean([each[key] for each in mine]) for key in ("rounds", "mb", "achieved")}
+        row: dict[str, Any] = {key: np.mean([each[key] for each in mine]) for key in ("rounds", "mb", "achieved")}
         row |= {"method": method, "ratio": ratio, "skew": skew, "final": interval([each["final"] for each in mine])}
         row["missed"] = "" if reached == len(mine) else f" ({reached} of {len(mine)} reached it)"
         row["change"] = against_uniform(rows, ratio, skew, method)
