@@ -108,5 +108,5 @@ def sums_of(core: Counted, clients: Path, i: int) -> Sums | None:
     member._settle(core._entries[i].fates)
     remembered, used = exact(member.memory), core.used_of[i]
     held = sum((exact(x) for who, x in core._held if who == i), np.zeros(used.size, object))
-    sums = (Fraction(int(x.sum()), UNIT) for x in (made, used, remembered, held))
-    return Sums(*sums, int(np.count_nonzero(made - used - remembered - held)))
+    total, apart = lambda x: Fraction(int(x.sum()), UNIT), np.count_nonzero(made - used - remembered - held)
+    return Sums(total(made), total(used), total(remembered), total(held), int(apart))

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     text = text_of(o.text)
     sizes = sizes_of(o, text.characters, o.mesh)
     cases = list(itertools.product(dict.fromkeys(o.layout), dict.fromkeys(o.methods)))
-    rows = run.rows_of(cases, ", ".join, lambda case: train(*case, o, text, sizes), partial=True)
+    rows = run.rows_of(cases, ", ".join, lambda case: train(case[0], case[1], o, text, sizes), partial=True)
     run.keep(rows)
     dense = {row["layout"]: row["data_bytes"] for row in rows if row["method"] == "dense-f32"}
     for row in rows:
