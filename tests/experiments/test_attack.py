@@ -25,15 +25,10 @@ def test_differences_of_bits_and_foreign_errors_are_found():
     combinations.check_close([x], [x * 1.001])
     with pytest.raises(AssertionError):
         combinations.check_close([x], [x * 1.5])
-    assert attack.verdict_of(lambda: draw.made("jc.top_k(2.0)")) == ("refused", 0.0)
-    assert attack.verdict_of(lambda: 0.5) == ("held", 0.5)
-    assert attack.verdict_of(lambda: 2.0) == ("2.0 times what is allowed", 2.0)
-    for foreign, what in (
-        (lambda: draw.made("jc.top_k(nonsense)"), "NameError"),
-        (lambda: np.zeros(3).reshape(2), "size"),
-    ):
-        verdict, _ = attack.verdict_of(foreign)
-        assert what in verdict
+    assert attack.verdict_of(lambda: draw.made("jc.top_k(2.0)")) == "refused"
+    assert attack.verdict_of(lambda: draw.made("jc.top_k(0.5)")) == "held"
+    assert "NameError" in attack.verdict_of(lambda: draw.made("jc.top_k(nonsense)"))
+    assert "ValueError of " in attack.verdict_of(lambda: np.zeros(3).reshape(2))
 
 
 def test_a_short_attack_ends_in_a_table(tmp_path, capsys):
