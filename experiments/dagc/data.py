@@ -28,10 +28,9 @@ def imbalanced_split(labels: np.ndarray, workers: int, skew: float, alpha: float
     classes = np.unique(labels)
     mixes = rng.dirichlet(np.full(len(classes), alpha), workers)
     demand = mixes * skewed_volumes(workers, skew)[:, None]
-    parts: list[list[np.ndarray]] = [[] for _ in range(workers)]
+    pieces = []
     for column, label in enumerate(classes):
         members = rng.permutation(np.flatnonzero(labels == label))
         edges = np.rint(np.cumsum(demand[:, column])[:-1] / demand[:, column].sum() * len(members)).astype(int)
-        for part, piece in zip(parts, np.split(members, edges), strict=True):
-            part.append(piece)
-    return nobody_empty(parts)
+        pieces.append(np.split(members, edges))
+    return nobody_empty([list(part) for part in zip(*pieces, strict=True)])

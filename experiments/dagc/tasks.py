@@ -3,6 +3,7 @@
 Ratios, weights, data and batches are arguments, so all rules, skews and seeds share the program.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,122 +16,119 @@ import jaxcomp as jc
 from experiments.dagc.data import imbalanced_split, skewed_volumes
 from experiments.federated.model import flat_model, local_batches, local_steps
 from experiments.lib.data import load
-from jaxcomp.base import Compressor, State, accumulate, for_worker
+from jaxcomp.base import State, accumulate, for_worker
 
-__all__ = ["Outcome", "Simulation", "Task", "classification", "heterogeneous_quadratics"]
+__all__ = ["TASKS", "Simulation", "Task", "factor_for", "heterogeneous_quadratics", "runner"]
 
 Array = jax.Array
 EXAMINED = 2000  # test examples looked at after each round
+STEPS, BATCH = 5, 16  # of SGD at a worker in a round
+ALPHA = 1.0  # Dirichlet parameter of the label mixes
 
 
 class Task(NamedTuple):
-    """One draw of data.
-
-    start f32[d]; volumes f64[n], realised; inputs: what `changes` needs, an array each; better: +1 or -1.
-    """
+    """One draw of data: start f32[d]; volumes f64[n], realised; inputs: arrays that a simulation needs."""
 
     start: Array
     volumes: np.ndarray
     inputs: Any
-    better: int
 
 
 class Simulation(NamedTuple):
-    """changes(vector, inputs, t) -> f32[n, d], what each worker would send; score(vector, inputs) -> f32[]."""
+    """task(skew, seed); changes(vector, inputs, t) -> f32[n, d], what each worker would send; score(vector, inputs) ->
+    f32[], better: +1 where it is to be large, else -1."""
 
     task: Callable[[float, int], Task]
     changes: Callable[[Array, Any, Any], Array]
     score: Callable[[Array, Any], Array]
+    better: int
 
 
-class Outcome(NamedTuple):
-    """scores f32[rounds], after each round; sent f32[rounds], entries that all workers sent in each."""
-
-    scores: Array
-    sent: Array
-
-
-def classification(options: dict[str, Any]) -> Simulation:
+def classification(o: Any) -> Simulation:
     """Images split by `imbalanced_split`; SGD steps at each worker; score: test accuracy."""
-    data = load(options["task"], options["data_dir"])
-    model = flat_model(options["model"], data, 0)
-    examined = min(EXAMINED, len(data.test_y))
-    rounds, steps, batch = options["rounds"], options["local_steps"], options["batch"]
+    data = load(o.task, o.data_dir)
+    model = flat_model(data, 0)
 
     def task(skew: float, seed: int) -> Task:
-        parts = imbalanced_split(data.train_y, options["workers"], skew, options["alpha"], seed)
-        batches = lambda t: [local_batches(part, steps, batch, seed, t, i) for i, part in enumerate(parts)]
-        inputs = {"x": jnp.asarray(data.train_x), "y": jnp.asarray(data.train_y)}
-        inputs |= {"test_x": jnp.asarray(data.test_x[:examined]), "test_y": jnp.asarray(data.test_y[:examined])}
-        inputs["chosen"] = jnp.asarray(np.array([batches(t) for t in range(rounds)]), jnp.int32)
-        start = flat_model(options["model"], data, seed).start
-        return Task(start, np.array([len(part) for part in parts], float), inputs, +1)
+        parts = imbalanced_split(data.train_y, o.workers, skew, ALPHA, seed)
+        batches = lambda t: [local_batches(part, STEPS, BATCH, seed, t, i) for i, part in enumerate(parts)]
+        chosen = np.array([batches(t) for t in range(o.rounds)], np.int32)
+        inputs = {"x": data.train_x, "y": data.train_y, "chosen": chosen}
+        inputs |= {"test_x": data.test_x[:EXAMINED], "test_y": data.test_y[:EXAMINED]}
+        start = flat_model(data, seed).start
+        return Task(start, np.array([len(part) for part in parts], float), jax.tree.map(jnp.asarray, inputs))
 
     def changes(vector, inputs, t):
-        def one(chosen):
-            return local_steps(model, vector, inputs["x"][chosen], inputs["y"][chosen], options["lr"])
-
+        one = lambda chosen: local_steps(model, vector, inputs["x"][chosen], inputs["y"][chosen], o.lr)
         return lax.map(one, inputs["chosen"][t])
 
-    return Simulation(task, changes, lambda v, inputs: model.test(v, inputs["test_x"], inputs["test_y"])[1])
+    score = lambda vector, inputs: model.test(vector, inputs["test_x"], inputs["test_y"])[1]
+    return Simulation(task, changes, score, +1)
 
 
-def heterogeneous_quadratics(options: dict[str, Any]) -> Simulation:
+def heterogeneous_quadratics(o: Any) -> Simulation:
     """f_i(x) = 1/2 sum_j h_ij (x_j - c_ij)^2, exact gradients; score: |grad f|^2, to be made small.
 
     Curvatures in [0.1, 1] and minima of standard deviation 1 are drawn for each worker.
     """
-    shape = (options["workers"], 1000)
+    shape = (o.workers, 1000)
 
     def task(skew: float, seed: int) -> Task:
         rng, volumes = np.random.default_rng([seed, 12]), skewed_volumes(shape[0], skew)
-        drawn = {"curvature": rng.uniform(0.1, 1.0, shape), "center": rng.standard_normal(shape)}
-        drawn["weights"] = volumes / volumes.sum()
-        return Task(jnp.zeros(shape[1]), volumes, {k: jnp.asarray(v, jnp.float32) for k, v in drawn.items()}, -1)
+        inputs = {"curvature": rng.uniform(0.1, 1.0, shape), "center": rng.standard_normal(shape)}
+        inputs["weights"] = volumes / volumes.sum()
+        return Task(jnp.zeros(shape[1]), volumes, {k: jnp.asarray(v, jnp.float32) for k, v in inputs.items()})
 
-    def gradients(vector, inputs):
-        return inputs["curvature"] * (vector - inputs["center"])
-
-    return Simulation(
-        task,
-        lambda vector, inputs, t: -options["lr"] * gradients(vector, inputs),
-        lambda vector, inputs: jnp.sum(jnp.square(inputs["weights"] @ gradients(vector, inputs))),
-    )
+    gradients = lambda vector, inputs: inputs["curvature"] * (vector - inputs["center"])
+    changes = lambda vector, inputs, t: -o.lr * gradients(vector, inputs)
+    score = lambda vector, inputs: jnp.sum(jnp.square(inputs["weights"] @ gradients(vector, inputs)))
+    return Simulation(task, changes, score, -1)
 
 
+TASKS: dict[str, Callable[[Any], Simulation]] = {
+    "digits": classification,
+    "mnist": classification,
+    "quadratics": heterogeneous_quadratics,
+}
+
+
+@functools.cache
 def runner(
-    simulation: Simulation, compressor: Compressor, rounds: int, budget: int | None = None
-) -> Callable[..., Outcome]:
-    """(start, amounts [n], weights [n], inputs) -> outcome: error feedback on what each worker would send.
+    simulation: Simulation, workers: int, rounds: int, ratio: float, by_threshold: bool
+) -> Callable[..., tuple[Array, Array]]:
+    """(start, amounts [n], weights [n], inputs) -> scores f32[rounds], entries that all workers sent f32[rounds].
 
-    With a budget, of entries of all workers in a round, amounts are thresholds up to a factor: in each round
-    that with which the messages, memory included, fill the budget. Fitted once, before there is a memory,
-    thresholds would send two or three times as much; fitted every fifth round, a fifth more.
+    Error feedback on what each worker would send, by top-k, whose amounts are ratios, or by thresholds. Their amounts
+    are thresholds up to a factor: in each round that with which the messages, memory included, fill the budget of the
+    ratio. Fitted once, before there is a memory, thresholds would send two or three times as much; fitted every fifth
+    round, a fifth more.
     """
+    more = {"sparsifier": jc.hard_threshold, "base": 1.0} if by_threshold else {}
+    room = min(float(workers), 1 / ratio)  # whatever the rule gives to one worker
+    compressor = jc.dagc([1] * workers, ratio, rule="uniform", capacity=room, **more)
 
     @jax.jit
-    def run(start: Array, amounts: Array, weights: Array, inputs: Any) -> Outcome:
+    def run(start: Array, amounts: Array, weights: Array, inputs: Any) -> tuple[Array, Array]:
         state = compressor.init(jax.random.key(0), start)
-        numbers = jnp.arange(weights.shape[0], dtype=jnp.int32)
+        budget = int(jc.allocate.counts([ratio] * workers, start.size).sum())
 
         def round_(carry, t):
             vector, memory = carry
             messages = memory + simulation.changes(vector, inputs, t)
-            factor = 1 if budget is None else factor_for(budget, messages, amounts)
-            now = jc.set_amounts(state, factor * amounts)
+            now = jc.set_amounts(state, (factor_for(budget, messages, amounts) if by_threshold else 1) * amounts)
 
             def compress(worker):
                 number, message = worker
-                own = State(now.local, for_worker(compressor, now.shared, number, weights.shape[0]))
+                own = State(now.local, for_worker(compressor, now.shared, number, workers))
                 return compressor.compress(jax.random.key(0), message, own)[0]
 
-            payloads = lax.map(compress, (numbers, messages))
+            payloads = lax.map(compress, (jnp.arange(workers, dtype=jnp.int32), messages))
             memory = jax.vmap(lambda m, i: m.at[i].set(0, mode="drop"))(messages, payloads.indices)
             vector = accumulate(compressor, vector, payloads, weights, state.shared)
             sent = jnp.sum(payloads.indices < start.size).astype(jnp.float32)
-            return (vector, memory), Outcome(simulation.score(vector, inputs), sent)
+            return (vector, memory), (simulation.score(vector, inputs), sent)
 
-        memory = jnp.zeros((weights.shape[0], start.size), start.dtype)
+        memory = jnp.zeros((workers, start.size), start.dtype)
         return lax.scan(round_, (start, memory), jnp.arange(rounds))[1]
 
     return run
@@ -144,10 +142,3 @@ def factor_for(budget: int, messages: Array, thresholds: Array) -> Array:
     quotients = jnp.sort((jnp.abs(messages) / thresholds[:, None]).reshape(-1))[::-1]
     budget = min(budget, quotients.size - 1)
     return jnp.maximum(jnp.sqrt(quotients[budget - 1]) * jnp.sqrt(quotients[budget]), jnp.float32(1e-30))
-
-
-TASKS: dict[str, Callable[[dict[str, Any]], Simulation]] = {
-    "digits": classification,
-    "mnist": classification,
-    "quadratics": heterogeneous_quadratics,
-}

@@ -1,6 +1,6 @@
 """Federated learning on Flower: members come and go, and messages are as long as their ratio.
 
-Each round the clients that are there train on their own data, add what they could not send before, and
+Each round the clients that are there train on their own digits, add what they could not send before, and
 send the largest entries of the change that their ratio allows. Ratios follow the data volumes of the
 clients of the round (DAGC), so every round has the same budget for each client. The server sends
 compressed differences of the model down. Clients die, leave and join on the way (--changes); hostile
@@ -8,13 +8,13 @@ ones send nonsense (--hostile).
 By default in Flower's simulation; with --processes a SuperLink and a SuperNode for each client, over TLS,
 with a key for each node. Needs the extra "federated" (Flower), in an environment of its own: it pins
 older versions of what other extras need.
-Writes to runs/NAME: config.json, metrics.jsonl (a line for each round), clients.json, clients.md, memories.md (what
-became of each memory at each change, as exact fractions), table.md, federated.png. A run that was interrupted goes on
-with --resume from the last round that was closed.
+Writes to runs/NAME: config.json, metrics.jsonl (a line for each round), clients.json (what became of the answers of
+each client), memories.md (what became of each memory at each change, as exact fractions), table.md, federated.png. A
+run that was interrupted goes on with --resume from the last round that was closed.
 """
 
 import importlib.util
-import json
+import logging
 import os
 import time
 from collections import Counter
@@ -23,35 +23,30 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from experiments.federated.plan import plan_for
 from experiments.lib import cli
-from experiments.lib.cli import UserError, at_least, common, fraction, positive
+from experiments.lib.cli import UserError, at_least, common, positive
 from experiments.lib.folders import Journal, resumable, run_options
-from experiments.lib.report import new_console, show_rows
+from experiments.lib.report import new_console, show, show_rows
 from experiments.lib.run import draw_panels, parser_of
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
+
+MEMORY_NOTES = """\
+Sums over all entries of what training added to a memory, of what was used, of what the client remembers, and of what it
+handed over. In {apart} of {checked} accounts, one for each client and round, an entry is not the sum of the others as
+exact fractions."""
 
 
 def parser() -> cli.Parser:
-    from experiments.lib.data import DATASETS
-    from experiments.lib.models import MODELS
-
     p = parser_of("federated", __doc__)
-    p.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
-    common(p, "data-dir", ratio=(0.01, "mean ratio of the clients"), batch=(32, "examples of a step"))
-    p.add_argument("--model", choices=MODELS, default="mlp", help="architecture")
     p.add_argument("--clients", type=at_least(2), default=6, help="clients, hostile ones among them")
     p.add_argument("--skew", type=cli.one_or_more, default=100.0, help="largest data volume over the smallest")
-    p.add_argument("--alpha", type=positive, default=1.0, help="Dirichlet parameter of the label mixes")
     p.add_argument("--rule", type=cli.rule_of, default="sqrt", help="sqrt, phi, released, uniform, or an exponent")
-    p.add_argument("--down", type=fraction, default=0.05, help="share of the entries that an update of the model has")
     p.add_argument("--rounds", type=at_least(1), default=40, help="rounds")
-    p.add_argument("--local-steps", type=at_least(1), default=10, help="SGD steps of a client in a round")
-    common(p, "seed", lr=(0.1, "learning rate of the local steps"))
-    p.add_argument("--participation", type=fraction, default=1.0, help="share of the clients there asked in a round")
+    common(p, "seed", ratio=(0.01, "mean ratio of the clients"))
     p.add_argument("--changes", type=at_least(0), default=0, help="random deaths, leaves and joins in the run")
     p.add_argument("--hostile", type=at_least(0), default=0, help="clients that send nonsense, the last ones")
-    p.add_argument("--late", choices=("use", "drop"), default="use", help="what becomes of answers after the deadline")
     p.add_argument("--deadline", type=positive, default=30.0, help="seconds until a round goes on without the rest")
     p.add_argument("--processes", action="store_true", help="SuperLink and SuperNodes as processes, not simulated")
     run_options(p, "federated")
@@ -101,14 +96,11 @@ def run(config: dict[str, Any], folder: Path) -> int:
         with Federation(folder, config["clients"]) as federation:
             federation.run(look, 120 + config["rounds"] * (config["deadline"] + 30))
             return federation.restarts
-    import logging
-
     from flwr.simulation import run_simulation  # pyright: ignore[reportMissingImports]
 
     from experiments.federated.app import client, server
 
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
-    print(f"{config['clients']} clients in Flower's simulation; writing to {folder}", flush=True)
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}}
     run_simulation(server, client, config["clients"], backend_config=resources)
     look()
@@ -118,88 +110,42 @@ def run(config: dict[str, Any], folder: Path) -> int:
 
 
 def report(config: dict[str, Any], folder: Path, restarts: int, seconds: float) -> None:
-    from experiments.federated.plan import plan_of
-    from jaxcomp.members import Member
-
-    console = new_console()
-    lines, clients = Journal(folder).lines(), json.loads((folder / "clients.json").read_text())
-    events = plan_of(*(config[key] for key in ("clients", "hostile", "rounds", "changes", "seed"))).events
-    number = lambda x: "-" if x is None else f"{x:.2g}"
-    counted = lambda counts: ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
-    rows = [
-        {
-            "client": i,
-            "samples": f"{x['volume']:,}",
-            "entries if all are there": f"{x['entries']:,}",
-            "|differences|": number(x.get("made")),
-            "|remembered|": number(x.get("remembered")),
-            "its answers": counted(x["counts"]),
-        }
-        for i, x in clients.items()
-    ]
-    show_rows(console, "Clients", rows, "", folder / "clients.md")
-    changes(console, lines, events, folder)
+    console, lines = new_console(), Journal(folder).lines()
+    memories(console, lines, plan_for(config).events, folder / "memories.md")
     total = lambda key: sum(line[key] for line in lines)
-    happened = Counter(event for each in events for event in each.values())
     refused = Counter(why.split(":")[0] for line in lines for _, why in line["refused"])
-    row = {"rounds": f"{len(lines)}", "test accuracy": f"{lines[0]['accuracy']:.3f} -> {lines[-1]['accuracy']:.3f}"}
+    row = {"test accuracy": f"{lines[0]['accuracy']:.3f} -> {lines[-1]['accuracy']:.3f}"}
+    row |= {"loss": f"{lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}"}
     row |= {f"MB {way}": f"{total(f'{way}_bytes') / 1e6:.3f}" for way in ("up", "used", "down")}
     row |= {key: str(total(key)) for key in ("asked", "used", "late", "missing")}
     row |= {"refused": str(refused.total()), "clipped": str(sum(len(line["clipped"]) for line in lines))}
-    deaths = happened["dies early"] + happened["dies late"]
-    row |= {"deaths / leaves / joins": f"{deaths} / {happened['leaves']} / {happened['joins']}"}
-    points = (Member(folder / "clients" / f"client-{i}.npz").point for i in clients)
-    size = 4 * next(point.size for point in points if point is not None)
-    up = size * max(total("used"), 1) / max(total("used_bytes"), 1)
-    down = size * total("asked") / max(total("down_bytes"), 1)
+    dense = 4 * lines[0]["entries"]
+    up, down = dense * total("used") / max(total("used_bytes"), 1), dense * total("asked") / max(total("down_bytes"), 1)
     notes = f"{up:.0f} times fewer bytes used and {down:.1f} times fewer down than dense f32, "
     notes += "with whole memories of who leaves and whole points of who joins."
-    notes += f"\n\nrefused: {counted(refused)}." if refused else ""
-    notes += f"\n\n{restarts} processes of clients were started again." if restarts else ""
-    title = f"Federated on {config['data']}"
-    show_rows(console, title, [row | {"seconds": f"{seconds:.0f}"}], notes, folder / "table.md")
-    plot(config, lines, clients, events, folder)
+    notes += f"\n\nrefused: {', '.join(f'{kind} {count}' for kind, count in sorted(refused.items()))}." * bool(refused)
+    notes += f"\n\n{restarts} processes of clients were started again." * bool(restarts)
+    show_rows(console, "Federated", [row | {"seconds": f"{seconds:.0f}"}], notes, folder / "table.md")
+    rounds = [line["number"] for line in lines]
+    panels = {
+        "test accuracy": {"accuracy": (rounds, [line["accuracy"] for line in lines])},
+        "clients": {key: (rounds, [line[key] for line in lines]) for key in ("asked", "used")},
+    }
+    title = "{clients} clients, rule {rule}, mean ratio {ratio:g}, skew {skew:g}".format(**config)
+    draw_panels(folder / "federated.png", panels, title, xlabel="round")
     console.print(f"plot: {folder / 'federated.png'}")
 
 
-def changes(console: Any, lines: list[dict[str, Any]], events: Any, folder: Path) -> None:
+def memories(console: Any, lines: list[dict[str, Any]], events: list[dict[int, str]], path: Path) -> None:
     """A row for each change: the sums of its client, over all entries, when its round was closed."""
-    rows, apart = [], sum(each[-1] != 0 for line in lines for each in line["sums"].values())
+    rows = []
     for line, now in zip(lines, events, strict=False):
         for client, event in sorted(now.items()):
             sums = list(map(Fraction, line["sums"].get(str(client), [0] * 5)[:4]))
-            row = {"round": str(line["number"]), "client": str(client), "change": event}
-            for name, x in zip(("made", "used", "remembered", "held by the server"), sums, strict=True):
-                row[name] = f"{float(x):+.6f}"
-            rows.append(row | {"difference": str(sums[0] - sum(sums[1:]))})
-    checked = sum(len(line["sums"]) for line in lines)
-    notes = (
-        "Sums over all entries of what training added to a memory, of what was used, of what the client remembers, and "
-        f"of what it handed over. In {apart} of {checked} accounts, one for each client and round, an entry is not the "
-        "sum of the others as exact fractions."
-    )
-    show_rows(console, "Memories", rows or [{"change": "none"}], notes, folder / "memories.md")
-
-
-def plot(
-    config: dict[str, Any], lines: list[dict[str, Any]], clients: dict[str, Any], events: Any, folder: Path
-) -> None:
-    rounds = [line["number"] for line in lines]
-    there = {key: (rounds, [line[key] for line in lines]) for key in ("asked", "used")}
-    for start, label in {"dies": "deaths", "leav": "leaves", "join": "joins"}.items():
-        counts = [sum(event.startswith(start) for event in now.values()) for now in events[: len(rounds)]]
-        there[label] = (rounds, counts)
-    volumes = [x["volume"] for x in clients.values()]
-    by_client = f"client, {max(volumes):,} to {min(volumes):,} samples"
-    panels: dict[str, dict[str, Any]] = {
-        "test accuracy": {"accuracy": (rounds, [line["accuracy"] for line in lines])},
-        "clients": there,
-        "kB of values and indices a round": {
-            "message": (list(clients), [8e-3 * x["entries"] for x in clients.values()])
-        },
-    }
-    title = (
-        f"{config['clients']} clients, rule {config['rule']}, mean ratio {config['ratio']:g}, skew {config['skew']:g}"
-    )
-    each = {"kB of values and indices a round": {"xlabel": by_client}}
-    draw_panels(folder / "federated.png", panels, title, each, xlabel="round")
+            row = {"round": line["number"], "client": client, "change": event, "difference": sums[0] - sum(sums[1:])}
+            rows.append(row | dict(zip(("made", "used", "remembered", "held"), map(float, sums), strict=True)))
+    columns = {"round": "{round}", "client": "{client}", "change": "{change}", "made": "{made:+.6f}"}
+    columns |= {"used": "{used:+.6f}", "remembered": "{remembered:+.6f}", "held by the server": "{held:+.6f}"}
+    accounts = [each for line in lines for each in line["sums"].values()]
+    notes = MEMORY_NOTES.format(apart=sum(each[-1] != 0 for each in accounts), checked=len(accounts))
+    show(console, "Memories", columns | {"difference": "{difference!s}"}, rows, notes, path)

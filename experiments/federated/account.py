@@ -7,8 +7,6 @@ writes down what it remembers before it answers (`begin`); its own file says aft
 remembers then. So nothing needs to be written after the answer, where the client may be killed.
 """
 
-import json
-import os
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -16,40 +14,38 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcomp.members import Member, Server
+from jaxcomp.members import Member, Round, Server
 from jaxcomp.members.checkpoint import read, written
 
-__all__ = ["Counted", "Sums", "begin", "exact", "sums_of"]
+__all__ = ["UNIT", "Counted", "Sums", "begin", "exact", "sums_of"]
 
 UNIT = 2**149  # every float32 is a whole number of these parts of one
 
 
 def exact(x: Any) -> np.ndarray:
     """f32[d] as whole numbers of 1 / UNIT, of any size."""
-    return np.array([int(value) for value in np.asarray(x, np.float64) * float(UNIT)] or [0], object)[: np.size(x)]
+    return np.array([int(value) for value in np.asarray(x, np.float64) * float(UNIT)], object)
 
 
 def begin(clients: Path, i: int, task: Mapping[str, Any]) -> None:
-    """What client i does before it answers a task."""
+    """What client i does before it answers a task: it writes down what it made, and what it remembers."""
     member = Member(clients / f"client-{i}.npz")
     made, last = _made(clients, i, member)
-    draft = clients / f"made-{i}.tmp"
-    draft.write_text(json.dumps([last, list(made)]))
-    os.replace(draft, clients / f"made-{i}.json")
     member._settle(dict(zip(task["rounds"], task["shares"], strict=True)))
-    written(clients / f"before-{i}.npz", {"round": task["round"], "memory": member.memory})
+    arrays = {"made": made.astype("S"), "last": last, "round": task["round"], "memory": member.memory}
+    written(clients / f"account-{i}.npz", arrays)
 
 
 def _made(clients: Path, i: int, member: Member) -> tuple[np.ndarray, int]:
     """What client i has made, and the last of its rounds that is in it."""
-    file, before = clients / f"made-{i}.json", clients / f"before-{i}.npz"
-    last, made = json.loads(file.read_text()) if file.is_file() else (0, [])
-    made = np.array(made or [0] * member.memory.size, object)
-    if before.is_file() and member._pending is not None:
-        kept = read(before)
-        if last != (number := int(kept["round"])) == member._pending.answer.round:
-            former = exact(kept["memory"]) if kept["memory"].size else 0
-            made, last = made + exact(member.memory) - former, number
+    file = clients / f"account-{i}.npz"
+    if not file.is_file():
+        return np.zeros(0, object), 0
+    kept = read(file)
+    made, last, number = np.array(list(map(int, kept["made"])), object), int(kept["last"]), int(kept["round"])
+    if member._pending is not None and last != number == member._pending.answer.round:
+        now, former = exact(member.memory), exact(kept["memory"])
+        return now + (made if made.size else 0) - (former if former.size else 0), number
     return made, last
 
 
@@ -59,33 +55,32 @@ class Counted(Server):
     def __init__(self, *args: Any, folder: Path, **options: Any):
         super().__init__(*args, **options)
         self.folder = folder
-        self.used_of = {member: np.zeros(self.point.size, np.int64).astype(object) for member in self.counts}
+        self.used_of = {member: np.zeros(self.point.size, object) for member in self.counts}
         folder.mkdir(exist_ok=True)
 
     def take_up(self) -> None:
         """Counts again what was used up to the round that the server is at."""
         for number in range(1, self.number + 1):
-            file = self.folder / f"{number}.npz"
-            kept = read(file) if file.is_file() else {"members": np.zeros(0, np.int64)}
-            for j, member in enumerate(kept["members"]):
-                self._add(int(member), kept[f"indices_{j}"], kept[f"values_{j}"])
+            self._count(read(self.folder / f"{number}.npz"))
 
-    def _add(self, member: Any, indices: np.ndarray, values: np.ndarray) -> None:
-        self.used_of[member][indices] += exact(values)
+    def _count(self, used: Mapping[str, np.ndarray]) -> None:
+        for name in (name for name in used if name.endswith("values")):
+            member, indices = int(name.split()[0]), used[name.replace("values", "indices")]
+            self.used_of[member][indices] += exact(used[name])
 
     def _moved(self, parts: Any) -> Any:
         self._parts = parts
         return super()._moved(parts)
 
-    def _move(self, used: Any, limit: float) -> int:
-        skipped = super()._move(used, limit)
-        if not skipped:
-            arrays: dict[str, Any] = {"members": np.array([member for member, _ in self._parts], np.int64)}
-            for j, (member, (values, indices)) in enumerate(self._parts):
-                self._add(member, indices, values)
-                arrays |= {f"values_{j}": values, f"indices_{j}": indices}
-            written(self.folder / f"{self.number}.npz", arrays)
-        return skipped
+    def close(self) -> Round:
+        self._parts = []
+        result = super().close()
+        used = {}
+        for j, (member, message) in enumerate([] if result.skipped else self._parts):
+            used |= {f"{member} {j} values": message.values, f"{member} {j} indices": message.indices}
+        written(self.folder / f"{self.number}.npz", used)
+        self._count(used)
+        return result
 
 
 class Sums(NamedTuple):
@@ -98,9 +93,9 @@ class Sums(NamedTuple):
     apart: int
 
 
-def sums_of(core: Counted, clients: Path, i: int) -> tuple[Sums, np.ndarray, np.ndarray] | None:
-    """The account of client i now, with the vectors of what it made and remembers; None if it has never answered."""
-    files = [clients / f"{name}-{i}.{kind}" for name, kind in (("client", "npz"), ("made", "json"), ("before", "npz"))]
+def sums_of(core: Counted, clients: Path, i: int) -> Sums | None:
+    """The account of client i now; None if it has never answered."""
+    files = [clients / f"{name}-{i}.npz" for name in ("client", "account")]
     times = lambda: [file.stat().st_mtime_ns if file.is_file() else 0 for file in files]
     while True:  # a client that is late may write meanwhile
         now = times()
@@ -112,7 +107,6 @@ def sums_of(core: Counted, clients: Path, i: int) -> tuple[Sums, np.ndarray, np.
             break
     member._settle(core._entries[i].fates)
     remembered, used = exact(member.memory), core.used_of[i]
-    held = sum((exact(x) for who, x in core._held if who == i), np.zeros(used.size, np.int64).astype(object))
-    apart = int(np.count_nonzero(made - used - remembered - held))
-    total = lambda x: Fraction(int(x.sum()), UNIT)
-    return Sums(total(made), total(used), total(remembered), total(held), apart), made, remembered + held
+    held = sum((exact(x) for who, x in core._held if who == i), np.zeros(used.size, object))
+    total, apart = lambda x: Fraction(int(x.sum()), UNIT), np.count_nonzero(made - used - remembered - held)
+    return Sums(total(made), total(used), total(remembered), total(held), int(apart))

@@ -1,6 +1,7 @@
 """The two apps that Flower runs, as `flwr run` finds them: `server` and `client`.
 
-The folder of the run stands in JAXCOMP_FEDERATED; its config.json holds the options and the plan.
+The folder of the run stands in JAXCOMP_FEDERATED; its config.json holds the options. From these every process makes the
+same plan, data, parts of the clients and model.
 """
 
 import functools
@@ -19,9 +20,9 @@ from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import ServerApp  # pyright: ignore[reportMissingImports]
 
 from experiments.dagc.data import imbalanced_split
-from experiments.federated.account import UNIT, Counted, begin, sums_of
+from experiments.federated.account import Counted, begin, sums_of
 from experiments.federated.model import flat_model, local_batches, local_steps
-from experiments.federated.plan import HOSTILE, Plan, plan_of, tampered
+from experiments.federated.plan import HOSTILE, plan_for, tampered
 from experiments.lib.data import load
 from experiments.lib.folders import Journal, write_json
 from jaxcomp.flower import RECORD, Rounds, members_mod
@@ -30,27 +31,21 @@ from jaxcomp.members import save as save_server
 
 __all__ = ["client", "server"]
 
-FOLDER = Path(os.environ.get("JAXCOMP_FEDERATED", "."))
+ALPHA = 1.0  # Dirichlet parameter of the label mixes
+STEPS, BATCH, RATE = 10, 32, 0.1  # of SGD at a client in a round
+DOWN = 0.05  # share of the entries that an update of the model has
+
+FOLDER = Path(os.environ["JAXCOMP_FEDERATED"])
 CLIENTS = FOLDER / "clients"
-
-
-@functools.cache
-def setting() -> tuple[dict[str, Any], Plan, Any, list[np.ndarray], Any]:
-    """Options, plan, data, the part of each client, model: the same in every process."""
-    config = json.loads((FOLDER / "config.json").read_text())
-    data = load(config["data"], Path(config["data_dir"]) if config["data_dir"] else None)
-    parts = imbalanced_split(data.train_y, config["clients"], config["skew"], config["alpha"], config["seed"])
-    model = flat_model(config["model"], data, config["seed"])
-    plan = plan_of(*(config[key] for key in ("clients", "hostile", "rounds", "changes", "seed")))
-    return config, plan, data, parts, model
+CONFIG = json.loads((FOLDER / "config.json").read_text())
+HONEST = range(CONFIG["clients"] - CONFIG["hostile"])
+PLAN, DATA = plan_for(CONFIG), load("digits")
+PARTS = imbalanced_split(DATA.train_y, CONFIG["clients"], CONFIG["skew"], ALPHA, CONFIG["seed"])
+MODEL = flat_model(DATA, CONFIG["seed"])
+change = jax.jit(functools.partial(local_steps, MODEL))
 
 
 # What clients run
-
-
-@functools.cache
-def steps() -> Any:
-    return jax.jit(functools.partial(local_steps, setting()[4]))
 
 
 def number_of(context: Any) -> int:
@@ -58,7 +53,7 @@ def number_of(context: Any) -> int:
 
 
 def event_of(message: Any, context: Any) -> str:
-    return setting()[1].events[message.content[RECORD]["round"] - 1].get(number_of(context), "")
+    return PLAN.events[message.content[RECORD]["round"] - 1].get(number_of(context), "")
 
 
 def die(context: Any) -> None:
@@ -77,17 +72,15 @@ def around(message: Any, context: Any, call_next: Any) -> Any:
     """Deaths after the answer is on disk; hostile clients; and what the account needs to know."""
     if RECORD not in message.content.config_records:
         return call_next(message, context)
-    config, _, _, _, model = setting()
     number = number_of(context)
-    hostile = number >= config["clients"] - config["hostile"]
-    if not hostile and "updates" in message.content[RECORD]:
+    if number in HONEST:
         begin(CLIENTS, number, message.content[RECORD])
     reply = call_next(message, context)
     if reply.has_error() or "data" not in (record := reply.content[RECORD]):
         return reply
-    if hostile:
+    if number not in HONEST:
         kind = HOSTILE[(record["round"] + number) % len(HOSTILE)]
-        reply.content[RECORD] = ConfigRecord(tampered(dict(record), model.start.size, kind))
+        reply.content[RECORD] = ConfigRecord(tampered(dict(record), MODEL.start.size, kind))
     elif event_of(message, context) == "dies late":
         die(context)
     return reply
@@ -98,7 +91,7 @@ client = ClientApp(mods=[around, members_mod(CLIENTS)])
 
 @client.query()
 def who(message: Any, context: Any) -> Any:
-    return Message(RecordDict({RECORD: ConfigRecord({"client": number_of(context)})}), reply_to=message)
+    return Message(RecordDict({"who": ConfigRecord({"client": number_of(context)})}), reply_to=message)
 
 
 @client.train()
@@ -109,12 +102,9 @@ def train(message: Any, context: Any) -> Any:
         die(context)
     if event == "leaves":
         return Message(RecordDict({RECORD: ConfigRecord({"leaves": True})}), reply_to=message)
-    config, _, data, parts, _ = setting()
-    point = message.content["arrays"]["point"].numpy()
-    round_ = message.content[RECORD]["round"]
-    chosen = local_batches(parts[number], config["local_steps"], config["batch"], config["seed"], round_, number)
-    change = steps()(jnp.asarray(point), data.train_x[chosen], data.train_y[chosen], config["lr"])
-    after = point + np.asarray(change)
+    point, round_ = message.content["arrays"]["point"].numpy(), message.content[RECORD]["round"]
+    chosen = local_batches(PARTS[number], STEPS, BATCH, CONFIG["seed"], round_, number)
+    after = point + np.asarray(change(jnp.asarray(point), DATA.train_x[chosen], DATA.train_y[chosen], RATE))
     return Message(RecordDict({"arrays": ArrayRecord({"point": Array(after)})}), reply_to=message)
 
 
@@ -126,18 +116,15 @@ def connected(grid: Any, known: dict[int, int]) -> Mapping[int, int]:
     keys = FOLDER / "keys.json"
     if keys.is_file():
         number_of_key = json.loads(keys.read_text())
-        named = {node.node_id: number_of_key.get(_text(node.public_key)) for node in grid.get_nodes()}
+        text = lambda key: key.decode() if isinstance(key, bytes) else key
+        named = {node.node_id: number_of_key.get(text(node.public_key)) for node in grid.get_nodes()}
         return {node: i for node, i in named.items() if i is not None}
     nodes = list(grid.get_node_ids())
     if set(nodes) - known.keys():
-        ask = [Message(RecordDict({"ask": ConfigRecord({})}), node, "query") for node in nodes]
+        ask = [Message(RecordDict({"who": ConfigRecord({})}), node, "query") for node in nodes]
         for reply in grid.send_and_receive(ask, timeout=120):
-            known[reply.metadata.src_node_id] = int(reply.content[RECORD]["client"])
+            known[reply.metadata.src_node_id] = int(reply.content["who"]["client"])
     return known
-
-
-def _text(key: Any) -> str:
-    return key.decode() if isinstance(key, bytes) else key
 
 
 server = ServerApp()
@@ -145,49 +132,27 @@ server = ServerApp()
 
 @server.main()
 def main(grid: Any, context: Any) -> None:
-    """Writes a line for each round to metrics.jsonl, and what became of everybody to clients.json."""
-    config, plan, data, parts, model = setting()
-    test = jax.jit(model.test)
-    start = np.asarray(model.start)
-    volumes = {i: len(part) for i, part in enumerate(parts)}
-    options: dict[str, Any] = {key: config[key] for key in ("rule", "down", "late")}
-    norm = 10 * float(np.linalg.norm(start))
-    core = Counted(start, volumes, config["ratio"], folder=FOLDER / "used", max_norm=norm, **options)
-    known: dict[int, int] = {}
-    rng = np.random.default_rng([config["seed"], 22])
-    state, honest = FOLDER / "server.npz", range(config["clients"] - config["hostile"])
+    """Writes a line for each round to metrics.jsonl, and what became of everybody's answers to clients.json."""
+    test, start = jax.jit(MODEL.test), np.asarray(MODEL.start)
+    options: dict[str, Any] = {"rule": CONFIG["rule"], "down": DOWN, "max_norm": 10 * float(np.linalg.norm(start))}
+    volumes = {i: len(part) for i, part in enumerate(PARTS)}
+    core = Counted(start, volumes, CONFIG["ratio"], folder=FOLDER / "used", **options)
+    state, journal = FOLDER / "server.npz", Journal(FOLDER)
     if state.is_file():
-        rng.bit_generator.state = load_server(state, core)["rng"]
+        load_server(state, core)
         core.take_up()
-    journal = Journal(FOLDER)
     journal.keep(lambda line: line["number"] <= core.number)
+    known: dict[int, int] = {}
 
     def here(grid: Any) -> dict[int, int]:
-        present = plan.present[core.number]
-        return {node: i for node, i in connected(grid, known).items() if i in present}
+        return {node: i for node, i in connected(grid, known).items() if i in PLAN.present[core.number]}
 
-    def chosen(members: set[int]) -> list[int]:
-        asked = int(np.ceil(config["participation"] * len(members) - 1e-9))
-        return sorted(int(i) for i in rng.choice(sorted(members), asked, replace=False)) if members else []
-
-    rounds = Rounds(core, here, deadline=config["deadline"], choose=chosen, least=2)
-    for now in rounds.start(grid, config["rounds"] - core.number):
-        loss, accuracy = (float(x) for x in test(core.point, data.test_x, data.test_y))
-        found = {i: sums[0] for i in honest if (sums := sums_of(core, CLIENTS, i)) is not None}
+    rounds = Rounds(core, here, deadline=CONFIG["deadline"], least=2)
+    for now in rounds.start(grid, CONFIG["rounds"] - core.number):
+        loss, accuracy = (float(x) for x in test(core.point, DATA.test_x, DATA.test_y))
+        found = {i: sums for i in HONEST if (sums := sums_of(core, CLIENTS, i)) is not None}
         sums = {i: [*map(str, each[:-1]), each.apart] for i, each in found.items()}
-        journal.add(now._asdict() | {"loss": loss, "accuracy": accuracy, "sums": sums})
-        save_server(state, core, rng=rng.bit_generator.state)
-    core.open(())
-    write_json(FOLDER / "clients.json", {i: account(core, i, i in honest) for i in range(config["clients"])})
-
-
-def account(core: Counted, i: int, honest: bool) -> dict[str, Any]:
-    """Of one client: how much it made and remembers, and in how many entries that is not what was made of it."""
-    line: dict[str, Any] = {"counts": core.counts[i], "volume": core._entries[i].volume}
-    line["entries"] = core.entries_of(core.counts)[i]
-    found = sums_of(core, CLIENTS, i) if honest else None
-    if found is not None:
-        sums, made, there = found
-        norm = lambda x: float(np.linalg.norm([value / UNIT for value in x]))
-        line |= {"made": norm(made), "remembered": norm(there), "apart": sums.apart}
-    return line
+        journal.add(now._asdict() | {"entries": start.size, "loss": loss, "accuracy": accuracy, "sums": sums})
+        save_server(state, core)
+    core.open(())  # whose answer has not come is lost
+    write_json(FOLDER / "clients.json", core.counts)

@@ -1,6 +1,5 @@
 """Flower as processes on this machine: a SuperLink, a SuperNode for each client, TLS, a key for each node."""
 
-import datetime
 import json
 import os
 import shutil
@@ -73,6 +72,7 @@ class Federation:
     def __enter__(self) -> "Federation":
         shutil.rmtree(self.home, ignore_errors=True)  # of a run that is resumed
         (self.home / "app" / "apps").mkdir(parents=True)
+        self.home.chmod(0o700)  # there are private keys
         (self.home / "app" / "pyproject.toml").write_text(PROJECT)
         (self.home / "app" / "apps" / "__init__.py").touch()
         (self.home / "app" / "apps" / "run.py").write_text(APPS)
@@ -134,8 +134,7 @@ def node_key(path: Path) -> str:
     from cryptography.hazmat.primitives.asymmetric import ec  # pyright: ignore[reportMissingImports]
 
     key = ec.generate_private_key(ec.SECP384R1())
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
-        out.write(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.OpenSSH, s.NoEncryption()))
+    path.write_bytes(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.OpenSSH, s.NoEncryption()))
     public = key.public_key()
     path.with_name(path.name + ".pub").write_bytes(public.public_bytes(s.Encoding.OpenSSH, s.PublicFormat.OpenSSH))
     return public.public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo).decode()
@@ -143,27 +142,10 @@ def node_key(path: Path) -> str:
 
 def certificates(folder: Path) -> None:
     """A certificate authority of this run, and the server's certificate for 127.0.0.1."""
-    import ipaddress
+    import trustme  # pyright: ignore[reportMissingImports]
 
-    from cryptography import x509  # pyright: ignore[reportMissingImports]
-    from cryptography.hazmat.primitives import hashes  # pyright: ignore[reportMissingImports]
-    from cryptography.hazmat.primitives import serialization as s  # pyright: ignore[reportMissingImports]
-    from cryptography.hazmat.primitives.asymmetric import ec  # pyright: ignore[reportMissingImports]
-
-    now = datetime.datetime.now(datetime.UTC)
-    name = lambda text: x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
-    authority, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-
-    def signed(subject: str, public: Any, extension: Any) -> bytes:
-        builder = x509.CertificateBuilder(name("jaxcomp federated"), name(subject), public, x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(hours=1))
-        builder = builder.not_valid_after(now + datetime.timedelta(days=30)).add_extension(extension, critical=False)
-        return builder.sign(authority, hashes.SHA256()).public_bytes(s.Encoding.PEM)
-
-    own = x509.BasicConstraints(ca=True, path_length=None)
-    (folder / "ca.pem").write_bytes(signed("jaxcomp federated", authority.public_key(), own))
-    hosts = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    (folder / "server.pem").write_bytes(signed("localhost", key.public_key(), hosts))
-    private = key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
-    with open(os.open(folder / "server.key", os.O_WRONLY | os.O_CREAT, 0o600), "wb") as out:
-        out.write(private)
+    authority = trustme.CA()
+    own = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    own.cert_chain_pems[0].write_to_path(folder / "server.pem")
+    own.private_key_pem.write_to_path(folder / "server.key")

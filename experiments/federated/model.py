@@ -12,41 +12,37 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from experiments.lib.data import Dataset
-from experiments.lib.models import MODELS
+from experiments.lib.models import Mlp
 
-__all__ = ["FlatModel", "flat_model", "local_steps"]
+__all__ = ["FlatModel", "flat_model", "local_batches", "local_steps"]
 
 
 class FlatModel(NamedTuple):
-    """start: f32[d]; logits(vector, images) -> f32[n, classes]."""
+    """start: f32[d]; test(vector, images, labels) -> mean loss and accuracy."""
 
     start: jax.Array
-    logits: Callable[[jax.Array, jax.Array], jax.Array]
+    test: Callable[..., tuple[jax.Array, jax.Array]]
 
-    def loss(self, vector: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-        return optax.softmax_cross_entropy_with_integer_labels(self.logits(vector, x), y).mean()
 
-    def test(self, vector: Any, x: Any, y: Any) -> tuple[jax.Array, jax.Array]:
-        """Mean loss and accuracy."""
-        logits = self.logits(vector, x)
+def flat_model(data: Dataset, seed: int) -> FlatModel:
+    graph, params = nnx.split(Mlp(data.train_x.shape[1:], data.num_classes, rngs=nnx.Rngs(seed)))
+    start, restore = ravel_pytree(params)
+
+    def test(vector, x, y):
+        logits = nnx.merge(graph, restore(vector))(x)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
         return losses.mean(), (logits.argmax(1) == y).mean()
 
-
-def flat_model(name: str, data: Dataset, seed: int) -> FlatModel:
-    graph, params = nnx.split(MODELS[name](data.train_x.shape[1:], data.num_classes, rngs=nnx.Rngs(seed)))
-    start, restore = ravel_pytree(params)
-    return FlatModel(jnp.asarray(start), lambda vector, x: nnx.merge(graph, restore(vector))(x))
+    return FlatModel(jnp.asarray(start), test)
 
 
 def local_steps(model: FlatModel, vector: jax.Array, x: jax.Array, y: jax.Array, rate: Any) -> jax.Array:
     """The change of the model after a step of SGD for each batch: x [steps, batch, ...], y [steps, batch]."""
 
     def step(current, batch):
-        return current - rate * jax.grad(model.loss)(current, *batch), None
+        return current - rate * jax.grad(model.test, has_aux=True)(current, *batch)[0], None
 
-    end, _ = lax.scan(step, vector, (x, y))
-    return end - vector
+    return lax.scan(step, vector, (x, y))[0] - vector
 
 
 def local_batches(part: np.ndarray, steps: int, batch: int, seed: int, round_: int, client: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 import jaxcomp as jc
 from jaxcomp.payloads import Dense, Sparse
 
-__all__ = ["HOSTILE", "Plan", "plan_of", "tampered"]
+__all__ = ["HOSTILE", "Plan", "plan_for", "plan_of", "tampered"]
 
 HOSTILE = ("noise", "cut", "flipped", "nan", "huge", "shape", "replay", "many")
 
@@ -49,6 +49,10 @@ def plan_of(clients: int, hostile: int, rounds: int, changes: int, seed: int) ->
         events.append(now)
         here -= {client for client, event in now.items() if event != "joins"}
     return Plan(present, events)
+
+
+def plan_for(config: dict[str, Any]) -> Plan:
+    return plan_of(*(config[key] for key in ("clients", "hostile", "rounds", "changes", "seed")))
 
 
 def tampered(record: dict[str, Any], size: int, kind: str) -> dict[str, Any]:

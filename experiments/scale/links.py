@@ -7,6 +7,7 @@ twice, the second time with new processes: a prediction can hardly come nearer t
 config.json, results.json, table.md.
 """
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ __all__ = ["main"]
 
 CHECKED = ("all_reduce", "all_gather", "all_to_all")
 ENOUGH = 0.15  # error of a prediction that is still good
+MOST = 6e5  # bytes of the largest operand
+LONG = 0.02  # seconds; sizes whose bytes take less are apart: processes that share cores wait longer for those
 
 
 def parser() -> Parser:
@@ -28,9 +31,6 @@ def parser() -> Parser:
     p.add_argument("--fit", type=at_least(2), nargs="+", default=[2, 3, 4], metavar="N", help="workers, to fit to")
     p.add_argument("--check", type=at_least(2), nargs="+", default=[6, 8], metavar="N", help="workers, held back")
     add_rates(p, "10mbit 100mbit")
-    p.add_argument("--bytes", type=positive, default=6e5, help="of the largest operand; the least has 256")
-    what = "sizes whose bytes take less are summed up apart: processes that share cores wait longer for those"
-    p.add_argument("--least-ms", type=positive, default=20.0, help=what)
     p.add_argument("--seconds", type=positive, default=15.0, help="for the rounds of one collective at one rate")
     return p
 
@@ -61,7 +61,7 @@ def measured(run: Run) -> Iterator[dict[str, Any]]:
             for rate in dict.fromkeys(o.rates):
                 lab.shape(rate)
                 run.say(f"{workers} workers, {rate_name(rate)}")
-                request = {"kinds": CHECKED, "most": o.bytes, "seconds": o.seconds}
+                request = {"kinds": CHECKED, "most": MOST, "seconds": o.seconds}
                 for kind, samples in pool.ask(1800.0, what="sweep", **request)[0].items():
                     for sample in samples:
                         yield {"rate": rate, "kind": kind, **sample}
@@ -97,23 +97,22 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, float]:
 
     repeated: share of the sizes measured twice whose second time is within 15 % of the first.
     """
-    errors = [abs(row["ratio"] - 1) for row in found]
-    repeated = [abs(row["again"] / row["seconds"] - 1) for row in found if row["again"] is not None]
-    share = lambda each: float(np.mean([error <= ENOUGH for error in each])) if each else float("nan")
-    middle, worst = (float(of(errors)) if errors else float("nan") for of in (np.median, max))
-    shares = {"within": share(errors), "repeated": share(repeated)}
-    return {"sizes": len(found), "median": middle, "worst": worst, **shares}
+    errors = [abs(row["ratio"] - 1) for row in found] or [math.nan]
+    repeated = [abs(row["again"] / row["seconds"] - 1) for row in found if row["again"] is not None] or [math.nan]
+    share = lambda each: math.nan if math.isnan(each[0]) else float(np.mean(np.array(each) <= ENOUGH))
+    return {
+        "sizes": len(found),
+        "within": share(errors),
+        "median": float(np.median(errors)),
+        "worst": max(errors),
+        "repeated": share(repeated),
+    }
 
 
-def in_words(found: Sequence[dict[str, Any]]) -> str:
-    if not found:
-        return "none"
-    s = summary(found)
-    good = f"{s['sizes']} sizes, {s['within']:.0%} of them within {ENOUGH:.0%}"
-    errors = f"median error {s['median']:.0%}, largest {s['worst']:.0%}"
-    return f"{good}, {errors}; measured again, {s['repeated']:.0%} are within {ENOUGH:.0%} of the first time"
-
-
+SUMMARY = (
+    "{sizes} sizes, {within:.0%} of them within 15%, median error {median:.0%}, largest {worst:.0%}; measured again, "
+    "{repeated:.0%} are within 15% of the first time"
+)
 COLUMNS: Columns = {
     "rate": lambda row: rate_name(row["rate"]),
     "collective": "{kind}",
@@ -128,10 +127,10 @@ COLUMNS: Columns = {
 
 def report(run: Run, found: list[dict[str, Any]]) -> None:
     """Prints and keeps the table: predicted over measured seconds of each size."""
-    o = run.options
-    long = [row for row in found if 1e3 * row["bytes_seconds"] >= o.least_ms]
-    short = [row for row in found if row not in long]
+    long = [row for row in found if row["bytes_seconds"] >= LONG]
+    short = [row for row in found if row["bytes_seconds"] < LONG]
+    said = [SUMMARY.format(**summary(rows)) if rows else "none" for rows in (long, short)]
     notes = f"""\
-Fitted to {", ".join(map(str, o.fit))} workers, held back: the others. Bytes that take at least {o.least_ms:g} ms on the
-link: {in_words(long)}. Shorter ones: {in_words(short)}. bytes: of each worker's operand."""
+Fitted to {", ".join(map(str, run.options.fit))} workers, held back: the others. Bytes that take at least
+{1e3 * LONG:g} ms on the link: {said[0]}. Shorter ones: {said[1]}. bytes: of each worker's operand."""
     run.table(f"{run.folder.name}: collectives among more workers than were fitted", COLUMNS, found, notes)

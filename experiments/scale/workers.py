@@ -13,16 +13,32 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from jax import lax
 
-from experiments.lib.cli import Parser, at_least, common, one_thread, positive
+import jaxcomp as jc
+from experiments.lib.cli import at_least, common, one_thread, positive
 from experiments.lib.run import Columns, Run, parser_of
 
 __all__ = ["main"]
 
 AXIS = "data"
 EVERY = 8  # steps of a local method between two exchanges
-METHODS = ("dense", "error-feedback", "diana", "ef21", "dagc", "local", "local-top-k")
+SIZE = 200  # entries of the quadratics
+
+# Name -> (weights of the workers, ratio) -> algorithm. Those named local- take EVERY steps between exchanges.
+METHODS: dict[str, Callable[[list[float], float], Any]] = {
+    "dense": lambda weights, ratio: jc.direct(jc.identity()),
+    "error-feedback": lambda weights, ratio: jc.error_feedback(jc.top_k(ratio)),
+    "diana": lambda weights, ratio: jc.diana(jc.dithering(1, blocks=1)),
+    "ef21": lambda weights, ratio: jc.ef21(jc.top_k(ratio)),
+    "dagc": lambda weights, ratio: jc.error_feedback(jc.dagc(weights, ratio)),
+    "local": lambda weights, ratio: jc.direct(jc.identity()),
+    "local-top-k": lambda weights, ratio: jc.error_feedback(jc.top_k(ratio)),
+}
 
 
 class Task(NamedTuple):
@@ -36,45 +52,27 @@ class Task(NamedTuple):
     least: float
 
 
-def parser() -> Parser:
-    p = parser_of("workers", __doc__)
-    common(p, "seed", workers={"type": at_least(2), "default": 1024, "help": "simulated"}, ratio=0.05)
-    p.add_argument("--tasks", nargs="+", choices=("quadratics", "digits"), default=["quadratics", "digits"])
-    p.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="of these")
-    p.add_argument("--exchanges", type=at_least(1), default=300, help="rounds")
-    p.add_argument("--dimension", type=at_least(2), default=200, help="of the quadratics")
-    p.add_argument("--rates", type=positive, nargs="+", default=[0.03, 0.1, 0.3, 1.0], metavar="X", help="step sizes")
-    return p
-
-
-def quadratics(workers: int, size: int, seed: int) -> Task:
-    import jax.numpy as jnp
-
+def quadratics(workers: int, seed: int) -> Task:
     rng = np.random.default_rng(seed)
-    a, b = rng.uniform(0.1, 1.0, (workers, size)), rng.standard_normal((workers, size))
+    a, b = rng.uniform(0.1, 1.0, (workers, SIZE)), rng.standard_normal((workers, SIZE))
     volumes = rng.lognormal(0.0, 1.0, workers)
     p = volumes / volumes.sum()
     best = (p @ (a * b)) / (p @ a)
     least = float(p @ np.sum(a * (best - b) ** 2, 1) / 2)
     data = (jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32))
-    return Task("quadratics", size, data, lambda x, own: jnp.sum(own[0] * (x - own[1]) ** 2) / 2, p, least)
+    return Task("quadratics", SIZE, data, lambda x, own: jnp.sum(own[0] * (x - own[1]) ** 2) / 2, p, least)
 
 
-def digits(workers: int, size: int, seed: int) -> Task:
+def digits(workers: int, seed: int) -> Task:
     """Contiguous parts of the digits, sorted by label; a worker may have one example more than another."""
-    del size, seed
-    import jax
-    import jax.numpy as jnp
+    del seed
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
-    order = np.argsort(y, kind="stable")
-    parts = np.array_split(order, min(workers, len(order)))
+    parts = np.array_split(np.argsort(y, kind="stable"), min(workers, len(y)))
     most = max(map(len, parts))
-    rows = np.zeros((len(parts), most), np.int64)
-    real = np.zeros((len(parts), most), np.float32)
-    for i, part in enumerate(parts):
-        rows[i, : len(part)], real[i, : len(part)] = part, 1
+    rows = np.array([np.pad(part, (0, most - len(part))) for part in parts])
+    real = np.array([np.arange(most) < len(part) for part in parts], np.float32)
     data = (jnp.asarray(x[rows] / 16, jnp.float32), jnp.asarray(y[rows], jnp.int32), jnp.asarray(real))
 
     def loss(w, own):
@@ -87,100 +85,40 @@ def digits(workers: int, size: int, seed: int) -> Task:
     return Task("digits", 650, data, loss, volumes / volumes.sum(), 0.0)
 
 
-def algorithm_of(method: str, task: Task, ratio: float) -> Any:
-    import jaxcomp as jc
-
-    if method in ("dense", "local"):
-        return jc.direct(jc.identity())
-    if method == "diana":
-        return jc.diana(jc.dithering(1, blocks=1))
-    if method == "ef21":
-        return jc.ef21(jc.top_k(ratio))
-    if method == "dagc":
-        return jc.error_feedback(jc.dagc(list(task.weights), ratio))
-    return jc.error_feedback(jc.top_k(ratio))
-
-
 def runner(method: str, task: Task, o: Any) -> Callable[[float], tuple[np.ndarray, float]]:
     """rate -> losses of the mean after each exchange, and the bytes of a worker's message."""
-    import jax
-    import jax.numpy as jnp
-    import optax
-    from jax import lax
-
-    import jaxcomp as jc
-
     workers, local = len(task.weights), method.startswith("local")
-    algorithm = algorithm_of(method, task, o.ratio)
     weights = task.weights.tolist()
-    options = {"weights": weights, "seed": o.seed}
+    algorithm, options = METHODS[method](weights, o.ratio), {"weights": weights, "seed": o.seed}
     if local:
         tx = jc.local_updates(optax.sgd(1.0), optax.sgd(1.0), algorithm, AXIS, every=EVERY, via="gather", **options)
     else:
         tx = jc.compressed_mean(algorithm, AXIS, "auto" if method == "dense" else "gather", **options)
-    zero = jnp.zeros(task.size)
-    state, axes = jc.init_state(tx, zero, workers, AXIS)
-    grads_at = jax.vmap(jax.grad(task.loss), in_axes=(0 if local else None, 0))
+    state, axes = jc.init_state(tx, jnp.zeros(task.size), workers, AXIS)
+    gradients = jax.vmap(jax.grad(task.loss), in_axes=(0 if local else None, 0))
+    update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
     shares = jnp.asarray(task.weights, jnp.float32)
-    mean = lambda x, data: shares @ jax.vmap(task.loss, in_axes=(None, 0))(x, data)
-
-    def one(carry, data, rate):
-        x, state = carry
-        if not local:
-            update = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
-            direction, state = update(grads_at(x, data), state)
-            x = x - rate * direction
-            return (x, state), mean(x, data)
-        update = jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS)
-
-        def step(inner, _):
-            x, state = inner
-            updates, state = update(rate * grads_at(x, data), state, x)
-            return (x + updates, state), None
-
-        (x, state), _ = lax.scan(step, (x, state), None, EVERY)
-        return (x, state), mean(x[0], data)
 
     @jax.jit
     def run(rate, state, data):
-        x = jnp.zeros((workers, task.size)) if local else zero
-        (_, state), losses = lax.scan(lambda c, _: one(c, data, rate), (x, state), None, o.exchanges)
-        return losses, state
+        def step(carry, _):
+            x, state = carry
+            grads = gradients(x if local else x[0], data)
+            moved, state = update(rate * grads if local else grads, state, x)
+            return (x + moved if local else x - rate * moved, state), None
+
+        def exchange(carry, _):
+            carry, _ = lax.scan(step, carry, None, EVERY if local else 1)
+            return carry, shares @ jax.vmap(task.loss, in_axes=(None, 0))(carry[0][0], data)
+
+        (_, state), losses = lax.scan(exchange, (jnp.zeros((workers, task.size)), state), None, o.exchanges)
+        return losses, jnp.mean(jc.info(state).lane_bytes)
 
     def at(rate: float) -> tuple[np.ndarray, float]:
-        losses, after = run(jnp.float32(rate), state, task.data)
-        return np.asarray(losses, np.float64), float(jnp.mean(jc.info(after).lane_bytes))
+        losses, message_bytes = run(jnp.float32(rate), state, task.data)
+        return np.asarray(losses, np.float64), float(message_bytes)
 
     return at
-
-
-def main(arguments: Sequence[str]) -> int:
-    run, rows = Run(parser(), arguments, "workers"), []
-    o = run.options
-    one_thread()
-    makers = {"quadratics": quadratics, "digits": digits}
-    for name in dict.fromkeys(o.tasks):
-        task = makers[name](o.workers, o.dimension, o.seed)
-        for method in dict.fromkeys(o.methods):
-            rows.append(best(method, task, o))
-            run.keep(rows)
-            run.say(f"{name}, {method}: {rows[-1]['losses'][-1]:.4g} in {rows[-1]['seconds']:.0f} s")
-    after = {f"after {place + 1}": f"{{losses[{place}]:.4g}}" for place in places(o.exchanges)}
-    columns: Columns = {"task": "{task}", "method": "{method}", "step size": "{rate:g}"}
-    columns = {**columns, "bytes": "{message_bytes:,.0f}", **after, "s": "{seconds:.0f}"}
-    notes = f"""\
-{o.workers:,} workers on one device. Quadratics: f - f*; digits: loss. bytes: of a worker's message at an exchange. Step
-size: the one of {o.rates} with the least loss in the end; local methods take {EVERY} such steps between two
-exchanges. DIANA's message is ternary with one norm; sparse messages hold {o.ratio:g} of the entries."""
-    run.table(f"{run.folder.name}: {o.exchanges} exchanges", columns, rows, notes)
-    panels: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        losses = np.maximum(row["losses"], 5e-6)  # an f32 loss says no more
-        what = "f - f*" if row["task"] == "quadratics" else "loss"
-        panel = panels.setdefault(f"{row['task']}, {row['workers']:,} workers: {what}", {})
-        panel[row["method"]] = (np.arange(1, losses.size + 1), losses)
-    run.plot("workers.png", panels, xlabel="exchanges", yscale="log")
-    return 0
 
 
 def best(method: str, task: Task, o: Any) -> dict[str, Any]:
@@ -196,6 +134,35 @@ def best(method: str, task: Task, o: Any) -> dict[str, Any]:
     return row | {"losses": (losses - task.least).tolist(), "seconds": time.perf_counter() - start}
 
 
-def places(exchanges: int) -> list[int]:
-    """Exchanges whose loss the table shows: a tenth, a half, and all of them, counted from zero."""
-    return sorted({max(exchanges // 10, 1) - 1, max(exchanges // 2, 1) - 1, exchanges - 1})
+def main(arguments: Sequence[str]) -> int:
+    tasks = {"quadratics": quadratics, "digits": digits}
+    p = parser_of("workers", __doc__)
+    common(p, "seed", workers={"type": at_least(2), "default": 1024, "help": "simulated"}, ratio=0.05)
+    p.add_argument("--tasks", nargs="+", choices=tasks, default=list(tasks), help="of these")
+    p.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD", help="of these")
+    p.add_argument("--exchanges", type=at_least(1), default=300, help="rounds")
+    p.add_argument("--rates", type=positive, nargs="+", default=[0.03, 0.1, 0.3, 1.0], metavar="X", help="step sizes")
+    run = Run(p, arguments, "workers")
+    o = run.options
+    one_thread()
+    cases = [(tasks[name](o.workers, o.seed), method) for name in o.tasks for method in o.methods]
+    rows = run.rows_of(cases, lambda case: f"{case[0].name}, {case[1]}", lambda case: best(case[1], case[0], o))
+    run.keep(rows)
+    # A tenth, a half, and all of the exchanges, counted from zero.
+    places = sorted({max(o.exchanges // 10, 1) - 1, max(o.exchanges // 2, 1) - 1, o.exchanges - 1})
+    after = {f"after {place + 1}": f"{{losses[{place}]:.4g}}" for place in places}
+    columns: Columns = {"task": "{task}", "method": "{method}", "step size": "{rate:g}"}
+    columns = {**columns, "bytes": "{message_bytes:,.0f}", **after, "s": "{seconds:.0f}"}
+    notes = f"""\
+{o.workers:,} workers on one device. Quadratics: f - f*; digits: loss. bytes: of a worker's message at an exchange. Step
+size: the one of {o.rates} with the least loss in the end; local methods take {EVERY} such steps between two
+exchanges. DIANA's message is ternary with one norm; sparse messages hold {o.ratio:g} of the entries."""
+    run.table(f"{run.folder.name}: {o.exchanges} exchanges", columns, rows, notes)
+    panels: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        losses = np.maximum(row["losses"], 5e-6)  # an f32 loss says no more
+        what = "f - f*" if row["task"] == "quadratics" else "loss"
+        panel = panels.setdefault(f"{row['task']}, {row['workers']:,} workers: {what}", {})
+        panel[row["method"]] = (np.arange(1, losses.size + 1), losses)
+    run.plot("workers.png", panels, xlabel="exchanges", yscale="log")
+    return 0

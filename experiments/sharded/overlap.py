@@ -3,8 +3,8 @@
 Compiles the training step of a small transformer without buckets and with buckets of several sizes, and reads from the
 compiled program what each exchange waits for. With --topology the program is compiled for a TPU (which need not
 be there, only the package libtpu), where the exchanges are asynchronous and the schedule says what they are hidden
-behind; else it runs, too, on virtual or real devices, and is timed. Writes to runs/NAME: config.json, results.json,
-exchanges.md, table.md.
+behind; else it runs, too, on virtual or real devices, and is timed. Writes to runs/NAME: config.json, results.json
+(every exchange), table.md.
 """
 
 import os
@@ -21,47 +21,34 @@ from experiments.lib.methods import METHODS
 from experiments.lib.run import Run, parser_of
 from experiments.lib.text import add_options, text_of
 from experiments.lib.training import find_devices
-from experiments.lib.transformer import DATA, Sizes
-from experiments.sharded.dependencies import exchanges
-from experiments.sharded.step import LOSS_BYTES, Program, check_sizes, mesh_for
+from experiments.lib.transformer import DATA
+from experiments.sharded.dependencies import Exchange, exchanges
+from experiments.sharded.step import LOSS_BYTES, Program, mesh_for, sizes_of
 
 __all__ = ["main"]
 
-EXCHANGE_COLUMNS = {
-    "method": "{method}",
-    "bucket B": "{bucket_bytes:,}",
-    "exchange": "{op}",
-    "operand B": "{operand_bytes:,}",
-    "free of it": lambda row: f"{1 - row['waits_for']:.0%}",
-    "hidden behind": lambda row: "-" if row["hidden_behind"] is None else f"{row['hidden_behind']:.0%}",
-}
-EXCHANGE_NOTES = """\
-An exchange for each bucket and dtype, and one for small leaves; bucket 0: no buckets. free of it: share of the
-backward pass's matrix products that the exchange does not depend on, so that they may run at the same time. hidden
-behind: share that the compiler has scheduled between start and end of the exchange; - where the program has no
-asynchronous collectives (XLA's CPU backend)."""
 COLUMNS = {
     "method": "{method}",
     "bucket B": "{bucket_bytes:,}",
-    "exchanges": lambda row: str(len(row["exchanges"])),
-    "free of it, mean": lambda row: f"{1 - mean_wait(row['exchanges']):.0%}",
-    "hidden behind, sum": lambda row: hidden(row["exchanges"]),
+    "exchanges": "{number}",
+    "free of it, mean": "{mean:.0%}",
+    "least to most": "{least:.0%} to {most:.0%}",
+    "hidden behind": "{hidden}",
     "ms/step (quartiles)": lambda row: quartiles(row.get("seconds")),
 }
 NOTES = """\
-free of it: mean over the exchanges, weighted by bytes. hidden behind, sum: may exceed 100 % where exchanges overlap
-one another. ms/step: median and quartiles, programs in turn; all devices share this machine."""
+free of it: share of the backward pass's matrix products that an exchange does not depend on; the mean is weighted by
+bytes. hidden behind: how many exchanges are asynchronous, and the sum of the shares scheduled between their starts and
+ends; - where none is (XLA's CPU backend). ms/step: programs in turn; all devices share this machine."""
 
 
-def mean_wait(found: list[dict[str, Any]]) -> float:
-    """Share of the backward pass that exchanges wait for, weighted by their bytes."""
-    total = sum(exchange["operand_bytes"] for exchange in found)
-    return sum(exchange["operand_bytes"] * exchange["waits_for"] for exchange in found) / max(total, 1)
-
-
-def hidden(found: list[dict[str, Any]]) -> str:
-    shares = [exchange["hidden_behind"] for exchange in found if exchange["hidden_behind"] is not None]
-    return f"{sum(shares):.0%}" if shares else "-"
+def figures(found: list[Exchange]) -> dict[str, Any]:
+    """The cells of the exchanges of one program."""
+    free = [1 - exchange.waits_for for exchange in found]
+    hidden = [exchange.hidden_behind for exchange in found if exchange.hidden_behind is not None]
+    row = {"number": len(found), "least": min(free), "most": max(free)}
+    row["mean"] = float(np.average(free, weights=[exchange.operand_bytes for exchange in found]))
+    return row | {"hidden": f"{len(hidden)}: {sum(hidden):.0%}" if hidden else "-"}
 
 
 def quartiles(seconds: list[float] | None) -> str:
@@ -97,8 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     o = run.options
 
     text = text_of(o.text)
-    sizes = Sizes(text.characters, o.length, o.width, o.heads, o.layers)
-    check_sizes(sizes, o.batch, (o.workers, 1))
+    sizes = sizes_of(o, text.characters, (o.workers, 1))
     if o.topology:
         mesh = topology_mesh(o.topology, o.workers)
     else:
@@ -109,22 +95,20 @@ def main(arguments: Sequence[str]) -> int:
         """A row for each size of buckets."""
         rows, programs = [], []
         for bucket in dict.fromkeys(o.buckets):
-            more = {"bucket_bytes": bucket} if bucket else {}
             algorithm = METHODS[method].make(o.ratio, o.levels)
-            program = Program("data", mesh, algorithm, sizes, o.batch, optax.adam(o.lr), **more)
-            found = [e for e in exchanges(program.compiled.as_text(), mesh, DATA) if e.operand_bytes > LOSS_BYTES]
-            rows.append({"method": method, "bucket_bytes": bucket, "parameters": program.num_params})
+            adam = optax.adam(o.lr)
+            programs.append(Program("data", mesh, algorithm, sizes, o.batch, adam, bucket_bytes=bucket or None))
+            found = exchanges(programs[-1].compiled.as_text(), mesh, DATA)
+            found = [exchange for exchange in found if exchange.operand_bytes > LOSS_BYTES]
+            rows.append({"method": method, "bucket_bytes": bucket, **figures(found)})
             rows[-1]["exchanges"] = [exchange._asdict() for exchange in found]
-            programs.append(program)
         if not o.topology:
             for row, seconds in zip(rows, interleaved(programs, text, o.seed, o.steps), strict=True):
                 row["seconds"] = seconds
-        return rows
+        return [row | {"parameters": programs[0].num_params} for row in rows]
 
     results = [row for rows in run.rows_of(list(dict.fromkeys(o.methods)), str, measure) for row in rows]
     run.keep(results)
-    every = [row | exchange for row in results for exchange in row["exchanges"]]
-    run.table("What each exchange waits for", EXCHANGE_COLUMNS, every, EXCHANGE_NOTES, "exchanges.md")
     where = o.topology or f"{o.workers} devices ({mesh.devices.flat[0].platform})"
     run.table(f"{run.folder.name}: {results[0]['parameters']:,} parameters, {where}", COLUMNS, results, NOTES)
     return 0

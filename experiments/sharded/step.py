@@ -1,9 +1,10 @@
 """The compiled training step of a sharded transformer: what crosses which axis, and running it."""
 
 import functools
+import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,56 +20,29 @@ from experiments.lib.text import Text, windows
 from experiments.lib.transformer import DATA, LAYOUTS, Sizes, initial, mean_loss
 from jaxcomp.base import Algorithm
 
-__all__ = ["AXIS_TYPES", "Crossing", "Program", "check_sizes", "crossings", "mesh_for"]
+__all__ = ["LOSS_BYTES", "Program", "mesh_for", "sizes_of"]
 
-AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 LOSS_BYTES = 4  # the mean of the loss over workers, one f32 in an all-reduce
 
 
-def mesh_for(layout: str, shape: tuple[int, int], axis_types: str = "auto") -> jax.sharding.Mesh:
+def mesh_for(layout: str, shape: Sequence[int], axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
     """Mesh of (data, other) devices; of the layout "data" only the first axis."""
     axes = LAYOUTS[layout].axes
-    lengths = shape[: len(axes)]
-    devices = jax.devices()[: int(np.prod(lengths))]
-    if len(devices) < np.prod(lengths):
-        raise UserError(f"a mesh of {lengths} needs {np.prod(lengths)} devices, and there are {len(devices)}")
-    return jax.make_mesh(lengths, axes, axis_types=(AXIS_TYPES[axis_types],) * len(axes), devices=devices)
+    lengths = tuple(shape[: len(axes)])
+    devices = jax.devices()[: math.prod(lengths)]
+    return jax.make_mesh(lengths, axes, axis_types=(axis_type,) * len(axes), devices=devices)
 
 
-def check_sizes(sizes: Sizes, batch: int, shape: tuple[int, int]) -> None:
-    """Raises UserError if something cannot be cut evenly."""
-    if sizes.width % sizes.heads:
-        raise UserError(f"--width {sizes.width} is not a multiple of --heads {sizes.heads}")
-    for flag, value in (("--width", sizes.width), ("--heads", sizes.heads)):
-        if value % shape[1]:
-            raise UserError(f"{flag} {value} cannot be cut into {shape[1]} equal parts")
-    if batch % (shape[0] * shape[1]):
-        raise UserError(f"--batch {batch} cannot be split among {shape[0] * shape[1]} devices")
-
-
-class Crossing(NamedTuple):
-    """All collectives of one kind over the same axes: how many operands, the largest of them, bytes sent by a
-    device."""
-
-    axes: tuple[str, ...]
-    op: str
-    dtype: str
-    number: int
-    largest_bytes: int
-    sent_bytes: float
-
-
-def crossings(book: jc.Ledger, mesh: Any) -> list[Crossing]:
-    """What crosses each combination of axes, collective by collective."""
-    found: dict[tuple[tuple[str, ...], str, str], list[Any]] = {}
-    for row in book.rows:
-        if row.counted and row.sent_bytes:
-            found.setdefault((row.axes(mesh), row.op, row.dtype), []).append(row)
-    largest = lambda rows: max(row.operand_bytes for row in rows)
-    return [
-        Crossing(*kind, len(rows), largest(rows), sum(row.sent_bytes for row in rows))
-        for kind, rows in sorted(found.items())
-    ]
+def sizes_of(o: Any, characters: int, shape: Sequence[int]) -> Sizes:
+    """Of the transformer that the options ask for. Raises UserError if something cannot be cut evenly."""
+    if o.width % o.heads:
+        raise UserError(f"--width {o.width} is not a multiple of --heads {o.heads}")
+    for name in ("width", "heads"):
+        if getattr(o, name) % shape[1]:
+            raise UserError(f"--{name} {getattr(o, name)} cannot be cut into {shape[1]} equal parts")
+    if o.batch % math.prod(shape):
+        raise UserError(f"--batch {o.batch} cannot be split among {math.prod(shape)} devices")
+    return Sizes(characters, o.length, o.width, o.heads, o.layers)
 
 
 class Program:
@@ -90,9 +64,13 @@ class Program:
 
     @functools.cached_property
     def compiled(self) -> Any:
+        """(params, state, windows) -> (params, state, loss), each device with its shards."""
+        step = training_step(self.transform, lambda params, tokens: mean_loss(params, tokens, self.layout), DATA)
+        specs = (self.specs, self.state_specs)
+        mapped = jax.shard_map(step, mesh=self.mesh, in_specs=(*specs, self.layout.batch), out_specs=(*specs, P()))
         tokens = jax.ShapeDtypeStruct((self.batch, self.sizes.length + 1), jnp.int32)
         arguments = (self.like, self.state_like, self.typed(tokens, self.layout.batch))
-        return jax.jit(self.mapped_step(), donate_argnums=(0, 1)).lower(*arguments).compile()
+        return jax.jit(mapped, donate_argnums=(0, 1)).lower(*arguments).compile()
 
     @functools.cached_property
     def ledger(self) -> jc.Ledger:
@@ -113,12 +91,6 @@ class Program:
         place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
         return jax.tree.map(place, tree, specs)
 
-    def mapped_step(self) -> Any:
-        """(params, state, windows) -> (params, state, loss), each device with its shards."""
-        step = training_step(self.transform, lambda params, tokens: mean_loss(params, tokens, self.layout), DATA)
-        specs = (self.specs, self.state_specs)
-        return jax.shard_map(step, mesh=self.mesh, in_specs=(*specs, self.layout.batch), out_specs=(*specs, P()))
-
     def run(self, text: Text, seed: int, steps: int) -> Iterator[tuple[float, float, Any, Any]]:
         """(loss before the update, seconds, params, state) of each step."""
         (params, state), step = self.start(seed), self.compiled
@@ -129,25 +101,16 @@ class Program:
             params, state, loss = jax.block_until_ready(step(params, state, tokens))
             yield float(loss), time.perf_counter() - begin, params, state
 
-    def test(self, params: Any, text: Text, number: int = 64) -> float:
-        """Mean loss on windows that lie evenly over the test text."""
+    def test(self, params: Any, text: Text) -> float:
+        """Mean loss on 64 windows that lie evenly over the test text."""
         codes, length = text.codes[text.train :], self.sizes.length
-        starts = np.linspace(0, len(codes) - length - 1, number).astype(int)
+        starts = np.linspace(0, len(codes) - length - 1, 64).astype(int)
         chosen = codes[starts[:, None] + np.arange(length + 1)]
         whole = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), params)
         return float(jax.jit(lambda p, w: mean_loss(p, w, LAYOUTS["data"]))(whole, chosen))
-
-    def payload_bytes(self, state: Any) -> dict[str, float]:
-        """Of the last step: bytes of a device's payload, and bytes it sends over "data" by the count of the library."""
-        info = jc.info(state)
-        return {"lane_bytes": float(info.lane_bytes), "sent_bytes": float(info.sent_bytes)}
 
     def over_data(self) -> float:
         """Bytes that a device sends over "data" or any axes with it, by the compiled program, without the loss."""
         workers = self.mesh.shape[DATA]
         total = sum(sent for axes, sent in self.ledger.by_axes(self.mesh).items() if DATA in axes)
         return total - 2 * (workers - 1) / workers * LOSS_BYTES
-
-    def over(self, axes: Sequence[str]) -> float:
-        """Bytes that a device sends over exactly these axes."""
-        return self.ledger.by_axes(self.mesh).get(tuple(axes), 0.0)

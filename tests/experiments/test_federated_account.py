@@ -58,9 +58,8 @@ def test_the_account_is_exact_over_deaths_at_every_moment_and_over_restarts_of_t
             load(tmp_path / "server.npz", core)
             core.take_up()
         for i in range(3):
-            found = sums_of(core, tmp_path, i)
-            if found is not None:
-                sums = found[0]
+            sums = sums_of(core, tmp_path, i)
+            if sums is not None:
                 assert sums.apart == 0
                 assert sums.made == sums.used + sums.remembered + sums.held
                 seen.add((bool(sums.used), bool(sums.remembered), bool(sums.held)))
@@ -82,5 +81,5 @@ def test_a_memory_that_is_gone_is_seen(tmp_path):
             member.take(task)
         core.receive(0, member.answer(task, member.point - np.arange(D, dtype=np.float32) - number))
         core.close()
-        apart = sums_of(core, tmp_path, 0)[0].apart
+        apart = sums_of(core, tmp_path, 0).apart
         assert apart > D // 2 if number == 3 else apart == 0

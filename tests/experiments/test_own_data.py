@@ -56,7 +56,7 @@ def test_windows_of_a_text(text):
 
 @pytest.mark.slow
 def test_a_transformer_on_a_text(text):
-    task = layouts.transformer(text, 8, 16)
+    task = layouts.transformer(text)
     assert task.name == "transformer, own.txt"
     with jax.numpy_dtype_promotion("standard"):
         found = layouts.train(task, jc.error_feedback(jc.top_k(0.1)), 2, [0])

@@ -84,10 +84,10 @@ def test_scale_marks_what_does_not_fit_and_names_what_replaces_it(tmp_path, caps
     assert scale.main(["--runs", str(tmp_path), "--name", "s", "--workers", "8", "16384", "--entries", "1e9"]) == 0
     rows = json.loads((tmp_path / "s" / "results.json").read_text())
     gathered = next(row for row in rows if row["route"] == "gather" and row["workers"] == 16384)
-    assert replacement(rows, gathered, 20e9) == "does not fit: two_shot"
+    assert replacement(rows, gathered) == "does not fit: two_shot"
     assert (tmp_path / "s" / "scale.png").exists()
     assert "two_shot" in capsys.readouterr().out
-    sharded = rows_of(scale.parser().parse_args(["--entries", "1e11", "--workers", "64", "16384"]))
+    sharded = rows_of([64, 16384], [1e11], 0.001)
     assert {(row["workers"], row["shards"]) for row in sharded} == {(16384, 64)}  # 64 devices hold one model
 
 
@@ -119,9 +119,9 @@ def test_links_are_fitted_to_few_workers_and_checked_among_more(tmp_path):
 
 
 def test_simulated_workers_come_nearer(tmp_path):
-    options = ["--workers", "8", "--exchanges", "10", "--dimension", "20", "--rates", "0.3", "--tasks", "quadratics"]
+    options = ["--workers", "8", "--exchanges", "10", "--rates", "0.3", "--tasks", "quadratics"]
     assert workers.main([*options, "--methods", "dense", "--runs", str(tmp_path), "--name", "w"]) == 0
     (row,) = json.loads((tmp_path / "w" / "results.json").read_text())
     assert 0 <= row["losses"][-1] < 0.5 * row["losses"][0]
-    assert row["message_bytes"] == 80
+    assert row["message_bytes"] == 800
     assert (tmp_path / "w" / "workers.png").exists()

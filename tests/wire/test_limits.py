@@ -10,7 +10,7 @@ from variants import variants
 
 import jaxcomp as jc
 from experiments.bench import wire as bench
-from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sparse
+from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sparse, registry
 from jaxcomp.wire.bitstream import pack_words
 from jaxcomp.wire.elias import decode_levels
 from jaxcomp.wire.frame import FRAME_BYTES, seal, unseal, varint
@@ -220,3 +220,20 @@ def test_bench(tmp_path, capsys):
     assert bench.main(["--messages", "60", "--scale", "20", "--markdown", str(tmp_path / "b.md")]) in (0, 1)
     assert "of the memory allowed" in capsys.readouterr().out
     assert "Leaves" in (tmp_path / "b.md").read_text()
+
+
+def test_the_messages_of_the_bench_begin_with_every_kind_of_record():
+    bodies = [body for *_, body in bench.cases_of(np.random.default_rng(0), (3, 40, 900, 20_000), registry.CODES)]
+    assert {body[0] for body in bodies} == set(registry._readers)
+    for body in bodies[:: len(bodies) // 20]:
+        tried = bench.judge(body)
+        assert tried.fell is None
+        assert same(jc.wire.decode(jc.wire.encode(tried.payload)), tried.payload)
+
+
+def test_an_error_that_is_no_refusal_falls(monkeypatch):
+    def broken(data):
+        raise IndexError("9")
+
+    monkeypatch.setattr(jc.wire, "decode", broken)
+    assert bench.decoded(seal(b"\x01")) == (None, "IndexError: 9")
