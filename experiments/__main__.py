@@ -21,7 +21,7 @@ EXPERIMENTS = {
         "sidco.training",
         "loss and accuracy of each threshold method, at equal steps and at equal bytes",
     ),
-    "skcompress sizes": ("skcompress.sizes", "bytes per nonzero, error and speed of messages; what each part is worth"),
+    "skcompress sizes": ("skcompress.sizes", "bytes per nonzero and error of messages; what each part is worth"),
     "skcompress training": (
         "skcompress.training",
         "loss of linear models and a network, at equal steps and equal bytes",
@@ -31,7 +31,7 @@ EXPERIMENTS = {
     "network": ("network", "dense against compressed exchanges over slow links, in network namespaces"),
     "scoreboard": ("network.scoreboard", "does it pay: time to a loss of methods, against the best dense one"),
     "federated": ("federated", "members who come and go, on Flower; messages as long as their ratio"),
-    "smoothness": ("smoothness", "smoothness-aware compression against plain, in rounds, bits and seconds"),
+    "smoothness": ("smoothness", "smoothness-aware compression against plain, in rounds and bits"),
     "sharded": ("sharded", "sharded models: each device compresses its shard, and what crosses which axis"),
     "overlap": ("sharded.overlap", "buckets: exchanges that may start while the backward pass still runs"),
     "layouts": ("layouts", "which vectors a tree should become: one, each leaf, or equal chunks"),
