@@ -1,9 +1,10 @@
-"""Workers of a peer as threads of one process: what these releases use of `torch.distributed`, with a barrier."""
+"""Workers of a peer as processes that torch joins over gloo, and the problem that they solve."""
 
 import argparse
 import importlib.util
+import pickle
 import sys
-import threading
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,17 @@ import optax
 
 import jaxcomp as jc
 
-__all__ = ["Group", "Problem", "load", "options_of"]
+__all__ = ["Problem", "checkout_of", "load", "run_processes"]
 
 
-def options_of(about: str | None, repository: str, file: str, arguments: list[str] | None, **numbers: int) -> Any:
-    """The path of a checkout and --NAME for each number; None, and a line that says so, without the checkout.
-
-    file: that a checkout of the repository holds.
-    """
+def checkout_of(about: str | None, file: str) -> Path:
+    """The folder on the command line, which must hold this file."""
     p = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("checkout", type=Path, nargs="?")
-    for name, default in numbers.items():
-        p.add_argument(f"--{name}", type=int, default=default)
-    o = p.parse_args(arguments)
-    if o.checkout is not None and (o.checkout / file).exists():
-        return o
-    print(f"skipped: give the path of a checkout of github.com/{repository}")
-    return None
+    p.add_argument("checkout", type=Path)
+    checkout = p.parse_args().checkout
+    if not (checkout / file).is_file():
+        p.error(f"no {file} in {checkout}")
+    return checkout
 
 
 def load(name: str, path: Path) -> Any:
@@ -44,68 +39,26 @@ def load(name: str, path: Path) -> Any:
     return module
 
 
-class Group:
-    """Stands for `torch.distributed`, or for `deepspeed.comm`, in a released file."""
+def run_processes(workers: int, worker: Callable[..., Any], *arguments: Any) -> Any:
+    """What worker(rank, *arguments), a function of a module, returns in the first of so many processes."""
+    from torch.multiprocessing.spawn import spawn  # pyright: ignore[reportMissingImports]
 
-    ProcessGroup = object
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_process, args=(folder, workers, worker, arguments), nprocs=workers)
+        return pickle.loads(Path(folder, "result").read_bytes())
 
-    def __init__(self, size: int):
-        self.size, self.board = size, [None] * size
-        self.barrier, self.here = threading.Barrier(size), threading.local()
 
-    def run(self, worker: Callable[[int], Any]) -> list[Any]:
-        """worker(rank) in a thread for each rank; what they return. The first exception is raised again."""
-        results, errors = [None] * self.size, []
+def _process(rank: int, folder: str, workers: int, worker: Callable[..., Any], arguments: tuple) -> None:
+    import torch  # pyright: ignore[reportMissingImports]
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 
-        def one(rank: int) -> None:
-            self.here.rank = rank
-            try:
-                results[rank] = worker(rank)
-            except Exception as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return results
-
-    def shared(self, mine: Any) -> list[Any]:
-        """What all workers brought."""
-        self.barrier.wait()
-        self.board[self.here.rank] = mine
-        self.barrier.wait()
-        every = list(self.board)
-        self.barrier.wait()
-        return every
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def get_world_size(self, group: Any = None) -> int:
-        return self.size
-
-    def get_rank(self, group: Any = None) -> int:
-        return self.here.rank
-
-    def new_group(self, ranks: Any) -> None:
-        return None
-
-    def all_gather(self, out: list[Any], mine: Any, group: Any = None, async_op: bool = False) -> "Group":
-        for place, row in zip(out, self.shared(mine.clone()), strict=True):
-            place.copy_(row.reshape(place.shape))
-        return self
-
-    def all_to_all_single(self, out: Any, mine: Any, group: Any = None) -> None:
-        for j, rows in enumerate(self.shared(mine.clone())):
-            out[j].copy_(rows[self.here.rank])
-
-    def wait(self) -> None:
-        """Of a handle."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", world_size=workers, rank=rank)
+    result = worker(rank, *arguments)
+    if rank == 0:
+        Path(folder, "result").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 class Problem:
@@ -124,19 +77,17 @@ class Problem:
 
     def loss(self, w: np.ndarray) -> float:
         """Mean over the workers."""
-        each = [np.sum(np.square(a @ w - b)) / (2 * len(a)) for a, b in zip(self.a, self.b, strict=True)]
-        return float(np.mean(each))
+        return float(np.mean(np.sum(np.square(self.a @ w - self.b), axis=(1, 2))) / (2 * self.a.shape[1]))
 
-    def trained(self, tx: Any, workers: int, steps: int, axis: str = "data") -> tuple[np.ndarray, list[float]]:
-        """Points [steps, d, d] and losses of an optimizer of ours, workers mapped by vmap."""
-        w: Any = {"w": jnp.zeros((self.size, self.size))}
-        state, axes = jc.init_state(tx, w, workers, axis)
+    def trained(self, tx: Any, steps: int, axis: str = "data") -> np.ndarray:
+        """Points [steps, d, d] of an optimizer of ours, workers mapped by vmap."""
+        w = jnp.zeros((self.size, self.size))
+        state, axes = jc.init_state(tx, w, len(self.a), axis)
         step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes, None), out_axes=(None, axes), axis_name=axis))
-        points, losses = [], []
+        points = []
         for _ in range(steps):
-            grads = jnp.stack([self.gradient(np.asarray(w["w"]), i) for i in range(workers)])
-            updates, state = step({"w": grads}, state, w)
+            grads = jnp.stack([self.gradient(np.asarray(w), i) for i in range(len(self.a))])
+            updates, state = step(grads, state, w)
             w = optax.apply_updates(w, updates)
-            points.append(np.asarray(w["w"]))
-            losses.append(self.loss(points[-1]))
-        return np.stack(points), losses
+            points.append(np.asarray(w))
+        return np.stack(points)
