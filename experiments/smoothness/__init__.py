@@ -66,51 +66,49 @@ def main(arguments: Sequence[str]) -> int:
     run = Run(p, arguments, "smoothness")
     if run.options.study == "networks":
         return networks(run)
-    with jax.enable_x64(True):
-        return compare(run)
-
-
-def compare(run: Run) -> int:
-    o = run.options
-    study, name = STUDIES[o.study], Path(o.data).name
+    o, study = run.options, STUDIES[run.options.study]
     o.l2 = o.l2 or (1e-2 if o.data == "digits" else 1e-3)
     o.budgets = o.budgets or list(study.budgets)
     o.target, o.rounds = o.target or study.target, o.rounds or study.max_rounds
     o.workers = o.workers or ([2, 4, 8, 16] if o.study == "workers" else [10])
-    rows = []
-    for n in o.workers:
-        problem = make_problem(o.data, o.data_dir, n, o.l2)
-        setups = {setup.label: setup for setup in study.setups(problem, o.budgets or (1 / n,), o.count)}
-        if missing := [label for label in o.only or () if label not in setups]:
-            raise UserError(f"no method {missing[0]!r} in this study; it has {', '.join(setups)}")
-        title = (
-            f"{name}: n = {n} workers x {problem.features.shape[1]} rows, d = {problem.d}, l2 = {o.l2:g}, "
-            f"L = {problem.L:.3g}, L_max = {problem.L_max:.3g}, to {o.target:g}"
-        )
-        run.say(title)
-
-        def measure(label: str, problem: Problem = problem, setups: dict[str, Setup] = setups) -> dict[str, Any]:
-            setup = setups[label]
-            curves = run_setup(problem, setup, o.seeds, target=o.target, max_rounds=o.rounds, count=o.count)
-            run.add(*metrics_of(setup, curves, problem.workers, o.seeds))
-            return row_of(problem, setup, curves, o.target, o.count)
-
-        of_n = run.rows_of([label for label in setups if label in (o.only or setups)], str, measure)
-        for row in of_n:
-            row["factor"] = of_n[0][o.count] / row[o.count] if np.isfinite(row[o.count]) else np.inf
-        run.table(title, COLUMNS, of_n, NOTES, f"table-{n}.md")
-        panels = {axis: {row["method"]: row["curves"][axis] for row in of_n} for axis in of_n[0]["curves"]}
-        error = "relative squared error |x - x*|² / |x*|²"
-        run.plot(f"curves-{n}.png", panels, title, xscale="log", yscale="log", ylabel=error)
-        rows += of_n
-        run.keep([{key: value for key, value in row.items() if key != "curves"} for row in rows])
+    with jax.enable_x64(True):
+        rows = [row for n in o.workers for row in compare(run, n)]
+    run.keep([{key: value for key, value in row.items() if key != "curves"} for row in rows])
     if len(o.workers) > 1:
         axes = {"kB sent by a worker to the target": "up", "rounds to the target": "rounds"}
         of = lambda label, key: (o.workers, [row[key] for row in rows if row["method"] == label])
         labels = dict.fromkeys(row["method"] for row in rows)
         panels = {axis: {label: of(label, key) for label in labels} for axis, key in axes.items()}
-        run.plot("workers.png", panels, f"{name}: to {o.target:g}", xscale="log", yscale="log", xlabel="workers n")
+        run.plot("workers.png", panels, f"to {o.target:g}", xscale="log", yscale="log", xlabel="workers n")
     return 0
+
+
+def compare(run: Run, n: int) -> list[dict[str, Any]]:
+    """The table and the plot of n workers; its rows."""
+    o = run.options
+    problem = make_problem(o.data, o.data_dir, n, o.l2)
+    setups = {setup.label: setup for setup in STUDIES[o.study].setups(problem, o.budgets or (1 / n,), o.count)}
+    if missing := [label for label in o.only or () if label not in setups]:
+        raise UserError(f"no method {missing[0]!r} in this study; it has {', '.join(setups)}")
+    title = (
+        f"{Path(o.data).name}: n = {n} workers x {problem.features.shape[1]} rows, d = {problem.d}, l2 = {o.l2:g}, "
+        f"L = {problem.L:.3g}, L_max = {problem.L_max:.3g}, to {o.target:g}"
+    )
+    run.say(title)
+
+    def measure(label: str) -> dict[str, Any]:
+        curves = run_setup(problem, setups[label], o.seeds, target=o.target, max_rounds=o.rounds, count=o.count)
+        run.add(*metrics_of(setups[label], curves, n, o.seeds))
+        return row_of(problem, setups[label], curves, o.target, o.count)
+
+    rows = run.rows_of([label for label in setups if label in (o.only or setups)], str, measure)
+    for row in rows:
+        row["factor"] = rows[0][o.count] / row[o.count] if np.isfinite(row[o.count]) else np.inf
+    run.table(title, COLUMNS, rows, NOTES, f"table-{n}.md")
+    panels = {axis: {row["method"]: row["curves"][axis] for row in rows} for axis in rows[0]["curves"]}
+    error = "relative squared error |x - x*|² / |x*|²"
+    run.plot(f"curves-{n}.png", panels, title, xscale="log", yscale="log", ylabel=error)
+    return rows
 
 
 def row_of(problem: Problem, setup: Setup, curves: Curves, target: float, count: str) -> dict[str, Any]:

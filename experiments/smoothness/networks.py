@@ -126,10 +126,7 @@ def train(
     run = jc.rounds(jc.descend(jc.direct(compressor), RATE), AXIS, seed=seed)
     state, axes = jc.init_state(run, params, WORKERS, AXIS)
 
-    def worker(state, x, y):
-        state, bits = run.step(state, lambda params: jax.grad(loss)(params, x, y))
-        return state, bits
-
+    worker = lambda state, x, y: run.step(state, lambda params: jax.grad(loss)(params, x, y))
     step = jax.jit(jax.vmap(worker, in_axes=(axes, 0, 0), out_axes=(axes, 0), axis_name=AXIS), donate_argnums=0)
     mean_loss = jax.jit(lambda state, x, y: loss(run.point(state), x, y))
     losses, bits = [], []

@@ -44,16 +44,11 @@ class Setup(NamedTuple):
     omega: list[float]
 
 
-class Plan(NamedTuple):
-    """What a budget gives: a compressor, its omega, and the largest variance of a worker in its operator."""
+def plan_of(compressor: str, method: str, diag: np.ndarray, budget: float, mu: float) -> tuple[Any, float, float]:
+    """What a budget gives: a compressor, its omega, and the largest variance of a worker in its operator.
 
-    compressor: Any
-    omega: float
-    variance: float
-
-
-def plan_of(compressor: str, method: str, diag: np.ndarray, budget: float, mu: float) -> Plan:
-    """method: of the design; diag: [n, d] of the operator that whitens (ones without one); budget: in entries."""
+    method: of the design; diag: [n, d] of the operator that whitens (ones without one); budget: in entries.
+    """
     n, d = diag.shape
     kind, _, short = compressor.partition("-")
     options: dict[str, Any] = {"method": "uniform" if kind == "uniform" else method, "workers": n, "mu": mu}
@@ -69,7 +64,7 @@ def plan_of(compressor: str, method: str, diag: np.ndarray, budget: float, mu: f
         made = jc.dithering(steps=each, per_worker=True, norm_dtype=jnp.bfloat16 if short else None)
         variance_of = lambda row, h: dithering_variance(row, (ROUNDED if short else 1.0) * h)
     omega = max(variance_of(np.ones(d), row) for row in each)
-    return Plan(made, omega, max(map(variance_of, diag, each)))
+    return made, omega, max(map(variance_of, diag, each))
 
 
 def make_setup(
@@ -102,16 +97,19 @@ def make_setup(
         L = min(jc.smoothness.mean_lambda_max(operator), L)
     diag = np.broadcast_to(np.asarray(operator.diag, np.float64), (problem.workers, d))
     plans = [plan_of(compressor, design, diag, share * d, problem.l2) for share in budgets]
+    compressors, omegas, variances = zip(*plans, strict=True)
     below, given = None, {"smoothness": L, "workers": problem.workers, "mu": problem.l2}
     if down is not None:
         levels = max(1, round(DOWNLINKS[down] * float(np.sqrt(d))))
         below = jc.dithering(levels, blocks=1, norm_dtype=jnp.bfloat16)
         given["down_omega"] = dithering_variance(np.ones(d), np.full(d, ROUNDED / levels))
-    omega_of = lambda plan: {} if name == "dcgd" else {"omega": plan.omega}
-    theory = getattr(jc.theory, name)
-    steps = [theory(variance=scale * plan.variance, **omega_of(plan), **given) for plan in plans]
+    sizes_of = getattr(jc.theory, name)
+    if name == "dcgd":  # which has no shifts to learn
+        steps = [sizes_of(variance=scale * variance, **given) for variance in variances]
+    else:
+        steps = [sizes_of(variance=scale * V, omega=omega, **given) for V, omega in zip(variances, omegas, strict=True)]
     # The finest plan has the widest levels and the largest capacity: its static shapes serve all budgets.
-    finest = min(plans, key=lambda plan: plan.omega).compressor
+    finest = compressors[int(np.argmin(omegas))]
     wrapped = jc.precondition(finest, operator, dtype=jnp.float32 if compressor == "rand" else None)
 
     def make(s: StepSizes) -> Any:
@@ -121,9 +119,9 @@ def make_setup(
         return jc.descend(up if below is None else jc.bidirectional(up, below, code="best"), s.gamma)
 
     like = jax.ShapeDtypeStruct((d,), jnp.float64)
-    shared = [plan.compressor.init(jax.random.key(0), like).shared for plan in plans]
+    shared = [each.init(jax.random.key(0), like).shared for each in compressors]
     label = label or f"{method} {compressor}" + ("" if down is None else f", down {down}")
-    return Setup(label, list(budgets), make, operator, shared, steps, [plan.omega for plan in plans])
+    return Setup(label, list(budgets), make, operator, shared, steps, list(omegas))
 
 
 # ------------------------------------------------------------------------------------------------
