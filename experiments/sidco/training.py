@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         panels[f"ratio {ratio:g}"] = {method: curve_of(lines) for method, (lines, _) in (dense | found).items()}
     run.table(f"digits, mlp; {o.steps} steps", COLUMNS, rows, NOTES)
     title = f"digits, mlp, {o.workers} workers, {len(o.seeds)} seeds, band: min to max"
-    run.plot("training.png", panels, title, xlabel="MB sent by a worker", ylabel="test accuracy")
+    run.plot("training.png", panels, title, xscale="log", xlabel="MB sent by a worker", ylabel="test accuracy")
     return 0
 
 
