@@ -116,7 +116,7 @@ def ours(steps: int, rank: int, q: Params) -> list[Params]:
     found = []
     for x, y in zip(*batches(steps), strict=True):
         params, state = step(params, state, x, y)
-        found.append(params)
+        found.append(jax.device_get(params))
     return found
 
 

@@ -130,7 +130,7 @@ def error_of(q: Quantizer, xs: np.ndarray, key: Any) -> float:
 
 def seconds_of(chosen: Sequence[Quantizer], size: int, repeats: int, seed: int) -> list[list[float]]:
     """To compress and to decompress a normal vector, all in turn."""
-    x, key = jax.random.normal(jax.random.key(seed), size), jax.random.key(seed)
+    x, key = jax.random.normal(jax.random.key(seed), (size,)), jax.random.key(seed)
     calls = {f"{q.name} {i}": call for q in chosen for i, call in enumerate(q.calls(x, key))}
     seconds = time_all(calls, repeats)
     return [[seconds[f"{q.name} {i}"] for i in (0, 1) if f"{q.name} {i}" in seconds] for q in chosen]

@@ -84,8 +84,9 @@ def read(path: Path) -> Rows:
     """Rows of a file, scaled to norm one. Of several classes the lower half is against the upper one."""
     from sklearn.preprocessing import normalize
 
-    rows, labels = read_rows(path)
-    rows, lengths = normalize(rows), np.diff(rows.indptr)
+    unscaled, labels = read_rows(path)
+    rows: Any = normalize(unscaled)
+    lengths = np.diff(rows.indptr)
     present = np.arange(max(1, lengths.max(initial=0))) < lengths[:, None]
     indices, values = np.zeros(present.shape, np.int32), np.zeros(present.shape, np.float32)
     indices[present], values[present] = rows.indices, rows.data

@@ -106,7 +106,7 @@ def measure_raw(x: np.ndarray) -> list[Measured]:
     """Keys as i32 and values as f32, plain and behind general compressors."""
     keys = np.flatnonzero(x).astype("<i4")
     halves = [keys.tobytes(), x[keys].astype("<f4").tobytes()]
-    rows = [measured("f32 keys + values", x, x, *map(len, halves), 0)]
+    rows = [measured("f32 keys + values", x, x, 4 * keys.size, 4 * keys.size, 0)]
     for name, (pack, _) in general_coders(9, 19).items():
         total, (of_keys, of_values) = len(pack(b"".join(halves))), (len(pack(half)) for half in halves)
         share = total * of_keys / (of_keys + of_values)
@@ -115,9 +115,9 @@ def measure_raw(x: np.ndarray) -> list[Measured]:
 
 
 # The steps from plain Adam to SKCompress, first with the key coders and cells of the papers, then with ours: the mode
-# (None: without loss), the coder of the keys (None: 32 bits each), and whether cells are Huffman-coded.
-CHAIN: dict[str, tuple[str | None, str | None, bool]] = {
-    "Adam": (None, None, False),
+# (None: without loss), the coder of the keys ("": 32 bits each), and whether cells are Huffman-coded.
+CHAIN: dict[str, tuple[str | None, str, bool]] = {
+    "Adam": (None, "", False),
     "+ keys, SketchML's": (None, "sketchml", False),
     "+ MinMaxSketch, midpoints": ("paper", "sketchml", False),
     "+ adaptive keys, Huffman: as released": ("paper", "released", True),
@@ -139,7 +139,7 @@ def chain_meter() -> Callable[[np.ndarray], list[Measured]]:
         counts = np.array([keys.size], np.int32)
         for name, (mode, coder, huffman) in CHAIN.items():
             if mode is None:
-                lists = 4 * keys.size if coder is None else int(codes.key_bits(keys, counts, coder=coder)) / 8
+                lists = int(codes.key_bits(keys, counts, coder=coder)) / 8 if coder else 4 * keys.size
                 rows.append(measured(name, x, x, lists, 4 * keys.size, 0))
                 continue
             x_hat, payload = done[mode]
@@ -157,7 +157,8 @@ def chain_meter() -> Callable[[np.ndarray], list[Measured]]:
 def together(rows: Sequence[Measured]) -> Measured:
     """Sums of bytes and nonzeros over gradients, medians of the others."""
     names, *sizes, errors, lengths = zip(*rows, strict=True)
-    return Measured(names[0], *map(sum, sizes), float(np.median(errors)), float(np.median(lengths)))
+    keys, values, tables, nonzeros = map(sum, sizes)
+    return Measured(names[0], keys, values, tables, nonzeros, float(np.median(errors)), float(np.median(lengths)))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ Regularised logistic regression split among n simulated workers, in 64-bit arith
 step size. Writes to runs/NAME: config.json, metrics.jsonl, results.json, and a table and a plot for each n.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,7 +156,9 @@ def upload_bits(setup: Setup, d: int) -> float:
 def metrics_of(setup: Setup, curves: Curves, workers: int, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     """A line for about 50 rounds of each run."""
     rounds = np.unique(np.geomspace(1, curves.errors.shape[-1], 50).astype(int)).tolist()
-    for (b, budget), (s, seed), number in itertools.product(enumerate(setup.budgets), enumerate(seeds), rounds):
-        line = {"method": setup.label, "workers": workers, "budget": budget, "seed": seed, "round": number}
-        at = {"error": curves.errors, "bits": curves.up, "down_bits": curves.down}
-        yield line | {key: float(values[b, s, number - 1]) for key, values in at.items()}
+    at = {"error": curves.errors, "bits": curves.up, "down_bits": curves.down}
+    for b, s in np.ndindex(curves.errors.shape[:2]):
+        line = {"method": setup.label, "workers": workers, "budget": setup.budgets[b], "seed": seeds[s]}
+        for number in rounds:
+            values = {key: float(values[b, s, number - 1]) for key, values in at.items()}
+            yield line | {"round": number} | values

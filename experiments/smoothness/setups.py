@@ -143,7 +143,8 @@ class Study(NamedTuple):
 
 def made(problem: Problem, name: str, budgets: Sequence[float], **more: Any) -> Setup:
     """A setup in words: a method and a compressor."""
-    return make_setup(problem, *name.split(), budgets, **more)
+    method, compressor = name.split()
+    return make_setup(problem, method, compressor, budgets, **more)
 
 
 def pairs(*names: str) -> Setups:
