@@ -1,1 +1,1 @@
-"""Side by side with other implementations. Each script takes the path of a checkout, and is skipped without it."""
+"""Side by side with other implementations. The releases are run as they are, from a checkout or as installed."""

@@ -1,6 +1,6 @@
 """DeMo beside its release (github.com/bloc97/DeMo), on least squares.
 
-    python -m experiments.peers.demo CHECKOUT [--steps 60]
+    python -m experiments.peers.demo CHECKOUT
 
 CHECKOUT is a clone of the release; torch and einops must be installed. With one worker both are the same method, and
 the points are compared. With four the release divides a coefficient by the number of workers that sent it, jc.demo by
@@ -14,11 +14,11 @@ import numpy as np
 import jaxcomp as jc
 from experiments.lib.report import markdown
 from experiments.lib.run import cells
-from experiments.peers.threads import Group, Problem, load, options_of
+from experiments.peers.processes import Problem, checkout_of, load, run_processes
 
 __all__ = ["main", "released"]
 
-SIZE, RATE, DECAY, K, CHUNK = 64, 0.02, 0.9, 16, 32
+SIZE, STEPS, RATE, DECAY, K, CHUNK = 64, 60, 0.02, 0.9, 16, 32
 COLUMNS = {
     "workers": "{workers}",
     "first loss": "{first:.2f}",
@@ -31,40 +31,30 @@ COLUMNS = {
 }
 
 
-def released(checkout: Path, problem: Problem, workers: int, steps: int) -> tuple[np.ndarray, list[float], int]:
-    """Points, losses, and bytes that a worker sends in a step, of the release."""
+def released(rank: int, checkout: Path, problem: Problem) -> tuple[np.ndarray, int]:
+    """Points of the release, and bytes that a worker sends in a step."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    module = load("released_demo", checkout / "demo.py")
-    group = module.dist = Group(workers)
-
-    def worker(rank: int) -> tuple[list[np.ndarray], int]:
-        w = torch.nn.Parameter(torch.zeros(SIZE, SIZE))
-        options = {"compression_decay": DECAY, "compression_topk": K, "compression_chunk": CHUNK}
-        optimizer = module.DeMo([w], lr=RATE, **options)
-        points = []
-        for _ in range(steps):
-            w.grad = torch.from_numpy(problem.gradient(w.detach().numpy(), rank))
-            optimizer.step()
-            points.append(w.detach().numpy().copy())
-        return points, optimizer.data_transmit
-
-    points, sent = group.run(worker)[0]
-    return np.stack(points), [problem.loss(w) for w in points], sent
+    w = torch.nn.Parameter(torch.zeros(SIZE, SIZE))
+    options = {"compression_decay": DECAY, "compression_topk": K, "compression_chunk": CHUNK}
+    optimizer = load("released_demo", checkout / "demo.py").DeMo([w], lr=RATE, **options)
+    points = []
+    for _ in range(STEPS):
+        w.grad = torch.from_numpy(problem.gradient(w.detach().numpy(), rank))
+        optimizer.step()
+        points.append(w.detach().numpy().copy())
+    return np.stack(points), optimizer.data_transmit
 
 
-def main(arguments: list[str] | None = None) -> None:
-    o = options_of(__doc__, "bloc97/DeMo", "demo.py", arguments, steps=60)
-    if o is None:
-        return
-    rows = []
+def main() -> None:
+    checkout, rows = checkout_of(__doc__, "demo.py"), []
     for workers in (1, 4):
         problem = Problem(workers, SIZE)
-        theirs, their_losses, sent = released(o.checkout, problem, workers, o.steps)
-        ours, our_losses = problem.trained(jc.demo(RATE, "data", decay=DECAY, k=K, chunk=CHUNK), workers, o.steps)
+        theirs, sent = run_processes(workers, released, checkout, problem)
+        ours = problem.trained(jc.demo(RATE, "data", decay=DECAY, k=K, chunk=CHUNK), STEPS)
         apart = np.abs(theirs - ours) > 1e-4
-        row = {"workers": workers, "first": problem.loss(np.zeros((SIZE, SIZE))), "theirs": their_losses[-1]}
-        row |= {"ours": our_losses[-1], "apart": (np.mean(apart[0]), np.mean(apart[-1])), "sent": sent}
+        row = {"workers": workers, "first": problem.loss(np.zeros((SIZE, SIZE))), "theirs": problem.loss(theirs[-1])}
+        row |= {"ours": problem.loss(ours[-1]), "apart": (np.mean(apart[0]), np.mean(apart[-1])), "sent": sent}
         row["bytes"] = (SIZE // CHUNK) ** 2 * K * (32 + (CHUNK**2 - 1).bit_length()) // 8
         rows.append(row)
     print(markdown(list(COLUMNS), cells(COLUMNS, rows)))

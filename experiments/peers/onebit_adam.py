@@ -1,12 +1,12 @@
 """1-bit Adam beside DeepSpeed's (github.com/microsoft/DeepSpeed), on least squares.
 
-    python -m experiments.peers.onebit_adam CHECKOUT [--steps 300] [--freeze 100]
+    python -m experiments.peers.onebit_adam CHECKOUT
 
 CHECKOUT is a clone of the release; torch must be installed. Its optimizer and its compressed backend are run as they
-are, with workers as threads and NumPy's packing of bits in the place of the compiled one. Both have four workers
-and two shots. The release has one scale for the whole message of a worker, jc.onebit_adam with sign("l2", blocks=1) one
-for each chunk of it, and by default one for every 1024 entries, with the mean magnitude for a scale and corrected bias.
-The learning rate falls to zero.
+are, over gloo, with NumPy's packing of bits in the place of the compiled one. Both have four workers and two shots.
+The release has one scale for the whole message of a worker, jc.onebit_adam with sign("l2", blocks=1) one for each
+chunk of it, and by default one for every 1024 entries, with the mean magnitude for a scale and corrected bias. The
+learning rate falls to zero.
 """
 
 import functools
@@ -20,37 +20,40 @@ import optax
 
 import jaxcomp as jc
 from experiments.lib.report import markdown
-from experiments.peers.threads import Group, Problem, load, options_of
+from experiments.peers.processes import Problem, checkout_of, load, run_processes
 
 __all__ = ["main", "released"]
 
-SIZE, WORKERS, RATE, B2 = 32, 4, 0.01, 0.98
+SIZE, WORKERS, STEPS, FREEZE, RATE, B2 = 32, 4, 300, 100, 0.01, 0.98
 FILE = "deepspeed/runtime/fp16/onebit/adam.py"
 
 
-class Packer:
-    """Signs as bits, most significant first, for DeepSpeed's compiled operator; and back as +-1."""
-
-    def load(self) -> "Packer":
-        return self
-
-    def packbits(self, buffer: Any, size: int, rank: int) -> Any:
-        import torch  # pyright: ignore[reportMissingImports]
-
-        return torch.from_numpy(np.packbits(buffer.numpy() >= 0))
-
-    def unpackbits(self, buffer: Any, size: int, rank: int) -> Any:
-        import torch  # pyright: ignore[reportMissingImports]
-
-        return torch.from_numpy(np.unpackbits(buffer.numpy()).astype(np.float32) * 2 - 1)
-
-
-def _module(checkout: Path, group: Group) -> Any:
+def _module(checkout: Path) -> Any:
     """Their `adam`, which reads their `compressed`, with stand-ins for what they import of the rest."""
+    import torch  # pyright: ignore[reportMissingImports]
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports]
+
+    def gathered(out, mine, group):  # gloo wants equal shapes
+        dist.all_gather(out, mine.reshape(out[0].shape), group=group)
+
+    class Packer:
+        """Signs as bits, most significant first, for the compiled operator; and back as +-1."""
+
+        load = classmethod(lambda cls: cls)
+
+        @staticmethod
+        def packbits(buffer, size, rank):
+            return torch.from_numpy(np.packbits(buffer.numpy() >= 0))
+
+        @staticmethod
+        def unpackbits(buffer, size, rank):
+            return torch.from_numpy(np.unpackbits(buffer.numpy()).astype(np.float32) * 2 - 1)
+
     accelerator = types.SimpleNamespace(empty_cache=lambda: None, current_device_name=lambda: "cpu")
+    comm = vars(dist) | {"all_gather": gathered}
     stand_ins = {
-        "deepspeed": {"comm": group},
-        "deepspeed.comm": {name: getattr(group, name) for name in dir(group) if not name.startswith("_")},
+        "deepspeed": {"comm": types.SimpleNamespace(**comm)},
+        "deepspeed.comm": comm,
         "deepspeed.accelerator": {"get_accelerator": lambda: accelerator},
         "deepspeed.utils": {},
         "deepspeed.utils.torch": {"required_torch_version": lambda **_: True},
@@ -60,60 +63,49 @@ def _module(checkout: Path, group: Group) -> Any:
         "deepspeed.runtime.comm": {},
     }
     for name, members in stand_ins.items():
-        module = types.ModuleType(name)
-        module.__path__ = []
-        module.__dict__.update(members)
-        sys.modules[name] = module
-
+        module = sys.modules[name] = types.ModuleType(name)
+        module.__dict__.update(members, __name__=name, __path__=[])
     load("deepspeed.runtime.comm.compressed", checkout / "deepspeed/runtime/comm/compressed.py")
     return load("deepspeed_onebit_adam", checkout / FILE)
 
 
-def released(checkout: Path, problem: Problem, steps: int, freeze: int) -> list[float]:
-    """Losses of the release. Its first step makes buffers and updates nothing, so freeze_step is one more."""
+def released(rank: int, checkout: Path, problem: Problem) -> np.ndarray:
+    """Points of the release. Its first step makes buffers and updates nothing, so freeze_step is one more."""
     import torch  # pyright: ignore[reportMissingImports]
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 
-    group = Group(WORKERS)
-    adam = _module(checkout, group)
-
-    def worker(rank: int) -> list[float]:
-        w = torch.nn.Parameter(torch.zeros(SIZE, SIZE))
-        engine = types.SimpleNamespace(mpu=None, local_rank=rank, enable_backward_allreduce=True)
-        optimizer = adam.OnebitAdam(
-            [w], engine, lr=RATE, freeze_step=freeze + 1, betas=(0.9, B2), comm_backend_name="compressed"
-        )
-        w.grad = torch.zeros_like(w)
+    w = torch.nn.Parameter(torch.zeros(SIZE, SIZE))
+    engine = types.SimpleNamespace(mpu=None, local_rank=rank, enable_backward_allreduce=True)
+    options = {"lr": RATE, "freeze_step": FREEZE + 1, "betas": (0.9, B2), "comm_backend_name": "compressed"}
+    optimizer = _module(checkout).OnebitAdam([w], engine, **options)
+    w.grad = torch.zeros_like(w)
+    optimizer.step()
+    points = []
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
+        w.grad = torch.from_numpy(problem.gradient(w.detach().numpy(), rank))
+        if engine.enable_backward_allreduce:  # the engine averages while the warm-up lasts
+            dist.all_reduce(w.grad)
+            w.grad /= WORKERS
         optimizer.step()
-        losses = []
-        for step in range(steps):
-            optimizer.param_groups[0]["lr"] = RATE * (1 - step / steps)
-            gradient = problem.gradient(w.detach().numpy(), rank)
-            if engine.enable_backward_allreduce:  # the engine averages while the warm-up lasts
-                gradient = np.mean(group.shared(gradient), axis=0)
-            w.grad = torch.from_numpy(gradient)
-            optimizer.step()
-            losses.append(problem.loss(w.detach().numpy()))
-        return losses
-
-    return group.run(worker)[0]
+        points.append(w.detach().numpy().copy())
+    return np.stack(points)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    o = options_of(__doc__, "microsoft/DeepSpeed", FILE, arguments, steps=300, freeze=100)
-    if o is None:
-        return
+def main() -> None:
+    checkout = checkout_of(__doc__, FILE)
     problem = Problem(WORKERS, SIZE)
-    adam = functools.partial(jc.onebit_adam, optax.linear_schedule(RATE, 0.0, o.steps), "data", b2=B2)
+    adam = functools.partial(jc.onebit_adam, optax.linear_schedule(RATE, 0.0, STEPS), "data", b2=B2)
     whole = {"bias_correction": False, "compressor": jc.sign("l2", blocks=1)}
     ours = {
-        'jc.onebit_adam, sign("l2", blocks=1), no correction': adam(freeze_step=o.freeze, **whole),
-        "jc.onebit_adam": adam(freeze_step=o.freeze),
+        'jc.onebit_adam, sign("l2", blocks=1), no correction': adam(freeze_step=FREEZE, **whole),
+        "jc.onebit_adam": adam(freeze_step=FREEZE),
         "jc.onebit_adam, never compressed": adam(freeze_step=10**6),
     }
-    losses = {"DeepSpeed": released(o.checkout, problem, o.steps, o.freeze)}
-    losses |= {name: problem.trained(tx, WORKERS, o.steps)[1] for name, tx in ours.items()}
-    marks = sorted({1, o.freeze, o.freeze + 10, (o.freeze + o.steps) // 2, o.steps})
-    rows = [[name, *(f"{each[mark - 1]:.5f}" for mark in marks)] for name, each in losses.items()]
+    points = {"DeepSpeed": run_processes(WORKERS, released, checkout, problem)}
+    points |= {name: problem.trained(tx, STEPS) for name, tx in ours.items()}
+    marks = (1, FREEZE, FREEZE + 10, (FREEZE + STEPS) // 2, STEPS)
+    rows = [[name, *(f"{problem.loss(each[mark - 1]):.5f}" for mark in marks)] for name, each in points.items()]
     print(markdown(["loss after step", *map(str, marks)], rows))
 
 

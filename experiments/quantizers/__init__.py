@@ -3,7 +3,7 @@
 NMSE = |mean_i C(x_i) - mean_i x_i|^2 / mean_i |x_i|^2.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +14,17 @@ from jax.flatten_util import ravel_pytree
 
 import jaxcomp as jc
 from experiments.bench.timing import bench_parser, codec_calls, report, time_all
-from experiments.lib.cli import at_least
-from experiments.lib.folders import write_json
+from experiments.lib.cli import UserError, at_least, common
 from experiments.lib.report import new_console
 from experiments.lib.run import draw_panels
 from experiments.lib.step import dense
 from experiments.lib.text import read_characters
 from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
-from experiments.quantizers.released import RELEASED
-from jaxcomp.base import State, for_worker
+from experiments.quantizers.released import RELEASED, Released
 
 __all__ = ["main"]
 
+APART = {"EDEN, least squares", "integers, stochastic", "MX, sound", "NVFP4, sound", "e4m3"}  # in the table alone
 BITS: dict[str, Any] = {"xlabel": "bits an entry, scales included", "xscale": "log", "ticks": (0.5, 1, 2, 3, 4, 8)}
 
 
@@ -57,69 +56,37 @@ def families() -> dict[str, list]:
 # Vectors of n workers, f32[n, d]
 
 
-def normal(workers: int, size: int, seed: int) -> np.ndarray:
-    return np.random.default_rng([seed, 1]).standard_normal((workers, size)).astype(np.float32)
-
-
-def lognormal(workers: int, size: int, seed: int) -> np.ndarray:
-    return np.exp(np.random.default_rng([seed, 2]).standard_normal((workers, size))).astype(np.float32)
+def sources_of(workers: int, size: int, seed: int, text: Path | None, steps: int) -> dict[str, np.ndarray]:
+    normal = lambda which: np.random.default_rng([seed, which]).standard_normal((workers, size)).astype(np.float32)
+    gradients = transformer(workers, size, seed, text, steps)
+    return {"normal": normal(1), "lognormal": np.exp(normal(2)), "transformer": gradients}
 
 
 def transformer(workers: int, size: int, seed: int, text: Path | None, steps: int) -> np.ndarray:
     """The first `size` entries of the gradients of the workers, each on 16 windows of its own, after so many steps."""
     codes, characters = read_characters(text)
-    params = jax.tree.map(jnp.asarray, initial(Sizes(characters, 64, 64, 4, 3), seed))
     grad = jax.grad(lambda params, windows: mean_loss(params, windows, LAYOUTS["data"]))
 
     def windows(step: int, worker: int) -> np.ndarray:
         starts = np.random.default_rng([seed, step, worker]).integers(0, len(codes) - 65, 16)
         return codes[starts[:, None] + np.arange(65)]
 
-    start = params
-    for params, _ in dense(start, grad, 2e-3, ((windows(number, 0),) for number in range(steps))):  # noqa: B007
+    params = jax.tree.map(jnp.asarray, initial(Sizes(characters, 64, 64, 4, 3), seed))
+    for params, _ in dense(params, grad, 2e-3, ((windows(number, 0),) for number in range(steps))):  # noqa: B007, B020
         pass
     flat = jax.jit(lambda params, windows: ravel_pytree(grad(params, windows))[0])
-    rows = [np.asarray(flat(params, jnp.asarray(windows(steps, 1 + i)))) for i in range(workers)]
-    if rows[0].size < size:
-        raise ValueError(f"the transformer has {rows[0].size} parameters; got size={size}")
-    return np.stack(rows)[:, :size]
+    rows = np.stack([flat(params, windows(steps, 1 + i)) for i in range(workers)])
+    if rows.shape[1] < size:
+        raise UserError(f"the transformer has {rows.shape[1]:,} parameters; --log2-size must be at most 17")
+    return rows[:, :size]
 
 
 # ------------------------------------------------------------------------------------------------
 
 
-def mean_by(compressor: Any) -> Callable:
-    """(xs f[n, d], key) -> the mean of what the workers sent."""
-
-    def run(xs, key):
-        shared, private = jax.random.split(key)
-        like = jax.ShapeDtypeStruct(xs.shape[1:], xs.dtype)
-        state = compressor.init(shared, like)
-
-        def one(args):
-            i, x = args
-            mine = for_worker(compressor, state.shared, i, xs.shape[0])
-            payload, _ = compressor.compress(jax.random.fold_in(private, i), x, State(state.local, mine))
-            return compressor.decompress(payload, mine, like)
-
-        return jnp.mean(jax.lax.map(one, (jnp.arange(xs.shape[0]), xs)), axis=0)
-
-    return run
-
-
-def mean_of_released(release: Any) -> Callable:
-    """The same for a function (key, x) -> x_hat."""
-
-    def run(xs, key):
-        keys = jax.random.split(key, xs.shape[0])
-        return jnp.mean(jax.lax.map(lambda args: release.run(*args), (keys, xs)), axis=0)
-
-    return run
-
-
 class Quantizer(NamedTuple):
-    """bits: an entry, scales included;  mean: of what workers sent, (xs, key) -> f[d];  calls: (x, key) -> what
-    compresses and what decompresses x, one function of both for a release, which packs nothing."""
+    """bits: an entry, scales included;  mean: of what workers sent, (xs f[n, d], key) -> f[d];  calls: (x, key) ->
+    what compresses and what decompresses x, one function of both for a release, which packs nothing."""
 
     family: str
     name: str
@@ -128,35 +95,42 @@ class Quantizer(NamedTuple):
     calls: Callable
 
 
-def quantizers(d: int, wanted: Callable[[str], bool]) -> Iterator[Quantizer]:
-    """All of these families."""
+def ours(family: str, compressor: Any, d: int) -> Quantizer:
     x, key = jax.ShapeDtypeStruct((d,), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
-    for family, compressors in families().items():
-        for compressor in compressors if wanted(family) else ():
-            payload = jax.eval_shape(lambda x, key, c=compressor: jc.roundtrip(c, x, key=key)[1], x, key)
-            calls = lambda x, key, c=compressor: codec_calls("", c, x, key)[0].values()
-            bits = 8 * jc.lane_bytes(payload) / d
-            yield Quantizer(family, compressor.spec.name, bits, mean_by(compressor), calls)
-    for release in RELEASED if wanted("released") else ():
-        whose = "CGX" if release.name.startswith("CGX") else release.name.split()[0]
-        run = jax.jit(release.run)
-        calls = lambda x, key, run=run: [lambda: run(key, x)]
-        yield Quantizer(f"{whose}, released", release.name, release.bits, mean_of_released(release), calls)
+    payload = jax.eval_shape(lambda x, key: jc.roundtrip(compressor, x, key=key)[1], x, key)
+
+    def mean(xs, key):
+        tx = jc.compressed_mean(jc.direct(compressor), "data", "gather", seed=key)
+        state, axes = jc.init_state(tx, xs[0], len(xs), "data")
+        return jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")(xs, state)[0]
+
+    calls = lambda x, key: codec_calls("", compressor, x, key)[0].values()
+    return Quantizer(family, compressor.spec.name, 8 * jc.lane_bytes(payload) / d, mean, calls)
 
 
-def errors_of(run: Callable, sources: dict[str, np.ndarray], seed: int) -> dict[str, float]:
-    """NMSE for each source."""
-    compiled, errors = jax.jit(run), {}
-    for name, xs in sources.items():
-        mean = np.asarray(compiled(xs, jax.random.key(seed)), np.float64)
-        wide = xs.astype(np.float64)
-        errors[name] = float(np.sum(np.square(mean - wide.mean(0))) / np.mean(np.sum(np.square(wide), axis=1)))
-    return errors
+def theirs(release: Released) -> Quantizer:
+    run = jax.jit(release.run)
+    mean = lambda xs, key: jnp.mean(jax.vmap(run)(jax.random.split(key, len(xs)), xs), axis=0)
+    whose = "CGX" if release.name.startswith("CGX") else release.name.split()[0]
+    return Quantizer(f"{whose}, released", release.name, release.bits, mean, lambda x, key: [lambda: run(key, x)])
+
+
+def quantizers(d: int, only: Sequence[str] | None = None) -> list[Quantizer]:
+    """Those of the families whose names contain one of these words."""
+    wanted = lambda family: only is None or any(part in family for part in only)
+    found = [ours(family, c, d) for family, some in families().items() if wanted(family) for c in some]
+    return found + [q for q in map(theirs, RELEASED) if wanted(q.family)]
+
+
+def error_of(q: Quantizer, xs: np.ndarray, key: Any) -> float:
+    """NMSE."""
+    mean, wide = np.asarray(jax.jit(q.mean)(xs, key), np.float64), xs.astype(np.float64)
+    return float(np.sum(np.square(mean - wide.mean(0))) / np.mean(np.sum(np.square(wide), axis=1)))
 
 
 def seconds_of(chosen: Sequence[Quantizer], size: int, repeats: int, seed: int) -> list[list[float]]:
     """To compress and to decompress a normal vector, all in turn."""
-    x, key = jnp.asarray(normal(1, size, seed)[0]), jax.random.key(seed)
+    x, key = jax.random.normal(jax.random.key(seed), (size,)), jax.random.key(seed)
     calls = {f"{q.name} {i}": call for q in chosen for i, call in enumerate(q.calls(x, key))}
     seconds = time_all(calls, repeats)
     return [[seconds[f"{q.name} {i}"] for i in (0, 1) if f"{q.name} {i}" in seconds] for q in chosen]
@@ -166,71 +140,52 @@ def main(arguments: Sequence[str]) -> int:
     p = bench_parser("quantizers", __doc__, repeats=9)
     p.add_argument("--log2-size", type=at_least(11), default=17, help="d = 2^this entries")
     p.add_argument("--log2-timed", type=at_least(11), default=22, help="entries of the vector for the times")
-    p.add_argument("--workers", type=at_least(1), default=10)
     p.add_argument("--steps", type=at_least(0), default=100, help="training steps before gradients are taken")
     p.add_argument("--text", type=Path, default=None, help="what the transformer reads; the library's source without")
-    p.add_argument("--seed", type=int, default=0)
+    common(p, "seed", workers=10)
     p.add_argument("--only", nargs="*", default=None, help="families whose names contain one of these")
-    p.add_argument("--json", type=Path, default=None, help="keep the figures in this file")
     p.add_argument("--plot", type=Path, default=None, help="draw a figure into this file")
     o = p.parse_args(arguments)
 
-    n, d = o.workers, 2**o.log2_size
-    sources = {
-        "normal": normal(n, d, o.seed),
-        "lognormal": lognormal(n, d, o.seed),
-        "transformer": transformer(n, d, o.seed, o.text, o.steps),
-    }
-    chosen = list(quantizers(d, lambda family: o.only is None or any(part in family for part in o.only)))
-    seconds, records = seconds_of(chosen, 2**o.log2_timed, o.repeats, o.seed), []
-    with new_console().status("compiling") as status:
-        for q, times in zip(chosen, seconds, strict=True):
+    sources = sources_of(o.workers, 2**o.log2_size, o.seed, o.text, o.steps)
+    chosen, rows = quantizers(2**o.log2_size, o.only), []
+    with new_console().status("") as status:
+        for q, seconds in zip(chosen, seconds_of(chosen, 2**o.log2_timed, o.repeats, o.seed), strict=True):
             status.update(q.name)
-            errors, speed = errors_of(q.mean, sources, o.seed), 2**o.log2_timed / sum(times) / 1e6
-            ms = [1e3 * s for s in times] if len(times) == 2 else None
-            records.append(
-                {"family": q.family, "name": q.name, "bits": q.bits, "errors": errors, "ms": ms, "speed": speed}
+            row = {"family": q.family, "name": q.name, "bits": q.bits, "speed": 2**o.log2_timed / sum(seconds) / 1e6}
+            row["ms"] = [f"{1e3 * s:.1f}" for s in seconds] if len(seconds) == 2 else ["", ""]
+            rows.append(
+                row | {"errors": {name: error_of(q, xs, jax.random.key(o.seed)) for name, xs in sources.items()}}
             )
     columns = {
         "quantizer": "{name}",
         "bits / entry": "{bits:.3f}",
         **{f"NMSE {name}": f"{{errors[{name}]:.3g}}" for name in sources},
-        "compress ms": lambda row: f"{row['ms'][0]:.1f}" if row["ms"] else "",
-        "decompress ms": lambda row: f"{row['ms'][1]:.1f}" if row["ms"] else "",
+        "compress ms": "{ms[0]}",
+        "decompress ms": "{ms[1]}",
         "M entries / s": "{speed:.0f}",
     }
     notes = (
-        f"NMSE of the mean of {n} workers, over the mean of |x_i|^2. Bits are those of the lanes, scales included. "
-        f"Gradients are those of a transformer of 3 layers after {o.steps} steps. Times are of 2^{o.log2_timed} "
-        f"entries, medians of {o.repeats} rounds in turn; speed is that of both together. Releases pack nothing here."
+        f"NMSE of the mean of {o.workers} workers, over the mean of |x_i|^2. Bits are those of the lanes, scales "
+        f"included. Gradients are those of a transformer of 3 layers after {o.steps} steps. Times are of "
+        f"2^{o.log2_timed} entries, medians of {o.repeats} rounds in turn; speed is that of both together. Releases "
+        f"pack nothing here."
     )
-    rows = sorted(records, key=lambda r: (round(r["bits"]), r["bits"], r["name"]))
-    report(o, f"{n} workers, d = 2^{o.log2_size}", columns, rows, notes)
-    if o.json is not None:
-        write_json(o.json, records)
+    rows.sort(key=lambda row: (round(row["bits"]), row["bits"], row["name"]))
+    report(o, f"{o.workers} workers, d = 2^{o.log2_size}", columns, rows, notes)
     if o.plot is not None:
-        draw(records, list(sources), n, o.plot)
-        draw_speed(records, o.plot.with_stem(f"{o.plot.stem}-speed"))
+        panels = {name: lines(rows, lambda row, name=name: row["errors"][name]) for name in sources}
+        draw_panels(o.plot, panels, ylabel=f"NMSE of the mean of {o.workers} workers", yscale="log", **BITS)
+        panels = {"compress and decompress": lines(rows, lambda row: row["speed"])}
+        path = o.plot.with_stem(f"{o.plot.stem}-speed")
+        draw_panels(path, panels, ylabel="million entries a second", yscale="log", **BITS)
     return 0
 
 
-APART = {"EDEN, least squares", "integers, stochastic", "MX, sound", "NVFP4, sound", "e4m3"}  # in the table alone
-
-
-def lines(records: list[dict], value: Callable[[dict], float]) -> dict[str, tuple]:
+def lines(rows: list[dict], value: Callable[[dict], float]) -> dict[str, tuple]:
     """A curve over bits for each family of the figures."""
-    families = dict.fromkeys(r["family"] for r in records if r["family"] not in APART)
-    points = {f: sorted((r["bits"], value(r)) for r in records if r["family"] == f) for f in families}
-    return {family: tuple(zip(*each, strict=True)) for family, each in points.items()}
-
-
-def draw(records: list[dict], sources: list[str], workers: int, path: Path) -> None:
-    """One panel for each source, one line for each family."""
-    panels = {source: lines(records, lambda r, source=source: r["errors"][source]) for source in sources}
-    draw_panels(path, panels, ylabel=f"NMSE of the mean of {workers} workers", yscale="log", **BITS)
-
-
-def draw_speed(records: list[dict], path: Path) -> None:
-    """The same families: how fast they are."""
-    panels = {"compress and decompress": lines(records, lambda r: r["speed"])}
-    draw_panels(path, panels, ylabel="million entries a second", yscale="log", **BITS)
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["family"] not in APART:
+            curves.setdefault(row["family"], []).append((row["bits"], value(row)))
+    return {family: tuple(zip(*sorted(points), strict=True)) for family, points in curves.items()}

@@ -5,6 +5,7 @@ On vectors of known laws with exact zeros among them, and on gradients recorded 
 error feedback. Methods that adapt see one vector after the other; the first quarter of the rounds is not counted.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,6 @@ from experiments.lib.models import CharLstm, Cnn
 from experiments.lib.run import Run, parser_of
 from experiments.lib.step import classified, dense
 from experiments.lib.text import read_characters, windows
-from jaxcomp.base import State, overflow, residual
 
 __all__ = ["LAWS", "ZEROS", "draws", "main"]
 
@@ -70,69 +70,82 @@ def record_images(data: str, folder: Path | None, steps: int, seed: int) -> np.n
     """Gradients f32[steps, d] of a CNN, trained dense with Adam on batches of 64."""
     images = load(data, folder)
     everyone = [np.arange(len(images.train_y))]
-
-    def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-        chosen = batch_of(everyone, 64, seed, step)
-        return images.train_x[chosen], images.train_y[chosen]
-
-    return record(Cnn(images.train_x.shape[1:], images.num_classes, rngs=nnx.Rngs(seed)), batch, steps, rate=1e-3)
+    chosen = (batch_of(everyone, 64, seed, step) for step in range(steps))
+    model = Cnn(images.train_x.shape[1:], images.num_classes, rngs=nnx.Rngs(seed))
+    return record(model, ((images.train_x[rows], images.train_y[rows]) for rows in chosen), rate=1e-3)
 
 
 def record_text(path: Path, steps: int, seed: int) -> np.ndarray:
     """Gradients f32[steps, d] of a character LSTM, trained dense with Adam on 32 windows of 64 characters."""
     codes, characters = read_characters(path)
-
-    def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = windows(codes[:-1], 32, 64, seed, step)
-        return rows[:, :-1], rows[:, 1:]
-
-    return record(CharLstm(characters, rngs=nnx.Rngs(seed)), batch, steps, rate=2e-3)
+    rows = (windows(codes[:-1], 32, 64, seed, step) for step in range(steps))
+    model = CharLstm(characters, rngs=nnx.Rngs(seed))
+    return record(model, ((codes[:, :-1], codes[:, 1:]) for codes in rows), rate=2e-3)
 
 
-def record(model: Any, batch: Callable, steps: int, rate: float) -> np.ndarray:
+def record(model: Any, batches: Iterable[Any], rate: float) -> np.ndarray:
     """All leaves of each gradient as one vector, in the order of `jax.tree.leaves`."""
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     gradient = jax.grad(classified(graph, rest))
-    return np.stack([flat for _, flat in dense(params, gradient, rate, map(batch, range(steps)))])
+    return np.stack([flat for _, flat in dense(params, gradient, rate, batches)])
 
 
-class Row(NamedTuple):
-    """Achieved over target of one method on one source, a number for each round."""
+class Group(NamedTuple):
+    """Sources of vectors f32[size] that make a table: makers of all vectors of each, by name.
 
-    source: str
+    feedback: whether what was not sent is added to the next vector.
+    """
+
+    title: str
+    file: str
+    size: int
     feedback: bool
-    method: str
-    ratio: float
-    achieved: np.ndarray
-
-    @property
-    def settled(self) -> np.ndarray:
-        return self.achieved[len(self.achieved) // 4 :]
+    sources: dict[str, Callable[[], Iterable[np.ndarray]]]
 
 
-def meter(compressor: Any, ratio: float, size: int, feedback: bool) -> Callable[[Iterable[np.ndarray]], np.ndarray]:
-    """Runs a compressor over vectors f32[size], with or without a memory, and counts; compiled once."""
-    like = jax.ShapeDtypeStruct((size,), jnp.float32)
-    key = jax.random.key(0)
-    k = max(1, int(ratio * size))
+def groups_of(o: Any) -> list[Group]:
+    size, laws = 2**o.log2_size, {}
+    for law, zeros in itertools.product(LAWS, ZEROS):
+        name = f"{law}, {zeros:.0%} zeros" if zeros else law
+        laws[name] = functools.partial(draws, law, zeros, size, o.rounds, o.seed)
+    shares = ", ".join(f"{share:.0%}" for share in ZEROS)
+    groups = [Group(f"{len(LAWS)} known laws, each with {shares} zeros; d = {size:,}", "laws", size, False, laws)]
+    name = "digits" if o.mnist is None else "MNIST"
+    recorded = {f"CNN, {name}": record_images(name.lower(), o.mnist, o.steps, o.seed)}
+    if o.text is not None:
+        recorded["LSTM, text"] = record_text(o.text, o.steps, o.seed)
+    for (source, x), feedback in itertools.product(recorded.items(), (False, True)):
+        title = f"{source}, {'with' if feedback else 'without'} error feedback; d = {x.shape[1]:,}"
+        file = f"{source.split(',')[0].lower()}-{'feedback' if feedback else 'plain'}"
+        groups.append(Group(title, file, x.shape[1], feedback, {source: lambda x=x: x}))
+    return groups
+
+
+def achieved(compressor: Any, ratio: float, group: Group) -> list[list[float]]:
+    """Achieved over target for each source in each round."""
+    tx = jc.compressed_mean((jc.error_feedback if group.feedback else jc.direct)(compressor), None)
 
     @jax.jit
-    def step(x, memory, local, round_):
-        message = x + memory if feedback else x
-        payload, local = compressor.compress(jax.random.fold_in(key, round_), message, State(local))
-        rest = residual(compressor, message, payload, ()) if feedback else memory
-        count = jnp.sum(payload.indices < size, dtype=jnp.int32) + overflow(compressor, local)
-        return rest, local, count / jnp.float32(k)
+    def step(state, x):
+        _, state = tx.update(x, state)
+        info = jc.info(state)
+        return state, (info.achieved_ratio * group.size + info.overflow) / max(1, int(ratio * group.size))
 
-    def run(vectors: Iterable[np.ndarray]) -> np.ndarray:
-        memory = jnp.zeros((size,)) if feedback else jnp.zeros(())
-        local, achieved = compressor.init(key, like).local, []
-        for round_, x in enumerate(vectors):
-            memory, local, one = step(x, memory, local, round_)
-            achieved.append(float(one))
-        return np.array(achieved)
+    def run(vectors: Iterable[np.ndarray]) -> Iterator[float]:
+        state = tx.init(jnp.zeros(group.size))
+        for x in vectors:
+            state, one = step(state, x)
+            yield float(one)
 
-    return run
+    return [list(run(vectors())) for vectors in group.sources.values()]
+
+
+def cell(sources: list[list[float]]) -> str:
+    settled = [np.array(rounds[len(rounds) // 4 :]) for rounds in sources]
+    together, means = np.concatenate(settled), [rounds.mean() for rounds in settled]
+    low, high = np.quantile(together, [0.05, 0.95])
+    spread = f" ({min(means):.3g} .. {max(means):.3g})" if len(means) > 1 else ""
+    return f"{together.mean():.3g} [{low:.3g}, {high:.3g}]{spread}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -145,65 +158,29 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--text", type=Path, default=None, help="for the LSTM, plain or .xz; without it it is left out")
     common(p, "seed")
     run = Run(p, arguments, "sidco-quality")
-    o, size = run.options, 2**run.options.log2_size
-
-    name = "digits" if o.mnist is None else "MNIST"
-    sources = {f"CNN, {name}": record_images(name.lower(), o.mnist, o.steps, o.seed)}
-    if o.text is not None:
-        sources["LSTM, text"] = record_text(o.text, o.steps, o.seed)
-
-    known: list[Row] = []
-    recorded: list[Row] = []
-
-    def one(case: tuple[str, float]) -> None:
-        method, ratio = case
-        compressor = METHODS[method](ratio)
-        measure = meter(compressor, ratio, size, feedback=False)
-        for law, zeros in itertools.product(LAWS, ZEROS):
-            source = f"{law}, {zeros:.0%} zeros" if zeros else law
-            known.append(Row(source, False, method, ratio, measure(draws(law, zeros, size, o.rounds, o.seed))))
-        for (source, x), feedback in itertools.product(sources.items(), (False, True)):
-            recorded.append(Row(source, feedback, method, ratio, meter(compressor, ratio, x.shape[1], feedback)(x)))
-
-    run.rows_of(list(itertools.product(METHODS, o.ratios)), lambda case: f"{case[0]}, {case[1]:g}", one)
-    run.add(*(row._replace(achieved=row.achieved.tolist())._asdict() for row in known + recorded))
-    shares = ", ".join(f"{share:.0%}" for share in ZEROS)
-    table(run, f"{len(LAWS)} known laws, each with {shares} zeros; d = 2^{o.log2_size}", known, "laws.md")
-    for source, feedback in dict.fromkeys((row.source, row.feedback) for row in recorded):
-        chosen = [row for row in recorded if (row.source, row.feedback) == (source, feedback)]
-        title = f"{source}, {'with' if feedback else 'without'} error feedback; d = {sources[source].shape[1]:,}"
-        table(run, title, chosen, f"{source.split(',')[0].lower()}-{'feedback' if feedback else 'plain'}.md")
-    laws: dict[str, dict[str, Any]] = {f"target {ratio:g}": {} for ratio in o.ratios}
-    for method, ratio in itertools.product(METHODS, o.ratios):
-        chosen = [row for row in known if (row.method, row.ratio) == (method, ratio)]
-        means = np.maximum([np.mean(row.settled) for row in chosen], 1e-3)
-        laws[f"target {ratio:g}"][method] = ([row.source for row in chosen], means)
-    run.plot(
-        "laws.png", laws, "mean of each law; intervals stand in the table", yscale="log", ylabel="achieved / target"
-    )
-    least = min(o.ratios)
-    over_time: dict[str, dict[str, Any]] = {}
-    for row in recorded:
-        if row.ratio == least:
-            panel = f"{row.source}, {'with' if row.feedback else 'without'} error feedback"
-            line = (range(len(row.achieved)), np.maximum(row.achieved, 1e-3))
-            over_time.setdefault(panel, {})[row.method] = line
-    labels = {"xlabel": "training step", "ylabel": f"achieved / target at {least:g}"}
-    run.plot("recorded.png", over_time, yscale="log", **labels)
+    panels = {}
+    for group in groups_of(run.options):
+        least = compare(run, group)
+        if len(group.sources) == 1:  # vectors of known laws have no order in time
+            panels[group.title] = {name: (range(len(y)), np.maximum(y, 1e-3)) for name, (y,) in least.items()}
+    labels = {"xlabel": "training step", "ylabel": f"achieved / target at {min(run.options.ratios):g}"}
+    run.plot("recorded.png", panels, yscale="log", **labels)
     return 0
 
 
-def table(run: Run, title: str, rows: list[Row], name: str) -> None:
-    """A row for each method, a column for each ratio."""
+def compare(run: Run, group: Group) -> dict[str, list[list[float]]]:
+    """The table of a group; achieved over target of each method at the least ratio, of each source in each round."""
+    ratios = run.options.ratios
 
-    def cell(method: str, ratio: float) -> str:
-        chosen = [row.settled for row in rows if (row.method, row.ratio) == (method, ratio)]
-        together = np.concatenate(chosen)
-        low, high = np.quantile(together, [0.05, 0.95])
-        means = [float(np.mean(values)) for values in chosen]
-        spread = f" ({min(means):.3g} .. {max(means):.3g})" if len(means) > 1 else ""
-        return f"{np.mean(together):.3g} [{low:.3g}, {high:.3g}]{spread}"
+    def measure(method: str) -> dict[float, list[list[float]]]:
+        found = {ratio: achieved(METHODS[method](ratio), ratio, group) for ratio in ratios}
+        for ratio, rounds in found.items():
+            row = {"feedback": group.feedback, "method": method, "ratio": ratio}
+            run.add(*(row | {"source": x, "achieved": y} for x, y in zip(group.sources, rounds, strict=True)))
+        return found
 
-    columns = {"method": "{method}"}
-    columns |= {f"{r:g}": lambda row, r=r: cell(row["method"], r) for r in run.options.ratios}
-    run.table(title, columns, [{"method": m} for m in dict.fromkeys(row.method for row in rows)], NOTES, name)
+    run.say(group.title)
+    found = dict(zip(METHODS, run.rows_of(list(METHODS), str, measure), strict=True))
+    columns = {f"{ratio:g}": lambda method, ratio=ratio: cell(found[method][ratio]) for ratio in ratios}
+    run.table(group.title, {"method": str, **columns}, METHODS, NOTES, f"{group.file}.md")
+    return {method: rounds[min(ratios)] for method, rounds in found.items()}

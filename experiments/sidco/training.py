@@ -1,22 +1,23 @@
-"""Loss and accuracy of SIDCo and its rivals, at equal steps and at equal bytes.
+"""Loss and accuracy of SIDCo and its rivals on digits, at equal steps and at equal bytes.
 
 Runs `compare` once for each ratio, with error feedback for every sparse method, and joins the results.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import at_least, common, fraction
+from experiments.lib.cli import common, fraction
 from experiments.lib.folders import Journal, read_results
 from experiments.lib.plots import by_seed
 from experiments.lib.report import spread
 from experiments.lib.run import Run, parser_of
+from experiments.train import compare
 
 __all__ = ["main"]
 
+Lines = list[dict[str, Any]]
 DENSE = "dense-f32"
 SPARSE = ["top-k", "sidco", "sidco-p", "sidco-gp", "sidco-narrow", "dgc", "redsync", "gaussian-k"]
 NOTES = """\
@@ -35,71 +36,55 @@ COLUMNS = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    from experiments.train import compare
-
     p = parser_of("sidco training", __doc__)
     p.add_argument("--ratios", type=fraction, nargs="+", default=[0.1, 0.01, 0.001], metavar="RATIO", help="targets")
     p.add_argument("--methods", nargs="+", choices=SPARSE, default=SPARSE, metavar="METHOD", help=", ".join(SPARSE))
-    p.add_argument("--test-every", type=at_least(1), default=20, help="steps between tests")
-    p.add_argument("--data", default="digits", help="as in compare")
-    p.add_argument("--model", default="mlp", help="as in compare")
-    common(p, "data-dir", "workers", steps=400, seeds=[0, 1, 2])
+    common(p, "workers", steps=400, seeds=[0, 1, 2])
     run = Run(p, arguments, "sidco-training")
     o = run.options
 
-    shared = ["--log-every", 10, "--checkpoint-every", o.steps, "--seeds", *o.seeds, "--runs", run.folder]
-    for flag in ("steps", "test_every", "data", "data_dir", "model", "workers"):
-        shared += [f"--{flag.replace('_', '-')}", getattr(o, flag)] if getattr(o, flag) is not None else []
-    runs = [("dense", [DENSE], 1.0), *((f"ratio-{ratio:g}", o.methods, ratio) for ratio in o.ratios)]
-    for name, methods, ratio in runs:
-        words = [*shared, "--name", name, "--ratio", ratio, "--methods", *methods]
-        if code := compare.main(list(map(str, words))):
-            return code
+    def trained(name: str, ratio: float, methods: list[str]) -> dict[str, tuple[Lines, Lines]]:
+        """What `compare` logged in its steps, and its results, for each method."""
+        folder = run.folder / name
+        words = ["--runs", run.folder, "--name", name, "--ratio", ratio, "--methods", *methods, "--steps", o.steps]
+        words += ["--workers", o.workers, "--seeds", *o.seeds, "--checkpoint-every", o.steps, "--test-every", 20]
+        if compare.main(list(map(str, words))):
+            raise KeyboardInterrupt
+        of = lambda method, lines: [line for line in lines if line["method"] == method]
+        lines, results = Journal(folder).lines(), read_results(folder / "results.json")
+        return {method: (of(method, lines), of(method, results)) for method in methods}
 
-    dense = load(run.folder / "dense")
-    loaded = {ratio: load(run.folder / f"ratio-{ratio:g}") for ratio in o.ratios}
-    rows = [row_of(DENSE, "-", dense, None)]
-    for ratio, found in loaded.items():
+    dense = trained("dense", 1, [DENSE])
+    rows, panels = [{"ratio": "-", **row_of(DENSE, *dense[DENSE], 0), "early": "-"}], {}
+    for ratio in o.ratios:
+        found = trained(f"ratio-{ratio:g}", ratio, o.methods)
         # Bytes that the first method sends in half of its steps.
-        budget = max(line["sent_bytes"] for line in found["lines"] if line["method"] == o.methods[0]) / 2
-        rows += [row_of(method, f"{ratio:g}", found, budget) for method in o.methods]
-    run.table(f"{o.data}, {o.model}; {o.steps} steps", COLUMNS, rows, NOTES)
-    over_steps, over_bytes = {}, {}
-    for ratio, found in loaded.items():
-        of = {DENSE: dense["lines"], **dict.fromkeys(o.methods, found["lines"])}
-        curves = {method: accuracies(method, lines) for method, lines in of.items()}
-        over_steps[f"ratio {ratio:g}, over steps"] = {name: (x, y) for name, (x, _, y) in curves.items()}
-        over_bytes[f"ratio {ratio:g}, over MB sent by a worker"] = {name: (x, y) for name, (_, x, y) in curves.items()}
-    title = f"{o.data}, {o.model}, {o.workers} workers, mean of {len(o.seeds)} seeds"
-    run.plot("training.png", over_steps | over_bytes, title, ylabel="test accuracy")
+        budget = max(line["sent_bytes"] for line in found[o.methods[0]][0]) / 2
+        rows += [{"ratio": f"{ratio:g}", **row_of(method, *found[method], budget)} for method in o.methods]
+        panels[f"ratio {ratio:g}"] = {method: curve_of(lines) for method, (lines, _) in (dense | found).items()}
+    run.table(f"digits, mlp; {o.steps} steps", COLUMNS, rows, NOTES)
+    title = f"digits, mlp, {o.workers} workers, {len(o.seeds)} seeds, band: min to max"
+    run.plot("training.png", panels, title, xscale="log", xlabel="MB sent by a worker", ylabel="test accuracy")
     return 0
 
 
-def accuracies(method: str, lines: list[dict[str, Any]]) -> list[np.ndarray]:
-    """Steps with a test, megabytes sent until then, and the mean accuracy of the seeds."""
-    tested = [line for line in lines if line["method"] == method and "accuracy" in line]
-    steps, sent, means = (values.mean(0) for values in by_seed(tested, "step", "sent_bytes", "accuracy"))
-    return [steps, sent / 1e6, means]
-
-
-def load(folder: Path) -> dict[str, Any]:
-    return {"lines": Journal(folder).lines(), "results": read_results(folder / "results.json")}
-
-
-def row_of(method: str, ratio: str, found: dict[str, Any], budget: float | None) -> dict[str, Any]:
+def row_of(method: str, lines: Lines, results: Lines, budget: float) -> dict[str, Any]:
     """budget: bytes up to which the best accuracy counts."""
-    results, of_method = ([row for row in found[kind] if row["method"] == method] for kind in ("results", "lines"))
-
-    def best_of(seed: int) -> float:
-        mine = (line for line in of_method if line["seed"] == seed and line["sent_bytes"] <= budget)
-        return max((line["accuracy"] for line in mine if "accuracy" in line), default=0)
-
+    early = {row["seed"]: 0.0 for row in results}
+    for line in lines:
+        if line["sent_bytes"] <= budget:
+            early[line["seed"]] = max(early[line["seed"]], line.get("accuracy", 0))
     return {
         "method": method,
-        "ratio": ratio,
-        "achieved": np.mean([line["achieved_ratio"] for line in of_method]),
+        "achieved": np.mean([line["achieved_ratio"] for line in lines]),
         "sent": results[0]["sent_bytes"],
         "loss": spread([row["loss"] for row in results]),
         "accuracy": spread([row["accuracy"] for row in results]),
-        "early": spread([best_of(row["seed"]) for row in results]) if budget is not None else "-",
+        "early": spread(list(early.values())),
     }
+
+
+def curve_of(lines: Lines) -> tuple[np.ndarray, np.ndarray]:
+    """Megabytes sent until each test, and its accuracy for each seed."""
+    sent, accuracies = by_seed([line for line in lines if "accuracy" in line], "sent_bytes", "accuracy")
+    return sent.mean(0) / 1e6, accuracies

@@ -82,15 +82,14 @@ def synthetic(
 
 def read(path: Path) -> Rows:
     """Rows of a file, scaled to norm one. Of several classes the lower half is against the upper one."""
-    rows, labels = read_rows(path)
+    from sklearn.preprocessing import normalize
+
+    unscaled, labels = read_rows(path)
+    rows: Any = normalize(unscaled)
     lengths = np.diff(rows.indptr)
-    indices = np.zeros((labels.size, max(1, lengths.max(initial=0))), np.int32)
-    values = np.zeros(indices.shape, np.float32)
-    row = np.repeat(np.arange(lengths.size), lengths)
-    place = np.arange(rows.nnz) - np.repeat(rows.indptr[:-1], lengths)
-    norms = np.sqrt(np.bincount(row, rows.data**2, lengths.size))
-    indices[row, place] = rows.indices
-    values[row, place] = rows.data / np.maximum(norms, 1e-12)[row]
+    present = np.arange(max(1, lengths.max(initial=0))) < lengths[:, None]
+    indices, values = np.zeros(present.shape, np.int32), np.zeros(present.shape, np.float32)
+    indices[present], values[present] = rows.indices, rows.data
     signs = np.where(labels > np.median(np.unique(labels)), 1, -1).astype(np.float32)
     return Rows(path.name.split(".")[0], indices, values, signs, rows.shape[1])
 

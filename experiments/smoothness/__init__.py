@@ -1,115 +1,164 @@
-"""Smoothness-aware compression: DCGD+, DIANA+, ADIANA+ against the methods they improve, in rounds, bits and seconds.
+"""Smoothness-aware compression: DCGD+, DIANA+, ADIANA+ against the methods they improve, in rounds and bits.
 
 Regularised logistic regression split among n simulated workers, in 64-bit arithmetic, every method at its theoretical
-step size. Writes to runs/NAME: config.json, metrics.jsonl, results.json, table.md and a plot.
+step size. Writes to runs/NAME: config.json, metrics.jsonl, results.json, and a table and a plot for each n.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from experiments.lib.cli import Parser, UserError, at_least, common, positive
-from experiments.lib.report import progress_bar
-from experiments.lib.run import Run, cells, parser_of
-from experiments.smoothness.problems import add_data, make_problem
-from experiments.smoothness.report import NOTES, Result, columns_of, draw, metrics_of, plot_workers
-from experiments.smoothness.runner import run_setup
-from experiments.smoothness.setups import STUDIES
+from experiments.lib.cli import UserError, at_least, common, positive
+from experiments.lib.run import Columns, Run, parser_of
+from experiments.smoothness.networks import networks
+from experiments.smoothness.problems import Problem, add_data, make_problem
+from experiments.smoothness.runner import Curves, run_setup
+from experiments.smoothness.setups import STUDIES, Setup
 
-__all__ = ["main"]
+__all__ = ["main", "upload_bits"]
+
+NOTES = """\
+Per worker. budget: expected non-zeros of a message over d, the one with the fewest bits. kB up: sent until the target
+(norms, Elias-coded gaps and levels, values of 32 bits), geometric mean over seeds. + upload: with the one-off message
+that tells the server the roots and the plan. kB down: the direction, in 32 bits an entry or as a server compresses
+it (half, one, two: dithering with so many times sqrt(d) levels and a norm of 16 bits). factor: kB up (--count both: up
+and down) of the first row over this one's. floor: smallest relative squared error seen."""
 
 
-def parser() -> Parser:
+def where_reached(key: str, form: str) -> Callable[[dict[str, Any]], str]:
+    return lambda row: form.format(row[key]) if np.isfinite(row[key]) else "-"
+
+
+COLUMNS: Columns = {
+    "method": "{method}",
+    "budget": "{budget:g} d",
+    "gamma": "{gamma:.3g}",
+    "omega": "{omega:.3g}",
+    "rounds": where_reached("rounds", "{:,.0f}"),
+    "bits/round": "{bits:.0f}",
+    "kB up": where_reached("up", "{:,.1f}"),
+    "+ upload": where_reached("uploaded", "{:,.1f}"),
+    "kB down": where_reached("down", "{:,.1f}"),
+    "both": where_reached("both", "{:,.1f}"),
+    "factor": where_reached("factor", "{:.2f}"),
+    "floor": "{floor:.1e}",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
     known = "; ".join(f"{name}: {study.what}" for name, study in STUDIES.items())
-    known += "; networks: layer-wise and diagonal smoothness on a small CNN"
+    known += "; networks: layer-wise and diagonal smoothness on a small CNN (--rounds, --budgets and --seeds alone)"
     p = parser_of("smoothness", __doc__)
-    p.add_argument("study", nargs="?", choices=[*STUDIES, "networks"], default="compare", help=known)
+    p.add_argument("study", nargs="?", choices=[*STUDIES, "networks"], default="all", help=known)
     add_data(p)
-    p.add_argument("--workers", nargs="+", type=at_least(1), default=None, help="n; several for the study workers")
+    p.add_argument("--workers", nargs="+", type=at_least(1), default=None, help="n; a table for each")
     p.add_argument("--l2", type=positive, default=None, help="also mu; without it 1e-2 for digits, else 1e-3")
-    p.add_argument("--split", choices=["sorted", "contiguous", "iid"], default="sorted", help="how rows are dealt")
     p.add_argument("--budgets", nargs="+", type=positive, default=None, help="non-zeros over d; the best counts")
-    p.add_argument("--form", choices=["paper", "tight"], default="paper", help="step sizes of the DIANA methods")
     p.add_argument("--target", type=positive, default=None, help="relative squared error to reach")
     p.add_argument("--rounds", type=at_least(1), default=None, help="at most so many")
     p.add_argument("--count", choices=["up", "both"], default="up", help="bits that decide which budget is best")
     common(p, seeds=([0, 1], "of the compressors"))
     p.add_argument("--only", nargs="+", default=None, metavar="METHOD", help="only these rows of the study, by name")
-    return p
-
-
-def main(arguments: Sequence[str]) -> int:
-    run = Run(parser(), arguments, "smoothness")
+    run = Run(p, arguments, "smoothness")
     if run.options.study == "networks":
-        from experiments.smoothness.networks import networks
-
-        for name in ("data", "data_dir", "workers", "l2", "split", "form", "target", "only", "count"):
-            if getattr(run.options, name) != parser().get_default(name):
-                raise UserError(f"the study networks has no --{name.replace('_', '-')}: it trains a CNN on digits")
         return networks(run)
-    with jax.enable_x64(True):
-        return compare(run)
-
-
-def compare(run: Run) -> int:
-    o = run.options
-    study, name = STUDIES[o.study], Path(o.data).name
+    o, study = run.options, STUDIES[run.options.study]
     o.l2 = o.l2 or (1e-2 if o.data == "digits" else 1e-3)
     o.budgets = o.budgets or list(study.budgets)
     o.target, o.rounds = o.target or study.target, o.rounds or study.max_rounds
     o.workers = o.workers or ([2, 4, 8, 16] if o.study == "workers" else [10])
-    if len(o.workers) > 1 and o.study != "workers":
-        raise UserError("several --workers only for the study workers")
-    problems = [make_problem(o.data, o.data_dir, n, o.l2, o.split) for n in o.workers]
-    setups = [study.setups(problem, o.budgets or (1 / problem.workers,), o.form, o.count) for problem in problems]
-    if o.only:
-        known = [setup.label for setup in setups[0]]
-        if missing := [label for label in o.only if label not in known]:
-            raise UserError(f"no method {missing[0]!r} in this study; it has {', '.join(known)}")
-        setups = [[setup for setup in some if setup.label in o.only] for some in setups]
-    by_label: dict[str, list[Result]] = {}
-    everything = []
-    for problem, some in zip(problems, setups, strict=True):
-        title = (
-            f"{name}: n = {problem.workers} workers x {problem.features.shape[1]} rows, d = {problem.d}, {o.split} "
-            f"split, l2 = {o.l2:g}, {o.form} steps, L = {problem.L:.3g}, L_max = {problem.L_max:.3g}, to {o.target:g}"
-        )
-        run.say(title)
-        results = run_all(run, problem, some)
-        for r in results:
-            by_label.setdefault(r.setup.label, []).append(r)
-        columns = columns_of(results[0])
-        run.table(title, columns, results, NOTES, f"table-{problem.workers}.md")
-        draw(run, f"curves-{problem.workers}.png", title, results)
-        rows = cells(columns, results)
-        everything += [dict(zip(columns, row, strict=True), workers=problem.workers) for row in rows]
-        run.keep(everything)
+    with jax.enable_x64(True):
+        rows = [row for n in o.workers for row in compare(run, n)]
+    run.keep([{key: value for key, value in row.items() if key != "curves"} for row in rows])
     if len(o.workers) > 1:
-        plot_workers(run, f"{name}: to {o.target:g}, each at its best budget", by_label)
+        axes = {"kB sent by a worker to the target": "up", "rounds to the target": "rounds"}
+        of = lambda label, key: (o.workers, [row[key] for row in rows if row["method"] == label])
+        labels = dict.fromkeys(row["method"] for row in rows)
+        panels = {axis: {label: of(label, key) for label in labels} for axis, key in axes.items()}
+        run.plot("workers.png", panels, f"to {o.target:g}", xscale="log", yscale="log", xlabel="workers n")
     return 0
 
 
-def run_all(run: Run, problem: Any, setups: Any) -> list[Result]:
-    """The results, of which one that needs no more rounds ends before --rounds."""
-    o, results = run.options, []
-    with progress_bar(run.console, "rounds") as bar:
-        for setup in setups:
-            task = bar.add_task(setup.label, total=o.rounds, now="compiling")
+def compare(run: Run, n: int) -> list[dict[str, Any]]:
+    """The table and the plot of n workers; its rows."""
+    o = run.options
+    problem = make_problem(o.data, o.data_dir, n, o.l2)
+    setups = {setup.label: setup for setup in STUDIES[o.study].setups(problem, o.budgets or (1 / n,), o.count)}
+    if missing := [label for label in o.only or () if label not in setups]:
+        raise UserError(f"no method {missing[0]!r} in this study; it has {', '.join(setups)}")
+    title = (
+        f"{Path(o.data).name}: n = {n} workers x {problem.features.shape[1]} rows, d = {problem.d}, l2 = {o.l2:g}, "
+        f"L = {problem.L:.3g}, L_max = {problem.L_max:.3g}, to {o.target:g}"
+    )
+    run.say(title)
 
-            def now(done: int, error: float, task: Any = task) -> None:
-                bar.update(task, completed=done, now=f"{done:,} rounds, error {error:.1e}")
+    def measure(label: str) -> dict[str, Any]:
+        curves = run_setup(problem, setups[label], o.seeds, target=o.target, max_rounds=o.rounds, count=o.count)
+        run.add(*metrics_of(setups[label], curves, n, o.seeds))
+        return row_of(problem, setups[label], curves, o.target, o.count)
 
-            curves = run_setup(problem, setup, o.seeds, target=o.target, max_rounds=o.rounds, count=o.count, show=now)
-            bar.update(task, total=curves.errors.shape[-1])
-            result = Result(problem, setup, curves, o.target, o.count)
-            results.append(result)
-            run.add(*metrics_of(result, o.seeds))
-            if bar.disable:
-                kilobytes = result.kilobytes[o.count]
-                missed = f"target not reached, error {result.floor:.1e},"
-                to = f"{kilobytes:,.1f} kB" if np.isfinite(kilobytes) else missed
-                run.say(f"{setup.label}: {to} at budget {setup.budgets[result.best]:g} d")
-    return results
+    rows = run.rows_of([label for label in setups if label in (o.only or setups)], str, measure)
+    for row in rows:
+        row["factor"] = rows[0][o.count] / row[o.count] if np.isfinite(row[o.count]) else np.inf
+    run.table(title, COLUMNS, rows, NOTES, f"table-{n}.md")
+    panels = {axis: {row["method"]: row["curves"][axis] for row in rows} for axis in rows[0]["curves"]}
+    error = "relative squared error |x - x*|² / |x*|²"
+    run.plot(f"curves-{n}.png", panels, title, xscale="log", yscale="log", ylabel=error)
+    return rows
+
+
+def row_of(problem: Problem, setup: Setup, curves: Curves, target: float, count: str) -> dict[str, Any]:
+    """Of the budget with the fewest bits or, if none reached the target, the smallest error. count: "up" or "both";
+    numbers are infinite where the target was not reached."""
+    mean = lambda values: np.exp(np.mean(np.log(values), axis=1))  # geometric, over seeds
+    floors = mean(np.maximum(np.nanmin(curves.errors, -1), 1e-300))
+    kilobytes = {way: mean(curves.bits_to(target, way)) / 8e3 for way in ("up", "down", "both")}
+    best = np.argmin(kilobytes[count] if np.isfinite(kilobytes[count]).any() else floors)
+    sent = {way: float(values[best]) for way, values in kilobytes.items()}
+    upload = upload_bits(setup, problem.d) / 8e3
+    errors = mean(np.clip(np.nan_to_num(curves.errors[best].T, nan=1e6), 1e-30, 1e6))
+    rounds, megabytes = np.arange(1, errors.size + 1), curves.up[best].mean(0) / 8e6
+    axes = {"rounds": rounds, "MB sent by a worker": megabytes, "MB with the one-off upload": megabytes + upload / 1e3}
+    return sent | {
+        "method": setup.label,
+        "workers": problem.workers,
+        "budget": setup.budgets[best],
+        "gamma": setup.steps[best].gamma,
+        "omega": float(setup.omega[best]),
+        "rounds": float(np.mean(curves.reached(target)[best])),
+        "bits": float(curves.up[best, :, -1].mean()) / errors.size,
+        "uploaded": sent["up"] + upload,
+        "floor": float(floors[best]),
+        "curves": {name: (x, errors) for name, x in axes.items()},
+    }
+
+
+def upload_bits(setup: Setup, d: int) -> float:
+    """One-off upload of a worker in f32: the operator as it is stored (a symmetric root once), and the plan."""
+    if not setup.label.split()[0].endswith("+"):
+        return 0.0
+    operator, entries = setup.operator, float(d)
+    form = type(operator).__name__
+    if form == "Dense":
+        root = operator.matrix_root[0]
+        entries = d * (d + 1) / 2 if np.allclose(root, root.T) else d * d
+    elif form == "LowRank":
+        entries = operator.vectors[0].size + operator.sigma[0].size + 1
+    elif form == "Blocks":
+        entries = operator.matrix_root[0].size
+    plan = max(np.size(leaf) for leaf in jax.tree.leaves(setup.plans[0])) / operator.diag.shape[0]
+    return 32 * (entries + plan)
+
+
+def metrics_of(setup: Setup, curves: Curves, workers: int, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """A line for about 50 rounds of each run."""
+    rounds = np.unique(np.geomspace(1, curves.errors.shape[-1], 50).astype(int)).tolist()
+    at = {"error": curves.errors, "bits": curves.up, "down_bits": curves.down}
+    for b, s in np.ndindex(curves.errors.shape[:2]):
+        line = {"method": setup.label, "workers": workers, "budget": setup.budgets[b], "seed": seeds[s]}
+        for number in rounds:
+            values = {key: float(values[b, s, number - 1]) for key, values in at.items()}
+            yield line | {"round": number} | values

@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import jaxcomp as jc
 from experiments.lib.data import batch_of, load, split
 from experiments.lib.models import Cnn
 from experiments.lib.plots import running_mean
-from experiments.lib.run import Run, cells
-from experiments.lib.step import classified, updated
+from experiments.lib.report import spread
+from experiments.lib.run import Run
+from experiments.lib.step import classified
 
 __all__ = ["networks"]
 
@@ -36,8 +36,8 @@ COLUMNS = {
     "budget": "{budget:g} d",
     "bits/entry": "{bits:.4f}",
     "refresh": "{refresh:.4f}",
-    "loss": lambda row: f"{row['loss'].mean():.4f} ± {row['loss'].std():.4f}",
-    "test accuracy": lambda row: f"{row['accuracy'].mean():.4f} ± {row['accuracy'].std():.4f}",
+    "loss": lambda row: spread(row["losses"]),
+    "test accuracy": lambda row: spread(row["accuracies"]),
 }
 
 
@@ -62,35 +62,31 @@ def networks(run: Run) -> int:
     """The study `networks` of `python -m experiments smoothness`."""
     o, data = run.options, load("digits")
     o.rounds, o.budgets = o.rounds or STEPS, o.budgets or SHARES
-    cases = [(share, name) for share in o.budgets for name in KINDS]
 
     def measure(case: tuple[float, str]) -> dict[str, Any]:
         share, name = case
-        runs = [train(data, *KINDS[name], share, seed, o.rounds) for seed in o.seeds]
-        for seed, each in zip(o.seeds, runs, strict=True):
-            for t in range(0, o.rounds, 10):
-                line = {"method": name, "budget": share, "seed": seed, "step": t + 1}
-                run.add(line | {"loss": each["loss"][t], "bits": each["bits"][t]})
-        d = runs[0]["d"]
-        numbers = {"": 0, "per layer": runs[0]["leaves"], "per entry": d}[KINDS[name][0]]
-        return {
+        curvature, varying = KINDS[name]
+        runs = [train(data, curvature, varying, share, seed, o.rounds) for seed in o.seeds]
+        losses, sent, accuracies = (np.array(each) for each in zip(*runs, strict=True))
+        numbers = {"": 0, "per layer": len(leaves), "per entry": d}[curvature]
+        row = {
             "method": name,
             "budget": share,
-            "bits": np.mean([each["bits"][-1] for each in runs]) / o.rounds / d,
+            "bits": sent[:, -1].mean() / o.rounds / d,
             "refresh": 32.0 * numbers / REFRESH / d,
-            "loss": np.array([np.mean(each["loss"][-50:]) for each in runs]),
-            "accuracy": np.array([each["accuracy"] for each in runs]),
-            "d": d,
-            "curve": (
-                np.mean([each["bits"] for each in runs], axis=0) / 8e6,
-                running_mean(np.array([each["loss"] for each in runs]), 20).mean(0),
-            ),
+            "losses": losses[:, -50:].mean(1).tolist(),
+            "accuracies": accuracies.tolist(),
         }
+        run.add(row | {"loss": losses.tolist(), "sent": sent.tolist()})
+        return row | {"curve": (sent.mean(0) / 8e6, running_mean(losses, 20))}
 
+    leaves = [leaf.size for leaf in jax.tree.leaves(nnx.state(model_of(data, 0), nnx.Param))]
+    d = sum(leaves)
+    cases = [(share, name) for share in o.budgets for name in KINDS]
     rows = run.rows_of(cases, lambda case: f"{case[1]}, budget {case[0]:g} d", measure)
-    title = f"digits, CNN of {rows[0]['d']:,} parameters, {o.rounds} steps, seeds {', '.join(map(str, o.seeds))}"
+    title = f"digits, CNN of {d:,} parameters, {o.rounds} steps, seeds {', '.join(map(str, o.seeds))}"
     run.table(title, COLUMNS, rows, NOTES)
-    run.keep([dict(zip(COLUMNS, row, strict=True)) for row in cells(COLUMNS, rows)])
+    run.keep([{key: value for key, value in row.items() if key != "curve"} for row in rows])
     panels = {
         f"budget {share:g} d": {row["method"]: row["curve"] for row in rows if row["budget"] == share}
         for share in o.budgets
@@ -100,20 +96,26 @@ def networks(run: Run) -> int:
     return 0
 
 
-def train(data: Any, curvature: str, varying: bool, share: float, seed: int, steps: int) -> dict[str, Any]:
-    """One run; workers are simulated by vmap."""
-    graph, params = nnx.split(Cnn(data.train_x.shape[1:], data.num_classes, nnx.Rngs(seed)), nnx.Param)
-    d = sum(leaf.size for leaf in jax.tree.leaves(params))
+def model_of(data: Any, seed: int) -> Cnn:
+    return Cnn(data.train_x.shape[1:], data.num_classes, nnx.Rngs(seed))
+
+
+def train(
+    data: Any, curvature: str, varying: bool, share: float, seed: int, steps: int
+) -> tuple[list[float], list[float], float]:
+    """One run: loss in each step, bits that a worker sent until then, and test accuracy; workers are mapped by vmap."""
+    graph, params = nnx.split(model_of(data, seed), nnx.Param)
     parts = split(data.train_y, WORKERS, 0.5, seed)
     x, y = jnp.asarray(data.train_x), jnp.asarray(data.train_y)
     logits = lambda params, x: nnx.merge(graph, params)(x)
+    loss = classified(graph)
     estimate = jax.jit(
         lambda params, key: jc.smoothness.ggn_diagonal(lambda p: logits(p, x[:512]), params, key, samples=8)
     )
 
     def plan(params, key):
         if not curvature:
-            return None, steps_of(np.ones(d), share, False)
+            return None, steps_of(np.ones(sum(leaf.size for leaf in jax.tree.leaves(params))), share, False)
         more = {"per_layer": True} if curvature == "per layer" else {}
         operator = jc.smoothness.network_operator(estimate(params, key), damping=DAMPING, **more)
         return operator, steps_of(np.asarray(operator.diag), share, varying)
@@ -121,34 +123,21 @@ def train(data: Any, curvature: str, varying: bool, share: float, seed: int, ste
     operator, h = plan(params, jax.random.key(seed))
     inner = jc.dithering(steps=h)
     compressor = jc.flat(inner if operator is None else jc.precondition(inner, operator))
-    tx = optax.chain(jc.compressed_mean(jc.direct(compressor), AXIS, seed=seed), optax.sgd(RATE))
-    axes = jc.state_axes(jax.eval_shape(tx.init, params))
-    state = jax.vmap(lambda _: tx.init(params), axis_name=AXIS, out_axes=axes)(jnp.arange(WORKERS))
+    run = jc.rounds(jc.descend(jc.direct(compressor), RATE), AXIS, seed=seed)
+    state, axes = jc.init_state(run, params, WORKERS, AXIS)
 
-    def worker(params, state, x, y):
-        """A step, its loss, and the bits that this worker is about to send, in Elias codes with a fixed key."""
-        value, grads = jax.value_and_grad(classified(graph))(params, x, y)
-        shared = state[0].shared.algorithm.compressor
-        payload, _ = compressor.compress(jax.random.key(0), grads, jc.State((), shared))
-        bits = jnp.asarray(jc.code_bits(payload, code="elias")).astype(jnp.float32)
-        return *updated(tx, grads, state, params), value, bits
-
-    mapped = jax.vmap(worker, in_axes=(None, axes, 0, 0), out_axes=(None, axes, 0, 0), axis_name=AXIS)
-    step = jax.jit(mapped, donate_argnums=1)
-    losses, bits, total = [], [], 0.0
+    worker = lambda state, x, y: run.step(state, lambda params: jax.grad(loss)(params, x, y))
+    step = jax.jit(jax.vmap(worker, in_axes=(axes, 0, 0), out_axes=(axes, 0), axis_name=AXIS), donate_argnums=0)
+    mean_loss = jax.jit(lambda state, x, y: loss(run.point(state), x, y))
+    losses, bits = [], []
     for t in range(steps):
         if t and t % REFRESH == 0 and curvature:
-            newer, h = plan(params, jax.random.key(seed + t))
-            state = jc.refresh(state, newer, jnp.asarray(h, jnp.float32)[None])  # pyright: ignore[reportArgumentType]
-        rows = batch_of(parts, BATCH, seed, t).reshape(WORKERS, BATCH)
-        params, state, value, sent = step(params, state, x[rows], y[rows])
-        total += float(jnp.mean(sent))
-        losses.append(float(jnp.mean(value)))
-        bits.append(total)
-        if not np.isfinite(losses[-1]):  # diverged: nothing that follows is of use
-            losses += [np.inf] * (steps - len(losses))
-            bits += [total] * (steps - len(bits))
-            break
-    scores = np.asarray(jax.jit(logits)(params, jnp.asarray(data.test_x)))
-    accuracy = float(np.mean(scores.argmax(1) == data.test_y))
-    return {"loss": losses, "bits": bits, "accuracy": accuracy, "d": d, "leaves": len(jax.tree.leaves(params))}
+            newer, h = plan(run.point(state), jax.random.key(seed + t))
+            state = jc.refresh(state, newer, jnp.asarray(h, jnp.float32)[None])
+        rows = batch_of(parts, BATCH, seed, t)
+        losses.append(float(mean_loss(state, x[rows], y[rows])))
+        rows = rows.reshape(WORKERS, BATCH)
+        state, sent = step(state, x[rows], y[rows])
+        bits.append(float(jnp.mean(sent.astype(jnp.float32))))
+    scores = np.asarray(jax.jit(logits)(run.point(state), jnp.asarray(data.test_x)))
+    return losses, np.cumsum(bits).tolist(), float(np.mean(scores.argmax(1) == data.test_y))

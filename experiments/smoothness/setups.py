@@ -24,7 +24,7 @@ from jaxcomp.theory import StepSizes
 __all__ = ["STUDIES", "Setup", "Study", "make_setup"]
 
 # name -> levels of the dithering with one norm of 16 bits that a server sends the direction with, over sqrt(d)
-DOWNLINKS = {"dense": None, "half": 0.5, "one": 1.0, "two": 2.0}
+DOWNLINKS = {"half": 0.5, "one": 1.0, "two": 2.0}
 ROUNDED = 1 + 2.0**-7  # a norm in bfloat16, rounded up, over the norm
 
 
@@ -44,22 +44,14 @@ class Setup(NamedTuple):
     omega: list[float]
 
 
-class Plan(NamedTuple):
-    """What a budget gives: a compressor with its probabilities or steps, its omega, and the largest V of a worker."""
+def plan_of(compressor: str, method: str, diag: np.ndarray, budget: float, mu: float) -> tuple[Any, float, float]:
+    """What a budget gives: a compressor, its omega, and the largest variance of a worker in its operator.
 
-    compressor: Any
-    parameters: np.ndarray
-    omega: float
-    variance: float
-
-
-def plan_of(compressor: str, aware: bool, shifts: bool, diag: np.ndarray, budget: float, mu: float) -> Plan:
-    """diag: [n, d] of the operator that whitens (ones without whitening); budget: in entries."""
+    method: of the design; diag: [n, d] of the operator that whitens (ones without one); budget: in entries.
+    """
     n, d = diag.shape
-    by_smoothness = aware and not compressor.startswith("uniform")
-    options: dict[str, Any] = {"method": "diana+" if shifts else "dcgd+", "workers": n, "mu": mu}
-    options = options if by_smoothness else {"method": "uniform"}
     kind, _, short = compressor.partition("-")
+    options: dict[str, Any] = {"method": "uniform" if kind == "uniform" else method, "workers": n, "mu": mu}
     if kind == "rand":
         each, variance_of = jc.smoothness.probabilities(diag, min(budget, d), **options), sparsification_variance
         made = jc.bernoulli(each, per_worker=True)
@@ -72,31 +64,7 @@ def plan_of(compressor: str, aware: bool, shifts: bool, diag: np.ndarray, budget
         made = jc.dithering(steps=each, per_worker=True, norm_dtype=jnp.bfloat16 if short else None)
         variance_of = lambda row, h: dithering_variance(row, (ROUNDED if short else 1.0) * h)
     omega = max(variance_of(np.ones(d), row) for row in each)
-    return Plan(made, each, omega, max(map(variance_of, diag, each)))
-
-
-def downlink_of(down: str, d: int) -> tuple[Any, float]:
-    """What a server compresses the direction with, and its omega; (None, 0) where that goes whole."""
-    share = DOWNLINKS[down]
-    if share is None:
-        return None, 0.0
-    levels = max(1, round(share * float(np.sqrt(d))))
-    compressor = jc.dithering(levels, blocks=1, norm_dtype=jnp.bfloat16)
-    return compressor, dithering_variance(np.ones(d), np.full(d, ROUNDED / levels))
-
-
-def step_sizes(
-    problem: Problem, name: str, L: float, variance: float, omega: float, form: str, down_omega: float
-) -> StepSizes:
-    """From `jc.theory`; with independent sampling 1 / (1 + omega) is the smallest probability."""
-    given = {"smoothness": L, "workers": problem.workers, "variance": variance, "mu": problem.l2}
-    if name == "dcgd":
-        return jc.theory.dcgd(down_omega=down_omega, **given)
-    if name == "diana":
-        return jc.theory.diana(omega=omega, tight=form == "tight", down_omega=down_omega, **given)
-    if name == "adiana":
-        return jc.theory.adiana(omega=omega, down_omega=down_omega, **given)
-    return jc.theory.isega(smallest_probability=1 / (1 + omega), **given)
+    return made, omega, max(map(variance_of, diag, each))
 
 
 def make_setup(
@@ -105,124 +73,115 @@ def make_setup(
     compressor: str,
     budgets: Sequence[float],
     *,
-    form: str = "paper",
     operator: Any = None,
     label: str | None = None,
-    down: str = "dense",
+    down: str | None = None,
 ) -> Setup:
     """A method with a compressor for several budgets, each with its theoretical step sizes.
 
     Args:
         problem: data and constants.
-        method: dcgd, diana, adiana, plain or with a +, or isega+.
+        method: dcgd, diana, adiana, plain or with a +.
         compressor: as the head of this file names them.
         budgets: expected non-zeros of a message as a share of d (blocks: norms come on top).
-        form: of the step sizes of DIANA, "paper" or "tight".
         operator: what whitens in the + methods, instead of the exact dense matrices; label: says so.
-        down: one of DOWNLINKS; not for ISEGA.
+        down: one of DOWNLINKS, None for a direction that is sent whole.
     """
     name, aware = method.removesuffix("+"), method.endswith("+")
-    n, d = problem.workers, problem.d
-    L = problem.L
+    d, L, scale, design = problem.d, problem.L, 1.0, "dcgd+" if name == "dcgd" else "diana+"
     if not aware:
-        operator, diag = jc.smoothness.diagonal_of(np.ones(d)), np.ones((n, d))
+        operator, scale, design = jc.smoothness.diagonal_of(np.ones(d)), problem.L_max, "uniform"
+    elif operator is None:
+        operator = problem.smoothness
     else:
-        if operator is None:
-            operator = problem.smoothness
-        else:
-            L = min(jc.smoothness.mean_lambda_max(operator), L)
-        diag = np.asarray(operator.diag, np.float64)
-    plans = [plan_of(compressor, aware, name != "dcgd", diag, share * d, problem.l2) for share in budgets]
-    below, down_omega = downlink_of(down, d)
-    steps = [
-        step_sizes(problem, name, L, p.variance if aware else p.omega * problem.L_max, p.omega, form, down_omega)
-        for p in plans
-    ]
+        L = min(jc.smoothness.mean_lambda_max(operator), L)
+    diag = np.broadcast_to(np.asarray(operator.diag, np.float64), (problem.workers, d))
+    plans = [plan_of(compressor, design, diag, share * d, problem.l2) for share in budgets]
+    compressors, omegas, variances = zip(*plans, strict=True)
+    below, given = None, {"smoothness": L, "workers": problem.workers, "mu": problem.l2}
+    if down is not None:
+        levels = max(1, round(DOWNLINKS[down] * float(np.sqrt(d))))
+        below = jc.dithering(levels, blocks=1, norm_dtype=jnp.bfloat16)
+        given["down_omega"] = dithering_variance(np.ones(d), np.full(d, ROUNDED / levels))
+    sizes_of = getattr(jc.theory, name)
+    if name == "dcgd":  # which has no shifts to learn
+        steps = [sizes_of(variance=scale * variance, **given) for variance in variances]
+    else:
+        steps = [sizes_of(variance=scale * V, omega=omega, **given) for V, omega in zip(variances, omegas, strict=True)]
     # The finest plan has the widest levels and the largest capacity: its static shapes serve all budgets.
-    chosen = min(plans, key=lambda plan: plan.omega)
-    dtype = jnp.float32 if compressor == "rand" else None
-    wrapped = jc.precondition(chosen.compressor, operator, dtype=dtype)
-    both = lambda algorithm: algorithm if below is None else jc.bidirectional(algorithm, below, code="best")
+    finest = compressors[int(np.argmin(omegas))]
+    wrapped = jc.precondition(finest, operator, dtype=jnp.float32 if compressor == "rand" else None)
 
     def make(s: StepSizes) -> Any:
-        if name == "dcgd":
-            return jc.descend(both(jc.direct(wrapped)), s.gamma)
-        if name == "diana":
-            return jc.descend(both(jc.diana(wrapped, alpha=s.alpha)), s.gamma)
         if name == "adiana":
             return jc.adiana(wrapped, s, down=below, code="best")
-        return jc.isega(chosen.parameters, operator, s.gamma, dtype=dtype)
+        up = jc.direct(wrapped) if name == "dcgd" else jc.diana(wrapped, alpha=s.alpha)
+        return jc.descend(up if below is None else jc.bidirectional(up, below, code="best"), s.gamma)
 
     like = jax.ShapeDtypeStruct((d,), jnp.float64)
-    shared = [plan.compressor.init(jax.random.key(0), like).shared for plan in plans]
-    label = label or f"{method} {compressor}" + ("" if below is None else f", down {down}")
-    return Setup(label, list(budgets), make, operator, shared, steps, [plan.omega for plan in plans])
+    shared = [each.init(jax.random.key(0), like).shared for each in compressors]
+    label = label or f"{method} {compressor}" + ("" if down is None else f", down {down}")
+    return Setup(label, list(budgets), make, operator, shared, steps, list(omegas))
 
 
 # ------------------------------------------------------------------------------------------------
 # Studies: lists of setups for one problem
 
-Setups = Callable[[Problem, Sequence[float], str, str], list[Setup]]
+Setups = Callable[[Problem, Sequence[float], str], list[Setup]]
 
 
 class Study(NamedTuple):
-    """what: one line for the help;  setups(problem, budgets, form, count) -> setups, to the first of which factors
-    refer;  budgets: shares of d; none: 1/n."""
+    """what: one line for the help;  setups(problem, budgets, count) -> setups, to the first of which factors refer;
+    budgets: shares of d; none: 1/n."""
 
     what: str
     setups: Setups
     budgets: tuple[float, ...]
     target: float = 1e-6
-    max_rounds: int = 4000
+    max_rounds: int = 20000
 
 
-def made(problem: Problem, name: str, budgets: Sequence[float], form: str, **more: Any) -> Setup:
+def made(problem: Problem, name: str, budgets: Sequence[float], **more: Any) -> Setup:
     """A setup in words: a method and a compressor."""
     method, compressor = name.split()
-    return make_setup(problem, method, compressor, budgets, form=form, **more)
+    return make_setup(problem, method, compressor, budgets, **more)
 
 
 def pairs(*names: str) -> Setups:
-    return lambda problem, budgets, form, count: [made(problem, name, budgets, form) for name in names]
+    return lambda problem, budgets, count: [made(problem, name, budgets) for name in names]
 
 
 PLAIN, AWARE = ("dcgd", "diana", "adiana"), ("dcgd+", "diana+", "adiana+")
-PAPER = pairs(
-    *("diana rand", "diana uniform", "diana block", "adiana uniform", "dcgd+ varying", "diana+ rand", "diana+ uniform"),
-    *("diana+ varying", "diana+ block", "isega+ rand", "adiana+ rand", "adiana+ varying"),
-)
 ALL = pairs(
     *(f"{method} {how}" for how in ("rand", "uniform", "block") for method in PLAIN),
     *(f"{method} {how}" for how in ("rand", "uniform", "varying", "block") for method in AWARE),
 )
 
 
-def budget(problem: Problem, budgets: Sequence[float], form: str, count: str) -> list[Setup]:
+def budget(problem: Problem, budgets: Sequence[float], count: str) -> list[Setup]:
     """DIANA+ does best with very short messages, plain and accelerated methods with longer ones.
 
     Where both directions count, rounds do, and so all methods do best with long messages: every method with the
     direction sent back whole, and as a dithering of more and more levels.
     """
     finer = [16 * share for share in budgets]
-    names = ["diana uniform", "diana+ varying-16", "adiana uniform-16", "adiana+ varying-16"]
     if count == "both":
-        down = [
-            made(problem, name.removesuffix("-16") + "-16", finer, form, down=down)
-            for name, down in itertools.product([*names, "dcgd+ varying"], ("half", "one", "two"))
-        ]
-        return pairs(*names)(problem, finer, form, count) + down
-    names = ["diana uniform", "diana uniform-16", "diana+ uniform", "diana+ varying", "diana+ varying-16"]
-    names += ["adiana uniform", "adiana+ varying", "adiana+ varying-16"]
-    return [made(problem, name, budgets if name.startswith("diana+") else finer, form) for name in names]
+        names = ("diana uniform", "diana+ varying-16", "adiana uniform-16", "adiana+ varying-16")
+        short = ("diana uniform-16", *names[1:], "dcgd+ varying-16")
+        down = [made(problem, name, finer, down=down) for name, down in itertools.product(short, DOWNLINKS)]
+        return pairs(*names)(problem, finer, count) + down
+    names = ("diana uniform", "diana uniform-16", "diana+ uniform", "diana+ varying", "diana+ varying-16")
+    names += ("adiana uniform", "adiana+ varying", "adiana+ varying-16")
+    return [made(problem, name, budgets if name.startswith("diana+") else finer) for name in names]
 
 
-def variants(problem: Problem, budgets: Sequence[float], form: str, count: str) -> list[Setup]:
+def variants(problem: Problem, budgets: Sequence[float], count: str) -> list[Setup]:
     """DIANA+ with other coordinates, and with cheaper matrices."""
-    root, d, features = problem.smoothness.matrix_root, problem.d, list(problem.features)
+    root, d = problem.smoothness.matrix_root, problem.d
     rotation = np.linalg.qr(np.random.default_rng(0).standard_normal((d, d)))[0]
     eigenbasis = jc.smoothness.stack([jc.smoothness.eigenbasis(m) for m in root @ root])
     rotated = jc.smoothness.stack([jc.smoothness.rotate(m, rotation) for m in root @ root])
-    glm = lambda form, **more: jc.smoothness.glm(features, form=form, l2=problem.l2, **more)
+    glm = lambda form, **more: jc.smoothness.glm(list(problem.features), form=form, l2=problem.l2, **more)
     operators = {
         "diana+ varying": None,
         "diana+ varying, eigenbasis": eigenbasis,
@@ -233,22 +192,21 @@ def variants(problem: Problem, budgets: Sequence[float], form: str, count: str) 
         "diana+ varying, low rank d/8": glm("low_rank", rank=max(1, d // 8)),
         "diana+ varying, 4 blocks": glm("block", blocks=4),
     }
-    return [made(problem, "diana uniform", budgets, form)] + [
-        made(problem, label.split(",")[0], budgets, form, operator=operator, label=label)
+    return [made(problem, "diana uniform", budgets)] + [
+        made(problem, label.split(",")[0], budgets, operator=operator, label=label)
         for label, operator in operators.items()
     ]
 
 
 STUDIES = {
-    "compare": Study("the methods and compressors of the papers", PAPER, (0.125, 0.5)),
-    "all": Study("every method with every compressor", ALL, (0.125, 0.5)),
+    "all": Study("every method with every compressor", ALL, (0.125, 0.5), max_rounds=4000),
     "budget": Study(
         "DIANA with standard dithering against DIANA+ with varying steps, each at its best budget, and what beats both "
         "(--budgets are those of DIANA+; the others take 16 times as much); --count both: in both directions",
-        *(budget, (1 / 64, 1 / 32, 1 / 16, 1 / 8), 1e-6, 20000),
+        *(budget, (1 / 64, 1 / 32, 1 / 16, 1 / 8)),
     ),
     "variants": Study(
-        "eigenbasis, rotation, safe diagonal, low rank", variants, (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1), 1e-6, 40000
+        "eigenbasis, rotation, safe diagonal, low rank", variants, (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1), max_rounds=40000
     ),
     "theory": Study(
         "the six methods at their theoretical steps, down to rounding",
@@ -258,6 +216,6 @@ STUDIES = {
     "workers": Study(
         "blocks and varying steps against one norm as n grows, with d/n expected non-zeros (and n norms) a message",
         pairs("diana uniform", "diana+ uniform", "diana+ varying", "diana+ block"),
-        *((), 1e-6, 20000),
+        (),
     ),
 }

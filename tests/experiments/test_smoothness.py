@@ -11,8 +11,8 @@ from programs import run, run_inside
 import jaxcomp as jc
 from experiments.lib.cli import UserError
 from experiments.skcompress.problems import read
+from experiments.smoothness import upload_bits
 from experiments.smoothness.problems import data_set, make_problem
-from experiments.smoothness.report import upload_bits
 from experiments.smoothness.runner import AXIS, gradient_of, run_setup
 from experiments.smoothness.setups import make_setup
 
@@ -59,7 +59,7 @@ def test_batched_runs_are_single_runs(problem):
             errors = np.sum((np.asarray(points[0]) - problem.optimum) ** 2, 1) / np.sum(problem.optimum**2)
             bits = np.cumsum(np.asarray(bits, np.float64).mean(0))
             np.testing.assert_allclose(curves.errors[b, 1], errors, rtol=1e-6 if b else 0.1)
-            np.testing.assert_allclose(curves.bits[b, 1], bits, rtol=1e-6 if b else 0.1)
+            np.testing.assert_allclose(curves.up[b, 1], bits, rtol=1e-6 if b else 0.1)
 
 
 @pytest.mark.slow
@@ -123,8 +123,7 @@ ERRORS = [
     (("--data", "/no/such.npz"), "or a file (LIBSVM, .npz, .mat); got '/no/such.npz'"),
     (("--data", "a9a", "--data-dir", "/no/such"), "no file /no/such/a9a/a9a.xz"),
     (("--workers", 5000), "5000 workers for 1797 rows; each needs at least one"),
-    (("--workers", 2, 4), "several --workers only for the study workers"),
-    (("--only", "sgd"), "no method 'sgd' in this study; it has diana rand"),
+    (("--only", "sgd"), "no method 'sgd' in this study; it has dcgd rand"),
     (("magic",), "invalid choice: 'magic'"),
 ]
 
