@@ -291,7 +291,7 @@ def split(plan: Plan, tree: Any, *, pieces: bool | tuple[bool, ...] = False) -> 
     check_fits(plan, tree)
     plan, leaves = with_dtypes(plan, tree), jax.tree.leaves(tree)
 
-    def vector(group: Group) -> Array:
+    def vector(group: Group) -> Any:
         own = Pieces(tuple(jnp.reshape(leaves[i], (leaves[i].size,)) for i in group.leaves))
         return own if pieces and len(own.leaves) > 1 else joined(own, jax.ShapeDtypeStruct(group.shape, group.dtype))
 
