@@ -94,7 +94,7 @@ def test_raw_and_typed_keys_agree(key):
 
 
 def test_words_of_a_round_are_new_in_every_round_and_place(key):
-    rounds = jax.vmap(lambda count: Draw(jax.random.key_data(key), count).words(16))(jnp.arange(1000))
+    rounds = jax.jit(jax.vmap(lambda count: Draw(jax.random.key_data(key), count).words(16)))(jnp.arange(1000))
     words = np.asarray(rounds)
     assert np.unique(words).size > words.size - 10  # 0.03 of 16,000 words of 32 bits are expected twice
     assert abs(np.unpackbits(words.view(np.uint8)).mean() - 0.5) < 5 * 0.5 / np.sqrt(32 * words.size)

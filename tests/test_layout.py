@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec as P
+from jitted import roundtrip
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
@@ -113,7 +114,7 @@ def test_a_vector_in_rows_is_compressed_row_by_row(seed):
     compressor = compressor._replace(spec=compressor.spec._replace(layout=Layout("tree", 0, longest=32)))
     tx = jc.compressed_mean(jc.error_feedback(compressor), None)
     tree = {"x": x}
-    direction, state = tx.update(tree, tx.init(tree))
+    direction, state = jax.jit(tx.update)(tree, tx.init(tree))
     want = np.zeros((4, 32), np.float32)
     for row, values in zip(want, np.asarray(x).reshape(4, 32), strict=True):
         kept = np.argsort(-np.abs(values))[:3]
@@ -288,9 +289,9 @@ def test_long_vectors_of_narrow_codes_are_filled_up(code, bare, monkeypatch, see
     plan = plan_of(layout.layout_of(algorithm), grads)
     assert [vector.shape for vector in jax.tree.leaves(plan.like)] == [(5024,)]
     tx = jc.compressed_mean(algorithm, None)
-    mean, _ = tx.update(grads, tx.init(grads))
+    mean, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(grads))
     got = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(mean)])
     if code.spec.omega is None:  # nothing is drawn
-        np.testing.assert_array_equal(got, jc.roundtrip(code, x, key=jax.random.key(0))[0])
+        np.testing.assert_array_equal(got, roundtrip(code, x, jax.random.key(0))[0])
     else:
         assert 0 < np.linalg.norm(got - x) < 2 * np.sqrt(code.spec.omega(5024)) * np.linalg.norm(x)

@@ -157,7 +157,7 @@ def test_accepts_functions_jitted_functions_and_programs():
 def exchange_book(compressor, via):
     tx = jc.compressed_mean(jc.direct(compressor), AXIS, via=via)
     like = jnp.zeros(D)
-    state, specs = jc.init_state(tx, like, mesh_of(N), AXIS)
+    state, specs = jc.init_state(tx, like, mesh_of(N).abstract_mesh, AXIS)  # shapes
     step = mapped(lambda g, s: tx.update(g[0], s), (P(AXIS), specs), (P(), specs))
     shared = jax.random.key(0)
     payload = jax.eval_shape(lambda x: jc.roundtrip(compressor, x, key=shared)[1], like)
@@ -218,7 +218,7 @@ def test_lanes_of_odd_trees(name):
 
     workers = jnp.arange(N, dtype=jnp.float32)
     got = mapped(fn)(workers)
-    simulated = jax.vmap(lambda i: fn(i[None]), axis_name=AXIS, out_axes=None)(workers)
+    simulated = jax.jit(jax.vmap(lambda i: fn(i[None]), axis_name=AXIS, out_axes=None))(workers)
     for a, b, leaf in zip(jax.tree.leaves(got), jax.tree.leaves(simulated), jax.tree.leaves(tree), strict=True):
         rows = np.stack([np.float64(leaf) * (i + 1) for i in range(N)])
         np.testing.assert_array_equal(np.float64(a), rows if name == "all_gather" else rows.sum(0))
@@ -263,7 +263,7 @@ def test_no_other_collective_is_left_in_a_training_step():
     ]
     tx = optax.chain(jc.compressed_mean(jc.error_feedback(jc.sidco(0.01)), AXIS), optax.adam(1e-3))
     mesh = mesh_of(N)
-    state, specs = jc.init_state(tx, params, mesh, AXIS)
+    state, specs = jc.init_state(tx, params, mesh.abstract_mesh, AXIS)  # shapes
 
     def loss(params, x, y):
         for w, b in params[:-1]:

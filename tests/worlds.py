@@ -56,27 +56,43 @@ def mesh_of(workers):
     return jax.make_mesh((workers,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers])
 
 
-def run_shard_map(tx, params, grads, check_vma=True, jit=True):
+def run_shard_map(tx, params, grads, check_vma=True):
     """grads: tree of [rounds, workers, ...]. Returns directions [rounds, ...] and the state, step by step."""
     workers = jax.tree.leaves(grads)[0].shape[1]
-    mesh = mesh_of(workers)
-    state, specs = jc.init_state(tx, params, mesh, AXIS)
-
-    def step(state, grads, params):
-        return tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
-
-    step = jax.shard_map(step, mesh=mesh, in_specs=(specs, P(AXIS), P()), out_specs=(P(), specs), check_vma=check_vma)
-    step = jax.jit(step) if jit else step
+    state, specs = jc.init_state(tx, params, mesh_of(workers), AXIS)
+    step = _sharded(tx, workers, check_vma, *_frozen(specs))
     return _loop(lambda state, g: step(state, g, params), state, grads)
 
 
 def run_vmap(tx, params, grads):
     workers = jax.tree.leaves(grads)[0].shape[1]
     state, axes = jc.init_state(tx, params, workers, AXIS)
-    step = jax.jit(
-        jax.vmap(lambda s, g: tx.update(g, s, params), in_axes=(axes, 0), out_axes=(None, axes), axis_name=AXIS)
-    )
-    return _loop(step, state, grads)
+    step = _mapped(tx, *_frozen(axes))
+    return _loop(lambda state, g: step(state, g, params), state, grads)
+
+
+def _frozen(tree):
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+    return tuple(leaves), structure
+
+
+@functools.cache
+def _sharded(tx, workers, check_vma, leaves, structure):
+    """One function for each optimizer, so that what runs it again does not compile it again."""
+    specs = jax.tree.unflatten(structure, leaves)
+
+    def step(state, grads, params):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state, params)
+
+    ins, outs = (specs, P(AXIS), P()), (P(), specs)
+    return jax.jit(jax.shard_map(step, mesh=mesh_of(workers), in_specs=ins, out_specs=outs, check_vma=check_vma))
+
+
+@functools.cache
+def _mapped(tx, leaves, structure):
+    axes = jax.tree.unflatten(structure, leaves)
+    step = lambda state, grads, params: tx.update(grads, state, params)
+    return jax.jit(jax.vmap(step, in_axes=(axes, 0, None), out_axes=(None, axes), axis_name=AXIS))
 
 
 def run_pmap(tx, params, grads):

@@ -54,7 +54,8 @@ def fetch_sgd(
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.fetch_sgd(k=1, sketch=0.5, momentum=0.0), "data")
     >>> grads = jnp.zeros((2, 2000)).at[:, 7].set(jnp.array([4.0, 2.0]))
-    >>> direction = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data", out_axes=None)(grads)
+    >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data", out_axes=None)
+    >>> direction = jax.jit(step)(grads)
     >>> print(jnp.nonzero(direction)[0], direction[7])
     [7] 3.0
     """

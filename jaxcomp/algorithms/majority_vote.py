@@ -48,7 +48,8 @@ def majority_vote(momentum: float = 0.9) -> Algorithm:
     >>> import jax, jax.numpy as jnp, optax, jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.majority_vote(0.0), "data")
     >>> grads = jnp.array([[4.0, 1.0], [0.1, 2.0], [-9.0, 8.0]])
-    >>> print(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data", out_axes=None)(grads))
+    >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data", out_axes=None)
+    >>> print(jax.jit(step)(grads))
     [1. 1.]
     """
     if not 0 <= momentum < 1:

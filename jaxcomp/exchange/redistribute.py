@@ -72,7 +72,7 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
     >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), "data")
     >>> old, axes = jc.init_state(tx, jnp.zeros(2), 2, "data")
     >>> step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")
-    >>> _, old = step(jnp.array([[3.0, 1.0], [4.0, 2.0]]), old)
+    >>> _, old = jax.jit(step)(jnp.array([[3.0, 1.0], [4.0, 2.0]]), old)
     >>> new, _ = jc.init_state(tx, jnp.zeros(2), 3, "data")
     >>> print(jc.redistribute(old, new).local.algorithm.memory[:, 0])
     [[0. 1.]

@@ -234,7 +234,7 @@ def init_state(
     >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), "data")
     >>> state, axes = jc.init_state(tx, jnp.zeros(5), 64, "data")
     >>> step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")
-    >>> direction, state = step(jnp.ones((64, 5)), state)
+    >>> direction, state = jax.jit(step)(jnp.ones((64, 5)), state)
     >>> print(direction, state.local.algorithm.memory.shape)
     [1. 0. 0. 0. 0.] (64, 1, 5)
     """

@@ -101,7 +101,7 @@ def compressed_mean(
     >>> tx = optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), "data"), optax.sgd(1.0))
     >>> step = lambda grads: tx.update(grads, tx.init(grads))[0]
     >>> grads = jnp.array([[4.0, 1.0], [4.0, 2.0], [1.0, 8.0], [0.0, 8.0]])
-    >>> print(jax.vmap(step, axis_name="data", out_axes=None)(grads))
+    >>> print(jax.jit(jax.vmap(step, axis_name="data", out_axes=None))(grads))
     [-2. -4.]
     """
     levels = levels_of(algorithm, axis_name, weights)

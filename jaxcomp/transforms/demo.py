@@ -61,7 +61,8 @@ def demo(
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> tx = jc.demo(0.1, "data", k=1, chunk=4)
     >>> grads = jnp.stack([jnp.ones((40, 40)), -3 * jnp.ones((40, 40))])
-    >>> updates = jax.vmap(lambda g: tx.update(g, tx.init(g), g)[0], axis_name="data", out_axes=None)(grads)
+    >>> step = jax.vmap(lambda g: tx.update(g, tx.init(g), g)[0], axis_name="data", out_axes=None)
+    >>> updates = jax.jit(step)(grads)
     >>> print(updates.min(), updates.max())
     0.1 0.1
     """

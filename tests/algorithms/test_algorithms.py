@@ -188,5 +188,5 @@ def test_algorithms_take_optax_style_trees():
     """Anything that optax accepts as a tree: nested dicts, tuples, NamedTuples."""
     tree = optax.ScaleByAdamState(jnp.zeros(3), {"a": jnp.zeros(2000)}, (jnp.zeros(()),))
     tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.1)), None)
-    direction, _ = tx.update(tree, tx.init(tree))
+    direction, _ = jax.jit(tx.update)(tree, tx.init(tree))
     assert jax.tree.structure(direction) == jax.tree.structure(tree)

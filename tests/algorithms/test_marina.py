@@ -35,7 +35,7 @@ def runs(world, run, targets, count):
 def test_full_rounds_and_differences_are_counted_as_what_they_are(world, seed):
     targets = jnp.asarray(np.random.default_rng(seed).standard_normal((N, D)), jnp.float32)
     run, count = jc.rounds(jc.marina(jc.rand_k(k=K), 0.1, 0.4), AXIS, via="gather"), 12
-    coin = run.init(jnp.zeros(D)).shared.algorithm.coin
+    coin = jax.jit(run.init)(jnp.zeros(D)).shared.algorithm.coin
     tosses = [jax.random.fold_in(jax.random.wrap_key_data(coin.key), t) for t in range(count)]
     full = [t == 0 or bool(jax.random.bernoulli(key, 0.4)) for t, key in enumerate(tosses)]
     assert 1 < sum(full) < count

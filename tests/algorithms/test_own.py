@@ -67,7 +67,7 @@ def in_two_messages(compressor):
 
 
 def ledger_of(tx, params, grads):
-    state, specs = jc.init_state(tx, params, mesh_of(N), AXIS)
+    state, specs = jc.init_state(tx, params, mesh_of(N).abstract_mesh, AXIS)  # shapes
     step = lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s)
     step = jax.shard_map(step, mesh=mesh_of(N), in_specs=(specs, P(AXIS)), out_specs=(P(), specs))
     return jc.ledger(step, state, jax.tree.map(lambda g: g[0], grads)).total_bytes

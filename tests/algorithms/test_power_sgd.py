@@ -37,7 +37,7 @@ def test_power_sgd_is_the_oracle(run, seed):
     """Over several rounds, each of which starts from the factor of the last one."""
     grads = gradients(seed, ROUNDS, N, TREE)
     tx = jc.compressed_mean(jc.power_sgd(RANK, **SMALL), AXIS)
-    start = jax.vmap(lambda _: tx.init(TREE), axis_name=AXIS, out_axes=None)(jnp.arange(N)).shared.algorithm.q
+    start = jax.jit(jax.vmap(lambda _: tx.init(TREE), axis_name=AXIS, out_axes=None))(jnp.arange(N)).shared.algorithm.q
     directions, state = run(tx, TREE, grads)
     memory = jc.state.by_leaf(state, state.local.algorithm.memory)
     for name, (stack, row) in FIRST_Q.items():

@@ -34,7 +34,8 @@ def message_of(algorithm, x):
         def mean(self, key, compressor, message, state):
             payload, local = jax.jit(compressor.compress)(key, message, State(state.local, state.shared))
             seen.append(payload)
-            own = compressor.decompress(payload, state.shared, jax.ShapeDtypeStruct(x.shape, x.dtype))
+            like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            own = jax.jit(lambda payload: compressor.decompress(payload, state.shared, like))(payload)
             return Sent(own, message - own, State(local, state.shared))
 
     mean, _ = algorithm.update(jax.random.key(1), x, state, Exchange())

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jitted import roundtrip
 
 import jaxcomp as jc
 
@@ -61,7 +62,7 @@ def test_refining_never_adds_to_the_error(key, seed):
 def test_half_the_error_of_the_released_code(key, seed):
     """Of the values that SparseLoCo sends: codes rounded around the mean of all, as its release has them."""
     x = jax.random.normal(jax.random.key(seed), (2**18,))
-    values = jc.roundtrip(jc.chunked(jc.top_k(k=64), 4096), x, key=key)[1].values
+    values = roundtrip(jc.chunked(jc.top_k(k=64), 4096), x, key)[1].values
     v = np.float64(values)
     codes = np.clip(np.round((v - v.mean()) / (6 * v.std(ddof=1) / 4) + 2), 0, 3)
     means = np.array([v[codes == i].mean() if np.any(codes == i) else 0 for i in range(4)])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jitted import roundtrip
 from variants import variants
 
 import jaxcomp as jc
@@ -40,9 +41,9 @@ def test_overflow_is_handed_on(name, key):
         x = {"x": x}
     elif name == "two leaves":
         x = [jnp.arange(1.0, 11), jnp.arange(1.0, 91), jnp.zeros(3)]
-    state = compressor.init(key, x)
+    state = jax.jit(compressor.init)(key, x)
     assert int(overflow(compressor, state.local)) == 0
-    _, local = compressor.compress(key, x, state)
+    _, local = jax.jit(compressor.compress)(key, x, state)
     count = overflow(compressor, local)
     assert (count.shape, count.dtype) == ((), jnp.int32)
     assert int(count) == want
@@ -65,12 +66,19 @@ def test_a_probability_for_all_makes_no_array_on_the_host():
 def test_contract_scales_in_double_precision():
     with jax.enable_x64(True):
         x, compressor = jnp.asarray(np.random.default_rng(0).standard_normal(100)), jc.contract(jc.rand_k(0.07))
-        state = compressor.init(jax.random.key(0), x)
-        payload, _ = compressor.compress(jax.random.key(1), x, state)
-        stacked = jax.tree.map(lambda a: a[None], payload)
-        for weights in (None, jnp.ones(1)):
-            added = accumulate(compressor, jnp.zeros_like(x), stacked, weights, state.shared)
-            np.testing.assert_allclose(added, compressor.decompress(payload, state.shared, x), rtol=1e-15)
+
+        @jax.jit
+        def run(x):
+            state = compressor.init(jax.random.key(0), x)
+            payload, _ = compressor.compress(jax.random.key(1), x, state)
+            stacked = jax.tree.map(lambda a: a[None], payload)
+            add = lambda weights: accumulate(compressor, jnp.zeros_like(x), stacked, weights, state.shared)
+            return compressor.decompress(payload, state.shared, x), add(None), add(jnp.ones(1))
+
+        want, *sums = run(x)
+        for added in sums:
+            assert added.dtype == jnp.float64
+            np.testing.assert_allclose(added, want, rtol=1e-15)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -93,7 +101,7 @@ DAGCS = {
 def test_each_worker_has_its_share_wherever_a_plan_is_picked(name, key):
     x = jnp.arange(1.0, 101)
     for worker, count in enumerate(COUNTS):
-        x_hat, _ = jc.roundtrip(DAGCS[name], x, key=key, worker=worker)
+        x_hat, _ = roundtrip(DAGCS[name], x, key, worker)
         assert np.count_nonzero(x_hat) == count
 
 
@@ -106,7 +114,7 @@ def test_each_worker_has_its_share_in_rounds():
         return run.point(state)
 
     slopes = jnp.stack([jnp.roll(jnp.arange(1.0, 101), 25 * i) for i in range(4)])
-    x = np.asarray(jax.vmap(worker, axis_name="workers", out_axes=None)(slopes))
+    x = np.asarray(jax.jit(jax.vmap(worker, axis_name="workers", out_axes=None))(slopes))
     assert np.count_nonzero(x) == COUNTS.sum()  # the largest entries of the four lie apart
 
 
@@ -124,7 +132,7 @@ def test_composing_with_much_noise_claims_no_less_error_than_there_is(key):
     """All of x is among the values, so that the error is omega |x|^2; alpha_outer (1 - omega) would allow an eighth."""
     x = jnp.zeros(300).at[7].set(3.0)
     compressor = jc.compose(jc.top_k(0.121), jc.bernoulli(0.0169))
-    got = jax.vmap(lambda key: jc.roundtrip(compressor, x, key=key)[0])(jax.random.split(key, 1024))
+    got = jax.jit(jax.vmap(lambda key: jc.roundtrip(compressor, x, key=key)[0]))(jax.random.split(key, 1024))
     error = float(jnp.mean(jnp.sum((got - x) ** 2, axis=1)) / jnp.sum(x**2))
     assert compressor.spec.alpha(300) == pytest.approx(1 - (1 / 0.0169 - 1))
     assert 20 < error < 2 * (1 - compressor.spec.alpha(300))

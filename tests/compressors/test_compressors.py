@@ -1,5 +1,7 @@
 """Each compressor against its float64 definition, and its own corners and errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +21,18 @@ def vector(seed, d=1000):
     return np.random.default_rng(seed).standard_t(3, d).astype(np.float32)
 
 
-def compressed(compressor, x, key):
-    """Payload, decoded vector and the private key that was used."""
+@functools.partial(jax.jit, static_argnums=0)
+def _compressed(compressor, x, key):
     like = jax.ShapeDtypeStruct(x.shape, jnp.float32)
     state = compressor.init(key, like)
-    payload, _ = compressor.compress(key, jnp.asarray(x), state)
-    return payload, np.asarray(compressor.decompress(payload, state.shared, like))
+    payload, _ = compressor.compress(key, x, state)
+    return payload, compressor.decompress(payload, state.shared, like)
+
+
+def compressed(compressor, x, key):
+    """Payload and decoded vector; the key is the private one and that of the shared state."""
+    payload, x_hat = _compressed(compressor, jnp.asarray(x), key)
+    return payload, np.asarray(x_hat)
 
 
 @pytest.mark.sampled
@@ -79,12 +87,12 @@ def test_rand_k_draws_all_pairs_equally_often(d, k, key):
 
 def test_rand_k_changes_from_round_to_round_and_is_the_same_on_all_workers(key):
     compressor = jc.rand_k(k=10)
-    x = jnp.arange(1.0, 1001)
+    x, compress = jnp.arange(1.0, 1001), jax.jit(compressor.compress)
     state = compressor.init(key, x)
-    first = compressor.compress(jax.random.key(1), x, state)[0]
-    other_worker = compressor.compress(jax.random.key(2), x, state)[0]
+    first = compress(jax.random.key(1), x, state)[0]
+    other_worker = compress(jax.random.key(2), x, state)[0]
     np.testing.assert_array_equal(first.values, other_worker.values)
-    later = compressor.compress(jax.random.key(1), x, state._replace(shared=compressor.advance(state.shared)))[0]
+    later = compress(jax.random.key(1), x, state._replace(shared=compressor.advance(state.shared)))[0]
     assert not np.array_equal(first.values, later.values)
 
 
@@ -109,7 +117,7 @@ def test_bernoulli_counts_overflow_and_stays_within_capacity(key):
     state = compressor.init(key, x)
     # A rigged state in which every entry is drawn.
     rigged = state._replace(shared=state.shared._replace(limit=jnp.full(1000, 2**32 - 1, jnp.uint32)))
-    payload, local = compressor.compress(key, x, rigged)
+    payload, local = jax.jit(compressor.compress)(key, x, rigged)
     capacity = payload.values.size
     assert capacity < 40
     assert int(overflow(compressor, local)) == 1000 - capacity
@@ -200,9 +208,8 @@ def test_dithering_is_decoded_in_the_order_of_words_as_entry_by_entry(arguments,
     compressor, like = jc.dithering(levels, **options), jax.ShapeDtypeStruct((size,), jnp.float32)
     x = np.random.default_rng(seed).standard_t(3, (workers, size)).astype(np.float32)
     x[0, :600] = 0
-    payloads = jax.vmap(lambda key, x: compressor.compress(key, x, compressor.init(key, like))[0])(
-        jax.random.split(key, workers), jnp.asarray(x)
-    )
+    compress = jax.vmap(lambda key, x: compressor.compress(key, x, compressor.init(key, like))[0])
+    payloads = jax.jit(compress)(jax.random.split(key, workers), jnp.asarray(x))
     codes = np.stack([np.asarray(unpack(words, size)) for words in payloads.words]).astype(np.int64)
     signed = np.where(codes % 2, (codes + 1) // 2, -codes // 2)
     spare = np.uint32((1 << ((2 * levels).bit_length() - 1)) - 1)
@@ -260,9 +267,9 @@ def test_dithering_variance_is_the_formula(key, seed):
 @pytest.mark.parametrize("scale", [1e-34, 1e-30, 1.0, 1e30, 3e37])
 def test_dithering_is_scale_free(scale, norm, key, seed):
     x = vector(seed)
-    x = x / np.abs(x).max()
-    _, one = compressed(jc.dithering(7, norm=norm), x, key)
-    _, other = compressed(jc.dithering(7, norm=norm), np.float32(scale) * x, key)
+    x, compressor = x / np.abs(x).max(), jc.dithering(7, norm=norm)
+    _, one = compressed(compressor, x, key)
+    _, other = compressed(compressor, np.float32(scale) * x, key)
     close = np.isclose(other / scale, one, rtol=1e-4, atol=1e-6)
     assert (~close).sum() <= 2
 
@@ -385,7 +392,7 @@ def test_codes_of_dithering_are_zigzag_levels(key):
 def messages_of(compressor, workers, size, key):
     x = jax.random.normal(key, (workers, size))
     compress = lambda key, x: compressor.compress(key, x, compressor.init(jax.random.key(0), x))[0]
-    return jax.vmap(compress)(jax.random.split(key, workers), x)
+    return jax.jit(jax.vmap(compress))(jax.random.split(key, workers), x)
 
 
 @pytest.mark.parametrize("workers", variants([1, 2, ONE_PASS + 1], {2}))
@@ -398,7 +405,8 @@ def test_the_sum_of_messages_is_that_of_one_after_the_other(workers, key):
         want = want + decode(jax.tree.map(lambda a: a[i], payloads))  # noqa: B023
     add = lambda payloads: accumulate(compressor, zeros, payloads, None, None)
     np.testing.assert_array_equal(jax.jit(add)(payloads), want)
-    np.testing.assert_array_equal(jax.vmap(add)(jax.tree.map(lambda a: a[None], payloads))[0], want)
+    mapped = jax.jit(jax.vmap(add))(jax.tree.map(lambda a: a[None], payloads))
+    np.testing.assert_array_equal(mapped[0], want)
 
 
 @pytest.mark.sampled
@@ -406,8 +414,8 @@ def test_the_sum_of_messages_is_that_of_one_after_the_other(workers, key):
 def test_many_messages_of_nothing_add_nothing(make, key):
     compressor, like = make(), jax.ShapeDtypeStruct((0,), jnp.float32)
     payloads = messages_of(compressor, ONE_PASS + 2, 0, key)
-    shared = compressor.init(key, like).shared
-    assert accumulate(compressor, like, payloads, None, shared).shape == (0,)
+    add = jax.jit(lambda payloads: accumulate(compressor, like, payloads, None, compressor.init(key, like).shared))
+    assert add(payloads).shape == (0,)
 
 
 def test_messages_are_decoded_once_however_many_use_their_sum(key):

@@ -33,10 +33,11 @@ def test_sketch_is_linear_and_its_payload_the_sum(key, seed):
     compressor = jc.count_sketch(0.2, rows=4)
     state = compressor.init(key, x)
     s = matrix_of(state.shared.round_key(), 4, 25, 500)
-    sketch = lambda v: compressor.compress(key, jnp.asarray(v), state)[0].values
+    compress = jax.jit(lambda v: compressor.compress(key, v, state)[0])
+    sketch = lambda v: compress(v).values
     np.testing.assert_allclose(sketch(x), (s @ np.float64(x)).reshape(-1), atol=1e-5)
     np.testing.assert_allclose(sketch(x) + sketch(y), sketch(x + y), atol=1e-5)
-    x_hat = compressor.decompress(compressor.compress(key, jnp.asarray(x), state)[0], state.shared, x)
+    x_hat = jax.jit(lambda payload: compressor.decompress(payload, state.shared, x))(compress(x))
     want = np.mean([row.T @ (row @ np.float64(x)) for row in s], axis=0)
     np.testing.assert_allclose(x_hat, want, atol=1e-5)
     assert compressor.spec.omega(500) == 499 / 100

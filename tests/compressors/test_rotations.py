@@ -7,6 +7,7 @@ import oracles_rotations as oracle
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jitted import roundtrip
 from variants import variants
 
 import jaxcomp as jc
@@ -96,10 +97,11 @@ def test_eden_is_the_nearest_centroid_and_a_scale(bits, scale, key, seed):
     payload, _ = jax.jit(compressor.compress)(key, jnp.asarray(x), state)
     rotation = rotation_of(d, block)
     shared = jax.random.wrap_key_data(state.shared.seed)
-    y = np.asarray(rotation.forward(jnp.asarray(x), shared), np.float64)
+    y = np.asarray(jax.jit(rotation.forward)(jnp.asarray(x), shared), np.float64)
     want = np.concatenate([oracle.eden(b, centroids(bits), scale) for b in y.reshape(-1, block)])
-    want = rotation.backward(jnp.asarray(want, jnp.float32), shared)
-    got = compressor.decompress(payload, state.shared, jax.ShapeDtypeStruct((d,), jnp.float32))
+    want = jax.jit(rotation.backward)(jnp.asarray(want, jnp.float32), shared)
+    like = jax.ShapeDtypeStruct((d,), jnp.float32)
+    got = jax.jit(lambda p, s: compressor.decompress(p, s, like))(payload, state.shared)
     np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4 * np.abs(x).max())
     assert jc.lane_bytes(payload) == d * bits // 8 + 4 * d // block
 
@@ -145,10 +147,9 @@ def test_fractions_of_bits_cost_what_they_say(bits, key, seed):
 
 
 def test_non_finite_zero_and_huge_entries(key):
-    for x in ([np.nan, 1.0, np.inf, 0.0], [0.0] * 4, [3e38, -3e38, 3e38, 1.0], [1e-30] * 4, [1e-44] * 4, []):
-        for compressor in (jc.eden(1.5), jc.rotate(jc.block_scaled("mxfp4"))):
-            run = jax.jit(lambda x, c=compressor: jc.roundtrip(c, x, key=key))
-            x_hat, payload = run(jnp.asarray(x, jnp.float32))
+    for compressor in (jc.eden(1.5), jc.rotate(jc.block_scaled("mxfp4"))):
+        for x in ([np.nan, 1.0, np.inf, 0.0], [0.0] * 4, [3e38, -3e38, 3e38, 1.0], [1e-30] * 4, [1e-44] * 4, []):
+            x_hat, payload = roundtrip(compressor, jnp.asarray(x, jnp.float32), key)
             assert np.isfinite(x_hat).all()
             assert all(np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(payload))
 
@@ -212,12 +213,17 @@ def test_messages_are_decoded_with_the_rotation_of_their_worker(name, key, seed)
     }[name]
     like = jax.ShapeDtypeStruct((200,), jnp.float32)
     state = compressor.init(key, like)
-    xs = [jnp.asarray(vector(seed + i, 200)) for i in range(3)]
-    mine = [compressor.for_worker(state.shared, i, 3) for i in range(3)]
-    payloads = [compressor.compress(key, x, State((), s))[0] for x, s in zip(xs, mine, strict=True)]
-    stacked = jax.tree.map(lambda *a: jnp.stack(a), *payloads)
-    total = accumulate(compressor, jnp.zeros(200), stacked, None, state.shared)
-    want = sum(compressor.decompress(p, s, like) for p, s in zip(payloads, mine, strict=True))
+    xs = jnp.stack([jnp.asarray(vector(seed + i, 200)) for i in range(3)])
+
+    @jax.jit
+    def run(xs):
+        mine = [compressor.for_worker(state.shared, i, 3) for i in range(3)]
+        payloads = [compressor.compress(key, x, State((), s))[0] for x, s in zip(xs, mine, strict=True)]
+        stacked = jax.tree.map(lambda *a: jnp.stack(a), *payloads)
+        total = accumulate(compressor, jnp.zeros(200), stacked, None, state.shared)
+        return total, sum(compressor.decompress(p, s, like) for p, s in zip(payloads, mine, strict=True))
+
+    total, want = run(xs)
     np.testing.assert_allclose(total, want, rtol=1e-4, atol=1e-4)
 
 

@@ -100,7 +100,7 @@ def test_all_workers_keep_the_same_number(key, seed):
             out.append(mean)
         return jnp.stack(out)
 
-    means = np.asarray(jax.vmap(run, axis_name="data", out_axes=None)(xs))
+    means = np.asarray(jax.jit(jax.vmap(run, axis_name="data", out_axes=None))(xs))
     for mean, ratio in zip(means, RATIOS, strict=False):
         chosen = np.flatnonzero(mean)
         assert len(chosen) == round(1000 * ratio)

@@ -225,7 +225,7 @@ def test_overflow_raises_the_threshold_and_is_counted(key):
     x[:500] = 0.001
     x[-1] = 100
     compressor = jc.sidco(0.3, stages=1, adapt=None, capacity=1)
-    payload, local = compressor.compress(key, jnp.asarray(x), compressor.init(key, x))
+    payload, local = jax.jit(compressor.compress)(key, jnp.asarray(x), compressor.init(key, x))
     wanted = int((x > oracles.sidco(x, 0.3, stages=1)).sum())
     assert wanted > 300
     assert int(local.overflow) == wanted - 300

@@ -39,20 +39,26 @@ def host_mean(arrived, compressor, shared, like):
 
 
 def payloads_of(compressor, like, key, seed):
-    """Shared state, and one payload for each worker."""
-    state = compressor.init(key, like)
+    """Shared state, and of each worker its payload and what that decodes to."""
     rng = np.random.default_rng(seed)
     messages = [jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype), like) for _ in range(N)]
-    own = [state._replace(shared=for_worker(compressor, state.shared, i, N)) for i in range(N)]
-    compress = jax.jit(compressor.compress)
-    return state.shared, [compress(jax.random.fold_in(key, i), messages[i], own[i])[0] for i in range(N)]
+
+    @jax.jit
+    def run(i, message):
+        state = compressor.init(key, like)
+        own = state._replace(shared=for_worker(compressor, state.shared, i, N))
+        payload, _ = compressor.compress(jax.random.fold_in(key, i), message, own)
+        return state.shared, payload, compressor.decompress(payload, own.shared, like)
+
+    shared, payloads, decoded = zip(*(run(i, message) for i, message in enumerate(messages)), strict=True)
+    return shared[0], payloads, decoded
 
 
 def everywhere(compressor, via, weights, like, key, seed):
     """The mean in three worlds, and what it should be in float64; `like` is an array, or a tree to be laid out."""
     compressor = lift(compressor)
     like = plan_of(compressor.spec.lifted.layout, like).like
-    shared, payloads = payloads_of(compressor, like, key, seed)
+    shared, payloads, decoded = payloads_of(compressor, like, key, seed)
     stacked = jax.tree.map(lambda *a: jnp.stack(a), *payloads)
     w = None if weights is None else jnp.asarray(weights, jnp.float32)
     linear = compressor.spec.linear
@@ -67,8 +73,6 @@ def everywhere(compressor, via, weights, like, key, seed):
     )
     arrived = [jc.wire.decode(jc.wire.encode(payload)) for payload in payloads]
     met = arrived_on_host(arrived, None if weights is None else np.float32(weights), via, linear)
-    decompress = jax.jit(lambda p, shared: compressor.decompress(p, shared, like))
-    decoded = [decompress(p, for_worker(compressor, shared, i, N)) for i, p in enumerate(payloads)]
     want = jax.tree.map(lambda *x: np.average(np.float64(x), axis=0, weights=weights), *decoded)
     on_host = jax.jit(lambda p, w: host_mean(Arrived(p, w, met.scale), compressor, shared, like))
     return {

@@ -75,7 +75,7 @@ def test_everything_arrives(long, alone, on_a_mesh, seed, monkeypatch):
         one = lambda tree: (lambda rows, parts: (rows, rows_of(parts)))(*both(jax.tree.map(lambda x: x[0], tree)))
         run = jax.jit(jax.shard_map(one, mesh=mesh_of(N), in_specs=P(AXIS), out_specs=(P(), P(AXIS))))
     else:
-        run = jax.vmap(both, axis_name=AXIS, out_axes=(None, 0))
+        run = jax.jit(jax.vmap(both, axis_name=AXIS, out_axes=(None, 0)))
     rows, parts = run(given)
     for name, x in given.items():
         np.testing.assert_array_equal(rows[name], x)
@@ -122,7 +122,9 @@ def test_small_arrays_are_summed_as_one(seed, monkeypatch):
 def test_narrow_sums_are_added_in_single_precision():
     """256 + 1 + 1 + 1 in bf16 would stay at 256; added in f32 and rounded once it is 260."""
     x = jnp.array([[256.0], [1.0], [1.0], [1.0]], jnp.bfloat16)
-    total = lambda exact: jax.vmap(lambda x: lanes.all_sum(x, AXIS, exact=exact), axis_name=AXIS, out_axes=None)(x)
+    total = lambda exact: jax.jit(
+        jax.vmap(lambda x: lanes.all_sum(x, AXIS, exact=exact), axis_name=AXIS, out_axes=None)
+    )(x)
     assert (total(False), total(True)) == (260, 259)
 
 
@@ -133,7 +135,7 @@ def test_many_narrow_numbers_are_summed_in_parts(monkeypatch):
         arrays = [jax.ShapeDtypeStruct((size,), dtype) for size in sizes]
         assert [lane.places for lane in lanes.sum_lanes(arrays)] == places
     given = [jnp.arange(2.0 * size, dtype=jnp.bfloat16).reshape(2, size) for size in sizes]
-    both = jax.vmap(lambda x: lanes.all_sum(x, AXIS, exact=True), axis_name=AXIS, out_axes=None)(given)
+    both = jax.jit(jax.vmap(lambda x: lanes.all_sum(x, AXIS, exact=True), axis_name=AXIS, out_axes=None))(given)
     for total, rows in zip(both, given, strict=True):
         np.testing.assert_array_equal(total, np.asarray(rows, np.float32).sum(0))
 

@@ -204,7 +204,7 @@ def test_memories_of_second_shots_are_cut_anew(workers, seed):
     state = jc.redistribute(old, new)
     line = lambda state: np.asarray(state.local.route.memory).reshape(-1)[:1205]
     np.testing.assert_array_equal(line(state), line(old))
-    step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
     step(jax.tree.map(lambda g: g[0], gradients(seed, workers=workers)), state)
 
 
@@ -319,18 +319,21 @@ def half(roles):
     return jc.Algorithm(init, update, roles)
 
 
-def half_of(roles, seed):
+def refused(roles, message):
+    """A state of these roles, for other workers."""
     tx = jc.compressed_mean(half(roles), AXIS)
-    _, old = run_vmap(tx, PARAMS, gradients(seed))
-    return old, jc.init_state(tx, PARAMS, 2, AXIS)[0]
+    old, new = (jc.init_state(tx, PARAMS, n, AXIS)[0] for n in (N, 2))
+    with pytest.raises(ValueError, match=message):
+        jc.redistribute(old, new)
 
 
 DECLARED = {"memory": "memory", "average": "momentum", "seen": "compressor"}
 
 
 def test_an_algorithm_of_ones_own_is_handed_on_by_its_roles(seed):
-    old, new = half_of(DECLARED, seed)
-    state = jc.redistribute(old, new)
+    tx = jc.compressed_mean(half(DECLARED), AXIS)
+    _, old = run_vmap(tx, PARAMS, gradients(seed))
+    state = jc.redistribute(old, jc.init_state(tx, PARAMS, 2, AXIS)[0])
     assert_same_sums(state, old)
     np.testing.assert_array_equal(np.ravel(state.local.algorithm.seen), [3, 3])
     for a, b in zip(*(jax.tree.leaves(x.shared.algorithm) for x in (state, old)), strict=True):
@@ -339,10 +342,8 @@ def test_an_algorithm_of_ones_own_is_handed_on_by_its_roles(seed):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("seen", "HalfLocal"), ("memory", "HalfLocal"), ("average", "HalfShared")])
-def test_a_field_without_a_role_is_refused(name, kind, seed):
-    old, new = half_of({key: role for key, role in DECLARED.items() if key != name}, seed)
-    with pytest.raises(ValueError, match=rf"redistribute: {kind}\.{name} has no role"):
-        jc.redistribute(old, new)
+def test_a_field_without_a_role_is_refused(name, kind):
+    refused({key: role for key, role in DECLARED.items() if key != name}, rf"redistribute: {kind}\.{name} has no role")
 
 
 @pytest.mark.sampled
@@ -356,10 +357,8 @@ def test_a_field_without_a_role_is_refused(name, kind, seed):
         ({"average": "shift"}, "average has the role 'shift', and is missing in the local state"),
     ],
 )
-def test_a_role_that_does_not_fit_is_refused(change, message, seed):
-    old, new = half_of(DECLARED | change, seed)
-    with pytest.raises(ValueError, match=message):
-        jc.redistribute(old, new)
+def test_a_role_that_does_not_fit_is_refused(change, message):
+    refused(DECLARED | change, message)
 
 
 def test_a_local_state_that_is_no_named_tuple_is_refused():
@@ -378,7 +377,7 @@ def test_a_local_state_that_is_no_named_tuple_is_refused():
 def run_rounds(run, workers, seed, steps=3):
     x = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), PARAMS)
     axes = jc.state_axes(jax.eval_shape(run.init, x))
-    make = jax.vmap(lambda _: run.init(x), axis_name=AXIS, out_axes=axes)
+    make = jax.jit(jax.vmap(lambda _: run.init(x), axis_name=AXIS, out_axes=axes))
     state = make(jnp.arange(workers))
     targets = jax.tree.map(lambda g: g[0], gradients(seed, rounds=1, workers=workers))
     gradient = lambda target: lambda x: jax.tree.map(jnp.subtract, x, target)
@@ -404,10 +403,8 @@ def test_rounds_go_on_with_other_workers(seed):
     assert state.shared.count == 3
     axes = jc.state_axes(state)
     grads = jax.tree.map(lambda g: g[0], gradients(seed, rounds=1, workers=2))
-    step = jax.vmap(
-        lambda s, g: run.step(s, lambda x: g)[0], in_axes=(axes, 0), out_axes=axes, axis_name=AXIS
-    )  # they go on
-    assert step(state, grads).shared.count == 4
+    step = jax.vmap(lambda s, g: run.step(s, lambda x: g)[0], in_axes=(axes, 0), out_axes=axes, axis_name=AXIS)
+    assert jax.jit(step)(state, grads).shared.count == 4  # they go on
 
 
 def test_coins_and_sequences_of_adiana_go_on(seed):
@@ -460,7 +457,7 @@ def test_states_with_all_rows_are_not_refused(seed):
     _, state = run_vmap(jc.compressed_mean(ALGORITHMS["error_feedback"], AXIS), PARAMS, gradients(seed, rounds=1))
     assert jc.info(state).lane_bytes > 0
     alone = jc.compressed_mean(ALGORITHMS["error_feedback"], None)
-    _, state = alone.update(PARAMS, alone.init(PARAMS))
+    _, state = jax.jit(alone.update)(PARAMS, jax.jit(alone.init)(PARAMS))
     assert jc.info(state).lane_bytes > 0
 
 

@@ -54,7 +54,7 @@ def of_leaves(mean, vectors):
 
 def with_memory(mean, tree):
     """Another memory; tree: like the parameters, behind an axis of rows."""
-    memory = jax.vmap(functools.partial(split, mean.about.plan))(tree)
+    memory = jax.jit(jax.vmap(functools.partial(split, mean.about.plan)))(tree)
     memory = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), memory, mean.local.algorithm.memory)
     return dataclasses.replace(mean, local=mean.local._replace(algorithm=mean.local.algorithm._replace(memory=memory)))
 
@@ -237,7 +237,7 @@ def test_shifts_of_shards_are_cut_anew(shape, seed):
     rng = np.random.default_rng(seed)
     whole = {name: rng.standard_normal(x.shape).astype(np.float32) for name, x in params.items()}
     halves = {name: jnp.asarray(x.reshape(2, len(x) // 2, *x.shape[1:])) for name, x in whole.items()}
-    shift = jax.vmap(functools.partial(split, before.about.plan))(halves)
+    shift = jax.jit(jax.vmap(functools.partial(split, before.about.plan)))(halves)
     algorithm = before.shared.algorithm._replace(shift=shift)
     before = dataclasses.replace(before, shared=before.shared._replace(algorithm=algorithm))
     state = jc.redistribute(before, jc.init_state(tx, params, second, "data", specs)[0])

@@ -62,7 +62,7 @@ def test_pmean_and_its_gradient(wire, check_vma, seed, key):
 def test_what_is_not_finite_is_seen_as_in_lax():
     x = jnp.array([[1.0, jnp.nan, jnp.inf], [1.0, 2.0, 3.0]])
     for dtype in (jnp.float32, jnp.bfloat16):
-        got = jax.vmap(lambda x: pmean(x, AXIS), axis_name=AXIS, out_axes=None)(x.astype(dtype))
+        got = jax.jit(jax.vmap(lambda x: pmean(x, AXIS), axis_name=AXIS, out_axes=None))(x.astype(dtype))
         np.testing.assert_array_equal(got.astype(jnp.float32), [1, np.nan, np.inf])
 
 
@@ -96,14 +96,16 @@ def test_psum_scatter_is_that_of_lax(case, seed):
 
         return run
 
-    want = jax.vmap(
-        both(lambda x: lax.psum_scatter(x, AXIS, scatter_dimension=dimension % 3, tiled=tiled)), axis_name=AXIS
+    want = jax.jit(
+        jax.vmap(
+            both(lambda x: lax.psum_scatter(x, AXIS, scatter_dimension=dimension % 3, tiled=tiled)), axis_name=AXIS
+        )
     )(x)
     for wire, tolerance in ((None, 1e-5), ("bfloat16", 0.2)):
         mine = both(
             functools.partial(psum_scatter, axis_name=AXIS, scatter_dimension=dimension, tiled=tiled, wire=wire)
         )
-        for got in (jax.vmap(mine, axis_name=AXIS)(x), shard(functools.partial(_row, mine), P(AXIS))(x)):
+        for got in (jax.jit(jax.vmap(mine, axis_name=AXIS))(x), shard(functools.partial(_row, mine), P(AXIS))(x)):
             for a, b in zip(got, want, strict=True):
                 assert a.shape == b.shape
                 np.testing.assert_allclose(a, b, atol=tolerance)
@@ -156,14 +158,14 @@ def test_one_axis_of_a_mesh_of_two(wire, key):
 
 def test_parts_without_entries():
     part = lambda x: psum_scatter(x, AXIS, wire="bf16", tiled=True)
-    assert jax.vmap(part, axis_name=AXIS)(jnp.ones((8, 8, 0))).shape == (8, 1, 0)
+    assert jax.jit(jax.vmap(part, axis_name=AXIS))(jnp.ones((8, 8, 0))).shape == (8, 1, 0)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("f16", "float16")])
 def test_short_names_of_a_wire(short, long, key):
     x = jax.random.normal(key, (4, 33))
-    mean = lambda wire: jax.vmap(lambda x: pmean(x, AXIS, wire=wire), axis_name=AXIS)(x)
+    mean = lambda wire: jax.jit(jax.vmap(lambda x: pmean(x, AXIS, wire=wire), axis_name=AXIS))(x)
     np.testing.assert_array_equal(mean(short), mean(long))
     assert np.any(np.asarray(mean(short)) != np.asarray(mean(None)))
 
@@ -198,9 +200,9 @@ def test_sums_in_double_precision():
     with jax.enable_x64(True):
         x = jnp.asarray([[1.0, 1e-12], [1e-12, 1.0]], jnp.float64)
         for options in ({}, {"wire": identity()}):
-            got = jax.vmap(lambda x: pmean(x, AXIS, **options), axis_name=AXIS, out_axes=None)(x)  # noqa: B023
+            got = jax.jit(jax.vmap(lambda x: pmean(x, AXIS, **options), axis_name=AXIS, out_axes=None))(x)  # noqa: B023
             np.testing.assert_allclose(got, [0.5 + 0.5e-12] * 2, rtol=1e-15)
-            part = jax.vmap(lambda x: psum_scatter(x, AXIS, **options), axis_name=AXIS)(x)  # noqa: B023
+            part = jax.jit(jax.vmap(lambda x: psum_scatter(x, AXIS, **options), axis_name=AXIS))(x)  # noqa: B023
             np.testing.assert_allclose(part, [1 + 1e-12] * 2, rtol=1e-15)
 
 

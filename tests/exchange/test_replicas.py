@@ -192,7 +192,9 @@ def test_a_set_without_majority_is_named_whole(spoil, odd):
 
 
 def test_specs_are_checked():
-    run = lambda specs: jax.vmap(lambda p: jc.fingerprints(p, AXIS, specs), axis_name=AXIS)({"w": jnp.zeros((2, 3))})
+    run = lambda specs: jax.jit(jax.vmap(lambda p: jc.fingerprints(p, AXIS, specs), axis_name=AXIS))(
+        {"w": jnp.zeros((2, 3))}
+    )
     with pytest.raises(ValueError, match="specs must be those of the tree"):
         run({"v": P()})
     with pytest.raises(ValueError, match="nothing to compare"):

@@ -11,7 +11,7 @@ from jax import lax
 from route_worlds import LIKES, bits, messages, on_mesh, on_replicas, on_shards, on_vmap, uneven
 from variants import variants
 
-from jaxcomp.base import wide_like
+from jaxcomp.base import for_worker, wide_like
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.vector import lift
@@ -51,15 +51,16 @@ def mean_of_decoded(compressor, like, given, weights=None):
     """In float64, of what each of the workers on the leading axis sent."""
     workers, lifted = len(jax.tree.leaves(given)[0]), lift(compressor)
     shares = np.full(workers, 1 / workers) if weights is None else np.asarray(weights)
-    state = lifted.init(jax.random.key(0), like)
-    shared = lambda i: state.shared if lifted.for_worker is None else lifted.for_worker(state.shared, i, workers)
 
-    def one(i):
-        mine = state._replace(shared=shared(i))
-        payload, _ = lifted.compress(jax.random.key(1), jax.tree.map(lambda a: a[i], given), mine)
+    @jax.jit
+    def one(i, message):
+        state = lifted.init(jax.random.key(0), like)
+        mine = state._replace(shared=for_worker(lifted, state.shared, i, workers))
+        payload, _ = lifted.compress(jax.random.key(1), message, mine)
         return lifted.decompress(payload, mine.shared, wide_like(like))
 
-    return jax.tree.map(lambda *x: np.tensordot(shares, np.float64(x), 1), *map(one, range(workers)))
+    decoded = [one(i, jax.tree.map(lambda a: a[i], given)) for i in range(workers)]  # noqa: B023
+    return jax.tree.map(lambda *x: np.tensordot(shares, np.float64(x), 1), *decoded)
 
 
 def assert_near(got, want, tolerance=1e-6):
@@ -273,7 +274,7 @@ def test_payloads_of_stacks_survive_their_codes(like, seed):
     compressor, like = lift(natural() if like == "small" else uneven((7,))), LIKES[like]
     is_stack = [len(x.shape) > 1 for x in getattr(like, "vectors", (like,))]
     state = compressor.init(jax.random.key(0), like)
-    payload, _ = compressor.compress(jax.random.key(1), messages(seed, like, ()), state)
+    payload, _ = jax.jit(compressor.compress)(jax.random.key(1), messages(seed, like, ()), state)
     coded = jax.jit(lambda payload: encode(payload, is_stack))(payload)
     assert coded.fits
     assert not np.any(coded.words[coded.used :])

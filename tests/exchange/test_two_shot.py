@@ -96,7 +96,7 @@ def test_narrow_messages_are_sent_narrow(seed):
         said.append((result.sent_bytes, result.lane_bytes, payload.values.dtype))
         return result.mean
 
-    mean = jax.vmap(worker, axis_name=AXIS, out_axes=None)(given[0])
+    mean = jax.jit(jax.vmap(worker, axis_name=AXIS, out_axes=None))(given[0])
     assert said == [(2 * (N - 1) * 2 * SIZE, 2 * SIZE, jnp.bfloat16)]
     assert mean.dtype == jnp.float32
     np.testing.assert_allclose(mean, np.float64(given[0]).mean(0), rtol=2**-8, atol=1e-7)

@@ -20,7 +20,7 @@ def short(folder, name, *more):
     return ("compare", "--runs", folder, "--name", name, "--workers", 2, "--steps", 40, "--batch", 8, *more)
 
 
-def test_compare_writes_everything(tmp_path):
+def test_compare_writes_everything(tmp_path, capsys):
     result = run(
         *short(tmp_path, "r", "--methods", "dense-f32", "dense-bf16", "sidco", "--seeds", 0, 1, "--log-every", 5)
     )
@@ -41,7 +41,9 @@ def test_compare_writes_everything(tmp_path):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines if (line["method"], line["seed"]) == ("sidco", 1)]
     assert steps == [1, 5, 10, 15, 20, 25, 30, 35, 40]
-    assert run(*short(tmp_path, "r")).stderr.startswith(f"error: {folder} exists; continue it with --resume")
+    assert run_inside(capsys, *short(tmp_path, "r")).stderr.startswith(
+        f"error: {folder} exists; continue it with --resume"
+    )
 
 
 def cut_short(metrics, lines, kill, *arguments):

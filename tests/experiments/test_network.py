@@ -236,11 +236,12 @@ def test_the_program_without_its_network_computes_the_same(method, key):
     gradient = jax.random.normal(key, (size,))
     tx = transformation(method, 0.01, 7)
     update = lambda _, state: tx.update(gradient, state)
-    states = jax.vmap(lambda _: tx.init(gradient), axis_name=AXIS)(jnp.arange(workers))
-    mean, after = jax.vmap(update, axis_name=AXIS)(jnp.arange(workers), states)
+    states = jax.jit(jax.vmap(lambda _: tx.init(gradient), axis_name=AXIS))(jnp.arange(workers))
+    mean, after = jax.jit(jax.vmap(update, axis_name=AXIS))(jnp.arange(workers), states)
     state = jax.tree.map(lambda x: x[2], states)
     halves = offline(tx.update, {AXIS: workers}, gradient, state)
-    run = lambda received: jax.jit(halves.whole)(jnp.asarray(2, jnp.int32), received, gradient, state)
+    whole = jax.jit(halves.whole)
+    run = lambda received: whole(jnp.asarray(2, jnp.int32), received, gradient, state)
     received = settled(halves.arrivals, lambda received: run(received)[0])
     sent, results = run(received)
     assert len(sent) == len(received) == 1
@@ -251,7 +252,7 @@ def test_the_program_without_its_network_computes_the_same(method, key):
 def test_a_program_whose_exchange_depends_on_data_has_no_offline_form():
     tx = transformation("top-k:ladder", 0.01, 7)
     gradient = jnp.ones(30_000)
-    state = jax.vmap(lambda _: tx.init(gradient), axis_name=AXIS)(jnp.arange(2))
+    state = jax.jit(jax.vmap(lambda _: tx.init(gradient), axis_name=AXIS))(jnp.arange(2))
     with pytest.raises(Inseparable, match="collective within cond"):
         offline(tx.update, {AXIS: 2}, gradient, jax.tree.map(lambda x: x[0], state))
 

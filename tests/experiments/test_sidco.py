@@ -8,8 +8,6 @@ from programs import run_to
 
 from experiments.sidco.quality import LAWS, ZEROS, draws
 
-pytestmark = pytest.mark.xdist_group("experiments")
-
 
 @pytest.mark.slow
 def test_quality(tmp_path):

@@ -10,8 +10,6 @@ from experiments.lib.cli import UserError
 from experiments.skcompress import problems
 from experiments.skcompress.sizes import measure_raw
 
-pytestmark = pytest.mark.xdist_group("experiments")
-
 
 def libsvm(path, rows):
     lines = [f"{label} " + " ".join(f"{j + 1}:{v:g}" for j, v in entries) for label, entries in rows]

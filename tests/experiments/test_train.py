@@ -64,7 +64,6 @@ def check_recovered(output, folder, kills):
     assert outcome(folder / "run-0") == outcome(folder / "run-1")
 
 
-@pytest.mark.xdist_group("kills")
 def test_a_killed_run_recovers_bitwise(once):
     check_recovered(*once, 1)
 
@@ -75,7 +74,6 @@ def test_twenty_killed_runs_recover_bitwise(tmp_path, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("kills")
 def test_a_cluster_gives_bitwise_the_single_run(once, tmp_path):
     """Two processes that find each other in what Open MPI leaves in the environment."""
     job = 4096 * (os.getpid() % 4096)

@@ -258,15 +258,15 @@ def test_a_program_in_two_halves(key):
     """What a worker sends before it receives, and after; where all send the same it receives its own messages."""
     tx = jc.compressed_mean(jc.power_sgd(2), AXIS)
     grads = {"w": jax.random.normal(key, (60, 40)), "b": jnp.ones(40)}
-    states = jax.vmap(lambda _: tx.init(grads), axis_name=AXIS)(jnp.arange(3))
-    mean, after = jax.vmap(lambda _, state: tx.update(grads, state), axis_name=AXIS)(jnp.arange(3), states)
+    states = jax.jit(jax.vmap(lambda _: tx.init(grads), axis_name=AXIS))(jnp.arange(3))
+    mean, after = jax.jit(jax.vmap(lambda _, state: tx.update(grads, state), axis_name=AXIS))(jnp.arange(3), states)
     halves = offline(tx.update, {AXIS: 3}, grads, jax.tree.map(lambda x: x[0], states))
     run = jax.jit(halves.whole)
     given = (grads, jax.tree.map(lambda x: x[0], states))
     received = settled(halves.arrivals, lambda received: run(0, received, *given)[0])
     assert len(received) >= 2  # the second factor waits for the first
-    kept = halves.early(jnp.zeros((), jnp.int32), *jax.tree.leaves(given))
-    _, results = halves.outcome(kept, halves.late(received, kept))
+    kept = jax.jit(halves.early)(jnp.zeros((), jnp.int32), *jax.tree.leaves(given))
+    _, results = halves.outcome(kept, jax.jit(halves.late)(received, kept))
     for mine, theirs in zip(results, jax.tree.leaves((mean, after)), strict=True):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs[0]), rtol=1e-4, atol=1e-5)
 

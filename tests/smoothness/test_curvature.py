@@ -66,7 +66,7 @@ def test_refresh_changes_the_operator_and_compiles_nothing(key):
     tx = jc.compressed_mean(jc.direct(jc.flat(jc.precondition(jc.dithering(3), first))), AXIS)
     tree = {"a": jnp.ones(4), "b": jnp.ones(2)}
     axes = jc.state_axes(jax.eval_shape(tx.init, tree))
-    state = jax.vmap(lambda _: tx.init(tree), axis_name=AXIS, out_axes=axes)(jnp.arange(2))
+    state = jax.jit(jax.vmap(lambda _: tx.init(tree), axis_name=AXIS, out_axes=axes))(jnp.arange(2))
     traces = 0
 
     def step(state, scale):
@@ -81,7 +81,7 @@ def test_refresh_changes_the_operator_and_compiles_nothing(key):
     other, _ = step(state, scales)
     assert traces == 1
     fresh = jc.compressed_mean(jc.direct(jc.flat(jc.precondition(jc.dithering(3), second))), AXIS)
-    made = jax.vmap(lambda _: fresh.init(tree), axis_name=AXIS, out_axes=axes)(jnp.arange(2))
+    made = jax.jit(jax.vmap(lambda _: fresh.init(tree), axis_name=AXIS, out_axes=axes))(jnp.arange(2))
     made = dataclasses.replace(made, shared=made.shared._replace(count=state.shared.count))
     want, _ = step(made, scales)
     for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(want), strict=True):

@@ -99,14 +99,14 @@ def test_one_step_of_diana_plus_is_that_of_the_file():
 
     def key_of(worker):
         keys = jax.random.split(jax.random.key(worker), 500)
-        indices = np.asarray(jax.vmap(lambda key: drawn(key, worker))(keys))
+        indices = np.asarray(jax.jit(jax.vmap(lambda key: drawn(key, worker)))(keys))
         masks = np.stack([np.isin(np.arange(3), row) for row in indices])
         return keys[int(np.argmax(np.all(masks == np.array(want["masks"][worker], bool), axis=1)))]
 
     def update(key, gradient):
         return algorithm.update(key, gradient, state, Round(way, State(), None))
 
-    direction, after = jax.vmap(update, axis_name="data")(jnp.stack([key_of(0), key_of(1)]), gradients)
+    direction, after = jax.jit(jax.vmap(update, axis_name="data"))(jnp.stack([key_of(0), key_of(1)]), gradients)
     np.testing.assert_allclose(after.local.shift, want["h1"], rtol=1e-8, atol=1e-9)
     np.testing.assert_array_equal(direction[0], direction[1])
     gamma = steps_of("diana", constants(S, p)).gamma

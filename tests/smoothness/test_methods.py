@@ -34,7 +34,7 @@ def gradient_of(a, b):
 def in_vmap(run, count, x):
     make = lambda _: run.init(x)
     axes = jc.state_axes(jax.eval_shape(run.init, x))
-    state = jax.vmap(make, axis_name=AXIS, out_axes=axes)(jnp.arange(N))
+    state = jax.jit(jax.vmap(make, axis_name=AXIS, out_axes=axes))(jnp.arange(N))
 
     def step(state, a, b):
         return run.step(state, gradient_of(a, b))
@@ -158,7 +158,7 @@ def test_plans_per_worker_go_through_trees():
     ):
         tx = jc.compressed_mean(algorithm, AXIS, seed=1)
         step = lambda g, tx=tx, shape=shape: tx.update(shape(g), tx.init(shape(g)))[0]
-        direction = jax.vmap(step, axis_name=AXIS, out_axes=None)(gradients)
+        direction = jax.jit(jax.vmap(step, axis_name=AXIS, out_axes=None))(gradients)
         results.append(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(direction)]))
     np.testing.assert_allclose(results[1], results[0], rtol=1e-9)
     # Leaves have keys of their own, so the draws differ; the mean of the workers' gradients does not.

@@ -29,7 +29,7 @@ ALONE = {
 def on_vmap(tx):
     state, axes = jc.init_state(tx, PARAMS, 2, AXIS)
     step = jax.vmap(lambda s, g: tx.update(g, s, PARAMS), in_axes=(axes, 0), out_axes=(0, axes), axis_name=AXIS)
-    return step(state, GRADS)[0]
+    return jax.jit(step)(state, GRADS)[0]
 
 
 def on_mesh(tx, check_vma):
@@ -63,5 +63,5 @@ def test_decisions_of_all_are_not(world, standard_promotion):
 
 def test_a_single_worker_may_decide():
     tx = optax.apply_if_finite(jc.compressed_mean(jc.direct(jc.identity()), None), 5)
-    updates, _ = tx.update(GRADS[0], tx.init(PARAMS))
+    updates, _ = jax.jit(tx.update)(GRADS[0], tx.init(PARAMS))
     np.testing.assert_array_equal(updates, 0)

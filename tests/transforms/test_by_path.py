@@ -142,12 +142,12 @@ def test_value_and_grad_and_rounds_take_it():
     loss = lambda p, x, y: jnp.mean((x @ p["kernel"] + p["bias"] - y) ** 2)
     algorithm = jc.by_path({"bias": jc.identity(), ".*": jc.error_feedback(jc.per_leaf(jc.top_k(k=2), dense_below=0))})
     grad_fn = jc.value_and_grad(loss, algorithm, mesh_of(N))
-    _, grads, state = grad_fn(params, grad_fn.init(params), x, y)
-    exact = jax.grad(loss)(params, x, y)
+    _, grads, state = jax.jit(grad_fn)(params, grad_fn.init(params), x, y)
+    exact = jax.jit(jax.grad(loss))(params, x, y)
     np.testing.assert_allclose(grads["bias"], exact["bias"], rtol=1e-5)
     assert 2 <= np.count_nonzero(grads["kernel"]) <= 2 * N
     run = jc.rounds(jc.descend(algorithm, 0.1), None)
-    state, bits = run.step(run.init(params), lambda p: jax.grad(loss)(p, x, y))
+    state, bits = jax.jit(lambda p: run.step(run.init(p), lambda p: jax.grad(loss)(p, x, y)))(params)
     np.testing.assert_allclose(run.point(state)["bias"], -0.1 * exact["bias"], rtol=1e-5)
     assert bits > 0
 
@@ -166,7 +166,7 @@ def test_memories_keep_their_sum_with_other_workers():
     assert fsum(of(moved)) == fsum(of(old))
     assert of(moved).shape[0] == 3
     assert int(moved.shared.count) == 3
-    step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
     after = step(jax.tree.map(lambda g: g[0], gradients(3, 1, 3, PARAMS)), moved)[1]
     assert int(after.shared.workers) == 3
     leaves, structure = jax.tree.flatten(old)  # as a checkpoint holds them

@@ -65,10 +65,11 @@ def test_a_hierarchy_is_one_mean_after_the_other(pair, seed):
     simulated = jax.jit(jax.vmap(alone.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="dcn"))
     inner = jc.compressed_mean(inside, "ici")
     within = jax.vmap(lambda g: inner.update(g, inner.init(g))[0], axis_name="ici", out_axes=None)
+    within = jax.jit(jax.vmap(within))
     for t in range(2):
         now = jax.tree.map(lambda g: g[t], grads)  # noqa: B023
         direction, state = jax.block_until_ready(step(state, now))
-        groups = jax.vmap(within)(jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]), now))
+        groups = within(jax.tree.map(lambda g: g.reshape(2, 2, *g.shape[1:]), now))
         want, plain = simulated(groups, plain)
         assert_close(direction, want, rtol=1e-6, atol=1e-6)
     assert jc.info(state).sent_bytes > 0

@@ -140,7 +140,7 @@ def test_a_hierarchy(inner, seed):
 def test_the_iterate_is_a_tree_and_takes_a_prox(seed):
     tree = {"a": jnp.ones((3, 2)), "b": jnp.full(4, 2.0)}
     run = jc.rounds(jc.descend(jc.direct(jc.identity()), 0.5, prox=jc.prox.l1(1.0)), None)
-    state, _ = run.step(run.init(tree), lambda x: x)
+    state, _ = jax.jit(lambda tree: run.step(run.init(tree), lambda x: x))(tree)
     want = jax.tree.map(lambda x: np.maximum(0.5 * np.asarray(x) - 0.5, 0), tree)
     for a, b in zip(jax.tree.leaves(run.point(state)), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b)

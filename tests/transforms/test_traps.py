@@ -171,7 +171,7 @@ def test_a_model_is_not_copied():
 def test_what_a_round_cost_is_a_table():
     tx = jc.compressed_mean(jc.direct(jc.top_k(k=1)), AXIS)
     state, axes = jc.init_state(tx, PARAMS, 2, AXIS)
-    step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
     _, state = step(GRADS, state)
     found, each = jc.info(state), jc.info(state, each=True)
     lines = str(found).splitlines()

@@ -128,7 +128,7 @@ def test_it_is_compressed_mean():
     grad_fn = jc.value_and_grad(loss_of, SPARSE)
     tx = jc.compressed_mean(SPARSE, "data")
     rows = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), BATCH)
-    own = jax.vmap(jax.grad(loss_of), in_axes=(None, 0, 0))(PARAMS, *rows)
+    own = jax.jit(jax.vmap(jax.grad(loss_of), in_axes=(None, 0, 0)))(PARAMS, *rows)
     state, (other, axes) = grad_fn.init(params), jc.init_state(tx, PARAMS, 4, "data")
     update = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data"))
     step = jax.jit(grad_fn)
@@ -205,7 +205,7 @@ def test_micro_batches_weights_and_loss_scale():
     grad_fn = jc.value_and_grad(loss_of, DENSE, micro_batches=4, weights=weights, loss_scale=2.0**20)
     found = one_step(grad_fn, params, batch)[:2]
     rows = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), BATCH)
-    each = jax.vmap(jax.value_and_grad(loss_of), in_axes=(None, 0, 0))(PARAMS, *rows)
+    each = jax.jit(jax.vmap(jax.value_and_grad(loss_of), in_axes=(None, 0, 0)))(PARAMS, *rows)
     share = jnp.asarray(weights) / 8
     assert_same(found, jax.tree.map(lambda x: jnp.tensordot(share, x, 1), each))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
