@@ -20,7 +20,7 @@ from experiments.lib.cli import fraction
 from jaxcomp.base import residual
 from jaxcomp.compressors.sidco import SAMPLE, STAGES
 from jaxcomp.compressors.sidco_counted import counted
-from jaxcomp.select import count_words, indices_of_words, words_above
+from jaxcomp.select import count_words, every, indices_of_words, words_above
 
 __all__ = ["main"]
 
@@ -67,7 +67,7 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
         SORT: lambda x: lax.top_k(jnp.abs(x), k)[1],
         "lax.approx_max_k": lambda x: lax.approx_max_k(jnp.abs(x), k)[1],
         "mask to indices, threshold given": lambda x, t: indices_of_words(words_above(x, t), places, d)[0],
-        "of it: fit to a sample": lambda x: fit(key, x[::stride], in_sample, jnp.float32(ratio), ())[0],
+        "of it: fit to a sample": lambda x: fit(key, every(x, stride), in_sample, jnp.float32(ratio), ())[0],
         "of it: count and mark, threshold given": marked,
         "of it: indices, marks given": lambda x, words: indices_of_words(words, places, d)[0],
     }
