@@ -98,7 +98,8 @@ def main(arguments: Sequence[str]) -> int:
                     # a slow link takes, and what gloo says on others waits behind it (two shots of 4 bits at
                     # 100 Mbit/s: 16 % longer). So each rate has workers that found each other at it.
                     lab.shape(rate, o.delay)
-                    with pool_in(lab, show=show) as pool:
+                    with pool_in(lab) as pool:
+                        pool.show = show
                         show(f"{rate_name(rate)}: starting the workers")
                         pool.hear()
                         for row, said in measured(o, lab, pool):
@@ -110,12 +111,12 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def pool_in(lab: Lab, experiment: str = "network", **options: Any) -> Pool:
+def pool_in(lab: Lab, experiment: str = "network") -> Pool:
     """A worker of an experiment on each host."""
     address = f"{lab.addresses[0]}:{free_port()}"
     more = [*experiment.split(), "--workers", str(len(lab.prefixes)), "--address", address, "--worker"]
     words = [[*prefix, sys.executable, "-m", "experiments", *more, str(i)] for i, prefix in enumerate(lab.prefixes)]
-    return Pool(words, {"JAX_PLATFORMS": "cpu", **SETTINGS}, **options)
+    return Pool(words, {"JAX_PLATFORMS": "cpu", **SETTINGS})
 
 
 def counted(lab: Lab, ask: Callable[[], list[Any]], delay: float = 0.0) -> tuple[list[Any], float, float]:
