@@ -144,4 +144,7 @@ def test_shaped_links_need_root(tmp_path):
         text=True,
         timeout=120,
     )
-    assert (result.returncode, result.stderr) == (2, "error: a network laboratory needs root and the commands ip and tc\n")
+    assert (result.returncode, result.stderr) == (
+        2,
+        "error: a network laboratory needs root and the commands ip and tc\n",
+    )
