@@ -22,6 +22,7 @@ PACKAGE = Path(jc.__file__).parent
 VOCABULARY = (
     "arrays.py",
     "compiled.py",
+    "pieces.py",
     "base.py",
     "select.py",
     "norms.py",
