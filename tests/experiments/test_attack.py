@@ -49,4 +49,4 @@ def test_a_short_soak_ends_in_the_same_bits(tmp_path):
     short = ("--steps", 30, "--processes", 2, "--kills", 1, "--method", "dithering")
     result = run("soak", *short, "--runs", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "3 of 3 disturbances in 30 steps recovered bitwise" in result.stdout
+    assert "1 of 1 disturbances in 30 steps recovered bitwise" in result.stdout
