@@ -65,8 +65,8 @@ def halves(key: Array, shape: tuple[int, ...], count: int) -> list[Array]:
     """`count` arrays uint32[shape], uniform on 0 .. 2^16 - 1.
 
     Two of them share a word, its lower and its upper half. The first word of place i is word i of `random_bits`, and
-    each following one fmix32(the one before + key_0), which takes half of its multiplications. So a rounding costs
-    little more than a quarter of a hash.
+    each following one fmix32(the one before + key_0), which takes half of its multiplications. So a rounding
+    costs about a third of a hash.
     """
     first, second = _words(key)
     word, made = fmix32(_place(shape) ^ first) + second, []

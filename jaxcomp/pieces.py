@@ -30,13 +30,8 @@ class Pieces(NamedTuple):
     leaves: tuple[Array, ...]
 
 
-def joined(tree: Tree, like: Tree) -> Tree:
-    """The same with vectors, of shapes and dtypes `like`, in place of pieces."""
-    whole = lambda x, like: _vector(x, like) if isinstance(x, Pieces) else x
-    return jax.tree.map(whole, tree, like, is_leaf=lambda x: isinstance(x, Pieces))
-
-
-def _vector(pieces: Pieces, like: Any) -> Array:
+def joined(pieces: Pieces, like: Any) -> Array:
+    """The vector of shape and dtype `like` that the pieces are."""
     leaves = list(pieces.leaves)
     rest = like.size - sum(leaf.size for leaf in leaves)
     leaves += [jnp.zeros((rest,), like.dtype)] if rest else []
@@ -56,7 +51,7 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
         if not isinstance(g, Pieces):
             return in_place(_of_several(one), e, (g, *others))
         if jax.default_backend() != "cpu" or not isinstance(e, Tracer) or not 0 < e.size < 2**31:
-            return in_place(_of_several(one), e, (_vector(g, e), *others))
+            return in_place(_of_several(one), e, (joined(g, e), *others))
         return _piece_by_piece(one, e, g, *others)
 
     return jax.tree.map(each, memory, grads, *others)
@@ -86,7 +81,7 @@ def _piece_by_piece(one: Callable[..., Array], memory: Array, pieces: Pieces, *o
 
     @added.def_vmap
     def _(size, batched, *args):
-        of = lambda memory, pieces, others: in_place(_of_several(one), memory, (_vector(pieces, memory), *others))
+        of = lambda memory, pieces, others: in_place(_of_several(one), memory, (joined(pieces, memory), *others))
         axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
         return jax.vmap(of, axes, axis_size=size)(*args), True
 
@@ -98,6 +93,7 @@ def _piece_by_piece(one: Callable[..., Array], memory: Array, pieces: Pieces, *o
 
 
 def end_to_end(leaves: Sequence[Array], dtype: Any) -> Array:
+    """Leaves of any shapes as one vector of a dtype; no entries for no leaves."""
     if len(leaves) == 1:
         return leaves[0].reshape(-1).astype(dtype)
     if not leaves:

@@ -323,7 +323,7 @@ def every(x: Array, stride: int) -> Array:
     """A sample of a vector: about one in `stride` entries, spread evenly.
 
     Of long vectors runs of `RUN` entries that follow one another, `RUN * stride` apart: they stand in one line of the
-    cache, so reading them costs a quarter. An odd stride does not run along the columns of a matrix.
+    cache, so the sample takes less than half of the time. An odd stride does not run along the columns of a matrix.
 
     >>> print(every(jnp.arange(10), 3))
     [0 3 6 9]

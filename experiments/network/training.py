@@ -1,5 +1,6 @@
 """Data-parallel training of one model on the hosts of the laboratory, against the clock."""
 
+import abc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ def data_of(name: str, where: str | Path | None) -> Dataset:
     return Dataset(text.name, train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:])
 
 
-class Training:
+class Training(abc.ABC):
     """From the same start and with the same batches for all methods. What a method is, a subclass says.
 
     number: of this worker. task: method, ratio, levels, optimizer, rate, outer (learning rate and momentum, for local
@@ -67,20 +68,21 @@ class Training:
         model = make(self.data.train_x.shape[1:], self.data.num_classes, rngs=nnx.Rngs(seed))
         self.graph, self.params = nnx.split(model)
 
+    @abc.abstractmethod
     def start(self) -> None:
         """Back to the first parameters."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         """The mean loss of all workers before the step; x, y: this worker's batch."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def scores(self, x: np.ndarray) -> np.ndarray:
         """What the model says of examples, a number for each class."""
-        raise NotImplementedError
 
     def shared_loss(self, x: np.ndarray, y: np.ndarray) -> float | None:
         """The mean loss of the point that all workers share, before the step; None where they step from it."""
+        return None
 
     def batches(self, steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for step in range(1, steps + 1):

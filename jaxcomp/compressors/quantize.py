@@ -199,7 +199,7 @@ def _codes_of_halves(x: Array, inverses: tuple[Array, Array], half: Array, most:
 
 
 def _few_codes(x: Array, inverses: tuple[Array], half: Array, most: int) -> Array:
-    """The same of f32 and at most `FEW` levels, in integers: half of the time.
+    """The same of f32 and at most `FEW` levels, in integers, with fewer operations.
 
     A float in [128, 256) is a multiple of 2^-16, so adding 128 rounds a position to one, and the last bits are that
     multiple. A fraction of f 2^-16 is rounded up for f of the 2^16 values of half.
@@ -219,7 +219,7 @@ def _worth(codes: Array, unit: Array, dtype: Any) -> Array:
 
 
 def _added_worth(codes: Array, unit: Array, dtype: Any) -> Array:
-    """The same where it is added to something: -0 for a zero, two thirds of the operations."""
+    """The same where it is added to something: -0 for a zero, and fewer operations."""
     if dtype != jnp.float32:
         return _worth(codes, unit, dtype)
     size = lax.bitcast_convert_type((codes + 1) >> 1, jnp.int32).astype(jnp.float32) * -unit

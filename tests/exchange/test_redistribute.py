@@ -319,7 +319,7 @@ def half(roles):
     return jc.Algorithm(init, update, roles)
 
 
-def refused(roles, message):
+def assert_refused(roles, message):
     """A state of these roles, for other workers."""
     tx = jc.compressed_mean(half(roles), AXIS)
     old, new = (jc.init_state(tx, PARAMS, n, AXIS)[0] for n in (N, 2))
@@ -343,7 +343,9 @@ def test_an_algorithm_of_ones_own_is_handed_on_by_its_roles(seed):
 
 @pytest.mark.parametrize(("name", "kind"), [("seen", "HalfLocal"), ("memory", "HalfLocal"), ("average", "HalfShared")])
 def test_a_field_without_a_role_is_refused(name, kind):
-    refused({key: role for key, role in DECLARED.items() if key != name}, rf"redistribute: {kind}\.{name} has no role")
+    assert_refused(
+        {key: role for key, role in DECLARED.items() if key != name}, rf"redistribute: {kind}\.{name} has no role"
+    )
 
 
 @pytest.mark.sampled
@@ -358,7 +360,7 @@ def test_a_field_without_a_role_is_refused(name, kind):
     ],
 )
 def test_a_role_that_does_not_fit_is_refused(change, message):
-    refused(DECLARED | change, message)
+    assert_refused(DECLARED | change, message)
 
 
 def test_a_local_state_that_is_no_named_tuple_is_refused():
