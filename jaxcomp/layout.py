@@ -44,9 +44,9 @@ __all__ = [
 Array = jax.Array
 DENSE_BELOW = 1024  # entries
 LONGEST = 2**30  # entries of a vector: indices, and the bits of their masks, are 32-bit integers
-ALONE = 32  # leaves in vectors of their own, where that pays; each of them adds 0.05 s to compiling
+ALONE = 64  # leaves in vectors of their own, where that pays; each of them adds 0.05 to 0.2 s to compiling
 KINDS = 4  # sizes of such leaves; each of them adds half a second
-LARGE = 2**19  # entries of a leaf that may be a vector of its own
+LARGE = 2**18  # entries of a leaf that may be a vector of its own
 UNITS = ("tree", "leaf", "apart", "shape", "chunks", "paths")
 
 
@@ -69,7 +69,7 @@ class Layout:
         blocks and words divide: with a shorter last block codes of few bits take several times as long.
     longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
         they are matrices, of which no entry is numbered.
-    alone: with "tree", so many of the largest leaves, of at least 2^19 entries and of at most four sizes, are vectors
+    alone: with "tree", so many of the largest leaves, of at least 2^18 entries and of at most four sizes, are vectors
         of their own: they are neither copied into a vector nor cut out of one (but for blocks that are filled up), at
         the price of their arithmetic in the compiled program.
     parts: with "paths", pairs of a pattern of paths and the layout of the leaves that it takes (`jaxcomp.paths`).
