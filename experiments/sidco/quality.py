@@ -30,8 +30,6 @@ METHODS: dict[str, Callable[[float], Any]] = {
     "SIDCo-E": jc.sidco,
     "SIDCo-P": lambda r: jc.sidco(r, law="pareto"),
     "SIDCo-GP": lambda r: jc.sidco(r, law="gamma"),
-    "SIDCo-E, M = 3, no counts": lambda r: jc.sidco(r, adapt=None),
-    "SIDCo-P, M = 3, no counts": lambda r: jc.sidco(r, law="pareto", adapt=None),
     "SIDCo-E, paper": lambda r: jc.sidco(r, adapt="paper"),
     "SIDCo-E, climb": lambda r: jc.sidco(r, adapt="climb"),
     "DGC": jc.dgc,

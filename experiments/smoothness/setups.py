@@ -8,7 +8,6 @@ Compressors, each for a budget of expected non-zeros (and norms):
     block                dithering in n blocks, a norm and a step each
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +22,6 @@ from jaxcomp.theory import StepSizes
 
 __all__ = ["STUDIES", "Setup", "Study", "make_setup"]
 
-# name -> levels of the dithering with one norm of 16 bits that a server sends the direction with, over sqrt(d)
-DOWNLINKS = {"half": 0.5, "one": 1.0, "two": 2.0}
 ROUNDED = 1 + 2.0**-7  # a norm in bfloat16, rounded up, over the norm
 
 
@@ -32,7 +29,7 @@ class Setup(NamedTuple):
     """One method with one compressor, for several budgets at once.
 
     budgets: shares of d;  make(steps) -> Method, for StepSizes of arrays;  operator: what whitens;  plans: list, one
-    for each budget, of what replaces the compressor's shared state;  steps: StepSizes for each budget;  omega: each.
+    for each budget, of what replaces the compressor's shared state;  steps: StepSizes for each budget.
     """
 
     label: str
@@ -41,7 +38,6 @@ class Setup(NamedTuple):
     operator: Any
     plans: list[Any]
     steps: list[StepSizes]
-    omega: list[float]
 
 
 def plan_of(compressor: str, method: str, diag: np.ndarray, budget: float, mu: float) -> tuple[Any, float, float]:
@@ -75,7 +71,7 @@ def make_setup(
     *,
     operator: Any = None,
     label: str | None = None,
-    down: str | None = None,
+    down: bool = False,
 ) -> Setup:
     """A method with a compressor for several budgets, each with its theoretical step sizes.
 
@@ -85,7 +81,7 @@ def make_setup(
         compressor: as the head of this file names them.
         budgets: expected non-zeros of a message as a share of d (blocks: norms come on top).
         operator: what whitens in the + methods, instead of the exact dense matrices; label: says so.
-        down: one of DOWNLINKS, None for a direction that is sent whole.
+        down: the server sends the direction as a dithering with sqrt(d) levels and a norm of 16 bits; else whole.
     """
     name, aware = method.removesuffix("+"), method.endswith("+")
     d, L, scale, design = problem.d, problem.L, 1.0, "dcgd+" if name == "dcgd" else "diana+"
@@ -99,8 +95,8 @@ def make_setup(
     plans = [plan_of(compressor, design, diag, share * d, problem.l2) for share in budgets]
     compressors, omegas, variances = zip(*plans, strict=True)
     below, given = None, {"smoothness": L, "workers": problem.workers, "mu": problem.l2}
-    if down is not None:
-        levels = max(1, round(DOWNLINKS[down] * float(np.sqrt(d))))
+    if down:
+        levels = round(float(np.sqrt(d)))
         below = jc.dithering(levels, blocks=1, norm_dtype=jnp.bfloat16)
         given["down_omega"] = dithering_variance(np.ones(d), np.full(d, ROUNDED / levels))
     sizes_of = getattr(jc.theory, name)
@@ -120,8 +116,8 @@ def make_setup(
 
     like = jax.ShapeDtypeStruct((d,), jnp.float64)
     shared = [each.init(jax.random.key(0), like).shared for each in compressors]
-    label = label or f"{method} {compressor}" + ("" if down is None else f", down {down}")
-    return Setup(label, list(budgets), make, operator, shared, steps, list(omegas))
+    label = label or f"{method} {compressor}" + (", both ways" if down else "")
+    return Setup(label, list(budgets), make, operator, shared, steps)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -162,14 +158,13 @@ def budget(problem: Problem, budgets: Sequence[float], count: str) -> list[Setup
     """DIANA+ does best with very short messages, plain and accelerated methods with longer ones.
 
     Where both directions count, rounds do, and so all methods do best with long messages: every method with the
-    direction sent back whole, and as a dithering of more and more levels.
+    direction sent back whole, and as a dithering.
     """
     finer = [16 * share for share in budgets]
     if count == "both":
         names = ("diana uniform", "diana+ varying-16", "adiana uniform-16", "adiana+ varying-16")
         short = ("diana uniform-16", *names[1:], "dcgd+ varying-16")
-        down = [made(problem, name, finer, down=down) for name, down in itertools.product(short, DOWNLINKS)]
-        return pairs(*names)(problem, finer, count) + down
+        return pairs(*names)(problem, finer, count) + [made(problem, name, finer, down=True) for name in short]
     names = ("diana uniform", "diana uniform-16", "diana+ uniform", "diana+ varying", "diana+ varying-16")
     names += ("adiana uniform", "adiana+ varying", "adiana+ varying-16")
     return [made(problem, name, budgets if name.startswith("diana+") else finer) for name in names]
