@@ -58,23 +58,6 @@ def test_bench(tmp_path):
     assert "recentred" in (tmp_path / "b.md").read_text()
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("skcompress", "speed"), "unknown name 'speed' after skcompress; choose from sizes, training"),
-        (("skcompress", "sizes", "--data", "/nowhere"), "no file /nowhere"),
-        (("skcompress", "sizes", "--steps", 2), "--steps: must be an integer of at least 3; got '2'"),
-        (("skcompress", "training", "--problems", "magic"), "invalid choice: 'magic'"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)),
-)
-def test_errors_fit_on_a_line(arguments, message, tmp_path):
-    result = run_to(2, *arguments, *(("--runs", tmp_path / "o") if "--data" in arguments else ()))
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_synthetic_rows_are_skewed_as_they_say():
     rows = problems.synthetic(rows=20_000, d=4096, fields=8, skew=1.0, positive=0.3, seed=1)
     assert rows.indices.shape == rows.values.shape == (20_000, 8)
