@@ -64,25 +64,19 @@ def plan_of(compressor: str, method: str, diag: np.ndarray, budget: float, mu: f
 
 
 def make_setup(
-    problem: Problem,
-    method: str,
-    compressor: str,
-    budgets: Sequence[float],
-    *,
-    operator: Any = None,
-    label: str | None = None,
-    down: bool = False,
+    problem: Problem, label: str, budgets: Sequence[float], *, operator: Any = None, down: bool = False
 ) -> Setup:
     """A method with a compressor for several budgets, each with its theoretical step sizes.
 
     Args:
         problem: data and constants.
-        method: dcgd, diana, adiana, plain or with a +.
-        compressor: as the head of this file names them.
+        label: a method (dcgd, diana, adiana, plain or with a +) and a compressor as the head of this file names them;
+            after a comma what else is to be said.
         budgets: expected non-zeros of a message as a share of d (blocks: norms come on top).
-        operator: what whitens in the + methods, instead of the exact dense matrices; label: says so.
+        operator: what whitens in the + methods, instead of the exact dense matrices.
         down: the server sends the direction as a dithering with sqrt(d) levels and a norm of 16 bits; else whole.
     """
+    method, compressor = label.partition(",")[0].split()
     name, aware = method.removesuffix("+"), method.endswith("+")
     d, L, scale, design = problem.d, problem.L, 1.0, "dcgd+" if name == "dcgd" else "diana+"
     if not aware:
@@ -116,8 +110,7 @@ def make_setup(
 
     like = jax.ShapeDtypeStruct((d,), jnp.float64)
     shared = [each.init(jax.random.key(0), like).shared for each in compressors]
-    label = label or f"{method} {compressor}" + (", both ways" if down else "")
-    return Setup(label, list(budgets), make, operator, shared, steps)
+    return Setup(f"{label}, both ways" if down else label, list(budgets), make, operator, shared, steps)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -137,14 +130,8 @@ class Study(NamedTuple):
     max_rounds: int = 20000
 
 
-def made(problem: Problem, name: str, budgets: Sequence[float], **more: Any) -> Setup:
-    """A setup in words: a method and a compressor."""
-    method, compressor = name.split()
-    return make_setup(problem, method, compressor, budgets, **more)
-
-
 def pairs(*names: str) -> Setups:
-    return lambda problem, budgets, count: [made(problem, name, budgets) for name in names]
+    return lambda problem, budgets, count: [make_setup(problem, name, budgets) for name in names]
 
 
 PLAIN, AWARE = ("dcgd", "diana", "adiana"), ("dcgd+", "diana+", "adiana+")
@@ -164,10 +151,10 @@ def budget(problem: Problem, budgets: Sequence[float], count: str) -> list[Setup
     if count == "both":
         names = ("diana uniform", "diana+ varying-16", "adiana uniform-16", "adiana+ varying-16")
         short = ("diana uniform-16", *names[1:], "dcgd+ varying-16")
-        return pairs(*names)(problem, finer, count) + [made(problem, name, finer, down=True) for name in short]
+        return pairs(*names)(problem, finer, count) + [make_setup(problem, name, finer, down=True) for name in short]
     names = ("diana uniform", "diana uniform-16", "diana+ uniform", "diana+ varying", "diana+ varying-16")
     names += ("adiana uniform", "adiana+ varying", "adiana+ varying-16")
-    return [made(problem, name, budgets if name.startswith("diana+") else finer) for name in names]
+    return [make_setup(problem, name, budgets if name.startswith("diana+") else finer) for name in names]
 
 
 def variants(problem: Problem, budgets: Sequence[float], count: str) -> list[Setup]:
@@ -178,6 +165,7 @@ def variants(problem: Problem, budgets: Sequence[float], count: str) -> list[Set
     rotated = jc.smoothness.stack([jc.smoothness.rotate(m, rotation) for m in root @ root])
     glm = lambda form, **more: jc.smoothness.glm(list(problem.features), form=form, l2=problem.l2, **more)
     operators = {
+        "diana uniform": None,
         "diana+ varying": None,
         "diana+ varying, eigenbasis": eigenbasis,
         "diana+ uniform, rotated": rotated,
@@ -187,10 +175,7 @@ def variants(problem: Problem, budgets: Sequence[float], count: str) -> list[Set
         "diana+ varying, low rank d/8": glm("low_rank", rank=max(1, d // 8)),
         "diana+ varying, 4 blocks": glm("block", blocks=4),
     }
-    return [made(problem, "diana uniform", budgets)] + [
-        made(problem, label.split(",")[0], budgets, operator=operator, label=label)
-        for label, operator in operators.items()
-    ]
+    return [make_setup(problem, label, budgets, operator=operator) for label, operator in operators.items()]
 
 
 STUDIES = {

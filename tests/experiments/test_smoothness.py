@@ -42,10 +42,10 @@ def test_batched_runs_are_single_runs(problem):
     Levels have the width of the finest budget, which rounds units of the others in another place.
     """
     with jax.enable_x64(True):
-        setup = make_setup(problem, "diana+", "varying", [0.25, 1.0])
+        setup = make_setup(problem, "diana+ varying", [0.25, 1.0])
         curves = run_setup(problem, setup, [3, 4], target=0.0, max_rounds=20, chunk=10)
         for b, share in enumerate((0.25, 1.0)):
-            single = make_setup(problem, "diana+", "varying", [share])
+            single = make_setup(problem, "diana+ varying", [share])
             rounds = jc.rounds(single.make(single.steps[0]), AXIS, seed=jax.random.key(4))
 
             def worker(features, labels, rounds=rounds):
@@ -65,9 +65,7 @@ def test_batched_runs_are_single_runs(problem):
 @pytest.mark.slow
 def test_aware_needs_fewer_bits_and_uploads_its_roots(problem):
     with jax.enable_x64(True):
-        made = [
-            make_setup(problem, method, how, [0.25]) for method, how in (("diana", "uniform"), ("diana+", "varying"))
-        ]
+        made = [make_setup(problem, label, [0.25]) for label in ("diana uniform", "diana+ varying")]
         plain, aware = (run_setup(problem, s, [0], target=1e-6, max_rounds=3000).bits_to(1e-6)[0, 0] for s in made)
     assert aware < plain / 1.5
     assert upload_bits(made[0], problem.d) == 0
