@@ -155,7 +155,8 @@ def chain_meter() -> Callable[[np.ndarray], list[Measured]]:
 def together(rows: Sequence[Measured]) -> Measured:
     """Sums of bytes and nonzeros over gradients, the median of their errors."""
     names, *sizes, errors = zip(*rows, strict=True)
-    return Measured(names[0], *map(sum, sizes), float(np.median(errors)))
+    keys, values, tables, nonzeros = map(sum, sizes)
+    return Measured(names[0], keys, values, tables, nonzeros, float(np.median(errors)))
 
 
 # ------------------------------------------------------------------------------------------------
