@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     o = p.parse_args(arguments)
 
     with jax.enable_x64(True):
-        problem = make_problem(o.data, o.data_dir, o.workers)
+        problem = make_problem(o.data, o.workers)
         n, d, mu = problem.workers, problem.d, problem.l2
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:

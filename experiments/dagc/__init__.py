@@ -135,7 +135,7 @@ def report(run: Run, rows: list[dict[str, Any]]) -> None:
         if not mine:  # interrupted
             continue
         reached = sum(row["reached"] for row in mine)
-        row: dict[str, Any] = {key: np.mean([each[key] for each in mine]) for key in ("rounds", "mb", "achieved")}
+        row: dict[str, Any] = {key: np.mean([each[key] for each in mine]) for key in ("rounds", "mb")}
         row |= {"method": method, "ratio": ratio, "skew": skew, "final": interval([each["final"] for each in mine])}
         row["missed"] = "" if reached == len(mine) else f" ({reached} of {len(mine)} reached it)"
         row["change"] = against_uniform(rows, ratio, skew, method)
@@ -151,7 +151,6 @@ def report(run: Run, rows: list[dict[str, Any]]) -> None:
         f"rounds to {o.target:g}": "{rounds:.1f}{missed}",
         "against uniform, %": "{change[0]:+.1f} ± {change[1]:.1f}",
         "MB sent by all": "{mb:.3f}",
-        "achieved ratio": "{achieved:.4g}",
         f"final {'|grad f|^2' if o.task == 'quadratics' else 'accuracy'}": "{final[0]:.4g} ± {final[1]:.2g}",
     }
     run.table(f"{o.task}: {o.workers} workers, {len(o.seeds)} seeds", columns, summary, NOTES)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from experiments.lib.cli import UserError
-from experiments.lib.data import nobody_empty
+from experiments.lib.data import dealt
 
 __all__ = ["imbalanced_split", "skewed_volumes"]
 
@@ -25,12 +25,7 @@ def imbalanced_split(labels: np.ndarray, workers: int, skew: float, alpha: float
     if workers > len(labels):
         raise UserError(f"{workers} workers for {len(labels)} examples; each needs at least one")
     rng = np.random.default_rng([seed, 11])
-    classes = np.unique(labels)
-    mixes = rng.dirichlet(np.full(len(classes), alpha), workers)
+    mixes = rng.dirichlet(np.full(len(np.unique(labels)), alpha), workers)
     demand = mixes * skewed_volumes(workers, skew)[:, None]
-    pieces = []
-    for column, label in enumerate(classes):
-        members = rng.permutation(np.flatnonzero(labels == label))
-        edges = np.rint(np.cumsum(demand[:, column])[:-1] / demand[:, column].sum() * len(members)).astype(int)
-        pieces.append(np.split(members, edges))
-    return nobody_empty([list(part) for part in zip(*pieces, strict=True)])
+    shares = demand / demand.sum(0)
+    return dealt(labels, rng, lambda number: shares[:, number])

@@ -15,7 +15,7 @@ from jax import lax
 import jaxcomp as jc
 from experiments.dagc.data import imbalanced_split, skewed_volumes
 from experiments.federated.model import flat_model, local_batches, local_steps
-from experiments.lib.data import load
+from experiments.lib.data import DATASETS, load
 from jaxcomp.base import State, accumulate, for_worker
 
 __all__ = ["TASKS", "Simulation", "Task", "factor_for", "heterogeneous_quadratics", "runner"]
@@ -86,8 +86,7 @@ def heterogeneous_quadratics(o: Any) -> Simulation:
 
 
 TASKS: dict[str, Callable[[Any], Simulation]] = {
-    "digits": classification,
-    "mnist": classification,
+    **dict.fromkeys(DATASETS, classification),
     "quadratics": heterogeneous_quadratics,
 }
 

@@ -12,7 +12,7 @@ import numpy as np
 from experiments.lib.cli import UserError, existing_folder
 from experiments.lib.errors import reading
 
-__all__ = ["DATASETS", "FILES", "Dataset", "batch_of", "load", "nobody_empty", "read_idx", "read_rows", "split"]
+__all__ = ["DATASETS", "FILES", "Dataset", "batch_of", "dealt", "load", "read_idx", "read_rows", "split"]
 
 
 # Labels for training and for the test, and (part, rows) -> images of either part, "train" or "t10k".
@@ -141,19 +141,18 @@ def split(labels: np.ndarray, workers: int, alpha: float | None, seed: int) -> l
     rng = np.random.default_rng([seed, 1])
     if alpha is None:
         return [np.sort(part) for part in np.array_split(rng.permutation(len(labels)), workers)]
-    parts: list[list[np.ndarray]] = [[] for _ in range(workers)]
-    for label in np.unique(labels):
+    return dealt(labels, rng, lambda _: rng.dirichlet(np.full(workers, alpha)))
+
+
+def dealt(labels: np.ndarray, rng: np.random.Generator, shares_of: Callable[[int], np.ndarray]) -> list[np.ndarray]:
+    """The examples of each class, shuffled, by shares f64[workers] that are drawn or known for the class with this
+    number; whoever got nothing takes one example from the largest. Sorted."""
+    pieces = []
+    for number, label in enumerate(np.unique(labels)):
         members = rng.permutation(np.flatnonzero(labels == label))
-        shares = rng.dirichlet(np.full(workers, alpha))
-        edges = np.rint(np.cumsum(shares)[:-1] * len(members)).astype(int)
-        for part, piece in zip(parts, np.split(members, edges), strict=True):
-            part.append(piece)
-    return nobody_empty(parts)
-
-
-def nobody_empty(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """The pieces of each worker joined and sorted; whoever got nothing takes one example from the largest."""
-    joined = [np.concatenate(part) for part in parts]
+        edges = np.rint(np.cumsum(shares_of(number))[:-1] * len(members)).astype(int)
+        pieces.append(np.split(members, edges))
+    joined = [np.concatenate(part) for part in zip(*pieces, strict=True)]
     for i in range(len(joined)):
         if not joined[i].size:
             largest = max(range(len(joined)), key=lambda j: joined[j].size)

@@ -30,8 +30,6 @@ METHODS: dict[str, Callable[[float], Any]] = {
     "SIDCo-E": jc.sidco,
     "SIDCo-P": lambda r: jc.sidco(r, law="pareto"),
     "SIDCo-GP": lambda r: jc.sidco(r, law="gamma"),
-    "SIDCo-E, M = 3, no counts": lambda r: jc.sidco(r, adapt=None),
-    "SIDCo-P, M = 3, no counts": lambda r: jc.sidco(r, law="pareto", adapt=None),
     "SIDCo-E, paper": lambda r: jc.sidco(r, adapt="paper"),
     "SIDCo-E, climb": lambda r: jc.sidco(r, adapt="climb"),
     "DGC": jc.dgc,
@@ -91,14 +89,13 @@ def record(model: Any, batches: Iterable[Any], rate: float) -> np.ndarray:
 
 
 class Group(NamedTuple):
-    """Sources of vectors f32[size] that make a table: makers of all vectors of each, by name.
+    """Sources of vectors f32[d] that make a table: makers of all vectors of each, by name.
 
     feedback: whether what was not sent is added to the next vector.
     """
 
     title: str
     file: str
-    size: int
     feedback: bool
     sources: dict[str, Callable[[], Iterable[np.ndarray]]]
 
@@ -109,7 +106,7 @@ def groups_of(o: Any) -> list[Group]:
         name = f"{law}, {zeros:.0%} zeros" if zeros else law
         laws[name] = functools.partial(draws, law, zeros, size, o.rounds, o.seed)
     shares = ", ".join(f"{share:.0%}" for share in ZEROS)
-    groups = [Group(f"{len(LAWS)} known laws, each with {shares} zeros; d = {size:,}", "laws", size, False, laws)]
+    groups = [Group(f"{len(LAWS)} known laws, each with {shares} zeros; d = {size:,}", "laws", False, laws)]
     name = "digits" if o.mnist is None else "MNIST"
     recorded = {f"CNN, {name}": record_images(name.lower(), o.mnist, o.steps, o.seed)}
     if o.text is not None:
@@ -117,7 +114,7 @@ def groups_of(o: Any) -> list[Group]:
     for (source, x), feedback in itertools.product(recorded.items(), (False, True)):
         title = f"{source}, {'with' if feedback else 'without'} error feedback; d = {x.shape[1]:,}"
         file = f"{source.split(',')[0].lower()}-{'feedback' if feedback else 'plain'}"
-        groups.append(Group(title, file, x.shape[1], feedback, {source: lambda x=x: x}))
+        groups.append(Group(title, file, feedback, {source: lambda x=x: x}))
     return groups
 
 
@@ -129,12 +126,12 @@ def achieved(compressor: Any, ratio: float, group: Group) -> list[list[float]]:
     def step(state, x):
         _, state = tx.update(x, state)
         info = jc.info(state)
-        return state, (info.achieved_ratio * group.size + info.overflow) / max(1, int(ratio * group.size))
+        return state, (info.achieved_ratio * x.size + info.overflow) / max(1, int(ratio * x.size))
 
     def run(vectors: Iterable[np.ndarray]) -> Iterator[float]:
-        state = tx.init(jnp.zeros(group.size))
+        state = None
         for x in vectors:
-            state, one = step(state, x)
+            state, one = step(tx.init(jnp.zeros(x.size)) if state is None else state, x)
             yield float(one)
 
     return [list(run(vectors())) for vectors in group.sources.values()]

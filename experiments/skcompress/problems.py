@@ -11,13 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.flatten_util import ravel_pytree
 
+from experiments.federated.model import flat_model
 from experiments.lib.cli import Parser
 from experiments.lib.data import FILES, load, read_rows
-from experiments.lib.models import Mlp
-from experiments.lib.step import classified
 
 __all__ = ["LOSSES", "Problem", "Rows", "add_data", "linear", "network", "read", "synthetic"]
 
@@ -117,10 +114,7 @@ def linear(rows: Rows, kind: str) -> Problem:
 def network(seed: int = 0) -> Problem:
     """Two hidden layers of 256 on scikit-learn's digits: zeros in the gradient come from ReLU and from empty pixels."""
     images = load("digits")
-    graph, params, rest = nnx.split(Mlp(images.train_x.shape[1:], 10, rngs=nnx.Rngs(seed)), nnx.Param, ...)
-    vector, unravel = ravel_pytree(params)
-    of_params = classified(graph, rest)
-    loss = lambda vector, data, batch: of_params(unravel(vector), data[0][batch], data[1][batch])
-
+    model = flat_model(images, seed)
+    loss = lambda vector, data, batch: model.test(vector, data[0][batch], data[1][batch])[0]
     data = (jnp.asarray(images.train_x), jnp.asarray(images.train_y))
-    return Problem("network, digits", np.asarray(vector), len(images.train_y), data, loss, jax.grad(loss))
+    return Problem("network, digits", np.asarray(model.start), len(images.train_y), data, loss, jax.grad(loss))

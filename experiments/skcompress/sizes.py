@@ -13,10 +13,10 @@ import numpy as np
 
 import jaxcomp as jc
 from experiments.bench.codes import general_coders
-from experiments.lib.cli import UserError, at_least, common
+from experiments.lib.cli import at_least, common
 from experiments.lib.run import Columns, Run, parser_of
 from experiments.lib.step import dense
-from experiments.skcompress.problems import LOSSES, add_data, linear, read, synthetic
+from experiments.skcompress.problems import add_data, linear, read, synthetic
 from jaxcomp import codes
 from jaxcomp.payloads import Sketch, sketch_bits
 from jaxcomp.wire.bitstream import unpack_words
@@ -24,10 +24,11 @@ from jaxcomp.wire.frame import FRAME_BYTES
 
 __all__ = ["Measured", "main", "measure_raw"]
 
+GRADIENTS = 3  # recorded
+
 
 class Measured(NamedTuple):
-    """One method on one gradient: bytes of keys, values and tables, number of nonzeros, |x - C(x)|^2 / |x|^2,
-    |C(x)| / |x|."""
+    """One method on one gradient: bytes of keys, values and tables, number of nonzeros, |x - C(x)|^2 / |x|^2."""
 
     method: str
     keys: float
@@ -35,7 +36,6 @@ class Measured(NamedTuple):
     tables: float
     nonzeros: int
     error: float
-    length: float
 
     @property
     def bytes(self) -> float:
@@ -43,10 +43,9 @@ class Measured(NamedTuple):
 
 
 def measured(name: str, x: np.ndarray, x_hat: np.ndarray, keys: float, values: float, tables: float) -> Measured:
-    wide, near = np.float64(x), np.float64(x_hat)
-    size = np.sum(wide**2)
-    error, length = np.sum((wide - near) ** 2) / size, np.sqrt(np.sum(near**2) / size)
-    return Measured(name, keys, values, tables, int(np.count_nonzero(x)), float(error), float(length))
+    wide = np.float64(x)
+    error = np.sum((wide - x_hat) ** 2) / np.sum(wide**2)
+    return Measured(name, keys, values, tables, int(np.count_nonzero(x)), float(error))
 
 
 def methods() -> dict[str, Any]:
@@ -63,14 +62,14 @@ def methods() -> dict[str, Any]:
     }
 
 
-def record(problem: Any, batch: int, steps: int, number: int, rate: float, seed: int) -> list[np.ndarray]:
-    """`number` gradients f32[d] of batches, evenly spaced over so many steps of Adam."""
+def record(problem: Any, batch: int, steps: int, seed: int) -> list[np.ndarray]:
+    """GRADIENTS f32[d] of batches, evenly spaced over so many steps of Adam."""
 
     def batch_of(step: int) -> Any:
         return problem.data, np.random.default_rng([seed, 6, step]).integers(0, problem.examples, batch)
 
-    wanted = set(np.linspace(1, steps, number).round().astype(int))
-    taken = dense(jnp.asarray(problem.params), problem.gradient, rate, map(batch_of, range(1, steps + 1)))
+    wanted = set(np.linspace(1, steps, GRADIENTS).round().astype(int))
+    taken = dense(jnp.asarray(problem.params), problem.gradient, 0.01, map(batch_of, range(1, steps + 1)))
     return [flat for step, (_, flat) in enumerate(taken, 1) if step in wanted]
 
 
@@ -79,9 +78,8 @@ def record(problem: Any, batch: int, steps: int, number: int, rate: float, seed:
 
 
 def roundtrip_of(compressor: Any) -> Callable[[np.ndarray], Any]:
-    """x -> C(x) and the payload, both on the host; compiled once."""
-    run = jax.jit(lambda x: jc.roundtrip(compressor, x, key=jax.random.key(0)))
-    return lambda x: jax.device_get(run(x))
+    """x -> C(x) and the payload; compiled once."""
+    return jax.jit(lambda x: jc.roundtrip(compressor, x, key=jax.random.key(0)))
 
 
 def meter(name: str, compressor: Any) -> Callable[[np.ndarray], list[Measured]]:
@@ -89,7 +87,7 @@ def meter(name: str, compressor: Any) -> Callable[[np.ndarray], list[Measured]]:
     roundtrip = roundtrip_of(compressor)
 
     def measure(x: np.ndarray) -> list[Measured]:
-        x_hat, payload = roundtrip(x)
+        x_hat, payload = jax.device_get(roundtrip(x))
         total = len(jc.wire.encode(payload, code="best")) - FRAME_BYTES
         if isinstance(payload, Sketch):
             keys, values = (int(bits) / 8 for bits in sketch_bits(payload)[:2])
@@ -134,7 +132,7 @@ def chain_meter() -> Callable[[np.ndarray], list[Measured]]:
     runs = {mode: roundtrip_of(jc.skcompress(mode=mode, buckets=256, power=0, room=1.0)) for mode in modes}
 
     def measure(x: np.ndarray) -> list[Measured]:
-        done, rows = {mode: run(x) for mode, run in runs.items()}, []
+        done, rows = {mode: jax.device_get(run(x)) for mode, run in runs.items()}, []
         keys = np.flatnonzero(x).astype(np.int32)
         counts = np.array([keys.size], np.int32)
         for name, (mode, coder, huffman) in CHAIN.items():
@@ -155,10 +153,10 @@ def chain_meter() -> Callable[[np.ndarray], list[Measured]]:
 
 
 def together(rows: Sequence[Measured]) -> Measured:
-    """Sums of bytes and nonzeros over gradients, medians of the others."""
-    names, *sizes, errors, lengths = zip(*rows, strict=True)
+    """Sums of bytes and nonzeros over gradients, the median of their errors."""
+    names, *sizes, errors = zip(*rows, strict=True)
     keys, values, tables, nonzeros = map(sum, sizes)
-    return Measured(names[0], keys, values, tables, nonzeros, float(np.median(errors)), float(np.median(lengths)))
+    return Measured(names[0], keys, values, tables, nonzeros, float(np.median(errors)))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -166,30 +164,26 @@ def together(rows: Sequence[Measured]) -> Measured:
 NOTES = """\
 B/nonzero: bytes of the message over nonzero entries of the gradient, in parts. values: what tells the bucket of each
 key, with its Huffman table; tables: what the buckets stand for, and all headers. error: |x - C(x)|^2 / |x|^2.
-length: |C(x)| / |x|.
 equal depth: quantile with power=0, the control with as many values in each bucket."""
 COLUMNS: Columns = {
     "method": "{method}",
     "B/nonzero": lambda row: f"{row.bytes / row.nonzeros:.3f}",
     **{x: lambda row, x=x: f"{getattr(row, x) / row.nonzeros:.3f}" for x in ("keys", "values", "tables")},
     "error": "{error:.4f}",
-    "length": "{length:.3f}",
 }
 
 
 def main(arguments: Sequence[str]) -> int:
     p = parser_of("skcompress sizes", __doc__)
     add_data(p)
-    p.add_argument("--loss", choices=LOSSES, default="logistic", help="of the linear model to record from")
-    p.add_argument("--gradients", type=at_least(1), default=3, help="recorded, evenly spaced")
-    common(p, "seed", batch=(1600, "examples for each gradient"), steps=60, lr=(0.01, "learning rate of Adam"))
+    common(p, "seed", batch=(1600, "examples for each gradient"))
+    common(
+        p, steps={"type": at_least(GRADIENTS), "default": 60, "help": f"of Adam; {GRADIENTS} gradients are recorded"}
+    )
     run = Run(p, arguments, "skcompress-sizes")
     o = run.options
-    if o.gradients > o.steps:
-        raise UserError(f"--gradients must be at most --steps; got {o.gradients} of {o.steps}")
-
-    problem = linear(synthetic(seed=o.seed) if o.data is None else read(o.data), o.loss)
-    recorded = record(problem, o.batch, o.steps, o.gradients, o.lr, o.seed)
+    problem = linear(synthetic(seed=o.seed) if o.data is None else read(o.data), "logistic")
+    recorded = record(problem, o.batch, o.steps, o.seed)
     meters = {"general compressors": measure_raw, **{name: meter(name, c) for name, c in methods().items()}}
     meters["parts"] = chain_meter()
 
@@ -199,10 +193,8 @@ def main(arguments: Sequence[str]) -> int:
     *found, chain = run.rows_of(list(meters), str, measure)
     whole = [row for rows in found for row in rows]
     run.add(*(row._asdict() for row in whole + chain))
-    each = whole[0].nonzeros // o.gradients
-    title = (
-        f"{problem.name}: {each:,} nonzeros of {problem.params.size:,}, {o.gradients} gradients of batches of {o.batch}"
-    )
+    each = f"{whole[0].nonzeros // GRADIENTS:,} nonzeros of {problem.params.size:,}"
+    title = f"{problem.name}: {each}, {GRADIENTS} gradients of batches of {o.batch}"
     run.table(title, COLUMNS, whole, NOTES)
     run.table("What each part is worth, as released and with ours", COLUMNS, chain, "", "parts.md")
     families: dict[str, list[Measured]] = {}
@@ -211,11 +203,6 @@ def main(arguments: Sequence[str]) -> int:
             families.setdefault(row.method.partition(", ")[0], []).append(row)
     curves = {name: ([x.bytes / x.nonzeros for x in rows], [x.error for x in rows]) for name, rows in families.items()}
     labels = {"xlabel": "bytes per nonzero", "ylabel": "relative squared error"}
-    run.plot(
-        "sizes.png",
-        {problem.name: curves},
-        "Lossy messages; a line goes over numbers of buckets",
-        yscale="log",
-        **labels,
-    )
+    about = "Lossy messages; a line goes over numbers of buckets"
+    run.plot("sizes.png", {problem.name: curves}, about, yscale="log", **labels)
     return 0

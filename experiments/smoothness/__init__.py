@@ -1,11 +1,10 @@
 """Smoothness-aware compression: DCGD+, DIANA+, ADIANA+ against the methods they improve, in rounds and bits.
 
 Regularised logistic regression split among n simulated workers, in 64-bit arithmetic, every method at its theoretical
-step size. Writes to runs/NAME: config.json, metrics.jsonl, results.json, and a table and a plot for each n.
+step size. Writes to runs/NAME: config.json, metrics.jsonl (a line for each method), and a table and a plot for each n.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ NOTES = """\
 Per worker. budget: expected non-zeros of a message over d, the one with the fewest bits. kB up: sent until the target
 (norms, Elias-coded gaps and levels, values of 32 bits), geometric mean over seeds. + upload: with the one-off message
 that tells the server the roots and the plan. kB down: the direction, in 32 bits an entry or as a server compresses
-it (half, one, two: dithering with so many times sqrt(d) levels and a norm of 16 bits). factor: kB up (--count both: up
+it (dithering with sqrt(d) levels and a norm of 16 bits). factor: kB up (--count both: up
 and down) of the first row over this one's. floor: smallest relative squared error seen."""
 
 
@@ -35,8 +34,6 @@ def where_reached(key: str, form: str) -> Callable[[dict[str, Any]], str]:
 COLUMNS: Columns = {
     "method": "{method}",
     "budget": "{budget:g} d",
-    "gamma": "{gamma:.3g}",
-    "omega": "{omega:.3g}",
     "rounds": where_reached("rounds", "{:,.0f}"),
     "bits/round": "{bits:.0f}",
     "kB up": where_reached("up", "{:,.1f}"),
@@ -66,13 +63,12 @@ def main(arguments: Sequence[str]) -> int:
     if run.options.study == "networks":
         return networks(run)
     o, study = run.options, STUDIES[run.options.study]
-    o.l2 = o.l2 or (1e-2 if o.data == "digits" else 1e-3)
+    o.l2 = o.l2 or (1e-2 if o.data is None else 1e-3)
     o.budgets = o.budgets or list(study.budgets)
     o.target, o.rounds = o.target or study.target, o.rounds or study.max_rounds
     o.workers = o.workers or ([2, 4, 8, 16] if o.study == "workers" else [10])
     with jax.enable_x64(True):
         rows = [row for n in o.workers for row in compare(run, n)]
-    run.keep([{key: value for key, value in row.items() if key != "curves"} for row in rows])
     if len(o.workers) > 1:
         axes = {"kB sent by a worker to the target": "up", "rounds to the target": "rounds"}
         of = lambda label, key: (o.workers, [row[key] for row in rows if row["method"] == label])
@@ -85,20 +81,22 @@ def main(arguments: Sequence[str]) -> int:
 def compare(run: Run, n: int) -> list[dict[str, Any]]:
     """The table and the plot of n workers; its rows."""
     o = run.options
-    problem = make_problem(o.data, o.data_dir, n, o.l2)
+    problem = make_problem(o.data, n, o.l2)
     setups = {setup.label: setup for setup in STUDIES[o.study].setups(problem, o.budgets or (1 / n,), o.count)}
     if missing := [label for label in o.only or () if label not in setups]:
         raise UserError(f"no method {missing[0]!r} in this study; it has {', '.join(setups)}")
+    name = "digits" if o.data is None else o.data.name
     title = (
-        f"{Path(o.data).name}: n = {n} workers x {problem.features.shape[1]} rows, d = {problem.d}, l2 = {o.l2:g}, "
+        f"{name}: n = {n} workers x {problem.features.shape[1]} rows, d = {problem.d}, l2 = {o.l2:g}, "
         f"L = {problem.L:.3g}, L_max = {problem.L_max:.3g}, to {o.target:g}"
     )
     run.say(title)
 
     def measure(label: str) -> dict[str, Any]:
         curves = run_setup(problem, setups[label], o.seeds, target=o.target, max_rounds=o.rounds, count=o.count)
-        run.add(*metrics_of(setups[label], curves, n, o.seeds))
-        return row_of(problem, setups[label], curves, o.target, o.count)
+        row = row_of(problem, setups[label], curves, o.target, o.count)
+        run.add({key: value for key, value in row.items() if key != "curves"})
+        return row
 
     rows = run.rows_of([label for label in setups if label in (o.only or setups)], str, measure)
     for row in rows:
@@ -126,8 +124,6 @@ def row_of(problem: Problem, setup: Setup, curves: Curves, target: float, count:
         "method": setup.label,
         "workers": problem.workers,
         "budget": setup.budgets[best],
-        "gamma": setup.steps[best].gamma,
-        "omega": float(setup.omega[best]),
         "rounds": float(np.mean(curves.reached(target)[best])),
         "bits": float(curves.up[best, :, -1].mean()) / errors.size,
         "uploaded": sent["up"] + upload,
@@ -151,14 +147,3 @@ def upload_bits(setup: Setup, d: int) -> float:
         entries = operator.matrix_root[0].size
     plan = max(np.size(leaf) for leaf in jax.tree.leaves(setup.plans[0])) / operator.diag.shape[0]
     return 32 * (entries + plan)
-
-
-def metrics_of(setup: Setup, curves: Curves, workers: int, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """A line for about 50 rounds of each run."""
-    rounds = np.unique(np.geomspace(1, curves.errors.shape[-1], 50).astype(int)).tolist()
-    at = {"error": curves.errors, "bits": curves.up, "down_bits": curves.down}
-    for b, s in np.ndindex(curves.errors.shape[:2]):
-        line = {"method": setup.label, "workers": workers, "budget": setup.budgets[b], "seed": seeds[s]}
-        for number in rounds:
-            values = {key: float(values[b, s, number - 1]) for key, values in at.items()}
-            yield line | {"round": number} | values

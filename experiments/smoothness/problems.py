@@ -1,6 +1,5 @@
 """Regularised logistic regression, split among workers: data, optimum, smoothness."""
 
-import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,32 +10,14 @@ from experiments.lib.cli import Parser, UserError
 from experiments.lib.data import FILES, read_rows
 from jaxcomp.smoothness.preprocess import scaled_rows
 
-__all__ = ["Problem", "add_data", "data_set", "make_problem"]
+__all__ = ["Problem", "add_data", "make_problem"]
 
-# name -> file below --data-dir, None for the embedded default
-PROBLEMS: dict[str, str | None] = {
-    "digits": None,
-    "a9a": "a9a/a9a.xz",
-    "a1a": "a9a/a1a.xz",
-    "mushrooms": "mushrooms/mushrooms.xz",
-    "german": "german_numer/german.numer.xz",
-    "madelon": "madelon/madelon.mat",
-}
-FEATURES = {"a9a": 123, "a1a": 123}
+FEATURES = {"a1a": 123}  # of files in which the last features do not occur
 MOST_FEATURES = 4096  # of a file: the operators and the exact optimum are dense, d x d
 
 
 def add_data(p: Parser) -> None:
-    p.add_argument("--data", type=data_set, default="digits", help=f"{', '.join(PROBLEMS)}, or a file: {FILES}")
-    p.add_argument("--data-dir", type=Path, default=None, help="folder of the data sets with a name but digits")
-
-
-def data_set(text: str) -> str:
-    """A name of `PROBLEMS`, or the path of a file that is there."""
-    if text not in PROBLEMS and not Path(text).is_file():
-        known = ", ".join(PROBLEMS)
-        raise argparse.ArgumentTypeError(f"must be {known}, or a file (LIBSVM, .npz, .mat); got {text!r}")
-    return text
+    p.add_argument("--data", type=Path, default=None, help=f"{FILES}; without it digits")
 
 
 class Problem(NamedTuple):
@@ -62,9 +43,12 @@ class Problem(NamedTuple):
         return self.features.shape[2]
 
 
-def make_problem(name: str, folder: Path | None, workers: int, l2: float = 1e-3) -> Problem:
-    """Rows divided by their largest magnitude, dealt to workers in the order of their norms, with the exact optimum."""
-    rows, labels = _read(name, folder)
+def make_problem(path: Path | None, workers: int, l2: float = 1e-3) -> Problem:
+    """Rows divided by their largest magnitude, dealt to workers in the order of their norms, with the exact optimum.
+
+    path: one of `FILES`; None: digits, the lower half against the upper one.
+    """
+    rows, labels = _read(path)
     rows = scaled_rows(rows)
     signs = np.where(labels == labels.max(), 1.0, -1.0)
     try:
@@ -78,19 +62,15 @@ def make_problem(name: str, folder: Path | None, workers: int, l2: float = 1e-3)
     return Problem(features, signs, l2, S, _optimum(features, signs, l2), L, float(np.max(S.lambda_max)))
 
 
-def _read(name: str, folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    file = PROBLEMS.get(name, name)
-    if file is None:
+def _read(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    if path is None:
         from sklearn.datasets import load_digits
 
         images, digit = load_digits(return_X_y=True)
         return images.astype(np.float64), (digit >= 5).astype(np.float64)
-    if name in PROBLEMS and folder is None:
-        raise UserError(f"--data {name} needs --data-dir, the folder with {file}")
-    path = folder / file if folder is not None and name in PROBLEMS else Path(name)
-    rows, labels = read_rows(path, FEATURES.get(name))
+    rows, labels = read_rows(path, FEATURES.get(path.name.split(".")[0]))
     if rows.shape[1] > MOST_FEATURES:
-        raise UserError(f"--data {name} has {rows.shape[1]:,} features; at most {MOST_FEATURES:,} here")
+        raise UserError(f"--data {path} has {rows.shape[1]:,} features; at most {MOST_FEATURES:,} here")
     return rows.toarray(), labels
 
 

@@ -8,7 +8,6 @@ Compressors, each for a budget of expected non-zeros (and norms):
     block                dithering in n blocks, a norm and a step each
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +22,6 @@ from jaxcomp.theory import StepSizes
 
 __all__ = ["STUDIES", "Setup", "Study", "make_setup"]
 
-# name -> levels of the dithering with one norm of 16 bits that a server sends the direction with, over sqrt(d)
-DOWNLINKS = {"half": 0.5, "one": 1.0, "two": 2.0}
 ROUNDED = 1 + 2.0**-7  # a norm in bfloat16, rounded up, over the norm
 
 
@@ -32,7 +29,7 @@ class Setup(NamedTuple):
     """One method with one compressor, for several budgets at once.
 
     budgets: shares of d;  make(steps) -> Method, for StepSizes of arrays;  operator: what whitens;  plans: list, one
-    for each budget, of what replaces the compressor's shared state;  steps: StepSizes for each budget;  omega: each.
+    for each budget, of what replaces the compressor's shared state;  steps: StepSizes for each budget.
     """
 
     label: str
@@ -41,7 +38,6 @@ class Setup(NamedTuple):
     operator: Any
     plans: list[Any]
     steps: list[StepSizes]
-    omega: list[float]
 
 
 def plan_of(compressor: str, method: str, diag: np.ndarray, budget: float, mu: float) -> tuple[Any, float, float]:
@@ -68,25 +64,19 @@ def plan_of(compressor: str, method: str, diag: np.ndarray, budget: float, mu: f
 
 
 def make_setup(
-    problem: Problem,
-    method: str,
-    compressor: str,
-    budgets: Sequence[float],
-    *,
-    operator: Any = None,
-    label: str | None = None,
-    down: str | None = None,
+    problem: Problem, label: str, budgets: Sequence[float], *, operator: Any = None, down: bool = False
 ) -> Setup:
     """A method with a compressor for several budgets, each with its theoretical step sizes.
 
     Args:
         problem: data and constants.
-        method: dcgd, diana, adiana, plain or with a +.
-        compressor: as the head of this file names them.
+        label: a method (dcgd, diana, adiana, plain or with a +) and a compressor as the head of this file names them;
+            after a comma what else is to be said.
         budgets: expected non-zeros of a message as a share of d (blocks: norms come on top).
-        operator: what whitens in the + methods, instead of the exact dense matrices; label: says so.
-        down: one of DOWNLINKS, None for a direction that is sent whole.
+        operator: what whitens in the + methods, instead of the exact dense matrices.
+        down: the server sends the direction as a dithering with sqrt(d) levels and a norm of 16 bits; else whole.
     """
+    method, compressor = label.partition(",")[0].split()
     name, aware = method.removesuffix("+"), method.endswith("+")
     d, L, scale, design = problem.d, problem.L, 1.0, "dcgd+" if name == "dcgd" else "diana+"
     if not aware:
@@ -99,8 +89,8 @@ def make_setup(
     plans = [plan_of(compressor, design, diag, share * d, problem.l2) for share in budgets]
     compressors, omegas, variances = zip(*plans, strict=True)
     below, given = None, {"smoothness": L, "workers": problem.workers, "mu": problem.l2}
-    if down is not None:
-        levels = max(1, round(DOWNLINKS[down] * float(np.sqrt(d))))
+    if down:
+        levels = round(float(np.sqrt(d)))
         below = jc.dithering(levels, blocks=1, norm_dtype=jnp.bfloat16)
         given["down_omega"] = dithering_variance(np.ones(d), np.full(d, ROUNDED / levels))
     sizes_of = getattr(jc.theory, name)
@@ -120,8 +110,7 @@ def make_setup(
 
     like = jax.ShapeDtypeStruct((d,), jnp.float64)
     shared = [each.init(jax.random.key(0), like).shared for each in compressors]
-    label = label or f"{method} {compressor}" + ("" if down is None else f", down {down}")
-    return Setup(label, list(budgets), make, operator, shared, steps, list(omegas))
+    return Setup(f"{label}, both ways" if down else label, list(budgets), make, operator, shared, steps)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -141,14 +130,8 @@ class Study(NamedTuple):
     max_rounds: int = 20000
 
 
-def made(problem: Problem, name: str, budgets: Sequence[float], **more: Any) -> Setup:
-    """A setup in words: a method and a compressor."""
-    method, compressor = name.split()
-    return make_setup(problem, method, compressor, budgets, **more)
-
-
 def pairs(*names: str) -> Setups:
-    return lambda problem, budgets, count: [made(problem, name, budgets) for name in names]
+    return lambda problem, budgets, count: [make_setup(problem, name, budgets) for name in names]
 
 
 PLAIN, AWARE = ("dcgd", "diana", "adiana"), ("dcgd+", "diana+", "adiana+")
@@ -162,17 +145,16 @@ def budget(problem: Problem, budgets: Sequence[float], count: str) -> list[Setup
     """DIANA+ does best with very short messages, plain and accelerated methods with longer ones.
 
     Where both directions count, rounds do, and so all methods do best with long messages: every method with the
-    direction sent back whole, and as a dithering of more and more levels.
+    direction sent back whole, and as a dithering.
     """
     finer = [16 * share for share in budgets]
     if count == "both":
         names = ("diana uniform", "diana+ varying-16", "adiana uniform-16", "adiana+ varying-16")
         short = ("diana uniform-16", *names[1:], "dcgd+ varying-16")
-        down = [made(problem, name, finer, down=down) for name, down in itertools.product(short, DOWNLINKS)]
-        return pairs(*names)(problem, finer, count) + down
+        return pairs(*names)(problem, finer, count) + [make_setup(problem, name, finer, down=True) for name in short]
     names = ("diana uniform", "diana uniform-16", "diana+ uniform", "diana+ varying", "diana+ varying-16")
     names += ("adiana uniform", "adiana+ varying", "adiana+ varying-16")
-    return [made(problem, name, budgets if name.startswith("diana+") else finer) for name in names]
+    return [make_setup(problem, name, budgets if name.startswith("diana+") else finer) for name in names]
 
 
 def variants(problem: Problem, budgets: Sequence[float], count: str) -> list[Setup]:
@@ -183,6 +165,7 @@ def variants(problem: Problem, budgets: Sequence[float], count: str) -> list[Set
     rotated = jc.smoothness.stack([jc.smoothness.rotate(m, rotation) for m in root @ root])
     glm = lambda form, **more: jc.smoothness.glm(list(problem.features), form=form, l2=problem.l2, **more)
     operators = {
+        "diana uniform": None,
         "diana+ varying": None,
         "diana+ varying, eigenbasis": eigenbasis,
         "diana+ uniform, rotated": rotated,
@@ -192,10 +175,7 @@ def variants(problem: Problem, budgets: Sequence[float], count: str) -> list[Set
         "diana+ varying, low rank d/8": glm("low_rank", rank=max(1, d // 8)),
         "diana+ varying, 4 blocks": glm("block", blocks=4),
     }
-    return [made(problem, "diana uniform", budgets)] + [
-        made(problem, label.split(",")[0], budgets, operator=operator, label=label)
-        for label, operator in operators.items()
-    ]
+    return [make_setup(problem, label, budgets, operator=operator) for label, operator in operators.items()]
 
 
 STUDIES = {

@@ -101,32 +101,6 @@ def test_compare_in_processes_gives_bitwise_what_train_does(tmp_path):
     assert again.stdout.startswith(f"{tmp_path}/many is finished\n")
 
 
-ERRORS = [
-    (("compare", "--workers", 0), "argument --workers: must be an integer of at least 1; got '0'"),
-    (("compare", "--methods", "magic"), "argument --methods: invalid choice: 'magic' (choose from 'dense-f32'"),
-    (("compare", "--data", "mnist"), "--data mnist needs --data-dir"),
-    (("compare", "--data", "mnist", "--data-dir", "/no/such"), "no folder /no/such"),
-    (("compare", "--ratio", "2"), "argument --ratio: must be a number in (0, 1]; got '2'"),
-    (("compare", "--resume", "--name", "nothing"), "there is no run"),
-    (("compare", "--resume"), "--resume needs --name"),
-    (("compare", "--name", "../x"), "--name must be a folder below --runs; got ../x"),
-    (("network", "--name", "../x"), "--name must be a folder below --runs; got ../x"),
-    (("compare", "--workers", 100, "--alpha", 0), "argument --alpha: must be a number above 0"),
-    (("magic",), "unknown experiment 'magic'; choose from compare, "),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[message[:40] for _, message in ERRORS])
-def test_errors_are_one_line_and_leave_nothing_behind(arguments, message, tmp_path, capsys):
-    more = ("--runs", tmp_path) if arguments[0] == "compare" else ()
-    result = run_inside(capsys, *arguments, *more)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert "Traceback" not in result.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_resume_refuses_other_options(tmp_path):
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "config.json").write_text(json.dumps({"steps": 40, "lr": 0.001, "data_dir": None}))

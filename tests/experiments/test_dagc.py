@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles_dagc as oracle
 import pytest
-from programs import ROOT, run
+from programs import ROOT, run_to
 
 from experiments.dagc import against_uniform, interval, one, rule_in
 from experiments.dagc import data as dagc_data
@@ -21,11 +21,11 @@ from jaxcomp import allocate
 @pytest.mark.slow
 def test_dagc_compares_rules_and_thresholds_with_uniform(tmp_path):
     rules = ("sqrt", "2/3", "threshold:released")
-    result = run(
+    result = run_to(
+        0,
         *("dagc", "--task", "quadratics", "--runs", tmp_path, "--name", "r", "--rounds", 300, "--lr", 0.3),
         *("--target", 1e-3, "--rules", *rules, "--skews", 5, 100, "--ratios", 0.02, "--workers", 6, "--seeds", 0, 1),
     )
-    assert result.returncode == 0, result.stderr
     for text in ("against uniform, %", "threshold:uniform", "dagc.png", "final |grad f|^2"):
         assert text in result.stdout
     rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
@@ -35,29 +35,9 @@ def test_dagc_compares_rules_and_thresholds_with_uniform(tmp_path):
     assert all(np.isfinite(row["final"]) for row in rows)
     # One budget: all rules send the same number of entries in all.
     assert all(row["achieved"] == pytest.approx(row["ratio"], rel=0.02) for row in rows)
-    assert "achieved ratio" in result.stdout
     assert "against threshold:uniform" in " ".join(result.stdout.split())
     assert (tmp_path / "r" / "dagc.png").read_bytes()[:4] == b"\x89PNG"
     assert "| sqrt |" in (tmp_path / "r" / "table.md").read_text()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        (["--rules", "best"], "argument --rules: must be sqrt, phi, released, uniform or a number >= 0"),
-        (["--rules", "threshold:phi"], "thresholds have the rules sqrt, released, uniform or a number"),
-        (["--skews", "0.5"], "argument --skews: must be a number of at least 1; got '0.5'"),
-        (["--ratios", "2"], "argument --ratios: must be a number in (0, 1]"),
-        (["--task", "mnist"], "--data mnist needs --data-dir"),
-    ],
-)
-def test_wrong_options_are_one_line(more, why, tmp_path):
-    result = run("dagc", "--runs", tmp_path, *more)
-    assert result.returncode == 2
-    assert why in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_thresholds_keep_the_budget_when_there_is_memory():
@@ -121,8 +101,7 @@ def test_split_is_a_partition_with_the_volumes_it_was_asked_for(seed):
 @pytest.mark.slow
 def test_exchanges_between_processes_send_what_the_program_says():
     """Real messages between two processes, counted by the kernel: headers cost a few per cent."""
-    result = run("bench", "exchange", "--workers", 2, "--size", 2_000_000, "--skew", 20, "--rounds", 2)
-    assert result.returncode == 0, result.stderr
+    result = run_to(0, "bench", "exchange", "--workers", 2, "--size", 2_000_000, "--skew", 20, "--rounds", 2)
     rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if line.startswith("│")]
     assert [row[0].split()[0] for row in rows] == ["gather", "concat", "ring", "auto"]
     for row in rows:

@@ -5,7 +5,7 @@ import lzma
 
 import numpy as np
 import pytest
-from programs import run
+from programs import run_to
 
 from experiments.lib.cli import UserError
 from experiments.lib.text import read_characters
@@ -67,8 +67,7 @@ def test_a_folder_of_texts_is_one_text(tmp_path):
 @pytest.mark.slow
 def test_a_run_writes_everything(tmp_path):
     options = ("--methods", "ddp:f32", "f32", "stream:sparse-loco", "--steps", 12, "--name", "whole")
-    whole = run("local", "--runs", tmp_path, *SMALL, *options)
-    assert whole.returncode == 0, whole.stderr
+    whole = run_to(0, "local", "--runs", tmp_path, *SMALL, *options)
     for words in ("stream:sparse-loco H=4", "vs ddp:f32", "local.png"):
         assert words in whole.stdout
     folder = tmp_path / "whole"

@@ -48,25 +48,6 @@ def test_bench_select(tmp_path):
     assert "jc.sidco + residual" in (tmp_path / "b.md").read_text()
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("sidco",), ""),
-        (("sidco", "speed"), "unknown name 'speed' after sidco; choose from quality, training"),
-        (("sidco", "quality", "--ratios", "2"), "must be a number in (0, 1]; got '2'"),
-        (("sidco", "quality", "--mnist", "/nowhere"), "no folder /nowhere"),
-        (("sidco", "training", "--methods", "magic"), "invalid choice: 'magic'"),
-        (("bench", "select", "--log2-sizes", "40"), "argument --log2-sizes: invalid choice: 40"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),
-)
-def test_errors_fit_on_a_line(arguments, message):
-    result = run_to(2, *arguments)
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) <= 1
-
-
 def test_laws_have_the_zeros_they_name():
     for law in LAWS:
         (x,) = draws(law, 0.5, 20_000, 1, 0)

@@ -23,7 +23,7 @@ def test_sizes(tmp_path):
     draw = lambda: sorted({int(j): rng.random() + 0.1 for j in rng.integers(0, 2999, 20)}.items())
     data = libsvm(tmp_path / "rows.txt", [(1 + i % 4, [*draw(), (2999 + i % 2, 1.0)]) for i in range(300)])
     out = tmp_path / "s"
-    options = ("--data", data, "--batch", 100, "--steps", 4, "--gradients", 2)
+    options = ("--data", data, "--batch", 100, "--steps", 4)
     result = run_to(0, "skcompress", "sizes", *options, "--runs", tmp_path, "--name", "s")
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     of = lambda row: (row["keys"] + row["values"] + row["tables"]) / row["nonzeros"]
@@ -32,9 +32,6 @@ def test_sizes(tmp_path):
     assert of(found["quantile, 16 buckets"]) * 1.3 < of(found["SKCompress as released"])
     assert found["quantile, 16 buckets"]["error"] < found["SKCompress as released"]["error"]
     assert found["+ Huffman"]["values"] < found["+ MinMaxSketch, recentred"]["values"]
-    for row in rows:
-        if row["method"].startswith(("quantile", "equal depth", "recentred")):
-            assert row["error"] == pytest.approx(1 - row["length"] ** 2, abs=1e-3)
     assert (out / "sizes.png").stat().st_size > 1000
     assert all(name in result.stdout for name in ("zlib -9", "what each part is worth".capitalize(), "sizes.png"))
 
@@ -59,23 +56,6 @@ def test_bench(tmp_path):
     result = run_to(0, "bench", "skcompress", "--nonzeros", 2000, "--repeats", 1, "--markdown", tmp_path / "b.md")
     assert "One jnp.sort of 2,000 floats" in result.stdout
     assert "recentred" in (tmp_path / "b.md").read_text()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("skcompress", "speed"), "unknown name 'speed' after skcompress; choose from sizes, training"),
-        (("skcompress", "sizes", "--data", "/nowhere"), "no file /nowhere"),
-        (("skcompress", "sizes", "--gradients", 3, "--steps", 2), "--gradients must be at most --steps; got 3 of 2"),
-        (("skcompress", "training", "--problems", "magic"), "invalid choice: 'magic'"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)),
-)
-def test_errors_fit_on_a_line(arguments, message, tmp_path):
-    result = run_to(2, *arguments, *(("--runs", tmp_path / "o") if "--data" in arguments else ()))
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
 
 
 def test_synthetic_rows_are_skewed_as_they_say():

@@ -6,20 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import run, run_inside
+from programs import run_to
 
 import jaxcomp as jc
 from experiments.lib.cli import UserError
 from experiments.skcompress.problems import read
 from experiments.smoothness import upload_bits
-from experiments.smoothness.problems import data_set, make_problem
+from experiments.smoothness.problems import make_problem
 from experiments.smoothness.runner import AXIS, gradient_of, run_setup
 from experiments.smoothness.setups import make_setup
 
 
 @pytest.fixture(scope="module")
 def problem():
-    return make_problem("digits", None, workers=4, l2=0.05)
+    return make_problem(None, workers=4, l2=0.05)
 
 
 def test_problem_is_what_it_says(problem):
@@ -42,10 +42,10 @@ def test_batched_runs_are_single_runs(problem):
     Levels have the width of the finest budget, which rounds units of the others in another place.
     """
     with jax.enable_x64(True):
-        setup = make_setup(problem, "diana+", "varying", [0.25, 1.0])
+        setup = make_setup(problem, "diana+ varying", [0.25, 1.0])
         curves = run_setup(problem, setup, [3, 4], target=0.0, max_rounds=20, chunk=10)
         for b, share in enumerate((0.25, 1.0)):
-            single = make_setup(problem, "diana+", "varying", [share])
+            single = make_setup(problem, "diana+ varying", [share])
             rounds = jc.rounds(single.make(single.steps[0]), AXIS, seed=jax.random.key(4))
 
             def worker(features, labels, rounds=rounds):
@@ -65,9 +65,7 @@ def test_batched_runs_are_single_runs(problem):
 @pytest.mark.slow
 def test_aware_needs_fewer_bits_and_uploads_its_roots(problem):
     with jax.enable_x64(True):
-        made = [
-            make_setup(problem, method, how, [0.25]) for method, how in (("diana", "uniform"), ("diana+", "varying"))
-        ]
+        made = [make_setup(problem, label, [0.25]) for label in ("diana uniform", "diana+ varying")]
         plain, aware = (run_setup(problem, s, [0], target=1e-6, max_rounds=3000).bits_to(1e-6)[0, 0] for s in made)
     assert aware < plain / 1.5
     assert upload_bits(made[0], problem.d) == 0
@@ -86,56 +84,31 @@ def test_studies_write_everything(study, tmp_path):
         "variants": ["diana+ varying", "diana+ uniform, rotated", "diana+ varying, low rank d/8"],
     }[study]
     only = ("--only", *names)
-    result = run("smoothness", study, "--runs", tmp_path, "--name", "r", *SHORT, *budgets, *only)
-    assert result.returncode == 0, result.stderr
+    result = run_to(0, "smoothness", study, "--runs", tmp_path, "--name", "r", *SHORT, *budgets, *only)
     assert "diana+ varying" in result.stdout
     assert "+ upload" in result.stdout
     folder = tmp_path / "r"
     assert (folder / "curves-4.png").read_bytes()[:4] == b"\x89PNG"
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert {line["budget"] for line in lines} == {0.5, 1.0}
-    assert all(line["bits"] > 0 and line["error"] >= 0 for line in lines)
-    rows = json.loads((folder / "results.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {row["budget"] for row in rows} <= {0.5, 1.0}
+    assert all(row["bits"] > 0 and row["floor"] >= 0 for row in rows)
     assert sorted(row["method"] for row in rows) == sorted(names)
 
 
 @pytest.mark.slow
 def test_workers_study_plots_against_n(tmp_path):
-    options = [a if a != 4 else (2, 4) for a in SHORT]
-    flat = [b for a in options for b in (a if isinstance(a, tuple) else (a,))]
-    result = run("smoothness", "workers", "--runs", tmp_path, "--name", "r", *flat, "--budgets", 1)
-    assert result.returncode == 0, result.stderr
+    options = ("--l2", 0.1, "--workers", 2, 4, *SHORT[4:], "--budgets", 1)
+    run_to(0, "smoothness", "workers", "--runs", tmp_path, "--name", "r", *options)
     assert (tmp_path / "r" / "workers.png").is_file()
 
 
 @pytest.mark.slow
 def test_networks(tmp_path):
-    result = run(
-        "smoothness", "networks", "--runs", tmp_path, "--name", "r", "--rounds", 3, "--seeds", 0, "--budgets", 0.1
+    result = run_to(
+        0, "smoothness", "networks", "--runs", tmp_path, "--name", "r", "--rounds", 3, "--seeds", 0, "--budgets", 0.1
     )
-    assert result.returncode == 0, result.stderr
-    for words in ("layer-wise", "diagonal, equal steps", "networks.png", "test accuracy"):
+    for words in ("layer-wise", "diagonal", "networks.png", "refresh"):
         assert words in result.stdout
-
-
-ERRORS = [
-    (("--data", "a9a"), "--data a9a needs --data-dir, the folder with a9a/a9a.xz"),
-    (("--data", "/no/such.npz"), "or a file (LIBSVM, .npz, .mat); got '/no/such.npz'"),
-    (("--data", "a9a", "--data-dir", "/no/such"), "no file /no/such/a9a/a9a.xz"),
-    (("--workers", 5000), "5000 workers for 1797 rows; each needs at least one"),
-    (("--only", "sgd"), "no method 'sgd' in this study; it has dcgd rand"),
-    (("magic",), "invalid choice: 'magic'"),
-]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[message[:40] for _, message in ERRORS])
-def test_errors_are_one_line_and_leave_nothing_behind(arguments, message, tmp_path, capsys):
-    result = run_inside(capsys, "smoothness", *arguments, "--runs", tmp_path)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_any_file_of_rows_is_a_data_set(tmp_path):
@@ -147,7 +120,7 @@ def test_any_file_of_rows_is_a_data_set(tmp_path):
     ]
     (tmp_path / "a.txt").write_text("\n".join(text) + "\n")
     np.savez(tmp_path / "b.npz", X=X, y=y)
-    one, other = (make_problem(data_set(str(tmp_path / name)), None, 3) for name in ("a.txt", "b.npz"))
+    one, other = (make_problem(tmp_path / name, 3) for name in ("a.txt", "b.npz"))
     np.testing.assert_allclose(one.features, other.features)
     np.testing.assert_allclose(one.optimum, other.optimum, rtol=1e-6)
     one, other = (read(tmp_path / name) for name in ("a.txt", "b.npz"))
@@ -157,4 +130,4 @@ def test_any_file_of_rows_is_a_data_set(tmp_path):
     np.savez(tmp_path / "wide.npz", X=np.ones((2, 5000)), y=y[:2])
     for name, message in {"one": "two classes are needed", "wide": "has 5,000 features"}.items():
         with pytest.raises(UserError, match=message):
-            make_problem(str(tmp_path / f"{name}.npz"), None, 1)
+            make_problem(tmp_path / f"{name}.npz", 1)
