@@ -16,7 +16,6 @@ run that was interrupted goes on with --resume from the last round that was clos
 import importlib.util
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
@@ -42,7 +41,6 @@ def parser() -> cli.Parser:
     p = parser_of("federated", __doc__)
     p.add_argument("--clients", type=at_least(2), default=6, help="clients, hostile ones among them")
     p.add_argument("--skew", type=cli.one_or_more, default=100.0, help="largest data volume over the smallest")
-    p.add_argument("--rule", type=cli.rule_of, default="sqrt", help="sqrt, phi, released, uniform, or an exponent")
     p.add_argument("--rounds", type=at_least(1), default=40, help="rounds")
     common(p, "seed", ratio=(0.01, "mean ratio of the clients"))
     p.add_argument("--changes", type=at_least(0), default=0, help="random deaths, leaves and joins in the run")
@@ -59,9 +57,9 @@ def main(arguments: Sequence[str]) -> int:
     with resumable(parser, arguments, "federated", checked) as (options, _, folder):
         folder = folder.absolute()
         (folder / "clients").mkdir(exist_ok=True)
-        start = time.perf_counter()
-        restarts = 0 if (folder / "clients.json").is_file() else run(options, folder)
-        report(options, folder, restarts, time.perf_counter() - start)
+        if not (folder / "clients.json").is_file():
+            run(options, folder)
+        report(options, folder)
     return 0
 
 
@@ -76,8 +74,7 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def run(config: dict[str, Any], folder: Path) -> int:
-    """Returns how often processes were started again."""
+def run(config: dict[str, Any], folder: Path) -> None:
     from experiments.federated.deploy import Federation, environment
 
     os.environ |= environment(folder)
@@ -95,7 +92,7 @@ def run(config: dict[str, Any], folder: Path) -> int:
     if config["processes"]:
         with Federation(folder, config["clients"]) as federation:
             federation.run(look, 120 + config["rounds"] * (config["deadline"] + 30))
-            return federation.restarts
+        return
     from flwr.simulation import run_simulation  # pyright: ignore[reportMissingImports]
 
     from experiments.federated.app import client, server
@@ -106,10 +103,9 @@ def run(config: dict[str, Any], folder: Path) -> int:
     look()
     if not (folder / "clients.json").is_file():
         raise UserError(f"the simulation ended before its last round; see {folder}")
-    return 0
 
 
-def report(config: dict[str, Any], folder: Path, restarts: int, seconds: float) -> None:
+def report(config: dict[str, Any], folder: Path) -> None:
     console, lines = new_console(), Journal(folder).lines()
     memories(console, lines, plan_for(config).events, folder / "memories.md")
     total = lambda key: sum(line[key] for line in lines)
@@ -124,14 +120,13 @@ def report(config: dict[str, Any], folder: Path, restarts: int, seconds: float) 
     notes = f"{up:.0f} times fewer bytes used and {down:.1f} times fewer down than dense f32, "
     notes += "with whole memories of who leaves and whole points of who joins."
     notes += f"\n\nrefused: {', '.join(f'{kind} {count}' for kind, count in sorted(refused.items()))}." * bool(refused)
-    notes += f"\n\n{restarts} processes of clients were started again." * bool(restarts)
-    show_rows(console, "Federated", [row | {"seconds": f"{seconds:.0f}"}], notes, folder / "table.md")
+    show_rows(console, "Federated", [row], notes, folder / "table.md")
     rounds = [line["number"] for line in lines]
     panels = {
         "test accuracy": {"accuracy": (rounds, [line["accuracy"] for line in lines])},
         "clients": {key: (rounds, [line[key] for line in lines]) for key in ("asked", "used")},
     }
-    title = "{clients} clients, rule {rule}, mean ratio {ratio:g}, skew {skew:g}".format(**config)
+    title = "{clients} clients, mean ratio {ratio:g}, skew {skew:g}".format(**config)
     draw_panels(folder / "federated.png", panels, title, xlabel="round")
     console.print(f"plot: {folder / 'federated.png'}")
 

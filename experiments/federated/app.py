@@ -134,7 +134,7 @@ server = ServerApp()
 def main(grid: Any, context: Any) -> None:
     """Writes a line for each round to metrics.jsonl, and what became of everybody's answers to clients.json."""
     test, start = jax.jit(MODEL.test), np.asarray(MODEL.start)
-    options: dict[str, Any] = {"rule": CONFIG["rule"], "down": DOWN, "max_norm": 10 * float(np.linalg.norm(start))}
+    options: dict[str, Any] = {"down": DOWN, "max_norm": 10 * float(np.linalg.norm(start))}
     volumes = {i: len(part) for i, part in enumerate(PARTS)}
     core = Counted(start, volumes, CONFIG["ratio"], folder=FOLDER / "used", **options)
     state, journal = FOLDER / "server.npz", Journal(FOLDER)

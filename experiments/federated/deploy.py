@@ -67,7 +67,6 @@ class Federation:
         self.home = folder / "flower"
         self.env = os.environ | environment(folder)
         self.processes: dict[str, subprocess.Popen] = {}
-        self.restarts = 0
 
     def __enter__(self) -> "Federation":
         shutil.rmtree(self.home, ignore_errors=True)  # of a run that is resumed
@@ -119,7 +118,6 @@ class Federation:
                 raise UserError(f"the run did not end within {seconds:.0f} s; see {self.folder / 'clients'}")
             for i in range(self.clients):
                 if self.processes[f"client-{i}"].poll() is not None:
-                    self.restarts += 1
                     self.start_node(i)
             look()
             time.sleep(0.5)

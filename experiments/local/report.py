@@ -12,10 +12,10 @@ __all__ = ["BY_BYTES", "NOTES", "bytes_of", "panels", "rows", "seconds_of"]
 BY_BYTES = "loss by bytes sent"
 NOTES = """\
 test loss: of the shared point; in nats a byte. vs f32 same H: over that of uncompressed differences with the same H.
-lanes/round: bytes a worker sends in the compiled exchanges of a round. message: bytes of its messages in a round, all
-fragments, in the best code of jc.wire (- where they are added on the way). sent/step: with those messages to all others
-where there are any, else by the lanes. s: computed, not measured: steps as fast as those of the fastest curve, and
-links of {mbit:g} Mbit/s for what a delay does not hide."""
+message: bytes of a worker's messages in a round, all fragments, in the best code of jc.wire (- where they are added on
+the way). sent/step: with those messages to all others where there are any, else by the lanes of the compiled exchanges.
+s: computed, not measured: steps as fast as those of the fastest curve, and links of {mbit:g} Mbit/s for what a delay
+does not hide."""
 
 
 def seconds_of(setup: Setup, steps: int, compute: float, sent_bytes: float, mbit: float) -> float:
@@ -66,11 +66,8 @@ def rows(results: list[dict[str, Any]], workers: int, mbit: float) -> list[dict[
         first, each_step = group[0], sent[setup.label]
         base = None if setup.plain else dense.get(setup.every)
         messages = first["message_bytes"] is not None and first["route"] != "sum"
-        merged = max(rounds_until(first["step"], setup), 1e-9)
-        row = {"method": setup.label, "train loss": f"{mean(setup, 'loss'):.4f}"}
-        row["test loss"] = spread([each["test"] for each in group])
+        row = {"method": setup.label, "test loss": spread([each["test"] for each in group])}
         row["vs f32 same H"] = f"{100 * (mean(setup, 'test') / base - 1):+.2f} %" if base else "-"
-        row["lanes/round"] = f"{mean(setup, 'sent_bytes') / merged:,.0f}"
         row["message"] = f"{mean(setup, 'message_bytes'):,.0f}" if messages else "-"
         row["sent/step"] = f"{each_step:,.0f}"
         known = sent.get("ddp:f32") and each_step

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.lib.cli import Parser, UserError, at_least, common, fraction, one_thread, positive
+from experiments.lib.cli import Parser, UserError, at_least, common, one_thread, positive
 from experiments.lib.launch import free_port
 from experiments.lib.netlab import Lab, add_rates, delay_of, laboratory, rate_name
 from experiments.lib.pool import Pool, serve
@@ -58,10 +58,8 @@ def parser() -> Parser:
     p.add_argument("--rounds", type=at_least(1), default=15, help="timed exchanges; the median counts")
     p.add_argument("--seconds", type=positive, default=15.0, help="fewer rounds, at least two, if they take longer")
     p.add_argument("--only", choices=("exchange", "training"), default=None, help="one of the two parts")
-    add_rates(p, "100mbit", "train-rates", "at which a model is trained")
     what = f"of the same, {methods.KNOWN_TRAINED}"
     p.add_argument("--train-methods", type=methods.trained_name, **names, default=TRAINED, help=what)
-    p.add_argument("--train-ratio", type=fraction, default=None, help="of sparse methods in training; else --ratio")
     p.add_argument("--data", choices=DATA, default="digits", help="digits come with scikit-learn")
     what = "files of --data mnist; a text (plain or .xz) for --data text, the source of this package if not given"
     common(p, "batch", "lr", data_dir={"help": what}, steps={"default": 1000, "help": "after which it ends anyhow"})
@@ -81,7 +79,6 @@ def main(arguments: Sequence[str]) -> int:
         serve(o.address, o.workers, o.worker, tasks_of(o.address, o.workers, o.worker))
         return 0
 
-    o.train_ratio = o.train_ratio or o.ratio
     if o.only != "exchange":
         if (o.data == "text") != (o.model in OF_TEXT):
             texts = " or ".join(OF_TEXT)
@@ -89,11 +86,11 @@ def main(arguments: Sequence[str]) -> int:
         data_of(o.data, o.data_dir)  # a wrong folder is noticed before anything is measured
     one_thread()
     found: dict[str, list[dict[str, Any]]] = {"exchange": [], "training": []}
-    parts = {"exchange": (exchanges, o.rates), "training": (trainings, o.train_rates)}
+    parts = {"exchange": exchanges, "training": trainings}
     try:
         with laboratory(o.workers) as lab, status(run.console) as show:
-            for part, (measured, rates) in parts.items():
-                for rate in dict.fromkeys(rates if o.only in (None, part) else ()):
+            for part in [o.only] if o.only else parts:
+                for rate in dict.fromkeys(o.rates):
                     # TCP remembers what a link was like: connections made without a limit go on to hand over more than
                     # a slow link takes, and what gloo says on others waits behind it (two shots of 4 bits at
                     # 100 Mbit/s: 16 % longer). So each rate has workers that found each other at it.
@@ -102,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
                         pool.show = show
                         show(f"{rate_name(rate)}: starting the workers")
                         pool.hear()
-                        for row, said in measured(o, lab, pool):
+                        for row, said in parts[part](o, lab, pool):
                             found[part].append({**row, "rate": rate})
                             run.keep(found)
                             run.say(f"{part}, {rate_name(rate)}: {said}")
@@ -176,8 +173,8 @@ def without_network(pool: Pool, rounds: int) -> float | None:
 
 def trainings(o: Any, lab: Lab, pool: Pool) -> Rows:
     """Of every method with every seed."""
-    task = {key: getattr(o, key) for key in ("levels", "data", "model", "batch", "optimizer")}
-    task |= {"ratio": o.train_ratio, "data_dir": str(o.data_dir) if o.data_dir else None, "outer": (None, None)}
+    task = {key: getattr(o, key) for key in ("ratio", "levels", "data", "model", "batch", "optimizer")}
+    task |= {"data_dir": str(o.data_dir) if o.data_dir else None, "outer": (None, None)}
     for method in dict.fromkeys(o.train_methods):
         pool.show(method)
         rate = DEMO_RATE if method == "demo" else o.lr

@@ -117,7 +117,3 @@ class Peer(Training):
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         return float(mean) / dist.get_world_size()
-
-    def scores(self, x: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            return self.net(torch.from_numpy(x)).numpy()

@@ -86,9 +86,6 @@ class Overlapped(Training):
         self.now = jax.block_until_ready(self.process.step(grads, self.now))
         return float(loss)
 
-    def scores(self, x: np.ndarray) -> np.ndarray:
-        return np.asarray(self.logits(self.now, x))
-
     def train(self, steps: int, target: float, seed: int, shared: bool = False) -> dict[str, Any]:
         """See `Training.train`; losses are this worker's own, and message_bytes those of its messages of a step."""
         del target, shared

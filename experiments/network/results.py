@@ -47,7 +47,6 @@ TRAINING: Columns = {
     "program MB": lambda row: "-" if row["ledger_bytes"] is None else f"{row['ledger_bytes'] / 1e6:.3f}",
     "counted MB": lambda row: f"{row['payload_bytes'] / 1e6:.3f}",
     "loss": lambda row: f"{np.mean(row['losses'][-10:]):.3f}",
-    "test accuracy": "{accuracy:.4f}",
 }
 
 
@@ -88,7 +87,7 @@ def report(run: Run, rows: list[dict], trained: list[dict]) -> None:
                 curves[method] = [rate_name(row["rate"]) for row in mine], speeds
     if trained:
         trained = sorted(trained, key=lambda row: o.train_methods.index(row["method"]))
-        title = f"{o.data}, {o.model}, {trained[0]['parameters']:,} parameters, {cores}, ratio {o.train_ratio:g}"
+        title = f"{o.data}, {o.model}, {trained[0]['parameters']:,} parameters, {cores}, ratio {o.ratio:g}"
         run.table(title, {**TRAINING, **against(trained, "total")}, trained, TRAINED_NOTES, "training.md")
         for rate in dict.fromkeys(row["rate"] for row in trained):
             mine = [row for row in trained if row["rate"] == rate and row["seed"] == o.train_seeds[0]]

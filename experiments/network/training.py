@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -56,7 +55,6 @@ class Training(abc.ABC):
         self.number, self.task = number, task
         self.data = data_of(task.data, task.data_dir)
         self.draw(0)
-        self.logits = jax.jit(lambda params, x: nnx.merge(self.graph, params)(x))
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.params))
         self.described: dict[str, Any] = {"parameters": parameters, "ledger_bytes": None}
 
@@ -75,10 +73,6 @@ class Training(abc.ABC):
     @abc.abstractmethod
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
         """The mean loss of all workers before the step; x, y: this worker's batch."""
-
-    @abc.abstractmethod
-    def scores(self, x: np.ndarray) -> np.ndarray:
-        """What the model says of examples, a number for each class."""
 
     def shared_loss(self, x: np.ndarray, y: np.ndarray) -> float | None:
         """The mean loss of the point that all workers share, before the step; None where they step from it."""
@@ -114,14 +108,7 @@ class Training(abc.ABC):
             reached = len(judged) >= SMOOTH and bool(np.mean(judged[-SMOOTH:]) <= target)
             if reached:
                 break
-        accuracy = self.accuracy() if self.number == 0 else None
-        return {"losses": losses, "judged": judged, "seconds": seconds, "reached": reached, "accuracy": accuracy}
-
-    def accuracy(self, most: int = 1000) -> float:
-        """On the test set, so many examples at once."""
-        x, y = self.data.test_x, self.data.test_y
-        parts = [slice(at, at + most) for at in range(0, len(y), most)]
-        return sum(int((self.scores(x[part]).argmax(-1) == y[part]).sum()) for part in parts) / y.size
+        return {"losses": losses, "judged": judged, "seconds": seconds, "reached": reached}
 
 
 class Compressed(Training):
@@ -167,10 +154,6 @@ class Compressed(Training):
         if self.local is None:
             return None
         return float(self.judge(self.state.point, self.workers.own(x), self.workers.own(y)))
-
-    def scores(self, x: np.ndarray) -> np.ndarray:
-        mine = jax.tree.map(lambda leaf: jnp.asarray(leaf.addressable_data(0)), self.now)
-        return np.asarray(self.logits(mine if self.local is None else jax.tree.map(lambda x: x[0], mine), x))
 
 
 def in_rows(step: Any) -> Any:

@@ -4,7 +4,7 @@
 
 CHECKOUT is a clone of the release; torch and einops must be installed. With one worker both are the same method, and
 the points are compared. With four the release divides a coefficient by the number of workers that sent it, jc.demo by
-that of all, and the losses stand side by side. Bytes: of one worker's message in one step.
+that of all, and the losses stand side by side.
 """
 
 from pathlib import Path
@@ -26,13 +26,11 @@ COLUMNS = {
     "jc.demo": "{ours:.3f}",
     "apart, step 1": "{apart[0]:.2%}",
     "apart, last": "{apart[1]:.2%}",
-    "bytes, release": "{sent}",
-    "bytes": "{bytes}",
 }
 
 
-def released(rank: int, checkout: Path, problem: Problem) -> tuple[np.ndarray, int]:
-    """Points of the release, and bytes that a worker sends in a step."""
+def released(rank: int, checkout: Path, problem: Problem) -> np.ndarray:
+    """Points of the release."""
     import torch  # pyright: ignore[reportMissingImports]
 
     w = torch.nn.Parameter(torch.zeros(SIZE, SIZE))
@@ -43,19 +41,18 @@ def released(rank: int, checkout: Path, problem: Problem) -> tuple[np.ndarray, i
         w.grad = torch.from_numpy(problem.gradient(w.detach().numpy(), rank))
         optimizer.step()
         points.append(w.detach().numpy().copy())
-    return np.stack(points), optimizer.data_transmit
+    return np.stack(points)
 
 
 def main() -> None:
     checkout, rows = checkout_of(__doc__, "demo.py"), []
     for workers in (1, 4):
         problem = Problem(workers, SIZE)
-        theirs, sent = run_processes(workers, released, checkout, problem)
+        theirs = run_processes(workers, released, checkout, problem)
         ours = problem.trained(jc.demo(RATE, "data", decay=DECAY, k=K, chunk=CHUNK), STEPS)
         apart = np.abs(theirs - ours) > 1e-4
         row = {"workers": workers, "first": problem.loss(np.zeros((SIZE, SIZE))), "theirs": problem.loss(theirs[-1])}
-        row |= {"ours": problem.loss(ours[-1]), "apart": (np.mean(apart[0]), np.mean(apart[-1])), "sent": sent}
-        row["bytes"] = (SIZE // CHUNK) ** 2 * K * (32 + (CHUNK**2 - 1).bit_length()) // 8
+        row |= {"ours": problem.loss(ours[-1]), "apart": (np.mean(apart[0]), np.mean(apart[-1]))}
         rows.append(row)
     print(markdown(list(COLUMNS), cells(COLUMNS, rows)))
 

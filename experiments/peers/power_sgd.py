@@ -1,6 +1,6 @@
 """PowerSGD beside torch's hook for DistributedDataParallel, as it is installed (extra `peers`).
 
-    python -m experiments.peers.power_sgd [--steps 50] [--rank 2]
+    python -m experiments.peers.power_sgd [--rank 2]
 
 Two processes train a small network with torch's DDP over gloo and its `powerSGD_hook`; `jc.power_sgd` trains the same
 network on the same batches from the same parameters and the same first Q, and takes its gradients at its own points.
@@ -29,7 +29,8 @@ from experiments.peers.processes import run_processes
 __all__ = ["main", "ours", "released"]
 
 WORKERS, SIZES, ROWS, RATE = 2, (24, 40, 32, 8), 64, 0.05 / 64
-DENSE_STEPS, CLOSE = 10, 1e-4  # steps before compression, of which torch needs at least 2; what passes as equal
+STEPS, DENSE_STEPS = 50, 10  # the latter before compression; torch needs at least 2
+CLOSE = 1e-4  # what passes as equal
 Params = dict[str, np.ndarray]
 
 
@@ -42,14 +43,14 @@ def start() -> Params:
     return params
 
 
-def batches(steps: int) -> tuple[np.ndarray, np.ndarray]:
+def batches() -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets, [steps, workers, rows, ...]: each worker draws around a centre of its own."""
     rng = np.random.default_rng(1)
-    x = rng.standard_normal((steps, WORKERS, ROWS, SIZES[0])) + rng.standard_normal((1, WORKERS, 1, SIZES[0]))
+    x = rng.standard_normal((STEPS, WORKERS, ROWS, SIZES[0])) + rng.standard_normal((1, WORKERS, 1, SIZES[0]))
     return x, np.tanh(x @ rng.standard_normal((SIZES[0], SIZES[-1])) / 4)
 
 
-def released(number: int, steps: int, rank: int) -> tuple[list[Params], Params]:
+def released(number: int, rank: int) -> tuple[list[Params], Params]:
     """Parameters after each step of torch's hook, and its first Q of each matrix that it compresses."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook  # pyright: ignore[reportMissingImports]
@@ -73,7 +74,7 @@ def released(number: int, steps: int, rank: int) -> tuple[list[Params], Params]:
     parallel.register_comm_hook(state, reducing)
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     found = []
-    for x, y in zip(*(torch.from_numpy(a[:, number]) for a in batches(steps)), strict=True):
+    for x, y in zip(*(torch.from_numpy(a[:, number]) for a in batches()), strict=True):
         optimizer.zero_grad()
         torch.sum((parallel(x) - y) ** 2).backward()
         optimizer.step()
@@ -89,7 +90,7 @@ def released(number: int, steps: int, rank: int) -> tuple[list[Params], Params]:
     return found, q
 
 
-def ours(steps: int, rank: int, q: Params) -> list[Params]:
+def ours(rank: int, q: Params) -> list[Params]:
     """Parameters after each step with `jc.power_sgd`, workers mapped by vmap, from the given right factors."""
     params = jax.tree.map(jnp.asarray, start())
     tx = jc.compressed_mean(jc.power_sgd(rank, start=DENSE_STEPS, dense_below=0), "data")
@@ -114,7 +115,7 @@ def ours(steps: int, rank: int, q: Params) -> list[Params]:
 
     step = jax.jit(jax.vmap(step, (None, axes, 0, 0), (None, axes), axis_name="data"))
     found = []
-    for x, y in zip(*batches(steps), strict=True):
+    for x, y in zip(*batches(), strict=True):
         params, state = step(params, state, x, y)
         found.append(jax.device_get(params))
     return found
@@ -122,21 +123,18 @@ def ours(steps: int, rank: int, q: Params) -> list[Params]:
 
 def main(arguments: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--steps", type=int, default=50)
     p.add_argument("--rank", type=int, default=2)
     o = p.parse_args(arguments)
     if importlib.util.find_spec("torch") is None:
         print("skipped: torch is not installed; pip install 'jaxcomp[peers]'")
         return 0
-    theirs, q = run_processes(WORKERS, released, o.steps, o.rank)
+    theirs, q = run_processes(WORKERS, released, o.rank)
     with jax.enable_x64(True):
-        mine = ours(o.steps, o.rank, q)
+        mine = ours(o.rank, q)
     far = lambda one, other: max(float(np.max(np.abs(one[name] - other[name]))) for name in one)
     apart = [far(one, other) for one, other in zip(mine, theirs, strict=True)]
-    every = max(1, o.steps // 10)
-    rows = [
-        [f"{t}", f"{apart[t - 1]:.1e}", f"{far(theirs[t - 1], start()):.2f}"] for t in range(every, o.steps + 1, every)
-    ]
+    marks = range(STEPS // 10, STEPS + 1, STEPS // 10)
+    rows = [[f"{t}", f"{apart[t - 1]:.1e}", f"{far(theirs[t - 1], start()):.2f}"] for t in marks]
     print(markdown(["step", "largest difference", "way from the start"], rows))
     compressed = ", ".join(sorted(q))
     print(f"rank {o.rank}, compressed from step {DENSE_STEPS + 1}: {compressed}; at most {max(apart):.1e} apart")
