@@ -1,22 +1,25 @@
-"""Local updates: many steps at each worker, then one compressed exchange of differences. Loss against bytes and steps.
+"""Local updates: many steps at each worker, then one compressed exchange of differences. Loss against bytes and time.
 
 Trains a transformer on the bytes of a text with every method, H and seed, workers side by side on one device. Methods:
 NAME exchanges differences every H steps, stream:NAME in three fragments that arrive up to five steps later, ddp:NAME
 gradients at every step. Written to runs/NAME: config.json, metrics.jsonl (a line for each logged step), results.json (a
-row for each curve and seed), table.md and local.png.
+row for each finished curve and seed), table.md, local.png, and checkpoints, from which --resume goes on.
 """
 
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from experiments.lib.cli import Parser, UserError, at_least, common, positive, share
-from experiments.lib.report import show_rows
-from experiments.lib.run import Run, parser_of
-from experiments.lib.text import add_sizes, text_of
+from experiments.lib.folders import Journal, how_to_find, read_results, resumable, run_options, write_json
+from experiments.lib.report import new_console, progress_bar, show_rows
+from experiments.lib.run import draw_panels, parser_of
+from experiments.lib.text import Text, add_sizes, text_of
+from experiments.lib.training import Checkpoints
 from experiments.local import report
-from experiments.local.methods import NAMES, parse
+from experiments.local.methods import NAMES, Setup, parse
 from experiments.local.training import train
 
 __all__ = ["main"]
@@ -36,37 +39,71 @@ def parser() -> Parser:
     common(p, "steps", "ratio", "levels", "seeds", workers=(4, "side by side on one device"))
     common(p, batch=(8, "windows of each worker in a step"), lr=(2e-3, "of AdamW"))
     p.add_argument("--mbit", type=positive, default=100.0, help="of each link, for the computed times")
+    run_options(p, "local")
+    common(p, "checkpoint-every", "resume")
     return p
 
 
 def main(arguments: Sequence[str]) -> int:
-    run = Run(parser(), arguments, "local")
-    o = run.options
-    setups, text = parse(o.methods, o.every), text_of(o.data)
+    with resumable(parser, arguments, "local", prepared) as ((o, setups, text), runs, folder):
+        return run(o, setups, text, runs, folder)
+
+
+def prepared(options: dict[str, Any]) -> tuple[SimpleNamespace, list[Setup], Text]:
+    """The options, the curves that they ask for, and the text."""
+    o = SimpleNamespace(**options)
     if o.width % o.heads:
         raise UserError(f"--width must be a multiple of --heads; got {o.width} and {o.heads}")
-    run.say(
+    return o, parse(o.methods, o.every), text_of(o.data)
+
+
+def run(o: Any, setups: list[Setup], text: Text, runs: Path, folder: Path) -> int:
+    """Trains what is not finished yet, and shows all that there is: the exit status."""
+    console, journal = new_console(), Journal(folder)
+    console.print(
         f"{text.name}: {len(text.codes):,} bytes; {o.workers} workers, {o.steps} steps of {o.batch} windows of "
-        f"{o.length} bytes each; writing to {run.folder}"
+        f"{o.length} bytes each; writing to {folder}"
     )
-    lines: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
+    rows = read_results(folder / "results.json")
+    done, interrupted = {(row["label"], row["seed"]) for row in rows}, False
+    try:
+        with progress_bar(console) as bar:
+            for setup, seed in itertools.product(setups, dict.fromkeys(o.seeds)):
+                if (setup.label, seed) not in done:
+                    rows.append(curve(setup, seed, text, o, folder, journal, bar))
+                    write_json(folder / "results.json", rows)
+    except KeyboardInterrupt:
+        interrupted = True
+        console.print(f"interrupted; go on with --resume{how_to_find(runs, folder)}", highlight=False, soft_wrap=True)
+    if rows:
+        title = f"{folder.name}: {rows[0]['parameters']:,} parameters, {text.name}"
+        notes = report.NOTES.format(mbit=o.mbit)
+        show_rows(console, title, report.rows(rows, o.workers, o.mbit), notes, folder / "table.md")
+        panels = report.panels(journal.lines(), setups, o.workers, o.mbit)
+        title = f"{text.name}, {o.workers} workers, {len(o.seeds)} seed(s), band: min to max"
+        own = {report.BY_BYTES: {"xlabel": "MB sent by each worker", "xscale": "log"}}
+        own |= {report.BY_TIME: {"xlabel": f"seconds, computed for links of {o.mbit:g} Mbit/s", "xscale": "log"}}
+        labels = {"xlabel": "step", "ylabel": "test loss of the shared point (nats a byte)"}
+        draw_panels(folder / "local.png", panels, title, each=own, **labels)
+        console.print(f"plot: {folder / 'local.png'}")
+    return 130 if interrupted else 0
 
-    def measure(case: tuple[Any, int]) -> None:
-        for line in train(*case, text, o):
-            lines.append(line)
-            run.add(line)
-        rows.append({**lines[-1], **case[0]._asdict()})
-        run.keep(rows)
 
-    cases = list(itertools.product(setups, dict.fromkeys(o.seeds)))
-    run.rows_of(cases, lambda case: f"{case[0].label}, seed {case[1]}", measure, partial=True)
-    title = f"{run.folder.name}: {rows[0]['parameters']:,} parameters, {text.name}"
-    notes = report.NOTES.format(mbit=o.mbit)
-    show_rows(run.console, title, report.rows(rows, o.workers, o.mbit), notes, run.path("table.md"))
-    panels = report.panels(lines, setups, o.workers)
-    title = f"{text.name}, {o.workers} workers, {len(o.seeds)} seed(s), band: min to max"
-    of_bytes = {report.BY_BYTES: {"xlabel": "MB sent by each worker", "xscale": "log"}}
-    labels = {"xlabel": "step", "ylabel": "test loss of the shared point (nats a byte)"}
-    run.plot("local.png", panels, title, each=of_bytes, **labels)
-    return 0
+def curve(setup: Setup, seed: int, text: Text, o: Any, folder: Path, journal: Journal, bar: Any) -> dict[str, Any]:
+    """Trains one curve from its newest checkpoint: its row of results."""
+    name = f"{setup.label.replace(':', '-').replace(' ', '-')}-{seed}"
+    checkpoints = Checkpoints(folder / "checkpoints" / name)
+    first = checkpoints.latest() or 0
+    of_this = lambda line: (line["label"], line["seed"]) == (setup.label, seed)
+    journal.keep(lambda line: not of_this(line) or line["step"] <= first)
+    task = bar.add_task(f"{setup.label}, seed {seed}", total=o.steps, completed=first, now="compiling")
+    line: dict[str, Any] = {}
+    for line in train(setup, seed, text, o, checkpoints):
+        journal.add(line)
+        bar.update(task, completed=line["step"], now=f"loss {line['loss']:.3f}")
+    if not line:  # it was trained to its end, and stopped before its row was written
+        line = next(each for each in reversed(journal.lines()) if of_this(each))
+    checkpoints.close()
+    if bar.disable:
+        bar.console.print(f"{setup.label}, seed {seed}: test loss {line['test']:.4f}")
+    return line | setup._asdict()

@@ -7,9 +7,9 @@ import numpy as np
 from experiments.lib.report import spread
 from experiments.local.methods import Setup
 
-__all__ = ["BY_BYTES", "NOTES", "bytes_of", "panels", "rows", "seconds_of"]
+__all__ = ["BY_BYTES", "BY_TIME", "NOTES", "bytes_of", "panels", "rows", "seconds_of"]
 
-BY_BYTES = "loss by bytes sent"
+BY_BYTES, BY_TIME = "loss by bytes sent", "loss by time"
 NOTES = """\
 test loss: of the shared point; in nats a byte. vs f32 same H: over that of uncompressed differences with the same H.
 message: bytes of a worker's messages in a round, all fragments, in the best code of jc.wire (- where they are added on
@@ -77,17 +77,20 @@ def rows(results: list[dict[str, Any]], workers: int, mbit: float) -> list[dict[
     return table
 
 
-def panels(lines: list[dict[str, Any]], setups: list[Setup], workers: int) -> dict[str, dict[str, Any]]:
-    """Test loss of the shared point by steps and by bytes."""
+def panels(lines: list[dict[str, Any]], setups: list[Setup], workers: int, mbit: float) -> dict[str, dict[str, Any]]:
+    """Test loss of the shared point by steps, by bytes, and by computed time."""
     from experiments.lib.plots import by_seed
 
-    found: dict[str, dict[str, Any]] = {"loss by step": {}, BY_BYTES: {}}
+    found: dict[str, dict[str, Any]] = {"loss by step": {}, BY_BYTES: {}, BY_TIME: {}}
+    compute = min(line["seconds"] for line in lines)
     for setup in setups:
         mine = [line | {"sent": bytes_of(line, setup, workers)} for line in lines if line["label"] == setup.label]
         if mine:
             (steps, *_), (sent, *_), losses = by_seed(mine, "step", "sent", "test")
+            a_round = sent[-1] / steps[-1] * setup.every
             begun = sent > 0  # before the first exchange nothing is sent, and the shared point is the first one
             found["loss by step"][setup.label] = steps, losses
+            found[BY_TIME][setup.label] = [seconds_of(setup, t, compute, a_round, mbit) for t in steps], losses
             if begun.any():
                 found[BY_BYTES][setup.label] = sent[begun] / 1e6, losses[:, begun]
     return found

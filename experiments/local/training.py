@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 import jaxcomp as jc
 from experiments.lib.step import training_step
 from experiments.lib.text import Text, windows
+from experiments.lib.training import Checkpoints, State
 from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
 from experiments.local.methods import Setup
-from jaxcomp.base import State
+from jaxcomp import base
 from jaxcomp.exchange.routes import ROUTES
 from jaxcomp.layout import split
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of
@@ -27,8 +29,8 @@ TESTED = 64  # windows
 LOGGED = 10  # steps between lines
 
 
-def train(setup: Setup, seed: int, text: Text, o: Any) -> Iterator[dict[str, Any]]:
-    """A line for each logged step of a curve.
+def train(setup: Setup, seed: int, text: Text, o: Any, checkpoints: Checkpoints) -> Iterator[dict[str, Any]]:
+    """A line for each logged step of a curve, from its newest checkpoint on.
 
     test: loss of the point that all workers share, on the text that is not trained on. sent_bytes: of a worker so far,
     by the compiled exchange. message_bytes: of the messages of a round. seconds: median of steps without an exchange.
@@ -55,7 +57,13 @@ def train(setup: Setup, seed: int, text: Text, o: Any) -> Iterator[dict[str, Any
     line["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(start))
     line |= {"sent_bytes": 0.0, "message_bytes": None, "route": "sum"}
     seconds: list[float] = []
-    for t in range(1, o.steps + 1):
+    first = checkpoints.latest() or 0
+    if first:
+        about = checkpoints.about(first)
+        line, seconds = about["line"], about["seconds"]
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, State(params, state))
+        params, state = checkpoints.restore(first, shapes, about)
+    for t in range(first + 1, o.steps + 1):
         tokens = windows(text.codes[: text.train], o.workers * o.batch, o.length, seed, t)
         tokens = jnp.asarray(tokens.reshape(o.workers, o.batch, -1))
         began = time.perf_counter()
@@ -73,6 +81,8 @@ def train(setup: Setup, seed: int, text: Text, o: Any) -> Iterator[dict[str, Any
             line |= {"step": t, "loss": float(jnp.mean(loss)), "test": float(test(state.point, tested))}
             line["seconds"] = float(np.median(seconds[-100:])) if seconds else took
             yield dict(line)
+        if t % o.checkpoint_every == 0 or t == o.steps:
+            checkpoints.save(t, State(params, state), {"line": line, "seconds": seconds[-100:]})
 
 
 def message_bytes(setup: Setup, algorithm: Any, params: Any, state: Any, seed: int) -> int:
@@ -86,6 +96,6 @@ def message_bytes(setup: Setup, algorithm: Any, params: Any, state: Any, seed: i
     for mean, numbers in zip(state.means, fragments_of(state.point, setup.fragments), strict=True):
         difference = difference_of(cut(state.point, numbers), cut(mine, numbers))
         local = jax.tree.map(lambda x: x[0, 0], mean.local.algorithm)  # of worker 0
-        memory = State(local, mean.shared.algorithm)
+        memory = base.State(local, mean.shared.algorithm)
         algorithm.update(jax.random.key(seed), split(mean.about.plan, difference), memory, link)
     return sum(sent)

@@ -3,12 +3,15 @@
 import json
 import lzma
 
+import jax
 import numpy as np
 import pytest
 from programs import run_to
 
+from experiments import local
 from experiments.lib.cli import UserError
 from experiments.lib.text import read_characters
+from experiments.local import training
 from experiments.local.methods import Setup, parse
 from experiments.local.report import bytes_of, rounds_until, rows, seconds_of
 
@@ -78,3 +81,33 @@ def test_a_run_writes_everything(tmp_path):
     assert all(np.isfinite([row["loss"], row["test"]]).all() for row in rows)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == 3 * [1, 10, 12]
+
+
+@pytest.mark.slow
+@jax.numpy_dtype_promotion("standard")  # as in a process of its own
+def test_an_interrupted_run_goes_on_with_the_same_bits(tmp_path, monkeypatch, capsys):
+    """Stopped in the second curve after its checkpoint: the first is not trained again, the second from there."""
+    options = [*map(str, SMALL), "--methods", "f32", "int4", "--steps", "12", "--checkpoint-every", "5"]
+    options += ["--runs", str(tmp_path)]
+    assert local.main([*options, "--name", "whole"]) == 0
+    drawn, windows = [], training.windows
+
+    def stopping(codes, number, length, seed, step):
+        drawn.append(step)
+        if step == 8 and drawn.count(8) == 2:
+            raise KeyboardInterrupt
+        return windows(codes, number, length, seed, step)
+
+    monkeypatch.setattr(training, "windows", stopping)
+    assert local.main([*options, "--name", "cut"]) == 130
+    assert "go on with --resume" in capsys.readouterr().out
+    drawn.clear()
+    assert local.main(["--runs", str(tmp_path), "--name", "cut", "--resume"]) == 0
+    assert [step for step in drawn if step] == [*range(6, 13)]
+    timeless = lambda row: {key: value for key, value in row.items() if key != "seconds"}
+    for file in ("whole", "cut"):
+        assert (tmp_path / file / "local.png").is_file()
+    whole, cut = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "cut"))
+    assert list(map(timeless, cut)) == list(map(timeless, whole))
+    whole, cut = ((tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "cut"))
+    assert [timeless(json.loads(line)) for line in cut] == [timeless(json.loads(line)) for line in whole]
