@@ -117,11 +117,13 @@ def read_rows(path: Path, num_features: int | None = None) -> tuple[Any, np.ndar
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """An idx file of bytes (the format of MNIST), gzipped if its name ends in .gz."""
+    """An idx file of bytes (the format of MNIST), gzipped if its name ends in .gz; else parts are read when used."""
     with reading(str(path), "is it an idx file?"):
-        data = path.read_bytes()
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
-    if len(data) < 4 or data[:3] != b"\0\0\x08" or len(data) < 4 + 4 * data[3]:
+        if path.suffix == ".gz":
+            data: Any = gzip.decompress(path.read_bytes())
+        else:  # an empty file cannot be mapped
+            data = np.memmap(path, np.uint8, "r") if path.stat().st_size else b""
+    if len(data) < 4 or bytes(data[:3]) != b"\0\0\x08" or len(data) < 4 + 4 * int(data[3]):
         raise UserError(f"{path} is not an idx file of bytes")
     shape = struct.unpack_from(f">{data[3]}I", data, 4)
     values = np.frombuffer(data, np.uint8, offset=4 + 4 * len(shape))
