@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.compiled import always
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, varying, varying_axes
 
 __all__ = [
@@ -64,14 +65,20 @@ def _platform() -> str:
 SMALL = 2**16  # entries of an array that is worth a copy, if that saves messages
 
 
+IN_TURN = 2**22  # entries of one sum, where they are added in turn
+
+
 def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
     """Sums over the workers, in the dtypes of the arrays, by one all-reduce.
 
-    Among CPU processes small arrays are joined: gloo reduces each array of an all-reduce by itself, in 2 (n - 1)
-    messages one after the other.
+    On CPU many large arrays are added in turn: what was made for one sum leaves its memory to the next. And among CPU
+    processes small arrays are joined: gloo reduces each array of an all-reduce by itself, in 2 (n - 1) messages one
+    after the other.
     """
-    if jax.default_backend() != "cpu" or jax.process_count() == 1:
+    if jax.default_backend() != "cpu":
         return lax.psum(arrays, axis)
+    if jax.process_count() == 1:
+        return _sums_in_turn(arrays, axis)
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
         alike.setdefault((x.dtype, frozenset(varying_axes(x))) if x.size < SMALL else i, []).append(i)
@@ -81,11 +88,29 @@ def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
         for group in groups
     ]
     sums: list[Any] = [None] * len(arrays)
-    for group, total in zip(groups, lax.psum(joined, axis), strict=True):
+    for group, total in zip(groups, _sums_in_turn(joined, axis), strict=True):
         start = 0
         for i in group:
             sums[i] = lax.slice_in_dim(total.reshape(-1), start, start + arrays[i].size).reshape(arrays[i].shape)
             start += arrays[i].size
+    return sums
+
+
+def _sums_in_turn(arrays: list[Array], axis: Axis) -> list[Array]:
+    """`lax.psum`, of about `IN_TURN` entries at a time.
+
+    XLA for CPU makes all operands of an all-reduce before it begins. What the next one adds depends here on a sum of
+    the one before, so that it is made in the same memory.
+    """
+    sums: list[Array] = []
+    while len(sums) < len(arrays):
+        rest = arrays[len(sums) :]
+        held = list(itertools.accumulate(x.size for x in rest))
+        now = rest[: 1 + sum(size < IN_TURN for size in held[:-1])]
+        before = next((x for x in reversed(sums) if x.size), None)
+        if before is not None and all(set(varying_axes(before)) <= set(varying_axes(x)) for x in now):
+            now = [jnp.where(always(before), x, jnp.zeros((), x.dtype)) for x in now]
+        sums += lax.psum(now, axis)
     return sums
 
 

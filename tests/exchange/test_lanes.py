@@ -119,6 +119,40 @@ def test_small_arrays_are_summed_as_one(seed, monkeypatch):
     assert {row.shape for row in ledger(summed, tree).rows} == {(12 + 0 + 1 + 7,), (10, 12)}
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_long_sums_are_added_in_turn(seed, monkeypatch, processes):
+    """Each in the memory of the one before, whatever numbers stand there, and whatever else they differ over."""
+    size = 2**14
+    monkeypatch.setattr(collectives, "IN_TURN", 2 * size)
+    monkeypatch.setattr(collectives, "SMALL", 100)
+    monkeypatch.setattr(collectives.jax, "process_count", lambda: processes)
+    rng = np.random.default_rng(seed)
+    given = {f"x{i}": jnp.asarray(rng.integers(-99, 99, (2, 2, size)), jnp.float32) for i in range(8)}
+    given["x1"] = given["x1"].at[0, 0, 0].set(jnp.nan).at[0, 1, 0].set(-jnp.inf)
+    given["x3"] = given["x3"].at[0, 0, 0].set(jnp.inf)
+    given |= {"x4": given["x4"].astype(jnp.int32), "x5": given["x5"][..., :0]}
+    mesh = jax.make_mesh(
+        (2, 2), (AXIS, "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    alike = P(AXIS, None)  # x6 differs over the workers alone, after others that differ over both axes
+
+    def run(tree):
+        mine = {name: 2 * x[0, 0] for name, x in tree.items()}
+        sums = dict(zip(mine, collectives.sum_arrays(list(mine.values()), AXIS), strict=True))
+        return {name: x if name == "x6" else x[None] for name, x in sums.items()}
+
+    ins = {name: alike if name == "x6" else P(AXIS, "model") for name in given}
+    outs = {name: P() if name == "x6" else P("model") for name in given}
+    given["x6"] = jnp.broadcast_to(given["x6"][:, :1], given["x6"].shape)
+    program = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(ins,), out_specs=outs)).lower(given).compile()
+    assert len(ledger(program).rows) >= 4
+    assert program.memory_analysis().temp_size_in_bytes < 5 * 4 * size  # all eight at once are 8
+    out = program(given)
+    for name, x in given.items():
+        want = 2 * np.asarray(x).sum(0)
+        np.testing.assert_array_equal(out[name], want[0] if name == "x6" else want)
+
+
 def test_narrow_sums_are_added_in_single_precision():
     """256 + 1 + 1 + 1 in bf16 would stay at 256; added in f32 and rounded once it is 260."""
     x = jnp.array([[256.0], [1.0], [1.0], [1.0]], jnp.bfloat16)
