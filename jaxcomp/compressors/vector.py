@@ -295,6 +295,8 @@ class Rows(NamedTuple):
 
 def _of_vector_or_stack(one: Compressor) -> Compressor:
     """Of vectors, and of the rows of a stack."""
+    # What a call takes is there before: several passes over a row would each cut it out of the stack.
+    called_compress = one.compress if one.spec.linear else called(one.compress)
 
     def init(shared_key, like):
         if rows_of(like) is None:
@@ -312,7 +314,7 @@ def _of_vector_or_stack(one: Compressor) -> Compressor:
         # One after the other: under vmap each `lax.cond` of a compressor would take both ways, sixfold the time. As
         # words: XLA for CPU widens a whole array of narrow floats to write a part of it in a loop, and back.
         def row(args):
-            payload, local = one.compress(*args)
+            payload, local = called_compress(*args)
             return jax.tree.map(as_words, payload), local
 
         payload, local = lax.map(row, args)
