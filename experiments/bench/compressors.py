@@ -34,7 +34,8 @@ def compressors() -> list:
 def main(arguments: Sequence[str]) -> int:
     p = bench_parser("bench compressors", __doc__, repeats=9)
     p.add_argument("--log2-size", type=at_least(5), default=24, help="d = 2^this entries of a Laplace vector")
-    p.add_argument("--workers", type=at_least(1), default=4, help="messages that are decoded and added")
+    what = "messages that are decoded and added; several numbers: a column for each"
+    p.add_argument("--workers", type=at_least(1), nargs="+", default=[4], metavar="N", help=what)
     o = p.parse_args(arguments)
 
     d, key = 2**o.log2_size, jax.random.key(1)
@@ -46,16 +47,19 @@ def main(arguments: Sequence[str]) -> int:
         name = compressor.spec.name
         codec, payload, shared = codec_calls(name, compressor, x, key)
         add = jax.jit(lambda total, rows, shared, c=compressor: accumulate(c, total, rows, None, shared))
-        rows = jax.tree.map(lambda a: jnp.stack([a] * o.workers), payload)
         lanes[name] = jc.lane_bytes(payload) / (4 * d)
-        calls |= codec | {f"add {name}": lambda f=add, p=rows, s=shared: f(zeros, p, s)}
+        calls |= codec
+        for n in o.workers:
+            rows = jax.tree.map(lambda a, n=n: jnp.stack([a] * n), payload)
+            calls[f"add{n} {name}"] = lambda f=add, p=rows, s=shared: f(zeros, p, s)
     seconds = time_all(calls, o.repeats)
     read_ms, copy_ms = 1e3 * seconds["read"], 1e3 * seconds["copy"]
     columns = {
         "compressor": "{name}",
         "compress ms": "{compress:.1f}",
         "decompress ms": "{decompress:.1f}",
-        f"add {o.workers} ms": "{add:.1f}",
+        **{f"add {n} ms": f"{{add{n}:.1f}}" for n in o.workers},
+        **{f"each of {n}, ms": lambda row, n=n: f"{row[f'add{n}'] / n:.3f}" for n in o.workers[len(o.workers) == 1 :]},
         "/ read pass": lambda row: f"{(row['compress'] + row['decompress']) / read_ms:.1f}",
         "/ copy pass": lambda row: f"{(row['compress'] + row['decompress']) / copy_ms:.1f}",
         "lane B / f32": lambda row: f"{lanes[row['name']]:.5f}",
@@ -63,8 +67,8 @@ def main(arguments: Sequence[str]) -> int:
     notes = (
         f"One read pass, sum|x|: {read_ms:.2f} ms ({4e-6 * d / read_ms:.0f} GB/s). "
         f"One copy pass, 2x into new memory: {copy_ms:.2f} ms ({8e-6 * d / copy_ms:.0f} GB/s).\n"
-        f"add {o.workers}: decode so many messages and add them to a sum. "
+        "add N: decode so many messages and add them to a sum. "
         "The passes are over compress + decompress. Decompressing writes d floats, so it costs about one copy at least."
     )
-    rows = by_part(seconds, ("compress", "decompress", "add"))
+    rows = by_part(seconds, ("compress", "decompress", *(f"add{n}" for n in o.workers)))
     return report(o, f"d = 2^{o.log2_size}, float32", columns, rows, notes)

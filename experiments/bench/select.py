@@ -7,6 +7,7 @@ a vector of its own: whether a threshold has to be corrected, by another count, 
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,8 +16,9 @@ import numpy as np
 from jax import lax
 
 import jaxcomp as jc
-from experiments.bench.timing import Fresh, bench_parser, report, time_all
+from experiments.bench.timing import Fresh, bench_parser, machine, report, time_all
 from experiments.lib.cli import fraction
+from experiments.lib.run import draw_panels
 from jaxcomp.base import residual
 from jaxcomp.compressors.sidco import SAMPLE, STAGES
 from jaxcomp.compressors.sidco_counted import counted
@@ -24,8 +26,8 @@ from jaxcomp.select import count_words, every, indices_of_words, words_above
 
 __all__ = ["main"]
 
-READ, SORT = "read pass (sum of magnitudes)", "lax.top_k"
-WHOLE = "jc.sidco + residual"
+READ, SORT, TORCH = "read pass (sum of magnitudes)", "lax.top_k", "torch.topk"
+SIDCO, WHOLE = "jc.sidco", "jc.sidco + residual"
 
 
 class Vectors:
@@ -49,7 +51,7 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
     places = min(d, k + k // 4 + 64)
     sidco = jc.sidco(ratio)
     sparsifiers = {
-        "jc.sidco": sidco,
+        SIDCO: sidco,
         "jc.sidco pareto": jc.sidco(ratio, law="pareto"),
         "jc.sidco gamma": jc.sidco(ratio, law="gamma"),
         **{f"jc.{make.__name__}": make(ratio) for make in (jc.top_k, jc.dgc, jc.gaussian_k, jc.redsync)},
@@ -92,7 +94,7 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
     calls[WHOLE] = Fresh(lambda: jax.block_until_ready(vectors.x + 0), compiled[WHOLE])
     if (torch := torch_if_installed()) is not None and jax.default_backend() == "cpu":
         tensor = lambda: torch.from_numpy(np.array(vectors.x))
-        calls["torch.topk"] = Fresh(tensor, lambda x: torch.topk(x.abs(), k, sorted=False)[1])
+        calls[TORCH] = Fresh(tensor, lambda x: torch.topk(x.abs(), k, sorted=False)[1])
     # Last: it gives a lot of memory back to the system, and what runs after it takes twice as long.
     nonzero = lambda x, t: jnp.nonzero(jnp.abs(x) > t, size=places, fill_value=d)[0]
     add("jnp.nonzero, threshold given", nonzero, threshold)
@@ -113,6 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     large: dict[str, Any] = {"default": [18, 20, 22, 24, 26], "metavar": "N", "help": "d = 2^these, of 10 to 30"}
     p.add_argument("--log2-sizes", type=int, choices=range(10, 31), nargs="+", **large)
     p.add_argument("--ratio", type=fraction, default=0.001, help="share of entries to select")
+    p.add_argument("--plot", type=Path, default=None, help="draw times over sizes into this file")
     o = p.parse_args(arguments)
     sizes = sorted(set(o.log2_sizes))
     seconds: dict[int, dict[str, float]] = {}
@@ -130,11 +133,34 @@ def main(arguments: Sequence[str]) -> int:
         **{f"2^{size} ms": lambda name, size=size: f"{1e3 * seconds[size][name]:.2f}" for size in sizes},
         f"2^{at} / read pass": lambda name: f"{base[name] / base[READ]:.1f}",
         "faster than lax.top_k": lambda name: f"{base[SORT] / base[name]:.1f} x",
+        **({"than torch.topk": lambda name: f"{base[TORCH] / base[name]:.1f} x"} if TORCH in base else {}),
         "extra memory / d words": lambda name: f"{extra[name]:.2f}" if name in extra else "-",
     }
+    over_sizes = lambda name: np.array([each[name] for each in seconds.values()])
+    slope = f" Time of {SIDCO} grows like d^{slope_of(sizes, over_sizes(SIDCO)):.2f}." if len(sizes) > 1 else ""
     notes = (
         f"ratio {o.ratio:g}, Laplace entries, others in each round; medians of {o.repeats}. Read pass: "
-        f"{4 * 2**at / 1e9 / base[READ]:.0f} GB/s at 2^{at}.\n"
+        f"{4 * 2**at / 1e9 / base[READ]:.0f} GB/s at 2^{at}.{slope}\n"
         f"Extra memory: temporary buffers of the compiled program at 2^{sizes[-1]}, without arguments and results."
     )
+    if o.plot is not None:
+        shown = [name for name in base if "given" not in name and not name.startswith("of it")]
+        entries = [2.0**size for size in sizes]
+        panels = {
+            "milliseconds": {name: (entries, 1e3 * over_sizes(name)) for name in shown},
+            "multiples of one read pass": {name: (entries, over_sizes(name) / over_sizes(READ)) for name in shown},
+        }
+        title = f"Selecting {o.ratio:g} of the entries; {machine()}"
+        draw_panels(o.plot, panels, title, xscale="log", yscale="log", xlabel="entries")
     return report(o, "Selection", columns, base, notes)
+
+
+def slope_of(sizes: Sequence[int], seconds: np.ndarray) -> float:
+    """Exponent of d, by least squares over sizes from 2^20 on (all of them if there are fewer than two).
+
+    >>> print(round(slope_of([18, 20, 22], np.array([1.0, 2.0, 8.0])), 6))
+    1.0
+    """
+    large = np.array(sizes) >= 20
+    chosen = large if large.sum() > 1 else np.ones(len(sizes), bool)
+    return float(np.polyfit(np.array(sizes)[chosen], np.log2(seconds[chosen]), 1)[0])

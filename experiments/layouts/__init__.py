@@ -1,4 +1,4 @@
-"""Which vectors should a tree become? Quality and bytes of each layout.
+"""Which vectors should a tree become? Quality at equal bytes, compile time and step time of each layout.
 
 A CNN on digits and a small transformer on characters are trained by 4 workers, simulated on one device, with each
 layout of `jaxcomp.layout` for sparsifiers and for dithering: the whole tree as one vector, each leaf by itself, equal
@@ -6,6 +6,7 @@ chunks of 4,096 entries. Writes to runs/NAME: config.json, results.json, table.m
 """
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ COLUMNS: Columns = {
     "layout": "{layout}",
     "last losses": lambda row: spread(row["last"]),
     "lane bytes": "{lane_bytes:,.0f}",
+    "compile s": "{compile:.1f}",
+    "ms a step": lambda row: f"{1e3 * row['seconds']:.1f}",
 }
 
 
@@ -86,21 +89,27 @@ def layouts(params: Any) -> dict[str, jc.Layout]:
 
 
 def train(task: Task, algorithm: Any, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
-    """Losses [seeds, steps], and bytes of a message."""
+    """Losses [seeds, steps], bytes of a message, seconds to compile, and the median of those of a step."""
     tx = optax.chain(jc.compressed_mean(algorithm, "data"), optax.adam(1e-3))
     state, axes = jc.init_state(tx, task.params, WORKERS, "data")
     step = training_step(tx, task.loss, "data")
     on_batch = lambda params, state, batch: step(params, state, *batch)
     mapped = jax.jit(jax.vmap(on_batch, in_axes=(None, axes, 0), out_axes=(None, axes, None), axis_name="data"))
-    losses = []
+    losses, seconds = [], []
+    start = time.perf_counter()
+    mapped = mapped.lower(task.params, state, task.batch(0, 0)).compile()
+    compiling = time.perf_counter() - start
     for seed in seeds:
         params = jax.tree.map(jnp.array, task.params)
         state, _ = jc.init_state(tx, params, WORKERS, "data")
         losses.append([])
         for i in range(steps):
-            params, state, loss = mapped(params, state, task.batch(seed, i))
+            batch, start = task.batch(seed, i), time.perf_counter()
+            params, state, loss = mapped(params, state, batch)
             losses[-1].append(float(loss))
-    return {"losses": losses, "lane_bytes": float(jc.info(state).lane_bytes)}
+            seconds.append(time.perf_counter() - start)
+    found = {"losses": losses, "lane_bytes": float(jc.info(state).lane_bytes)}
+    return found | {"compile": compiling, "seconds": float(np.median(seconds))}
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -47,6 +47,8 @@ def parser() -> Parser:
     p.add_argument("--loads", type=int, choices=(0, 1), nargs="+", default=[0, 1], help="1: one worker's core is busy")
     p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure; `regret` compiles before")
     p.add_argument("--rounds", type=at_least(2), default=40, help="of all candidates in turn; the median counts")
+    what = "all defaults of jc.plan in place of six: buckets, and local updates with up to so many steps, too"
+    p.add_argument("--all", type=at_least(1), default=0, metavar="H", help=what)
     common(p, "worker", "address", batch=16)
     return p
 
@@ -87,7 +89,7 @@ def cells(o: Any) -> Iterator[dict[str, Any]]:
             pool.hear()
             for size in dict.fromkeys(o.sizes):
                 shape()
-                entries = ask("task", size=size, batch=o.batch)
+                entries = ask("task", size=size, batch=o.batch, every=o.all)
                 if o.what == "regret":  # its plans have few seconds: they are for measuring, not for compiling
                     ask("plan", seconds=COMPILING, tried=100)
                 for load, (rate, delay) in itertools.product(dict.fromkeys(o.loads), links or [(None, 0.0)]):

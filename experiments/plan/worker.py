@@ -34,9 +34,12 @@ class Sweep:
 
 
 class Task:
-    """A multilayer perceptron of about so many parameters, on random examples. described: how many they are."""
+    """A multilayer perceptron of about so many parameters, on random examples. described: how many they are.
 
-    def __init__(self, number: int, size: int, batch: int):
+    every: 0: `CANDIDATES`; else all defaults of `jc.plan`, local updates with up to so many steps among them.
+    """
+
+    def __init__(self, number: int, size: int, batch: int, every: int):
         self.number, self.busy = number, None
         workers = Workers()
         width = max(int(np.sqrt(size)), 8)
@@ -51,7 +54,7 @@ class Task:
         x, y = own.standard_normal((batch, 64)).astype(np.float32), own.standard_normal((batch, 16)).astype(np.float32)
         self.batch = (workers.own(x), workers.own(y))
         self.clock = Clock(workers.mesh, 60.0)
-        self.candidates = [each for each in default_candidates() if each.name in CANDIDATES]
+        self.candidates = [each for each in default_candidates(every or 1) if every or each.name in CANDIDATES]
 
     @staticmethod
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.lib.cli import at_least, fraction, positive
 from experiments.lib.run import Columns, Run, parser_of
-from jaxcomp.plan.scale import Fabric, costs_at, crossover
+from jaxcomp.plan.scale import Fabric, costs_at, crossover, straggling
 
 __all__ = ["main", "replacement", "rows_of"]
 
@@ -34,7 +34,10 @@ Held: beside the gradient and the memory of error feedback. A worker has {memory
 cut into shards: n / shards devices exchange the same one. A route that needs more than a quarter of the memory, or
 takes more than twice as long as the fastest that fits, is marked with the one that replaces it.
 
-Gathering messages of ratio {ratio:g} is slower than a dense f32 sum from {turns} on. Links: {fabric}."""
+Gathering messages of ratio {ratio:g} is slower than a dense f32 sum from {turns} on. Links: {fabric}.
+
+Stragglers: whatever the route, a step waits for the slowest of n, at most sigma sqrt(2 ln n) = {waits} where the
+seconds of a step deviate by {deviation:g} from device to device."""
 
 
 def rows_of(counts: Sequence[int], numbers: Sequence[float], ratio: float) -> list[dict[str, Any]]:
@@ -102,13 +105,16 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--workers", type=at_least(2), nargs="+", default=counts, metavar="N", help="numbers of devices")
     p.add_argument("--entries", type=positive, nargs="+", default=[1e9, 1e11], metavar="D", help="of the gradient")
     p.add_argument("--ratio", type=fraction, default=0.001, help="share of entries in a sparse message, 8 bytes each")
+    what = "standard deviation of the seconds of a step, from one device to another"
+    p.add_argument("--deviation", type=positive, default=0.01, help=what)
     run = Run(p, arguments, "scale")
     o = run.options
     rows = rows_of(o.workers, o.entries, o.ratio)
     run.keep(rows)
     fabric = ", ".join(f"{name} {value:g}" for name, value in FABRIC._asdict().items())
     turns = ", ".join(turn(entries, o.ratio) for entries in o.entries)
-    notes = NOTES.format(memory=MEMORY / 1e9, ratio=o.ratio, turns=turns, fabric=fabric)
+    waits = ", ".join(f"{straggling(n, o.deviation):.3g} s (n = {n:,})" for n in o.workers)
+    notes = NOTES.format(memory=MEMORY / 1e9, turns=turns, waits=waits, fabric=fabric, **vars(o))
     run.table(f"{run.folder.name}: an exchange by formula", COLUMNS, rows, notes)
     panels: dict[str, dict[str, Any]] = {}
     for row in rows:
