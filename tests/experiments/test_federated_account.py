@@ -67,6 +67,22 @@ def test_the_account_is_exact_over_deaths_at_every_moment_and_over_restarts_of_t
     assert left >= 3
 
 
+def test_what_each_member_sent_is_noted_with_what_it_might_have(tmp_path):
+    core, shown = made(tmp_path), []
+    for number in range(3):
+        for i, task in core.open(range(3)).items():
+            member = Member(tmp_path / f"client-{i}.npz")
+            after = member.take(task) - np.arange(1, D + 1, dtype=np.float32) - i
+            answer = member.leave(task) if (number, i) == (2, 1) else member.answer(task, after)
+            answer = answer._replace(data=b"noise" * 9) if i == 2 else answer
+            core.receive(i, answer)
+            shown.append((i, task.entries, len(answer.data), ("in", "whole" if number == 2 else "in", "refused")[i]))
+        core.close()
+    assert core.sent == shown
+    assert shown[0][1] > shown[1][1] > shown[2][1]
+    assert {size for i, _, size, _ in shown if i == 2} == {45}
+
+
 def test_a_memory_that_is_gone_is_seen(tmp_path):
     core = made(tmp_path)
     for number in range(1, 4):
