@@ -368,11 +368,17 @@ def test_twenty_changes_and_hostile_clients_in_simulation(tmp_path):
 
 @pytest.mark.slow
 @flower
-def test_processes_over_tls_with_a_death(tmp_path):
-    options = ["--processes", "--clients", 3, "--rounds", 4, "--changes", 2, "--deadline", 60]
-    _, lines, _ = experiment(tmp_path, *options)
-    assert len(lines) == 4
+def test_processes_over_tls_with_deaths_and_a_hostile_client(tmp_path):
+    """Client 0 dies in round 3 and client 1 in round 5; client 3 is hostile."""
+    options = ["--processes", "--clients", 4, "--hostile", 1, "--rounds", 6, "--changes", 4, "--deadline", 60]
+    _, lines, clients = experiment(tmp_path, *options, "--seed", 7)
+    assert len(lines) == 6
     assert sum(line["used"] for line in lines) >= 6
+    starts = Counter((tmp_path / "r" / "clients" / "starts").read_text().split())
+    assert starts["0"] > 1
+    assert starts["1"] > 1
+    assert "used" not in clients["3"]["counts"]
+    assert {who for line in lines for who, _ in line["refused"]} == {3}
     assert all(each[-1] == 0 for line in lines for each in line["sums"].values())
 
 
