@@ -102,6 +102,7 @@ def run(config: dict[str, Any], folder: Path) -> None:
     if config["processes"]:
         with Federation(folder, config["clients"]) as federation:
             federation.run(look, 120 + config["rounds"] * (config["deadline"] + 30))
+        look()
         return
     from flwr.simulation import run_simulation  # pyright: ignore[reportMissingImports]
 

@@ -418,6 +418,11 @@ def test_wrong_options_are_one_line(tmp_path, monkeypatch):
 
 
 def test_options_are_those_of_the_other_experiments(capsys):
-    with pytest.raises(SystemExit):
-        parser().parse_args(["--skew", "0.5"])
-    assert "argument --skew: must be a number of at least 1; got '0.5'" in capsys.readouterr().err
+    for option, value, why in (
+        ("--skew", "0.5", "must be a number of at least 1; got '0.5'"),
+        ("--participation", "0", "must be a number in (0, 1]; got '0'"),
+        ("--late", "keep", "invalid choice: 'keep'"),
+    ):
+        with pytest.raises(SystemExit):
+            parser().parse_args([option, value])
+        assert f"argument {option}: {why}" in capsys.readouterr().err
