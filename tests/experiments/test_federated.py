@@ -14,11 +14,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.federated import by_client, main, parser
+from experiments.federated import main, parser
 from experiments.federated.deploy import Federation
 from experiments.federated.plan import HOSTILE, asked_of, plan_of, tampered
 from experiments.lib.cli import UserError
-from experiments.lib.report import new_console
 from jaxcomp.flower import RECORD, Rounds, members_mod
 from jaxcomp.members import Member, Server
 from jaxcomp.members.checkpoint import read
@@ -296,45 +295,6 @@ def test_a_process_heads_a_group_and_all_of_it_ends_with_the_run(tmp_path):
         assert process.wait(60) < 0
         assert gone(child)
         (tmp_path / "child").unlink()
-
-
-# ------------------------------------------------------------------------------------------------
-# What a run shows
-
-
-def test_each_client_has_a_row_with_its_bytes_and_hostile_ones_why_they_were_refused(tmp_path):
-    counts = [{"used": 3, "lost": 1}, {"used": 1}, {"garbage": 1, "norm": 1, "lost": 1}]
-    clients = {i: {"samples": n, "counts": c} for i, (n, c) in enumerate(zip((1200, 30, 7), counts, strict=True))}
-    (tmp_path / "clients.json").write_text(json.dumps(clients))
-    (tmp_path / "clients").mkdir()
-    (tmp_path / "clients" / "starts").write_text("0\n1\n0\n2\n")
-    refused = [[], [[2, "garbage: cut"]], [[2, "norm: 5e29; at most 3"]]]
-    sent = [[[0, 100, 500, "in"]], [[0, 200, 1000, "in"], [2, 10, 70, "refused"]]]
-    sent += [[[0, 300, 1500, "in"], [1, 20, 40_000, "whole"], [2, 10, 80, "refused"]]]
-    lines = [{"entries": 10_000, "refused": refused[t], "sent": sent[t]} for t in range(3)]
-    config = {"clients": 3, "hostile": 1, "rounds": 3, "changes": 0, "seed": 0}
-    curves = by_client(new_console(quiet=True), config, lines, tmp_path)
-    names = ["0: 1,200", "1: 30", "2: 7"]
-    assert curves == {"8 bytes an entry": (names, [1.6, 0, 0]), "message": (names, [1, 0, 0])}
-    head, _, *rows = (tmp_path / "clients.md").read_text().split("\n\n")[1].splitlines()
-    names = (
-        "client",
-        "samples",
-        "ratio",
-        "entries",
-        "bytes",
-        "bytes an entry",
-        "largest",
-        "starts",
-        "its answers",
-        "refused",
-    )
-    assert head == f"| {' | '.join(names)} |"
-    assert rows == [
-        "| 0 | 1,200 | 0.02000 | 200 | 1,000 | 5.00 | 1,500 | 2 | lost 1, used 3 | - |",
-        "| 1 | 30 | - | - | - | - | 40,000 | 1 | used 1 | - |",
-        "| 2 (hostile) | 7 | - | - | - | - | 80 | 1 | lost 1 | garbage 1, norm 1 |",
-    ]
 
 
 # ------------------------------------------------------------------------------------------------
