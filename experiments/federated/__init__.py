@@ -9,11 +9,13 @@ By default in Flower's simulation; with --processes a SuperLink and a SuperNode 
 with a key for each node. Needs the extra "federated" (Flower), in an environment of its own: it pins
 older versions of what other extras need.
 Writes to runs/NAME: config.json, metrics.jsonl (a line for each round), clients.json (what became of the answers of
-each client), memories.md (what became of each memory at each change, as exact fractions), table.md, federated.png. A
-run that was interrupted goes on with --resume from the last round that was closed.
+each client), clients.md (that, and its bytes beside its ratio), memories.md (what became of each memory at each change,
+as exact fractions), table.md, federated.png. A run that was interrupted goes on with --resume from the last round that
+was closed.
 """
 
 import importlib.util
+import json
 import logging
 import os
 from collections import Counter
@@ -24,7 +26,7 @@ from typing import Any
 
 from experiments.federated.plan import plan_for
 from experiments.lib import cli
-from experiments.lib.cli import UserError, at_least, common, positive
+from experiments.lib.cli import UserError, at_least, common, fraction, positive
 from experiments.lib.folders import Journal, resumable, run_options
 from experiments.lib.report import new_console, show, show_rows
 from experiments.lib.run import draw_panels, parser_of
@@ -36,6 +38,11 @@ Sums over all entries of what training added to a memory, of what was used, of w
 handed over. In {apart} of {checked} accounts, one for each client and round, an entry is not the sum of the others as
 exact fractions."""
 
+CLIENT_NOTES = """\
+ratio and bytes: the mean of its messages that were let in, apart from whole memories of who leaves; a ratio is of all
+entries, an entry a value and an index. Largest: of all that it sent."""
+MEANS = ("ratio", "entries", "bytes", "bytes an entry")  # columns of what was let in
+
 
 def parser() -> cli.Parser:
     p = parser_of("federated", __doc__)
@@ -43,8 +50,11 @@ def parser() -> cli.Parser:
     p.add_argument("--skew", type=cli.one_or_more, default=100.0, help="largest data volume over the smallest")
     p.add_argument("--rounds", type=at_least(1), default=40, help="rounds")
     common(p, "seed", ratio=(0.01, "mean ratio of the clients"))
+    asked = "share of the clients there that a round asks; who dies or leaves in it is among them"
+    p.add_argument("--participation", type=fraction, default=1.0, help=asked)
     p.add_argument("--changes", type=at_least(0), default=0, help="random deaths, leaves and joins in the run")
     p.add_argument("--hostile", type=at_least(0), default=0, help="clients that send nonsense, the last ones")
+    p.add_argument("--late", choices=("use", "drop"), default="use", help="what becomes of answers after the deadline")
     p.add_argument("--deadline", type=positive, default=30.0, help="seconds until a round goes on without the rest")
     p.add_argument("--processes", action="store_true", help="SuperLink and SuperNodes as processes, not simulated")
     run_options(p, "federated")
@@ -92,6 +102,7 @@ def run(config: dict[str, Any], folder: Path) -> None:
     if config["processes"]:
         with Federation(folder, config["clients"]) as federation:
             federation.run(look, 120 + config["rounds"] * (config["deadline"] + 30))
+        look()
         return
     from flwr.simulation import run_simulation  # pyright: ignore[reportMissingImports]
 
@@ -108,6 +119,7 @@ def run(config: dict[str, Any], folder: Path) -> None:
 def report(config: dict[str, Any], folder: Path) -> None:
     console, lines = new_console(), Journal(folder).lines()
     memories(console, lines, plan_for(config).events, folder / "memories.md")
+    sizes = by_client(console, config, lines, folder)
     total = lambda key: sum(line[key] for line in lines)
     refused = Counter(why.split(":")[0] for line in lines for _, why in line["refused"])
     row = {"test accuracy": f"{lines[0]['accuracy']:.3f} -> {lines[-1]['accuracy']:.3f}"}
@@ -125,10 +137,39 @@ def report(config: dict[str, Any], folder: Path) -> None:
     panels = {
         "test accuracy": {"accuracy": (rounds, [line["accuracy"] for line in lines])},
         "clients": {key: (rounds, [line[key] for line in lines]) for key in ("asked", "used")},
+        "kB of values and indices a round": sizes,
     }
     title = "{clients} clients, mean ratio {ratio:g}, skew {skew:g}".format(**config)
-    draw_panels(folder / "federated.png", panels, title, xlabel="round")
+    each = {"kB of values and indices a round": {"xlabel": "client, and its samples"}}
+    draw_panels(folder / "federated.png", panels, title, each, xlabel="round")
     console.print(f"plot: {folder / 'federated.png'}")
+
+
+def by_client(console: Any, config: dict[str, Any], lines: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """A row for each client. Returns the curves of what its messages that were let in might take, and took."""
+    clients, started = json.loads((folder / "clients.json").read_text()), folder / "clients" / "starts"
+    starts = Counter(started.read_text().split() if started.is_file() else ())
+    counted = lambda counts: ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())) or "-"
+    events, rows = plan_for(config).events[: len(lines)], []
+    curves: dict[str, Any] = {"8 bytes an entry": ([], []), "message": ([], [])}
+    for i, (name, client) in enumerate(clients.items()):
+        sent = [each[1:] for line in lines for each in line["sent"] if each[0] == i]
+        let_in = [(entries, size) for entries, size, what in sent if what == "in"]
+        entries, size = (sum(each) / max(len(let_in), 1) for each in zip((0, 0), *let_in, strict=True))
+        why = Counter(why.split(":")[0] for line in lines for who, why in line["refused"] if who == i)
+        hostile = " (hostile)" * (i >= config["clients"] - config["hostile"])
+        row = {"client": f"{name}{hostile}", "samples": f"{client['samples']:,}"}
+        row |= {"ratio": f"{entries / lines[0]['entries']:.5f}", "entries": f"{entries:,.0f}", "bytes": f"{size:,.0f}"}
+        row |= {"bytes an entry": f"{size / entries:.2f}"} if let_in else dict.fromkeys(MEANS, "-")
+        row |= {"largest": f"{max((size for _, size, _ in sent), default=0):,}"}
+        row |= {"changes": counted(Counter(now[i] for now in events if i in now)), "starts": str(starts[name] or "-")}
+        answers = {kind: count for kind, count in client["counts"].items() if kind not in why}
+        rows.append(row | {"its answers": counted(answers), "refused": counted(why)})
+        for (names, kB), each in zip(curves.values(), (8 * entries, size), strict=True):
+            names.append(f"{name}: {client['samples']:,}")
+            kB.append(each / 1e3)
+    show_rows(console, "Clients", rows, CLIENT_NOTES, folder / "clients.md")
+    return curves
 
 
 def memories(console: Any, lines: list[dict[str, Any]], events: list[dict[int, str]], path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcomp.members import Member, Round, Server
+from jaxcomp.members import Answer, Member, Round, Server
 from jaxcomp.members.checkpoint import read, written
 
 __all__ = ["UNIT", "Counted", "Sums", "begin", "exact", "sums_of"]
@@ -50,11 +50,16 @@ def _made(clients: Path, i: int, member: Member) -> tuple[np.ndarray, int]:
 
 
 class Counted(Server):
-    """Keeps the sum of what was used of each member, in memory and on disk: a file for each round in `folder`."""
+    """Keeps the sum of what was used of each member, in memory and on disk: a file for each round in `folder`.
+
+    sent: of each answer of the round: its member, the entries that it might have, its bytes, and whether it was let in
+    ("whole": the memory of a member that leaves).
+    """
 
     def __init__(self, *args: Any, folder: Path, **options: Any):
         super().__init__(*args, **options)
         self.folder = folder
+        self.sent: list[tuple[Any, int, int, str]] = []
         self.used_of = {member: np.zeros(self.point.size, object) for member in self.counts}
         folder.mkdir(exist_ok=True)
 
@@ -67,6 +72,13 @@ class Counted(Server):
         for name in (name for name in used if name.endswith("values")):
             member, indices = int(name.split()[0]), used[name.replace("values", "indices")]
             self.used_of[member][indices] += exact(used[name])
+
+    def receive(self, member: Any, answer: Answer) -> str:
+        why = super().receive(member, answer)
+        size = len(answer.data) if isinstance(answer.data, bytes) else 0
+        what = "refused" if why else "whole" if answer.leaves else "in"
+        self.sent.append((member, self._entries[member].limit, size, what))
+        return why
 
     def _moved(self, parts: Any) -> Any:
         self._parts = parts

@@ -22,7 +22,7 @@ from flwr.serverapp import ServerApp  # pyright: ignore[reportMissingImports]
 from experiments.dagc.data import imbalanced_split
 from experiments.federated.account import Counted, begin, sums_of
 from experiments.federated.model import flat_model, local_batches, local_steps
-from experiments.federated.plan import HOSTILE, plan_for, tampered
+from experiments.federated.plan import HOSTILE, asked_of, plan_for, tampered
 from experiments.lib.data import load
 from experiments.lib.folders import Journal, write_json
 from jaxcomp.flower import RECORD, Rounds, members_mod
@@ -134,7 +134,7 @@ server = ServerApp()
 def main(grid: Any, context: Any) -> None:
     """Writes a line for each round to metrics.jsonl, and what became of everybody's answers to clients.json."""
     test, start = jax.jit(MODEL.test), np.asarray(MODEL.start)
-    options: dict[str, Any] = {"down": DOWN, "max_norm": 10 * float(np.linalg.norm(start))}
+    options: dict[str, Any] = {"late": CONFIG["late"], "down": DOWN, "max_norm": 10 * float(np.linalg.norm(start))}
     volumes = {i: len(part) for i, part in enumerate(PARTS)}
     core = Counted(start, volumes, CONFIG["ratio"], folder=FOLDER / "used", **options)
     state, journal = FOLDER / "server.npz", Journal(FOLDER)
@@ -147,12 +147,18 @@ def main(grid: Any, context: Any) -> None:
     def here(grid: Any) -> dict[int, int]:
         return {node: i for node, i in connected(grid, known).items() if i in PLAN.present[core.number]}
 
-    rounds = Rounds(core, here, deadline=CONFIG["deadline"], least=2)
+    def choose(there: set[int]) -> list[int]:
+        key = [CONFIG["seed"], 22, core.number]
+        return asked_of(there, PLAN.events[core.number], CONFIG["participation"], key)
+
+    rounds = Rounds(core, here, deadline=CONFIG["deadline"], choose=choose, least=2)
     for now in rounds.start(grid, CONFIG["rounds"] - core.number):
         loss, accuracy = (float(x) for x in test(core.point, DATA.test_x, DATA.test_y))
         found = {i: sums for i in HONEST if (sums := sums_of(core, CLIENTS, i)) is not None}
         sums = {i: [*map(str, each[:-1]), each.apart] for i, each in found.items()}
-        journal.add(now._asdict() | {"entries": start.size, "loss": loss, "accuracy": accuracy, "sums": sums})
+        line = {"entries": start.size, "loss": loss, "accuracy": accuracy, "sums": sums, "sent": sorted(core.sent)}
+        journal.add(now._asdict() | line)
+        core.sent = []
         save_server(state, core)
     core.open(())  # whose answer has not come is lost
-    write_json(FOLDER / "clients.json", core.counts)
+    write_json(FOLDER / "clients.json", {i: {"samples": volumes[i], "counts": core.counts[i]} for i in volumes})

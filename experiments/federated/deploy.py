@@ -94,6 +94,8 @@ class Federation:
         node = ["flower-supernode", "--superlink", f"127.0.0.1:{self.port}", "--root-certificates", "ca.pem"]
         node += ["--auth-supernode-private-key", f"node-{i}", "--port", str(free_port())]
         self.start(f"client-{i}", [*node, "--node-config", f"partition-id={i}"])
+        with (self.folder / "clients" / "starts").open("a") as starts:
+            print(i, file=starts)
         (self.folder / "clients" / f"client-{i}.pid").write_text(str(self.processes[f"client-{i}"].pid))
 
     def flwr(self, *words: str, tries: int = 1) -> None:

@@ -1,5 +1,6 @@
 """Who is there in each round, who dies, leaves or joins; and what hostile clients send."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy as np
 import jaxcomp as jc
 from jaxcomp.payloads import Dense, Sparse
 
-__all__ = ["HOSTILE", "Plan", "plan_for", "plan_of", "tampered"]
+__all__ = ["HOSTILE", "Plan", "asked_of", "plan_for", "plan_of", "tampered"]
 
 HOSTILE = ("noise", "cut", "flipped", "nan", "huge", "shape", "replay", "many")
 
@@ -53,6 +54,15 @@ def plan_of(clients: int, hostile: int, rounds: int, changes: int, seed: int) ->
 
 def plan_for(config: dict[str, Any]) -> Plan:
     return plan_of(*(config[key] for key in ("clients", "hostile", "rounds", "changes", "seed")))
+
+
+def asked_of(there: Iterable[int], events: dict[int, str], share: float, key: list[int]) -> list[int]:
+    """A share of the clients that are there, drawn anew in each round; those who die or leave in it are among them."""
+    there = set(there)
+    first = {i for i in there if events.get(i, "joins") != "joins"}
+    rest = sorted(there - first)
+    number = max(int(np.ceil(share * len(there) - 1e-9)) - len(first), 0)
+    return sorted(first | {int(i) for i in np.random.default_rng(key).permutation(rest)[:number]})
 
 
 def tampered(record: dict[str, Any], size: int, kind: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 
 from experiments.federated import main, parser
 from experiments.federated.deploy import Federation
-from experiments.federated.plan import HOSTILE, plan_of, tampered
+from experiments.federated.plan import HOSTILE, asked_of, plan_of, tampered
 from experiments.lib.cli import UserError
 from jaxcomp.flower import RECORD, Rounds, members_mod
 from jaxcomp.members import Member, Server
@@ -49,6 +49,25 @@ def test_a_plan_has_its_changes_and_each_is_possible(seed):
         assert len(set(before) - {6, 7}) >= 2
     assert plan == plan_of(8, 2, 30, 20, seed)
     assert plan_of(4, 0, 3, 0, seed).present == [[0, 1, 2, 3]] * 3
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.01, 1), (0.5, 4), (0.51, 5), (1.0, 8)])
+def test_a_share_of_those_there_is_asked_each_in_its_turn(share, number):
+    drawn = [asked_of(range(2, 10), {}, share, [0, t]) for t in range(200)]
+    assert {len(set(who)) for who in drawn} == {number}
+    count = Counter(i for who in drawn for i in who)
+    assert set(count) == set(range(2, 10))
+    assert all(abs(n - 25 * number) < 40 for n in count.values())  # six standard deviations of the widest
+    assert drawn[3] == asked_of({9, 8, 7, 6, 5, 4, 3, 2}, {}, share, [0, 3]) == sorted(drawn[3])
+
+
+def test_who_dies_or_leaves_in_a_round_is_asked_in_it():
+    events = {2: "dies late", 5: "leaves", 6: "joins", 9: "dies early"}  # 9 is not there
+    drawn = [asked_of(range(8), events, 0.375, [t]) for t in range(50)]
+    assert all({2, 5} < set(who) and len(who) == 3 for who in drawn)
+    assert len({tuple(who) for who in drawn}) == 6
+    assert asked_of(range(8), events, 0.01, [0]) == [2, 5]
+    assert asked_of([], {}, 0.5, [0]) == []
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -129,6 +148,22 @@ def test_a_repetition_under_a_valid_round_is_refused_and_named_whoever_sends_it(
     assert happened.refused == [(name, REPEATED) for name in "ab"]
     assert (happened.used, server.counts["b"]) == (0, {"replay": 1})
     np.testing.assert_array_equal(server.point, before)
+
+
+def test_a_round_asks_whom_choose_names_among_those_there(monkeypatch):
+    server, asked = Server(np.zeros(D), dict.fromkeys("abc", 1), 0.5), []
+    here = lambda grid: {1: "a", 3: "c"} if server.number < 2 else {1: "a", 2: "b", 3: "c"}
+    rounds = Rounds(server, here, choose=lambda there: sorted(there)[-2:], poll=0.0)
+
+    def push(grid, node, member, task):
+        asked.append((node, member))
+        server.lost(member)
+        return ""
+
+    monkeypatch.setattr(rounds, "_push", push)
+    done = list(rounds._rounds(None, 3))
+    assert asked == [(1, "a"), (3, "c"), (1, "a"), (3, "c"), (2, "b"), (3, "c")]
+    assert [now.asked for now in done] == [2, 2, 2]
 
 
 @flower
@@ -279,30 +314,39 @@ def experiment(tmp_path, *options, timeout=900):
 def test_twenty_changes_and_hostile_clients_in_simulation(tmp_path):
     options = ["--clients", 8, "--hostile", 2, "--rounds", 24, "--changes", 20, "--deadline", 120]
     shown, lines, clients = experiment(tmp_path, *options)
-    for text in ("held by the server", "federated.png", "refused: "):
+    for text in ("held by the server", "7 (hostile)", "bytes an entry", "federated.png", "refused: "):
         assert text in shown
     assert len(lines) == 24
     assert lines[-1]["accuracy"] > lines[0]["accuracy"] + 0.1
-    assert all("used" not in clients[i] for i in "67")
+    assert all("used" not in clients[i]["counts"] for i in "67")
+    let_in = [each[:3] for line in lines for each in line["sent"] if each[3] == "in"]
+    assert {i for i, _, _ in let_in} == set(range(6))
+    assert all(size <= 64 + 8 * entries for _, entries, size in let_in)
     assert all(each[-1] == 0 for line in lines for each in line["sums"].values())
     assert (tmp_path / "r" / "federated.png").read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.slow
 @flower
-def test_processes_over_tls_with_a_death(tmp_path):
-    options = ["--processes", "--clients", 3, "--rounds", 4, "--changes", 2, "--deadline", 60]
-    _, lines, _ = experiment(tmp_path, *options)
-    assert len(lines) == 4
+def test_processes_over_tls_with_deaths_and_a_hostile_client(tmp_path):
+    """Client 0 dies in round 3 and client 1 in round 5; client 3 is hostile."""
+    options = ["--processes", "--clients", 4, "--hostile", 1, "--rounds", 6, "--changes", 4, "--deadline", 60]
+    _, lines, clients = experiment(tmp_path, *options, "--seed", 7)
+    assert len(lines) == 6
     assert sum(line["used"] for line in lines) >= 6
+    starts = Counter((tmp_path / "r" / "clients" / "starts").read_text().split())
+    assert starts["0"] > 1
+    assert starts["1"] > 1
+    assert "used" not in clients["3"]["counts"]
+    assert {who for line in lines for who, _ in line["refused"]} == {3}
     assert all(each[-1] == 0 for line in lines for each in line["sums"].values())
 
 
 @pytest.mark.slow
 @simulation
 def test_a_run_that_is_killed_goes_on_bitwise(tmp_path):
-    """With deaths and a hostile client; killed when a few rounds are closed."""
-    options = ["--clients", 5, "--hostile", 1, "--rounds", 9, "--changes", 6]
+    """With deaths, a hostile client and a random choice of who is asked; killed when a few rounds are closed."""
+    options = ["--clients", 5, "--hostile", 1, "--rounds", 9, "--changes", 6, "--participation", 0.7]
     _, whole, clients = experiment(tmp_path / "whole", *options)
     words = [sys.executable, "-m", "experiments", "federated", "--runs", tmp_path / "cut", "--name", "r", *options]
     process = subprocess.Popen(list(map(str, words)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -334,6 +378,11 @@ def test_wrong_options_are_one_line(tmp_path, monkeypatch):
 
 
 def test_options_are_those_of_the_other_experiments(capsys):
-    with pytest.raises(SystemExit):
-        parser().parse_args(["--skew", "0.5"])
-    assert "argument --skew: must be a number of at least 1; got '0.5'" in capsys.readouterr().err
+    for option, value, why in (
+        ("--skew", "0.5", "must be a number of at least 1; got '0.5'"),
+        ("--participation", "0", "must be a number in (0, 1]; got '0'"),
+        ("--late", "keep", "invalid choice: 'keep'"),
+    ):
+        with pytest.raises(SystemExit):
+            parser().parse_args([option, value])
+        assert f"argument {option}: {why}" in capsys.readouterr().err

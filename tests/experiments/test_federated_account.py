@@ -1,10 +1,13 @@
-"""The account of memories: exact, whatever was killed when, and it sees a memory that is gone."""
+"""The account of memories: exact, whatever was killed when, and it sees a memory that is gone; that of messages."""
 
+import json
 from fractions import Fraction
 
 import numpy as np
 
+from experiments.federated import by_client
 from experiments.federated.account import UNIT, Counted, begin, exact, sums_of
+from experiments.lib.report import new_console
 from jaxcomp.members import Member, load, save
 
 D = 60
@@ -67,6 +70,22 @@ def test_the_account_is_exact_over_deaths_at_every_moment_and_over_restarts_of_t
     assert left >= 3
 
 
+def test_what_each_member_sent_is_noted_with_what_it_might_have(tmp_path):
+    core, shown = made(tmp_path), []
+    for number in range(3):
+        for i, task in core.open(range(3)).items():
+            member = Member(tmp_path / f"client-{i}.npz")
+            after = member.take(task) - np.arange(1, D + 1, dtype=np.float32) - i
+            answer = member.leave(task) if (number, i) == (2, 1) else member.answer(task, after)
+            answer = answer._replace(data=b"noise" * 9) if i == 2 else answer
+            core.receive(i, answer)
+            shown.append((i, task.entries, len(answer.data), ("in", "whole" if number == 2 else "in", "refused")[i]))
+        core.close()
+    assert core.sent == shown
+    assert shown[0][1] > shown[1][1] > shown[2][1]
+    assert {size for i, _, size, _ in shown if i == 2} == {45}
+
+
 def test_a_memory_that_is_gone_is_seen(tmp_path):
     core = made(tmp_path)
     for number in range(1, 4):
@@ -83,3 +102,38 @@ def test_a_memory_that_is_gone_is_seen(tmp_path):
         core.close()
         apart = sums_of(core, tmp_path, 0).apart
         assert apart > D // 2 if number == 3 else apart == 0
+
+
+def test_each_client_has_a_row_with_its_bytes_and_hostile_ones_why_they_were_refused(tmp_path):
+    counts = [{"used": 3, "lost": 1}, {"used": 1}, {"garbage": 1, "norm": 1, "lost": 1}]
+    clients = {i: {"samples": n, "counts": c} for i, (n, c) in enumerate(zip((1200, 30, 7), counts, strict=True))}
+    (tmp_path / "clients.json").write_text(json.dumps(clients))
+    (tmp_path / "clients").mkdir()
+    (tmp_path / "clients" / "starts").write_text("0\n1\n0\n2\n")
+    refused = [[], [[2, "garbage: cut"]], [[2, "norm: 5e29; at most 3"]]]
+    sent = [[[0, 100, 500, "in"]], [[0, 200, 1000, "in"], [2, 10, 70, "refused"]]]
+    sent += [[[0, 300, 1500, "in"], [1, 20, 40_000, "whole"], [2, 10, 80, "refused"]]]
+    lines = [{"entries": 10_000, "refused": refused[t], "sent": sent[t]} for t in range(3)]
+    config = {"clients": 3, "hostile": 1, "rounds": 3, "changes": 0, "seed": 0}
+    curves = by_client(new_console(quiet=True), config, lines, tmp_path)
+    names = ["0: 1,200", "1: 30", "2: 7"]
+    assert curves == {"8 bytes an entry": (names, [1.6, 0, 0]), "message": (names, [1, 0, 0])}
+    head, _, *rows = (tmp_path / "clients.md").read_text().split("\n\n")[1].splitlines()
+    names = (
+        "client",
+        "samples",
+        "ratio",
+        "entries",
+        "bytes",
+        "bytes an entry",
+        "largest",
+        "starts",
+        "its answers",
+        "refused",
+    )
+    assert head == f"| {' | '.join(names)} |"
+    assert rows == [
+        "| 0 | 1,200 | 0.02000 | 200 | 1,000 | 5.00 | 1,500 | 2 | lost 1, used 3 | - |",
+        "| 1 | 30 | - | - | - | - | 40,000 | 1 | used 1 | - |",
+        "| 2 (hostile) | 7 | - | - | - | - | 80 | 1 | lost 1 | garbage 1, norm 1 |",
+    ]
