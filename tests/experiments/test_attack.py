@@ -1,5 +1,7 @@
 """The attacks find what is wrong where something is, and nothing where nothing is."""
 
+import json
+
 import numpy as np
 import pytest
 from programs import run
@@ -73,4 +75,8 @@ def test_a_short_soak_ends_in_the_same_bits(tmp_path):
     short = ("--steps", 30, "--processes", 2, "--kills", 1, "--method", "dithering")
     result = run("soak", *short, "--runs", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "1 of 1 disturbances in 30 steps recovered bitwise" in result.stdout
+    assert "3 of 3 disturbances in 30 steps recovered bitwise" in result.stdout
+    (folder,) = tmp_path.iterdir()
+    events = json.loads((folder / "soak.json").read_text())
+    assert sorted(event["what"] for event in events) == ["corrupted checkpoint", "full disk", "kill"]
+    assert all(event["named"] for event in events)
