@@ -11,8 +11,8 @@ from experiments.lib.errors import line_of
 EXPERIMENTS = {
     "compare": ("train.compare", "train one model with several compression methods and compare them"),
     "train": ("train", "train one model with one method: in one process, in several, or on a cluster"),
-    "soak": ("train.soak", "trainings whose processes are killed and resumed, with a NaN: same bits"),
-    "attack": ("attack", "combinations and statistics of all parts, at random: what holds, what falls"),
+    "soak": ("train.soak", "trainings with kills, a full disk, NaN, a corrupted checkpoint: same bits"),
+    "attack": ("attack", "messages fuzzed, combinations and statistics of all parts: what holds, what falls"),
     "sidco quality": ("sidco.quality", "share of entries that SIDCo and rivals send, on known laws and on gradients"),
     "sidco training": ("sidco.training", "loss and accuracy of threshold methods, at equal steps and at equal bytes"),
     "skcompress sizes": ("skcompress.sizes", "bytes per nonzero and error of messages; what each part is worth"),

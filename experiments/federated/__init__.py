@@ -31,7 +31,12 @@ from experiments.lib.folders import Journal, resumable, run_options
 from experiments.lib.report import new_console, show, show_rows
 from experiments.lib.run import draw_panels, parser_of
 
-__all__ = ["main", "parser"]
+__all__ = ["LINE", "main", "parser"]
+
+# What is read again of a line of metrics.jsonl.
+WAYS = ("up_bytes", "used_bytes", "down_bytes")
+LINE: dict[str, type] = dict.fromkeys(("number", "asked", "used", "late", "missing", "entries", *WAYS), int)
+LINE |= {"loss": float, "accuracy": float, "refused": list, "clipped": list, "sums": dict}
 
 MEMORY_NOTES = """\
 Sums over all entries of what training added to a memory, of what was used, of what the client remembers, and of what it
@@ -89,7 +94,7 @@ def run(config: dict[str, Any], folder: Path) -> None:
 
     os.environ |= environment(folder)
     os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
-    journal = Journal(folder)
+    journal = Journal(folder, needs=LINE)
     seen = len(journal.lines())
 
     def look() -> None:
@@ -117,7 +122,7 @@ def run(config: dict[str, Any], folder: Path) -> None:
 
 
 def report(config: dict[str, Any], folder: Path) -> None:
-    console, lines = new_console(), Journal(folder).lines()
+    console, lines = new_console(), Journal(folder, needs=LINE).lines()
     memories(console, lines, plan_for(config).events, folder / "memories.md")
     sizes = by_client(console, config, lines, folder)
     total = lambda key: sum(line[key] for line in lines)

@@ -20,6 +20,7 @@ from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import ServerApp  # pyright: ignore[reportMissingImports]
 
 from experiments.dagc.data import imbalanced_split
+from experiments.federated import LINE
 from experiments.federated.account import Counted, begin, sums_of
 from experiments.federated.model import flat_model, local_batches, local_steps
 from experiments.federated.plan import HOSTILE, asked_of, plan_for, tampered
@@ -137,7 +138,7 @@ def main(grid: Any, context: Any) -> None:
     options: dict[str, Any] = {"late": CONFIG["late"], "down": DOWN, "max_norm": 10 * float(np.linalg.norm(start))}
     volumes = {i: len(part) for i, part in enumerate(PARTS)}
     core = Counted(start, volumes, CONFIG["ratio"], folder=FOLDER / "used", **options)
-    state, journal = FOLDER / "server.npz", Journal(FOLDER)
+    state, journal = FOLDER / "server.npz", Journal(FOLDER, needs=LINE)
     if state.is_file():
         load_server(state, core)
         core.take_up()

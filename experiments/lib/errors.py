@@ -10,13 +10,13 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import UserError
 
-__all__ = ["line_of", "read_json", "reading", "shortened"]
+__all__ = ["check_row", "line_of", "read_json", "reading", "shortened"]
 
 # Not of files: a process that has lost its peers must not blame the disk.
 OF_OTHERS = (ConnectionError, TimeoutError, ChildProcessError, ProcessLookupError)
@@ -62,6 +62,27 @@ def reading(what: str, cure: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise UserError(f"{what} cannot be read: {line_of(error) or shortened(error)}; {cure}") from None
+
+
+KINDS: dict[type, str] = {str: "text", int: "an integer", float: "a number", bool: "true or false"}
+KINDS |= {list: "a list", dict: "an object", object: "a value or null"}
+
+
+def check_row(row: Any, needs: Mapping[str, type]) -> dict[str, Any]:
+    """The row, which is an object of JSON and has what it needs, each of its kind; a whole number is a number, too.
+
+    >>> check_row({"seed": "a"}, {"seed": int})
+    Traceback (most recent call last):
+    ValueError: seed must be an integer; got 'a'
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"it must hold an object; got {row!r}")
+    for key, kind in needs.items():
+        value = row.get(key)
+        fits = key in row and isinstance(value, int | float if kind is float else kind)
+        if not fits or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{key} must be {KINDS[kind]}; got {repr(value) if key in row else 'nothing'}")
+    return row
 
 
 def read_json(path: Path, kind: type, cure: str) -> Any:

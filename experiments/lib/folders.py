@@ -7,12 +7,12 @@ import os
 import shlex
 import shutil
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.lib.cli import Parser, UserError, choose_new, named_folder
-from experiments.lib.errors import line_of, read_json, shortened
+from experiments.lib.errors import check_row, line_of, read_json, reading, shortened
 
 __all__ = ["Journal", "choose_folder", "claimed", "goes_on"]
 __all__ += ["how_to_find", "read_results", "resumable", "resumed", "run_options", "write_config", "write_json"]
@@ -121,7 +121,10 @@ def resumed(
     folder: Path, parser: Parser, arguments: Sequence[str], wanted: Collection[str], free: Collection[str] = ()
 ) -> dict[str, Any]:
     """The wanted options of the run; what is given again must agree with them, but for those that are free."""
-    kept = read_json(folder / "config.json", dict, ANEW)
+    path = folder / "config.json"
+    kept = read_json(path, dict, ANEW)
+    with reading(str(path), ANEW):
+        check_options(kept, parser, wanted)
     parser.set_defaults(**kept)
     options = vars(parser.parse_args(arguments))
     for key, value in kept.items():
@@ -131,13 +134,39 @@ def resumed(
     return {key: options[key] for key in wanted}
 
 
+def check_options(kept: dict[str, Any], parser: Parser, wanted: Collection[str]) -> None:
+    """Raises an error for a value that no command line could have left there."""
+    actions = {action.dest: action for action in parser._actions}
+    for key, value in kept.items():
+        if key not in wanted:
+            raise ValueError(f"{key} is no option")
+        action = actions[key]
+        if value is None and action.default is None:
+            continue
+        if action.nargs == 0:
+            check_row(kept, {key: bool})
+            continue
+        if action.nargs:
+            check_row(kept, {key: list})
+        for each in value if action.nargs else [value]:
+            parsed = parser._get_value(action, each if isinstance(each, str) else json.dumps(each))
+            parser._check_value(action, parsed)
+            if jsonable(parsed) != each:
+                raise ValueError(f"{key} must be as the option {action.option_strings[0]}; got {each!r}")
+
+
 # ------------------------------------------------------------------------------------------------
 # What is written
 
 
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """The rows of a results.json; none where there is no such file yet."""
-    return read_json(path, list, "remove it, and the last step is done again") if path.is_file() else []
+def read_results(path: Path, needs: Mapping[str, type] | None = None) -> list[dict[str, Any]]:
+    """The rows of a results.json, each with what it needs; none where there is no such file yet."""
+    cure = "remove it, and the last step is done again"
+    rows = read_json(path, list, cure) if path.is_file() else []
+    for number, row in enumerate(rows, 1):
+        with reading(f"{path}, row {number},", cure):
+            check_row(row, needs or {})
+    return rows
 
 
 def jsonable(value: Any) -> Any:
@@ -161,10 +190,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 class Journal:
-    """metrics.jsonl of a run: a line for each logged step. One process writes it, the others do nothing."""
+    """metrics.jsonl of a run: a line for each logged step. One process writes it, the others do nothing.
 
-    def __init__(self, folder: Path, writes: bool = True):
-        self.path, self.writes = folder / "metrics.jsonl", writes
+    needs: what each line has at least, and of which kind.
+    """
+
+    def __init__(self, folder: Path, writes: bool = True, needs: Mapping[str, type] | None = None):
+        self.path, self.writes, self.needs = folder / "metrics.jsonl", writes, needs or {}
 
     def lines(self) -> list[dict[str, Any]]:
         """All lines, but for half a one at the end, which a killed process or a full disk may have left."""
@@ -174,7 +206,7 @@ class Journal:
         found = []
         for number, line in enumerate(lines, 1):
             try:
-                found.append(json.loads(line))
+                found.append(check_row(json.loads(line), self.needs))
             except ValueError as error:
                 raise UserError(f"{self.path}, line {number} is damaged: {shortened(error)}; {ANEW}") from None
         return found

@@ -24,6 +24,10 @@ from experiments.local.training import train
 
 __all__ = ["main"]
 
+# What is read again of a line of metrics.jsonl; a row of results.json has the fields of its curve beside them.
+LINE: dict[str, type] = {"label": str, "route": str, "message_bytes": object}
+LINE |= dict.fromkeys(("seed", "step", "parameters"), int)
+LINE |= dict.fromkeys(("loss", "test", "seconds", "sent_bytes"), float)
 DEFAULT = ["ddp:f32", "f32", "int8", "int4", "sparse-loco", "stream:int4"]
 
 
@@ -59,12 +63,12 @@ def prepared(options: dict[str, Any]) -> tuple[SimpleNamespace, list[Setup], Tex
 
 def run(o: Any, setups: list[Setup], text: Text, runs: Path, folder: Path) -> int:
     """Trains what is not finished yet, and shows all that there is: the exit status."""
-    console, journal = new_console(), Journal(folder)
+    console, journal = new_console(), Journal(folder, needs=LINE)
     console.print(
         f"{text.name}: {len(text.codes):,} bytes; {o.workers} workers, {o.steps} steps of {o.batch} windows of "
         f"{o.length} bytes each; writing to {folder}"
     )
-    rows = read_results(folder / "results.json")
+    rows = read_results(folder / "results.json", LINE | Setup.__annotations__)
     done, interrupted = {(row["label"], row["seed"]) for row in rows}, False
     try:
         with progress_bar(console) as bar:

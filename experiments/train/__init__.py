@@ -21,13 +21,19 @@ from experiments.lib.cli import Parser, UserError, at_least, common, one_thread,
 from experiments.lib.folders import Journal, how_to_find, run_options
 from experiments.lib.report import new_console, progress_bar
 
-__all__ = ["MANY", "Run", "main", "parser"]
+__all__ = ["LINE", "MANY", "RESULT", "Run", "main", "parser"]
 
 MANY = ["dense-f32", "dense-bf16", "top-k", "sidco", "dithering", "diana"]  # methods, where several are trained
 
 # Where it runs, not what: none of it is kept with the run.
 PLACES = ("processes", "coordinator", "num_processes", "process_id", "patience", "cluster", "resume")
 PLACES += ("name", "runs")
+
+# What is read again of a line of metrics.jsonl, and of a row of results.json.
+LINE: dict[str, type] = {"method": str} | dict.fromkeys(("seed", "step"), int)
+LINE |= dict.fromkeys(("loss", "seconds", "sent_bytes", "lane_bytes", "code_bits"), float)
+RESULT = {key: kind for key, kind in LINE.items() if key != "step"} | {"accuracy": float, "parameters": int}
+RESULT |= dict.fromkeys(("sha256", "sha256_optimizer"), str)
 
 
 def parser(kind: str = "train", about: str | None = __doc__) -> Parser:
@@ -176,7 +182,7 @@ class Run:
         self.console = new_console(quiet=self.number > 0)
         with contextlib.ExitStack() as claims:
             left = self.agree_on_folder(claims)
-            self.journal = Journal(self.folder, writes=self.number == 0)
+            self.journal = Journal(self.folder, self.number == 0, LINE)
             with folders.goes_on(self.place["runs"], self.folder):
                 status = self.train(left, stop_after) if left else 0
             if not left:
@@ -190,7 +196,7 @@ class Run:
 
         def decide() -> list[Any]:
             self.folder = claims.enter_context(folders.claimed(*self.where))
-            self.results = folders.read_results(self.folder / "results.json")
+            self.results = folders.read_results(self.folder / "results.json", RESULT)
             done = {(row["method"], row["seed"]) for row in self.results}
             return [str(self.folder), [job for job in dict.fromkeys(self.jobs()) if job not in done]]
 

@@ -1,12 +1,14 @@
 """The attacks find what is wrong where something is, and nothing where nothing is."""
 
+import json
+
 import numpy as np
 import pytest
 from programs import run
 
 import jaxcomp as jc
 from experiments import attack
-from experiments.attack import combinations, draw, statistics
+from experiments.attack import combinations, draw, messages, statistics
 
 
 def test_a_claim_that_is_too_small_falls():
@@ -32,10 +34,34 @@ def test_differences_of_bits_and_foreign_errors_are_found():
 
 
 def test_a_short_attack_ends_in_a_table(tmp_path, capsys):
-    options = ["--only", "statistics", "--cases", "3", "--runs", str(tmp_path), "--name", "a"]
-    assert attack.main(options) == 0
-    assert "statistics" in capsys.readouterr().out
-    assert "| statistics | 3 |" in (tmp_path / "a" / "table.md").read_text()
+    options = ["--only", "messages", "statistics", "--cases", "3", "--messages", "300"]
+    assert attack.main([*options, "--runs", str(tmp_path), "--name", "a"]) == 0
+    assert "Fell: nothing." in capsys.readouterr().out
+    table = (tmp_path / "a" / "table.md").read_text()
+    assert "| messages | 300 |" in table
+    assert "| statistics | 3 |" in table
+
+
+def test_what_falls_ends_the_table(tmp_path, capsys, monkeypatch):
+    def broken(data):
+        raise IndexError("9")
+
+    messages.known()
+    monkeypatch.setattr(jc.wire, "decode", broken)
+    options = ["--only", "messages", "--messages", "2", "--runs", str(tmp_path)]
+    assert attack.main(options) == 1
+    output = capsys.readouterr().out
+    assert "messages, case 0 (" in output
+    assert "IndexError: 9" in output
+    assert "Fell: 2." in output
+
+
+def test_a_decoded_payload_that_does_not_come_back_falls(monkeypatch):
+    payload = jc.payloads.Dense(np.ones(3, np.float32))
+    messages.check_valid(payload)
+    monkeypatch.setattr(jc.wire, "decode", lambda data: payload._replace(values=np.full(3, 2, np.float32)))
+    with pytest.raises(AssertionError, match="encoded as fixed it comes back as something else"):
+        messages.check_valid(payload)
 
 
 @pytest.mark.slow
@@ -49,4 +75,8 @@ def test_a_short_soak_ends_in_the_same_bits(tmp_path):
     short = ("--steps", 30, "--processes", 2, "--kills", 1, "--method", "dithering")
     result = run("soak", *short, "--runs", tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "1 of 1 disturbances in 30 steps recovered bitwise" in result.stdout
+    assert "3 of 3 disturbances in 30 steps recovered bitwise" in result.stdout
+    (folder,) = tmp_path.iterdir()
+    events = json.loads((folder / "soak.json").read_text())
+    assert sorted(event["what"] for event in events) == ["corrupted checkpoint", "full disk", "kill"]
+    assert all(event["named"] for event in events)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 import socket
@@ -11,7 +12,8 @@ import pytest
 from programs import ROOT, command, run, run_to
 
 from experiments import __main__ as program
-from experiments import train
+from experiments import federated, local, train
+from experiments.lib import folders
 from experiments.lib.cli import UserError
 from experiments.lib.errors import line_of, reading
 from experiments.lib.folders import Journal, goes_on, read_results
@@ -85,13 +87,55 @@ def test_a_damaged_config_is_named(text, tmp_path):
             main(["--resume", "--name", "r", "--runs", str(tmp_path)])
 
 
-@pytest.mark.parametrize("content", ["", "{}", "1"])
+EDITED = {
+    "data": ("dagits", "argument --data: invalid choice: 'dagits' .choose from "),
+    "steps": ("many", "argument --steps: must be an integer of at least 1; got 'many'"),
+    "lr": ([1], r"argument --lr: must be a number above 0; got '\[1\]'"),
+    "batch": (True, "argument --batch: must be an integer of at least 1; got 'true'"),
+    "seed": ("3", "seed must be as the option --seed; got '3'"),
+    "ratio": (None, r"argument --ratio: must be a number in \(0, 1\]; got 'null'"),
+    "colour": (1, "colour is no option"),
+    "resume": (True, "resume is no option"),
+}
+
+
+@pytest.mark.parametrize("key", EDITED)
+def test_a_config_with_a_wrong_value_is_named(key, tmp_path):
+    value, message = EDITED[key]
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.json").write_text(json.dumps({"steps": 40, "data_dir": None, key: value}))
+    with pytest.raises(UserError, match=rf"r/config\.json cannot be read: {message}.*; start a new run with another"):
+        train.main(["--resume", "--name", "r", "--runs", str(tmp_path)])
+
+
+def test_options_that_a_run_keeps_are_read_again(tmp_path):
+    for each in (train.parser(), compare.Comparison.parser(), local.parser(), federated.parser()):
+        options = vars(each.parse_args([]))
+        if "data_dir" in options:
+            options["data_dir"] = tmp_path
+        folders.write_config(tmp_path, options)
+        folders.check_options(json.loads((tmp_path / "config.json").read_text()), each, options)
+
+
+ROW = dict.fromkeys(train.RESULT, 1) | dict.fromkeys(("method", "sha256", "sha256_optimizer"), "a")
+ROWS = {
+    "": "cannot be read: ",
+    "{}": "cannot be read: it must hold a JSON list",
+    "1": "cannot be read: it must hold a JSON list",
+    "[1]": "row 1, cannot be read: it must hold an object; got 1",
+    '[{"loss": 1.0}]': "row 1, cannot be read: method must be text; got nothing",
+    json.dumps([ROW, ROW | {"loss": "nan"}]): "row 2, cannot be read: loss must be a number; got 'nan'",
+    json.dumps([ROW | {"seed": True}]): "row 1, cannot be read: seed must be an integer; got True",
+}
+
+
+@pytest.mark.parametrize("content", ROWS)
 def test_damaged_results_are_named(content, tmp_path):
     (tmp_path / "results.json").write_text(content)
-    with pytest.raises(UserError, match=r"results\.json cannot be read: .*; remove it"):
-        read_results(tmp_path / "results.json")
-    (tmp_path / "results.json").write_text('[{"loss": 1.0}]')
-    assert read_results(tmp_path / "results.json") == [{"loss": 1.0}]
+    with pytest.raises(UserError, match=rf"results\.json,? {ROWS[content]}.*; remove it"):
+        read_results(tmp_path / "results.json", train.RESULT)
+    (tmp_path / "results.json").write_text(json.dumps([ROW]))
+    assert read_results(tmp_path / "results.json", train.RESULT) == [ROW]
 
 
 def test_damaged_metrics_are_named_with_their_line(tmp_path):
@@ -104,6 +148,10 @@ def test_damaged_metrics_are_named_with_their_line(tmp_path):
     journal.path.write_text(whole.replace('"step": 1', '"step": x'))
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is damaged: "):
         journal.lines()
+    for line, message in {"{}": "method must be text; got nothing", "[]": r"it must hold an object; got \[\]"}.items():
+        journal.path.write_text(f"{line}\n")
+        with pytest.raises(UserError, match=rf"metrics\.jsonl, line 1 is damaged: {message}; start a new run"):
+            Journal(tmp_path, needs=train.LINE).lines()
 
 
 @pytest.mark.parametrize("name", ["train", "compare"])
