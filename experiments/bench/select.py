@@ -3,7 +3,8 @@
 Every method turns d floats into the indices of about `ratio` d of them. "+ residual" is all that error feedback
 needs, from the message in a donated buffer to payload and residual. "of it" are the parts of jc.sidco: its fit to a
 sample, the count of all entries above a threshold, which marks them, and the indices of what is marked. Each round has
-a vector of its own: whether a threshold has to be corrected, by another count, depends on it.
+a vector of its own: whether a threshold has to be corrected, by another count, depends on it. Writes to runs/NAME:
+config.json, results.json (seconds by log2 d and method), table.md, select.png.
 """
 
 from collections.abc import Sequence
@@ -15,17 +16,18 @@ import numpy as np
 from jax import lax
 
 import jaxcomp as jc
-from experiments.bench.timing import Fresh, bench_parser, report, time_all
-from experiments.lib.cli import fraction
+from experiments.bench.timing import Fresh, machine, time_all
+from experiments.lib.cli import at_least, fraction
+from experiments.lib.run import Run, parser_of
 from jaxcomp.base import residual
 from jaxcomp.compressors.sidco import SAMPLE, STAGES
 from jaxcomp.compressors.sidco_counted import counted
 from jaxcomp.select import count_words, every, indices_of_words, words_above
 
-__all__ = ["main"]
+__all__ = ["main", "slope_of"]
 
-READ, SORT = "read pass (sum of magnitudes)", "lax.top_k"
-WHOLE = "jc.sidco + residual"
+READ, SORT, TORCH = "read pass (sum of magnitudes)", "lax.top_k", "torch.topk"
+SIDCO, WHOLE = "jc.sidco", "jc.sidco + residual"
 
 
 class Vectors:
@@ -49,7 +51,7 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
     places = min(d, k + k // 4 + 64)
     sidco = jc.sidco(ratio)
     sparsifiers = {
-        "jc.sidco": sidco,
+        SIDCO: sidco,
         "jc.sidco pareto": jc.sidco(ratio, law="pareto"),
         "jc.sidco gamma": jc.sidco(ratio, law="gamma"),
         **{f"jc.{make.__name__}": make(ratio) for make in (jc.top_k, jc.dgc, jc.gaussian_k, jc.redsync)},
@@ -92,7 +94,7 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
     calls[WHOLE] = Fresh(lambda: jax.block_until_ready(vectors.x + 0), compiled[WHOLE])
     if (torch := torch_if_installed()) is not None and jax.default_backend() == "cpu":
         tensor = lambda: torch.from_numpy(np.array(vectors.x))
-        calls["torch.topk"] = Fresh(tensor, lambda x: torch.topk(x.abs(), k, sorted=False)[1])
+        calls[TORCH] = Fresh(tensor, lambda x: torch.topk(x.abs(), k, sorted=False)[1])
     # Last: it gives a lot of memory back to the system, and what runs after it takes twice as long.
     nonzero = lambda x, t: jnp.nonzero(jnp.abs(x) > t, size=places, fill_value=d)[0]
     add("jnp.nonzero, threshold given", nonzero, threshold)
@@ -108,12 +110,25 @@ def torch_if_installed() -> Any:
     return torch
 
 
+def slope_of(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """Exponent of d, by least squares over sizes from 2^20 on; over all of them if fewer than two are so large.
+
+    >>> round(slope_of([10, 20, 22, 24], [9.0, 1.0, 2.0, 4.0]), 3)
+    0.5
+    """
+    large = [place for place, size in enumerate(sizes) if size >= 20]
+    chosen = large if len(large) > 1 else range(len(sizes))
+    return float(np.polyfit([sizes[i] for i in chosen], np.log2([seconds[i] for i in chosen]), 1)[0])
+
+
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("bench select", __doc__, repeats=7)
+    p = parser_of("bench select", __doc__)
+    p.add_argument("--repeats", type=at_least(1), default=7, help="rounds; the median is shown")
     large: dict[str, Any] = {"default": [18, 20, 22, 24, 26], "metavar": "N", "help": "d = 2^these, of 10 to 30"}
     p.add_argument("--log2-sizes", type=int, choices=range(10, 31), nargs="+", **large)
     p.add_argument("--ratio", type=fraction, default=0.001, help="share of entries to select")
-    o = p.parse_args(arguments)
+    run = Run(p, arguments, "bench-select")
+    o = run.options
     sizes = sorted(set(o.log2_sizes))
     seconds: dict[int, dict[str, float]] = {}
     extra: dict[str, float] = {}
@@ -122,19 +137,29 @@ def main(arguments: Sequence[str]) -> int:
         calls, extra = methods(vectors, o.ratio)
         seconds[size] = time_all(calls, o.repeats, f"2^{size}: ", vectors.next_round)
         del calls, vectors
+        run.keep(seconds)
 
     at = 24 if 24 in sizes else sizes[-1]
     base = seconds[at]
-    columns = {
+    columns: dict[str, Any] = {
         "method": str,
         **{f"2^{size} ms": lambda name, size=size: f"{1e3 * seconds[size][name]:.2f}" for size in sizes},
         f"2^{at} / read pass": lambda name: f"{base[name] / base[READ]:.1f}",
-        "faster than lax.top_k": lambda name: f"{base[SORT] / base[name]:.1f} x",
+        **{f"faster than {x}": lambda name, x=x: f"{base[x] / base[name]:.1f} x" for x in (SORT, TORCH) if x in base},
         "extra memory / d words": lambda name: f"{extra[name]:.2f}" if name in extra else "-",
     }
+    grows = ""
+    if len(sizes) > 1:
+        slope = slope_of(sizes, [seconds[size][SIDCO] for size in sizes])
+        grows = f" Time of {SIDCO} grows like d^{slope:.2f}{' from 2^20 on' if sizes[-2] >= 20 else ''}."
     notes = (
         f"ratio {o.ratio:g}, Laplace entries, others in each round; medians of {o.repeats}. Read pass: "
-        f"{4 * 2**at / 1e9 / base[READ]:.0f} GB/s at 2^{at}.\n"
+        f"{4 * 2**at / 1e9 / base[READ]:.0f} GB/s at 2^{at}.{grows}\n"
         f"Extra memory: temporary buffers of the compiled program at 2^{sizes[-1]}, without arguments and results."
     )
-    return report(o, "Selection", columns, base, notes)
+    run.table(f"Selection; {machine()}", columns, base, notes)
+    shown = [name for name in base if "given" not in name and not name.startswith("of it") and name != READ]
+    curves = {name: ([2.0**size for size in sizes], [1e3 * seconds[size][name] for size in sizes]) for name in shown}
+    panels = {f"to select {o.ratio:g} of the entries": curves}
+    run.plot("select.png", panels, machine(), xscale="log", yscale="log", xlabel="entries", ylabel="milliseconds")
+    return 0
