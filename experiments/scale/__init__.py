@@ -11,11 +11,11 @@ from typing import Any
 
 from experiments.lib.cli import at_least, fraction, positive
 from experiments.lib.run import Columns, Run, parser_of
-from jaxcomp.plan.scale import Fabric, costs_at, crossover
+from jaxcomp.plan.scale import Fabric, costs_at, crossover, straggling
 
 __all__ = ["main", "replacement", "rows_of"]
 
-FABRIC = Fabric(latency=2e-5, bandwidth=12.5e9, group=8, oversubscription=2.0, inner=1e11)
+FABRIC = Fabric(latency=2e-5, bandwidth=12.5e9, group=8, oversubscription=2.0, inner=1e11, deviation=0.001)
 MEMORY = 80e9  # bytes of a worker
 ROOM = MEMORY / 4  # of it, for an exchange
 COLUMNS: Columns = {
@@ -26,6 +26,7 @@ COLUMNS: Columns = {
     "sent": lambda row: in_units(row["sent_bytes"]),
     "held": lambda row: in_units(row["held_bytes"]),
     "seconds": "{seconds:.3g}",
+    "waits": "{waits:.3g}",
     "schedule": "{schedule}",
     "replaced by": "{replaced}",
 }
@@ -33,6 +34,9 @@ NOTES = """\
 Held: beside the gradient and the memory of error feedback. A worker has {memory:g} GB, and models that do not fit are
 cut into shards: n / shards devices exchange the same one. A route that needs more than a quarter of the memory, or
 takes more than twice as long as the fastest that fits, is marked with the one that replaces it.
+
+Waits: seconds, at most, until the slowest of n is there, where the times of a step have a standard deviation of
+{deviation:g} s: sigma sqrt(2 ln n), the same by every route. They are not in the seconds.
 
 Gathering messages of ratio {ratio:g} is slower than a dense f32 sum from {turns} on. Links: {fabric}."""
 
@@ -54,6 +58,7 @@ def rows_of(counts: Sequence[int], numbers: Sequence[float], ratio: float) -> li
         }
         for n in (n for n in counts if n >= 2 * shards):  # else no two devices have the same shard
             about = {"entries": entries, "workers": n, "shards": shards, "exchanging": n // shards}
+            about["waits"] = straggling(n // shards, FABRIC.deviation)
             for message, (size, routes) in messages.items():
                 found = costs_at(n // shards, own, size, FABRIC)
                 rows += [{**about, "message": message, "route": name, **found[name]._asdict()} for name in routes]
@@ -108,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
     run.keep(rows)
     fabric = ", ".join(f"{name} {value:g}" for name, value in FABRIC._asdict().items())
     turns = ", ".join(turn(entries, o.ratio) for entries in o.entries)
-    notes = NOTES.format(memory=MEMORY / 1e9, ratio=o.ratio, turns=turns, fabric=fabric)
+    notes = NOTES.format(memory=MEMORY / 1e9, deviation=FABRIC.deviation, ratio=o.ratio, turns=turns, fabric=fabric)
     run.table(f"{run.folder.name}: an exchange by formula", COLUMNS, rows, notes)
     panels: dict[str, dict[str, Any]] = {}
     for row in rows:
