@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     notes = (
         f"One read pass, sum|x|: {read_ms:.2f} ms ({4e-6 * d / read_ms:.0f} GB/s). "
         f"One copy pass, 2x into new memory: {copy_ms:.2f} ms ({8e-6 * d / copy_ms:.0f} GB/s).\n"
-        f"add, a message: decode {' or '.join(map(str, o.workers))} messages and add them to a sum. "
+        f"add: decode {' or '.join(map(str, o.workers))} messages and add them to a sum. "
         "The passes are over compress + decompress. Decompressing writes d floats, so it costs about one copy at least."
     )
     rows = by_part(seconds, ("compress", "decompress", *(f"add-{n}" for n in o.workers)))
