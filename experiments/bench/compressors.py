@@ -1,6 +1,7 @@
 """Time to compress, to decompress, and to add the messages of several workers, beside passes over memory."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,10 @@ def compressors() -> list:
 def main(arguments: Sequence[str]) -> int:
     p = bench_parser("bench compressors", __doc__, repeats=9)
     p.add_argument("--log2-size", type=at_least(5), default=24, help="d = 2^this entries of a Laplace vector")
-    what = "messages that are decoded and added; several numbers: a column for each"
+    what = "messages that are decoded and added; for several numbers of them, ms a message"
     p.add_argument("--workers", type=at_least(1), nargs="+", default=[4], metavar="N", help=what)
     o = p.parse_args(arguments)
+    o.workers = sorted(set(o.workers))
 
     d, key = 2**o.log2_size, jax.random.key(1)
     x = jax.random.laplace(jax.random.key(0), (d,))
@@ -51,15 +53,18 @@ def main(arguments: Sequence[str]) -> int:
         calls |= codec
         for n in o.workers:
             rows = jax.tree.map(lambda a, n=n: jnp.stack([a] * n), payload)
-            calls[f"add{n} {name}"] = lambda f=add, p=rows, s=shared: f(zeros, p, s)
+            calls[f"add-{n} {name}"] = lambda f=add, p=rows, s=shared: f(zeros, p, s)
     seconds = time_all(calls, o.repeats)
     read_ms, copy_ms = 1e3 * seconds["read"], 1e3 * seconds["copy"]
-    columns = {
+    if len(o.workers) == 1:
+        added = {f"add {n} ms": f"{{add-{n}:.1f}}" for n in o.workers}
+    else:
+        added = {f"ms a message, {n}": lambda row, n=n: f"{row[f'add-{n}'] / n:.3f}" for n in o.workers}
+    columns: dict[str, Any] = {
         "compressor": "{name}",
         "compress ms": "{compress:.1f}",
         "decompress ms": "{decompress:.1f}",
-        **{f"add {n} ms": f"{{add{n}:.1f}}" for n in o.workers},
-        **{f"each of {n}, ms": lambda row, n=n: f"{row[f'add{n}'] / n:.3f}" for n in o.workers[len(o.workers) == 1 :]},
+        **added,
         "/ read pass": lambda row: f"{(row['compress'] + row['decompress']) / read_ms:.1f}",
         "/ copy pass": lambda row: f"{(row['compress'] + row['decompress']) / copy_ms:.1f}",
         "lane B / f32": lambda row: f"{lanes[row['name']]:.5f}",
@@ -67,8 +72,8 @@ def main(arguments: Sequence[str]) -> int:
     notes = (
         f"One read pass, sum|x|: {read_ms:.2f} ms ({4e-6 * d / read_ms:.0f} GB/s). "
         f"One copy pass, 2x into new memory: {copy_ms:.2f} ms ({8e-6 * d / copy_ms:.0f} GB/s).\n"
-        "add N: decode so many messages and add them to a sum. "
+        f"add: decode {' or '.join(map(str, o.workers))} messages and add them to a sum. "
         "The passes are over compress + decompress. Decompressing writes d floats, so it costs about one copy at least."
     )
-    rows = by_part(seconds, ("compress", "decompress", *(f"add{n}" for n in o.workers)))
+    rows = by_part(seconds, ("compress", "decompress", *(f"add-{n}" for n in o.workers)))
     return report(o, f"d = 2^{o.log2_size}, float32", columns, rows, notes)

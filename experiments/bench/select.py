@@ -3,11 +3,11 @@
 Every method turns d floats into the indices of about `ratio` d of them. "+ residual" is all that error feedback
 needs, from the message in a donated buffer to payload and residual. "of it" are the parts of jc.sidco: its fit to a
 sample, the count of all entries above a threshold, which marks them, and the indices of what is marked. Each round has
-a vector of its own: whether a threshold has to be corrected, by another count, depends on it.
+a vector of its own: whether a threshold has to be corrected, by another count, depends on it. Writes to runs/NAME:
+config.json, results.json (seconds by log2 d and method), table.md, select.png.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,15 +16,15 @@ import numpy as np
 from jax import lax
 
 import jaxcomp as jc
-from experiments.bench.timing import Fresh, bench_parser, machine, report, time_all
-from experiments.lib.cli import fraction
-from experiments.lib.run import draw_panels
+from experiments.bench.timing import Fresh, machine, time_all
+from experiments.lib.cli import at_least, fraction
+from experiments.lib.run import Run, parser_of
 from jaxcomp.base import residual
 from jaxcomp.compressors.sidco import SAMPLE, STAGES
 from jaxcomp.compressors.sidco_counted import counted
 from jaxcomp.select import count_words, every, indices_of_words, words_above
 
-__all__ = ["main"]
+__all__ = ["main", "slope_of"]
 
 READ, SORT, TORCH = "read pass (sum of magnitudes)", "lax.top_k", "torch.topk"
 SIDCO, WHOLE = "jc.sidco", "jc.sidco + residual"
@@ -110,13 +110,25 @@ def torch_if_installed() -> Any:
     return torch
 
 
+def slope_of(sizes: Sequence[int], seconds: Sequence[float]) -> float:
+    """Exponent of d, by least squares over sizes from 2^20 on; over all of them if fewer than two are so large.
+
+    >>> round(slope_of([10, 20, 22, 24], [9.0, 1.0, 2.0, 4.0]), 3)
+    0.5
+    """
+    large = [place for place, size in enumerate(sizes) if size >= 20]
+    chosen = large if len(large) > 1 else range(len(sizes))
+    return float(np.polyfit([sizes[i] for i in chosen], np.log2([seconds[i] for i in chosen]), 1)[0])
+
+
 def main(arguments: Sequence[str]) -> int:
-    p = bench_parser("bench select", __doc__, repeats=7)
+    p = parser_of("bench select", __doc__)
+    p.add_argument("--repeats", type=at_least(1), default=7, help="rounds; the median is shown")
     large: dict[str, Any] = {"default": [18, 20, 22, 24, 26], "metavar": "N", "help": "d = 2^these, of 10 to 30"}
     p.add_argument("--log2-sizes", type=int, choices=range(10, 31), nargs="+", **large)
     p.add_argument("--ratio", type=fraction, default=0.001, help="share of entries to select")
-    p.add_argument("--plot", type=Path, default=None, help="draw times over sizes into this file")
-    o = p.parse_args(arguments)
+    run = Run(p, arguments, "bench-select")
+    o = run.options
     sizes = sorted(set(o.log2_sizes))
     seconds: dict[int, dict[str, float]] = {}
     extra: dict[str, float] = {}
@@ -125,42 +137,29 @@ def main(arguments: Sequence[str]) -> int:
         calls, extra = methods(vectors, o.ratio)
         seconds[size] = time_all(calls, o.repeats, f"2^{size}: ", vectors.next_round)
         del calls, vectors
+        run.keep(seconds)
 
     at = 24 if 24 in sizes else sizes[-1]
     base = seconds[at]
-    columns = {
+    columns: dict[str, Any] = {
         "method": str,
         **{f"2^{size} ms": lambda name, size=size: f"{1e3 * seconds[size][name]:.2f}" for size in sizes},
         f"2^{at} / read pass": lambda name: f"{base[name] / base[READ]:.1f}",
-        "faster than lax.top_k": lambda name: f"{base[SORT] / base[name]:.1f} x",
-        **({"than torch.topk": lambda name: f"{base[TORCH] / base[name]:.1f} x"} if TORCH in base else {}),
+        **{f"faster than {x}": lambda name, x=x: f"{base[x] / base[name]:.1f} x" for x in (SORT, TORCH) if x in base},
         "extra memory / d words": lambda name: f"{extra[name]:.2f}" if name in extra else "-",
     }
-    over_sizes = lambda name: np.array([each[name] for each in seconds.values()])
-    slope = f" Time of {SIDCO} grows like d^{slope_of(sizes, over_sizes(SIDCO)):.2f}." if len(sizes) > 1 else ""
+    grows = ""
+    if len(sizes) > 1:
+        slope = slope_of(sizes, [seconds[size][SIDCO] for size in sizes])
+        grows = f" Time of {SIDCO} grows like d^{slope:.2f}{' from 2^20 on' if sizes[-2] >= 20 else ''}."
     notes = (
         f"ratio {o.ratio:g}, Laplace entries, others in each round; medians of {o.repeats}. Read pass: "
-        f"{4 * 2**at / 1e9 / base[READ]:.0f} GB/s at 2^{at}.{slope}\n"
+        f"{4 * 2**at / 1e9 / base[READ]:.0f} GB/s at 2^{at}.{grows}\n"
         f"Extra memory: temporary buffers of the compiled program at 2^{sizes[-1]}, without arguments and results."
     )
-    if o.plot is not None:
-        shown = [name for name in base if "given" not in name and not name.startswith("of it")]
-        entries = [2.0**size for size in sizes]
-        panels = {
-            "milliseconds": {name: (entries, 1e3 * over_sizes(name)) for name in shown},
-            "multiples of one read pass": {name: (entries, over_sizes(name) / over_sizes(READ)) for name in shown},
-        }
-        title = f"Selecting {o.ratio:g} of the entries; {machine()}"
-        draw_panels(o.plot, panels, title, xscale="log", yscale="log", xlabel="entries")
-    return report(o, "Selection", columns, base, notes)
-
-
-def slope_of(sizes: Sequence[int], seconds: np.ndarray) -> float:
-    """Exponent of d, by least squares over sizes from 2^20 on (all of them if there are fewer than two).
-
-    >>> print(round(slope_of([18, 20, 22], np.array([1.0, 2.0, 8.0])), 6))
-    1.0
-    """
-    large = np.array(sizes) >= 20
-    chosen = large if large.sum() > 1 else np.ones(len(sizes), bool)
-    return float(np.polyfit(np.array(sizes)[chosen], np.log2(seconds[chosen]), 1)[0])
+    run.table(f"Selection; {machine()}", columns, base, notes)
+    shown = [name for name in base if "given" not in name and not name.startswith("of it") and name != READ]
+    curves = {name: ([2.0**size for size in sizes], [1e3 * seconds[size][name] for size in sizes]) for name in shown}
+    panels = {f"to select {o.ratio:g} of the entries": curves}
+    run.plot("select.png", panels, machine(), xscale="log", yscale="log", xlabel="entries", ylabel="milliseconds")
+    return 0

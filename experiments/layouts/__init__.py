@@ -1,8 +1,9 @@
-"""Which vectors should a tree become? Quality at equal bytes, compile time and step time of each layout.
+"""Which vectors should a tree become? Quality, bytes and time of each layout.
 
 A CNN on digits and a small transformer on characters are trained by 4 workers, simulated on one device, with each
-layout of `jaxcomp.layout` for sparsifiers and for dithering: the whole tree as one vector, each leaf by itself, equal
-chunks of 4,096 entries. Writes to runs/NAME: config.json, results.json, table.md, losses.png.
+layout of `jaxcomp.layout` for sparsifiers and for dithering: the whole tree as one vector, each leaf by itself (stacked
+with those of equal size, or apart), equal chunks of 4,096 entries. Writes to runs/NAME: config.json, results.json,
+table.md, losses.png.
 """
 
 import itertools
@@ -18,6 +19,7 @@ import optax
 from flax import nnx
 
 import jaxcomp as jc
+from experiments.bench.timing import machine
 from experiments.lib.cli import common
 from experiments.lib.data import load
 from experiments.lib.models import Cnn
@@ -45,8 +47,8 @@ COLUMNS: Columns = {
     "layout": "{layout}",
     "last losses": lambda row: spread(row["last"]),
     "lane bytes": "{lane_bytes:,.0f}",
-    "compile s": "{compile:.1f}",
-    "ms a step": lambda row: f"{1e3 * row['seconds']:.1f}",
+    "compile s": "{compile_seconds:.1f}",
+    "ms a step": lambda row: f"{1e3 * row['step_seconds']:.1f}",
 }
 
 
@@ -85,31 +87,31 @@ def transformer(path: Path | None) -> Task:
 
 def layouts(params: Any) -> dict[str, jc.Layout]:
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return {"tree": jc.Layout(), "leaf": jc.Layout("leaf"), "chunks": jc.Layout("chunks", chunks=-(-size // CHUNK))}
+    chunks = jc.Layout("chunks", chunks=-(-size // CHUNK))
+    return {"tree": jc.Layout(), "leaf": jc.Layout("leaf"), "apart": jc.Layout("apart"), "chunks": chunks}
 
 
 def train(task: Task, algorithm: Any, steps: int, seeds: Sequence[int]) -> dict[str, Any]:
-    """Losses [seeds, steps], bytes of a message, seconds to compile, and the median of those of a step."""
+    """Losses [seeds, steps], bytes of a message, seconds to compile (with the first step) and of a step."""
     tx = optax.chain(jc.compressed_mean(algorithm, "data"), optax.adam(1e-3))
     state, axes = jc.init_state(tx, task.params, WORKERS, "data")
     step = training_step(tx, task.loss, "data")
     on_batch = lambda params, state, batch: step(params, state, *batch)
     mapped = jax.jit(jax.vmap(on_batch, in_axes=(None, axes, 0), out_axes=(None, axes, None), axis_name="data"))
     losses, seconds = [], []
-    start = time.perf_counter()
-    mapped = mapped.lower(task.params, state, task.batch(0, 0)).compile()
-    compiling = time.perf_counter() - start
     for seed in seeds:
         params = jax.tree.map(jnp.array, task.params)
         state, _ = jc.init_state(tx, params, WORKERS, "data")
         losses.append([])
         for i in range(steps):
-            batch, start = task.batch(seed, i), time.perf_counter()
-            params, state, loss = mapped(params, state, batch)
-            losses[-1].append(float(loss))
+            batch = task.batch(seed, i)
+            start = time.perf_counter()
+            params, state, loss = jax.block_until_ready(mapped(params, state, batch))
             seconds.append(time.perf_counter() - start)
-    found = {"losses": losses, "lane_bytes": float(jc.info(state).lane_bytes)}
-    return found | {"compile": compiling, "seconds": float(np.median(seconds))}
+            losses[-1].append(float(loss))
+    step_seconds = float(np.median(seconds[1:])) if len(seconds) > 1 else float("nan")
+    times = {"compile_seconds": seconds[0], "step_seconds": step_seconds}
+    return {"losses": losses, "lane_bytes": float(jc.info(state).lane_bytes), **times}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -138,9 +140,12 @@ def main(arguments: Sequence[str]) -> int:
     run.keep(rows)
     notes = (
         f"{WORKERS} workers under vmap, {BATCH} examples each, {o.steps} steps of Adam, {len(o.seeds)} seeds, ratio "
-        f"{o.ratio:g}; the loss is the mean over the last {tail} steps. Chunks have {CHUNK} entries."
+        f"{o.ratio:g}; the loss is the mean over the last {tail} steps. Chunks have {CHUNK} entries. "
+        "leaf: leaves with equally many entries, those of equal shape among them, are the rows of one stack; apart: "
+        "each is a vector of its own. compile: the first step, with compiling; ms: median of the others, of all "
+        "workers on one device."
     )
-    run.table("Layouts", COLUMNS, rows, notes)
+    run.table(f"Layouts; {machine()}", COLUMNS, rows, notes)
     panels: dict[str, dict[str, Any]] = {}
     for row in rows:
         mean = running_mean(np.asarray(row["losses"]), 10).mean(0)

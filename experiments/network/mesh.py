@@ -15,11 +15,14 @@ __all__ = ["Workers"]
 
 
 class Workers:
-    """One worker for each process, in a row."""
+    """One worker for each process, in a row, or in so many groups: along axes "group" and AXIS."""
 
-    def __init__(self):
-        self.mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
-        self.equal, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(AXIS))
+    def __init__(self, groups: int = 1):
+        self.axis: Any = AXIS if groups == 1 else ("group", AXIS)
+        shape = (jax.device_count(),) if groups == 1 else (groups, jax.device_count() // groups)
+        names = (AXIS,) if groups == 1 else self.axis
+        self.mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+        self.equal, self.split = NamedSharding(self.mesh, P()), NamedSharding(self.mesh, P(self.axis))
 
     def replicate(self, tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self.equal, np.array(x)), tree)

@@ -5,13 +5,17 @@ f32 `psum` has after --steps steps; of local updates the loss of the point that 
 trained to it once, without a limit: how many steps it needs does not depend on the links. Then the links get each rate
 in turn, a few steps are timed, and their losses must be those of the training, bit for bit. Time to the loss: steps
 times the median step. What passes the links then is counted. Written to runs/NAME: config.json, results.json (a row as
-soon as it is measured), table.md, links.md, scoreboard.png.
+soon as it is measured), table.md, losses.md, links.md, scoreboard.png.
 """
 
 import itertools
 import math
 import os
+import platform
+import shlex
+import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ import numpy as np
 from experiments.lib.cli import Parser, at_least, common, one_thread, positive, share
 from experiments.lib.netlab import Lab, add_rates, laboratory, rate_name
 from experiments.lib.pool import Pool
-from experiments.lib.report import status
+from experiments.lib.report import spread, status
 from experiments.lib.run import Columns, Run, parser_of
 from experiments.network import counted, pool_in
 from experiments.network.methods import DENSE, KNOWN, local_of, trained_name
@@ -211,11 +215,32 @@ not reached in {o.longest} times as many. MB: sent by a worker in a step. even a
 that. Sparse methods keep {o.ratio:g} of the entries. Parameters: {sizes}. {o.workers} processes on
 {len(os.sched_getaffinity(0))} cores, Adam, {o.batch} examples of each worker, seeds {", ".join(map(str, o.seeds))}."""
     run.table(f"{run.folder.name}: time to the loss", columns_of(rows, o.rates), rows, notes)
+    run.table(f"{run.folder.name}: losses", LOSSES, rows, about(run), "losses.md")
     run.table(f"{run.folder.name}: links", link_columns(o.rates), rows, LINKS, "links.md")
     unequal = [f"{row['model']}, {row['method']}" for row in rows if not row["equal"]]
     if unequal:
         run.console.print(f"losses at some rate were not those of the training: {'; '.join(unequal)}", style="bold red")
     run.picture(draw(o, rows), "scoreboard.png")
+
+
+LOSSES: Columns = {
+    "model": "{model}",
+    "method": "{method}",
+    "last loss": lambda row: spread(row["losses"]),
+    "steps": lambda row: ", ".join("missed" if steps is None else str(steps) for steps in row["steps"]),
+    "said B a step": "{ledger_bytes:,.0f}",
+    "on the links B a step": lambda row: " - ".join(f"{f(row['payload_bytes']):,.0f}" for f in (min, max)),
+}
+
+
+def about(run: Run) -> str:
+    """What the losses are, and what it takes to measure them again."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "numpy", "optax", "flax", "jaxcomp"))
+    options = shlex.join(sys.argv[1:])
+    return f"""\
+last loss: mean of the last ten steps, ± over the seeds; steps: of each seed. B: of a worker; on the links as the kernel
+counted it, least and most of the rates. Python {platform.python_version()}, {versions}.
+Seeds {", ".join(map(str, run.options.seeds))}. Command: python -m experiments {options}"""
 
 
 LINKS = """\

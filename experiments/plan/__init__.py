@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from experiments import network
-from experiments.lib.cli import Parser, at_least, common, one_thread, positive
+from experiments.lib.cli import Parser, UserError, at_least, common, one_thread, positive
 from experiments.lib.netlab import add_rates, delay_of, laboratory
 from experiments.lib.pool import ONE_PROCESS, Pool, Tasks, serve
 from experiments.lib.run import Run, parser_of
@@ -47,8 +47,12 @@ def parser() -> Parser:
     p.add_argument("--loads", type=int, choices=(0, 1), nargs="+", default=[0, 1], help="1: one worker's core is busy")
     p.add_argument("--seconds", type=positive, default=60.0, help="that a plan may measure; `regret` compiles before")
     p.add_argument("--rounds", type=at_least(2), default=40, help="of all candidates in turn; the median counts")
-    what = "all defaults of jc.plan in place of six: buckets, and local updates with up to so many steps, too"
-    p.add_argument("--all", type=at_least(1), default=0, metavar="H", help=what)
+    p.add_argument("--all", action="store_true", help="all default candidates, buckets among them, in place of six")
+    p.add_argument(
+        "--max-every", type=at_least(1), default=1, metavar="H", help="local updates with up to H steps, too"
+    )
+    what = "of workers, for hierarchies: a mesh of two axes; divides the numbers of workers"
+    p.add_argument("--groups", type=at_least(1), default=1, metavar="G", help=what)
     common(p, "worker", "address", batch=16)
     return p
 
@@ -61,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
         serve(o.address, o.workers[0], o.worker, tasks)
         return 0
 
+    if wrong := [n for n in (*o.workers, *o.one_process) if o.groups > 1 and (n % o.groups or n == o.groups)]:
+        raise UserError(f"--groups must divide the numbers of workers and be smaller; got {o.groups} and {wrong[0]}")
     one_thread()
     for row in cells(o):
         where = f"{row['workers']} workers, {row['entries']:,} parameters, {link_of(row)}"
@@ -89,7 +95,7 @@ def cells(o: Any) -> Iterator[dict[str, Any]]:
             pool.hear()
             for size in dict.fromkeys(o.sizes):
                 shape()
-                entries = ask("task", size=size, batch=o.batch, every=o.all)
+                entries = ask("task", size=size, batch=o.batch, of_all=o.all, max_every=o.max_every, groups=o.groups)
                 if o.what == "regret":  # its plans have few seconds: they are for measuring, not for compiling
                     ask("plan", seconds=COMPILING, tried=100)
                 for load, (rate, delay) in itertools.product(dict.fromkeys(o.loads), links or [(None, 0.0)]):

@@ -99,7 +99,7 @@ def draw(rows: list[dict[str, Any]]) -> Any:
     names = list(rows[0]["measured"])
     for number, name in enumerate(names):
         points = [(row["measured"][name], row["predicted"][name]["total"]) for row in rows]
-        look = {**LINES[number], "linestyle": "none", "markersize": 4}
+        look = {**LINES[number % len(LINES)], "linestyle": "none", "markersize": 4}
         left.plot(*zip(*points, strict=True), label=name, **look)
     every = [row["measured"][name] for row in rows for name in names]
     ends = [min(every), max(every)]

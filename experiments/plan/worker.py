@@ -11,7 +11,7 @@ from experiments.lib.launch import end_all, start
 from experiments.lib.pool import note
 from experiments.network.mesh import Workers
 from jaxcomp.plan.advise import choose
-from jaxcomp.plan.candidates import default_candidates
+from jaxcomp.plan.candidates import default_candidates, hierarchies
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.measure import sweep
 from jaxcomp.plan.planning import plan_on
@@ -34,14 +34,12 @@ class Sweep:
 
 
 class Task:
-    """A multilayer perceptron of about so many parameters, on random examples. described: how many they are.
+    """A multilayer perceptron of about so many parameters, on random examples. described: how many they are."""
 
-    every: 0: `CANDIDATES`; else all defaults of `jc.plan`, local updates with up to so many steps among them.
-    """
-
-    def __init__(self, number: int, size: int, batch: int, every: int):
-        self.number, self.busy = number, None
-        workers = Workers()
+    def __init__(self, number: int, size: int, batch: int, of_all: bool, max_every: int, groups: int):
+        self.number, self.busy, self.max_every = number, None, max_every
+        workers = Workers(groups)
+        self.axis = workers.axis
         width = max(int(np.sqrt(size)), 8)
         rng = np.random.default_rng(size)
         middle = max((size - 80 * width) // width, 8)
@@ -54,7 +52,9 @@ class Task:
         x, y = own.standard_normal((batch, 64)).astype(np.float32), own.standard_normal((batch, 16)).astype(np.float32)
         self.batch = (workers.own(x), workers.own(y))
         self.clock = Clock(workers.mesh, 60.0)
-        self.candidates = [each for each in default_candidates(every or 1) if every or each.name in CANDIDATES]
+        known = default_candidates(max_every)
+        self.candidates = [each for each in known if of_all or each.name in CANDIDATES or each.every > 1]
+        self.candidates += hierarchies(self.axis) if groups > 1 else []
 
     @staticmethod
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -65,8 +65,8 @@ class Task:
         """Predicted seconds of every candidate, and what is advised: by prediction alone, and after trying."""
         self.clock.restart(seconds)
         show = note if self.number == 0 else lambda _: None
-        where = (self.clock, self.loss, self.params, self.batch, "data", self.candidates)
-        found = plan_on(*where, tried=tried, show=show, thorough=True)
+        where = (self.clock, self.loss, self.params, self.batch, self.axis, self.candidates)
+        found = plan_on(*where, max_every=self.max_every, tried=tried, show=show, thorough=True)
         alone = choose([row._replace(measured=None, expected=None) for row in found.rows])
         return {
             "predicted": {row.candidate.name: row.parts._asdict() for row in found.rows},
@@ -80,7 +80,7 @@ class Task:
 
     def run(self, seconds: float, rounds: int) -> dict[str, list[float]]:
         """Measured seconds per step of every candidate in each round; in a round each has its turn."""
-        where = (self.loss, self.params, self.batch, self.clock.mesh, "data")
+        where = (self.loss, self.params, self.batch, self.clock.mesh, self.axis)
         steps = [step_of(self.clock, each, *where) for each in self.candidates]
         times = seconds_of_steps(self.clock, steps, rounds, seconds)
         return {each.name: list(row) for each, row in zip(self.candidates, times, strict=True)}

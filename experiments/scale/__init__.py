@@ -15,7 +15,7 @@ from jaxcomp.plan.scale import Fabric, costs_at, crossover, straggling
 
 __all__ = ["main", "replacement", "rows_of"]
 
-FABRIC = Fabric(latency=2e-5, bandwidth=12.5e9, group=8, oversubscription=2.0, inner=1e11)
+FABRIC = Fabric(latency=2e-5, bandwidth=12.5e9, group=8, oversubscription=2.0, inner=1e11, deviation=0.001)
 MEMORY = 80e9  # bytes of a worker
 ROOM = MEMORY / 4  # of it, for an exchange
 COLUMNS: Columns = {
@@ -26,6 +26,7 @@ COLUMNS: Columns = {
     "sent": lambda row: in_units(row["sent_bytes"]),
     "held": lambda row: in_units(row["held_bytes"]),
     "seconds": "{seconds:.3g}",
+    "waits": "{waits:.3g}",
     "schedule": "{schedule}",
     "replaced by": "{replaced}",
 }
@@ -34,10 +35,10 @@ Held: beside the gradient and the memory of error feedback. A worker has {memory
 cut into shards: n / shards devices exchange the same one. A route that needs more than a quarter of the memory, or
 takes more than twice as long as the fastest that fits, is marked with the one that replaces it.
 
-Gathering messages of ratio {ratio:g} is slower than a dense f32 sum from {turns} on. Links: {fabric}.
+Waits: seconds, at most, until the slowest of n is there, where the times of a step have a standard deviation of
+{deviation:g} s: sigma sqrt(2 ln n), the same by every route. They are not in the seconds.
 
-Stragglers: whatever the route, a step waits for the slowest of n, at most sigma sqrt(2 ln n) = {waits} where the
-seconds of a step deviate by {deviation:g} from device to device."""
+Gathering messages of ratio {ratio:g} is slower than a dense f32 sum from {turns} on. Links: {fabric}."""
 
 
 def rows_of(counts: Sequence[int], numbers: Sequence[float], ratio: float) -> list[dict[str, Any]]:
@@ -57,6 +58,7 @@ def rows_of(counts: Sequence[int], numbers: Sequence[float], ratio: float) -> li
         }
         for n in (n for n in counts if n >= 2 * shards):  # else no two devices have the same shard
             about = {"entries": entries, "workers": n, "shards": shards, "exchanging": n // shards}
+            about["waits"] = straggling(n // shards, FABRIC.deviation)
             for message, (size, routes) in messages.items():
                 found = costs_at(n // shards, own, size, FABRIC)
                 rows += [{**about, "message": message, "route": name, **found[name]._asdict()} for name in routes]
@@ -105,16 +107,13 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--workers", type=at_least(2), nargs="+", default=counts, metavar="N", help="numbers of devices")
     p.add_argument("--entries", type=positive, nargs="+", default=[1e9, 1e11], metavar="D", help="of the gradient")
     p.add_argument("--ratio", type=fraction, default=0.001, help="share of entries in a sparse message, 8 bytes each")
-    what = "standard deviation of the seconds of a step, from one device to another"
-    p.add_argument("--deviation", type=positive, default=0.01, help=what)
     run = Run(p, arguments, "scale")
     o = run.options
     rows = rows_of(o.workers, o.entries, o.ratio)
     run.keep(rows)
     fabric = ", ".join(f"{name} {value:g}" for name, value in FABRIC._asdict().items())
     turns = ", ".join(turn(entries, o.ratio) for entries in o.entries)
-    waits = ", ".join(f"{straggling(n, o.deviation):.3g} s (n = {n:,})" for n in o.workers)
-    notes = NOTES.format(memory=MEMORY / 1e9, turns=turns, waits=waits, fabric=fabric, **vars(o))
+    notes = NOTES.format(memory=MEMORY / 1e9, deviation=FABRIC.deviation, ratio=o.ratio, turns=turns, fabric=fabric)
     run.table(f"{run.folder.name}: an exchange by formula", COLUMNS, rows, notes)
     panels: dict[str, dict[str, Any]] = {}
     for row in rows:

@@ -1,9 +1,10 @@
-"""Bytes per nonzero and error of each message, and what each part of SKCompress is worth.
+"""Bytes per nonzero, error and speed of each message, and what each part of SKCompress is worth.
 
 Gradients are recorded from training with Adam and compressed by every method. Bytes are those of the message between
-hosts without its frame.
+hosts without its frame; encode and decode make and read them on the host, compress and decompress run in jit.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 import jaxcomp as jc
 from experiments.bench.codes import general_coders
 from experiments.lib.cli import at_least, common
-from experiments.lib.run import Columns, Run, parser_of
+from experiments.lib.run import Run, parser_of
 from experiments.lib.step import dense
 from experiments.skcompress.problems import add_data, linear, read, synthetic
 from jaxcomp import codes
@@ -24,11 +25,13 @@ from jaxcomp.wire.frame import FRAME_BYTES
 
 __all__ = ["Measured", "main", "measure_raw"]
 
-GRADIENTS = 3  # recorded
+GRADIENTS, REPEATS = 3, 3  # gradients recorded; calls timed after a first one
+SPEEDS = ("compress", "decompress", "encode", "decode")
 
 
 class Measured(NamedTuple):
-    """One method on one gradient: bytes of keys, values and tables, number of nonzeros, |x - C(x)|^2 / |x|^2."""
+    """One method on one gradient: bytes of keys, values and tables, number of nonzeros, |x - C(x)|^2 / |x|^2,
+    seconds of SPEEDS (0: not done)."""
 
     method: str
     keys: float
@@ -36,16 +39,19 @@ class Measured(NamedTuple):
     tables: float
     nonzeros: int
     error: float
+    seconds: tuple[float, ...] = (0.0,) * len(SPEEDS)
 
     @property
     def bytes(self) -> float:
         return self.keys + self.values + self.tables
 
 
-def measured(name: str, x: np.ndarray, x_hat: np.ndarray, keys: float, values: float, tables: float) -> Measured:
+def measured(
+    name: str, x: np.ndarray, x_hat: np.ndarray, keys: float, values: float, tables: float, *seconds: tuple[float, ...]
+) -> Measured:
     wide = np.float64(x)
     error = np.sum((wide - x_hat) ** 2) / np.sum(wide**2)
-    return Measured(name, keys, values, tables, int(np.count_nonzero(x)), float(error))
+    return Measured(name, keys, values, tables, int(np.count_nonzero(x)), float(error), *seconds)
 
 
 def methods() -> dict[str, Any]:
@@ -77,6 +83,16 @@ def record(problem: Any, batch: int, steps: int, seed: int) -> list[np.ndarray]:
 # Messages
 
 
+def timed(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
+    """The result, and the least seconds of REPEATS calls after a first one."""
+    result, seconds = jax.block_until_ready(call(*arguments)), []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(call(*arguments))
+        seconds.append(time.perf_counter() - start)
+    return result, min(seconds)
+
+
 def roundtrip_of(compressor: Any) -> Callable[[np.ndarray], Any]:
     """x -> C(x) and the payload; compiled once."""
     return jax.jit(lambda x: jc.roundtrip(compressor, x, key=jax.random.key(0)))
@@ -84,18 +100,27 @@ def roundtrip_of(compressor: Any) -> Callable[[np.ndarray], Any]:
 
 def meter(name: str, compressor: Any) -> Callable[[np.ndarray], list[Measured]]:
     """Measures a method on gradients f32[d]."""
-    roundtrip = roundtrip_of(compressor)
+    key = jax.random.key(0)
+    compress = jax.jit(lambda x, state: compressor.compress(key, x, state)[0])
+    decompress = jax.jit(compressor.decompress, static_argnums=2)
 
     def measure(x: np.ndarray) -> list[Measured]:
-        x_hat, payload = jax.device_get(roundtrip(x))
-        total = len(jc.wire.encode(payload, code="best")) - FRAME_BYTES
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        state = compressor.init(key, like)
+        sent, compressing = timed(compress, jnp.asarray(x), state)
+        x_hat, decompressing = timed(decompress, sent, state.shared, like)
+        payload = jax.device_get(sent)
+        data, encoding = timed(lambda: jc.wire.encode(payload, code="best"))
+        _, decoding = timed(jc.wire.decode, data)
+        total = len(data) - FRAME_BYTES
         if isinstance(payload, Sketch):
             keys, values = (int(bits) / 8 for bits in sketch_bits(payload)[:2])
         else:
             values = int(jc.code_bits(payload.values, code="best")) / 8
             keys = total - values
         # Tables come with all headers, and with the bits that fill the last byte of each part.
-        return [measured(name, x, x_hat, keys, values, total - keys - values)]
+        seconds = (compressing, decompressing, encoding, decoding)
+        return [measured(name, x, np.asarray(x_hat), keys, values, total - keys - values, seconds)]
 
     return measure
 
@@ -105,10 +130,15 @@ def measure_raw(x: np.ndarray) -> list[Measured]:
     keys = np.flatnonzero(x).astype("<i4")
     halves = [keys.tobytes(), x[keys].astype("<f4").tobytes()]
     rows = [measured("f32 keys + values", x, x, 4 * keys.size, 4 * keys.size, 0)]
-    for name, (pack, _) in general_coders(9, 19).items():
-        total, (of_keys, of_values) = len(pack(b"".join(halves))), (len(pack(half)) for half in halves)
+    raw = b"".join(halves)
+    for name, (pack, unpack) in general_coders(9, 19).items():
+        packed, encoding = timed(pack, raw)
+        restored, decoding = timed(unpack, packed)
+        if restored != raw:
+            raise RuntimeError(f"{name} did not restore what it packed")
+        total, (of_keys, of_values) = len(packed), (len(pack(half)) for half in halves)
         share = total * of_keys / (of_keys + of_values)
-        rows.append(measured(name, x, x, share, total - share, 0))
+        rows.append(measured(name, x, x, share, total - share, 0, (0.0, 0.0, encoding, decoding)))
     return rows
 
 
@@ -126,6 +156,14 @@ CHAIN: dict[str, tuple[str | None, str, bool]] = {
 }
 
 
+def key_seconds(coder: str, keys: Any, counts: Any) -> tuple[float, ...]:
+    """As in SPEEDS, of the lists of keys alone, coded in jit."""
+    encode = jax.jit(lambda keys, counts: codes.encode_keys(keys, counts, coder=coder))
+    decode = jax.jit(lambda coded, counts: codes.decode_keys(coded, counts, size=keys.size, coder=coder))
+    (coded, *_), encoding = timed(encode, keys, counts)
+    return 0.0, 0.0, encoding, timed(decode, coded, counts)[1]
+
+
 def chain_meter() -> Callable[[np.ndarray], list[Measured]]:
     """Measures the steps of CHAIN."""
     modes = ("paper", "quantile", "recentred")
@@ -138,7 +176,8 @@ def chain_meter() -> Callable[[np.ndarray], list[Measured]]:
         for name, (mode, coder, huffman) in CHAIN.items():
             if mode is None:
                 lists = int(codes.key_bits(keys, counts, coder=coder)) / 8 if coder else 4 * keys.size
-                rows.append(measured(name, x, x, lists, 4 * keys.size, 0))
+                times = (key_seconds(coder, keys, counts),) if coder else ()
+                rows.append(measured(name, x, x, lists, 4 * keys.size, 0, *times))
                 continue
             x_hat, payload = done[mode]
             bits = sketch_bits(payload)
@@ -146,17 +185,20 @@ def chain_meter() -> Callable[[np.ndarray], list[Measured]]:
             used = np.max(np.flatnonzero(unpack_words(payload.cells)), initial=-1) + 1
             values = int(bits.values) if huffman else used * (8 if coder == "sketchml" else payload.cells.shape[0])
             lists = int(codes.key_bits(payload.keys, payload.counts, coder=coder))
-            rows.append(measured(name, x, x_hat, lists / 8, values / 8, int(bits.tables) / 8))
+            times = key_seconds(coder, payload.keys, payload.counts)
+            rows.append(measured(name, x, x_hat, lists / 8, values / 8, int(bits.tables) / 8, times))
         return rows
 
     return measure
 
 
 def together(rows: Sequence[Measured]) -> Measured:
-    """Sums of bytes and nonzeros over gradients, the median of their errors."""
-    names, *sizes, errors = zip(*rows, strict=True)
+    """Sums of bytes, nonzeros and seconds over gradients, the median of their errors."""
+    names, *sizes, errors, seconds = zip(*rows, strict=True)
     keys, values, tables, nonzeros = map(sum, sizes)
-    return Measured(names[0], keys, values, tables, nonzeros, float(np.median(errors)))
+    return Measured(
+        names[0], keys, values, tables, nonzeros, float(np.median(errors)), tuple(map(sum, zip(*seconds, strict=True)))
+    )
 
 
 # ------------------------------------------------------------------------------------------------
@@ -164,13 +206,21 @@ def together(rows: Sequence[Measured]) -> Measured:
 NOTES = """\
 B/nonzero: bytes of the message over nonzero entries of the gradient, in parts. values: what tells the bucket of each
 key, with its Huffman table; tables: what the buckets stand for, and all headers. error: |x - C(x)|^2 / |x|^2.
-equal depth: quantile with power=0, the control with as many values in each bucket."""
-COLUMNS: Columns = {
+equal depth: quantile with power=0, the control with as many values in each bucket.
+Speeds: million nonzeros of the gradient per second; compress and decompress in jit, encode and decode on the host."""
+COLUMNS: dict[str, Any] = {
     "method": "{method}",
     "B/nonzero": lambda row: f"{row.bytes / row.nonzeros:.3f}",
     **{x: lambda row, x=x: f"{getattr(row, x) / row.nonzeros:.3f}" for x in ("keys", "values", "tables")},
     "error": "{error:.4f}",
 }
+PARTS = """\
+SketchML is "+ MinMaxSketch, midpoints". Keys encoded, decoded: million nonzeros per second, the lists of keys alone, by
+their coder in jit, without the cells."""
+
+
+def speed(place: int) -> Callable[[Measured], str]:
+    return lambda row: f"{row.nonzeros / row.seconds[place] / 1e6:.2f}" if row.seconds[place] else "-"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -195,8 +245,9 @@ def main(arguments: Sequence[str]) -> int:
     run.add(*(row._asdict() for row in whole + chain))
     each = f"{whole[0].nonzeros // GRADIENTS:,} nonzeros of {problem.params.size:,}"
     title = f"{problem.name}: {each}, {GRADIENTS} gradients of batches of {o.batch}"
-    run.table(title, COLUMNS, whole, NOTES)
-    run.table("What each part is worth, as released and with ours", COLUMNS, chain, "", "parts.md")
+    run.table(title, COLUMNS | {name: speed(place) for place, name in enumerate(SPEEDS)}, whole, NOTES)
+    parts = COLUMNS | {"keys encoded": speed(2), "keys decoded": speed(3)}
+    run.table("What each part is worth, as released and with ours", parts, chain, PARTS, "parts.md")
     families: dict[str, list[Measured]] = {}
     for row in whole:
         if row.error:

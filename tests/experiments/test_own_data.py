@@ -61,3 +61,5 @@ def test_a_transformer_on_a_text(text):
     with jax.numpy_dtype_promotion("standard"):
         found = layouts.train(task, jc.error_feedback(jc.top_k(0.1)), 2, [0])
     assert np.isfinite(found["losses"]).all()
+    assert found["compile_seconds"] > found["step_seconds"] > 0
+    assert set(layouts.layouts(task.params)) == {"tree", "leaf", "apart", "chunks"}

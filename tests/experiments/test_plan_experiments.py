@@ -75,6 +75,24 @@ def test_a_cell_without_links(tmp_path, monkeypatch):
     assert "one process" in (tmp_path / "r" / "table.md").read_text()
 
 
+@pytest.mark.slow
+def test_buckets_hierarchies_and_local_updates(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "one_thread", lambda: None)
+    options = ["--workers", "--one-process", "4", "--sizes", "2000", "--loads", "0", "--seconds", "2"]
+    options += ["--all", "--max-every", "4", "--groups", "2", "--runs", str(tmp_path), "--name", "r"]
+    assert plan.main(["advise", *options]) == 0
+    (row,) = json.loads((tmp_path / "r" / "results.json").read_text())
+    said = list(row["said"])
+    assert any(name.endswith("H=4") for name in said)
+    assert "f32 over data, sidco(0.01)+ef over group" in said
+    assert any("MiB" in name for name in said)
+
+
+def test_groups_divide_the_workers(tmp_path):
+    with pytest.raises(UserError, match="--groups must divide the numbers of workers and be smaller; got 2 and 3"):
+        plan.main(["--workers", "4", "3", "--groups", "2", "--runs", str(tmp_path)])
+
+
 def test_every_experiment_has_a_line(capsys):
     assert main(["--help"]) == 0
     assert all(what in capsys.readouterr().out for what in [EXPERIMENTS["plan"][1]])
@@ -86,6 +104,7 @@ def test_scale_marks_what_does_not_fit_and_names_what_replaces_it(tmp_path, caps
     gathered = next(row for row in rows if row["route"] == "gather" and row["workers"] == 16384)
     assert replacement(rows, gathered) == "does not fit: two_shot"
     assert (tmp_path / "s" / "scale.png").exists()
+    assert gathered["waits"] == pytest.approx(0.001 * math.sqrt(2 * math.log(16384)))
     assert "two_shot" in capsys.readouterr().out
     sharded = rows_of([64, 16384], [1e11], 0.001)
     assert {(row["workers"], row["shards"]) for row in sharded} == {(16384, 64)}  # 64 devices hold one model

@@ -56,6 +56,9 @@ def test_the_table_says_where_it_pays_where_it_loses_and_where_even(tmp_path):
     assert found["top-k"][2].endswith("bit/s")
     assert found["psum-f32"][:2] == ["0.5 x", "1 x"]
     assert found["sidco"][:2] == ["-", "-"]
+    losses = (tmp_path / "s" / "losses.md").read_text()
+    assert "| mlp | sidco | 0.1000 | 300, missed | 1,000,000 | 1,010,000 - 1,020,000 |" in losses
+    assert all(text in losses for text in (f"jax {jax.__version__}", "Seeds 0", "Command: python -m experiments"))
     links = (tmp_path / "s" / "links.md").read_text()
     assert "| mlp | psum-f32 | 2000.0 | 100.0 | 5.0 % | 1.010 - 1.020 |" in links
     assert (tmp_path / "s" / "scoreboard.png").stat().st_size > 10_000

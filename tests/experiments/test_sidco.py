@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from programs import run_to
 
+from experiments.bench.select import slope_of
 from experiments.sidco.quality import LAWS, ZEROS, draws
 
 
@@ -43,9 +44,18 @@ def test_training(tmp_path):
 
 @pytest.mark.slow
 def test_bench_select(tmp_path):
-    result = run_to(0, "bench", "select", "--log2-sizes", 10, 11, "--repeats", 1, "--markdown", tmp_path / "b.md")
+    sizes = ("--log2-sizes", 10, 11)
+    result = run_to(0, "bench", "select", *sizes, "--repeats", 1, "--runs", tmp_path, "--name", "b")
     assert "jc.sidco + residual" in result.stdout
-    assert "jc.sidco + residual" in (tmp_path / "b.md").read_text()
+    table = (tmp_path / "b" / "table.md").read_text()
+    assert "jc.sidco + residual" in table
+    assert "Time of jc.sidco grows like d^" in table
+    assert (tmp_path / "b" / "select.png").stat().st_size > 1000
+
+
+def test_the_exponent_is_that_of_large_sizes():
+    assert slope_of([10, 20, 22, 26], [9.0, 1.0, 4.0, 64.0]) == pytest.approx(1)
+    assert slope_of([10, 12], [1.0, 2.0]) == pytest.approx(0.5)
 
 
 def test_laws_have_the_zeros_they_name():
