@@ -148,7 +148,7 @@ def check_options(kept: dict[str, Any], parser: Parser, wanted: Collection[str])
             continue
         if action.nargs:
             check_row(kept, {key: list})
-        for each in value if action.nargs else [value]:
+        for each in list(value or ()) if action.nargs else [value]:
             parsed = parser._get_value(action, each if isinstance(each, str) else json.dumps(each))
             parser._check_value(action, parsed)
             if jsonable(parsed) != each:

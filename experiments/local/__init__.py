@@ -87,7 +87,7 @@ def run(o: Any, setups: list[Setup], text: Text, runs: Path, folder: Path) -> in
         title = f"{text.name}, {o.workers} workers, {len(o.seeds)} seed(s), band: min to max"
         own = {report.BY_BYTES: {"xlabel": "MB sent by each worker", "xscale": "log"}}
         own |= {report.BY_TIME: {"xlabel": f"seconds, computed for links of {o.mbit:g} Mbit/s", "xscale": "log"}}
-        labels = {"xlabel": "step", "ylabel": "test loss of the shared point (nats a byte)"}
+        labels: dict[str, Any] = {"xlabel": "step", "ylabel": "test loss of the shared point (nats a byte)"}
         draw_panels(folder / "local.png", panels, title, each=own, **labels)
         console.print(f"plot: {folder / 'local.png'}")
     return 130 if interrupted else 0
