@@ -59,7 +59,10 @@ def known() -> tuple[list[Case], np.ndarray]:
 def check_valid(payload: Any) -> None:
     """It encodes, and comes back with the same bits."""
     for code in ("fixed", "best"):
-        back = jc.wire.decode(jc.wire.encode(payload, code=code))
+        try:
+            back = jc.wire.decode(jc.wire.encode(payload, code=code))
+        except Exception as error:  # of the library, too: what it has decoded it must encode
+            raise AssertionError(f"encoded as {code}: {type(error).__name__}: {error}") from error
         assert bits_of(back) == bits_of(payload), f"encoded as {code} it comes back as something else"
 
 

@@ -15,7 +15,6 @@ was closed.
 """
 
 import importlib.util
-import json
 import logging
 import os
 from collections import Counter
@@ -27,7 +26,8 @@ from typing import Any
 from experiments.federated.plan import plan_for
 from experiments.lib import cli
 from experiments.lib.cli import UserError, at_least, common, fraction, positive
-from experiments.lib.folders import Journal, resumable, run_options
+from experiments.lib.errors import check_row, read_json, reading
+from experiments.lib.folders import ANEW, Journal, resumable, run_options
 from experiments.lib.report import new_console, show, show_rows
 from experiments.lib.run import draw_panels, parser_of
 
@@ -36,7 +36,7 @@ __all__ = ["LINE", "main", "parser"]
 # What is read again of a line of metrics.jsonl.
 WAYS = ("up_bytes", "used_bytes", "down_bytes")
 LINE: dict[str, type] = dict.fromkeys(("number", "asked", "used", "late", "missing", "entries", *WAYS), int)
-LINE |= {"loss": float, "accuracy": float, "refused": list, "clipped": list, "sums": dict}
+LINE |= {"loss": float, "accuracy": float, "refused": list, "clipped": list, "sent": list, "sums": dict}
 
 MEMORY_NOTES = """\
 Sums over all entries of what training added to a memory, of what was used, of what the client remembers, and of what it
@@ -44,9 +44,9 @@ handed over. In {apart} of {checked} accounts, one for each client and round, an
 exact fractions."""
 
 CLIENT_NOTES = """\
-ratio and bytes: the mean of its messages that were let in, apart from whole memories of who leaves; a ratio is of all
+ratio and bytes: the mean of its messages that were decoded, apart from whole memories of who leaves; a ratio is of all
 entries, an entry a value and an index. Largest: of all that it sent."""
-MEANS = ("ratio", "entries", "bytes", "bytes an entry")  # columns of what was let in
+MEANS = ("ratio", "entries", "bytes", "bytes an entry")  # columns of what was decoded
 
 
 def parser() -> cli.Parser:
@@ -151,8 +151,11 @@ def report(config: dict[str, Any], folder: Path) -> None:
 
 
 def by_client(console: Any, config: dict[str, Any], lines: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """A row for each client. Returns the curves of what its messages that were let in might take, and took."""
-    clients, started = json.loads((folder / "clients.json").read_text()), folder / "clients" / "starts"
+    """A row for each client. Returns the curves of what its messages that were decoded might take, and took."""
+    clients, started = read_json(folder / "clients.json", dict, ANEW), folder / "clients" / "starts"
+    for name, client in clients.items():
+        with reading(f"{folder / 'clients.json'}, {name}", ANEW):
+            check_row(client, {"samples": int, "counts": dict})
     starts = Counter(started.read_text().split() if started.is_file() else ())
     counted = lambda counts: ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())) or "-"
     events, rows = plan_for(config).events[: len(lines)], []

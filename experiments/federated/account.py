@@ -52,7 +52,7 @@ def _made(clients: Path, i: int, member: Member) -> tuple[np.ndarray, int]:
 class Counted(Server):
     """Keeps the sum of what was used of each member, in memory and on disk: a file for each round in `folder`.
 
-    sent: of each answer of the round: its member, the entries that it might have, its bytes, and whether it was let in
+    sent: of each answer of the round: its member, the entries that it might have, its bytes, and whether it was decoded
     ("whole": the memory of a member that leaves).
     """
 

@@ -99,8 +99,7 @@ def resumable(
         options = resumed(folder, p, arguments, options)
     prepared = prepare(options)
     with claimed(runs, name, resume, kind) as folder, goes_on(runs, folder):
-        if not resume:
-            write_config(folder, options)
+        write_config(folder, options)  # of a run to resume with defaults of options that it did not have
         yield prepared, runs, folder
 
 

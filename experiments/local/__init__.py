@@ -83,7 +83,7 @@ def run(o: Any, setups: list[Setup], text: Text, runs: Path, folder: Path) -> in
         title = f"{folder.name}: {rows[0]['parameters']:,} parameters, {text.name}"
         notes = report.NOTES.format(mbit=o.mbit)
         show_rows(console, title, report.rows(rows, o.workers, o.mbit), notes, folder / "table.md")
-        panels = report.panels(journal.lines(), setups, o.workers, o.mbit)
+        panels = report.panels(journal.lines(), setups, o.workers, o.mbit, report.compute_of(rows))
         title = f"{text.name}, {o.workers} workers, {len(o.seeds)} seed(s), band: min to max"
         own = {report.BY_BYTES: {"xlabel": "MB sent by each worker", "xscale": "log"}}
         own |= {report.BY_TIME: {"xlabel": f"seconds, computed for links of {o.mbit:g} Mbit/s", "xscale": "log"}}
@@ -106,7 +106,11 @@ def curve(setup: Setup, seed: int, text: Text, o: Any, folder: Path, journal: Jo
         journal.add(line)
         bar.update(task, completed=line["step"], now=f"loss {line['loss']:.3f}")
     if not line:  # it was trained to its end, and stopped before its row was written
-        line = next(each for each in reversed(journal.lines()) if of_this(each))
+        line = next((each for each in reversed(journal.lines()) if of_this(each)), {})
+        if not line:
+            raise UserError(
+                f"no line of {name} in {journal.path}; remove {folder / 'checkpoints' / name} to train it anew"
+            )
     checkpoints.close()
     if bar.disable:
         bar.console.print(f"{setup.label}, seed {seed}: test loss {line['test']:.4f}")

@@ -7,7 +7,7 @@ import numpy as np
 from experiments.lib.report import spread
 from experiments.local.methods import Setup
 
-__all__ = ["BY_BYTES", "BY_TIME", "NOTES", "bytes_of", "panels", "rows", "seconds_of"]
+__all__ = ["BY_BYTES", "BY_TIME", "NOTES", "bytes_of", "compute_of", "panels", "rows", "seconds_of"]
 
 BY_BYTES, BY_TIME = "loss by bytes sent", "loss by time"
 NOTES = """\
@@ -50,6 +50,11 @@ def bytes_of(line: dict[str, Any], setup: Setup, workers: int) -> float:
     return rounds_until(line["step"], setup) * line["message_bytes"] * (workers - 1)
 
 
+def compute_of(results: list[dict[str, Any]]) -> float:
+    """Seconds of a step without an exchange: those of the fastest curve, whatever ran beside the others."""
+    return min(row["seconds"] for row in results)
+
+
 def rows(results: list[dict[str, Any]], workers: int, mbit: float) -> list[dict[str, str]]:
     """A row for each curve, means over the seeds."""
     groups: dict[Setup, list[dict[str, Any]]] = {}
@@ -61,7 +66,7 @@ def rows(results: list[dict[str, Any]], workers: int, mbit: float) -> list[dict[
         setup.label: float(np.mean([bytes_of(row, setup, workers) / row["step"] for row in group]))
         for setup, group in groups.items()
     }
-    compute, table = min(row["seconds"] for row in results), []
+    compute, table = compute_of(results), []
     for setup, group in groups.items():
         first, each_step = group[0], sent[setup.label]
         base = None if setup.plain else dense.get(setup.every)
@@ -77,12 +82,16 @@ def rows(results: list[dict[str, Any]], workers: int, mbit: float) -> list[dict[
     return table
 
 
-def panels(lines: list[dict[str, Any]], setups: list[Setup], workers: int, mbit: float) -> dict[str, dict[str, Any]]:
-    """Test loss of the shared point by steps, by bytes, and by computed time."""
+def panels(
+    lines: list[dict[str, Any]], setups: list[Setup], workers: int, mbit: float, compute: float
+) -> dict[str, dict[str, Any]]:
+    """Test loss of the shared point by steps, by bytes, and by computed time.
+
+    compute: seconds of a step without an exchange.
+    """
     from experiments.lib.plots import by_seed
 
     found: dict[str, dict[str, Any]] = {"loss by step": {}, BY_BYTES: {}, BY_TIME: {}}
-    compute = min(line["seconds"] for line in lines)
     for setup in setups:
         mine = [line | {"sent": bytes_of(line, setup, workers)} for line in lines if line["label"] == setup.label]
         if mine:

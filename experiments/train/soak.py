@@ -28,6 +28,7 @@ __all__ = ["main"]
 KILL, FULL, CORRUPTED = "kill", "full disk", "corrupted checkpoint"
 MARKS = {FULL: "; make room", CORRUPTED: " cannot be read: "}  # of what is said to each
 UNHARMED = "nothing: the bit was none of the state"
+PATIENCE = 3  # runs in a row that are over before they are disturbed
 ROOM = 2**16  # bytes of a file while the disk is full: enough to say why a process fails
 COLUMNS = {
     "run": "{run}",
@@ -78,12 +79,15 @@ def main(arguments: Sequence[str]) -> int:
     console.print(f"{o.steps} steps, first undisturbed in {reference} processes; writing to {folder}", highlight=False)
     folder.mkdir(parents=True)
     start(folder / "run-0", reference).wait()
-    undisturbed, events, number = outcome(folder / "run-0"), [], 0
+    undisturbed, events, number, idle = outcome(folder / "run-0"), [], 0, 0
     while left:
         number += 1
         run = folder / f"run-{number}"
         done = disturbed(run, start, left[: o.in_a_row], step_of(folder / "run-0"), draw)
         left = left[len(done) :]  # what came too late for a run falls to the next one
+        idle = 0 if done else idle + 1
+        if idle == PATIENCE:
+            raise UserError(f"{idle} runs in a row were over before they were disturbed; give them more --steps")
         recovered = repr(outcome(run)) == repr(undisturbed)  # one loss may be NaN
         events += [event | {"run": number, "recovered": recovered} for event in done]
         write_json(folder / "soak.json", events)
@@ -124,8 +128,6 @@ def disturbed(
             raise UserError(f"{name} after step {step_of(run)} ended in more than one sentence: {said}")
         event = {"what": name, "step": step_of(run), "moment": moment, "resumed": newest(run)}
         done.append(event | {"said": said.replace(f"{run.parent}/", ""), "named": mark in said or said == UNHARMED})
-    if not done:
-        raise UserError("the run is too short to be disturbed; give it more --steps")
     if not (run / "results.json").is_file():
         start(run).wait()
     return done

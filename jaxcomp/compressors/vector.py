@@ -295,7 +295,7 @@ class Rows(NamedTuple):
 
 def _of_vector_or_stack(one: Compressor) -> Compressor:
     """Of vectors, and of the rows of a stack."""
-    # What a call takes is there before: several passes over a row would each cut it out of the stack.
+    # A row is cut out of the stack once, before the call; each pass over it would else cut it out again.
     called_compress = one.compress if one.spec.linear else called(one.compress)
 
     def init(shared_key, like):

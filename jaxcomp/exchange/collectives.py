@@ -63,19 +63,17 @@ def _platform() -> str:
 
 
 SMALL = 2**16  # entries of an array that is worth a copy, if that saves messages
-
-
-IN_TURN = 2**22  # entries of one sum, where they are added in turn
+IN_TURN = 2**22  # entries of one all-reduce, about; more are added by several, one after the other
 
 
 def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
-    """Sums over the workers, in the dtypes of the arrays, by one all-reduce.
+    """Sums over the workers, in the dtypes of the arrays, by one all-reduce; on CPU by one for about `IN_TURN` entries.
 
-    On CPU many large arrays are added in turn: what was made for one sum leaves its memory to the next. And among CPU
+    There large arrays are added in turn: what was made for one sum leaves its memory to the next. And among CPU
     processes small arrays are joined: gloo reduces each array of an all-reduce by itself, in 2 (n - 1) messages one
     after the other.
     """
-    if jax.default_backend() != "cpu":
+    if _platform() != "cpu":
         return lax.psum(arrays, axis)
     if jax.process_count() == 1:
         return _sums_in_turn(arrays, axis)
@@ -100,7 +98,8 @@ def _sums_in_turn(arrays: list[Array], axis: Axis) -> list[Array]:
     """`lax.psum`, of about `IN_TURN` entries at a time.
 
     XLA for CPU makes all operands of an all-reduce before it begins. What the next one adds depends here on a sum of
-    the one before, so that it is made in the same memory.
+    the one before, so that it is made in the same memory; not where that sum differs over more axes of the mesh, and
+    would have what comes next differ over them, too.
     """
     sums: list[Array] = []
     while len(sums) < len(arrays):

@@ -224,7 +224,7 @@ def _of_micro_batches(kind: str, x: Array) -> Array:
 
 
 def _together(tree: Any, kinds: Any, axis: Axis, shares: tuple[float, ...] | None) -> Any:
-    """What all workers together know, by one all-reduce.
+    """What all workers together know, by one sum of all of it.
 
     kinds: "mean" with the shares of the workers; "same": the plain mean; "sum"; "first": that of worker 0, for counters
     that are equal anyway; "each": left as it is.
