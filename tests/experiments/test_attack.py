@@ -63,6 +63,13 @@ def test_a_decoded_payload_that_does_not_come_back_falls(monkeypatch):
     with pytest.raises(AssertionError, match="encoded as fixed it comes back as something else"):
         messages.check_valid(payload)
 
+    def refuses(payload, code):
+        raise ValueError("what the library itself refuses")
+
+    monkeypatch.setattr(jc.wire, "encode", refuses)
+    with pytest.raises(AssertionError, match="encoded as fixed: ValueError: what the library"):
+        messages.check_valid(payload)
+
 
 @pytest.mark.slow
 def test_all_attacks_for_a_while(tmp_path):
