@@ -99,7 +99,7 @@ def _sums_in_turn(arrays: list[Array], axis: Axis) -> list[Array]:
 
     XLA for CPU makes all operands of an all-reduce before it begins. What the next one adds depends here on a sum of
     the one before, so that it is made in the same memory; not where that sum differs over more axes of the mesh, and
-    would have what comes next differ over them, too.
+    would have what comes next differ over them, too. Small arrays take little memory, and compile faster as they are.
     """
     sums: list[Array] = []
     while len(sums) < len(arrays):
@@ -108,7 +108,8 @@ def _sums_in_turn(arrays: list[Array], axis: Axis) -> list[Array]:
         now = rest[: 1 + sum(size < IN_TURN for size in held[:-1])]
         before = next((x for x in reversed(sums) if x.size), None)
         if before is not None and all(set(varying_axes(before)) <= set(varying_axes(x)) for x in now):
-            now = [jnp.where(always(before), x, jnp.zeros((), x.dtype)) for x in now]
+            ready = always(before)
+            now = [jnp.where(ready, x, jnp.zeros((), x.dtype)) if x.size >= SMALL else x for x in now]
         sums += lax.psum(now, axis)
     return sums
 
