@@ -14,8 +14,8 @@ from jax import lax
 
 import jaxcomp as jc
 from experiments.dagc.data import imbalanced_split, skewed_volumes
-from experiments.federated.model import flat_model, local_batches, local_steps
 from experiments.lib.data import DATASETS, load
+from experiments.lib.flat import flat_model, local_batches, local_steps
 from jaxcomp.base import State, accumulate, for_worker
 
 __all__ = ["TASKS", "Simulation", "Task", "factor_for", "heterogeneous_quadratics", "runner"]

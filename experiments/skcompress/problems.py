@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.federated.model import flat_model
 from experiments.lib.cli import Parser
 from experiments.lib.data import FILES, load, read_rows
+from experiments.lib.flat import flat_model
 
 __all__ = ["LOSSES", "Problem", "Rows", "add_data", "linear", "network", "read", "synthetic"]
 
