@@ -4,7 +4,7 @@
 2. Population counts and their running sum give the rank of the first entry of each word.
 3. Each non-empty word writes its number at that rank (a scatter of d/32 words, unique targets,
    so deterministic everywhere); a running maximum spreads it to the ranks that follow.
-   Where there are few ranks this is done for blocks of 16 words, within which each rank finds its word by halvings.
+   Where there are few ranks this is done for blocks of 4 or 16 words, along which each rank finds its word.
 4. Within its word each rank finds its bit by five halvings.
 
 Cost O(d + capacity): the d entries are read once, everything else touches d/32 words.
@@ -30,6 +30,7 @@ __all__ = [
     "indices_of_words",
     "largest",
     "magnitude",
+    "marked_above",
     "mask_words",
     "take",
     "top_set",
@@ -39,7 +40,7 @@ __all__ = [
 Array = jax.Array
 U32 = jnp.uint32
 I32 = jnp.int32
-FAN = 16  # words of a block; a power of two
+FANS = ((16, 16), (4, 0.5))  # words of a block, and for how many words a place, at least
 TILE = 32
 RUN = 4  # entries
 MANY_RUNS = 4096
@@ -103,24 +104,23 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
     if capacity == 0 or words.shape[0] == 0:
         return jnp.full((capacity,), size, I32), count_words(words)
     # Of few places each looks for its word in a block of words; of many, one for each word is found at once.
-    fan = FAN if FAN * capacity <= words.shape[0] else 1
+    fan = next((fan for fan, places in FANS if places * capacity <= words.shape[0]), 1)
     blocks = -(-words.shape[0] // fan)
-    words = jnp.pad(words, (0, fan * blocks - words.shape[0]))
-    halves = [lax.population_count(words).astype(I32).reshape(blocks, fan)]
-    while halves[-1].shape[1] > 1:
-        halves.append(halves[-1][:, 0::2] + halves[-1][:, 1::2])
-    counts = halves.pop()[:, 0]
+    words = jnp.pad(words, (0, fan * blocks - words.shape[0])).reshape(blocks, fan)
+    counts = jnp.sum(lax.population_count(words).astype(I32), axis=1, dtype=I32)
     ends = jnp.cumsum(counts, dtype=I32)
     starts = ends - counts
     number = lax.iota(I32, blocks)
     first = jnp.zeros((capacity,), I32).at[jnp.where(counts > 0, starts, capacity)].set(number, mode="drop")
-    word, rank = lax.cummax(first), lax.iota(I32, capacity)
-    left = rank - starts[word]
-    for half in reversed(halves):
-        below = half.reshape(-1)[2 * word]
-        upper = left >= below
-        word, left = 2 * word + upper.astype(I32), jnp.where(upper, left - below, left)
-    index = 32 * word + _bit_of_rank(words[word], left)
+    block, rank = lax.cummax(first), lax.iota(I32, capacity)
+    row, left = words[block], rank - starts[block]
+    word, place, below, before = row[:, 0], fan * block, jnp.zeros_like(left), jnp.zeros_like(left)
+    for i in range(1, fan):
+        below = below + lax.population_count(row[:, i - 1]).astype(I32)
+        later = left >= below
+        word, place = jnp.where(later, row[:, i], word), jnp.where(later, fan * block + i, place)
+        before = jnp.where(later, below, before)
+    index = 32 * place + _bit_of_rank(word, left - before)
     return jnp.where(rank < ends[-1], index, size), ends[-1]
 
 
@@ -161,9 +161,15 @@ def words_above(x: Array, threshold: Array) -> Array:
     return mask_words((a > threshold) & (a < jnp.inf))
 
 
+def marked_above(x: Array, threshold: Array) -> tuple[Array, Array]:
+    """words_above(x, threshold), and the number of their bits, i32[]."""
+    words = words_above(x, threshold)
+    return words, count_words(words)
+
+
 def count_above(x: Array, threshold: Array) -> Array:
     """Number of finite entries with |x| > threshold, i32[]."""
-    return count_words(words_above(x, threshold))
+    return marked_above(x, threshold)[1]
 
 
 def excess_above(
@@ -219,7 +225,7 @@ def top_set(
     most: Array | int,
     *,
     enough: Array | int = 1,
-    words: Array | None = None,
+    known: tuple[Array, Array] | None = None,
 ) -> Array:
     """Mask words of the entries above a threshold, which is moved only if they are too few or too many.
 
@@ -238,7 +244,7 @@ def top_set(
         least: number of entries to find when the threshold does not serve, i32[] or int, 1 .. most.
         most: capacity, i32[] or int.
         enough: number of entries for which the threshold serves, 1 .. least.
-        words: words_above(x, threshold), if they are known.
+        known: marked_above(x, threshold), if it is known.
 
     Returns:
         uint32[ceil(d / 32)].
@@ -248,8 +254,7 @@ def top_set(
     [1 2]
     """
     least, most = jnp.asarray(least, I32), jnp.asarray(most, I32)
-    words = words_above(x, threshold) if words is None else words
-    wanted = count_words(words)
+    words, wanted = marked_above(x, threshold) if known is None else known
     serves = (wanted >= enough) & (wanted <= most)
     move = lambda x, words, *rest: _moved(x, *rest)
     return lax.cond(serves, lambda x, words, *_: words, move, x, words, threshold, wanted, least, most)

@@ -22,7 +22,7 @@ from experiments.lib.run import Run, parser_of
 from jaxcomp.base import residual
 from jaxcomp.compressors.sidco import SAMPLE, STAGES
 from jaxcomp.compressors.sidco_counted import counted
-from jaxcomp.select import count_words, every, indices_of_words, words_above
+from jaxcomp.select import every, indices_of_words, marked_above, words_above
 
 __all__ = ["main", "slope_of"]
 
@@ -60,17 +60,13 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
     stride = max(1, d // SAMPLE - 1) | 1
     in_sample = jnp.int32(max(1, k // stride))
 
-    def marked(x, t):
-        words = words_above(x, t)
-        return count_words(words), words
-
     functions = {
         READ: lambda x: jnp.sum(jnp.abs(x)),
         SORT: lambda x: lax.top_k(jnp.abs(x), k)[1],
         "lax.approx_max_k": lambda x: lax.approx_max_k(jnp.abs(x), k)[1],
         "mask to indices, threshold given": lambda x, t: indices_of_words(words_above(x, t), places, d)[0],
         "of it: fit to a sample": lambda x: fit(key, every(x, stride), in_sample, jnp.float32(ratio), ())[0],
-        "of it: count and mark, threshold given": marked,
+        "of it: count and mark, threshold given": marked_above,
         "of it: indices, marks given": lambda x, words: indices_of_words(words, places, d)[0],
     }
     given = {"threshold given": threshold, "marks given": words_above(x, threshold)}

@@ -23,7 +23,7 @@ from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.sparsify import add_sparse, dense_of_sparse, largest_indices, top_k
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.payloads import Sparse
-from jaxcomp.select import count_words, indices_of_words, take, top_set, words_above
+from jaxcomp.select import indices_of_words, marked_above, take, top_set
 
 __all__ = ["Amounts", "Selector", "dagc", "set_amounts"]
 
@@ -68,11 +68,11 @@ def _largest(x: Array, ratio: Array, room: Array, capacity: int) -> tuple[Array,
 def _above(x: Array, threshold: Array, room: Array, capacity: int) -> tuple[Array, Array]:
     """All from the threshold on, at least the largest one; if they do not fit it rises until they do."""
     threshold = threshold.astype(wide(x.dtype))
-    words = words_above(x, threshold)
-    wanted = count_words(words)
+    known = marked_above(x, threshold)
+    wanted = known[1]
     most = jnp.maximum(room, 1)
     least = jnp.where(wanted > most, most - most // 8, 1)
-    indices, _ = indices_of_words(top_set(x, threshold, least, most, words=words), capacity, x.shape[0])
+    indices, _ = indices_of_words(top_set(x, threshold, least, most, known=known), capacity, x.shape[0])
     return jnp.where(room > 0, indices, x.shape[0]), wanted
 
 

@@ -15,7 +15,7 @@ from jaxcomp.base import Compressor, finite, wide
 from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold
 from jaxcomp.compressors.vector import is_whole
-from jaxcomp.select import count_words, descending, magnitude, words_above
+from jaxcomp.select import descending, magnitude, marked_above
 
 __all__ = ["dgc", "warm_up"]
 
@@ -63,8 +63,7 @@ def dgc(ratio: Ratio, *, sample_ratio: float = 0.01, peak: float | None = None) 
     def estimate(key, x, k, share, memory):
         d = x.shape[0]
         size = min(d, max(math.ceil(sample_ratio * d), math.ceil(2 / smallest)))
-        eta, words = _lowered(x, _sampled(key, x, size, share, target), k)
-        return eta, words, memory
+        return *_lowered(x, _sampled(key, x, size, share, target), k), memory
 
     def bounds(wanted, k):
         limit = (TOO_MANY * k.astype(jnp.float32)).astype(jnp.int32)
@@ -87,21 +86,21 @@ def _sampled(key: Array, x: Array, size: int, share: Array, target: Target) -> A
     return jnp.nextafter(at, jnp.zeros((), wide(x.dtype)))
 
 
-def _lowered(x: Array, eta: Array, k: Array) -> tuple[Array, Array]:
-    """The threshold once enough entries exceed it, and these."""
+def _lowered(x: Array, eta: Array, k: Array) -> tuple[Array, Array, Array]:
+    """The threshold once enough entries exceed it, these, and how many they are."""
     smallest_count = (TOO_FEW * k.astype(jnp.float32)).astype(jnp.int32)
 
     def few(carry):
-        tries, _, words = carry
-        return (count_words(words) < smallest_count) & (tries < TRIES)
+        tries, _, _, count = carry
+        return (count < smallest_count) & (tries < TRIES)
 
     def lower(carry):
-        tries, eta, _ = carry
+        tries, eta, _, _ = carry
         eta = eta * TOO_FEW
-        return tries + 1, eta, words_above(x, eta)
+        return tries + 1, eta, *marked_above(x, eta)
 
-    _, eta, words = lax.while_loop(few, lower, (jnp.zeros((), jnp.int32), eta, words_above(x, eta)))
-    return eta, words
+    _, *found = lax.while_loop(few, lower, (jnp.zeros((), jnp.int32), eta, *marked_above(x, eta)))
+    return tuple(found)
 
 
 def warm_up(ratios: Sequence[float], rounds: int) -> Callable[[Any], Array]:

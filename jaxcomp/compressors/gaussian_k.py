@@ -9,7 +9,7 @@ from jaxcomp.base import Compressor, finite, wide
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold
 from jaxcomp.norms import exponent_of, max_abs, power_of_two
-from jaxcomp.select import count_words, words_above
+from jaxcomp.select import marked_above
 
 __all__ = ["gaussian_k"]
 
@@ -48,21 +48,18 @@ def gaussian_k(ratio: Ratio, *, peak: float | None = None, capacity: float = 1.5
 
 def _estimate(key, x, k, share, memory):
     eta = _quantile(x, share)
-    words = words_above(x, eta)
 
     def other_threshold(carry):
-        tries, eta, words, factor = carry
-        eta = eta * factor
-        words = words_above(x, eta)
-        return tries + 1, eta, words, factor_of(words)
+        tries, eta, _, count = carry
+        eta = eta * factor_of(count)
+        return tries + 1, eta, *marked_above(x, eta)
 
-    def factor_of(words):
-        count = 3 * count_words(words)
-        return jnp.where(count < 2 * k, 0.5, jnp.where(count > 4 * k, 1.5, 1.0)).astype(eta.dtype)
+    def factor_of(count):
+        return jnp.where(3 * count < 2 * k, 0.5, jnp.where(3 * count > 4 * k, 1.5, 1.0)).astype(eta.dtype)
 
-    start = (jnp.ones((), jnp.int32), eta, words, factor_of(words))
-    _, eta, words, _ = lax.while_loop(lambda c: (c[0] < TRIES) & (c[3] != 1), other_threshold, start)
-    return eta, words, memory
+    start = (jnp.ones((), jnp.int32), eta, *marked_above(x, eta))
+    _, *found = lax.while_loop(lambda c: (c[0] < TRIES) & (factor_of(c[3]) != 1), other_threshold, start)
+    return *found, memory
 
 
 def _quantile(x: Array, share: Array) -> Array:

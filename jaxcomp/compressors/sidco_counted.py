@@ -20,7 +20,7 @@ from jax import lax
 from jaxcomp.compressors.sidco_published import first_ratio
 from jaxcomp.compressors.tails import Sample, fitted
 from jaxcomp.compressors.threshold import Estimator
-from jaxcomp.select import count_above, count_words, every, words_above
+from jaxcomp.select import count_above, every, marked_above
 
 __all__ = ["counted"]
 
@@ -43,9 +43,8 @@ def counted(law: str, exact: bool, stages: int, sample: int | None) -> Estimator
     def estimate(key, x, k, ratio, memory):
         stride = max(1, x.shape[0] // sample - 1) | 1 if sample else 1
         eta, before, goal = _last_two(every(x, stride), k, stride, ratio, stages, law, exact)
-        words = words_above(x, eta)
-        eta, words = _corrected(x, before._replace(above=before.above * stride), eta, words, goal)
-        return eta, words, memory
+        end, words = _corrected(x, before._replace(above=before.above * stride), eta, goal)
+        return end.eta, words, end.above, memory
 
     return Estimator(estimate)
 
@@ -67,7 +66,7 @@ def _last_two(
             eta, before = sample.step(law, eta, above, log_ratio), Point(eta, above)
         if stride > 1:
             chance = jnp.maximum(jnp.exp(-in_sample / 2), IN_SAMPLE)
-            eta, _ = _corrected(sample.x, before, eta, words_above(sample.x, eta), in_sample, chance)
+            eta = _corrected(sample.x, before, eta, in_sample, chance)[0].eta
         return eta, before
 
     eta, before = fitted(x, law, fit, lambda zero, present: (zero + jnp.inf, Point(zero, present)))
@@ -75,9 +74,12 @@ def _last_two(
 
 
 def _corrected(
-    x: Array, before: Point, eta: Array, words: Array, goal: Array, tolerance: Array | float = TOLERANCE
-) -> tuple[Array, Array]:
-    """Moves eta along the exponential law through the last two counts while it misses exp(goal), thrice at most."""
+    x: Array, before: Point, eta: Array, goal: Array, tolerance: Array | float = TOLERANCE
+) -> tuple[Point, Array]:
+    """Moves eta along the exponential law through the last two counts while it misses exp(goal), thrice at most.
+
+    Returns the last point, and words_above(x, its eta).
+    """
     dtype = eta.dtype
     log = lambda count: jnp.log(jnp.maximum(count.astype(dtype), 0.5))
 
@@ -91,9 +93,12 @@ def _corrected(
         tries, before, here, _ = carry
         slope = (here.eta - before.eta) / (log(before.above) - log(here.above))
         eta = jnp.maximum(here.eta + slope * (log(here.above) - goal), 0)
-        words = words_above(x, eta)
-        return tries + 1, here, Point(eta, count_words(words)), words
+        return tries + 1, here, *at(eta)
 
-    start = (jnp.zeros((), jnp.int32), before, Point(eta, count_words(words)), words)
+    def at(eta):
+        words, above = marked_above(x, eta)
+        return Point(eta, above), words
+
+    start = (jnp.zeros((), jnp.int32), before, *at(eta))
     _, _, end, words = lax.while_loop(misses, move, start)
-    return end.eta, words
+    return end, words

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxcomp.base import Compressor, Spec, State, wide
 from jaxcomp.compressors.schedule import Target
 from jaxcomp.compressors.sparsify import add_sparse, dense_of_sparse
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.payloads import Sparse
-from jaxcomp.select import count_words, first_bits, indices_of_words, take, top_set, words_above
+from jaxcomp.select import indices_of_words, marked_above, take, top_set
 
 __all__ = ["Estimator", "ThresholdLocal", "by_threshold", "with_words"]
 
@@ -35,7 +36,7 @@ class ThresholdLocal(NamedTuple):
 class Estimator(NamedTuple):
     """How a threshold is found.
 
-    estimate(key, x, k, ratio, memory) -> (eta, words_above(x, eta), memory)
+    estimate(key, x, k, ratio, memory) -> (eta, *marked_above(x, eta), memory)
         x: float[d] with d > 0, may hold NaN and infinities; k: i32[] and ratio: f32[], the target. eta may be anything.
     memory(dtype) -> what is remembered before the first round.
     learn(memory, number of entries above eta, k, ratio) -> memory, after each round with an entry that is not zero.
@@ -44,7 +45,7 @@ class Estimator(NamedTuple):
         sent. None: one is enough, and as many as the capacity are kept, the others being counted as overflow.
     """
 
-    estimate: Callable[..., tuple[Array, Array, Any]]
+    estimate: Callable[..., tuple[Array, Array, Array, Any]]
     memory: Callable[[Any], Any] = lambda dtype: ()
     learn: Callable[..., Any] = lambda memory, wanted, k, ratio: memory
     bounds: Callable[[Array, Array], tuple[Any, Any]] | None = None
@@ -82,16 +83,14 @@ def by_threshold(
         if d == 0:
             return Sparse(x, jnp.zeros((0,), jnp.int32)), state.local
         k, ratio = target.of(d, target.round_of(state.shared))
-        eta, words, remembered = estimator.estimate(key, x, k, ratio, state.local.memory)
-        wanted = count_words(words)
+        eta, words, wanted, remembered = estimator.estimate(key, x, k, ratio, state.local.memory)
         enough, most = (1, places(d)) if estimator.bounds is None else estimator.bounds(wanted, k)
-        words = top_set(x, eta, k, most, enough=enough, words=words)
-        chosen = count_words(words)
+        words = top_set(x, eta, k, most, enough=enough, known=(words, wanted))
+        positions, chosen = indices_of_words(words, places(d), d)
         if estimator.bounds is None:
             room, chosen = places(d), jnp.maximum(chosen, wanted)
         else:
-            room, words = k, first_bits(words, k)
-        positions, _ = indices_of_words(words, places(d), d)
+            room, positions = k, jnp.where(lax.iota(jnp.int32, places(d)) < k, positions, d)
         learnt = estimator.learn(remembered, wanted, k, ratio)
         learnt = jax.tree.map(lambda new, old: jnp.where(chosen > 0, new, old), learnt, state.local.memory)
         return Sparse(take(x, positions), positions), ThresholdLocal(jnp.maximum(chosen - room, 0), learnt)
@@ -107,11 +106,11 @@ def by_threshold(
     )
 
 
-def with_words(estimate: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Array, Any]]:
+def with_words(estimate: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Array, Array, Any]]:
     """`Estimator.estimate` from one that finds a threshold alone: (eta, memory)."""
 
     def estimate_with_words(key, x, k, ratio, memory):
         eta, memory = estimate(key, x, k, ratio, memory)
-        return eta, words_above(x, eta), memory
+        return eta, *marked_above(x, eta), memory
 
     return estimate_with_words
