@@ -99,8 +99,9 @@ def _lowered(x: Array, eta: Array, k: Array) -> tuple[Array, Array, Array]:
         eta = eta * TOO_FEW
         return tries + 1, eta, *marked_above(x, eta)
 
-    _, *found = lax.while_loop(few, lower, (jnp.zeros((), jnp.int32), eta, *marked_above(x, eta)))
-    return tuple(found)
+    start = (jnp.zeros((), jnp.int32), eta, *marked_above(x, eta))
+    _, eta, words, count = lax.while_loop(few, lower, start)
+    return eta, words, count
 
 
 def warm_up(ratios: Sequence[float], rounds: int) -> Callable[[Any], Array]:

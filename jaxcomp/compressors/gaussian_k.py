@@ -58,8 +58,8 @@ def _estimate(key, x, k, share, memory):
         return jnp.where(3 * count < 2 * k, 0.5, jnp.where(3 * count > 4 * k, 1.5, 1.0)).astype(eta.dtype)
 
     start = (jnp.ones((), jnp.int32), eta, *marked_above(x, eta))
-    _, *found = lax.while_loop(lambda c: (c[0] < TRIES) & (factor_of(c[3]) != 1), other_threshold, start)
-    return *found, memory
+    _, eta, words, count = lax.while_loop(lambda c: (c[0] < TRIES) & (factor_of(c[3]) != 1), other_threshold, start)
+    return eta, words, count, memory
 
 
 def _quantile(x: Array, share: Array) -> Array:
