@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.compiled import always, is_shapes, zeros_after
+from jaxcomp.compiled import always, in_place, is_shapes, zeros_after
 
 __all__ = [
     "add_each",
@@ -22,6 +22,7 @@ __all__ = [
     "is_array",
     "key_data",
     "like_of",
+    "moved",
     "one_row",
     "reshaped",
     "root_key",
@@ -110,6 +111,12 @@ def bounded(x: Array) -> Array:
     """x, with what overflowed to infinity cut to the largest number of its dtype."""
     info = jnp.finfo(x.dtype)
     return jnp.clip(x, jnp.asarray(info.min, x.dtype), jnp.asarray(info.max, x.dtype))
+
+
+def moved(tree: Tree, step: Any, change: Tree) -> Tree:
+    """tree + step change, saturated, in the place of the tree (`in_place`)."""
+    one = lambda h, m: bounded(h + step * m)
+    return jax.tree.map(lambda h, m: in_place(one, h, m), tree, change)
 
 
 # ------------------------------------------------------------------------------------------------

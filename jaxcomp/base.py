@@ -35,6 +35,7 @@ from jaxcomp.arrays import (
     is_array,
     key_data,
     like_of,
+    moved,
     one_row,
     root_key,
     row_of,
@@ -69,6 +70,7 @@ __all__ = [
     "key_data",
     "lengths",
     "like_of",
+    "moved",
     "one_row",
     "overflow",
     "residual",
@@ -209,7 +211,7 @@ class Sent(Protocol):
     own: what this worker sent, as the others see it.
     residual: message - own, bitwise so where C copies entries.
     state: of the compressor, for the next round.
-    add_to(total, weight): total + weight own.
+    add_to(total, weight): total + weight own, saturated, in the place of total.
     read_by(compressor): (mean, own) as another compressor with the same payloads decodes them.
     """
 

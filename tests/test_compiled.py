@@ -1,10 +1,14 @@
 """What is made where in a compiled program, and how often it is traced and compiled."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxcomp as jc
+from experiments.bench.trees import temporary, update_of
 from jaxcomp.compiled import called
 from jaxcomp.pieces import FEW, cut_apart
 
@@ -71,3 +75,23 @@ def test_pieces_follow_one_another(count, lead):
         pieces = run(lambda x: cut_apart(x, sizes))
         assert [piece.shape for piece in pieces] == [(*lead, size) for size in sizes]
         np.testing.assert_array_equal(jnp.concatenate(pieces, -1), x[..., : sum(sizes)])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "gradients"),
+    [
+        (jc.diana(jc.dithering(7)), 0.5),  # four bits an entry: its own, those of two workers, and a vector
+        (jc.ef_bv(jc.dithering(7)), 0.5),
+        (jc.momentum_correction(jc.dgc(0.01)), 2.1),  # its own as a vector, and the direction
+    ],
+    ids=["diana", "ef_bv", "dgc"],
+)
+def test_states_are_written_in_place(algorithm, gradients):
+    """On CPU, where they are donated and come back in the order in which they came."""
+    like = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(12)}
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    step, shapes = update_of(lambda: algorithm, like, mesh)
+    program = step.lower(*shapes).compile()
+    assert float(temporary(program, like)) <= gradients
+    copies = re.findall(r"f32\[([\d,]+)\]\S* copy\(", program.as_text())
+    assert [x for x in copies if np.prod([int(n) for n in x.split(",")]) >= 2**18] == []

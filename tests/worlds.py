@@ -19,6 +19,7 @@ from jaxcomp.base import (
     accumulate,
     add_own,
     advance,
+    bounded,
     for_worker,
     like_of,
     residual,
@@ -132,7 +133,7 @@ class HostSent(NamedTuple):
     like: Any
 
     def add_to(self, total, weight):
-        return add_own(self.compressor, total, self.payload, weight, self.mine)
+        return jax.tree.map(bounded, add_own(self.compressor, total, self.payload, weight, self.mine))
 
     def read_by(self, compressor):
         return (

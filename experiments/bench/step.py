@@ -39,7 +39,7 @@ class Step:
 
     def __call__(self) -> Any:
         out = self.program(next(self.gradients), *self.state)
-        self.state = [out[1]] if self.state else []
+        self.state = [out[0]] if self.state else []
         return out
 
 

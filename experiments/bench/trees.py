@@ -80,8 +80,9 @@ def update_of(make: Callable[[], Any] | None, like: Any, mesh: Any) -> tuple[Any
     tx = jc.compressed_mean(make(), "data")
     abstract = jax.sharding.AbstractMesh((workers,), ("data",))
     state, specs = jc.init_state(tx, like, abstract, "data")
-    update = lambda grads, state: tx.update(own(grads), state)
-    step = jax.shard_map(update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs))
+    # The state comes first: XLA hands what is donated to results of its size in their order.
+    update = lambda grads, state: tx.update(own(grads), state)[::-1]
+    step = jax.shard_map(update, mesh=mesh, in_specs=(P("data"), specs), out_specs=(specs, P()))
     return jax.jit(step, donate_argnums=1), (grads, jax.tree.map(shaped, state, specs))
 
 

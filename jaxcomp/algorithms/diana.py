@@ -4,11 +4,22 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
+from jaxcomp.base import (
+    Algorithm,
+    Compressor,
+    Sent,
+    State,
+    bounded,
+    check_compressor,
+    finite,
+    moved,
+    wide_like,
+    zeros_like,
+)
 from jaxcomp.compiled import of_made
 from jaxcomp.compressors.vector import lift, omega_of
 
-__all__ = ["diana"]
+__all__ = ["after_shift", "diana"]
 
 
 class DianaLocal(NamedTuple):
@@ -74,10 +85,17 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
         difference = lambda g, h: bounded(finite(g).astype(h.dtype) - h)
         message = jax.tree.map(lambda g, h: of_made(difference, g, h), grads, own)
         sent = exchange.mean(key, compressor, message, state.part("compressor"))
-        step = step_of(message)
-        direction = jax.tree.map(lambda h, m: bounded(h + m), mean, sent.mean)
-        own = jax.tree.map(bounded, sent.add_to(own, step))
-        mean = jax.tree.map(lambda h, m: bounded(h + step * m), mean, sent.mean)
-        return direction, state.replace(shift=State(own, mean), compressor=sent.state)
+        direction, shift = after_shift(sent, own, mean, step_of(message))
+        return direction, state.replace(shift=shift, compressor=sent.state)
 
     return Algorithm(init, update, {"shift": "shift", "compressor": "compressor"}, compressor)
+
+
+def after_shift(sent: Sent, own: Any, mean: Any, step: Any, nu: Any = 1.0) -> tuple[Any, State]:
+    """h + nu m for the mean m of what was sent, and the shifts: h_i + step delta_i in the place of h_i, h + step m in
+    that of h.
+    """
+    own, mean = sent.add_to(own, step), moved(mean, step, sent.mean)
+    # From h as it is now: the one before would have to be kept beside it.
+    direction = jax.tree.map(lambda h, m: bounded(h + (nu - step) * m), mean, sent.mean)
+    return direction, State(own, mean)

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.algorithms.diana import after_shift
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.base import (
     Algorithm,
@@ -14,6 +15,7 @@ from jaxcomp.base import (
     check_compressor,
     finite,
     for_worker,
+    moved,
     residual,
     wide_like,
     zeros_like,
@@ -105,7 +107,7 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
                 message, own, mean = _nearer(key, compressor, inner, message, own, mean, exchange)
             sent = exchange.mean(key, compressor, message, inner)
             rest = sent.residual if momentum else ()
-            return jax.tree.map(bounded, sent.add_to(own, 1.0)), _plus(mean, sent.mean), rest, sent.state
+            return sent.add_to(own, 1.0), moved(mean, 1.0, sent.mean), rest, sent.state
 
         inner = state.part("compressor")
         if whole_start:
@@ -162,11 +164,8 @@ def ef_bv(compressor: Compressor, *, shift_step: float | None = None, mean_step:
         by = 1 / (1 + omega) if shift_step is None else shift_step
         nu = 1 / (1 + omega / exchange.size) if mean_step is None else mean_step
         sent = exchange.mean(key, compressor, message, state.part("compressor"))
-        direction = jax.tree.map(lambda h, d: bounded(h + nu * d), mean, sent.mean)
-        own = jax.tree.map(bounded, sent.add_to(own, by))
-        mean = jax.tree.map(lambda h, d: bounded(h + by * d), mean, sent.mean)
-        rounds = state.shared.rounds + 1
-        return direction, state.replace(shift=State(own, mean), rounds=rounds, compressor=sent.state)
+        direction, shift = after_shift(sent, own, mean, by, nu)
+        return direction, state.replace(shift=shift, rounds=state.shared.rounds + 1, compressor=sent.state)
 
     return Algorithm(init, update, _ROLES, compressor)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide, wide_like, zeros_like
+from jaxcomp.compiled import in_place
 from jaxcomp.compressors.vector import lift
 from jaxcomp.layout import Parts
 from jaxcomp.pieces import accumulated
@@ -105,7 +106,7 @@ def momentum_correction(
             u, v = u._replace(dense=jax.tree.map(jnp.zeros_like, u.dense)), v._replace(dense=dense)
         sent = exchange.mean(key, compressor, v, state.part("compressor"))
         if masking:
-            u = jax.tree.map(lambda u, s: jnp.where(s != 0, jnp.zeros((), u.dtype), u), u, sent.own)
+            u = jax.tree.map(lambda u, s: in_place(_unsent, u, s), u, sent.own)
         direction, after = sent.mean, state.shared.dense_momentum
         if isinstance(direction, Parts):
             pairs = jax.tree.map(heavy_ball, after.dense, direction.dense)
@@ -125,6 +126,11 @@ def _heavy_ball(momentum: float, nesterov: bool, u: jax.Array, g: jax.Array) -> 
         return u, u + g
     u = momentum * u + g
     return u, u
+
+
+def _unsent(u: jax.Array, sent: jax.Array) -> jax.Array:
+    """u where nothing was sent, else zero."""
+    return jnp.where(sent != 0, jnp.zeros((), u.dtype), u)
 
 
 def _of_dense(zeros: Any) -> Any:

@@ -21,6 +21,7 @@ from jaxcomp.base import (
     State,
     add_own,
     advance,
+    bounded,
     for_worker,
     key_data,
     like_of,
@@ -29,6 +30,7 @@ from jaxcomp.base import (
     wide,
     wrap_key,
 )
+from jaxcomp.compiled import in_place
 from jaxcomp.exchange.counts import (
     Counts,
     Errors,
@@ -230,7 +232,10 @@ class Message:
         return residual(self._out.compressor, self._message, self._out.payload, self._mine)
 
     def add_to(self, total: Any, weight: Any) -> Any:
-        return add_own(self._out.compressor, total, self._out.payload, weight, self._mine)
+        def added(total, payload):
+            return jax.tree.map(bounded, add_own(self._out.compressor, total, payload, weight, self._mine))
+
+        return in_place(added, total, self._out.payload)
 
     def read_by(self, compressor: Compressor) -> tuple[Any, Any]:
         if self._carried.payloads is None:

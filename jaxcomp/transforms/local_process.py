@@ -23,6 +23,7 @@ from jaxcomp.base import (
     accumulate,
     add_own,
     advance,
+    bounded,
     check_algorithm,
     for_worker,
     residual,
@@ -303,7 +304,9 @@ class _Sent(NamedTuple):
         return self._jit("residual", left)(self.message, self.payload, self.mine)
 
     def add_to(self, total: Any, weight: Any) -> Any:
-        added = lambda total, payload, weight, mine: add_own(self.compressor, total, payload, weight, mine)
+        def added(total, payload, weight, mine):
+            return jax.tree.map(bounded, add_own(self.compressor, total, payload, weight, mine))
+
         return self._jit("add_to", added)(total, self.payload, weight, self.mine)
 
     def _jit(self, name: str, function: Callable) -> Callable:

@@ -14,6 +14,6 @@ LIKE = {"b": jax.ShapeDtypeStruct((7,), jnp.float32), "w": jax.ShapeDtypeStruct(
 def test_every_method_is_typed_over_the_mesh(name):
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
     step, shapes = update_of(methods()[name], LIKE, mesh)
-    direction, state = jax.eval_shape(step, *shapes)
+    state, direction = jax.eval_shape(step, *shapes)
     assert jax.tree.map(lambda x: x.shape, direction) == {"b": (7,), "w": (200, 300)}
     assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, shapes[1])
