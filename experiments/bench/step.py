@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 import jaxcomp as jc
-from experiments.bench.timing import bench_parser, mesh_of, report, rounds_of
+from experiments.bench.timing import bench_parser, keep_memory, mesh_of, report, rounds_of
 from experiments.bench.trees import gpt_like, methods, num_entries, temporary, update_of
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console
@@ -55,7 +55,10 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--workers", type=at_least(1), default=2, help="virtual devices")
     p.add_argument("--rounds", type=at_least(1), default=9, help="steps of each method, one of each in turn")
     p.add_argument("--only", nargs="+", default=None, help="methods whose names contain one of these")
+    what = "have glibc give back what a step does not need any more, as it does by default"
+    p.add_argument("--give-back", action="store_true", help=what)
     o = p.parse_args(arguments)
+    kept = not o.give_back and keep_memory()
 
     mesh, like, makers = mesh_of(o.workers), gpt_like(o.layers), methods()
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
@@ -86,6 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         f"{num_entries(like) / 1e6:.1f} M parameters in {len(jax.tree.leaves(like))} leaves, {o.workers} workers as "
         f"virtual devices; median of {o.rounds} rounds, in each of which every method takes a step; "
         f"{GRADIENTS} gradients in turn. States are donated. Temporary memory is what a device needs besides arguments "
-        "and results."
+        "and results. "
+        f"Memory of the C library is {'kept' if kept else 'given back'} between steps."
     )
     return report(o, "Steps of a GPT's tree", columns, steps, notes)

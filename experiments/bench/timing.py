@@ -1,5 +1,6 @@
 """What benchmarks share: functions timed in turn, so that all see the same machine, and the table of their times."""
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,21 @@ from experiments.lib.cli import Parser, at_least
 from experiments.lib.report import Columns, new_console, show
 from experiments.lib.run import parser_of
 
-__all__ = ["Fresh", "bench_parser", "by_part", "codec_calls", "machine", "mesh_of", "report", "rounds_of", "time_all"]
+__all__ = [
+    "Fresh",
+    "bench_parser",
+    "by_part",
+    "codec_calls",
+    "keep_memory",
+    "machine",
+    "mesh_of",
+    "report",
+    "rounds_of",
+]
+__all__ += ["time_all"]
+
+# Numbers and values of mallopt(3): as MALLOC_TRIM_THRESHOLD_ (-1: never), _TOP_PAD_, _MMAP_MAX_ and _ARENA_MAX.
+KEPT = {-1: -1, -2: 2**28, -4: 0, -8: 1}
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -26,6 +41,18 @@ class Fresh(NamedTuple):
 
     def __call__(self) -> Any:
         return self.run(self.make())
+
+
+def keep_memory() -> bool:
+    """Has glibc keep large arrays that are given back, to be called before JAX computes; False without glibc.
+
+    It would return them to the system at once, which clears the pages of the next ones.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    return all(mallopt(number, value) == 1 for number, value in KEPT.items())
 
 
 def bench_parser(name: str, about: str | None, repeats: int | None = None) -> Parser:
