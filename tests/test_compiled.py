@@ -82,9 +82,11 @@ def test_pieces_follow_one_another(count, lead):
     [
         (jc.diana(jc.dithering(7)), 0.5),  # four bits an entry: its own, those of two workers, and a vector
         (jc.ef_bv(jc.dithering(7)), 0.5),
+        (jc.ef_bv(jc.top_k(0.01)), 2.1),  # the gradient as a vector, and what is sent of it
+        (jc.ef21(jc.top_k(0.01), whole_start=False), 2.1),
         (jc.momentum_correction(jc.dgc(0.01)), 2.1),  # its own as a vector, and the direction
     ],
-    ids=["diana", "ef_bv", "dgc"],
+    ids=["diana", "ef_bv", "ef_bv top_k", "ef21", "dgc"],
 )
 def test_states_are_written_in_place(algorithm, gradients):
     """On CPU, where they are donated and come back in the order in which they came."""

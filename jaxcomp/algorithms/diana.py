@@ -19,7 +19,7 @@ from jaxcomp.base import (
 from jaxcomp.compiled import of_made
 from jaxcomp.compressors.vector import lift, omega_of
 
-__all__ = ["after_shift", "diana"]
+__all__ = ["after_shift", "diana", "from_shift"]
 
 
 class DianaLocal(NamedTuple):
@@ -82,13 +82,18 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
 
     def update(key, grads, state, exchange):
         own, mean = state.part("shift")
-        difference = lambda g, h: bounded(finite(g).astype(h.dtype) - h)
-        message = jax.tree.map(lambda g, h: of_made(difference, g, h), grads, own)
+        message = from_shift(grads, own)
         sent = exchange.mean(key, compressor, message, state.part("compressor"))
         direction, shift = after_shift(sent, own, mean, step_of(message))
         return direction, state.replace(shift=shift, compressor=sent.state)
 
     return Algorithm(init, update, {"shift": "shift", "compressor": "compressor"}, compressor)
+
+
+def from_shift(grads: Any, own: Any) -> Any:
+    """g_i - h_i, computed once."""
+    difference = lambda g, h: bounded(finite(g).astype(h.dtype) - h)
+    return jax.tree.map(lambda g, h: of_made(difference, g, h), grads, own)
 
 
 def after_shift(sent: Sent, own: Any, mean: Any, step: Any, nu: Any = 1.0) -> tuple[Any, State]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.algorithms.diana import after_shift
+from jaxcomp.algorithms.diana import after_shift, from_shift
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.base import (
     Algorithm,
@@ -13,7 +13,6 @@ from jaxcomp.base import (
     State,
     bounded,
     check_compressor,
-    finite,
     for_worker,
     moved,
     residual,
@@ -92,7 +91,7 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
         own, mean = state.part("shift")
         rounds = state.shared.rounds
         fresh = jnp.where(rounds == 0, 1.0, 1 - momentum)
-        message = jax.tree.map(lambda g, h: bounded(g.astype(h.dtype) - h), finite(grads), own)
+        message = from_shift(grads, own)
         if momentum:
             blend = lambda d, u: bounded(fresh.astype(d.dtype) * d + momentum * u)
             message = jax.tree.map(blend, message, state.local.memory)
@@ -159,7 +158,7 @@ def ef_bv(compressor: Compressor, *, shift_step: float | None = None, mean_step:
 
     def update(key, grads, state, exchange):
         own, mean = state.part("shift")
-        message = jax.tree.map(lambda g, h: bounded(g.astype(h.dtype) - h), finite(grads), own)
+        message = from_shift(grads, own)
         omega = omega_of(compressor, message)
         by = 1 / (1 + omega) if shift_step is None else shift_step
         nu = 1 / (1 + omega / exchange.size) if mean_step is None else mean_step
