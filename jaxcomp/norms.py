@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxcomp.base import finite
 
-__all__ = ["block_norms", "exponent_of", "max_abs", "power_of_two", "room"]
+__all__ = ["block_norms", "exponent_of", "max_abs", "power_of_two", "room", "some_at_a_time"]
 
 Array = jax.Array
 ROWS = 2048  # that the slow forms take at a time
@@ -42,7 +42,7 @@ def _largest(rows: Array) -> tuple[Array, Array]:
     return lax.cond(clean, lambda rows, peaks: peaks, slow, rows, peaks), clean
 
 
-def _some_at_a_time(function: Callable[..., Array], out: Array, *rows: Array) -> Array:
+def some_at_a_time(function: Callable[..., Array], out: Array, *rows: Array) -> Array:
     """function(*rows), a number for each row, written over `out`, in parts: XLA for CPU makes an array of what it adds
     up, and sets memory aside for that even where these slow forms are not taken.
     """
@@ -124,7 +124,7 @@ def _scaled_norms(rows: Array, order: float) -> Array:
         # |x * scale| is below 4 anyway. The clip keeps XLA from rewriting (x s)^2 as x^2 s^2, which
         # overflows (seen with constant x; likewise (x / s)^2 as x^2 / s^2).
         square = lambda x, scale: jnp.sum(jnp.square(jnp.clip(finite(x) * scale[:, None], -4, 4)), axis=-1)
-        squares = _some_at_a_time(square, largest, rows, scale)
+        squares = some_at_a_time(square, largest, rows, scale)
         unit = power_of_two(exponent, rows.dtype)
         largest = unit * jnp.minimum(jnp.sqrt(squares), info.max / unit)
     return jnp.where(zero, jnp.zeros((), rows.dtype), largest)

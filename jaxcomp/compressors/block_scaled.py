@@ -26,13 +26,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import Compressor, Spec, bounded, finite, wide
-from jaxcomp.compressors.blocks import Blocks, blocks_of
+from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Elements, Integer
-from jaxcomp.compressors.scales import SCALES, Scale
+from jaxcomp.compressors.scales import SCALES, Made, Scale
 from jaxcomp.compressors.vector import check_like, on_vectors
 from jaxcomp.hashing import random_uniform
 from jaxcomp.layout import WHOLE_BLOCKS
-from jaxcomp.packing import pack, unpack
+from jaxcomp.norms import some_at_a_time
 from jaxcomp.payloads import Dense, Quantized, Several
 
 __all__ = ["FORMATS", "block_scaled"]
@@ -146,42 +146,55 @@ def block_scaled(
 
 
 def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, spec: Spec) -> Compressor:
-    def encode(cut: Blocks, x: Array, scale: Array, noise: Array | None) -> Array:
-        empty = scale == 0
-        scaled = x / cut.spread(jnp.where(empty, jnp.float32(1), scale))
-        return elements.encode(jnp.where(cut.spread(empty), jnp.float32(0), scaled), noise)
+    def code(x: Array, scale: Array, noise: Array | None = None) -> Array:
+        # By entry: instead of dividing by the scale of a block, XLA would multiply by its inverse, which is rounded.
+        divisor = jnp.where((scale == 0) | (x == 0), jnp.float32(1), scale)
+        return elements.encode(jnp.where(scale == 0, jnp.float32(0), _within(x) / divisor), noise)
 
-    def decode(cut: Blocks, codes: Array, scale: Array) -> Array:
+    def value(codes: Array, scale: Array) -> Array:
         # An element has so few bits that its product with a scale is exact: then no compiler can change the sum of
         # decoded messages by contracting product and addition into one rounding.
-        return bounded(elements.decode(codes) * cut.spread(scale))
+        return bounded(elements.decode(codes) * scale)
+
+    def better_of(x: Array, cut: Blocks, made: Made, key: Array) -> Made:
+        """With the next smaller scale where that loses less."""
+        lower = rule.lower(made)
+        noise = (random_uniform(key, x.shape[0]),) if stochastic else ()
+        error = lambda each: _within(x) - value(code(x, each, *noise), each)
+        whole, less = (cut.norms(error(cut.spread(m.scale)), 2) for m in (made, lower))
+        pick = lambda a, b: lax.select(less < whole, b, a)
+        return made._replace(norms=pick(made.norms, lower.norms), scale=pick(made.scale, lower.scale))
 
     def compress(key, x, state):
-        x = bounded(finite(x.astype(wide(x.dtype)))).astype(jnp.float32)
-        x = jnp.clip(x, -LARGEST, LARGEST)  # of f64
-        cut = layout(x.shape[0])
+        x, cut = x.astype(wide(x.dtype)), layout(x.shape[0])
         made = rule.of(_extremes(cut, x), elements, stochastic)
-        noise = random_uniform(key, x.shape[0]) if stochastic else None
-        codes = encode(cut, x, made.scale, noise)
-        if rule.best:
-            lower = rule.lower(made)
-            other = encode(cut, x, lower.scale, noise)
-            errors = [cut.norms(x - decode(cut, c, m.scale), 2) for c, m in ((codes, made), (other, lower))]
-            better = errors[1] < errors[0]
-            codes = jnp.where(cut.spread(better), other, codes)
-            made = made._replace(norms=lax.select(better, lower.norms, made.norms))
-        payload = Quantized(made.norms, pack(codes, elements.bits))
+        made = better_of(x, cut, made, key) if rule.best else made
+        words = coded(code, elements.bits, cut, x, [made.scale], key if stochastic else None)
+        payload = Quantized(made.norms, words)
         return (payload if made.factor is None else Several((Dense(made.factor), payload))), state.local
 
-    def decompress(payload, shared, like):
+    def scales(payload, leading, size):
+        """Those of the messages, their words and how a vector is cut; leading: axes of several messages."""
         factor, payload = (None, payload) if isinstance(payload, Quantized) else payload.parts
-        cut = layout(like.size)
-        check_like("block_scaled", payload.words.shape, (elements.bits, -(-like.size // 32)))
-        check_like("block_scaled", payload.norms.shape, (cut.count,))
-        scale = rule.read(payload.norms, None if factor is None else factor.values)
-        return bounded(decode(cut, unpack(payload.words, like.size), scale).astype(like.dtype))
+        cut = layout(size)
+        check_like("block_scaled", payload.words.shape[leading:], (elements.bits, -(-size // 32)))
+        check_like("block_scaled", payload.norms.shape[leading:], (cut.count,))
+        return rule.read(payload.norms, None if factor is None else factor.values), payload.words, cut
 
-    return on_vectors(compress=compress, decompress=decompress, spec=spec)
+    def decompress(payload, shared, like):
+        each, words, cut = scales(payload, 0, like.size)
+        return worth(lambda *args: bounded(value(*args).astype(like.dtype)), words, cut, each, like.size)
+
+    def accumulate(total, payloads, weights, shared):
+        each, words, cut = scales(payloads, 1, total.size)
+        return add_worth(value, total, words, cut, each, weights)
+
+    return on_vectors(compress=compress, decompress=decompress, accumulate=accumulate, spec=spec)
+
+
+def _within(x: Array) -> Array:
+    """f32, with zeros for what is not finite; f64 saturates."""
+    return jnp.clip(finite(x), -LARGEST, LARGEST).astype(jnp.float32)
 
 
 def _extremes(cut: Blocks, x: Array) -> tuple[Array, Array]:
@@ -191,9 +204,21 @@ def _extremes(cut: Blocks, x: Array) -> tuple[Array, Array]:
     parts += [x[body:].reshape(1, cut.tail)] if cut.tail else []
     if not parts:
         return jnp.zeros((0,), jnp.float32), jnp.zeros((0,), jnp.float32)
-    most = jnp.concatenate([jnp.max(part, axis=1) for part in parts])
-    least = jnp.concatenate([jnp.min(part, axis=1) for part in parts])
-    return jnp.maximum(most, 0), jnp.maximum(-least, 0)
+    ends = [_ends(part) for part in parts]
+    most, least = (jnp.concatenate(side) for side in zip(*ends, strict=True))
+    return jnp.maximum(_within(most), 0), jnp.maximum(-_within(least), 0)
+
+
+def _ends(rows: Array) -> tuple[Array, Array]:
+    """The largest and the smallest finite entry of each row, zero among them if any is not finite."""
+    ends = jnp.max(rows, axis=1), jnp.min(rows, axis=1)
+    clean = jnp.all(jnp.isfinite(ends[0]) & jnp.isfinite(ends[1]))  # a NaN is the largest and the smallest, too
+
+    def slow(rows, *ends):
+        each = lambda function: lambda rows: function(finite(rows), axis=1)
+        return some_at_a_time(each(jnp.max), ends[0], rows), some_at_a_time(each(jnp.min), ends[1], rows)
+
+    return lax.cond(clean, lambda rows, *ends: ends, slow, rows, *ends)
 
 
 # ------------------------------------------------------------------------------------------------

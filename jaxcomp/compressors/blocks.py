@@ -1,14 +1,18 @@
-"""Vectors cut into blocks, each with a norm, a scale or a step of its own."""
+"""Vectors cut into blocks, each with a norm, a scale or a step of its own, and codes of their entries."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.arrays import fold_in_one_pass, key_data, reshaped, weighted
+from jaxcomp.compiled import of_made
 from jaxcomp.compressors.vector import is_whole
+from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
+from jaxcomp.packing import Places, pack, places_of, unpack
 
-__all__ = ["BLOCK_SIZE", "Blocks", "blocks_of"]
+__all__ = ["BLOCK_SIZE", "Blocks", "add_worth", "blocks_of", "coded", "worth"]
 
 Array = jax.Array
 BLOCK_SIZE = 512  # entries, where nothing is said
@@ -80,3 +84,62 @@ def blocks_of(name: str, blocks: int | None, block_size: int | None, default: in
         raise ValueError(f"{name}: give at most one of blocks and block_size; got {blocks} and {block_size}")
     size = default if blocks is None and block_size is None else block_size
     return lambda d: Blocks(d, blocks, size)
+
+
+# ------------------------------------------------------------------------------------------------
+# Codes of w bits, entry by entry, in the order of their words where that can be. Numbers of blocks are [count], or [1]
+# for all entries.
+
+
+def _places(cut: Blocks, size: int, width: int) -> Places | None:
+    return places_of(size, width) if cut.in_words else None
+
+
+def coded(
+    code: Callable[..., Array], width: int, cut: Blocks, x: Array, each: list[Array], key: Array | None = None
+) -> Array:
+    """Words [w, G], as `pack` returns them, of code(x, *each), u32.
+
+    x: [d];  each: numbers of blocks.
+    key: code(x, *each, noise) with noise of each entry, uniform in (0, 1).
+    """
+    size, places = x.shape[0], _places(cut, x.shape[0], width)
+    noise = lambda words: [] if key is None else [random_uniform(words, size).astype(x.dtype)]
+    if places is None:
+        return pack(code(x, *map(cut.spread, each), *noise(key)), width)
+
+    def words_of(words, *args):
+        return places.pack([code(*slices) for slices in zip(*map(places.slices, [*args, *noise(words)]), strict=True)])
+
+    words = () if key is None else key_data(key)
+    return of_made(words_of, words, x, *map(cut.spread_to_words, each)).reshape(width, -1)
+
+
+def worth(value: Callable[[Array, Array], Array], words: Array, cut: Blocks, each: Array, size: int) -> Array:
+    """value(code, number of its block) of all entries, [d], from words [w, G]."""
+    places = _places(cut, size, words.shape[0])
+    if places is None:
+        return value(unpack(words, size), cut.spread(each))
+    decode = lambda words, each: value(places.unpack(words), places.spread(each))
+    return of_made(decode, words, cut.spread_to_words(each)).reshape(-1)
+
+
+def add_worth(
+    value: Callable[[Array, Array], Array],
+    total: Array,
+    words: Array,
+    cut: Blocks,
+    each: Array,
+    weights: Array | None,
+) -> Array:
+    """total [d] + sum_j weights_j worth_j, of words [n, w, G] and numbers of blocks [n, count] (`base.accumulate`)."""
+    places = _places(cut, total.size, words.shape[1])
+    shape = (total.size,) if places is None else places.whole
+
+    def add(total, message):
+        words, each, weight = message
+        codes = unpack(words, total.size) if places is None else places.unpack(words)
+        each = cut.spread(each) if places is None else places.spread(cut.spread_to_words(each))
+        return total + weighted(value(codes, each).astype(total.dtype), weight)
+
+    return fold_in_one_pass(add, reshaped(total, shape), (words, each, weights), least=1).reshape(-1)

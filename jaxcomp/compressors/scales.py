@@ -11,7 +11,7 @@ from jaxcomp.compressors.elements import E4M3, Elements, Integer
 from jaxcomp.compressors.quantize import up_to_bfloat16
 from jaxcomp.norms import power_of_two
 
-__all__ = ["SCALES", "Scale"]
+__all__ = ["SCALES", "Made", "Scale"]
 
 Array = jax.Array
 U32 = jnp.uint32

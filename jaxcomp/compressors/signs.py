@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,12 +11,12 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.base import Compressor, Spec, bounded, finite, wide
-from jaxcomp.compressors.blocks import Blocks, blocks_of
+from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
 from jaxcomp.compressors.vector import check_like, on_vectors
-from jaxcomp.hashing import random_bits, random_uniform
+from jaxcomp.hashing import random_bits
 from jaxcomp.layout import WHOLE_BLOCKS, Layout
-from jaxcomp.norms import block_norms, exponent_of, power_of_two
-from jaxcomp.packing import num_words, pack, unpack
+from jaxcomp.norms import block_norms, exponent_of, power_of_two, some_at_a_time
+from jaxcomp.packing import num_words
 from jaxcomp.payloads import Quantized
 
 __all__ = ["sign", "terngrad", "vote"]
@@ -23,6 +24,7 @@ __all__ = ["sign", "terngrad", "vote"]
 Array = jax.Array
 BLOCK = 1024  # entries with a scale of their own: 1 + 32 / 1024 bits an entry
 LAYOUT = Layout(dense_below=0)  # of votes: a bit for every entry
+WHOLE = blocks_of("sign", 1, None, None)  # where one scale serves all entries
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -70,14 +72,9 @@ def sign(scale: float | str = "mean", *, blocks: int | None = None, block_size: 
         return jnp.minimum(each, jnp.asarray(LARGEST, x.dtype)).astype(jnp.float32)
 
     def compress(key, x, state):
-        x = finite(x.astype(wide(x.dtype)))
+        x = x.astype(wide(x.dtype))
         scales = jnp.zeros((0,), jnp.float32) if fixed else scales_of(x, layout(x.shape[0]))
-        return Quantized(scales, pack((x >= 0).astype(jnp.uint32), 1)), state.local
-
-    def decompress(payload, shared, like):
-        check_like("sign", payload.words.shape, (1, -(-like.size // 32)))
-        each = jnp.full((1,), float(scale), jnp.float32) if fixed else layout(like.size).spread(payload.norms)
-        return _signed(payload.words, each, like)
+        return Quantized(scales, _bits(lambda x: (x >= 0) | ~jnp.isfinite(x), x)), state.local
 
     spec = Spec(
         f"sign({', '.join(shown)})",
@@ -86,7 +83,9 @@ def sign(scale: float | str = "mean", *, blocks: int | None = None, block_size: 
         linear=False,
         remedy="Take scale='mean', which contracts." if alpha is None or scale == "l2" else None,
     )
-    return on_vectors(compress=compress, decompress=decompress, spec=spec)
+    return on_vectors(
+        compress=compress, **_read("sign", 1, layout, _signed, float(scale) if fixed else None), spec=spec
+    )
 
 
 def vote() -> Compressor:
@@ -97,18 +96,14 @@ def vote() -> Compressor:
     """
 
     def compress(key, x, state):
-        x = finite(x)
         coins = random_bits(key, num_words(x.shape[0], 1)).reshape(1, -1)
-        positive, zero = pack((x > 0).astype(jnp.uint32), 1), pack((x == 0).astype(jnp.uint32), 1)
+        positive = _bits(lambda x: jnp.isfinite(x) & (x > 0), x)
+        zero = _bits(lambda x: ~jnp.isfinite(x) | (x == 0), x)
         return Quantized(jnp.zeros((0,), jnp.float32), positive | (zero & coins)), state.local
-
-    def decompress(payload, shared, like):
-        check_like("vote", payload.words.shape, (1, -(-like.size // 32)))
-        return _signed(payload.words, jnp.ones((1,), jnp.float32), like)
 
     return on_vectors(
         compress=compress,
-        decompress=decompress,
+        **_read("vote", 1, WHOLE, _signed, 1.0),
         spec=Spec("vote()", None, None, linear=False, layout=LAYOUT, vote=True),
     )
 
@@ -148,25 +143,13 @@ def terngrad(*, clip: float | None = None, blocks: int | None = None, block_size
     spread = lambda d: (math.sqrt(max(layout(d).largest, 1)) - 1) / 2 * (1 + 2.0**-20)
 
     def compress(key, x, state):
-        x = finite(x.astype(wide(x.dtype)))
+        x = x.astype(wide(x.dtype))
         cut = layout(x.shape[0])
         tops = cut.norms(x, math.inf)
         if clip is not None:
             tops = jnp.minimum(tops, clip * cut.norms(x, 2) / jnp.sqrt(jnp.asarray(np.asarray(cut.lengths), x.dtype)))
         tops = jnp.minimum(tops, jnp.asarray(LARGEST, x.dtype)).astype(jnp.float32)
-        each = cut.spread(tops).astype(x.dtype)
-        empty = each < jnp.asarray(jnp.finfo(jnp.float32).tiny, x.dtype)
-        chance = jnp.where(empty, 0, jnp.abs(x) / jnp.where(empty, 1, each))
-        sent = random_uniform(key, x.shape[0]).astype(x.dtype) < chance
-        codes = jnp.where(sent, jnp.where(x < 0, 2, 1), 0)
-        return Quantized(tops, pack(codes.astype(jnp.uint32), 2)), state.local
-
-    def decompress(payload, shared, like):
-        check_like("terngrad", payload.words.shape, (2, 2 * -(-like.size // 32) // 2))
-        codes = unpack(payload.words, like.size)
-        each = layout(like.size).spread(payload.norms.astype(jnp.float32))
-        values = jnp.where(codes == 1, each, jnp.where(codes == 2, -each, jnp.zeros((), jnp.float32)))
-        return bounded(values.astype(like.dtype))
+        return Quantized(tops, coded(_ternary, 2, cut, x, [tops.astype(x.dtype)], key)), state.local
 
     biased = lambda d: 1 - max(spread(d), 1 + clip**2 / 4)  # pyright: ignore[reportOptionalOperand]
     spec = Spec(
@@ -177,14 +160,55 @@ def terngrad(*, clip: float | None = None, blocks: int | None = None, block_size
         remedy=None if clip is None else "Without clip it is unbiased.",
         layout=WHOLE_BLOCKS if clip is None and blocks is None else None,  # zeros count in a deviation
     )
-    return on_vectors(compress=compress, decompress=decompress, spec=spec)
+    return on_vectors(compress=compress, **_read("terngrad", 2, layout, _of_three), spec=spec)
 
 
-def _signed(words: Array, each: Array, like: Any) -> Array:
-    """+-each by bits, in the dtype of `like`."""
-    positive = unpack(words, like.size) != 0
-    each = each.astype(jnp.float32)
-    return bounded(jnp.where(positive, each, -each).astype(like.dtype))
+def _bits(condition: Callable[[Array], Array], x: Array) -> Array:
+    """uint32[1, ceil(d / 32)]: a bit for each entry, set where the condition holds."""
+    return coded(lambda x: condition(x).astype(jnp.uint32), 1, WHOLE(x.shape[0]), x, [])
+
+
+def _signed(codes: Array, scale: Array) -> Array:
+    return jnp.where(codes != 0, scale, -scale)
+
+
+def _ternary(x: Array, top: Array, noise: Array) -> Array:
+    """0, 1 or 2 for 0, s or -s."""
+    empty = top < jnp.asarray(jnp.finfo(jnp.float32).tiny, x.dtype)
+    chance = jnp.where(empty, 0, jnp.abs(finite(x)) / jnp.where(empty, 1, top))
+    return jnp.where(noise < chance, jnp.where(x < 0, 2, 1), 0).astype(jnp.uint32)
+
+
+def _of_three(codes: Array, scale: Array) -> Array:
+    return jnp.where(codes == 1, scale, jnp.where(codes == 2, -scale, jnp.zeros((), jnp.float32)))
+
+
+def _read(
+    name: str,
+    width: int,
+    layout: Callable[[int], Blocks],
+    value: Callable[[Array, Array], Array],
+    scale: float | None = None,
+) -> dict[str, Any]:
+    """decompress and accumulate of codes of `width` bits: value(code, scale of the block), or one scale for all."""
+    cut_of = layout if scale is None else WHOLE
+
+    def scales(norms: Array) -> Array:
+        if scale is None:
+            return norms.astype(jnp.float32)
+        return jnp.full((*norms.shape[:-1], 1), scale, jnp.float32)
+
+    def decompress(payload, shared, like):
+        check_like(name, payload.words.shape, (width, -(-like.size // 32)))
+        of = lambda *args: bounded(value(*args).astype(like.dtype))
+        return worth(of, payload.words, cut_of(like.size), scales(payload.norms), like.size)
+
+    def accumulate(total, payloads, weights, shared):
+        check_like(name, payloads.words.shape[1:], (width, -(-total.size // 32)))
+        each = scales(payloads.norms)
+        return add_worth(lambda *args: bounded(value(*args)), total, payloads.words, cut_of(total.size), each, weights)
+
+    return {"decompress": decompress, "accumulate": accumulate}
 
 
 def _by_block(x: Array, cut: Blocks, function: Any) -> Array:
@@ -196,10 +220,19 @@ def _by_block(x: Array, cut: Blocks, function: Any) -> Array:
 
 
 def _mean_magnitude(rows: Array) -> Array:
-    """Mean of |x| of each row, whose sum may be too large for the dtype."""
+    """Mean of |x| of each row, with zeros for what is not finite, even where sums are too large for the dtype."""
+    info, length = jnp.finfo(rows.dtype), rows.shape[1]
+    # As they are where none has overflowed or lost an entry that counts; a NaN anywhere fails the test.
+    sums = jnp.sum(jnp.abs(rows), axis=1)
+    plain = jnp.all(((sums > info.tiny * 2.0**40) | (sums == 0)) & (sums < info.max))
+    return lax.cond(plain, lambda rows, sums: sums / length, lambda rows, _: _scaled_mean(rows), rows, sums)
+
+
+def _scaled_mean(rows: Array) -> Array:
     info = jnp.finfo(rows.dtype)
     largest = block_norms(rows, math.inf)
     exponent = jnp.clip(exponent_of(largest), info.minexp, -info.minexp)
-    scale = lax.optimization_barrier(power_of_two(-exponent, rows.dtype))
-    mean = jnp.mean(jnp.abs(rows) * scale[:, None], axis=1) * power_of_two(exponent, rows.dtype)
-    return jnp.where(largest < info.tiny, 0, mean)
+    scale = power_of_two(-exponent, rows.dtype)
+    mean = lambda rows, scale: jnp.mean(jnp.abs(finite(rows)) * lax.optimization_barrier(scale)[:, None], axis=1)
+    means = some_at_a_time(mean, largest, rows, scale) * power_of_two(exponent, rows.dtype)
+    return jnp.where(largest < info.tiny, 0, means)
