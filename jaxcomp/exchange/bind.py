@@ -42,11 +42,13 @@ def bind(
         reason = refusal(route, part)
         if reason:
             raise ValueError(f"{name}: {reason}")
-    if algorithm.parts and route.layout is not None and route.layout(layout, 1).unit == "chunks":
-        raise ValueError(
-            f'{name}: via="{route.name}" cuts all leaves, end to end, into chunks, and cannot tell the parts of '
-            'by_path apart. Use via="auto"'
-        )
+    if algorithm.compressor is None and route.layout is not None and route.layout(layout, 1).unit == "chunks":
+        known = route.name in VIAS
+        what = f'via="{route.name}"' if known else "a mean of which each worker keeps the shard of its parameters"
+        why = "each of its parts has some" if algorithm.parts else "it sends factors of matrices, or a sketch"
+        cure = 'Use via="auto"' if known else "Use direct(...) or error_feedback(...)"
+        cuts = f"{what} cuts all leaves together into chunks"
+        raise ValueError(f"{name}: {cuts}; this algorithm needs them as they are: {why}. {cure}")
     if weights is None:
         weights = _own_weights(name, algorithm)
     if bucket_bytes is not None:

@@ -197,6 +197,9 @@ def test_what_does_not_fit_is_refused():
         two_shot(jc.diana(jc.dithering(7)))
     with pytest.raises(ValueError, match=r"needs a compressor of one array; got top_k\(0.1\). Leave its layout out"):
         two_shot(jc.error_feedback(jc.per_leaf(jc.top_k(0.1))))
+    for algorithm in (jc.power_sgd(2), jc.fetch_sgd(0.1)):
+        with pytest.raises(ValueError, match=r'two_shot" cuts all leaves together .* Use via="auto"'):
+            two_shot(algorithm)
     with pytest.raises(ValueError, match="has a plan for each"):
         two_shot(jc.error_feedback(jc.dagc([1, 2], 0.1)))
     with pytest.raises(ValueError, match="bucket_bytes goes with"):

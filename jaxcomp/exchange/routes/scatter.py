@@ -30,7 +30,8 @@ def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
     if others:
         return (
             "parameters that are cut over the workers themselves: each worker ends with the mean of its own shard, and "
-            f"this algorithm keeps a {others[0]} that needs the whole of it. Use direct(...) or error_feedback(...)"
+            f"the state of this algorithm ({', '.join(map(str, others))}) needs the whole of it. Use direct(...) or "
+            "error_feedback(...)"
         )
     reason = refuses_chunks(compressor, roles)
     told = "parameters that are cut over the workers themselves need what two shots need: "

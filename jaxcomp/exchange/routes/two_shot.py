@@ -27,7 +27,6 @@ from jaxcomp.base import (
     accumulate,
     advance,
     bounded,
-    finite,
     residual,
     wide_like,
 )
@@ -171,8 +170,9 @@ def carry(out: Outgoing, call: Call) -> Carried:
     memory, local = varying(out.state.local, axes)
     chunk = first_shot(out.payload, compressor, out.shared, row, call)
     chunk = chunk / axis_size(axis) if call.weights is None else chunk
+    chunk = jnp.nan_to_num(chunk)  # a sum that overflowed is the largest number
     if _is_biased(compressor):
-        chunk = bounded(finite(chunk) + memory)
+        chunk = bounded(chunk + memory)
     second, local, mean = second_shot(
         out.key, chunk.astype(like.dtype), compressor, State(local, out.state.shared), wide_like(like), axis
     )
