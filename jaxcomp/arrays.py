@@ -115,7 +115,7 @@ def bounded(x: Array) -> Array:
 
 def moved(tree: Tree, step: Any, change: Tree) -> Tree:
     """tree + step change, saturated, in the place of the tree (`in_place`)."""
-    one = lambda h, m: bounded(h + step * m)
+    one = lambda h, m: bounded(h + jnp.asarray(step, h.dtype) * m)
     return jax.tree.map(lambda h, m: in_place(one, h, m), tree, change)
 
 

@@ -104,14 +104,13 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
 
     XLA would compute what several passes read again in each of them, and keep its terms for that. A loop of one step
     writes it where the memory was, if that is not read any more (a donated state, or zeros made for it), and everything
-    else reads it from there. Outside of any program it is one of its own, compiled once for each function.
+    else reads it from there. Outside of any program it is computed operation by operation.
     """
-    if not any(a.size for a in jax.tree.leaves(x)):
+    arrays = jax.tree.leaves((memory, x))
+    if not any(a.size for a in jax.tree.leaves(x)) or not any(isinstance(a, Tracer) for a in arrays):
         return function(memory, x)
     if jax.default_backend() != "cpu":
         return lax.optimization_barrier(function(memory, x))
-    if not any(isinstance(a, Tracer) for a in jax.tree.leaves((memory, x))):
-        return jax.jit(function)(memory, x)
 
     # What the function closes over must be an argument: custom_vmap refuses what a further vmap would map.
     traced, shape = jax.make_jaxpr(function, return_shape=True)(memory, x)

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxcomp.base import (
     Algorithm,
@@ -17,7 +18,7 @@ from jaxcomp.base import (
     zeros_like,
 )
 from jaxcomp.compiled import of_made
-from jaxcomp.compressors.vector import lift, omega_of
+from jaxcomp.compressors.vector import is_number, lift, omega_of
 
 __all__ = ["after_shift", "diana", "from_shift"]
 
@@ -64,8 +65,8 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
         cure = f"Use error_feedback({spec.name}) instead" if spec.alpha is not None else "Its omega is not known"
         raise ValueError(f"diana needs an unbiased compressor; {spec.name} is not one. {cure}")
     fixed = None if isinstance(alpha, jax.Array) else alpha
-    if fixed is not None and not 0 < fixed <= 1:
-        raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)]; got {alpha}")
+    if fixed is not None and not (is_number(fixed) and 0 < fixed <= 1):
+        raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)]; got {alpha!r}")
     compressor = lift(compressor)
 
     def step_of(like):
@@ -100,7 +101,11 @@ def after_shift(sent: Sent, own: Any, mean: Any, step: Any, nu: Any = 1.0) -> tu
     """h + nu m for the mean m of what was sent, and the shifts: h_i + step delta_i in the place of h_i, h + step m in
     that of h.
     """
+    plus = lambda h, m, by: bounded(h + jnp.asarray(by, h.dtype) * bounded(m))
+    less = is_number(step) and is_number(nu) and nu < step
+    direction = jax.tree.map(lambda h, m: plus(h, m, nu), mean, sent.mean) if less else None
     own, mean = sent.add_to(own, step), moved(mean, step, sent.mean)
-    # From h as it is now: the one before would have to be kept beside it.
-    direction = jax.tree.map(lambda h, m: bounded(h + (nu - step) * m), mean, sent.mean)
+    if direction is None:  # from h as it is now: the one before would have to be kept beside it
+        further = lambda h, m: plus(h, m, nu - jnp.asarray(step, h.dtype))
+        direction = jax.tree.map(further, mean, sent.mean)
     return direction, State(own, mean)

@@ -19,7 +19,7 @@ from jaxcomp.base import (
     wide_like,
     zeros_like,
 )
-from jaxcomp.compressors.vector import lift, omega_of
+from jaxcomp.compressors.vector import is_number, lift, omega_of
 
 __all__ = ["ef21", "ef_bv"]
 
@@ -78,8 +78,8 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
     ValueError: ef21 needs a contraction; rand_k(0.1) is not one. It is unbiased: take direct(...
     """
     check_contracts("ef21", compressor)
-    if not 0 <= momentum < 1:
-        raise ValueError(f"ef21: momentum must be in [0, 1); got {momentum}")
+    if not is_number(momentum) or not 0 <= momentum < 1:
+        raise ValueError(f"ef21: momentum must be in [0, 1); got {momentum!r}")
     compressor = lift(compressor)
 
     def init(shared_key, like):
@@ -97,7 +97,7 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
             message = jax.tree.map(blend, message, state.local.memory)
 
         def whole(inner, message, own, mean):
-            change = jax.tree.map(lambda total: total / exchange.size, exchange.sum(message))
+            change = exchange.sum(jax.tree.map(lambda x: x / exchange.size, message))  # a sum could overflow
             left = jax.tree.map(jnp.subtract, message, message)
             return _plus(own, message), _plus(mean, change), left, inner
 
@@ -146,8 +146,8 @@ def ef_bv(compressor: Compressor, *, shift_step: float | None = None, mean_step:
     if spec.omega is None and spec.alpha is None:
         raise ValueError(f"ef_bv needs a compressor with omega or alpha known; {spec.name} has neither")
     for name, value in (("shift_step", shift_step), ("mean_step", mean_step)):
-        if value is not None and not 0 < value <= 1:
-            raise ValueError(f"ef_bv: {name} must be in (0, 1]; got {value}")
+        if value is not None and not (is_number(value) and 0 < value <= 1):
+            raise ValueError(f"ef_bv: {name} must be in (0, 1]; got {value!r}")
     compressor = lift(compressor)
 
     def init(shared_key, like):

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide, wide_like, zeros_like
 from jaxcomp.compiled import in_place
-from jaxcomp.compressors.vector import lift
+from jaxcomp.compressors.vector import is_number, is_whole, lift
 from jaxcomp.layout import Parts
+from jaxcomp.norms import exponent_of, power_of_two
 from jaxcomp.pieces import accumulated
 
 __all__ = ["momentum_correction"]
@@ -70,11 +71,11 @@ def momentum_correction(
     >>> algorithm = jc.momentum_correction(jc.dgc(jc.warm_up([0.25, 0.05, 0.001], 500)), clip_norm=1.0, workers=4)
     """
     check_contracts("momentum_correction", compressor)
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum_correction: momentum must be in [0, 1); got {momentum}")
-    if clip_norm is not None and not 0 < clip_norm < math.inf:
-        raise ValueError(f"momentum_correction: clip_norm must be positive and finite, or None; got {clip_norm}")
-    if (clip_norm is None) != (workers is None) or (workers is not None and workers < 1):
+    if not is_number(momentum) or not 0 <= momentum < 1:
+        raise ValueError(f"momentum_correction: momentum must be in [0, 1); got {momentum!r}")
+    if clip_norm is not None and not (is_number(clip_norm) and 0 < clip_norm < math.inf):
+        raise ValueError(f"momentum_correction: clip_norm must be positive and finite, or None; got {clip_norm!r}")
+    if (clip_norm is None) != (workers is None) or not (workers is None or (is_whole(workers) and workers >= 1)):
         raise ValueError(
             "momentum_correction: give clip_norm and workers (at least 1) together, or neither; "
             f"got clip_norm={clip_norm}, workers={workers}"
@@ -109,7 +110,7 @@ def momentum_correction(
             u = jax.tree.map(lambda u, s: in_place(_unsent, u, s), u, sent.own)
         direction, after = sent.mean, state.shared.dense_momentum
         if isinstance(direction, Parts):
-            pairs = jax.tree.map(heavy_ball, after.dense, direction.dense)
+            pairs = jax.tree.map(lambda *args: tuple(map(bounded, heavy_ball(*args))), after.dense, direction.dense)
             moved, dense = (jax.tree.map(lambda _, pair: pair[i], direction.dense, pairs) for i in (0, 1))  # noqa: B023
             after, direction = after._replace(dense=moved), direction._replace(dense=dense)
         new = state.replace(velocity=sent.residual, momentum=u, dense_momentum=after, compressor=sent.state)
@@ -140,20 +141,19 @@ def _of_dense(zeros: Any) -> Any:
 
 
 def _clipped(grads: Any, clip_norm: float | None, workers: int | None) -> Any:
-    """Gradients whose norm is at most that of one of the workers."""
+    """Gradients whose norm is at most that of one of the workers, wide; no square, and no norm, overflows."""
     if clip_norm is None or workers is None:
         return grads
-    norm = _norm(finite(grads))
-    factor = jnp.minimum(1, clip_norm / math.sqrt(workers) / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-    return jax.tree.map(lambda g: g * factor.astype(g.dtype), finite(grads))
-
-
-def _norm(tree: Any) -> jax.Array:
-    """Euclidean norm of all leaves together, without overflow."""
-    leaves = jax.tree.leaves(tree)
+    grads = jax.tree.map(lambda g: g.astype(wide(g.dtype)), finite(grads))
+    leaves = [leaf.reshape(-1) for leaf in jax.tree.leaves(grads) if leaf.size]
+    if not leaves:
+        return grads
     dtype = wide(*(leaf.dtype for leaf in leaves))
-    leaves = [leaf.astype(dtype).reshape(-1) for leaf in leaves if leaf.size]
-    largest = jnp.max(jnp.stack([jnp.zeros((), dtype), *(jnp.max(jnp.abs(x)) for x in leaves)]))
-    unit = jnp.where(largest > 0, largest, 1)
-    squares = [jnp.sum(jnp.square(jnp.clip(x / unit, -1, 1))) for x in leaves]
-    return unit * jnp.sqrt(jnp.sum(jnp.stack([jnp.zeros((), dtype), *squares])))
+    info, bound = jnp.finfo(dtype), jnp.asarray(clip_norm / math.sqrt(workers), dtype)
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(x)).astype(dtype) for x in leaves]))
+    unit = power_of_two(-jnp.clip(exponent_of(largest), info.minexp, -info.minexp), dtype)
+    square = lambda x: jnp.sum(jnp.square(jnp.clip(x.astype(dtype) * unit, -4, 4)))
+    norm = jnp.sqrt(jnp.sum(jnp.stack([square(x) for x in leaves])))  # times the unit, a power of two
+    factor = bound / jnp.maximum(norm, info.tiny)
+    one = lambda g: jnp.where(norm > bound * unit, g * unit.astype(g.dtype) * factor.astype(g.dtype), g)
+    return jax.tree.map(one, grads)

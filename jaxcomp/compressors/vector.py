@@ -36,7 +36,18 @@ from jaxcomp.layout import DEFAULT, Parts, dense_of, rows_of
 from jaxcomp.payloads import Dense, Leaves
 from jaxcomp.pieces import FEW, cut_apart
 
-__all__ = ["Each", "Rows", "alpha_of", "check_like", "count_of", "is_whole", "lift", "omega_of", "on_vectors"]
+__all__ = [
+    "Each",
+    "Rows",
+    "alpha_of",
+    "check_like",
+    "count_of",
+    "is_number",
+    "is_whole",
+    "lift",
+    "omega_of",
+    "on_vectors",
+]
 
 Array = jax.Array
 MOST = 2**31 - 1  # entries of an array: indices are i32, and d stands for padding
@@ -157,7 +168,12 @@ def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], i
 
 def is_whole(value: Any, least: int = 1) -> bool:
     """Whether it is an integer of at least `least`: not a bool, NaN, or text."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) >= least and value % 1 == 0
+    return is_number(value) and float(value) >= least and value % 1 == 0
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number: not a bool, an array, or text."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_like(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:

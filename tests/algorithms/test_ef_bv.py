@@ -152,3 +152,28 @@ def test_shifts_of_the_largest_numbers_stay_finite(compressor, signs, seed):
         assert np.any(np.asarray(directions[0]) != 0)
         for x in jax.tree.leaves((directions, state.local.algorithm.shift, state.shared.algorithm.shift)):
             assert np.all(np.isfinite(x))
+
+
+@pytest.mark.parametrize("nu", [0.5, 1e-2, 1e-6])
+def test_a_direction_of_small_steps_keeps_its_digits(nu, seed):
+    """In the first round it is nu times the mean of what was sent, however far the shifts go."""
+    grads = jnp.asarray(heterogeneous(seed, 1, N, D))
+    mean = run_vmap(jc.compressed_mean(jc.ef_bv(jc.top_k(1.0)), AXIS), jnp.zeros(D), grads)[0]
+    small = run_vmap(jc.compressed_mean(jc.ef_bv(jc.top_k(1.0), mean_step=nu), AXIS), jnp.zeros(D), grads)[0]
+    np.testing.assert_allclose(small, nu * np.asarray(mean, np.float64), rtol=1e-6)
+
+
+def test_a_whole_start_of_large_gradients_leaves_the_shifts_in_step():
+    grads = jnp.array([1e38, 1.0, 1.0]).reshape(3, 1, 1) * jnp.ones((1, N, D))
+    directions, _ = run_vmap(jc.compressed_mean(jc.ef21(jc.top_k(1.0)), AXIS), jnp.zeros(D), grads)
+    np.testing.assert_allclose(directions[-1], 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("alpha", [np.float64(0.05), np.float32(0.05)])
+def test_steps_of_any_float_type_leave_the_dtype_of_shifts(alpha, seed):
+    with jax.enable_x64(True):
+        grads = jnp.asarray(heterogeneous(seed, 2, N, D), jnp.float32)
+        for algorithm in (jc.diana(jc.dithering(7), alpha=alpha), jc.ef_bv(jc.dithering(7), shift_step=alpha)):
+            directions, state = run_vmap(jc.compressed_mean(algorithm, AXIS), jnp.zeros(D, jnp.float32), grads)
+            assert directions.dtype == np.float32
+            assert {x.dtype for x in jax.tree.leaves(state.local.algorithm)} == {jnp.dtype("float32")}

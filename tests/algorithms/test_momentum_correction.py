@@ -64,3 +64,21 @@ def test_local_clipping_in_double_precision(seed):
     )
     assert got.dtype == np.float64
     np.testing.assert_allclose(got, want, rtol=1e-13, atol=1e-16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float32", 3e38), ("float32", 3e36), ("float16", 6e4), ("bfloat16", 300)]
+)
+def test_no_norm_is_too_large_to_be_clipped(dtype, value):
+    algorithm = jc.momentum_correction(jc.top_k(1.0), momentum=0, clip_norm=1.0, workers=1)
+    directions, _ = run_shard_map(
+        jc.compressed_mean(algorithm, AXIS), jnp.zeros(2**14), jnp.full((1, 1, 2**14), value, dtype)
+    )
+    np.testing.assert_allclose(np.linalg.norm(np.asarray(directions, np.float64)), 1, rtol=1e-5)
+
+
+def test_the_momentum_of_small_leaves_saturates():
+    grads = jnp.array([3e38, 3e38, -3e38, 1.0]).reshape(4, 1, 1) * jnp.ones(5)
+    algorithm = jc.momentum_correction(jc.top_k(0.1), momentum=0.9)
+    directions, _ = run_shard_map(jc.compressed_mean(algorithm, AXIS), jnp.zeros(5), grads)
+    assert np.all(np.isfinite(directions))
