@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxcomp.arrays import like_of, root_key, wide_like, wrap_key, zeros_like
@@ -31,6 +32,7 @@ from jaxcomp.base import (
 from jaxcomp.exchange.bind import bind
 from jaxcomp.exchange.placement import Placement
 from jaxcomp.layout import join, split
+from jaxcomp.payloads import CODES, Dense, Several
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
 from jaxcomp.transforms.local_updates import check_times, difference_of, mixed, towards
 from jaxcomp.wire import decode, encode
@@ -84,8 +86,13 @@ def local_process(
     [0.75 2.25] [0.75 2.25]
     """
     check_times(NAME, every, fragments, delay, mixing)
-    if not 0 <= index < size:
+    for what, value, least in (("size", size, 1), ("index", index, 0)):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{NAME}: {what} must be an integer of at least {least}; got {value!r}")
+    if index >= size:
         raise ValueError(f"{NAME}: index must be in 0 .. size - 1 = {size - 1}; got {index}")
+    if code not in CODES:
+        raise ValueError(f"{NAME}: code must be one of {', '.join(CODES)}; got {code!r}")
     check_algorithm(NAME, algorithm)
     times = Timetable(int(every), int(fragments), int(delay))
     return LocalProcess(inner, outer, algorithm, gather, (int(index), int(size)), times, float(mixing), seed, code)
@@ -270,11 +277,17 @@ class BytesExchange:
         return [self.mean(*each) for each in messages]
 
     def sum(self, x: Any) -> Any:
-        arrived = self._exchange(tuple(jax.tree.leaves(x)))
-        total = [
-            sum(rows[1:], start=rows[0]) for rows in zip(*(jax.tree.leaves(each) for each in arrived), strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(x), total)
+        leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, x))
+        totals, kinds = list(leaves), list(dict.fromkeys(leaf.dtype for leaf in leaves))
+        places = [[i for i, leaf in enumerate(leaves) if leaf.dtype == kind] for kind in kinds]
+        parts = (Dense(np.concatenate([leaves[i].reshape(-1) for i in group])) for group in places)
+        arrived = self._exchange(Several(tuple(parts)))
+        for number, group in enumerate(places):
+            total = functools.reduce(np.add, (each.parts[number].values for each in arrived))
+            cuts = np.cumsum([leaves[i].size for i in group])[:-1]
+            for i, part in zip(group, np.split(total, cuts), strict=True):
+                totals[i] = part.reshape(leaves[i].shape)
+        return jax.tree.unflatten(structure, map(jnp.asarray, totals))
 
     def cond(self, predicate: Array, yes: Callable, no: Callable, *operands: Any) -> Any:
         return (yes if bool(predicate) else no)(*operands)

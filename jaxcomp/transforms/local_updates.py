@@ -186,7 +186,7 @@ def check_times(name: str, every: int, fragments: int, delay: int, mixing: float
         raise ValueError(f"{name}: fragments must be an integer in 1 .. every = {every}; got {fragments!r}")
     if not whole(delay, 0, every - 1):
         raise ValueError(f"{name}: delay must be an integer in 0 .. every - 1 = {every - 1}; got {delay!r}")
-    if not 0 <= mixing < 1:
+    if not isinstance(mixing, int | float | np.number) or not 0 <= mixing < 1:
         raise ValueError(f"{name}: mixing must be in [0, 1); got {mixing!r}")
 
 
@@ -276,7 +276,9 @@ class _LocalUpdates(NamedTuple):
             step, outer = self.outer.update(direction, before.outer, before.point)
             point = optax.apply_updates(before.point, step)
             if self.exact:
-                updates = jax.tree.map(lambda u, p: u.astype(p.dtype), step, here.params)
+                # Parameters in 16 bits would not follow the sum of small steps, which the point keeps.
+                each = lambda u, p, theta: u if p.dtype == theta.dtype else towards(p, theta.astype(p.dtype))
+                updates = jax.tree.map(each, step, here.params, point)
             else:
                 target = jax.tree.map(lambda theta, p: mixed(theta.astype(p.dtype), p, self.mixing), point, here.after)
                 updates = jax.tree.map(towards, here.params, target)

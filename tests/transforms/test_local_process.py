@@ -18,6 +18,8 @@ ALGORITHMS = {
     "diana": jc.diana(jc.flat(jc.dithering(7))),
     "int4": jc.error_feedback(jc.block_scaled("int4")),
     "sparse_loco": jc.sparse_loco(k=2, chunk=8),
+    "power_sgd": jc.power_sgd(2),
+    "ef21": jc.ef21(jc.flat(jc.top_k(k=5))),
 }
 
 
@@ -97,6 +99,10 @@ def test_errors_name_what_is_wrong():
         make().step(PARAMS, PARAMS)
     with pytest.raises(ValueError, match="index must be in 0"):
         jc.local_process(INNER, OUTER, ALGORITHMS["top_k"], list, 2, 2, every=2)
+    with pytest.raises(ValueError, match="code must be one of fixed, elias, best; got 'nope'"):
+        make(code="nope")
+    with pytest.raises(ValueError, match=r"index must be an integer of at least 0; got 0\.5"):
+        jc.local_process(INNER, OUTER, ALGORITHMS["top_k"], list, 0.5, 2, every=2)
     with make(every=1) as worker:
         worker.start(PARAMS)
         worker._link._gather = lambda message: []

@@ -435,3 +435,13 @@ def test_errors_name_what_is_wrong():
     step = lambda state, w: tx.update(jc.per_worker(w, "data"), state, w)
     with pytest.raises(ValueError, match="typed as equal on all workers of axis 'data'"):
         jax.shard_map(step, mesh=mesh, in_specs=(specs, P()), out_specs=(P(), specs))(state, w)
+
+
+@pytest.mark.parametrize("dtype", variants(["bfloat16", "float16"], {"bfloat16"}))
+def test_narrow_parameters_follow_the_shared_point_at_every_step(dtype):
+    """With one step a round too, whose updates are below the last place of a parameter."""
+    tx = jc.local_updates(optax.sgd(1e-3), optax.sgd(1.0), FULL, "data", every=1)
+    params = jnp.ones(4, dtype)
+    points, state = vmap_steps(tx, params, jnp.ones((200, N, 4), dtype))
+    np.testing.assert_allclose(state.point, 0.8, rtol=1e-3)
+    np.testing.assert_array_equal(points[-1], np.stack([np.asarray(state.point.astype(dtype))] * N))
