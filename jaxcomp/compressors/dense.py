@@ -111,15 +111,17 @@ def _cast_scaled(kind: Any, layout: Callable[[int], Blocks], block_size: int | N
 
     def each(cut: Blocks, values: Array, scale: Array) -> Array:
         """Values times the scale of their block."""
-        return values * cut.spread(scale.reshape(-1)).astype(values.dtype)
+        scale = scale.reshape(-1).astype(values.dtype)
+        if cut.tail not in (0, cut.length) or cut.count <= 1:
+            return values * cut.spread(scale)
+        return (values.reshape(cut.count, cut.length) * scale[:, None]).reshape(-1)
 
     def compress(key, x, state):
-        x = finite(x).astype(wide(x.dtype))
-        cut = layout(x.shape[0])
+        x, cut = x.astype(wide(x.dtype)), layout(x.shape[0])
         largest = cut.norms(x, math.inf)
         largest = jnp.max(largest, initial=0) if block_size is None else largest
         exponent = jnp.clip(exponent_of(largest) - top, -126, 126)
-        scaled = each(cut, x, power_of_two(-exponent, jnp.float32))
+        scaled = each(cut, finite(x), power_of_two(-exponent, jnp.float32))
         return Scaled(_rounded(scaled, kind), power_of_two(exponent, jnp.float32)), state.local
 
     def decompress(payload, shared, like):

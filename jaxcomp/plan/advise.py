@@ -13,7 +13,7 @@ from jaxcomp.plan.facts import Facts, Work
 from jaxcomp.plan.links import Collective, Seconds, seconds_of
 from jaxcomp.plan.predict import Bucket, Line, Parts, factors_of, step_seconds
 
-__all__ = ["MARGIN", "Row", "choose", "predicted", "table", "verdict"]
+__all__ = ["MARGIN", "Row", "best_of", "choose", "predicted", "table", "verdict"]
 
 LEAST = 1e-9  # seconds that are told apart
 MARGIN = 0.05  # by which compressing must be faster than dense to be advised
@@ -45,6 +45,13 @@ class Row(NamedTuple):
         """Per step: measured, where it was; else predicted, with what was learnt from those that were."""
         predicted = self.parts.total if self.expected is None else self.expected
         return predicted if self.measured is None else self.measured
+
+    @property
+    def per_step(self) -> Parts:
+        """The parts with those of an exchange divided by H: total = gradient + encode + network + decode - hidden."""
+        p, every = self.parts, self.candidate.every
+        shares = {name: getattr(p, name) / every for name in ("encode", "network", "decode", "hidden")}
+        return p._replace(**shares)
 
 
 def predicted(
@@ -176,7 +183,7 @@ def choose(rows: Sequence[Row], margin: float = MARGIN) -> Row:
 
 def verdict(rows: Sequence[Row], chosen: Row) -> str:
     """Why, in a sentence or two."""
-    dense, best = _best(rows, dense=True), _best(rows, dense=False)
+    dense, best = best_of(rows, dense=True), best_of(rows, dense=False)
     if chosen.candidate.dense:
         text = f"do not compress: {chosen.candidate.name}"
         if best is None:
@@ -185,7 +192,7 @@ def verdict(rows: Sequence[Row], chosen: Row) -> str:
         text += f" takes {_ms(chosen.seconds)} a step. The fastest compressed candidate, {best.candidate.name},"
         if not best.known:
             return f"{text} was {_unmeasured(best, rows)}"
-        more = best.seconds / chosen.seconds - 1
+        more = (best.seconds - chosen.seconds) / max(chosen.seconds, LEAST)
         text += f" is {abs(more):.0%} {'slower' if more > 0 else 'faster'}"
         text += "" if best.bound else _difference(best, chosen)
         left = [row for row in rows if row.refused is None and not row.candidate.dense and _left_out(row, rows)]
@@ -194,10 +201,11 @@ def verdict(rows: Sequence[Row], chosen: Row) -> str:
     text = f"compress: {chosen.candidate.name} takes {_ms(chosen.seconds)} a step"
     if dense is None:
         return text
+    own, other = chosen.per_step, dense.per_step
     return (
-        f"{text}, {dense.candidate.name}, the fastest dense candidate, {_ms(dense.seconds)}. It is on the links for "
-        f"{_ms(chosen.parts.network)} in place of {_ms(dense.parts.network)} and works for "
-        f"{_ms(chosen.parts.encode + chosen.parts.decode)} to encode and decode. What it loses: {chosen.loss.words}"
+        f"{text}, {dense.candidate.name}, the fastest dense candidate{_at_every_step(dense, rows)}, "
+        f"{_ms(dense.seconds)}. Of a step it is on the links for {_ms(own.network)} in place of {_ms(other.network)} "
+        f"and works for {_ms(own.encode + own.decode)} to encode and decode. What it loses: {chosen.loss.words}"
     )
 
 
@@ -206,7 +214,7 @@ def reason(row: Row, dense: Row | None, rows: Sequence[Row]) -> str:
     if row.refused:
         return row.refused
     if row is dense:
-        return "the best dense candidate"
+        return f"the best dense candidate{_at_every_step(row, rows)}"
     if not row.known:
         return _unmeasured(row, rows)
     if dense is None:
@@ -225,11 +233,17 @@ def _comparable(rows: Sequence[Row]) -> list[Row]:
     return [row for row in known if row.measured is not None] or known
 
 
-def _best(rows: Sequence[Row], dense: bool) -> Row | None:
+def best_of(rows: Sequence[Row], dense: bool) -> Row | None:
     """The fastest of either kind; of dense ones that exchange at every step, if there are any."""
     kind = [row for row in rows if row.candidate.dense == dense]
     kind = _comparable([row for row in kind if dense and row.candidate.every == 1] or kind)
     return min(kind, key=lambda row: row.seconds, default=None)
+
+
+def _at_every_step(dense: Row, rows: Sequence[Row]) -> str:
+    """What is to be said of the best dense candidate where others that are dense exchange less often."""
+    fewer = any(row.candidate.dense and row.candidate.every > dense.candidate.every for row in rows)
+    return " with an exchange at every step" if fewer and dense.candidate.every == 1 else ""
 
 
 def _ms(seconds: float) -> str:
@@ -258,13 +272,13 @@ def _left_out(row: Row, rows: Sequence[Row]) -> bool:
 
 
 def _difference(row: Row, dense: Row) -> str:
-    """The end of a sentence: predicted seconds of an exchange, on the links and at work, against those of a dense one.
+    """The end of a sentence: predicted seconds per step, on the links and at work, against those of a dense one.
 
     Where both were run it says that this is from the parts, since what was measured may differ.
     """
-    a, b = row.candidate.every, dense.candidate.every
-    link = dense.parts.network / b - row.parts.network / a
-    work = (row.parts.encode + row.parts.decode) / a - (dense.parts.encode + dense.parts.decode) / b
+    own, other = row.per_step, dense.per_step
+    link = other.network - own.network
+    work = own.encode + own.decode - other.encode - other.decode
     begin = ": it " if row.measured is None or dense.measured is None else "; by the parts it "
     side = lambda seconds: f"{'saves' if seconds > 0 else 'costs'} {_ms(abs(seconds))}"
     parts = [f"{side(x)} {where}" for x, where in ((link, "on the links"), (-work, "of work")) if abs(x) > LEAST]
@@ -272,8 +286,11 @@ def _difference(row: Row, dense: Row) -> str:
 
 
 def table(rows: Sequence[Row], chosen: Row) -> str:
-    """The rows as text, the best first; what was not measured comes later. The one that is advised has an arrow."""
-    dense = _best(rows, dense=True)
+    """The rows as text, the best first; what was not measured comes later. The one that is advised has an arrow.
+
+    All times are per step, MB sent, too.
+    """
+    dense = best_of(rows, dense=True)
     head = (
         "",
         "candidate",
@@ -291,7 +308,7 @@ def table(rows: Sequence[Row], chosen: Row) -> str:
     head = (*head, "lost", "bound", "why")
     cells: list[tuple[str, ...]] = [head]
     for row in sorted(rows, key=lambda row: (row.refused is not None, not row.known, row.seconds)):
-        p = row.parts
+        p = row.per_step
         times = (p.deviation, p.gradient, p.encode, p.network, p.decode, abs(p.hidden))
         cells.append(
             (

@@ -5,7 +5,7 @@ holds for routes, hierarchies and algorithms that were written after it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jaxcomp.algorithms import direct, error_feedback, power_sgd
 from jaxcomp.base import Algorithm, check_algorithm, like_of
 from jaxcomp.compressors import cast, dithering, identity, narrow, sidco, sign, top_k
-from jaxcomp.compressors.vector import alpha_of, omega_of
+from jaxcomp.compressors.vector import alpha_of, is_number, omega_of
 from jaxcomp.exchange.routes import route_of
 from jaxcomp.exchange.varying import axis_names
 from jaxcomp.layout import layout_of, plan_of
@@ -25,11 +25,14 @@ from jaxcomp.transforms.compressed_mean import compressed_mean
 __all__ = [
     "Candidate",
     "Loss",
+    "check_candidates",
     "check_every",
+    "check_max_error",
     "collectives_of",
     "default_candidates",
     "dense_candidates",
     "hierarchies",
+    "is_amount",
     "loss_of",
     "plan_for",
     "sent_bytes",
@@ -160,6 +163,28 @@ def check_every(name: str, max_every: Any) -> None:
     whole = isinstance(max_every, int | np.integer) and not isinstance(max_every, bool)
     if max_every is not None and (not whole or max_every < 1):
         raise ValueError(f"{name}: max_every must be an integer of at least 1; got {max_every!r}")
+
+
+def check_candidates(name: str, candidates: Any) -> list[Candidate]:
+    """The candidates as a list; TypeError unless there are some, ValueError unless their names differ."""
+    found = list(candidates) if isinstance(candidates, Iterable) else []
+    if not found or not all(isinstance(each, Candidate) for each in found):
+        raise TypeError(f"{name}: candidates must be a list of jc.Candidate, not empty; got {candidates!r}")
+    names = [each.name for each in found]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{name}: candidates must have different names; got {names}")
+    return found
+
+
+def is_amount(value: Any) -> bool:
+    """Whether it is a real number >= 0, of Python or numpy; NaN is none, infinity is one."""
+    return is_number(value) and bool(value >= 0)
+
+
+def check_max_error(name: str, max_error: Any) -> None:
+    """Raises ValueError unless it is None or a number >= 0."""
+    if max_error is not None and not is_amount(max_error):
+        raise ValueError(f"{name}: max_error must be a number >= 0; got {max_error!r}")
 
 
 # ------------------------------------------------------------------------------------------------

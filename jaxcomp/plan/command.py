@@ -41,6 +41,17 @@ def seconds(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A number >= 0; NaN is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"must be a number >= 0; got {text!r}")
+    return value
+
+
 def count(text: str) -> float:
     """A number of entries, which may end in K, M or G.
 
@@ -68,7 +79,7 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--rate", type=rate, default="100mbit", help="bits per second of a worker's link")
     p.add_argument("--latency", type=seconds, default="1ms", help="time of a message besides its bytes")
     p.add_argument("--gradient", type=seconds, default="0s", help="time of the forward and backward pass of a step")
-    p.add_argument("--max-error", type=float, default=None, help="largest share of |x|^2 that a message may lose")
+    p.add_argument("--max-error", type=share, default=None, help="largest share of |x|^2 that a message may lose")
     p.add_argument("--max-every", type=int, default=1, help="most steps of a worker from one exchange to the next")
     p.add_argument("--facts", type=Path, default=None, help="file that jc.plan(..., cache=FILE) has written")
 
@@ -109,7 +120,7 @@ def run(o: argparse.Namespace) -> str:
     names = tuple(axis.split(","))
     candidates = [*default_candidates(o.max_every), *hierarchies(names)]
     facts = facts._replace(work=shared_work(facts.work, candidates))
-    known = [each for each in candidates if each.name in facts.about["candidates"] or each.name in facts.work]
+    known = [each for each in candidates if each.name in facts.about.get("candidates", ()) or each.name in facts.work]
     if not known:
         raise ValueError("its candidates are not those that this command knows by name; call jc.plan with them")
     axis = names[0] if len(names) == 1 else names

@@ -9,6 +9,8 @@ Times are in seconds.
 import json
 import math
 import re
+import reprlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,12 +68,16 @@ def leaves_of(facts: Facts, where: str = "the file") -> list[jax.ShapeDtypeStruc
     Raises:
         ValueError: there are none, or they are not written so.
     """
-    found = []
-    for text in facts.about.get("leaves", ()):
-        match = re.fullmatch(r"(\w+)\[((?:\d+(?:,\d+)*)?)\]", str(text))
-        if match is None:
-            raise ValueError(f"plan: leaves in {where} must be like float32[784,10]; got {text!r}")
-        found.append(jax.ShapeDtypeStruct(tuple(map(int, filter(None, match[2].split(",")))), jnp.dtype(match[1])))
+    found, leaves = [], facts.about.get("leaves", ())
+    for text in leaves if isinstance(leaves, list | tuple) else (leaves,):
+        match = re.fullmatch(r"(\w+)\[((?:\d{1,12}(?:,\d{1,12})*)?)\]", text if isinstance(text, str) else "")
+        name, shape = match.groups() if match else ("", "")
+        try:
+            found.append(jax.ShapeDtypeStruct(tuple(map(int, filter(None, shape.split(",")))), jnp.dtype(name)))
+        except TypeError:
+            raise ValueError(
+                f"plan: leaves in {where} must be like float32[784,10]; got {reprlib.repr(text)}"
+            ) from None
     if not found:
         raise ValueError(f"plan: {where} must name the leaves of the gradient; it has none")
     return found
@@ -105,7 +111,7 @@ def from_text(text: str, where: str = "the file") -> Facts:
     """Inverse of `to_text`.
 
     Raises:
-        ValueError: it is no such file, of another version, or a number is missing.
+        ValueError: it is no such file, of another version, or a number is missing or out of range.
     """
     try:
         plain = json.loads(text)
@@ -129,20 +135,23 @@ def from_text(text: str, where: str = "the file") -> Facts:
         return Facts(about, sizes, fits, work, gradient, *shares)
     except KeyError as error:
         raise ValueError(f"plan: {where} must hold what a plan has measured; there is no {error}") from None
-    except (TypeError, AttributeError, ValueError) as error:
+    except RecursionError:
+        raise ValueError(f"plan: {where} must hold what a plan has measured; it is nested too deeply") from None
+    except (TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"plan: {where} must hold what a plan has measured; {error}") from None
 
 
 def _number(value: Any, name: str, most: float = math.inf) -> float:
     plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if not plain or not math.isfinite(value) or not 0 <= value <= most:
-        raise ValueError(f"{name} must be a number {'>= 0' if most == math.inf else 'in [0, 1]'}; got {value!r}")
+    if not plain or not 0 <= value <= min(most, sys.float_info.max):
+        allowed = ">= 0" if most == math.inf else "in [0, 1]"
+        raise ValueError(f"{name} must be a number {allowed}; got {reprlib.repr(value)}")
     return float(value)
 
 
 def _whole(value: Any, name: str, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer >= {least}; got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise ValueError(f"{name} must be an integer in [{least}, 2^31); got {reprlib.repr(value)}")
     return value
 
 

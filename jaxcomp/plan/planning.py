@@ -18,7 +18,18 @@ from jaxcomp.base import Algorithm
 from jaxcomp.exchange.varying import axis_names
 from jaxcomp.plan import facts as files
 from jaxcomp.plan.advise import Row, choose, predicted, shared_work, table, verdict, without_twins
-from jaxcomp.plan.candidates import Candidate, Loss, check_every, default_candidates, hierarchies, traced
+from jaxcomp.plan.candidates import (
+    Candidate,
+    Loss,
+    check_candidates,
+    check_every,
+    check_max_error,
+    default_candidates,
+    dense_candidates,
+    hierarchies,
+    is_amount,
+    traced,
+)
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import Collective
@@ -138,7 +149,7 @@ def plan(
 
     Returns:
         `Plan`: `.algorithm`, `.options` (for `value_and_grad` and `compressed_mean`), `.every`, `.table`, `.verdict`,
-        `.watch()`.
+        `.watch()`. For a single worker nothing is measured: the first dense candidate, or f32 where there is none.
 
     Raises:
         TypeError, ValueError: no mesh with devices, no such axis, no candidates, arguments out of range, a gradient
@@ -209,17 +220,10 @@ def plan_on(
 def _checked(
     candidates: Sequence[Candidate], budget: Any, max_error: Any, max_every: Any, tried: int
 ) -> list[Candidate]:
-    candidates = list(candidates)
-    if not candidates or not all(isinstance(each, Candidate) for each in candidates):
-        raise TypeError(f"plan: candidates must be a list of jaxcomp.plan.candidates.Candidate; got {candidates!r}")
-    names = [each.name for each in candidates]
-    if len(set(names)) < len(names):
-        raise ValueError(f"plan: candidates must have different names; got {names}")
-    number = lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool)
-    if budget is not None and not (number(budget) and 0 < budget < math.inf):
+    candidates = check_candidates("plan", candidates)
+    if budget is not None and not (is_amount(budget) and 0 < budget < math.inf):
         raise ValueError(f"plan: budget must be seconds > 0; got {budget!r}")
-    if max_error is not None and not (number(max_error) and max_error >= 0):
-        raise ValueError(f"plan: max_error must be a number >= 0; got {max_error!r}")
+    check_max_error("plan", max_error)
     check_every("plan", max_every)
     if isinstance(tried, bool) or not isinstance(tried, numbers.Integral) or tried < 0:
         raise ValueError(f"plan: tried must be an integer >= 0; got {tried!r}")
@@ -228,7 +232,7 @@ def _checked(
 
 def _alone(candidates: list[Candidate]) -> Plan:
     facts = Facts({}, {}, {}, {}, 0.0, 0.0, 0.0)
-    dense = next((each for each in candidates if each.dense), candidates[0])
+    dense = next((each for each in candidates if each.dense), dense_candidates()[0])
     row = Row(dense, step_seconds(0.0, 0.0, []), 0.0, Loss(0.0, True, False, "none"))
     return Plan((row,), row, facts, "do not compress: there is a single worker, so nothing is exchanged")
 

@@ -9,6 +9,8 @@ share: of the entries that a message carries, n messages of which a worker decod
 chunks are added up by their owners.
 """
 
+import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +21,18 @@ from jaxcomp.arrays import like_of
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.links import Link
 from jaxcomp.layout import layout_of, plan_of
-from jaxcomp.plan.advise import Row, choose, predicted, shared_work, verdict, without_twins
-from jaxcomp.plan.candidates import Candidate, check_every, default_candidates, traced
+from jaxcomp.plan.advise import Row, best_of, choose, predicted, shared_work, verdict, without_twins
+from jaxcomp.plan.candidates import (
+    Candidate,
+    check_candidates,
+    check_every,
+    check_max_error,
+    default_candidates,
+    is_amount,
+    traced,
+)
 from jaxcomp.plan.facts import Facts, Work
-from jaxcomp.plan.links import KINDS, Collective, Fit
+from jaxcomp.plan.links import KINDS, Collective, Fit, seconds_of
 from jaxcomp.plan.predict import Line
 
 __all__ = ["CPU", "Machine", "Recommendation", "recommend"]
@@ -58,35 +68,42 @@ OTHER = 10.0  # of a candidate that the machine does not name
 
 
 class Recommendation(NamedTuple):
-    """rows: a `Row` for each candidate; chosen: the fastest that is eligible; link, workers: what was asked. Print
-    it."""
+    """Print it for the table. rows: a `Row` for each candidate; chosen: the fastest that is eligible; link, workers:
+    what was asked; latencies: of each row, seconds per step on the links besides those of its bytes."""
 
     rows: tuple[Row, ...]
     chosen: Row
     verdict: str
     link: Link
     workers: int
+    latencies: tuple[float, ...]
 
     @property
     def table(self) -> str:
-        """The candidates, the fastest first."""
-        dense = min((row for row in self.rows if row.candidate.dense), key=lambda row: row.seconds, default=None)
+        """The candidates, the fastest first; all columns are per step.
+
+        bytes: sent, as a share of those of the dense candidate that the verdict names. ms: on the links, at work and
+        for the gradient. pays below: the bandwidth below which it is faster than that dense candidate, at this latency
+        and on this machine.
+        """
         head = ("", "candidate", "MB sent", "bytes", "expected error", "links ms", "work ms", "ms", "pays below")
         cells: list[tuple[str, ...]] = [head]
-        for row in sorted(self.rows, key=lambda row: (row.refused is not None, row.seconds)):
-            work = row.parts.encode + row.parts.decode
-            less = (dense.sent_bytes if dense else row.sent_bytes) / max(row.sent_bytes, 1e-9)
+        dense = best_of(self.rows, dense=True)
+        standard = next((each for each in zip(self.rows, self.latencies, strict=True) if each[0] is dense), None)
+        order = zip(self.rows, self.latencies, strict=True)
+        for row, latency in sorted(order, key=lambda each: (each[0].refused is not None, each[0].seconds)):
+            p = row.per_step
             cells.append(
                 (
                     "->" if row is self.chosen else "",
                     row.candidate.name,
                     f"{row.sent_bytes / 1e6:.4g}",
-                    f"1/{less:.3g}",
+                    f"1/{dense.sent_bytes / max(row.sent_bytes, 1e-9):.3g}" if dense else "-",
                     _error(row),
-                    f"{1e3 * row.parts.network:.4g}",
-                    f"{1e3 * work:.4g}",
-                    f"{1e3 * (row.parts.network + work):.4g}",
-                    row.refused or _pays(row, dense),
+                    f"{1e3 * p.network:.4g}",
+                    f"{1e3 * (p.encode + p.decode):.4g}",
+                    f"{1e3 * row.seconds:.4g}",
+                    _last_cell(row, latency, standard),
                 )
             )
         widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
@@ -120,15 +137,18 @@ def recommend(
     Args:
         params: parameters or their shapes, a tree, of one device.
         workers: n >= 2.
-        link: latency in seconds and bandwidth in bytes per second; None: 100 Mbit/s with 1 ms.
+        link: latency in seconds, finite and >= 0, and bandwidth in bytes per second, > 0, which may be infinite; None:
+            100 Mbit/s with 1 ms.
         candidates: as for `plan`.
         machine: nanoseconds of work for each entry; or what a plan has measured (`plan.facts`), whose work is taken.
-        gradient: seconds of loss and gradient of a step, which all candidates have in common.
-        max_error: messages may lose at most this share of |x|^2 by what theory bounds.
+        gradient: seconds of loss and gradient of a step, finite and >= 0, which all candidates have in common.
+        max_error: messages may lose at most this share of |x|^2, >= 0, by what theory bounds, or by what was measured
+            where `machine` has it.
         max_every: as for `plan`.
 
     Raises:
-        TypeError, ValueError: workers below 2, a link without bandwidth, no candidates, no parameters.
+        TypeError, ValueError: workers below 2, a link, machine or number out of range, no candidates, two of the same
+            name, no parameters.
 
     >>> import jax.numpy as jnp, jaxcomp as jc
     >>> few = [jc.Candidate("f32", jc.direct(jc.identity()), dense=True)]
@@ -142,26 +162,25 @@ def recommend(
     """
     link = Link() if link is None else link
     check_every("recommend", max_every)
-    candidates = default_candidates(max_every or 1) if candidates is None else list(candidates)
+    candidates = check_candidates("recommend", default_candidates(max_every or 1) if candidates is None else candidates)
+    check_max_error("recommend", max_error)
     if isinstance(workers, bool) or not isinstance(workers, (int, np.integer)) or workers < 2:
         raise ValueError(f"recommend: workers must be an integer of at least 2; got {workers!r}")
-    if not isinstance(link, Link):
-        raise TypeError(f"recommend: link must be a jc.Link, say jc.Link(1e-3, 12.5e6) for 100 Mbit/s; got {link!r}")
-    if not (link.bandwidth > 0 and link.latency >= 0):
-        raise ValueError(f"recommend: link must have a bandwidth > 0 and a latency >= 0; got {link}")
-    if not candidates or not all(isinstance(each, Candidate) for each in candidates):
-        raise ValueError(f"recommend: candidates must be a list of jc.Candidate; got {candidates!r}")
+    _check_link(link)
+    _check_machine(machine)
+    if not _is_finite(gradient):
+        raise ValueError(f"recommend: gradient must be finite seconds >= 0; got {gradient!r}")
     like, sizes = like_of(params), {"data": int(workers)}
     entries = float(sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(like)))
     if not entries:
         raise ValueError(f"recommend: params must hold at least one entry; got {params!r}")
     sent = traced(candidates, like, "data", sizes)
-    fits = {"data": {kind: Fit(kind, link.latency, 1 / link.bandwidth) for kind in KINDS}}
+    fits_at = lambda per_byte: {"data": {kind: Fit(kind, link.latency, per_byte) for kind in KINDS}}
     if isinstance(machine, Facts):
         work = shared_work(machine.work, candidates)
     else:
         work = {each.name: _work(machine, each, sent[each.name], entries, int(workers)) for each in candidates}
-    facts = Facts({}, sizes, fits, work, gradient, 0.4, 0.0)
+    facts = Facts({}, sizes, fits_at(1 / link.bandwidth), work, gradient, 0.4, 0.0)
     limits = {"max_error": max_error, "max_every": max_every}
     rows = [predicted(each, facts, like, "data", collectives=sent[each.name], **limits) for each in candidates]
     if any(row.candidate.dense for row in rows):
@@ -169,7 +188,30 @@ def recommend(
         rows = [row._replace(refused=row.refused or idle) if _is_idle(row.candidate, like) else row for row in rows]
     rows = without_twins(rows, like, "data", sizes)
     chosen = choose(rows)
-    return Recommendation(tuple(rows), chosen, verdict(rows, chosen), link, int(workers))
+    latencies = tuple(seconds_of(sent[each.name], fits_at(0.0), sizes).mean / each.every for each in candidates)
+    return Recommendation(tuple(rows), chosen, verdict(rows, chosen), link, int(workers), latencies)
+
+
+def _is_finite(value: Any) -> bool:
+    return is_amount(value) and value <= sys.float_info.max
+
+
+def _check_link(link: Any) -> None:
+    if not isinstance(link, Link):
+        raise TypeError(f"recommend: link must be a jc.Link, say jc.Link(1e-3, 12.5e6) for 100 Mbit/s; got {link!r}")
+    if not (is_amount(link.bandwidth) and link.bandwidth > 0 and _is_finite(link.latency)):
+        raise ValueError(f"recommend: link must have a bandwidth > 0 and a finite latency >= 0; got {link}")
+
+
+def _check_machine(machine: Any) -> None:
+    if not isinstance(machine, Machine | Facts):
+        raise TypeError(
+            f"recommend: machine must be a jaxcomp.plan.recommend.Machine or what a plan has measured, plan.facts; "
+            f"got {machine!r}"
+        )
+    times = () if isinstance(machine, Facts) else (machine.decode, machine.copy, *(ns for _, ns in machine.encode))
+    if not all(map(_is_finite, times)):
+        raise ValueError(f"recommend: machine must have finite nanoseconds >= 0; got {machine}")
 
 
 def _is_idle(candidate: Candidate, like: Any) -> bool:
@@ -198,15 +240,35 @@ def _error(row: Row) -> str:
     return f"<= {loss.bound:.4g}" + (", unbiased" if loss.unbiased else ", sent later" if loss.memory else ", biased")
 
 
-def _pays(row: Row, dense: Row | None) -> str:
-    """The bandwidth below which it is faster than the best dense candidate, at this latency and this machine."""
-    if dense is None or row.candidate.dense:
-        return ""
-    less = dense.sent_bytes - row.sent_bytes
-    own = lambda each: each.parts.encode + each.parts.decode
-    more = own(row) - own(dense)
-    if less <= 0:
-        return "never: it sends more than dense"
-    if more <= 0:
-        return "always"
-    return f"{8 * less / more / 1e6:.3g} Mbit/s"
+def _last_cell(row: Row, latency: float, standard: tuple[Row, float] | None) -> str:
+    """Why it is not eligible; else where it is faster than the dense candidate, given with its own latency."""
+    if row.refused or standard is None or row.candidate.dense:
+        return row.refused or ""
+    dense, dense_latency = standard
+    if row.bound or dense.bound:
+        return "not known: work was not measured"
+    fixed = lambda each, latency: latency + each.per_step.encode + each.per_step.decode
+    saved = _difference(dense.sent_bytes, row.sent_bytes)
+    return _pays(saved, _difference(fixed(row, latency), fixed(dense, dense_latency)))
+
+
+def _difference(a: float, b: float) -> float:
+    """a - b; zero where they differ by rounding."""
+    return 0.0 if math.isclose(a, b, rel_tol=1e-9) else a - b
+
+
+def _pays(saved: float, more: float) -> str:
+    """The bandwidths at which more < saved / bandwidth.
+
+    Args:
+        saved: bytes per step that it sends less than dense.
+        more: seconds per step that it takes more than dense, without those of bytes.
+
+    >>> _pays(1e6, 2.0), _pays(1e6, -2.0), _pays(-1e6, -2.0)
+    ('4 Mbit/s', 'always', 'only above 4 Mbit/s')
+    """
+    if more < 0 or (more == 0 and saved > 0):
+        return "always" if saved >= 0 else f"only above {8 * saved / more / 1e6:.3g} Mbit/s"
+    if saved > 0:
+        return f"{8 * saved / more / 1e6:.3g} Mbit/s"
+    return "never: it sends more than dense" if saved < 0 else "never: it sends as much as dense"

@@ -319,6 +319,8 @@ def test_programs_are_timed_in_turn():
         ({"candidates": [SPARSE, SPARSE]}, ValueError, "different names"),
         ({"budget": 0.0}, ValueError, "budget must be seconds > 0"),
         ({"max_error": -1.0}, ValueError, "max_error must be a number >= 0"),
+        ({"max_error": math.nan}, ValueError, "max_error must be a number >= 0; got nan"),
+        ({"candidates": 3}, TypeError, "candidates must be a list of jc.Candidate, not empty; got 3"),
         ({"axis_name": "model"}, ValueError, "axis_name must be of the mesh"),
         ({"tried": -1}, ValueError, "tried must be"),
         ({"tried": 1.5}, ValueError, "tried must be"),
@@ -345,3 +347,6 @@ def test_a_single_worker_has_nothing_to_exchange():
     advice = jc.plan(loss, PARAMS, batch(0), mesh=mesh_of(1))
     assert not advice.compresses
     assert "single worker" in str(advice)
+    plain = jc.plan(loss, PARAMS, batch(0), mesh=mesh_of(1), candidates=[SPARSE])
+    assert not plain.compresses
+    assert plain.chosen.candidate.name == "f32"

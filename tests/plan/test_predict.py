@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-import random
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,9 @@ import pytest
 import jaxcomp as jc
 from jaxcomp.plan.advise import Row, choose, predicted, reason, table, verdict, with_expected
 from jaxcomp.plan.candidates import Candidate, Loss, collectives_of, default_candidates, dense_candidates, loss_of
-from jaxcomp.plan.facts import Facts, Work, from_text, read, to_text
+from jaxcomp.plan.facts import Facts, Work, from_text, leaves_of, read, to_text
 from jaxcomp.plan.links import KINDS, Collective, Fit, Sample, fit, seconds_of
 from jaxcomp.plan.predict import Bucket, Line, Parts, factors_of, line_through, overlap_of, regret, step_seconds
-from jaxcomp.plan.watch import Martingale, Watch, bet
 
 NONE = Loss(0.0, True, False, "none")
 
@@ -314,6 +312,13 @@ def test_reasons_say_what_a_row_is():
     assert "f32" not in verdict(refused, signs)
 
 
+def test_the_columns_of_local_updates_are_per_step():
+    parts = step_seconds(2.0, 0.5, [Bucket(0.5, 0.25, 0.1, 0.5)] * 2, overlap=1.0, every=4)
+    row = Row(Candidate("local", jc.direct(jc.identity()), every=4), parts, 0.0, NONE)
+    cells = table([row], row).splitlines()[1].split()
+    assert cells[2:9] == ["2400", "0", "2000", "125", "50", "250", "25"]  # 2000 + 125 + 50 + 250 - 25
+
+
 def test_buckets_hide_exchanges_where_the_machine_overlaps():
     like = [jax.ShapeDtypeStruct((50_000,), jnp.float32)] * 4
     bucketed = dense_candidates()[0]._replace(bucket_bytes=200_000)
@@ -329,7 +334,13 @@ def test_the_file_says_what_was_measured():
     assert from_text(text) == facts
     edited = from_text(text.replace('"per_byte": 1e-08', '"per_byte": 1e-05'))
     assert edited.fits["data"]["all_gather"].per_byte == 1e-5
-    for broken in ("", "{}", text.replace('"version": 2', '"version": 7'), text.replace('"latency"', '"lag"')):
+    for broken in (
+        "",
+        "{}",
+        "[" * 100_000,
+        text.replace('"version": 2', '"version": 7'),
+        text.replace('"latency"', '"lag"'),
+    ):
         with pytest.raises(ValueError, match="must hold what a plan"):
             from_text(broken, "f.json")
 
@@ -339,7 +350,7 @@ def test_the_file_says_what_was_measured():
     [
         ("wait", -1, "wait of all_gather must be a number >= 0; got -1"),
         ("wait", math.nan, "wait of all_gather must be a number"),
-        ("cores", 1.5, "cores of all_gather must be an integer >= 0; got 1.5"),
+        ("cores", 1.5, "cores of all_gather must be an integer in .0, 2.31.; got 1.5"),
         ("cores", None, "cores of all_gather must be an integer"),
         ("latency", math.inf, "latency of all_gather must be a number"),
         ("covariance", [1], "covariance of all_gather must be three numbers"),
@@ -347,7 +358,10 @@ def test_the_file_says_what_was_measured():
         ("gradient", -1.0, "gradient must be a number >= 0; got -1.0"),
         ("overlap", 7, "overlap must be a number in .0, 1.; got 7"),
         ("sizes", {}, "sizes must be the axes"),
-        ("sizes", {"data": 0}, "sizes of data must be an integer >= 1; got 0"),
+        ("sizes", {"data": 0}, "sizes of data must be an integer in .1, 2.31.; got 0"),
+        ("sizes", {"data": 10**400}, "sizes of data must be an integer in .1, 2.31.; got 1000"),
+        pytest.param("gradient", 10**400, "gradient must be a number >= 0; got 1000", id="gradient-huge"),
+        ("covariance", [10**400, 0, 0], "must hold what a plan has measured"),
         ("about", 3, "must hold what a plan has measured"),
         ("version", "2", "version must be 2; got '2'"),
         ("fits", {"data": {"broadcast": {}}}, "kind must be one of"),
@@ -361,6 +375,13 @@ def test_what_was_edited_wrongly_is_named(place, value, said):
         from_text(json.dumps(plain), "f.json")
 
 
+@pytest.mark.parametrize("leaves", [3, None, ["float31[3]"], ["float32[" + "9" * 400 + "]"]])
+def test_leaves_that_are_none(leaves):
+    facts = facts_of(1e-8)._replace(about={"leaves": leaves})
+    with pytest.raises(ValueError, match=r"plan: leaves in f.json must be like float32\[784,10\]; got"):
+        leaves_of(facts, "f.json")
+
+
 def test_a_file_that_is_none(tmp_path):
     (tmp_path / "f").write_bytes(b"\xff\xfe")
     for path in (tmp_path / "f", tmp_path):
@@ -370,56 +391,3 @@ def test_a_file_that_is_none(tmp_path):
     empty = facts_of(1e-8)._replace(fits={})
     with pytest.raises(ValueError, match="fits must hold what was measured of axis 'data'"):
         predicted(default_candidates()[0], empty, LIKE, "data")
-
-
-# ------------------------------------------------------------------------------------------------
-# The detector
-
-
-def test_a_bet_has_mean_one():
-    u = (np.arange(10_000) + 0.5) / 10_000
-    assert np.mean([bet(x**10) * 10 * x**9 for x in u]) == pytest.approx(1, rel=1e-3)  # p = u^10: no pole is left
-
-
-def test_false_alarms_of_the_martingale():
-    """At a = 0.05 at most 5 % of exchangeable series pass 1 / a; 400 series, so more than 42 has probability < 1e-5."""
-    alarms = 0
-    for seed in range(400):
-        rng, bets = random.Random(seed), Martingale(seed=seed)
-        alarms += max(bets.add(rng.lognormvariate(0, 1)) for _ in range(300)) >= math.log(20)
-    assert alarms <= 42
-
-
-def test_changes_are_found_soon_and_once():
-    rng = random.Random(5)
-    watch, found = Watch(), []
-    for step in range(2400):
-        slow = 1.5 if step >= 1200 else 1.0
-        found += watch(slow * rng.gauss(1.0, 0.1), relative_error=rng.gauss(0.5, 0.02), overflow=0.0)
-    assert [(change.series, change.before < change.after) for change in found] == [("seconds", True)]
-    assert 1200 < found[0].step < 1450
-    assert "slower" in found[0].words
-
-
-def test_what_is_too_small_or_not_known_is_not_reported():
-    rng = random.Random(6)
-    watch = Watch(tolerance=0.15)
-    for step in range(3000):
-        assert watch((1.05 if step > 1000 else 1.0) * rng.gauss(1, 0.02), relative_error=math.nan) == []
-    heavier = Watch(warm_up=0)
-    found = [c for t in range(800) for c in heavier(None, overflow=0.0 if t < 400 else 5.0 + rng.random())]
-    assert [change.series for change in found] == ["overflow"]
-    with pytest.raises(ValueError, match="series must be of"):
-        watch(1.0, speed=1.0)
-    with pytest.raises(ValueError, match="false_alarm must be"):
-        Watch(false_alarm=0.0)
-    with pytest.raises(ValueError, match="block must be"):
-        Watch(block=0)
-
-
-def test_it_takes_what_info_says():
-    watch = Watch(warm_up=0)
-    info = jc.Info(*map(np.float32, (8, 64, 0.1, np.nan, np.nan, 0, 24, 1)))
-    assert watch(0.1, info) == []
-    assert watch.pending["sent_bytes"] == [24.0]
-    assert watch.pending["relative_error"] == []

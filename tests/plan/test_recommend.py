@@ -1,6 +1,7 @@
 """`jc.recommend` and the formulas for thousands of workers, against numbers computed by hand."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,20 @@ import pytest
 
 import jaxcomp as jc
 from jaxcomp.plan.candidates import dense_candidates
+from jaxcomp.plan.facts import Facts, Work
+from jaxcomp.plan.predict import Line
 from jaxcomp.plan.recommend import Machine
 from jaxcomp.plan.scale import ROUTES, Fabric, all_gather, all_reduce, all_to_all, costs_at, crossover, straggling
 
 LIKE = jax.ShapeDtypeStruct((100_000,), jnp.float32)
 FEW = [*dense_candidates()[:1], jc.Candidate("top_k", jc.error_feedback(jc.top_k(0.01)))]
 NONE = Machine((("top_k", 10.0), ("f32", 0.0)), decode=0.0, copy=0.0)
+
+
+def columns_of(found):
+    """Candidate -> its cells."""
+    lines = [re.split(r"\s{2,}", line.removeprefix("->").strip()) for line in found.table.splitlines()[1:]]
+    return {cells[0]: cells[1:] for cells in lines}
 
 
 def test_a_recommendation_by_hand():
@@ -24,7 +33,6 @@ def test_a_recommendation_by_hand():
     assert sparse.parts.encode == pytest.approx(1e-3)
     assert found.chosen is sparse
     assert "<= 0.99, sent later" in found.table
-    assert "4.61e+03 Mbit/s" in found.table  # 8 * 576,000 bytes in one millisecond
     assert found.verdict.startswith("compress: top_k")
     # Where theory allows too much loss, it is not eligible.
     exact = jc.recommend(LIKE, workers=4, link=jc.Link(1e-3, 1e7), candidates=FEW, machine=NONE, max_error=0.5)
@@ -32,10 +40,52 @@ def test_a_recommendation_by_hand():
     assert "loses 0.99" in str(exact)
 
 
-def test_what_a_plan_has_measured_may_be_taken():
-    from jaxcomp.plan.facts import Facts, Work
-    from jaxcomp.plan.predict import Line
+def test_where_a_candidate_pays_by_hand():
+    """Of n = 4 workers top-k has three messages and f32 six; it takes a millisecond of work and 576,000 bytes less."""
+    gathered = jc.Candidate("f32 gathered", jc.direct(jc.identity()), via="gather")
+    twice = jc.Candidate("f32 twice", jc.direct(jc.identity()))
+    at = lambda latency, bandwidth=1e7: jc.recommend(
+        LIKE, workers=4, link=jc.Link(latency, bandwidth), candidates=[*FEW, gathered, twice], machine=NONE
+    )
+    said = lambda latency: [columns_of(at(latency))[name][-1] for name in ("top_k", "f32 gathered", "f32 twice")]
+    even = "never: it sends as much as dense"
+    assert said(0.0) == ["4.61e+03 Mbit/s", "never: it sends more than dense", even]  # 8 * 576,000 / 1e-3
+    assert said(1e-4) == ["6.58e+03 Mbit/s", "only above 1.6e+04 Mbit/s", even]  # / 7e-4; 8 * 600,000 / 3e-4
+    assert said(1e-3) == ["always", "only above 1.6e+03 Mbit/s", even]
+    # The seconds themselves cross there.
+    for bandwidth, pays in ((6.57e9 / 8, True), (6.6e9 / 8, False)):
+        f32, sparse, *_ = at(1e-4, bandwidth).rows
+        assert (sparse.seconds < f32.seconds) == pays
+    none = jc.recommend(LIKE, workers=4, candidates=FEW[1:])
+    assert columns_of(none)["top_k"][1] == "-"
 
+
+def test_all_columns_and_the_verdict_are_per_step():
+    local = [*FEW, FEW[0].with_every(4), FEW[1].with_every(4)]
+    link = jc.Link(1e-3, 1e7)
+    found = jc.recommend(LIKE, workers=4, link=link, candidates=local, machine=NONE, gradient=0.02)
+    columns = columns_of(found)
+    assert columns["f32"][:2] == ["0.6", "1/1"]  # the standard exchanges at every step
+    assert columns["top_k"] == ["0.024", "1/25", "<= 0.99, sent later", "5.4", "1", "26.4", "always"]
+    assert columns["top_k, H=4"] == ["0.006", "1/100", "<= 0.99, sent later", "1.35", "0.25", "21.6", "always"]
+    assert found.verdict.startswith(
+        "compress: top_k, H=4 takes 21.6 ms a step, f32, the fastest dense candidate with an exchange at every step, "
+        "86 ms. Of a step it is on the links for 1.35 ms in place of 66 ms and works for 0.25 ms to encode and decode"
+    )
+
+
+def test_a_link_and_a_machine_that_take_no_time():
+    found = jc.recommend(
+        LIKE, workers=4, link=jc.Link(0.0, math.inf), candidates=FEW, machine=Machine((("", 0.0),), 0, 0)
+    )
+    assert found.chosen.candidate.name == "f32"
+    assert "is 0% faster" in found.verdict
+    facts = Facts({}, {}, {}, {"f32": Work(Line(0.0, 0.0), Line(0.0, 0.0))}, 0.0, 0.4, 0.0)
+    found = jc.recommend(LIKE, workers=4, candidates=FEW, machine=facts)
+    assert columns_of(found)["top_k"][-1] == "not known: work was not measured"
+
+
+def test_what_a_plan_has_measured_may_be_taken():
     work = {"f32": Work(Line(0.0, 0.0), Line(0.0, 0.0)), "top_k": Work(Line(0.0, 1e-7), Line(0.0, 2e-7), 0.3)}
     facts = Facts({}, {}, {}, work, 0.0, 0.4, 0.0)
     found = jc.recommend(LIKE, workers=2, candidates=FEW, machine=facts)
@@ -51,6 +101,19 @@ def test_what_a_plan_has_measured_may_be_taken():
         ({"workers": 4, "link": jc.Link(0.0, 0.0)}, "link must have a bandwidth > 0"),
         ({"workers": 4, "link": 12.5e6}, r"link must be a jc\.Link.*; got 12500000\.0"),
         ({"workers": 4, "candidates": []}, "candidates must be a list"),
+        ({"workers": 4, "link": jc.Link(math.inf, 1e6)}, "and a finite latency >= 0; got .*inf"),
+        ({"workers": 4, "link": jc.Link(math.nan, 1e6)}, "and a finite latency >= 0; got .*nan"),
+        ({"workers": 4, "link": jc.Link("1ms", 1e6)}, "and a finite latency >= 0; got .*1ms"),
+        ({"workers": 4, "link": jc.Link(1e-3, math.nan)}, "link must have a bandwidth > 0"),
+        ({"workers": 4, "link": jc.Link(1e-3, None)}, "link must have a bandwidth > 0"),
+        ({"workers": 4, "gradient": -1.0}, r"gradient must be finite seconds >= 0; got -1\.0"),
+        ({"workers": 4, "gradient": math.nan}, "gradient must be finite seconds >= 0; got nan"),
+        ({"workers": 4, "gradient": "1s"}, "gradient must be finite seconds >= 0; got '1s'"),
+        ({"workers": 4, "max_error": math.nan}, "max_error must be a number >= 0; got nan"),
+        ({"workers": 4, "max_error": -1}, "max_error must be a number >= 0; got -1"),
+        ({"workers": 4, "machine": "cpu"}, "machine must be a jaxcomp.plan.recommend.Machine or .*; got 'cpu'"),
+        ({"workers": 4, "machine": NONE._replace(copy=-1.0)}, "machine must have finite nanoseconds >= 0"),
+        ({"workers": 4, "candidates": [FEW[1], FEW[1]]}, "recommend: candidates must have different names"),
         ({"workers": 4, "max_every": 1.5}, r"max_every must be an integer of at least 1; got 1\.5"),
         ({"workers": 4, "params": {}}, "params must hold at least one entry"),
     ],
@@ -157,6 +220,10 @@ def test_the_command(capsys, tmp_path):
         main(["plan", "--rate", "fast"])
     with pytest.raises(SystemExit):
         main(["plan", "--parameters", "many"])
+    for text in ("nan", "-1"):
+        with pytest.raises(SystemExit):
+            main(["plan", f"--max-error={text}"])
+        assert f"--max-error: must be a number >= 0; got '{text}'" in capsys.readouterr().err
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["plan", "--bogus", "1"])
