@@ -21,6 +21,7 @@ from experiments.lib.step import dense
 from experiments.lib.text import read_characters
 from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
 from experiments.quantizers.released import RELEASED, Released
+from jaxcomp.base import State, accumulate, for_worker
 
 __all__ = ["main"]
 
@@ -99,10 +100,16 @@ def ours(family: str, compressor: Any, d: int) -> Quantizer:
     x, key = jax.ShapeDtypeStruct((d,), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
     payload = jax.eval_shape(lambda x, key: jc.roundtrip(compressor, x, key=key)[1], x, key)
 
-    def mean(xs, key):
-        tx = jc.compressed_mean(jc.direct(compressor), "data", "gather", seed=key)
-        state, axes = jc.init_state(tx, xs[0], len(xs), "data")
-        return jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")(xs, state)[0]
+    def mean(xs, key):  # by hand: `jc.direct` refuses codes without a bound
+        workers = jnp.arange(len(xs))
+        state = compressor.init(key, xs[0])
+
+        def send(worker, key, x):
+            mine = for_worker(compressor, state.shared, worker, len(xs))
+            return compressor.compress(key, x, State(state.local, mine))[0]
+
+        payloads = jax.vmap(send)(workers, jax.random.split(key, len(xs)), xs)
+        return accumulate(compressor, jnp.zeros_like(xs[0]), payloads, None, state.shared) / len(xs)
 
     calls = lambda x, key: codec_calls("", compressor, x, key)[0].values()
     return Quantizer(family, compressor.spec.name, 8 * jc.lane_bytes(payload) / d, mean, calls)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.quantizers import main, quantizers, seconds_of
+from experiments.quantizers import error_of, main, quantizers, seconds_of
 from experiments.quantizers.released import RELEASED
 
 
@@ -21,6 +21,15 @@ def test_table_and_figure(tmp_path):
     assert min(compress, decompress) >= 0
     assert speed > 0
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("q.png", "q-speed.png"))
+
+
+def test_means_of_workers_lose_little(key, seed):
+    """Of the code with the fewest bits of each family, some of which have no bound."""
+    xs = jnp.asarray(np.random.default_rng(seed).standard_normal((3, 2048)), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        first = {q.family: q for q in reversed(quantizers(2048)) if "released" not in q.family}
+        errors = {q.name: error_of(q, np.asarray(xs), key) for q in first.values()}
+    assert all(0 < error < 1 for error in errors.values()), errors
 
 
 def test_releases_have_one_time(seed):
