@@ -17,6 +17,7 @@ __all__ = ["MARGIN", "Row", "best_of", "choose", "predicted", "table", "verdict"
 
 LEAST = 1e-9  # seconds that are told apart
 MARGIN = 0.05  # by which compressing must be faster than dense to be advised
+MORE_STEPS = '. Steps to the same loss may grow, above all with Adam: see "Where it does not pay" in the documentation'
 
 
 class Row(NamedTuple):
@@ -167,15 +168,17 @@ def shares_of(candidate: Candidate, like: Any, workers: int) -> list[float]:
 # The choice
 
 
-def choose(rows: Sequence[Row], margin: float = MARGIN) -> Row:
+def choose(rows: Sequence[Row], margin: float = MARGIN, name: str = "plan") -> Row:
     """The candidate that is advised: the fastest; a dense one where compressing saves less than the margin.
+
+    name: of the function that the user called, for errors.
 
     Raises:
         ValueError: there is none, or none is eligible.
     """
     tried = _comparable(rows)
     if not tried:
-        raise ValueError("plan: candidates must hold at least one that is eligible; all are refused")
+        raise ValueError(f"{name}: candidates must hold at least one that is eligible; all are refused")
     best = min(tried, key=lambda row: row.seconds)
     dense = min((row for row in tried if row.candidate.dense), key=lambda row: row.seconds, default=None)
     return dense if dense is not None and dense.seconds <= (1 + margin) * best.seconds else best
@@ -193,7 +196,8 @@ def verdict(rows: Sequence[Row], chosen: Row) -> str:
         if not best.known:
             return f"{text} was {_unmeasured(best, rows)}"
         more = (best.seconds - chosen.seconds) / max(chosen.seconds, LEAST)
-        text += f" is {abs(more):.0%} {'slower' if more > 0 else 'faster'}"
+        share = f"{abs(more):.0%}"
+        text += " takes the same time" if share == "0%" else f" is {share} {'slower' if more > 0 else 'faster'}"
         text += "" if best.bound else _difference(best, chosen)
         left = [row for row in rows if row.refused is None and not row.candidate.dense and _left_out(row, rows)]
         many = f"{len(left)} compressed candidate{'' if len(left) == 1 else 's'}"
@@ -206,6 +210,7 @@ def verdict(rows: Sequence[Row], chosen: Row) -> str:
         f"{text}, {dense.candidate.name}, the fastest dense candidate{_at_every_step(dense, rows)}, "
         f"{_ms(dense.seconds)}. Of a step it is on the links for {_ms(own.network)} in place of {_ms(other.network)} "
         f"and works for {_ms(own.encode + own.decode)} to encode and decode. What it loses: {chosen.loss.words}"
+        f"{'' if chosen.loss.is_useful else MORE_STEPS}"
     )
 
 
@@ -222,6 +227,8 @@ def reason(row: Row, dense: Row | None, rows: Sequence[Row]) -> str:
     both = row.measured is not None and dense.measured is not None
     more = row.seconds - dense.seconds if both else row.parts.total - dense.parts.total
     words = f"{_ms(abs(more))} {'slower' if more > 0 else 'faster'} than {dense.candidate.name}"
+    if abs(more) <= LEAST:
+        words = f"takes the same time as {dense.candidate.name}"
     words += "" if row.bound else _difference(row, dense)
     return words + (f", an exchange every {row.candidate.every} steps" if row.candidate.every > 1 else "")
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxcomp.algorithms import direct, error_feedback, power_sgd
 from jaxcomp.base import Algorithm, check_algorithm, like_of
-from jaxcomp.compressors import cast, dithering, identity, narrow, sidco, sign, top_k
+from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, narrow, sidco, sign, top_k
 from jaxcomp.compressors.vector import alpha_of, is_number, omega_of
 from jaxcomp.exchange.routes import route_of
 from jaxcomp.exchange.varying import axis_names
@@ -118,6 +118,8 @@ def default_candidates(max_every: int = 1) -> list[Candidate]:
         Candidate("fp8+ef:two_shot", error_feedback(cast("float8_e4m3fn")), "two_shot"),
         Candidate("dithering(7):two_shot", quarter, "two_shot"),
         Candidate("dithering(7):gather", quarter, "gather"),
+        Candidate("block_scaled(int4)+ef:two_shot", error_feedback(block_scaled("int4")), "two_shot"),
+        Candidate("eden(4):two_shot", direct(eden(4)), "two_shot"),
         Candidate("sign+ef:two_shot", error_feedback(sign()), "two_shot"),
         Candidate("top_k(0.01)+ef", error_feedback(top_k(0.01))),
         sparse,
@@ -293,6 +295,11 @@ class Loss(NamedTuple):
     unbiased: bool
     memory: bool
     words: str
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether the bound says something of the steps that training takes."""
+        return self.bound is not None and (self.unbiased or 1 - self.bound >= USEFUL)
 
 
 def plan_for(candidate: Candidate, like: Any, workers: int) -> Any:

@@ -55,6 +55,8 @@ CPU = Machine(
         ("bf16", 1.0),
         ("fp8", 6.0),
         ("dithering", 12.0),
+        ("block_scaled", 4.0),
+        ("eden", 20.0),
         ("sign", 4.0),
         ("narrow", 6.0),
         ("sidco", 4.0),
@@ -65,6 +67,7 @@ CPU = Machine(
     copy=1.0,
 )
 OTHER = 10.0  # of a candidate that the machine does not name
+MOST_LATENCY, LEAST_BANDWIDTH = 60.0, 1.0  # no link is beyond these; latency and bandwidth in the wrong order are
 
 
 class Recommendation(NamedTuple):
@@ -82,9 +85,11 @@ class Recommendation(NamedTuple):
     def table(self) -> str:
         """The candidates, the fastest first; all columns are per step.
 
-        bytes: sent, as a share of those of the dense candidate that the verdict names. ms: on the links, at work and
-        for the gradient. pays below: the bandwidth below which it is faster than that dense candidate, at this latency
-        and on this machine.
+        bytes: sent, as a share of those of the standard; ms: on the links, at work and for the gradient. pays below:
+        the bandwidth below which it is faster than the standard, at this latency and on this machine. The standard is
+        the fastest dense candidate of those with an exchange at every step, or of all dense ones where there are none
+        such. The printed text names it. The dense candidate that is advised may be another one, which exchanges less
+        often.
         """
         head = ("", "candidate", "MB sent", "bytes", "expected error", "links ms", "work ms", "ms", "pays below")
         cells: list[tuple[str, ...]] = [head]
@@ -116,7 +121,12 @@ class Recommendation(NamedTuple):
         )
 
     def __str__(self) -> str:
-        return f"{self.table}\n\n{self.verdict}"
+        dense = best_of(self.rows, dense=True)
+        if dense is None:
+            return f"{self.table}\n\n{self.verdict}"
+        every = " with an exchange at every step" if dense.candidate.every == 1 else ""
+        standard = f'"bytes" and "pays below" compare with {dense.candidate.name}, the fastest dense candidate{every}.'
+        return f"{self.table}\n\n{standard}\n\n{self.verdict}"
 
 
 def recommend(
@@ -137,7 +147,7 @@ def recommend(
     Args:
         params: parameters or their shapes, a tree, of one device.
         workers: n >= 2.
-        link: latency in seconds, finite and >= 0, and bandwidth in bytes per second, > 0, which may be infinite; None:
+        link: latency in seconds, in [0, 60], and bandwidth in bytes per second, >= 1, which may be infinite; None:
             100 Mbit/s with 1 ms.
         candidates: as for `plan`.
         machine: nanoseconds of work for each entry; or what a plan has measured (`plan.facts`), whose work is taken.
@@ -187,7 +197,7 @@ def recommend(
         idle = "compresses nothing: every leaf travels dense"
         rows = [row._replace(refused=row.refused or idle) if _is_idle(row.candidate, like) else row for row in rows]
     rows = without_twins(rows, like, "data", sizes)
-    chosen = choose(rows)
+    chosen = choose(rows, name="recommend")
     latencies = tuple(seconds_of(sent[each.name], fits_at(0.0), sizes).mean / each.every for each in candidates)
     return Recommendation(tuple(rows), chosen, verdict(rows, chosen), link, int(workers), latencies)
 
@@ -199,8 +209,12 @@ def _is_finite(value: Any) -> bool:
 def _check_link(link: Any) -> None:
     if not isinstance(link, Link):
         raise TypeError(f"recommend: link must be a jc.Link, say jc.Link(1e-3, 12.5e6) for 100 Mbit/s; got {link!r}")
-    if not (is_amount(link.bandwidth) and link.bandwidth > 0 and _is_finite(link.latency)):
-        raise ValueError(f"recommend: link must have a bandwidth > 0 and a finite latency >= 0; got {link}")
+    latency = is_amount(link.latency) and link.latency <= MOST_LATENCY
+    if not (latency and is_amount(link.bandwidth) and link.bandwidth >= LEAST_BANDWIDTH):
+        raise ValueError(
+            f"recommend: link must have a latency in [0, {MOST_LATENCY:g}] seconds and a bandwidth of at least "
+            f"{LEAST_BANDWIDTH:g} byte per second, in this order; got {link}"
+        )
 
 
 def _check_machine(machine: Any) -> None:

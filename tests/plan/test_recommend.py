@@ -79,10 +79,42 @@ def test_a_link_and_a_machine_that_take_no_time():
         LIKE, workers=4, link=jc.Link(0.0, math.inf), candidates=FEW, machine=Machine((("", 0.0),), 0, 0)
     )
     assert found.chosen.candidate.name == "f32"
-    assert "is 0% faster" in found.verdict
+    assert "top_k, takes the same time: it takes as long on the links and to encode and decode" in found.verdict
     facts = Facts({}, {}, {}, {"f32": Work(Line(0.0, 0.0), Line(0.0, 0.0))}, 0.0, 0.4, 0.0)
     found = jc.recommend(LIKE, workers=4, candidates=FEW, machine=facts)
     assert columns_of(found)["top_k"][-1] == "not known: work was not measured"
+
+
+def test_the_standard_of_shares_is_named():
+    """Where local updates with f32 are advised, bytes and "pays below" still compare with f32 at every step."""
+    slow = {"workers": 4, "link": jc.Link(1e-3, 1e7), "machine": NONE}
+    found = jc.recommend(LIKE, candidates=[*FEW[:1], FEW[0].with_every(100), FEW[1]], **slow)
+    assert found.chosen.candidate.name == "f32, H=100"
+    assert [columns_of(found)[name][1] for name in ("f32", "f32, H=100")] == ["1/1", "1/100"]
+    words = '"bytes" and "pays below" compare with f32, the fastest dense candidate with an exchange at every step.'
+    assert words in str(found)
+    only = jc.recommend(LIKE, candidates=[FEW[0].with_every(100), FEW[1]], **slow)
+    assert "compare with f32, H=100, the fastest dense candidate." in str(only)
+    assert "compare with" not in str(jc.recommend(LIKE, candidates=FEW[1:], **slow))
+
+
+def test_advice_without_a_useful_bound_says_that_steps_may_grow():
+    said = lambda algorithm: (
+        jc.recommend(
+            LIKE, workers=4, link=jc.Link(1e-3, 1e6), candidates=[FEW[0], jc.Candidate("c", algorithm)]
+        ).verdict
+    )
+    hint = '. Steps to the same loss may grow, above all with Adam: see "Where it does not pay" in the documentation'
+    assert said(jc.error_feedback(jc.top_k(k=2))).endswith(f"theory has no useful bound{hint}")
+    assert said(jc.error_feedback(jc.top_k(0.01))).endswith("100 times as many transient steps")
+    assert said(jc.direct(jc.dithering(7))).endswith("more variance")
+
+
+def test_codes_of_four_bits_are_among_the_defaults():
+    rows = {row.candidate.name: row for row in jc.recommend(LIKE, workers=4).rows}
+    for name in ("block_scaled(int4)+ef:two_shot", "eden(4):two_shot"):
+        assert rows[name].sent_bytes == pytest.approx(rows["dithering(7):two_shot"].sent_bytes, rel=0.05)
+        assert rows[name].loss.is_useful
 
 
 def test_what_a_plan_has_measured_may_be_taken():
@@ -98,14 +130,19 @@ def test_what_a_plan_has_measured_may_be_taken():
     ("options", "said"),
     [
         ({"workers": 1}, "workers must be an integer of at least 2; got 1"),
-        ({"workers": 4, "link": jc.Link(0.0, 0.0)}, "link must have a bandwidth > 0"),
+        ({"workers": 4, "link": jc.Link(0.0, 0.0)}, "a bandwidth of at least 1 byte per second"),
+        (
+            {"workers": 4, "link": jc.Link(12.5e6, 1e-3)},
+            r"latency in \[0, 60\] seconds .* in this order; got .*12500000",
+        ),
+        ({"workers": 4, "link": jc.Link(10, 1e-3)}, "a bandwidth of at least 1 byte per second, in this order; got"),
         ({"workers": 4, "link": 12.5e6}, r"link must be a jc\.Link.*; got 12500000\.0"),
         ({"workers": 4, "candidates": []}, "candidates must be a list"),
-        ({"workers": 4, "link": jc.Link(math.inf, 1e6)}, "and a finite latency >= 0; got .*inf"),
-        ({"workers": 4, "link": jc.Link(math.nan, 1e6)}, "and a finite latency >= 0; got .*nan"),
-        ({"workers": 4, "link": jc.Link("1ms", 1e6)}, "and a finite latency >= 0; got .*1ms"),
-        ({"workers": 4, "link": jc.Link(1e-3, math.nan)}, "link must have a bandwidth > 0"),
-        ({"workers": 4, "link": jc.Link(1e-3, None)}, "link must have a bandwidth > 0"),
+        ({"workers": 4, "link": jc.Link(math.inf, 1e6)}, "a latency in .* seconds .*; got .*inf"),
+        ({"workers": 4, "link": jc.Link(math.nan, 1e6)}, "a latency in .* seconds .*; got .*nan"),
+        ({"workers": 4, "link": jc.Link("1ms", 1e6)}, "a latency in .* seconds .*; got .*1ms"),
+        ({"workers": 4, "link": jc.Link(1e-3, math.nan)}, "a bandwidth of at least 1 byte"),
+        ({"workers": 4, "link": jc.Link(1e-3, None)}, "a bandwidth of at least 1 byte"),
         ({"workers": 4, "gradient": -1.0}, r"gradient must be finite seconds >= 0; got -1\.0"),
         ({"workers": 4, "gradient": math.nan}, "gradient must be finite seconds >= 0; got nan"),
         ({"workers": 4, "gradient": "1s"}, "gradient must be finite seconds >= 0; got '1s'"),
@@ -115,6 +152,10 @@ def test_what_a_plan_has_measured_may_be_taken():
         ({"workers": 4, "machine": NONE._replace(copy=-1.0)}, "machine must have finite nanoseconds >= 0"),
         ({"workers": 4, "candidates": [FEW[1], FEW[1]]}, "recommend: candidates must have different names"),
         ({"workers": 4, "max_every": 1.5}, r"max_every must be an integer of at least 1; got 1\.5"),
+        (
+            {"workers": 4, "candidates": FEW[1:], "max_error": 0.5},
+            "^recommend: candidates must .* one that is eligible",
+        ),
         ({"workers": 4, "params": {}}, "params must hold at least one entry"),
     ],
 )
