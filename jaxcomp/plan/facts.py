@@ -3,9 +3,10 @@
 The file is JSON. `latency` (seconds of a message) and `per_byte` (seconds of a byte that a worker sends) of each
 collective may be edited to see the plan for another link; `ratios` are how measured times deviate from that line at
 some sizes, and may be emptied. `leaves` are the shapes of the gradient at one device. `samples` are for reading only.
-Times are in seconds.
+`trials` are steps that were run; they count as long as nothing else in the file is edited. Times are in seconds.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -21,9 +22,22 @@ import jax.numpy as jnp
 from jaxcomp.plan.links import Fit, Sample, check_kind
 from jaxcomp.plan.predict import Line
 
-__all__ = ["Facts", "Work", "from_text", "leaves_of", "leaves_to_text", "read", "to_text", "write"]
+__all__ = [
+    "Facts",
+    "Trials",
+    "Work",
+    "from_text",
+    "leaves_of",
+    "leaves_to_text",
+    "read",
+    "to_text",
+    "trials_of",
+    "write",
+]
 
 VERSION = 2
+MOST_ENTRIES = 2**40  # of a leaf
+FLOATS = ("float16", "bfloat16", "float32", "float64")  # dtypes that a leaf may have
 
 
 class Work(NamedTuple):
@@ -35,13 +49,22 @@ class Work(NamedTuple):
     error: float | None = None
 
 
+class Trials(NamedTuple):
+    """Candidates that were run. options: the arguments of `plan` that say which ones; seconds: candidate -> measured
+    seconds per step; digest: of the rest of the file, which tells whether it has been edited."""
+
+    options: Mapping[str, Any]
+    seconds: Mapping[str, float]
+    digest: str
+
+
 class Facts(NamedTuple):
-    """All that a prediction needs.
+    """All that a prediction needs, and what was run.
 
     about: which machine, model and versions these are of; two plans with equal `about` share a file.
     sizes: axis -> workers. fits: axis -> kind -> `Fit`. work: candidate -> `Work`.
     gradient: seconds of loss and gradient; forward_share: of it.
-    overlap: e of `predict`.
+    overlap: e of `predict`. trials: None where nothing was run.
     """
 
     about: Mapping[str, Any]
@@ -51,6 +74,7 @@ class Facts(NamedTuple):
     gradient: float
     forward_share: float
     overlap: float
+    trials: Trials | None = None
 
 
 def leaves_to_text(like: Any) -> list[str]:
@@ -66,18 +90,23 @@ def leaves_of(facts: Facts, where: str = "the file") -> list[jax.ShapeDtypeStruc
     """Inverse of `leaves_to_text`, from what a plan has measured.
 
     Raises:
-        ValueError: there are none, or they are not written so.
+        ValueError: there are none, they are not written so, or of a dtype that no gradient has.
     """
     found, leaves = [], facts.about.get("leaves", ())
     for text in leaves if isinstance(leaves, list | tuple) else (leaves,):
         match = re.fullmatch(r"(\w+)\[((?:\d{1,12}(?:,\d{1,12})*)?)\]", text if isinstance(text, str) else "")
         name, shape = match.groups() if match else ("", "")
-        try:
-            found.append(jax.ShapeDtypeStruct(tuple(map(int, filter(None, shape.split(",")))), jnp.dtype(name)))
-        except TypeError:
+        if name not in FLOATS:
             raise ValueError(
-                f"plan: leaves in {where} must be like float32[784,10]; got {reprlib.repr(text)}"
-            ) from None
+                f"plan: leaves in {where} must be like float32[784,10], with a dtype of {', '.join(FLOATS)}; "
+                f"got {reprlib.repr(text)}"
+            )
+        lengths = tuple(map(int, filter(None, shape.split(","))))
+        if math.prod(lengths) >= MOST_ENTRIES:
+            raise ValueError(
+                f"plan: leaves in {where} must have fewer than 2^40 entries each; got {reprlib.repr(text)}"
+            )
+        found.append(jax.ShapeDtypeStruct(lengths, jnp.dtype(name)))
     if not found:
         raise ValueError(f"plan: {where} must name the leaves of the gradient; it has none")
     return found
@@ -104,6 +133,8 @@ def to_text(facts: Facts) -> str:
             for name, work in facts.work.items()
         },
     }
+    if facts.trials is not None:
+        plain["trials"] = facts.trials._asdict()
     return json.dumps(plain, indent=1) + "\n"
 
 
@@ -118,9 +149,12 @@ def from_text(text: str, where: str = "the file") -> Facts:
         if plain["version"] != VERSION:
             raise ValueError(f"version must be {VERSION}; got {plain['version']!r}")
         about = dict(plain["about"])
+        _check_names(about.get("candidates", []))
         sizes = {axis: _whole(n, f"sizes of {axis}") for axis, n in plain["sizes"].items()}
         if not sizes or dict(about.get("axes", sizes)) != sizes:
             raise ValueError(f"sizes must be the axes of about, {about.get('axes')}; got {sizes}")
+        if strange := [axis for axis in plain["fits"] if not set(axis.split(",")) <= set(sizes)]:
+            raise ValueError(f"fits must be of axes of sizes, {', '.join(sizes)}; got {strange[0]!r}")
         fits = {axis: {kind: _fit(kind, fit) for kind, fit in each.items()} for axis, each in plain["fits"].items()}
         work = {
             name: Work(
@@ -132,13 +166,31 @@ def from_text(text: str, where: str = "the file") -> Facts:
         }
         gradient = _number(plain["gradient"], "gradient")
         shares = [_number(plain[name], name, 1.0) for name in ("forward_share", "overlap")]
-        return Facts(about, sizes, fits, work, gradient, *shares)
+        return Facts(about, sizes, fits, work, gradient, *shares, trials=_trials(plain.get("trials")))
     except KeyError as error:
         raise ValueError(f"plan: {where} must hold what a plan has measured; there is no {error}") from None
     except RecursionError:
         raise ValueError(f"plan: {where} must hold what a plan has measured; it is nested too deeply") from None
     except (TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"plan: {where} must hold what a plan has measured; {error}") from None
+
+
+def _check_names(names: Any) -> None:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"candidates of about must be a list of names; got {reprlib.repr(names)}")
+
+
+def _trials(plain: Any) -> Trials | None:
+    if plain is None:
+        return None
+    seconds = {name: _number(x, f"trials of {name}") for name, x in plain["seconds"].items()}
+    return Trials(dict(plain["options"]), seconds, str(plain["digest"]))
+
+
+def trials_of(facts: Facts, options: Mapping[str, Any], seconds: Mapping[str, float]) -> Trials:
+    """What was run with these options, to be kept in the file with these facts."""
+    digest = hashlib.sha256(to_text(facts._replace(trials=None)).encode()).hexdigest()[:16]
+    return Trials(dict(options), dict(seconds), digest)
 
 
 def _number(value: Any, name: str, most: float = math.inf) -> float:

@@ -35,7 +35,7 @@ from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import Collective
 from jaxcomp.plan.measure import largest, links_of, overlap_on, sample_of, work_of
 from jaxcomp.plan.predict import step_seconds
-from jaxcomp.plan.trial import tried_rows
+from jaxcomp.plan.trial import held_rows, tried_rows
 from jaxcomp.plan.watch import Watch
 from jaxcomp.transforms.meshes import find_mesh
 from jaxcomp.transforms.value_and_grad import worker_value_and_grad
@@ -138,8 +138,11 @@ def plan(
             `candidates.hierarchies` of these.
         budget: seconds of measuring, 100 by default. Compiling counts. A third is kept for running the best candidates;
             the encoding of those for which no time is left is not measured, and the table says so.
-        cache: a JSON file. If it holds what was measured of this machine, model and candidates, that is used and
-            nothing is measured; else it is written. It may be edited (`plan.facts`).
+        cache: a JSON file. If it is of this machine, model and candidates, nothing is measured, nor what the budget was
+            too short for; else it is written. Steps that were run are kept, too: they are run again where the budget
+            was too short for some of them, `tried`, `max_error` or `max_every` is another one, or the file was edited.
+            It may be edited (`plan.facts`); for the plan on another link give `tried=0`, since this machine runs steps
+            on its own.
         max_error: messages may lose at most this share of |x|^2; None: any.
         max_every: H, most steps that a worker may take from one exchange to the next (`local_updates`). None: an
             exchange at every step, unless candidates are given that say otherwise.
@@ -211,8 +214,18 @@ def plan_on(
             files.write(cache, known)
     rows = [predicted(each, known, like, axis, collectives=sent[each.name], **limits) for each in candidates]
     rows = without_twins(rows, like, axis, sizes)
-    if tried and clock.left() > 0:
-        rows = tried_rows(clock, rows, loss, params, batch, mesh, axis, tried, show)
+    options = {"tried": int(tried), "max_error": None if max_error is None else float(max_error)}
+    options["max_every"] = None if max_every is None else int(max_every)
+    held = held_rows(rows, known, options) if tried else None
+    if held is not None:
+        rows = held
+    elif tried and clock.left() > 0:
+        rows, had_time = tried_rows(clock, rows, loss, params, batch, mesh, axis, tried, show)
+        if had_time:  # else another plan may have it
+            ran = {row.candidate.name: row.measured for row in rows if row.measured is not None}
+            known = known._replace(trials=files.trials_of(known, options, ran))
+            if cache is not None and jax.process_index() == 0:
+                files.write(cache, known)
     chosen = choose(rows)
     return Plan(tuple(rows), chosen, known, verdict(rows, chosen))
 

@@ -1,6 +1,6 @@
 """Candidates that are run for real: seconds per step of loss, gradient and exchange, or of local steps with theirs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,11 @@ from jaxcomp.exchange.varying import axis_names
 from jaxcomp.plan.advise import Row, with_expected
 from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.clock import Clock
+from jaxcomp.plan.facts import Facts, trials_of
 from jaxcomp.transforms.local_updates import local_updates
 from jaxcomp.transforms.value_and_grad import value_and_grad
 
-__all__ = ["Step", "seconds_of_steps", "step_of", "tried_rows"]
+__all__ = ["Step", "held_rows", "seconds_of_steps", "step_of", "tried_rows"]
 
 ROUNDS = 30
 RATE = 1e-6  # of local steps: what they reach does not matter, and must stay finite
@@ -35,14 +36,15 @@ def tried_rows(
     axis: Any,
     tried: int,
     show: Callable[[str], None],
-) -> list[Row]:
-    """The rows, some of them with measured seconds.
+) -> tuple[list[Row], bool]:
+    """The rows, some of them with measured seconds, and whether there was time for all that should be run.
 
     These are run: the dense candidate without buckets and local steps that is predicted fastest, the first such one
     (f32: what one has without a plan), and the `tried` best others, at most one of them dense. Rows whose work is not
     known come last.
-    Local steps, and f32 where it is not the fastest, are left out if three rounds take longer than what is left. All
-    are compiled first, and then run in turn: what else the machine does meanwhile slows all of them.
+    Local steps, and f32 where it is not the fastest, are left out if three rounds take longer than what is left; f32 is
+    then not missed, since what decides is faster. All are compiled first, and then run in turn: what else the machine
+    does meanwhile slows all of them.
     """
     order = sorted(range(len(rows)), key=lambda i: (rows[i].bound, rows[i].seconds))
     able = [i for i in order if rows[i].refused is None and _can_run(rows[i].candidate, params, mesh, axis)]
@@ -50,24 +52,39 @@ def tried_rows(
     whole = [i for i in dense if not rows[i].candidate.bucket_bytes and rows[i].candidate.every == 1] or dense
     plain = list(dict.fromkeys([whole[0], min(whole)])) if whole else []
     further = [i for i in dense if i not in plain][1:]
-    steps: dict[int, Step] = {}
+    steps, had_time = dict[int, Step](), True
     for i in [*plain, *[i for i in able if i not in plain and i not in further][:tried]]:
         left = clock.left()
         if left <= 0 and steps:
+            had_time = False
             break
         optional = rows[i].candidate.every > 1 or (i in plain[1:] and plain[0] in steps)
         if optional and 3 * rows[i].candidate.every * rows[i].seconds > left:
+            had_time = had_time and rows[i].candidate.every == 1
             continue
         show(f"trying {rows[i].candidate.name}")
         steps[i] = step_of(clock, rows[i].candidate, loss, params, batch, mesh, axis)
         jax.block_until_ready(steps[i]())  # compiles
     if not steps:
-        return rows
+        return rows, had_time
     show("trying all in turn")
     times = seconds_of_steps(clock, list(steps.values()), ROUNDS, 0.8 * clock.left())
     for i, seconds in zip(steps, np.median(times, axis=1), strict=True):
         rows[i] = rows[i]._replace(measured=float(seconds))
-    return with_expected(rows)
+    return with_expected(rows), had_time
+
+
+def held_rows(rows: Sequence[Row], facts: Facts, options: Mapping[str, Any]) -> list[Row] | None:
+    """The rows with the measured seconds that the facts hold.
+
+    None where they hold none that were run with these options, or where they were edited since: a step that was run
+    says nothing about another link.
+    """
+    held = facts.trials
+    if held is None or trials_of(facts, options, held.seconds) != held:
+        return None
+    rows = [row._replace(measured=held.seconds.get(row.candidate.name)) for row in rows]
+    return with_expected(rows) if any(row.measured is not None for row in rows) else None
 
 
 class Step:

@@ -76,6 +76,38 @@ def test_a_plan_measures_advises_and_keeps_its_facts(seed, tmp_path):
     assert said
 
 
+def test_what_was_run_is_kept_until_it_says_nothing_any_more(machine, tmp_path):
+    """The second plan measures and runs nothing; another one runs what another argument or an edited file asks for."""
+    path, said = tmp_path / "plan.json", []
+    machine(1e-9, {"f32": line(0.0), "top_k": line(1e-3, 0.9)})
+    options = {"cache": path, "tried": 1, "budget": 1000.0, "show": said.append}
+    again = lambda **more: plan_of([*dense_candidates()[:1], SPARSE], **{**options, **more})
+    first = again()
+    assert "trying all in turn" in said
+    del said[:]
+    second = again()
+    assert said == []
+    assert second.facts == first.facts
+    assert str(second) == str(first)
+    assert [row.measured for row in second.rows] == [row.measured for row in first.rows]
+    assert None not in [row.measured for row in second.rows]
+    # Prediction alone, and other limits, are other questions.
+    assert [row.measured for row in again(tried=0).rows] == [None, None]
+    assert again(max_error=np.float32(0.5)).rows[1].measured is None
+    assert "trying f32" in said
+    again()
+    del said[:]
+    edited = json.loads(path.read_text())
+    edited["fits"][AXIS]["all_reduce"]["latency"] = 1e-3
+    path.write_text(json.dumps(edited))
+    again()
+    assert "trying f32" in said
+    assert "loss and gradient" not in said
+    # A budget that ends before all are run: another plan may have the time.
+    path.unlink()
+    assert again(budget=1e-6).facts.trials is None
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """A machine whose links and encoding take what a test says; returns what was measured on it."""
@@ -251,7 +283,58 @@ def test_the_command_knows_leaves_buckets_and_local_updates(machine, tmp_path, c
     edited["about"]["leaves"] = ["nothing"]
     path.write_text(json.dumps(edited))
     assert main(["plan", "--facts", str(path)]) == 2
-    assert "must be like float32[784,10]; got 'nothing'" in capsys.readouterr().err
+    assert (
+        "must be like float32[784,10], with a dtype of float16, bfloat16, float32, float64; got 'nothing'"
+        in capsys.readouterr().err
+    )
+
+
+def test_the_command_names_what_it_does_not_know(machine, tmp_path, capsys):
+    """Candidates of one's own, and local updates, are left out by name; without a compressed one there is no advice."""
+    path = tmp_path / "plan.json"
+    sparse = next(each for each in default_candidates() if each.name == "sidco(0.01)+ef")
+    own = [*dense_candidates()[:1], SPARSE, SPARSE._replace(name="mine"), sparse, sparse.with_every(4)]
+    machine(1e-7, {each.name: line(1e-3, 0.5) for each in own})
+    plan_of(own, cache=path)
+    assert main(["plan", "--facts", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "\nnot known here, left out: top_k; mine\n" in printed
+    assert "\nmore steps than --max-every 1, left out: sidco(0.01)+ef, H=4\n" in printed
+    plan_of(own[:3], cache=path)
+    assert main(["plan", "--facts", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "must hold a compressed candidate that this command knows by name" in err
+    assert "not known here, left out: top_k; mine" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--parameters", "1M"), ("--workers", "8"), ("--rate", "10mbit"), ("--latency", "2ms"), ("--gradient", "1ms")],
+)
+def test_the_command_refuses_what_the_file_has_itself(option, value, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", option, value, "--facts", str(tmp_path / "plan.json")])
+    said = f"error: argument {option}: not allowed with argument --facts; edit that file instead"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("candidates", 3), ("candidates", None), *(("leaves", [f"{each}[3]"]) for each in ("object", "1f4", "float128"))],
+)
+def test_the_command_has_one_line_for_a_file_that_was_edited_wrongly(name, value, machine, tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    machine(1e-7, {"f32": line(1e-3)})
+    plan_of(dense_candidates()[:1], cache=path)
+    edited = json.loads(path.read_text())
+    edited["about"][name] = value
+    path.write_text(json.dumps(edited))
+    assert main(["plan", "--facts", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: plan: ")
+    assert said.count("\n") == 1
+    assert name in said
 
 
 def test_a_program_in_two_halves(key):

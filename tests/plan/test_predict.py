@@ -298,6 +298,9 @@ def test_reasons_say_what_a_row_is():
     assert "is 9% slower: it saves 0.0175 ms on the links and costs 1 ms of work" in verdict(both, f32)
     as_dear = signs._replace(parts=signs.parts._replace(network=f32.parts.network))
     assert reason(as_dear, f32, both).endswith(": it costs 1 ms of work")
+    as_fast = as_dear._replace(parts=as_dear.parts._replace(total=f32.parts.total))
+    assert reason(as_fast, f32, both).startswith("takes the same time as f32: it costs 1 ms")
+    assert "sign+ef:two_shot, takes the same time: it costs 1 ms" in verdict([f32, as_fast], f32)
     every = lambda row: row._replace(candidate=row.candidate.with_every(4))
     assert ": it saves 0.00437 ms on the links and costs 0.25 ms of work" in reason(every(signs), every(f32), both)
     assert verdict([f32, signs, fp8], f32).endswith(
@@ -363,23 +366,47 @@ def test_the_file_says_what_was_measured():
         pytest.param("gradient", 10**400, "gradient must be a number >= 0; got 1000", id="gradient-huge"),
         ("covariance", [10**400, 0, 0], "must hold what a plan has measured"),
         ("about", 3, "must hold what a plan has measured"),
+        ("about", {"candidates": 3}, "candidates of about must be a list of names; got 3"),
+        ("about", {"candidates": None}, "candidates of about must be a list of names; got None"),
+        ("about", {"candidates": ["f32", 1]}, "candidates of about must be a list of names; got .'f32', 1."),
+        ("fits", {"": {}}, "fits must be of axes of sizes, data; got ''"),
+        (
+            "trials",
+            {"options": {}, "seconds": {"f32": -1}, "digest": ""},
+            "trials of f32 must be a number >= 0; got -1",
+        ),
         ("version", "2", "version must be 2; got '2'"),
         ("fits", {"data": {"broadcast": {}}}, "kind must be one of"),
     ],
 )
 def test_what_was_edited_wrongly_is_named(place, value, said):
     plain = json.loads(to_text(facts_of(1e-8)))
-    inner = plain if place in plain else plain["fits"]["data"]["all_gather"]
+    inner = plain if place in {**plain, "trials": None} else plain["fits"]["data"]["all_gather"]
     inner[place] = value
     with pytest.raises(ValueError, match=f"plan: f.json .*{said}"):
         from_text(json.dumps(plain), "f.json")
 
 
-@pytest.mark.parametrize("leaves", [3, None, ["float31[3]"], ["float32[" + "9" * 400 + "]"]])
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        *(3, None, ["float31[3]"], ["float32[" + "9" * 400 + "]"]),
+        *(["object[3]"], ["1f4[3]"], ["str[3]"], ["float128[3]"], ["int32[3]"], ["complex64[3]"]),
+    ],
+)
 def test_leaves_that_are_none(leaves):
     facts = facts_of(1e-8)._replace(about={"leaves": leaves})
-    with pytest.raises(ValueError, match=r"plan: leaves in f.json must be like float32\[784,10\]; got"):
+    words = r"plan: leaves in f.json must be like float32\[784,10\], with a dtype of float16, bfloat16, .*; got"
+    with pytest.raises(ValueError, match=words):
         leaves_of(facts, "f.json")
+
+
+def test_leaves_of_every_float_but_none_too_large():
+    facts = lambda *leaves: facts_of(1e-8)._replace(about={"leaves": list(leaves)})
+    floats = ["float16[3]", "bfloat16[]", "float32[2,0]", "float64[4]"]
+    assert [f"{x.dtype}" for x in leaves_of(facts(*floats))] == ["float16", "bfloat16", "float32", "float64"]
+    with pytest.raises(ValueError, match=r"fewer than 2\^40 entries each; got 'float32\[99999999,99999999\]'"):
+        leaves_of(facts("float32[99999999,99999999]"))
 
 
 def test_a_file_that_is_none(tmp_path):
