@@ -356,13 +356,17 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
 def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:
     """message - decompress(payload): what was not sent, saturated. Bitwise so for compressors that copy entries."""
     if compressor.accumulate is not None:
-        return add_own(compressor, message, payload, -1, shared)
+        return _added(compressor, message, payload, -1, shared)
     x_hat = compressor.decompress(payload, shared, like_of(message))
     return jax.tree.map(lambda m, x: bounded(m - x), message, x_hat)
 
 
 def add_own(compressor: Compressor, total: Tree, payload: Tree, weight: Any, shared: Tree) -> Tree:
-    """total + weight decompress(payload), for the payload of one worker, whose plan is in `shared`."""
+    """total + weight decompress(payload), saturated, for the payload of one worker, whose plan is in `shared`."""
+    return jax.tree.map(bounded, _added(compressor, total, payload, weight, shared))
+
+
+def _added(compressor: Compressor, total: Tree, payload: Tree, weight: Any, shared: Tree) -> Tree:
     stacked = jax.tree.map(lambda a: a[None], payload)
     dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(total)))
     return accumulate(compressor, total, stacked, jnp.asarray(weight, dtype).reshape(1), shared)

@@ -19,7 +19,6 @@ from jaxcomp.base import (
     accumulate,
     add_own,
     advance,
-    bounded,
     for_worker,
     like_of,
     residual,
@@ -133,7 +132,7 @@ class HostSent(NamedTuple):
     like: Any
 
     def add_to(self, total, weight):
-        return jax.tree.map(bounded, add_own(self.compressor, total, self.payload, weight, self.mine))
+        return add_own(self.compressor, total, self.payload, weight, self.mine)
 
     def read_by(self, compressor):
         return (

@@ -24,18 +24,23 @@ def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
         return varying(on_equal_types(decode, carried.payloads, out.shared), call.outer)
     add = lambda *args: accumulate(out.compressor, like, *args)
     workers, weights = axis_size(call.axis), carried.weights
-    # Equal shares of 1/n: of two, four, ... workers their products are exact, so that they go where the messages are
-    # added. Else 1/n comes last: sums without products are the same bit for bit wherever they are compiled.
-    last = call.weights is None and (workers & (workers - 1) != 0 or weights is not None)
-    if call.weights is None and not last:
-        weights = _equal_shares(carried.payloads, workers, wide(*(leaf.dtype for leaf in jax.tree.leaves(like))))
+    # A share of 1/n comes in two parts. 2^-k <= 1/n goes where messages are added: its products are exact, so that sums
+    # are the same bit for bit wherever they are compiled, and none overflows. 2^k/n < 2 comes last.
+    last = 1.0
+    if call.weights is None:
+        part = 0.5 ** (workers - 1).bit_length()
+        last = 1 / (workers * part)
+        if weights is None:
+            weights = _all(carried.payloads, part, wide(*(leaf.dtype for leaf in jax.tree.leaves(like))))
+        else:
+            weights = jax.tree.map(lambda weight: weight * part, weights)
     total = varying(on_equal_types(add, carried.payloads, weights, out.shared), call.outer)
-    return jax.tree.map(lambda t: t * (1 / workers), total) if last else total
+    return total if last == 1 else jax.tree.map(lambda t: t * last, total)
 
 
-def _equal_shares(payloads: Any, workers: int, dtype: Any) -> Any:
-    """Weights of 1/n for `accumulate`; a part that was added on the way is one message."""
-    share = lambda part: jnp.full((jax.tree.leaves(part)[0].shape[0],), 1 / workers, dtype)
+def _all(payloads: Any, weight: float, dtype: Any) -> Any:
+    """The same weight for all messages, for `accumulate`; a part that was added on the way is one message."""
+    share = lambda part: jnp.full((jax.tree.leaves(part)[0].shape[0],), weight, dtype)
     if not isinstance(payloads, Leaves):
         return share(payloads)
     return Leaves(Dense(jax.tree.map(share, payloads.dense.values)), tuple(map(share, payloads.leaves)))

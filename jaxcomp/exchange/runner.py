@@ -21,7 +21,6 @@ from jaxcomp.base import (
     State,
     add_own,
     advance,
-    bounded,
     for_worker,
     key_data,
     like_of,
@@ -233,7 +232,7 @@ class Message:
 
     def add_to(self, total: Any, weight: Any) -> Any:
         def added(total, payload):
-            return jax.tree.map(bounded, add_own(self._out.compressor, total, payload, weight, self._mine))
+            return add_own(self._out.compressor, total, payload, weight, self._mine)
 
         return in_place(added, total, self._out.payload)
 

@@ -24,7 +24,6 @@ from jaxcomp.base import (
     accumulate,
     add_own,
     advance,
-    bounded,
     check_algorithm,
     for_worker,
     residual,
@@ -318,7 +317,7 @@ class _Sent(NamedTuple):
 
     def add_to(self, total: Any, weight: Any) -> Any:
         def added(total, payload, weight, mine):
-            return jax.tree.map(bounded, add_own(self.compressor, total, payload, weight, mine))
+            return add_own(self.compressor, total, payload, weight, mine)
 
         return self._jit("add_to", added)(total, self.payload, weight, self.mine)
 

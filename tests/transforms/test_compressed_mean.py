@@ -441,6 +441,15 @@ def test_huge_gradients_leave_no_infinity_behind(algorithm):
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state.local.algorithm))
 
 
+@pytest.mark.parametrize("workers", [2, 3, 5])
+@pytest.mark.parametrize("algorithm", [jc.error_feedback(jc.top_k(0.5)), jc.diana(jc.dithering(7, block_size=16))])
+def test_means_of_huge_gradients_are_finite(algorithm, workers):
+    tx = jc.compressed_mean(algorithm, AXIS, via="gather")
+    directions, state = run_vmap(tx, jnp.zeros(64), jnp.full((6, workers, 64), 3e38))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((directions, state.local.algorithm)))
+    assert np.max(directions[-1]) > 2.9e38
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("scale", variants([1e-30, 1e-19, 1.0, 1e18, 1e30], {1e-30, 1e30}))
 def test_relative_error_is_free_of_scale(scale, seed):
