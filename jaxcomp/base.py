@@ -354,7 +354,7 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
 
 
 def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:
-    """message - decompress(payload): what was not sent, saturated. Bitwise so for compressors that copy entries."""
+    """message - decompress(payload): what was not sent of a finite message. Bitwise so where entries are copied."""
     if compressor.accumulate is not None:
         return _added(compressor, message, payload, -1, shared)
     x_hat = compressor.decompress(payload, shared, like_of(message))

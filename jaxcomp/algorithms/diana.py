@@ -66,7 +66,7 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
         raise ValueError(f"diana needs an unbiased compressor; {spec.name} is not one. {cure}")
     fixed = None if isinstance(alpha, jax.Array) else alpha
     if fixed is not None and not (is_number(fixed) and 0 < fixed <= 1):
-        raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)]; got {alpha!r}")
+        raise ValueError(f"diana: alpha must be a Python number or a jax.Array in (0, 1 / (1 + omega)]; got {alpha!r}")
     compressor = lift(compressor)
 
     def step_of(like):

@@ -79,7 +79,7 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
     """
     check_contracts("ef21", compressor)
     if not is_number(momentum) or not 0 <= momentum < 1:
-        raise ValueError(f"ef21: momentum must be in [0, 1); got {momentum!r}")
+        raise ValueError(f"ef21: momentum must be a Python number in [0, 1); got {momentum!r}")
     compressor = lift(compressor)
 
     def init(shared_key, like):
@@ -147,7 +147,7 @@ def ef_bv(compressor: Compressor, *, shift_step: float | None = None, mean_step:
         raise ValueError(f"ef_bv needs a compressor with omega or alpha known; {spec.name} has neither")
     for name, value in (("shift_step", shift_step), ("mean_step", mean_step)):
         if value is not None and not (is_number(value) and 0 < value <= 1):
-            raise ValueError(f"ef_bv: {name} must be in (0, 1]; got {value!r}")
+            raise ValueError(f"ef_bv: {name} must be a Python number in (0, 1]; got {value!r}")
     compressor = lift(compressor)
 
     def init(shared_key, like):

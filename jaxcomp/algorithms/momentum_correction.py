@@ -72,10 +72,12 @@ def momentum_correction(
     """
     check_contracts("momentum_correction", compressor)
     if not is_number(momentum) or not 0 <= momentum < 1:
-        raise ValueError(f"momentum_correction: momentum must be in [0, 1); got {momentum!r}")
+        raise ValueError(f"momentum_correction: momentum must be a Python number in [0, 1); got {momentum!r}")
     if clip_norm is not None and not (is_number(clip_norm) and 0 < clip_norm < math.inf):
-        raise ValueError(f"momentum_correction: clip_norm must be positive and finite, or None; got {clip_norm!r}")
-    if (clip_norm is None) != (workers is None) or not (workers is None or (is_whole(workers) and workers >= 1)):
+        raise ValueError(
+            f"momentum_correction: clip_norm must be a Python number, positive and finite, or None; got {clip_norm!r}"
+        )
+    if (clip_norm is None) != (workers is None) or not (workers is None or is_whole(workers)):
         raise ValueError(
             "momentum_correction: give clip_norm and workers (at least 1) together, or neither; "
             f"got clip_norm={clip_norm}, workers={workers}"

@@ -30,7 +30,6 @@ from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, wort
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Elements, Integer
 from jaxcomp.compressors.scales import SCALES, Made, Scale
 from jaxcomp.compressors.vector import check_like, on_vectors
-from jaxcomp.hashing import random_uniform
 from jaxcomp.layout import WHOLE_BLOCKS
 from jaxcomp.norms import some_at_a_time
 from jaxcomp.payloads import Dense, Quantized, Several
@@ -156,11 +155,10 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
         # decoded messages by contracting product and addition into one rounding.
         return bounded(elements.decode(codes) * scale)
 
-    def better_of(x: Array, cut: Blocks, made: Made, key: Array) -> Made:
+    def better_of(x: Array, cut: Blocks, made: Made) -> Made:
         """With the next smaller scale where that loses less."""
         lower = rule.lower(made)
-        noise = (random_uniform(key, x.shape[0]),) if stochastic else ()
-        error = lambda each: _within(x) - value(code(x, each, *noise), each)
+        error = lambda each: _within(x) - value(code(x, each), each)
         whole, less = (cut.norms(error(cut.spread(m.scale)), 2) for m in (made, lower))
         pick = lambda a, b: lax.select(less < whole, b, a)
         return made._replace(norms=pick(made.norms, lower.norms), scale=pick(made.scale, lower.scale))
@@ -168,7 +166,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
     def compress(key, x, state):
         x, cut = x.astype(wide(x.dtype)), layout(x.shape[0])
         made = rule.of(_extremes(cut, x), elements, stochastic)
-        made = better_of(x, cut, made, key) if rule.best else made
+        made = better_of(x, cut, made) if rule.best else made
         words = coded(code, elements.bits, cut, x, [made.scale], key if stochastic else None)
         payload = Quantized(made.norms, words)
         return (payload if made.factor is None else Several((Dense(made.factor), payload))), state.local

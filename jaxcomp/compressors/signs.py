@@ -1,7 +1,6 @@
 """Signs, in one bit an entry; and signs or zero, at random (TernGrad)."""
 
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax import lax
 
 from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
-from jaxcomp.compressors.vector import check_like, on_vectors
+from jaxcomp.compressors.vector import check_like, is_number, on_vectors
 from jaxcomp.hashing import random_bits
 from jaxcomp.layout import WHOLE_BLOCKS, Layout
 from jaxcomp.norms import block_norms, exponent_of, power_of_two, some_at_a_time
@@ -55,9 +54,9 @@ def sign(scale: float | str = "mean", *, blocks: int | None = None, block_size: 
     >>> print(jc.roundtrip(jc.sign(), jnp.array([1.0, -4.0, 0.0, 3.0]), key=jax.random.key(0))[0])
     [ 2. -2.  2.  2.]
     """
-    fixed = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    fixed = is_number(scale)
     if scale not in ("mean", "l2") and not (fixed and 0 < float(scale) < LARGEST):
-        raise ValueError(f'sign: scale must be "mean", "l2" or a positive number; got {scale!r}')
+        raise ValueError(f'sign: scale must be "mean", "l2" or a positive Python number; got {scale!r}')
     layout = blocks_of("sign", blocks, block_size, BLOCK)
     shown = [] if scale == "mean" else [f"scale={scale!r}"]
     shown += [f"blocks={blocks}"] if blocks else [f"block_size={block_size}"] if block_size else []
@@ -174,9 +173,12 @@ def _signed(codes: Array, scale: Array) -> Array:
 
 def _ternary(x: Array, top: Array, noise: Array) -> Array:
     """0, 1 or 2 for 0, s or -s."""
-    empty = top < jnp.asarray(jnp.finfo(jnp.float32).tiny, x.dtype)
-    chance = jnp.where(empty, 0, jnp.abs(finite(x)) / jnp.where(empty, 1, top))
-    return jnp.where(noise < chance, jnp.where(x < 0, 2, 1), 0).astype(jnp.uint32)
+    # With chance |x| / s, without the division: XLA would multiply by the inverse of s, which is rounded, and zero for
+    # the largest s. An entry of magnitude s is always sent, as noise < 1 leaves a product below s.
+    sent = (noise.astype(x.dtype) * top < jnp.abs(finite(x))) & (
+        top >= jnp.asarray(jnp.finfo(jnp.float32).tiny, x.dtype)
+    )
+    return jnp.where(sent, jnp.where(x < 0, 2, 1), 0).astype(jnp.uint32)
 
 
 def _of_three(codes: Array, scale: Array) -> Array:

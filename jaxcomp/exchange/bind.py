@@ -45,10 +45,10 @@ def bind(
     if algorithm.compressor is None and route.layout is not None and route.layout(layout, 1).unit == "chunks":
         known = route.name in VIAS
         what = f'via="{route.name}"' if known else "a mean of which each worker keeps the shard of its parameters"
-        why = "each of its parts has some" if algorithm.parts else "it sends factors of matrices, or a sketch"
         cure = 'Use via="auto"' if known else "Use direct(...) or error_feedback(...)"
         cuts = f"{what} cuts all leaves together into chunks"
-        raise ValueError(f"{name}: {cuts}; this algorithm needs them as they are: {why}. {cure}")
+        needs = "this algorithm needs them as they are (by_path, PowerSGD, FetchSGD and the like)"
+        raise ValueError(f"{name}: {cuts}; {needs}. {cure}")
     if weights is None:
         weights = _own_weights(name, algorithm)
     if bucket_bytes is not None:

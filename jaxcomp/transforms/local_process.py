@@ -277,12 +277,15 @@ class BytesExchange:
 
     def sum(self, x: Any) -> Any:
         leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, x))
+        if not leaves:
+            return x
         totals, kinds = list(leaves), list(dict.fromkeys(leaf.dtype for leaf in leaves))
         places = [[i for i, leaf in enumerate(leaves) if leaf.dtype == kind] for kind in kinds]
         parts = (Dense(np.concatenate([leaves[i].reshape(-1) for i in group])) for group in places)
         arrived = self._exchange(Several(tuple(parts)))
         for number, group in enumerate(places):
-            total = functools.reduce(np.add, (each.parts[number].values for each in arrived))
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = functools.reduce(np.add, (each.parts[number].values for each in arrived))
             cuts = np.cumsum([leaves[i].size for i in group])[:-1]
             for i, part in zip(group, np.split(total, cuts), strict=True):
                 totals[i] = part.reshape(leaves[i].shape)

@@ -277,7 +277,9 @@ class _LocalUpdates(NamedTuple):
             point = optax.apply_updates(before.point, step)
             if self.exact:
                 # Parameters in 16 bits would not follow the sum of small steps, which the point keeps.
-                each = lambda u, p, theta: u if p.dtype == theta.dtype else towards(p, theta.astype(p.dtype))
+                def each(u: Array, p: Array, theta: Array) -> Array:
+                    return u.astype(p.dtype) if p.dtype == theta.dtype else towards(p, theta.astype(p.dtype))
+
                 updates = jax.tree.map(each, step, here.params, point)
             else:
                 target = jax.tree.map(lambda theta, p: mixed(theta.astype(p.dtype), p, self.mixing), point, here.after)

@@ -304,6 +304,13 @@ def test_cast_rounds_to_nearest(name, scale, key, seed):
     np.testing.assert_allclose(x_hat, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("blocks", [None, 1])
+@pytest.mark.parametrize("magnitude", [9e37, 3.4e38, 1 / 3, 1e-37])
+def test_terngrad_sends_every_entry_of_the_largest_magnitude(magnitude, blocks, key):
+    x = np.where(np.arange(5000) % 3 == 0, -magnitude, magnitude).astype(np.float32)
+    np.testing.assert_array_equal(compressed(jc.terngrad(blocks=blocks), x, key)[1], x)
+
+
 def test_unscaled_f16_saturates(key):
     _, x_hat = compressed(jc.cast("float16", scaled=False), np.array([1e6, -1e6, 1.0], np.float32), key)
     np.testing.assert_array_equal(x_hat, [65504, -65504, 1])

@@ -445,3 +445,11 @@ def test_narrow_parameters_follow_the_shared_point_at_every_step(dtype):
     points, state = vmap_steps(tx, params, jnp.ones((200, N, 4), dtype))
     np.testing.assert_allclose(state.point, 0.8, rtol=1e-3)
     np.testing.assert_array_equal(points[-1], np.stack([np.asarray(state.point.astype(dtype))] * N))
+
+
+def test_outer_updates_of_another_type_with_one_step_a_round():
+    with jax.enable_x64(True):
+        tx = jc.local_updates(optax.sgd(1e-3), optax.sgd(np.float64(1.0)), FULL, "data", every=1)
+        points, _ = vmap_steps(tx, jnp.ones(4, jnp.float32), jnp.ones((3, N, 4), jnp.float32))
+    assert points[-1].dtype == np.float32
+    np.testing.assert_allclose(points[-1], 0.997, rtol=1e-6)

@@ -223,3 +223,20 @@ def test_two_shots_inside_an_optimizer_do_not_retrace(seed):
         for t in range(3):
             _, state = step(jax.tree.map(lambda g: g[t], grads), state)  # noqa: B023
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "compressor"),
+    [
+        ("float32", 3e38, jc.dithering(1, norm=2, block_size=64)),
+        ("bfloat16", 1e38, jc.block_scaled("int8", rounding="stochastic")),
+        ("float16", 3e4, jc.dithering(1, norm=2, block_size=64)),
+    ],
+)
+def test_what_overflows_at_the_owner_is_the_largest_number(dtype, value, compressor):
+    """An unbiased compressor may bring several times an entry, beyond the type in which the owner sends it on."""
+    grads = jnp.full((1, N, 4096), value, dtype)
+    means, _ = run_vmap(two_shot(jc.direct(compressor)), jnp.zeros(4096, dtype), grads)
+    means = np.float64(means)
+    assert np.all(np.isfinite(means))
+    assert np.mean(means) > value / 10
