@@ -69,8 +69,8 @@ def like_of(tree: Tree) -> Tree:
             where = jax.tree_util.keystr(path) or "the array"
             raise ValueError(
                 f"only real floating point is compressed; {where} has dtype {dtype}. "
-                "Leave such leaves of a gradient out with optax.masked, or give them to the loss by keyword; a Flax "
-                "NNX model is split before, nnx.split(model, nnx.Param, ...)."
+                "Integers of a model are not trained: differentiate with respect to the other leaves alone, and give "
+                "these to the loss by keyword; a Flax NNX model is split before, nnx.split(model, nnx.Param, ...)."
             )
         return jax.ShapeDtypeStruct(shape, dtype)
 

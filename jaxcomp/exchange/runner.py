@@ -361,7 +361,9 @@ def at_device(name: str, state: Any, placement: Placement, roles: tuple) -> Stat
     """
     if not isinstance(state, MeanState) or (state.about.placement, state.about.roles) != (placement, roles):
         got = f"{state.about.placement} with {dict(state.about.roles)}" if is_mean(state) else type(state).__name__
-        raise ValueError(f"{name}: expected a state of {placement} with {dict(roles)}; got {got}")
+        lost = is_mean(state) and not axis_names(placement.workers) and axis_names(state.about.placement.workers)
+        cure = ". No mesh was found here: give arrays (or shapes) that have a sharding, mesh=, or jax.set_mesh"
+        raise ValueError(f"{name}: expected a state of {placement} with {dict(roles)}; got {got}{cure if lost else ''}")
     cure = "Make the state, and its in_specs and out_specs, with jc.init_state"
     equal = known_equal(state.local, placement.workers) if is_bound(placement.workers) else []
     if equal and _workers_here(placement) > 1:

@@ -66,7 +66,7 @@ class Entries(NamedTuple):
 
 
 def check(payload: Sparse) -> None:
-    """Shapes, dtypes, and indices that are not negative."""
+    """Shapes, dtypes, indices that are not negative, and counts of those that there are."""
     values, indices = payload
     if isinstance(indices, LocalIndices):
         low, counts = indices
@@ -75,6 +75,9 @@ def check(payload: Sparse) -> None:
             if array.ndim != 1 or array.dtype != dtype:
                 got = f"{array.dtype}{list(array.shape)}"
                 raise WireError(f"LocalIndices.{name}", got, f"a vector of {np.dtype(dtype)}")
+        total = int(counts.sum(dtype=np.int64))
+        if counts.min(initial=0) < 0 or total > low.size:
+            raise WireError("LocalIndices.counts", f"{total} in all", f"none negative, and at most {low.size} in all")
         indices = low
     elif not isinstance(indices, np.ndarray) or indices.ndim != 1 or indices.dtype != np.int32:
         raise WireError("Sparse.indices", f"{indices.dtype}{list(indices.shape)}", "i32[k] or LocalIndices")

@@ -11,6 +11,7 @@ Nothing crosses between workers in a step without an exchange, the loss neither.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -93,7 +94,7 @@ class LocalSteps:
         tree = _like_tree(specs, params)
         state, _ = init_state(self.transform(tree), params, mesh, self.axis, tree)
         rows = jax.tree.map(lambda _: P(self.owners), params) if tree is None else self._rows(tree, self.owners)
-        count = int(np.prod([mesh.shape[name] for name in self.owners]))
+        count = _count(mesh, self.owners)
         spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
         if isinstance(mesh, AbstractMesh):
             return jax.jit(spread)(params), LocalStepsState(state, specs)
@@ -121,6 +122,7 @@ class LocalSteps:
         if self.workers and is_bound(self.workers):
             raise ValueError(f"{NAME}: inside shard_map or vmap over {self.workers} use jc.local_updates")
         mesh = find_mesh(NAME, self.mesh, self.workers, own, batch) if self.workers else None
+        _check_own(own, state.point, 1 if mesh is None else _count(mesh, self.owners))
         if mesh is None:
             return _alone(self, own, state, batch, named)
         _check_batch(batch, mesh, self.workers)
@@ -242,8 +244,23 @@ def _like_tree(specs: tuple[PartitionSpec, ...], tree: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), specs) if specs else None
 
 
+def _count(mesh: Any, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def _check_own(own: Any, point: Any, count: int) -> None:
+    """Raises ValueError where these are not the parameters of each worker."""
+    for (path, leaf), shared in zip(jax.tree_util.tree_leaves_with_path(own), jax.tree.leaves(point), strict=False):
+        if np.shape(leaf) != (count, *shared.shape):
+            raise ValueError(
+                f"{NAME}: own{jax.tree_util.keystr(path)} must have shape {(count, *shared.shape)}, a leading axis of "
+                f"{count} workers; got {np.shape(leaf)}. Take own from step.init, or from the step before; it is not "
+                "the tree of parameters that init was given."
+            )
+
+
 def _check_batch(batch: Any, mesh: Any, workers: tuple[str, ...]) -> None:
-    count = int(np.prod([mesh.shape[name] for name in workers]))
+    count = _count(mesh, workers)
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         shape = np.shape(leaf)
         if not shape or shape[0] % count:

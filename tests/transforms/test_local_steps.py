@@ -119,6 +119,8 @@ def test_errors_name_what_is_wrong():
     own, state = step.init(PARAMS)
     with pytest.raises(TypeError, match=r"call it as step\(own, state, \*batch\)"):
         step(own, own, X[0], Y[0])
+    with pytest.raises(ValueError, match=r"a leading axis of 4 workers; got .* Take own from step\.init"):
+        step(PARAMS, state, X[0], Y[0])
     with pytest.raises(ValueError, match="that 4 workers can share evenly; got shape \\(3, 12\\)"):
         step(own, state, X[0][:3], Y[0][:3])
     with pytest.raises(TypeError, match="loss must be a function"):

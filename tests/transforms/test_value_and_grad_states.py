@@ -191,3 +191,13 @@ def test_a_loss_scale_for_one_worker_and_for_halves():
     ):
         with pytest.raises(ValueError, match=message):
             jc.DynamicScale(**wrong)
+
+
+def test_shapes_that_lie_nowhere_are_told_where_to_lie():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    step = jc.value_and_grad(loss, jc.error_feedback(jc.top_k(0.1)), axis_name="data")
+    params = jax.device_put(jnp.ones((8, 16)), NamedSharding(mesh, P()))
+    state, shapes = step.init(params), jax.eval_shape(lambda: (jnp.ones((8, 16)), jnp.ones((12, 8))))
+    with pytest.raises(ValueError, match="No mesh was found here: give arrays"):
+        jax.jit(step).lower(shapes[0], state, shapes[1])

@@ -10,7 +10,7 @@ from variants import variants
 
 import jaxcomp as jc
 from experiments.bench import wire as bench
-from jaxcomp.payloads import Dense, Leaves, Quantized, Scaled, Sparse, registry
+from jaxcomp.payloads import Dense, Leaves, LocalIndices, Quantized, Scaled, Sparse, registry
 from jaxcomp.wire.bitstream import pack_words
 from jaxcomp.wire.elias import decode_levels
 from jaxcomp.wire.frame import FRAME_BYTES, seal, unseal, varint
@@ -208,12 +208,25 @@ def test_words_of_no_width_are_refused_both_ways(shape):
         Scaled(np.ones(2, np.float16), np.ones((1, 1), np.float32)),
         Leaves(Dense(Dense(np.ones(1, np.float32))), ()),
         Leaves(Dense(np.ones(1, np.float32)), (np.ones(1, np.float32),)),
+        Sparse(np.ones(2, np.float32), LocalIndices(np.arange(2, dtype=np.uint16), np.array([2, 1], np.int32))),
+        Sparse(np.ones(2, np.float32), LocalIndices(np.arange(2, dtype=np.uint16), np.array([3, -1], np.int32))),
     ],
-    ids=["u16 words", "i32 norms", "2-d norms", "integers scaled", "2-d scales", "nested dense", "bare leaf"],
+    ids=[
+        *("u16 words", "i32 norms", "2-d norms", "integers scaled", "2-d scales", "nested dense", "bare leaf"),
+        *("more local indices than there are", "less than none"),
+    ],
 )
 def test_encode_refuses_what_decode_would(payload):
     with pytest.raises(TypeError, match=r"wire\.encode: "):
         jc.wire.encode(payload)
+
+
+def test_counts_beyond_the_local_indices_are_refused():
+    body = bytes.fromhex("0600000100000100070001010000803f030101000b")  # no index, and a count of 65,536
+    with pytest.raises(
+        jc.WireError, match=r"LocalIndices\.counts must be none negative, and at most 0 in all; got 65536"
+    ):
+        jc.wire.decode(seal(body))
 
 
 def test_bench(tmp_path, capsys):
