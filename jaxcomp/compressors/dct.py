@@ -169,7 +169,7 @@ def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -
 
     def add(total, payloads, weights, shared):
         cut, inner, _ = parts(total)
-        zeros = jnp.zeros((cut.size,), total.dtype)
+        zeros = jax.ShapeDtypeStruct((cut.size,), total.dtype)
         found = bounded(accumulate(inner, zeros, payloads, weights, shared))
         return bounded(started(total, payloads) + backward(found, cut, total.shape))
 

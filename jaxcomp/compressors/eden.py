@@ -268,7 +268,7 @@ def _scales(rows: Array, values: Array, least: float | None) -> Array:
 def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_worker: bool) -> Compressor:
     def init(shared_key, like):
         del like
-        return State((), Rotated(key_data(shared_key), jnp.zeros((0,), jnp.int32), ()))
+        return State((), Rotated(key_data(shared_key), ()))
 
     def compress(key, x, state):
         rotation, (x, unit) = rotation_of(x.shape[0], block), _unit(x)

@@ -17,10 +17,8 @@ from jaxcomp.base import (
     fold,
     for_worker,
     key_data,
-    like_of,
     wide,
     wrap_key,
-    zeros_like,
 )
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.compressors.vector import is_whole, on_vectors
@@ -32,11 +30,11 @@ BLOCK = 4096
 
 
 class Rotated(NamedTuple):
-    """seed: key words of the signs;  worker: i32[0], or i32[1] once one worker is picked;  inner: of the compressor."""
+    """seed: key words of the signs;  inner: of the compressor;  worker: i32[] once one worker is picked."""
 
     seed: Array
-    worker: Array
     inner: Any
+    worker: Array | tuple[()] = ()
 
     def next(self, inner: Any) -> "Rotated":
         """Of the next round."""
@@ -44,14 +42,14 @@ class Rotated(NamedTuple):
 
     def of(self, worker: Array | int, inner: Any) -> "Rotated":
         """Of one worker; picking twice is picking once."""
-        picked = self.worker if self.worker.size else jnp.asarray(worker, jnp.int32).reshape(1)
+        picked = jnp.asarray(worker, jnp.int32) if isinstance(self.worker, tuple) else self.worker
         return self._replace(worker=picked, inner=inner)
 
 
 def key_of(shared: Rotated) -> Array:
     """The key of the signs: of one worker, where one was picked."""
     key = wrap_key(shared.seed)
-    return jax.random.fold_in(key, shared.worker[0]) if shared.worker.size else key
+    return key if isinstance(shared.worker, tuple) else jax.random.fold_in(key, shared.worker)
 
 
 def check_block(name: str, block: int) -> int:
@@ -111,7 +109,7 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
     def init(shared_key, like):
         mine, inner_key = jax.random.split(shared_key)
         inner = compressor.init(inner_key, _wide(like))
-        return State(inner.local, Rotated(key_data(mine), jnp.zeros((0,), jnp.int32), inner.shared))
+        return State(inner.local, Rotated(key_data(mine), inner.shared))
 
     def compress(key, x, state):
         rotation, x = rotation_of(x.shape[0], block), clipped(x)
@@ -125,8 +123,7 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
     def add(total, payloads, weights, shared):
         rotation, total = rotation_of(total.shape[0], block), started(total, payloads)
         if not per_worker:
-            zeros = zeros_like(_wide(like_of(total)))
-            y = accumulate(compressor, zeros, payloads, weights, shared.inner)
+            y = accumulate(compressor, _wide(total), payloads, weights, shared.inner)
             return bounded(total + rotation.backward(y, key_of(shared)).astype(total.dtype))
         return _one_by_one(compressor, rotation, pick, total, payloads, weights, shared)
 
@@ -158,7 +155,7 @@ def _one_by_one(
 ) -> Array:
     """total + sum_j weights_j R_j^T y_j."""
     workers = jax.tree.leaves(payloads)[0].shape[0]
-    zeros = zeros_like(_wide(like_of(total)))
+    zeros = _wide(total)
 
     def add_one(total, message):
         payload, weight, worker = message

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jitted import roundtrip
 from variants import variants
+from worlds import AXIS, run_shard_map
 
 import jaxcomp as jc
 from jaxcomp.base import accumulate, for_worker, overflow
@@ -136,3 +137,14 @@ def test_composing_with_much_noise_claims_no_less_error_than_there_is(key):
     error = float(jnp.mean(jnp.sum((got - x) ** 2, axis=1)) / jnp.sum(x**2))
     assert compressor.spec.alpha(300) == pytest.approx(1 - (1 / 0.0169 - 1))
     assert 20 < error < 2 * (1 - compressor.spec.alpha(300))
+
+
+@pytest.mark.parametrize("inner", [jc.block_scaled("int4"), jc.sign()], ids=lambda inner: inner.spec.name)
+@pytest.mark.parametrize("wrap", [jc.rotate, jc.dct, lambda inner: jc.compose(jc.top_k(0.5), inner)])
+def test_errors_of_what_a_wrapper_sends_belong_to_their_worker(wrap, inner, seed):
+    """Under shard_map with its check of types; sent + remembered is the input."""
+    grads = jnp.asarray(np.random.default_rng(seed).standard_normal((3, 4, 300)), jnp.float32)
+    tx = jc.compressed_mean(jc.error_feedback(wrap(inner)), AXIS)
+    directions, state = run_shard_map(tx, jnp.zeros(300), grads)
+    left = np.mean(state.local.algorithm.memory, axis=0)
+    np.testing.assert_allclose(np.sum(directions, 0) + left.reshape(-1), np.sum(np.mean(grads, 1), 0), atol=1e-5)

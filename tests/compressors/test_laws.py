@@ -377,6 +377,13 @@ def test_payload_holds_only_arrays_and_lane_bytes_follow_from_shapes(row, key, s
 
 
 @pytest.mark.sampled
+@each_row
+def test_no_array_of_the_state_is_empty(row, key):
+    """Orbax does not save empty arrays."""
+    state = row.compressor.init(key, jax.ShapeDtypeStruct((D,), jnp.float32))
+    assert all(np.size(leaf) for leaf in jax.tree.leaves(state))
+
+
 @rows_with(lambda row: True, kept=BETWEEN_WORKERS)
 def test_double_precision(row, key, seed):
     with jax.enable_x64(True):
