@@ -110,7 +110,7 @@ class Trainer:
         self.graph, params = nnx.split(self.model(0))
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
         self.transform = self.transform_for(0)
-        self.specs = jc.state_specs(jax.eval_shape(self.transform.init, params), AXIS)
+        _, self.specs = jc.init_state(self.transform, params, AbstractMesh((mesh.size,), (AXIS,)), AXIS)
         self.compiled = self._compile(params)
         self.ledger = jc.ledger(self.compiled)
         self.info = jax.jit(jc.info, out_shardings=self.everywhere)

@@ -12,6 +12,8 @@ With a payload in the place of `values` v is 0 and that payload's bits are added
 indices that ascend, followed by nothing but padding. In jit a message is
 
     number of entries before the padding, index of the padding | key stream | values of the entries
+
+where a `Dense` of the values, which narrow floats are, counts as the values themselves.
 """
 
 from typing import Any
@@ -58,6 +60,14 @@ I32, U32 = jnp.int32, jnp.uint32
 def _not_zero(values: Array) -> Array:
     """Which numbers have a bit that is set: padding has none, not even a sign."""
     return (values.view(f"u{values.itemsize}") if is_host(values) else as_words(values)) != 0
+
+
+def _bare(payload: Sparse) -> Sparse:
+    """With the values themselves in the place of a `Dense` of them."""
+    values, indices = payload
+    inner = values.values if isinstance(values, Dense) else None
+    size = (indices.low if isinstance(indices, LocalIndices) else indices).shape
+    return Sparse(inner, indices) if is_array(inner) and inner.shape == size else payload
 
 
 def _extent(payload: Sparse) -> tuple[Array, Entries]:
@@ -123,7 +133,7 @@ def _gaps(entries: Entries) -> Gaps:
 
 
 def _codings(payload: Sparse, code: str) -> Choices:
-    values, indices = payload
+    values, indices = payload = _bare(payload) if code == WORDS else payload
     local, plain = isinstance(indices, LocalIndices), is_array(values)
     low = indices.low if local else indices
     capacity, each = low.shape[-1], 8 * values.dtype.itemsize if plain else 0
@@ -177,7 +187,7 @@ def _coded(capacity: int, blocks: int) -> bool:
 
 
 def _pack(payload: Sparse) -> Coded:
-    values, indices = payload
+    values, indices = payload = _bare(payload)
     local = isinstance(indices, LocalIndices)
     if not _coded((indices.low if local else indices).shape[0], indices.counts.shape[0] if local else 0):
         return uncoded(payload)
@@ -195,7 +205,7 @@ def _pack(payload: Sparse) -> Coded:
 
 
 def _unpack(cursor: Cursor, like: Sparse) -> Sparse:
-    values, indices = like
+    values, indices = _bare(like)
     local = isinstance(indices, LocalIndices)
     capacity = (indices.low if local else indices).shape[0]
     if not _coded(capacity, indices.counts.shape[0] if local else 0):
@@ -208,6 +218,7 @@ def _unpack(cursor: Cursor, like: Sparse) -> Sparse:
         used = -(-count * values.dtype.itemsize // 4)
         words = cursor.take(num_words(values), used)
         values = from_words(jnp.where(lax.iota(I32, words.size) < used, words, U32(0)), values)
+        values = values if is_array(like.values) else Dense(values)
     else:
         values = unpack_message(cursor, values)
     return Sparse(values, local_indices(keys, BLOCK * indices.counts.shape[0]) if local else keys)

@@ -17,7 +17,7 @@ from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
 import jaxcomp as jc
 from jaxcomp.exchange.routes.ladder import rungs
 from jaxcomp.packing import pack
-from jaxcomp.payloads import Quantized, Sparse, decode_message, encode_message, local_indices
+from jaxcomp.payloads import Dense, Quantized, Sparse, decode_message, encode_message, local_indices
 from jaxcomp.wire.limits import PAD_BYTES
 
 N = 3
@@ -35,6 +35,24 @@ def test_payloads_survive_as_words(name):
     assert message.fits
     assert not np.any(message.words[message.used :])
     assert same(jax.jit(lambda words: decode_message(words, payload))(message.words), payload)
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 50, 51, 400])
+def test_values_in_16_bits_are_as_many_as_indices(count, local):
+    """Padding has no words, in a `Dense` of narrow values either; a value that stands there is kept."""
+    there = np.arange(400) < count
+    indices = jnp.asarray(np.where(there, 7 * np.arange(400), 3000), jnp.int32)
+    indices = local_indices(indices, 3000) if local else indices
+    for spoiled in (False, True):
+        values = jnp.asarray(np.where(there, 1.5, 0), jnp.bfloat16).at[-1].add(float(spoiled))
+        payload = Sparse(Dense(values), indices)
+        message = jax.jit(encode_message)(payload)
+        back = jax.jit(lambda words, payload=payload: decode_message(words, payload))(message.words)
+        assert not message.fits or same(back, payload)
+        if not spoiled or count == 400:
+            assert message.fits
+            assert message.used <= 16 + count * 7 // 8  # 16 bits and a key of some more
 
 
 @pytest.mark.slow

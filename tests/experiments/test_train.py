@@ -439,5 +439,13 @@ def test_nonfinite_gradients(nonfinite, tmp_path):
     assert row["steps"] == 6
 
 
+def test_a_route_with_state_of_its_own(tmp_path):
+    small = ("--method", "dithering", "--via", "two_shot", "--workers", "4", "--steps", "2", "--batch", "8")
+    with jax.numpy_dtype_promotion("standard"):
+        assert train.main([*small, "--runs", str(tmp_path), "--name", "r"]) == 0
+    (row,) = json.loads((tmp_path / "r" / "results.json").read_text())
+    assert 0 < row["sent_bytes"] < row["parameters"]  # of 4 bits each, in both shots
+
+
 def test_own_workers(four):
     assert own_workers(four.mesh) == [0, 1, 2, 3]
