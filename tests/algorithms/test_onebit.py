@@ -253,7 +253,7 @@ def test_zero_one_adam_moves_to_other_workers_between_exchanges(seed, workers):
         (lambda: jc.zero_one_adam(0.1, AXIS, freeze_step=1, eps=0.0), "zero_one_adam: eps must be positive"),
         (lambda: jc.majority_vote(1.0), "majority_vote: momentum must be in"),
         (lambda: jc.error_feedback(jc.sign(2.0)), "error_feedback needs a contraction"),
-        (lambda: jc.sign("max"), 'sign: scale must be "mean", "l2" or a positive number'),
+        (lambda: jc.sign("max"), 'sign: scale must be "mean", "l2" or a positive Python number'),
         (lambda: jc.terngrad(clip=0.0), "terngrad: clip must be positive"),
     ],
 )
