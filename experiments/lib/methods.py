@@ -49,6 +49,7 @@ METHODS: dict[str, Method] = {
     "power-sgd-4": Method("PowerSGD of rank 4", lambda r, s: jc.power_sgd(4)),
     "eden-1": Method("EDEN with 1 bit", lambda r, s: jc.direct(jc.eden(1))),
     "eden-4": Method("EDEN with 4 bits", lambda r, s: jc.direct(jc.eden(4))),
+    "int4": Method("integers of 4 bits, error feedback", lambda r, s: jc.error_feedback(jc.block_scaled("int4"))),
     "mxfp4": Method("MXFP4, error feedback", lambda r, s: jc.error_feedback(jc.block_scaled("mxfp4"))),
     "mxfp8": Method("MXFP8, error feedback", lambda r, s: jc.error_feedback(jc.block_scaled("mxfp8"))),
     "sign": Method("signs with a scale, error feedback", lambda r, s: jc.error_feedback(jc.sign())),
