@@ -133,6 +133,8 @@ def root_key(seed: Any) -> Array:
     """A typed key of the default kind from an integer, or from a key of any kind."""
     if isinstance(seed, numbers.Integral):
         return jax.random.key(int(seed))
+    if jnp.ndim(seed) == 0 and hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jnp.integer):
+        return jax.random.key(seed)
     data = key_data(wrap_key(seed)).reshape(-1)
     if data.shape == jax.random.key_data(jax.random.key(0)).shape:
         return jax.random.wrap_key_data(data)

@@ -1,5 +1,6 @@
 """Both directions compressed: what a server sends back to the workers goes through a compressor as well."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jaxcomp.base import (
     wrap_key,
 )
 from jaxcomp.compressors.vector import lift
-from jaxcomp.payloads import code_bits
+from jaxcomp.payloads import by_row, code_bits
 
 __all__ = ["Down", "bidirectional", "check_down", "send_down", "start_down"]
 
@@ -114,5 +115,5 @@ def send_down(down: Compressor, state: Down, direction: Any, code: str = "fixed"
     key = jax.random.fold_in(wrap_key(state.key), state.rounds)
     payload, local = down.compress(key, direction, State(state.local, state.shared))
     arrived = down.decompress(payload, state.shared, like_of(direction))
-    bits = jnp.asarray(code_bits(payload, code=code), jnp.float32)
+    bits = by_row(functools.partial(code_bits, code=code), payload, direction)
     return arrived, Down(state.key, state.rounds + 1, bits, local, advance(down, state.shared))

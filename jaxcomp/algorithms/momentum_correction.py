@@ -27,7 +27,7 @@ class MomentumLocal(NamedTuple):
 
 
 class MomentumShared(NamedTuple):
-    """dense_momentum: of the small leaves, after averaging; the vectors are empty."""
+    """dense_momentum: of the small leaves, after averaging; () where vectors stand."""
 
     dense_momentum: Any
     compressor: Any
@@ -137,9 +137,8 @@ def _unsent(u: jax.Array, sent: jax.Array) -> jax.Array:
 
 
 def _of_dense(zeros: Any) -> Any:
-    """Zeros for the small leaves alone: vectors are empty."""
-    empty = lambda x: jnp.zeros((0,), x.dtype)
-    return Parts(zeros.dense, tuple(map(empty, zeros.vectors))) if isinstance(zeros, Parts) else empty(zeros)
+    """Zeros for the small leaves alone."""
+    return Parts(zeros.dense, ((),) * len(zeros.vectors)) if isinstance(zeros, Parts) else ()
 
 
 def _clipped(grads: Any, clip_norm: float | None, workers: int | None) -> Any:

@@ -3,7 +3,6 @@
 A side exit of the road: nothing here changes what is sent. `info` reads the counts from the state.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +11,8 @@ from jax import lax
 
 from jaxcomp.base import wide
 from jaxcomp.exchange.routes import ROUTES, SCATTER
-from jaxcomp.layout import dense_of, rows_of
 from jaxcomp.norms import block_norms
-from jaxcomp.payloads import Leaves, cheap_bits, code_bits, lane_bytes, num_entries
+from jaxcomp.payloads import by_row, cheap_bits, code_bits, lane_bytes, num_entries
 
 __all__ = [
     "NAMES",
@@ -112,8 +110,8 @@ def count_message(message: Any, payload: Any, carried: Any, code: str | None) ->
     bits_of = cheap_bits if code is None else lambda payload: code_bits(payload, code=code)
     return no_counts()._replace(
         lane_bytes=_real(float(lane_bytes(payload) + carried.lane_bytes)),
-        code_bits=_by_row(bits_of, payload, message) + _real(carried.code_bits),
-        entries=_by_row(num_entries, payload, message),
+        code_bits=by_row(bits_of, payload, message) + _real(carried.code_bits),
+        entries=by_row(num_entries, payload, message),
         size=_real(float(sum(leaf.size for leaf in jax.tree.leaves(message)))),
         sent_bytes=_real(carried.sent_bytes),
         route=jnp.asarray(NAMES.index(carried.route), jnp.int32),
@@ -136,24 +134,3 @@ def count_sum(arrays: Any, sent_bytes: float) -> Counts:
 def _real(value: Any) -> Array:
     """As f32[]: numbers of bits and bytes may be larger than any i32."""
     return jnp.asarray(float(value) if isinstance(value, int) else value).astype(jnp.float32)
-
-
-def _vectors(payload: Any, message: Any) -> list[tuple[Any, Any]]:
-    """Each payload with its vector."""
-    if not isinstance(payload, Leaves):
-        return [(payload, message)]
-    return [(payload.dense, dense_of(message)), *zip(payload.leaves, message.vectors, strict=True)]
-
-
-def _by_row(function: Callable[[Any], Any], payload: Any, message: Any) -> Array:
-    """The sum of a number over all messages, of each row where there are several; None stands for all entries."""
-
-    def real(part):
-        number = function(part)
-        return None if number is None else _real(number)
-
-    total = jnp.zeros((), jnp.float32)
-    for part, vector in _vectors(payload, message):
-        number = real(part) if rows_of(vector) is None else jax.vmap(real)(part)
-        total = total + (float(vector.size) if number is None else jnp.sum(number))
-    return total

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.layout import Plan
+from jaxcomp.arrays import is_array
+from jaxcomp.layout import Parts, Plan
 
 __all__ = [
     "Cut",
@@ -18,6 +19,8 @@ __all__ = [
     "check_alike",
     "check_shapes",
     "each_leaf",
+    "emptied",
+    "filled",
     "join_lead",
     "kept",
     "map_alike",
@@ -90,6 +93,26 @@ class Move(NamedTuple):
     leads: bool
     old_plan: Plan
     new_plan: Plan
+
+
+def filled(pair: tuple[Any, Any], move: Move, xp: Any) -> tuple[Any, Any]:
+    """A field with an empty array (of NumPy, or on a device) for each vector that its shared part leaves out, by ()."""
+    none = xp.zeros((math.prod(move.old[:2]), 0) if move.leads else (0,), np.float32)
+    return pair[0], _over_vectors(lambda vector: none if isinstance(vector, tuple) else vector, pair[1])
+
+
+def emptied(pair: tuple[Any, Any], like: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The inverse of `filled`, where `like` leaves vectors out."""
+    return pair[0], _over_vectors(lambda vector, kind: () if isinstance(kind, tuple) else vector, pair[1], like[1])
+
+
+def _over_vectors(function: Callable, part: Any, *others: Any) -> Any:
+    """function of each vector; a part that holds anything else stays as it is."""
+    if isinstance(part, Parts):
+        vectors = zip(part.vectors, *(other.vectors for other in others), strict=True)
+        return part._replace(vectors=tuple(function(*each) for each in vectors))
+    bare = lambda node: node == () if type(node) is tuple else is_array(node)
+    return function(part, *others) if bare(part) and all(map(bare, others)) else part
 
 
 def each_leaf(

@@ -18,6 +18,8 @@ from jaxcomp.exchange.rearrange import (
     change_of,
     check_shapes,
     each_leaf,
+    emptied,
+    filled,
     join_lead,
     kept,
     map_alike,
@@ -192,8 +194,11 @@ def _by_roles(roles: tuple, old: tuple[Any, Any], new: tuple[Any, Any], move: Mo
         if isinstance(role, tuple):
             mine, ours = _by_roles(role, before, after, move)
         else:
+            like = after
+            if role == "momentum":
+                before, after = filled(before, move, np), filled(after, move, jax.numpy)
             _check_role(name, role, before, move)
-            mine, ours = _ROLES[role](name, before, after, move)
+            mine, ours = emptied(_ROLES[role](name, before, after, move), like)
         local = local._replace(**{name: mine}) if hasattr(local, name) else local
         shared = shared._replace(**{name: ours}) if hasattr(shared, name) else shared
     return local, shared
@@ -313,10 +318,6 @@ def _momentum(name: str, old: Pair, new: Pair, move: Move, mean: bool = True) ->
     return None, each_leaf(old[1], new[1], move, one, move.old[:2])
 
 
-def _iterate(name: str, old: Pair, new: Pair, move: Move) -> Pair:
-    return _momentum(name, old, new, move, mean=False)
-
-
 def _coin(name: str, old: Pair, new: Pair, move: Move) -> Pair:
     return None, kept(old[1], new[1], move)
 
@@ -351,7 +352,7 @@ _ROLES: dict[str, Callable[..., Pair]] = {
     "average": _average,
     "shift": _shift,
     "momentum": _momentum,
-    "iterate": _iterate,
+    "iterate": functools.partial(_momentum, mean=False),
     "coin": _coin,
     "gradient": _gradient,
     "compressor": _compressor,

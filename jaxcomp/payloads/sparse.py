@@ -65,9 +65,10 @@ def _not_zero(values: Array) -> Array:
 def _bare(payload: Sparse) -> Sparse:
     """With the values themselves in the place of a `Dense` of them."""
     values, indices = payload
-    inner = values.values if isinstance(values, Dense) else None
+    if not isinstance(values, Dense) or not is_array(values.values):
+        return payload
     size = (indices.low if isinstance(indices, LocalIndices) else indices).shape
-    return Sparse(inner, indices) if is_array(inner) and inner.shape == size else payload
+    return Sparse(values.values, indices) if values.values.shape == size else payload
 
 
 def _extent(payload: Sparse) -> tuple[Array, Entries]:

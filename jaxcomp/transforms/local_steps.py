@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.specs import init_state, names_of, state_specs
@@ -98,9 +98,15 @@ class LocalSteps:
         spread = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
         if isinstance(mesh, AbstractMesh):
             return jax.jit(spread)(params), LocalStepsState(state, specs)
-        # As long as the array has axes: so a step gives back the types that it takes, and compiles once.
-        long = lambda spec, x: P(*spec, *(None,) * (1 + jnp.ndim(x) - len(spec)))
-        where = jax.tree.map(lambda spec, x: NamedSharding(mesh, long(spec, x)), rows, params)
+        # Spelled as a step spells what it gives back, so that it compiles once: with explicit axes as long as the array
+        # has axes, and else not longer than need be, with no axis for what is empty.
+        explicit = AxisType.Explicit in mesh.axis_types
+
+        def there(spec: P, x: Any) -> NamedSharding:
+            rest = (None,) * (1 + jnp.ndim(x) - len(spec)) if explicit else ()
+            return NamedSharding(mesh, P(*spec, *rest) if explicit or np.size(x) else P())
+
+        where = jax.tree.map(there, rows, params)
         return jax.jit(spread, out_shardings=where)(params), LocalStepsState(state, specs)
 
     def __call__(self, own: Any, state: LocalStepsState, /, *batch: Any, **named: Any) -> Any:

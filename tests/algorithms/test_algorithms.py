@@ -166,7 +166,10 @@ BAD = [
     (lambda: jc.momentum_correction(jc.rand_k(0.1)), "needs a contraction"),
     (lambda: jc.momentum_correction(jc.dgc(0.1), momentum=1), r"momentum must be a Python number in \[0, 1\); got 1"),
     (lambda: jc.momentum_correction(jc.dgc(0.1), clip_norm=1.0), "give clip_norm and workers"),
-    (lambda: jc.momentum_correction(jc.dgc(0.1), clip_norm=-1.0, workers=2), "clip_norm must be a Python number, positive and finite"),
+    (
+        lambda: jc.momentum_correction(jc.dgc(0.1), clip_norm=-1.0, workers=2),
+        "clip_norm must be a Python number, positive and finite",
+    ),
     (lambda: jc.diana(jc.top_k(0.1)), r"Use error_feedback\(top_k\(0.1\)\) instead"),
     (lambda: jc.diana(jc.rand_k(0.1), alpha=0.0), "alpha must be a Python number or a jax.Array in"),
     (lambda: jc.diana(jc.rand_k(0.1), alpha=0.5).init(jax.random.key(0), jnp.zeros(100)), r"= \(0, 0.1\]; got 0.5"),

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from worlds import AXIS, heterogeneous, run_shard_map, run_vmap
 
 import jaxcomp as jc
@@ -98,3 +100,26 @@ BAD = [
 def test_arguments_are_checked(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "via"),
+    [(jc.direct(jc.natural()), "two_shot"), (jc.direct(jc.per_leaf(jc.natural())), "auto")],
+    ids=["two_shot", "equal leaves"],
+)
+def test_bits_of_stacked_vectors_are_those_of_their_rows(algorithm, via):
+    tree = {"w": jnp.zeros((40, 50)), "v": jnp.zeros((40, 50))}
+    tx = jc.compressed_mean(jc.bidirectional(algorithm, jc.natural()), "data", via=via)
+    state, axes = jc.init_state(tx, tree, 2, "data")
+    grads = jax.tree.map(lambda x: jnp.stack([x + 1, x + 1]), tree)
+    direction, state = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")(grads, state)
+    np.testing.assert_array_equal(direction["w"], 1)
+    assert 9 * 4000 <= state.shared.algorithm.down.bits <= 9 * 4096 + 64
+
+
+def test_shards_of_the_workers_are_refused():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    w = jax.device_put(jnp.ones((40, 48)), NamedSharding(mesh, P(None, "data")))
+    grad = jc.value_and_grad(lambda w, x: jnp.mean(x @ w), jc.bidirectional(jc.direct(jc.natural()), jc.natural()))
+    with pytest.raises(ValueError, match=r"the state of this algorithm \(coin\) needs the whole of it"):
+        grad.init(w)

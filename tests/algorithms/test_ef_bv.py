@@ -123,7 +123,10 @@ BAD = [
     (lambda: jc.ef21(jc.dithering(3)), "ef21 needs a contraction; dithering"),
     (lambda: jc.ef21(jc.top_k(0.1), momentum=1.0), r"ef21: momentum must be a Python number in \[0, 1\); got 1.0"),
     (lambda: jc.ef_bv(jc.cast("float16", scaled=False)), "ef_bv needs a compressor with omega or alpha known"),
-    (lambda: jc.ef_bv(jc.top_k(0.1), shift_step=0.0), r"ef_bv: shift_step must be a Python number in \(0, 1\]; got 0.0"),
+    (
+        lambda: jc.ef_bv(jc.top_k(0.1), shift_step=0.0),
+        r"ef_bv: shift_step must be a Python number in \(0, 1\]; got 0.0",
+    ),
     (lambda: jc.ef_bv(jc.top_k(0.1), mean_step=2), r"ef_bv: mean_step must be a Python number in \(0, 1\]; got 2"),
     (lambda: jc.theory.ef21(smoothness=1.0, alpha=0.0), r"theory.ef21: alpha must be in \(0, 1\]; got 0.0"),
     (lambda: jc.theory.ef21(smoothness=1.0, alpha=1, worker_smoothness=0), "worker_smoothness must be above 0; got 0"),

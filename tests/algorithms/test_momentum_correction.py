@@ -82,3 +82,10 @@ def test_the_momentum_of_small_leaves_saturates():
     algorithm = jc.momentum_correction(jc.top_k(0.1), momentum=0.9)
     directions, _ = run_shard_map(jc.compressed_mean(algorithm, AXIS), jnp.zeros(5), grads)
     assert np.all(np.isfinite(directions))
+
+
+@pytest.mark.parametrize("tree", [jnp.zeros(3000), {"a": jnp.zeros(3000), "b": jnp.zeros(3)}], ids=["array", "tree"])
+def test_no_array_of_the_state_is_empty(tree):
+    """Orbax does not save empty arrays."""
+    state = jc.compressed_mean(jc.momentum_correction(jc.top_k(0.1)), None).init(tree)
+    assert all(np.size(leaf) for leaf in jax.tree.leaves(state))

@@ -462,7 +462,9 @@ def test_relative_error_is_free_of_scale(scale, seed):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("seed", [np.int64(3), jax.random.key(0, impl="rbg"), jax.random.PRNGKey(1)], ids=str)
+@pytest.mark.parametrize(
+    "seed", [np.int64(3), jnp.int32(3), jax.random.key(0, impl="rbg"), jax.random.PRNGKey(1)], ids=str
+)
 def test_seeds_of_every_kind(seed):
     tx = jc.compressed_mean(jc.diana(jc.rand_k(0.5)), None, seed=seed)
     direction, _ = jax.jit(tx.update)(jnp.ones(10), tx.init(jnp.ones(10)))

@@ -127,3 +127,16 @@ def test_errors_name_what_is_wrong():
         jc.local_steps(None, INNER, OUTER, DENSE, mesh, every=2)
     with pytest.raises(ValueError, match="every must be"):
         jc.local_steps(loss_of, INNER, OUTER, DENSE, mesh, every=0)
+
+
+@pytest.mark.parametrize("extra", [{"s": jnp.zeros(())}, {"e": jnp.zeros((0, 2))}], ids=["scalar", "empty"])
+def test_scalars_and_empty_leaves_compile_nothing_anew(extra):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    params = jax.device_put({"w": jnp.ones((30, 40)), **extra}, NamedSharding(mesh, P()))
+    x = jax.device_put(jnp.ones((8, 30)), NamedSharding(mesh, P("data")))
+    make = jc.local_steps(lambda p, x: jnp.mean((x @ p["w"]) ** 2), INNER, OUTER, DENSE, every=2)
+    own, state = make.init(params)
+    step = jax.jit(make)
+    for _ in range(3):
+        _, own, state = step(own, state, x)
+    assert step._cache_size() == 1

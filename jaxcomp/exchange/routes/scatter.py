@@ -26,7 +26,7 @@ __all__ = ["SCATTER"]
 
 def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
     """Why messages cannot be cut by owner; None where they can."""
-    others = sorted(set(roles.values()) - {"memory", "compressor"}, key=str)
+    others = sorted(set(jax.tree.leaves(roles)) - {"memory", "compressor"})
     if others:
         return (
             "parameters that are cut over the workers themselves: each worker ends with the mean of its own shard, and "
