@@ -28,17 +28,17 @@ def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
     # are the same bit for bit wherever they are compiled, and none overflows. 2^k/n < 2 comes last.
     last = 1.0
     if call.weights is None:
-        part = 0.5 ** (workers - 1).bit_length()
-        last = 1 / (workers * part)
+        power = 0.5 ** (workers - 1).bit_length()
+        last = 1 / (workers * power)
         if weights is None:
-            weights = _all(carried.payloads, part, wide(*(leaf.dtype for leaf in jax.tree.leaves(like))))
+            weights = _equal_weights(carried.payloads, power, wide(*(leaf.dtype for leaf in jax.tree.leaves(like))))
         else:
-            weights = jax.tree.map(lambda weight: weight * part, weights)
+            weights = jax.tree.map(lambda weight: weight * power, weights)
     total = varying(on_equal_types(add, carried.payloads, weights, out.shared), call.outer)
     return total if last == 1 else jax.tree.map(lambda t: t * last, total)
 
 
-def _all(payloads: Any, weight: float, dtype: Any) -> Any:
+def _equal_weights(payloads: Any, weight: float, dtype: Any) -> Any:
     """The same weight for all messages, for `accumulate`; a part that was added on the way is one message."""
     share = lambda part: jnp.full((jax.tree.leaves(part)[0].shape[0],), weight, dtype)
     if not isinstance(payloads, Leaves):

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.arrays import is_array
-from jaxcomp.layout import Parts, Plan
+from jaxcomp.layout import Plan
 
 __all__ = [
     "Cut",
@@ -19,8 +18,7 @@ __all__ = [
     "check_alike",
     "check_shapes",
     "each_leaf",
-    "emptied",
-    "filled",
+    "is_left_out",
     "join_lead",
     "kept",
     "map_alike",
@@ -95,24 +93,9 @@ class Move(NamedTuple):
     new_plan: Plan
 
 
-def filled(pair: tuple[Any, Any], move: Move, xp: Any) -> tuple[Any, Any]:
-    """A field with an empty array (of NumPy, or on a device) for each vector that its shared part leaves out, by ()."""
-    none = xp.zeros((math.prod(move.old[:2]), 0) if move.leads else (0,), np.float32)
-    return pair[0], _over_vectors(lambda vector: none if isinstance(vector, tuple) else vector, pair[1])
-
-
-def emptied(pair: tuple[Any, Any], like: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The inverse of `filled`, where `like` leaves vectors out."""
-    return pair[0], _over_vectors(lambda vector, kind: () if isinstance(kind, tuple) else vector, pair[1], like[1])
-
-
-def _over_vectors(function: Callable, part: Any, *others: Any) -> Any:
-    """function of each vector; a part that holds anything else stays as it is."""
-    if isinstance(part, Parts):
-        vectors = zip(part.vectors, *(other.vectors for other in others), strict=True)
-        return part._replace(vectors=tuple(function(*each) for each in vectors))
-    bare = lambda node: node == () if type(node) is tuple else is_array(node)
-    return function(part, *others) if bare(part) and all(map(bare, others)) else part
+def is_left_out(vector: Any) -> bool:
+    """Whether a state keeps nothing for a vector: ()."""
+    return type(vector) is tuple and not vector
 
 
 def each_leaf(
@@ -137,8 +120,10 @@ def _leaves(plan: Plan, parts: Any, lead: int) -> list[np.ndarray | None]:
     """Arrays of the leaves of a tree out of its vectors, behind leading axes; None for those that are left out."""
     leaves: list[Any] = [None] * len(plan.shapes)
     for numbers, vector in members(plan, parts):
+        if is_left_out(vector):
+            continue
         flat, start = vector.reshape(*vector.shape[:lead], -1), 0
-        for i in numbers if flat.shape[-1] or not sum(map(math.prod, (plan.shapes[i] for i in numbers))) else ():
+        for i in numbers:
             size = math.prod(plan.shapes[i])
             leaves[i] = flat[..., start : start + size].reshape(*vector.shape[:lead], *plan.shapes[i])
             start += size
@@ -149,22 +134,18 @@ def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any, single: bo
     """Inverse of `_leaves`, placed like `new`."""
     made = []
     for numbers, like in members(plan, new):
-        shape, parts = np.shape(like), [leaves[i] for i in numbers]
-        there = [x is not None for x in parts]
-        entries = sum(math.prod(plan.shapes[i]) for i in numbers)
-        left_out = entries > 0 and math.prod(shape) == 0  # here, of all leaves of this vector
-        if entries and any(it == left_out for it in there):
+        there = [x for x in (leaves[i] for i in numbers) if x is not None]
+        if len(there) != (0 if is_left_out(like) else len(numbers)):
             raise Misfit(
                 "one leaf is small enough to be sent as it is, or was: its memory has no place in the new state"
             )
+        if is_left_out(like):
+            continue
+        shape = np.shape(like)
         value = np.zeros(shape, _data(like).dtype)
-        if parts and all(there) and math.prod(shape):
+        if there and math.prod(shape):
             rows = 1 if single else shape[0]
-            each = [
-                np.reshape(x, (rows, math.prod(plan.shapes[i])))
-                for i, x in zip(numbers, parts, strict=True)
-                if x is not None
-            ]
+            each = [x.reshape(rows, math.prod(plan.shapes[i])) for i, x in zip(numbers, there, strict=True)]
             joined = np.concatenate(each, 1)
             value.reshape(rows, -1)[:, : joined.shape[1]] = joined
         made.append(placed(value, like))

@@ -18,8 +18,7 @@ from jaxcomp.exchange.rearrange import (
     change_of,
     check_shapes,
     each_leaf,
-    emptied,
-    filled,
+    is_left_out,
     join_lead,
     kept,
     map_alike,
@@ -194,11 +193,8 @@ def _by_roles(roles: tuple, old: tuple[Any, Any], new: tuple[Any, Any], move: Mo
         if isinstance(role, tuple):
             mine, ours = _by_roles(role, before, after, move)
         else:
-            like = after
-            if role == "momentum":
-                before, after = filled(before, move, np), filled(after, move, jax.numpy)
             _check_role(name, role, before, move)
-            mine, ours = emptied(_ROLES[role](name, before, after, move), like)
+            mine, ours = _ROLES[role](name, before, after, move)
         local = local._replace(**{name: mine}) if hasattr(local, name) else local
         shared = shared._replace(**{name: ours}) if hasattr(shared, name) else shared
     return local, shared
@@ -228,11 +224,11 @@ def _check_role(name: str, role: Any, pair: Pair, move: Move) -> None:
 
 
 def _is_laid_out(part: Any, lead: int, move: Move) -> bool:
-    like = move.old_plan.like
-    if jax.tree.structure(part) != jax.tree.structure(like):
+    part, like = ((jax.tree.flatten(tree, is_leaf=is_left_out)) for tree in (part, move.old_plan.like))
+    if part[1] != like[1]:
         return False
-    pairs = zip(jax.tree.leaves(part), jax.tree.leaves(like), strict=True)
-    return all(math.prod(np.shape(x)) in (0, lead * math.prod(vector.shape)) for x, vector in pairs)
+    same = lambda x, vector: is_left_out(x) or math.prod(np.shape(x)) == lead * math.prod(np.shape(vector))
+    return all(map(same, part[0], like[0]))
 
 
 def _by_part(roles: tuple, old: Any, new: Any, move: Move) -> tuple[Any, Any]:

@@ -80,8 +80,8 @@ def add_parser(commands: Any) -> None:
         "plan",
         help="which exchange makes the fastest step on a link",
         description="Prints bytes, expected error and time of each way to exchange gradients, and which is fastest; it "
-        "may be a dense one. Without --facts nothing is measured; jc.plan measures, and writes such a file. With it "
-        "steps are predicted from what the file says of links, workers, leaves and encoding, which may be edited.",
+        "may be a dense one. Without --facts nothing is measured; jc.plan measures, and writes such a file. With "
+        "--facts steps are predicted from what it says of links, workers, leaves and encoding, which may be edited.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = lambda *args, **options: p.add_argument(*args, action=OfALink, **options)
@@ -92,7 +92,12 @@ def add_parser(commands: Any) -> None:
     add("--gradient", type=seconds, default="0s", help="time of the forward and backward pass of a step")
     p.add_argument("--max-error", type=share, default=None, help="largest share of |x|^2 that a message may lose")
     p.add_argument("--max-every", type=int, default=1, help="most steps of a worker from one exchange to the next")
-    p.add_argument("--facts", type=Path, default=None, help="file that jc.plan(..., cache=FILE) has written")
+    p.add_argument(
+        "--facts",
+        type=Path,
+        default=None,
+        help="file that jc.plan(..., cache=FILE) has written, in place of the link and the model above",
+    )
     p.set_defaults(given=())
 
 
