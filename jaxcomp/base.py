@@ -35,11 +35,6 @@ from jaxcomp.arrays import (
     is_array,
     key_data,
     like_of,
-    moved,
-    one_row,
-    root_key,
-    row_of,
-    size_of,
     weighted,
     wide,
     wide_like,
@@ -63,6 +58,7 @@ __all__ = [
     "bounded",
     "check_algorithm",
     "check_compressor",
+    "entries",
     "finite",
     "fold",
     "for_worker",
@@ -70,13 +66,8 @@ __all__ = [
     "key_data",
     "lengths",
     "like_of",
-    "moved",
-    "one_row",
     "overflow",
     "residual",
-    "root_key",
-    "row_of",
-    "size_of",
     "weighted",
     "wide",
     "wide_like",
@@ -181,6 +172,7 @@ class Compressor(NamedTuple):
     lengths(like) -> `Lengths` in the place of each payload whose length depends on the worker, None in that of others.
     for_worker(shared, worker, workers) -> shared as one worker uses it (law 6). Built with `row_of`.
     overflow(local) -> i32[], how many chosen entries of the last round found no place in the capacity.
+    entries(payloads, weights, shared, like) -> what `accumulate` adds to zeros, as a `jaxcomp.pieces.SparseSum`.
     """
 
     init: Callable[[Array, Tree], State]
@@ -192,6 +184,7 @@ class Compressor(NamedTuple):
     lengths: Callable[[Tree], Tree] | None = None
     for_worker: Callable[[Tree, Array | int, int | None], Tree] | None = None
     overflow: Callable[[Tree], Array] | None = None
+    entries: Callable[[Tree, Tree, Tree, Tree], Tree] | None = None
 
     def __repr__(self) -> str:
         return f"<compressor {self.spec.name}>"
@@ -282,6 +275,7 @@ class Algorithm(NamedTuple):
     parts: algorithms of parts of the tree, in the order of `layout.parts` (`by_path`); () for one that has it whole.
     pieces: gradients may come as `jaxcomp.pieces.Pieces` where a vector has several leaves, and are not joined before;
         for each of `parts`, where there are any.
+    sparse: vectors of the direction are those of a `Sent.mean`, untouched, so they may be `jaxcomp.pieces.SparseSum`.
     """
 
     init: Callable[[Array, Tree], State]
@@ -292,6 +286,7 @@ class Algorithm(NamedTuple):
     point: Callable[[Tree], Tree] | None = None
     parts: tuple["Algorithm", ...] = ()
     pieces: bool | tuple[bool, ...] = False
+    sparse: bool = False
 
     def __repr__(self) -> str:
         made = getattr(self.update, "__qualname__", "").partition(".")[0]
@@ -342,15 +337,19 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
         payloads: payload with a leading axis of n messages on each array.
         weights: [n], None for all ones, or a prefix tree of the payload.
         shared: state of the compressor; with plans of several workers, those of all n, in the order of the messages.
-
-    Returns:
-        Like `total`.
     """
     if compressor.accumulate is not None:
         return compressor.accumulate(total, payloads, weights, shared)
     workers = jax.tree.leaves(payloads)[0].shape[0]
     pick = lambda worker: for_worker(compressor, shared, worker, workers)
     return add_each(compressor.decompress, pick, total, payloads, weights)
+
+
+def entries(compressor: Compressor, payloads: Tree, weights: Tree, shared: Tree, like: Tree) -> Tree:
+    """What `accumulate` adds to zeros like `like`, as the compressor's `entries` where it has them."""
+    if compressor.entries is None:
+        return accumulate(compressor, like, payloads, weights, shared)
+    return compressor.entries(payloads, weights, shared, like)
 
 
 def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:

@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxcomp.arrays import bounded, is_array, like_of, wide
 from jaxcomp.paths import numbers_by_path
-from jaxcomp.pieces import LONG, Pieces, cut_apart, end_to_end, joined
+from jaxcomp.pieces import LONG, Pieces, SparseSum, cut_apart, end_to_end, joined
 
 __all__ = [
     "ALONE",
@@ -330,7 +330,8 @@ def check_fits(plan: Plan, tree: Any) -> None:
 
 
 def join(plan: Plan, parts: Any) -> Any:
-    """Inverse of `split`. Leaves have their own dtypes; what is too large for one is its largest number."""
+    """Inverse of `split`; a vector may be a `SparseSum`. Leaves have their own dtypes; what is too large for one is its
+    largest number."""
     leaves: list[Any] = [None] * len(plan.shapes)
     if plan.parts:
         for (numbers, part), vectors in zip(plan.parts, parts, strict=True):
@@ -339,7 +340,8 @@ def join(plan: Plan, parts: Any) -> Any:
                 leaves[i] = piece
         return jax.tree.unflatten(plan.structure, leaves)
     dense, vectors = (None, (parts,)) if plan.bare else parts
-    members = [(group.leaves, vector.reshape(-1)) for group, vector in zip(plan.groups, vectors, strict=True)]
+    flat = lambda vector: vector if isinstance(vector, SparseSum) else vector.reshape(-1)
+    members = [(group.leaves, flat(vector)) for group, vector in zip(plan.groups, vectors, strict=True)]
     for numbers, vector in [*members, *([(plan.dense, dense)] if plan.dense else [])]:
         pieces = cut_apart(vector, [math.prod(plan.shapes[i]) for i in numbers])
         for i, piece in zip(numbers, pieces, strict=True):

@@ -1,9 +1,12 @@
-"""Vectors of many leaves that are never joined, and their memories, to which each leaf is added where it belongs.
+"""Vectors of many leaves that are never joined: gradients, added leaf by leaf to a memory; sums, made leaf by leaf.
 
 Joining leaves is a pass that reads and one that writes, before anything is computed. A memory that is a vector already
-needs neither: on CPU each leaf is added to its part of the memory, in the memory's place.
+needs neither: on CPU each leaf is added to its part of the memory, in the memory's place. So it is with a sum of sparse
+messages, which would be a vector of zeros first, and be cut apart in the end: each large leaf is made by itself, from
+the entries that lie in it.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,14 +17,16 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.compiled import always, computed, in_place
+from jaxcomp.arrays import fold, like_of, weighted
+from jaxcomp.compiled import always, called, computed, in_place
 
-__all__ = ["LONG", "Pieces", "accumulated", "cut_apart", "end_to_end", "joined"]
+__all__ = ["LONG", "Pieces", "SparseSum", "accumulated", "cut_apart", "end_to_end", "joined", "of_entries"]
 
 Array = jax.Array
 Tree = Any
 FEW = 16  # slices that may be kernels of their own
-LONG = 2**18  # entries of a vector that is worth a branch of its own
+LONG = 2**18  # entries of a vector that is worth a branch, or a loop, of its own
+LOOPS = 64  # leaves that are made by a loop of their own; each adds 0.03 s to compiling
 
 
 class Pieces(NamedTuple):
@@ -107,8 +112,10 @@ def end_to_end(leaves: Sequence[Array], dtype: Any) -> Array:
     return lax.cond(always(vectors[0]), lambda *vectors: lax.concatenate(vectors, 0), other, *vectors)
 
 
-def cut_apart(vector: Array, sizes: Sequence[int]) -> list[Array]:
+def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
     """Consecutive pieces of a vector, or of each row [..., d]; what is left of it is dropped."""
+    if isinstance(vector, SparseSum):
+        return _made_apart(vector, sizes)
     few = len(sizes) < FEW or not isinstance(vector, Tracer)
     if few or jax.default_backend() != "cpu" or not 0 < vector.size < 2**31:
         static = zip(_starts(sizes), sizes, strict=True)
@@ -129,3 +136,121 @@ def _unknown(starts: list[int], vector: Array) -> Sequence[Array]:
     """
     constants = lambda numbers: lambda: tuple(jnp.asarray(number, jnp.int32) for number in numbers)
     return lax.cond(always(vector), constants(starts), constants([0] * len(starts)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Sums of sparse messages
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SparseSum:
+    """A vector [size] that is not made yet: factor times the sum of n messages of k entries each, added in their order.
+
+    indices: i32[n, k], ascending in each row, and behind them padding, at least `size`. values: f[n, k]. factor: f[].
+    """
+
+    indices: Array
+    values: Array
+    factor: Array
+    size: int = dataclasses.field(metadata={"static": True})
+
+    def __mul__(self, factor: float) -> "SparseSum":
+        return dataclasses.replace(self, factor=self.factor * factor)
+
+    def made(self) -> Array:
+        """f[size]."""
+
+        add = lambda total, message: total.at[message[0]].add(message[1], mode="drop", indices_are_sorted=True)
+        like = jax.ShapeDtypeStruct((self.size,), self.values.dtype)
+        return self.factor * fold(add, like, (self.indices, self.values))
+
+
+def of_entries(entries: Callable[..., tuple[Array, Array]]) -> tuple[Callable, Callable, Callable]:
+    """`decompress`, `accumulate` and `entries` of a `base.Compressor` of vectors, from the entries of one message.
+
+    entries: (payload, shared, like) -> ascending indices i32[k], behind them padding of `like.size`, and values [k].
+    """
+
+    def decompress(payload: Tree, shared: Tree, like: jax.ShapeDtypeStruct) -> Array:
+        indices, values = entries(payload, shared, like)
+        zeros = jnp.zeros(like.shape, like.dtype)
+        return zeros.at[indices].set(values.astype(like.dtype), mode="drop", indices_are_sorted=True)
+
+    def with_weight(payload: Tree, weight: Array | None, shared: Tree, like: Any) -> tuple[Array, Array]:
+        indices, values = entries(payload, shared, like)
+        return indices, weighted(values.astype(like.dtype), weight)
+
+    def accumulate(total: Any, payloads: Tree, weights: Tree, shared: Tree) -> Array:
+        like = like_of(total)
+
+        def add(total: Array, message: tuple[Tree, Tree]) -> Array:
+            indices, values = with_weight(*message, shared, like)
+            return total.at[indices].add(values, mode="drop", indices_are_sorted=True)
+
+        return fold(add, total, (payloads, weights))
+
+    def all_entries(payloads: Tree, weights: Tree, shared: Tree, like: jax.ShapeDtypeStruct) -> SparseSum:
+        every = jax.vmap(lambda payload, weight: with_weight(payload, weight, shared, like))
+        return SparseSum(*every(payloads, weights), jnp.ones((), like.dtype), like.size)
+
+    return decompress, accumulate, all_entries
+
+
+def _made_apart(found: SparseSum, sizes: Sequence[int]) -> list[Array]:
+    """The pieces of the vector, which is never made. Leaves that are not large are cut out of one vector of them."""
+    large = sorted(i for i in np.argsort(sizes, kind="stable")[::-1][:LOOPS].tolist() if sizes[i] >= LONG)
+    if len(sizes) == 1 or not large or not isinstance(found.values, Tracer):
+        return cut_apart(found.made(), sizes)
+    rest = [i for i in range(len(sizes)) if i not in set(large)]
+    starts, rest_sizes = _starts(sizes), [sizes[i] for i in rest]
+    shifts = np.asarray(starts, np.int32)  # from a place in the vector to the place in what is made
+    shifts[rest] -= np.asarray(_starts(rest_sizes), np.int32)
+
+    @jax.custom_batching.custom_vmap
+    def apart(found):
+        edges = jnp.asarray([*starts, sum(sizes)], jnp.int32)
+        bounds = jax.vmap(lambda row: jnp.searchsorted(row, edges).astype(jnp.int32))(found.indices)
+        zero = jnp.where(always(found.values), 0, 1).astype(found.values.dtype)
+        of = functools.partial(called(_from_runs), found.indices, found.values, bounds, jnp.asarray(shifts), zero)
+        like = lambda size: jax.ShapeDtypeStruct((size,), found.values.dtype)
+        made: list[Array] = [zero] * len(sizes)
+        for i, number in zip(large, _unknown(large, found.values), strict=True):
+            made[i] = of(number[None], like(sizes[i]))
+        if rest:
+            together = of(jnp.asarray(rest, jnp.int32), like(sum(rest_sizes)))
+            for i, piece in zip(rest, cut_apart(together, rest_sizes), strict=True):
+                made[i] = piece
+        return tuple(found.factor * piece for piece in made)
+
+    @apart.def_vmap
+    def _(size, batched, found):
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched[0])
+        out = jax.vmap(lambda found: tuple(cut_apart(found.made(), sizes)), (axes,), axis_size=size)(found)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return list(apart(found))
+
+
+def _from_runs(indices, values, bounds, shifts, zero, numbers, like):
+    """Zeros, to which the entries of some pieces of a sum are added, each at its index less the shift of its piece.
+
+    bounds: i32[n, m + 1], where each of m pieces begins and ends in each message. shifts: i32[m]. zero: f[], which XLA
+    does not know. numbers: i32[r], of the pieces.
+    """
+    at = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
+    one = lambda x, *place: at(x, place, (1,) * x.ndim).reshape(-1)
+
+    def run(step, total):
+        message, number = step // numbers.shape[0], one(numbers, step % numbers.shape[0])[0]
+        shift = one(shifts, number)[0]
+
+        def entry(i, total):
+            place = (one(indices, message, i) - shift)[0]
+            now = one(total, place) + one(values, message, i)
+            return lax.dynamic_update_slice(total, now, (place,), allow_negative_indices=False)
+
+        return lax.fori_loop(one(bounds, message, number)[0], one(bounds, message, number + 1)[0], entry, total)
+
+    total = jnp.full(like.shape, zero)
+    return lax.fori_loop(0, indices.shape[0] * numbers.shape[0], run, total)

@@ -10,7 +10,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from worlds import AXIS, mesh_of
 
-from jaxcomp.base import Compressor, Lengths, Spec, State, for_worker, row_of
+from jaxcomp.arrays import row_of
+from jaxcomp.base import Compressor, Lengths, Spec, State, for_worker
 from jaxcomp.compressors.vector import lift
 from jaxcomp.exchange.mean import mean_of
 from jaxcomp.exchange.routes import Call, Outgoing, route_of

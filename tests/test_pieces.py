@@ -9,7 +9,7 @@ import pytest
 
 import jaxcomp as jc
 from jaxcomp.layout import Layout, Parts, plan_of, split
-from jaxcomp.pieces import Pieces, accumulated, joined
+from jaxcomp.pieces import LONG, Pieces, SparseSum, accumulated, cut_apart, joined
 
 SIZES = [5, 1, 0, 40, 7]
 
@@ -129,3 +129,101 @@ def test_a_step_of_many_leaves_joins_none(seed):
     assert program.memory_analysis().temp_size_in_bytes < 1.3 * size
     joins = [line for line in program.as_text().splitlines() if f"f32[{size // 4}]" in line and " concatenate(" in line]
     assert not joins
+
+
+# ------------------------------------------------------------------------------------------------
+# Sums of sparse messages, which are made leaf by leaf
+
+LARGE = [LONG + 3, 1100, 5, LONG, 1, 2 * LONG, 7]
+
+
+def messages(seed, sizes, workers, k):
+    """Ascending indices with padding behind them, and values; the first message has hardly more than one piece."""
+    rng, size = np.random.default_rng(seed), sum(sizes)
+    indices = np.full((workers, k), size, np.int32)
+    for row, number in zip(indices, [k, *rng.integers(0, k, workers - 1)], strict=True):
+        row[:number] = np.sort(rng.choice(size, number, replace=False))
+    indices[0] = np.sort(rng.choice(sizes[0], k, replace=False))
+    indices[0, -1] = size - 1  # the last entry of all
+    return jnp.asarray(indices), jnp.asarray(rng.normal(size=(workers, k)), jnp.float32)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("sizes", [LARGE, [LONG, LONG], [2 * LONG], [1100, 50], [LONG, 3]], ids=str)
+def test_a_sum_is_made_leaf_by_leaf(sizes, seed):
+    indices, values = messages(seed, sizes, 3, 40)
+    want = np.zeros(sum(sizes), np.float32)
+    for places, numbers in zip(np.asarray(indices), np.asarray(values), strict=True):
+        inside = places < want.size
+        want[places[inside]] += numbers[inside]
+    want *= np.float32(0.75)
+
+    def run(indices, values):
+        return cut_apart(SparseSum(indices, values, jnp.float32(0.5), sum(sizes)) * 1.5, sizes)
+
+    for got in (run(indices, values), jax.jit(run)(indices, values)):
+        assert [x.shape for x in got] == [(size,) for size in sizes]
+        np.testing.assert_array_equal(np.concatenate(got), want)
+    rows = jax.jit(jax.vmap(run))(jnp.stack([indices, indices]), jnp.stack([values, 2 * values]))
+    np.testing.assert_array_equal(np.concatenate(rows, 1), np.stack([want, 2 * want]))
+
+
+def test_padding_alone_makes_zeros():
+    indices, values = jnp.full((2, 9), 2 * LONG, jnp.int32), jnp.ones((2, 9))
+    run = jax.jit(lambda i, v: cut_apart(SparseSum(i, v, jnp.ones(()), 2 * LONG), [LONG, LONG]))
+    assert not any(np.any(x) for x in run(indices, values))
+
+
+FEW_ENTRIES = {
+    "top_k": lambda: jc.error_feedback(jc.top_k(1e-3)),
+    "sidco": lambda: jc.error_feedback(jc.sidco(1e-3)),
+    "narrow": lambda: jc.error_feedback(jc.narrow(jc.sidco(1e-3), values="bfloat16", indices="uint16")),
+    "composed": lambda: jc.error_feedback(jc.compose(jc.top_k(1e-3), jc.dithering(127))),
+    "skcompress": lambda: jc.error_feedback(jc.skcompress(jc.top_k(1e-3))),
+    "dagc": lambda: jc.error_feedback(jc.dagc([3, 1, 2], 1e-3)),
+    "contract": lambda: jc.error_feedback(jc.contract(jc.bernoulli(1e-3))),
+    "flat": lambda: jc.error_feedback(jc.flat(jc.top_k(1e-3))),
+    "momentum": lambda: jc.momentum_correction(jc.top_k(1e-3)),
+    "by_path": lambda: jc.by_path({".*0": jc.top_k(1e-3), ".*": jc.sidco(1e-3)}),
+    "by_path, dense": lambda: jc.by_path({".*0": jc.top_k(1e-3), ".*": jc.dithering(7)}),
+    "bidirectional": lambda: jc.bidirectional(jc.error_feedback(jc.top_k(1e-3)), jc.natural()),
+    "ladder": lambda: jc.error_feedback(jc.top_k(1e-3)),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", FEW_ENTRIES)
+def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed):
+    """Two rounds of three workers, bit for bit what it is without `sparse`."""
+    rng = np.random.default_rng(seed)
+    shapes = {"w0": (LONG // 512, 512), "b": (3,), "w1": (1100,), "w2": (LONG + 1,), "w3": (2, LONG)}
+    rounds = [{k: jnp.asarray(rng.normal(size=(3, *s)), jnp.float32) for k, s in shapes.items()} for _ in range(2)]
+    params = {k: jnp.zeros(s) for k, s in shapes.items()}
+    mesh = jax.make_mesh((3,), ("data",), devices=jax.devices()[:3])
+    found = []
+    algorithm = FEW_ENTRIES[name]()
+    for each in (algorithm, algorithm._replace(sparse=False)):
+        tx = jc.compressed_mean(each, "data", via="ladder" if name == "ladder" else "auto")
+        state, specs = jc.init_state(tx, params, mesh, "data")
+        update = lambda g, state, tx=tx: tx.update(jax.tree.map(lambda x: x[0], g), state)
+        step = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(jax.P(), specs)))
+        for grads in rounds:
+            direction, state = step(jax.device_put(grads, jax.NamedSharding(mesh, jax.P("data"))), state)
+            found.append(direction)
+        found.append(state)
+    jax.tree.map(np.testing.assert_array_equal, found[:3], found[3:])
+
+
+def test_a_direction_of_large_leaves_takes_no_memory_besides(seed):
+    """Neither the gradient nor the direction is ever one vector."""
+    leaves = {f"{i:02}": jax.ShapeDtypeStruct((2**18,), jnp.float32) for i in range(20)}
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.001)), "data")
+    state, specs = jc.init_state(tx, jax.tree.map(lambda x: jnp.zeros(x.shape), leaves), mesh, "data")
+    placed = jax.NamedSharding(mesh, jax.P("data"))
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=placed), leaves)
+    one = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)[::-1]
+    data, whole = jax.P("data"), jax.P()
+    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(data, specs), out_specs=(specs, whole)), donate_argnums=1)
+    program = step.lower(rows, state).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 0.3 * 4 * 20 * 2**18

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
+from jaxcomp.arrays import root_key
 from jaxcomp.base import (
     Compressor,
     State,
@@ -22,7 +23,6 @@ from jaxcomp.base import (
     for_worker,
     like_of,
     residual,
-    root_key,
     wide_like,
     zeros_like,
 )

@@ -90,7 +90,8 @@ def bidirectional(algorithm: Algorithm, down: Compressor, *, code: str = "fixed"
         direction, after = send_down(down, state.shared.down, direction, code)
         return direction, state.replace(algorithm=inner, down=after)
 
-    return algorithm._replace(init=init, update=update, roles={"algorithm": algorithm.roles, "down": "coin"})
+    roles = {"algorithm": algorithm.roles, "down": "coin"}
+    return algorithm._replace(init=init, update=update, roles=roles, sparse=False)
 
 
 def check_down(name: str, down: Any) -> None:

@@ -90,7 +90,8 @@ def by_path(parts: Mapping[str, Algorithm | Compressor]) -> Algorithm:
 
     pieces = tuple(bool(each.pieces) for each in algorithms)
     roles = {"parts": {i: each.roles for i, each in enumerate(algorithms)}}
-    return Algorithm(init, update, roles, layout=Layout("paths", parts=layouts), parts=algorithms, pieces=pieces)
+    layout, sparse = Layout("paths", parts=layouts), all(each.sparse for each in algorithms)
+    return Algorithm(init, update, roles, layout=layout, parts=algorithms, pieces=pieces, sparse=sparse)
 
 
 def _algorithm(value: Any) -> Algorithm:

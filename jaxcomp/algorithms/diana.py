@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.arrays import moved
 from jaxcomp.base import (
     Algorithm,
     Compressor,
@@ -13,12 +14,12 @@ from jaxcomp.base import (
     bounded,
     check_compressor,
     finite,
-    moved,
     wide_like,
     zeros_like,
 )
 from jaxcomp.compiled import of_made
-from jaxcomp.compressors.vector import is_number, lift, omega_of
+from jaxcomp.compressors.checks import is_number
+from jaxcomp.compressors.vector import lift, omega_of
 
 __all__ = ["after_shift", "diana", "from_shift"]
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.diana import after_shift, from_shift
 from jaxcomp.algorithms.error_feedback import check_contracts
+from jaxcomp.arrays import moved
 from jaxcomp.base import (
     Algorithm,
     Compressor,
@@ -14,12 +15,12 @@ from jaxcomp.base import (
     bounded,
     check_compressor,
     for_worker,
-    moved,
     residual,
     wide_like,
     zeros_like,
 )
-from jaxcomp.compressors.vector import is_number, lift, omega_of
+from jaxcomp.compressors.checks import is_number
+from jaxcomp.compressors.vector import lift, omega_of
 
 __all__ = ["ef21", "ef_bv"]
 

@@ -72,7 +72,9 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
         sent = exchange.mean(key, compressor, message, state.part("compressor"))
         return sent.mean, state.replace(memory=sent.residual, compressor=sent.state)
 
-    return Algorithm(init, update, {"memory": "memory", "compressor": "compressor"}, compressor, pieces=True)
+    return Algorithm(
+        init, update, {"memory": "memory", "compressor": "compressor"}, compressor, pieces=True, sparse=True
+    )
 
 
 def _added(decay: float) -> Callable[[jax.Array, jax.Array], jax.Array]:

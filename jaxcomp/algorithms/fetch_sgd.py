@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.base import Algorithm, State, bounded, finite, key_data, wide_like, wrap_key, zeros_like
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.count_sketch import add_to_sketch, estimates
 from jaxcomp.compressors.sparsify import largest_indices
-from jaxcomp.compressors.vector import count_of, is_whole
+from jaxcomp.compressors.vector import count_of
 from jaxcomp.layout import Parts
 from jaxcomp.select import take
 

@@ -10,7 +10,6 @@ from jaxcomp.algorithms.method import check_step_size, move, zeros_of
 from jaxcomp.base import Algorithm, State, finite, wide_like
 from jaxcomp.compressors.bernoulli import bernoulli
 from jaxcomp.compressors.precondition import precondition
-from jaxcomp.compressors.sparsify import dense_of_sparse
 from jaxcomp.compressors.vector import lift
 from jaxcomp.prox import Prox
 from jaxcomp.smoothness.operator import Operator
@@ -67,10 +66,14 @@ def isega(
     def without_scaling(payload, shared, like):
         chance = shared.chance[0].astype(payload.values.dtype)
         kept = payload.values * chance[jnp.minimum(payload.indices, like.size - 1)]
-        return dense_of_sparse(payload._replace(values=kept), shared, like)
+        return sampling.decompress(payload._replace(values=kept), shared, like)
 
     compressor = lift(precondition(sampling, smoothness, dtype=dtype))
-    kept = lift(precondition(sampling._replace(decompress=without_scaling, accumulate=None), smoothness, dtype=dtype))
+    kept = lift(
+        precondition(
+            sampling._replace(decompress=without_scaling, accumulate=None, entries=None), smoothness, dtype=dtype
+        )
+    )
 
     def init(shared_key, x):
         state = compressor.init(shared_key, wide_like(x))

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.narrow import Narrow
 from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
-from jaxcomp.compressors.vector import is_whole, lift
+from jaxcomp.compressors.checks import is_whole
+from jaxcomp.compressors.vector import lift
 
 __all__ = ["Narrow", "loco"]
 

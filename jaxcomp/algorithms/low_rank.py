@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.compressors.vector import is_whole
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.hashing import fmix32
 from jaxcomp.layout import Parts
 from jaxcomp.norms import room

@@ -61,7 +61,7 @@ def descend(algorithm: Algorithm, step_size: float | Array, *, prox: Prox | None
         return x, state.replace(x=x, algorithm=inner)
 
     roles = {"x": "iterate", "algorithm": algorithm.roles}
-    return algorithm._replace(init=init, update=update, roles=roles, point=lambda shared: shared.x)
+    return algorithm._replace(init=init, update=update, roles=roles, point=lambda shared: shared.x, sparse=False)
 
 
 def move(x: Any, direction: Any, step: Any, prox: Prox | None) -> Any:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide, wide_like, zeros_like
 from jaxcomp.compiled import in_place
-from jaxcomp.compressors.vector import is_number, is_whole, lift
+from jaxcomp.compressors.checks import is_number, is_whole
+from jaxcomp.compressors.vector import lift
 from jaxcomp.layout import Parts
 from jaxcomp.norms import exponent_of, power_of_two
 from jaxcomp.pieces import accumulated
@@ -119,7 +120,7 @@ def momentum_correction(
         return direction, new
 
     roles = {"velocity": "memory", "momentum": "memory", "dense_momentum": "momentum", "compressor": "compressor"}
-    return Algorithm(init, update, roles, compressor, pieces=True)
+    return Algorithm(init, update, roles, compressor, pieces=True, sparse=True)
 
 
 def _heavy_ball(momentum: float, nesterov: bool, u: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.base import Compressor, Spec, State, bounded, one_row, row_of, wide
-from jaxcomp.compressors.sparsify import add_sparse, dense_of_sparse
+from jaxcomp.arrays import one_row, row_of
+from jaxcomp.base import Compressor, Spec, State, bounded, wide
+from jaxcomp.compressors.sparsify import entries_of
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.hashing import random_bits
 from jaxcomp.payloads import Sparse
@@ -79,8 +80,7 @@ def bernoulli(probabilities: Any, *, per_worker: bool = False) -> Compressor:
     return on_vectors(
         init=init,
         compress=compress,
-        decompress=dense_of_sparse,
-        accumulate=add_sparse,
+        entries=entries_of,
         overflow=lambda local: local,
         spec=Spec(
             f"bernoulli({p.shape[-1]} probabilities)" if p.ndim else f"bernoulli({probabilities})",

@@ -9,7 +9,8 @@ from jax import lax
 
 from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import Blocks, blocks_of
-from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
+from jaxcomp.compressors.checks import check_like, is_whole
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.norms import exponent_of, max_abs, power_of_two
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Quantized

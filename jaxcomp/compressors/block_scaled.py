@@ -27,9 +27,10 @@ from jax import lax
 
 from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
+from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Elements, Integer
 from jaxcomp.compressors.scales import SCALES, Made, Scale
-from jaxcomp.compressors.vector import check_like, on_vectors
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.layout import WHOLE_BLOCKS
 from jaxcomp.norms import some_at_a_time
 from jaxcomp.payloads import Dense, Quantized, Several

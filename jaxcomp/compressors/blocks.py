@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomp.arrays import fold_in_one_pass, key_data, reshaped, weighted
 from jaxcomp.compiled import of_made
-from jaxcomp.compressors.vector import is_whole
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
 from jaxcomp.packing import Places, pack, places_of, unpack

@@ -6,7 +6,8 @@ from jax import lax
 
 from jaxcomp.arrays import started
 from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, fold, is_array, overflow, weighted
-from jaxcomp.compressors.vector import is_whole, on_vectors
+from jaxcomp.compressors.checks import is_whole
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.packing import pack, unpack, width_for
 from jaxcomp.payloads import Chunks, Sparse
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.arrays import size_of
 from jaxcomp.base import (
     Compressor,
     Spec,
@@ -13,11 +14,11 @@ from jaxcomp.base import (
     accumulate,
     advance,
     check_compressor,
+    entries,
     fold,
     for_worker,
     like_of,
     overflow,
-    size_of,
     wide,
 )
 from jaxcomp.compressors.dense import cast
@@ -60,19 +61,25 @@ def contract(compressor: Compressor) -> Compressor:
         scale = scale_of(like)
         return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), x_hat)
 
-    def add(total, payloads, weights, shared):
-        kind = wide(*(leaf.dtype for leaf in jax.tree.leaves(total)))
-        scale = jnp.asarray(scale_of(total), kind)
+    def scaled_weights(like, payloads, weights):
+        kind = wide(*(leaf.dtype for leaf in jax.tree.leaves(like)))
+        scale = jnp.asarray(scale_of(like), kind)
         count = jax.tree.leaves(payloads)[0].shape[0]
         # Inside a tree of weights None stands for a part that was summed on the way: one message.
         scaled = lambda w: scale[None] if w is None else jnp.asarray(w).astype(kind) * scale
         whole = jnp.full((count,), scale)
-        weights = whole if weights is None else jax.tree.map(scaled, weights, is_leaf=lambda w: w is None)
-        return accumulate(compressor, total, payloads, weights, shared)
+        return whole if weights is None else jax.tree.map(scaled, weights, is_leaf=lambda w: w is None)
+
+    def add(total, payloads, weights, shared):
+        return accumulate(compressor, total, payloads, scaled_weights(total, payloads, weights), shared)
+
+    def sparse(payloads, weights, shared, like):
+        return entries(compressor, payloads, scaled_weights(like, payloads, weights), shared, like)
 
     return compressor._replace(
         decompress=decompress,
         accumulate=add,
+        entries=None if compressor.entries is None else sparse,
         spec=spec._replace(
             name=f"contract({spec.name})",
             omega=None,
@@ -181,6 +188,11 @@ def _composed(outer: Compressor, inner: Compressor, spec: Spec) -> Compressor:
 
         return fold(add_one, total, (payloads, weights, jnp.arange(workers)))
 
+    def sparse(payloads, weights, shared, like):
+        workers = jax.tree.leaves(payloads)[0].shape[0]
+        each = jax.vmap(lambda payload, worker: unfold(payload, pick(shared, worker, workers), like))
+        return entries(outer, each(payloads, jnp.arange(workers)), weights, shared[0], like)
+
     def pick(shared, worker, workers):
         return for_worker(outer, shared[0], worker, workers), for_worker(inner, shared[1], worker, workers)
 
@@ -200,6 +212,7 @@ def _composed(outer: Compressor, inner: Compressor, spec: Spec) -> Compressor:
         lengths=outer.lengths,
         for_worker=None if outer.for_worker is None and inner.for_worker is None else pick,
         overflow=None if outer.overflow is None and inner.overflow is None else left,
+        entries=None if outer.entries is None else sparse,
     )
 
 
@@ -271,13 +284,19 @@ def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -
         local = jax.tree.map(jnp.asarray, payload.indices)  # of NumPy, once decoded from bytes
         return payload._replace(indices=global_indices(local, like.size))
 
+    def wide_of(payloads, like):
+        return jax.vmap(lambda payload: widen(payload, like))(payloads)
+
     def add(total, payloads, weights, shared):
-        wide_payloads = jax.vmap(lambda payload: widen(payload, total))(payloads)
-        return accumulate(compressor, total, wide_payloads, weights, shared)
+        return accumulate(compressor, total, wide_of(payloads, total), weights, shared)
+
+    def sparse(payloads, weights, shared, like):
+        return entries(compressor, wide_of(payloads, like), weights, shared, like)
 
     return compressor._replace(
         compress=compress,
         decompress=lambda payload, shared, like: compressor.decompress(widen(payload, like), shared, like),
         accumulate=add,
+        entries=None if compressor.entries is None else sparse,
         spec=spec._replace(name=f"narrow({spec.name})"),
     )

@@ -11,8 +11,9 @@ from jax import lax
 
 from jaxcomp.arrays import started
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, fold, key_data, weighted, wide, wrap_key
+from jaxcomp.compressors.checks import check_like, is_whole
 from jaxcomp.compressors.rand_k import Draw, next_draw
-from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.hashing import fmix32, multiply_high
 from jaxcomp.norms import room
 from jaxcomp.payloads import Dense

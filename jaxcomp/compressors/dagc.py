@@ -17,10 +17,11 @@ import numpy as np
 
 from jaxcomp.allocate import counts, ratios, thresholds
 from jaxcomp.allocate.workers import Rule, number_of, shares
-from jaxcomp.base import Compressor, Lengths, Spec, State, one_row, overflow, row_of, wide
+from jaxcomp.arrays import one_row, row_of
+from jaxcomp.base import Compressor, Lengths, Spec, State, overflow, wide
 from jaxcomp.compressors.hard_threshold import hard_threshold
 from jaxcomp.compressors.sidco import sidco
-from jaxcomp.compressors.sparsify import add_sparse, dense_of_sparse, largest_indices, top_k
+from jaxcomp.compressors.sparsify import entries_of, largest_indices, top_k
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import indices_of_words, marked_above, take, top_set
@@ -206,8 +207,7 @@ def _compressor(
     return on_vectors(
         init=init,
         compress=compress,
-        decompress=dense_of_sparse,
-        accumulate=add_sparse,
+        entries=entries_of,
         lengths=lambda like: Lengths(tuple(int(room) for room in rooms(like.size)), like.size),
         for_worker=functools.partial(row_of, "dagc"),
         overflow=lambda local: local,

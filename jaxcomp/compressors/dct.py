@@ -21,8 +21,8 @@ from jaxcomp.base import (
     like_of,
     wide,
 )
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.chunked import chunked
-from jaxcomp.compressors.vector import is_whole
 from jaxcomp.layout import Layout
 from jaxcomp.norms import room
 

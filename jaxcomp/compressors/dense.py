@@ -10,7 +10,8 @@ from jax import lax
 
 from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
-from jaxcomp.compressors.vector import check_like, on_vectors
+from jaxcomp.compressors.checks import check_like
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.hashing import random_bits
 from jaxcomp.layout import ALONE, WHOLE_BLOCKS, Layout
 from jaxcomp.norms import exponent_of, power_of_two

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import Compressor, finite, wide
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold
-from jaxcomp.compressors.vector import is_whole
 from jaxcomp.select import descending, magnitude, marked_above
 
 __all__ = ["dgc", "warm_up"]

@@ -31,9 +31,10 @@ import numpy as np
 
 from jaxcomp.arrays import started
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, fold, key_data, like_of, wide, zeros_like
+from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, key_of
-from jaxcomp.compressors.vector import check_like, on_vectors
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.norms import exponent_of, max_abs, power_of_two
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Quantized, Several

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.arrays import started
-from jaxcomp.base import Compressor, Spec, State, accumulate, advance, finite, for_worker, one_row, row_of, wide
+from jaxcomp.arrays import one_row, row_of, started
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, finite, for_worker, wide
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.smoothness.operator import Operator, is_stacked
 

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import add_each, fold_in_one_pass, reshaped, weighted
-from jaxcomp.base import Compressor, Spec, State, bounded, finite, key_data, one_row, row_of, wide
+from jaxcomp.arrays import add_each, fold_in_one_pass, one_row, reshaped, row_of, weighted
+from jaxcomp.base import Compressor, Spec, State, bounded, finite, key_data, wide
 from jaxcomp.compiled import of_made
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
-from jaxcomp.compressors.vector import check_like, is_whole, on_vectors
+from jaxcomp.compressors.checks import check_like, is_whole
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.hashing import as_uniform, halves, random_uniform
 from jaxcomp.layout import ALONE, Layout
 from jaxcomp.packing import Places, pack, places_of, unpack, width_for

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, fold, key_data, weighted, wide
+from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
-from jaxcomp.compressors.vector import check_like, on_vectors
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.hashing import fmix32, random_bits, random_subset
 from jaxcomp.payloads import Dense
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import Compressor, wide
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold, with_words
-from jaxcomp.compressors.vector import is_whole
 from jaxcomp.norms import max_abs
 from jaxcomp.select import count_above, excess_above, magnitude
 

@@ -20,8 +20,9 @@ from jaxcomp.base import (
     wide,
     wrap_key,
 )
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
-from jaxcomp.compressors.vector import is_whole, on_vectors
+from jaxcomp.compressors.vector import on_vectors
 
 __all__ = ["Rotated", "check_block", "clipped", "key_of", "rotate"]
 

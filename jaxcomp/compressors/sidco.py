@@ -10,11 +10,11 @@ fits the excesses over the previous threshold, and the product of the stage rati
 
 from jaxcomp.base import Compressor
 from jaxcomp.compressors import tails
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.sidco_counted import counted
 from jaxcomp.compressors.sidco_published import FIRST_RATIO, adaptive, published
 from jaxcomp.compressors.threshold import Estimator, by_threshold
-from jaxcomp.compressors.vector import is_whole
 
 __all__ = ["sidco"]
 

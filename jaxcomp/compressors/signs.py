@@ -11,7 +11,8 @@ from jax import lax
 
 from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
-from jaxcomp.compressors.vector import check_like, is_number, on_vectors
+from jaxcomp.compressors.checks import check_like, is_number
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.hashing import random_bits
 from jaxcomp.layout import WHOLE_BLOCKS, Layout
 from jaxcomp.norms import block_norms, exponent_of, power_of_two, some_at_a_time

@@ -18,13 +18,12 @@ from jaxcomp.base import (
     advance,
     check_compressor,
     finite,
-    fold,
     for_worker,
     key_data,
     like_of,
-    weighted,
     wide,
 )
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.hard_threshold import hard_threshold
 from jaxcomp.compressors.minmax_sketch import Shape
 from jaxcomp.compressors.rand_k import Draw, next_draw
@@ -32,7 +31,7 @@ from jaxcomp.compressors.skcompress_quantile import by_position
 from jaxcomp.compressors.skcompress_recentred import recentred
 from jaxcomp.compressors.skcompress_released import released
 from jaxcomp.compressors.sketches import Coder
-from jaxcomp.compressors.vector import is_whole, on_vectors
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.payloads import LocalIndices, Sparse
 
 __all__ = ["skcompress"]
@@ -172,22 +171,10 @@ def _compressor(name: str, selector: Compressor, coder: Coder, q: int, rows: int
         number = jnp.sum(keys < x.shape[0], dtype=jnp.int32)
         return coder.encode(keys, values, number, seeds_of(state.shared)), local
 
-    def entries(payload, shared):
+    def entries(payload, shared, like):
         if isinstance(payload, Sparse):
             return payload.indices, payload.values
         return payload.keys, coder.decode(payload, seeds_of(shared))
-
-    def decompress(payload, shared, like):
-        keys, values = entries(payload, shared)
-        return jnp.zeros(like.shape, like.dtype).at[keys].set(values.astype(like.dtype), mode="drop")
-
-    def add(total, payloads, weights, shared):
-        def add_one(total, message):
-            payload, weight = message
-            keys, values = entries(payload, shared)  # how values are coded does not depend on the worker
-            return total.at[keys].add(weighted(values.astype(total.dtype), weight), mode="drop")
-
-        return fold(add_one, total, (payloads, weights))
 
     def next_round(shared):
         return advance(selector, shared[0]), next_draw(shared[1]) if coder.hashes else ()
@@ -203,8 +190,7 @@ def _compressor(name: str, selector: Compressor, coder: Coder, q: int, rows: int
     return on_vectors(
         init=init,
         compress=compress,
-        decompress=decompress,
-        accumulate=add,
+        entries=entries,
         advance=next_round if coder.hashes or selector.advance is not None else None,
         for_worker=pick if selector.for_worker is not None else None,
         overflow=selector.overflow,

@@ -1,4 +1,4 @@
-"""Keeps the largest entries; and the arithmetic of sparse messages."""
+"""Keeps the largest entries."""
 
 from typing import Any
 
@@ -6,36 +6,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, State, finite, fold, weighted
+from jaxcomp.base import Compressor, Spec, State, finite
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import largest, magnitude, take
 
-__all__ = ["add_sparse", "dense_of_sparse", "largest_indices", "top_k"]
+__all__ = ["entries_of", "largest_indices", "top_k"]
 
 Array = jax.Array
 UNSORTED_FROM = 1 << 14  # entries; below, a sort is as fast
 
 
-def dense_of_sparse(payload: Sparse, shared: Any, like: jax.ShapeDtypeStruct) -> Array:
-    """Scatters values into zeros; padding (index d) falls away."""
-    return (
-        jnp.zeros(like.shape, like.dtype)
-        .at[payload.indices]
-        .set(payload.values.astype(like.dtype), mode="drop", indices_are_sorted=True)
-    )
-
-
-def add_sparse(total: Array, payloads: Sparse, weights: Array, shared: Any) -> Array:
-    """total + sum_j weights_j scatter(payload_j): O(k) per message, one message after the other."""
-
-    def add(total, message):
-        payload, weight = message
-        values = weighted(payload.values.astype(total.dtype), weight)
-        return total.at[payload.indices].add(values, mode="drop", indices_are_sorted=True)
-
-    return fold(add, total, (payloads, weights))
+def entries_of(payload: Sparse, shared: Any = (), like: Any = None) -> tuple[Array, Array]:
+    """Indices and values of a message that has them as they are."""
+    del shared, like
+    return payload.indices, payload.values
 
 
 def largest_indices(x: Array, count: Array | int, capacity: int) -> Array:
@@ -95,8 +81,7 @@ def top_k(ratio: Ratio | None = None, *, k: int | None = None, peak: float | Non
     return on_vectors(
         init=lambda shared_key, like: State(shared=target.first_round()),
         compress=compress,
-        decompress=dense_of_sparse,
-        accumulate=add_sparse,
+        entries=entries_of,
         advance=target.advance,
         spec=Spec(
             f"top_k({shown(ratio, k)})",

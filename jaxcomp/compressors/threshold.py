@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxcomp.base import Compressor, Spec, State, wide
 from jaxcomp.compressors.schedule import Target
-from jaxcomp.compressors.sparsify import add_sparse, dense_of_sparse
+from jaxcomp.compressors.sparsify import entries_of
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import indices_of_words, marked_above, take, top_set
@@ -98,8 +98,7 @@ def by_threshold(
     return on_vectors(
         init=init,
         compress=compress,
-        decompress=dense_of_sparse,
-        accumulate=add_sparse,
+        entries=entries_of,
         advance=target.advance,
         overflow=lambda local: local.overflow,
         spec=Spec(name, omega=None, alpha=lambda d: alpha(d) if d else 1.0, linear=False, selects=True),

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from jaxcomp.arrays import started
 from jaxcomp.base import Compressor, Lifted, accumulate, check_compressor, lengths
-from jaxcomp.compressors.vector import is_whole, lift
+from jaxcomp.compressors.checks import is_whole
+from jaxcomp.compressors.vector import lift
 from jaxcomp.layout import DENSE_BELOW, Layout, Plan, join, plan_of, split
 from jaxcomp.payloads import Leaves
 
@@ -114,6 +115,7 @@ def with_layout(name: str, compressor: Compressor, layout: Layout) -> Compressor
         compress=compress,
         decompress=decompress,
         accumulate=add,
+        entries=None,
         lengths=None if compressor.lengths is None else lambda like: lengths(inner, plan_of(layout, like).like),
         spec=spec._replace(
             name=f"{name}({spec.name})",

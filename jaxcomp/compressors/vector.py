@@ -22,6 +22,7 @@ from jaxcomp.base import (
     State,
     accumulate,
     advance,
+    entries,
     finite,
     fold,
     for_worker,
@@ -32,18 +33,16 @@ from jaxcomp.base import (
     weighted,
 )
 from jaxcomp.compiled import called
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.layout import DEFAULT, Parts, dense_of, rows_of
 from jaxcomp.payloads import Dense, Leaves
-from jaxcomp.pieces import FEW, cut_apart
+from jaxcomp.pieces import FEW, LONG, SparseSum, cut_apart, of_entries
 
 __all__ = [
     "Each",
     "Rows",
     "alpha_of",
-    "check_like",
     "count_of",
-    "is_number",
-    "is_whole",
     "lift",
     "omega_of",
     "on_vectors",
@@ -51,6 +50,7 @@ __all__ = [
 
 Array = jax.Array
 MOST = 2**31 - 1  # entries of an array: indices are i32, and d stands for padding
+SPARSE = 8  # times as many entries as its messages has a vector whose sum is not made at once
 
 
 # ------------------------------------------------------------------------------------------------
@@ -60,18 +60,21 @@ MOST = 2**31 - 1  # entries of an array: indices are i32, and d stands for paddi
 def on_vectors(
     *,
     compress: Callable,
-    decompress: Callable,
     spec: Spec,
+    decompress: Callable | None = None,
     init: Callable | None = None,
     accumulate: Callable[..., Array] | None = None,
     advance: Callable | None = None,
     lengths: Callable | None = None,
     for_worker: Callable | None = None,
     overflow: Callable | None = None,
+    entries: Callable[..., tuple[Array, Array]] | None = None,
     apart_from: int = 0,
 ) -> Compressor:
     """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`).
 
+    entries: (payload, shared, like) -> ascending indices i32[k], behind them padding of `like.size`, and values [k];
+        takes the place of `decompress` and `accumulate`. shared: of one worker or of all.
     apart_from: under vmap vectors with at least so many entries are compressed one after the other, where the
         compressor selects (`row_by_row`).
     """
@@ -102,7 +105,7 @@ def on_vectors(
 
     def decompress_(payload, shared, like):
         payload = jax.tree.map(jnp.asarray, payload)  # of NumPy, once decoded from bytes
-        return decompress(payload, shared, flat_like(like)).reshape(like.shape)
+        return decode(payload, shared, flat_like(like)).reshape(like.shape)
 
     def of_any_shape(accumulate):
         def accumulate_(total, payloads, weights, shared):
@@ -111,9 +114,13 @@ def on_vectors(
 
         return accumulate_
 
+    sparse = None
+    if entries is not None:
+        decompress, accumulate, sparse = of_entries(entries)
+    decode: Any = decompress
     accumulate = None if accumulate is None else of_any_shape(accumulate)
     of_flat = None if lengths is None else lambda like: lengths(flat_like(like))
-    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker, overflow)
+    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker, overflow, sparse)
 
 
 def row_by_row(function: Callable) -> Callable:
@@ -164,22 +171,6 @@ def count_of(name: str, ratio: float | None, k: int | None) -> Callable[[int], i
     if not isinstance(ratio, numbers.Real) or not 0 < ratio <= 1:
         raise ValueError(f"{name}: ratio must be in (0, 1]; got {ratio}")
     return lambda d: min(max(1, int(ratio * d)), d)
-
-
-def is_whole(value: Any, least: int = 1) -> bool:
-    """Whether it is an integer of at least `least`: not a bool, NaN, or text."""
-    return is_number(value) and float(value) >= least and value % 1 == 0
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a real number: not a bool, an array, or text."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def check_like(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Raises ValueError when a payload does not belong to the array it should decompress to."""
-    if tuple(got) != tuple(expected):
-        raise ValueError(f"{name}: payload of shape {tuple(got)} does not fit the array; expected {tuple(expected)}")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -241,15 +232,19 @@ def lift(compressor: Compressor) -> Compressor:
         return Parts(dense, tuple(each.decompress(*triple) for triple in triples))
 
     def add(total, payloads, weights, shared):
+        alike = not is_array(total) and _are_alike(one, total.vectors)
+        add_one = called_accumulate if alike else functools.partial(accumulate, each)
+        return add_by(add_one, total, payloads, weights, shared)
+
+    def add_by(add_one, total, payloads, weights, shared):
         if is_array(total):
-            return accumulate(each, total, payloads, weights, shared)
+            return add_one(total, payloads, weights, shared)
         if not isinstance(weights, Leaves):
             weights = Leaves(Dense(weights), (weights,) * len(payloads.leaves))
         add_dense = lambda t, message: t + weighted(message[0].astype(t.dtype), message[1])
         given = (payloads.dense.values, weights.dense.values)
         dense = jax.tree.map(lambda t: fold(add_dense, t, given), total.dense)
         each_vector = zip(total.vectors, payloads.leaves, weights.leaves, shared.vectors, strict=True)
-        add_one = called_accumulate if _are_alike(one, total.vectors) else functools.partial(accumulate, each)
         return Parts(dense, tuple(add_one(*four) for four in each_vector))
 
     def over(function):
@@ -281,7 +276,17 @@ def lift(compressor: Compressor) -> Compressor:
         lengths=None if one.lengths is None else lengths_,
         for_worker=None if one.for_worker is None else over(for_worker),
         overflow=None if one.overflow is None else overflow_,
+        entries=lambda *args: add_by(functools.partial(_few_entries, each), args[-1], *args[:-1]),
     )
+
+
+def _few_entries(each: Compressor, like: Any, payloads: Any, weights: Any, shared: Any) -> Any:
+    """The sum of messages of a vector or a stack; as `SparseSum` where it has few of the entries of a long vector."""
+    if rows_of(like) is None and like.size >= LONG:
+        found = entries(each, payloads, weights, shared, like)
+        if not isinstance(found, SparseSum) or SPARSE * found.indices.size <= like.size:
+            return found
+    return accumulate(each, like, payloads, weights, shared)
 
 
 def _are_alike(one: Compressor, vectors: tuple[Any, ...]) -> bool:

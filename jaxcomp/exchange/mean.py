@@ -5,16 +5,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import accumulate, for_worker, wide, wide_like
+from jaxcomp.base import accumulate, entries, for_worker, wide, wide_like
 from jaxcomp.exchange.routes import Call, Carried, Outgoing
 from jaxcomp.exchange.varying import axis_size, on_equal_types, varying
 from jaxcomp.payloads import Dense, Leaves
+from jaxcomp.pieces import SparseSum
 
 __all__ = ["mean_of"]
 
 
-def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
-    """The mean of what a route carried; the payloads of all workers are decoded and added, on every worker alike."""
+def mean_of(out: Outgoing, carried: Carried, call: Call, *, sparse: bool = False) -> Any:
+    """The mean of what a route carried; the payloads of all workers are decoded and added, on every worker alike.
+
+    sparse: vectors may be `SparseSum`.
+    """
     if carried.payloads is None:
         return carried.mean
     like = wide_like(out.like)
@@ -22,7 +26,12 @@ def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
         first, mine = lambda a: a[0], lambda shared: for_worker(out.compressor, shared, 0, 1)
         decode = lambda sent, shared: out.compressor.decompress(jax.tree.map(first, sent), mine(shared), like)
         return varying(on_equal_types(decode, carried.payloads, out.shared), call.outer)
-    add = lambda *args: accumulate(out.compressor, like, *args)
+
+    def add(payloads: Any, weights: Any, shared: Any) -> Any:
+        if sparse:
+            return entries(out.compressor, payloads, weights, shared, like)
+        return accumulate(out.compressor, like, payloads, weights, shared)
+
     workers, weights = axis_size(call.axis), carried.weights
     # A share of 1/n comes in two parts. 2^-k <= 1/n goes where messages are added: its products are exact, so that sums
     # are the same bit for bit wherever they are compiled, and none overflows. 2^k/n < 2 comes last.
@@ -35,7 +44,7 @@ def mean_of(out: Outgoing, carried: Carried, call: Call) -> Any:
         else:
             weights = jax.tree.map(lambda weight: weight * power, weights)
     total = varying(on_equal_types(add, carried.payloads, weights, out.shared), call.outer)
-    return total if last == 1 else jax.tree.map(lambda t: t * last, total)
+    return total if last == 1 else jax.tree.map(lambda t: t * last, total, is_leaf=lambda t: isinstance(t, SparseSum))
 
 
 def _equal_weights(payloads: Any, weight: float, dtype: Any) -> Any:

@@ -104,12 +104,15 @@ class Runner(NamedTuple):
         shared = MeanShared(zero, key_data(private_key), zero, state.shared, route.shared)
         return off_device(local, shared, self._about(plan))
 
-    def step(self, state: Any, given: Callable[[Plan], tuple[Any, list[Array]]]) -> tuple[Any, MeanState]:
+    def step(
+        self, state: Any, given: Callable[[Plan], tuple[Any, list[Array]]], *, sparse: bool = False
+    ) -> tuple[Any, MeanState]:
         """One round.
 
         Args:
             state: of this device.
             given: plan -> (what `Algorithm.update` takes for gradients, arrays whose non-finite entries count).
+            sparse: vectors of what it returns may be `jaxcomp.pieces.SparseSum`.
 
         Returns:
             What `Algorithm.update` returns, and the state after the round.
@@ -117,7 +120,8 @@ class Runner(NamedTuple):
         local, shared, plan = self._opened(state)
         grads, arrays = given(plan)
         measured = shared.count % self.measure == 0 if self.measure else None
-        exchange = Round(self._way(plan), State(local.route, shared.route), measured)
+        sparse = sparse and self.algorithm.sparse and jax.default_backend() == "cpu"
+        exchange = Round(self._way(plan)._replace(sparse=sparse), State(local.route, shared.route), measured)
         out, new = self.algorithm.update(self._key(shared), grads, State(local.algorithm, shared.algorithm), exchange)
         route, counts = exchange.outcome
         errors = self._errors(measured, counts.errors, arrays, local.counts.errors)
@@ -192,6 +196,7 @@ class Way(NamedTuple):
 
     weights: f[n] of all workers, with sum one, or None for equal ones. buckets: of the vectors. exact: the algorithm
     remembers what it sent, so sums must not be rounded. code: whose bits are counted; None: what is cheap to count.
+    sparse: whether means may have `SparseSum` for vectors.
     """
 
     placement: Placement
@@ -201,6 +206,7 @@ class Way(NamedTuple):
     buckets: tuple[int, ...] | None = None
     exact: bool = False
     code: str | None = None
+    sparse: bool = False
 
     @property
     def call(self) -> Call:
@@ -211,13 +217,13 @@ class Way(NamedTuple):
 class Message:
     """What came of one message (`base.Sent`). Nothing is computed, or traced, before it is asked for."""
 
-    def __init__(self, out: Outgoing, message: Any, mine: Any, state: State, carried: Carried, call: Call):
-        self._out, self._message, self._mine, self._carried, self._call = out, message, mine, carried, call
+    def __init__(self, out: Outgoing, message: Any, mine: Any, state: State, carried: Carried, way: Way):
+        self._out, self._message, self._mine, self._carried, self._way = out, message, mine, carried, way
         self.state = state
 
     @functools.cached_property
     def mean(self) -> Any:
-        return mean_of(self._out, self._carried, self._call)
+        return mean_of(self._out, self._carried, self._way.call, sparse=self._way.sparse)
 
     def decoded(self) -> Any:
         return self._out.compressor.decompress(self._out.payload, self._mine, self._out.like)
@@ -240,7 +246,7 @@ class Message:
         if self._carried.payloads is None:
             raise ValueError(f'via="{self._carried.route}" does not bring the payloads themselves to all workers')
         own = compressor.decompress(self._out.payload, self._mine, self._out.like)
-        return mean_of(self._out._replace(compressor=compressor), self._carried, self._call), own
+        return mean_of(self._out._replace(compressor=compressor), self._carried, self._way.call), own
 
 
 class Round:
@@ -292,7 +298,7 @@ class Round:
     def _arrived(self, given: tuple, packed: tuple, carried: Carried) -> Message:
         (_, compressor, message, state), (outgoing, mine, local) = given, packed
         after = State(local, advance(compressor, state.shared))
-        sent = Message(outgoing, message, mine, after, carried, self._way.call)
+        sent = Message(outgoing, message, mine, after, carried, self._way)
         count = count_message(message, outgoing.payload, carried, self._way.code)
         self._counts += (count._replace(overflow=overflow(compressor, local), errors=self._errors(sent, message)),)
         return sent

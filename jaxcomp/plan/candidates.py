@@ -15,7 +15,8 @@ import numpy as np
 from jaxcomp.algorithms import direct, error_feedback, power_sgd
 from jaxcomp.base import Algorithm, check_algorithm, like_of
 from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, narrow, sidco, sign, top_k
-from jaxcomp.compressors.vector import alpha_of, is_number, omega_of
+from jaxcomp.compressors.checks import is_number
+from jaxcomp.compressors.vector import alpha_of, omega_of
 from jaxcomp.exchange.routes import route_of
 from jaxcomp.exchange.varying import axis_names
 from jaxcomp.layout import layout_of, plan_of

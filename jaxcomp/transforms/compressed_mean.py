@@ -31,7 +31,8 @@ import optax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jaxcomp.base import Algorithm, Compressor, check_algorithm, like_of, root_key
+from jaxcomp.arrays import root_key
+from jaxcomp.base import Algorithm, Compressor, check_algorithm, like_of
 from jaxcomp.exchange.bind import bind
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, check_gradients, check_own
@@ -226,7 +227,7 @@ def _mean(
         def given(plan):
             return split(plan, grads, pieces=run.algorithm.pieces), jax.tree.leaves(grads)
 
-        direction, after = run.step(state, given)
+        direction, after = run.step(state, given, sparse=True)
         return join(with_dtypes(after.about.plan, grads), direction), after
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp.algorithms.error_feedback import error_feedback
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.dct import dct_of_blocks
 from jaxcomp.compressors.sparsify import top_k
-from jaxcomp.compressors.vector import is_whole
 from jaxcomp.exchange.varying import Axis
 from jaxcomp.transforms.compressed_mean import compressed_mean
 

@@ -9,9 +9,10 @@ import optax
 
 from jaxcomp.algorithms.onebit_adam import check_adam, onebit_directions
 from jaxcomp.algorithms.zero_one_adam import Times, zero_one_updates
-from jaxcomp.base import Compressor, check_compressor, root_key
+from jaxcomp.arrays import root_key
+from jaxcomp.base import Compressor, check_compressor
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.signs import sign
-from jaxcomp.compressors.vector import is_whole
 from jaxcomp.exchange.bind import bind
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, check_gradients

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Algorithm, Compressor, check_algorithm, root_key
+from jaxcomp.arrays import root_key
+from jaxcomp.base import Algorithm, Compressor, check_algorithm
 from jaxcomp.exchange.bind import bind
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement
