@@ -20,7 +20,6 @@ import numpy as np
 from jaxcomp.arrays import like_of
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.links import Link
-from jaxcomp.layout import layout_of, plan_of
 from jaxcomp.plan.advise import Row, best_of, choose, predicted, shared_work, verdict, without_twins
 from jaxcomp.plan.candidates import (
     Candidate,
@@ -29,6 +28,7 @@ from jaxcomp.plan.candidates import (
     check_max_error,
     default_candidates,
     is_amount,
+    plan_for,
     traced,
 )
 from jaxcomp.plan.facts import Facts, Work
@@ -195,7 +195,8 @@ def recommend(
     rows = [predicted(each, facts, like, "data", collectives=sent[each.name], **limits) for each in candidates]
     if any(row.candidate.dense for row in rows):
         idle = "compresses nothing: every leaf travels dense"
-        rows = [row._replace(refused=row.refused or idle) if _is_idle(row.candidate, like) else row for row in rows]
+        idles = [_is_idle(row.candidate, like, int(workers)) for row in rows]
+        rows = [r._replace(refused=r.refused or idle) if is_idle else r for r, is_idle in zip(rows, idles, strict=True)]
     rows = without_twins(rows, like, "data", sizes)
     chosen = choose(rows, name="recommend")
     latencies = tuple(seconds_of(sent[each.name], fits_at(0.0), sizes).mean / each.every for each in candidates)
@@ -228,11 +229,13 @@ def _check_machine(machine: Any) -> None:
         raise ValueError(f"recommend: machine must have finite nanoseconds >= 0; got {machine}")
 
 
-def _is_idle(candidate: Candidate, like: Any) -> bool:
-    """Whether a candidate that compresses finds nothing to compress."""
+def _is_idle(candidate: Candidate, like: Any, workers: int) -> bool:
+    """Whether a candidate that compresses finds nothing to compress, in the layout of its route: two shots cut small
+    leaves into chunks with the others.
+    """
     if candidate.dense or candidate.every > 1 or not isinstance(candidate.algorithm, Algorithm):
         return False
-    plan = plan_of(layout_of(candidate.algorithm), like)
+    plan = plan_for(candidate, like, workers)
     return not (plan.groups or plan.parts or plan.bare)
 
 

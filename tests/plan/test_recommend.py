@@ -185,7 +185,20 @@ def test_small_leaves_are_not_worth_compressing():
     found = jc.recommend({"bias": jnp.zeros(3)}, workers=2)
     assert found.chosen.candidate.dense
     assert found.verdict.startswith("do not compress")
-    assert all("compresses nothing" in row.refused for row in found.rows if not row.candidate.dense)
+    others = [row for row in found.rows if not row.candidate.dense and row.candidate.via != "two_shot"]
+    assert all("compresses nothing" in row.refused for row in others)
+
+
+def test_two_shots_compress_small_leaves_too():
+    few = [
+        jc.Candidate("f32", jc.direct(jc.identity()), dense=True),
+        jc.Candidate("sign", jc.error_feedback(jc.sign())),
+        jc.Candidate("sign:two_shot", jc.error_feedback(jc.sign()), "two_shot"),
+    ]
+    like = [jax.ShapeDtypeStruct((33, 17), jnp.float32)] * 100
+    found = jc.recommend(like, workers=8, link=jc.Link(1e-3, 1e6), candidates=few)
+    assert [row.refused is not None for row in found.rows] == [False, True, False]
+    assert found.chosen.candidate.name == "sign:two_shot"
 
 
 # ------------------------------------------------------------------------------------------------
