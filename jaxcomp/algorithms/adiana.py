@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.bidirectional import check_down, send_down, start_down
+from jaxcomp.algorithms.diana import from_shift
 from jaxcomp.algorithms.method import check_unbiased, move, zeros_of
-from jaxcomp.base import Algorithm, Compressor, State, finite, key_data, wide_like, wrap_key
+from jaxcomp.base import Algorithm, Compressor, State, bounded, key_data, moved, wide_like, wrap_key
 from jaxcomp.compressors.vector import lift
 from jaxcomp.prox import Prox
 from jaxcomp.theory import StepSizes
@@ -54,7 +55,8 @@ def adiana(
     y <- prox(x - eta g),   z <- beta z + (1 - beta) x + (gamma / eta)(y_new - x).
 
     Both messages of a round, C and C' (an independent draw), are counted. omega of the compressor must be known; step
-    sizes come from `theory.adiana(...)`.
+    sizes come from `theory.adiana(...)`. Non-finite entries of a gradient count as zero, and sums saturate at the
+    largest number.
 
     Args:
         compressor: unbiased, of one array or of trees.
@@ -96,11 +98,11 @@ def adiana(
         y, z, w, _, coin, _, below = state.shared
         x = jax.tree.map(lambda z, w, y: theta_1 * z + theta_2 * w + (1 - theta_1 - theta_2) * y, z, w, y)
         own, mean = state.part("shift")
-        difference = lambda point: jax.tree.map(lambda g, h: g.astype(h.dtype) - h, finite(gradient(point)), own)
+        difference = lambda point: from_shift(gradient(point), own)
         first_key, second_key = jax.random.split(wrap_key(key))
         first = exchange.mean(first_key, compressor, difference(x), state.part("compressor"))
         second = exchange.mean(second_key, compressor, difference(w), first.state)
-        g = jax.tree.map(jnp.add, mean, first.mean)
+        g = jax.tree.map(lambda h, m: bounded(h + m), mean, first.mean)
         if down is not None:
             g, below = send_down(down, below, g, code)
 
@@ -109,7 +111,7 @@ def adiana(
         new_z = jax.tree.map(combine, z, x, new_y)
         tossed = jax.random.bernoulli(jax.random.fold_in(wrap_key(coin.key), coin.count), q)
         new_w = jax.tree.map(lambda y, w: jnp.where(tossed, y, w), y, w)
-        shift = State(second.add_to(own, alpha), jax.tree.map(lambda h, c: h + alpha * c, mean, second.mean))
+        shift = State(second.add_to(own, alpha), moved(mean, alpha, second.mean))
         coin = coin._replace(count=coin.count + 1)
         new = state.replace(y=new_y, z=new_z, w=new_w, shift=shift, coin=coin, compressor=second.state, down=below)
         return new_y, new

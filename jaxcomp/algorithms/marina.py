@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.adiana import Coin
 from jaxcomp.algorithms.method import check_step_size, check_unbiased, move, zeros_of
-from jaxcomp.base import Algorithm, Compressor, State, finite, key_data, wide_like, wrap_key
+from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, key_data, moved, wide_like, wrap_key
 from jaxcomp.compressors.vector import lift
 from jaxcomp.prox import Prox
 
@@ -33,7 +33,8 @@ def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox 
 
     With a preconditioned compressor it is MARINA+, whose error counts in the norm of the smoothness
     matrix. There are no shifts, and it needs no convexity. omega of the compressor must be known. The first
-    round is a full one; its point is where the run started.
+    round is a full one; its point is where the run started. Non-finite entries of a gradient count as zero, and sums
+    saturate at the largest number.
 
     Args:
         compressor: unbiased, of one array or of trees.
@@ -67,12 +68,12 @@ def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox 
         new = jax.tree.map(lambda g, old: g.astype(old.dtype), finite(gradient(x)), state.local.gradient)
 
         def everything(inner):
-            return jax.tree.map(lambda total: total / exchange.size, exchange.sum(new)), inner
+            return exchange.sum(jax.tree.map(lambda g: g / exchange.size, new)), inner  # a sum could overflow
 
         def difference(inner):
-            change = jax.tree.map(jnp.subtract, new, state.local.gradient)
+            change = jax.tree.map(lambda g, old: bounded(g - old), new, state.local.gradient)
             sent = exchange.mean(key, compressor, change, inner)
-            return jax.tree.map(jnp.add, state.shared.direction, sent.mean), sent.state
+            return moved(state.shared.direction, 1.0, sent.mean), sent.state
 
         tossed = jax.random.bernoulli(jax.random.fold_in(wrap_key(coin.key), coin.count), full) | (coin.count == 0)
         direction, inner = exchange.cond(tossed, everything, difference, state.part("compressor"))

@@ -52,3 +52,25 @@ def test_means_of_huge_gradients_are_finite(algorithm, workers):
     directions, state = run_vmap(tx, jnp.zeros(64), jnp.full((6, workers, 64), 3e38))
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((directions, state.local.algorithm)))
     assert np.max(directions[-1]) > 2.9e38
+
+
+METHODS = {
+    "marina": jc.marina(jc.rand_k(k=4), 0.02, 0.1),
+    "adiana": jc.adiana(jc.rand_k(k=4), jc.theory.adiana(smoothness=1.0, mu=0.1, workers=N, omega=15.0, variance=15.0)),
+    "isega": jc.isega(np.full(64, 0.1), jc.smoothness.diagonal_of(np.ones(64)), 0.02),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_with_an_iterate_go_on_after_huge_gradients(name):
+    """Gradients of opposite signs, whose difference overflows, leave no infinity behind."""
+    run = jc.rounds(METHODS[name], AXIS)
+    state, axes = jc.init_state(run, jnp.zeros(64), N, AXIS)
+    one = lambda state, extra: run.step(state, lambda x: x - 1 + extra)[0]
+    step = jax.jit(jax.vmap(one, in_axes=(axes, 0), out_axes=axes, axis_name=AXIS))
+    for t in range(30):
+        huge = 0.0 if t < 4 else 3.3e38 if t < 14 else -3.3e38 if t < 24 else 0.0
+        state = step(state, jnp.zeros((N, 64)).at[: N - 1].set(huge))
+    assert np.all(np.isfinite(run.point(state)))
+    kept = jax.tree.leaves((state.local.algorithm, state.shared.algorithm))
+    assert all(np.all(np.isfinite(leaf)) for leaf in kept if jnp.issubdtype(leaf.dtype, jnp.floating))
