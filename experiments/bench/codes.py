@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.bench.timing import bench_parser, by_part, report, time_all
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console, show
+from experiments.lib.training import find_mesh
 from jaxcomp import codes
 from jaxcomp.exchange.collectives import all_max
 from jaxcomp.exchange.lanes import all_gather
@@ -118,8 +118,8 @@ def general_coders(zlib_level: int, *zstd_levels: int) -> dict[str, Coder]:
 
 def switch_cost(repeats: int) -> None:
     """An all-gather alone, and as one branch of a switch, on the devices there are."""
-    devices = len(jax.devices())
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = find_mesh(None)
+    devices = mesh.size
     calls: dict[str, Callable[[], Any]] = {}
     for words in (1000, 1_000_000):
         steps = rungs(words)

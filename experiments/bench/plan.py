@@ -4,16 +4,17 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
-import optax
+from flax import nnx
 
 import jaxcomp as jc
-from experiments.bench.timing import bench_parser, mesh_of, report
+from experiments.bench.timing import bench_parser, report
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console
+from experiments.lib.step import classified
+from experiments.lib.training import find_mesh
 
 __all__ = ["main"]
 
@@ -26,11 +27,14 @@ def main(arguments: Sequence[str]) -> int:
     o = p.parse_args(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"  # of any process that the planner starts
     jax.config.update("jax_platforms", "cpu")
-    params, batch = model(o.width, o.batch)
+    mesh = find_mesh(o.workers)
+    graph, params = nnx.split(model(o.width))
+    rng = np.random.default_rng(0)
+    batch = rng.standard_normal((o.batch, 784), np.float32), rng.integers(0, 10, o.batch)
     said: list[tuple[str, float]] = []
     began, spent = time.perf_counter(), time.process_time()
     note = lambda text: said.append((text, time.perf_counter() - began))
-    found = jc.plan(loss, params, batch, mesh=mesh_of(o.workers), show=note)
+    found = jc.plan(classified(graph), params, batch, mesh=mesh, show=note)
     seconds, cpu = time.perf_counter() - began, time.process_time() - spent
     ends = [*(at for _, at in said[1:]), seconds]
     rows = [{"piece": piece, "at": at, "takes": end - at} for (piece, at), end in zip(said, ends, strict=True)]
@@ -45,17 +49,8 @@ seconds; of {len(found.rows)} candidates the work of {measured} was measured, an
     return 0
 
 
-def model(width: int, examples: int) -> tuple[Any, tuple[Any, Any]]:
-    """Four layers, the inputs of MNIST, and random examples."""
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
-    sizes = itertools.pairwise([784, width, width, 1400, 10])
-    params = [(normal(rows, columns) / rows**0.5, np.zeros(columns, np.float32)) for rows, columns in sizes]
-    return params, (normal(examples, 784), rng.integers(0, 10, examples))
-
-
-def loss(params: Any, x: Any, y: Any) -> Any:
-    for weights, bias in params[:-1]:
-        x = jax.nn.relu(x @ weights + bias)
-    logits = x @ params[-1][0] + params[-1][1]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+def model(width: int) -> nnx.Module:
+    """Four layers, for the inputs of MNIST."""
+    sizes, rngs = itertools.pairwise([784, width, width, 1400, 10]), nnx.Rngs(0)
+    layers = [layer for shape in sizes for layer in (nnx.Linear(*shape, rngs=rngs), nnx.relu)]
+    return nnx.Sequential(*layers[:-1])

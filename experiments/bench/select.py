@@ -8,6 +8,7 @@ config.json, results.json (seconds by log2 d and method), table.md, select.png.
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -88,7 +89,9 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
         add(name, function, *(value for text, value in given.items() if text in name))
     compiled[WHOLE] = jax.jit(whole, donate_argnums=0).lower(x).compile()
     calls[WHOLE] = Fresh(lambda: jax.block_until_ready(vectors.x + 0), compiled[WHOLE])
-    if (torch := torch_if_installed()) is not None and jax.default_backend() == "cpu":
+    if find_spec("torch") is not None and jax.default_backend() == "cpu":
+        import torch  # pyright: ignore[reportMissingImports]
+
         tensor = lambda: torch.from_numpy(np.array(vectors.x))
         calls[TORCH] = Fresh(tensor, lambda x: torch.topk(x.abs(), k, sorted=False)[1])
     # Last: it gives a lot of memory back to the system, and what runs after it takes twice as long.
@@ -96,14 +99,6 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
     add("jnp.nonzero, threshold given", nonzero, threshold)
     memory = {name: int(f.memory_analysis().temp_size_in_bytes) / (4 * d) for name, f in compiled.items()}
     return calls, memory
-
-
-def torch_if_installed() -> Any:
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    return torch
 
 
 def slope_of(sizes: Sequence[int], seconds: Sequence[float]) -> float:

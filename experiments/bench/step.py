@@ -8,10 +8,11 @@ import jax
 import numpy as np
 
 import jaxcomp as jc
-from experiments.bench.timing import bench_parser, keep_memory, mesh_of, report, rounds_of
+from experiments.bench.timing import bench_parser, keep_memory, report, rounds_of
 from experiments.bench.trees import gpt_like, methods, num_entries, temporary, update_of
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console
+from experiments.lib.training import find_mesh
 
 __all__ = ["main"]
 
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     o = p.parse_args(arguments)
     kept = not o.give_back and keep_memory()
 
-    mesh, like, makers = mesh_of(o.workers), gpt_like(o.layers), methods()
+    mesh, like, makers = find_mesh(o.workers), gpt_like(o.layers), methods()
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
     chosen = [name for name in METHODS if o.only is None or any(part in name for part in o.only)]
     programs: dict[str, Any] = {}

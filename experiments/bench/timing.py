@@ -21,11 +21,10 @@ __all__ = [
     "codec_calls",
     "keep_memory",
     "machine",
-    "mesh_of",
     "report",
     "rounds_of",
+    "time_all",
 ]
-__all__ += ["time_all"]
 
 # Numbers and values of mallopt(3): as MALLOC_TRIM_THRESHOLD_ (-1: never), _TOP_PAD_, _MMAP_MAX_ and _ARENA_MAX.
 KEPT = {-1: -1, -2: 2**28, -4: 0, -8: 1}
@@ -112,12 +111,6 @@ def by_part(seconds: dict[str, float], parts: Sequence[str]) -> list[dict[str, A
     """A row for each NAME of the calls "PART NAME": its name, and the milliseconds of each part."""
     names = [name.removeprefix(f"{parts[0]} ") for name in seconds if name.startswith(f"{parts[0]} ")]
     return [{"name": name, **{part: 1e3 * seconds[f"{part} {name}"] for part in parts}} for name in names]
-
-
-def mesh_of(workers: int) -> jax.sharding.Mesh:
-    """So many virtual devices as workers on the axis "data"."""
-    jax.config.update("jax_num_cpu_devices", workers)
-    return jax.make_mesh((workers,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def machine() -> str:

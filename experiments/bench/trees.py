@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from experiments.bench.timing import bench_parser, mesh_of, report
+from experiments.bench.timing import bench_parser, report
 from experiments.lib.cli import at_least
 from experiments.lib.report import new_console
+from experiments.lib.training import find_mesh
 
 __all__ = ["gpt_like", "main", "methods", "num_entries", "temporary", "update_of"]
 
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     o = p.parse_args(arguments)
 
     jax.config.update("jax_enable_compilation_cache", False)
-    mesh = mesh_of(o.workers)
+    mesh = find_mesh(o.workers)
     trees = {layers: gpt_like(layers) for layers in o.layers}
     wanted = {name: make for name, make in methods().items() if o.only is None or any(x in name for x in o.only)}
     step, shapes = update_of(None, gpt_like(1), mesh)
