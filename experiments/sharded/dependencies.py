@@ -46,9 +46,8 @@ def exchanges(text: str, mesh: Any, axis: str) -> list[Exchange]:
     main = module.computations[module.entry]
     work = {name: backward_work(module, module.entry, instruction) for name, instruction in main.items()}
     total = sum(work.values())
-    order = {name: number for number, name in enumerate(main)}
-    found = []
-    for name, instruction in main.items():
+    names, found = list(main), []
+    for place, (name, instruction) in enumerate(main.items()):
         rows = [row for row in rows_in(module, module.entry, instruction) if axis in row.axes(mesh)]
         if not rows:
             continue
@@ -56,7 +55,7 @@ def exchanges(text: str, mesh: Any, axis: str) -> list[Exchange]:
         end = next((other for other in main.values() if ends(other, name)), None)
         hidden = None
         if end is not None:
-            between = (other for other in main if order[name] < order[other] < order[end.name])
+            between = names[place + 1 : names.index(end.name)]
             hidden = sum(work[other] for other in between) / max(total, 1)
         size = sum(row.operand_bytes for row in rows)
         found.append(Exchange(name, rows[0].op, size, waits_for, hidden))

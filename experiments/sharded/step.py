@@ -53,8 +53,8 @@ class Program:
     ):
         """options: more arguments of `jc.compressed_mean`, for instance bucket_bytes."""
         self.layout, self.mesh, self.sizes, self.batch = LAYOUTS[layout], mesh, sizes, batch
-        sharded = {} if self.layout.axis is None else {"sharded": self.layout.axis}
-        self.transform = optax.chain(jc.compressed_mean(algorithm, DATA, **sharded, **options), optimizer)
+        mean = jc.compressed_mean(algorithm, DATA, sharded=self.layout.axis, **options)
+        self.transform = optax.chain(mean, optimizer)
         like = initial(sizes, 0)
         self.num_params = sum(leaf.size for leaf in jax.tree.leaves(like))
         self.specs = self.layout.specs(like)
@@ -77,8 +77,7 @@ class Program:
         return jc.ledger(self.compiled)
 
     def initial_state(self, params: Any, mesh: Any) -> tuple[Any, Any]:
-        specs = {} if self.layout.axis is None else {"specs": self.specs}
-        return jc.init_state(self.transform, params, mesh, DATA, **specs)
+        return jc.init_state(self.transform, params, mesh, DATA, self.specs)
 
     def start(self, seed: int) -> tuple[Any, Any]:
         """Parameters and state of the optimizer, each shard on its devices."""
