@@ -6,6 +6,7 @@ measured; the formulas are those whose latency and bandwidth `python -m experime
 of `FABRIC`: `jaxcomp.plan.scale.costs_at`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,10 +72,7 @@ def shards_of(entries: float) -> int:
     >>> shards_of(1e9), shards_of(1e11)
     (1, 64)
     """
-    shards = 1
-    while 16 * entries / shards > MEMORY / 2:
-        shards *= 2
-    return shards
+    return 2 ** max(0, math.ceil(math.log2(16 * entries / (MEMORY / 2))))
 
 
 def replacement(rows: list[dict[str, Any]], row: dict[str, Any]) -> str:

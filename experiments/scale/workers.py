@@ -78,14 +78,14 @@ def digits(workers: int, seed: int) -> Task:
     def loss(w, own):
         features, labels, real = own
         logits = features @ w[:640].reshape(64, 10) + w[640:]
-        each = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)[:, 0]
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return jnp.sum(each * real) / jnp.sum(real) + jnp.sum(w * w) / 2000
 
     volumes = real.sum(1)
     return Task("digits", 650, data, loss, volumes / volumes.sum(), 0.0)
 
 
-def runner(method: str, task: Task, o: Any) -> Callable[[float], tuple[np.ndarray, float]]:
+def runner(method: str, task: Task, o: Any) -> Callable[[float], Any]:
     """rate -> losses of the mean after each exchange, and the bytes of a worker's message."""
     workers, local = len(task.weights), method.startswith("local")
     weights = task.weights.tolist()
@@ -114,11 +114,7 @@ def runner(method: str, task: Task, o: Any) -> Callable[[float], tuple[np.ndarra
         (_, state), losses = lax.scan(exchange, (jnp.zeros((workers, task.size)), state), None, o.exchanges)
         return losses, jnp.mean(jc.info(state).lane_bytes)
 
-    def at(rate: float) -> tuple[np.ndarray, float]:
-        losses, message_bytes = run(jnp.float32(rate), state, task.data)
-        return np.asarray(losses, np.float64), float(message_bytes)
-
-    return at
+    return lambda rate: jax.device_get(run(jnp.float32(rate), state, task.data))
 
 
 def best(method: str, task: Task, o: Any) -> dict[str, Any]:
@@ -130,8 +126,9 @@ def best(method: str, task: Task, o: Any) -> dict[str, Any]:
         tried = {rate: at(rate) for rate in o.rates}
     rate = min(tried, key=lambda rate: np.nan_to_num(tried[rate][0][-1], nan=np.inf))
     losses, size = tried[rate]
-    row = {"task": task.name, "workers": len(task.weights), "method": method, "rate": rate, "message_bytes": size}
-    return row | {"losses": (losses - task.least).tolist(), "seconds": time.perf_counter() - start}
+    row = {"task": task.name, "workers": len(task.weights), "method": method, "rate": rate}
+    row |= {"message_bytes": float(size), "losses": (losses.astype(float) - task.least).tolist()}
+    return row | {"seconds": time.perf_counter() - start}
 
 
 def main(arguments: Sequence[str]) -> int:
