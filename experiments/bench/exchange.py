@@ -5,7 +5,6 @@ gloo. Each exchanges top-k messages whose lengths follow DAGC's ratios. Bytes ar
 included.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--mbit", type=positive, default=100.0, help="limit of every link, Mbit/s")
     o = p.parse_args(arguments)
     if o.worker is not None:
-        serve(o.address, o.workers, o.worker, Tasks(exchange=functools.partial(Exchange, o.worker)))
+        serve(o.address, o.workers, o.worker, Tasks(exchange=Exchange))
         return 0
     rows, task = [], {"size": o.size, "ratio": o.ratio, "skew": o.skew, "mbit": o.mbit}
     with laboratory(o.workers, 1e6 * o.mbit) as lab, pool_in(lab, "bench exchange") as pool:
@@ -75,8 +74,8 @@ def main(arguments: Sequence[str]) -> int:
 class Exchange:
     """Of top-k messages. described: its route, a sum that is equal everywhere, and what the model says."""
 
-    def __init__(self, number: int, via: str, size: int, ratio: float, skew: float, mbit: float):
-        workers, n = Workers(), jax.device_count()
+    def __init__(self, via: str, size: int, ratio: float, skew: float, mbit: float):
+        workers, n, number = Workers(), jax.process_count(), jax.process_index()
         counts = jc.allocate.counts(jc.allocate.ratios(skewed_volumes(n, skew), ratio), size)
         lengths, mine = Lengths(tuple(int(k) for k in counts), size), int(counts[number])
         indices = np.full((1, max(lengths.counts)), size, np.int32)

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     run = Run(parser(), arguments, "network")
     o = run.options
     if o.worker is not None:
-        serve(o.address, o.workers, o.worker, tasks_of(o.address, o.workers, o.worker))
+        serve(o.address, o.workers, o.worker, tasks_of(o.address))
         return 0
 
     if o.only != "exchange":

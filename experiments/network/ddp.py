@@ -26,13 +26,14 @@ RANK = 4  # of PowerSGD's matrices
 PORT = 29_500  # on the first host, where nothing else listens
 
 
-def join(address: str, workers: int, number: int) -> None:
-    """The process group of all hosts, once."""
+def join(address: str) -> None:
+    """The process group of all hosts, once. address: of the first one."""
     if not dist.is_initialized():
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
         torch.set_num_threads(1)
         host = address.rpartition(":")[0]
-        dist.init_process_group("gloo", init_method=f"tcp://{host}:{PORT}", world_size=workers, rank=number)
+        here = {"world_size": jax.process_count(), "rank": jax.process_index()}
+        dist.init_process_group("gloo", init_method=f"tcp://{host}:{PORT}", **here)
         dist.barrier()
         calm()
 
@@ -89,8 +90,8 @@ def bf16_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Ten
 class Peer(Training):
     """One of `experiments.network.methods.PEERS`."""
 
-    def __init__(self, number: int, task: Any):
-        super().__init__(number, task)
+    def __init__(self, task: Any):
+        super().__init__(task)
         self.start()
         self.step(*next(self.batches(1)))
 

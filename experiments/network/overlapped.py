@@ -23,10 +23,10 @@ KEY = b"laboratory"
 
 
 class Peers:
-    """Bytes between worker `number` and the others, whose addresses stand in order: a connection for each pair."""
+    """Bytes between this worker and the others, whose addresses stand in order: a connection for each pair."""
 
-    def __init__(self, addresses: list[str], number: int):
-        self.number = number
+    def __init__(self, addresses: list[str]):
+        self.number = number = jax.process_index()
         self.others: dict[int, Any] = {}
         with Listener((addresses[number], PORT + number), backlog=len(addresses), authkey=KEY) as listener:
             for i in range(number):  # everyone with a lower number listens already, or will
@@ -44,9 +44,9 @@ class Peers:
         return [found[i] for i in range(len(found))]
 
 
-def connected(address: tuple[str, int], seconds: float = 60.0) -> Any:
+def connected(address: tuple[str, int]) -> Any:
     """A connection to a host that may not listen yet."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 60.0
     while True:
         try:
             return Client(address, authkey=KEY)
@@ -59,14 +59,14 @@ def connected(address: tuple[str, int], seconds: float = 60.0) -> Any:
 class Overlapped(Training):
     """`overlap-CODE@H`: never waits for a loss of the others, so it takes all of its steps, whatever the target."""
 
-    def __init__(self, number: int, task: Any, addresses: list[str]):
-        super().__init__(number, task)
+    def __init__(self, task: Any, addresses: list[str]):
+        super().__init__(task)
         self.setup, self.workers = cast(Setup, local_of(task.method)), len(addresses)
         self.algorithm = self.setup.algorithm(task.ratio, task.levels)
         self.inner, self.outer = OPTIMIZERS[task.optimizer](task.rate), self.setup.outer(*task.outer)
         # Huffman codes of every entry take longer to make than the link is busy with what they save.
         self.code = "fixed" if self.setup.method in ("f32", "int8", "int4") else "best"
-        self.peers = Peers(addresses, number)
+        self.peers = Peers(addresses)
         self.process: Any = None
         self.gradient = jax.jit(jax.value_and_grad(classified(self.graph)))
         self.start()

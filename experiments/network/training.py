@@ -45,14 +45,14 @@ def data_of(name: str, where: str | Path | None) -> Dataset:
 class Training(abc.ABC):
     """From the same start and with the same batches for all methods. What a method is, a subclass says.
 
-    number: of this worker. task: method, ratio, levels, optimizer, rate, outer (learning rate and momentum, for local
+    task: method, ratio, levels, optimizer, rate, outer (learning rate and momentum, for local
     updates), data, data_dir, model and batch.
 
     described: what is known of its program before it is run.
     """
 
-    def __init__(self, number: int, task: Any):
-        self.number, self.task = number, task
+    def __init__(self, task: Any):
+        self.number, self.task = jax.process_index(), task
         self.data = data_of(task.data, task.data_dir)
         self.draw(0)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -117,8 +117,8 @@ class Compressed(Training):
     With local updates each worker has its own row of parameters, and all stop together by the mean of their losses.
     """
 
-    def __init__(self, number: int, task: Any):
-        super().__init__(number, task)
+    def __init__(self, task: Any):
+        super().__init__(task)
         workers, self.local, loss = Workers(), local_of(task.method), classified(self.graph)
         self.workers = workers
         self.tx = trained_by(task.method, task.ratio, task.levels, task.optimizer, task.rate, task.outer)

@@ -1,6 +1,5 @@
 """One worker of the laboratory: does what it is asked, on a host of its own, and says how long it took."""
 
-import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -25,8 +24,8 @@ __all__ = ["ends_of", "tasks_of"]
 GRADIENTS = 3  # that follow one another, so that a memory does not see the same one again and again
 
 
-def tasks_of(address: str, workers: int, number: int) -> Tasks:
-    """An `exchange` or a `training`, for one of so many workers."""
+def tasks_of(address: str) -> Tasks:
+    """An `exchange` or a `training`. address: of the first worker, where all have met."""
 
     def training(**request: Any) -> Training:
         task = SimpleNamespace(**request)
@@ -34,15 +33,15 @@ def tasks_of(address: str, workers: int, number: int) -> Tasks:
             from experiments.network.overlapped import Overlapped
 
             net = address.rpartition(".")[0]
-            return Overlapped(number, task, [f"{net}.{i + 1}" for i in range(workers)])
+            return Overlapped(task, [f"{net}.{i + 1}" for i in range(jax.process_count())])
         if task.method not in PEERS:
-            return Compressed(number, task)
+            return Compressed(task)
         from experiments.network import ddp
 
-        ddp.join(address, workers, number)
-        return ddp.Peer(number, task)
+        ddp.join(address)
+        return ddp.Peer(task)
 
-    return Tasks(exchange=functools.partial(Exchange, number), training=training)
+    return Tasks(exchange=Exchange, training=training)
 
 
 def ends_of(step: Callable[[], Any], number: int, at: float) -> list[float]:
@@ -62,12 +61,11 @@ def ends_of(step: Callable[[], Any], number: int, at: float) -> list[float]:
 class Exchange:
     """One method on a gradient of one array: compress, exchange, decode, remember."""
 
-    def __init__(self, number: int, method: str, size: int, ratio: float, levels: int):
+    def __init__(self, method: str, size: int, ratio: float, levels: int):
         workers = Workers()
         tx = transformation(method, ratio, levels)
-        self.number = number
         # Laplace entries times a scale that varies: heavier tails than a normal law, as gradients have.
-        rng = np.random.default_rng([number, size])
+        rng = np.random.default_rng([jax.process_index(), size])
         scale = np.exp(rng.normal(size=size)).astype(np.float32)
         rows = [rng.laplace(size=(1, size)).astype(np.float32) * scale for _ in range(GRADIENTS)]
         gradients = [workers.own(row) for row in rows]
@@ -104,7 +102,7 @@ class Exchange:
         if not self.alone:
             return {"seconds": None}
         run, state = self.alone
-        gradient, place = next(self.gradients).addressable_data(0), jnp.asarray(self.number, jnp.int32)
+        gradient, place = next(self.gradients).addressable_data(0), jnp.asarray(jax.process_index(), jnp.int32)
         time.sleep(max(0.0, at - time.perf_counter()))
         _, (_, *leaves) = jax.block_until_ready(run(place, state, gradient))
         seconds = time.perf_counter() - at

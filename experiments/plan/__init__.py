@@ -7,7 +7,6 @@ done), and by `plan regret` table.md and regret.png.
 """
 
 import contextlib
-import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,13 +22,11 @@ from experiments.lib.run import Run, parser_of
 from experiments.plan.results import link_of, report
 from experiments.plan.worker import Sweep, Task
 
-__all__ = ["main", "pool_in"]
+__all__ = ["main"]
 
 COMPILING = 120.0  # most seconds of a plan that compiles what later ones measure
 LONGEST = 1800.0  # seconds that an answer may take
 TRIED = 3  # candidates that a plan runs besides f32 and the best dense
-
-pool_in = functools.partial(network.pool_in, experiment="plan")  # a worker on each host
 
 
 def parser() -> Parser:
@@ -61,8 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     run, rows = Run(parser(), arguments, "plan"), []
     o = run.options
     if o.worker is not None:
-        tasks = Tasks(task=functools.partial(Task, o.worker), sweep=Sweep)
-        serve(o.address, o.workers[0], o.worker, tasks)
+        serve(o.address, o.workers[0], o.worker, Tasks(task=Task, sweep=Sweep))
         return 0
 
     if wrong := [n for n in (*o.workers, *o.one_process) if o.groups > 1 and (n % o.groups or n == o.groups)]:
@@ -89,7 +85,7 @@ def cells(o: Any) -> Iterator[dict[str, Any]]:
     for workers, links in grid:
         with contextlib.ExitStack() as context:
             lab = None if links is None else context.enter_context(laboratory(workers, delay=max(o.delays)))
-            pool = context.enter_context(one_process(workers) if lab is None else pool_in(lab))
+            pool = context.enter_context(one_process(workers) if lab is None else network.pool_in(lab, "plan"))
             ask = lambda what, pool=pool, **request: pool.ask(LONGEST, what=what, **request)[0]
             shape = (lambda *_: None) if lab is None else lab.shape
             pool.hear()

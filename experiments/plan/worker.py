@@ -36,8 +36,8 @@ class Sweep:
 class Task:
     """A multilayer perceptron of about so many parameters, on random examples. described: how many they are."""
 
-    def __init__(self, number: int, size: int, batch: int, of_all: bool, max_every: int, groups: int):
-        self.number, self.busy, self.max_every = number, None, max_every
+    def __init__(self, size: int, batch: int, of_all: bool, max_every: int, groups: int):
+        self.busy, self.max_every = None, max_every
         workers = Workers(groups)
         self.axis = workers.axis
         width = max(int(np.sqrt(size)), 8)
@@ -48,7 +48,7 @@ class Task:
         params = {name: normal(shape) for name, shape in shapes.items()}
         self.described = sum(leaf.size for leaf in params.values())
         self.params = workers.replicate(params)
-        own, batch = np.random.default_rng([number, size]), batch * jax.local_device_count()
+        own, batch = np.random.default_rng([jax.process_index(), size]), batch * jax.local_device_count()
         x, y = own.standard_normal((batch, 64)).astype(np.float32), own.standard_normal((batch, 16)).astype(np.float32)
         self.batch = (workers.own(x), workers.own(y))
         self.clock = Clock(workers.mesh, 60.0)
@@ -64,7 +64,7 @@ class Task:
     def plan(self, seconds: float, tried: int) -> dict[str, Any]:
         """Predicted seconds of every candidate, and what is advised: by prediction alone, and after trying."""
         self.clock.restart(seconds)
-        show = note if self.number == 0 else lambda _: None
+        show = note if jax.process_index() == 0 else lambda _: None
         where = (self.clock, self.loss, self.params, self.batch, self.axis, self.candidates)
         found = plan_on(*where, max_every=self.max_every, tried=tried, show=show, thorough=True)
         alone = choose([row._replace(measured=None, expected=None) for row in found.rows])
@@ -87,7 +87,7 @@ class Task:
 
     def load(self, on: bool) -> bool:
         """Keeps a core of the first worker's busy, or stops that."""
-        if self.number == 0 and on and self.busy is None:
+        if jax.process_index() == 0 and on and self.busy is None:
             self.busy = start([sys.executable, "-c", BUSY])
         elif not on and self.busy is not None:
             end_all([self.busy])

@@ -17,6 +17,8 @@ import numpy as np
 from experiments.lib.cli import Parser, UserError, at_least, one_thread, positive
 from experiments.lib.netlab import add_rates, laboratory, rate_name
 from experiments.lib.run import Columns, Run, parser_of
+from experiments.network import pool_in
+from jaxcomp.plan.links import KINDS, Sample, fit
 
 __all__ = ["main"]
 
@@ -51,12 +53,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def measured(run: Run) -> Iterator[dict[str, Any]]:
     """A row for each number of workers, rate, collective and size; what is held back comes once more at the end."""
-    from experiments.plan import pool_in
-
     o = run.options
     checked = list(dict.fromkeys(o.check))
     for workers in [*dict.fromkeys(o.fit), *checked, *checked]:
-        with laboratory(workers) as lab, pool_in(lab) as pool:
+        with laboratory(workers) as lab, pool_in(lab, "plan") as pool:
             pool.hear()
             for rate in dict.fromkeys(o.rates):
                 lab.shape(rate)
@@ -72,8 +72,6 @@ def compared(rows: Sequence[dict[str, Any]], fitted: set[int], cores: int = 0) -
 
     cores: that all workers share; 0: each has its own.
     """
-    from jaxcomp.plan.links import KINDS, Sample, fit
-
     found: dict[tuple, dict[str, Any]] = {}
     for rate, kind in dict.fromkeys((row["rate"], row["kind"]) for row in rows):
         mine = [row for row in rows if (row["rate"], row["kind"]) == (rate, kind)]
