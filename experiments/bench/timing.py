@@ -14,17 +14,8 @@ from experiments.lib.cli import Parser, at_least
 from experiments.lib.report import Columns, new_console, show
 from experiments.lib.run import parser_of
 
-__all__ = [
-    "Fresh",
-    "bench_parser",
-    "by_part",
-    "codec_calls",
-    "keep_memory",
-    "machine",
-    "report",
-    "rounds_of",
-    "time_all",
-]
+__all__ = ["Fresh", "bench_parser", "by_part", "codec_calls", "keep_memory", "machine", "report", "rounds_of"]
+__all__ += ["time_all"]
 
 # Numbers and values of mallopt(3): as MALLOC_TRIM_THRESHOLD_ (-1: never), _TOP_PAD_, _MMAP_MAX_ and _ARENA_MAX.
 KEPT = {-1: -1, -2: 2**28, -4: 0, -8: 1}

@@ -19,7 +19,7 @@ ddp-f32, ddp-bf16, ddp-powersgd    where PyTorch is installed, DistributedDataPa
 import importlib.util
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -112,12 +112,7 @@ def transformation(text: str, ratio: float, levels: int) -> Any:
 
 
 def trained_by(
-    text: str,
-    ratio: float,
-    levels: int,
-    optimizer: str,
-    rate: float,
-    outer: tuple[float | None, float | None] = (None, None),
+    text: str, ratio: float, levels: int, optimizer: str, rate: float, outer: Sequence[float | None] = (None, None)
 ) -> Any:
     """The optax transformation that makes updates of the workers' gradients.
 

@@ -64,8 +64,8 @@ def _process(rank: int, folder: str, workers: int, worker: Callable[..., Any], a
 class Problem:
     """Least squares: worker i has A_i [m, d] and B_i = A_i W* + noise; f_i(W) = |A_i W - B_i|^2 / (2 m)."""
 
-    def __init__(self, workers: int, size: int, seed: int = 0):
-        rng = np.random.default_rng(seed)
+    def __init__(self, workers: int, size: int):
+        rng = np.random.default_rng(0)
         a = rng.standard_normal((workers, 4 * size, size)) * np.geomspace(1, 0.2, size)
         waves = np.cos(np.outer(np.arange(size), np.arange(size)) / 20)
         b = a @ waves + 0.1 * rng.standard_normal((workers, 4 * size, size))
@@ -79,11 +79,11 @@ class Problem:
         """Mean over the workers."""
         return float(np.mean(np.sum(np.square(self.a @ w - self.b), axis=(1, 2))) / (2 * self.a.shape[1]))
 
-    def trained(self, tx: Any, steps: int, axis: str = "data") -> np.ndarray:
+    def trained(self, tx: Any, steps: int) -> np.ndarray:
         """Points [steps, d, d] of an optimizer of ours, workers mapped by vmap."""
         w = jnp.zeros((self.size, self.size))
-        state, axes = jc.init_state(tx, w, len(self.a), axis)
-        step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes, None), out_axes=(None, axes), axis_name=axis))
+        state, axes = jc.init_state(tx, w, len(self.a), "data")
+        step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes, None), out_axes=(None, axes), axis_name="data"))
         points = []
         for _ in range(steps):
             grads = jnp.stack([self.gradient(np.asarray(w), i) for i in range(len(self.a))])
