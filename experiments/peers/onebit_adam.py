@@ -36,31 +36,21 @@ def _module(checkout: Path) -> Any:
     def gathered(out, mine, group):  # gloo wants equal shapes
         dist.all_gather(out, mine.reshape(out[0].shape), group=group)
 
-    class Packer:
-        """Signs as bits, most significant first, for the compiled operator; and back as +-1."""
-
-        load = classmethod(lambda cls: cls)
-
-        @staticmethod
-        def packbits(buffer, size, rank):
-            return torch.from_numpy(np.packbits(buffer.numpy() >= 0))
-
-        @staticmethod
-        def unpackbits(buffer, size, rank):
-            return torch.from_numpy(np.unpackbits(buffer.numpy()).astype(np.float32) * 2 - 1)
-
+    # For the compiled operator: signs as bits, most significant first, and back as +-1.
+    packer = types.SimpleNamespace(
+        packbits=lambda signs, *_: torch.from_numpy(np.packbits(signs.numpy() >= 0)),
+        unpackbits=lambda bits, *_: torch.from_numpy(np.unpackbits(bits.numpy()).astype(np.float32) * 2 - 1),
+    )
+    builder = types.SimpleNamespace(load=lambda: packer)
     accelerator = types.SimpleNamespace(empty_cache=lambda: None, current_device_name=lambda: "cpu")
     comm = vars(dist) | {"all_gather": gathered}
     stand_ins = {
         "deepspeed": {"comm": types.SimpleNamespace(**comm)},
         "deepspeed.comm": comm,
         "deepspeed.accelerator": {"get_accelerator": lambda: accelerator},
-        "deepspeed.utils": {},
         "deepspeed.utils.torch": {"required_torch_version": lambda **_: True},
-        "deepspeed.ops": {},
-        "deepspeed.ops.op_builder": {"PackbitsBuilder": Packer},
-        "deepspeed.runtime": {},
-        "deepspeed.runtime.comm": {},
+        "deepspeed.ops.op_builder": {"PackbitsBuilder": lambda: builder},
+        **{name: {} for name in ("deepspeed.utils", "deepspeed.ops", "deepspeed.runtime", "deepspeed.runtime.comm")},
     }
     for name, members in stand_ins.items():
         module = sys.modules[name] = types.ModuleType(name)
