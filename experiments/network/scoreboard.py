@@ -249,8 +249,6 @@ without headers, over those that the program or `jc.wire` says; least and most o
 
 
 def link_columns(rates: list[float | None]) -> Columns:
-    """Of the table of links."""
-
     def on_links(row: dict[str, Any]) -> str:
         found = [sent / said for sent, said in zip(row["payload_bytes"], row["said_bytes"], strict=True) if said]
         return f"{min(found):.3f} - {max(found):.3f}" if found else "-"

@@ -1,5 +1,6 @@
 """One worker of the laboratory: does what it is asked, on a host of its own, and says how long it took."""
 
+import functools
 import itertools
 import time
 from collections.abc import Callable
@@ -67,18 +68,12 @@ class Exchange:
         # Laplace entries times a scale that varies: heavier tails than a normal law, as gradients have.
         rng = np.random.default_rng([jax.process_index(), size])
         scale = np.exp(rng.normal(size=size)).astype(np.float32)
-        rows = [rng.laplace(size=(1, size)).astype(np.float32) * scale for _ in range(GRADIENTS)]
-        gradients = [workers.own(row) for row in rows]
+        gradients = [workers.own(rng.laplace(size=(1, size)).astype(np.float32) * scale) for _ in range(GRADIENTS)]
         self.gradients = itertools.cycle(gradients)
-        state, specs = workers.start(tx, workers.replicate(np.zeros(size, np.float32)))
-
-        def one(state, gradient):
-            return tx.update(gradient[0], state)
-
-        step = jax.shard_map(one, mesh=workers.mesh, in_specs=(specs, P(AXIS)), out_specs=(P(), specs))
-        self.step = jax.jit(step, donate_argnums=0).lower(state, gradients[0]).compile()
-        self.state = state
-        self.one, self.alone = one, None
+        self.state, specs = workers.start(tx, workers.replicate(np.zeros(size, np.float32)))
+        self.one = lambda state, gradient: tx.update(gradient[0], state)
+        step = jax.shard_map(self.one, mesh=workers.mesh, in_specs=(specs, P(AXIS)), out_specs=(P(), specs))
+        self.step = jax.jit(step, donate_argnums=0).lower(self.state, gradients[0]).compile()
         self.described = {"ledger_bytes": jc.ledger(self.step).total_bytes}
 
     def take(self) -> Any:
@@ -98,29 +93,31 @@ class Exchange:
         at: as of `ends_of`. On fewer cores than workers some have to wait for a core, as they do in an exchange.
         """
         if self.alone is None:
-            self.alone = self.without_network()
-        if not self.alone:
             return {"seconds": None}
-        run, state = self.alone
         gradient, place = next(self.gradients).addressable_data(0), jnp.asarray(jax.process_index(), jnp.int32)
         time.sleep(max(0.0, at - time.perf_counter()))
-        _, (_, *leaves) = jax.block_until_ready(run(place, state, gradient))
-        seconds = time.perf_counter() - at
-        self.alone = run, jax.tree.unflatten(jax.tree.structure(state), leaves)
-        return {"seconds": seconds}
+        self.alone(place, gradient)
+        return {"seconds": time.perf_counter() - at}
 
-    def without_network(self) -> tuple[Any, ...]:
-        """The program with its collectives cut out, (place, state, gradient) -> (sent, results), and its state.
+    @functools.cached_property
+    def alone(self) -> Callable[[Any, Any], None] | None:
+        """(place, gradient) -> a step of the program with its collectives cut out, which has a state of its own.
 
-        Nothing, if its work cannot be told from its exchange.
+        None if its work cannot be told from its exchange.
         """
         mine = lambda x: jnp.array(x.addressable_data(0))
         state, gradient = jax.tree.map(mine, self.state), mine(next(self.gradients))
         try:
             halves = offline(self.one, {AXIS: jax.device_count()}, state, gradient)
         except Inseparable:
-            return ()
+            return None
         run, first = jax.jit(halves.whole, donate_argnums=2), jnp.zeros((), jnp.int32)
         send = lambda received: run(first, received, jax.tree.map(jnp.copy, state), gradient)[0]
         received = [jnp.asarray(x) for x in settled(halves.arrivals, send)]
-        return lambda place, state, gradient: run(place, received, state, gradient), state
+
+        def step(place: Any, gradient: Any) -> None:
+            nonlocal state
+            _, (_, *leaves) = jax.block_until_ready(run(place, received, state, gradient))
+            state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+        return step
