@@ -64,10 +64,24 @@ def end_all(processes: Iterable[subprocess.Popen], patience: float = 0.0) -> Non
             time.sleep(0.02)
     signal_all(processes, signal.SIGKILL)
     for process in processes:
-        process.wait()
+        reap(process)
         if process.stdin is not None:
             with contextlib.suppress(OSError):  # what it did not read any more
                 process.stdin.close()
+
+
+def reap(process: subprocess.Popen) -> None:
+    """Waits for a process without its lock, as `Popen.wait` would.
+
+    A signal whose handler raises, as Ctrl-C's does, may come when `Popen.poll` has just taken the lock and is not yet
+    where it would give it back. Nobody ever gets it again then, and `wait` would wait for ever.
+    """
+    if process.returncode is None:
+        try:
+            _, status = os.waitpid(process.pid, 0)
+        except ChildProcessError:  # the interrupted call has, and what it heard is lost
+            status = 0
+        process.returncode = os.waitstatus_to_exitcode(status)
 
 
 def signal_all(processes: Iterable[subprocess.Popen], number: int) -> None:

@@ -5,6 +5,7 @@ A process that fails says why and ends at once; its peers then lose their connec
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from experiments.lib.cli import UserError
 from experiments.lib.errors import line_of
 from experiments.lib.launch import end_all, free_port, handling, start
 
-__all__ = ["Failed", "Group", "agree", "join", "leave", "or_die", "stopping", "training_group"]
+__all__ = ["STOPPED", "Failed", "Group", "agree", "farewell", "join", "leave", "or_die", "stopping", "training_group"]
 
 # How the failure of another process looks from here.
 LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "gloo", "unavailable")
@@ -34,6 +35,7 @@ USER, DEFECT, ALONE = 2, 1, 3  # exit status: the user can mend it; it is a defe
 RANKS = {USER: 1, DEFECT: 1, ALONE: 2, -signal.SIGABRT: 3}  # a kill is first, what JAX does when left alone last
 STOPPED = 130
 PATIENCE = 30.0  # seconds that processes have to stop together, before they are killed
+LEAVING = 5.0  # seconds that JAX's farewell may take, and twice that for process 0
 SILENT = 5.0  # seconds that a process waits for the others without a word
 LAST_SECONDS = 2.0  # that processes have to say why they failed, and to clear up
 TAIL = 15  # lines of a log that are shown
@@ -156,21 +158,43 @@ def stopping(alone: bool) -> Iterator[Callable[[int], bool]]:
     """
     from jax.experimental import multihost_utils
 
-    asked = threading.Event()
+    asked: list[int] = []  # no Event, whose lock a second signal could find taken by the first
+    # JAX has all stop at the call after the last one so far. Steps begin anew with each job, and a run that goes on
+    # begins late: the step that follows the last one might never come.
+    calls = itertools.count(1)
 
-    def ask(*_: Any) -> None:
+    def ask(number: int, _: Any) -> None:
         signal.signal(signal.SIGINT, interrupt)
         if alone:
-            asked.set()
+            asked.append(number)
         else:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with handling(ask, *((signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,))):
-        yield (lambda step: asked.is_set()) if alone else multihost_utils.reached_preemption_sync_point
+        yield lambda step: bool(asked) if alone else multihost_utils.reached_preemption_sync_point(next(calls))
 
 
 def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def farewell(status: int) -> int:
+    """Waits until all are ready to leave; from then on this process ends within seconds. Returns its exit status.
+
+    Where a SIGTERM reaches one process while another already leaves, JAX's own farewell takes three minutes: the one
+    waits for the other to agree on a step to stop after, and the other for the one to leave as well.
+    """
+    import jax
+    from jax.experimental.multihost_utils import sync_global_devices
+
+    sync_global_devices("farewell")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Process 0 is the last: JAX aborts those that lose their coordinator.
+    timer = threading.Timer(LEAVING * (1 if jax.process_index() else 2), os._exit, [status])
+    timer.daemon = True
+    timer.start()
+    return status
 
 
 # ------------------------------------------------------------------------------------------------
@@ -208,22 +232,34 @@ class Group:
         return self.logs / f"process-{process}.log"
 
     def wait(self) -> None:
-        """Waits for all to end; on SIGINT and SIGTERM has them stop after a common step. One that fails stops all."""
-        try:
-            with handling(interrupt, signal.SIGTERM):
-                self.end_or(lambda: False)
-            if self.failed():
-                raise self.failure()
-            if any(self.codes()):
-                raise KeyboardInterrupt
-        except KeyboardInterrupt:
-            with contextlib.suppress(ProcessLookupError):
-                self.processes[0].send_signal(signal.SIGTERM)  # who has all stop after a common step
-            end = time.monotonic() + PATIENCE
-            self.end_or(lambda: time.monotonic() > end)
-            raise KeyboardInterrupt from None
-        finally:
-            self.kill()
+        """Waits for all to end; on SIGINT and SIGTERM has them stop after a common step. One that fails stops all.
+
+        Raises:
+            KeyboardInterrupt: they were stopped; if process 0 ended with `STOPPED`, it has said how to go on.
+        """
+        # Noted, not raised: an exception in the middle of `Popen.poll` would leave its lock taken for ever.
+        asked: list[int] = []
+        with handling(lambda number, _: asked.append(number), signal.SIGINT, signal.SIGTERM):
+            try:
+                if self.end_or(lambda: bool(asked) or STOPPED in self.codes()):
+                    self.stop(at_once=lambda: len(asked) > 1)
+                elif self.failed():
+                    raise self.failure()
+                if asked or any(self.codes()):
+                    raise KeyboardInterrupt
+            finally:
+                self.kill()
+
+    def stop(self, at_once: Callable[[], bool]) -> None:
+        """Has all stop after a common step, if they can within `PATIENCE` seconds; raises what fails meanwhile."""
+        if STOPPED not in self.codes():
+            self.processes[0].send_signal(signal.SIGTERM)  # JAX tells the others
+        end = time.monotonic() + PATIENCE
+        self.end_or(lambda: at_once() or time.monotonic() > end)
+        codes = [code for code in self.codes() if code is not None]
+        # What is left alone fails, too; and SIGTERM ends one that has not joined the others yet.
+        if not {STOPPED, -signal.SIGTERM} & {*codes} and any(code and RANKS.get(code, 0) <= 1 for code in codes):
+            raise self.failure()
 
     def end_or(self, happens: Callable[[], bool]) -> bool:
         """Waits until all have ended, one has failed, or something happens; whether that was it."""

@@ -96,7 +96,7 @@ def main(arguments: Sequence[str], of: type["Run"] | None = None) -> int:
     with processes.or_die():
         processes.join(*(run.place[key] for key in ("coordinator", "num_processes", "process_id", "patience")))
         with processes.stopping(alone=False) as stop_after:
-            return run.go(stop_after)
+            return processes.farewell(run.go(stop_after))
 
 
 def check_place(place: dict[str, Any]) -> None:
@@ -129,10 +129,16 @@ def start(run: "Run") -> int:
     words = [run.kind, *run.arguments, "--processes", "1", "--workers", str(workers_of(run.options, number))]
     with folders.claimed(*run.where):
         pass  # what is wrong with options or the folder is said before they start
+    group = processes.training_group(words, number)
     try:
-        processes.training_group(words, number).wait()
+        group.wait()
     except KeyboardInterrupt:
-        return 130  # process 0 has said how to go on
+        if group.processes[0].returncode not in (0, processes.STOPPED):  # it has not said how it ended
+            begun = run.place["name"] and (run.folder / "config.json").is_file()
+            found = how_to_find(run.place["runs"], run.folder)
+            lost = f": what followed the newest checkpoint is lost; continue with --resume{found}"
+            print(f"interrupted{lost if begun else ''}", file=sys.stderr)
+        return processes.STOPPED
     except processes.Failed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
