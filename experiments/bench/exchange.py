@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.bench.timing import bench_parser
-from experiments.dagc.data import skewed_volumes
 from experiments.lib.cli import at_least, common, one_or_more, positive
+from experiments.lib.data import skewed_volumes
 from experiments.lib.netlab import laboratory
 from experiments.lib.pool import Tasks, serve
 from experiments.lib.report import new_console, show

@@ -13,8 +13,7 @@ import numpy as np
 from jax import lax
 
 import jaxcomp as jc
-from experiments.dagc.data import imbalanced_split, skewed_volumes
-from experiments.lib.data import DATASETS, load
+from experiments.lib.data import DATASETS, imbalanced_split, load, skewed_volumes
 from experiments.lib.flat import flat_model, local_batches, local_steps
 from jaxcomp.base import State, accumulate, for_worker
 

@@ -19,11 +19,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict  # py
 from flwr.clientapp import ClientApp  # pyright: ignore[reportMissingImports]
 from flwr.serverapp import ServerApp  # pyright: ignore[reportMissingImports]
 
-from experiments.dagc.data import imbalanced_split
 from experiments.federated import LINE
 from experiments.federated.account import Counted, begin, sums_of
 from experiments.federated.plan import HOSTILE, asked_of, plan_for, tampered
-from experiments.lib.data import load
+from experiments.lib.data import imbalanced_split, load
 from experiments.lib.flat import flat_model, local_batches, local_steps
 from experiments.lib.folders import Journal, write_json
 from jaxcomp.flower import RECORD, Rounds, members_mod

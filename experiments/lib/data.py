@@ -12,7 +12,8 @@ import numpy as np
 from experiments.lib.cli import UserError, existing_folder
 from experiments.lib.errors import reading
 
-__all__ = ["DATASETS", "FILES", "Dataset", "batch_of", "dealt", "load", "read_idx", "read_rows", "split"]
+__all__ = ["DATASETS", "FILES", "Dataset", "batch_of", "imbalanced_split", "load", "read_idx", "read_rows"]
+__all__ += ["skewed_volumes", "split"]
 
 
 # Labels for training and for the test, and (part, rows) -> images of either part, "train" or "t10k".
@@ -138,28 +139,51 @@ def split(labels: np.ndarray, workers: int, alpha: float | None, seed: int) -> l
     alpha: None: shuffled and cut into equal parts (IID). Else, of each class the workers get shares drawn from
     Dirichlet(alpha, ..., alpha): small alpha, different label mixes. Every worker gets at least one example.
     """
-    if workers > len(labels):
-        raise UserError(f"{workers} workers for {len(labels)} examples; each needs at least one")
     rng = np.random.default_rng([seed, 1])
     if alpha is None:
-        return [np.sort(part) for part in np.array_split(rng.permutation(len(labels)), workers)]
-    return dealt(labels, rng, lambda _: rng.dirichlet(np.full(workers, alpha)))
+        return _served(np.array_split(rng.permutation(len(labels)), workers))
+    return _dealt(labels, rng, lambda _: rng.dirichlet(np.full(workers, alpha)))
 
 
-def dealt(labels: np.ndarray, rng: np.random.Generator, shares_of: Callable[[int], np.ndarray]) -> list[np.ndarray]:
+def skewed_volumes(workers: int, skew: float) -> np.ndarray:
+    """Volumes log-spaced from `skew` down to 1 over all workers but the last, which has 1 too. float64[n]."""
+    return np.append(np.geomspace(skew, 1.0, workers - 1), 1.0)
+
+
+def imbalanced_split(labels: np.ndarray, workers: int, skew: float, alpha: float, seed: int) -> list[np.ndarray]:
+    """The same of unequal workers, as DAGC's released generator draws them: label mixes from Dirichlet(alpha), volumes
+    log-spaced over `skew`.
+
+    Row i of the mixes is scaled to volume v_i; class c with N_c examples is then shared in the proportions of column
+    c, rounded. Every worker has at least one example; realised volumes differ a little from v.
+    """
+    rng = np.random.default_rng([seed, 11])
+    mixes = rng.dirichlet(np.full(len(np.unique(labels)), alpha), workers)
+    demand = mixes * skewed_volumes(workers, skew)[:, None]
+    shares = demand / demand.sum(0)
+    return _dealt(labels, rng, lambda number: shares[:, number])
+
+
+def _dealt(labels: np.ndarray, rng: np.random.Generator, shares_of: Callable[[int], np.ndarray]) -> list[np.ndarray]:
     """The examples of each class, shuffled, by shares f64[workers] that are drawn or known for the class with this
-    number; whoever got nothing takes one example from the largest. Sorted."""
+    number."""
     pieces = []
     for number, label in enumerate(np.unique(labels)):
         members = rng.permutation(np.flatnonzero(labels == label))
         edges = np.rint(np.cumsum(shares_of(number))[:-1] * len(members)).astype(int)
         pieces.append(np.split(members, edges))
-    joined = [np.concatenate(part) for part in zip(*pieces, strict=True)]
-    for i in range(len(joined)):
-        if not joined[i].size:
-            largest = max(range(len(joined)), key=lambda j: joined[j].size)
-            joined[i], joined[largest] = joined[largest][:1], joined[largest][1:]
-    return [np.sort(part) for part in joined]
+    return _served([np.concatenate(part) for part in zip(*pieces, strict=True)])
+
+
+def _served(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Parts, sorted; whoever got nothing takes one example from the largest."""
+    if len(parts) > (examples := sum(map(len, parts))):
+        raise UserError(f"{len(parts)} workers for {examples} examples; each needs at least one")
+    for i in range(len(parts)):
+        if not parts[i].size:
+            largest = max(range(len(parts)), key=lambda j: parts[j].size)
+            parts[i], parts[largest] = parts[largest][:1], parts[largest][1:]
+    return [np.sort(part) for part in parts]
 
 
 def batch_of(parts: list[np.ndarray], size: int, seed: int, step: int) -> np.ndarray:

@@ -12,8 +12,8 @@ import pytest
 from programs import ROOT, run_to
 
 from experiments.dagc import against_uniform, interval, one, rule_in
-from experiments.dagc import data as dagc_data
 from experiments.dagc.tasks import factor_for, heterogeneous_quadratics, runner
+from experiments.lib import data
 from experiments.lib.cli import UserError
 from jaxcomp import allocate
 
@@ -79,23 +79,23 @@ def test_intervals_are_paired_by_seed():
 
 @pytest.mark.parametrize(("workers", "skew"), [(3, 2.0), (10, 100.0), (10, 1.0)])
 def test_volumes_of_the_released_generator(workers, skew):
-    np.testing.assert_allclose(dagc_data.skewed_volumes(workers, skew), oracle.skewed_volumes(workers, skew))
-    assert dagc_data.skewed_volumes(2, skew).tolist() == [skew, 1.0]
+    np.testing.assert_allclose(data.skewed_volumes(workers, skew), oracle.skewed_volumes(workers, skew))
+    assert data.skewed_volumes(2, skew).tolist() == [skew, 1.0]
 
 
 def test_split_is_a_partition_with_the_volumes_it_was_asked_for(seed):
     labels = np.random.default_rng(seed).integers(0, 10, 20_000)
-    parts = dagc_data.imbalanced_split(labels, 10, 100.0, 1.0, seed)
+    parts = data.imbalanced_split(labels, 10, 100.0, 1.0, seed)
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
     volumes = np.array([len(part) for part in parts])
-    wanted = dagc_data.skewed_volumes(10, 100.0)
+    wanted = data.skewed_volumes(10, 100.0)
     # Label mixes differ, classes are equally large: volumes are met roughly.
     assert np.all(np.abs(np.log(volumes / volumes.sum() / (wanted / wanted.sum()))) < 1.0)
     mixes = np.array([np.bincount(labels[part], minlength=10) / len(part) for part in parts])
     assert mixes.std(0).mean() > 0.03
     with pytest.raises(UserError, match="5 workers for 3 examples"):
-        dagc_data.imbalanced_split(np.zeros(3, int), 5, 2.0, 1.0, 0)
-    assert [len(part) for part in dagc_data.imbalanced_split(np.zeros(3, int), 3, 50.0, 1.0, 0)] == [1, 1, 1]
+        data.imbalanced_split(np.zeros(3, int), 5, 2.0, 1.0, 0)
+    assert [len(part) for part in data.imbalanced_split(np.zeros(3, int), 3, 50.0, 1.0, 0)] == [1, 1, 1]
 
 
 @pytest.mark.slow
