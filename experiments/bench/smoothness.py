@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import jaxcomp as jc
 from experiments.bench.timing import bench_parser, report, time_all
 from experiments.lib.cli import at_least
-from experiments.smoothness.problems import add_data, make_problem
+from experiments.lib.data import add_rows
+from experiments.smoothness.problems import make_problem
 from experiments.smoothness.runner import gradient_of
 from jaxcomp.base import State, accumulate, add_own, for_worker
 
@@ -22,7 +23,7 @@ LEARNING = 0.1  # of the shifts; no time depends on it
 
 def main(arguments: Sequence[str]) -> int:
     p = bench_parser("bench smoothness", __doc__, repeats=21)
-    add_data(p)
+    add_rows(p, "digits")
     p.add_argument("--workers", type=at_least(1), default=20, help="simulated by vmap")
     o = p.parse_args(arguments)
 

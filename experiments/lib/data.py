@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.lib.cli import UserError, existing_folder
+from experiments.lib.cli import Parser, UserError, existing_folder
 from experiments.lib.errors import reading
 
-__all__ = ["DATASETS", "FILES", "Dataset", "batch_of", "imbalanced_split", "load", "read_idx", "read_rows"]
+__all__ = ["DATASETS", "Dataset", "add_rows", "batch_of", "imbalanced_split", "load", "read_idx", "read_rows"]
 __all__ += ["skewed_volumes", "split"]
 
 
@@ -91,13 +91,16 @@ def load(name: str, folder: Path | None = None, choose: Callable | None = None, 
     return Dataset(name, train_x, train_y, images("t10k", slice(None if test else 0)), test_y, rows)
 
 
-FILES = "LIBSVM text (plain, .gz, .bz2, .xz), .npz of X and y or of a sparse matrix, .mat"
+def add_rows(p: Parser, without: str) -> None:
+    """--data, a file for `read_rows`. without: what there is if it is not given."""
+    files = "LIBSVM text (plain, .gz, .bz2, .xz), .npz of X and y or of a sparse matrix, .mat"
+    p.add_argument("--data", type=Path, default=None, help=f"{files}; without it {without}")
 
 
 def read_rows(path: Path, num_features: int | None = None) -> tuple[Any, np.ndarray]:
     """A file of rows with labels: a SciPy CSR matrix [m, d] without stored zeros, and labels f64[m].
 
-    path: one of `FILES`. num_features: d of LIBSVM text; None: the largest index in the file.
+    path: as `add_rows` says. num_features: d of LIBSVM text; None: the largest index in the file.
     """
     import scipy.sparse
 

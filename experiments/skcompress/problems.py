@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib.cli import Parser
-from experiments.lib.data import FILES, load, read_rows
+from experiments.lib.data import load, read_rows
 from experiments.lib.flat import flat_model
 
-__all__ = ["LOSSES", "Problem", "Rows", "add_data", "linear", "network", "read", "synthetic"]
+__all__ = ["LOSSES", "Problem", "Rows", "linear", "network", "read", "synthetic"]
 
 LOSSES = ("logistic", "svm", "regression")
 L2 = 1e-5  # on the features that occur in a batch, as in the released code
@@ -43,10 +42,6 @@ class Problem(NamedTuple):
     data: Any
     loss: Callable[..., Any]
     gradient: Callable[..., Any]
-
-
-def add_data(p: Parser) -> None:
-    p.add_argument("--data", type=Path, default=None, help=f"{FILES}; without it a synthetic set")
 
 
 def synthetic(

@@ -15,9 +15,10 @@ import numpy as np
 import jaxcomp as jc
 from experiments.bench.codes import general_coders
 from experiments.lib.cli import at_least, common
+from experiments.lib.data import add_rows
 from experiments.lib.run import Run, parser_of
 from experiments.lib.step import dense
-from experiments.skcompress.problems import add_data, linear, read, synthetic
+from experiments.skcompress.problems import linear, read, synthetic
 from jaxcomp import codes
 from jaxcomp.payloads import Sketch, sketch_bits
 from jaxcomp.wire.bitstream import unpack_words
@@ -225,7 +226,7 @@ def speed(place: int) -> Callable[[Measured], str]:
 
 def main(arguments: Sequence[str]) -> int:
     p = parser_of("skcompress sizes", __doc__)
-    add_data(p)
+    add_rows(p, "a synthetic set")
     common(p, "seed", batch=(1600, "examples for each gradient"))
     common(
         p, steps={"type": at_least(GRADIENTS), "default": 60, "help": f"of Adam; {GRADIENTS} gradients are recorded"}

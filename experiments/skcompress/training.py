@@ -15,9 +15,10 @@ import optax
 
 import jaxcomp as jc
 from experiments.lib.cli import at_least, common
+from experiments.lib.data import add_rows
 from experiments.lib.run import Run, parser_of
 from experiments.lib.step import updated
-from experiments.skcompress.problems import LOSSES, Problem, add_data, linear, network, read, synthetic
+from experiments.skcompress.problems import LOSSES, Problem, linear, network, read, synthetic
 
 __all__ = ["main"]
 
@@ -104,7 +105,7 @@ def train(problem: Problem, method: Method, optimizer: Any, steps: int, workers:
 
 def main(arguments: Sequence[str]) -> int:
     p = parser_of("skcompress training", __doc__)
-    add_data(p)
+    add_rows(p, "a synthetic set")
     kinds = [*LOSSES, NETWORK]
     p.add_argument("--problems", nargs="+", choices=kinds, default=kinds, help="models")
     p.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=[*OPTIMIZERS], help="of the mean")

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from experiments.lib.cli import UserError, at_least, common, positive
+from experiments.lib.data import add_rows
 from experiments.lib.run import Columns, Run, parser_of
 from experiments.smoothness.networks import networks
-from experiments.smoothness.problems import Problem, add_data, make_problem
+from experiments.smoothness.problems import Problem, make_problem
 from experiments.smoothness.runner import Curves, run_setup
 from experiments.smoothness.setups import STUDIES, Setup
 
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     known += "; networks: layer-wise and diagonal smoothness on a small CNN (--rounds, --budgets and --seeds alone)"
     p = parser_of("smoothness", __doc__)
     p.add_argument("study", nargs="?", choices=[*STUDIES, "networks"], default="all", help=known)
-    add_data(p)
+    add_rows(p, "digits")
     p.add_argument("--workers", nargs="+", type=at_least(1), default=None, help="n; a table for each")
     p.add_argument("--l2", type=positive, default=None, help="also mu; without it 1e-2 for digits, else 1e-3")
     p.add_argument("--budgets", nargs="+", type=positive, default=None, help="non-zeros over d; the best counts")

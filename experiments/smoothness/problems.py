@@ -6,18 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import jaxcomp as jc
-from experiments.lib.cli import Parser, UserError
-from experiments.lib.data import FILES, read_rows
+from experiments.lib.cli import UserError
+from experiments.lib.data import read_rows
 from jaxcomp.smoothness.preprocess import scaled_rows
 
-__all__ = ["Problem", "add_data", "make_problem"]
+__all__ = ["Problem", "make_problem"]
 
 FEATURES = {"a1a": 123}  # of files in which the last features do not occur
 MOST_FEATURES = 4096  # of a file: the operators and the exact optimum are dense, d x d
-
-
-def add_data(p: Parser) -> None:
-    p.add_argument("--data", type=Path, default=None, help=f"{FILES}; without it digits")
 
 
 class Problem(NamedTuple):
@@ -46,7 +42,7 @@ class Problem(NamedTuple):
 def make_problem(path: Path | None, workers: int, l2: float = 1e-3) -> Problem:
     """Rows divided by their largest magnitude, dealt to workers in the order of their norms, with the exact optimum.
 
-    path: one of `FILES`; None: digits, the lower half against the upper one.
+    path: of `read_rows`; None: digits, the lower half against the upper one.
     """
     rows, labels = _read(path)
     rows = scaled_rows(rows)
