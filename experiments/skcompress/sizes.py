@@ -4,7 +4,8 @@ Gradients are recorded from training with Adam and compressed by every method. B
 hosts without its frame; encode and decode make and read them on the host, compress and decompress run in jit.
 """
 
-import time
+import functools
+import timeit
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -71,13 +72,11 @@ def methods() -> dict[str, Any]:
 
 def record(problem: Any, batch: int, steps: int, seed: int) -> list[np.ndarray]:
     """GRADIENTS f32[d] of batches, evenly spaced over so many steps of Adam."""
-
-    def batch_of(step: int) -> Any:
-        return problem.data, np.random.default_rng([seed, 6, step]).integers(0, problem.examples, batch)
-
+    numbers = range(1, steps + 1)
+    chosen = (np.random.default_rng([seed, 6, step]).integers(0, problem.examples, batch) for step in numbers)
+    taken = dense(jnp.asarray(problem.params), problem.gradient, 0.01, ((problem.data, rows) for rows in chosen))
     wanted = set(np.linspace(1, steps, GRADIENTS).round().astype(int))
-    taken = dense(jnp.asarray(problem.params), problem.gradient, 0.01, map(batch_of, range(1, steps + 1)))
-    return [flat for step, (_, flat) in enumerate(taken, 1) if step in wanted]
+    return [flat for step, (_, flat) in zip(numbers, taken, strict=True) if step in wanted]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -86,17 +85,8 @@ def record(problem: Any, batch: int, steps: int, seed: int) -> list[np.ndarray]:
 
 def timed(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     """The result, and the least seconds of REPEATS calls after a first one."""
-    result, seconds = jax.block_until_ready(call(*arguments)), []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        jax.block_until_ready(call(*arguments))
-        seconds.append(time.perf_counter() - start)
-    return result, min(seconds)
-
-
-def roundtrip_of(compressor: Any) -> Callable[[np.ndarray], Any]:
-    """x -> C(x) and the payload; compiled once."""
-    return jax.jit(lambda x: jc.roundtrip(compressor, x, key=jax.random.key(0)))
+    run = lambda: jax.block_until_ready(call(*arguments))
+    return run(), min(timeit.repeat(run, number=1, repeat=REPEATS))
 
 
 def meter(name: str, compressor: Any) -> Callable[[np.ndarray], list[Measured]]:
@@ -165,32 +155,31 @@ def key_seconds(coder: str, keys: Any, counts: Any) -> tuple[float, ...]:
     return 0.0, 0.0, encoding, timed(decode, coded, counts)[1]
 
 
-def chain_meter() -> Callable[[np.ndarray], list[Measured]]:
-    """Measures the steps of CHAIN."""
-    modes = ("paper", "quantile", "recentred")
-    runs = {mode: roundtrip_of(jc.skcompress(mode=mode, buckets=256, power=0, room=1.0)) for mode in modes}
+@functools.partial(jax.jit, static_argnums=0)
+def sketched(mode: str, x: Any) -> Any:
+    """C(x) and the payload of a step of CHAIN."""
+    return jc.roundtrip(jc.skcompress(mode=mode, buckets=256, power=0, room=1.0), x, key=jax.random.key(0))
 
-    def measure(x: np.ndarray) -> list[Measured]:
-        done, rows = {mode: jax.device_get(run(x)) for mode, run in runs.items()}, []
-        keys = np.flatnonzero(x).astype(np.int32)
-        counts = np.array([keys.size], np.int32)
-        for name, (mode, coder, huffman) in CHAIN.items():
-            if mode is None:
-                lists = int(codes.key_bits(keys, counts, coder=coder)) / 8 if coder else 4 * keys.size
-                times = (key_seconds(coder, keys, counts),) if coder else ()
-                rows.append(measured(name, x, x, lists, 4 * keys.size, 0, *times))
-                continue
-            x_hat, payload = done[mode]
-            bits = sketch_bits(payload)
-            # Cells that are not coded take whole bytes with SketchML's key coder.
-            used = np.max(np.flatnonzero(unpack_words(payload.cells)), initial=-1) + 1
-            values = int(bits.values) if huffman else used * (8 if coder == "sketchml" else payload.cells.shape[0])
-            lists = int(codes.key_bits(payload.keys, payload.counts, coder=coder))
-            times = key_seconds(coder, payload.keys, payload.counts)
-            rows.append(measured(name, x, x_hat, lists / 8, values / 8, int(bits.tables) / 8, times))
-        return rows
 
-    return measure
+def measure_chain(x: np.ndarray) -> list[Measured]:
+    """The steps of CHAIN."""
+    rows, keys = [], np.flatnonzero(x).astype(np.int32)
+    counts = np.array([keys.size], np.int32)
+    for name, (mode, coder, huffman) in CHAIN.items():
+        if mode is None:
+            lists = int(codes.key_bits(keys, counts, coder=coder)) / 8 if coder else 4 * keys.size
+            times = (key_seconds(coder, keys, counts),) if coder else ()
+            rows.append(measured(name, x, x, lists, 4 * keys.size, 0, *times))
+            continue
+        x_hat, payload = jax.device_get(sketched(mode, x))
+        bits = sketch_bits(payload)
+        # Cells that are not coded take whole bytes with SketchML's key coder.
+        used = np.max(np.flatnonzero(unpack_words(payload.cells)), initial=-1) + 1
+        values = int(bits.values) if huffman else used * (8 if coder == "sketchml" else payload.cells.shape[0])
+        lists = int(codes.key_bits(payload.keys, payload.counts, coder=coder))
+        times = key_seconds(coder, payload.keys, payload.counts)
+        rows.append(measured(name, x, x_hat, lists / 8, values / 8, int(bits.tables) / 8, times))
+    return rows
 
 
 def together(rows: Sequence[Measured]) -> Measured:
@@ -227,16 +216,14 @@ def speed(place: int) -> Callable[[Measured], str]:
 def main(arguments: Sequence[str]) -> int:
     p = parser_of("skcompress sizes", __doc__)
     add_rows(p, "a synthetic set")
-    common(p, "seed", batch=(1600, "examples for each gradient"))
-    common(
-        p, steps={"type": at_least(GRADIENTS), "default": 60, "help": f"of Adam; {GRADIENTS} gradients are recorded"}
-    )
+    steps = {"type": at_least(GRADIENTS), "default": 60, "help": f"of Adam; {GRADIENTS} gradients are recorded"}
+    common(p, "seed", batch=(1600, "examples for each gradient"), steps=steps)
     run = Run(p, arguments, "skcompress-sizes")
     o = run.options
     problem = linear(synthetic(seed=o.seed) if o.data is None else read(o.data), "logistic")
     recorded = record(problem, o.batch, o.steps, o.seed)
     meters = {"general compressors": measure_raw, **{name: meter(name, c) for name, c in methods().items()}}
-    meters["parts"] = chain_meter()
+    meters["parts"] = measure_chain
 
     def measure(name: str) -> list[Measured]:
         return [together(rows) for rows in zip(*map(meters[name], recorded), strict=True)]
