@@ -86,7 +86,6 @@ class Federation:
         return self
 
     def start(self, name: str, words: list[str]) -> None:
-        words[0] = shutil.which(words[0], path=self.env["PATH"]) or words[0]
         with (self.folder / "clients" / f"{name}.log").open("a") as log:
             self.processes[name] = start(words, cwd=self.home, env=self.env, stdout=log, stderr=log)
 
@@ -100,8 +99,7 @@ class Federation:
 
     def flwr(self, *words: str, tries: int = 1) -> None:
         for left in reversed(range(tries)):
-            command = [shutil.which("flwr", path=self.env["PATH"]) or "flwr", *words]
-            result = subprocess.run(command, cwd=self.home, env=self.env, capture_output=True, text=True)
+            result = subprocess.run(["flwr", *words], cwd=self.home, env=self.env, capture_output=True, text=True)
             if result.returncode == 0:
                 return
             if not left:
