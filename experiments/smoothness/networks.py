@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 import jaxcomp as jc
@@ -52,13 +53,15 @@ def steps_of(diag: np.ndarray, share: float, design: str) -> np.ndarray:
 def networks(run: Run) -> int:
     """The study `networks` of `python -m experiments smoothness`."""
     o, data = run.options, load("digits")
+    params = nnx.state(model_of(data, 0), nnx.Param)
+    d = optax.tree.size(params)
     o.rounds, o.budgets = o.rounds or STEPS, o.budgets or SHARES
 
     def measure(case: tuple[float, str]) -> dict[str, Any]:
         share, name = case
         runs = [train(data, name, share, seed, o.rounds) for seed in o.seeds]
         losses, sent = (np.array(each) for each in zip(*runs, strict=True))
-        numbers = {DITHERING: 0, LAYERS: len(leaves), DIAGONAL: d}[name]
+        numbers = {DITHERING: 0, LAYERS: len(jax.tree.leaves(params)), DIAGONAL: d}[name]
         row = {
             "method": name,
             "budget": share,
@@ -69,8 +72,6 @@ def networks(run: Run) -> int:
         run.add(row | {"loss": losses.tolist(), "sent": sent.tolist()})
         return row | {"curve": (sent.mean(0) / 8e6, running_mean(losses, 20))}
 
-    leaves = [leaf.size for leaf in jax.tree.leaves(nnx.state(model_of(data, 0), nnx.Param))]
-    d = sum(leaves)
     cases = [(share, name) for share in o.budgets for name in METHODS]
     rows = run.rows_of(cases, lambda case: f"{case[1]}, budget {case[0]:g} d", measure)
     title = f"digits, CNN of {d:,} parameters, {o.rounds} steps, seeds {', '.join(map(str, o.seeds))}"
@@ -93,22 +94,19 @@ def train(data: Any, method: str, share: float, seed: int, steps: int) -> tuple[
     graph, params = nnx.split(model_of(data, seed), nnx.Param)
     parts = split(data.train_y, WORKERS, 0.5, seed)
     x, y = jnp.asarray(data.train_x), jnp.asarray(data.train_y)
-    logits = lambda params, x: nnx.merge(graph, params)(x)
-    loss = classified(graph)
-    estimate = jax.jit(
-        lambda params, key: jc.smoothness.ggn_diagonal(lambda p: logits(p, x[:512]), params, key, samples=8)
-    )
+    loss, logits = classified(graph), lambda params: nnx.merge(graph, params)(x[:512])
+    estimate = jax.jit(lambda params, key: jc.smoothness.ggn_diagonal(logits, params, key, samples=8))
 
     def plan(params, key):
         if method == DITHERING:
-            return None, steps_of(np.ones(sum(leaf.size for leaf in jax.tree.leaves(params))), share, "uniform")
-        diagonal = estimate(params, key)
-        operator = jc.smoothness.network_operator(diagonal, damping=DAMPING, per_layer=method == LAYERS)
-        return operator, steps_of(np.asarray(operator.diag), share, "dcgd+")
+            operator, design = jc.smoothness.diagonal_of(np.ones(optax.tree.size(params))), "uniform"
+        else:
+            curvature, design = estimate(params, key), "dcgd+"
+            operator = jc.smoothness.network_operator(curvature, damping=DAMPING, per_layer=method == LAYERS)
+        return operator, steps_of(np.asarray(operator.diag), share, design)
 
     operator, h = plan(params, jax.random.key(seed))
-    inner = jc.dithering(steps=h)
-    compressor = jc.flat(inner if operator is None else jc.precondition(inner, operator))
+    compressor = jc.flat(jc.precondition(jc.dithering(steps=h), operator))
     run = jc.rounds(jc.descend(jc.direct(compressor), RATE), AXIS, seed=seed)
     state, axes = jc.init_state(run, params, WORKERS, AXIS)
 
@@ -117,7 +115,7 @@ def train(data: Any, method: str, share: float, seed: int, steps: int) -> tuple[
     mean_loss = jax.jit(lambda state, x, y: loss(run.point(state), x, y))
     losses, bits = [], []
     for t in range(steps):
-        if t and t % REFRESH == 0 and operator is not None:
+        if t and t % REFRESH == 0:
             newer, h = plan(run.point(state), jax.random.key(seed + t))
             state = jc.refresh(state, newer, jnp.asarray(h, jnp.float32)[None])
         rows = batch_of(parts, BATCH, seed, t)
