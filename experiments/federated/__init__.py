@@ -159,7 +159,7 @@ def by_client(console: Any, config: dict[str, Any], lines: list[dict[str, Any]],
     starts = Counter(started.read_text().split() if started.is_file() else ())
     counted = lambda counts: ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())) or "-"
     events, rows = plan_for(config).events[: len(lines)], []
-    curves: dict[str, Any] = {"8 bytes an entry": ([], []), "message": ([], [])}
+    names, might, took = [], [], []  # for the figure; kB
     for i, (name, client) in enumerate(clients.items()):
         sent = [each[1:] for line in lines for each in line["sent"] if each[0] == i]
         let_in = [(entries, size) for entries, size, what in sent if what == "in"]
@@ -173,11 +173,11 @@ def by_client(console: Any, config: dict[str, Any], lines: list[dict[str, Any]],
         row |= {"changes": counted(Counter(now[i] for now in events if i in now)), "starts": str(starts[name] or "-")}
         answers = {kind: count for kind, count in client["counts"].items() if kind not in why}
         rows.append(row | {"its answers": counted(answers), "refused": counted(why)})
-        for (names, kB), each in zip(curves.values(), (8 * entries, size), strict=True):
-            names.append(f"{name}: {client['samples']:,}")
-            kB.append(each / 1e3)
+        names.append(f"{name}: {client['samples']:,}")
+        might.append(8 * entries / 1e3)
+        took.append(size / 1e3)
     show_rows(console, "Clients", rows, CLIENT_NOTES, folder / "clients.md")
-    return curves
+    return {"8 bytes an entry": (names, might), "message": (names, took)}
 
 
 def memories(console: Any, lines: list[dict[str, Any]], events: list[dict[int, str]], path: Path) -> None:
