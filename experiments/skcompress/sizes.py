@@ -29,6 +29,7 @@ __all__ = ["Measured", "main", "measure_raw"]
 
 GRADIENTS, REPEATS = 3, 3  # gradients recorded; calls timed after a first one
 SPEEDS = ("compress", "decompress", "encode", "decode")
+UNTIMED = (0.0,) * len(SPEEDS)
 
 
 class Measured(NamedTuple):
@@ -41,7 +42,7 @@ class Measured(NamedTuple):
     tables: float
     nonzeros: int
     error: float
-    seconds: tuple[float, ...] = (0.0,) * len(SPEEDS)
+    seconds: tuple[float, ...]
 
     @property
     def bytes(self) -> float:
@@ -49,11 +50,11 @@ class Measured(NamedTuple):
 
 
 def measured(
-    name: str, x: np.ndarray, x_hat: np.ndarray, keys: float, values: float, tables: float, *seconds: tuple[float, ...]
+    name: str, x: np.ndarray, x_hat: np.ndarray, keys: float, values: float, tables: float, seconds: Any = UNTIMED
 ) -> Measured:
     wide = np.float64(x)
     error = np.sum((wide - x_hat) ** 2) / np.sum(wide**2)
-    return Measured(name, keys, values, tables, int(np.count_nonzero(x)), float(error), *seconds)
+    return Measured(name, keys, values, tables, int(np.count_nonzero(x)), float(error), seconds)
 
 
 def methods() -> dict[str, Any]:
@@ -163,22 +164,18 @@ def sketched(mode: str, x: Any) -> Any:
 
 def measure_chain(x: np.ndarray) -> list[Measured]:
     """The steps of CHAIN."""
-    rows, keys = [], np.flatnonzero(x).astype(np.int32)
-    counts = np.array([keys.size], np.int32)
+    rows, present = [], np.flatnonzero(x).astype(np.int32)
     for name, (mode, coder, huffman) in CHAIN.items():
-        if mode is None:
-            lists = int(codes.key_bits(keys, counts, coder=coder)) / 8 if coder else 4 * keys.size
-            times = (key_seconds(coder, keys, counts),) if coder else ()
-            rows.append(measured(name, x, x, lists, 4 * keys.size, 0, *times))
-            continue
-        x_hat, payload = jax.device_get(sketched(mode, x))
-        bits = sketch_bits(payload)
-        # Cells that are not coded take whole bytes with SketchML's key coder.
-        used = np.max(np.flatnonzero(unpack_words(payload.cells)), initial=-1) + 1
-        values = int(bits.values) if huffman else used * (8 if coder == "sketchml" else payload.cells.shape[0])
-        lists = int(codes.key_bits(payload.keys, payload.counts, coder=coder))
-        times = key_seconds(coder, payload.keys, payload.counts)
-        rows.append(measured(name, x, x_hat, lists / 8, values / 8, int(bits.tables) / 8, times))
+        x_hat, keys, counts, values, tables = x, present, np.array([present.size], np.int32), 32 * present.size, 0
+        if mode is not None:
+            x_hat, payload = jax.device_get(sketched(mode, x))
+            keys, counts, (_, values, tables) = payload.keys, payload.counts, map(int, sketch_bits(payload))
+            if not huffman:  # cells take whole bytes with SketchML's key coder
+                used = np.max(np.flatnonzero(unpack_words(payload.cells)), initial=-1) + 1
+                values = used * (8 if coder == "sketchml" else payload.cells.shape[0])
+        lists = int(codes.key_bits(keys, counts, coder=coder)) if coder else 32 * keys.size
+        seconds = key_seconds(coder, keys, counts) if coder else UNTIMED
+        rows.append(measured(name, x, x_hat, lists / 8, values / 8, tables / 8, seconds))
     return rows
 
 
