@@ -26,7 +26,8 @@ from jaxcomp.base import State, accumulate, for_worker
 __all__ = ["main"]
 
 APART = {"EDEN, least squares", "integers, stochastic", "MX, sound", "NVFP4, sound", "e4m3"}  # in the table alone
-BITS: dict[str, Any] = {"xlabel": "bits an entry, scales included", "xscale": "log", "ticks": (0.5, 1, 2, 3, 4, 8)}
+SCALES: dict[str, Any] = {"xscale": "log", "yscale": "log", "ticks": (0.5, 1, 2, 3, 4, 8)}
+SCALES["xlabel"] = "bits an entry, scales included"
 
 
 def families() -> dict[str, list]:
@@ -161,9 +162,8 @@ def main(arguments: Sequence[str]) -> int:
             status.update(q.name)
             row = {"family": q.family, "name": q.name, "bits": q.bits, "speed": 2**o.log2_timed / sum(seconds) / 1e6}
             row["ms"] = [f"{1e3 * s:.1f}" for s in seconds] if len(seconds) == 2 else ["", ""]
-            rows.append(
-                row | {"errors": {name: error_of(q, xs, jax.random.key(o.seed)) for name, xs in sources.items()}}
-            )
+            row["errors"] = {name: error_of(q, xs, jax.random.key(o.seed)) for name, xs in sources.items()}
+            rows.append(row)
     columns = {
         "quantizer": "{name}",
         "bits / entry": "{bits:.3f}",
@@ -182,10 +182,9 @@ def main(arguments: Sequence[str]) -> int:
     report(o, f"{o.workers} workers, d = 2^{o.log2_size}", columns, rows, notes)
     if o.plot is not None:
         panels = {name: lines(rows, lambda row, name=name: row["errors"][name]) for name in sources}
-        draw_panels(o.plot, panels, ylabel=f"NMSE of the mean of {o.workers} workers", yscale="log", **BITS)
+        draw_panels(o.plot, panels, ylabel=f"NMSE of the mean of {o.workers} workers", **SCALES)
         panels = {"compress and decompress": lines(rows, lambda row: row["speed"])}
-        path = o.plot.with_stem(f"{o.plot.stem}-speed")
-        draw_panels(path, panels, ylabel="million entries a second", yscale="log", **BITS)
+        draw_panels(o.plot.with_stem(f"{o.plot.stem}-speed"), panels, ylabel="million entries a second", **SCALES)
     return 0
 
 
