@@ -127,8 +127,8 @@ def report(config: dict[str, Any], folder: Path) -> None:
     sizes = by_client(console, config, lines, folder)
     total = lambda key: sum(line[key] for line in lines)
     refused = Counter(why.split(":")[0] for line in lines for _, why in line["refused"])
-    row = {"test accuracy": f"{lines[0]['accuracy']:.3f} -> {lines[-1]['accuracy']:.3f}"}
-    row |= {"loss": f"{lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f}"}
+    change = lambda key: f"{lines[0][key]:.3f} -> {lines[-1][key]:.3f}"
+    row = {"test accuracy": change("accuracy"), "loss": change("loss")}
     row |= {f"MB {way}": f"{total(f'{way}_bytes') / 1e6:.3f}" for way in ("up", "used", "down")}
     row |= {key: str(total(key)) for key in ("asked", "used", "late", "missing")}
     row |= {"refused": str(refused.total()), "clipped": str(sum(len(line["clipped"]) for line in lines))}
