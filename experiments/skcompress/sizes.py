@@ -90,31 +90,27 @@ def timed(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     return run(), min(timeit.repeat(run, number=1, repeat=REPEATS))
 
 
-def meter(name: str, compressor: Any) -> Callable[[np.ndarray], list[Measured]]:
-    """Measures a method on gradients f32[d]."""
-    key = jax.random.key(0)
-    compress = jax.jit(lambda x, state: compressor.compress(key, x, state)[0])
-    decompress = jax.jit(compressor.decompress, static_argnums=2)
+compress = jax.jit(lambda compressor, x, state: compressor.compress(jax.random.key(0), x, state)[0], static_argnums=0)
+decompress = jax.jit(lambda compressor, *what: compressor.decompress(*what), static_argnums=(0, 3))
 
-    def measure(x: np.ndarray) -> list[Measured]:
-        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        state = compressor.init(key, like)
-        sent, compressing = timed(compress, jnp.asarray(x), state)
-        x_hat, decompressing = timed(decompress, sent, state.shared, like)
-        payload = jax.device_get(sent)
-        data, encoding = timed(lambda: jc.wire.encode(payload, code="best"))
-        _, decoding = timed(jc.wire.decode, data)
-        total = len(data) - FRAME_BYTES
-        if isinstance(payload, Sketch):
-            keys, values = (int(bits) / 8 for bits in sketch_bits(payload)[:2])
-        else:
-            values = int(jc.code_bits(payload.values, code="best")) / 8
-            keys = total - values
-        # Tables come with all headers, and with the bits that fill the last byte of each part.
-        seconds = (compressing, decompressing, encoding, decoding)
-        return [measured(name, x, np.asarray(x_hat), keys, values, total - keys - values, seconds)]
 
-    return measure
+def measure_method(name: str, compressor: Any, x: np.ndarray) -> list[Measured]:
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    state = compressor.init(jax.random.key(0), like)
+    sent, compressing = timed(compress, compressor, jnp.asarray(x), state)
+    x_hat, decompressing = timed(decompress, compressor, sent, state.shared, like)
+    payload = jax.device_get(sent)
+    data, encoding = timed(lambda: jc.wire.encode(payload, code="best"))
+    _, decoding = timed(jc.wire.decode, data)
+    total = len(data) - FRAME_BYTES
+    if isinstance(payload, Sketch):
+        keys, values = (int(bits) / 8 for bits in sketch_bits(payload)[:2])
+    else:
+        values = int(jc.code_bits(payload.values, code="best")) / 8
+        keys = total - values
+    # Tables come with all headers, and with the bits that fill the last byte of each part.
+    seconds = (compressing, decompressing, encoding, decoding)
+    return [measured(name, x, np.asarray(x_hat), keys, values, total - keys - values, seconds)]
 
 
 def measure_raw(x: np.ndarray) -> list[Measured]:
@@ -219,8 +215,8 @@ def main(arguments: Sequence[str]) -> int:
     o = run.options
     problem = linear(synthetic(seed=o.seed) if o.data is None else read(o.data), "logistic")
     recorded = record(problem, o.batch, o.steps, o.seed)
-    meters = {"general compressors": measure_raw, **{name: meter(name, c) for name, c in methods().items()}}
-    meters["parts"] = measure_chain
+    meters = {name: functools.partial(measure_method, name, compressor) for name, compressor in methods().items()}
+    meters = {"general compressors": measure_raw, **meters, "parts": measure_chain}
 
     def measure(name: str) -> list[Measured]:
         return [together(rows) for rows in zip(*map(meters[name], recorded), strict=True)]
