@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,39 +88,13 @@ def record(model: Any, batches: Iterable[Any], rate: float) -> np.ndarray:
     return np.stack([flat for _, flat in dense(params, gradient, rate, batches)])
 
 
-class Group(NamedTuple):
-    """Sources of vectors f32[d] that make a table: makers of all vectors of each, by name.
-
-    feedback: whether what was not sent is added to the next vector.
-    """
-
-    title: str
-    file: str
-    feedback: bool
-    sources: dict[str, Callable[[], Iterable[np.ndarray]]]
+# Makers of all vectors f32[d] of each source, by its name.
+Sources = dict[str, Callable[[], Iterable[np.ndarray]]]
 
 
-def groups_of(o: Any) -> list[Group]:
-    size, laws = 2**o.log2_size, {}
-    for law, zeros in itertools.product(LAWS, ZEROS):
-        name = f"{law}, {zeros:.0%} zeros" if zeros else law
-        laws[name] = functools.partial(draws, law, zeros, size, o.rounds, o.seed)
-    shares = ", ".join(f"{share:.0%}" for share in ZEROS)
-    groups = [Group(f"{len(LAWS)} known laws, each with {shares} zeros; d = {size:,}", "laws", False, laws)]
-    name = "digits" if o.mnist is None else "MNIST"
-    recorded = {f"CNN, {name}": record_images(name.lower(), o.mnist, o.steps, o.seed)}
-    if o.text is not None:
-        recorded["LSTM, text"] = record_text(o.text, o.steps, o.seed)
-    for (source, x), feedback in itertools.product(recorded.items(), (False, True)):
-        title = f"{source}, {'with' if feedback else 'without'} error feedback; d = {x.shape[1]:,}"
-        file = f"{source.split(',')[0].lower()}-{'feedback' if feedback else 'plain'}"
-        groups.append(Group(title, file, feedback, {source: lambda x=x: x}))
-    return groups
-
-
-def achieved(compressor: Any, ratio: float, group: Group) -> list[list[float]]:
-    """Achieved over target for each source in each round."""
-    tx = jc.compressed_mean((jc.error_feedback if group.feedback else jc.direct)(compressor), None)
+def achieved(compressor: Any, ratio: float, sources: Sources, feedback: bool) -> list[list[float]]:
+    """Achieved over target for each source in each round; feedback: what was not sent is added to the next vector."""
+    tx = jc.compressed_mean((jc.error_feedback if feedback else jc.direct)(compressor), None)
 
     @jax.jit
     def step(state, x):
@@ -134,7 +108,7 @@ def achieved(compressor: Any, ratio: float, group: Group) -> list[list[float]]:
             state, one = step(tx.init(jnp.zeros(x.size)) if state is None else state, x)
             yield float(one)
 
-    return [list(run(vectors())) for vectors in group.sources.values()]
+    return [list(run(vectors())) for vectors in sources.values()]
 
 
 def cell(sources: list[list[float]]) -> str:
@@ -155,29 +129,41 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--text", type=Path, default=None, help="for the LSTM, plain or .xz; without it it is left out")
     common(p, "seed")
     run = Run(p, arguments, "sidco-quality")
-    panels = {}
-    for group in groups_of(run.options):
-        least = compare(run, group)
-        if len(group.sources) == 1:  # vectors of known laws have no order in time
-            panels[group.title] = {name: (range(len(y)), np.maximum(y, 1e-3)) for name, (y,) in least.items()}
-    labels = {"xlabel": "training step", "ylabel": f"achieved / target at {min(run.options.ratios):g}"}
+    o, panels = run.options, {}
+    name = "digits" if o.mnist is None else "MNIST"
+    recorded = {f"CNN, {name}": record_images(name.lower(), o.mnist, o.steps, o.seed)}
+    if o.text is not None:
+        recorded["LSTM, text"] = record_text(o.text, o.steps, o.seed)
+
+    size, laws = 2**o.log2_size, {}
+    for law, zeros in itertools.product(LAWS, ZEROS):
+        name = f"{law}, {zeros:.0%} zeros" if zeros else law
+        laws[name] = functools.partial(draws, law, zeros, size, o.rounds, o.seed)
+    shares = ", ".join(f"{share:.0%}" for share in ZEROS)
+    compare(run, f"{len(LAWS)} known laws, each with {shares} zeros; d = {size:,}", "laws", laws, False)
+    for (source, x), feedback in itertools.product(recorded.items(), (False, True)):
+        title = f"{source}, {'with' if feedback else 'without'} error feedback; d = {x.shape[1]:,}"
+        file = f"{source.split(',')[0].lower()}-{'feedback' if feedback else 'plain'}"
+        least = compare(run, title, file, {source: lambda x=x: x}, feedback)
+        panels[title] = {name: (range(len(y)), np.maximum(y, 1e-3)) for name, (y,) in least.items()}
+    labels = {"xlabel": "training step", "ylabel": f"achieved / target at {min(o.ratios):g}"}
     run.plot("recorded.png", panels, yscale="log", **labels)
     return 0
 
 
-def compare(run: Run, group: Group) -> dict[str, list[list[float]]]:
-    """The table of a group; achieved over target of each method at the least ratio, of each source in each round."""
+def compare(run: Run, title: str, file: str, sources: Sources, feedback: bool) -> dict[str, list[list[float]]]:
+    """The table FILE.md; achieved over target of each method at the least ratio, of each source in each round."""
     ratios = run.options.ratios
 
     def measure(method: str) -> dict[float, list[list[float]]]:
-        found = {ratio: achieved(METHODS[method](ratio), ratio, group) for ratio in ratios}
+        found = {ratio: achieved(METHODS[method](ratio), ratio, sources, feedback) for ratio in ratios}
         for ratio, rounds in found.items():
-            row = {"feedback": group.feedback, "method": method, "ratio": ratio}
-            run.add(*(row | {"source": x, "achieved": y} for x, y in zip(group.sources, rounds, strict=True)))
+            row = {"feedback": feedback, "method": method, "ratio": ratio}
+            run.add(*(row | {"source": x, "achieved": y} for x, y in zip(sources, rounds, strict=True)))
         return found
 
-    run.say(group.title)
+    run.say(title)
     found = dict(zip(METHODS, run.rows_of(list(METHODS), str, measure), strict=True))
     columns = {f"{ratio:g}": lambda method, ratio=ratio: cell(found[method][ratio]) for ratio in ratios}
-    run.table(group.title, {"method": str, **columns}, METHODS, NOTES, f"{group.file}.md")
+    run.table(title, {"method": str, **columns}, METHODS, NOTES, f"{file}.md")
     return {method: rounds[min(ratios)] for method, rounds in found.items()}
