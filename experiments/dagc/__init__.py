@@ -13,8 +13,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from scipy import stats
 
+import jaxcomp as jc
+from experiments.dagc.tasks import TASKS, runner
 from experiments.lib.cli import at_least, common, fraction, one_or_more, one_thread, positive, rule_of
 from experiments.lib.run import Run, parser_of
 
@@ -45,8 +49,6 @@ def uniform_of(method: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     one_thread()
-    from experiments.dagc.tasks import TASKS
-
     p = parser_of("dagc", __doc__)
     p.add_argument("--task", choices=TASKS, default="digits", help="problem")
     what = f"rules, exponents, or {THRESHOLDS}:RULE; uniform is always there"
@@ -79,11 +81,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def one(simulation: Any, task: Any, o: Any, ratio: float, method: str) -> dict[str, Any]:
     """One run: what it took to the target, and the mean score of its last tenth."""
-    import jax.numpy as jnp
-
-    import jaxcomp as jc
-    from experiments.dagc.tasks import runner
-
     rule, by_threshold, d = rule_in(method), method.startswith(THRESHOLDS), task.start.size
     if by_threshold:
         amounts = jc.allocate.thresholds(task.volumes, 1.0, rule=rule)
@@ -109,8 +106,6 @@ def one(simulation: Any, task: Any, o: Any, ratio: float, method: str) -> dict[s
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Mean and half width of its 95 % confidence interval (Student's t); 0 for a single value."""
-    from scipy import stats
-
     width = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else 0.0
     return float(np.mean(values)), float(width)
 

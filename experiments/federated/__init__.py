@@ -23,6 +23,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from experiments.federated.deploy import Federation, environment
 from experiments.federated.plan import plan_for
 from experiments.lib import cli
 from experiments.lib.cli import UserError, at_least, common, fraction, positive
@@ -90,8 +91,6 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(config: dict[str, Any], folder: Path) -> None:
-    from experiments.federated.deploy import Federation, environment
-
     os.environ |= environment(folder)
     os.environ.setdefault("FLWR_LOG_LEVEL", "ERROR")
     journal = Journal(folder, needs=LINE)
