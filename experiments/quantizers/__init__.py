@@ -119,7 +119,7 @@ def ours(family: str, compressor: Any, d: int) -> Quantizer:
 def theirs(release: Released) -> Quantizer:
     run = jax.jit(release.run)
     mean = lambda xs, key: jnp.mean(jax.vmap(run)(jax.random.split(key, len(xs)), xs), axis=0)
-    whose = "CGX" if release.name.startswith("CGX") else release.name.split()[0]
+    whose = release.name.split()[0]
     return Quantizer(f"{whose}, released", release.name, release.bits, mean, lambda x, key: [lambda: run(key, x)])
 
 

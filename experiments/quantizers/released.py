@@ -22,8 +22,7 @@ class Released(NamedTuple):
 def of_rows(name: str, bits: int, row: int, top: float, rounded: Callable[[Array], Array]) -> Released:
     """To nearest, with a scale of 32 bits a row, by which its largest magnitude becomes top."""
 
-    def run(key, x):
-        del key
+    def run(_, x):
         rows = x.reshape(-1, row)
         scale = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / top
         scale = jnp.where(scale == 0, 1.0, scale)
@@ -45,9 +44,8 @@ def cgx(bits: int, bucket: int = 512) -> Released:
     return Released(f"CGX min-max {bits}", bits + 64 / bucket, run)
 
 
-def prime(key: Array, x: Array) -> Array:
+def prime(_: Array, x: Array) -> Array:
     """prime: 256 bins over 6 standard deviations to each side, each of which decodes to its own mean."""
-    del key
     mean, deviation = jnp.mean(x), jnp.std(x)
     place = jnp.clip(jnp.round((x - mean) / (deviation * 12 / 256) + 128), 0, 255).astype(jnp.int32)
     total = jnp.zeros(256).at[place].add(x)

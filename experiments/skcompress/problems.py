@@ -106,10 +106,10 @@ def linear(rows: Rows, kind: str) -> Problem:
     return Problem(f"{kind}, {rows.name}", np.zeros(rows.d, np.float32), rows.labels.size, data, loss, gradient)
 
 
-def network(seed: int = 0) -> Problem:
+def network() -> Problem:
     """Two hidden layers of 256 on scikit-learn's digits: zeros in the gradient come from ReLU and from empty pixels."""
     images = load("digits")
-    model = flat_model(images, seed)
+    model = flat_model(images, 0)
     loss = lambda vector, data, batch: model.test(vector, data[0][batch], data[1][batch])[0]
     data = (jnp.asarray(images.train_x), jnp.asarray(images.train_y))
     return Problem("network, digits", np.asarray(model.start), len(images.train_y), data, loss, jax.grad(loss))
