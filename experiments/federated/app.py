@@ -116,8 +116,7 @@ def connected(grid: Any, known: dict[int, int]) -> Mapping[int, int]:
     keys = FOLDER / "keys.json"
     if keys.is_file():
         number_of_key = json.loads(keys.read_text())
-        text = lambda key: key.decode() if isinstance(key, bytes) else key
-        named = {node.node_id: number_of_key.get(text(node.public_key)) for node in grid.get_nodes()}
+        named = {node.node_id: number_of_key.get(node.public_key.decode()) for node in grid.get_nodes()}
         return {node: i for node, i in named.items() if i is not None}
     nodes = list(grid.get_node_ids())
     if set(nodes) - known.keys():
