@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments.lib.cli import Parser, UserError, existing_folder
+from experiments.lib.cli import UserError, existing_folder
 from experiments.lib.report import new_console, show_rows
+from experiments.lib.run import parser_of
 
 __all__ = ["FIGURES", "Figure", "main", "placed", "stamp_of"]
 
@@ -70,7 +71,7 @@ FIGURES = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    p = Parser(prog="python -m experiments figures", description=(__doc__ or "").split("\n\n")[0])
+    p = parser_of("figures", __doc__)
     p.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}")
     p.add_argument("--all", action="store_true", help="all of them; without --data those that need none")
     p.add_argument("--data", type=Path, default=None, metavar="DIR", help="folder with tinyshakespeare")

@@ -20,6 +20,7 @@ from experiments.lib import folders, processes
 from experiments.lib.cli import Parser, UserError, at_least, common, one_thread, positive
 from experiments.lib.folders import Journal, how_to_find, run_options
 from experiments.lib.report import new_console, progress_bar
+from experiments.lib.run import parser_of
 
 __all__ = ["LINE", "MANY", "RESULT", "Run", "main", "parser"]
 
@@ -46,7 +47,7 @@ def parser(kind: str = "train", about: str | None = __doc__) -> Parser:
 
     known = "; ".join(f"{name}: {method.what}" for name, method in METHODS.items())
     methods: dict[str, Any] = {"choices": METHODS, "metavar": "METHOD", "help": known}
-    p = Parser(prog=f"python -m experiments {kind}", description=(about or "").split("\n\n")[0])
+    p = parser_of(kind, about)
     what = p.add_argument_group("what is trained")
     what.add_argument("--data", choices=DATASETS, default="digits", help="digits come with scikit-learn")
     common(what, "data-dir")
