@@ -281,9 +281,7 @@ def _without_late_answers(failure: Any) -> None:
         sys.__unraisablehook__(failure)
 
 
-@jax.jit
-def _marks(leaves: list[Any]) -> Any:
-    return jc.replicas.fingerprint(leaves)
+_marks = jax.jit(jc.replicas.fingerprint)
 
 
 def _fingerprint_of_bits(state: State, about: dict[str, Any]) -> int:
