@@ -30,18 +30,8 @@ from typing import Any, NamedTuple
 from experiments.lib.cli import UserError
 from experiments.lib.launch import handling
 
-__all__ = [
-    "HEADER_BYTES",
-    "Lab",
-    "Link",
-    "add_rates",
-    "delay_of",
-    "laboratory",
-    "link_name",
-    "missing",
-    "rate_name",
-    "rate_of",
-]
+__all__ = ["HEADER_BYTES", "Lab", "Link", "add_rates", "delay_of", "laboratory", "link_name", "missing"]
+__all__ += ["rate_name", "rate_of"]
 
 NAME = "jaxcomp"  # and the process id: of namespaces
 SUBNET = "10.213.77"
@@ -219,7 +209,11 @@ def laboratory(hosts: int, rate: float | None = None, delay: float = 0.0) -> Ite
     lab = Lab(f"{NAME}-{os.getpid()}-{next(number)}", hosts)  # another run has its own
     remove_leftovers(mine=lab.switch)
     undo = contextlib.ExitStack()
-    with terminated_softly():
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    with handling(stop, signal.SIGTERM, signal.SIGHUP):  # as an exception, so that what was made is removed
         try:
             try:
                 lab.build(undo)
@@ -256,12 +250,3 @@ def remove_leftovers(mine: str) -> None:
         if found and (not Path(f"/proc/{found[1]}").exists() or mine.startswith(found[0])):
             remove_namespace(path.name)
             shutil.rmtree(Path("/etc/netns") / path.name, ignore_errors=True)
-
-
-def terminated_softly() -> Any:
-    """SIGTERM and SIGHUP as an exception, so that what was made is removed."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    return handling(stop, signal.SIGTERM, signal.SIGHUP)
