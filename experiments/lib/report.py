@@ -76,17 +76,10 @@ def status(console: Any) -> Iterator[Callable[[str], None]]:
 
 
 def progress_bar(console: Any, unit: str = "steps") -> Any:
-    """A bar for `unit`, or for shares of the whole if that is empty; hidden where nobody watches.
+    """A bar for `unit`, hidden where nobody watches. Each task has a field `now` of a few words."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    A task may have a field `now` of a few words.
-    """
-    from rich.progress import BarColumn, Progress, ProgressColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.text import Text
-
-    class Now(ProgressColumn):
-        def render(self, task: Any) -> Text:
-            return Text(task.fields.get("now", ""))
-
-    done = TextColumn(f"{{task.completed}}/{{task.total}} {unit}") if unit else TaskProgressColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), done, TimeRemainingColumn(), Now())
+    words = ("{task.description}", f"{{task.completed}}/{{task.total}} {unit}", "{task.fields[now]}")
+    what, done, now = (TextColumn(each, markup=False) for each in words)
+    columns = (what, BarColumn(bar_width=24), done, TimeRemainingColumn(), now)
     return Progress(*columns, console=console, disable=not console.is_terminal)

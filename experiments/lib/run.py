@@ -71,7 +71,7 @@ class Run:
         """
         rows = []
         with progress_bar(self.console, "runs") as bar:
-            task = bar.add_task("", total=len(cases))
+            task = bar.add_task("", total=len(cases), now="")
             try:
                 for case in cases:
                     bar.update(task, description=name(case))
