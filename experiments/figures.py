@@ -85,11 +85,11 @@ def main(arguments: Sequence[str]) -> int:
     console = new_console()
     for name in FIGURES if o.all else o.names:
         if data is None and "{data}" in FIGURES[name].command:
-            console.print(f"{name}: left out, it needs --data", highlight=False)
+            console.print(f"{name}: left out, it needs --data")
             continue
-        console.print(f"{name}: about {FIGURES[name].minutes} min", highlight=False)
+        console.print(f"{name}: about {FIGURES[name].minutes} min")
         for row in make(name, FIGURES[name], data):
-            console.print(f"  changed: {row}", highlight=False, markup=False)
+            console.print(f"  changed: {row}")
     rows = []
     for name, figure in FIGURES.items():
         made, stale = state_of(name, figure)

@@ -15,10 +15,14 @@ WIDTH = 170  # of what is printed to no terminal: the widest table
 
 
 def new_console(quiet: bool = False) -> Any:
-    """The console of an experiment: as wide as the terminal, or as the widest table where there is none."""
+    """The console of an experiment: as wide as the terminal, or as the widest table where there is none.
+
+    It prints texts as they are: names may have brackets or colons in them.
+    """
     from rich.console import Console
 
-    return Console(width=None if Console().is_terminal else WIDTH, quiet=quiet)
+    plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+    return Console(width=None if Console().is_terminal else WIDTH, quiet=quiet, **plain)
 
 
 def spread(values: Sequence[float]) -> str:
@@ -57,7 +61,7 @@ def show(console: Any, title: str, columns: Columns, rows: Iterable[Any], notes:
         table.add_row(*row)
     console.print(table)
     paragraphs = [" ".join(part.split()) for part in notes.split("\n\n")]  # broken anew, as wide as the terminal is
-    console.print("\n\n".join(paragraphs), highlight=False)
+    console.print("\n\n".join(paragraphs))
     if path is not None:
         path.write_text(f"{title}\n\n{markdown(head, texts)}\n\n{notes}\n")
 

@@ -44,7 +44,7 @@ class Run:
         self.console, self.begun = new_console(), False
 
     def say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
     def path(self, name: str) -> Path:
         """A file of the folder."""

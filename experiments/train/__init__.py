@@ -212,7 +212,7 @@ class Run:
         return [(method, seed) for method, seed in left]
 
     def say(self, words: str) -> None:
-        self.console.print(words, highlight=False, soft_wrap=True)
+        self.console.print(words, soft_wrap=True)
 
     @property
     def labels(self) -> str:

@@ -37,7 +37,7 @@ class Comparison(train.Run):
             title = f"{self.folder.name}: {self.results[0]['parameters']:,} parameters"
             show_rows(self.console, title, self.rows(), NOTES, self.folder / "table.md")
         if any(line["step"] > 1 for line in self.journal.lines()):
-            self.console.print(f"plot: {self.plot()}")
+            self.say(f"plot: {self.plot()}")
 
     def rows(self) -> list[dict[str, str]]:
         """A row of the table for each method that has a result."""

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         return training_group([*map(str, words), "--name", run.name, *resume], processes, quiet=True)
 
     reference = o.reference_processes or o.processes
-    console.print(f"{o.steps} steps, first undisturbed in {reference} processes; writing to {folder}", highlight=False)
+    console.print(f"{o.steps} steps, first undisturbed in {reference} processes; writing to {folder}")
     folder.mkdir(parents=True)
     start(folder / "run-0", reference).wait()
     undisturbed, events, number, idle = outcome(folder / "run-0"), [], 0, 0
