@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
@@ -104,9 +104,7 @@ def placed(place: str, algorithm: Any, params: Any, options: dict[str, Any]) -> 
         out = jax.tree.map(cut, params)
         sizes, more, options = {"data": 2, "model": 2}, (out,), options | {"sharded": out}
     shape = tuple(sizes.values())
-    mesh = jax.make_mesh(
-        shape, tuple(sizes), devices=jax.devices()[: math.prod(shape)], axis_types=(AxisType.Auto,) * len(shape)
-    )
+    mesh = Mesh(np.reshape(jax.devices()[: math.prod(shape)], shape), tuple(sizes))
     tx = jc.compressed_mean(algorithm, axis, **options)
     state, specs = jc.init_state(tx, params, mesh, axis, *more)
     across = tuple(sizes) if place == "hierarchy" else "data"

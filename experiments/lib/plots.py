@@ -40,10 +40,9 @@ def by_seed(lines: list[dict[str, Any]], *keys: str) -> list[np.ndarray]:
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Mean of the last `window` values (fewer at the start), along the last axis."""
-    sums = np.cumsum(np.concatenate([np.zeros((*values.shape[:-1], 1)), values], -1), -1)
-    ends = np.arange(1, values.shape[-1] + 1)
-    starts = np.maximum(ends - window, 0)
-    return (sums[..., ends] - sums[..., starts]) / (ends - starts)
+    sums = np.cumsum(values, -1, float)
+    sums[..., window:] -= sums[..., :-window].copy()
+    return sums / np.minimum(1 + np.arange(values.shape[-1]), window)
 
 
 def save(figure: Any, path: Path) -> None:
