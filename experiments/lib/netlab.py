@@ -71,10 +71,10 @@ class Rate(float):
         return rate_name(self)
 
 
-def add_rates(parser: Any, default: str, name: str = "rates", what: str = "of the links; none: no limit") -> None:
-    """An option for several rates."""
-    rates = [rate_of(word) for word in default.split()]
-    parser.add_argument(f"--{name}", type=rate_of, nargs="+", metavar="RATE", default=rates, help=what)
+def add_rates(parser: Any, default: str) -> None:
+    """The option --rates of the links."""
+    rates, what = [rate_of(word) for word in default.split()], "of the links; none: no limit"
+    parser.add_argument("--rates", type=rate_of, nargs="+", metavar="RATE", default=rates, help=what)
 
 
 def quantity(text: str, units: dict[str, float]) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.lib.cli import Parser, UserError, at_least, choose_new, one_thread
+from experiments.lib.cli import UserError, at_least, choose_new, one_thread
 from experiments.lib.folders import Journal, run_options, write_json
 from experiments.lib.processes import Group, training_group
 from experiments.lib.report import new_console, show
@@ -45,7 +45,8 @@ newest checkpoint. what it said: the message of the run. recovered: parameters, 
 finished run are bit for bit those of the run without disturbances."""
 
 
-def parser() -> Parser:
+def main(arguments: Sequence[str]) -> int:
+    one_thread()
     p = parser_of("soak", __doc__)
     p.epilog = "All other options are those of train; python -m experiments train --help lists them."
     p.add_argument("--steps", type=at_least(20), default=10_000, help="steps of the training")
@@ -56,12 +57,7 @@ def parser() -> Parser:
     p.add_argument("--in-a-row", type=at_least(1), default=None, help="disturbances of one run; without it all of them")
     p.add_argument("--soak-seed", type=at_least(0), default=0, help="of the choice of processes and moments")
     run_options(p, "soak")
-    return p
-
-
-def main(arguments: Sequence[str]) -> int:
-    one_thread()
-    o, rest = parser().parse_known_args(arguments)
+    o, rest = p.parse_known_args(arguments)
     folder, console, draw = choose_new(o.runs, o.name, "soak"), new_console(), random.Random(o.soak_seed)
     words = ["train", "--steps", o.steps, "--checkpoint-every", max(5, o.steps // 50), "--batch", 8, "--log-every", 1]
     left = [KILL] * o.kills
