@@ -16,7 +16,7 @@ __all__ += ["named_folder", "number", "one_or_more", "one_thread", "positive", "
 
 
 def one_thread() -> None:
-    """Has XLA's CPU backend run each operation in one thread; call it before JAX computes.
+    """Has XLA's CPU backend run each operation in one thread; call it before JAX looks for devices.
 
     For programs of many small operations in loops, and for many processes on few cores: threads
     that share an operation wait for each other, and on a busy machine they wait a hundred times longer

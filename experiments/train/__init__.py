@@ -14,13 +14,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
+import jaxcomp as jc
 from experiments.lib import folders, processes
 from experiments.lib.cli import Parser, UserError, at_least, common, one_thread, positive
+from experiments.lib.data import DATASETS, load, split
 from experiments.lib.folders import Journal, how_to_find, run_options
+from experiments.lib.job import Job, Stopped, train_one
+from experiments.lib.methods import METHODS, algorithm_for
+from experiments.lib.models import MODELS
 from experiments.lib.report import new_console, progress_bar
 from experiments.lib.run import parser_of
+from experiments.lib.training import OPTIMIZERS, Trainer, find_mesh, own_workers
+from jaxcomp.exchange.routes import VIAS
 
 __all__ = ["LINE", "MANY", "RESULT", "Run", "main", "parser"]
 
@@ -39,12 +47,6 @@ RESULT |= dict.fromkeys(("sha256", "sha256_optimizer"), str)
 
 def parser(kind: str = "train", about: str | None = __doc__) -> Parser:
     """The options of `train`, or of what trains many: --methods and --seeds in place of --method and --seed."""
-    from experiments.lib.data import DATASETS
-    from experiments.lib.methods import METHODS
-    from experiments.lib.models import MODELS
-    from experiments.lib.training import OPTIMIZERS
-    from jaxcomp.exchange.routes import VIAS
-
     known = "; ".join(f"{name}: {method.what}" for name, method in METHODS.items())
     methods: dict[str, Any] = {"choices": METHODS, "metavar": "METHOD", "help": known}
     p = parser_of(kind, about)
@@ -160,9 +162,8 @@ class Run:
         self.asked = self.options["workers"]
         self.results: list[dict[str, Any]] = []  # of process 0, a row for each finished job
 
-    def jobs(self) -> list[tuple[str, int]]:
-        """Method and seed of each."""
-        return [(self.options["method"], self.options["seed"])]
+    def jobs(self) -> list[Job]:
+        return [Job(self.options["method"], self.options["seed"])]
 
     def report(self) -> None:
         """What process 0 shows in the end."""
@@ -175,10 +176,6 @@ class Run:
 
     def go(self, stop_after: Callable[[int], bool]) -> int:
         """Trains what is left; the exit status."""
-        import jax
-
-        from experiments.lib.training import find_mesh
-
         self.find()
         count = self.place["num_processes"] or 1
         self.mesh = find_mesh(None if self.place["cluster"] else workers_of(self.options, count), count)
@@ -198,7 +195,7 @@ class Run:
             self.report()
             return status
 
-    def agree_on_folder(self, claims: contextlib.ExitStack) -> list[tuple[str, int]]:
+    def agree_on_folder(self, claims: contextlib.ExitStack) -> list[Job]:
         """The jobs that are left; process 0 decides on the folder, and locks it."""
 
         def decide() -> list[Any]:
@@ -209,7 +206,7 @@ class Run:
 
         folder, left = processes.agree(decide)
         self.folder = Path(folder)
-        return [(method, seed) for method, seed in left]
+        return [Job(*job) for job in left]
 
     def say(self, words: str) -> None:
         self.console.print(words, soft_wrap=True)
@@ -220,21 +217,12 @@ class Run:
         alpha = self.options["alpha"]
         return "IID" if alpha is None else f"Dirichlet({alpha:g})"
 
-    def train(self, left: list[tuple[str, int]], stop_after: Callable[[int], bool]) -> int:
+    def train(self, left: list[Job], stop_after: Callable[[int], bool]) -> int:
         """Trains these jobs; the exit status."""
-        import jax
-
-        import jaxcomp as jc
-        from experiments.lib.data import load, split
-        from experiments.lib.job import Job, Stopped, train_one
-        from experiments.lib.methods import algorithm_for
-        from experiments.lib.models import MODELS
-        from experiments.lib.training import Trainer, own_workers
-
         o, parts = self.options, {}  # seed -> examples of each worker
 
         def choose(labels):
-            parts.update({seed: split(labels, o["workers"], o["alpha"], seed) for _, seed in left})
+            parts.update({job.seed: split(labels, o["workers"], o["alpha"], job.seed) for job in left})
             return np.unique(np.concatenate([part[i] for part in parts.values() for i in own_workers(self.mesh)]))
 
         data = load(o["data"], o["data_dir"], choose, test=self.number == 0)
@@ -250,7 +238,7 @@ class Run:
         trainer, compiled = None, None
         try:
             with progress_bar(self.console) as bar:
-                for job in map(Job._make, left):
+                for job in left:
                     task = bar.add_task(f"{job.method}, seed {job.seed}", total=o["steps"], now="compiling")
                     if trainer is None or job.method != compiled:
                         trainer = Trainer(algorithms[job.method], MODELS[o["model"]], data, self.mesh, o)

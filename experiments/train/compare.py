@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from experiments import train
+from experiments.lib.job import WINDOW, Job
 from experiments.lib.report import show_rows, spread
+from experiments.lib.run import draw_panels
 
 __all__ = ["main"]
 
@@ -27,8 +29,8 @@ class Comparison(train.Run):
     kind = "compare"
     parser = staticmethod(lambda: train.parser("compare", __doc__))
 
-    def jobs(self) -> list[tuple[str, int]]:
-        return [(method, seed) for method in self.options["methods"] for seed in self.options["seeds"]]
+    def jobs(self) -> list[Job]:
+        return [Job(method, seed) for method in self.options["methods"] for seed in self.options["seeds"]]
 
     def report(self) -> None:
         if self.number:
@@ -64,9 +66,7 @@ class Comparison(train.Run):
         ]
 
     def plot(self) -> Path:
-        from experiments.lib.job import WINDOW
         from experiments.lib.plots import by_seed, running_mean
-        from experiments.lib.run import draw_panels
 
         o, lines = self.options, self.journal.lines()
         by_step, by_bytes = {}, {}
