@@ -16,8 +16,8 @@ __all__ = ["DATASETS", "Dataset", "add_rows", "batch_of", "imbalanced_split", "l
 __all__ += ["skewed_volumes", "split"]
 
 
-# Labels for training and for the test, and (part, rows) -> images of either part, "train" or "t10k".
-Raw = tuple[np.ndarray, np.ndarray, Callable[[str, Any], np.ndarray]]
+# (images as stored [n, height, width], labels) for training and for the test, and rows of such images as f32.
+Raw = tuple[list[tuple[np.ndarray, np.ndarray]], Callable[[np.ndarray], np.ndarray]]
 
 
 class Dataset(NamedTuple):
@@ -48,10 +48,9 @@ def digits(folder: Path | None) -> Raw:
     if package is None or package.origin is None:
         raise UserError("--data digits needs scikit-learn, where they are kept")
     table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
-    images, y = table[:, :-1], table[:, -1].astype(np.int32)
-    x = ((images - images.mean()) / images.std()).astype(np.float32).reshape(-1, 8, 8, 1)
+    x, y = table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int32)
     tested = np.arange(len(y)) % 5 == 4
-    return y[~tested], y[tested], lambda part, rows: x[tested == (part == "t10k")][rows]
+    return [(x[~tested], y[~tested]), (x[tested], y[tested])], lambda rows: (rows - x.mean()) / x.std()
 
 
 def mnist(folder: Path | None) -> Raw:
@@ -66,15 +65,13 @@ def mnist(folder: Path | None) -> Raw:
             raise UserError(f"no file {stem} or {stem}.gz in {folder}")
         return read_idx(found[0])
 
-    labels = {part: read(f"{part}-labels-idx1-ubyte").astype(np.int32) for part in ("train", "t10k")}
-
-    def images(part: str, rows: Any) -> np.ndarray:
-        raw = read(f"{part}-images-idx3-ubyte")
-        if raw.ndim != 3 or len(raw) != len(labels[part]):
-            raise UserError(f"{folder}: {part} has {len(labels[part])} labels, and images of shape {raw.shape}")
-        return ((raw[rows] / np.float32(255) - np.float32(0.1307)) / np.float32(0.3081))[..., None]
-
-    return labels["train"], labels["t10k"], images
+    parts = []
+    for part in ("train", "t10k"):
+        labels, images = read(f"{part}-labels-idx1-ubyte"), read(f"{part}-images-idx3-ubyte")
+        if images.ndim != 3 or len(images) != len(labels):
+            raise UserError(f"{folder}: {part} has {len(labels)} labels, and images of shape {images.shape}")
+        parts.append((images, labels.astype(np.int32)))
+    return parts, lambda rows: (rows / np.float32(255) - np.float32(0.1307)) / np.float32(0.3081)
 
 
 DATASETS = {"digits": digits, "mnist": mnist}
@@ -85,10 +82,11 @@ def load(name: str, folder: Path | None = None, choose: Callable | None = None, 
 
     choose: labels of all examples -> indices of those whose images to keep, ascending. test: with images of the test.
     """
-    train_y, test_y, images = DATASETS[name](folder)
+    ((train_x, train_y), (test_x, test_y)), scaled = DATASETS[name](folder)
     rows = None if choose is None else choose(train_y)
-    train_x = images("train", slice(None) if rows is None else rows)
-    return Dataset(name, train_x, train_y, images("t10k", slice(None if test else 0)), test_y, rows)
+    images = lambda stored: scaled(stored).astype(np.float32)[..., None]
+    kept = images(train_x if rows is None else train_x[rows])
+    return Dataset(name, kept, train_y, images(test_x[: None if test else 0]), test_y, rows)
 
 
 def add_rows(p: Parser, without: str) -> None:
