@@ -121,10 +121,9 @@ def taken_up(trainer: Trainer, checkpoints: Checkpoints, seed: int) -> tuple[Sta
     if not step:
         return fresh, 0, {"workers": workers, "sent_bytes": 0.0}
     about = checkpoints.about(step)
-    if about["workers"] == workers:
-        return checkpoints.restore(step, trainer.abstract_state(fresh.params), about), step, about
-    old = checkpoints.restore(step, trainer.abstract_state(fresh.params, about["workers"]), about)
-    return trainer.taken_over(old, seed), step, about
+    others = None if about["workers"] == workers else about["workers"]
+    state = checkpoints.restore(step, trainer.abstract_state(fresh.params, others), about)
+    return trainer.taken_over(state, seed) if others else state, step, about
 
 
 def measured(trainer: Trainer, state: State) -> dict[str, float]:

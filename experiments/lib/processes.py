@@ -164,7 +164,7 @@ def stopping(alone: bool) -> Iterator[Callable[[int], bool]]:
     calls = itertools.count(1)
 
     def ask(number: int, _: Any) -> None:
-        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if alone:
             asked.append(number)
         else:
@@ -172,10 +172,6 @@ def stopping(alone: bool) -> Iterator[Callable[[int], bool]]:
 
     with handling(ask, *((signal.SIGINT, signal.SIGTERM) if alone else (signal.SIGINT,))):
         yield lambda step: bool(asked) if alone else multihost_utils.reached_preemption_sync_point(next(calls))
-
-
-def interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def farewell(status: int) -> int:
