@@ -1,13 +1,12 @@
 """What people see: the console, the progress bar, and a table that is printed and kept as markdown."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Columns", "cells", "markdown", "new_console", "progress_bar", "show", "show_rows", "spread", "status"]
+__all__ = ["Columns", "cells", "markdown", "new_console", "progress_bar", "show", "show_rows", "spread"]
 
 # What stands above a column -> the format of a cell, which names fields of a row, or a function of the whole row.
 Columns = Mapping[str, str | Callable[[Any], str]]
@@ -70,13 +69,6 @@ def show_rows(console: Any, title: str, rows: list[dict[str, str]], notes: str, 
     """The same of rows whose cells stand under the names of their columns; columns of nothing but "-" are left out."""
     names = [name for name in (rows[0] if rows else ()) if any(row[name] != "-" for row in rows)]
     show(console, title, {name: lambda row, name=name: row[name] for name in names}, rows, notes, path)
-
-
-@contextlib.contextmanager
-def status(console: Any) -> Iterator[Callable[[str], None]]:
-    """Where we are: a line that changes, on a terminal."""
-    with console.status("") as line:
-        yield line.update
 
 
 def progress_bar(console: Any, unit: str = "steps") -> Any:

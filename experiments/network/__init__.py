@@ -17,7 +17,6 @@ from experiments.lib.cli import Parser, UserError, at_least, common, one_thread,
 from experiments.lib.launch import free_port
 from experiments.lib.netlab import Lab, add_rates, delay_of, laboratory, rate_name
 from experiments.lib.pool import Pool, serve
-from experiments.lib.report import status
 from experiments.lib.run import Run, parser_of
 from experiments.lib.training import OPTIMIZERS
 from experiments.network import methods
@@ -88,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     found: dict[str, list[dict[str, Any]]] = {"exchange": [], "training": []}
     parts = {"exchange": exchanges, "training": trainings}
     try:
-        with laboratory(o.workers) as lab, status(run.console) as show:
+        with laboratory(o.workers) as lab, run.console.status("") as status:
             for part in [o.only] if o.only else parts:
                 for rate in dict.fromkeys(o.rates):
                     # TCP remembers what a link was like: connections made without a limit go on to hand over more than
@@ -96,8 +95,8 @@ def main(arguments: Sequence[str]) -> int:
                     # 100 Mbit/s: 16 % longer). So each rate has workers that found each other at it.
                     lab.shape(rate, o.delay)
                     with pool_in(lab) as pool:
-                        pool.show = show
-                        show(f"{rate_name(rate)}: starting the workers")
+                        pool.show = status.update
+                        status.update(f"{rate_name(rate)}: starting the workers")
                         pool.hear()
                         for row, said in parts[part](o, lab, pool):
                             found[part].append({**row, "rate": rate})

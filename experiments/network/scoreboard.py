@@ -24,7 +24,7 @@ import numpy as np
 from experiments.lib.cli import Parser, at_least, common, one_thread, positive, share
 from experiments.lib.netlab import Lab, add_rates, laboratory, rate_name
 from experiments.lib.pool import Pool
-from experiments.lib.report import spread, status
+from experiments.lib.report import spread
 from experiments.lib.run import Columns, Run, parser_of
 from experiments.network import counted, pool_in
 from experiments.network.methods import DENSE, KNOWN, local_of, trained_name
@@ -71,12 +71,12 @@ def main(arguments: Sequence[str]) -> int:
     o.rates, o.methods = list(dict.fromkeys(o.rates)), list(dict.fromkeys(["psum-f32", *o.methods]))
     one_thread()
     try:
-        with laboratory(o.workers) as lab, status(run.console) as say, pool_in(lab) as pool:
+        with laboratory(o.workers) as lab, run.console.status("") as status, pool_in(lab) as pool:
             pool.hear()
             for model in dict.fromkeys(o.models):
                 targets: dict[int, float] = {}  # by seed, from the first method
                 for method in o.methods:
-                    row = measured(o, lab, pool, model, method, targets, say)
+                    row = measured(o, lab, pool, model, method, targets, status.update)
                     steps = ", ".join("missed" if s is None else str(s) for s in row["steps"])
                     each = ", ".join(f"{1e3 * s:.0f}" for s in row["step_seconds"])
                     rows.append(row)
