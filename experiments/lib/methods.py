@@ -57,7 +57,6 @@ METHODS: dict[str, Method] = {
 
 
 def algorithm_for(method: str, ratio: float, levels: int, via: str) -> Algorithm:
-    """The algorithm of a method."""
     try:
         algorithm = METHODS[method].make(ratio, levels)
         jc.compressed_mean(algorithm, None, via=via)

@@ -79,10 +79,8 @@ def add_rates(parser: Any, default: str) -> None:
 
 def quantity(text: str, units: dict[str, float]) -> float:
     """A number and its unit, such as 10mbit; NaN if it is none."""
-    found = re.fullmatch(r"([0-9.]+)([a-z]+)", text.lower())
-    with contextlib.suppress(ValueError, KeyError):
-        return float(found[1]) * units[found[2]] if found else math.nan
-    return math.nan
+    found = re.fullmatch(rf"([0-9]+\.?[0-9]*|\.[0-9]+)({'|'.join(units)})", text.lower())
+    return float(found[1]) * units[found[2]] if found else math.nan
 
 
 def rate_of(text: str) -> float | None:

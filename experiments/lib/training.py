@@ -263,7 +263,6 @@ class Checkpoints:
             return dict(self.manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"])
 
     def restore(self, step: int, abstract: State, about: dict[str, Any]) -> State:
-        """The state."""
         with self._reading(step):
             args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract._asdict()))
             state = State(**self.manager.restore(step, args=args)["state"])
