@@ -181,8 +181,9 @@ def measure_chain(x: np.ndarray) -> list[Measured]:
 def together(rows: Sequence[Measured]) -> Measured:
     """Sums of bytes, nonzeros and seconds over gradients, the median of their errors."""
     names, *sizes, errors, seconds = zip(*rows, strict=True)
+    keys, values, tables, nonzeros = map(sum, sizes)
     total = tuple(map(sum, zip(*seconds, strict=True)))
-    return Measured(names[0], *map(sum, sizes), float(np.median(errors)), total)
+    return Measured(names[0], keys, values, tables, nonzeros, float(np.median(errors)), total)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxcomp.algorithms.bidirectional import check_down, send_down, start_down
 from jaxcomp.algorithms.diana import from_shift
 from jaxcomp.algorithms.method import check_unbiased, move, zeros_of
-from jaxcomp.base import Algorithm, Compressor, State, bounded, key_data, moved, wide_like, wrap_key
+from jaxcomp.arrays import moved
+from jaxcomp.base import Algorithm, Compressor, State, bounded, key_data, wide_like, wrap_key
 from jaxcomp.compressors.vector import lift
 from jaxcomp.prox import Prox
 from jaxcomp.theory import StepSizes

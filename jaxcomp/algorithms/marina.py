@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.adiana import Coin
 from jaxcomp.algorithms.method import check_step_size, check_unbiased, move, zeros_of
-from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, key_data, moved, wide_like, wrap_key
+from jaxcomp.arrays import moved
+from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, key_data, wide_like, wrap_key
 from jaxcomp.compressors.vector import lift
 from jaxcomp.prox import Prox
 
