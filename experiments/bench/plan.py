@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 seconds; of {len(found.rows)} candidates the work of {measured} was measured, and {run} were run."""
     columns = {"piece": "{piece}", "begins, s": "{at:.1f}", "takes, s": "{takes:.1f}"}
     report(o, "jc.plan, piece by piece", columns, rows, notes)
-    new_console().print(str(found), highlight=False, soft_wrap=True)
+    new_console().print(str(found), soft_wrap=True)
     return 0
 
 

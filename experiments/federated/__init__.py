@@ -146,7 +146,7 @@ def report(config: dict[str, Any], folder: Path) -> None:
     title = "{clients} clients, mean ratio {ratio:g}, skew {skew:g}".format(**config)
     each = {"kB of values and indices a round": {"xlabel": "client, and its samples"}}
     draw_panels(folder / "federated.png", panels, title, each, xlabel="round")
-    console.print(f"plot: {folder / 'federated.png'}")
+    console.print(f"plot: {folder / 'federated.png'}", soft_wrap=True)
 
 
 def by_client(console: Any, config: dict[str, Any], lines: list[dict[str, Any]], folder: Path) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def run(o: Any, setups: list[Setup], text: Text, runs: Path, folder: Path) -> in
                     write_json(folder / "results.json", rows)
     except KeyboardInterrupt:
         interrupted = True
-        console.print(f"interrupted; go on with --resume{how_to_find(runs, folder)}", highlight=False, soft_wrap=True)
+        console.print(f"interrupted; go on with --resume{how_to_find(runs, folder)}", soft_wrap=True)
     if rows:
         title = f"{folder.name}: {rows[0]['parameters']:,} parameters, {text.name}"
         notes = report.NOTES.format(mbit=o.mbit)
@@ -89,7 +89,7 @@ def run(o: Any, setups: list[Setup], text: Text, runs: Path, folder: Path) -> in
         own |= {report.BY_TIME: {"xlabel": f"seconds, computed for links of {o.mbit:g} Mbit/s", "xscale": "log"}}
         labels: dict[str, Any] = {"xlabel": "step", "ylabel": "test loss of the shared point (nats a byte)"}
         draw_panels(folder / "local.png", panels, title, each=own, **labels)
-        console.print(f"plot: {folder / 'local.png'}")
+        console.print(f"plot: {folder / 'local.png'}", soft_wrap=True)
     return 130 if interrupted else 0
 
 

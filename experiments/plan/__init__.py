@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         rows.append(row)
         run.keep(rows)
         if o.what == "advise":
-            run.console.print(f"\n{where}\n{row['table']}\n\n{row['verdict']}", highlight=False, soft_wrap=True)
+            run.console.print(f"\n{where}\n{row['table']}\n\n{row['verdict']}", soft_wrap=True)
         else:
             best = min(row["measured"], key=row["measured"].get)
             run.say(f"{where}, load {row['load']}: advised {row['chosen']}, best {best}")

@@ -54,4 +54,4 @@ def direct(compressor: Compressor) -> Algorithm:
         sent = exchange.mean(key, compressor, grads, state.part("compressor"))
         return sent.mean, state.replace(compressor=sent.state)
 
-    return Algorithm(init, update, {"compressor": "compressor"}, compressor)
+    return Algorithm(init, update, {"compressor": "compressor"}, compressor, sparse=True)

@@ -91,4 +91,4 @@ def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024,
         return sent.mean, state.replace(memory=e, rounds=state.shared.rounds + 1, compressor=sent.state)
 
     roles = {"memory": "narrow memory" if narrow else "memory", "rounds": "coin", "compressor": "compressor"}
-    return Algorithm(init, update, roles, compressor)
+    return Algorithm(init, update, roles, compressor, sparse=True)

@@ -277,5 +277,8 @@ def placed(value: np.ndarray, like: Any) -> Any:
     if np.shape(value) != np.shape(data):
         raise Misfit(f"expected an array of shape {np.shape(data)}; got {np.shape(value)}")
     value = np.asarray(value, data.dtype)
-    placed = jax.make_array_from_callback(value.shape, data.sharding, lambda index: value[index])
+    if data.committed:
+        placed = jax.make_array_from_callback(value.shape, data.sharding, lambda index: value[index])
+    else:  # jit would compile once more for an array that is bound to its device
+        placed = jnp.array(value)
     return placed if data is like else jax.random.wrap_key_data(placed, impl=jax.random.key_impl(like))
