@@ -26,7 +26,7 @@ Array = jax.Array
 Tree = Any
 FEW = 16  # slices that may be kernels of their own
 LONG = 2**18  # entries of a vector that is worth a branch, or a loop, of its own
-LOOPS = 64  # leaves that are made by a loop of their own; each adds 0.03 s to compiling
+LOOPS = 64  # leaves that are made by a loop of their own; each adds 0.02 s to compiling
 
 
 class Pieces(NamedTuple):
@@ -204,21 +204,20 @@ def _made_apart(found: SparseSum, sizes: Sequence[int]) -> list[Array]:
         return cut_apart(found.made(), sizes)
     rest = [i for i in range(len(sizes)) if i not in set(large)]
     starts, rest_sizes = _starts(sizes), [sizes[i] for i in rest]
-    shifts = np.asarray(starts, np.int32)  # from a place in the vector to the place in what is made
-    shifts[rest] -= np.asarray(_starts(rest_sizes), np.int32)
 
     @jax.custom_batching.custom_vmap
     def apart(found):
         edges = jnp.asarray([*starts, sum(sizes)], jnp.int32)
-        bounds = jax.vmap(lambda row: jnp.searchsorted(row, edges).astype(jnp.int32))(found.indices)
+        runs = _runs(found.indices, edges)
         zero = jnp.where(always(found.values), 0, 1).astype(found.values.dtype)
-        of = functools.partial(called(_from_runs), found.indices, found.values, bounds, jnp.asarray(shifts), zero)
-        like = lambda size: jax.ShapeDtypeStruct((size,), found.values.dtype)
+        entries, like = (found.indices.reshape(-1), found.values.reshape(-1)), lambda size: _like(size, found)
         made: list[Array] = [zero] * len(sizes)
         for i, number in zip(large, _unknown(large, found.values), strict=True):
-            made[i] = of(number[None], like(sizes[i]))
+            made[i] = called(_of_piece)(*entries, runs, edges, zero, number, like(sizes[i]))
         if rest:
-            together = of(jnp.asarray(rest, jnp.int32), like(sum(rest_sizes)))
+            shifts = np.asarray(starts)[rest] - _starts(rest_sizes)
+            pieces = jnp.asarray([rest, shifts], jnp.int32)
+            together = _of_pieces(*entries, runs, zero, pieces, like(sum(rest_sizes)))
             for i, piece in zip(rest, cut_apart(together, rest_sizes), strict=True):
                 made[i] = piece
         return tuple(found.factor * piece for piece in made)
@@ -232,25 +231,64 @@ def _made_apart(found: SparseSum, sizes: Sequence[int]) -> list[Array]:
     return list(apart(found))
 
 
-def _from_runs(indices, values, bounds, shifts, zero, numbers, like):
-    """Zeros, to which the entries of some pieces of a sum are added, each at its index less the shift of its piece.
+def _like(size: int, found: SparseSum) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), found.values.dtype)
 
-    bounds: i32[n, m + 1], where each of m pieces begins and ends in each message. shifts: i32[m]. zero: f[], which XLA
-    does not know. numbers: i32[r], of the pieces.
+
+class _Runs(NamedTuple):
+    """Where the entries of each of m pieces are among those of n messages of k entries, end to end.
+
+    first, count: i32[m], the first of them, and how many. following: i32[n k], the place of the next one of the piece.
     """
-    at = functools.partial(lax.dynamic_slice, allow_negative_indices=False)
-    one = lambda x, *place: at(x, place, (1,) * x.ndim).reshape(-1)
 
-    def run(step, total):
-        message, number = step // numbers.shape[0], one(numbers, step % numbers.shape[0])[0]
-        shift = one(shifts, number)[0]
+    first: Array
+    count: Array
+    following: Array
 
-        def entry(i, total):
-            place = (one(indices, message, i) - shift)[0]
-            now = one(total, place) + one(values, message, i)
-            return lax.dynamic_update_slice(total, now, (place,), allow_negative_indices=False)
 
-        return lax.fori_loop(one(bounds, message, number)[0], one(bounds, message, number + 1)[0], entry, total)
+def _runs(indices: Array, edges: Array) -> _Runs:
+    messages, entries = indices.shape
+    bounds = jax.vmap(lambda row: jnp.searchsorted(row, edges).astype(jnp.int32))(indices)
+    bounds += entries * jnp.arange(messages, dtype=jnp.int32)[:, None]
+    begins, ends = bounds[:, :-1], bounds[:, 1:]
 
-    total = jnp.full(like.shape, zero)
-    return lax.fori_loop(0, indices.shape[0] * numbers.shape[0], run, total)
+    def before(later, row):
+        begin, end = row
+        return jnp.where(end > begin, begin, later), later
+
+    first, later = lax.scan(before, jnp.zeros_like(begins[0]), (begins, ends), reverse=True)
+    last = jnp.where(ends > begins, ends - 1, indices.size)
+    following = jnp.arange(1, indices.size + 1, dtype=jnp.int32)
+    return _Runs(first, jnp.sum(ends - begins, 0), following.at[last].set(later, mode="drop"))
+
+
+def _of_piece(indices, values, runs, edges, zero, number, like):
+    """A piece, which begins at edges[number]. zero: f[], which XLA does not know."""
+    return _added_up(indices, values, runs, number, _at(edges, number), jnp.full(like.shape, zero))
+
+
+def _of_pieces(indices, values, runs, zero, pieces, like):
+    """Several pieces end to end. pieces: i32[2, r], their numbers, and how much further on they begin in the sum."""
+
+    def add(i, total):
+        number, shift = pieces[:, i]
+        return _added_up(indices, values, runs, number, shift, total)
+
+    return lax.fori_loop(0, pieces.shape[1], add, jnp.full(like.shape, zero))
+
+
+def _added_up(indices, values, runs, number, shift, total):
+    """total, to which the entries of a piece are added, each at its index less the shift."""
+
+    def add(_, carry):
+        place, total = carry
+        where = _at(indices, place) - shift
+        now = (_at(total, where) + _at(values, place)).reshape(1)
+        total = lax.dynamic_update_slice(total, now, (where,), allow_negative_indices=False)
+        return _at(runs.following, place), total
+
+    return lax.fori_loop(0, _at(runs.count, number), add, (_at(runs.first, number), total))[1]
+
+
+def _at(x: Array, place: Array) -> Array:
+    return lax.dynamic_index_in_dim(x, place, keepdims=False, allow_negative_indices=False)

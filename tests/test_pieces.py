@@ -194,7 +194,7 @@ FEW_ENTRIES = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", FEW_ENTRIES)
 def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed):
-    """Two rounds of three workers, bit for bit what it is without `sparse`."""
+    """Two rounds of three workers, as without `sparse`."""
     rng = np.random.default_rng(seed)
     shapes = {"w0": (LONG // 512, 512), "b": (3,), "w1": (1100,), "w2": (LONG + 1,), "w3": (2, LONG)}
     rounds = [{k: jnp.asarray(rng.normal(size=(3, *s)), jnp.float32) for k, s in shapes.items()} for _ in range(2)]
@@ -211,7 +211,10 @@ def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed):
             direction, state = step(jax.device_put(grads, jax.NamedSharding(mesh, jax.P("data"))), state)
             found.append(direction)
         found.append(state)
-    jax.tree.map(np.testing.assert_array_equal, found[:3], found[3:])
+    # XLA may contract a product and a sum, of the momentum, in one of the programs.
+    near = 1e-6 if name == "momentum" else 0
+    same = functools.partial(np.testing.assert_allclose, rtol=near, atol=near)
+    jax.tree.map(same, found[:3], found[3:])
 
 
 def test_a_direction_of_large_leaves_takes_no_memory_besides(seed):

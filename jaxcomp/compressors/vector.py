@@ -231,12 +231,11 @@ def lift(compressor: Compressor) -> Compressor:
         dense = jax.tree.map(lambda x: payload.dense.values.astype(x.dtype), like.dense)
         return Parts(dense, tuple(each.decompress(*triple) for triple in triples))
 
-    def add(total, payloads, weights, shared):
+    def add(total, payloads, weights, shared, sparse=False):
         alike = not is_array(total) and _are_alike(one, total.vectors)
         add_one = called_accumulate if alike else functools.partial(accumulate, each)
-        return add_by(add_one, total, payloads, weights, shared)
-
-    def add_by(add_one, total, payloads, weights, shared):
+        if sparse:
+            add_one = functools.partial(_few_entries, each, add_one)
         if is_array(total):
             return add_one(total, payloads, weights, shared)
         if not isinstance(weights, Leaves):
@@ -276,17 +275,17 @@ def lift(compressor: Compressor) -> Compressor:
         lengths=None if one.lengths is None else lengths_,
         for_worker=None if one.for_worker is None else over(for_worker),
         overflow=None if one.overflow is None else overflow_,
-        entries=lambda *args: add_by(functools.partial(_few_entries, each), args[-1], *args[:-1]),
+        entries=None if one.entries is None else lambda *args: add(args[-1], *args[:-1], sparse=True),
     )
 
 
-def _few_entries(each: Compressor, like: Any, payloads: Any, weights: Any, shared: Any) -> Any:
+def _few_entries(each: Compressor, add: Callable, like: Any, payloads: Any, weights: Any, shared: Any) -> Any:
     """The sum of messages of a vector or a stack; as `SparseSum` where it has few of the entries of a long vector."""
     if rows_of(like) is None and like.size >= LONG:
         found = entries(each, payloads, weights, shared, like)
         if not isinstance(found, SparseSum) or SPARSE * found.indices.size <= like.size:
             return found
-    return accumulate(each, like, payloads, weights, shared)
+    return add(like, payloads, weights, shared)
 
 
 def _are_alike(one: Compressor, vectors: tuple[Any, ...]) -> bool:
