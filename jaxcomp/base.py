@@ -41,6 +41,7 @@ from jaxcomp.arrays import (
     wrap_key,
     zeros_like,
 )
+from jaxcomp.pieces import WithEntries
 
 __all__ = [
     "ROLES",
@@ -166,13 +167,13 @@ class Compressor(NamedTuple):
     The others may be None: the functions of the same names then do the usual thing.
 
     accumulate(total, payloads, weights, shared) -> total + sum_j weights_j x_hat_j, in the order of j
+        Where these are few entries of a vector it may be a `jaxcomp.pieces.WithEntries`.
         total: an array, or its shape for zeros (`arrays.started`). payloads: stacked; weights: [n], None for all ones,
         or a prefix tree of the payload with either for each part.
     advance(shared) -> shared of the next round.
     lengths(like) -> `Lengths` in the place of each payload whose length depends on the worker, None in that of others.
     for_worker(shared, worker, workers) -> shared as one worker uses it (law 6). Built with `row_of`.
     overflow(local) -> i32[], how many chosen entries of the last round found no place in the capacity.
-    entries(payloads, weights, shared, like) -> what `accumulate` adds to zeros, as a `jaxcomp.pieces.SparseSum`.
     """
 
     init: Callable[[Array, Tree], State]
@@ -184,7 +185,6 @@ class Compressor(NamedTuple):
     lengths: Callable[[Tree], Tree] | None = None
     for_worker: Callable[[Tree, Array | int, int | None], Tree] | None = None
     overflow: Callable[[Tree], Array] | None = None
-    entries: Callable[[Tree, Tree, Tree, Tree], Tree] | None = None
 
     def __repr__(self) -> str:
         return f"<compressor {self.spec.name}>"
@@ -346,10 +346,10 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
 
 
 def entries(compressor: Compressor, payloads: Tree, weights: Tree, shared: Tree, like: Tree) -> Tree:
-    """What `accumulate` adds to zeros like `like`, as the compressor's `entries` where it has them."""
-    if compressor.entries is None:
-        return accumulate(compressor, like, payloads, weights, shared)
-    return compressor.entries(payloads, weights, shared, like)
+    """What `accumulate` adds to zeros like `like`; vectors may be `jaxcomp.pieces.SparseSum`."""
+    if isinstance(compressor.accumulate, WithEntries):
+        return compressor.accumulate.entries(payloads, weights, shared, like)
+    return accumulate(compressor, like, payloads, weights, shared)
 
 
 def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree) -> Tree:

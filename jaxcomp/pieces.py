@@ -21,6 +21,7 @@ from jaxcomp.arrays import fold, like_of, weighted
 from jaxcomp.compiled import always, called, computed, in_place
 
 __all__ = ["LONG", "Pieces", "SparseSum", "accumulated", "cut_apart", "end_to_end", "joined", "of_entries"]
+__all__ += ["WithEntries", "with_entries"]
 
 Array = jax.Array
 Tree = Any
@@ -160,22 +161,42 @@ class SparseSum:
 
     def made(self) -> Array:
         """f[size]."""
-
         add = lambda total, message: total.at[message[0]].add(message[1], mode="drop", indices_are_sorted=True)
         like = jax.ShapeDtypeStruct((self.size,), self.values.dtype)
         return self.factor * fold(add, like, (self.indices, self.values))
 
 
-def of_entries(entries: Callable[..., tuple[Array, Array]]) -> tuple[Callable, Callable, Callable]:
-    """`decompress`, `accumulate` and `entries` of a `base.Compressor` of vectors, from the entries of one message.
+@dataclasses.dataclass(frozen=True)
+class WithEntries:
+    """`accumulate` of a `base.Compressor`, and what it adds to zeros as entries that are not added up yet.
 
-    entries: (payload, shared, like) -> ascending indices i32[k], behind them padding of `like.size`, and values [k].
+    entries: (payloads, weights, shared, like) -> the same as add(zeros, payloads, weights, shared), `SparseSum` in the
+        place of vectors. A wrapper that puts another `accumulate` in this place has no entries, unless it says them.
+    """
+
+    add: Callable[..., Tree]
+    entries: Callable[..., Tree]
+
+    def __call__(self, total: Tree, payloads: Tree, weights: Tree, shared: Tree) -> Tree:
+        return self.add(total, payloads, weights, shared)
+
+
+def with_entries(add: Callable[..., Tree], entries: Callable[..., Tree], inner: Callable | None) -> Callable[..., Tree]:
+    """An `accumulate`, `WithEntries` where that of the compressor inside is."""
+    return WithEntries(add, entries) if isinstance(inner, WithEntries) else add
+
+
+def of_entries(entries: Callable[..., tuple[Array, Array]], ascending: bool = True) -> tuple[Callable, Callable]:
+    """`decompress` and `accumulate` of a `base.Compressor` of vectors, from the entries of one message.
+
+    entries: (payload, shared, like) -> indices i32[k], behind them padding of `like.size`, and values [k].
+    ascending: whether the indices are; if not, there is no `SparseSum`.
     """
 
     def decompress(payload: Tree, shared: Tree, like: jax.ShapeDtypeStruct) -> Array:
         indices, values = entries(payload, shared, like)
         zeros = jnp.zeros(like.shape, like.dtype)
-        return zeros.at[indices].set(values.astype(like.dtype), mode="drop", indices_are_sorted=True)
+        return zeros.at[indices].set(values.astype(like.dtype), mode="drop", indices_are_sorted=ascending)
 
     def with_weight(payload: Tree, weight: Array | None, shared: Tree, like: Any) -> tuple[Array, Array]:
         indices, values = entries(payload, shared, like)
@@ -186,7 +207,7 @@ def of_entries(entries: Callable[..., tuple[Array, Array]]) -> tuple[Callable, C
 
         def add(total: Array, message: tuple[Tree, Tree]) -> Array:
             indices, values = with_weight(*message, shared, like)
-            return total.at[indices].add(values, mode="drop", indices_are_sorted=True)
+            return total.at[indices].add(values, mode="drop", indices_are_sorted=ascending)
 
         return fold(add, total, (payloads, weights))
 
@@ -194,7 +215,7 @@ def of_entries(entries: Callable[..., tuple[Array, Array]]) -> tuple[Callable, C
         every = jax.vmap(lambda payload, weight: with_weight(payload, weight, shared, like))
         return SparseSum(*every(payloads, weights), jnp.ones((), like.dtype), like.size)
 
-    return decompress, accumulate, all_entries
+    return decompress, WithEntries(accumulate, all_entries) if ascending else accumulate
 
 
 def _made_apart(found: SparseSum, sizes: Sequence[int]) -> list[Array]:

@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from laws import ROWS, WORKERS, D
 
 import jaxcomp as jc
+from jaxcomp.base import State, accumulate, entries, for_worker, like_of
 from jaxcomp.layout import Layout, Parts, plan_of, split
-from jaxcomp.pieces import LONG, Pieces, SparseSum, accumulated, cut_apart, joined
+from jaxcomp.pieces import LONG, Pieces, SparseSum, WithEntries, accumulated, cut_apart, joined
 
 SIZES = [5, 1, 0, 40, 7]
 
@@ -168,6 +170,24 @@ def test_a_sum_is_made_leaf_by_leaf(sizes, seed):
     np.testing.assert_array_equal(np.concatenate(rows, 1), np.stack([want, 2 * want]))
 
 
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if isinstance(row.compressor.accumulate, WithEntries)], ids=lambda row: row.name
+)
+def test_entries_are_what_is_decoded_and_ascend(row, seed):
+    """Of a message of each worker, with weights."""
+    n, compressor = WORKERS, row.compressor
+    x = jnp.asarray(np.random.default_rng(seed).normal(size=(n, D)), jnp.float32)
+    state = compressor.init(jax.random.key(seed), like_of(x[0]))
+    mine = lambda i: State(state.local, for_worker(compressor, state.shared, i, n))
+    payloads = [compressor.compress(jax.random.key(i), x[i], mine(i))[0] for i in range(n)]
+    stacked, weights = jax.tree.map(lambda *a: jnp.stack(a), *payloads), jnp.arange(1.0, n + 1)
+    found = entries(compressor, stacked, weights, state.shared, like_of(x[0]))
+    want = accumulate(compressor, jnp.zeros(D), stacked, weights, state.shared)
+    np.testing.assert_allclose(found.made(), want, rtol=1e-6, atol=1e-6)
+    steps = np.diff(found.indices, axis=1)
+    assert np.all((steps > 0) | (found.indices[:, 1:] == D))
+
+
 def test_padding_alone_makes_zeros():
     indices, values = jnp.full((2, 9), 2 * LONG, jnp.int32), jnp.ones((2, 9))
     run = jax.jit(lambda i, v: cut_apart(SparseSum(i, v, jnp.ones(()), 2 * LONG), [LONG, LONG]))
@@ -180,6 +200,7 @@ FEW_ENTRIES = {
     "narrow": lambda: jc.error_feedback(jc.narrow(jc.sidco(1e-3), values="bfloat16", indices="uint16")),
     "composed": lambda: jc.error_feedback(jc.compose(jc.top_k(1e-3), jc.dithering(127))),
     "skcompress": lambda: jc.error_feedback(jc.skcompress(jc.top_k(1e-3))),
+    "skcompress in lists": lambda: jc.error_feedback(jc.skcompress(jc.top_k(1e-3), mode="recentred")),
     "dagc": lambda: jc.error_feedback(jc.dagc([3, 1, 2], 1e-3)),
     "contract": lambda: jc.error_feedback(jc.contract(jc.bernoulli(1e-3))),
     "flat": lambda: jc.error_feedback(jc.flat(jc.top_k(1e-3))),

@@ -153,7 +153,8 @@ def main(arguments: Sequence[str]) -> int:
     notes = f"""\
 {o.workers:,} workers on one device; of the digits at most one for each of 1,797. Quadratics: f - f*; digits: loss.
 bytes: of a worker's message at an exchange. Step size: the one of {o.rates} with the least loss in the end; local
-methods take {EVERY} such steps between two exchanges. DIANA's message is ternary with one norm; sparse messages hold {o.ratio:g} of the entries."""
+methods take {EVERY} such steps between two exchanges. DIANA's message is ternary with one norm; sparse messages hold
+{o.ratio:g} of the entries."""
     run.table(f"{run.folder.name}: {o.exchanges} exchanges", columns, rows, notes)
     panels: dict[str, dict[str, Any]] = {}
     for row in rows:

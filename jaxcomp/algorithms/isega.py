@@ -69,11 +69,7 @@ def isega(
         return sampling.decompress(payload._replace(values=kept), shared, like)
 
     compressor = lift(precondition(sampling, smoothness, dtype=dtype))
-    kept = lift(
-        precondition(
-            sampling._replace(decompress=without_scaling, accumulate=None, entries=None), smoothness, dtype=dtype
-        )
-    )
+    kept = lift(precondition(sampling._replace(decompress=without_scaling, accumulate=None), smoothness, dtype=dtype))
 
     def init(shared_key, x):
         state = compressor.init(shared_key, wide_like(x))

@@ -23,6 +23,7 @@ from jaxcomp.base import (
 )
 from jaxcomp.compressors.dense import cast
 from jaxcomp.payloads import LocalIndices, Sparse, global_indices, local_indices
+from jaxcomp.pieces import with_entries
 
 __all__ = ["compose", "contract", "narrow"]
 
@@ -78,8 +79,7 @@ def contract(compressor: Compressor) -> Compressor:
 
     return compressor._replace(
         decompress=decompress,
-        accumulate=add,
-        entries=None if compressor.entries is None else sparse,
+        accumulate=with_entries(add, sparse, compressor.accumulate),
         spec=spec._replace(
             name=f"contract({spec.name})",
             omega=None,
@@ -207,12 +207,11 @@ def _composed(outer: Compressor, inner: Compressor, spec: Spec) -> Compressor:
         compress,
         decompress,
         spec,
-        accumulate=add,
+        accumulate=with_entries(add, sparse, outer.accumulate),
         advance=next_round,
         lengths=outer.lengths,
         for_worker=None if outer.for_worker is None and inner.for_worker is None else pick,
         overflow=None if outer.overflow is None and inner.overflow is None else left,
-        entries=None if outer.entries is None else sparse,
     )
 
 
@@ -296,7 +295,6 @@ def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -
     return compressor._replace(
         compress=compress,
         decompress=lambda payload, shared, like: compressor.decompress(widen(payload, like), shared, like),
-        accumulate=add,
-        entries=None if compressor.entries is None else sparse,
+        accumulate=with_entries(add, sparse, compressor.accumulate),
         spec=spec._replace(name=f"narrow({spec.name})"),
     )

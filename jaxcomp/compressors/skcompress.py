@@ -191,6 +191,7 @@ def _compressor(name: str, selector: Compressor, coder: Coder, q: int, rows: int
         init=init,
         compress=compress,
         entries=entries,
+        ascending=not coder.hashes,  # keys that are hashed come in several lists
         advance=next_round if coder.hashes or selector.advance is not None else None,
         for_worker=pick if selector.for_worker is not None else None,
         overflow=selector.overflow,

@@ -115,7 +115,6 @@ def with_layout(name: str, compressor: Compressor, layout: Layout) -> Compressor
         compress=compress,
         decompress=decompress,
         accumulate=add,
-        entries=None,
         lengths=None if compressor.lengths is None else lambda like: lengths(inner, plan_of(layout, like).like),
         spec=spec._replace(
             name=f"{name}({spec.name})",

@@ -36,7 +36,7 @@ from jaxcomp.compiled import called
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.layout import DEFAULT, Parts, dense_of, rows_of
 from jaxcomp.payloads import Dense, Leaves
-from jaxcomp.pieces import FEW, LONG, SparseSum, cut_apart, of_entries
+from jaxcomp.pieces import FEW, LONG, SparseSum, WithEntries, cut_apart, of_entries, with_entries
 
 __all__ = [
     "Each",
@@ -69,12 +69,13 @@ def on_vectors(
     for_worker: Callable | None = None,
     overflow: Callable | None = None,
     entries: Callable[..., tuple[Array, Array]] | None = None,
+    ascending: bool = True,
     apart_from: int = 0,
 ) -> Compressor:
     """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`).
 
-    entries: (payload, shared, like) -> ascending indices i32[k], behind them padding of `like.size`, and values [k];
-        takes the place of `decompress` and `accumulate`. shared: of one worker or of all.
+    entries: (payload, shared, like) -> indices i32[k], behind them padding of `like.size`, and values [k]; takes the
+        place of `decompress` and `accumulate`. shared: of one worker or of all. ascending: whether the indices are.
     apart_from: under vmap vectors with at least so many entries are compressed one after the other, where the
         compressor selects (`row_by_row`).
     """
@@ -114,13 +115,15 @@ def on_vectors(
 
         return accumulate_
 
-    sparse = None
     if entries is not None:
-        decompress, accumulate, sparse = of_entries(entries)
+        decompress, accumulate = of_entries(entries, ascending)
     decode: Any = decompress
-    accumulate = None if accumulate is None else of_any_shape(accumulate)
+    if isinstance(accumulate, WithEntries):
+        accumulate = WithEntries(of_any_shape(accumulate), accumulate.entries)
+    elif accumulate is not None:
+        accumulate = of_any_shape(accumulate)
     of_flat = None if lengths is None else lambda like: lengths(flat_like(like))
-    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker, overflow, sparse)
+    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker, overflow)
 
 
 def row_by_row(function: Callable) -> Callable:
@@ -270,12 +273,11 @@ def lift(compressor: Compressor) -> Compressor:
         compress,
         decompress,
         one.spec._replace(lifted=Lifted(layout, one)),
-        accumulate=add,
+        accumulate=with_entries(add, lambda *args: add(args[-1], *args[:-1], sparse=True), one.accumulate),
         advance=None if one.advance is None else over(advance),
         lengths=None if one.lengths is None else lengths_,
         for_worker=None if one.for_worker is None else over(for_worker),
         overflow=None if one.overflow is None else overflow_,
-        entries=None if one.entries is None else lambda *args: add(args[-1], *args[:-1], sparse=True),
     )
 
 
@@ -370,7 +372,7 @@ def _of_vector_or_stack(one: Compressor) -> Compressor:
         init=init,
         compress=compress,
         decompress=decompress,
-        accumulate=add,
+        accumulate=with_entries(add, functools.partial(entries, one), one.accumulate),
         advance=over(advance),
         lengths=lambda like: lengths(one, like) if rows_of(like) is None else None,
         for_worker=over(for_worker),
