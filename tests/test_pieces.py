@@ -112,21 +112,22 @@ def test_a_method_does_the_same_with_pieces_as_with_vectors(make, seed):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *got)
 
 
-def test_a_step_of_many_leaves_joins_none(seed):
-    """On CPU: besides state and result it takes the memory of one gradient, the direction before it is cut apart."""
-    leaves = {f"{i:02}": jax.ShapeDtypeStruct((2**14,), jnp.float32) for i in range(20)}
+def compiled_step(compressor, size):
+    """A step of error feedback, of two workers and 20 leaves of so many entries each. The state is donated."""
+    leaves = {f"{i:02}": jax.ShapeDtypeStruct((size,), jnp.float32) for i in range(20)}
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    tx = jc.compressed_mean(jc.error_feedback(jc.sidco(0.01)), "data")
+    tx = jc.compressed_mean(jc.error_feedback(compressor), "data")
     state, specs = jc.init_state(tx, jax.tree.map(lambda x: jnp.zeros(x.shape), leaves), mesh, "data")
-    placed = jax.NamedSharding(mesh, jax.P("data"))
+    placed, data, whole = jax.NamedSharding(mesh, jax.P("data")), jax.P("data"), jax.P()
     rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=placed), leaves)
+    one = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)[::-1]
+    step = jax.shard_map(one, mesh=mesh, in_specs=(data, specs), out_specs=(specs, whole))
+    return jax.jit(step, donate_argnums=1).lower(rows, state).compile()
 
-    def one(grads, state):
-        return tx.update(jax.tree.map(lambda x: x[0], grads), state)
 
-    data, whole = jax.P("data"), jax.P()
-    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(data, specs), out_specs=(whole, specs)), donate_argnums=1)
-    program = step.lower(rows, state).compile()
+def test_a_step_of_many_leaves_joins_none():
+    """On CPU: besides state and result it takes the memory of one gradient, the direction before it is cut apart."""
+    program = compiled_step(jc.sidco(0.01), 2**14)
     size = 4 * 20 * 2**14
     assert program.memory_analysis().temp_size_in_bytes < 1.3 * size
     joins = [line for line in program.as_text().splitlines() if f"f32[{size // 4}]" in line and " concatenate(" in line]
@@ -238,16 +239,7 @@ def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed):
     jax.tree.map(same, found[:3], found[3:])
 
 
-def test_a_direction_of_large_leaves_takes_no_memory_besides(seed):
+def test_a_direction_of_large_leaves_takes_no_memory_besides():
     """Neither the gradient nor the direction is ever one vector."""
-    leaves = {f"{i:02}": jax.ShapeDtypeStruct((2**18,), jnp.float32) for i in range(20)}
-    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.001)), "data")
-    state, specs = jc.init_state(tx, jax.tree.map(lambda x: jnp.zeros(x.shape), leaves), mesh, "data")
-    placed = jax.NamedSharding(mesh, jax.P("data"))
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype, sharding=placed), leaves)
-    one = lambda grads, state: tx.update(jax.tree.map(lambda x: x[0], grads), state)[::-1]
-    data, whole = jax.P("data"), jax.P()
-    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(data, specs), out_specs=(specs, whole)), donate_argnums=1)
-    program = step.lower(rows, state).compile()
+    program = compiled_step(jc.top_k(0.001), 2**18)
     assert program.memory_analysis().temp_size_in_bytes < 0.3 * 4 * 20 * 2**18

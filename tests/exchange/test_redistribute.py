@@ -46,27 +46,6 @@ def assert_same_sums(mean, before, field="memory"):
     assert any(np.abs(x).max(initial=0) > 0 for x in now.values())
 
 
-def test_a_step_is_compiled_once_for_what_was_redistributed(seed):
-    """Under vmap new states are bound to no device, and so is what becomes of them."""
-    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.1)), AXIS)
-    states = [jc.init_state(tx, jnp.zeros(300), n, AXIS) for n in (4, 3)]
-    traced = []
-
-    def update(state, grads):
-        traced.append(grads)
-        return tx.update(grads, state)
-
-    axes = states[0][1]
-    step = jax.jit(jax.vmap(update, in_axes=(axes, 0), out_axes=(None, axes), axis_name=AXIS))
-    grads = jnp.asarray(np.random.default_rng(seed).standard_normal((4, 300)), jnp.float32)
-    _, old = step(states[0][0], grads)
-    new = jc.redistribute(old, states[1][0])
-    for _ in range(3):
-        _, new = step(new, grads[:3])
-    assert step._cache_size() == 2  # one for four workers, one for three
-    assert len(traced) == 2
-
-
 # ------------------------------------------------------------------------------------------------
 # Sums of floats
 
