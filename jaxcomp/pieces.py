@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.arrays import fold, like_of, weighted
+from jaxcomp.arrays import bounded, fold, like_of, weighted
 from jaxcomp.compiled import always, called, computed, in_place
 
 __all__ = ["LONG", "Pieces", "SparseSum", "accumulated", "cut_apart", "end_to_end", "joined", "of_entries"]
@@ -147,6 +147,7 @@ def _unknown(starts: list[int], vector: Array) -> Sequence[Array]:
 @dataclasses.dataclass(frozen=True)
 class SparseSum:
     """A vector [size] that is not made yet: factor times the sum of n messages of k entries each, added in their order.
+    What is too large for its dtype is its largest number.
 
     indices: i32[n, k], ascending in each row, and behind them padding, at least `size`. values: f[n, k]. factor: f[].
     """
@@ -163,7 +164,7 @@ class SparseSum:
         """f[size]."""
         add = lambda total, message: total.at[message[0]].add(message[1], mode="drop", indices_are_sorted=True)
         like = jax.ShapeDtypeStruct((self.size,), self.values.dtype)
-        return self.factor * fold(add, like, (self.indices, self.values))
+        return bounded(self.factor * fold(add, like, (self.indices, self.values)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +242,7 @@ def _made_apart(found: SparseSum, sizes: Sequence[int]) -> list[Array]:
             together = _of_pieces(*entries, runs, zero, pieces, like(sum(rest_sizes)))
             for i, piece in zip(rest, cut_apart(together, rest_sizes), strict=True):
                 made[i] = piece
-        return tuple(found.factor * piece for piece in made)
+        return tuple(bounded(found.factor * piece) for piece in made)
 
     @apart.def_vmap
     def _(size, batched, found):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.base import Algorithm, State, bounded, finite, key_data, wide_like, wrap_key, zeros_like
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.count_sketch import add_to_sketch, estimates
 from jaxcomp.compressors.sparsify import largest_indices
 from jaxcomp.compressors.vector import count_of
@@ -61,7 +61,7 @@ def fetch_sgd(
     [7] 3.0
     """
     target = count_of("fetch_sgd", ratio, k)
-    if not (is_whole(rows) and isinstance(rows, int) and rows <= 15 and rows % 2 == 1):
+    if not (is_integer(rows) and rows <= 15 and rows % 2 == 1):
         raise ValueError(f"fetch_sgd: rows must be an odd integer in 1 .. 15; got {rows!r}")
     if not 0 < sketch <= 1:
         raise ValueError(f"fetch_sgd: sketch must be in (0, 1]; got {sketch}")
@@ -82,8 +82,9 @@ def fetch_sgd(
             bounded(add_to_sketch(key, jnp.zeros_like(u), x.reshape(-1), jnp.arange(x.size)))
             for key, u, x in zip(keys, old.momentum, vectors, strict=True)
         ]
-        total, dense = exchange.sum((sketches, jax.tree.map(lambda x, u: x.astype(u.dtype), dense, old.dense)))
-        average = lambda u, s: bounded(momentum * u + s / exchange.size)
+        part = lambda x, u: x.astype(u.dtype) / exchange.size  # a sum could overflow
+        total, dense = exchange.sum((list(map(part, sketches, old.momentum)), jax.tree.map(part, dense, old.dense)))
+        average = lambda u, s: bounded(momentum * u + s)
         u = tuple(map(average, old.momentum, total))
         dense, errors, found = jax.tree.map(average, old.dense, dense), [], []
         for key, before, new, x in zip(keys, old.errors, u, vectors, strict=True):

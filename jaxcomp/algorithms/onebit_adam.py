@@ -57,7 +57,7 @@ def onebit_directions(
         grads = jax.tree.map(lambda g, m: g.astype(m.dtype), finite(grads), m)
 
         def warm_up(memory, inner):
-            mean = jax.tree.map(lambda total: total / exchange.size, exchange.sum(grads))
+            mean = exchange.sum(jax.tree.map(lambda g: g / exchange.size, grads))  # a sum could overflow
             new = jax.tree.map(lambda m, g: bounded(b1 * m + (1 - b1) * g), m, mean)
             return new, jax.tree.map(lambda v, g: bounded(b2 * v + (1 - b2) * jnp.square(g)), v, mean), memory, inner
 

@@ -81,7 +81,7 @@ def zero_one_updates(
         grads = jax.tree.map(lambda g, m: g.astype(m.dtype), finite(grads), own.momentum)
 
         def measured(v):
-            mean = jax.tree.map(lambda total: total / exchange.size, exchange.sum(grads))
+            mean = exchange.sum(jax.tree.map(lambda g: g / exchange.size, grads))  # a sum could overflow
             return jax.tree.map(lambda v, g: bounded(b2 * v + (1 - b2) * jnp.square(g)), v, mean)
 
         due = (clock.count < times.freeze_step) & (clock.count >= clock.next_variance)

@@ -283,6 +283,7 @@ def all_sum(
     buckets: Sequence[int] | None = None,
     exact: bool = False,
     wide: Any = jnp.float32,
+    share: float = 1.0,
 ) -> Any:
     """sum_j weights_j x_j over the workers of each float array, equal on all of them.
 
@@ -295,7 +296,7 @@ def all_sum(
     Args:
         tree: this worker's arrays.
         axis: mapped axis, or None.
-        weights: [n], of all workers, with sum one; None for all ones.
+        weights: [n], of all workers, with sum one; None for `share`, a power of two, for each.
         replicas, buckets: as for `all_gather`.
         exact: nothing is rounded to less than `wide`.
         wide: f32 or f64, in which narrow floats are added.
@@ -303,7 +304,7 @@ def all_sum(
     if not axis_names(axis):
         return tree if weights is None else jax.tree.map(lambda a: weighted(a, weights[0]), tree)
     leaves, structure = jax.tree.flatten(varying(tree, axis))
-    mine = None if weights is None else weights[axis_index(axis)]
+    mine = weights[axis_index(axis)] if weights is not None else jnp.asarray(share, wide) if share != 1 else None
     summed: list[Any] = [None] * len(leaves)
     before: Any = None
     for lane in sum_lanes(leaves, buckets):
@@ -324,7 +325,7 @@ def all_sum(
                 _shared_out(_pack(lane, dict(zip(lane.places, parts, strict=True))), replicas, add), lane.sizes
             )
             if narrow:
-                scale = axis_size(axis) if weights is None else 1
+                scale = axis_size(axis) * share if weights is None else 1
                 numbers = lambda words: lax.bitcast_convert_type(words, wide if exact else kind)  # noqa: B023
                 pieces = [numbers(piece).astype(wide) * scale for piece in pieces]
             totals = [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]
@@ -342,10 +343,11 @@ def summed(
     buckets: Sequence[int] | None = None,
     exact: bool = False,
     wide: Any = jnp.float32,
+    share: float = 1.0,
 ) -> tuple[Any, float]:
     """`all_sum` of a payload, and the bytes that a device sends for it. buckets: number of that of each vector."""
     buckets = buckets_of_arrays(payload, buckets)
-    total = all_sum(payload, axis, weights, replicas, buckets, exact, wide)
+    total = all_sum(payload, axis, weights, replicas, buckets, exact, wide, share)
     return total, sum_bytes(payload, axis, replicas, buckets, exact, wide)
 
 

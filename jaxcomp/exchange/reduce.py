@@ -18,7 +18,7 @@ from jaxcomp.arrays import root_key
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, like_of, wrap_key
 from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.vector import lift, on_vectors
-from jaxcomp.exchange.collectives import all_max, sum_scatter
+from jaxcomp.exchange.collectives import all_max, share_of, sum_scatter
 from jaxcomp.exchange.lanes import all_gather, all_sum
 from jaxcomp.exchange.routes.route import Call
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
@@ -197,15 +197,16 @@ def _cast_like(tree: Any, like: Any) -> Any:
 
 
 def _mean(plan: Plan, x: Any, words: Array) -> Any:
-    axis, workers = plan.axis, axis_size(plan.axis)
+    axis, workers, share = plan.axis, axis_size(plan.axis), share_of(plan.axis)
     wide = jax.tree.map(lambda leaf: leaf.astype(plan.dtype), x)
     if plan.wire is None:
-        return _cast_like(jax.tree.map(lambda t: t / workers, all_sum(wide, axis)), x)
+        total = all_sum(wide, axis, wide=plan.dtype, share=share)
+        return _cast_like(jax.tree.map(lambda t: t / (workers * share), total), x)
     exponents = _exponents(plan, wide)
     wide = _scaled(wide, exponents, -1)
     cut = plan_of(Layout("chunks", chunks=workers), wide)
     (first_shared, second_shared), (first_key, second_key) = _keys(plan, words)
-    chunk = _owners_sum(plan, split(cut, wide), first_shared, first_key) / workers
+    chunk = _owners_sum(plan, split(cut, wide), first_shared, first_key) / (workers * share)
     whole = _to_all(plan, chunk, second_shared, second_key)
     return _cast_like(_scaled(join(cut, whole), exponents, 1), x)
 
@@ -230,7 +231,7 @@ def _scaled(tree: Any, exponents: Array | None, sign: int) -> Any:
 
 
 def _owners_sum(plan: Plan, rows: Array, shared_key: Array, private: Array) -> Array:
-    """The sum over the workers of row j of each one's [n, m], at worker j."""
+    """The sum over the workers of row j of each one's [n, m], times `share_of` all, at worker j."""
     whole = lift(plan.wire)  # pyright: ignore[reportArgumentType]
     like = like_of(rows)
     state = whole.init(shared_key, like)
@@ -293,7 +294,7 @@ def _psum_scatter(plan: Plan, x: Array, words: Array) -> Array:
         total = sum_scatter(rows, plan.axis)
     else:
         (shared_key, _), (private, _) = _keys(plan, words)
-        total = _owners_sum(plan, rows, shared_key, private)
+        total = _owners_sum(plan, rows, shared_key, private) / share_of(plan.axis)
     total = total.reshape(shape).astype(x.dtype)
     return jnp.moveaxis(total, 0, plan.dimension) if plan.tiled else total
 

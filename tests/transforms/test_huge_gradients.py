@@ -54,6 +54,51 @@ def test_means_of_huge_gradients_are_finite(algorithm, workers):
     assert np.max(directions[-1]) > 2.9e38
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("algorithm", "via"),
+    [
+        *((jc.direct(jc.identity()), via) for via in ("auto", "gather", "two_shot")),
+        *((jc.error_feedback(jc.top_k(k=1)), via) for via in ("auto", "gather")),
+    ],
+)
+def test_means_are_exact_where_sums_would_overflow(algorithm, via, workers):
+    """Small leaves that are summed on the way, too; and a mean of one half is not cut to the largest number."""
+    largest = float(np.finfo(np.float32).max)
+    params = {"bias": jnp.zeros(4), "w": jnp.zeros(3000)}
+    grads = {"bias": jnp.full((1, workers, 4), 2e38), "w": jnp.zeros((1, workers, 3000)).at[0, 0, 7].set(largest)}
+    directions, _ = run_vmap(jc.compressed_mean(algorithm, AXIS, via=via), params, grads)
+    np.testing.assert_allclose(directions["bias"], 2e38, rtol=1e-6)
+    np.testing.assert_allclose(directions["w"][0, 7], largest / workers, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        jc.error_feedback(jc.eden(4, scale="least_squares")),
+        jc.error_feedback(jc.dct(jc.cast("bfloat16"))),
+        jc.fetch_sgd(k=9),
+    ],
+)
+def test_what_is_decoded_beyond_the_largest_number_is_that(algorithm):
+    """A third is no power of two: the mean is the last product, and is saturated."""
+    signs = jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, (64, 64)), 1.0, -1.0)
+    grads = jnp.broadcast_to(signs * jnp.finfo(jnp.float32).max, (2, 3, 64, 64))
+    directions, _ = run_vmap(jc.compressed_mean(algorithm, AXIS), jnp.zeros((64, 64)), grads)
+    assert np.all(np.isfinite(directions))
+    assert np.max(np.abs(directions)) > 3e38
+
+
+def test_the_first_steps_of_compressed_adam_do_not_overflow():
+    """The momentum is a tenth of the mean, though the sum of three gradients is no f32."""
+    tx = jc.onebit_adam(0.1, AXIS, freeze_step=5)
+    state, axes = jc.init_state(tx, jnp.zeros(8), 3, AXIS)
+    step = jax.vmap(tx.update, in_axes=(0, axes, None), out_axes=(None, axes), axis_name=AXIS)
+    _, state = step(jnp.full((3, 8), 2e38), state, jnp.zeros(8))
+    assert any(np.isclose(np.max(leaf, initial=0), 2e37, rtol=1e-5) for leaf in jax.tree.leaves(state))
+
+
 METHODS = {
     "marina": jc.marina(jc.rand_k(k=4), 0.02, 0.1),
     "adiana": jc.adiana(jc.rand_k(k=4), jc.theory.adiana(smoothness=1.0, mu=0.1, workers=N, omega=15.0, variance=15.0)),

@@ -1,8 +1,8 @@
-"""via="auto": linear payloads are added on the way; the others are brought to all workers by the fastest route.
+"""via="auto": linear payloads are added on the way; the others are brought to all workers.
 
 Of a payload of several vectors the small dense leaves are linear, whatever the compressor is. Where messages have equal
-length, all-gather is the fastest route; where their lengths differ, it is the one with the least expected time by the
-model of `links`.
+length, they are gathered (`two_shot` may be faster, but compresses once more); where their lengths differ, the route is
+the one with the least expected time by the model of `links`.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxcomp.base import lengths, wide
-from jaxcomp.exchange.collectives import has_ragged
+from jaxcomp.exchange.collectives import has_ragged, share_of
 from jaxcomp.exchange.lanes import gathered, summed
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
 from jaxcomp.exchange.routes import concat, gather, ragged, ring
@@ -64,8 +64,8 @@ def carry(out: Outgoing, call: Call) -> Carried:
         payloads, sent_bytes, name = _gathered(out.payload, limits, call)
         return Carried(payloads, call.weights, name, sent_bytes, out.state)
     dense, vectors = out.payload
-    dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(out.like)))
-    total, dense_bytes = summed(dense, call.axis, call.weights, call.replicas, None, call.exact, dtype)
+    dtype, share = wide(*(leaf.dtype for leaf in jax.tree.leaves(out.like))), share_of(call.axis, call.weights)
+    total, dense_bytes = summed(dense, call.axis, call.weights, call.replicas, None, call.exact, dtype, share)
     total = jax.tree.map(lambda a: a[None], total)
     if not vectors:
         return Carried(Leaves(total, ()), None, "sum", dense_bytes, out.state)
@@ -91,7 +91,8 @@ def carry_all(outs: list[Outgoing], call: Call) -> list[Carried]:
             added[i], rest[i] = out.payload.dense, out.payload.leaves
             limits[i] = given.leaves if isinstance(given, Leaves) else (None,) * len(rest[i])
     dtype = wide(*(leaf.dtype for out in outs for leaf in jax.tree.leaves(out.like)))
-    totals, sum_bytes = summed(tuple(added), call.axis, call.weights, call.replicas, None, call.exact, dtype)
+    numbers = (call.exact, dtype, share_of(call.axis, call.weights))
+    totals, sum_bytes = summed(tuple(added), call.axis, call.weights, call.replicas, None, *numbers)
     totals = jax.tree.map(lambda a: a[None], totals)
     parts = tuple(part for each in rest if each is not None for part in each)
     known = tuple(limit for each in limits if each is not None for limit in each)

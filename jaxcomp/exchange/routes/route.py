@@ -74,16 +74,16 @@ class Outgoing(NamedTuple):
 class Carried(NamedTuple):
     """What a route brought.
 
-    payloads: of all workers, stacked on a leading axis of n and equal on all of them; or their sum, on an axis of one;
-        None where the route made the mean itself.
-    weights: of the payloads in their sum: [n], None for all ones, or a prefix tree of the payload with either for each
-        part.
+    payloads: of all workers, stacked on a leading axis of n and equal on all of them; or their sum, on an axis of one,
+        where each has its weight already, or `share_of` all; None where the route made the mean itself.
+    weights: of the payloads in their sum: [n], None for equal ones, or a prefix tree of the payload with either for
+        each part.
     route: name of the one that was taken, one of ROUTES.
     sent_bytes: what a device sends, all hops included, mean over the workers. Traced for "ladder".
     state: of the route, for the next round.
     mean: shapes of `like`, in f32 (f64 for f64 messages), equal on all workers; where there are no payloads.
     lane_bytes, code_bits: of further messages than that of the worker (a second compression).
-    is_mean: the sum of the payloads is weighted already; else, with equal weights, it is to be divided by n.
+    is_sum: the payloads are one, the sum of all.
     """
 
     payloads: Any
@@ -94,7 +94,7 @@ class Carried(NamedTuple):
     mean: Any = None
     lane_bytes: int = 0
     code_bits: Any = 0
-    is_mean: bool = False
+    is_sum: bool = False
 
 
 class Gather(Protocol):

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 
 from jaxcomp.base import Compressor, State
+from jaxcomp.exchange.collectives import whole_of
 from jaxcomp.exchange.lanes import all_to_all_bytes
 from jaxcomp.exchange.routes.route import Call, Carried, Outgoing, Route, stateless
 from jaxcomp.exchange.routes.two_shot import first_shot
 from jaxcomp.exchange.routes.two_shot import layout as chunks
 from jaxcomp.exchange.routes.two_shot import refuses as refuses_chunks
-from jaxcomp.exchange.varying import axis_size
 
 __all__ = ["SCATTER"]
 
@@ -41,8 +41,7 @@ def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
 def carry(out: Outgoing, call: Call) -> Carried:
     """This worker's row of the mean (see `Route.carry`)."""
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
-    chunk = first_shot(out.payload, out.compressor, out.shared, row, call)
-    chunk = chunk / axis_size(call.axis) if call.weights is None else chunk
+    chunk = whole_of(first_shot(out.payload, out.compressor, out.shared, row, call), call.axis, call.weights)
     return Carried(None, None, "scatter", all_to_all_bytes(out.payload, call.axis), State(), chunk)
 
 

@@ -5,20 +5,18 @@ bytes; with an algorithm that has a memory, whose mean must not be rounded once 
 that 3 (n - 1) / n lane bytes are sent. With r replicas each device sends the r-th part of that, and then the sum of its
 part to the others.
 
-Where 1/n is exact (n a power of two) each worker scales what it sends, while that is made anyhow, and no pass over the
-sum is needed. Otherwise the mean is the sum divided, so that it is the same bit for bit by every route.
+Each worker scales what it sends, while that is made anyhow; where n is a power of two, the sum is the mean.
 """
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxcomp.base import wide
+from jaxcomp.exchange.collectives import share_of
 from jaxcomp.exchange.lanes import summed
 from jaxcomp.exchange.links import ADDS, Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import Call, Carried, Outgoing, Route, stateless
-from jaxcomp.exchange.varying import axis_size
 
 __all__ = ["SUM"]
 
@@ -33,27 +31,24 @@ def refuses(compressor, roles):
 
 def carry(out: Outgoing, call: Call) -> Carried:
     """The mean of the payloads, added on the way (see `Route.carry`)."""
-    total, sent, is_mean = _summed(out.payload, out.like, call, call.buckets)
-    return Carried(jax.tree.map(lambda a: a[None], total), None, "sum", sent, out.state, is_mean=is_mean)
+    total, sent = summed(out.payload, call.axis, call.weights, call.replicas, call.buckets, **_numbers(call, out.like))
+    return Carried(jax.tree.map(lambda a: a[None], total), None, "sum", sent, out.state, is_sum=True)
 
 
 def carry_all(outs: list[Outgoing], call: Call) -> list[Carried]:
     """The means of several messages (see `Route.carry_all`)."""
     payloads = tuple(out.payload for out in outs)
-    totals, sent, is_mean = _summed(payloads, [out.like for out in outs], call, None)
+    likes = [out.like for out in outs]
+    totals, sent = summed(payloads, call.axis, call.weights, call.replicas, None, **_numbers(call, likes))
     bytes_of = [sent] + [0.0] * (len(outs) - 1)
     made = zip(jax.tree.map(lambda a: a[None], totals), bytes_of, outs, strict=True)
-    return [Carried(total, None, "sum", b, out.state, is_mean=is_mean) for total, b, out in made]
+    return [Carried(total, None, "sum", b, out.state, is_sum=True) for total, b, out in made]
 
 
-def _summed(payload: Any, like: Any, call: Call, buckets: Any) -> tuple[Any, float, bool]:
-    """The sum, the bytes that a device sends, and whether the sum is the mean already."""
-    dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(like)))  # f64 messages are added in f64
-    n, weights = axis_size(call.axis), call.weights
-    if weights is None and n & (n - 1) == 0:
-        weights = jnp.full((n,), 1 / n, dtype)
-    total, sent = summed(payload, call.axis, weights, call.replicas, buckets, call.exact, dtype)
-    return total, sent, weights is not None
+def _numbers(call: Call, like: Any) -> dict[str, Any]:
+    """How numbers are added, for `summed`: f64 messages in f64."""
+    dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(like)))
+    return {"exact": call.exact, "wide": dtype, "share": share_of(call.axis, call.weights)}
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:

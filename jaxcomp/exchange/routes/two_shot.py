@@ -31,6 +31,7 @@ from jaxcomp.base import (
     wide_like,
 )
 from jaxcomp.compressors.vector import Rows
+from jaxcomp.exchange.collectives import share_of, whole_of
 from jaxcomp.exchange.lanes import all_gather, all_to_all, all_to_all_bytes, gather_bytes
 from jaxcomp.exchange.links import Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import Call, Carried, Outgoing, Route
@@ -59,7 +60,9 @@ class Second(NamedTuple):
 
 
 def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, call: Call) -> Array:
-    """The weighted sum of what the workers sent to the owner of a chunk, [c] in f32 (f64 for f64 messages).
+    """The sum of what the workers sent to the owner of a chunk, each with its weight, or with `share_of` all.
+
+    f32[c], f64 for f64 messages.
 
     Args:
         payload: of a stack [n, c], with a leading axis of n.
@@ -68,9 +71,11 @@ def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, call
         row: shape and dtype of a chunk.
         call: see `Call`.
     """
-    rows = all_to_all(payload, call.axis)
-    add = lambda *args: accumulate(_of_row(compressor), wide_like(row), *args)
-    total = on_equal_types(add, rows, call.weights, _row(shared, call.axis))
+    rows, like = all_to_all(payload, call.axis), wide_like(row)
+    add = lambda *args: accumulate(_of_row(compressor), like, *args)
+    equal = jnp.full((axis_size(call.axis),), share_of(call.axis), like.dtype)
+    weights = equal if call.weights is None else call.weights
+    total = on_equal_types(add, rows, weights, _row(shared, call.axis))
     return varying(total, (*axis_names(call.axis), *call.outer))
 
 
@@ -168,9 +173,8 @@ def carry(out: Outgoing, call: Call) -> Carried:
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
     axes = (*axis_names(axis), *call.outer)
     memory, local = varying(out.state.local, axes)
-    chunk = first_shot(out.payload, compressor, out.shared, row, call)
-    chunk = chunk / axis_size(axis) if call.weights is None else chunk
-    chunk = jnp.nan_to_num(chunk)  # a sum that overflowed is the largest number
+    chunk = whole_of(first_shot(out.payload, compressor, out.shared, row, call), axis, call.weights)
+    chunk = jnp.nan_to_num(chunk)
     if _is_biased(compressor):
         chunk = bounded(chunk + memory)
     second, local, mean = second_shot(
