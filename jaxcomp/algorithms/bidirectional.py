@@ -67,7 +67,7 @@ def bidirectional(algorithm: Algorithm, down: Compressor, *, code: str = "fixed"
         code: in which the bits are counted, as for `code_bits`; "fixed" costs least.
 
     Raises:
-        ValueError: the compressor down is biased, or has a plan for each worker.
+        ValueError: the compressor down is biased, or has a plan for each worker; an algorithm of parts (`by_path`).
         TypeError: what is given is no algorithm, or no compressor.
 
     Reference: Philippenko, Dieuleveut 2020 (Artemis), without a memory on the way down; the step size is ours.
@@ -75,7 +75,8 @@ def bidirectional(algorithm: Algorithm, down: Compressor, *, code: str = "fixed"
     >>> import jaxcomp as jc
     >>> method = jc.bidirectional(jc.diana(jc.dithering(7)), jc.dithering(15))
     """
-    check_algorithm("bidirectional", algorithm)
+    if check_algorithm("bidirectional", algorithm).parts:
+        raise ValueError("bidirectional: put it into each part of by_path, not around it; got an algorithm of parts")
     check_down("bidirectional", down)
     down = lift(down)
 

@@ -123,3 +123,15 @@ def test_shards_of_the_workers_are_refused():
     grad = jc.value_and_grad(lambda w, x: jnp.mean(x @ w), jc.bidirectional(jc.direct(jc.natural()), jc.natural()))
     with pytest.raises(ValueError, match=r"the state of this algorithm \(coin\) needs the whole of it"):
         grad.init(w)
+
+
+def test_it_goes_into_each_part_of_by_path():
+    """Around by_path it would be lost where each part is exchanged by itself."""
+    with pytest.raises(ValueError, match="bidirectional: put it into each part of by_path, not around it"):
+        jc.bidirectional(jc.by_path({".*": jc.direct(jc.identity())}), DOWN)
+    parts = jc.by_path({"a": jc.bidirectional(jc.direct(jc.identity()), DOWN), ".*": jc.direct(jc.identity())})
+    grads = {"a": jnp.asarray(heterogeneous(0, 1, N, D)), "b": jnp.asarray(heterogeneous(1, 1, N, D))}
+    params = {"a": jnp.zeros(D), "b": jnp.zeros(D)}
+    directions, _ = run_vmap(jc.compressed_mean(parts, AXIS), params, grads)
+    np.testing.assert_allclose(directions["b"], np.float64(grads["b"]).mean(1), rtol=1e-5, atol=1e-5)
+    assert len(np.unique(np.abs(directions["a"]))) <= 6
