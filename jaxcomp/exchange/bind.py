@@ -7,13 +7,14 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxcomp.base import Algorithm
+from jaxcomp.exchange.links import check_link
 from jaxcomp.exchange.placement import Placement
 from jaxcomp.exchange.routes import VIAS, Route, route_of
 from jaxcomp.exchange.runner import Runner
 from jaxcomp.exchange.state import frozen
 from jaxcomp.layout import DEFAULT, layout_of
 
-__all__ = ["bind", "shares_of"]
+__all__ = ["bind", "own_weights", "shares_of"]
 
 Array = jax.Array
 
@@ -32,11 +33,13 @@ def bind(
     """Checks that algorithm, route and weights go together, and binds them.
 
     Raises:
-        ValueError: unknown via, or one that cannot carry what the algorithm sends; bad weights or bucket_bytes.
+        ValueError: unknown via, or one that cannot carry what the algorithm sends; bad weights, link or bucket_bytes.
     """
     if not isinstance(via, Route) and via not in VIAS:
         raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
     route = via if isinstance(via, Route) else route_of(via)
+    if "link" in options:
+        check_link(name, options["link"])
     layout = layout_of(algorithm)
     for part in algorithm.parts or (algorithm,):
         reason = refusal(route, part)
@@ -50,7 +53,7 @@ def bind(
         needs = "this algorithm needs them as they are (by_path, PowerSGD, FetchSGD and the like)"
         raise ValueError(f"{name}: {cuts}; {needs}. {cure}")
     if weights is None:
-        weights = _own_weights(name, algorithm)
+        weights = own_weights(name, algorithm)
     if bucket_bytes is not None:
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)) or bucket_bytes < 1:
             raise ValueError(f"{name}: bucket_bytes must be an integer of at least 1; got {bucket_bytes!r}")
@@ -76,7 +79,7 @@ def refusal(route: Route, algorithm: Algorithm) -> str | None:
     return route.refuses(as_given, algorithm.roles)
 
 
-def _own_weights(name: str, algorithm: Algorithm) -> tuple[float, ...] | None:
+def own_weights(name: str, algorithm: Algorithm) -> tuple[float, ...] | None:
     """Those of the workers that a compressor brings; with parts, that those bring which bring some."""
     lifted = [part.compressor for part in algorithm.parts or (algorithm,)]
     found = {c.spec.weights for c in lifted if c is not None and c.spec.weights is not None}

@@ -16,21 +16,24 @@ in `routes`.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["ADDS", "DEFAULT", "GATHERS", "Cost", "Link", "Phase", "Plan", "cost_of", "ring_plan"]
+from jaxcomp.compressors.checks import is_number
+
+__all__ = ["ADDS", "DEFAULT", "GATHERS", "Cost", "Link", "Phase", "Plan", "check_link", "cost_of", "ring_plan"]
 
 MOST_PIECES = 48  # of the longest message
 MOST_REST = 8  # pieces of the longest rest
 GATHERS, ADDS, WAITS = 1.1, 1.2, 1.5  # time of a message, of one that is added, and of a tick over that of its bytes
+MOST_LATENCY, LEAST_BANDWIDTH = 60.0, 1.0  # no link is beyond these; latency and bandwidth in the wrong order are
 WASTE = 1.04  # what a link carries, over the sum of the real sizes, that is worth more ticks to avoid
 
 
 class Link(NamedTuple):
     """latency: seconds that a message takes besides its bytes; bandwidth: bytes per second.
 
-    The default is 100 Mbit/s: where bandwidth is so plentiful that latencies decide, equal messages
-    serve as well.
+    The default is 1 ms and 100 Mbit/s. On links where latency decides, messages of equal length (via="gather") are as
+    fast as any.
     """
 
     latency: float = 1e-3
@@ -38,6 +41,18 @@ class Link(NamedTuple):
 
 
 DEFAULT = Link()
+
+
+def check_link(name: str, link: Any) -> None:
+    """Raises TypeError or ValueError, named after the function `name`, unless it is a link as there may be one."""
+    if not isinstance(link, Link):
+        raise TypeError(f"{name}: link must be a jc.Link, say jc.Link(1e-3, 12.5e6) for 100 Mbit/s; got {link!r}")
+    latency = is_number(link.latency) and 0 <= link.latency <= MOST_LATENCY
+    if not (latency and is_number(link.bandwidth) and link.bandwidth >= LEAST_BANDWIDTH):
+        raise ValueError(
+            f"{name}: link must have a latency in [0, {MOST_LATENCY:g}] seconds and a bandwidth of at least "
+            f"{LEAST_BANDWIDTH:g} byte per second, in this order; got {link}"
+        )
 
 
 class Cost(NamedTuple):

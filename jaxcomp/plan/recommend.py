@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxcomp.arrays import like_of
 from jaxcomp.base import Algorithm
-from jaxcomp.exchange.links import Link
+from jaxcomp.exchange.links import Link, check_link
 from jaxcomp.plan.advise import Row, best_of, choose, predicted, shared_work, verdict, without_twins
 from jaxcomp.plan.candidates import (
     Candidate,
@@ -67,7 +67,6 @@ CPU = Machine(
     copy=1.0,
 )
 OTHER = 10.0  # of a candidate that the machine does not name
-MOST_LATENCY, LEAST_BANDWIDTH = 60.0, 1.0  # no link is beyond these; latency and bandwidth in the wrong order are
 
 
 class Recommendation(NamedTuple):
@@ -176,7 +175,7 @@ def recommend(
     check_max_error("recommend", max_error)
     if isinstance(workers, bool) or not isinstance(workers, (int, np.integer)) or workers < 2:
         raise ValueError(f"recommend: workers must be an integer of at least 2; got {workers!r}")
-    _check_link(link)
+    check_link("recommend", link)
     _check_machine(machine)
     if not _is_finite(gradient):
         raise ValueError(f"recommend: gradient must be finite seconds >= 0; got {gradient!r}")
@@ -205,17 +204,6 @@ def recommend(
 
 def _is_finite(value: Any) -> bool:
     return is_amount(value) and value <= sys.float_info.max
-
-
-def _check_link(link: Any) -> None:
-    if not isinstance(link, Link):
-        raise TypeError(f"recommend: link must be a jc.Link, say jc.Link(1e-3, 12.5e6) for 100 Mbit/s; got {link!r}")
-    latency = is_amount(link.latency) and link.latency <= MOST_LATENCY
-    if not (latency and is_amount(link.bandwidth) and link.bandwidth >= LEAST_BANDWIDTH):
-        raise ValueError(
-            f"recommend: link must have a latency in [0, {MOST_LATENCY:g}] seconds and a bandwidth of at least "
-            f"{LEAST_BANDWIDTH:g} byte per second, in this order; got {link}"
-        )
 
 
 def _check_machine(machine: Any) -> None:

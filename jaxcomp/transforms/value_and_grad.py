@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from jaxcomp.base import Algorithm
-from jaxcomp.exchange.bind import shares_of
+from jaxcomp.base import Algorithm, check_algorithm
+from jaxcomp.exchange.bind import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.specs import names_of, per_worker
 from jaxcomp.exchange.state import means_in
 from jaxcomp.exchange.varying import Axis, axis_names, is_bound
-from jaxcomp.transforms.compressed_mean import compressed_mean
+from jaxcomp.transforms.compressed_mean import compressed_mean, levels_of
 from jaxcomp.transforms.loss_scale import DynamicScale, LossScale, after_step, check_scale, fresh_scale, select
 from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut
 from jaxcomp.transforms.stages import check_batch, exchange_on_mesh, gradients_on_mesh, init_on_mesh, same_on_mesh
@@ -193,7 +193,7 @@ def value_and_grad(
                 updates, opt_state = tx.update(grads, opt_state, params, finite=state.loss_scale.finite)
         keys: names of the keyword arguments that hold random keys, of which each worker and micro-batch gets its own.
         via, weights, seed, measure, link, bucket_bytes: as for `compressed_mean`. Loss and averaged auxiliary values
-            are weighted alike.
+            are weighted as gradients are, by `weights` or those that the compressor brings (`dagc`).
 
     Returns:
         `ValueAndGrad`: init(params) -> state; (params, state, *batch, **named) -> (loss, grads, state), or
@@ -213,7 +213,11 @@ def value_and_grad(
     >>> print(value, grads)
     2.5 [ 0. -2.]
     """
-    how = _checked("value_and_grad", loss, has_aux, aux, micro_batches, loss_scale, keys, weights)
+    levels = levels_of(algorithm, axis_name, weights, "value_and_grad")
+    for each in levels.values():
+        check_algorithm("value_and_grad", each)
+    given = {axis: own_weights("value_and_grad", each) if weights is None else weights for axis, each in levels.items()}
+    how = _checked("value_and_grad", loss, has_aux, aux, micro_batches, loss_scale, keys, given)
     if wrt is not None and not isinstance(wrt, type):
         raise TypeError(f"value_and_grad: wrt must be a type of nodes of the parameters, say nnx.Param; got {wrt!r}")
     options: dict[str, Any] = {"seed": seed, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
@@ -224,7 +228,7 @@ def value_and_grad(
             return compressed_mean(last, None, via, **options)
         return compressed_mean(algorithm, axis_name, via, weights, sharded=sharded, **options)
 
-    transform(None)  # says what does not fit while it is built
+    transform(None)  # says what else does not fit while it is built
     return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs)
 
 
@@ -269,7 +273,7 @@ def worker_value_and_grad(
     name = "worker_value_and_grad"
     if isinstance(loss_scale, DynamicScale):
         raise TypeError(f"{name}: loss_scale must be a number; a dynamic one needs the state of value_and_grad")
-    how = _checked(name, loss, has_aux, aux, micro_batches, loss_scale, keys, weights)
+    how = _checked(name, loss, has_aux, aux, micro_batches, loss_scale, keys, {axis_name: weights})
     workers = axis_names(axis_name)
 
     def value_and_grad(params, /, *batch, **named):
@@ -287,7 +291,7 @@ def worker_value_and_grad(
 
 
 def _checked(
-    name: str, loss: Any, has_aux: bool, aux: Any, micro_batches: int, loss_scale: Any, keys: Any, weights: Any
+    name: str, loss: Any, has_aux: bool, aux: Any, micro_batches: int, loss_scale: Any, keys: Any, weights: dict
 ) -> Loss:
     if not callable(loss):
         raise TypeError(f"{name}: loss must be a function; got {loss!r}")
@@ -296,7 +300,8 @@ def _checked(
     loss_scale = check_scale(name, loss_scale)
     check_kinds(name, aux)
     keys = (keys,) if isinstance(keys, str) else tuple(keys)
-    shares = None if weights is None else tuple(shares_of(name, weights).tolist())
+    given = {axis: each for axis, each in weights.items() if each is not None}
+    shares = tuple((axis, tuple(shares_of(name, each).tolist())) for axis, each in given.items())
     return Loss(loss, has_aux, aux, int(micro_batches), loss_scale, keys, shares)
 
 

@@ -30,8 +30,8 @@ class Loss(NamedTuple):
     """A loss and how it is differentiated. Static.
 
     function(params, *batch, **named) -> loss, or (loss, auxiliary values) with has_aux. kinds: prefix tree of the
-    auxiliary values with one of KINDS for each. keys: names of the keyword arguments that hold random keys. shares: of
-    each worker, with sum one; None for equal ones.
+    auxiliary values with one of KINDS for each. keys: names of the keyword arguments that hold random keys. shares:
+    (axis, those of the workers along it, with sum one), of the axes along which they are not equal.
     """
 
     function: Callable[..., Any]
@@ -40,7 +40,7 @@ class Loss(NamedTuple):
     micro_batches: int
     scale: float | DynamicScale | None
     keys: tuple[str, ...]
-    shares: tuple[float, ...] | None
+    shares: tuple[tuple[Axis, tuple[float, ...]], ...]
 
 
 class Trained(NamedTuple):
@@ -149,7 +149,7 @@ def worker_gradients(
     overflow = None if scale is None else _is_overflow(grads)
     kept = [None if x is None else "same" if _is_float(x) else "first" for x in new]
     kinds = ("mean", kinds, kept, None if scale is None else "sum")
-    loss, aux, new, overflows = _together((loss, aux, new, overflow), kinds, axis, how.shares)
+    loss, aux, new, overflows = _together((loss, aux, new, overflow), kinds, axis, _share(axis, how.shares))
     return Gradients(loss, aux, new, grads, overflows)
 
 
@@ -223,10 +223,22 @@ def _of_micro_batches(kind: str, x: Array) -> Array:
     return jnp.mean(x, axis=0, dtype=wide(x.dtype)).astype(x.dtype)
 
 
-def _together(tree: Any, kinds: Any, axis: Axis, shares: tuple[float, ...] | None) -> Any:
+def _share(axis: Axis, shares: tuple[tuple[Axis, tuple[float, ...]], ...]) -> Any:
+    """That of this worker in a mean over the workers."""
+    rest = axis_size(axis)
+    share: Any = 1.0
+    for along, each in shares:
+        workers = axis_size(along)
+        if len(each) != workers:
+            raise ValueError(f"weights must be {workers} numbers, one for each worker; got {len(each)}")
+        share, rest = share * jnp.asarray(np.asarray(each))[axis_index(along)], rest // workers
+    return share / rest
+
+
+def _together(tree: Any, kinds: Any, axis: Axis, share: Any) -> Any:
     """What all workers together know, by one sum of all of it.
 
-    kinds: "mean" with the shares of the workers; "same": the plain mean; "sum"; "first": that of worker 0, for counters
+    kinds: "mean" with the share of each worker; "same": the plain mean; "sum"; "first": that of worker 0, for counters
     that are equal anyway; "each": left as it is.
     """
     if not axis_names(axis):
@@ -237,8 +249,8 @@ def _together(tree: Any, kinds: Any, axis: Axis, shares: tuple[float, ...] | Non
 
     def mine(kind, x):
         if kind in ("mean", "same"):
-            share = 1 / size if shares is None or kind == "same" else jnp.asarray(np.asarray(shares))[number]
-            return x.astype(wide(x.dtype)) * jnp.asarray(share, wide(x.dtype))
+            weight = 1 / size if kind == "same" else share
+            return x.astype(wide(x.dtype)) * jnp.asarray(weight, wide(x.dtype))
         return x if kind == "sum" else jnp.where(number == 0, x, jnp.zeros_like(x))
 
     own = {i: mine(kind, x) for i, (kind, x) in enumerate(zip(names, leaves, strict=True)) if kind != "each"}

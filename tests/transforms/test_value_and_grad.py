@@ -302,3 +302,24 @@ def test_gradients_of_each_worker_for_a_loop_that_keeps_all_state_in_optax():
         tx.update(params, state, params)
     with pytest.raises(ValueError, match="there is no mesh"):
         jc.worker_value_and_grad(loss_of)(PARAMS, *BATCH)
+
+
+def test_the_loss_has_the_weights_that_the_compressor_brings():
+    """Of dagc: what is returned is what is minimised; along each axis of a hierarchy its own."""
+    loss_of_mean = lambda w, x: jnp.mean(x) + jnp.sum(w) * jnp.mean(x)
+    w, x = jnp.zeros(3), jnp.repeat(jnp.arange(4.0), 2)
+    dagc = lambda volumes: jc.direct(jc.dagc(volumes, 1.0))
+    across, both = ("data",), ("group", "data")
+    cases = [
+        (across, {"algorithm": dagc([7, 2, 0.8, 0.2])}, 0.42),
+        (across, {"algorithm": dagc([7, 2, 0.8, 0.2]), "weights": [1, 1, 1, 1]}, 1.5),
+        (across, {"algorithm": jc.direct(jc.identity()), "weights": [7, 2, 0.8, 0.2]}, 0.42),
+        (both, {"axis_name": {"group": jc.direct(jc.identity()), "data": dagc([3, 1])}}, 1.25),
+    ]
+    for names, options, expected in cases:
+        mesh = jax.make_mesh((4,) if names == across else (2, 2), names, axis_types=(AxisType.Auto,) * len(names))
+        grad_fn = jc.value_and_grad(loss_of_mean, mesh=mesh, **options)
+        loss, grads, _ = jax.jit(grad_fn)(w, grad_fn.init(w), x)
+        np.testing.assert_allclose([loss, *grads], expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="weights must be 4 numbers, one for each worker; got 3"):
+        jc.worker_value_and_grad(loss_of_mean, jax.make_mesh((4,), across), weights=[1, 2, 3])(w, x)
