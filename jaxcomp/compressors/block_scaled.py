@@ -27,10 +27,10 @@ from jax import lax
 
 from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
-from jaxcomp.compressors.checks import check_like
+from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Elements, Integer
 from jaxcomp.compressors.scales import SCALES, Made, Scale
-from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.compressors.vector import MOST, on_vectors
 from jaxcomp.layout import WHOLE_BLOCKS
 from jaxcomp.norms import some_at_a_time
 from jaxcomp.payloads import Dense, Quantized, Several
@@ -70,8 +70,11 @@ def block_scaled(
 ) -> Compressor:
     """Rounds each entry to a number of few bits times the scale of its block.
 
-    C(x)_j = s round(x_j / s).  Biased with rounding="nearest" (alpha known), unbiased with "stochastic" (omega known);
-    the bounds stand in `jaxcomp.compressors.block_scaled`.
+    C(x)_j = s round(x_j / s).  Biased with rounding="nearest",   1 - alpha = (u^2 + (m - 1) r) / (1 + (m - 1) r)   for
+    blocks of m entries, whose largest magnitude is at least M s and whose other errors are at most u |x| or, among the
+    smallest numbers, t s;  r = (t / M)^2.  Unbiased with "stochastic",   (omega - w)(1 + omega) = (m - 1) q^2 / (4 M^2)
+    with the smallest number q s, and the variance of larger ones at most w x^2.  Where that omega is below 1, C is a
+    contraction, too, with alpha = 1 - omega.
 
     ==========  ========================  =====  ==========  ============
     format      elements                  block  scale       bits / entry
@@ -129,6 +132,8 @@ def block_scaled(
         raise ValueError(f"block_scaled: scale must be one of {', '.join(SCALES)}; got {scale!r}")
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f'block_scaled: rounding must be "nearest" or "stochastic"; got {rounding!r}')
+    if block is not None and not is_whole(block):
+        raise ValueError(f"block_scaled: block must be an integer of at least 1; got {block!r}")
     size = default if block is None else block
     layout = blocks_of("block_scaled", None, size, None)
     rule, stochastic = SCALES[scale or kind], rounding == "stochastic"
@@ -140,7 +145,7 @@ def block_scaled(
     name += (f", scale={rule.name}" if rule.name != kind else "") + (", stochastic)" if stochastic else ")")
     bound = _omega if stochastic else _alpha
     known = lambda d: bound(elements, rule, min(size, max(d, 1)), d)
-    omega, alpha = (known, None) if stochastic else (None, known)
+    omega, alpha = (known, contraction(known, MOST)) if stochastic else (None, known)
     spec = Spec(name, omega, alpha, linear=False, layout=WHOLE_BLOCKS)
     return _compressor(elements, rule, layout, stochastic, spec)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomp.arrays import fold_in_one_pass, key_data, reshaped, weighted
 from jaxcomp.compiled import of_made
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.compressors.checks import is_integer
 from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
 from jaxcomp.packing import Places, pack, places_of, unpack
@@ -32,7 +32,7 @@ class Blocks:
             count = max(1, min(blocks or 1, d))
             self.rows, self.length = count - 1, d // count
         self.tail = d - self.rows * self.length
-        self.lengths = [self.length] * self.rows + [self.tail] * (self.tail > 0)
+        self.lengths = [self.length] * self.rows + [self.tail] * int(self.tail > 0)
         self.count = len(self.lengths)
         self.largest = max(self.lengths, default=0)
 
@@ -78,12 +78,13 @@ def blocks_of(name: str, blocks: int | None, block_size: int | None, default: in
         ValueError: both are given, or one is not an integer of at least 1.
     """
     for what, value in (("blocks", blocks), ("block_size", block_size)):
-        if value is not None and not (is_whole(value) and isinstance(value, int)):
-            raise ValueError(f"{name}: {what} must be an integer of at least 1; got {value}")
+        if value is not None and not is_integer(value):
+            raise ValueError(f"{name}: {what} must be an integer of at least 1; got {value!r}")
     if blocks is not None and block_size is not None:
         raise ValueError(f"{name}: give at most one of blocks and block_size; got {blocks} and {block_size}")
-    size = default if blocks is None and block_size is None else block_size
-    return lambda d: Blocks(d, blocks, size)
+    count, size = (None if value is None else int(value) for value in (blocks, block_size))
+    size = default if count is None and size is None else size
+    return lambda d: Blocks(d, count, size)
 
 
 # ------------------------------------------------------------------------------------------------

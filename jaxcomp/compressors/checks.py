@@ -1,9 +1,10 @@
 """Checks of the arguments of compressors."""
 
 import numbers
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["check_like", "is_number", "is_whole"]
+__all__ = ["check_like", "contraction", "is_integer", "is_number", "is_whole"]
 
 
 def is_whole(value: Any, least: int = 1) -> bool:
@@ -11,9 +12,19 @@ def is_whole(value: Any, least: int = 1) -> bool:
     return is_number(value) and float(value) >= least and value % 1 == 0
 
 
+def is_integer(value: Any, least: int = 1) -> bool:
+    """Whether it is an integer type of at least `least`, of Python or NumPy: not a bool, nor a float such as 3.0."""
+    return isinstance(value, numbers.Integral) and is_whole(value, least)
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a real number: not a bool, an array, or text."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def contraction(omega: Callable[[Any], float], longest: int) -> Callable[[Any], float] | None:
+    """alpha = 1 - omega of an unbiased compressor, if omega is below 1 for all vectors up to that length; else None."""
+    return (lambda d: 1 - omega(d)) if omega(longest) < 1 else None
 
 
 def check_like(name: str, got: tuple[int, ...], expected: tuple[int, ...]) -> None:

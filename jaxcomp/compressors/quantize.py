@@ -14,8 +14,8 @@ from jaxcomp.arrays import add_each, fold_in_one_pass, one_row, reshaped, row_of
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, key_data, wide
 from jaxcomp.compiled import of_made
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
-from jaxcomp.compressors.checks import check_like, is_whole
-from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.compressors.checks import check_like, contraction, is_whole
+from jaxcomp.compressors.vector import MOST, on_vectors
 from jaxcomp.hashing import as_uniform, halves, random_uniform
 from jaxcomp.layout import ALONE, Layout
 from jaxcomp.packing import Places, pack, places_of, unpack, width_for
@@ -76,7 +76,8 @@ def dithering(
     with h_j = 1 / levels, or the given steps, in blocks with a norm each. Within a block of m entries with steps h and
     e = sqrt(sum_j h_j^2),   omega <= e - 1 if e >= 2, else e^2 / 4   (equal steps: e = h sqrt(m)).
     QSGD's bound is min(m h^2, h sqrt(m)). So the relative error grows with the size of a block, not with that of x;
-    blocks=1 is the method of the paper. The norm of each block travels as f32, each level with its sign in
+    blocks=1 is the method of the paper. Where equal steps have an omega below 1 (the default blocks from 12 levels on),
+    C is a contraction, too, with alpha = 1 - omega. The norm of each block travels as f32, each level with its sign in
     ceil(log2(2 K + 1)) bits, where K = max_j ceil(1 / h_j).
 
     Args:
@@ -120,7 +121,9 @@ def dithering(
     name += f", blocks={blocks}" if blocks else f", block_size={block_size}" if block_size else ""
     best = Layout(whole_blocks=True, alone=ALONE) if blocks is None and not steps_of.varying else None
     made = _dithering(f"dithering({name})", steps_of, layout, order, short, per_worker)
-    return made._replace(spec=made.spec._replace(layout=best))
+    longest = MOST if blocks is not None else BLOCK_SIZE if block_size is None else block_size
+    alpha = None if steps_of.varying else contraction(lambda d: steps_of.omega(layout(d), d, short), longest)
+    return made._replace(spec=made.spec._replace(layout=best, alpha=alpha))
 
 
 class Steps(NamedTuple):

@@ -148,3 +148,19 @@ def test_errors_of_what_a_wrapper_sends_belong_to_their_worker(wrap, inner, seed
     directions, state = run_shard_map(tx, jnp.zeros(300), grads)
     left = np.mean(state.local.algorithm.memory, axis=0)
     np.testing.assert_allclose(np.sum(directions, 0) + left.reshape(-1), np.sum(np.mean(grads, 1), 0), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "compressor", [jc.dithering(127), jc.dithering(12), jc.block_scaled("int4", rounding="stochastic")], ids=str
+)
+def test_roundings_with_a_small_omega_contract(compressor, key):
+    """1 - alpha = omega, so that error feedback takes them as they are."""
+    x = jax.random.laplace(key, (4096,))
+    spec = compressor.spec
+    for d in (1, 7, 512, 4096):
+        assert 0 < spec.alpha(d) == pytest.approx(1 - spec.omega(d))
+    x_hat, _ = jc.roundtrip(compressor, x, key=key)
+    assert float(jnp.sum((x_hat - x) ** 2) / jnp.sum(x**2)) <= 1 - spec.alpha(4096)
+    jc.error_feedback(compressor)
+    for other in (jc.dithering(11), jc.dithering(7), jc.block_scaled("int2", rounding="stochastic")):
+        assert other.spec.alpha is None
