@@ -23,7 +23,7 @@ D = 2**20  # entries
 
 
 def message(compressor: Compressor, x: jax.Array) -> tuple[Any, jax.Array]:
-    """The payload, and the bits of its best code."""
+    """The payload, and the bits of its default code."""
     _, payload = jc.roundtrip(compressor, x, key=jax.random.key(1))
     return payload, jnp.asarray(jc.code_bits(payload), jnp.float32)
 

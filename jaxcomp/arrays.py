@@ -132,9 +132,13 @@ def key_data(key: Array) -> Array:
 def root_key(seed: Any) -> Array:
     """A typed key of the default kind from an integer, or from a key of any kind."""
     if isinstance(seed, numbers.Integral):
+        if not -(2**63) <= int(seed) < 2**63:
+            raise ValueError(f"seed must be in [-2^63, 2^63), or a key of jax.random; got {seed}")
         return jax.random.key(int(seed))
     if jnp.ndim(seed) == 0 and hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jnp.integer):
         return jax.random.key(seed)
+    if hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jnp.floating):
+        raise TypeError(f"seed must be an integer or a key of jax.random; got {seed!r}")
     data = key_data(wrap_key(seed)).reshape(-1)
     if data.shape == jax.random.key_data(jax.random.key(0)).shape:
         return jax.random.wrap_key_data(data)

@@ -86,7 +86,8 @@ class State(NamedTuple):
     local: differs from worker to worker (memories, shifts, counters).
     shared: bitwise equal on all workers (seeds, round counts, plans).
 
-    So are the specs of `shard_map` (`P(axis)`, `P()`), the axes of vmap (0, None) and what replicas must agree on.
+    From these two follow the specs of `shard_map` (`P(axis)`, `P()`), the axes of vmap (0, None), and which arrays must
+    be equal on all replicas.
     """
 
     local: Tree = ()
@@ -271,7 +272,7 @@ class Algorithm(NamedTuple):
     compressor: lifted (`compressors.vector.lift`); None for a method that only sums.
     layout: how trees are laid out; None: as the compressor says.
     point(shared) -> the iterate of a method that chooses where gradients are taken (run it with `jc.rounds`); None for
-        one that is told (run it with `jc.compressed_mean`).
+        one whose gradients are taken at the caller's parameters (run it with `jc.compressed_mean`).
     parts: algorithms of parts of the tree, in the order of `layout.parts` (`by_path`); () for one that has it whole.
     pieces: gradients may come as `jaxcomp.pieces.Pieces` where a vector has several leaves, and are not joined before;
         for each of `parts`, where there are any.
@@ -310,7 +311,7 @@ def check_compressor(name: str, value: Any) -> Spec:
 
 
 def check_algorithm(name: str, value: Any) -> Algorithm:
-    """An algorithm that is told where gradients are taken; TypeError for anything else."""
+    """An algorithm whose gradients are taken at the caller's parameters; TypeError for anything else."""
     if isinstance(value, Algorithm) and value.point is None:
         return value
     if isinstance(value, Algorithm):

@@ -7,8 +7,8 @@ Flower brings the transport, TLS, and a key for each node (`--ssl-certfile`, `--
 `--auth-supernode-private-key`); a reply is of the node that Flower says it is of, whatever stands in it. The train
 function sees what it sees with any strategy: an `ArrayRecord`, which it trains and returns.
 
-Flower is imported when it is called, not before (`pip install "jaxcomp[federated]"`). Set FLWR_TELEMETRY_ENABLED=0 and
-FLWR_DISABLE_UPDATE_CHECK=1 where nothing is to be looked up outside.
+Flower is imported when it is called, not before (`pip install "jaxcomp[federated]"`, in a clone `".[federated]"`).
+Set FLWR_TELEMETRY_ENABLED=0 and FLWR_DISABLE_UPDATE_CHECK=1 where nothing is to be looked up outside.
 """
 
 import time
@@ -34,7 +34,7 @@ class Rounds:
         server: with the roster of those who may take part.
         names: the grid -> {id of a node: member of the roster}, of the nodes that are connected now.
         deadline: seconds until a round goes on without those who have not answered; what comes later is used in the
-            next one, or not, as the server was told.
+            next one, or not, as the server's `late` says.
         choose: members who are there -> those who are asked.
         least: members without whom a round does not begin; it is waited for them.
         poll: seconds between two looks for replies.

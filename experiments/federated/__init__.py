@@ -86,7 +86,7 @@ def checked(options: dict[str, Any]) -> dict[str, Any]:
     needed = ("flwr",) if options["processes"] else ("flwr", "ray")
     missing = ", ".join(module for module in needed if importlib.util.find_spec(module) is None)
     if missing:
-        raise UserError(f'{missing} not installed; in an environment of its own: pip install "jaxcomp[federated]"')
+        raise UserError(f'{missing} not installed; in an environment of its own: pip install ".[federated]"')
     return options
 
 

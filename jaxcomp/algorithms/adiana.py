@@ -78,6 +78,8 @@ def adiana(
     >>> method = jc.adiana(jc.dithering(7), step_sizes)
     """
     check_unbiased("adiana", compressor)
+    if not isinstance(step_sizes, StepSizes):
+        raise TypeError(f"adiana: step_sizes must be those of jc.theory.adiana(...); got {step_sizes!r}")
     gamma, alpha, eta, theta_1, theta_2, beta, q, _ = step_sizes
     if alpha is None or eta is None or theta_1 is None or theta_2 is None or beta is None or q is None:
         raise ValueError("adiana needs the step sizes of theory.adiana(...)")

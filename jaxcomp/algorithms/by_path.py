@@ -64,7 +64,7 @@ def by_path(parts: Mapping[str, Algorithm | Compressor]) -> Algorithm:
     if not isinstance(parts, Mapping):
         raise TypeError(f'by_path needs a mapping from patterns to algorithms, say {{".*": ...}}; got {parts!r}')
     patterns = check_patterns("by_path", list(parts))
-    algorithms = tuple(_algorithm(each) for each in parts.values())
+    algorithms = tuple(_algorithm(*each) for each in parts.items())
     layouts = tuple((pattern, layout_of(each)) for pattern, each in zip(patterns, algorithms, strict=True))
 
     def init(shared_key, like):
@@ -94,10 +94,10 @@ def by_path(parts: Mapping[str, Algorithm | Compressor]) -> Algorithm:
     return Algorithm(init, update, roles, layout=layout, parts=algorithms, pieces=pieces, sparse=sparse)
 
 
-def _algorithm(value: Any) -> Algorithm:
+def _algorithm(pattern: str, value: Any) -> Algorithm:
     if isinstance(value, Compressor):
         return direct(value) if value.spec.omega is not None else error_feedback(value)
-    algorithm = check_algorithm("by_path", value)
+    algorithm = check_algorithm(f"by_path: pattern {pattern!r}", value)
     if algorithm.parts:
         raise ValueError("by_path: a part must not be made by by_path; put its patterns into the one mapping")
     return algorithm

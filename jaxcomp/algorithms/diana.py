@@ -63,7 +63,8 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
     """
     spec = check_compressor("diana", compressor)
     if spec.omega is None:
-        cure = f"Use error_feedback({spec.name}) instead" if spec.alpha is not None else "Its omega is not known"
+        contracts = spec.alpha is not None and spec.alpha(1) > 0
+        cure = f"Use error_feedback({spec.name}) instead" if contracts else spec.remedy or "Its omega is not known"
         raise ValueError(f"diana needs an unbiased compressor; {spec.name} is not one. {cure}")
     fixed = None if isinstance(alpha, jax.Array) else alpha
     if fixed is not None and not (is_number(fixed) and 0 < fixed <= 1):

@@ -58,8 +58,8 @@ def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024,
         )
     if not 0 <= beta < 1:
         raise ValueError(f"loco: beta must be in [0, 1); got {beta}")
-    if reset is not None and not is_whole(reset):
-        raise ValueError(f"loco: reset must be None or an integer of at least 1; got {reset}")
+    if reset is not None and not (is_whole(reset) and reset < 2**31):
+        raise ValueError(f"loco: reset must be None or an integer in 1 .. 2^31 - 1; got {reset}")
     if memory not in ("float32", "int8"):
         raise ValueError(f'loco: memory must be "float32" or "int8"; got {memory!r}')
     compressor = lift(compressor)

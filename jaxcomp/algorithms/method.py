@@ -4,6 +4,7 @@ Such a method is an `Algorithm` with a `point`: it keeps the iterate itself, and
 its worker's loss as a function. `jc.rounds` runs it.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -71,9 +72,9 @@ def move(x: Any, direction: Any, step: Any, prox: Prox | None) -> Any:
 
 
 def check_step_size(name: str, step_size: Any) -> None:
-    """Raises ValueError unless it is above 0; a JAX array is not checked."""
-    if not isinstance(step_size, jax.Array) and not step_size > 0:
-        raise ValueError(f"{name}: step_size must be above 0; got {step_size}")
+    """Raises ValueError unless it is above 0 and finite; a JAX array is not checked."""
+    if not isinstance(step_size, jax.Array) and not 0 < step_size < math.inf:
+        raise ValueError(f"{name}: step_size must be above 0 and finite; got {step_size}")
 
 
 def check_unbiased(name: str, compressor: Any) -> None:

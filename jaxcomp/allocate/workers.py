@@ -49,8 +49,11 @@ def ratios(
 ) -> Array:
     """Compression ratio of each worker: the share of its entries that it may send.
 
-    sum_i delta_i = n mean_ratio, split by the rule (see the module). What a cap cuts off or a floor
-    takes is made up for by the others, which is the exact optimum under these limits.
+    sum_i delta_i = n mean_ratio, with p_i the share of the volumes: "sqrt": delta_i ~ sqrt(p_i), which minimises
+    A = sum_i p_i / delta_i (`bound`). "phi": minimises Phi = sum_i p_i / sqrt(delta_i min_j delta_j) (`coupled_bound`).
+    "released": the best of n boundary points of Phi, as in the code of DAGC-R. "uniform": delta_i = mean_ratio.
+    A number s: delta_i ~ p_i^s. What a cap cuts off or a floor takes is made up for by the others, which is the exact
+    optimum under these limits.
 
     Args:
         volumes: samples of each worker, n numbers >= 0 in any order and unit.

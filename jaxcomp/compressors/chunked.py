@@ -6,7 +6,7 @@ from jax import lax
 
 from jaxcomp.arrays import started
 from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, fold, is_array, overflow, weighted
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.packing import pack, unpack, width_for
 from jaxcomp.payloads import Chunks, Sparse
@@ -48,7 +48,7 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
     [ 0.  3.  0.  0. -9.] [ 3. -9.]
     """
     spec = check_compressor("chunked", compressor)
-    if not (is_whole(size) and isinstance(size, int) and size <= 2**24):
+    if not (is_integer(size) and size <= 2**24):
         raise ValueError(f"chunked: size must be an integer in 1 .. 2^24; got {size!r}")
     if not spec.selects or spec.lifted or compressor.for_worker is not None or compressor.lengths is not None:
         raise ValueError(

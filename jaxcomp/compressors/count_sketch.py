@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxcomp.arrays import started
 from jaxcomp.base import Compressor, Spec, State, bounded, finite, fold, key_data, weighted, wide, wrap_key
-from jaxcomp.compressors.checks import check_like, is_whole
+from jaxcomp.compressors.checks import check_like, is_integer, is_whole
 from jaxcomp.compressors.rand_k import Draw, next_draw
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.hashing import fmix32, multiply_high
@@ -98,7 +98,7 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
 
 
 def _columns(name: str, ratio: float | None, rows: int, columns: int | None) -> Callable[[int], int]:
-    if not (is_whole(rows) and isinstance(rows, int) and rows <= MOST_ROWS):
+    if not (is_integer(rows) and rows <= MOST_ROWS):
         raise ValueError(f"{name}: rows must be an integer in 1 .. {MOST_ROWS}; got {rows!r}")
     if (ratio is None) == (columns is None):
         raise ValueError(f"{name}: give exactly one of ratio and columns; got ratio={ratio}, columns={columns}")

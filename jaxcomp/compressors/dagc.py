@@ -151,8 +151,12 @@ def dagc(
     [4.4 3.4 1.6 0.8 0.  0. ]
     """
     selector, name = _selector(sparsifier)
-    if (selector.unit == "threshold") != (base is not None):
-        raise ValueError(f"dagc: base is the mean threshold of hard_threshold; got {base} for {name}")
+    if selector.unit == "threshold" and base is None:
+        raise ValueError(
+            f"dagc: sparsifier={name} needs base, its mean threshold above 0 (jc.allocate.calibrate finds it); got None"
+        )
+    if selector.unit != "threshold" and base is not None:
+        raise ValueError(f"dagc: base is the mean threshold of hard_threshold, and must be None for {name}; got {base}")
     if not 0 < number_of(mean_ratio) <= 1:
         raise ValueError(f"dagc: mean_ratio must be in (0, 1]; got {mean_ratio}")
     spare = selector.spare if capacity is None else capacity

@@ -21,7 +21,7 @@ from jaxcomp.base import (
     like_of,
     wide,
 )
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.chunked import chunked
 from jaxcomp.layout import Layout
 from jaxcomp.norms import room
@@ -141,7 +141,7 @@ def _products(how: str, blocks: Array, cut: Cut) -> Array:
 
 
 def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -> Compressor:
-    if not (is_whole(chunk) and isinstance(chunk, int) and chunk <= 1024):
+    if not (is_integer(chunk) and chunk <= 1024):
         raise ValueError(f"dct: chunk must be an integer in 1 .. 1024; got {chunk!r}")
     sample = inner_of(chunk)
     spec = sample.spec

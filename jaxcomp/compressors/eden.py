@@ -155,9 +155,13 @@ def drive(*, block: int = BLOCK, scale: str = "unbiased", per_worker: bool = Fal
 def eden(bits: float, *, block: int = BLOCK, scale: str = "unbiased", per_worker: bool = False) -> Compressor:
     """A fixed number of bits an entry, fractions included, and one scale a block.
 
-    C(x) = S R^T c(R x / sigma): see `jaxcomp.compressors.eden`.  Error |x|^2 / cos^2 - |x|^2, for long blocks 0.571,
-    0.133, 0.0358, 0.0096 of |x|^2 for 1, 2, 3, 4 bits.  alpha as proved there; omega is not known, since for Hadamard
-    rotations E C(x) = x holds only nearly, and for vectors of very few large entries not at all.
+    C(x) = S R^T c(y / sigma),   y = R x,   sigma^2 = |y|^2 / B   in blocks of B entries, with the centroids c of the
+    normal law and   S = |y|^2 / <c, y> ("unbiased")   or   <c, y> / |c|^2 ("least_squares").  The error is
+    |x|^2 / cos^2 - |x|^2 with the angle between y and c: for long blocks 0.571, 0.133, 0.0358, 0.0096 of |x|^2 for 1,
+    2, 3, 4 bits.  With E_b the largest error over all laws whose moments obey Khinchine's inequality (a linear program;
+    1 - b/2 for b <= 1),   alpha = 1 - E_b ("least_squares"),   1 - E_b / t with t = 0.86 (1 - the error for normal
+    entries) ("unbiased").  omega is not known, since for Hadamard rotations E C(x) = x holds only nearly, and for
+    vectors of very few large entries not at all.
 
     With b + f bits, 0 < f < 1, the first part f of the rotated entries of each block has b + 1 bits and the others b;
     those without a bit count as zero. Which entries these are plays no part, since all have one distribution.

@@ -20,7 +20,7 @@ from jaxcomp.base import (
     wide,
     wrap_key,
 )
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.compressors.vector import on_vectors
 
@@ -55,8 +55,8 @@ def key_of(shared: Rotated) -> Array:
 
 def check_block(name: str, block: int) -> int:
     """ValueError unless it is a power of two from 2 to 2^24."""
-    if not is_whole(block) or block & (block - 1) or not 2 <= block <= 2**24:
-        raise ValueError(f"{name}: block must be a power of two, 2 .. 2^24; got {block}")
+    if not is_integer(block, 2) or block & (block - 1) or block > 2**24:
+        raise ValueError(f"{name}: block must be a power of two, 2 .. 2^24; got {block!r}")
     return int(block)
 
 

@@ -105,6 +105,10 @@ def on_vectors(
         return each(key, jnp.reshape(x, (-1,)), state)
 
     def decompress_(payload, shared, like):
+        if isinstance(shared, State):
+            raise TypeError(
+                f"{spec.name}: decompress needs what is shared of a state, state.shared; got the whole state"
+            )
         payload = jax.tree.map(jnp.asarray, payload)  # of NumPy, once decoded from bytes
         return decode(payload, shared, flat_like(like)).reshape(like.shape)
 

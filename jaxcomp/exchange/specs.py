@@ -174,7 +174,10 @@ def _has_mean(node: Any) -> bool:
 
 def _check_has_mean(name: str, state: Any) -> None:
     if not _has_mean(state):
-        raise ValueError(f"{name}: there is no compressed_mean in this state")
+        raise ValueError(
+            f"{name}: there is no compressed_mean in this state; chain one before the optimizer: "
+            "optax.chain(jc.compressed_mean(...), optimizer)"
+        )
 
 
 def names_of(axis: Any) -> Axis:
@@ -240,6 +243,8 @@ def init_state(
     """
     _check_kinds(tx, params, mesh, axis_name)
     if isinstance(mesh, int):
+        if not 1 <= mesh < 2**31:
+            raise ValueError(f"init_state: a number of workers must be at least 1; got {mesh}")
         axes = state_axes(_shape_on(AbstractMesh((mesh,), axis_names(names_of(axis_name))), tx, params))
         make = jax.vmap(tx.init, in_axes=None, out_axes=axes, axis_name=names_of(axis_name), axis_size=mesh)
         return jax.jit(make)(params), axes

@@ -67,7 +67,7 @@ def save(file: Path | str, server: Server, **about: Any) -> None:
 def load(file: Path | str, server: Server) -> dict[str, Any]:
     """Puts a server that has not begun where the one was that `save` wrote. Returns what was saved about the run.
 
-    Answers that were awaited count as lost: their members are told that nothing of them was used, and keep it.
+    Answers that were awaited count as lost: the next task reports them as not used, and their members keep them.
 
     Args:
         file: of `save`.

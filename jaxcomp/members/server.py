@@ -48,7 +48,7 @@ class Server:
         late: "use": an answer that comes after its round was closed is used in the next one, and its member is not
             asked meanwhile; "drop": it is not used.
         bound: an answer is clipped to the median norm, and refused beyond `bound` times the median, at least 1;
-            members are told the bound with their task, and deliver what is longer little by little.
+            each task contains the bound, and a member sends a longer difference in several rounds.
         max_norm: an answer of a larger norm is refused, whatever the others say: for the first round, in which a
             single answer would be its own median.
         history: updates kept for members that have been away. Who has missed more gets the whole point.

@@ -171,7 +171,10 @@ def lane_bytes(payload: Any) -> int:
     >>> lane_bytes(Sparse(jnp.zeros(3), jnp.zeros(3, jnp.int32)))
     24
     """
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(payload))
+    leaves = jax.tree.leaves(payload)
+    if not all(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves):
+        family_of(payload, "lane_bytes")  # says what it is
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:

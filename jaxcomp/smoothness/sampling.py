@@ -60,7 +60,7 @@ def probabilities(
 
     Args:
         diag: L_jj, [d], or [workers, d] for a row of probabilities for each worker.
-        tau: expected number of entries sent, in (0, d).
+        tau: expected number of entries sent, above 0.
         method: "dcgd+", "diana+", "exact" or "uniform".
         workers: n, for "diana+" and "exact".
         mu: strong convexity, for "diana+" and "exact".

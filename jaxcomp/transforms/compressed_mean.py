@@ -71,7 +71,9 @@ def compressed_mean(
 
     Args:
         algorithm: `direct`, `error_feedback`, `diana`, ...; None where axis_name is a mapping.
-        axis_name: mapped axis, a tuple of them, or a mapping from axes to algorithms (a hierarchy, see above); None,
+        axis_name: mapped axis, a tuple of them, or a mapping from axes to algorithms (a hierarchy, say
+            {"ici": jc.direct(jc.identity()), "dcn": jc.error_feedback(jc.sidco(1e-3))}: the exchanges in their order,
+            the mean over the first axis is the gradient of the second); None,
             which must be said, for a single worker without an axis.
         via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel.
         weights: relative weight of each worker, n numbers >= 0; divided by their sum. None: those that
@@ -80,7 +82,8 @@ def compressed_mean(
         measure: whether `info` has the relative error and the number of non-finite entries, which cost passes over the
             gradient; or an integer k: in one of k rounds. Bytes, ratio and overflow are always there, and so are code
             bits, but those of entropy codes (`skcompress`), in whose place those of the lanes stand unless measured.
-        link: latency and bandwidth between workers, for via="auto" and the pieces of via="ring".
+        link: `Link` between workers, latency in seconds, in [0, 60], and bandwidth in bytes per second, >= 1; where
+            messages are of unequal length (`dagc`), via="auto" and the pieces of via="ring" depend on it.
         sharded: PartitionSpecs of parameters that are cut into shards over other mesh axes, a tree like them, or the
             names of the axes if all are cut over the same: each device exchanges its own shard. Within
             `optax.multi_transform` or `optax.masked` it is the tree of all parameters. Make the state with
@@ -146,8 +149,8 @@ def means_over(
     """
     names = [axis_names(axis) for axis in levels]
     check_levels(levels, names, sharded, partial)
-    if not isinstance(measure, (bool, int)) or measure < 0:
-        raise ValueError(f"{name}: measure must be True, False, or a number of rounds; got {measure!r}")
+    if not isinstance(measure, (bool, int)) or not 0 <= measure < 2**31:
+        raise ValueError(f"{name}: measure must be True, False or an integer in 1 .. 2^31 - 1; got {measure!r}")
     options = {"measure": int(measure), "code": "fixed" if measure else None, **options}
     numbers = range(len(levels)) if chosen is None else chosen
     axes = [each for group in names[min(numbers, default=0) :] for each in group]
@@ -199,15 +202,13 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compres
             "without an axis"
         )
     if isinstance(axis_name, (Algorithm, Compressor)):
-        raise TypeError(
-            "compressed_mean: call it as compressed_mean(algorithm, axis_name); got them the other way round"
-        )
+        raise TypeError(f"{name}: give algorithm before axis_name; got {axis_name!r} for axis_name")
     if not isinstance(axis_name, Mapping):
         return {axis_name: algorithm}
     if algorithm is not None:
-        raise ValueError("compressed_mean: give an algorithm, or a mapping from axes to algorithms; got both")
+        raise ValueError(f"{name}: give an algorithm, or a mapping from axes to algorithms; got both")
     if weights is not None:
-        raise ValueError("compressed_mean: weights are of the workers of one axis; a hierarchy takes none")
+        raise ValueError(f"{name}: weights are of the workers of one axis; a hierarchy takes none")
     return dict(axis_name)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp.algorithms.error_feedback import error_feedback
-from jaxcomp.compressors.checks import is_whole
+from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.dct import dct_of_blocks
 from jaxcomp.compressors.sparsify import top_k
 from jaxcomp.exchange.varying import Axis
@@ -68,7 +68,7 @@ def demo(
     """
     if not 0 <= decay <= 1:
         raise ValueError(f"demo: decay must be in [0, 1]; got {decay}")
-    if not (is_whole(k) and isinstance(k, int)):
+    if not is_integer(k):
         raise ValueError(f"demo: k must be an integer of at least 1; got {k!r}")
     algorithm = error_feedback(dct_of_blocks(top_k(k=k), chunk), decay=decay)
     parts: list[Any] = [

@@ -146,6 +146,9 @@ def local_updates(
     [1.5 1.5]
     """
     check_times(NAME, every, fragments, delay, mixing)
+    for what, value in (("inner", inner), ("outer", outer)):
+        if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+            raise TypeError(f"{NAME}: {what} must be an optax optimizer; got {value!r}")
     levels = levels_of(algorithm, axis_name, weights, NAME)
     for each in levels.values():
         check_algorithm(NAME, each)

@@ -126,7 +126,7 @@ def check_method(method: Any) -> None:
     if isinstance(method, Algorithm) and method.point is not None:
         return
     if isinstance(method, Algorithm):
-        got = "an algorithm that is told where gradients are taken. Wrap it: jc.descend(algorithm, step_size)"
+        got = "an algorithm without an iterate of its own. Wrap it: jc.descend(algorithm, step_size)"
     else:
         got = f"the compressor {method.spec.name}" if isinstance(method, Compressor) else repr(method)
     raise TypeError(f"rounds needs a method with an iterate: descend, adiana, isega or marina; got {got}")

@@ -46,7 +46,7 @@ def unseal(data: bytes) -> memoryview:
     if version != VERSION:
         raise WireError("version", version, str(VERSION))
     if length != len(view) - FRAME_BYTES:
-        raise WireError("body length", length, f"{len(view) - FRAME_BYTES}, what the message holds")
+        raise WireError("body length", len(view) - FRAME_BYTES, f"{length}, as the header says")
     (expected,) = CRC.unpack_from(view, len(view) - CRC.size)
     actual = zlib.crc32(view[: -CRC.size])
     if actual != expected:

@@ -132,7 +132,7 @@ def test_wrong_arguments_are_named():
         ({"format": "mxfp5"}, "format must be one of"),
         ({"format": "mxfp4", "scale": "e5m0"}, "scale must be one of"),
         ({"format": "mxfp4", "rounding": "up"}, "rounding must be"),
-        ({"format": "mxfp4", "block": 0}, "block_size must be an integer"),
+        ({"format": "mxfp4", "block": 0}, "block must be an integer"),
         ({"format": "mxfp4", "scale": "e8m0-floor", "rounding": "stochastic"}, 'biased; take "e8m0"'),
         ({"format": "int4", "scale": "e4m3-nearest"}, "integers have no exponent"),
     ):

@@ -370,9 +370,7 @@ def test_wrong_options_are_one_line(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--hostile 1 leaves fewer than 2 of 2 clients"):
         main([*words, "--hostile", "1"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match=r'flwr, ray not installed; in an environment of its own: pip install "jaxcomp\['
-    ):
+    with pytest.raises(UserError, match=r'flwr, ray not installed; in an environment of its own: pip install "\.\['):
         main(words)
     assert list(tmp_path.iterdir()) == []
 

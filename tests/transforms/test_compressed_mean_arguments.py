@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from worlds import AXIS, run_vmap
 
@@ -23,11 +24,39 @@ def test_what_is_not_an_algorithm_is_named():
         jc.direct(jc.top_k)
     with pytest.raises(TypeError, match=r"got an algorithm, which needs no other around it"):
         jc.error_feedback(jc.power_sgd(2))
-    with pytest.raises(TypeError, match=r"call it as compressed_mean\(algorithm, axis_name\)"):
+    with pytest.raises(TypeError, match=r"give algorithm before axis_name; got <algorithm"):
         jc.compressed_mean(AXIS, EF)  # pyright: ignore[reportArgumentType]
     assert (repr(jc.top_k(0.05)), repr(EF)) == ("<compressor top_k(0.05)>", "<algorithm error_feedback of top_k(0.05)>")
     with pytest.raises(TypeError, match=r"a key of jax\.random is needed"):
         jc.roundtrip(jc.top_k(0.1), jnp.ones(3), key=0)
+    with pytest.raises(TypeError, match=r"value_and_grad needs an algorithm; got the compressor top_k\(0.01\)"):
+        jc.value_and_grad(jnp.sum, jc.top_k(0.01))
+    with pytest.raises(TypeError, match="by_path: pattern 'bias' needs an algorithm; got 3"):
+        jc.by_path({"bias": 3})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="local_updates: inner must be an optax optimizer; got None"):
+        jc.local_updates(None, optax.sgd(1.0), EF, AXIS, every=2)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    "link", [3, None, jc.Link(-1.0, 1e9), jc.Link(1e-3, 0.0), jc.Link(1e-3, -1e7), jc.Link(float("nan"), 1e9)]
+)
+def test_a_link_that_cannot_be_is_refused_when_built(link):
+    for build in (jc.compressed_mean, lambda algorithm, axis, **o: jc.value_and_grad(jnp.sum, algorithm, **o)):
+        with pytest.raises((TypeError, ValueError), match=r"compressed_mean: link must .* got"):
+            build(EF, AXIS, link=link)
+
+
+def test_seeds_and_numbers_of_rounds_are_in_range():
+    for seed in (2**70, -(2**63) - 1):
+        with pytest.raises(ValueError, match=r"seed must be in \[-2\^63, 2\^63\)"):
+            jc.compressed_mean(EF, AXIS, seed=seed)
+    with pytest.raises(TypeError, match="seed must be an integer or a key"):
+        jc.compressed_mean(EF, AXIS, seed=jnp.float32(0.5))
+    for measure in (-1, 2**31):
+        with pytest.raises(ValueError, match=rf"measure must be True, False or an integer in .*; got {measure}"):
+            jc.compressed_mean(EF, AXIS, measure=measure)
+    with pytest.raises(ValueError, match="a number of workers must be at least 1; got 0"):
+        jc.init_state(jc.compressed_mean(EF, AXIS), PARAMS, 0, AXIS)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
