@@ -46,7 +46,7 @@ class Server:
         outer: optimizer whose gradient is the mean difference; None: the point moves by it.
         down: share of the entries that differ which an update carries down, in (0, 1].
         late: "use": an answer that comes after its round was closed is used in the next one, and its member is not
-            asked meanwhile; "drop": it is not used.
+            asked meanwhile; "drop": it is refused, and stays with its member.
         bound: an answer is clipped to the median norm, and refused beyond `bound` times the median, at least 1;
             each task contains the bound, and a member sends a longer difference in several rounds.
         max_norm: an answer of a larger norm is refused, whatever the others say: for the first round, in which a
@@ -128,7 +128,8 @@ class Server:
     def open(self, here: Iterable[Hashable]) -> dict[Any, Task]:
         """Begins the next round with those of the roster who are there; returns the task of each that is asked.
 
-        Members whose last answer is still awaited (late="use") are not asked. A round may be of nobody.
+        Members whose last answer is still awaited, or came after its round was closed and goes into this one
+        (late="use"), are not asked. A round may be of nobody.
         """
         if self._open:
             raise ValueError(f"members: round {self.number} is open; close it first")
@@ -139,9 +140,11 @@ class Server:
                 (self._returned if entry.seen else self._joined).append(member)
                 entry.seen = True
             entry.here = member in here
-            if entry.round and (self.late == "drop" or self.number - entry.round > PATIENCE):
+            if entry.round and self.number - entry.round > PATIENCE:
                 self.lost(member)
-        self._asked = [member for member, entry in self._entries.items() if entry.here and not entry.round]
+        undecided = {arrived.member for arrived in self._arrived}  # a task would say that their answer was not used
+        busy = undecided | self.missing()
+        self._asked = [member for member, entry in self._entries.items() if entry.here and member not in busy]
         limits = self.entries_of(self._asked)
         return {member: self._task(member, limits[member]) for member in self._asked}
 
@@ -257,6 +260,8 @@ class Server:
         late = sum(arrived.answer.round < self.number for arrived, _ in used)
         members = {arrived.member for arrived, _ in used}
         missing = sum(1 for member in self._asked if self._entries[member].round == self.number)
+        for member in self.missing() if self.late == "drop" else ():
+            self.lost(member)  # from now on its answer is late, also before the next round opens
         for member in members if not skipped else ():
             self.counts[member]["used"] += 1
         sizes = self._up, 0 if skipped else sum(len(arrived.answer.data) for arrived, _ in used), self._down

@@ -210,7 +210,38 @@ def test_a_straggler_is_used_in_the_next_round_or_dropped(late):
         assert (why.split(":")[0], happened.late) == ("late", 0)
         members["b"].take(second["b"])
         np.testing.assert_array_equal(members["b"].memory, -vector(0, 2))
-        assert server.counts["b"] == {"lost": 1, "late": 1}
+        assert server.counts["b"] == {"lost": 2, "late": 1}
+
+
+def test_an_answer_between_two_rounds_is_dropped_too_and_stays_with_its_member():
+    server, member = Server(vector(), {"a": 1}, 1.0, late="drop"), Member()
+    task = server.open({"a"})["a"]
+    slow = member.answer(task, member.take(task) - vector(1, 2))
+    assert server.close().missing == 1
+    assert not server.missing()
+    assert server.receive("a", slow) == "late: round 1 of this member is decided"
+    task = server.open({"a"})["a"]
+    assert (task.rounds, task.shares) == ([1], [0.0])
+    member.take(task)
+    happened = server.close()
+    assert (happened.used, happened.late, len(happened.refused)) == (0, 0, 1)
+    np.testing.assert_array_equal(server.point, vector())
+    np.testing.assert_array_equal(member.memory, vector(1, 2))
+    assert server.counts["a"] == {"lost": 2, "late": 1}
+
+
+def test_an_answer_between_two_rounds_is_used_once():
+    server, member = Server(vector(), {"a": 1}, 1.0), Member()
+    task = server.open({"a"})["a"]
+    slow = member.answer(task, member.take(task) - vector(1, 2))
+    assert server.close().missing == 1
+    assert server.receive("a", slow) == ""
+    assert server.open({"a"}) == {}  # a task would tell it that nothing of its answer was used
+    happened = server.close()
+    assert (happened.used, happened.late) == (1, 1)
+    np.testing.assert_array_equal(server.point, -vector(1, 2))
+    member.take(server.open({"a"})["a"])
+    np.testing.assert_array_equal(member.memory, vector())
 
 
 def test_who_is_waited_for_too_long_is_asked_again_and_its_answer_refused():
@@ -393,7 +424,7 @@ def test_memories_and_deliveries_add_up_over_every_change(tmp_path, late):
     )
     members = {name: Member(tmp_path / name) for name in names}
     goal, made, slow = rng.standard_normal(D), exact(np.zeros(D)), []
-    here, events = set("abc"), dict.fromkeys(("death", "leave", "join", "late", "bad"), 0)
+    here, events = set("abc"), dict.fromkeys(("death", "leave", "join", "late", "between", "bad"), 0)
 
     def check():
         held = sum((exact(x) for _, x in server._held), exact(np.zeros(D)))
@@ -443,11 +474,17 @@ def test_memories_and_deliveries_add_up_over_every_change(tmp_path, late):
             else:
                 server.receive(name, data)
             check()
-        for late_one in arriving:
+        for late_one in arriving[::2]:
             server.receive(*late_one)
         check()
-        server.close()
+        number = server.close().number
         check()
+        for name, answer in [*arriving[1::2], *slow[::3]]:  # before the next round opens
+            why = server.receive(name, answer)
+            assert late == "use" or why
+            events["between"] += answer.round == number
+        check()
+        del slow[::3]
     assert min(events.values()) >= 10, events
     kinds = sum(server.counts.values(), start=type(server.counts["a"])())
     assert min(kinds[kind] for kind in ("used", "clipped", "lost", "garbage", "replay")) > 0, kinds
