@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxcomp.members.checkpoint import read, written
 from jaxcomp.members.messages import Answer, Task, applied, digest_of, largest, opened, parted, whole_of
+from jaxcomp.members.options import check_compress
 from jaxcomp.payloads import Dense
 from jaxcomp.smoothness.sources import BROKEN
 from jaxcomp.wire import encode
@@ -44,7 +45,7 @@ class Member:
         compress: (vector f32[d], entries) -> `Sparse` of at most so many entries, whose values are those of the vector.
 
     Raises:
-        ValueError: the file is not of a member.
+        ValueError: the file is not of a member, or compress is no function.
 
     >>> import jaxcomp as jc
     >>> server = jc.members.Server(np.zeros(4, np.float32), {"a": 1}, 0.25)
@@ -59,6 +60,7 @@ class Member:
     """
 
     def __init__(self, file: Path | str | None = None, compress: Callable[[Array, int], Any] = largest):
+        check_compress(compress)
         self.file, self.compress = None if file is None else Path(file), compress
         self.point: Array | None = None
         self.version = -1

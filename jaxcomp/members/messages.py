@@ -85,12 +85,14 @@ def largest(x: Array, entries: int) -> Sparse:
     return Sparse(x[chosen], chosen.astype(np.int32))
 
 
-def well_formed(answer: Answer) -> None:
-    """Whether the fields of an answer are of their types and ranges, whatever the transport let through.
+def well_formed(answer: Any) -> None:
+    """Whether this is an `Answer` with fields of their types and ranges, whatever the transport let through.
 
     Raises:
         Refused: "garbage", or "shape" for a share out of its range.
     """
+    if not isinstance(answer, Answer):
+        raise Refused("garbage", f"expected an Answer; got {type(answer).__name__}")
     number, data, share, leaves = answer
     right = (
         isinstance(number, int) and isinstance(data, bytes) and isinstance(share, float) and isinstance(leaves, bool)

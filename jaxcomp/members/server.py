@@ -22,6 +22,7 @@ from jaxcomp.members.messages import (
     share_within,
     well_formed,
 )
+from jaxcomp.members.options import check_compress, check_outer, history_of, number_in, rule_of
 from jaxcomp.members.roster import Arrived, Entry, Round
 from jaxcomp.payloads import Dense, Sparse
 from jaxcomp.wire import encode
@@ -80,22 +81,17 @@ class Server:
             raise ValueError(f"members: point must be a finite vector; got shape {self.point.shape}")
         if late not in ("use", "drop"):
             raise ValueError(f"members: late must be 'use' or 'drop'; got {late!r}")
-        for name, value, low, high in (
-            ("mean_ratio", mean_ratio, 0, 1),
-            ("down", down, 0, 1),
-            ("max_norm", max_norm, 0, np.inf),
-        ):
-            if not low < value <= high:
-                raise ValueError(f"members: {name} must be in ({low}, {high}]; got {value}")
-        if not bound >= 1:
-            raise ValueError(f"members: bound must be at least 1; got {bound}")
-        self.mean_ratio, self.rule, self.down, self.late = mean_ratio, rule, down, late
-        self.bound, self.max_norm, self.compress = bound, max_norm, compress
+        check_outer(outer)
+        check_compress(compress)
+        self.mean_ratio, self.down = number_in("mean_ratio", mean_ratio, 0, 1), number_in("down", down, 0, 1)
+        self.bound = number_in("bound", bound, 1, np.inf, low_counts=True)
+        self.max_norm = number_in("max_norm", max_norm, 0, np.inf)
+        self.rule, self.late, self.compress = rule_of(rule), late, compress
         self._outer, self._outer_state = outer, None if outer is None else outer.init(self.point)
         self.shown, self.version, self.number = self.point.copy(), 0, 0
         self.counts: dict[Any, Counter[str]] = {}  # what became of each member's answers, refusals by their kind
         self._entries: dict[Any, Entry] = {}
-        self._updates: deque[bytes] = deque(maxlen=history)
+        self._updates: deque[bytes] = deque(maxlen=history_of(history))
         self._digests: dict[bytes, None] = {}
         self._held: list[tuple[Any, Array]] = []
         self._open = False
@@ -180,7 +176,8 @@ class Server:
         Returns:
             Why it is refused, which is counted in `counts` and named in what `close` returns; "" if it is not.
         """
-        self._up += len(answer.data) if isinstance(answer.data, bytes) else 0
+        data = getattr(answer, "data", None)
+        self._up += len(data) if isinstance(data, bytes) else 0
         entry = self._entries.get(member)
         try:
             if entry is None:
