@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxcomp.allocate.workers import number_of
+
 __all__ = [
     "block_steps",
     "block_variance",
@@ -26,6 +28,8 @@ __all__ = [
 ]
 
 STEPS_OF_BISECTION = 200
+STEPS_OF_MANTISSA = 54
+SMALLEST, LARGEST = np.finfo(np.float64).tiny, np.finfo(np.float64).max
 
 
 def _diagonal(name: str, diag: Any) -> np.ndarray:
@@ -43,9 +47,21 @@ def _scale(name: str, method: str, workers: int | None, mu: float | None) -> flo
         raise ValueError(f'{name}: method must be "uniform", "dcgd+" or "diana+"; got {method!r}')
     if method == "dcgd+":
         return 0.0
-    if workers is None or mu is None or not (workers >= 1 and mu > 0):
+    scale = number_of(workers) * number_of(mu)
+    if not (number_of(workers) >= 1 and number_of(mu) > 0 and 0 < scale < np.inf):
         raise ValueError(f"{name}: method {method!r} needs workers >= 1 and mu > 0; got {workers} and {mu}")
-    return workers * mu
+    return scale
+
+
+def _above_zero(name: str, what: str, value: Any) -> float:
+    if not number_of(value) > 0:
+        raise ValueError(f"{name}: {what} must be above 0; got {value!r}")
+    return number_of(value)
+
+
+def _with_one(diag: np.ndarray, scale: float, add: Callable[[Any, Any], Any]) -> np.ndarray:
+    """add(1, diag / scale), up to a common factor with which nothing overflows."""
+    return add(1, diag / scale) if scale >= 1 else add(scale, diag)
 
 
 def probabilities(
@@ -66,7 +82,7 @@ def probabilities(
         mu: strong convexity, for "diana+" and "exact".
 
     Returns:
-        float64 of the shape of diag, in (0, 1]. Entries with L_jj = 0 carry nothing and get the
+        float64 of the shape of diag, in [2.2e-308, 1]. Entries with L_jj = 0 carry nothing and get the
         smallest of the other probabilities; tau counts the others. All ones if tau is at least
         their number.
 
@@ -79,26 +95,54 @@ def probabilities(
     >>> print(probabilities([0.6, 0.225, 0.115625], 1.5))
     [0.7071742  0.47523774 0.31758806]
     """
-    diag = _diagonal("probabilities", diag)
-    if not tau > 0:
-        raise ValueError(f"probabilities: tau must be above 0; got {tau}")
+    diag, tau = _diagonal("probabilities", diag), _above_zero("probabilities", "tau", tau)
     if diag.ndim == 2:
         return np.stack([probabilities(one, tau, method=method, workers=workers, mu=mu) for one in diag])
     used = diag > 0
     if tau >= used.sum():
         return np.ones_like(diag)
     if method == "uniform":
-        kept = np.full(used.sum(), tau / used.sum())
+        kept = np.full(used.sum(), max(tau / used.sum(), SMALLEST))
     elif method == "exact":
         scale = _scale("probabilities", method, workers, mu)
-        kept = exact_probabilities(diag[used], tau, lambda omega, variance: omega + variance / scale)
+        kept = _exact(diag[used], tau, scale)
     else:
         scale = _scale("probabilities", method, workers, mu)
-        a = 1 + diag[used] / scale if scale else diag[used]
-        kept = 1 / (1 + _root_of_budget(lambda rho: np.sum(a / (a + rho)), tau, a.max() * (a.size / tau)) / a)
+        kept = _shares_of(_with_one(diag[used], scale, np.add) if scale else diag[used], tau)
     p = np.full_like(diag, kept.min())
     p[used] = kept
     return p
+
+
+def _shares_of(a: np.ndarray, budget: float) -> np.ndarray:
+    """a / (a + rho) with the sum `budget`, below the size of a.
+
+    Entries may be as far apart as float64 goes: rho = m 2^e is found as an integer e, then m in [1, 2], each by
+    bisection, and only its quotients with the entries are formed.
+    """
+    mantissa, exponent = np.frexp(a)
+
+    def shares(m, e):
+        with np.errstate(over="ignore", under="ignore"):
+            return 1 / (1 + np.ldexp(m / mantissa, e - exponent))
+
+    low, high = int(exponent.min()) - 128, int(exponent.max()) + int(np.log2(a.size) - np.log2(budget)) + 2
+    while high - low > 1:
+        e = (low + high) // 2
+        low, high = (e, high) if np.sum(shares(1.0, e)) > budget else (low, e)
+    left, right = 1.0, 2.0
+    for _ in range(STEPS_OF_MANTISSA):
+        m = (left + right) / 2
+        left, right = (m, right) if np.sum(shares(m, low)) > budget else (left, m)
+    return np.maximum(shares((left + right) / 2, low), SMALLEST)
+
+
+def _exact(diag: np.ndarray, tau: float, scale: float) -> np.ndarray:
+    """Probabilities that minimise omega + V / scale, with the largest entry as the unit of V."""
+    largest = diag.max()
+    first, second = (scale / largest, 1.0) if scale < largest else (1.0, largest / scale)
+    relative = np.maximum(diag / largest, SMALLEST)
+    return exact_probabilities(relative, tau, lambda omega, variance: first * omega + second * variance)
 
 
 def _root_of_budget(spent: Callable[[float], float], budget: float, upper: float) -> float:
@@ -121,15 +165,12 @@ def exact_probabilities(diag: Any, tau: float, objective: Callable[[float, float
     2.929679
     """
     diag = _diagonal("exact_probabilities", diag)
-    if not np.all(diag > 0) or not 0 < tau < diag.size:
+    if not np.all(diag > 0) or not 0 < number_of(tau) < diag.size:
         raise ValueError(f"exact_probabilities: needs diag above 0 and tau in (0, {diag.size}); got {diag} and {tau}")
 
     def at(c):
         shape = np.minimum(1, c / diag)
-        omega = _root_of_budget(
-            lambda w: np.sum(1 / (1 + w * shape)), tau, (diag.size / tau) / max(shape.min(), 1e-300)
-        )
-        p = 1 / (1 + omega * shape)
+        p = _shares_of(1 / np.maximum(shape, SMALLEST), tau)
         return objective(float(np.max(1 / p - 1)), sparsification_variance(diag, p)), p
 
     grid = np.geomspace(diag.min(), diag.max(), 65)
@@ -159,8 +200,8 @@ def steps(
         workers, mu: n and strong convexity, for "diana+".
 
     Returns:
-        float64 of the shape of diag. Entries with L_jj = 0 get the largest of the other steps and
-        are not counted in beta.
+        float64 of the shape of diag, finite. Entries with L_jj = 0 get the largest of the other
+        steps and are not counted in beta.
 
     Raises:
         ValueError: bad diagonal, beta, method or constants.
@@ -170,9 +211,7 @@ def steps(
     >>> print(steps([0.6, 0.225, 0.115625], 1.5))
     [0.83472107 1.36309379 1.90147722]
     """
-    diag = _diagonal("steps", diag)
-    if not beta > 0:
-        raise ValueError(f"steps: beta must be above 0; got {beta}")
+    diag, beta = _diagonal("steps", diag), _above_zero("steps", "beta", beta)
     if diag.ndim == 2:
         return np.stack([steps(one, beta, method=method, workers=workers, mu=mu) for one in diag])
     used = diag > 0
@@ -180,8 +219,10 @@ def steps(
         a = np.ones(used.sum())
     else:
         scale = _scale("steps", method, workers, mu)
-        a = np.hypot(1, diag[used] / scale) if scale else diag[used]
-    kept = np.sqrt(a.sum() / a) / beta
+        a = _with_one(diag[used], scale, np.hypot) if scale else diag[used]
+    with np.errstate(over="ignore"):
+        kept = np.sqrt(np.sum(a / a.max())) * (np.sqrt(a.max()) / np.sqrt(a)) / beta
+    kept = np.minimum(kept, LARGEST)
     h = np.full_like(diag, kept.max())
     h[used] = kept
     return h
@@ -237,7 +278,7 @@ def block_steps(
         return np.stack([block_steps(one, beta, blocks, **options) for one in diag])
     if rule not in ("exact", "released"):
         raise ValueError(f'block_steps: rule must be "exact" or "released"; got {rule!r}')
-    if not beta > blocks:
+    if not number_of(beta) > blocks:
         raise ValueError(f"block_steps: beta must be above the number of blocks, {blocks}; got {beta}")
     d, budget = diag.size, beta - blocks
     cuts = _cuts(d, blocks)
@@ -269,10 +310,16 @@ def block_steps(
 def sparsification_variance(diag: Any, p: Any) -> float:
     """V of independent sampling: max_j (1 / p_j - 1) L_jj; with diag = 1 this is omega.
 
+    Raises:
+        ValueError: a probability is not in (0, 1].
+
     >>> print(sparsification_variance([2.0, 1.0], [0.5, 0.5]))
     2.0
     """
-    return float(np.max((1 / np.asarray(p, np.float64) - 1) * np.asarray(diag, np.float64)))
+    chances = np.asarray(p, np.float64)
+    if not np.all((chances > 0) & (chances <= 1)):
+        raise ValueError(f"sparsification_variance: p must be in (0, 1]; got {p}")
+    return float(np.max((1 / chances - 1) * np.asarray(diag, np.float64)))
 
 
 def rand_k_variance(matrix: Any, k: int) -> float:

@@ -332,8 +332,56 @@ def test_zero_entries_of_the_diagonal():
     assert np.isfinite(smoothness.block_steps([1.0, 0.0, 2.0, 1.0], 9.0, 4)).all()
 
 
+WIDE = [
+    ([1e38, 1e-38], 1.5, [1, 0.5]),
+    ([1e100, 1e-100], 1.5, [1, 0.5]),
+    ([1e308, 1.0], 0.5, [0.5, 0]),
+    ([1e308, 1e308, 1e308], 0.75, [0.25] * 3),
+    ([1e15, 1e-38, 1e-38, 1e-38], 2, [1, 1 / 3, 1 / 3, 1 / 3]),
+    ([1e308, 1e-320, 0.0], 1.5, [1, 0.5, 0.5]),
+    ([1.0, 1.0], 1e-300, [5e-301] * 2),
+]
+METHODS = [
+    ("dcgd+", {}),
+    *[(method, {"workers": 2, "mu": mu}) for method in ("diana+", "exact") for mu in (1e-3, 1e3)],
+]
+
+
+@pytest.mark.parametrize(("diag", "tau", "want"), WIDE, ids=[str(diag) for diag, _, _ in WIDE])
+def test_diagonals_of_any_range_keep_the_budget(diag, tau, want):
+    used = np.array(diag) > 0
+    for method, constants in METHODS:
+        p = smoothness.probabilities(diag, tau, method=method, **constants)
+        assert np.all((p > 0) & (p <= 1)), (method, p)
+        np.testing.assert_allclose(p[used].sum(), tau, rtol=1e-12)
+        if method == "dcgd+":
+            np.testing.assert_allclose(p, want, rtol=1e-12, atol=1e-307)
+        if method != "exact":
+            h = smoothness.steps(diag, 1.5, method=method, **constants)
+            assert np.all(np.isfinite(h) & (h > 0)), (method, h)
+            np.testing.assert_allclose(np.linalg.norm(1 / h[used]), 1.5, rtol=1e-12)
+
+
+def test_a_factor_of_the_diagonal_changes_nothing(seed):
+    rng = np.random.default_rng(seed)
+    diag = 10.0 ** rng.uniform(-4, 4, 9)
+    for power in (-1000, -200, 200, 1000):
+        scaled = np.ldexp(diag, power)
+        assert_close(smoothness.probabilities(scaled, 3.3), smoothness.probabilities(diag, 3.3))
+        assert_close(smoothness.steps(scaled, 3.3), smoothness.steps(diag, 3.3))
+    assert_close(smoothness.steps([1e-320, 1.0], 1.5)[1], 2 / 3)
+
+
 BAD = [
     (lambda: smoothness.probabilities([1.0], 0), "probabilities: tau must be above 0; got 0"),
+    (lambda: smoothness.probabilities([1.0], "a"), "probabilities: tau must be above 0; got 'a'"),
+    (lambda: smoothness.probabilities([1.0], None), "probabilities: tau must be above 0; got None"),
+    (lambda: smoothness.probabilities([1.0, 2.0], 1, method="exact", workers=2, mu="a"), "mu > 0; got 2 and a"),
+    (lambda: smoothness.probabilities([1.0, 2.0], 1, method="exact", workers=2, mu=np.inf), "mu > 0; got 2 and inf"),
+    (lambda: smoothness.steps([1.0], "a"), "steps: beta must be above 0; got 'a'"),
+    (lambda: smoothness.block_steps([1.0, 2.0], "a", 2), "above the number of blocks, 2; got a"),
+    (lambda: smoothness.sparsification_variance([1, 0], [0.5, 0]), r"p must be in (0, 1.; got .0.5, 0."),
+    (lambda: smoothness.sparsification_variance([1], [1.5]), r"p must be in (0, 1.; got .1.5."),
     (lambda: smoothness.probabilities([[0.0, 0.0]], 1), "is zero: there is nothing to send"),
     (lambda: smoothness.probabilities([1.0, 2.0], 1, method="best"), "got 'best'"),
     (lambda: smoothness.probabilities([1.0, 2.0], 1, method="diana+"), "needs workers >= 1 and mu > 0; got None"),
