@@ -15,7 +15,9 @@ smoothness 1.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from jaxcomp.allocate.workers import number_of
 
 __all__ = ["StepSizes", "adiana", "dcgd", "diana", "diana_released", "ef21", "isega", "marina"]
 
@@ -141,8 +143,7 @@ def diana_released(*, smoothness_max: float, workers: int, omega: float) -> Step
     >>> diana_released(smoothness_max=1.0, workers=2, omega=1.0)[:2]
     (0.5, 0.5)
     """
-    if not smoothness_max > 0:
-        raise ValueError(f"theory.diana_released: smoothness_max must be above 0; got {smoothness_max}")
+    _range("diana_released", "smoothness_max", smoothness_max, number_of(smoothness_max) > 0, "above 0")
     _check("diana_released", smoothness_max, workers, omega=omega)
     return StepSizes(1 / (smoothness_max * (1 + 2 * omega / workers)), 1 / (1 + omega))
 
@@ -179,8 +180,7 @@ def adiana(
     (0.5, 0.25)
     """
     _check("adiana", smoothness, workers, variance, omega=omega, mu=mu, down_omega=down_omega)
-    if not mu > 0:
-        raise ValueError(f"theory.adiana: mu must be above 0; got {mu}")
+    _range("adiana", "mu", mu, mu > 0, "above 0")
     q, eta = 1.0, 1 / (2 * smoothness)
     if variance > 0:
         q = min(1.0, max(1.0, math.sqrt(workers * smoothness / (32 * variance)) - 1) / (2 * (1 + omega)))
@@ -216,15 +216,13 @@ def ef21(*, smoothness: float, alpha: float, worker_smoothness: float | None = N
     0.5
     """
     _check("ef21", smoothness, 1, mu=mu)
-    if not 0 < alpha <= 1:
-        raise ValueError(f"theory.ef21: alpha must be in (0, 1]; got {alpha}")
+    _range("ef21", "alpha", alpha, 0 < number_of(alpha) <= 1, "in (0, 1]")
     each = smoothness if worker_smoothness is None else worker_smoothness
-    if not each > 0:
-        raise ValueError(f"theory.ef21: worker_smoothness must be above 0; got {each}")
+    _range("ef21", "worker_smoothness", each, number_of(each) > 0, "above 0")
     left = math.sqrt(1 - alpha)
-    theta = 1 - left
-    gamma = 1 / (smoothness + (math.sqrt(2) if mu else 1) * each * left / theta)
-    gamma = min(gamma, theta / (2 * mu)) if mu else gamma
+    over = 1 + left  # theta = alpha / over; 1 - left would cancel for small alpha
+    gamma = alpha / (smoothness * alpha + (math.sqrt(2) if mu else 1) * each * left * over)
+    gamma = min(gamma, alpha / (2 * mu * over)) if mu else gamma
     return StepSizes(gamma, rate=gamma * mu)
 
 
@@ -264,8 +262,9 @@ def isega(
     _check("isega", smoothness, workers, variance, mu=mu)
     if smallest_probability is None and tight:
         raise ValueError("theory.isega: tight needs smallest_probability, the least of all probabilities; got None")
-    if smallest_probability is not None and not 0 < smallest_probability <= 1:
-        raise ValueError(f"theory.isega: smallest_probability must be in (0, 1]; got {smallest_probability}")
+    if smallest_probability is not None:
+        fits = 0 < number_of(smallest_probability) <= 1
+        _range("isega", "smallest_probability", smallest_probability, fits, "in (0, 1]")
     gamma, rate = _learnt_shifts(smoothness, variance / workers, mu, smallest_probability or 0.0, tight)
     return StepSizes(gamma, rate=rate)
 
@@ -294,8 +293,7 @@ def marina(*, smoothness: float, workers: int, variance: float, full: float) -> 
     0.5
     """
     _check("marina", smoothness, workers, variance)
-    if not 0 < full <= 1:
-        raise ValueError(f"theory.marina: full must be in (0, 1]; got {full}")
+    _range("marina", "full", full, 0 < number_of(full) <= 1, "in (0, 1]")
     return StepSizes(1 / (smoothness + math.sqrt((1 - full) * variance / (full * workers))))
 
 
@@ -308,16 +306,20 @@ def _check(
     mu: float = 0.0,
     down_omega: float = 0.0,
 ) -> None:
-    for what, value, fits, allowed in (
-        ("smoothness", smoothness, smoothness > 0, "above 0"),
-        ("workers", workers, workers >= 1, "at least 1"),
-        ("variance", variance, variance >= 0, "at least 0"),
-        ("omega", omega, omega >= 0, "at least 0"),
-        ("down_omega", down_omega, down_omega >= 0, "at least 0"),
-        ("mu", mu, 0 <= mu <= smoothness * (1 + 1e-9), f"in [0, smoothness = {smoothness}]"),
-    ):
-        if not fits:
-            raise ValueError(f"theory.{name}: {what} must be {allowed}; got {value}")
+    limit = number_of(smoothness) * (1 + 1e-9)
+    _range(name, "smoothness", smoothness, number_of(smoothness) > 0, "above 0")
+    _range(name, "workers", workers, number_of(workers) >= 1, "at least 1")
+    _range(name, "workers", workers, number_of(workers) % 1 == 0, "an integer")
+    for what, value in (("variance", variance), ("omega", omega), ("down_omega", down_omega)):
+        _range(name, what, value, number_of(value) >= 0, "at least 0")
+    _range(name, "mu", mu, 0 <= number_of(mu) <= limit, f"in [0, smoothness = {smoothness}]")
+
+
+def _range(name: str, what: str, value: Any, fits: bool, allowed: str) -> None:
+    if not fits:
+        raise ValueError(f"theory.{name}: {what} must be {allowed}; got {value!r}")
+    if number_of(value) == math.inf:
+        raise ValueError(f"theory.{name}: {what} must be finite; got {value!r}")
 
 
 def _learnt_shifts(smoothness: float, noise: float, mu: float, learning: float, tight: bool) -> tuple[float, float]:

@@ -1,7 +1,9 @@
 """Step sizes: limits in which they are known, the tight form of DIANA, and arguments out of range."""
 
+import decimal
 import math
 
+import numpy as np
 import pytest
 
 from jaxcomp import theory
@@ -42,6 +44,26 @@ def test_the_tight_form_balances_both_rates(omega, mu):
     assert other[:1] + other[-1:] == tight[:1] + tight[-1:]
 
 
+@pytest.mark.parametrize("alpha", [1e-300, 1e-100, 1e-17, 1e-15, 1e-12, 1e-6, 0.1, 0.75, 1.0])
+@pytest.mark.parametrize("mu", [0.0, 1e-3, 1.0])
+def test_ef21_is_exact_for_any_alpha(alpha, mu):
+    with decimal.localcontext(prec=700):
+        left = (1 - decimal.Decimal(alpha)).sqrt()
+        theta, factor = 1 - left, decimal.Decimal(2 if mu else 1).sqrt()
+        gamma = 1 / (2 + 3 * factor * left / theta)
+        gamma = min(gamma, theta / (2 * decimal.Decimal(mu))) if mu else gamma
+        want = float(gamma)
+    got = theory.ef21(smoothness=2.0, alpha=alpha, worker_smoothness=3.0, mu=mu)
+    assert got.gamma == pytest.approx(want, rel=1e-15)
+    assert got.rate == got.gamma * mu
+
+
+def test_numpy_scalars_are_numbers():
+    given = {"smoothness": np.float32(2), "workers": np.int64(5), "variance": np.float32(3)}
+    assert theory.dcgd(**given, mu=np.float64(0.1)) == theory.dcgd(**GIVEN, mu=0.1)
+
+
+INF = float("inf")
 BAD = [
     (lambda: theory.dcgd(smoothness=0, workers=1, variance=0), "dcgd: smoothness must be above 0; got 0"),
     (lambda: theory.dcgd(smoothness=1, workers=0, variance=0), "dcgd: workers must be at least 1; got 0"),
@@ -53,6 +75,20 @@ BAD = [
     (lambda: theory.adiana(**GIVEN, omega=1, mu=0), "adiana: mu must be above 0; got 0"),
     (lambda: theory.isega(**GIVEN, tight=True), "isega: tight needs smallest_probability"),
     (lambda: theory.isega(**GIVEN, smallest_probability=2), r"smallest_probability must be in \(0, 1\]; got 2"),
+    (lambda: theory.dcgd(smoothness="a", workers=1, variance=0), "dcgd: smoothness must be above 0; got 'a'"),
+    (lambda: theory.dcgd(smoothness=None, workers=1, variance=0), "dcgd: smoothness must be above 0; got None"),
+    (lambda: theory.dcgd(smoothness=INF, workers=1, variance=0), "dcgd: smoothness must be finite; got inf"),
+    (lambda: theory.dcgd(smoothness=1, workers=2.5, variance=0), "dcgd: workers must be an integer; got 2.5"),
+    (lambda: theory.dcgd(smoothness=1, workers="2", variance=0), "dcgd: workers must be at least 1; got '2'"),
+    (lambda: theory.dcgd(smoothness=1, workers=INF, variance=0), "dcgd: workers must be finite; got inf"),
+    (lambda: theory.marina(smoothness=1, workers=1, variance=INF, full=1), "marina: variance must be finite; got inf"),
+    (lambda: theory.diana(**GIVEN, omega=1, mu="a"), r"diana: mu must be in \[0, smoothness = 2.0\]; got 'a'"),
+    (lambda: theory.diana_released(smoothness_max="a", workers=1, omega=0), "smoothness_max must be above 0; got 'a'"),
+    (lambda: theory.diana_released(smoothness_max=INF, workers=1, omega=0), "smoothness_max must be finite; got inf"),
+    (lambda: theory.ef21(smoothness=1, alpha="a"), r"ef21: alpha must be in \(0, 1\]; got 'a'"),
+    (lambda: theory.ef21(smoothness=1, alpha=1, worker_smoothness=INF), "worker_smoothness must be finite; got inf"),
+    (lambda: theory.isega(**GIVEN, smallest_probability="a"), r"smallest_probability must be in \(0, 1\]; got 'a'"),
+    (lambda: theory.marina(**GIVEN, full="a"), r"marina: full must be in \(0, 1\]; got 'a'"),
     (lambda: theory.marina(**GIVEN, full=0), r"marina: full must be in \(0, 1\]; got 0"),
 ]
 
