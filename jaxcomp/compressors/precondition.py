@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxcomp.arrays import one_row, row_of, started
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, finite, for_worker, wide
 from jaxcomp.compressors.vector import on_vectors
-from jaxcomp.smoothness.operator import Operator, is_stacked
+from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax, is_stacked
 
 __all__ = ["precondition", "refresh"]
 
@@ -36,7 +37,8 @@ def refresh(state: Any, smoothness: Operator, plan: Any = None) -> Any:
         `diana` took from the first plan stays too.
 
     Raises:
-        ValueError: there is no preconditioned compressor in the state, or shapes differ.
+        ValueError: there is no preconditioned compressor in the state, shapes differ, or entries are out of the range
+            of the floats in the state.
 
     >>> import jaxcomp as jc
     >>> S = jc.smoothness.diagonal_of(np.ones(2))
@@ -56,6 +58,7 @@ def refresh(state: Any, smoothness: Operator, plan: Any = None) -> Any:
         if not isinstance(node, Preconditioned):
             return node
         found += 1
+        _check_range("refresh", smoothness, jax.tree.leaves(node.operator)[0].dtype)
         inner = node.compressor if plan is None else jax.tree.map(cast, plan, node.compressor)
         return Preconditioned(jax.tree.map(cast, smoothness, node.operator), inner)
 
@@ -88,7 +91,8 @@ def precondition(compressor: Compressor, smoothness: Operator, *, dtype: Any = N
         Compressor of one array with the payload of C. Operators are kept in `State.shared`.
 
     Raises:
-        ValueError: C is lifted to trees or biased; at `init`, sizes that do not fit.
+        ValueError: C is lifted to trees or biased; at `init`, sizes that do not fit, or entries of the operator out of
+            the range of the floats to compute in: f64 for x in f64, else f32.
 
     Reference: Safaryan, Hanzely, Richtarik 2021; Wang, Safaryan, Richtarik 2022, for any unbiased C.
 
@@ -122,6 +126,7 @@ def _preconditioned(compressor: Compressor, smoothness: Operator, dtype: Any) ->
             raise ValueError(f"precondition: operators of {size} entries for an array of {like.size}")
         state = compressor.init(shared_key, inner(like))
         kind = wide(like.dtype)
+        _check_range("precondition", smoothness, kind)
         return State(
             state.local, Preconditioned(jax.tree.map(lambda a: jnp.asarray(a, kind), smoothness), state.shared)
         )
@@ -165,3 +170,40 @@ def _preconditioned(compressor: Compressor, smoothness: Operator, dtype: Any) ->
         for_worker=pick if stacked or compressor.for_worker is not None else None,
         overflow=compressor.overflow,
     )
+
+
+def _check_range(name: str, operator: Operator, dtype: Any) -> None:
+    """Whether what is multiplied with, or divided by, is a normal float of this type: smaller ones would count as 0."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(operator)):
+        return
+    least, most = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max)
+    for what, values, low, high in _entries(operator, least, most):
+        values = np.abs(np.asarray(values, np.float64)).reshape(-1)
+        wrong = values[~((values == 0) | (values >= low) & (values <= high))]
+        if wrong.size:
+            raise ValueError(
+                f"{name}: {what} of the smoothness operator must be 0 or in [{low:.3g}, {high:.3g}] to compute in "
+                f"{jnp.dtype(dtype).name}; got {wrong[0]:.3g}. Rescale the loss, or compute in float64"
+            )
+
+
+def _entries(operator: Operator, least: float, most: float) -> list[tuple[str, Any, float, float]]:
+    """Name, values, and range of what an operator computes with.
+
+    In a matrix any small entry may be rounding, and may be lost. Of its two roots one has a large entry where the
+    other has lost an eigenvalue.
+    """
+    if isinstance(operator, Diagonal):
+        return [("the diagonal", operator.diag, least, most)]
+    if isinstance(operator, LowRank):
+        base = np.asarray(operator.base, np.float64)
+        inside = base[..., None] + np.asarray(operator.sigma, np.float64)
+        return [("base", base, least, most), ("sigma + base", inside, least, most)]
+    if isinstance(operator, Softmax):
+        return [("l2", operator.l2, least, most), *_entries(operator.inner, least, most)]
+    if isinstance(operator, Dense | Blocks):
+        return [
+            ("the root", operator.matrix_root, 0.0, 1 / least),
+            ("the inverse root", operator.matrix_inv_root, 0.0, 1 / least),
+        ]
+    return []

@@ -90,3 +90,49 @@ def test_refresh_changes_the_operator_and_compiles_nothing(key):
         jc.refresh({"a": jnp.ones(1)}, second)
     with pytest.raises(ValueError, match="operator of shape"):
         jc.refresh(state, jc.smoothness.diagonal_of(np.ones(3)))
+
+
+def stacked(diag):
+    return jc.smoothness.stack([jc.smoothness.diagonal_of(np.ones(len(diag))), jc.smoothness.diagonal_of(diag)])
+
+
+ROTATION = np.array([[0.6, 0.8], [-0.8, 0.6]])
+OUT_OF_RANGE = [
+    (lambda tiny: jc.smoothness.diagonal_of([1.0, tiny]), "the diagonal"),
+    (lambda tiny: jc.smoothness.diagonal_of([1.0, 1 / tiny]), "the diagonal"),
+    (lambda tiny: stacked([1.0, tiny]), "the diagonal"),
+    (lambda tiny: jc.smoothness.glm(np.eye(2)[:1], loss="squared", l2=tiny, form="low_rank", rank=1), "base"),
+    (lambda tiny: jc.smoothness.glm(np.eye(2), l2=tiny, form="diagonal", classes=2, loss="softmax"), "l2"),
+    (lambda tiny: jc.smoothness.dense_of(tiny**2 * np.eye(2)), "the inverse root"),
+    (lambda tiny: jc.smoothness.dense_of(ROTATION @ np.diag([1, 4]) @ ROTATION.T / tiny**2), "the root"),
+    (lambda tiny: jc.smoothness.blocks_of(tiny**2 * np.eye(2), 2), "the inverse root"),
+]
+
+
+@pytest.mark.parametrize(("make", "what"), OUT_OF_RANGE)
+def test_operators_that_float32_cannot_hold_are_named(make, what, key):
+    """An entry of 1e-39 counted as 0 for ever, one of 1e39 as infinity."""
+
+    def start(tiny, dtype):
+        S = make(tiny)
+        size = S.diag.shape[-1]
+        return jc.precondition(jc.natural(), S).init(key, jax.ShapeDtypeStruct((size,), dtype))
+
+    for dtype in (jnp.float32, jnp.bfloat16):
+        with pytest.raises(ValueError, match=rf"precondition: {what} of .* to compute in float32; got \d\S*e[-+]\d\d"):
+            start(1e-39, dtype)
+        start(1e-18, dtype)
+    with jax.enable_x64(True):
+        start(1e-39, jnp.float64)
+
+
+def test_an_entry_of_zero_and_the_ends_of_the_range_are_kept(key):
+    ends = np.array([np.finfo(np.float32).tiny, 0.0, 1.0, np.finfo(np.float32).max], np.float64)
+    made = jc.precondition(jc.identity(), jc.smoothness.diagonal_of(ends))
+    x = jnp.array([1e-10, 1.0, 1.0, 1.0])
+    np.testing.assert_allclose(jc.roundtrip(made, x, key=key)[0], np.where(ends > 0, x, 0), rtol=1e-6)
+    state = made.init(key, x)
+    with pytest.raises(
+        ValueError, match=r"refresh: the diagonal of the smoothness operator must be 0 or in .*got 1e-39"
+    ):
+        jc.refresh(state, jc.smoothness.diagonal_of([1.0, 1.0, 1.0, 1e-39]))
