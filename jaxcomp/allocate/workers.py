@@ -86,7 +86,7 @@ def ratios(
     if not 0 < number_of(mean_ratio) < math.inf:
         raise ValueError(f"ratios: mean_ratio must be a finite number above 0; got {mean_ratio}")
     exponent = exponent_of("ratios", rule, RULES)
-    most = np.asarray(1.0 if cap is None else cap, np.float64)
+    most = _numbers(1.0 if cap is None else cap)
     if most.shape not in ((), weight.shape):
         raise ValueError(f"ratios: cap must be one number or {len(weight)}; got shape {most.shape}")
     if not np.all((most >= 0) & (most <= 1)):
@@ -180,7 +180,7 @@ def calibrate(
     1.0000000000000004
     """
     weight = shares("calibrate", volumes)
-    u = np.abs(np.asarray(probes, np.float64))
+    u = np.abs(_numbers(probes))
     if u.ndim != 2 or len(u) != len(weight):
         raise ValueError(f"calibrate: probes must have shape [{len(weight)}, d]; got {u.shape}")
     if not 0 < number_of(mean_ratio) <= 1:
@@ -218,11 +218,11 @@ def counts(ratios: Sequence[float] | Array, size: int, *, mode: str = "exact") -
     >>> print(counts([0.28, 0.12, 0.02, 0.0], 10), counts([0.28, 0.12, 0.02, 0.0], 10, mode="ceil"))
     [2 1 1 0] [3 2 1 0]
     """
-    delta = np.asarray(ratios, np.float64)
+    delta = _numbers(ratios)
     if delta.ndim != 1 or not np.all(np.isfinite(delta)) or np.any(delta < 0):
         raise ValueError(f"counts: ratios must be n finite numbers >= 0; got {ratios}")
-    if isinstance(size, bool) or int(size) != size or size < 0:
-        raise ValueError(f"counts: size must be an integer of at least 0; got {size}")
+    if isinstance(size, bool) or not number_of(size) >= 0 or number_of(size) % 1 != 0:
+        raise ValueError(f"counts: size must be an integer of at least 0; got {size!r}")
     if mode not in ("exact", "ceil"):
         raise ValueError(f"counts: mode must be 'exact' or 'ceil'; got {mode!r}")
     wanted = np.minimum(delta, 1) * size
@@ -264,13 +264,22 @@ def coupled_bound(volumes: Sequence[float] | Array, ratios: Sequence[float] | Ar
 
 def shares(name: str, volumes: Any) -> Array:
     """p_i = N_i / sum_j N_j, float64[n]."""
-    values = np.asarray(volumes, np.float64)
+    values = _numbers(volumes)
     if values.ndim != 1 or not values.size or not np.all(np.isfinite(values)) or np.any(values < 0):
         raise ValueError(f"{name}: volumes must be n finite numbers >= 0; got {volumes}")
     if not values.max() > 0:
         raise ValueError(f"{name}: at least one volume must be above 0; got {volumes}")
     values = values / values.max()
     return values / values.sum()
+
+
+def _numbers(values: Any) -> Array:
+    """An array of float64; NaN, which no range contains, for text and what else is no number."""
+    try:
+        text = np.asarray(values).dtype.kind in "US"
+        return np.array(np.nan) if text else np.asarray(values, np.float64)
+    except (TypeError, ValueError):
+        return np.array(np.nan)
 
 
 def number_of(value: Any) -> float:

@@ -12,11 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomp.allocate.workers import number_of
 from jaxcomp.smoothness.operator import Diagonal, diagonal_of
 
 __all__ = ["ggn_diagonal", "hutchinson_diagonal", "network_operator"]
 
 Array = jax.Array
+
+
+def _check_samples(name: str, samples: Any) -> None:
+    if not (number_of(samples) >= 1 and number_of(samples) % 1 == 0):
+        raise ValueError(f"{name}: samples must be an integer of at least 1; got {samples!r}")
 
 
 def _signs(key: Array, tree: Any) -> Any:
@@ -36,10 +42,13 @@ def hutchinson_diagonal(loss: Callable[[Any], Array], params: Any, key: Array, *
         loss: params -> scalar.
         params: tree of arrays.
         key: of the signs.
-        samples: number of Hessian-vector products.
+        samples: number of Hessian-vector products, at least 1.
 
     Returns:
         Tree like params.
+
+    Raises:
+        ValueError: samples is not an integer of at least 1.
 
     Reference: Bekas, Kokiopoulou, Saad 2007.
 
@@ -47,6 +56,7 @@ def hutchinson_diagonal(loss: Callable[[Any], Array], params: Any, key: Array, *
     >>> print(hutchinson_diagonal(loss, jnp.ones(2), jax.random.key(0)))
     [2. 6.]
     """
+    _check_samples("hutchinson_diagonal", samples)
     gradient = jax.grad(loss)
 
     def one(total, key):
@@ -55,7 +65,7 @@ def hutchinson_diagonal(loss: Callable[[Any], Array], params: Any, key: Array, *
         return jax.tree.map(lambda t, a, b: t + a * b / samples, total, z, image), None
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    return jax.lax.scan(one, zeros, jax.random.split(key, samples))[0]
+    return jax.lax.scan(one, zeros, jax.random.split(key, int(samples)))[0]
 
 
 def ggn_diagonal(logits: Callable[[Any], Array], params: Any, key: Array, *, samples: int = 16) -> Any:
@@ -68,16 +78,20 @@ def ggn_diagonal(logits: Callable[[Any], Array], params: Any, key: Array, *, sam
         logits: params -> [batch, classes].
         params: tree of arrays.
         key: of labels and signs.
-        samples: number of backward passes.
+        samples: number of backward passes, at least 1.
 
     Returns:
         Tree like params: diagonal of the mean over the batch.
+
+    Raises:
+        ValueError: samples is not an integer of at least 1.
 
     Reference: Martens 2014 (the matrix); Schraudolph 2002.
 
     >>> print(ggn_diagonal(lambda w: w[None], jnp.zeros(2), jax.random.key(0), samples=64))
     [0.25 0.25]
     """
+    _check_samples("ggn_diagonal", samples)
 
     def one(total, key):
         first, second = jax.random.split(key)
@@ -90,7 +104,7 @@ def ggn_diagonal(logits: Callable[[Any], Array], params: Any, key: Array, *, sam
         return jax.tree.map(lambda t, g: t + scale * jnp.square(g), total, pulled), None
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    return jax.lax.scan(one, zeros, jax.random.split(key, samples))[0]
+    return jax.lax.scan(one, zeros, jax.random.split(key, int(samples)))[0]
 
 
 def network_operator(diagonal: Any, *, per_layer: bool = False, damping: float = 0.1, safety: float = 1.0) -> Diagonal:
@@ -106,14 +120,16 @@ def network_operator(diagonal: Any, *, per_layer: bool = False, damping: float =
         safety: factor, above 0.
 
     Raises:
-        ValueError: damping or safety is not above 0, or the diagonal is not finite.
+        ValueError: damping or safety is not above 0, or the diagonal has no entries or is not finite.
 
     >>> print(network_operator({"a": jnp.array([1.0, 3.0]), "b": jnp.array([2.0])}, per_layer=True, damping=0.5).diag)
     [3. 3. 3.]
     """
-    if not (damping > 0 and safety > 0):
-        raise ValueError(f"network_operator: damping and safety must be above 0; got {damping} and {safety}")
+    if not (number_of(damping) > 0 and number_of(safety) > 0):
+        raise ValueError(f"network_operator: damping and safety must be above 0; got {damping!r} and {safety!r}")
     leaves = [np.maximum(np.asarray(a, np.float64).reshape(-1), 0) for a in jax.tree.leaves(diagonal)]
+    if not any(a.size for a in leaves):
+        raise ValueError(f"network_operator: the diagonal must have at least one entry; got {diagonal!r}")
     if not all(np.all(np.isfinite(a)) for a in leaves):
         raise ValueError("network_operator: the diagonal must be finite")
     mean = max(float(np.mean(np.concatenate(leaves))), 1e-30)

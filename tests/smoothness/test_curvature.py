@@ -57,8 +57,23 @@ def test_network_operators():
     np.testing.assert_allclose(layers.diag, np.array([4 / 3] * 3 + [8]) + 1.5)
     with pytest.raises(ValueError, match="must be above 0; got 0 and 1"):
         jc.smoothness.network_operator(diagonal, damping=0)
+    with pytest.raises(ValueError, match=r"must be above 0; got 0.1 and 'a'"):
+        jc.smoothness.network_operator(diagonal, safety="a")  # pyright: ignore
     with pytest.raises(ValueError, match="must be finite"):
         jc.smoothness.network_operator({"a": jnp.array([jnp.nan])})
+    for empty in ({}, {"a": jnp.zeros(0)}):
+        with pytest.raises(ValueError, match=r"the diagonal must have at least one entry; got \{"):
+            jc.smoothness.network_operator(empty)
+
+
+@pytest.mark.parametrize("samples", [0, -1, 1.5, "a", None])
+def test_a_number_of_samples_that_is_none_is_named(samples, key):
+    for estimate, function in (
+        (jc.smoothness.hutchinson_diagonal, loss),
+        (jc.smoothness.ggn_diagonal, logits),
+    ):
+        with pytest.raises(ValueError, match=f"{estimate.__name__}: samples must be an integer of at least 1; got"):
+            estimate(function, PARAMS, key, samples=samples)
 
 
 def test_refresh_changes_the_operator_and_compiles_nothing(key):
