@@ -19,8 +19,8 @@ from experiments.local.methods import Setup
 from jaxcomp import base
 from jaxcomp.exchange.routes import ROUTES
 from jaxcomp.layout import split
+from jaxcomp.transforms.bytes_exchange import BytesExchange
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of
-from jaxcomp.transforms.local_process import BytesExchange
 from jaxcomp.transforms.local_updates import difference_of
 
 __all__ = ["train"]

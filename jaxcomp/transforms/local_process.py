@@ -7,7 +7,7 @@ handed to the thread, and merged at step t + delay; only then the worker waits, 
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -16,31 +16,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp.arrays import like_of, root_key, wide_like, wrap_key, zeros_like
-from jaxcomp.base import (
-    Algorithm,
-    Compressor,
-    State,
-    accumulate,
-    add_own,
-    advance,
-    check_algorithm,
-    for_worker,
-    residual,
-)
-from jaxcomp.exchange.bind import bind
+from jaxcomp.arrays import root_key, wide_like, wrap_key
+from jaxcomp.base import Algorithm, State, check_algorithm
+from jaxcomp.exchange.bind import bind, own_weights
 from jaxcomp.exchange.placement import Placement
 from jaxcomp.layout import join, split
-from jaxcomp.payloads import CODES, Dense, Several
+from jaxcomp.payloads import CODES
+from jaxcomp.transforms.bytes_exchange import BytesExchange, Gather
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
-from jaxcomp.transforms.local_updates import check_times, difference_of, mixed, towards
-from jaxcomp.wire import decode, encode
+from jaxcomp.transforms.local_updates import (
+    check_times,
+    difference_of,
+    following,
+    is_exact,
+    mixed,
+    negative_of,
+    towards,
+)
 
-__all__ = ["BytesExchange", "LocalProcess", "local_process"]
+__all__ = ["LocalProcess", "local_process"]
 
 Array = jax.Array
 NAME = "local_process"
-Gather = Callable[[bytes], list[bytes]]
 
 
 def local_process(
@@ -62,18 +59,21 @@ def local_process(
 
     Args:
         inner, outer, algorithm, every, fragments, delay, mixing: as for `local_updates`.
-        gather: bytes of this worker -> those of all workers in their order. Called in one thread, one call after the
-            other, and equally often, in the same order, by every worker.
+        gather: bytes of this worker -> a list of those of all workers in their order, its own among them. Called in
+            one thread, one call after the other, and equally often, in the same order, by every worker.
         index, size: number of this worker, and how many there are.
         seed: equal on all workers.
         code: of the messages, as for `wire.encode`. "best" is for sparse ones; of a million entries in four bits it
             takes 0.25 s to save a tenth of what "fixed" sends.
 
     Returns:
-        `LocalProcess`; close it, or use it as a context. Workers weigh alike; parameters are whole at each of them.
+        `LocalProcess`; close it, or use it as a context. Workers weigh alike, or as the compressor says (`dagc`);
+        parameters are whole at each of them.
 
     Raises:
-        TypeError, ValueError: as `local_updates`; index is not below size.
+        TypeError, ValueError: as `local_updates`; index is not below size, or the compressor brings weights of another
+            number of workers. From a step: gather returned no list of as many messages as there are workers, not this
+            worker's own in its place, or messages of another exchange or of other shapes.
 
     >>> import jax.numpy as jnp, optax, jaxcomp as jc
     >>> alone = lambda message: [message]
@@ -93,6 +93,9 @@ def local_process(
     if code not in CODES:
         raise ValueError(f"{NAME}: code must be one of {', '.join(CODES)}; got {code!r}")
     check_algorithm(NAME, algorithm)
+    weights = own_weights(NAME, algorithm)
+    if weights is not None and len(weights) != size:
+        raise ValueError(f"{NAME}: size must be {len(weights)}, as many as the compressor has weights; got {size}")
     times = Timetable(int(every), int(fragments), int(delay))
     return LocalProcess(inner, outer, algorithm, gather, (int(index), int(size)), times, float(mixing), seed, code)
 
@@ -132,17 +135,19 @@ class LocalProcess:
         code: str,
     ):
         self._outer, self._algorithm, self._times, self._mixing = outer, algorithm, times, mixing
-        self._link, self._place = BytesExchange(gather, *place, code), place
+        self._link, self._place = BytesExchange(gather, *place, code, own_weights(NAME, algorithm)), place
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=NAME)
         self._root = root_key(seed)
         self._count, self._parts, self.point, self.waited = 0, [], None, 0.0
 
+        self._exact = exact = is_exact(times, self._mixing)
+
         def step(grads, state, params):
             updates, state = inner.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
+            return optax.apply_updates(params, updates), state, updates if exact else None
 
         self._inner, self._step, self._merge = inner, jax.jit(step), jax.jit(self._merged)
-        self._take = jax.jit(difference_of)
+        self._take, self._negative = jax.jit(difference_of), jax.jit(negative_of)
 
     @property
     def sent_bytes(self) -> int:
@@ -168,10 +173,13 @@ class LocalProcess:
             raise ValueError(f"{NAME}: call start(params) before the first step")
         self._count += 1
         before, after = params, None
-        after, self._state = self._step(grads, self._state, before)
+        after, self._state, updates = self._step(grads, self._state, before)
         for p, part in enumerate(self._parts):
             if self._times.takes(p, self._count):
-                difference = self._take(cut(self.point, part.numbers), cut(after, part.numbers))
+                here = cut(self.point, part.numbers)
+                # Without a step in between, the difference is the inner update itself, before it was rounded.
+                exact = self._negative(cut(updates, part.numbers), here) if self._exact else None
+                difference = self._take(here, cut(after, part.numbers)) if exact is None else exact
                 self._parts[p] = part = part._replace(pending=self._thread.submit(self._exchanged, part, difference))
             if self._times.merges(p, self._count) and part.pending is not None:
                 after = self._joined(p, part, before, after)
@@ -191,6 +199,8 @@ class LocalProcess:
     def _merged(self, direction: Any, outer: Any, point: Any, before: Any, after: Any) -> tuple[Any, Any, Any]:
         step, outer = self._outer.update(direction, outer, point)
         point = optax.apply_updates(point, step)
+        if self._exact:
+            return point, outer, optax.apply_updates(before, following(step, before, point))
         target = jax.tree.map(lambda theta, p: mixed(theta.astype(p.dtype), p, self._mixing), point, after)
         return point, outer, jax.tree.map(lambda p, t: p + towards(p, t), before, target)
 
@@ -228,107 +238,3 @@ class LocalProcess:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
-
-
-class BytesExchange:
-    """`base.Exchange` of one process: every message crosses as the bytes of `wire.encode`.
-
-    Args:
-        gather: this worker's bytes -> those of all workers, in their order.
-        index, size: number of this worker, and how many there are.
-        code: as for `wire.encode`.
-    """
-
-    def __init__(self, gather: Gather, index: int, size: int, code: str):
-        self.index, self.size, self.sent_bytes = jnp.asarray(index, jnp.int32), size, 0
-        self._gather, self._number, self._code = gather, index, code
-        self._compiled: dict[Any, Any] = {}
-
-    def _exchange(self, payload: Any) -> list[Any]:
-        message = encode(payload, code=self._code)
-        self.sent_bytes += len(message) * (self.size - 1)
-        arrived = self._gather(message)
-        if len(arrived) != self.size:
-            raise ValueError(f"{NAME}: gather must return the bytes of all {self.size} workers; got {len(arrived)}")
-        return [decode(each) for each in arrived]
-
-    def _jit(self, name: str, compressor: Compressor, function: Callable) -> Callable:
-        """Compiled once for each compressor."""
-        return self._compiled.setdefault((name, id(compressor)), (jax.jit(function), compressor))[0]
-
-    def mean(self, key: Array, compressor: Compressor, message: Any, state: State) -> "_Sent":
-        mine = for_worker(compressor, state.shared, self.index, self.size)
-        _, key = jax.random.split(key)
-        compress = self._jit("compress", compressor, compressor.compress)
-        payload, local = compress(key, message, State(state.local, mine))
-        arrived = self._exchange(payload)
-        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *arrived)
-        scale = 1 / self.size
-
-        def added(payloads, shared, zeros):
-            return jax.tree.map(lambda t: t * scale, accumulate(compressor, zeros, payloads, None, shared))
-
-        mean = self._jit("added", compressor, added)(stacked, state.shared, zeros_like(wide_like(message)))
-        after = State(local, advance(compressor, state.shared))
-        return _Sent(self, compressor, message, payload, mine, arrived, state.shared, mean, after)
-
-    def means(self, messages: Sequence[tuple[Array, Compressor, Any, State]]) -> "list[_Sent]":
-        return [self.mean(*each) for each in messages]
-
-    def sum(self, x: Any) -> Any:
-        leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, x))
-        if not leaves:
-            return x
-        totals, kinds = list(leaves), list(dict.fromkeys(leaf.dtype for leaf in leaves))
-        places = [[i for i, leaf in enumerate(leaves) if leaf.dtype == kind] for kind in kinds]
-        parts = (Dense(np.concatenate([leaves[i].reshape(-1) for i in group])) for group in places)
-        arrived = self._exchange(Several(tuple(parts)))
-        for number, group in enumerate(places):
-            with np.errstate(over="ignore", invalid="ignore"):
-                total = functools.reduce(np.add, (each.parts[number].values for each in arrived))
-            cuts = np.cumsum([leaves[i].size for i in group])[:-1]
-            for i, part in zip(group, np.split(total, cuts), strict=True):
-                totals[i] = part.reshape(leaves[i].shape)
-        return jax.tree.unflatten(structure, map(jnp.asarray, totals))
-
-    def cond(self, predicate: Array, yes: Callable, no: Callable, *operands: Any) -> Any:
-        return (yes if bool(predicate) else no)(*operands)
-
-
-class _Sent(NamedTuple):
-    """`base.Sent` of payloads that arrived as bytes."""
-
-    link: "BytesExchange"
-    compressor: Compressor
-    message: Any
-    payload: Any
-    mine: Any
-    arrived: list[Any]
-    shared: Any
-    mean: Any
-    state: State
-
-    @property
-    def own(self) -> Any:
-        read = lambda payload, mine, like: self.compressor.decompress(payload, mine, like_of(like))
-        return self._jit("own", read)(self.payload, self.mine, self.message)
-
-    @property
-    def residual(self) -> Any:
-        left = lambda message, payload, mine: residual(self.compressor, message, payload, mine)
-        return self._jit("residual", left)(self.message, self.payload, self.mine)
-
-    def add_to(self, total: Any, weight: Any) -> Any:
-        def added(total, payload, weight, mine):
-            return add_own(self.compressor, total, payload, weight, mine)
-
-        return self._jit("add_to", added)(total, self.payload, weight, self.mine)
-
-    def _jit(self, name: str, function: Callable) -> Callable:
-        return self.link._jit(name, self.compressor, function)
-
-    def read_by(self, compressor: Compressor) -> tuple[Any, Any]:
-        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *self.arrived)
-        total = accumulate(compressor, zeros_like(wide_like(self.message)), stacked, None, self.shared)
-        mean = jax.tree.map(lambda t: t * (1 / len(self.arrived)), total)
-        return mean, compressor.decompress(self.payload, self.mine, like_of(self.message))

@@ -223,7 +223,7 @@ class _LocalUpdates(NamedTuple):
     @property
     def exact(self) -> bool:
         """Whether workers are at the shared point before every step, so that the inner update is the difference."""
-        return self.times.every == 1 and not self.mixing
+        return is_exact(self.times, self.mixing)
 
     def init(self, params: Any) -> LocalUpdatesState:
         like = wide_like(params)
@@ -272,18 +272,14 @@ class _LocalUpdates(NamedTuple):
             if here.pending is not None:
                 return here.pending
             # Without a step in between, the difference is the inner update itself, before it was rounded.
-            return _negative(before.updates, before.point) if self.exact else difference_of(before.point, here.after)
+            return negative_of(before.updates, before.point) if self.exact else difference_of(before.point, here.after)
 
         def run(before: _Fragment) -> _Fragment:
             direction, state = here.mean.update(difference(before), before.mean)
             step, outer = self.outer.update(direction, before.outer, before.point)
             point = optax.apply_updates(before.point, step)
             if self.exact:
-                # Parameters in 16 bits would not follow the sum of small steps, which the point keeps.
-                def each(u: Array, p: Array, theta: Array) -> Array:
-                    return u.astype(p.dtype) if p.dtype == theta.dtype else towards(p, theta.astype(p.dtype))
-
-                updates = jax.tree.map(each, step, here.params, point)
+                updates = following(step, here.params, point)
             else:
                 target = jax.tree.map(lambda theta, p: mixed(theta.astype(p.dtype), p, self.mixing), point, here.after)
                 updates = jax.tree.map(towards, here.params, target)
@@ -338,8 +334,24 @@ def difference_of(point: Any, mine: Any) -> Any:
     return jax.tree.map(lambda theta, p: theta.astype(p.dtype).astype(theta.dtype) - p.astype(theta.dtype), point, mine)
 
 
-def _negative(updates: Any, point: Any) -> Any:
+def is_exact(times: Timetable, mixing: float) -> bool:
+    """Whether workers are at the shared point before every step, so that the inner update is the difference."""
+    return times.every == 1 and not mixing
+
+
+def negative_of(updates: Any, point: Any) -> Any:
+    """The difference of a worker that was at the shared point: its inner update, before it was rounded."""
     return jax.tree.map(lambda u, theta: -u.astype(theta.dtype), updates, point)
+
+
+def following(step: Any, params: Any, point: Any) -> Any:
+    """The updates of parameters that were at the shared point before this step of it, which led to `point`."""
+
+    def each(u: Array, p: Array, theta: Array) -> Array:
+        # Parameters in 16 bits would not follow the sum of small steps, which the point keeps.
+        return u.astype(p.dtype) if p.dtype == theta.dtype else towards(p, theta.astype(p.dtype))
+
+    return jax.tree.map(each, step, params, point)
 
 
 def mixed(theta: Array, mine: Array, mixing: float) -> Array:

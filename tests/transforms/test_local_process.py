@@ -1,8 +1,10 @@
 """Workers on the host with exchanges in a thread: bitwise the program that waits for each of them."""
 
+import concurrent.futures
 import threading
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -108,3 +110,118 @@ def test_errors_name_what_is_wrong():
         worker._link._gather = lambda message: []
         with pytest.raises(ValueError, match="gather must return the bytes of all 1 workers"):
             worker.step(PARAMS, PARAMS)
+
+
+def after_steps(algorithm, params, grads, inner=INNER, outer=OUTER, **times):
+    """Points and parameters of all workers after the gradients [t, n, ...], each worker in a thread of its own."""
+    steps, size = jax.tree.leaves(grads)[0].shape[:2]
+    board = Board(size)
+
+    def run(i):
+        with jc.local_process(inner, outer, algorithm, board.gather(i), i, size, **times) as worker:
+            own = worker.start(params)
+            for t in range(steps):
+                own = worker.step(jax.tree.map(lambda g: g[t, i], grads), own)  # noqa: B023
+            return worker.point, own
+
+    with concurrent.futures.ThreadPoolExecutor(size) as pool:
+        points, own = zip(*pool.map(run, range(size)), strict=True)
+    return jax.tree.map(lambda *rows: np.stack(rows), *points), jax.tree.map(lambda *rows: np.stack(rows), *own)
+
+
+WEIGHTED = {
+    "dagc": jc.error_feedback(jc.flat(jc.dagc([5, 4, 2], 0.5))),
+    "dagc:leaves": jc.error_feedback(jc.dagc([5, 4, 2], 0.5)),
+    "dagc:ef21": jc.ef21(jc.flat(jc.dagc([5, 4, 2], 0.5))),  # the first step is a sum
+    "dagc:power_sgd": jc.by_path({"a": jc.power_sgd(1), "": jc.error_feedback(jc.dagc([5, 4, 2], 0.5))}),
+}
+
+
+@pytest.mark.parametrize("name", variants(WEIGHTED, {"dagc"}))
+def test_weights_that_a_compressor_brings_are_those_of_the_mean(name, seed):
+    grads = jax.tree.map(lambda g: g[:, :3], random_gradients(seed, 4))
+    tx = jc.local_updates(INNER, OUTER, WEIGHTED[name], "data", via="concat", every=2)
+    want, state = vmap_steps(tx, PARAMS, grads)
+    points, own = after_steps(WEIGHTED[name], PARAMS, grads, every=2)
+    for key in PARAMS:
+        np.testing.assert_allclose(own[key], want[-1][key], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(points[key][0], np.asarray(state.point[key]), rtol=1e-5, atol=1e-7)
+
+
+def test_weights_are_for_as_many_workers_as_there_are():
+    with pytest.raises(ValueError, match="size must be 3, as many as the compressor has weights; got 2"):
+        jc.local_process(INNER, OUTER, WEIGHTED["dagc"], list, 0, 2, every=2)
+
+
+def test_parameters_of_16_bits_follow_small_steps():
+    """As in `local_updates`: with an exchange after every step the difference is the inner update, not rounded."""
+    inner, outer, ones = optax.sgd(1e-4), optax.sgd(1.0), jnp.ones(4, jnp.bfloat16)
+    algorithm, grads = jc.direct(jc.identity()), jnp.ones((50, 1, 4), jnp.bfloat16)
+    tx = jc.local_updates(inner, outer, algorithm, None, every=1)
+    own, state = ones, tx.init(ones)
+    for g in grads:
+        updates, state = tx.update(g[0], state, own)
+        own = optax.apply_updates(own, updates)
+    points, found = after_steps(algorithm, ones, grads, inner, outer, every=1)
+    np.testing.assert_array_equal(points[0], np.asarray(state.point))
+    np.testing.assert_allclose(points[0], 1 - 50e-4, rtol=1e-4)
+    np.testing.assert_array_equal(found[0].astype(np.float32), np.asarray(own, np.float32))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_means_of_huge_differences_are_finite(size):
+    huge = jnp.full((1, size, 8), 3e38)
+    for algorithm in (jc.direct(jc.identity()), jc.diana(jc.flat(jc.dithering(7)))):
+        points, _ = after_steps(algorithm, jnp.zeros(8), huge, optax.sgd(1.0), optax.sgd(1.0), every=1)
+        assert np.all(np.isfinite(points))
+    points, _ = after_steps(jc.direct(jc.identity()), jnp.zeros(8), huge, optax.sgd(1.0), optax.sgd(1.0), every=1)
+    np.testing.assert_allclose(points, -3e38, rtol=1e-6)
+
+
+def message_of(algorithm, length):
+    """The bytes of a worker with so many parameters, the last of which has the largest gradient."""
+    sent = []
+    with jc.local_process(INNER, OUTER, algorithm, lambda m: sent.append(m) or [m], 0, 1, every=1) as worker:
+        worker.step(jnp.arange(1.0, length + 1), worker.start(jnp.zeros(length)))
+    return sent[0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        (jc.direct(jc.identity()), r"that of worker 1 is .*float32\[3000\].*, that of this worker 0 .*float32\[2000\]"),
+        (jc.direct(jc.flat(jc.dithering(7))), "that of worker 1 is Quantized of"),
+        (jc.error_feedback(jc.top_k(k=2)), "that of worker 1 has index 2999, and the vector here 2000 entries"),
+        (
+            jc.error_feedback(jc.flat(jc.top_k(k=2))),
+            "that of worker 1 has index 2999, and the vector here 2000 entries",
+        ),
+    ],
+)
+def test_messages_of_other_shapes_are_refused(algorithm, said):
+    other = message_of(algorithm, 3000)
+    said = f"local_process: gather must return messages of one exchange.*{said}"
+    made = jc.local_process(INNER, OUTER, algorithm, lambda m: [m, other], 0, 2, every=1)
+    with made as worker, pytest.raises(ValueError, match=said):
+        worker.step(jnp.arange(1.0, 2001.0), worker.start(jnp.zeros(2000)))
+
+
+@pytest.mark.parametrize(
+    ("gather", "error", "said"),
+    [
+        (lambda m: None, TypeError, "must return a list with the bytes of all 2 workers; got a NoneType"),
+        (lambda m: m, TypeError, "must return a list with the bytes of all 2 workers; got a bytes"),
+        (lambda m: [m], ValueError, "must return the bytes of all 2 workers; got 1"),
+        (lambda m: [m[:-1], m], ValueError, "in the order of the workers; place 0 does not hold the message of this"),
+        (lambda m: [m, m[:-1]], jc.wire.WireError, "wire: body length of the message of worker 1 must be"),
+        (
+            lambda m: [m, None],
+            jc.wire.WireError,
+            "wire: message of the message of worker 1 must be bytes; got NoneType",
+        ),
+    ],
+)
+def test_what_gather_may_not_return(gather, error, said):
+    made = jc.local_process(INNER, OUTER, jc.direct(jc.identity()), gather, 0, 2, every=1)
+    with made as worker, pytest.raises(error, match=said):
+        worker.step(PARAMS, worker.start(PARAMS))
