@@ -32,6 +32,7 @@ __all__ = [
     "Layout",
     "Parts",
     "Plan",
+    "TooLong",
     "dense_of",
     "join",
     "layout_of",
@@ -48,6 +49,10 @@ ALONE = 64  # leaves in vectors of their own, where that pays; each of them adds
 KINDS = 4  # sizes of such leaves; each of them adds half a second
 LARGE = 2**18  # entries of a leaf that may be a vector of its own
 UNITS = ("tree", "leaf", "apart", "shape", "chunks", "paths")
+
+
+class TooLong(ValueError):
+    """A vector has more entries than its indices can number: other messages can still be sent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +193,8 @@ def plan_of(layout: Layout, tree: Any) -> Plan:
     """Lays out a tree of arrays or of their shapes.
 
     Raises:
-        ValueError: a leaf is not a real floating-point array; chunks would be longer than `longest`; patterns of paths
-            that do not fit the tree.
+        ValueError: a leaf is not a real floating-point array; patterns of paths that do not fit the tree.
+        TooLong: chunks would be longer than `longest`.
     """
     tree = like_of(tree)
     leaves, structure = jax.tree.flatten(tree)
@@ -206,7 +211,7 @@ def plan_of(layout: Layout, tree: Any) -> Plan:
         size = sum(leaf.size for leaf in leaves)
         row = row_size(size, layout.chunks)
         if row > layout.longest:
-            raise ValueError(
+            raise TooLong(
                 f"{size} entries in {layout.chunks} chunks, one for each worker, are {row} in each, more than "
                 f'{layout.longest}. Take more workers, means of parts of the tree, or via="gather", which cuts long '
                 "vectors into rows"

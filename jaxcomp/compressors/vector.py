@@ -34,7 +34,7 @@ from jaxcomp.base import (
 )
 from jaxcomp.compiled import called
 from jaxcomp.compressors.checks import is_whole
-from jaxcomp.layout import DEFAULT, Parts, dense_of, rows_of
+from jaxcomp.layout import DEFAULT, Parts, TooLong, dense_of, rows_of
 from jaxcomp.payloads import Dense, Leaves
 from jaxcomp.pieces import FEW, LONG, SparseSum, WithEntries, cut_apart, of_entries, with_entries
 
@@ -88,7 +88,7 @@ def on_vectors(
             )
         (like,) = jax.tree.leaves(like_of(like))
         if like.size > MOST:
-            raise ValueError(
+            raise TooLong(
                 f"{spec.name}: an array of shape {like.shape} has {like.size} entries, and at most {MOST} can be "
                 "numbered with 32 bits. Wrap it: flat(...) cuts long arrays into rows."
             )

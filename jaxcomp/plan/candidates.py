@@ -19,7 +19,7 @@ from jaxcomp.compressors.checks import is_number
 from jaxcomp.compressors.vector import alpha_of, omega_of
 from jaxcomp.exchange.routes import route_of
 from jaxcomp.exchange.varying import axis_names
-from jaxcomp.layout import layout_of, plan_of
+from jaxcomp.layout import TooLong, layout_of, plan_of
 from jaxcomp.plan.links import KINDS, Collective, workers_of
 from jaxcomp.transforms.compressed_mean import compressed_mean
 
@@ -224,14 +224,34 @@ def collectives_of(
 
 
 def traced(
-    candidates: Sequence[Candidate], like: Any, axis: Any, sizes: Mapping[str, int], *, joined: bool = True
+    candidates: Sequence[Candidate],
+    like: Any,
+    axis: Any,
+    sizes: Mapping[str, int],
+    *,
+    joined: bool = True,
+    refused: dict[str, str] | None = None,
 ) -> dict[str, tuple[Collective, ...]]:
-    """The collectives of each by its name. Candidates that differ in H alone have the same."""
+    """The collectives of each by its name. Candidates that differ in H alone have the same.
+
+    refused: takes the name of each candidate that cannot carry so many entries, and why, in the place of an error.
+    """
     found: dict[str, tuple[Collective, ...]] = {}
+    refused, strict = ({}, True) if refused is None else (refused, False)
     for i, each in enumerate(candidates):
         same = lambda one: one.algorithm is each.algorithm and one[2:4] == each[2:4]  # noqa: B023
         first = next((one.name for one in candidates[:i] if same(one)), None)
-        found[each.name] = collectives_of(each, like, axis, sizes, joined=joined) if first is None else found[first]
+        if first in refused:
+            refused[each.name] = refused[first]
+        elif first is not None:
+            found[each.name] = found[first]
+        else:
+            try:
+                found[each.name] = collectives_of(each, like, axis, sizes, joined=joined)
+            except TooLong as error:
+                if strict:
+                    raise
+                refused[each.name] = str(error)
     return found
 
 

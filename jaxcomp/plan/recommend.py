@@ -23,6 +23,7 @@ from jaxcomp.exchange.links import Link, check_link
 from jaxcomp.plan.advise import Row, best_of, choose, predicted, shared_work, verdict, without_twins
 from jaxcomp.plan.candidates import (
     Candidate,
+    Loss,
     check_candidates,
     check_every,
     check_max_error,
@@ -33,7 +34,7 @@ from jaxcomp.plan.candidates import (
 )
 from jaxcomp.plan.facts import Facts, Work
 from jaxcomp.plan.links import KINDS, Collective, Fit, seconds_of
-from jaxcomp.plan.predict import Line
+from jaxcomp.plan.predict import Line, Parts
 
 __all__ = ["CPU", "Machine", "Recommendation", "recommend"]
 
@@ -95,18 +96,17 @@ class Recommendation(NamedTuple):
         dense = best_of(self.rows, dense=True)
         standard = next((each for each in zip(self.rows, self.latencies, strict=True) if each[0] is dense), None)
         order = zip(self.rows, self.latencies, strict=True)
-        for row, latency in sorted(order, key=lambda each: (each[0].refused is not None, each[0].seconds)):
+        place = lambda row: (row.refused is not None, math.isnan(row.seconds), row.seconds)
+        for row, latency in sorted(order, key=lambda each: place(each[0])):
             p = row.per_step
             cells.append(
                 (
                     "->" if row is self.chosen else "",
                     row.candidate.name,
-                    f"{row.sent_bytes / 1e6:.4g}",
-                    f"1/{dense.sent_bytes / max(row.sent_bytes, 1e-9):.3g}" if dense else "-",
+                    _number(row.sent_bytes / 1e6),
+                    f"1/{dense.sent_bytes / max(row.sent_bytes, 1e-9):.3g}" if dense and row.sent_bytes >= 0 else "-",
                     _error(row),
-                    f"{1e3 * p.network:.4g}",
-                    f"{1e3 * (p.encode + p.decode):.4g}",
-                    f"{1e3 * row.seconds:.4g}",
+                    *(_number(1e3 * seconds) for seconds in (p.network, p.encode + p.decode, row.seconds)),
                     _last_cell(row, latency, standard),
                 )
             )
@@ -141,11 +141,12 @@ def recommend(
 ) -> Recommendation:
     """Bytes, expected error and time of each candidate on a link, and which is fastest; it may be a dense one.
 
-    Nothing is measured: `jc.plan` measures. Messages are traced, so bytes are exact; times are those of a model.
+    Nothing is measured: `jc.plan` measures. Messages are traced, so bytes are exact; times are those of a model. A
+    candidate that cannot carry so many entries is a row that says so.
 
     Args:
         params: parameters or their shapes, a tree, of one device.
-        workers: n >= 2.
+        workers: n, in 2 .. 2^31 - 1.
         link: latency in seconds, in [0, 60], and bandwidth in bytes per second, >= 1, which may be infinite; None:
             100 Mbit/s with 1 ms.
         candidates: as for `plan`.
@@ -156,8 +157,8 @@ def recommend(
         max_every: as for `plan`.
 
     Raises:
-        TypeError, ValueError: workers below 2, a link, machine or number out of range, no candidates, two of the same
-            name, no parameters.
+        TypeError, ValueError: workers, a link, machine or number out of range, no candidates, two of the same name, no
+            parameters.
 
     >>> import jax.numpy as jnp, jaxcomp as jc
     >>> few = [jc.Candidate("f32", jc.direct(jc.identity()), dense=True)]
@@ -173,8 +174,8 @@ def recommend(
     check_every("recommend", max_every)
     candidates = check_candidates("recommend", default_candidates(max_every or 1) if candidates is None else candidates)
     check_max_error("recommend", max_error)
-    if isinstance(workers, bool) or not isinstance(workers, (int, np.integer)) or workers < 2:
-        raise ValueError(f"recommend: workers must be an integer of at least 2; got {workers!r}")
+    if isinstance(workers, bool) or not isinstance(workers, (int, np.integer)) or not 2 <= workers < 2**31:
+        raise ValueError(f"recommend: workers must be an integer of at least 2 and below 2^31; got {workers!r}")
     check_link("recommend", link)
     _check_machine(machine)
     if not _is_finite(gradient):
@@ -183,7 +184,9 @@ def recommend(
     entries = float(sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(like)))
     if not entries:
         raise ValueError(f"recommend: params must hold at least one entry; got {params!r}")
-    sent = traced(candidates, like, "data", sizes)
+    too_long: dict[str, str] = {}
+    sent = traced(candidates, like, "data", sizes, refused=too_long)
+    given, candidates = candidates, [each for each in candidates if each.name in sent]
     fits_at = lambda per_byte: {"data": {kind: Fit(kind, link.latency, per_byte) for kind in KINDS}}
     if isinstance(machine, Facts):
         work = shared_work(machine.work, candidates)
@@ -196,10 +199,18 @@ def recommend(
         idle = "compresses nothing: every leaf travels dense"
         idles = [_is_idle(row.candidate, like, int(workers)) for row in rows]
         rows = [r._replace(refused=r.refused or idle) if is_idle else r for r, is_idle in zip(rows, idles, strict=True)]
-    rows = without_twins(rows, like, "data", sizes)
+    known = {row.candidate.name: row for row in without_twins(rows, like, "data", sizes)}
+    rows = [known.get(each.name) or _refused(each, too_long[each.name]) for each in given]
     chosen = choose(rows, name="recommend")
-    latencies = tuple(seconds_of(sent[each.name], fits_at(0.0), sizes).mean / each.every for each in candidates)
+    latency_of = lambda each: seconds_of(sent[each.name], fits_at(0.0), sizes).mean / each.every
+    latencies = tuple(latency_of(each) if each.name in sent else math.nan for each in given)
     return Recommendation(tuple(rows), chosen, verdict(rows, chosen), link, int(workers), latencies)
+
+
+def _refused(candidate: Candidate, why: str) -> Row:
+    """Of one that cannot be laid out, of which nothing is known."""
+    nothing = Loss(None, False, False, "no bound is known")
+    return Row(candidate, Parts(*[math.nan] * len(Parts._fields)), math.nan, nothing, refused=why)
 
 
 def _is_finite(value: Any) -> bool:
@@ -234,6 +245,10 @@ def _work(machine: Machine, candidate: Candidate, sent: Sequence[Collective], en
     arriving = min(gathered / (4 * entries), 1.0) * workers if entries else 0.0
     decode = (machine.decode * (arriving if not candidate.dense else 0.0) + machine.copy) * 1e-9
     return Work(Line(0.0, encode), Line(0.0, encode + decode))
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4g}"
 
 
 def _error(row: Row) -> str:

@@ -129,7 +129,12 @@ def test_what_a_plan_has_measured_may_be_taken():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"workers": 1}, "workers must be an integer of at least 2; got 1"),
+        ({"workers": 1}, "workers must be an integer of at least 2 and below 2\\^31; got 1"),
+        ({"workers": 2**31}, "workers must be an integer of at least 2 and below 2\\^31; got 2147483648"),
+        (
+            {"workers": 3, "candidates": [FEW[0], jc.Candidate("dagc", jc.error_feedback(jc.dagc([1, 2], 0.1)))]},
+            "2 weights for 3 workers",
+        ),
         ({"workers": 4, "link": jc.Link(0.0, 0.0)}, "a bandwidth of at least 1 byte per second"),
         (
             {"workers": 4, "link": jc.Link(12.5e6, 1e-3)},
@@ -162,6 +167,26 @@ def test_what_a_plan_has_measured_may_be_taken():
 def test_what_cannot_be_recommended(options, said):
     with pytest.raises((TypeError, ValueError), match=said):
         jc.recommend(options.pop("params", LIKE), **options)
+
+
+def test_a_candidate_that_cannot_carry_so_many_entries_is_one_row():
+    """Two shots cut all leaves into a chunk for each worker, which here is longer than its indices can number."""
+    scattered = jc.Candidate("top_k:two_shot", FEW[1].algorithm, via="two_shot")
+    few = [scattered, *FEW, scattered.with_every(4)]
+    found = jc.recommend(jax.ShapeDtypeStruct((3 * 10**9,), jnp.bfloat16), workers=2, candidates=few)
+    assert [row.candidate.name for row in found.rows] == [each.name for each in few]
+    first, f32, sparse, same = found.rows
+    assert first.refused.startswith("3000000000 entries in 2 chunks, one for each worker, are 1500000256 in each")
+    assert same.refused == first.refused
+    assert f32.refused is None
+    assert f32.sent_bytes == pytest.approx(3 * 10**9 * 2, rel=1e-5)
+    assert found.chosen is sparse
+    assert columns_of(found)["top_k:two_shot"][:-1] == ["-", "-", "not known", "-", "-", "-"]
+    assert "3000000000 entries" in columns_of(found)["top_k:two_shot"][-1]
+    with pytest.raises(
+        ValueError, match="recommend: candidates must hold at least one that is eligible; all are refused"
+    ):
+        jc.recommend(jax.ShapeDtypeStruct((3 * 10**9,), jnp.bfloat16), workers=2, candidates=[scattered])
 
 
 @pytest.mark.slow
