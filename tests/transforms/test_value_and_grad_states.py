@@ -201,3 +201,73 @@ def test_shapes_that_lie_nowhere_are_told_where_to_lie():
     state, shapes = step.init(params), jax.eval_shape(lambda: (jnp.ones((8, 16)), jnp.ones((12, 8))))
     with pytest.raises(ValueError, match="No mesh was found here: give arrays"):
         jax.jit(step).lower(shapes[0], state, shapes[1])
+
+
+class TwoLayers(nnx.Module):
+    """`alike` says what is one in both: a variable, or a whole module, with statistics that both change."""
+
+    def __init__(self, alike, rngs):
+        self.first = nnx.Linear(30, 30, rngs=rngs)
+        self.norm = nnx.BatchNorm(30, rngs=rngs)
+        self.again = nnx.BatchNorm(30, rngs=rngs) if alike == "variable" else self.norm
+        self.second = nnx.Linear(30, 30, rngs=rngs) if alike == "variable" else self.first
+        if alike == "variable":
+            self.second.kernel = self.first.kernel
+
+    def __call__(self, x):
+        return self.again(self.second(jnp.tanh(self.norm(self.first(x)))))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("alike", ["variable", "module"])
+def test_a_variable_at_several_paths_has_one_gradient(alike, workers):
+    """As in `nnx.grad`; what the loss changes is changed at all paths, and `nnx.Optimizer` takes the gradient."""
+    loss = lambda model, x: jnp.mean((model(x) - 1) ** 2)
+    model, other = TwoLayers(alike, nnx.Rngs(0)), TwoLayers(alike, nnx.Rngs(0))
+    x = X[:4]
+    with jax.numpy_dtype_promotion("standard"):
+        want_loss, want = nnx.value_and_grad(loss)(other, x)
+        optimizers = [nnx.Optimizer(each, optax.sgd(0.1), wrt=nnx.Param) for each in (model, other)]
+    if workers:  # which all have the same batch
+        mesh = mesh_of(workers)
+        nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
+        x = jax.device_put(jnp.tile(x, (workers, 1)), NamedSharding(mesh, P("data")))
+    axis = "data" if workers else None
+    grad_fn = jc.value_and_grad(loss, jc.direct(jc.identity()), axis_name=axis, wrt=nnx.Param)
+    state = grad_fn.init(model)
+    step = nnx.jit(lambda model, state, x: grad_fn(model, state, x))
+    value, grads, state = step(model, state, x)
+    np.testing.assert_allclose(value, want_loss, rtol=1e-6)
+    found = nnx.state(grads, nnx.Param)
+    assert jax.tree.structure(nnx.to_pure_dict(found)) == jax.tree.structure(nnx.to_pure_dict(want))
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, nnx.to_pure_dict(found), nnx.to_pure_dict(want))
+    assert model.first.kernel is model.second.kernel
+    with jax.numpy_dtype_promotion("standard"):
+        optimizers[0].update(model, grads)
+        optimizers[1].update(other, want)
+    jax.tree.map(close, nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(other)))  # statistics, too
+
+
+def test_tied_variables_without_wrt():
+    class Plain(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(30, 30, rngs=rngs)
+            self.second = nnx.Linear(30, 30, rngs=rngs)
+            self.second.kernel = self.first.kernel
+
+        def __call__(self, x):
+            return self.second(jnp.tanh(self.first(x)))
+
+    loss, model = lambda model, x: jnp.mean((model(x) - 1) ** 2), Plain(nnx.Rngs(0))
+    with jax.numpy_dtype_promotion("standard"):
+        want = nnx.grad(loss)(model, X)
+    grad_fn = jc.value_and_grad(loss, jc.direct(jc.identity()), axis_name=None)
+    _, grads, _ = grad_fn(model, grad_fn.init(model), X)
+    np.testing.assert_allclose(grads.second.kernel[...], want.first.kernel[...], rtol=1e-5)
+    assert grads.first.kernel is grads.second.kernel
+    said = "first/kernel and second/kernel are one variable.*would be split.*nnx.split"
+    mesh = mesh_of(2)
+    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
+    with pytest.raises(TypeError, match=f"worker_value_and_grad: {said}"):
+        jc.worker_value_and_grad(loss, mesh)(model, jax.device_put(X, NamedSharding(mesh, P("data"))))
