@@ -132,7 +132,9 @@ def named(cases):
 @pytest.mark.parametrize(("row", "weights"), **named(GATHERED))
 def test_gather_is_right_and_bitwise_equal_everywhere(row, weights, key, seed):
     like = jax.ShapeDtypeStruct((D,), jnp.float32)
-    assert_right(*everywhere(row.compressor, "gather", WEIGHTS[weights], like, key, seed), 1e-5, weights)
+    # What is scaled once more, by no power of two, may be rounded with the sum, too.
+    exact = weights if row.name != "contract-dithering" else "scaled"
+    assert_right(*everywhere(row.compressor, "gather", WEIGHTS[weights], like, key, seed), 1e-5, exact)
 
 
 @pytest.mark.sampled

@@ -307,7 +307,12 @@ def test_leaves_are_put_together_from_the_last():
     assert len(plan_of(apart.in_buckets(1), jnp.zeros(3)).groups) == 1
 
 
-BUCKETED = {"top_k": TOP, "f32": DENSE, "bf16": jc.direct(jc.cast("bfloat16"))}
+# Each leaf selects by itself: of leaves that are one vector, those of one bucket would be another.
+BUCKETED = {
+    "top_k": jc.error_feedback(jc.per_leaf(jc.top_k(0.05))),
+    "f32": DENSE,
+    "bf16": jc.direct(jc.cast("bfloat16")),
+}
 
 
 @pytest.mark.parametrize("name", variants(BUCKETED, {"bf16"}))

@@ -271,8 +271,10 @@ def test_a_bucket_waits_only_for_its_part_of_the_backward_pass(method):
 
 @pytest.mark.slow
 def test_buckets_carry_the_same_bytes_and_train_the_same():
+    """But for the share of the entries, which is rounded in each bucket, and for what fills vectors up."""
     plain, cut = bucketed("sparse"), bucketed("sparse", BUCKET)
-    assert plain.over_data() == cut.over_data()
+    entry = 8 * (SHAPE[0] - 1)  # bytes that a device sends for one entry more
+    assert abs(cut.over_data() - plain.over_data()) < entry * len(waits(cut))
     assert losses(plain)[0] == losses(cut)[0]
 
 
