@@ -4,8 +4,9 @@ XLA for CPU drops `lax.optimization_barrier` before it fuses and orders what it 
 does not know to hold always, a loop of one step, and a call that says that it is not to be inlined.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,11 +14,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import AbstractMesh
 
-__all__ = ["always", "called", "computed", "in_place", "is_shapes", "of_made", "zeros_after"]
+__all__ = ["always", "called", "computed", "constants", "in_place", "is_shapes", "of_made", "zeros_after"]
 
 Array = jax.Array
 Tree = Any
+
+
+@contextlib.contextmanager
+def constants() -> Iterator[None]:
+    """What is computed inside, from constants, is a constant of no mesh, whatever is traced, and in any mesh."""
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        yield
 
 
 def always(x: Array) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.arrays import like_of
@@ -37,7 +37,7 @@ from jaxcomp.plan.measure import largest, links_of, overlap_on, sample_of, work_
 from jaxcomp.plan.predict import step_seconds
 from jaxcomp.plan.trial import held_rows, tried_rows
 from jaxcomp.plan.watch import Watch
-from jaxcomp.transforms.meshes import find_mesh
+from jaxcomp.transforms.meshes import find_devices
 from jaxcomp.transforms.value_and_grad import worker_value_and_grad
 
 __all__ = ["Plan", "plan", "plan_on"]
@@ -169,7 +169,7 @@ def plan(
         candidates = [*default_candidates(1 if max_every is None else max_every), *hierarchies(axis)]
     candidates = _checked(candidates, budget, max_error, max_every, tried)
     like_of(params)  # refuses what is no parameter, by name
-    found = find_mesh("plan", mesh, axis, params, batch)
+    found = find_devices("plan", mesh, axis, params, batch)
     if not isinstance(found, Mesh):
         raise TypeError(f"plan: mesh must be a jax.sharding.Mesh with devices; got {found!r}")
     batch = batch if isinstance(batch, tuple) else (batch,)
@@ -178,7 +178,8 @@ def plan(
         return _alone(candidates)
     own = axis[0] if len(axis) == 1 else axis
     options = {"cache": cache, "max_error": max_error, "max_every": max_every, "tried": tried, "show": show}
-    return plan_on(clock, loss, params, batch, own, candidates, **options)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in force here
+        return plan_on(clock, loss, params, batch, own, candidates, **options)
 
 
 def plan_on(

@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import root_key
 from jaxcomp.base import Algorithm, Compressor, check_algorithm, like_of
+from jaxcomp.compiled import constants
 from jaxcomp.exchange.bind import bind
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, check_gradients, check_own
@@ -112,7 +113,7 @@ def compressed_mean(
     partial = sharded is not None or isinstance(axis_name, Mapping)
     options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
     # Keys that are made here are constants, wherever the transformation is built.
-    with contextlib.nullcontext() if isinstance(seed, Tracer) else jax.ensure_compile_time_eval():
+    with contextlib.nullcontext() if isinstance(seed, Tracer) else constants():
         inside = means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
     axes = tuple(name for axis in levels for name in axis_names(axis))
     if not axes:
@@ -315,7 +316,7 @@ def _by_shards(
         there = frozenset(i for i, node in enumerate(nodes) if not masked(node))
         if isinstance(root, Tracer):
             return means_of(there)
-        with jax.ensure_compile_time_eval():  # keys are constants, wherever a tree is seen first
+        with constants():  # keys, wherever a tree is seen first
             return cached(there)
 
     def init(params):

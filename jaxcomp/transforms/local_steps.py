@@ -25,7 +25,7 @@ from jaxcomp.base import Algorithm
 from jaxcomp.exchange.specs import init_state, names_of, state_specs
 from jaxcomp.exchange.varying import Axis, axis_names, is_bound
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
-from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut, laid_out, without
+from jaxcomp.transforms.meshes import find_devices, find_mesh, find_specs, is_cut, laid_out, without
 
 __all__ = ["LocalSteps", "LocalStepsState", "local_steps"]
 
@@ -85,7 +85,7 @@ class LocalSteps:
         Raises:
             ValueError: how parameters are cut cannot be known (see `param_specs`), or the mesh has no such axis.
         """
-        mesh = find_mesh(NAME, self.mesh, self.workers, params) if self.workers else None
+        mesh = find_devices(NAME, self.mesh, self.workers, params) if self.workers else None
         if mesh is None:
             one = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.asarray(x)[None], tree))
             return one(params), LocalStepsState(self.transform(_NO_AXIS).init(params), ())  # pyright: ignore
@@ -209,7 +209,7 @@ def _alone(self: LocalSteps, own: Any, state: LocalStepsState, batch: Any, named
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _on_mesh(self: LocalSteps, mesh: Any, own: Any, state: LocalStepsState, batch: Any, named: Any) -> Any:
     """The two stages."""
-    specs = _like_tree(state.specs or (P(),) * len(jax.tree.leaves(own)), own)
+    specs = jax.tree.unflatten(jax.tree.structure(own), state.specs or (P(),) * len(jax.tree.leaves(own)))
     given = None if mesh == jax.sharding.get_abstract_mesh() else mesh  # as shard_map takes the one in force
     place = lambda tree, specs: jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), tree, specs)
     cut = lambda tree: jax.tree.map(lambda x: laid_out(x, P(self.workers), mesh), tree)

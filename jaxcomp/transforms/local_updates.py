@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import root_key, wide_like, zeros_like
 from jaxcomp.base import Algorithm, check_algorithm
+from jaxcomp.compiled import constants
 from jaxcomp.exchange.counts import no_counts
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.own import own_at_device, own_off_device
@@ -159,7 +160,7 @@ def local_updates(
     @functools.cache
     def mean(number: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
         """Of the differences of a fragment."""
-        with jax.ensure_compile_time_eval():  # keys are words on the host, wherever the leaves come from
+        with constants():  # keys, wherever the leaves come from
             key = jax.random.fold_in(root, number) if fragments > 1 else root
             specs = sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
             return means_over(NAME, levels, via, key, specs, partial, chosen=(last,), **options)

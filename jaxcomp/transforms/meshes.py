@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcomp.exchange.varying import axis_names
 
-__all__ = ["find_mesh", "find_specs", "is_cut", "laid_out", "on_mesh", "without"]
+__all__ = ["find_devices", "find_mesh", "find_specs", "is_cut", "laid_out", "on_mesh", "without"]
 
 Meshes = Mesh | AbstractMesh
 
@@ -25,6 +25,16 @@ def find_mesh(name: str, given: Meshes | None, axes: tuple[str, ...], *trees: An
     if unknown:
         raise ValueError(f"{name}: axis_name must be of the mesh, which has {tuple(found.shape)}; got {unknown[0]!r}")  # pyright: ignore
     return found
+
+
+def find_devices(name: str, given: Meshes | None, axes: tuple[str, ...], *trees: Any) -> Meshes | None:
+    """`find_mesh` outside of any program: with its devices, where arrays and no shapes are given."""
+    found = find_mesh(name, given, axes, *trees)
+    shapes = any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trees))
+    if given is not None or shapes or not isinstance(found, AbstractMesh):
+        return found
+    mesh = jax.sharding.get_mesh()
+    return found if mesh.empty else mesh
 
 
 def on_mesh(axes: tuple[str, ...], *trees: Any) -> Meshes | None:
@@ -66,7 +76,21 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
     """
     if given is not None:
         is_spec = lambda node: node is None or isinstance(node, PartitionSpec)
-        fill = lambda spec, tree: jax.tree.map(lambda _: PartitionSpec() if spec is None else spec, tree)
+        if not all(is_spec(spec) for spec in jax.tree.leaves(given, is_leaf=is_spec)):
+            raise TypeError(f"{name}: param_specs must be a PartitionSpec, None, or a tree of them; got {given!r}")
+
+        def fill(spec, tree):
+            spec = PartitionSpec() if spec is None else spec
+            axes, rank = [axis for entry in spec for axis in axis_names(entry)], len(spec)
+            for leaf in jax.tree.leaves(tree):
+                if rank > np.ndim(leaf) or not set(axes) <= set(mesh.axis_names):
+                    shape = tuple(np.shape(leaf))
+                    raise ValueError(
+                        f"{name}: param_specs must be over the axes {tuple(mesh.axis_names)} of the mesh, with at most "
+                        f"an entry for each dimension; got {spec} for an array of shape {shape}"
+                    )
+            return jax.tree.map(lambda _: spec, tree)
+
         return tuple(jax.tree.leaves(jax.tree.map(fill, given, params, is_leaf=is_spec), is_leaf=is_spec))
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     others = [axis for axis in mesh.axis_names if axis not in workers and mesh.shape[axis] > 1]

@@ -433,3 +433,16 @@ def test_a_single_worker_has_nothing_to_exchange():
     plain = jc.plan(loss, PARAMS, batch(0), mesh=mesh_of(1), candidates=[SPARSE])
     assert not plain.compresses
     assert plain.chosen.candidate.name == "f32"
+
+
+def test_a_plan_in_a_mesh_that_is_set():
+    """With its devices, and as if none were in force where it measures."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    few = [
+        jc.Candidate("f32", jc.direct(jc.identity()), dense=True),
+        jc.Candidate("top_k", jc.error_feedback(jc.top_k(0.01))),
+    ]
+    with jax.set_mesh(mesh):
+        loss = lambda w, x: jnp.mean((x @ w) ** 2)
+        made = jc.plan(loss, jnp.ones((64, 32)), (jnp.ones((8, 64)),), candidates=few, budget=10.0, tried=0)
+    assert {row.candidate.name for row in made.rows} == {"f32", "top_k"}

@@ -140,3 +140,30 @@ def test_scalars_and_empty_leaves_compile_nothing_anew(extra):
     for _ in range(3):
         _, own, state = step(own, state, x)
     assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("model"), P()], ids=str)
+def test_a_state_that_is_made_in_a_mesh_that_is_set(kind, spec):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    w = jax.device_put(jnp.ones(8), NamedSharding(mesh, spec))
+    x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
+    step = jc.local_steps(
+        lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.01), optax.sgd(1.0), jc.direct(jc.identity()), every=2
+    )
+    with jax.set_mesh(mesh):
+        own, state = step.init(w)
+        one = jax.jit(step)
+        for _ in range(2):
+            loss, own, state = one(own, state, x)
+        assert one._cache_size() == 1
+    np.testing.assert_allclose(loss, (8 - 8 * 0.16) ** 2, rtol=1e-6)
+
+
+def test_no_parameters_at_all():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    step = jc.local_steps(
+        lambda _, x: jnp.mean(x), optax.sgd(0.1), optax.sgd(1.0), jc.direct(jc.identity()), mesh, every=2
+    )
+    own, state = step.init({})
+    np.testing.assert_allclose(jax.jit(step)(own, state, jnp.ones((4, 8)))[0], 1)
