@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomp.compressors.checks import is_number
+
 __all__ = ["DynamicScale", "LossScale", "after_step", "check_scale", "fresh_scale", "select"]
 
 Array = jax.Array
@@ -76,7 +78,7 @@ def check_scale(name: str, scale: Any) -> float | DynamicScale | None:
     """Raises ValueError unless it is a number > 0, a `DynamicScale` or None."""
     if scale is None or isinstance(scale, DynamicScale):
         return scale
-    if not (np.isfinite(scale) and scale > 0):
+    if not (is_number(scale) and 0 < scale < np.inf):
         raise ValueError(f"{name}: loss_scale must be a number > 0 or a jc.DynamicScale; got {scale!r}")
     return float(scale)
 

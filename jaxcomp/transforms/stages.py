@@ -56,7 +56,7 @@ def gradients_on_mesh(
         found = worker_gradients(how, what, axis, trained, rest, batch, named, scale)
         return found._replace(grads=jax.tree.map(lambda g: g[None], found.grads))
 
-    kinds = jax.tree.map(lambda kind: P(workers) if kind == "each" else P(), how.kinds)
+    kinds = jax.tree.map(lambda kind: P(workers) if kind == "each" else P(), jax.tree.unflatten(*how.kinds))
     stage = jax.shard_map(
         one,
         mesh=_unless_in_force(mesh),

@@ -25,7 +25,7 @@ from jaxcomp.transforms.loss_scale import DynamicScale, LossScale, after_step, c
 from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut
 from jaxcomp.transforms.stages import check_batch, exchange_on_mesh, gradients_on_mesh, init_on_mesh, same_on_mesh
 from jaxcomp.transforms.trained import check_all_trained, like_params, trained_of, write_back
-from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, check_kinds, worker_gradients
+from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, kinds_of, worker_gradients
 
 __all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_grad"]
 
@@ -298,11 +298,12 @@ def _checked(
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, (int, np.integer)) or micro_batches < 1:
         raise ValueError(f"{name}: micro_batches must be an integer of at least 1; got {micro_batches!r}")
     loss_scale = check_scale(name, loss_scale)
-    check_kinds(name, aux)
-    keys = (keys,) if isinstance(keys, str) else tuple(keys)
+    keys = (keys,) if isinstance(keys, str) else keys
+    if not isinstance(keys, Sequence) or not all(isinstance(key, str) for key in keys):
+        raise TypeError(f"{name}: keys must be names of keyword arguments; got {keys!r}")
     given = {axis: each for axis, each in weights.items() if each is not None}
     shares = tuple((axis, tuple(shares_of(name, each).tolist())) for axis, each in given.items())
-    return Loss(loss, has_aux, aux, int(micro_batches), loss_scale, keys, shares)
+    return Loss(loss, has_aux, kinds_of(name, aux), int(micro_batches), loss_scale, tuple(keys), shares)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -321,7 +322,7 @@ def _here(
     factor = _factor(state)
     found = worker_gradients(self.loss, what, axis, per_worker(trained, axis), rest, batch, named, factor)
     tx = self.transform(None) if axis_names(axis) else self._single()
-    return _after(self, found, trained, state, tx.update(found.grads, state.exchange))
+    return _after(self, found, trained, rest, state, tx.update(found.grads, state.exchange))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -337,7 +338,7 @@ def _on_mesh(
     found = gradients_on_mesh(self.loss, what, mesh, self.axis, trained, rest, batch, named, _factor(state))
     tree = _like_tree(state.specs, trained)
     new = exchange_on_mesh(self.transform(tree), mesh, self.axis, tree, found.grads, state.exchange)
-    return _after(self, found, trained, state, new)
+    return _after(self, found, trained, rest, state, new)
 
 
 def _factor(state: GradientState) -> Any:
@@ -346,13 +347,15 @@ def _factor(state: GradientState) -> Any:
 
 
 def _after(
-    self: ValueAndGrad, found: Gradients, trained: Any, state: GradientState, new: tuple[Any, Any]
+    self: ValueAndGrad, found: Gradients, trained: Any, rest: Any, state: GradientState, new: tuple[Any, Any]
 ) -> tuple[Gradients, GradientState]:
     """Gradients as they are returned, and the next state. A step that overflowed changes the loss scale alone."""
     how, scale = self.loss.scale, state.loss_scale
     if isinstance(how, DynamicScale):
         finite = found.overflows == 0
         new, scale = select(finite, new, state.exchange), after_step(how, scale, finite)
+        kept = [now if now is None else jnp.where(finite, now, old) for now, old in zip(found.rest, rest, strict=True)]
+        found = found._replace(rest=kept)
     return found._replace(grads=_like_dtypes(new[0], trained)), GradientState(new[1], state.specs, scale)
 
 

@@ -20,7 +20,7 @@ from jaxcomp.exchange.collectives import sum_arrays
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, varying, varying_axes
 from jaxcomp.transforms.loss_scale import DynamicScale
 
-__all__ = ["KINDS", "Gradients", "Loss", "Trained", "check_kinds", "worker_gradients"]
+__all__ = ["KINDS", "Gradients", "Loss", "Trained", "kinds_of", "worker_gradients"]
 
 Array = jax.Array
 KINDS = ("mean", "sum", "each")
@@ -29,14 +29,15 @@ KINDS = ("mean", "sum", "each")
 class Loss(NamedTuple):
     """A loss and how it is differentiated. Static.
 
-    function(params, *batch, **named) -> loss, or (loss, auxiliary values) with has_aux. kinds: prefix tree of the
-    auxiliary values with one of KINDS for each. keys: names of the keyword arguments that hold random keys. shares:
-    (axis, those of the workers along it, with sum one), of the axes along which they are not equal.
+    function(params, *batch, **named) -> loss, or (loss, auxiliary values) with has_aux. kinds: structure and leaves of
+    a prefix tree of the auxiliary values with one of KINDS for each (`kinds_of`). keys: names of the keyword arguments
+    that hold random keys. shares: (axis, those of the workers along it, with sum one), of the axes along which they are
+    not equal.
     """
 
     function: Callable[..., Any]
     has_aux: bool
-    kinds: Any
+    kinds: tuple[Any, tuple[str, ...]]
     micro_batches: int
     scale: float | DynamicScale | None
     keys: tuple[str, ...]
@@ -81,11 +82,13 @@ class Gradients(NamedTuple):
     overflows: Any
 
 
-def check_kinds(name: str, kinds: Any) -> None:
-    """Raises ValueError unless every leaf is one of KINDS."""
-    wrong = [kind for kind in jax.tree.leaves(kinds) if kind not in KINDS]
+def kinds_of(name: str, kinds: Any) -> tuple[Any, tuple[str, ...]]:
+    """Structure and leaves, which can be hashed; ValueError unless every leaf is one of KINDS."""
+    leaves, structure = jax.tree.flatten(kinds, is_leaf=lambda kind: kind is None)
+    wrong = [kind for kind in leaves if kind not in KINDS]
     if wrong:
         raise ValueError(f'{name}: aux must be "mean", "sum" or "each", or a tree of them; got {wrong[0]!r}')
+    return structure, tuple(leaves)
 
 
 def worker_gradients(
@@ -144,12 +147,13 @@ def worker_gradients(
         grads = jax.tree.map(lambda g: g.astype(wide(g.dtype)) / jnp.asarray(factor, wide(g.dtype)), grads)
     elif parts > 1:
         grads = jax.tree.map(lambda g, x: bounded(g.astype(x.dtype)), grads, trained)
-    kinds = jax.tree.map(lambda kind, tree: jax.tree.map(lambda _: kind, tree), how.kinds, extra)
+    kinds = jax.tree.map(lambda kind, tree: jax.tree.map(lambda _: kind, tree), jax.tree.unflatten(*how.kinds), extra)
     aux = jax.tree.map(_of_micro_batches, kinds, extra)
-    overflow = None if scale is None else _is_overflow(grads)
+    share = _share(axis, how.shares)
+    overflow = None if scale is None else _is_overflow(grads) * jnp.asarray(share > 0, jnp.float32)
     kept = [None if x is None else "same" if _is_float(x) else "first" for x in new]
     kinds = ("mean", kinds, kept, None if scale is None else "sum")
-    loss, aux, new, overflows = _together((loss, aux, new, overflow), kinds, axis, _share(axis, how.shares))
+    loss, aux, new, overflows = _together((loss, aux, new, overflow), kinds, axis, share)
     return Gradients(loss, aux, new, grads, overflows)
 
 
@@ -168,6 +172,7 @@ def _differentiated(
         tree = what.join(trained, rest)
         out = how.function(tree, *part, **named)
         loss, extra = _pair(out) if how.has_aux else (out, None)
+        loss = jnp.asarray(loss)
         after = what.part(tree)[1] if what.names else []
         kept = lambda old, new: new is old or _is_key(old)
         new = [None if kept(a, b) else jnp.asarray(b, a.dtype) for a, b in zip(rest, after, strict=True)]
@@ -249,8 +254,8 @@ def _together(tree: Any, kinds: Any, axis: Axis, share: Any) -> Any:
 
     def mine(kind, x):
         if kind in ("mean", "same"):
-            weight = 1 / size if kind == "same" else share
-            return x.astype(wide(x.dtype)) * jnp.asarray(weight, wide(x.dtype))
+            weight = jnp.asarray(1 / size if kind == "same" else share, wide(x.dtype))
+            return jnp.where(weight > 0, x.astype(weight.dtype) * weight, 0)  # a worker without a share may have NaN
         return x if kind == "sum" else jnp.where(number == 0, x, jnp.zeros_like(x))
 
     own = {i: mine(kind, x) for i, (kind, x) in enumerate(zip(names, leaves, strict=True)) if kind != "each"}

@@ -323,3 +323,58 @@ def test_the_loss_has_the_weights_that_the_compressor_brings():
         np.testing.assert_allclose([loss, *grads], expected, rtol=1e-6)
     with pytest.raises(ValueError, match="weights must be 4 numbers, one for each worker; got 3"):
         jc.worker_value_and_grad(loss_of_mean, jax.make_mesh((4,), across), weights=[1, 2, 3])(w, x)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(("shape", "spec"), [((2, 2), P("model")), ((4, 1), P("data")), ((4, 1), P())], ids=str)
+@pytest.mark.parametrize("inside", [True, False])
+def test_in_a_mesh_that_is_set(kind, shape, spec, inside):
+    """`jax.set_mesh` around a step changes nothing, whether parameters are cut, and wherever the state was made."""
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
+    w = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, spec))
+    x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
+    grad_fn = jc.value_and_grad(lambda w, x: jnp.mean((x @ w) ** 2), DENSE)
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        state = grad_fn.init(w)
+    with jax.set_mesh(mesh):
+        step = jax.jit(grad_fn)
+        for _ in range(2):
+            loss, grads, state = step(w, state, x)
+        assert step._cache_size() == 1
+    np.testing.assert_allclose(loss, 28.0**2)
+    np.testing.assert_allclose(grads, 56.0)
+
+
+def test_a_worker_without_a_share_may_have_no_data():
+    """Its NaN is in no mean, and no step is skipped for it."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x = jnp.ones((4, 8)).at[0].set(jnp.nan)
+    for algorithm, weights in ((DENSE, [0, 1, 2, 3]), (jc.error_feedback(jc.dagc([0, 1, 2, 3], 0.5)), None)):
+        loss_of_row = lambda w, x: jnp.mean((x @ w) ** 2)
+        grad_fn = jc.value_and_grad(loss_of_row, algorithm, mesh, weights=weights, loss_scale=jc.DynamicScale())
+        w = jnp.ones(8)
+        loss, grads, state = jax.jit(grad_fn)(w, grad_fn.init(w), x)
+        assert float(loss) == 64
+        assert bool(state.loss_scale.finite)
+        assert np.all(np.isfinite(grads))
+
+
+def test_trees_of_auxiliary_values_of_each_worker_and_losses_that_are_numbers():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    loss_and = lambda w, x: (jnp.mean((x @ w) ** 2), {"n": jnp.sum(x), "first": x[0]})
+    grad_fn = jc.worker_value_and_grad(loss_and, mesh, has_aux=True, aux={"n": "sum", "first": "each"})
+    (loss, aux), _ = jax.jit(grad_fn)(jnp.ones(8), jnp.ones((4, 8)))
+    assert (float(loss), float(aux["n"]), aux["first"].shape) == (64, 32, (4, 8))
+    cut = {"param_specs": P("rows")}, {"param_specs": P(None, "data")}, {"param_specs": "data"}
+    for wrong, what in (
+        *((each, "param_specs must be") for each in cut),
+        ({"keys": 3}, "keys must be names of keyword arguments; got 3"),
+        ({"loss_scale": "a"}, "loss_scale must be a number > 0 .* got 'a'"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"value_and_grad: {what}"):
+            jc.value_and_grad(lambda w, x: jnp.sum(w), DENSE, mesh, **wrong).init(jnp.ones(8))
+    with pytest.raises(ValueError, match='aux must be "mean", "sum" or "each", or a tree of them; got None'):
+        jc.worker_value_and_grad(loss_and, mesh, has_aux=True, aux=None)
+    of_number = jc.value_and_grad(lambda w, x: 0.5, DENSE, mesh)
+    assert float(jax.jit(of_number)(jnp.ones(8), of_number.init(jnp.ones(8)), jnp.ones((4, 8)))[0]) == 0.5

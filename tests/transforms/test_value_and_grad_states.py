@@ -271,3 +271,29 @@ def test_tied_variables_without_wrt():
     nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
     with pytest.raises(TypeError, match=f"worker_value_and_grad: {said}"):
         jc.worker_value_and_grad(loss, mesh)(model, jax.device_put(X, NamedSharding(mesh, P("data"))))
+
+
+def test_a_skipped_step_changes_no_statistics():
+    """An infinite input at one worker: the running mean and variance of a model are what they were."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+            self.dense = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.dense(self.norm(x))
+
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    model, x = Model(), jnp.arange(32.0).reshape(8, 4)
+    loss = lambda model, x: jnp.mean(model(x) ** 2)
+    algorithm = jc.direct(jc.identity())
+    grad_fn = jc.value_and_grad(loss, algorithm, mesh, wrt=nnx.Param, loss_scale=jc.DynamicScale())
+    state, step = grad_fn.init(model), nnx.jit(grad_fn)
+    _, _, state = step(model, state, x.at[0, 0].set(jnp.inf))
+    assert not bool(state.loss_scale.finite)
+    np.testing.assert_array_equal(model.norm.var[...], 1)
+    _, _, state = step(model, state, x)
+    assert bool(state.loss_scale.finite)
+    assert np.all(np.isfinite(model.norm.var[...]))
+    assert np.all(model.norm.var[...] != 1)
