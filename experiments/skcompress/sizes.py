@@ -105,8 +105,10 @@ def measure_method(name: str, compressor: Any, x: np.ndarray) -> list[Measured]:
     total = len(data) - FRAME_BYTES
     if isinstance(payload, Sketch):
         keys, values = (int(bits) / 8 for bits in sketch_bits(payload)[:2])
-    else:
-        values = int(jc.code_bits(payload.values, code="best")) / 8
+    else:  # of a short vector values are sent as they are
+        plain = isinstance(payload.values, np.ndarray)
+        bits = 32 * np.count_nonzero(payload.values) if plain else jc.code_bits(payload.values, code="best")
+        values = int(bits) / 8
         keys = total - values
     # Tables come with all headers, and with the bits that fill the last byte of each part.
     seconds = (compressing, decompressing, encoding, decoding)
@@ -168,6 +170,7 @@ def measure_chain(x: np.ndarray) -> list[Measured]:
         x_hat, keys, counts, values, tables = x, present, np.array([present.size], np.int32), 32 * present.size, 0
         if mode is not None:
             x_hat, payload = jax.device_get(sketched(mode, x))
+        if mode is not None and isinstance(payload, Sketch):  # else values as they are, of a short vector
             keys, counts, (_, values, tables) = payload.keys, payload.counts, map(int, sketch_bits(payload))
             if not huffman:  # cells take whole bytes with SketchML's key coder
                 used = np.max(np.flatnonzero(unpack_words(payload.cells)), initial=-1) + 1
@@ -190,7 +193,8 @@ def together(rows: Sequence[Measured]) -> Measured:
 
 NOTES = """\
 B/nonzero: bytes of the message over nonzero entries of the gradient, in parts. values: what tells the bucket of each
-key, with its Huffman table; tables: what the buckets stand for, and all headers. error: |x - C(x)|^2 / |x|^2.
+key, with its Huffman table, or 4 bytes each of a vector too short for buckets; tables: what the buckets stand for, and
+all headers. error: |x - C(x)|^2 / |x|^2.
 equal depth: quantile with power=0, the control with as many values in each bucket.
 Speeds: million nonzeros of the gradient per second; compress and decompress in jit, encode and decode on the host."""
 COLUMNS: dict[str, Any] = {

@@ -2,13 +2,14 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from programs import run_to
 
 from experiments.lib.cli import UserError
 from experiments.skcompress import problems
-from experiments.skcompress.sizes import measure_raw
+from experiments.skcompress.sizes import main, measure_raw
 
 
 def libsvm(path, rows):
@@ -34,6 +35,23 @@ def test_sizes(tmp_path):
     assert found["+ Huffman"]["values"] < found["+ MinMaxSketch, recentred"]["values"]
     assert (out / "sizes.png").stat().st_size > 1000
     assert all(name in result.stdout for name in ("zlib -9", "what each part is worth".capitalize(), "sizes.png"))
+
+
+@pytest.mark.slow
+def test_sizes_of_narrow_data(tmp_path):
+    """Of short vectors some methods send the values as they are: they count as such, and nothing is lost."""
+    rng = np.random.default_rng(0)
+    draw = lambda: sorted({int(j): rng.random() + 0.1 for j in rng.integers(0, 99, 10)}.items())
+    data = libsvm(tmp_path / "rows.txt", [(i % 2, [*draw(), (99 + i % 2, 1.0)]) for i in range(100)])
+    options = ["--data", str(data), "--batch", "20", "--steps", "3", "--runs", str(tmp_path), "--name", "s"]
+    with jax.numpy_dtype_promotion("standard"):
+        assert main(options) == 0
+    rows = [json.loads(line) for line in (tmp_path / "s" / "metrics.jsonl").read_text().splitlines()]
+    found = {row["method"]: row for row in rows}
+    for plain in ("SKCompress as released", "+ Huffman"):
+        assert found[plain]["values"] == 4 * found[plain]["nonzeros"]
+        assert (found[plain]["error"], found[plain]["keys"] > 0) == (0, True)
+    assert 0 < found["quantile, 16 buckets"]["values"] < found["SKCompress as released"]["values"]
 
 
 @pytest.mark.slow
