@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     worst = "".join(row["worst"] + "\n" for row in rows if row["worst"])
     notes = f"refused: by an error of the library that names what is wrong.\n{worst}Fell: {fell or 'nothing'}."
     run.table(f"{run.folder.name}: {o.minutes:g} minutes, seed {o.seed}", COLUMNS, rows, notes)
-    return int(fell > 0)
+    return int(fell > 0) or run.status
 
 
 def pursued(name: str, o: Any, say: Callable[[str], None]) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def main(arguments: Sequence[str]) -> int:
 
     cases = list(itertools.product(o.ratios, o.skews, o.seeds, o.rules))
     named = lambda case: "ratio {:g}, skew {:g}, seed {}, {}".format(*case)
-    report(run, run.rows_of(cases, named, measure, partial=True))
-    return 0
+    report(run, run.rows_of(cases, named, measure))
+    return run.status
 
 
 def one(simulation: Any, task: Any, o: Any, ratio: float, method: str) -> dict[str, Any]:

@@ -151,4 +151,4 @@ def main(arguments: Sequence[str]) -> int:
         mean = running_mean(np.asarray(row["losses"]), 10).mean(0)
         panels.setdefault(f"{row['task']}\n{row['method']}", {})[row["layout"]] = (1 + np.arange(o.steps), mean)
     run.plot("losses.png", panels, xlabel="step", ylabel="loss (mean of 10 steps)", yscale="log")
-    return 0
+    return run.status

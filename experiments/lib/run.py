@@ -41,7 +41,12 @@ class Run:
             raise UserError("the plot needs matplotlib; install it with: pip install 'jaxcomp[experiments]'")
         self.folder = choose_new(options.pop("runs"), options.pop("name"), kind)
         self.options: Any = SimpleNamespace(**options)
-        self.console, self.begun = new_console(), False
+        self.console, self.begun, self.interrupted = new_console(), False, False
+
+    @property
+    def status(self) -> int:
+        """What the program ends with."""
+        return 130 if self.interrupted else 0
 
     def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True)
@@ -62,13 +67,16 @@ class Run:
         """As results.json."""
         write_json(self.path("results.json"), content)
 
-    def rows_of(
-        self, cases: Sequence[Any], name: Callable[[Any], str], measure: Callable[[Any], Any], partial: bool = False
-    ) -> list[Any]:
+    def rows_of(self, cases: Sequence[Any], name: Callable[[Any], str], measure: Callable[[Any], Any]) -> list[Any]:
         """What `measure` gives for each case, behind a progress bar with its name.
 
-        partial: after Ctrl-C, the rows so far.
+        After Ctrl-C these are the rows so far, of the first cases.
+
+        Raises:
+            KeyboardInterrupt: there are none so far, or Ctrl-C ended an earlier call.
         """
+        if self.interrupted:
+            raise KeyboardInterrupt
         rows = []
         with progress_bar(self.console, "runs") as bar:
             task = bar.add_task("", total=len(cases), now="")
@@ -80,8 +88,9 @@ class Run:
                     rows.append(measure(case))
                     bar.advance(task)
             except KeyboardInterrupt:
-                if not partial or not rows:
+                if not rows:
                     raise
+                self.interrupted = True
                 self.say("interrupted")
         return rows
 

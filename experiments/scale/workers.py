@@ -163,4 +163,4 @@ methods take {EVERY} such steps between two exchanges. DIANA's message is ternar
         panel = panels.setdefault(f"{row['task']}, {row['workers']:,} workers: {what}", {})
         panel[row["method"]] = (np.arange(1, losses.size + 1), losses)
     run.plot("workers.png", panels, xlabel="exchanges", yscale="log")
-    return 0
+    return run.status

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     text = text_of(o.text)
     sizes = sizes_of(o, text.characters, o.mesh)
     cases = list(itertools.product(dict.fromkeys(o.layout), dict.fromkeys(o.methods)))
-    rows = run.rows_of(cases, ", ".join, lambda case: train(case[0], case[1], o, text, sizes), partial=True)
+    rows = run.rows_of(cases, ", ".join, lambda case: train(case[0], case[1], o, text, sizes))
     run.keep(rows)
     dense = {row["layout"]: row["data_bytes"] for row in rows if row["method"] == "dense-f32"}
     for row in rows:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
         panels.setdefault(row["layout"], {})[row["method"]] = (1 + np.arange(o.steps), losses)
     title = f"transformer on characters, mesh {mesh}, Adam {o.lr:g}, ratio {o.ratio:g}"
     run.plot("sharded.png", panels, title, xlabel="step", ylabel=f"training loss (mean of {WINDOW} steps)")
-    return 0
+    return run.status
 
 
 def train(layout: str, method: str, o: Any, text: Text, sizes: Sizes) -> dict[str, Any]:

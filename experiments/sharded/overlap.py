@@ -111,7 +111,7 @@ def main(arguments: Sequence[str]) -> int:
     run.keep(results)
     where = o.topology or f"{o.workers} devices ({mesh.devices.flat[0].platform})"
     run.table(f"{run.folder.name}: {results[0]['parameters']:,} parameters, {where}", COLUMNS, results, NOTES)
-    return 0
+    return run.status
 
 
 def interleaved(programs: list[Program], text: Any, seed: int, steps: int) -> list[list[float]]:

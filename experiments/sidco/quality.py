@@ -148,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
         panels[title] = {name: (range(len(y)), np.maximum(y, 1e-3)) for name, (y,) in least.items()}
     labels = {"xlabel": "training step", "ylabel": f"achieved / target at {min(o.ratios):g}"}
     run.plot("recorded.png", panels, yscale="log", **labels)
-    return 0
+    return run.status
 
 
 def compare(run: Run, title: str, file: str, sources: Sources, feedback: bool) -> dict[str, list[list[float]]]:
@@ -163,7 +163,7 @@ def compare(run: Run, title: str, file: str, sources: Sources, feedback: bool) -
         return found
 
     run.say(title)
-    found = dict(zip(METHODS, run.rows_of(list(METHODS), str, measure), strict=True))
+    found = dict(zip(METHODS, run.rows_of(list(METHODS), str, measure), strict=False))
     columns = {f"{ratio:g}": lambda method, ratio=ratio: cell(found[method][ratio]) for ratio in ratios}
-    run.table(title, {"method": str, **columns}, METHODS, NOTES, f"{file}.md")
+    run.table(title, {"method": str, **columns}, found, NOTES, f"{file}.md")
     return {method: rounds[min(ratios)] for method, rounds in found.items()}

@@ -227,14 +227,16 @@ def main(arguments: Sequence[str]) -> int:
     def measure(name: str) -> list[Measured]:
         return [together(rows) for rows in zip(*map(meters[name], recorded), strict=True)]
 
-    *found, chain = run.rows_of(list(meters), str, measure)
-    whole = [row for rows in found for row in rows]
+    found = dict(zip(meters, run.rows_of(list(meters), str, measure), strict=False))
+    chain = found.pop("parts", [])
+    whole = [row for rows in found.values() for row in rows]
     run.add(*(row._asdict() for row in whole + chain))
     each = f"{whole[0].nonzeros // GRADIENTS:,} nonzeros of {problem.params.size:,}"
     title = f"{problem.name}: {each}, {GRADIENTS} gradients of batches of {o.batch}"
     run.table(title, COLUMNS | {name: speed(place) for place, name in enumerate(SPEEDS)}, whole, NOTES)
     parts = COLUMNS | {"keys encoded": speed(2), "keys decoded": speed(3)}
-    run.table("What each part is worth, as released and with ours", parts, chain, PARTS, "parts.md")
+    if chain:  # not interrupted
+        run.table("What each part is worth, as released and with ours", parts, chain, PARTS, "parts.md")
     families: dict[str, list[Measured]] = {}
     for row in whole:
         if row.error:
@@ -243,4 +245,4 @@ def main(arguments: Sequence[str]) -> int:
     labels = {"xlabel": "bytes per nonzero", "ylabel": "relative squared error"}
     about = "Lossy messages; a line goes over numbers of buckets"
     run.plot("sizes.png", {problem.name: curves}, about, yscale="log", **labels)
-    return 0
+    return run.status

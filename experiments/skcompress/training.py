@@ -29,7 +29,7 @@ its steps; "-": none was measured so early."""
 COLUMNS = {
     "method": "{method}",
     "kB a step": "{kilobytes:,.2f}",
-    "B/nonzero": "{each:.3f}",
+    "B/nonzero": lambda row: "-" if np.isnan(row["each"]) else f"{row['each']:.3f}",
     "final loss": "{loss:.4f}",
     "loss at equal bytes": lambda row: "-" if row["early"] is None else f"{row['early']:.4f}",
 }
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in o.optimizers:
             panels[f"{problem.name}, {name}"] = compare(run, kind, name, problem)
     run.plot("training.png", panels, xscale="log", xlabel="kB sent by each worker", ylabel="training loss")
-    return 0
+    return run.status
 
 
 def compare(run: Run, kind: str, name: str, problem: Problem) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -136,9 +136,10 @@ def compare(run: Run, kind: str, name: str, problem: Problem) -> dict[str, tuple
 
     title = f"{problem.name}, {name}: {o.workers} workers x {o.batch} examples, {o.steps} steps"
     run.say(title)
-    curves = dict(zip(known, run.rows_of(list(known), str, measure), strict=True))
+    curves = dict(zip(known, run.rows_of(list(known), str, measure), strict=False))
     sent = {label: np.mean([curve.bytes[-1] for curve in some]) for label, some in curves.items()}
-    budget, nonzeros = sent["quantile 16"] / 2, sent["f32 keys + values"] / 8
+    # Missing if interrupted.
+    budget, nonzeros = sent.get("quantile 16", 0) / 2, sent.get("f32 keys + values", np.nan) / 8
     rows = []
     for label, some in curves.items():
         before = [curve.loss[1:][curve.bytes[1:] <= budget] for curve in some]

@@ -72,11 +72,13 @@ def main(arguments: Sequence[str]) -> int:
         rows = [row for n in o.workers for row in compare(run, n)]
     if len(o.workers) > 1:
         axes = {"kB sent by a worker to the target": "up", "rounds to the target": "rounds"}
-        of = lambda label, key: (o.workers, [row[key] for row in rows if row["method"] == label])
+        of = lambda label, key: tuple(
+            zip(*((row["workers"], row[key]) for row in rows if row["method"] == label), strict=True)
+        )
         labels = dict.fromkeys(row["method"] for row in rows)
         panels = {axis: {label: of(label, key) for label in labels} for axis, key in axes.items()}
         run.plot("workers.png", panels, f"to {o.target:g}", xscale="log", yscale="log", xlabel="workers n")
-    return 0
+    return run.status
 
 
 def compare(run: Run, n: int) -> list[dict[str, Any]]:

@@ -78,11 +78,11 @@ def networks(run: Run) -> int:
     run.table(title, COLUMNS, rows, NOTES)
     panels = {
         f"budget {share:g} d": {row["method"]: row["curve"] for row in rows if row["budget"] == share}
-        for share in o.budgets
+        for share in dict.fromkeys(row["budget"] for row in rows)
     }
     labels = {"xlabel": "MB sent by a worker", "ylabel": "training loss, mean of 20 steps"}
     run.plot("networks.png", panels, title, yscale="log", **labels)
-    return 0
+    return run.status
 
 
 def model_of(data: Any, seed: int) -> Cnn:

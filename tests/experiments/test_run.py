@@ -3,10 +3,12 @@
 import json
 from typing import NamedTuple
 
+import jax
 import pytest
 
 from experiments.lib.cli import UserError
 from experiments.lib.run import Run, cells, parser_of
+from experiments.skcompress import problems, sizes, training
 
 
 class Row(NamedTuple):
@@ -58,6 +60,47 @@ def test_what_was_measured_before_ctrl_c_is_kept(tmp_path):
             raise KeyboardInterrupt
         return 10 * case
 
-    assert run.rows_of([1, 2, 3, 4], str, measure, partial=True) == [10, 20]
     with pytest.raises(KeyboardInterrupt):
-        run.rows_of([1, 2, 3, 4], str, measure)
+        run.rows_of([3, 4], str, measure)
+    assert run.rows_of([1, 2], str, measure) == [10, 20]
+    assert run.status == 0
+    assert run.rows_of([1, 2, 3, 4], str, measure) == [10, 20]
+    assert run.status == 130
+    with pytest.raises(KeyboardInterrupt):  # what would come next does not begin
+        run.rows_of([1, 2], str, measure)
+
+
+def then_ctrl_c(measure):
+    """measure, interrupted in its second call."""
+    calls = []
+
+    def wrapped(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return measure(*arguments, **options)
+
+    return wrapped
+
+
+def test_a_table_of_the_cases_before_ctrl_c(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "train", then_ctrl_c(training.train))
+    options = ["--problems", "network", "--optimizers", "sgd", "adam", "--steps", "2", "--batch", "8", "--workers", "2"]
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(KeyboardInterrupt):  # before Adam
+        training.main([*options, "--runs", str(tmp_path), "--name", "r"])
+    assert not (tmp_path / "r" / "network-adam.md").exists()
+    table = (tmp_path / "r" / "network-sgd.md").read_text()
+    assert [line.split(" | ")[0] for line in table.splitlines() if line.startswith("|")][2:] == ["| dense f32"]
+    assert "| - |" in table
+
+
+def test_a_table_and_a_plot_of_the_messages_before_ctrl_c(tmp_path, monkeypatch):
+    monkeypatch.setattr(sizes, "measure_method", then_ctrl_c(sizes.measure_method))
+    options = ["--batch", "8", "--steps", "3", "--runs", str(tmp_path), "--name", "r"]
+    monkeypatch.setattr(sizes, "synthetic", lambda seed: problems.synthetic(rows=50, d=400, fields=5, seed=seed))
+    with jax.numpy_dtype_promotion("standard"):
+        assert sizes.main(options) == 130
+    table = (tmp_path / "r" / "table.md").read_text()
+    assert "| f32 keys + values |" in table
+    assert "SKCompress" not in table
+    assert (tmp_path / "r" / "sizes.png").stat().st_size > 1000
