@@ -115,6 +115,8 @@ def read_rows(path: Path, num_features: int | None = None) -> tuple[Any, np.ndar
         raise UserError(f"{path}: all {labels.size} labels are {labels[0]:g}; two classes are needed")
     rows = scipy.sparse.csr_matrix(scipy.sparse.vstack([scipy.sparse.csr_matrix(part) for part, _ in chunks]))
     rows.eliminate_zeros()
+    if not np.isfinite(rows.data).all() or not np.isfinite(labels).all():
+        raise UserError(f"{path} holds NaN or infinity; labels and features must be finite")
     return rows, labels
 
 

@@ -131,3 +131,12 @@ def test_any_file_of_rows_is_a_data_set(tmp_path):
     for name, message in {"one": "two classes are needed", "wide": "has 5,000 features"}.items():
         with pytest.raises(UserError, match=message):
             make_problem(tmp_path / f"{name}.npz", 1)
+
+
+@pytest.mark.parametrize("line", ["1 1:nan 2:1", "1 1:0.5 2:-inf", "nan 1:1"])
+def test_files_hold_finite_numbers(line, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(f"0 1:1\n{line}\n1 2:3\n")
+    for reader in (lambda: make_problem(path, 1), lambda: read(path)):
+        with pytest.raises(UserError, match=r"a\.txt holds NaN or infinity"):
+            reader()
