@@ -22,8 +22,8 @@ DENSE = "dense-f32"
 SPARSE = ["top-k", "sidco", "sidco-p", "sidco-gp", "sidco-narrow", "dgc", "redsync", "gaussian-k"]
 NOTES = """\
 achieved: share of entries sent. sent B: per worker and step. final loss: training loss over the last logged steps.
-Accuracy at equal bytes: best test accuracy before a run has sent what the first method sent in half of its steps. ±:
-standard deviation over seeds."""
+Accuracy at equal bytes: best test accuracy before a run has sent what the first method sent in half of its steps; "-":
+none was measured so early. ±: standard deviation over seeds."""
 COLUMNS = {
     "method": "{method}",
     "ratio": "{ratio}",
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         return {method: (of(method, lines), of(method, results)) for method in methods}
 
     dense = trained("dense", 1, [DENSE])
-    rows, panels = [{"ratio": "-", **row_of(DENSE, *dense[DENSE], 0), "early": "-"}], {}
+    rows, panels = [{"ratio": "-", **row_of(DENSE, *dense[DENSE], 0)}], {}
     for ratio in o.ratios:
         found = trained(f"ratio-{ratio:g}", ratio, o.methods)
         # Bytes that the first method sends in half of its steps.
@@ -70,17 +70,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def row_of(method: str, lines: Lines, results: Lines, budget: float) -> dict[str, Any]:
     """budget: bytes up to which the best accuracy counts."""
-    early = {row["seed"]: 0.0 for row in results}
+    early: dict[int, list[float]] = {row["seed"]: [] for row in results}
     for line in lines:
-        if line["sent_bytes"] <= budget:
-            early[line["seed"]] = max(early[line["seed"]], line.get("accuracy", 0))
+        if line["sent_bytes"] <= budget and "accuracy" in line:
+            early[line["seed"]].append(line["accuracy"])
     return {
         "method": method,
         "achieved": np.mean([line["achieved_ratio"] for line in lines]),
         "sent": results[0]["sent_bytes"],
         "loss": spread([row["loss"] for row in results]),
         "accuracy": spread([row["accuracy"] for row in results]),
-        "early": spread(list(early.values())),
+        "early": spread(list(map(max, early.values()))) if all(early.values()) else "-",
     }
 
 

@@ -8,6 +8,7 @@ from programs import run_to
 
 from experiments.bench.select import slope_of
 from experiments.sidco.quality import LAWS, ZEROS, draws
+from experiments.sidco.training import row_of
 
 
 @pytest.mark.slow
@@ -51,6 +52,15 @@ def test_bench_select(tmp_path):
     assert "jc.sidco + residual" in table
     assert "Time of jc.sidco grows like d^" in table
     assert (tmp_path / "b" / "select.png").stat().st_size > 1000
+
+
+def test_accuracy_at_equal_bytes_is_measured_or_missing():
+    lines = [{"seed": seed, "sent_bytes": 10 * i, "achieved_ratio": 0.1} for seed in (0, 1) for i in (1, 2, 3)]
+    for line, accuracy in ((lines[0], 0.25), (lines[1], 0.125), (lines[4], 0.75)):
+        line["accuracy"] = accuracy
+    results = [{"seed": seed, "sent_bytes": 10, "loss": 1.0, "accuracy": 0.5} for seed in (0, 1)]
+    early = [row_of("top-k", lines, results, budget)["early"] for budget in (0, 15, 25)]
+    assert early == ["-", "-", "0.5000 ± 0.3536"]
 
 
 def test_the_exponent_is_that_of_large_sizes():
