@@ -124,10 +124,15 @@ def theirs(release: Released) -> Quantizer:
 
 
 def quantizers(d: int, only: Sequence[str] | None = None) -> list[Quantizer]:
-    """Those of the families whose names contain one of these words."""
-    wanted = lambda family: only is None or any(part in family for part in only)
-    found = [ours(family, c, d) for family, some in families().items() if wanted(family) for c in some]
-    return found + [q for q in map(theirs, RELEASED) if wanted(q.family)]
+    """Those whose own names, or whose families', contain one of these words, in upper or lower case."""
+    found = [ours(family, c, d) for family, some in families().items() for c in some] + list(map(theirs, RELEASED))
+    if only is None:
+        return found
+    has = lambda q, word: word.lower() in f"{q.family}\n{q.name}".lower()
+    if missing := [word for word in only if not any(has(q, word) for q in found)]:
+        known = "; ".join(dict.fromkeys(q.family for q in found))
+        raise UserError(f"--only {missing[0]}: no quantizer and no family has that in its name; families: {known}")
+    return [q for q in found if any(has(q, word) for word in only)]
 
 
 def error_of(q: Quantizer, xs: np.ndarray, key: Any) -> float:
@@ -151,12 +156,18 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--steps", type=at_least(0), default=100, help="training steps before gradients are taken")
     p.add_argument("--text", type=Path, default=None, help="what the transformer reads; the library's source without")
     common(p, "seed", workers=10)
-    p.add_argument("--only", nargs="*", default=None, help="families whose names contain one of these")
+    p.add_argument(
+        "--only",
+        nargs="+",
+        default=None,
+        metavar="WORD",
+        help="those with one of these in their name or their family's",
+    )
     p.add_argument("--plot", type=Path, default=None, help="draw a figure into this file")
     o = p.parse_args(arguments)
 
-    sources = sources_of(o.workers, 2**o.log2_size, o.seed, o.text, o.steps)
     chosen, rows = quantizers(2**o.log2_size, o.only), []
+    sources = sources_of(o.workers, 2**o.log2_size, o.seed, o.text, o.steps)
     with new_console().status("") as status:
         for q, seconds in zip(chosen, seconds_of(chosen, 2**o.log2_timed, o.repeats, o.seed), strict=True):
             status.update(q.name)

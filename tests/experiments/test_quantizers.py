@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from programs import run_inside
 
 from experiments.quantizers import error_of, main, quantizers, seconds_of
 from experiments.quantizers.released import RELEASED
@@ -22,6 +23,17 @@ def test_table_and_figure(tmp_path):
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("q.png", "q-speed.png"))
 
 
+def test_words_choose_families_and_quantizers(capsys):
+    names = lambda *words: [q.name for q in quantizers(2048, words)]
+    assert names("nvfp4 AS") == ["block_scaled(nvfp4, scale=e4m3-nearest)"]
+    assert names("TORCHFT int8") == ["torchft int8"]
+    assert names("DRIVE and", "prime") == [*names("drive AND"), "prime uint8"]
+    result = run_inside(capsys, "quantizers", "--only", "dithering", "nonsense")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "--only nonsense: no quantizer" in result.stderr
+    assert all(words in result.stderr for words in ("MX, best scale;", "torchft, released"))
+
+
 def test_means_of_workers_lose_little(key, seed):
     """Of the code with the fewest bits of each family, some of which have no bound."""
     xs = jnp.asarray(np.random.default_rng(seed).standard_normal((3, 2048)), jnp.float32)
@@ -33,7 +45,7 @@ def test_means_of_workers_lose_little(key, seed):
 
 def test_releases_have_one_time(seed):
     with jax.numpy_dtype_promotion("standard"):
-        chosen = quantizers(2048, ["e4m3", ", released"])
+        chosen = quantizers(2048, ["(e4m3", ", released"])
         seconds = seconds_of(chosen, 2048, 1, seed)
     assert [len(times) for times in seconds] == [2, *[1] * len(RELEASED)]
 
