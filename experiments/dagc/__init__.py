@@ -22,13 +22,13 @@ from experiments.dagc.tasks import TASKS, runner
 from experiments.lib.cli import at_least, common, fraction, one_or_more, one_thread, positive, rule_of
 from experiments.lib.run import Run, parser_of
 
-__all__ = ["against_uniform", "interval", "main", "one", "rule_in"]
+__all__ = ["against_uniform", "interval", "main", "one", "rule_in", "shown"]
 
 THRESHOLDS = "threshold"  # before a rule: a hard threshold for each worker (DAGC-A) in place of top-k
 NOTES = """\
 ± is half a 95 % confidence interval over seeds; against uniform is paired by seed, of rows of threshold:RULE against
-threshold:uniform. A run that does not reach the target counts with all its rounds. MB: 4 bytes for each value and each
-index, up to the target."""
+threshold:uniform; "-": neither of the two reached the target. A run that does not reach it counts with all its rounds.
+MB: 4 bytes for each value and each index, up to the target."""
 
 
 def method_of(text: str) -> str:
@@ -104,21 +104,28 @@ def one(simulation: Any, task: Any, o: Any, ratio: float, method: str) -> dict[s
 # ------------------------------------------------------------------------------------------------
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half width of its 95 % confidence interval (Student's t); 0 for a single value."""
-    width = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) if len(values) > 1 else 0.0
-    return float(np.mean(values)), float(width)
+def interval(values: Sequence[float]) -> tuple[float, ...]:
+    """Mean and half width of its 95 % confidence interval (Student's t); of a single value the mean alone."""
+    width = [float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))] if len(values) > 1 else []
+    return float(np.mean(values)), *width
+
+
+def shown(of: tuple[float, ...], *formats: str) -> str:
+    """Mean ± half width, whichever there are."""
+    return " ± ".join(map(format, of, formats)) or "-"
 
 
 def those_of(rows: list[dict[str, Any]], ratio: float, skew: float, method: str) -> list[dict[str, Any]]:
     return [row for row in rows if (row["ratio"], row["skew"], row["method"]) == (ratio, skew, method)]
 
 
-def against_uniform(rows: list[dict[str, Any]], ratio: float, skew: float, method: str) -> tuple[float, float]:
-    """Relative change of the rounds in percent, paired by seed: mean and half width of its interval."""
-    of = lambda name: {row["seed"]: row["rounds"] for row in those_of(rows, ratio, skew, name)}
-    mine, theirs = of(method), of(uniform_of(method))
-    return interval([100 * (mine[seed] / theirs[seed] - 1) for seed in mine if seed in theirs])
+def against_uniform(rows: list[dict[str, Any]], ratio: float, skew: float, method: str) -> tuple[float, ...]:
+    """Relative change of the rounds in percent, paired by seed: `interval`; nothing if no run reached the target."""
+    mine, theirs = ({row["seed"]: row for row in those_of(rows, ratio, skew, x)} for x in (method, uniform_of(method)))
+    pairs = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
+    if not any(row["reached"] for pair in pairs for row in pair):
+        return ()
+    return interval([100 * (one["rounds"] / other["rounds"] - 1) for one, other in pairs])
 
 
 def report(run: Run, rows: list[dict[str, Any]]) -> None:
@@ -136,17 +143,20 @@ def report(run: Run, rows: list[dict[str, Any]]) -> None:
         row["change"] = against_uniform(rows, ratio, skew, method)
         summary.append(row)
         panel = panels.setdefault(f"mean ratio {ratio:g}; below 0 the rule wins, above 0 uniform does", {})
-        if method != uniform_of(method):
-            for values, value in zip(panel.setdefault(method, ([], [], [])), (skew, *row["change"]), strict=True):
+        if row["change"] and method != uniform_of(method):
+            points = zip(panel.setdefault(method, ([], [], [])), (skew, *row["change"], 0.0), strict=False)
+            for values, value in points:  # a single seed has no interval
                 values.append(value)
     columns = {
         "rule": "{method}",
         "ratio": "{ratio:g}",
         "skew": "{skew:g}",
         f"rounds to {o.target:g}": "{rounds:.1f}{missed}",
-        "against uniform, %": "{change[0]:+.1f} ± {change[1]:.1f}",
+        "against uniform, %": lambda row: shown(row["change"], "+.1f", ".1f"),
         "MB sent by all": "{mb:.3f}",
-        f"final {'|grad f|^2' if o.task == 'quadratics' else 'accuracy'}": "{final[0]:.4g} ± {final[1]:.2g}",
+        f"final {'|grad f|^2' if o.task == 'quadratics' else 'accuracy'}": lambda row: shown(
+            row["final"], ".4g", ".2g"
+        ),
     }
     run.table(f"{o.task}: {o.workers} workers, {len(o.seeds)} seeds", columns, summary, NOTES)
     labels = {"xlabel": "skew: largest data volume / smallest", "ylabel": "rounds to target, % against uniform"}

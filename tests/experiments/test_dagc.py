@@ -11,7 +11,7 @@ import oracles_dagc as oracle
 import pytest
 from programs import ROOT, run_to
 
-from experiments.dagc import against_uniform, interval, one, rule_in
+from experiments.dagc import against_uniform, interval, one, rule_in, shown
 from experiments.dagc.tasks import factor_for, heterogeneous_quadratics, runner
 from experiments.lib import data
 from experiments.lib.cli import UserError
@@ -66,14 +66,18 @@ def test_rules_in_options():
 
 
 def test_intervals_are_paired_by_seed():
-    assert interval([3.0]) == (3.0, 0.0)
+    assert interval([3.0]) == (3.0,)
     mean, width = interval([1.0, 2.0, 3.0])
     assert (mean, width) == (2.0, pytest.approx(4.302653 / np.sqrt(3), rel=1e-6))
     rows = [
-        {"method": method, "seed": seed, "ratio": 0.1, "skew": 2, "rounds": rounds}
+        {"method": method, "seed": seed, "ratio": 0.1, "skew": 2, "rounds": rounds, "reached": True}
         for method, each in (("uniform", (10, 100)), ("sqrt", (9, 90)))
         for seed, rounds in enumerate(each)
     ]
+    assert shown(against_uniform(rows[:1] + rows[2:3], 0.1, 2, "sqrt"), "+.1f", ".1f") == "-10.0"
+    missed = [row | {"reached": False} for row in rows]
+    assert shown(against_uniform(missed, 0.1, 2, "sqrt"), "+.1f", ".1f") == "-"
+    assert shown(interval([1.0, 2.0, 3.0]), ".4g", ".2g") == "2 ± 2.5"
     assert against_uniform(rows, 0.1, 2, "sqrt") == (pytest.approx(-10), pytest.approx(0, abs=1e-9))
 
 
