@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     p = bench_parser("bench wire", __doc__)
     p.add_argument("--messages", type=at_least(1), default=100_000, help="mutated messages")
     p.add_argument("--scale", type=at_least(1), default=1000, help="entries of the largest payloads, in thousands")
-    p.add_argument("--seed", type=at_least(0), default=0)
+    p.add_argument("--seed", type=at_least(0), default=0, help="of payloads and mutations")
     o = p.parse_args(arguments)
 
     rng = np.random.default_rng(o.seed)

@@ -46,7 +46,7 @@ def digits(folder: Path | None) -> Raw:
     """scikit-learn's 1,797 images of 8 x 8 pixels; every fifth is for the test. Needs no download."""
     package = importlib.util.find_spec("sklearn")  # importing it takes longer than all the rest, in every process
     if package is None or package.origin is None:
-        raise UserError("--data digits needs scikit-learn, where they are kept")
+        raise UserError("digits needs scikit-learn, where they are kept")
     table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     x, y = table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int32)
     tested = np.arange(len(y)) % 5 == 4
@@ -56,7 +56,7 @@ def digits(folder: Path | None) -> Raw:
 def mnist(folder: Path | None) -> Raw:
     """The four idx files of MNIST, plain or gzipped, in `folder`."""
     if folder is None:
-        raise UserError("--data mnist needs --data-dir, the folder with its four idx files")
+        raise UserError("mnist needs --data-dir, the folder with its four idx files")
     existing_folder(folder)
 
     def read(stem: str) -> np.ndarray:

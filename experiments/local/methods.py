@@ -19,7 +19,7 @@ CODES: dict[str, Callable[[], Algorithm]] = {
     "int4": lambda: jc.error_feedback(jc.block_scaled("int4")),
     "sparse-loco": jc.sparse_loco,  # 64 of 4096 entries, 2 bits each
 }
-NAMES = (*CODES, *METHODS)
+NAMES = tuple(CODES | METHODS)
 
 
 class Setup(NamedTuple):

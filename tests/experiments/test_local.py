@@ -12,13 +12,14 @@ from experiments import local
 from experiments.lib.cli import UserError
 from experiments.lib.text import read_characters
 from experiments.local import training
-from experiments.local.methods import Setup, parse
+from experiments.local.methods import NAMES, Setup, parse
 from experiments.local.report import bytes_of, rounds_until, rows, seconds_of
 
 SMALL = ("--width", 16, "--heads", 2, "--layers", 1, "--length", 16, "--batch", 2, "--workers", 2, "--every", 4)
 
 
 def test_methods_are_a_compressor_and_times():
+    assert len(set(NAMES)) == len(NAMES)
     setups = parse(["ddp:f32", "int4", "stream:sparse-loco", "int4"], [10, 30])
     assert [setup.label for setup in setups] == [
         "ddp:f32",

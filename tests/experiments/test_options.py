@@ -6,7 +6,7 @@ from programs import run_inside
 COMPARE = [
     ("--workers 0", "argument --workers: must be an integer of at least 1; got '0'"),
     ("--methods magic", "argument --methods: invalid choice: 'magic' (choose from 'dense-f32'"),
-    ("--data mnist", "--data mnist needs --data-dir"),
+    ("--data mnist", "error: mnist needs --data-dir"),
     ("--data mnist --data-dir /no/such", "no folder /no/such"),
     ("--ratio 2", "argument --ratio: must be a number in (0, 1]; got '2'"),
     ("--resume --name nothing", "there is no run"),
@@ -19,7 +19,7 @@ DAGC = [
     ("--rules threshold:phi", "thresholds have the rules sqrt, released, uniform or a number"),
     ("--skews 0.5", "argument --skews: must be a number of at least 1; got '0.5'"),
     ("--ratios 2", "argument --ratios: must be a number in (0, 1]"),
-    ("--task mnist", "--data mnist needs --data-dir"),
+    ("--task mnist", "error: mnist needs --data-dir"),
 ]
 SMOOTHNESS = [
     ("--data /no/such.npz", "no file /no/such.npz"),
