@@ -147,24 +147,30 @@ def _unknown(starts: list[int], vector: Array) -> Sequence[Array]:
 @dataclasses.dataclass(frozen=True)
 class SparseSum:
     """A vector [size] that is not made yet: factor times the sum of n messages of k entries each, added in their order.
-    What is too large for its dtype is its largest number.
+    What the factor makes too large for the dtype is its largest number.
 
-    indices: i32[n, k], ascending in each row, and behind them padding, at least `size`. values: f[n, k]. factor: f[].
+    indices: i32[n, k], ascending in each row, and behind them padding, at least `size`. values: f[n, k]. factor: f[],
+    or None for one, which costs no pass.
     """
 
     indices: Array
     values: Array
-    factor: Array
+    factor: Array | None
     size: int = dataclasses.field(metadata={"static": True})
 
     def __mul__(self, factor: float) -> "SparseSum":
-        return dataclasses.replace(self, factor=self.factor * factor)
+        own = jnp.ones((), self.values.dtype) if self.factor is None else self.factor
+        return dataclasses.replace(self, factor=own * factor)
+
+    def scaled(self, total: Array) -> Array:
+        """Entries of the sum, times the factor."""
+        return total if self.factor is None else bounded(self.factor * total)
 
     def made(self) -> Array:
         """f[size]."""
         add = lambda total, message: total.at[message[0]].add(message[1], mode="drop", indices_are_sorted=True)
         like = jax.ShapeDtypeStruct((self.size,), self.values.dtype)
-        return bounded(self.factor * fold(add, like, (self.indices, self.values)))
+        return self.scaled(fold(add, like, (self.indices, self.values)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +220,7 @@ def of_entries(entries: Callable[..., tuple[Array, Array]], ascending: bool = Tr
 
     def all_entries(payloads: Tree, weights: Tree, shared: Tree, like: jax.ShapeDtypeStruct) -> SparseSum:
         every = jax.vmap(lambda payload, weight: with_weight(payload, weight, shared, like))
-        return SparseSum(*every(payloads, weights), jnp.ones((), like.dtype), like.size)
+        return SparseSum(*every(payloads, weights), None, like.size)
 
     return decompress, WithEntries(accumulate, all_entries) if ascending else accumulate
 
@@ -242,7 +248,7 @@ def _made_apart(found: SparseSum, sizes: Sequence[int]) -> list[Array]:
             together = _of_pieces(*entries, runs, zero, pieces, like(sum(rest_sizes)))
             for i, piece in zip(rest, cut_apart(together, rest_sizes), strict=True):
                 made[i] = piece
-        return tuple(bounded(found.factor * piece) for piece in made)
+        return tuple(map(found.scaled, made))
 
     @apart.def_vmap
     def _(size, batched, found):
