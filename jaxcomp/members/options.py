@@ -32,16 +32,19 @@ def rule_of(rule: Any) -> Rule:
 
 
 def history_of(history: Any) -> int:
+    """A number of updates to keep; ValueError unless it is an integer of at least 0."""
     if not is_integer(history, 0):
         raise ValueError(f"members: history must be an integer of at least 0; got {history!r}")
     return int(history)
 
 
 def check_outer(outer: Any) -> None:
+    """Raises ValueError unless it is an optax optimizer, or None."""
     if outer is not None and not isinstance(outer, optax.GradientTransformation):
         raise ValueError(f"members: outer must be None or an optax.GradientTransformation; got {outer!r}")
 
 
 def check_compress(compress: Callable[..., Any]) -> None:
+    """Raises ValueError unless it is a function."""
     if not callable(compress):
         raise ValueError(f"members: compress must be a function (vector, entries) -> Sparse; got {compress!r}")
