@@ -264,7 +264,8 @@ def test_tied_variables_without_wrt():
         want = nnx.grad(loss)(model, X)
     grad_fn = jc.value_and_grad(loss, jc.direct(jc.identity()), axis_name=None)
     _, grads, _ = grad_fn(model, grad_fn.init(model), X)
-    np.testing.assert_allclose(grads.second.kernel[...], want.first.kernel[...], rtol=1e-5)
+    # Two terms of up to 0.1 are added, in f32: what they leave is right to some 1e-8.
+    np.testing.assert_allclose(grads.second.kernel[...], want.first.kernel[...], rtol=1e-5, atol=5e-8)
     assert grads.first.kernel is grads.second.kernel
     said = "first/kernel and second/kernel are one variable.*would be split.*nnx.split"
     mesh = mesh_of(2)
