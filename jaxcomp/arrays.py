@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.backend import platform
 from jaxcomp.compiled import always, in_place, is_shapes, zeros_after
+from jaxcomp.floats import rounded_to
 
 __all__ = [
     "add_each",
@@ -107,8 +109,9 @@ def finite(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)), tree)
 
 
-def bounded(x: Array) -> Array:
-    """x, with what overflowed to infinity cut to the largest number of its dtype."""
+def bounded(x: Array, dtype: Any = None) -> Array:
+    """x, rounded to `dtype` where one is given, with what overflowed to infinity cut to the largest number."""
+    x = x if dtype is None else rounded_to(x, dtype)
     info = jnp.finfo(x.dtype)
     return jnp.clip(x, jnp.asarray(info.min, x.dtype), jnp.asarray(info.max, x.dtype))
 
@@ -209,7 +212,7 @@ def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: T
 
     # Each user of the total would else decode all messages for itself. XLA for CPU drops a barrier before it fuses.
     first = next((a for a in jax.tree.leaves(messages) if a.size), None)
-    if first is None or jax.default_backend() != "cpu":
+    if first is None or platform() != "cpu":
         return lax.optimization_barrier(add_all(total, messages))
     if is_shapes(total):
         return lax.cond(always(first), lambda m: add_all(total, m), lambda m: started(total, m), messages)

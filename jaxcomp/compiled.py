@@ -16,6 +16,8 @@ from jax.core import Tracer
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh
 
+from jaxcomp.backend import platform
+
 __all__ = ["always", "called", "computed", "constants", "in_place", "is_shapes", "of_made", "zeros_after"]
 
 Array = jax.Array
@@ -40,11 +42,7 @@ def of_made(function: Callable[..., Tree], *args: Any) -> Tree:
     their places entry by entry.
     """
     arrays = jax.tree.leaves(args)
-    if (
-        jax.default_backend() != "cpu"
-        or not all(a.size for a in arrays)
-        or not any(isinstance(a, Tracer) for a in arrays)
-    ):
+    if platform() != "cpu" or not all(a.size for a in arrays) or not any(isinstance(a, Tracer) for a in arrays):
         return function(*args)
 
     @jax.custom_batching.custom_vmap
@@ -81,7 +79,7 @@ def called(function: Callable[..., Tree]) -> Callable[..., Tree]:
 
     def call(*args):
         leaves, structure = jax.tree.flatten(args)
-        if jax.default_backend() != "cpu" or not any(isinstance(a, Tracer) for a in leaves):
+        if platform() != "cpu" or not any(isinstance(a, Tracer) for a in leaves):
             return function(*args)
         fixed = tuple(a if is_shapes(a) else None for a in leaves)
         with set_xla_metadata(inlineable="false"):
@@ -102,7 +100,7 @@ def computed(x: Array, zero: Array) -> Array:
 def zeros_after(tree: Tree, like: Tree) -> Tree:
     """`zeros_like`, made once the arrays of a tree are there: earlier they would only take memory."""
     arrays = [a for a in jax.tree.leaves(tree) if a.size]
-    if not arrays or jax.default_backend() != "cpu":
+    if not arrays or platform() != "cpu":
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
     zero = jnp.where(functools.reduce(jnp.logical_and, map(always, arrays)), jnp.float32(0), jnp.float32(1))
     return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero.astype(leaf.dtype)), like)
@@ -118,7 +116,7 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
     arrays = jax.tree.leaves((memory, x))
     if not any(a.size for a in jax.tree.leaves(x)) or not any(isinstance(a, Tracer) for a in arrays):
         return function(memory, x)
-    if jax.default_backend() != "cpu":
+    if platform() != "cpu":
         return lax.optimization_barrier(function(memory, x))
 
     # What the function closes over must be an argument: custom_vmap refuses what a further vmap would map.

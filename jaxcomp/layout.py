@@ -351,7 +351,7 @@ def join(plan: Plan, parts: Any) -> Any:
         pieces = cut_apart(vector, [math.prod(plan.shapes[i]) for i in numbers])
         for i, piece in zip(numbers, pieces, strict=True):
             leaves[i] = lax.reshape(piece, plan.shapes[i])
-    leaves = [x if x.dtype == dtype else bounded(x.astype(dtype)) for x, dtype in zip(leaves, plan.dtypes, strict=True)]
+    leaves = [x if x.dtype == dtype else bounded(x, dtype) for x, dtype in zip(leaves, plan.dtypes, strict=True)]
     return jax.tree.unflatten(plan.structure, leaves)
 
 

@@ -7,16 +7,16 @@ finite) and the slow form stands behind a `lax.cond` that is hardly ever taken.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import finite
+from jaxcomp.arrays import finite
+from jaxcomp.floats import exponent_of, power_of_two
 
-__all__ = ["block_norms", "exponent_of", "max_abs", "power_of_two", "room", "some_at_a_time"]
+__all__ = ["block_norms", "max_abs", "room", "some_at_a_time"]
 
 Array = jax.Array
 ROWS = 2048  # that the slow forms take at a time
@@ -58,34 +58,9 @@ def some_at_a_time(function: Callable[..., Array], out: Array, *rows: Array) -> 
     return lax.fori_loop(0, -(-count // ROWS), step, out)
 
 
-def exponent_of(x: Array) -> Array:
-    """e with 2^(e-1) <= x < 2^e for positive normal numbers; the least exponent for what is smaller.
-
-    Read from the bits: `jnp.frexp` loses the types of shard_map under vmap (JAX 0.12.0).
-
-    >>> print(exponent_of(jnp.array([1.0, 0.75, 8.0])))
-    [1 0 4]
-    """
-    info = jnp.finfo(x.dtype)
-    bits = lax.bitcast_convert_type(x, jnp.int64 if info.bits == 64 else jnp.int32)
-    return ((bits >> info.nmant) + (info.minexp)).astype(jnp.int32)
-
-
 def room(terms: float) -> float:
     """The share of the largest number, a power of two, of which so many terms add up to no more than that number."""
     return 2.0 ** -math.ceil(math.log2(terms))
-
-
-def power_of_two(exponent: Array, dtype: Any) -> Array:
-    """2^exponent for exponents of normal numbers, exactly (exp2 is not, on every backend).
-
-    >>> print(power_of_two(jnp.array([-1, 3]), jnp.float32))
-    [0.5 8. ]
-    """
-    info = jnp.finfo(dtype)
-    integer = jnp.int64 if info.bits == 64 else jnp.int32
-    bits = (exponent.astype(integer) + (1 - info.minexp)) << info.nmant
-    return lax.bitcast_convert_type(bits, dtype)
 
 
 def block_norms(rows: Array, order: float) -> Array:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcomp.arrays import bounded, fold, like_of, weighted
+from jaxcomp.backend import platform
 from jaxcomp.compiled import always, called, computed, in_place
 
 __all__ = ["LONG", "Pieces", "SparseSum", "accumulated", "cut_apart", "end_to_end", "joined", "of_entries"]
@@ -56,7 +57,7 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
     def each(e: Array, g: Any, *others: Array) -> Array:
         if not isinstance(g, Pieces):
             return in_place(_of_several(one), e, (g, *others))
-        if jax.default_backend() != "cpu" or not isinstance(e, Tracer) or not 0 < e.size < 2**31:
+        if platform() != "cpu" or not isinstance(e, Tracer) or not 0 < e.size < 2**31:
             return in_place(_of_several(one), e, (joined(g, e), *others))
         return _piece_by_piece(one, e, g, *others)
 
@@ -106,7 +107,7 @@ def end_to_end(leaves: Sequence[Array], dtype: Any) -> Array:
         return jnp.zeros((0,), dtype)
     vectors = [lax.reshape(jnp.asarray(leaf, dtype), (leaf.size,)) for leaf in leaves if leaf.size]
     size = sum(leaf.size for leaf in leaves)
-    if not 1 < len(vectors) < FEW or size < LONG or jax.default_backend() != "cpu":
+    if not 1 < len(vectors) < FEW or size < LONG or platform() != "cpu":
         return lax.concatenate(vectors, 0) if vectors else jnp.zeros((0,), dtype)
     # XLA for CPU fuses few leaves with what follows, entry by entry: ten times as slow. It fuses nothing into a branch.
     other = lambda *vectors: jnp.broadcast_to(sum(vector[0] for vector in vectors), (size,))
@@ -118,7 +119,7 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
     if isinstance(vector, SparseSum):
         return _made_apart(vector, sizes)
     few = len(sizes) < FEW or not isinstance(vector, Tracer)
-    if few or jax.default_backend() != "cpu" or not 0 < vector.size < 2**31:
+    if few or platform() != "cpu" or not 0 < vector.size < 2**31:
         static = zip(_starts(sizes), sizes, strict=True)
         return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in static]
     dynamic = zip(_unknown(_starts(sizes), vector), sizes, strict=True)

@@ -12,8 +12,8 @@ from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide, wi
 from jaxcomp.compiled import in_place
 from jaxcomp.compressors.checks import is_number, is_whole
 from jaxcomp.compressors.vector import lift
+from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.layout import Parts
-from jaxcomp.norms import exponent_of, power_of_two
 from jaxcomp.pieces import accumulated
 
 __all__ = ["momentum_correction"]

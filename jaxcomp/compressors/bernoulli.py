@@ -75,7 +75,7 @@ def bernoulli(probabilities: Any, *, per_worker: bool = False) -> Compressor:
         if chance.ndim and d:
             chance = chance[jnp.minimum(indices, d - 1)]
         values = bounded(take(x, indices).astype(chance.dtype) / chance)
-        return Sparse(bounded(values.astype(x.dtype)), indices), jnp.maximum(chosen - capacity, 0)
+        return Sparse(bounded(values, x.dtype), indices), jnp.maximum(chosen - capacity, 0)
 
     return on_vectors(
         init=init,

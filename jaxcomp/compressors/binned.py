@@ -11,7 +11,8 @@ from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like, is_whole
 from jaxcomp.compressors.vector import on_vectors
-from jaxcomp.norms import exponent_of, max_abs, power_of_two
+from jaxcomp.floats import exponent_of, power_of_two
+from jaxcomp.norms import max_abs
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Quantized
 
@@ -102,7 +103,7 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
             edges = (means[:, 1:] + means[:, :-1]) / 2
             codes = jnp.sum(rows[:, :, None] > edges[:, None, :], axis=2, dtype=jnp.int32)
             means = _means(rows, codes, real, means)
-        norms = bounded(means * unit).astype(jnp.float32)
+        norms = bounded(means * unit, jnp.float32)
         return Quantized(norms.reshape(-1), pack(flat_of(codes, cut, x.shape[0]).astype(jnp.uint32), int(bits))), (
             state.local
         )
@@ -117,7 +118,7 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
         values = means[:, :1]
         for i in range(1, count):
             values = jnp.where(codes == i, means[:, i : i + 1], values)
-        return bounded(flat_of(jnp.broadcast_to(values, codes.shape), cut, like.size).astype(like.dtype))
+        return bounded(flat_of(jnp.broadcast_to(values, codes.shape), cut, like.size), like.dtype)
 
     def alpha(d):
         m = max(layout(d).largest, 1)

@@ -187,7 +187,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
 
     def decompress(payload, shared, like):
         each, words, cut = scales(payload, 0, like.size)
-        return worth(lambda *args: bounded(value(*args).astype(like.dtype)), words, cut, each, like.size)
+        return worth(lambda *args: bounded(value(*args), like.dtype), words, cut, each, like.size)
 
     def accumulate(total, payloads, weights, shared):
         each, words, cut = scales(payloads, 1, total.size)

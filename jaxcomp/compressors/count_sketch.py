@@ -61,7 +61,7 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
         width = columns_of(x.shape[0])
         zeros = jnp.zeros((rows, width), wide(x.dtype))
         sketch = add_to_sketch(state.shared.round_key(), zeros, finite(x), jnp.arange(x.shape[0]))
-        return Dense(bounded(bounded(sketch).astype(x.dtype)).reshape(-1)), state.local
+        return Dense(bounded(bounded(sketch), x.dtype).reshape(-1)), state.local
 
     def decoded(values, shared, size, dtype):
         width = columns_of(size)
@@ -71,7 +71,7 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
         return bounded(functools.reduce(jnp.add, [row * unit for row in found]) / (rows * unit))
 
     def decompress(payload, shared, like):
-        return bounded(decoded(payload.values, shared, like.size, wide(like.dtype)).astype(like.dtype))
+        return bounded(decoded(payload.values, shared, like.size, wide(like.dtype)), like.dtype)
 
     def add(total, payloads, weights, shared):
         def add_one(sketch, message):

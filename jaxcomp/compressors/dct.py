@@ -165,7 +165,7 @@ def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -
     def decompress(payload, shared, like):
         cut, inner, coefficients = parts(like)
         found = inner.decompress(payload, shared, coefficients)
-        return bounded(backward(found, cut, like.shape).astype(like.dtype))
+        return bounded(backward(found, cut, like.shape), like.dtype)
 
     def add(total, payloads, weights, shared):
         cut, inner, _ = parts(total)

@@ -12,9 +12,9 @@ from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.floats import exponent_of, power_of_two, rounded_to
 from jaxcomp.hashing import random_bits
 from jaxcomp.layout import ALONE, WHOLE_BLOCKS, Layout
-from jaxcomp.norms import exponent_of, power_of_two
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Dense, Quantized, Scaled
 
@@ -90,7 +90,7 @@ def cast(dtype: Any, *, scaled: bool | None = None, block_size: int | None = BLO
     unit = float(info.eps) / 2
 
     def decompress(payload, shared, like):
-        return bounded(bounded(payload.values.astype(wide(like.dtype))).astype(like.dtype))
+        return bounded(bounded(payload.values.astype(wide(like.dtype))), like.dtype)
 
     return on_vectors(
         compress=lambda key, x, state: (Dense(_rounded(finite(x), kind)), state.local),
@@ -127,7 +127,7 @@ def _cast_scaled(kind: Any, layout: Callable[[int], Blocks], block_size: int | N
 
     def decompress(payload, shared, like):
         values = payload.values.astype(wide(like.dtype))
-        return bounded(bounded(each(layout(like.size), values, payload.scale)).astype(like.dtype))
+        return bounded(bounded(each(layout(like.size), values, payload.scale)), like.dtype)
 
     return on_vectors(
         compress=compress,
@@ -145,12 +145,7 @@ def _cast_scaled(kind: Any, layout: Callable[[int], Blocks], block_size: int | N
 def _rounded(x: Array, kind: Any) -> Array:
     info = jnp.finfo(kind)
     x = jnp.clip(x, float(info.min), float(info.max))
-    if kind.name.endswith("fnuz"):
-        # These types have no -0: its bits are NaN, and XLA for CPU rounds small negative numbers to them in a loop
-        # (JAX 0.10.2 to 0.12.0). A tie goes to the even number, which is zero.
-        vanishes = jnp.abs(x) <= jnp.asarray(float(info.smallest_subnormal) / 2, x.dtype)
-        x = jnp.where(vanishes, jnp.zeros((), x.dtype), x)
-    return x.astype(kind)
+    return rounded_to(x, kind)
 
 
 def natural() -> Compressor:
@@ -185,7 +180,7 @@ def natural() -> Compressor:
         check_like("natural", payload.words.shape, (9, -(-like.size // 32)))
         codes = unpack(payload.words, like.size)
         bits = ((codes >> u32(8)) << u32(31)) | ((codes & u32(0xFF)) << u32(23))
-        return bounded(lax.bitcast_convert_type(bits, jnp.float32).astype(like.dtype))
+        return bounded(lax.bitcast_convert_type(bits, jnp.float32), like.dtype)
 
     return on_vectors(
         compress=compress,

@@ -35,7 +35,8 @@ from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, key_of
 from jaxcomp.compressors.vector import on_vectors
-from jaxcomp.norms import exponent_of, max_abs, power_of_two
+from jaxcomp.floats import exponent_of, power_of_two
+from jaxcomp.norms import max_abs
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Quantized, Several
 
@@ -287,7 +288,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             others.append(low)
             scales.append(_scales(normal, values, least) * sigma[:, 0])
         joined = lambda parts, dtype: jnp.concatenate(parts) if parts else jnp.zeros((0,), dtype)
-        scale = bounded((joined(scales, x.dtype) * unit).astype(jnp.float32))
+        scale = bounded(joined(scales, x.dtype) * unit, jnp.float32)
         payload = Quantized(scale, pack(joined(codes, jnp.uint32), code.high))
         if code.fraction and code.low:
             rest = Quantized(jnp.zeros((0,), jnp.float32), pack(joined(others, jnp.uint32), code.low))
@@ -316,7 +317,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
     def decompress(payload, shared, like):
         unit = _room(payload, wide(like.dtype))
         x = rotation_of(like.size, block).backward(rotated(payload, like.size, unit), key_of(shared))
-        return bounded(bounded(x / unit).astype(like.dtype))
+        return bounded(bounded(x / unit), like.dtype)
 
     def add(total, payloads, weights, shared):
         rotation = rotation_of(total.shape[0], block)

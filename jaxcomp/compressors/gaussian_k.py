@@ -8,7 +8,8 @@ from jax.scipy.special import ndtri
 from jaxcomp.base import Compressor, finite, wide
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold
-from jaxcomp.norms import exponent_of, max_abs, power_of_two
+from jaxcomp.floats import exponent_of, power_of_two
+from jaxcomp.norms import max_abs
 from jaxcomp.select import marked_above
 
 __all__ = ["gaussian_k"]

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.backend import platform
 from jaxcomp.hashing import random_bits
 
 __all__ = ["Rotation", "rotation_of"]
@@ -164,7 +165,7 @@ def _blockwise(x: Array, words: Array, block: int, forward: bool) -> Array:
     tile = max(block, TILE)
     tiles = x.shape[0] // tile
     # In tiles, all passes but the first and the last run in the cache. Elsewhere one product of all is faster.
-    if tiles < 2 or jax.default_backend() != "cpu":
+    if tiles < 2 or platform() != "cpu":
         return some((x, words))
     body = tiles * tile
     done = lax.map(some, (x[:body].reshape(tiles, tile), words[: body // 32].reshape(tiles, tile // 32))).reshape(-1)

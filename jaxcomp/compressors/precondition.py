@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxcomp.arrays import one_row, row_of, started
-from jaxcomp.base import Compressor, Spec, State, accumulate, advance, finite, for_worker, wide
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, bounded, finite, for_worker, wide
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax, is_stacked
 
@@ -133,11 +133,11 @@ def _preconditioned(compressor: Compressor, smoothness: Operator, dtype: Any) ->
 
     def compress(key, x, state):
         white = operator_of(state.shared).inv_root(finite(x).astype(wide(x.dtype)))
-        return compressor.compress(key, white.astype(inner(x).dtype), State(state.local, state.shared.compressor))
+        return compressor.compress(key, bounded(white, inner(x).dtype), State(state.local, state.shared.compressor))
 
     def decompress(payload, shared, like):
         white = compressor.decompress(payload, shared.compressor, inner(like))
-        return operator_of(shared).root(white.astype(wide(like.dtype))).astype(like.dtype)
+        return bounded(operator_of(shared).root(white.astype(wide(like.dtype))), like.dtype)
 
     def add(total, payloads, weights, shared):
         zeros = jnp.zeros((size,), wide(total.dtype))

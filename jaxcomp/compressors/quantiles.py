@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.norms import exponent_of, power_of_two
+from jaxcomp.floats import exponent_of, power_of_two
 
 __all__ = ["Splits", "bucket_of", "means", "midpoints", "of_product", "released_splits", "signed_splits", "sort_floats"]
 

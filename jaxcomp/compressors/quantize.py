@@ -16,6 +16,7 @@ from jaxcomp.compiled import of_made
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.vector import MOST, on_vectors
+from jaxcomp.floats import rounded_to
 from jaxcomp.hashing import as_uniform, halves, random_uniform
 from jaxcomp.layout import ALONE, Layout
 from jaxcomp.packing import Places, pack, places_of, unpack, width_for
@@ -219,7 +220,7 @@ def _worth(codes: Array, unit: Array, dtype: Any) -> Array:
     """What codes stand for."""
     level = unzigzag(codes).astype(wide(dtype))
     worth = level * unit.astype(level.dtype)
-    return worth if worth.dtype == dtype else bounded(worth.astype(dtype))
+    return worth if worth.dtype == dtype else bounded(worth, dtype)
 
 
 def _added_worth(codes: Array, unit: Array, dtype: Any) -> Array:
@@ -253,9 +254,9 @@ def _dithering(
     def compress(key, x, state):
         x = x.astype(wide(x.dtype))
         cut = layout(x.shape[0])
-        norms = jnp.minimum(cut.norms(x, order), jnp.asarray(LARGEST, x.dtype)).astype(jnp.float32)
+        norms = bounded(cut.norms(x, order), jnp.float32)
         norms = up_to_bfloat16(norms) if short else norms
-        short_norms = norms.astype(jnp.bfloat16) if short else norms
+        short_norms = rounded_to(norms, jnp.bfloat16) if short else norms
         places = places_for(x.shape[0], cut)
         if places is None:
             unit = steps.unit(state.shared, cut, norms, cut.spread).astype(x.dtype)

@@ -111,7 +111,7 @@ def _rand_k(name: str, target: Target) -> Compressor:
 
     def decompress(payload, shared, like):
         stacked = jax.tree.map(lambda a: a[None], payload)
-        return add(jax.ShapeDtypeStruct(like.shape, wide(like.dtype)), stacked, None, shared).astype(like.dtype)
+        return bounded(add(jax.ShapeDtypeStruct(like.shape, wide(like.dtype)), stacked, None, shared), like.dtype)
 
     return on_vectors(
         init=lambda shared_key, like: State(shared=Draw(key_data(shared_key), jnp.zeros((), jnp.int32))),

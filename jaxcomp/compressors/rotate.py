@@ -119,7 +119,7 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
 
     def decompress(payload, shared, like):
         y = compressor.decompress(payload, shared.inner, _wide(like))
-        return bounded(rotation_of(like.size, block).backward(y, key_of(shared)).astype(like.dtype))
+        return bounded(rotation_of(like.size, block).backward(y, key_of(shared)), like.dtype)
 
     def add(total, payloads, weights, shared):
         rotation, total = rotation_of(total.shape[0], block), started(total, payloads)

@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxcomp.compressors.elements import E4M3, Elements, Integer
 from jaxcomp.compressors.quantize import up_to_bfloat16
-from jaxcomp.norms import power_of_two
+from jaxcomp.floats import power_of_two, rounded_to
 
 __all__ = ["SCALES", "Made", "Scale"]
 
@@ -132,7 +132,7 @@ def _plain(extremes: Extremes, elements: Elements, stochastic: bool, short: bool
     size = _up(size, 16 if short else elements.mantissa + 1)
     size = up_to_bfloat16(size) if short else size
     signed = jnp.where(least > most, -size, size) if isinstance(elements, Integer) else size
-    return Made(signed.astype(jnp.bfloat16 if short else jnp.float32), signed)
+    return Made(rounded_to(signed, jnp.bfloat16 if short else jnp.float32), signed)
 
 
 SCALES: dict[str, Scale] = {

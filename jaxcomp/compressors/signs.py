@@ -13,9 +13,10 @@ from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
 from jaxcomp.compressors.checks import check_like, is_number
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.hashing import random_bits
 from jaxcomp.layout import WHOLE_BLOCKS, Layout
-from jaxcomp.norms import block_norms, exponent_of, power_of_two, some_at_a_time
+from jaxcomp.norms import block_norms, some_at_a_time
 from jaxcomp.packing import num_words
 from jaxcomp.payloads import Quantized
 
@@ -69,7 +70,7 @@ def sign(scale: float | str = "mean", *, blocks: int | None = None, block_size: 
             each = _by_block(x, cut, _mean_magnitude)
         else:
             each = cut.norms(x, 2) / jnp.sqrt(jnp.asarray(np.asarray(cut.lengths), x.dtype))
-        return jnp.minimum(each, jnp.asarray(LARGEST, x.dtype)).astype(jnp.float32)
+        return bounded(each, jnp.float32)
 
     def compress(key, x, state):
         x = x.astype(wide(x.dtype))
@@ -148,7 +149,7 @@ def terngrad(*, clip: float | None = None, blocks: int | None = None, block_size
         tops = cut.norms(x, math.inf)
         if clip is not None:
             tops = jnp.minimum(tops, clip * cut.norms(x, 2) / jnp.sqrt(jnp.asarray(np.asarray(cut.lengths), x.dtype)))
-        tops = jnp.minimum(tops, jnp.asarray(LARGEST, x.dtype)).astype(jnp.float32)
+        tops = bounded(tops, jnp.float32)
         return Quantized(tops, coded(_ternary, 2, cut, x, [tops.astype(x.dtype)], key)), state.local
 
     biased = lambda d: 1 - max(spread(d), 1 + clip**2 / 4)  # pyright: ignore[reportOptionalOperand]
@@ -203,7 +204,7 @@ def _read(
 
     def decompress(payload, shared, like):
         check_like(name, payload.words.shape, (width, -(-like.size // 32)))
-        of = lambda *args: bounded(value(*args).astype(like.dtype))
+        of = lambda *args: bounded(value(*args), like.dtype)
         return worth(of, payload.words, cut_of(like.size), scales(payload.norms), like.size)
 
     def accumulate(total, payloads, weights, shared):

@@ -20,7 +20,7 @@ from jax import lax
 from jax.scipy.special import gammaincc, gammaln
 
 from jaxcomp.base import finite, wide
-from jaxcomp.norms import exponent_of, power_of_two
+from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.select import count_above, excess_above, magnitude
 
 __all__ = ["LAWS", "Moments", "Sample", "exponential", "fitted", "gamma", "gamma_shape", "pareto"]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import bounded
+from jaxcomp.backend import platform
 from jaxcomp.compiled import always
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, varying, varying_axes
 from jaxcomp.pieces import SparseSum
@@ -57,13 +58,7 @@ def gather(x: Array, axis: Axis) -> Array:
 
 def gathered_size(size: int) -> int:
     """How many entries cross in `gather` of so many."""
-    return size + -size % TPU_LANES if _platform() == "tpu" else size
-
-
-def _platform() -> str:
-    """Of the mesh that we are compiled for, where it says so; else of the default backend."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return getattr(device, "platform", None) or jax.default_backend()
+    return size + -size % TPU_LANES if platform() == "tpu" else size
 
 
 SMALL = 2**16  # entries of an array that is worth a copy, if that saves messages
@@ -77,7 +72,7 @@ def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
     processes small arrays are joined: gloo reduces each array of an all-reduce by itself, in 2 (n - 1) messages one
     after the other.
     """
-    if _platform() != "cpu":
+    if platform() != "cpu":
         return lax.psum(arrays, axis)
     if jax.process_count() == 1:
         return _sums_in_turn(arrays, axis)
@@ -169,7 +164,7 @@ def send(x: Array, pairs: Sequence[tuple[int, int]], axis: Axis) -> Array:
 
 def has_ragged() -> bool:
     """Whether the backend compiles `ragged_all_to_all` (XLA's CPU backend does not)."""
-    return jax.default_backend() in ("gpu", "tpu")
+    return platform() in ("gpu", "tpu")
 
 
 def ragged_all_to_all(words: Array, counts: Sequence[int], axis: Axis) -> Array:
@@ -196,7 +191,7 @@ def all_to_all_rows(rows: Array, axis: Axis) -> Array:
     """Row j goes to worker j: [n, m] by destination becomes [n, m] by origin. Unsigned words only."""
     # Under vmap, what is equal on all workers would come out with a wrong shape: make it differ by type.
     rows = rows ^ (axis_index(axis) * 0).astype(rows.dtype)
-    if jax.default_backend() == "cpu" and jax.process_count() > 1:
+    if platform() == "cpu" and jax.process_count() > 1:
         return _all_to_all_by_permutations(rows, axis)
     return lax.all_to_all(rows, axis, split_axis=0, concat_axis=0, tiled=True)
 

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import as_words, sum_rows
+from jaxcomp.backend import platform
 from jaxcomp.base import weighted
 from jaxcomp.compiled import always
 from jaxcomp.exchange.collectives import all_to_all_rows, gather, gathered_size, sum_arrays
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying, varying_axes
+from jaxcomp.floats import rounded_to
 from jaxcomp.payloads import Leaves
 from jaxcomp.pieces import cut_apart
 
@@ -169,7 +171,7 @@ def _pack(lane: Lane, leaves: Sequence[Array] | dict[int, Array], lead: tuple[in
     words = [lax.bitcast_convert_type(leaves[i], lane.dtype).reshape(*lead, -1) for i in lane.places]
     if len(words) == 1:
         return words[0]
-    if lane.size < LONG or jax.default_backend() != "cpu":
+    if lane.size < LONG or platform() != "cpu":
         return jnp.concatenate(words, axis=-1)
     # XLA for CPU would compute the words within their concatenation, in one thread and four times as slowly. What a
     # condition that it does not know takes is made before.
@@ -387,4 +389,4 @@ def _mean_in_two_steps(words: Array, kind: Any, axis: Axis, weights: Array | Non
     rows = all_to_all_rows(jnp.pad(words, (0, -size % workers)).reshape(workers, -1), axis)
     rows = lax.bitcast_convert_type(rows, kind).astype(wide)
     mean = sum_rows(rows) / workers if weights is None else sum_rows(rows * weights.astype(wide)[:, None])
-    return gather(as_words(mean if exact else mean.astype(kind)), axis).reshape(-1)[:size]
+    return gather(as_words(mean if exact else rounded_to(mean, kind)), axis).reshape(-1)[:size]

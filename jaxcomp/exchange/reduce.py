@@ -23,8 +23,8 @@ from jaxcomp.exchange.lanes import all_gather, all_sum
 from jaxcomp.exchange.routes.route import Call
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
 from jaxcomp.exchange.varying import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
+from jaxcomp.floats import exponent_of, power_of_two, rounded_to
 from jaxcomp.layout import Layout, join, plan_of, split
-from jaxcomp.norms import exponent_of, power_of_two
 from jaxcomp.payloads import Dense
 
 __all__ = ["pmean", "psum_scatter"]
@@ -180,7 +180,7 @@ def _may_draw(wire: Compressor) -> bool:
 def _narrow(dtype: Any) -> Compressor:
     """Rounds to a type of 16 bits; what is not finite stays so, as in `lax.pmean`."""
     return on_vectors(
-        compress=lambda key, x, state: (Dense(x.astype(dtype)), state.local),
+        compress=lambda key, x, state: (Dense(rounded_to(x, dtype)), state.local),
         decompress=lambda payload, shared, like: payload.values.astype(like.dtype),
         spec=Spec(f"rounding to {jnp.dtype(dtype).name}", omega=None, alpha=lambda d: 0.0, linear=True),
     )

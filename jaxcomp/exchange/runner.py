@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp.backend import platform
 from jaxcomp.base import (
     Algorithm,
     Compressor,
@@ -120,7 +121,7 @@ class Runner(NamedTuple):
         local, shared, plan = self._opened(state)
         grads, arrays = given(plan)
         measured = shared.count % self.measure == 0 if self.measure else None
-        sparse = sparse and self.algorithm.sparse and jax.default_backend() == "cpu"
+        sparse = sparse and self.algorithm.sparse and platform() == "cpu"
         exchange = Round(self._way(plan)._replace(sparse=sparse), State(local.route, shared.route), measured)
         out, new = self.algorithm.update(self._key(shared), grads, State(local.algorithm, shared.algorithm), exchange)
         route, counts = exchange.outcome

@@ -253,7 +253,7 @@ def overlap_on(clock: Clock, axis: Any, seconds: float, link: Fit | None = None)
     number = lambda n: jax.make_array_from_callback(
         (), NamedSharding(clock.mesh, P()), lambda index: np.asarray(n, np.int32)
     )
-    compute = lambda n, a: lax.fori_loop(0, n, lambda i, b: b @ a, a)
+    compute = lambda n, a: lax.fori_loop(0, n, lambda i, b: jnp.matmul(b, a, precision="highest"), a)
     rows = P(tuple(clock.mesh.axis_names))
 
     def program(computes: bool, exchanges: bool):

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.arrays import like_of
+from jaxcomp.backend import platform
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.varying import axis_names
 from jaxcomp.plan import facts as files
@@ -202,7 +203,7 @@ def plan_on(
     params = jax.tree.map(lambda x: _placed(x, mesh), params)
     like = jax.tree.map(_at_device, params)
     sizes = {name: int(mesh.shape[name]) for name in mesh.axis_names}
-    joined = mesh.devices.flat[0].platform != "cpu"
+    joined = platform(mesh) != "cpu"
     trace = lambda: traced(candidates, like, axis, sizes, joined=joined)
     sent = clock.keep(("sent", loss, axis, tuple(each.name for each in candidates)), trace)
     limits = {"max_error": max_error, "max_every": max_every}

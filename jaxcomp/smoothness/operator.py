@@ -36,6 +36,13 @@ __all__ = [
 Array = Any
 
 
+def _times(matrix: Array, v: Array) -> Array:
+    """The product, in the precision of the arrays on every backend (the default is TF32 on GPUs, bf16 on TPUs)."""
+    if isinstance(matrix, np.ndarray) and isinstance(v, np.ndarray):
+        return matrix @ v
+    return jnp.matmul(matrix, v, precision="highest")
+
+
 class Dense(NamedTuple):
     """L = R R' for R = matrix_root [d, d], with pseudo-inverse matrix_inv_root;  diag [d] of R' R;  lambda_max [].
 
@@ -50,10 +57,10 @@ class Dense(NamedTuple):
     lambda_max: Array
 
     def root(self, v):
-        return self.matrix_root @ v
+        return _times(self.matrix_root, v)
 
     def inv_root(self, v):
-        return self.matrix_inv_root @ v
+        return _times(self.matrix_inv_root, v)
 
 
 class Diagonal(NamedTuple):
@@ -84,7 +91,7 @@ class LowRank(NamedTuple):
     lambda_max: Array
 
     def _apply(self, v, outside, inside):
-        return outside * v + self.vectors @ ((inside - outside) * (self.vectors.T @ v))
+        return outside * v + _times(self.vectors, (inside - outside) * _times(self.vectors.T, v))
 
     def root(self, v):
         return self._apply(v, jnp.sqrt(self.base), jnp.sqrt(self.sigma + self.base))
@@ -108,7 +115,7 @@ class Blocks(NamedTuple):
     def _apply(self, matrices, v):
         count, size = matrices.shape[0], matrices.shape[1]
         rows = jnp.pad(v, (0, count * size - v.shape[0])).reshape(count, size)
-        return jnp.einsum("bij,bj->bi", matrices, rows).reshape(-1)[: v.shape[0]]
+        return jnp.einsum("bij,bj->bi", matrices, rows, precision="highest").reshape(-1)[: v.shape[0]]
 
     def root(self, v):
         return self._apply(self.matrix_root, v)

@@ -83,7 +83,7 @@ class Rows(NamedTuple):
         ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
         pieces = [row[end - size : end] for end, size in zip(ends, self.sizes, strict=True)]
         pairs = zip(pieces, self.shapes, dtypes, strict=True)
-        return [bounded(piece.reshape(shape).astype(dtype)) for piece, shape, dtype in pairs]
+        return [bounded(piece.reshape(shape), dtype) for piece, shape, dtype in pairs]
 
 
 def scattered_mean(

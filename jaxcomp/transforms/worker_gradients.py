@@ -146,7 +146,7 @@ def worker_gradients(
     if factor is not None:
         grads = jax.tree.map(lambda g: g.astype(wide(g.dtype)) / jnp.asarray(factor, wide(g.dtype)), grads)
     elif parts > 1:
-        grads = jax.tree.map(lambda g, x: bounded(g.astype(x.dtype)), grads, trained)
+        grads = jax.tree.map(lambda g, x: bounded(g, x.dtype), grads, trained)
     kinds = jax.tree.map(lambda kind, tree: jax.tree.map(lambda _: kind, tree), jax.tree.unflatten(*how.kinds), extra)
     aux = jax.tree.map(_of_micro_batches, kinds, extra)
     share = _share(axis, how.shares)

@@ -5,8 +5,7 @@
 
 from typing import Any
 
-import jax
-
+from jaxcomp.backend import platform
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.links import Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import Call, gathering_route
@@ -34,7 +33,7 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
 def gather(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any]:
     """All payloads, on a backend that has `ragged_all_to_all`; ValueError on another."""
     if not collectives.has_ragged():
-        raise ValueError(f'via="ragged": the {jax.default_backend()} backend has no ragged_all_to_all; use via="ring"')
+        raise ValueError(f'via="ragged": the {platform()} backend has no ragged_all_to_all; use via="ring"')
     return gather_by(exchange, cost)(payload, lengths, call)
 
 

@@ -178,7 +178,7 @@ def carry(out: Outgoing, call: Call) -> Carried:
     if _is_biased(compressor):
         chunk = bounded(chunk + memory)
     second, local, mean = second_shot(
-        out.key, bounded(chunk.astype(like.dtype)), compressor, State(local, out.state.shared), wide_like(like), axis
+        out.key, bounded(chunk, like.dtype), compressor, State(local, out.state.shared), wide_like(like), axis
     )
     if _is_biased(compressor):
         memory = residual(_of_row(compressor), chunk, second, _row(out.state.shared, axis))

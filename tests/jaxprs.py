@@ -1,0 +1,201 @@
+"""What a traced program does with precision, read from its jaxpr: products, and roundings that a compiler may remove.
+
+XLA for GPUs takes f32 -> bf16 -> f32 for f32 where both conversions are in one program
+(`xla_allow_excess_precision`), also where data only moves in between. A rounding that `jaxcomp.rounding` made is a
+number of the narrow type before it is converted, so nothing is lost with the conversions.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+import jaxcomp
+
+PACKAGE = str(Path(jaxcomp.__file__).parent) + os.sep
+PROTECTED = "_to_nearest"  # the name of the function that rounds, in a jaxpr
+
+
+def jaxprs_in(value):
+    """The jaxprs among parameters of an equation."""
+    if isinstance(value, ClosedJaxpr):
+        return [value.jaxpr]
+    if isinstance(value, Jaxpr):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [found for each in value for found in jaxprs_in(each)]
+    return []
+
+
+def equations(jaxpr):
+    """All equations, also of the functions inside."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in jaxprs_in(value):
+                yield from equations(inner)
+
+
+def traced(function, *args):
+    return jax.make_jaxpr(function)(*args).jaxpr
+
+
+def imprecise_products(jaxpr):
+    """Products and convolutions of floats that leave their precision to the backend, with where they stand."""
+    found = []
+    for equation in equations(jaxpr):
+        if equation.primitive.name not in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
+            continue
+        precision = equation.params["precision"]
+        both = precision if isinstance(precision, tuple) else (precision, precision)
+        wide = all(is_float(var) and width(var) >= 32 for var in equation.invars)
+        if wide and any(each != jax.lax.Precision.HIGHEST for each in both):
+            found.append(f"{equation.primitive.name}{tuple(var.aval.shape for var in equation.invars)}: {both}")
+    return found
+
+
+def is_float(var):
+    return jnp.issubdtype(var.aval.dtype, jnp.floating)
+
+
+def width(var):
+    return 8 * var.aval.dtype.itemsize
+
+
+def narrows(source, target):
+    """Whether some numbers of one type are none of the other."""
+    a, b = jnp.finfo(source), jnp.finfo(target)
+    return b.nmant < a.nmant or float(b.max) < float(a.max) or float(b.smallest_subnormal) > float(a.smallest_subnormal)
+
+
+# Equations that only move data, or keep words as they are.
+MOVES = {
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "bitcast_convert_type",
+    "broadcast_in_dim",
+    "clamp",
+    "concatenate",
+    "copy",
+    "copy_p",
+    "cummax",
+    "dynamic_slice",
+    "dynamic_update_slice",
+    "expand_dims",
+    "gather",
+    "max",
+    "min",
+    "neg",
+    "optimization_barrier",
+    "pad",
+    "ppermute",
+    "pvary",
+    "reshape",
+    "rev",
+    "reduce_max",
+    "reduce_min",
+    "reduce_sum",
+    "scatter",
+    "select_n",
+    "slice",
+    "sort",
+    "split",
+    "squeeze",
+    "stop_gradient",
+    "transpose",
+}
+
+
+KNOWN = "known"  # label of constants, which compilers compute exactly
+
+
+class Roundings:
+    """Follows values that were converted to a narrower type without protection, and notes where they become wide."""
+
+    def __init__(self):
+        self.found = set()
+
+    def run(self, jaxpr, given):
+        """Labels of the results: where each was narrowed, or None. given: those of the arguments."""
+        labels = dict(zip(jaxpr.invars, given, strict=True))
+        read = lambda var: KNOWN if isinstance(var, Literal) else labels.get(var)
+        for equation in jaxpr.eqns:
+            ins = [read(var) for var in equation.invars]
+            outs = self.one(equation, ins)
+            labels.update(zip(equation.outvars, outs, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def one(self, equation, ins):
+        name, outs = equation.primitive.name, equation.outvars
+        if ins and all(each == KNOWN for each in ins):
+            return [KNOWN] * len(outs)
+        label = next((each for each in ins if each not in (None, KNOWN)), None)
+        if name == "convert_element_type":
+            source, target = equation.invars[0], outs[0]
+            if not (is_float(source) and is_float(target)):
+                return [None]
+            if narrows(target.aval.dtype, source.aval.dtype):  # becomes wider
+                if label is not None:
+                    self.found.add(f"{label} -> {target.aval.dtype}")
+                return [None]
+            if narrows(source.aval.dtype, target.aval.dtype):
+                return [f"{source.aval.dtype} -> {target.aval.dtype} {list(target.aval.shape)} ({where(equation)})"]
+            return [label]
+        if equation.params.get("name") == PROTECTED or name == "reduce_precision":
+            return [None] * len(outs)
+        inner = self.inside(equation, ins)
+        if inner is not None:
+            return inner
+        narrow = lambda var: is_float(var) and width(var) < 32
+        moved = name in MOVES
+        return [label if moved or (hasattr(var, "aval") and narrow(var)) else None for var in outs]
+
+    def inside(self, equation, ins):
+        """Labels of the results of an equation with functions inside; None for one without."""
+        name, params = equation.primitive.name, equation.params
+        if name == "cond":
+            return either(*(self.run(branch, ins[1:]) for branch in jaxprs_in(params["branches"])))
+        if name == "while":
+            (body,), consts = jaxprs_in(params["body_jaxpr"]), params["cond_nconsts"]
+            own, carry = ins[consts : consts + params["body_nconsts"]], ins[consts + params["body_nconsts"] :]
+            for _ in range(3):
+                carry = either(carry, self.run(body, [*own, *carry]))
+            return carry
+        if name == "scan":
+            (body,) = jaxprs_in(params["jaxpr"])
+            consts, carries = params["num_consts"], params["num_carry"]
+            own, carry, xs = ins[:consts], ins[consts : consts + carries], ins[consts + carries :]
+            for _ in range(3):
+                outs = self.run(body, [*own, *carry, *xs])
+                carry = either(carry, outs[:carries])
+            return [*carry, *outs[carries:]]
+        for value in params.values():
+            for body in jaxprs_in(value):
+                if len(body.invars) == len(ins) and len(body.outvars) == len(equation.outvars):
+                    return self.run(body, ins)
+        return None
+
+
+def either(*labels):
+    """Of values that may come from one or the other: a rounding, if any has one."""
+    pick = lambda column: next((each for each in column if each not in (None, KNOWN)), None)
+    return [KNOWN if set(column) == {KNOWN} else pick(column) for column in zip(*labels, strict=True)]
+
+
+def where(equation):
+    """File and line of the package where an equation was made."""
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if PACKAGE in frame.file_name:
+            return f"{frame.file_name.rsplit(PACKAGE, 1)[-1]}:{frame.line_num}"
+    return "?"
+
+
+def lost_roundings(jaxpr):
+    """Conversions to a narrower float and back, which a compiler may leave out."""
+    roundings = Roundings()
+    roundings.run(jaxpr, [None] * len(jaxpr.invars))
+    return sorted(roundings.found)
