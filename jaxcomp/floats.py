@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["exponent_of", "loses", "power_of_two", "rounded_to"]
+__all__ = ["exponent_of", "loses", "power_of_two", "rounded_to", "stored"]
 
 Array = jax.Array
 
@@ -70,6 +70,16 @@ def rounded_to(x: Array, dtype: Any) -> Array:
     if x.dtype == dtype or not loses(x.dtype, dtype):
         return x.astype(dtype)
     return _to_nearest(x, dtype)
+
+
+def stored(x: Array) -> Array:
+    """x, rounded to its own narrow type now. XLA may compute sums and products of narrow floats in f32, and round only
+    what it stores: what is computed on from such a result would not be what the next step finds.
+
+    >>> print(stored(jnp.bfloat16(1) + jnp.bfloat16(0.001)))
+    1
+    """
+    return x if x.dtype.itemsize >= 4 else _to_nearest(x, x.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=1)  # by this name a jaxpr shows that what is converted was rounded before

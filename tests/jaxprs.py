@@ -112,11 +112,30 @@ MOVES = {
 KNOWN = "known"  # label of constants, which compilers compute exactly
 
 
+# Equations whose results in a narrow type are rounded, which a compiler may postpone to where they are stored.
+COMPUTES = {
+    "add",
+    "add_any",
+    "div",
+    "dot_general",
+    "exp",
+    "integer_pow",
+    "log",
+    "mul",
+    "pow",
+    "rsqrt",
+    "sqrt",
+    "square",
+    "sub",
+}
+COMPUTES |= {"cumsum", "psum", "psum_invariant", "reduce_sum", "scatter-add"}
+
+
 class Roundings:
     """Follows values that were converted to a narrower type without protection, and notes where they become wide."""
 
-    def __init__(self):
-        self.found = set()
+    def __init__(self, arithmetic):
+        self.found, self.arithmetic = set(), arithmetic
 
     def run(self, jaxpr, given):
         """Labels of the results: where each was narrowed, or None. given: those of the arguments."""
@@ -150,8 +169,12 @@ class Roundings:
         if inner is not None:
             return inner
         narrow = lambda var: is_float(var) and width(var) < 32
+        if self.arithmetic and name in COMPUTES and narrow(outs[0]):
+            if label is not None:
+                self.found.add(f"{label} -> {name}")
+            return [f"{outs[0].aval.dtype} {name} {list(outs[0].aval.shape)} ({where(equation)})"] * len(outs)
         moved = name in MOVES
-        return [label if moved or (hasattr(var, "aval") and narrow(var)) else None for var in outs]
+        return [label if moved or narrow(var) else None for var in outs]
 
     def inside(self, equation, ins):
         """Labels of the results of an equation with functions inside; None for one without."""
@@ -194,8 +217,9 @@ def where(equation):
     return "?"
 
 
-def lost_roundings(jaxpr):
-    """Conversions to a narrower float and back, which a compiler may leave out."""
-    roundings = Roundings()
+def lost_roundings(jaxpr, arithmetic=False):
+    """Conversions to a narrower float and back, which a compiler may leave out; arithmetic: and sums and products of
+    narrow floats from which one computes on, before which a compiler may not round."""
+    roundings = Roundings(arithmetic)
     roundings.run(jaxpr, [None] * len(jaxpr.invars))
     return sorted(roundings.found)

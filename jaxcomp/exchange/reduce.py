@@ -193,7 +193,7 @@ def _keys(plan: Plan, words: Array) -> tuple[Array, Array]:
 
 
 def _cast_like(tree: Any, like: Any) -> Any:
-    return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), tree, like)
+    return jax.tree.map(lambda x, leaf: rounded_to(x, leaf.dtype), tree, like)
 
 
 def _mean(plan: Plan, x: Any, words: Array) -> Any:
@@ -295,7 +295,7 @@ def _psum_scatter(plan: Plan, x: Array, words: Array) -> Array:
     else:
         (shared_key, _), (private, _) = _keys(plan, words)
         total = _owners_sum(plan, rows, shared_key, private) / share_of(plan.axis)
-    total = total.reshape(shape).astype(x.dtype)
+    total = rounded_to(total.reshape(shape), x.dtype)
     return jnp.moveaxis(total, 0, plan.dimension) if plan.tiled else total
 
 

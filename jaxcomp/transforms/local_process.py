@@ -201,7 +201,7 @@ class LocalProcess:
         point = optax.apply_updates(point, step)
         if self._exact:
             return point, outer, optax.apply_updates(before, following(step, before, point))
-        target = jax.tree.map(lambda theta, p: mixed(theta.astype(p.dtype), p, self._mixing), point, after)
+        target = jax.tree.map(lambda theta, p: mixed(theta, p, self._mixing), point, after)
         return point, outer, jax.tree.map(lambda p, t: p + towards(p, t), before, target)
 
     def _exchanged(self, part: _Part, difference: Any) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxcomp.arrays import root_key, wide_like, zeros_like
+from jaxcomp.arrays import root_key, wide, wide_like, zeros_like
 from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.compiled import constants
 from jaxcomp.exchange.counts import no_counts
@@ -36,6 +36,7 @@ from jaxcomp.exchange.own import own_at_device, own_off_device
 from jaxcomp.exchange.placement import Placement
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean
 from jaxcomp.exchange.varying import Axis, axis_names, axis_size, is_bound, known_equal, varying
+from jaxcomp.floats import rounded_to, stored
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
 
@@ -247,7 +248,7 @@ class _LocalUpdates(NamedTuple):
         grads, groups = self.groups.update(grads, state.groups, params)
         updates, inner = self.inner.update(grads, own.inner, params, **extra)
         updates = varying(updates, self.place.workers)
-        after = optax.apply_updates(params, updates)
+        after = applied(params, updates)
         point, outer, means, pending = state.point, [], [], []
         for p, numbers in enumerate(fragments_of(params, self.times.fragments)):
             part = lambda tree: cut(tree, numbers)  # noqa: B023
@@ -282,7 +283,7 @@ class _LocalUpdates(NamedTuple):
             if self.exact:
                 updates = following(step, here.params, point)
             else:
-                target = jax.tree.map(lambda theta, p: mixed(theta.astype(p.dtype), p, self.mixing), point, here.after)
+                target = jax.tree.map(lambda theta, p: mixed(theta, p, self.mixing), point, here.after)
                 updates = jax.tree.map(towards, here.params, target)
             return _Fragment(point, outer, state, varying(updates, self.place.workers))
 
@@ -332,7 +333,8 @@ class _Here(NamedTuple):
 
 def difference_of(point: Any, mine: Any) -> Any:
     """theta_at_start - theta_i: how far the worker came, from where it started: theta rounded as its parameters are."""
-    return jax.tree.map(lambda theta, p: theta.astype(p.dtype).astype(theta.dtype) - p.astype(theta.dtype), point, mine)
+    start = lambda theta, p: rounded_to(theta, p.dtype).astype(theta.dtype)
+    return jax.tree.map(lambda theta, p: start(theta, p) - p.astype(theta.dtype), point, mine)
 
 
 def is_exact(times: Timetable, mixing: float) -> bool:
@@ -350,15 +352,23 @@ def following(step: Any, params: Any, point: Any) -> Any:
 
     def each(u: Array, p: Array, theta: Array) -> Array:
         # Parameters in 16 bits would not follow the sum of small steps, which the point keeps.
-        return u.astype(p.dtype) if p.dtype == theta.dtype else towards(p, theta.astype(p.dtype))
+        return u.astype(p.dtype) if p.dtype == theta.dtype else towards(p, rounded_to(theta, p.dtype))
 
     return jax.tree.map(each, step, params, point)
 
 
+def applied(params: Any, updates: Any) -> Any:
+    """`optax.apply_updates`, rounded as parameters are when they are stored, also where a compiler would not yet."""
+    widened = lambda tree: jax.tree.map(lambda x: stored(x).astype(wide(x.dtype)), tree)
+    after = optax.apply_updates(widened(params), widened(updates))
+    return jax.tree.map(lambda x, p: rounded_to(x, p.dtype), after, params)
+
+
 def mixed(theta: Array, mine: Array, mixing: float) -> Array:
-    """(1 - mixing) theta + mixing theta_i."""
+    """(1 - mixing) theta + mixing theta_i, in the dtype of theta_i."""
     share = lambda x: jnp.asarray(x, theta.dtype)
-    return share(1 - mixing) * theta + share(mixing) * mine if mixing else theta
+    both = share(1 - mixing) * theta + share(mixing) * mine.astype(theta.dtype) if mixing else theta
+    return rounded_to(both, mine.dtype)
 
 
 def towards(params: Array, target: Array) -> Array:
@@ -368,8 +378,10 @@ def towards(params: Array, target: Array) -> Array:
     >>> print(params + towards(params, target) == target, jnp.abs(params + towards(params, target) - target) < 1e-8)
     False True
     """
-    step = target - params
-    return step + (target - (params + step))
+    kind, wider = params.dtype, wide(params.dtype)
+    plus = lambda a, b: rounded_to(a.astype(wider) + b.astype(wider), kind)  # rounded each time, by any compiler
+    step = plus(target, -params)
+    return plus(step, plus(target, -plus(params, step)))
 
 
 def _idle(state: MeanState) -> MeanState:
