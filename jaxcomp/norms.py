@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import finite
+from jaxcomp.backend import platform
+from jaxcomp.compiled import unless_odd
 from jaxcomp.floats import exponent_of, power_of_two
 
 __all__ = ["block_norms", "max_abs", "room", "some_at_a_time"]
@@ -35,11 +37,13 @@ def _largest(rows: Array) -> tuple[Array, Array]:
     clean = jnp.all(jnp.isfinite(peaks))
 
     def slow(rows, _):
+        if platform() != "cpu":
+            return jnp.max(jnp.abs(finite(rows)), axis=-1)
         # XLA for CPU sets memory aside for the operand of a reduction that it knows.
         larger = lambda a, b: jnp.maximum(jnp.abs(finite(a)), jnp.abs(finite(b)))
         return lax.reduce(rows, np.zeros((), rows.dtype), larger, (rows.ndim - 1,))
 
-    return lax.cond(clean, lambda rows, peaks: peaks, slow, rows, peaks), clean
+    return unless_odd(clean, lambda rows, peaks: peaks, slow, rows, peaks), clean
 
 
 def some_at_a_time(function: Callable[..., Array], out: Array, *rows: Array) -> Array:
@@ -47,7 +51,7 @@ def some_at_a_time(function: Callable[..., Array], out: Array, *rows: Array) -> 
     up, and sets memory aside for that even where these slow forms are not taken.
     """
     count = rows[0].shape[0]
-    if out.ndim == 0 or count <= ROWS:
+    if out.ndim == 0 or count <= ROWS or platform() != "cpu":
         return function(*rows)
 
     def step(i, out):

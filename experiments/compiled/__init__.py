@@ -1,0 +1,129 @@
+"""What the compilers of GPUs and TPUs make of each method, on a machine that has neither.
+
+Each codec, algorithm, route and whole step is compiled for described devices and for the CPU: whether it compiles, the
+bytes that a device sends beside the CPU's program, temporary memory, lines of StableHLO, seconds.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from experiments.lib import targets  # first: it sets what JAX reads of the environment  # isort: skip
+import jax
+from jax.sharding import Mesh
+
+import jaxcomp as jc
+from experiments.compiled.cases import ALGORITHMS, FORMS, LENGTH, ROUTES, Case, codec, update
+from experiments.lib.cli import UserError
+from experiments.lib.codecs import CODECS, chosen
+from experiments.lib.errors import shortened
+from experiments.lib.report import Columns
+from experiments.lib.run import Run, parser_of
+from jaxcomp.exchange.collectives import TPU_LANES
+
+__all__ = ["RATIO", "Made", "all_cases", "bytes_over", "made", "main"]
+
+RATIO = 0.01  # of sparse codecs
+
+
+def all_cases() -> dict[str, Case]:
+    """Every case by its name."""
+    cases = [codec(name, each.make(LENGTH, RATIO)) for name, each in CODECS.items()]
+    cases += [update(name, algorithm) for name, algorithm in ALGORITHMS.items()]
+    cases += [update(f"via={via}", algorithm, via) for via, algorithm in ROUTES.items()]
+    return {case.name: case for case in (*cases, *FORMS.values())}
+
+
+class Made(NamedTuple):
+    """A compiled case. sent: bytes a device sends over the axis of the workers."""
+
+    program: targets.Program
+    sent: float
+
+
+def made(case: Case, devices: Sequence[Any], *, tpu_gathers: bool = False) -> Made:
+    """The case, compiled for these devices. tpu_gathers: counts gathers as long as a TPU's are."""
+    function, args = case.on(list(devices))
+    program = targets.compiled(function, *args)
+    mesh = targets.mesh_on(list(devices), case.axes)
+    return Made(program, bytes_over("data", program.ledger, mesh, TPU_LANES if tpu_gathers else 1))
+
+
+def bytes_over(axis: str, ledger: jc.Ledger, mesh: Mesh, unit: int = 1) -> float:
+    """Bytes that a device sends over an axis, alone or with others. unit: of entries that gathers are padded to."""
+    sent = 0.0
+    for row in ledger.rows:
+        if row.counted and axis in row.axes(mesh):
+            entries = row.shape[-1] if row.shape else 1
+            longer = (entries + -entries % unit) / max(entries, 1) if row.op == "all-gather" else 1.0
+            sent += row.sent_bytes * longer
+    return sent
+
+
+def tried(case: Case, name: str) -> dict[str, Any]:
+    """A row: the case on a target, beside the CPU."""
+    about: dict[str, Any] = {"case": case.name, "target": name}
+    try:
+        got = made(case, targets.described(name))
+    except UserError:
+        raise
+    except Exception as error:
+        return about | {"error": shortened(error)}
+    about |= {
+        "lines": got.program.lines,
+        "seconds": got.program.seconds,
+        "memory": got.program.memory / 4 / case.entries,
+        "sent": got.sent,
+        "aliased": got.program.aliased,
+    }
+    try:
+        about["cpu"] = made(case, jax.devices("cpu"), tpu_gathers=not name.startswith("h100")).sent
+    except ValueError as error:  # what a CPU does not have
+        about["cpu_lacks"] = shortened(error)
+    return about
+
+
+def verdict(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return ""
+    if "cpu" not in row:
+        return "not on CPU"
+    return "equal" if row["sent"] == row["cpu"] else f"{row['sent'] / max(row['cpu'], 1):.3g} times"
+
+
+COLUMNS: Columns = {
+    "case": "{case}",
+    "target": "{target}",
+    "compiles": lambda row: "no" if "error" in row else "yes",
+    "bytes a device sends": lambda row: "" if "error" in row else f"{row['sent']:,.0f}",
+    "against the CPU's": verdict,
+    "temporary memory": lambda row: "" if "error" in row else f"{row['memory']:.2f}",
+    "lines": lambda row: "" if "error" in row else f"{row['lines']:,}",
+    "s": lambda row: "" if "error" in row else f"{row['seconds']:.1f}",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    p = parser_of("compiled", __doc__)
+    p.add_argument("--targets", nargs="+", default=["h100", "v5e:2x2"], metavar="NAME", help="h100, v5e:2x2, v5e:4x4")
+    p.add_argument("--only", nargs="+", default=None, metavar="WORD", help="cases whose name contains one of these")
+    run = Run(p, arguments, "compiled")
+    o = run.options
+    for name in o.targets:
+        if package := targets.lacks(name):
+            raise UserError(f"--targets {name} needs the package {package}; pip install 'jaxcomp[accelerators]'")
+    jax.config.update("jax_num_cpu_devices", 4)
+    every = all_cases()
+    pairs = [(every[name], target) for name in chosen(every, o.only, "--only") for target in o.targets]
+    rows = run.rows_of(pairs, lambda pair: f"{pair[0].name}, {pair[1]}", lambda pair: tried(*pair))
+    run.keep(rows)
+    notes = (
+        "Compiled ahead of time for described devices: four H100 of one host, four TPU v5e; codecs for one of them. "
+        "Bytes: those over the axis of the workers, from the ledger of the compiled program; on TPUs gathers are "
+        f"padded to {TPU_LANES} entries, on both sides of the comparison. Temporary memory in copies of the gradient; "
+        "libtpu does not count what stays on the chip. Lines of StableHLO. s: to trace and compile, on this machine."
+    )
+    run.table(f"Compiled by JAX {jax.__version__}", COLUMNS, rows, notes)
+    for row in rows:
+        if "error" in row:
+            run.say(f"{row['case']}, {row['target']}: {row['error']}")
+    return run.status
