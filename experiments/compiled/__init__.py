@@ -34,18 +34,25 @@ def all_cases() -> dict[str, Case]:
 
 
 class Made(NamedTuple):
-    """A compiled case. sent: bytes a device sends over the axis of the workers."""
+    """A compiled case, and the mesh it was compiled for."""
 
     program: targets.Program
-    sent: float
+    mesh: Mesh
+
+    def sent(self, unit: int = 1) -> float:
+        """Bytes that a device sends over the axis of the workers. unit: of entries that gathers are padded to."""
+        return bytes_over("data", self.program.ledger, self.mesh, unit)
 
 
-def made(case: Case, devices: Sequence[Any], *, tpu_gathers: bool = False) -> Made:
-    """The case, compiled for these devices. tpu_gathers: counts gathers as long as a TPU's are."""
+def made(case: Case, devices: Sequence[Any]) -> Made:
+    """The case, compiled for these devices."""
     function, args = case.on(list(devices))
-    program = targets.compiled(function, *args)
-    mesh = targets.mesh_on(list(devices), case.axes)
-    return Made(program, bytes_over("data", program.ledger, mesh, TPU_LANES if tpu_gathers else 1))
+    return Made(targets.compiled(function, *args), targets.mesh_on(list(devices), case.axes))
+
+
+def gather_unit(target: str) -> int:
+    """Entries that a gather is padded to on a target."""
+    return 1 if target.startswith("h100") else TPU_LANES
 
 
 def bytes_over(axis: str, ledger: jc.Ledger, mesh: Mesh, unit: int = 1) -> float:
@@ -72,11 +79,11 @@ def tried(case: Case, name: str) -> dict[str, Any]:
         "lines": got.program.lines,
         "seconds": got.program.seconds,
         "memory": got.program.memory / 4 / case.entries,
-        "sent": got.sent,
+        "sent": got.sent(),
         "aliased": got.program.aliased,
     }
     try:
-        about["cpu"] = made(case, jax.devices("cpu"), tpu_gathers=not name.startswith("h100")).sent
+        about["cpu"] = made(case, jax.devices("cpu")).sent(gather_unit(name))
     except ValueError as error:  # what a CPU does not have
         about["cpu_lacks"] = shortened(error)
     return about
