@@ -1,4 +1,4 @@
-"""Programs as users of accelerators get them: optimized, and never from a cache, whose entries these compilers refuse."""
+"""Programs as users get them: optimized, and never from a cache, whose entries the compilers of accelerators refuse."""
 
 import jax
 import pytest
