@@ -29,8 +29,8 @@ class Difference(NamedTuple):
 
 COLUMNS = {
     "codec": "{codec}",
-    "payload": lambda row: str(Difference(*row["payload"])),
-    "decoded": lambda row: str(Difference(*row["decoded"])),
+    "payload": lambda row: str(row["payload"]),
+    "decoded": lambda row: str(row["decoded"]),
 }
 
 

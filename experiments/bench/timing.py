@@ -54,20 +54,20 @@ def bench_parser(name: str, about: str | None, repeats: int | None = None) -> Pa
     return p
 
 
-def time_all(calls: Calls, repeats: int, what: str = "", begin: Callable[[int], Any] | None = None) -> dict[str, float]:
+def time_all(calls: Calls, repeats: int, what: str = "", **options: Any) -> dict[str, float]:
     """Median seconds of each call of `rounds_of`."""
-    return {name: float(np.median(values)) for name, values in rounds_of(calls, repeats, what, begin).items()}
+    return {name: float(np.median(values)) for name, values in rounds_of(calls, repeats, what, **options).items()}
 
 
 def rounds_of(
-    calls: Calls, repeats: int, what: str = "", begin: Callable[[int], Any] | None = None
+    calls: Calls, repeats: int, what: str = "", begin: Callable[[int], Any] | None = None, quiet: bool = False
 ) -> dict[str, list[float]]:
     """Seconds of each call in each round. Compiled and run once first, then in turn, round after round.
 
-    begin(i): called at the start of round i.
+    begin(i): called at the start of round i. quiet: without a status line, where another one says what goes on.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    with new_console().status("") as status:
+    with new_console(quiet).status("") as status:
         for name, call in calls.items():
             status.update(f"{what}compiling {name}")
             jax.block_until_ready(call())

@@ -20,16 +20,16 @@ __all__ = ["gpt_like", "main", "methods", "num_entries", "temporary", "update_of
 WIDTH, TOKENS = 512, 8192
 
 
-def gpt_like(layers: int) -> dict[str, Any]:
+def gpt_like(layers: int, width: int = WIDTH, tokens: int = TOKENS) -> dict[str, Any]:
     """Shapes of a GPT: 12 leaves a layer and two more; 12 layers of width 512 are 146 leaves, 42.0 M parameters."""
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    norm = lambda: {"scale": f32(WIDTH), "bias": f32(WIDTH)}
+    norm = lambda: {"scale": f32(width), "bias": f32(width)}
     dense = lambda rows, columns: {"kernel": f32(rows, columns), "bias": f32(columns)}
     layer = lambda: {
-        **{"norm_1": norm(), "qkv": dense(WIDTH, 3 * WIDTH), "out": dense(WIDTH, WIDTH)},
-        **{"norm_2": norm(), "up": dense(WIDTH, 4 * WIDTH), "down": dense(4 * WIDTH, WIDTH)},
+        **{"norm_1": norm(), "qkv": dense(width, 3 * width), "out": dense(width, width)},
+        **{"norm_2": norm(), "up": dense(width, 4 * width), "down": dense(4 * width, width)},
     }
-    return {"embed": f32(TOKENS, WIDTH), "layers": [layer() for _ in range(layers)], "norm": f32(WIDTH)}
+    return {"embed": f32(tokens, width), "layers": [layer() for _ in range(layers)], "norm": f32(width)}
 
 
 def num_entries(tree: Any) -> int:
@@ -43,6 +43,7 @@ def methods() -> dict[str, Callable[[], Any]]:
         "direct(identity)": lambda: direct(jc.identity()),
         "direct(cast bf16)": lambda: direct(jc.cast("bfloat16")),
         "error_feedback(cast fp8)": lambda: ef(jc.cast("float8_e4m3fn")),
+        "error_feedback(int4)": lambda: ef(jc.block_scaled("int4")),
         "direct(natural)": lambda: direct(jc.natural()),
         "direct(dithering)": lambda: direct(jc.dithering(7)),
         "diana(dithering)": lambda: jc.diana(jc.dithering(7)),
