@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.accelerator.laws import BROKEN, LAWS, laws
+from experiments.accelerator.laws import BROKEN, LAWS, laws_of
 from experiments.accelerator.parity import COLUMNS as PARITY
-from experiments.accelerator.parity import cpu, parity
+from experiments.accelerator.parity import cpu, parity_of
 from experiments.accelerator.steps import EXCHANGES, METHODS, Tree, default_tree
 from experiments.accelerator.times import COLUMNS as TIMES
-from experiments.accelerator.times import default_log2, times
+from experiments.accelerator.times import default_log2, times_of
 from experiments.bench.timing import machine
 from experiments.bench.trees import gpt_like, num_entries
 from experiments.figures import FIGURES, RESULTS, placed, stamp_of
@@ -150,7 +150,7 @@ def parts_of(o: Any, devices: Sequence[Any]) -> dict[str, Part]:
     parts = {
         "parity": Part(
             codecs,
-            lambda name: {"codec": name, **parity(CODECS[name], x, 0.1, o.seed, (cpu(), device))},
+            lambda name: {"codec": name, **parity_of(CODECS[name], x, 0.1, o.seed, (cpu(), device))},
             f"Parity of {device.platform} with CPU, {o.entries:,} entries",
             "payload: messages of the same vector with the same key. decoded: one message, of the CPU, decoded on "
             "both. ulp: the largest gap in units of the last place, and the share of floats that differ at all; "
@@ -158,7 +158,7 @@ def parts_of(o: Any, devices: Sequence[Any]) -> dict[str, Part]:
         ),
         "laws": Part(
             codecs,
-            lambda name: {"codec": name, **laws(CODECS[name], few, 0.1, o.seed)},
+            lambda name: {"codec": name, **laws_of(CODECS[name], few, 0.1, o.seed)},
             f"Laws on {device.platform}, {few.size:,} entries",
             "bits: equal. rounding: integers equal, floats as near as sums in another order are. "
             "decoded in one program: with the residual, where compression is compiled beside it. sent + residual = "
@@ -166,7 +166,7 @@ def parts_of(o: Any, devices: Sequence[Any]) -> dict[str, Part]:
         ),
         "times": Part(
             codecs,
-            lambda name: {"codec": name, **times(CODECS[name], log2_size, o.ratio, o.repeats)},
+            lambda name: {"codec": name, **times_of(CODECS[name], log2_size, o.ratio, o.repeats)},
             f"Codecs at 2^{log2_size} entries, ratio {o.ratio:g}",
             f"Medians of {o.repeats} calls by the wall clock, launches included, in turn with a copy (2 x into new "
             "memory), of which copies are multiples.",

@@ -10,7 +10,7 @@ from experiments.accelerator.parity import Difference, difference
 from experiments.lib.codecs import Codec
 from jaxcomp.base import Compressor, State, for_worker, residual
 
-__all__ = ["BROKEN", "LAWS", "Verdict", "laws", "verdict"]
+__all__ = ["BROKEN", "LAWS", "Verdict", "laws_of", "verdict"]
 
 LAWS = {
     "jit": "jit = op by op",
@@ -58,7 +58,7 @@ class Round:
 
     def state(self, key: Any) -> State:
         state = self.compressor.init(key, self.like)
-        return state.replace(shared=for_worker(self.compressor, state.shared, 0))
+        return State(state.local, for_worker(self.compressor, state.shared, 0))
 
     def whole(self, x: Any, key: Any) -> tuple[Any, Any, Any]:
         """Payload, what it decodes to, and what is left."""
@@ -72,11 +72,12 @@ class Round:
         return self.compressor.decompress(payload, self.state(key).shared, self.like)
 
 
-def laws(codec: Codec, x: np.ndarray, ratio: float, seed: int) -> dict[str, Verdict]:
+def laws_of(codec: Codec, x: np.ndarray, ratio: float, seed: int) -> dict[str, Verdict]:
     """A verdict for each of LAWS, on the default device."""
     run, key, x = Round(codec.make(x.size, ratio), x.size), jax.random.key(seed), jnp.asarray(x)
     payload, decoded, rest = run.jitted(x, key)
-    received, host = run.alone(payload, key), np.asarray(x)  # NumPy adds subnormal numbers, which a device may flush
+    # NumPy adds subnormal numbers, which a device takes as zeros.
+    received, host = np.asarray(run.alone(payload, key)), np.asarray(x)
     xs, keys = jnp.stack([x, x[::-1], 2 * x]), jax.random.split(key, 3)
     mapped = jax.jit(jax.vmap(lambda x, key: run.whole(x, key)[1]))(xs, keys)
     looped = np.stack([run.jitted(x, key)[1] for x, key in zip(xs, keys, strict=True)])

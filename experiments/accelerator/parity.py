@@ -10,7 +10,7 @@ from experiments.lib.cli import UserError
 from experiments.lib.codecs import Codec
 from jaxcomp.base import State, for_worker
 
-__all__ = ["COLUMNS", "Difference", "cpu", "difference", "parity"]
+__all__ = ["COLUMNS", "Difference", "cpu", "difference", "parity_of"]
 
 
 class Difference(NamedTuple):
@@ -22,8 +22,8 @@ class Difference(NamedTuple):
     integers: float
 
     def __str__(self) -> str:
-        said = [f"{self.ulps:,} ulp in {self.floats:.2g} of the floats"] if self.floats else []
-        said += [f"{self.integers:.2g} of the integers"] if self.integers else []
+        said = [f"{self.ulps:,} ulp in {100 * self.floats:.2g} % of the floats"] if self.floats else []
+        said += [f"{100 * self.integers:.2g} % of the integers"] if self.integers else []
         return ", ".join(said) or "equal"
 
 
@@ -58,7 +58,7 @@ def order_of(x: np.ndarray) -> np.ndarray:
 
 
 def difference(one: Any, other: Any) -> Difference:
-    """Of two trees of arrays with equal shapes and dtypes, bit by bit: zeros of other signs are unequal, 0 ulp apart."""
+    """Of two trees of equal shapes and dtypes, bit by bit: zeros of different signs are unequal, and 0 ulp apart."""
     ulps, unequal, sizes = 0, {"f": 0, "i": 0}, {"f": 0, "i": 0}
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         a, b = (np.ascontiguousarray(x).reshape(-1) for x in (a, b))
@@ -95,10 +95,10 @@ class Side:
     def state(self, key: Any) -> State:
         """Of the first of the workers."""
         state = self.compressor.init(key, self.like)
-        return state.replace(shared=for_worker(self.compressor, state.shared, 0))
+        return State(state.local, for_worker(self.compressor, state.shared, 0))
 
 
-def parity(codec: Codec, x: np.ndarray, ratio: float, seed: int, devices: tuple[Any, Any]) -> dict[str, Difference]:
+def parity_of(codec: Codec, x: np.ndarray, ratio: float, seed: int, devices: tuple[Any, Any]) -> dict[str, Difference]:
     """payload: of both devices; decoded: what both make of the first one's payload."""
     one, other = (Side(codec, x, ratio, seed, device) for device in devices)
     message = one.message()

@@ -3,12 +3,11 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from experiments.bench.timing import codec_calls, time_all
 from experiments.lib.codecs import Codec
 
-__all__ = ["COLUMNS", "default_log2", "memory_of", "times"]
+__all__ = ["COLUMNS", "default_log2", "memory_of", "times_of"]
 
 LONGEST, SHORTEST, ON_CPU = 27, 16, 18  # log2 of entries: at most and at least on an accelerator, on a CPU
 VECTORS = 16  # so many of them fit besides one another: input, message, output, and what sorting rows needs
@@ -38,7 +37,7 @@ def default_log2(device: Any) -> int:
     return max(fits, default=SHORTEST)
 
 
-def times(codec: Codec, log2_size: int, ratio: float, repeats: int) -> dict[str, Any]:
+def times_of(codec: Codec, log2_size: int, ratio: float, repeats: int) -> dict[str, Any]:
     """Medians of compress and decompress and of a copy, all three in turn."""
     d = 2**log2_size
     x = jax.random.t(jax.random.key(0), 3.0, (d,))
