@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
     done = measured(run, parts)
     shown = show(run, done, {name: part.title for name, part in parts.items()}, devices[0].platform)
     if page is not None and not run.interrupted:
-        lines, stamp = lines_of(run, shown, " ".join(["accelerator", *arguments])), stamp_of(FIGURE, machine())
+        lines, stamp = lines_of(run, shown), stamp_of(FIGURE, machine())
         page.write_text(placed(page.read_text(), "accelerator", lines, stamp))
         run.say(f"page: {page}")
     broken = [row["codec"] for row in done.get("laws", ([], ""))[0] if any(row[law].held == BROKEN for law in LAWS)]
@@ -146,7 +146,7 @@ def parts_of(o: Any, devices: Sequence[Any]) -> dict[str, Part]:
         return tree_on(1).measure(method, o.repeats, method == o.kernels)
 
     millions = num_entries(gpt_like(layers, width)) / 1e6
-    of_tree = f"a GPT's tree (width {width}, {layers} layers, {millions:.1f} M parameters)"
+    of_tree = f"a GPT's tree (width {width}, layers {layers}, {millions:.1f} M parameters)"
     parts = {
         "parity": Part(
             codecs,
@@ -240,7 +240,8 @@ def show(run: Run, done: Done, titles: dict[str, str], platform: str) -> list[st
             run.table(title, TABLES["kernels"], traced[0]["kernels"][:KERNELS], about, "kernels.md")
             shown.append("kernels")
     if panels := panels_of(done):
-        run.plot("accelerator.png", panels, machine(), yscale="log", ylabel="time / a copy on the same device")
+        each = {title: {"xlabel": title.partition(",")[0]} for title in panels}
+        run.plot("accelerator.png", panels, machine(), each=each, yscale="log", ylabel="time / time of a copy")
     return shown
 
 
@@ -249,18 +250,18 @@ def panels_of(done: Done) -> dict[str, dict[str, Any]]:
     panels: dict[str, dict[str, Any]] = {}
     if rows := done.get("times", ([], ""))[0]:
         names = [row["codec"] for row in rows]
-        panels["codecs, in copies of the vector"] = {
+        panels["codec, in copies of the vector"] = {
             part: (names, [row[part] for row in rows]) for part in ("compress", "decompress")
         }
     if rows := done.get("steps", ([], ""))[0]:
         copies = ([row["method"] for row in rows], [row["copies"] for row in rows])
-        panels["steps, in copies of the tree"] = {"step": copies}
+        panels["method of a step, in copies of the tree"] = {"step": copies}
     return panels
 
 
-def lines_of(run: Run, names: Sequence[str], command: str) -> list[str]:
+def lines_of(run: Run, names: Sequence[str]) -> list[str]:
     """The tables of a run as a section of a page."""
-    lines = [f"`python -m experiments {command}`; {machine()}.", ""]
+    lines = [f"{machine()}, {run.options.minutes:g} minutes at most, seed {run.options.seed}.", ""]
     for name in names:
         title, _, rest = run.path(f"{name}.md").read_text().partition("\n")
         lines += [f"### {title}", *rest.rstrip("\n").split("\n"), ""]

@@ -48,7 +48,7 @@ class Tree:
 
     def measure(self, method: str, repeats: int, kernels: bool = False) -> dict[str, Any]:
         """The row of a method; kernels: with milliseconds of a step by the names of kernels."""
-        step = Step(methods().get(method), self.like, self.mesh, self.gradients)
+        step = Step(methods(self.mesh.size).get(method), self.like, self.mesh, self.gradients)
         calls: dict[str, Callable[[], Any]] = {"copy": lambda: self.copy(self.gradients[0]), "step": step}
         seconds = time_all(calls, repeats, quiet=True)
         row = {

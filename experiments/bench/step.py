@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     o = p.parse_args(arguments)
     kept = not o.give_back and keep_memory()
 
-    mesh, like, makers = find_mesh(o.workers), gpt_like(o.layers), methods()
+    mesh, like, makers = find_mesh(o.workers), gpt_like(o.layers), methods(o.workers)
     chosen = [name for name in METHODS if o.only is None or any(part in name for part in o.only)]
     steps: dict[str, Step] = {}
     gradients = gradients_of(like, mesh)

@@ -36,8 +36,8 @@ def num_entries(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def methods() -> dict[str, Callable[[], Any]]:
-    """One algorithm for each compressor of the law table that has one, with its defaults."""
+def methods(workers: int = 2) -> dict[str, Callable[[], Any]]:
+    """One algorithm for each compressor of the law table that has one, with its defaults, for so many workers."""
     ef, direct, ratio = jc.error_feedback, jc.direct, 1e-3
     return {
         "direct(identity)": lambda: direct(jc.identity()),
@@ -62,7 +62,7 @@ def methods() -> dict[str, Callable[[], Any]]:
         "error_feedback(compose(top_k, dithering))": lambda: ef(jc.compose(jc.top_k(ratio), jc.dithering(127))),
         "error_feedback(skcompress(top_k))": lambda: ef(jc.skcompress(jc.top_k(ratio))),
         "error_feedback(skcompress recentred)": lambda: ef(jc.skcompress(jc.top_k(ratio), mode="recentred")),
-        "error_feedback(dagc)": lambda: ef(jc.dagc([3, 1], ratio)),
+        "error_feedback(dagc)": lambda: ef(jc.dagc([3, *[1] * (workers - 1)], ratio)),
         "momentum_correction(dgc)": lambda: jc.momentum_correction(jc.dgc(ratio)),
         "power_sgd(4)": lambda: jc.power_sgd(4),
         "error_feedback(per_leaf(sidco))": lambda: ef(jc.per_leaf(jc.sidco(ratio))),
@@ -99,7 +99,9 @@ def main(arguments: Sequence[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = find_mesh(o.workers)
     trees = {layers: gpt_like(layers) for layers in o.layers}
-    wanted = {name: make for name, make in methods().items() if o.only is None or any(x in name for x in o.only)}
+    wanted = {
+        name: make for name, make in methods(o.workers).items() if o.only is None or any(x in name for x in o.only)
+    }
     step, shapes = update_of(None, gpt_like(1), mesh)
     step.lower(*shapes).compile()  # JAX itself
     seconds: dict[tuple[str, int], float] = {}
