@@ -71,26 +71,31 @@ def difference(one: Any, other: Any) -> Difference:
 
 
 class Side:
-    """A codec on one device. The programs are its own, since what the library chooses depends on the device."""
+    """A codec on one device: one program, its own, since what the library chooses depends on the device."""
 
     def __init__(self, codec: Codec, x: np.ndarray, ratio: float, seed: int, device: Any):
         self.device, self.like = device, jax.ShapeDtypeStruct(x.shape, x.dtype)
         self.compressor = codec.make(x.size, ratio)
         with jax.default_device(device):
-            self.x, self.key = jax.device_put((x, jax.random.key(seed)), device)
+            self.given = jax.device_put((x, jax.random.key(seed)), device)
+            self.program = jax.jit(self.both)
+
+    def both(self, x: Any, key: Any, payload: Any) -> tuple[Any, Any]:
+        """The message of x, and what another payload decodes to."""
+        state, private_key = self.state(key), jax.random.fold_in(key, 1)
+        message, _ = self.compressor.compress(private_key, x, state)
+        return message, self.compressor.decompress(payload, state.shared, self.like)
 
     def message(self) -> Any:
-        def run(x: Any, key: Any) -> Any:
-            payload, _ = self.compressor.compress(jax.random.fold_in(key, 1), x, self.state(key))
-            return payload
-
-        with jax.default_device(self.device):
-            return jax.device_get(jax.jit(run)(self.x, self.key))
+        shapes = jax.eval_shape(lambda x, key: self.compressor.compress(key, x, self.state(key))[0], *self.given)
+        return self.run(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes))[0]
 
     def decoded(self, payload: Any) -> Any:
-        run = lambda payload, key: self.compressor.decompress(payload, self.state(key).shared, self.like)
+        return self.run(payload)[1]
+
+    def run(self, payload: Any) -> tuple[Any, Any]:
         with jax.default_device(self.device):
-            return jax.device_get(jax.jit(run)(jax.device_put(payload, self.device), self.key))
+            return jax.device_get(self.program(*self.given, jax.device_put(payload, self.device)))
 
     def state(self, key: Any) -> State:
         """Of the first of the workers."""

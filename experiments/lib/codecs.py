@@ -75,9 +75,10 @@ def chosen(names: Collection[str], parts: Collection[str] | None, option: str) -
     return [name for name in names if parts is None or any(part in name for part in parts)]
 
 
-def heavy_tailed(d: int, seed: int) -> np.ndarray:
-    """f32[d] by Student's law with 3 degrees of freedom; of a hundred entries one is zero and one is subnormal."""
+def heavy_tailed(d: int, seed: int, subnormal: bool = True) -> np.ndarray:
+    """f32[d] by Student's law with 3 degrees of freedom; of a hundred entries one is zero, and one is subnormal."""
     rng = np.random.default_rng(seed)
-    x = rng.standard_t(3, d).astype(np.float32)
-    places = rng.random(d)
-    return np.where(places < 0.01, 0, np.where(places < 0.02, x * np.float32(1e-39), x)).astype(np.float32)
+    x, places = rng.standard_t(3, d).astype(np.float32), rng.random(d)
+    x[places < 0.01] = 0
+    x[(places >= 0.01) & (places < 0.02)] *= np.float32(1e-39 if subnormal else 1)
+    return x
