@@ -72,21 +72,19 @@ class Round:
         return self.compressor.decompress(payload, self.state(key).shared, self.like)
 
 
-def laws_of(codec: Codec, x: np.ndarray, ratio: float, seed: int) -> dict[str, Verdict]:
-    """A verdict for each of LAWS, on the default device."""
-    run, key, x = Round(codec.make(x.size, ratio), x.size), jax.random.key(seed), jnp.asarray(x)
+def laws_of(codec: Codec, host: np.ndarray, ratio: float, seed: int) -> dict[str, Verdict]:
+    """A verdict for each of LAWS with the vector `host`, on the default device."""
+    run, key, x = Round(codec.make(host.size, ratio), host.size), jax.random.key(seed), jnp.asarray(host)
     payload, decoded, rest = run.jitted(x, key)
-    # NumPy adds subnormal numbers, which a device takes as zeros.
-    received, host = np.asarray(run.alone(payload, key)), np.asarray(x)
+    received = np.asarray(run.alone(payload, key))
     xs, keys = jnp.stack([x, x[::-1], 2 * x]), jax.random.split(key, 3)
     mapped = jax.jit(jax.vmap(lambda x, key: run.whole(x, key)[1]))(xs, keys)
     looped = np.stack([run.jitted(x, key)[1] for x, key in zip(xs, keys, strict=True)])
+    whole = np.asarray(decoded) + np.asarray(rest)  # in NumPy, since devices may take subnormal sums as zeros
     return {
         "jit": verdict((payload, decoded), run.whole(x, key)[:2]),
         # What is left is computed beside the payload: a rounding that a compiler removes there is missing in it.
         "apart": verdict((decoded, rest), (received, host - received), scale=float(np.max(np.abs(host)))),
         "vmap": verdict(mapped, looped),
-        "sum": verdict(np.asarray(decoded) + np.asarray(rest), host, bitwise=True)
-        if codec.exact
-        else Verdict("-", Difference(0, 0, 0)),
+        "sum": verdict(whole, host, bitwise=True) if codec.exact else Verdict("-", Difference(0, 0, 0)),
     }

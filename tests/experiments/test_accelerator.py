@@ -69,7 +69,7 @@ def test_a_law_is_broken_by_more_than_rounding():
     assert verdict(np.int32([1, 2]), np.int32([1, 3])).held == BROKEN
 
 
-@pytest.mark.parametrize("name", ["identity", "cast", "sign"])
+@pytest.mark.parametrize("name", ["identity", "cast"])
 def test_codecs_have_parity_and_keep_the_laws(name, seed):
     x = heavy_tailed(1003, seed)
     assert parity_of(CODECS[name], x, 0.1, seed, (cpu(), jax.devices()[1])) == dict.fromkeys(
@@ -133,7 +133,7 @@ def test_names_that_fit_nothing_are_refused():
 
 def ran(tmp_path, *words, devices=1):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    few = ("--codecs", "cast", "identity", "--methods", "pmean", "bf16", "--repeats", 1, "--log2-size", 10)
+    few = ("--codecs", "identity", "--methods", "pmean", "bf16", "--repeats", 1, "--log2-size", 10)
     small = (*few, "--entries", 1003, "--width", 16, "--layers", 1, "--kernels", "direct(cast bf16)")
     words = command("accelerator", "--runs", tmp_path, "--name", "r", *small, *words)
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -147,7 +147,7 @@ def test_the_whole_command_on_two_devices_of_the_cpu(tmp_path):
     assert "parity compares the CPU with the CPU" in result.stdout
     assert "a profile of the cpu backend names none" in result.stdout
     rows = json.loads((tmp_path / "r" / "results.json").read_text())
-    assert [row["codec"] for row in rows["times"]] == ["identity", "cast", "cast-e4m3"]
+    assert [row["codec"] for row in rows["times"]] == ["identity"]
     assert all(row["payload"] == row["decoded"] == [0, 0, 0] for row in rows["parity"])
     assert all(row["copy_gbs"] > 0 and row["compress"] > 0 for row in rows["times"])
     sent = {row["method"]: row["sent_bytes"] for row in rows["exchanges"]}
@@ -163,10 +163,13 @@ def test_the_whole_command_on_two_devices_of_the_cpu(tmp_path):
         assert title in text
 
 
-def test_what_no_time_is_left_for_is_named(tmp_path):
-    result = ran(tmp_path, "--minutes", 1e-6, "--only", "parity", "exchanges")
+def test_what_no_time_is_left_for_is_named(tmp_path, monkeypatch, capsys):
+    (one, *_) = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda *_: [one])
+    words = ("--minutes", 1e-9, "--only", "parity", "exchanges", "--codecs", "cast", "--entries", 9)
+    result = run_inside(capsys, "accelerator", "--runs", tmp_path, *words)
     assert result.returncode == 0, result.stderr
-    assert "Left out: identity, cast, cast-e4m3; no time was left" in result.stdout
+    assert "Left out: cast, cast-e4m3; no time was left" in result.stdout
     assert "Exchanges are left out: they need several devices, and there is 1 (cpu)" in result.stdout
 
 
