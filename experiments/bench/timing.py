@@ -13,6 +13,7 @@ import numpy as np
 from experiments.lib.cli import Parser, at_least
 from experiments.lib.report import Columns, new_console, show
 from experiments.lib.run import parser_of
+from jaxcomp.base import State, for_worker
 
 __all__ = ["Fresh", "bench_parser", "by_part", "codec_calls", "keep_memory", "machine", "report", "rounds_of"]
 __all__ += ["time_all"]
@@ -85,9 +86,10 @@ def rounds_of(
 
 
 def codec_calls(name: str, compressor: Any, x: jax.Array, key: jax.Array) -> tuple[Calls, Any, Any]:
-    """Calls "compress NAME" and "decompress NAME", both jitted; the payload of x, and the shared state."""
+    """Calls "compress NAME" and "decompress NAME", both jitted; the payload of x, and the shared state, of one worker."""
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     state = compressor.init(key, like)
+    state = State(state.local, for_worker(compressor, state.shared, 0))
     compress = jax.jit(lambda x, key, state: compressor.compress(key, x, state)[0])
     decompress = jax.jit(lambda payload, shared: compressor.decompress(payload, shared, like))
     payload = compress(x, key, state)

@@ -17,7 +17,7 @@ from experiments import accelerator
 from experiments.accelerator.laws import BROKEN, LAWS, laws_of, verdict
 from experiments.accelerator.parity import Difference, cpu, difference, parity_of
 from experiments.accelerator.steps import default_tree, summed
-from experiments.accelerator.times import default_log2
+from experiments.accelerator.times import default_log2, times_of
 from experiments.lib.cli import UserError
 from experiments.lib.codecs import CODECS, Codec, chosen, heavy_tailed
 
@@ -79,6 +79,13 @@ def test_codecs_have_parity_and_keep_the_laws(name, seed):
     assert list(found) == list(LAWS)
     assert {row.held for row in found.values()} <= {"bits", "rounding", "-"}
     assert found["sum"].held == ("bits" if CODECS[name].exact else "-")
+
+
+def test_times_are_multiples_of_a_copy():
+    row = times_of(CODECS["dagc"], 10, 0.1, 2)  # whose shared state has a part for each worker
+    for part in ("compress", "decompress"):
+        assert row[part] == pytest.approx(row[f"{part}_ms"] / row["copy_ms"])
+    assert row["copy_gbs"] == pytest.approx(8e-6 * 2**10 / row["copy_ms"])
 
 
 def test_a_rounding_that_is_removed_where_compression_is_compiled_breaks_a_law(seed):
@@ -185,6 +192,21 @@ def test_a_case_that_fails_is_named_and_the_others_are_kept(tmp_path, monkeypatc
     assert result.returncode == 1
     assert "Left out: cast; RESOURCE_EXHAUSTED: no memory." in result.stdout
     assert "2 ulp in 50 % of the floats" in result.stdout
+
+
+def test_ctrl_c_keeps_the_parts_before_and_leaves_the_page(tmp_path, monkeypatch, capsys):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    page = tmp_path / "page.md"
+    page.write_text(MARKERS)
+    monkeypatch.setattr(accelerator, "laws_of", stopped)
+    words = ("--only", "parity", "laws", "--codecs", "identity", "--entries", 9, "--page", page)
+    result = run_inside(capsys, "accelerator", "--runs", tmp_path, "--name", "r", *words)
+    assert result.returncode == 130
+    assert "Parity of cpu with CPU, 9 entries" in (tmp_path / "r" / "parity.md").read_text()
+    assert not (tmp_path / "r" / "laws.md").exists()
+    assert page.read_text() == MARKERS
 
 
 def test_a_page_without_markers_is_refused_before_anything_runs(tmp_path, capsys):

@@ -77,6 +77,7 @@ def test_what_needs_an_accelerator_is_neither_stale_nor_made_here(tmp_path, monk
     figure = Figure("page", "accelerator", "accelerator", 5, accelerator=True)
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     monkeypatch.setattr(figures, "FIGURES", {"chip": figure})
+    monkeypatch.setattr(figures, "SHARED", ())
     listed = lambda *words: (main([*words]), capsys.readouterr().out)[1]
     assert "needs an accelerator" in listed()
     assert "left out, it needs an accelerator" in listed("--all")
