@@ -86,7 +86,7 @@ def rounds_of(
 
 
 def codec_calls(name: str, compressor: Any, x: jax.Array, key: jax.Array) -> tuple[Calls, Any, Any]:
-    """Calls "compress NAME" and "decompress NAME", both jitted; the payload of x, and the shared state, of one worker."""
+    """Calls "compress NAME" and "decompress NAME", both jitted; the payload of x, and one worker's shared state."""
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     state = compressor.init(key, like)
     state = State(state.local, for_worker(compressor, state.shared, 0))
