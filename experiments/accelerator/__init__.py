@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 def main(arguments: Sequence[str]) -> int:
     p = parser_of("accelerator", __doc__)
-    p.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="of these parts")
+    p.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="only these parts")
     what = "no case begins later than this; what is left out is named"
     p.add_argument("--minutes", type=positive, default=4.5, help=what)
     p.add_argument("--codecs", nargs="+", default=None, metavar="NAME", help="codecs whose names contain one of these")
@@ -79,11 +79,11 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--width", type=at_least(8), default=None, help=what)
     p.add_argument("--layers", type=at_least(1), default=None, help="of the GPT")
     p.add_argument("--repeats", type=at_least(1), default=10, help="rounds of each time; the median is shown")
-    what = "the step whose kernels are listed"
+    what = f"the step whose kernels are listed: {', '.join(METHODS)}"
     p.add_argument("--kernels", choices=METHODS, default="error_feedback(sidco)", metavar="METHOD", help=what)
-    what = "page whose generated part is replaced; without it docs/results/accelerators.md, by a whole run that was on "
-    p.add_argument("--page", type=Path, default=None, help=f"{what}an accelerator")
-    common(p, "seed", ratio=(0.001, "of times; parity and laws have 0.1"))
+    what = "page whose generated part is replaced; without it docs/results/accelerators.md, after a whole run on an "
+    p.add_argument("--page", type=Path, default=None, help=f"{what}accelerator")
+    common(p, seed=(0, "of vectors and keys"), ratio=(0.001, "of times; parity and laws have 0.1"))
     run = Run(p, arguments, "accelerator")
     o, devices = run.options, jax.devices()
     jax.config.update("jax_enable_compilation_cache", False)  # seconds to compile are measured
@@ -208,7 +208,7 @@ def rows_in(done: Done, part: str) -> list[dict[str, Any]]:
 
 
 def measured(run: Run, parts: dict[str, Part]) -> Done:
-    """Rows of each part, and its title and notes as far as they are known; Ctrl-C keeps what was measured."""
+    """What came out of each part, kept after each; Ctrl-C ends the present one and keeps the rows so far."""
     begun, done = time.monotonic(), Done()
     for name, part in parts.items():
         end, left = begun + 60 * run.options.minutes * PARTS[name], {}

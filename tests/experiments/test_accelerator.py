@@ -170,31 +170,37 @@ def test_the_whole_command_on_two_devices_of_the_cpu(tmp_path):
         assert title in text
 
 
-def test_what_no_time_is_left_for_is_named(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def inside(monkeypatch, capsys, tmp_path):
+    """The command within this process, whose settings it leaves alone."""
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    return lambda *words: run_inside(capsys, "accelerator", "--runs", tmp_path, *words)
+
+
+def test_what_no_time_is_left_for_is_named(monkeypatch, inside):
     (one, *_) = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda *_: [one])
     words = ("--minutes", 1e-9, "--only", "parity", "exchanges", "--codecs", "cast", "--entries", 9)
-    result = run_inside(capsys, "accelerator", "--runs", tmp_path, *words)
+    result = inside(*words)
     assert result.returncode == 0, result.stderr
     assert "Left out: cast, cast-e4m3; no time was left" in result.stdout
     assert "Exchanges are left out: they need several devices, and there is 1 (cpu)" in result.stdout
 
 
-def test_a_case_that_fails_is_named_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
+def test_a_case_that_fails_is_named_and_the_others_are_kept(monkeypatch, inside):
     def failing(codec, *rest):
         if codec is CODECS["cast"]:
             raise RuntimeError("RESOURCE_EXHAUSTED: no memory")
         return {"payload": Difference(0, 0, 0), "decoded": Difference(2, 0.5, 0)}
 
     monkeypatch.setattr(accelerator, "parity_of", failing)
-    words = ("accelerator", "--runs", tmp_path, "--only", "parity", "--codecs", "identity", "cast", "--entries", 9)
-    result = run_inside(capsys, *words)
+    result = inside("--only", "parity", "--codecs", "identity", "cast", "--entries", 9)
     assert result.returncode == 1
     assert "Left out: cast; RESOURCE_EXHAUSTED: no memory." in result.stdout
     assert "2 ulp in 50 % of the floats" in result.stdout
 
 
-def test_ctrl_c_keeps_the_parts_before_and_leaves_the_page(tmp_path, monkeypatch, capsys):
+def test_ctrl_c_keeps_the_parts_before_and_leaves_the_page(tmp_path, monkeypatch, inside):
     def stopped(*_):
         raise KeyboardInterrupt
 
@@ -202,14 +208,14 @@ def test_ctrl_c_keeps_the_parts_before_and_leaves_the_page(tmp_path, monkeypatch
     page.write_text(MARKERS)
     monkeypatch.setattr(accelerator, "laws_of", stopped)
     words = ("--only", "parity", "laws", "--codecs", "identity", "--entries", 9, "--page", page)
-    result = run_inside(capsys, "accelerator", "--runs", tmp_path, "--name", "r", *words)
+    result = inside("--name", "r", *words)
     assert result.returncode == 130
     assert "Parity of cpu with CPU, 9 entries" in (tmp_path / "r" / "parity.md").read_text()
     assert not (tmp_path / "r" / "laws.md").exists()
     assert page.read_text() == MARKERS
 
 
-def test_a_page_without_markers_is_refused_before_anything_runs(tmp_path, capsys):
-    result = run_inside(capsys, "accelerator", "--page", tmp_path / "no.md", "--runs", tmp_path)
+def test_a_page_without_markers_is_refused_before_anything_runs(tmp_path, inside):
+    result = inside("--page", tmp_path / "no.md")
     assert result.stderr.startswith(f"error: --page {tmp_path}/no.md: no file with the markers <!-- accelerator -->")
     assert list(tmp_path.iterdir()) == []
