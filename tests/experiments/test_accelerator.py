@@ -133,7 +133,7 @@ def test_sizes_fit_the_memory_of_a_device(gigabytes, log2, tree):
 
 
 def test_names_that_fit_nothing_are_refused():
-    assert chosen(CODECS, ["eden", "sidco"], "--codecs") == ["eden", "sidco"]
+    assert chosen(CODECS, ["eden", "sidco"], "--codecs") == ["sidco", "eden"]
     with pytest.raises(UserError, match="--codecs: no name contains 'magic'; choose from identity, cast"):
         chosen(CODECS, ["magic"], "--codecs")
 
