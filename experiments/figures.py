@@ -4,7 +4,7 @@ A table stands on its page between two markers. The first one says when it was m
 and a hash of the code that it came from: the library, what experiments share, and the experiment itself, without
 comments and docstrings. The planner takes no part in a step, and counts for its own table alone. Where that hash is
 another one today, or none stands there, the table is stale. Text around a table is not rewritten: rows that changed are
-printed, so that its author can.
+printed, so that its author can. A table that is of an accelerator is made by its command alone, which writes the page.
 
     python -m experiments figures                    what is stale
     python -m experiments figures demo scale         make these anew
@@ -43,6 +43,7 @@ class Figure(NamedTuple):
     page: of docs/results. command: words after `python -m experiments`; {table} is the file to write it to, {data} the
     folder of --data. Without {table} the command keeps a run, and writes its table.md. source: file or folder below
     experiments that makes it. minutes: about, on 2 cores. picture: of the run, and its name in docs/images.
+    accelerator: the command needs a GPU or a TPU, and writes the page itself.
     """
 
     page: str
@@ -50,6 +51,7 @@ class Figure(NamedTuple):
     source: str
     minutes: int
     picture: tuple[str, str] | None = None
+    accelerator: bool = False
 
 
 SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
@@ -67,6 +69,7 @@ FIGURES = {
     "scoreboard": Figure("scoreboard", SCOREBOARD, "network", 35, ("scoreboard.png", "scoreboard.png")),
     "plan": Figure("plan", PLAN, "plan", 35, ("regret.png", "plan.png")),
     "local": Figure("local", LOCAL, "local", 10),
+    "accelerator": Figure("accelerators", "accelerator", "accelerator", 5, accelerator=True),
 }
 
 
@@ -82,10 +85,15 @@ def main(arguments: Sequence[str]) -> int:
             raise UserError(f"unknown figure {name!r}; choose from {', '.join(FIGURES)}")
         if data is None and "{data}" in FIGURES[name].command:
             raise UserError(f"--data is needed for {name}")
+        if FIGURES[name].accelerator:
+            raise UserError(f"{name} needs a GPU or a TPU; run python -m experiments {FIGURES[name].command} there")
     console = new_console()
     for name in FIGURES if o.all else o.names:
         if data is None and "{data}" in FIGURES[name].command:
             console.print(f"{name}: left out, it needs --data")
+            continue
+        if FIGURES[name].accelerator:
+            console.print(f"{name}: left out, it needs an accelerator")
             continue
         console.print(f"{name}: about {FIGURES[name].minutes} min")
         for row in make(name, FIGURES[name], data):
@@ -94,6 +102,8 @@ def main(arguments: Sequence[str]) -> int:
     for name, figure in FIGURES.items():
         made, stale = state_of(name, figure)
         page, state = f"docs/results/{figure.page}.md", "stale" if stale else ""
+        if stale and figure.accelerator:
+            state = "stale; needs an accelerator" if made else "needs an accelerator"
         rows.append({"table": name, "page": page, "made": made, "state": state, "min": str(figure.minutes)})
     notes = "Stale: the code that makes it, or the library, is another one than it was made with."
     show_rows(console, "Figures of docs/results", rows, notes)
@@ -141,11 +151,12 @@ def placed(page: str, name: str, rows: list[str], stamp: str) -> str:
     return page[: found.start()] + table + page[found.end() :]
 
 
-def stamp_of(figure: Figure) -> str:
-    """When, with what and from which code: what the marker says."""
+def stamp_of(figure: Figure, machine: str | None = None) -> str:
+    """When, with what and from which code: what the marker says. machine: in words; None: the cores of this one."""
     import jax
 
-    return f"{time.strftime('%Y-%m-%d')}, JAX {jax.__version__}, {os.cpu_count()} cores, code {code_of(figure)}"
+    machine = machine or f"JAX {jax.__version__}, {os.cpu_count()} cores"
+    return f"{time.strftime('%Y-%m-%d')}, {machine}, code {code_of(figure)}"
 
 
 def code_of(figure: Figure) -> str:

@@ -43,9 +43,10 @@ def main(arguments: Sequence[str]) -> int:
     run = Run(p, arguments, "attack")
     o = run.options
 
-    import jax
+    if "combinations" in o.only:
+        from experiments.lib.training import find_devices
 
-    jax.config.update("jax_num_cpu_devices", 4)
+        find_devices(4, asked="attack combinations", instead="--only messages statistics")
     rows = run.rows_of(o.only, str, lambda name: pursued(name, o, run.say))
     fell = sum(row["fell"] for row in rows)
     worst = "".join(row["worst"] + "\n" for row in rows if row["worst"])

@@ -126,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     for size in sizes:
         vectors = Vectors(2**size)
         calls, extra = methods(vectors, o.ratio)
-        seconds[size] = time_all(calls, o.repeats, f"2^{size}: ", vectors.next_round)
+        seconds[size] = time_all(calls, o.repeats, f"2^{size}: ", begin=vectors.next_round)
         del calls, vectors
         run.keep(seconds)
 

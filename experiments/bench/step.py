@@ -1,7 +1,8 @@
 """One update of a GPT's whole tree: milliseconds and temporary memory, beside a plain `pmean` of it, in turn."""
 
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from experiments.lib.cli import at_least
 from experiments.lib.report import new_console
 from experiments.lib.training import find_mesh
 
-__all__ = ["main"]
+__all__ = ["Step", "gradients_of", "main"]
 
 # name of `trees.methods` -> at most so many times pmean
 METHODS = {
@@ -33,10 +34,20 @@ GRADIENTS = 3  # in turn: if all steps had the same one, error feedback's memory
 
 
 class Step:
-    """A step of a program, whose state, if it has one, is donated and comes back."""
+    """A compiled step of a tree on a mesh, whose state, if it has one, is donated and comes back.
 
-    def __init__(self, program: Any, gradients: list[Any], state: list[Any]):
-        self.program, self.gradients, self.state = program, itertools.cycle(gradients), state
+    make: an algorithm; None: the plain mean. compile_seconds: of the program, by the wall clock.
+    """
+
+    def __init__(self, make: Callable[[], Any] | None, like: Any, mesh: Any, gradients: list[Any]):
+        step, shapes = update_of(make, like, mesh)
+        start = time.perf_counter()
+        self.program = step.lower(*shapes).compile()
+        self.compile_seconds = time.perf_counter() - start
+        self.gradients, self.state = itertools.cycle(gradients), []
+        if make is not None:
+            zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+            self.state = [jc.init_state(jc.compressed_mean(make(), "data"), zeros, mesh, "data")[0]]
 
     def __call__(self) -> Any:
         out = self.program(next(self.gradients), *self.state)
@@ -44,10 +55,15 @@ class Step:
         return out
 
 
-def gradient(shapes: Any, seed: int) -> Any:
-    """Normal numbers, where the shapes say."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jax.device_put(rng.standard_normal(x.shape, np.float32), x.sharding), shapes)
+def gradients_of(like: Any, mesh: Any) -> list[Any]:
+    """GRADIENTS of each worker, of normal numbers, where a step of `update_of` takes them."""
+    (shapes,) = update_of(None, like, mesh)[1]
+
+    def one(seed: int) -> Any:
+        rng = np.random.default_rng(seed)
+        return jax.tree.map(lambda x: jax.device_put(rng.standard_normal(x.shape, np.float32), x.sharding), shapes)
+
+    return [one(seed) for seed in range(GRADIENTS)]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,21 +77,14 @@ def main(arguments: Sequence[str]) -> int:
     o = p.parse_args(arguments)
     kept = not o.give_back and keep_memory()
 
-    mesh, like, makers = find_mesh(o.workers), gpt_like(o.layers), methods()
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), like)
+    mesh, like, makers = find_mesh(o.workers), gpt_like(o.layers), methods(o.workers)
     chosen = [name for name in METHODS if o.only is None or any(part in name for part in o.only)]
-    programs: dict[str, Any] = {}
     steps: dict[str, Step] = {}
-    gradients: list[Any] = []
+    gradients = gradients_of(like, mesh)
     with new_console().status("") as status:
         for name in ["pmean", *chosen]:
             status.update(f"compiling {name}")
-            step, shapes = update_of(makers.get(name), like, mesh)
-            gradients = gradients or [gradient(shapes[0], seed) for seed in range(GRADIENTS)]
-            programs[name], state = step.lower(*shapes).compile(), []
-            if name in makers:
-                state = [jc.init_state(jc.compressed_mean(makers[name](), "data"), zeros, mesh, "data")[0]]
-            steps[name] = Step(programs[name], gradients, state)
+            steps[name] = Step(makers.get(name), like, mesh, gradients)
     seconds = rounds_of(steps, o.rounds)
     ms = lambda name, share=0.5: 1e3 * np.quantile(seconds[name], share)
     columns = {
@@ -84,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
         "least to most": lambda name: f"{ms(name, 0):.0f} to {ms(name, 1):.0f}",
         "/ pmean": lambda name: f"{ms(name) / ms('pmean'):.2f}",
         "at most": lambda name: f"{METHODS.get(name) or ''}",
-        "temporary / gradient": lambda name: temporary(programs[name], like),
+        "temporary / gradient": lambda name: temporary(steps[name].program, like),
     }
     notes = (
         f"{num_entries(like) / 1e6:.1f} M parameters in {len(jax.tree.leaves(like))} leaves, {o.workers} workers as "

@@ -13,6 +13,7 @@ import numpy as np
 from experiments.lib.cli import Parser, at_least
 from experiments.lib.report import Columns, new_console, show
 from experiments.lib.run import parser_of
+from jaxcomp.base import State, for_worker
 
 __all__ = ["Fresh", "bench_parser", "by_part", "codec_calls", "keep_memory", "machine", "report", "rounds_of"]
 __all__ += ["time_all"]
@@ -54,20 +55,20 @@ def bench_parser(name: str, about: str | None, repeats: int | None = None) -> Pa
     return p
 
 
-def time_all(calls: Calls, repeats: int, what: str = "", begin: Callable[[int], Any] | None = None) -> dict[str, float]:
+def time_all(calls: Calls, repeats: int, what: str = "", **options: Any) -> dict[str, float]:
     """Median seconds of each call of `rounds_of`."""
-    return {name: float(np.median(values)) for name, values in rounds_of(calls, repeats, what, begin).items()}
+    return {name: float(np.median(values)) for name, values in rounds_of(calls, repeats, what, **options).items()}
 
 
 def rounds_of(
-    calls: Calls, repeats: int, what: str = "", begin: Callable[[int], Any] | None = None
+    calls: Calls, repeats: int, what: str = "", begin: Callable[[int], Any] | None = None, quiet: bool = False
 ) -> dict[str, list[float]]:
     """Seconds of each call in each round. Compiled and run once first, then in turn, round after round.
 
-    begin(i): called at the start of round i.
+    begin(i): called at the start of round i. quiet: without a status line, where another one says what goes on.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    with new_console().status("") as status:
+    with new_console(quiet).status("") as status:
         for name, call in calls.items():
             status.update(f"{what}compiling {name}")
             jax.block_until_ready(call())
@@ -85,9 +86,10 @@ def rounds_of(
 
 
 def codec_calls(name: str, compressor: Any, x: jax.Array, key: jax.Array) -> tuple[Calls, Any, Any]:
-    """Calls "compress NAME" and "decompress NAME", both jitted; the payload of x, and the shared state."""
+    """Calls "compress NAME" and "decompress NAME", both jitted; the payload of x, and one worker's shared state."""
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     state = compressor.init(key, like)
+    state = State(state.local, for_worker(compressor, state.shared, 0))
     compress = jax.jit(lambda x, key, state: compressor.compress(key, x, state)[0])
     decompress = jax.jit(lambda payload, shared: compressor.decompress(payload, shared, like))
     payload = compress(x, key, state)

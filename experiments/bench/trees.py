@@ -20,29 +20,30 @@ __all__ = ["gpt_like", "main", "methods", "num_entries", "temporary", "update_of
 WIDTH, TOKENS = 512, 8192
 
 
-def gpt_like(layers: int) -> dict[str, Any]:
+def gpt_like(layers: int, width: int = WIDTH, tokens: int = TOKENS) -> dict[str, Any]:
     """Shapes of a GPT: 12 leaves a layer and two more; 12 layers of width 512 are 146 leaves, 42.0 M parameters."""
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    norm = lambda: {"scale": f32(WIDTH), "bias": f32(WIDTH)}
+    norm = lambda: {"scale": f32(width), "bias": f32(width)}
     dense = lambda rows, columns: {"kernel": f32(rows, columns), "bias": f32(columns)}
     layer = lambda: {
-        **{"norm_1": norm(), "qkv": dense(WIDTH, 3 * WIDTH), "out": dense(WIDTH, WIDTH)},
-        **{"norm_2": norm(), "up": dense(WIDTH, 4 * WIDTH), "down": dense(4 * WIDTH, WIDTH)},
+        **{"norm_1": norm(), "qkv": dense(width, 3 * width), "out": dense(width, width)},
+        **{"norm_2": norm(), "up": dense(width, 4 * width), "down": dense(4 * width, width)},
     }
-    return {"embed": f32(TOKENS, WIDTH), "layers": [layer() for _ in range(layers)], "norm": f32(WIDTH)}
+    return {"embed": f32(tokens, width), "layers": [layer() for _ in range(layers)], "norm": f32(width)}
 
 
 def num_entries(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
-def methods() -> dict[str, Callable[[], Any]]:
-    """One algorithm for each compressor of the law table that has one, with its defaults."""
+def methods(workers: int = 2) -> dict[str, Callable[[], Any]]:
+    """One algorithm for each compressor of the law table that has one, with its defaults, for so many workers."""
     ef, direct, ratio = jc.error_feedback, jc.direct, 1e-3
     return {
         "direct(identity)": lambda: direct(jc.identity()),
         "direct(cast bf16)": lambda: direct(jc.cast("bfloat16")),
         "error_feedback(cast fp8)": lambda: ef(jc.cast("float8_e4m3fn")),
+        "error_feedback(int4)": lambda: ef(jc.block_scaled("int4")),
         "direct(natural)": lambda: direct(jc.natural()),
         "direct(dithering)": lambda: direct(jc.dithering(7)),
         "diana(dithering)": lambda: jc.diana(jc.dithering(7)),
@@ -61,7 +62,7 @@ def methods() -> dict[str, Callable[[], Any]]:
         "error_feedback(compose(top_k, dithering))": lambda: ef(jc.compose(jc.top_k(ratio), jc.dithering(127))),
         "error_feedback(skcompress(top_k))": lambda: ef(jc.skcompress(jc.top_k(ratio))),
         "error_feedback(skcompress recentred)": lambda: ef(jc.skcompress(jc.top_k(ratio), mode="recentred")),
-        "error_feedback(dagc)": lambda: ef(jc.dagc([3, 1], ratio)),
+        "error_feedback(dagc)": lambda: ef(jc.dagc([3, *[1] * (workers - 1)], ratio)),
         "momentum_correction(dgc)": lambda: jc.momentum_correction(jc.dgc(ratio)),
         "power_sgd(4)": lambda: jc.power_sgd(4),
         "error_feedback(per_leaf(sidco))": lambda: ef(jc.per_leaf(jc.sidco(ratio))),
@@ -98,7 +99,9 @@ def main(arguments: Sequence[str]) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = find_mesh(o.workers)
     trees = {layers: gpt_like(layers) for layers in o.layers}
-    wanted = {name: make for name, make in methods().items() if o.only is None or any(x in name for x in o.only)}
+    wanted = {
+        name: make for name, make in methods(o.workers).items() if o.only is None or any(x in name for x in o.only)
+    }
     step, shapes = update_of(None, gpt_like(1), mesh)
     step.lower(*shapes).compile()  # JAX itself
     seconds: dict[tuple[str, int], float] = {}

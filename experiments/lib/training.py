@@ -42,12 +42,18 @@ OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
 }
 
 
-def find_devices(workers: int | None, processes: int = 1) -> list[Any]:
+def find_devices(workers: int | None, processes: int = 1, asked: str = "", instead: str = "--workers {}") -> list[Any]:
     """One device for each worker: real accelerators if there are any, else virtual CPU devices.
 
     Must be called before anything else touches JAX's devices, and after `jax.distributed.initialize`.
 
-    workers: on all processes together, equally many on each; None: one for each device there is.
+    Args:
+        workers: on all processes together, equally many on each; None: one for each device there is.
+        asked: what of the options needs them, where these do not name workers.
+        instead: options with which the experiment runs on the devices there are; {} is their number.
+
+    Raises:
+        UserError: there are fewer devices.
     """
     if workers is None:
         return jax.devices()
@@ -55,9 +61,10 @@ def find_devices(workers: int | None, processes: int = 1) -> list[Any]:
     devices = jax.devices()
     here = [[d for d in devices if d.process_index == p][: workers // processes] for p in range(processes)]
     if sum(map(len, here)) < workers:
+        there = f"there {'is' if len(devices) == 1 else 'are'} {len(devices)} ({devices[0].platform})"
         raise UserError(
-            f"{workers} workers need {workers} devices, and there are {len(devices)} ({devices[0].platform}); "
-            f"use --workers {len(devices)}, or JAX_PLATFORMS=cpu for virtual devices"
+            f"{asked or f'{workers} workers'} need{'s' if asked else ''} {workers} devices, and {there}: "
+            f"run with {instead.format(len(devices))}, or on virtual CPU devices with JAX_PLATFORMS=cpu"
         )
     return [device for some in here for device in some]
 

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     run = Run(p, arguments, "sharded")
     o = run.options
 
-    find_devices(math.prod(o.mesh))
+    find_devices(math.prod(o.mesh), asked="--mesh {} {}".format(*o.mesh), instead="--mesh 1 {}")
     text = text_of(o.text)
     sizes = sizes_of(o, text.characters, o.mesh)
     cases = list(itertools.product(dict.fromkeys(o.layout), dict.fromkeys(o.methods)))

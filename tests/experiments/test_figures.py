@@ -14,7 +14,7 @@ def test_every_figure_stands_on_its_page(name):
     figure = FIGURES[name]
     page = (figures.RESULTS / f"{figure.page}.md").read_text()
     assert page.count(f"<!-- end {name} -->") == 1
-    assert found_in(page, name)["rows"].count("\n| ") >= 3
+    assert figure.accelerator or found_in(page, name)["rows"].count("\n| ") >= 3
     assert (figures.ROOT / "experiments" / figure.source).exists()
     assert figure.minutes < 60
     if figure.picture is not None:
@@ -69,3 +69,23 @@ def test_a_command_that_fails_leaves_the_page(small):
     with pytest.raises(UserError, match="ended with 2"):
         figures.make("scale", figure._replace(command="scale --workers 0"), None)
     assert page.read_text() == before
+
+
+def test_what_needs_an_accelerator_is_neither_stale_nor_made_here(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.replace("sizes", "chip"))
+    figure = Figure("page", "accelerator", "accelerator", 5, accelerator=True)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "FIGURES", {"chip": figure})
+    monkeypatch.setattr(figures, "SHARED", ())
+    listed = lambda *words: (main([*words]), capsys.readouterr().out)[1]
+    assert "needs an accelerator" in listed()
+    assert "left out, it needs an accelerator" in listed("--all")
+    assert "stale;" not in listed()
+    with pytest.raises(UserError, match="chip needs a GPU or a TPU; run python -m experiments accelerator there"):
+        main(["chip"])
+    page.write_text(placed(page.read_text(), "chip", ["rows"], "2026, JAX 1 on a chip, code 0"))
+    assert "stale; needs an accelerator" in listed()
+    page.write_text(placed(page.read_text(), "chip", ["rows"], figures.stamp_of(figure, "JAX 1 on a chip")))
+    assert "JAX 1 on a chip" in listed()
+    assert "needs" not in listed()
