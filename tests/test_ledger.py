@@ -440,7 +440,7 @@ ENTRY %main (x: f32[10]) -> f32[10] {{
 """
 
 
-@pytest.mark.parametrize("instruction", UNKNOWN)
+@pytest.mark.parametrize("instruction", UNKNOWN, ids=UNKNOWN.values())
 def test_what_communicates_is_never_left_out(instruction):
     book = read(with_instruction(instruction))
     (row,) = book.unknown

@@ -175,7 +175,7 @@ def test_dense_exchanges_fill_tiles(dtype):
 
 @pytest.mark.parametrize("shape", [(32, 11008 // 256), (136, 32, 16), (7,), (3, 5, 1)], ids=str)
 def test_a_leaf_of_an_identity_exchange_is_not_padded(shape):
-    """XLA moves the reshape to the leaf before the sum where it may, and sent eight entries for each of (136, 32, 16)."""
+    """XLA moves the reshape to the leaf before the sum where it may: (136, 32, 16) went as eight times its entries."""
     mesh = mesh_of(2)
     tx = jc.compressed_mean(jc.direct(jc.identity()), "dcn")
     like = jax.ShapeDtypeStruct(shape, jnp.float32)
