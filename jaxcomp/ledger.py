@@ -50,12 +50,12 @@ class Ledger(NamedTuple):
     @property
     def unknown_bytes(self) -> float:
         """How many of `total_bytes` are those of unknown rows: what a device contributes to them."""
-        return sum(row.sent_bytes for row in self.unknown if row.counted)
+        return float(sum(row.sent_bytes for row in self.unknown if row.counted))
 
     @property
     def slice_bytes(self) -> float:
         """Bytes that all chips of a slice of TPUs send to other slices in one call; the mean over the slices."""
-        return sum(row.slice_bytes for row in self.rows if row.counted)
+        return float(sum(row.slice_bytes for row in self.rows if row.counted))
 
     def by_axes(self, mesh: Any) -> dict[tuple[str, ...], float]:
         """Bytes sent per device over each combination of mesh axes; together they are `total_bytes`.
@@ -104,7 +104,8 @@ class Ledger(NamedTuple):
         if any(row.slices for row in self.rows):
             total.append(f"a slice sends {self.slice_bytes:,.0f} bytes to others")
         if self.unknown:
-            total.append(f"unknown: {len(self.unknown)} rows with {self.unknown_bytes:,.0f} bytes of the total")
+            rows = "1 row" if len(self.unknown) == 1 else f"{len(self.unknown)} rows"
+            total.append(f"unknown: {rows} with {self.unknown_bytes:,.0f} bytes of the total")
         return "\n".join([*(line.rstrip() for line in text), *total])
 
 

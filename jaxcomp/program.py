@@ -196,7 +196,7 @@ class Module:
         operands = self.contents(instruction, computation)
         for each in operands[:1] if op in ("send", "ragged-all-to-all") else operands:  # then come token, or offsets
             senders = group / self.devices if like == "collective-permute" else 1
-            sent = SENT[like](each.num_bytes, group) * senders if like else each.physical_bytes
+            sent = SENT[like](each.num_bytes, group) * senders if like else float(each.physical_bytes)
             yield Row(
                 f"{UNKNOWN}{unknown}" if unknown else op,
                 each.dtype,

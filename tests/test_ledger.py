@@ -450,7 +450,7 @@ def test_what_communicates_is_never_left_out(instruction):
     groups = "replica_groups" in instruction
     everybody = ("dcn", "ici") if "{0,1,2,3}" in instruction else ("ici",)
     assert book.by_axes(mesh) == {everybody if groups else ("unknown",): 40}
-    assert "unknown: 1 rows with 40 bytes of the total" in str(book)
+    assert "unknown: 1 row with 40 bytes of the total" in str(book)
 
 
 RECEIVED = ["recv(%t), channel_id=3", 'recv(%t), is_host_transfer=true, frontend_attributes={a="b"}', "infeed(%t)"]
