@@ -23,7 +23,7 @@ __all__ = [
     "all_max",
     "all_sum_words",
     "all_to_all_rows",
-    "all_to_all_size",
+    "exchanged_size",
     "fills_tiles",
     "gather",
     "gathered_size",
@@ -74,7 +74,7 @@ def gathered_size(size: int, width: int) -> int:
     return size + -size % (TPU_LANES * max(1, 4 // width)) if platform() == "tpu" else size
 
 
-def all_to_all_size(size: int, width: int) -> int:
+def exchanged_size(size: int, width: int) -> int:
     """How many entries of a row of so many, of `width` bytes each, cross in `all_to_all_rows`."""
     return gathered_size(size, width) if width < 4 else size
 
@@ -262,7 +262,7 @@ def all_to_all_rows(rows: Array, axis: Axis) -> Array:
     (n, size), width = rows.shape, rows.dtype.itemsize
     if platform() != "tpu" or width >= 4:
         return exchange(rows)
-    tiles = jnp.pad(rows, ((0, 0), (0, all_to_all_size(size, width) - size))).reshape(n, -1, TPU_LANES)
+    tiles = jnp.pad(rows, ((0, 0), (0, exchanged_size(size, width) - size))).reshape(n, -1, TPU_LANES)
     return exchange(tiles).reshape(n, -1)[:, :size]
 
 

@@ -18,14 +18,7 @@ from jaxcomp.arrays import as_words, sum_rows
 from jaxcomp.backend import platform
 from jaxcomp.base import weighted
 from jaxcomp.compiled import always
-from jaxcomp.exchange.collectives import (
-    all_to_all_rows,
-    all_to_all_size,
-    gather,
-    gathered_size,
-    sum_arrays,
-    summed_size,
-)
+from jaxcomp.exchange.collectives import all_to_all_rows, exchanged_size, gather, gathered_size, sum_arrays, summed_size
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying, varying_axes
 from jaxcomp.floats import rounded_to
 from jaxcomp.payloads import Leaves
@@ -277,7 +270,7 @@ def all_to_all(tree: Any, axis: Axis) -> Any:
 def all_to_all_bytes(tree: Any, axis: Axis) -> float:
     """Bytes that a device sends in `all_to_all`: all rows but its own."""
     workers = axis_size(axis)
-    rows = sum(all_to_all_size(lane.size // workers, lane.width) * lane.width for lane in word_lanes(tree))
+    rows = sum(exchanged_size(lane.size // workers, lane.width) * lane.width for lane in word_lanes(tree))
     return float((workers - 1) * rows)
 
 
@@ -378,18 +371,14 @@ def sum_bytes(
     for lane in sum_lanes(tree, buckets):
         part = -(-lane.size // devices)
         if _is_narrow(lane):
-            chunk = -(-part // workers)
-            width = whole if exact else lane.width
-            sent += (workers - 1) * (
-                all_to_all_size(chunk, lane.width) * lane.width + gathered_size(chunk, width) * width
-            )
-            sent += (devices - 1) * gathered_size(part, width) * width
+            chunk, width = -(-part // workers), whole if exact else lane.width
+            row = exchanged_size(chunk, lane.width) * lane.width
+            sent += (workers - 1) * (row + gathered_size(chunk, width) * width)
         else:
-            whole_lane = (
-                [leaves[i] for i in lane.places] if devices == 1 else [jax.ShapeDtypeStruct((part,), lane.dtype)]
-            )
-            sent += 2 * (workers - 1) / workers * summed_size(whole_lane) * lane.width
-            sent += (devices - 1) * gathered_size(part, lane.width) * lane.width
+            width, one = lane.width, [jax.ShapeDtypeStruct((part,), lane.dtype)]
+            added = summed_size([leaves[i] for i in lane.places] if devices == 1 else one)
+            sent += 2 * (workers - 1) / workers * added * width
+        sent += (devices - 1) * gathered_size(part, width) * width
     return sent
 
 
