@@ -317,3 +317,217 @@ def test_a_total_with_a_loop_of_unknown_length_says_at_least():
     known = jc.ledger(mapped(lambda x: lax.psum(x, AXIS)), X)
     assert not known.is_bound
     assert "at least" not in str(known)
+
+
+# ------------------------------------------------------------------------------------------------
+# Between slices of TPUs, and what the ledger does not know. Programs for slices: tests/accelerators/test_slices.py.
+
+MEGASCALE = (
+    'is_host_transfer=true, frontend_attributes={{_xla_host_transfer_rendezvous="{name}",'
+    '_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}'
+)
+
+
+def between_slices(kind, target, chips=2, times=""):
+    """A program of two slices of `chips` chips: f32[3,5] padded to f32[1,8,128], sent in a loop if `times` is given."""
+    how = MEGASCALE.format(kind=kind, target=target, name="a")
+    text = f"""HloModule m, num_partitions={chips}
+
+%body (x: f32[3,5]) -> f32[3,5] {{
+  %x = f32[3,5]{{1,0:T(8,128)}} parameter(0)
+  %t = token[] after-all()
+  %b = f32[1,8,128]{{2,1,0:T(8,128)}} bitcast(%x)
+  %send = (f32[1,8,128]{{2,1,0:T(8,128)}}, u32[], token[]) send(%b, %t), channel_id=2, {how}
+  %recv = (f32[1,8,128]{{2,1,0:T(8,128)}}, u32[], token[]) recv(%t), channel_id=1, {how}
+  %send-done = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %recv-done = (f32[1,8,128]{{2,1,0:T(8,128)}}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  ROOT %r = f32[3,5]{{1,0:T(8,128)}} bitcast(%x)
+}}
+"""
+    if not times:
+        return text.replace("%body", "ENTRY %body")
+    return (
+        text
+        + f"""
+%some (x: f32[3,5]) -> pred[] {{
+  %x = f32[3,5]{{1,0}} parameter(0)
+  ROOT %p = pred[] constant(true)
+}}
+
+ENTRY %main (x: f32[3,5]) -> f32[3,5] {{
+  %x = f32[3,5]{{1,0}} parameter(0)
+  ROOT %w = f32[3,5]{{1,0}} while(%x), condition=%some, body=%body{times}
+}}
+"""
+    )
+
+
+EVERY_CHIP = '"{1,2}x{0:1}"'
+IN_GROUPS = "{{100000,200000},{100001,200001}}"
+ALL_CHIPS = "{{100000,100001,200000,200001}}"
+SENDS = {  # bytes with padding that a chip sends, and a slice
+    ("ALL_REDUCE", EVERY_CHIP): ("all-reduce", 4096, 8192),
+    ("ALL_GATHER", IN_GROUPS): ("all-gather", 4096, 8192),
+    ("REDUCE_SCATTER", EVERY_CHIP): ("reduce-scatter", 2048, 4096),
+    ("ALL_TO_ALL", IN_GROUPS): ("all-to-all", 2048, 4096),
+    ("ALL_TO_ALL", ALL_CHIPS): ("all-to-all", 3072, 4096),
+    ("ONE_TO_ONE", "{{100000->200000},{200000->100000},{100001->200001}}"): ("collective-permute", 3072, 6144),
+}
+
+
+@pytest.mark.parametrize("transfer", SENDS, ids=lambda transfer: "-".join(transfer))
+def test_what_is_sent_between_slices(transfer):
+    op, chip, slice_ = SENDS[transfer]
+    book = read(between_slices(*transfer))
+    (row,) = book.rows  # what is received was counted where it was sent
+    assert (row.op, row.dtype, row.shape) == (f"{op} between slices", "f32", (3, 5))
+    assert (row.operand_bytes, row.physical_bytes) == (60, 4096)
+    assert (row.sent_bytes, book.slice_bytes) == (chip, slice_)
+    mesh = jax.sharding.AbstractMesh((2, 2), ("dcn", "ici"))
+    assert book.by_axes(mesh) == {("dcn", "ici") if transfer[1] == ALL_CHIPS else ("dcn",): chip}
+    assert {number for pair in row.slices for number in pair} == {0, 1}
+    assert not book.unknown
+    assert "a slice sends" in str(book)
+
+
+def test_sends_in_loops_are_multiplied_by_known_trips():
+    known = read(between_slices("ALL_REDUCE", EVERY_CHIP, times=', backend_config={"known_trip_count":{"n":"3"}}'))
+    assert (known.total_bytes, known.slice_bytes, known.is_bound) == (3 * 4096, 3 * 8192, False)
+    unknown = read(between_slices("ALL_REDUCE", EVERY_CHIP, times=", sharding={replicated}"))
+    assert (unknown.total_bytes, unknown.is_bound) == (4096, True)
+
+
+CUSTOM = 'custom-call(%x), custom_call_target="{}"'
+MEGASCALE_OF_TOMORROW = MEGASCALE.format(kind="MANY_TO_ONE", target=EVERY_CHIP, name="b")
+UNKNOWN = {
+    'send(%x, %t), is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="a"}': "host transfer",
+    "send(%x, %t), channel_id=3": "send",
+    f"send(%x, %t), {MEGASCALE_OF_TOMORROW}": "send between slices",
+    f"send(%x, %t), {MEGASCALE_OF_TOMORROW}".replace("_target", "_somewhere").replace("MANY_TO_ONE", "ALL_REDUCE"): (
+        "send between slices"
+    ),
+    "outfeed(%x, %t)": "host transfer",
+    "collective-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add": "collective-reduce",
+    "all-something-start(%x), channel_id=1": "all-something",
+    "strange(%x), replica_groups={{0,1,2,3}}": "strange",
+    CUSTOM.format("__nccl_all_reduce"): "__nccl_all_reduce",
+    CUSTOM.format("nvshmemx_put"): "nvshmemx_put",
+    CUSTOM.format("xla.gpu.ragged_all_to_all"): "xla.gpu.ragged_all_to_all",
+    CUSTOM.format("QuantizedAllReduce"): "QuantizedAllReduce",
+    CUSTOM.format("xla_ffi_python_cpu_callback"): "xla_ffi_python_cpu_callback",
+    CUSTOM.format("mine") + ", replica_groups={{0,1},{2,3}}": "mine",
+    CUSTOM.format("mine") + ", channel_id=7": "mine",
+    CUSTOM.format("tpu_custom_call")
+    + ', backend_config={"custom_call_config":{"body":"QQ==","has_communication":true,"collective_id":"0"}}': (
+        "tpu_custom_call"
+    ),
+    CUSTOM.format("mosaic_gpu_v2") + ", backend_config={uses_xla_collective_metadata = true}": "mosaic_gpu_v2",
+    'all-reduce(%x), replica_groups={{0,1},{2,3}}, backend_config={"quantized_all_reduce_config":{"type":"INT8"}}': (
+        "quantized all-reduce"
+    ),
+}
+
+
+def with_instruction(instruction, metadata=""):
+    return f"""HloModule m, num_partitions=4
+
+ENTRY %main (x: f32[10]) -> f32[10] {{
+  %x = f32[10]{{0}} parameter(0)
+  %t = token[] after-all()
+  %c = f32[10]{{0}} {instruction}{metadata}
+  ROOT %r = f32[10]{{0}} copy(%x)
+}}
+"""
+
+
+@pytest.mark.parametrize("instruction", UNKNOWN, ids=UNKNOWN.values())
+def test_what_communicates_is_never_left_out(instruction):
+    book = read(with_instruction(instruction))
+    (row,) = book.unknown
+    assert row.op == f"unknown: {UNKNOWN[instruction]}"
+    assert row.operand_bytes == row.physical_bytes == row.sent_bytes == book.unknown_bytes == book.total_bytes == 40
+    mesh = jax.sharding.AbstractMesh((2, 2), ("dcn", "ici"))
+    groups = "replica_groups" in instruction
+    everybody = ("dcn", "ici") if "{0,1,2,3}" in instruction else ("ici",)
+    assert book.by_axes(mesh) == {everybody if groups else ("unknown",): 40}
+    assert "unknown: 1 row with 40 bytes of the total" in str(book)
+
+
+RECEIVED = ["recv(%t), channel_id=3", 'recv(%t), is_host_transfer=true, frontend_attributes={a="b"}', "infeed(%t)"]
+
+
+@pytest.mark.parametrize("instruction", RECEIVED)
+def test_what_is_received_from_elsewhere_is_listed_and_counts_nothing(instruction):
+    book = read(with_instruction(instruction))
+    (row,) = book.unknown
+    assert (row.shape, row.sent_bytes, book.total_bytes) == ((10,), 0, 0)
+
+
+def test_halves_of_a_permutation_are_one():
+    """XLA for GPU takes some permutations apart."""
+    pairs = 'channel_id=1, frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1},{2,3}}"}'
+    halves = with_instruction(f"send(%x, %t), {pairs}\n  %d = (f32[10], u32[], token[]) recv(%t), {pairs}")
+    book = read(halves)
+    (row,) = book.rows
+    assert (row.op, row.groups, row.sent_bytes) == ("send", ((0, 1), (2, 3)), 20)
+    assert not book.unknown
+
+
+LOCAL = [
+    "TopK",
+    "__gpu$TopK",
+    "ApproxTopK",
+    "PartialReduce",
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SliceId",
+    "ZeroCrop",
+    "__cublas$gemm",
+    "__cublas$lt$matmul$f8",
+    "__cudnn$convForward",
+    "cu_threefry2x32",
+    "lapack_sgetrf_ffi",
+    "cusolver_syevd_ffi",
+    "ducc_fft",
+    "__cub$DeviceRadixSort",
+    "annotate_device_placement",
+    "ragged_paged_attention",
+    "quantize_rows",
+]
+
+
+@pytest.mark.parametrize("target", LOCAL)
+def test_local_calls_are_no_communication(target):
+    assert read(with_instruction(CUSTOM.format(target))).rows == ()
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "add(%x, %x)",
+        CUSTOM.format("tpu_custom_call") + ', backend_config={"custom_call_config":{"has_communication":false}}',
+        "ragged-dot(%x, %x)",
+        "all-reduce-done(%x)",
+    ],
+)
+def test_names_that_a_user_gave_say_nothing(instruction):
+    metadata = ', metadata={op_name="jit(quantized_all_reduce)/send" source_file="nccl.py" source_line=1}'
+    assert read(with_instruction(instruction, metadata)).rows == ()
+    (row,) = read(with_instruction("all-reduce(%x), replica_groups={{0,1}}", metadata)).rows
+    assert not row.is_unknown
+
+
+def test_of_a_ragged_exchange_the_offsets_are_not_sent():
+    inside = "ragged-all-to-all-start(%x, %x, %x, %x, %x, /*index=5*/%x), channel_id=1, replica_groups={{0,1},{2,3}}"
+    (row,) = read(with_instruction(inside)).rows
+    assert (row.op, row.sent_bytes) == ("ragged-all-to-all", 20)
+
+
+def test_padding_is_shown_beside_what_is_padded():
+    text = with_instruction("all-reduce(%x), replica_groups={{0,1},{2,3}}").replace("f32[10]{0}", "f32[10]{0:T(128)}")
+    book = read(text)
+    (row,) = book.rows
+    assert (row.operand_bytes, row.physical_bytes, row.sent_bytes) == (40, 512, 40)
+    assert "physical B" in str(book)
+    plain = read(with_instruction("all-reduce(%x), replica_groups={{0,1},{2,3}}"))
+    assert "physical B" not in str(plain)

@@ -4,6 +4,7 @@ How the arrays of a payload are put together for a collective stands in `lanes`.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ __all__ = [
     "all_max",
     "all_sum_words",
     "all_to_all_rows",
+    "exchanged_size",
+    "fills_tiles",
     "gather",
     "gathered_size",
     "has_ragged",
@@ -31,6 +34,7 @@ __all__ = [
     "share_of",
     "sum_arrays",
     "sum_scatter",
+    "summed_size",
     "whole_of",
 ]
 
@@ -39,6 +43,10 @@ Array = jax.Array
 
 # XLA for TPU compiles a gather of anything else to an all-reduce of all n parts, at twice the bytes (libtpu 0.0.50).
 TPU_LANES = 128
+# TPUs keep the last two dimensions of an array in tiles, of 8 x 128 entries of 32 bits. Where they do not fill them,
+# the padding crosses the network between slices, too. Entries of 8 bits that share a word lie in four different rows:
+# [n, m] of them has four rows in the place of one.
+TPU_SUBLANES = 8
 
 
 def gather(x: Array, axis: Axis) -> Array:
@@ -47,18 +55,40 @@ def gather(x: Array, axis: Axis) -> Array:
     Under `shard_map(check_vma=True)` only the form `to="invarying"` yields a value that the out
     spec P() accepts; under vmap and pmap that form is refused, and the plain one is typed so.
     """
-    size = x.shape[-1]
-    extra = gathered_size(size) - size
+    size, width, lead = x.shape[-1], x.dtype.itemsize, x.shape[:-1]
+    extra = gathered_size(size, width) - size
     if extra:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)])
+    if platform() == "tpu" and width < 4 and size:
+        x = x.reshape(*lead, -1, TPU_LANES)
     if set(axis_names(axis)) <= set(varying_axes(x)):
-        return lax.all_gather(x, axis, to="invarying")[..., :size]
-    return lax.all_gather(x, axis)[..., :size]
+        rows = lax.all_gather(x, axis, to="invarying")
+    else:
+        rows = lax.all_gather(x, axis)
+    rows = rows if x.shape[:-1] == lead else rows.reshape(-1, *lead, size + extra)
+    return rows[..., :size]
 
 
-def gathered_size(size: int) -> int:
-    """How many entries cross in `gather` of so many."""
-    return size + -size % TPU_LANES if platform() == "tpu" else size
+def gathered_size(size: int, width: int) -> int:
+    """How many entries cross in `gather` of so many, of `width` bytes each."""
+    return size + -size % (TPU_LANES * max(1, 4 // width)) if platform() == "tpu" else size
+
+
+def exchanged_size(size: int, width: int) -> int:
+    """How many entries of a row of so many, of `width` bytes each, cross in `all_to_all_rows`."""
+    return gathered_size(size, width) if width < 4 else size
+
+
+def summed_size(arrays: Sequence[Any]) -> int:
+    """How many entries cross in `sum_arrays` of arrays (or shapes) of one dtype, if all vary over the same axes."""
+    if not _in_tiles():
+        return sum(math.prod(x.shape) for x in arrays)
+    sizes = [math.prod(x.shape) for x in arrays if not fills_tiles(x)]
+    small = [size for size in sizes if size < SMALL]
+    vectors = [size for size in sizes if size >= SMALL] + ([sum(small)] if small else [])
+    return sum(math.prod(x.shape) for x in arrays if fills_tiles(x)) + sum(
+        size + _tile_padding(size) for size in vectors
+    )
 
 
 SMALL = 2**16  # entries of an array that is worth a copy, if that saves messages
@@ -70,27 +100,59 @@ def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
 
     There large arrays are added in turn: what was made for one sum leaves its memory to the next. And among CPU
     processes small arrays are joined: gloo reduces each array of an all-reduce by itself, in 2 (n - 1) messages one
-    after the other.
+    after the other. On TPUs small arrays are joined, too, so that what crosses fills tiles.
     """
-    if platform() != "cpu":
+    tiles = _in_tiles()
+    if platform() != "cpu" and not tiles:
         return lax.psum(arrays, axis)
-    if jax.process_count() == 1:
+    if not tiles and jax.process_count() == 1:
         return _sums_in_turn(arrays, axis)
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
-        alike.setdefault((x.dtype, frozenset(varying_axes(x))) if x.size < SMALL else i, []).append(i)
+        alone = x.size >= SMALL or (tiles and fills_tiles(x))
+        alike.setdefault(i if alone else (x.dtype, frozenset(varying_axes(x))), []).append(i)
     groups = list(alike.values())
     joined = [
         arrays[group[0]] if len(group) == 1 else jnp.concatenate([arrays[i].reshape(-1) for i in group])
         for group in groups
     ]
+    totals = lax.psum([_filling_tiles(x) for x in joined], axis) if tiles else _sums_in_turn(joined, axis)
     sums: list[Any] = [None] * len(arrays)
-    for group, total in zip(groups, _sums_in_turn(joined, axis), strict=True):
+    for group, total in zip(groups, totals, strict=True):
         start = 0
         for i in group:
             sums[i] = lax.slice_in_dim(total.reshape(-1), start, start + arrays[i].size).reshape(arrays[i].shape)
             start += arrays[i].size
     return sums
+
+
+def _in_tiles() -> bool:
+    """Whether arrays that are added are given a shape that fills the tiles of a TPU.
+
+    Not where the compiler itself shards them over a mesh axis: to join two dimensions it would gather the whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = set(mesh.axis_names) - set(mesh.manual_axes)
+    return platform() == "tpu" and all(mesh.shape[name] == 1 for name in automatic)
+
+
+def fills_tiles(x: Any) -> bool:
+    """Whether the last two dimensions of an array (or shape) fill TPU tiles; f32[11008, 32, 16] is padded eightfold."""
+    rows, columns = (1, 1, *x.shape)[-2:]
+    return len(x.shape) > 1 and columns % TPU_LANES == 0 and rows % (4 * TPU_SUBLANES // x.dtype.itemsize) == 0
+
+
+def _filling_tiles(x: Array) -> Array:
+    """x as it is if it fills tiles; else as one vector, padded to whole ones."""
+    return x if fills_tiles(x) else jnp.pad(x.reshape(-1), (0, _tile_padding(x.size)))
+
+
+def _tile_padding(size: int) -> int:
+    """Entries that are added to a vector. There is always one at least: XLA would move the reshape that follows the sum
+    before it, and so add in a shape that does not fill tiles; it does not move a slice.
+    """
+    tile = TPU_SUBLANES * TPU_LANES
+    return tile - size % tile
 
 
 def _sums_in_turn(arrays: list[Array], axis: Axis) -> list[Array]:
@@ -188,12 +250,20 @@ def ragged_all_to_all(words: Array, counts: Sequence[int], axis: Axis) -> Array:
 
 
 def all_to_all_rows(rows: Array, axis: Axis) -> Array:
-    """Row j goes to worker j: [n, m] by destination becomes [n, m] by origin. Unsigned words only."""
+    """Row j goes to worker j: [n, m] by destination becomes [n, m] by origin. Unsigned words only.
+
+    On TPUs each row of narrow words is given a shape that fills tiles.
+    """
     # Under vmap, what is equal on all workers would come out with a wrong shape: make it differ by type.
     rows = rows ^ (axis_index(axis) * 0).astype(rows.dtype)
     if platform() == "cpu" and jax.process_count() > 1:
         return _all_to_all_by_permutations(rows, axis)
-    return lax.all_to_all(rows, axis, split_axis=0, concat_axis=0, tiled=True)
+    exchange = lambda x: lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)
+    (n, size), width = rows.shape, rows.dtype.itemsize
+    if platform() != "tpu" or width >= 4:
+        return exchange(rows)
+    tiles = jnp.pad(rows, ((0, 0), (0, exchanged_size(size, width) - size))).reshape(n, -1, TPU_LANES)
+    return exchange(tiles).reshape(n, -1)[:, :size]
 
 
 class Permutation(NamedTuple):

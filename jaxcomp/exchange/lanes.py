@@ -18,7 +18,7 @@ from jaxcomp.arrays import as_words, sum_rows
 from jaxcomp.backend import platform
 from jaxcomp.base import weighted
 from jaxcomp.compiled import always
-from jaxcomp.exchange.collectives import all_to_all_rows, gather, gathered_size, sum_arrays
+from jaxcomp.exchange.collectives import all_to_all_rows, exchanged_size, gather, gathered_size, sum_arrays, summed_size
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying, varying_axes
 from jaxcomp.floats import rounded_to
 from jaxcomp.payloads import Leaves
@@ -233,7 +233,7 @@ def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets:
     workers, devices = axis_size(axis), axis_size(replicas)
     sent = 0
     for lane in word_lanes(tree, buckets):
-        part = gathered_size(-(-lane.size // devices))
+        part = gathered_size(-(-lane.size // devices), lane.width)
         sent += part * lane.width * ((workers - 1) + (devices - 1) * workers)
     return float(sent)
 
@@ -270,7 +270,8 @@ def all_to_all(tree: Any, axis: Axis) -> Any:
 def all_to_all_bytes(tree: Any, axis: Axis) -> float:
     """Bytes that a device sends in `all_to_all`: all rows but its own."""
     workers = axis_size(axis)
-    return sum(lane.size * lane.width for lane in word_lanes(tree)) * (workers - 1) / workers
+    rows = sum(exchanged_size(lane.size // workers, lane.width) * lane.width for lane in word_lanes(tree))
+    return float((workers - 1) * rows)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -366,16 +367,18 @@ def sum_bytes(
     Exact sums of narrow floats are `wide`, and so replicas send each other these.
     """
     workers, devices, whole = axis_size(axis), axis_size(replicas), jnp.dtype(wide).itemsize
-    sent = 0.0
+    leaves, sent = jax.tree.leaves(tree), 0.0
     for lane in sum_lanes(tree, buckets):
         part = -(-lane.size // devices)
         if _is_narrow(lane):
-            chunk = -(-part // workers)
-            width = whole if exact else lane.width
-            sent += (workers - 1) * (chunk * lane.width + gathered_size(chunk) * width)
-            sent += (devices - 1) * gathered_size(part) * width
+            chunk, width = -(-part // workers), whole if exact else lane.width
+            row = exchanged_size(chunk, lane.width) * lane.width
+            sent += (workers - 1) * (row + gathered_size(chunk, width) * width)
         else:
-            sent += 2 * (workers - 1) / workers * part * lane.width + (devices - 1) * gathered_size(part) * lane.width
+            width, one = lane.width, [jax.ShapeDtypeStruct((part,), lane.dtype)]
+            added = summed_size([leaves[i] for i in lane.places] if devices == 1 else one)
+            sent += 2 * (workers - 1) / workers * added * width
+        sent += (devices - 1) * gathered_size(part, width) * width
     return sent
 
 

@@ -82,6 +82,46 @@ def test_everything_arrives(long, alone, on_a_mesh, seed, monkeypatch):
         np.testing.assert_array_equal(parts[name], np.swapaxes(x, 0, 1))
 
 
+@pytest.mark.parametrize("on_a_mesh", [False, True])
+def test_shapes_that_fill_tiles_of_tpus_change_no_value(on_a_mesh, seed, monkeypatch):
+    monkeypatch.setattr(collectives, "SMALL", 100)
+    rng = np.random.default_rng(seed)
+    shapes = {"a": (3, 4), "empty": (0, 2), "scalar": (), "long": (10, 12), "whole": (16, 128), "vector": (1024,)}
+    given = {name: jnp.asarray(rng.integers(0, 99, (N, *shape)), jnp.float32) for name, shape in shapes.items()}
+    given |= {"half": given["long"].astype(jnp.bfloat16), "bytes": given["a"].astype(jnp.uint8)}
+    rows = {name: jnp.asarray(rng.integers(0, 99, (N, N, *x.shape[1:])), x.dtype) for name, x in given.items()}
+    floats = [name for name in given if name != "bytes"]
+
+    def every(tree, rows):
+        summed = lanes.all_sum({name: tree[name] for name in floats}, AXIS, exact=True)
+        return (summed, lanes.all_gather(tree, AXIS)), lanes.all_to_all(rows, AXIS)
+
+    def run(form):
+        monkeypatch.setattr(collectives, "platform", lambda: form)
+        if not on_a_mesh:
+            return jax.jit(jax.vmap(every, axis_name=AXIS, out_axes=((None, None), 0)))(given, rows)
+        first, every_row = (lambda tree: jax.tree.map(lambda x: x[0], tree)), (lambda x: x[None])
+        one = lambda *trees: (lambda same, own: (same, jax.tree.map(every_row, own)))(*every(*map(first, trees)))
+        step = jax.shard_map(one, mesh=mesh_of(N), in_specs=P(AXIS), out_specs=(P(), P(AXIS)))
+        return jax.jit(step)(given, rows)
+
+    jax.tree.map(np.testing.assert_array_equal, run("tpu"), run("cpu"))
+
+
+def test_bytes_of_a_sum_on_tpus_are_those_of_whole_tiles(monkeypatch):
+    monkeypatch.setattr(collectives, "platform", lambda: "tpu")
+    shapes = [(3, 4), (7,), (136, 32, 16), (64, 256)]  # the first two cross together; the last one fills tiles
+    arrays = [jnp.zeros(shape) for shape in shapes]
+    said = []
+
+    def summed(*arrays):
+        said.append(lanes.sum_bytes(arrays, AXIS))
+        return lanes.all_sum(arrays, AXIS)
+
+    book = ledger(jax.shard_map(summed, mesh=mesh_of(N), in_specs=P(), out_specs=P(), check_vma=False), *arrays)
+    assert book.total_bytes == said[0] == 2 * (N - 1) / N * 4 * (1024 + 69 * 1024 + 16 * 1024)
+
+
 def test_small_arrays_are_summed_as_one(seed, monkeypatch):
     """Of one dtype and one type: what differs over another axis of the mesh, too, stays apart."""
     monkeypatch.setattr(collectives, "SMALL", 100)
