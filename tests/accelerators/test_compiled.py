@@ -16,7 +16,7 @@ from jaxprs import lost_roundings, traced
 from laws import ROWS, D
 
 import jaxcomp as jc
-from experiments.compiled import all_cases, gather_unit, made
+from experiments.compiled import all_cases, made, padding_on
 from experiments.compiled.cases import ALGORITHMS, ROUTES, TREE, update
 from experiments.lib.targets import compiled, described, lacks, mesh_on, shapes_on
 from jaxcomp.base import State, accumulate, for_worker, residual
@@ -73,7 +73,8 @@ def test_a_case_compiles_to_what_the_cpu_sends(target, name):
         assert not products(program.stable)
         assert not inexact(program.text)
     if name != "via=ragged":  # which a CPU does not have
-        assert got.sent() == on_cpu(name).sent(gather_unit(target))
+        cpu = on_cpu(name)
+        assert cpu.sent() <= got.sent() <= cpu.sent(padding_on(target))  # of GPUs equal
     lines, on_gpu, on_tpu = BOUNDS[name]
     assert program.lines <= lines
     assert program.memory / 4 / case.entries <= (on_gpu if target == "h100" else on_tpu)
