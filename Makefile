@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint docs figures clean
+.PHONY: demo test test-all test-accelerators accelerators lint docs figures clean
 
 # Train a small network on digits with six methods; table and plot in about a minute.
 demo: $(VENV)/experiments.done
@@ -18,6 +18,13 @@ test: $(VENV)/dev.done lint
 # The same with the tests marked slow and all variants: experiments of single papers, every row; compiled as users do.
 test-all: $(VENV)/dev.done lint
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -n $(or $(WORKERS),2) -m ""
+
+# What the compilers of GPUs and TPUs make of every method, on a machine that has neither; an environment of its own.
+test-accelerators:
+	$(MAKE) VENV=$(VENV)-accelerators accelerators
+
+accelerators: $(VENV)/accelerators.done
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist=loadgroup tests/accelerators
 
 lint: $(VENV)/dev.done
 	$(BIN)/ruff check .
@@ -43,4 +50,4 @@ $(VENV)/%.done: $(VENV)/python.done pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs build dist docs/_build docs/notebooks .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-accelerators runs build dist docs/_build docs/notebooks .pytest_cache .ruff_cache .hypothesis

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class Figure(NamedTuple):
     page: of docs/results. command: words after `python -m experiments`; {table} is the file to write it to, {data} the
     folder of --data. Without {table} the command keeps a run, and writes its table.md. source: file or folder below
     experiments that makes it. minutes: about, on 2 cores. picture: of the run, and its name in docs/images.
-    accelerator: the command needs a GPU or a TPU, and writes the page itself.
+    accelerator: the command needs a GPU or a TPU, and writes the page itself. compilers: it needs those of GPUs and TPUs.
     """
 
     page: str
@@ -52,6 +53,7 @@ class Figure(NamedTuple):
     minutes: int
     picture: tuple[str, str] | None = None
     accelerator: bool = False
+    compilers: bool = False
 
 
 SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
@@ -70,6 +72,7 @@ FIGURES = {
     "plan": Figure("plan", PLAN, "plan", 35, ("regret.png", "plan.png")),
     "local": Figure("local", LOCAL, "local", 10),
     "accelerator": Figure("accelerators", "accelerator", "accelerator", 5, accelerator=True),
+    "compiled": Figure("accelerators", "compiled", "compiled", 20, compilers=True),
 }
 
 
@@ -94,6 +97,9 @@ def main(arguments: Sequence[str]) -> int:
             continue
         if FIGURES[name].accelerator:
             console.print(f"{name}: left out, it needs an accelerator")
+            continue
+        if FIGURES[name].compilers and find_spec("libtpu") is None:
+            console.print(f"{name}: left out, it needs jaxcomp[accelerators]: make test-accelerators sets them up")
             continue
         console.print(f"{name}: about {FIGURES[name].minutes} min")
         for row in make(name, FIGURES[name], data):

@@ -11,7 +11,6 @@ from experiments.lib import targets  # first: it sets what JAX reads of the envi
 import jax
 from jax.sharding import Mesh
 
-import jaxcomp as jc
 from experiments.compiled.cases import ALGORITHMS, FORMS, LENGTH, ROUTES, Case, codec, update
 from experiments.lib.cli import UserError
 from experiments.lib.codecs import CODECS, chosen

@@ -1,0 +1,28 @@
+"""Devices that are described: which compilers are here, and what is said where they are not."""
+
+import pytest
+
+from experiments.lib.cli import UserError
+from experiments.lib.targets import described, lacks
+
+
+@pytest.mark.parametrize(
+    ("name", "platform", "count"), [("h100", "gpu", 4), ("h100:2x8", "gpu", 16), ("v5e:2x2", "tpu", 4)]
+)
+def test_a_target_has_its_devices(name, platform, count):
+    if package := lacks(name):
+        pytest.skip(f"compiling for {name} needs the package {package}")
+    devices = described(name)
+    assert len(devices) == count
+    assert {"cuda": "gpu"}.get(devices[0].platform, devices[0].platform) == platform
+
+
+def test_an_unknown_target_is_refused():
+    with pytest.raises(UserError, match="target must be h100, h100:HOSTSxDEVICES or v5e:AxB"):
+        described("a100")
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr("experiments.lib.targets.lacks", lambda name: "libtpu")
+    with pytest.raises(UserError, match=r"needs the package libtpu; pip install 'jaxcomp\[accelerators\]'"):
+        described("v5e:2x2")
