@@ -44,7 +44,7 @@ class Figure(NamedTuple):
     page: of docs/results. command: words after `python -m experiments`; {table} is the file to write it to, {data} the
     folder of --data. Without {table} the command keeps a run, and writes its table.md. source: file or folder below
     experiments that makes it. minutes: about, on 2 cores. picture: of the run, and its name in docs/images.
-    accelerator: the command needs a GPU or a TPU, and writes the page itself. compilers: it needs those of GPUs and TPUs.
+    accelerator: the command needs a GPU or a TPU, and writes the page itself. compilers: it needs theirs.
     """
 
     page: str

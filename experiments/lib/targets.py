@@ -128,10 +128,10 @@ def compiled(function: Any, *args: Any) -> Program:
     stable = lowered.as_text()
     program = lowered.compile()
     seconds = time.perf_counter() - begun
-    memory = program.memory_analysis()
+    memory: Any = program.memory_analysis()
     return Program(
         stable,
-        program.as_text(),
+        program.as_text() or "",
         stable.count("\n"),
         seconds,
         memory.temp_size_in_bytes,
