@@ -4,6 +4,8 @@ No compiler of an accelerator is needed: these laws hold in the jaxpr. What comp
 `tests/accelerators`.
 """
 
+import ast
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -258,3 +260,19 @@ def test_one_file_asks_for_the_backend(pytestconfig):
     package = pytestconfig.rootpath / "jaxcomp"
     files = [path for path in package.rglob("*.py") if "default_backend" in path.read_text()]
     assert [path.name for path in files] == ["backend.py"]
+
+
+PRODUCTS = {"conv", "conv_general_dilated", "dot", "dot_general", "einsum", "inner", "matmul", "tensordot", "vdot"}
+
+
+def test_every_product_in_the_library_says_how_exact_it_is(pytestconfig):
+    """Also those that no case above traces. Products of NumPy arrays are in float64."""
+    silent = []
+    for path in (pytestconfig.rootpath / "jaxcomp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            of_jax = isinstance(node.func.value, ast.Name) and node.func.value.id in ("jnp", "lax")
+            if of_jax and node.func.attr in PRODUCTS and "precision" not in {each.arg for each in node.keywords}:
+                silent.append(f"{path.name}:{node.lineno}")
+    assert not silent

@@ -21,6 +21,8 @@ import jaxcomp as jc
 PACKAGE = Path(jc.__file__).parent
 VOCABULARY = (
     "arrays.py",
+    "backend.py",
+    "floats.py",
     "compiled.py",
     "pieces.py",
     "base.py",

@@ -4,6 +4,7 @@ Each codec, algorithm, route and whole step is compiled for described devices an
 bytes that a device sends beside the CPU's program, temporary memory, lines of StableHLO, seconds.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,11 @@ def padding_on(target: str) -> int:
     return 0 if target.startswith("h100") else TILE_BYTES
 
 
+@functools.lru_cache(maxsize=1)  # for all targets of a case
+def on_cpu(case: Case) -> Made:
+    return made(case, jax.devices("cpu"))
+
+
 def tried(case: Case, name: str) -> dict[str, Any]:
     """A row: the case on a target, beside the CPU."""
     about: dict[str, Any] = {"case": case.name, "target": name}
@@ -77,8 +83,8 @@ def tried(case: Case, name: str) -> dict[str, Any]:
         "aliased": got.program.aliased,
     }
     try:
-        on_cpu = made(case, jax.devices("cpu"))
-        about |= {"cpu": on_cpu.sent(), "at_most": on_cpu.sent(padding_on(name))}
+        cpu = on_cpu(case)
+        about |= {"cpu": cpu.sent(), "at_most": cpu.sent(padding_on(name))}
     except ValueError as error:  # what a CPU does not have
         about["cpu_lacks"] = shortened(error)
     return about

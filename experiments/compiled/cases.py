@@ -39,6 +39,9 @@ class Case(NamedTuple):
     entries: int = ENTRIES
     donated: bool = True
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # axes are a dictionary
+
     def on(self, devices: list[Any]) -> tuple[Any, tuple[Any, ...]]:
         """The jitted function and the shapes of its arguments, for devices that are there or described."""
         return self.build(mesh_on(devices, self.axes))
