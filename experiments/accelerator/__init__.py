@@ -1,25 +1,27 @@
 """What a GPU or a TPU makes of the library: parity with the CPU, laws, and times. One device suffices.
 
 parity: each codec with the same input and key on the CPU and on the device, bit by bit. laws: each codec on the device,
-compiled and op by op, mapped and in a loop, decoded in the program that compressed and in another one. times: compress
-and decompress of long vectors, in copies of the vector. steps: one update of a GPT's tree at one worker, in copies of
-the tree, with its temporary memory, and one of them by kernels. exchanges: the same among all devices, where there are
-several. Whether codecs are unbiased is not tried, it takes thousands of draws: tests/compressors/test_laws.py does.
+decoded in the program that compressed and in another one, mapped and in a loop. times: compress and decompress of long
+vectors, in copies of the vector. steps: one update of a GPT's tree at one worker, in copies of the tree, with its
+temporary memory, and one of them by kernels. exchanges: the same among all devices, where there are several. op-by-op:
+each codec compiled and op by op, in the time that the others leave. Whether codecs are unbiased is not tried, it takes
+thousands of draws: tests/compressors/test_laws.py does.
 
 Writes to runs/NAME: config.json, results.json, a table for each part, accelerator.png; and, from an accelerator with
 all parts, docs/results/accelerators.md between its markers. The exit status is 1 if a law is broken or a case fails.
 """
 
-import time
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from experiments.accelerator.laws import BROKEN, LAWS, laws_of
+from experiments.accelerator.laws import BROKEN, LAWS, OP_BY_OP, Round, laws_of, op_by_op_of
 from experiments.accelerator.parity import COLUMNS as PARITY
 from experiments.accelerator.parity import cpu, parity_of
+from experiments.accelerator.parts import PARTS, Done, Part, measured, rows_in
 from experiments.accelerator.steps import EXCHANGES, METHODS, Tree, default_tree
 from experiments.accelerator.times import COLUMNS as TIMES
 from experiments.accelerator.times import default_log2, times_of
@@ -28,14 +30,11 @@ from experiments.bench.trees import gpt_like, num_entries
 from experiments.figures import FIGURES, RESULTS, placed, stamp_of
 from experiments.lib.cli import UserError, at_least, common, positive
 from experiments.lib.codecs import CODECS, chosen, heavy_tailed
-from experiments.lib.errors import shortened
 from experiments.lib.run import Columns, Run, parser_of
 
 __all__ = ["main"]
 
 FIGURE = FIGURES["accelerator"]
-# Part -> share of the minutes by whose end its last case begins, at the latest.
-PARTS = {"parity": 0.2, "laws": 0.45, "times": 0.7, "steps": 0.93, "exchanges": 1.0}
 LAW_ENTRIES = 4_099  # at most: among more entries some code lies so near to a boundary that rounding decides it
 KERNELS = 12  # the longest are shown
 STEPS: Columns = {
@@ -45,23 +44,22 @@ STEPS: Columns = {
     "temporary / gradient": "{temporary}",
     "compile s": "{compile_seconds:.1f}",
 }
+
+
+def verdicts(laws: dict[str, str]) -> Columns:
+    """A column for each law."""
+    return {"codec": "{codec}"} | {words: lambda row, law=law: str(row[law]) for law, words in laws.items()}
+
+
 TABLES: dict[str, Columns] = {
     "parity": PARITY,
-    "laws": {"codec": "{codec}"} | {words: lambda row, law=law: str(row[law]) for law, words in LAWS.items()},
+    "laws": verdicts(LAWS),
     "times": TIMES,
     "steps": STEPS,
     "kernels": {"kernel": lambda row: row["kernel"][:70], "ms a step": "{ms:.3f}", "launches a step": "{times:.1f}"},
     "exchanges": {**STEPS, "bytes sent by a device": "{sent_bytes:,.0f}"},
+    "op-by-op": verdicts(OP_BY_OP),
 }
-
-
-class Part(NamedTuple):
-    """Cases by their names, a row for each, and what stands above and below their table."""
-
-    cases: Sequence[str]
-    measure: Callable[[str], dict[str, Any]]
-    title: str
-    notes: str
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -99,11 +97,14 @@ def main(arguments: Sequence[str]) -> int:
         lines, stamp = lines_of(run, said_of(devices), shown), stamp_of(FIGURE, machine())
         page.write_text(placed(page.read_text(), "accelerator", lines, stamp))
         run.say(f"page: {page}")
-    broken = [row["codec"] for row in rows_in(done, "laws") if any(row[law].held == BROKEN for law in LAWS)]
-    failed = [case for outcome in done.values() for case in outcome.failed]
+    broken = [row["codec"] for part in ("laws", "op-by-op") for row in rows_in(done, part) if is_broken(row)]
     if broken:
-        run.say(f"Laws are broken by {', '.join(broken)}.")
-    return run.status or int(bool(broken or failed))
+        run.say(f"Laws are broken by {', '.join(dict.fromkeys(broken))}.")
+    return run.status or int(bool(broken) or any(outcome.failed for outcome in done.values()))
+
+
+def is_broken(row: dict[str, Any]) -> bool:
+    return any(row[law].held == BROKEN for law in (*LAWS, *OP_BY_OP) if law in row)
 
 
 def said_of(devices: Sequence[Any]) -> str:
@@ -137,6 +138,7 @@ def parts_of(o: Any, devices: Sequence[Any]) -> dict[str, Part]:
     width, layers = (asked or default for asked, default in zip((o.width, o.layers), default_tree(device), strict=True))
     others = devices if len(devices) > 1 and "exchanges" in o.only else []
     trees: dict[int, Tree] = {}
+    round_of = functools.cache(lambda name: Round(CODECS[name], few, 0.1, o.seed))  # two parts share its programs
 
     def tree_on(number: int) -> Tree:
         if number not in trees:
@@ -160,7 +162,7 @@ def parts_of(o: Any, devices: Sequence[Any]) -> dict[str, Part]:
         ),
         "laws": Part(
             codecs,
-            lambda name: {"codec": name, **laws_of(CODECS[name], few, 0.1, o.seed)},
+            lambda name: {"codec": name, **laws_of(round_of(name))},
             f"Laws on {device.platform}, {few.size:,} entries",
             "bits: equal. rounding: integers equal, floats as near as sums in another order are. "
             "decoded in one program: with the residual, where compression is compiled beside it. sent + residual = "
@@ -186,64 +188,22 @@ def parts_of(o: Any, devices: Sequence[Any]) -> dict[str, Part]:
             f"A step of {of_tree} on {len(devices)} devices",
             "Bytes by the compiled program, as a ring sends them.",
         ),
+        "op-by-op": Part(
+            codecs,
+            lambda name: {"codec": name, **op_by_op_of(round_of(name))},
+            f"Compiled against op by op on {device.platform}, {few.size:,} entries",
+            "bits and rounding as for the laws.",
+        ),
     }
     return {name: parts[name] for name in PARTS if name in o.only and parts[name].cases}
-
-
-class Outcome(NamedTuple):
-    """Of a part: its rows, the notes below them, and the cases that failed."""
-
-    rows: list[dict[str, Any]]
-    notes: str
-    failed: list[str]
-
-
-Done = dict[str, Outcome]
-Left = dict[str, list[str]]  # why -> cases that have no row
-LATE = "no time was left, which --minutes and --only give them"
-
-
-def rows_in(done: Done, part: str) -> list[dict[str, Any]]:
-    return done[part].rows if part in done else []
-
-
-def measured(run: Run, parts: dict[str, Part]) -> Done:
-    """What came out of each part, kept after each; Ctrl-C ends the present one and keeps the rows so far."""
-    begun, done = time.monotonic(), Done()
-    for name, part in parts.items():
-        end, left = begun + 60 * run.options.minutes * PARTS[name], {}
-
-        def measure(case: str, part: Part = part, end: float = end, left: Left = left) -> dict[str, Any] | None:
-            if time.monotonic() > end:
-                left.setdefault(LATE, []).append(case)
-                return None
-            try:
-                return part.measure(case)
-            except Exception as error:  # a device that has no memory left, or cannot compile one of many
-                left.setdefault(shortened(error), []).append(case)
-                return None
-
-        try:
-            rows = run.rows_of(part.cases, lambda case, name=name: f"{name}: {case}", measure)
-        except KeyboardInterrupt:
-            if not done:
-                raise
-            run.interrupted = True
-            break
-        missing = "".join(f"\n\nLeft out: {', '.join(cases)}; {why}." for why, cases in left.items())
-        failed = [case for why, cases in left.items() if why != LATE for case in cases]
-        done[name] = Outcome([row for row in rows if row is not None], part.notes + missing, failed)
-        run.keep({name: outcome.rows for name, outcome in done.items()})
-        if run.interrupted:
-            break
-    return done
 
 
 def show(run: Run, done: Done, titles: dict[str, str], platform: str) -> list[str]:
     """Prints all tables, keeps them and the picture; their names."""
     shown = []
-    for name, (rows, notes, _) in done.items():
-        run.table(titles[name], TABLES[name], rows, notes, f"{name}.md")
+    for name, outcome in done.items():
+        rows = outcome.rows
+        run.table(titles[name], TABLES[name], rows, outcome.notes, f"{name}.md")
         shown.append(name)
         traced = [row for row in rows if "kernels" in row]
         if traced and not traced[0]["kernels"]:

@@ -1,5 +1,6 @@
 """The same input and key on two devices: how far apart the messages are, and what is decoded from one of them."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -71,31 +72,26 @@ def difference(one: Any, other: Any) -> Difference:
 
 
 class Side:
-    """A codec on one device: one program, its own, since what the library chooses depends on the device."""
+    """A codec on one device, with programs of its own: what the library chooses depends on the device."""
 
     def __init__(self, codec: Codec, x: np.ndarray, ratio: float, seed: int, device: Any):
         self.device, self.like = device, jax.ShapeDtypeStruct(x.shape, x.dtype)
-        self.compressor = codec.make(x.size, ratio)
-        with jax.default_device(device):
-            self.given = jax.device_put((x, jax.random.key(seed)), device)
-            self.program = jax.jit(self.both)
-
-    def both(self, x: Any, key: Any, payload: Any) -> tuple[Any, Any]:
-        """The message of x, and what another payload decodes to."""
-        state, private_key = self.state(key), jax.random.fold_in(key, 1)
-        message, _ = self.compressor.compress(private_key, x, state)
-        return message, self.compressor.decompress(payload, state.shared, self.like)
+        self.compressor, self.x, self.seed = codec.make(x.size, ratio), x, seed
 
     def message(self) -> Any:
-        shapes = jax.eval_shape(lambda x, key: self.compressor.compress(key, x, self.state(key))[0], *self.given)
-        return self.run(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes))[0]
+        compress = lambda x, key: self.compressor.compress(jax.random.fold_in(key, 1), x, self.state(key))[0]
+        return self.run(compress, self.x)
 
     def decoded(self, payload: Any) -> Any:
-        return self.run(payload)[1]
+        """What a payload, perhaps of another device, decodes to on this one."""
+        return self.run(
+            lambda payload, key: self.compressor.decompress(payload, self.state(key).shared, self.like), payload
+        )
 
-    def run(self, payload: Any) -> tuple[Any, Any]:
+    def run(self, program: Callable[[Any, Any], Any], argument: Any) -> Any:
         with jax.default_device(self.device):
-            return jax.device_get(self.program(*self.given, jax.device_put(payload, self.device)))
+            given = jax.device_put((argument, jax.random.key(self.seed)), self.device)
+            return jax.device_get(jax.jit(program)(*given))
 
     def state(self, key: Any) -> State:
         """Of the first of the workers."""

@@ -1,8 +1,8 @@
 """Steps of a GPT's tree on a mesh: time, temporary memory, bytes sent, seconds to compile, and where the time goes."""
 
 import tempfile
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +84,29 @@ def summed(planes: list[Any], times: int) -> list[tuple[str, float, float]]:
     """The kernels in planes of a profile, of the first device that has one."""
     devices = sorted((plane for plane in planes if plane.name.startswith("/device:")), key=lambda plane: plane.name)
     for plane in devices:
-        nanoseconds, launches = Counter[str](), Counter[str]()
+        nanoseconds, launches = defaultdict[str, float](float), Counter[str]()
         for line in plane.lines:
             # A GPU has a line for each stream. A TPU has one for whole programs, too, and one for their operations.
             if line.name.startswith("Stream") or line.name == "XLA Ops":
-                for event in line.events:
-                    nanoseconds[event.name] += event.duration_ns
-                    launches[event.name] += 1
+                for name, own in own_times(line.events):
+                    nanoseconds[name] += own
+                    launches[name] += 1
         if nanoseconds:
-            return [(name, 1e-9 * ns / times, launches[name] / times) for name, ns in nanoseconds.most_common()]
+            longest = sorted(nanoseconds.items(), key=lambda item: -item[1])
+            return [(name, 1e-9 * ns / times, launches[name] / times) for name, ns in longest]
     return []
+
+
+def own_times(events: Iterable[Any]) -> Iterator[tuple[str, float]]:
+    """Name and nanoseconds of each event of a line, without the events inside it: on TPUs a loop is an event around
+    all operations of its body."""
+    around: list[list[Any]] = []  # name, end and own nanoseconds of events that may have others inside
+    for event in sorted(events, key=lambda event: (event.start_ns, -event.duration_ns)):
+        end = event.start_ns + event.duration_ns
+        while around and around[-1][1] < end:
+            name, _, own = around.pop()
+            yield name, own
+        if around:
+            around[-1][2] -= event.duration_ns
+        around.append([event.name, end, event.duration_ns])
+    yield from ((name, own) for name, _, own in around)

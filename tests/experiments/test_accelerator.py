@@ -14,7 +14,8 @@ from programs import ROOT, command, run_inside
 
 import jaxcomp as jc
 from experiments import accelerator
-from experiments.accelerator.laws import BROKEN, LAWS, laws_of, verdict
+from experiments.accelerator import parts
+from experiments.accelerator.laws import BROKEN, LAWS, Round, laws_of, op_by_op_of, verdict
 from experiments.accelerator.parity import Difference, cpu, difference, parity_of
 from experiments.accelerator.steps import default_tree, summed
 from experiments.accelerator.times import default_log2, times_of
@@ -75,9 +76,11 @@ def test_codecs_have_parity_and_keep_the_laws(name, seed):
     assert parity_of(CODECS[name], x, 0.1, seed, (cpu(), jax.devices()[1])) == dict.fromkeys(
         ("payload", "decoded"), Difference(0, 0, 0)
     )
-    found = laws_of(CODECS[name], heavy_tailed(1003, seed, subnormal=False), 0.1, seed)
+    one_round = Round(CODECS[name], heavy_tailed(1003, seed, subnormal=False), 0.1, seed)
+    found = laws_of(one_round)
     assert list(found) == list(LAWS)
     assert {row.held for row in found.values()} <= {"bits", "rounding", "-"}
+    assert op_by_op_of(one_round)["jit"].held == "bits"
     assert found["sum"].held == ("bits" if CODECS[name].exact else "-")
 
 
@@ -102,23 +105,41 @@ def test_a_rounding_that_is_removed_where_compression_is_compiled_breaks_a_law(s
         return exact[0] if exact else rounded.decompress(payload, shared, like)
 
     removed = rounded._replace(compress=compress, decompress=decompress)
-    found = laws_of(Codec(lambda d, ratio: removed), heavy_tailed(1003, seed, subnormal=False), 0.1, seed)
+    found = laws_of(Round(Codec(lambda d, ratio: removed), heavy_tailed(1003, seed, subnormal=False), 0.1, seed))
     assert found["apart"].held == BROKEN
     assert found["apart"].by.ulps > 1000
 
 
+def event(name, start, nanoseconds):
+    return SimpleNamespace(name=name, start_ns=start, duration_ns=nanoseconds)
+
+
+def line(name, *events):
+    return SimpleNamespace(name=name, events=events)
+
+
+def plane(name, *lines):
+    return SimpleNamespace(name=name, lines=lines)
+
+
 def test_kernels_are_summed_by_name_over_the_streams_of_one_device():
-    event = lambda name, ns: SimpleNamespace(name=name, duration_ns=ns)
-    line = lambda name, *events: SimpleNamespace(name=name, events=events)
-    plane = lambda name, *lines: SimpleNamespace(name=name, lines=lines)
-    streams = line("Stream #1", event("a", 10), event("b", 50)), line("Stream #2", event("a", 30))
+    streams = line("Stream #1", event("a", 0, 10), event("b", 10, 50)), line("Stream #2", event("a", 5, 30))
     planes = [
-        plane("/host:CPU", line("Stream of thoughts", event("host", 99))),
-        plane("/device:GPU:1", line("Stream #1", event("other", 7))),
-        plane("/device:GPU:0", *streams, line("XLA Modules", event("whole", 90))),
+        plane("/host:CPU", line("Stream of thoughts", event("host", 0, 99))),
+        plane("/device:GPU:1", line("Stream #1", event("other", 0, 7))),
+        plane("/device:GPU:0", *streams, line("XLA Modules", event("whole", 0, 90))),
     ]
     assert summed(planes, 2) == [("b", pytest.approx(25e-9), 0.5), ("a", pytest.approx(20e-9), 1.0)]
     assert summed(planes[:1], 2) == []
+
+
+def test_a_loop_of_a_tpu_does_not_count_its_body_twice():
+    inner = event("while", 10, 40), event("body", 12, 10), event("condition", 30, 5), event("body", 40, 10)
+    ops = line("XLA Ops", event("after", 100, 20), *inner, event("call", 5, 90))
+    found = summed([plane("/device:TPU:0", line("XLA Modules", event("whole", 0, 120)), ops)], 1)
+    nanoseconds = {name: round(1e9 * seconds) for name, seconds, _ in found}
+    assert nanoseconds == {"call": 50, "after": 20, "body": 20, "while": 15, "condition": 5}
+    assert found[0][0] == "call"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +187,14 @@ def test_the_whole_command_on_two_devices_of_the_cpu(tmp_path):
     assert text.endswith("<!-- end accelerator -->\n\ntext\n")
     assert "nothing" not in text
     assert str(tmp_path) not in text
-    for title in ("### Parity of cpu", "### Laws on cpu", "### Codecs at 2^10", "on one device", "on 2 devices"):
+    for title in (
+        "### Parity of cpu",
+        "### Laws on cpu",
+        "### Codecs at 2^10",
+        "on one device",
+        "on 2 devices",
+        "op by op on cpu",
+    ):
         assert title in text
 
 
@@ -175,6 +203,37 @@ def inside(monkeypatch, capsys, tmp_path):
     """The command within this process, whose settings it leaves alone."""
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     return lambda *words: run_inside(capsys, "accelerator", "--runs", tmp_path, *words)
+
+
+class Clocked:
+    """A run whose cases take a second each, by a clock of its own."""
+
+    def __init__(self, minutes):
+        self.now, self.tried, self.interrupted = 0.0, [], False
+        self.options, self.kept = SimpleNamespace(minutes=minutes), {}
+
+    def rows_of(self, cases, name, measure):
+        return [measure(case) for case in cases]
+
+    def keep(self, content):
+        self.kept = content
+
+    def measure(self, case):
+        self.now += 1
+        self.tried.append(case)
+        return {"case": case}
+
+
+def test_each_part_has_its_share_of_the_time_and_then_what_is_left(monkeypatch):
+    run = Clocked(minutes=10.5 / 60)
+    monkeypatch.setattr(parts, "time", SimpleNamespace(monotonic=lambda: run.now))
+    monkeypatch.setattr(parts, "PARTS", {"a": 0.1, "b": 0.45, "c": 0.0})
+    cases = {"a": ["a1", "a2", "a3"], "b": ["b1", "b2"], "c": [f"c{i}" for i in range(9)]}
+    done = parts.measured(run, {name: parts.Part(some, run.measure, name, "") for name, some in cases.items()})
+    assert run.tried == ["a1", "a2", "b1", "b2", "a3", *(f"c{i}" for i in range(6))]
+    assert [row["case"] for row in done["a"].rows] == cases["a"]
+    assert done["c"].notes.strip() == f"Left out: c6, c7, c8; {parts.LATE}."
+    assert run.kept["b"] == [{"case": "b1"}, {"case": "b2"}]
 
 
 def test_what_no_time_is_left_for_is_named(monkeypatch, inside):
@@ -200,6 +259,21 @@ def test_a_case_that_fails_is_named_and_the_others_are_kept(monkeypatch, inside)
     assert "2 ulp in 50 % of the floats" in result.stdout
 
 
+def test_ctrl_c_keeps_the_rows_before_and_names_the_others(tmp_path, monkeypatch, inside):
+    def stopped(codec, *rest):
+        if codec is CODECS["cast"]:
+            raise KeyboardInterrupt
+        return {"payload": Difference(0, 0, 0), "decoded": Difference(0, 0, 0)}
+
+    monkeypatch.setattr(accelerator, "parity_of", stopped)
+    result = inside("--name", "r", "--codecs", "identity", "cast", "--entries", 9)
+    assert result.returncode == 130
+    table = (tmp_path / "r" / "parity.md").read_text()
+    assert "| identity | equal | equal |" in table
+    assert "Left out: cast, cast-e4m3; the run was interrupted." in table
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == ["config.json", "parity.md", "results.json"]
+
+
 def test_ctrl_c_keeps_the_parts_before_and_leaves_the_page(tmp_path, monkeypatch, inside):
     def stopped(*_):
         raise KeyboardInterrupt
@@ -207,7 +281,7 @@ def test_ctrl_c_keeps_the_parts_before_and_leaves_the_page(tmp_path, monkeypatch
     page = tmp_path / "page.md"
     page.write_text(MARKERS)
     monkeypatch.setattr(accelerator, "laws_of", stopped)
-    words = ("--only", "parity", "laws", "--codecs", "identity", "--entries", 9, "--page", page)
+    words = ("--only", "parity", "laws", "op-by-op", "--codecs", "identity", "--entries", 9, "--page", page)
     result = inside("--name", "r", *words)
     assert result.returncode == 130
     assert "Parity of cpu with CPU, 9 entries" in (tmp_path / "r" / "parity.md").read_text()

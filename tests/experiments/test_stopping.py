@@ -192,3 +192,13 @@ def test_a_late_signal_does_not_keep_them():
         assert [process.wait(120) for process in each] == [processes.STOPPED] * 2
     finally:
         end_all(each)
+
+
+@pytest.mark.parametrize(("status", "joined", "orderly"), [(0, False, True), (130, False, False), (130, True, True)])
+def test_an_interrupted_program_is_not_taken_down_in_order(status, joined, orderly):
+    """Where compiling was cut short, JAX crashes there; but other processes wait for a farewell."""
+    lines = "import atexit, jax", "from experiments.__main__ import leave", "atexit.register(print, 'taken down')"
+    lines += f"jax.distributed.is_initialized = lambda: {joined}", "print('said')", f"leave({status})"
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    assert done.stdout == "said\n" + "taken down\n" * orderly
