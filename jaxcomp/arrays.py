@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxcomp.backend import platform
 from jaxcomp.compiled import always, in_place, is_shapes, zeros_after
-from jaxcomp.floats import rounded_to
+from jaxcomp.floats import loses, rounded_to
 
 __all__ = [
     "add_each",
@@ -110,8 +110,13 @@ def finite(tree: Tree) -> Tree:
 
 
 def bounded(x: Array, dtype: Any = None) -> Array:
-    """x, rounded to `dtype` where one is given, with what overflowed to infinity cut to the largest number."""
-    x = x if dtype is None else rounded_to(x, dtype)
+    """x, with what overflowed cut to the largest number of its dtype; rounded to `dtype` where one is given, with what
+    is beyond that type cut to its largest number.
+    """
+    if dtype is not None and (loses(x.dtype, dtype) or jnp.dtype(dtype).itemsize < 4):
+        largest = float(jnp.finfo(dtype).max)
+        return rounded_to(jnp.clip(x.astype(wide(x.dtype)), -largest, largest), dtype)
+    x = x if dtype is None else x.astype(dtype)
     info = jnp.finfo(x.dtype)
     return jnp.clip(x, jnp.asarray(info.min, x.dtype), jnp.asarray(info.max, x.dtype))
 

@@ -1,12 +1,12 @@
 """For which devices a program is made: the one place that asks."""
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 __all__ = ["platform"]
 
 
-def platform(mesh: Mesh | None = None) -> str:
+def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
     """ "cpu", "gpu" or "tpu": of the devices that the program being traced will run on.
 
     These are the devices of `mesh`; without one, those of the mesh that is bound (inside `jax.shard_map`, `jax.pmap` or
@@ -17,7 +17,10 @@ def platform(mesh: Mesh | None = None) -> str:
     >>> platform()
     'cpu'
     """
-    device = mesh.devices.flat[0] if mesh else getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if isinstance(mesh, Mesh):
+        device = mesh.devices.flat[0]
+    else:
+        device = getattr(mesh or jax.sharding.get_abstract_mesh(), "abstract_device", None)
     device = device or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     name = device if isinstance(device, str) else getattr(device, "platform", None)
     name = name or jax.default_backend()

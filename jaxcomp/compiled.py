@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 
 from jaxcomp.backend import platform
 
-__all__ = ["always", "called", "computed", "constants", "in_place", "is_shapes", "of_made", "unless_odd", "zeros_after"]
+__all__ = ["always", "called", "computed", "constants", "fast_if", "in_place", "is_shapes", "of_made", "zeros_after"]
 
 Array = jax.Array
 Tree = Any
@@ -147,16 +147,16 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
     return once(traced.consts, memory, x)
 
 
-def unless_odd(fine: Array, usual: Callable[..., Tree], always_right: Callable[..., Tree], *operands: Any) -> Tree:
-    """always_right(*operands), for which usual(*operands) is the same wherever `fine` holds.
+def fast_if(condition: Array, fast: Callable[..., Tree], general: Callable[..., Tree], *operands: Any) -> Tree:
+    """general(*operands). On CPU, fast(*operands) where the condition holds; both are equal there.
 
-    XLA for CPU takes ten times as long for the first, which is therefore computed only where it has to be. Elsewhere it
-    costs nothing, while a condition makes a GPU wait for its host; and libtpu (0.0.42 to 0.0.50) crashes where a branch
-    hands on operands that are computed in the same program.
+    XLA for CPU takes ten times as long for the general form. Elsewhere it costs nothing more, while a condition makes a
+    GPU wait for its host, and libtpu (0.0.42 to 0.0.50) crashes where a branch hands on operands that are computed in
+    the same program.
     """
     if platform() != "cpu":
-        return always_right(*operands)
-    return lax.cond(fine, usual, always_right, *operands)
+        return general(*operands)
+    return lax.cond(condition, fast, general, *operands)
 
 
 def is_shapes(tree: Tree) -> bool:

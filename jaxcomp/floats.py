@@ -2,8 +2,8 @@
 
 Within one program XLA may leave out a conversion to a narrower type and back (`xla_allow_excess_precision`, on by
 default): compiled for a GPU, x - f32(bf16(x)) is zero. A worker that so computes what its message lost remembers
-nothing of it. Here a number is rounded by arithmetic first, and then converted, which changes nothing any more: where
-the conversions go, the rounding stays.
+nothing of it. Here a number is rounded by arithmetic before it is converted: the compiler may remove the conversion,
+the value is already rounded.
 """
 
 import functools
@@ -55,11 +55,11 @@ def loses(source: Any, target: Any) -> bool:
 
 
 def rounded_to(x: Array, dtype: Any) -> Array:
-    """x in another floating type, to nearest, ties to even: `x.astype(dtype)`, kept by compilers that keep no
-    conversions.
+    """x in another floating type, to nearest, ties to even: `x.astype(dtype)`, also where a compiler removes that
+    conversion and the one back.
 
     Beyond the largest number of the type (after rounding) stand infinities, or NaN where the type has none. Where the
-    backend takes subnormal numbers for zero, so are results that are subnormal.
+    backend takes subnormal numbers for zero, so are results that are subnormal. The derivative is that of `astype`.
 
     Reference: Higham 2002, Accuracy and Stability of Numerical Algorithms, section 2.1 and theorem 2.2.
 
@@ -84,6 +84,11 @@ def stored(x: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)  # by this name a jaxpr shows that what is converted was rounded before
 def _to_nearest(x: Array, dtype: Any) -> Array:
+    return _by_arithmetic(x, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _by_arithmetic(x: Array, dtype: Any) -> Array:
     x = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     if x.dtype == jnp.float32 and dtype == jnp.bfloat16:
         return lax.reduce_precision(x, 8, 7).astype(dtype)
@@ -97,3 +102,9 @@ def _to_nearest(x: Array, dtype: Any) -> Array:
     if dtype.name.endswith("fnuz"):  # whose bits of -0 are NaN
         x = jnp.where(x == 0, jnp.zeros((), x.dtype), x)
     return x.astype(dtype)
+
+
+@_by_arithmetic.defjvp
+def _derivative(dtype: Any, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """That of `astype`, which is one; that of `jnp.round` would be zero."""
+    return _by_arithmetic(primals[0], dtype), tangents[0].astype(dtype)

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxcomp.arrays import finite
 from jaxcomp.backend import platform
-from jaxcomp.compiled import unless_odd
+from jaxcomp.compiled import fast_if
 from jaxcomp.floats import exponent_of, power_of_two
 
 __all__ = ["block_norms", "max_abs", "room", "some_at_a_time"]
@@ -43,7 +43,7 @@ def _largest(rows: Array) -> tuple[Array, Array]:
         larger = lambda a, b: jnp.maximum(jnp.abs(finite(a)), jnp.abs(finite(b)))
         return lax.reduce(rows, np.zeros((), rows.dtype), larger, (rows.ndim - 1,))
 
-    return unless_odd(clean, lambda rows, peaks: peaks, slow, rows, peaks), clean
+    return fast_if(clean, lambda rows, peaks: peaks, slow, rows, peaks), clean
 
 
 def some_at_a_time(function: Callable[..., Array], out: Array, *rows: Array) -> Array:

@@ -23,7 +23,8 @@ A `recv` is the other end of a `send` and counts nothing.
     `uses_xla_collective_metadata` (Pallas on GPU), nccl, nvshmem,
     or is a collective with a quantization among its attributes, which sends fewer bytes than its operand has.
 
-Custom calls of other names (TopK, sorts, Sharding, cuBLAS, cuDNN, FFTs, factorizations, SliceId, ZeroCrop) are local.
+Custom calls of other names (TopK, sorts, Sharding, cuBLAS, cuDNN, FFTs, factorizations, SliceId, ZeroCrop) are local,
+and so are AsyncCollectiveStart and AsyncCollectiveDone of libtpu, which begin and end a collective that is listed.
 """
 
 import re
@@ -160,6 +161,8 @@ def unknown_kind(instruction: Instruction, known: bool) -> str | None:
     if op == "custom-call":
         target = re.search(r'custom_call_target="([^"]*)"', attributes)
         target = target[1] if target else op
+        if target in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
+            return None
         named = NAMED_SO.search(re.sub(r"[\W]+", "_", target.lower()))
         config = attributes.partition("backend_config=")[2]
         return target if named or takes_part or "channel_id=" in attributes or SAYS_SO.search(config) else None

@@ -1,8 +1,8 @@
 """What a traced program does with precision, read from its jaxpr: products, and roundings that a compiler may remove.
 
 XLA for GPUs takes f32 -> bf16 -> f32 for f32 where both conversions are in one program
-(`xla_allow_excess_precision`), also where data only moves in between. A rounding that `jaxcomp.rounding` made is a
-number of the narrow type before it is converted, so nothing is lost with the conversions.
+(`xla_allow_excess_precision`), also where data only moves in between. `jaxcomp.floats` rounds before it
+converts: the compiler may remove the conversion, the value is already rounded.
 """
 
 import os
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 import jaxcomp
+from jaxcomp.floats import loses
 
 PACKAGE = str(Path(jaxcomp.__file__).parent) + os.sep
 PROTECTED = "_to_nearest"  # the name of the function that rounds, in a jaxpr
@@ -64,71 +65,59 @@ def width(var):
     return 8 * var.aval.dtype.itemsize
 
 
-def narrows(source, target):
-    """Whether some numbers of one type are none of the other."""
-    a, b = jnp.finfo(source), jnp.finfo(target)
-    return b.nmant < a.nmant or float(b.max) < float(a.max) or float(b.smallest_subnormal) > float(a.smallest_subnormal)
-
-
-# Equations that only move data, or keep words as they are.
+# Equations that only move data, keep words as they are, or pick one of several numbers. Whatever else has a result in a
+# narrow type computes it, and a compiler may postpone its rounding to where it is stored.
 MOVES = {
+    "abs",
     "all_gather",
     "all_gather_invariant",
     "all_to_all",
+    "and",
     "bitcast_convert_type",
     "broadcast_in_dim",
+    "ceil",
     "clamp",
     "concatenate",
     "copy",
     "copy_p",
     "cummax",
+    "cummin",
     "dynamic_slice",
     "dynamic_update_slice",
     "expand_dims",
+    "floor",
     "gather",
     "max",
     "min",
     "neg",
+    "not",
     "optimization_barrier",
+    "or",
     "pad",
     "ppermute",
+    "proven_equal",
     "pvary",
-    "reshape",
-    "rev",
+    "ragged_all_to_all",
     "reduce_max",
     "reduce_min",
-    "reduce_sum",
+    "reshape",
+    "rev",
+    "round",
     "scatter",
     "select_n",
+    "shift_left",
+    "shift_right_arithmetic",
+    "shift_right_logical",
+    "sign",
     "slice",
     "sort",
     "split",
     "squeeze",
     "stop_gradient",
     "transpose",
+    "xor",
 }
-
-
 KNOWN = "known"  # label of constants, which compilers compute exactly
-
-
-# Equations whose results in a narrow type are rounded, which a compiler may postpone to where they are stored.
-COMPUTES = {
-    "add",
-    "add_any",
-    "div",
-    "dot_general",
-    "exp",
-    "integer_pow",
-    "log",
-    "mul",
-    "pow",
-    "rsqrt",
-    "sqrt",
-    "square",
-    "sub",
-}
-COMPUTES |= {"cumsum", "psum", "psum_invariant", "reduce_sum", "scatter-add"}
 
 
 class Roundings:
@@ -156,24 +145,23 @@ class Roundings:
             source, target = equation.invars[0], outs[0]
             if not (is_float(source) and is_float(target)):
                 return [None]
-            if narrows(target.aval.dtype, source.aval.dtype):  # becomes wider
-                if label is not None:
-                    self.found.add(f"{label} -> {target.aval.dtype}")
-                return [None]
-            if narrows(source.aval.dtype, target.aval.dtype):
-                return [f"{source.aval.dtype} -> {target.aval.dtype} {list(target.aval.shape)} ({where(equation)})"]
-            return [label]
-        if equation.params.get("name") == PROTECTED or name == "reduce_precision":
+            a, b = source.aval.dtype, target.aval.dtype
+            if label is not None and loses(b, a):  # becomes wider
+                self.found.add(f"{label} -> {b}")
+            if loses(a, b):
+                return [f"{a} -> {b} {list(target.aval.shape)} ({where(equation)})"]
+            return [None if loses(b, a) else label]
+        if equation.params.get("name") == PROTECTED:
             return [None] * len(outs)
         inner = self.inside(equation, ins)
         if inner is not None:
             return inner
         narrow = lambda var: is_float(var) and width(var) < 32
-        if self.arithmetic and name in COMPUTES and narrow(outs[0]):
+        moved = name in MOVES
+        if self.arithmetic and ins and not moved and outs and narrow(outs[0]):
             if label is not None:
                 self.found.add(f"{label} -> {name}")
             return [f"{outs[0].aval.dtype} {name} {list(outs[0].aval.shape)} ({where(equation)})"] * len(outs)
-        moved = name in MOVES
         return [label if moved or narrow(var) else None for var in outs]
 
     def inside(self, equation, ins):
@@ -184,8 +172,10 @@ class Roundings:
         if name == "while":
             (body,), consts = jaxprs_in(params["body_jaxpr"]), params["cond_nconsts"]
             own, carry = ins[consts : consts + params["body_nconsts"]], ins[consts + params["body_nconsts"] :]
+            (condition,) = jaxprs_in(params["cond_jaxpr"])
             for _ in range(3):
                 carry = either(carry, self.run(body, [*own, *carry]))
+            self.run(condition, [*ins[:consts], *carry])
             return carry
         if name == "scan":
             (body,) = jaxprs_in(params["jaxpr"])

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import Compressor, Spec, bounded, finite, wide
-from jaxcomp.compiled import unless_odd
+from jaxcomp.compiled import fast_if
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
 from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Elements, Integer
@@ -223,7 +223,7 @@ def _ends(rows: Array) -> tuple[Array, Array]:
         each = lambda function: lambda rows: function(finite(rows), axis=1)
         return some_at_a_time(each(jnp.max), ends[0], rows), some_at_a_time(each(jnp.min), ends[1], rows)
 
-    return unless_odd(clean, lambda rows, *ends: ends, slow, rows, *ends)
+    return fast_if(clean, lambda rows, *ends: ends, slow, rows, *ends)
 
 
 # ------------------------------------------------------------------------------------------------

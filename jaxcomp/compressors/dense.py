@@ -12,7 +12,7 @@ from jaxcomp.base import Compressor, Spec, bounded, finite, wide
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.vector import on_vectors
-from jaxcomp.floats import exponent_of, power_of_two, rounded_to
+from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.hashing import random_bits
 from jaxcomp.layout import ALONE, WHOLE_BLOCKS, Layout
 from jaxcomp.packing import pack, unpack
@@ -93,7 +93,7 @@ def cast(dtype: Any, *, scaled: bool | None = None, block_size: int | None = BLO
         return bounded(bounded(payload.values.astype(wide(like.dtype))), like.dtype)
 
     return on_vectors(
-        compress=lambda key, x, state: (Dense(_rounded(finite(x), kind)), state.local),
+        compress=lambda key, x, state: (Dense(bounded(finite(x), kind)), state.local),
         decompress=decompress,
         spec=Spec(
             f"cast({kind.name})",
@@ -123,7 +123,7 @@ def _cast_scaled(kind: Any, layout: Callable[[int], Blocks], block_size: int | N
         largest = jnp.max(largest, initial=0) if block_size is None else largest
         exponent = jnp.clip(exponent_of(largest) - top, -126, 126)
         scaled = each(cut, finite(x), power_of_two(-exponent, jnp.float32))
-        return Scaled(_rounded(scaled, kind), power_of_two(exponent, jnp.float32)), state.local
+        return Scaled(bounded(scaled, kind), power_of_two(exponent, jnp.float32)), state.local
 
     def decompress(payload, shared, like):
         values = payload.values.astype(wide(like.dtype))
@@ -140,12 +140,6 @@ def _cast_scaled(kind: Any, layout: Callable[[int], Blocks], block_size: int | N
             layout=WHOLE_BLOCKS,
         ),
     )
-
-
-def _rounded(x: Array, kind: Any) -> Array:
-    info = jnp.finfo(kind)
-    x = jnp.clip(x, float(info.min), float(info.max))
-    return rounded_to(x, kind)
 
 
 def natural() -> Compressor:

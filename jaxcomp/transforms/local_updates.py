@@ -359,9 +359,10 @@ def following(step: Any, params: Any, point: Any) -> Any:
 
 def applied(params: Any, updates: Any) -> Any:
     """`optax.apply_updates`, rounded as parameters are when they are stored, also where a compiler would not yet."""
-    widened = lambda tree: jax.tree.map(lambda x: stored(x).astype(wide(x.dtype)), tree)
+    wider = lambda x: stored(x).astype(wide(x.dtype))
+    widened = lambda tree: jax.tree.map(lambda x: wider(jnp.asarray(x)), tree)
     after = optax.apply_updates(widened(params), widened(updates))
-    return jax.tree.map(lambda x, p: rounded_to(x, p.dtype), after, params)
+    return jax.tree.map(lambda x, p: rounded_to(x, jnp.asarray(p).dtype), after, params)
 
 
 def mixed(theta: Array, mine: Array, mixing: float) -> Array:
