@@ -48,6 +48,9 @@ class Contents(NamedTuple):
     physical_bytes: int
 
 
+MOST_DEVICES = 2**24
+
+
 def groups_of(op: str, attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
     """Devices that take part together; of a permutation, the pairs with two ends. devices: of the program."""
     if op == "collective-permute":
@@ -76,14 +79,15 @@ def as_groups(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
 
 def iota(text: str) -> np.ndarray:
     """The array that XLA writes as [2,4]<=[4,2]T(1,0): 0, 1, 2, ... as [4,2], transposed, as [2,4]."""
-    numbers = lambda part: [int(n) for n in part.split(",")]
-    found = re.fullmatch(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?", text.strip())
-    if not found:
+    numbers = lambda part: [int(n) for n in part.split(",") if n]
+    found = re.fullmatch(r"\[(\d[\d,]*)\](?:<=\[(\d[\d,]*)\])?(?:T\((\d[\d,]*)\))?", text.strip())
+    shape, source, order = (numbers(part) if part else None for part in found.groups()) if found else (None,) * 3
+    source = source or shape
+    right = source and shape and math.prod(source) == math.prod(shape) < MOST_DEVICES
+    if not right or (order and sorted(order) != list(range(len(source)))):
         raise ValueError(f"ledger: cannot read the devices {text}")
-    shape, source, order = found.groups()
-    source = numbers(source or shape)
     array = np.arange(math.prod(source)).reshape(source)
-    return (array.transpose(numbers(order)) if order else array).reshape(numbers(shape))
+    return (array.transpose(order) if order else array).reshape(shape)
 
 
 def mesh_groups(devices: np.ndarray, sizes: dict[str, int], used: list[tuple[str, str, str]]) -> np.ndarray:
@@ -116,7 +120,9 @@ def parse_instruction(line: str) -> Instruction | None:
     if not found:
         return None
     rest = line[found.end() :]
-    end = closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    end = closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    if end < 0:  # cut off
+        return None
     type_, rest = rest[:end], rest[end:].lstrip()
     opening = rest.find("(")
     if opening < 0:

@@ -132,7 +132,8 @@ class Module:
             elif op == "while":
                 trips = trip_count(attributes)
                 inner = None if trips is None or times is None else times * trips
-                parts = [self.walk(called(attributes, part)[0], inner, branch) for part in ("condition", "body")]
+                names = called(attributes, "condition") + called(attributes, "body")
+                parts = [self.walk(name, inner, branch) for name in names]
                 more, sent = [row for rows, _ in parts for row in rows], sum(sent for _, sent in parts)
                 rows += more
                 total += sent
@@ -176,7 +177,8 @@ class Module:
         attributes, often = instruction.attributes, 1 if times is None else times
         transfer = transfer_of(instruction) if op == "send" else None
         unknown = unknown_kind(instruction, op in SENT)
-        if transfer is not None and transfer.op is not None and transfer.groups:
+        operands = self.contents(instruction, computation)
+        if transfer is not None and transfer.op is not None and transfer.groups and operands:
             yield from self.rows_between_slices(transfer.op, instruction, computation, times, branch)
             return
         if op == "send" and pairs_of_send(attributes):
@@ -193,7 +195,7 @@ class Module:
             groups, like = groups_of(op, attributes, 0) if "replica_groups=" in attributes else (), ""
         # A permutation has a group for each of its pairs.
         group = len(groups) if like == "collective-permute" else max(map(len, groups), default=0)
-        operands = self.contents(instruction, computation)
+        operands = operands or ([Contents("?", (), 0, 0)] if unknown else [])  # never silently nothing
         for each in operands[:1] if op in ("send", "ragged-all-to-all") else operands:  # then come token, or offsets
             senders = group / self.devices if like == "collective-permute" else 1
             sent = SENT[like](each.num_bytes, group) * senders if like else float(each.physical_bytes)
@@ -266,10 +268,11 @@ class Module:
 
         XLA hands over tiles, f32[n,8,128], which it makes of another array by operations that move nothing but padding.
         """
-        smallest = self.contents(instruction, computation)[0]
-        while instruction.operands:
+        smallest, seen = self.contents(instruction, computation)[0], set()
+        while instruction.operands and (computation, instruction.name) not in seen:
+            seen.add((computation, instruction.name))
             name = split_list(instruction.operands)[0].split()[-1].lstrip("%")
-            before = self.computations[computation].get(name)
+            before = self.computations.get(computation, {}).get(name)
             if before is not None and before.op == "fusion":
                 computation = next(iter(called(before.attributes, "calls")), "")
                 before = next(reversed(self.computations.get(computation, {}).values()), None)

@@ -43,6 +43,7 @@ BETWEEN_SLICES = {
     "RAGGED_ALL_TO_ALL": "ragged-all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
+MOST = 2**16  # chips of a slice, or slices: what names more is no target
 SLICE = 100_000  # a chip's number holds that of its slice, counted from one, times this
 
 NAMED_SO = re.compile(
@@ -104,11 +105,25 @@ class Places:
 def transfer_of(instruction: Instruction) -> Transfer | None:
     """The collective between slices that a `send` is; None if it is no such `send`."""
     kind = re.search(r'_xla_megascale_transfer_type="?(\w+)', instruction.attributes)
-    return Transfer(BETWEEN_SLICES.get(kind[1]), targets(instruction.attributes)) if kind else None
+    if not kind:
+        return None
+    op, groups = BETWEEN_SLICES.get(kind[1]), targets(instruction.attributes)
+    pairs = all(len(group) == 2 for group in groups)
+    return Transfer(op, groups if pairs or op != "collective-permute" else ())
 
 
 def targets(text: str) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Groups of chips, or pairs, that a `_xla_megascale_target` in a text names, as (slice, chip) from zero."""
+    """Groups of chips, or pairs, that a `_xla_megascale_target` in a text names, as (slice, chip) from zero; none where
+    it names no chips that there can be."""
+    groups = named_in(text)
+    return (
+        groups
+        if groups and all(group and all(0 <= s < MOST and chip < MOST for s, chip in group) for group in groups)
+        else ()
+    )
+
+
+def named_in(text: str) -> tuple[tuple[tuple[int, int], ...], ...]:
     product = re.search(r'_xla_megascale_target="?\{([\d,:]+)\}x\{([\d,:]+)\}', text)
     if product:
         slices, chips = ranges(product[1]), ranges(product[2])
@@ -121,12 +136,14 @@ def targets(text: str) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def ranges(text: str) -> list[int]:
-    """Numbers of a list like 0:3,7.
+    """Numbers of a list like 0:3,7; none for what is no such list, or has more than there can be.
 
-    >>> ranges("0:3,7")
-    [0, 1, 2, 3, 7]
+    >>> ranges("0:3,7"), ranges("0:3000000000"), ranges("1:")
+    ([0, 1, 2, 3, 7], [], [])
     """
-    ends = [part.split(":") for part in text.split(",") if part]
+    ends = [part.split(":") for part in text.split(",")]
+    if not all(1 <= len(part) <= 2 and all(n.isdigit() and int(n) < MOST for n in part) for part in ends):
+        return []
     return [n for part in ends for n in range(int(part[0]), int(part[-1]) + 1)]
 
 

@@ -397,6 +397,55 @@ def test_sends_in_loops_are_multiplied_by_known_trips():
     assert (unknown.total_bytes, unknown.is_bound) == (4096, True)
 
 
+ODD_TARGETS = [
+    '"{1:2}x{0:3000000000}"',
+    '"{1:}x{:3}"',
+    "{{100000,99999999900000}}",
+    "{{0,1}}",
+    "{{->}}",
+    '"{}x{}"',
+]
+
+
+@pytest.mark.parametrize("target", ODD_TARGETS)
+@pytest.mark.parametrize("kind", ["ALL_REDUCE", "ONE_TO_ONE"])
+def test_a_target_that_names_no_chips_is_unknown(kind, target):
+    """Neither an error nor a loop without end."""
+    (row,) = (row for row in read(between_slices(kind, target)).rows if row.sent_bytes)
+    assert row.is_unknown
+    assert row.sent_bytes == 4096
+
+
+def test_a_permutation_between_slices_has_pairs():
+    for group in ("{{100000}}", "{{100000,200000,100001}}"):
+        assert all(row.is_unknown for row in read(between_slices("ONE_TO_ONE", group)).rows)
+
+
+def test_a_send_that_says_nothing_of_what_it_sends_is_unknown():
+    text = between_slices("ALL_REDUCE", EVERY_CHIP)
+    for given in ("send(%nothing, %t)", "send()"):
+        assert any(row.is_unknown for row in read(text.replace("send(%b, %t)", given)).rows)
+
+
+def test_texts_that_are_cut_off_or_go_in_circles_end():
+    circle = between_slices("ALL_REDUCE", EVERY_CHIP).replace("bitcast(%x)", "copy(%b)")
+    assert [row.sent_bytes for row in read(circle).rows] == [4096]
+    whole = between_slices("ALL_REDUCE", EVERY_CHIP, times=", sharding={replicated}")
+    for end in range(0, len(whole), 7):
+        read(whole[:end])
+    read(whole.replace("condition=%some, body=%body", ""))
+
+
+@pytest.mark.parametrize("groups", ["[1,100000000000]<=[100000000000]", "[2,4]<=[3,4]", "[2,2]<=[2,2]T(0,0)"])
+def test_devices_that_cannot_be_are_named(groups):
+    with pytest.raises(ValueError, match="ledger: cannot read the devices"):
+        read(one_reduction(groups))
+
+
+def one_reduction(groups):
+    return with_instruction(f"all-reduce(%x), replica_groups={groups}, to_apply=%add")
+
+
 CUSTOM = 'custom-call(%x), custom_call_target="{}"'
 MEGASCALE_OF_TOMORROW = MEGASCALE.format(kind="MANY_TO_ONE", target=EVERY_CHIP, name="b")
 UNKNOWN = {
@@ -438,6 +487,12 @@ ENTRY %main (x: f32[10]) -> f32[10] {{
   ROOT %r = f32[10]{{0}} copy(%x)
 }}
 """
+
+
+def test_what_begins_and_ends_a_collective_of_a_tpu_is_none():
+    """The collective inside is listed itself."""
+    for target in ("AsyncCollectiveStart", "AsyncCollectiveDone"):
+        assert not read(with_instruction(CUSTOM.format(target))).rows
 
 
 @pytest.mark.parametrize("instruction", UNKNOWN, ids=UNKNOWN.values())
