@@ -99,7 +99,9 @@ def main(arguments: Sequence[str]) -> int:
             console.print(f"{name}: left out, it needs an accelerator")
             continue
         if FIGURES[name].compilers and find_spec("libtpu") is None:
-            console.print(f"{name}: left out, it needs jaxcomp[accelerators]: make test-accelerators sets them up")
+            console.print(
+                f"{name}: left out, it needs the compilers of accelerators, which make test-accelerators sets up"
+            )
             continue
         console.print(f"{name}: about {FIGURES[name].minutes} min")
         for row in make(name, FIGURES[name], data):

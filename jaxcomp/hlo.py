@@ -83,8 +83,11 @@ def iota(text: str) -> np.ndarray:
     found = re.fullmatch(r"\[(\d[\d,]*)\](?:<=\[(\d[\d,]*)\])?(?:T\((\d[\d,]*)\))?", text.strip())
     shape, source, order = (numbers(part) if part else None for part in found.groups()) if found else (None,) * 3
     source = source or shape
-    right = source and shape and math.prod(source) == math.prod(shape) < MOST_DEVICES
-    if not right or (order and sorted(order) != list(range(len(source)))):
+    if (
+        not (shape and source)
+        or not math.prod(source) == math.prod(shape) < MOST_DEVICES
+        or (order and sorted(order) != list(range(len(source))))
+    ):
         raise ValueError(f"ledger: cannot read the devices {text}")
     array = np.arange(math.prod(source)).reshape(source)
     return (array.transpose(order) if order else array).reshape(shape)

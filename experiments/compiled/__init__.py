@@ -115,20 +115,27 @@ COLUMNS: Columns = {
 
 def main(arguments: Sequence[str]) -> int:
     p = parser_of("compiled", __doc__)
-    p.add_argument("--targets", nargs="+", default=["h100", "v5e:2x2"], metavar="NAME", help="h100, v5e:2x2, v5e:4x4")
+    p.add_argument(
+        "--targets",
+        nargs="+",
+        default=["h100", "v5e:2x2"],
+        metavar="NAME",
+        help="h100, h100:HOSTSxDEVICES, v5e:2x2, v5e:4x4",
+    )
     p.add_argument("--only", nargs="+", default=None, metavar="WORD", help="cases whose name contains one of these")
     run = Run(p, arguments, "compiled")
     o = run.options
-    for name in o.targets:
+    for name in o.targets:  # before anything is compiled
         if package := targets.lacks(name):
-            raise UserError(f"--targets {name} needs the package {package}; pip install 'jaxcomp[accelerators]'")
+            raise UserError(f"--targets {name} needs the package {package}; in a clone: pip install '.[accelerators]'")
+        targets.described(name)
     jax.config.update("jax_num_cpu_devices", 4)
     every = all_cases()
     pairs = [(every[name], target) for name in chosen(every, o.only, "--only") for target in o.targets]
     rows = run.rows_of(pairs, lambda pair: f"{pair[0].name}, {pair[1]}", lambda pair: tried(*pair))
     run.keep(rows)
     notes = (
-        "Compiled ahead of time for described devices: four H100 of one host, four TPU v5e; codecs for one of them. "
+        "Compiled ahead of time for described devices, codecs for one of them and the others for four. "
         "Bytes: those over the axis of the workers, from the ledger of the compiled program; on TPUs each array that "
         f"crosses fills tiles, with at most {TILE_BYTES:,} bytes of padding. Temporary memory in gradients; "
         "libtpu does not count what stays on the chip. Lines of StableHLO. s: to trace and compile, on this machine."

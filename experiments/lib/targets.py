@@ -5,6 +5,7 @@ be read (text, memory, collectives) and not run.
 """
 
 import os
+import re
 import time
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from experiments.lib.cli import UserError
+from experiments.lib.errors import shortened
 
 __all__ = ["H100", "Program", "compiled", "described", "lacks", "mesh_on", "shapes_on", "state_on"]
 
@@ -64,9 +66,9 @@ def lacks(name: str) -> str | None:
     """The package without which nothing can be compiled for this target, where it is missing; else None."""
     from importlib.util import find_spec
 
-    package = PACKAGES.get(name.partition(":")[0])
-    if package is None:
-        raise UserError(f"target must be h100, h100:HOSTSxDEVICES or v5e:AxB, for instance v5e:2x2; got {name!r}")
+    if not re.fullmatch(r"h100(:[1-9]\d*x[1-9]\d*)?|v5e:[1-9]\d*x[1-9]\d*", name):
+        raise UserError(f"a target must be h100, h100:HOSTSxDEVICES or v5e:AxB, for instance v5e:2x2; got {name!r}")
+    package = PACKAGES[name.partition(":")[0]]
     try:
         return None if find_spec(package) else package
     except ModuleNotFoundError:
@@ -84,7 +86,7 @@ def described(name: str, slices: int = 1) -> list[Any]:
         UserError: an unknown name, or the compiler is not installed.
     """
     if package := lacks(name):
-        raise UserError(f"compiling for {name} needs the package {package}; pip install 'jaxcomp[accelerators]'")
+        raise UserError(f"compiling for {name} needs the package {package}; in a clone: pip install '.[accelerators]'")
     kind, _, shape = name.partition(":")
     if kind == "h100":
         import jax_plugins.xla_cuda13  # noqa: F401  # pyright: ignore[reportMissingImports]  # registers the compiler
@@ -92,7 +94,10 @@ def described(name: str, slices: int = 1) -> list[Any]:
         topology = f"1x{shape or '1x4'}"
         return list(topologies.get_topology_desc("h100", "cuda", target_config=H100, topology=topology).devices)
     more = {"num_slices": slices} if slices > 1 else {}
-    return list(topologies.get_topology_desc(name, "tpu", **more).devices)
+    try:
+        return list(topologies.get_topology_desc(name, "tpu", **more).devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"there is no slice {name} of TPUs: {shortened(error)}") from error
 
 
 def mesh_on(devices: list[Any], axes: dict[str, int]) -> Mesh:

@@ -17,12 +17,13 @@ def test_a_target_has_its_devices(name, platform, count):
     assert {"cuda": "gpu"}.get(devices[0].platform, devices[0].platform) == platform
 
 
-def test_an_unknown_target_is_refused():
+@pytest.mark.parametrize("name", ["a100", "h100:2", "h100:x", "v5e", "v5e:a", "v5e:0x2"])
+def test_an_unknown_target_is_refused(name):
     with pytest.raises(UserError, match="target must be h100, h100:HOSTSxDEVICES or v5e:AxB"):
-        described("a100")
+        described(name)
 
 
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setattr("experiments.lib.targets.lacks", lambda name: "libtpu")
-    with pytest.raises(UserError, match=r"needs the package libtpu; pip install 'jaxcomp\[accelerators\]'"):
+    with pytest.raises(UserError, match=r"needs the package libtpu; in a clone: pip install"):
         described("v5e:2x2")
