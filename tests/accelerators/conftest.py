@@ -7,7 +7,7 @@ from experiments.lib.targets import lacks
 
 jax.config.update("jax_platforms", "cpu")  # before a plugin looks for a GPU
 collect_ignore = []
-if lacks("h100") and lacks("v5e"):  # in the environment of `make test`
+if lacks("h100") and lacks("v5e:2x2"):  # in the environment of `make test`
     collect_ignore = ["test_compiled.py", "test_slices.py"]
 else:
     jax.config.update("jax_compilation_cache_dir", None)  # whether there is one is asked only once
