@@ -124,6 +124,7 @@ def targets(text: str) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 
 def named_in(text: str) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The same, whether there can be such chips or not."""
     product = re.search(r'_xla_megascale_target="?\{([\d,:]+)\}x\{([\d,:]+)\}', text)
     if product:
         slices, chips = ranges(product[1]), ranges(product[2])
