@@ -5,7 +5,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Compressor, wide
+from jaxcomp.arrays import wide
+from jaxcomp.base import Compressor
 from jaxcomp.compressors.schedule import target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold, with_words
 

@@ -11,18 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import (
-    Compressor,
-    Spec,
-    State,
-    advance,
-    check_compressor,
-    finite,
-    for_worker,
-    key_data,
-    like_of,
-    wide,
-)
+from jaxcomp.arrays import finite, key_data, like_of, wide
+from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, for_worker
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.hard_threshold import hard_threshold
 from jaxcomp.compressors.minmax_sketch import Shape
