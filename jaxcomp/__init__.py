@@ -46,7 +46,7 @@ from jaxcomp.algorithms import (
     power_sgd,
     sparse_loco,
 )
-from jaxcomp.base import Algorithm, Compressor, Exchange, Sent, Spec, State
+from jaxcomp.base import Algorithm, Compressor, Round, Sent, Spec, State
 from jaxcomp.compressors import (
     bernoulli,
     binned,
@@ -82,7 +82,7 @@ from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.redistribute import redistribute
 from jaxcomp.exchange.replicas import check_replicas
 from jaxcomp.exchange.specs import init_state, per_worker, state_specs
-from jaxcomp.layout import Layout
+from jaxcomp.groups import Layout
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes
 from jaxcomp.plan.candidates import Candidate
@@ -109,11 +109,11 @@ __all__ = [
     "Candidate",
     "Compressor",
     "DynamicScale",
-    "Exchange",
     "Info",
     "Layout",
     "Ledger",
     "Link",
+    "Round",
     "Sent",
     "Spec",
     "State",

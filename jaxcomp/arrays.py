@@ -20,6 +20,7 @@ __all__ = [
     "constants",
     "finite",
     "is_array",
+    "is_left_out",
     "is_shapes",
     "key_data",
     "like_of",
@@ -89,6 +90,11 @@ def is_array(tree: Tree) -> bool:
 def is_shapes(tree: Tree) -> bool:
     """Whether there are shapes in a tree instead of arrays."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def is_left_out(node: Tree) -> bool:
+    """Whether there is nothing in this place of a tree: ()."""
+    return type(node) is tuple and not node
 
 
 def size_of(like: Tree) -> int | tuple[int, ...]:

@@ -39,6 +39,7 @@ __all__ = [
     "is_lazy",
     "joined",
     "largest_finite",
+    "made",
     "of_entries",
     "platform",
     "shared_program",
@@ -330,6 +331,12 @@ class SparseSum:
 
 LONG = backend_cpu.LONG  # entries of a vector that is worth a branch, or a loop, of its own
 SPARSE = 8  # times as many entries as its messages has a vector whose sum is not made at once
+
+
+def made(arrays: Tree) -> Tree:
+    """The same with vectors in the place of sums that are not made yet."""
+    is_sum = lambda node: isinstance(node, SparseSum)
+    return jax.tree.map(lambda x: x.made() if is_sum(x) else x, arrays, is_leaf=is_sum)
 
 
 def is_lazy(messages: SparseSum) -> bool:

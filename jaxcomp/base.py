@@ -2,8 +2,10 @@
 
 One gradient travels like this::
 
-    tree --layout--> vectors --algorithm.update--> message --compressor.compress--> payload --route--> payloads
-    of all workers --compressor.accumulate--> mean message --algorithm.update--> direction --layout--> tree
+    tree --groups--> arrays --algorithm.update--> message --compressor.compress--> payload --route--> payloads of all
+    workers --compressor.accumulate--> mean message --algorithm.update--> direction --groups--> tree
+
+Between the two ends everything is a tuple with one item for each group of leaves (`jaxcomp.groups`).
 
 Laws
 ----
@@ -17,50 +19,49 @@ Laws
 6. Where workers have different plans (smoothness matrices, probabilities, ratios), shared state holds the plans of all
    of them, stacked, so law 1 stands. `for_worker` picks one. Compressing and decompressing take the state of one
    worker; `accumulate` takes the stack, and message j is decoded with plan j.
-7. Special cases are declared, never recognised: what a part of an algorithm's state means stands in `Algorithm.roles`,
-   and a part that is not declared is refused where it would have to be handled.
+7. Special cases are declared, never recognised: what a part of an algorithm's state means, and so where it is, stands
+   in `Algorithm.roles`, and a part that is not declared is refused where it would have to be handled.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import bounded, finite, is_array, key_data, like_of, weighted, wide, wide_like, wrap_key, zeros_like
-from jaxcomp.backend import add_each, fold
+from jaxcomp.arrays import bounded, like_of, wide
+from jaxcomp.backend import add_each, cut_apart
+
+FEW = 16  # keys that are made one by one
 
 __all__ = [
     "ROLES",
     "Algorithm",
     "Compressor",
-    "Exchange",
+    "Cond",
     "Lengths",
     "Lifted",
+    "Mean",
+    "Round",
     "Sent",
     "Spec",
     "State",
+    "Sum",
     "accumulate",
     "add_own",
     "advance",
-    "bounded",
+    "answered",
     "check_algorithm",
     "check_compressor",
     "entries",
-    "finite",
-    "fold",
     "for_worker",
-    "is_array",
-    "key_data",
+    "keys_of",
     "lengths",
-    "like_of",
     "overflow",
     "residual",
-    "weighted",
-    "wide",
-    "wide_like",
-    "wrap_key",
-    "zeros_like",
+    "sides",
+    "stepped",
+    "whole",
 ]
 
 Array = jax.Array
@@ -68,7 +69,7 @@ Tree = Any
 
 
 class State(NamedTuple):
-    """What a compressor, an algorithm or a transformation remembers between rounds.
+    """What a compressor, or a field of an algorithm's state with two sides, remembers between rounds.
 
     local: differs from worker to worker (memories, shifts, counters).
     shared: bitwise equal on all workers (seeds, round counts, plans).
@@ -79,25 +80,6 @@ class State(NamedTuple):
 
     local: Tree = ()
     shared: Tree = ()
-
-    def part(self, name: str) -> "State":
-        """The fields called `name` of local and of shared, as a `State`; () where there is none."""
-        return State(getattr(self.local, name, ()), getattr(self.shared, name, ()))
-
-    def replace(self, **parts: Tree) -> "State":
-        """Other values for some fields; a `State` goes to the fields of that name in local and in shared.
-
-        >>> class Local(NamedTuple):
-        ...     memory: int
-        >>> State(Local(1)).replace(memory=2)
-        State(local=Local(memory=2), shared=())
-        """
-        local, shared = self
-        for name, value in parts.items():
-            both = value if isinstance(value, State) else State(value, value)
-            local = local._replace(**{name: both.local}) if hasattr(local, name) else local
-            shared = shared._replace(**{name: both.shared}) if hasattr(shared, name) else shared
-        return State(local, shared)
 
 
 class Lengths(NamedTuple):
@@ -120,8 +102,9 @@ class Spec(NamedTuple):
     linear: payloads may be added: decompress(p + q) = decompress(p) + decompress(q).
     selects: C(x) copies some entries of x and zeroes the rest (an orthogonal projection), and
         its payload has a field `values` with the copied entries.
-    lifted: for a compressor of trees: how it lays them out, and what compresses each vector.
-    layout: the `jaxcomp.layout.Layout` in which it serves trees best; None for the default.
+    lifted: for a compressor of trees: how it lays them out, and what compresses each array.
+    rows: for a compressor of stacks: what compresses each row.
+    layout: the `jaxcomp.groups.Layout` in which it serves trees best; None for the default.
     weights: share of each worker in the mean, where the compressor brings them (`dagc`).
     norm: (x, shared) -> |x|^2 in the norm in which omega and alpha hold; None: Euclidean.
     vote: C(x) is no estimate of x; only the sign of the mean is of use, so nothing remembers what is lost.
@@ -134,6 +117,7 @@ class Spec(NamedTuple):
     linear: bool
     selects: bool = False
     lifted: "Lifted | None" = None
+    rows: "Compressor | None" = None
     layout: Any = None
     weights: tuple[float, ...] | None = None
     norm: Callable[[Any, Any], Any] | None = None
@@ -187,96 +171,191 @@ class Lifted(NamedTuple):
     compressor: Compressor
 
 
+# ------------------------------------------------------------------------------------------------
+# Algorithms: generators that ask for exchanges
+
+
+class Mean(NamedTuple):
+    """Asks for the mean of the messages of all workers; the answer is a `Sent`. Made by `Round.mean`.
+
+    keys: of each group, private. route_key: private, for a route that compresses once more. compressors, message,
+    states, groups: one for each group.
+    """
+
+    route_key: Array
+    keys: tuple[Any, ...]
+    compressors: "tuple[Compressor, ...]"
+    message: tuple[Any, ...]
+    states: tuple[State, ...]
+    groups: tuple[Any, ...]
+
+
+class Sum(NamedTuple):
+    """Asks for the sum over the workers of each array of a tree, uncompressed.
+
+    With weights w_i of the workers (which add up to one) it is sum_i n w_i x_i, so that sum / size is their mean.
+    """
+
+    x: Tree
+
+
+class Cond(NamedTuple):
+    """Asks for `lax.cond`, whose branches are functions of the operands and may ask, too, where they are generators.
+
+    The predicate is equal on all workers.
+    """
+
+    predicate: Array
+    yes: Callable[..., Any]
+    no: Callable[..., Any]
+    operands: tuple[Any, ...] = ()
+
+
 class Sent(Protocol):
     """What came of one message, for the algorithm that sent it. What is not asked for is not computed.
 
     mean: of what all workers sent, as they see it, equal on all; in f32 (f64 for f64 messages).
+    direction: the same, for handing on: on a CPU a `backend.SparseSum` may stand for a long array.
     own: what this worker sent, as the others see it.
     residual: message - own, bitwise so where C copies entries.
-    state: of the compressor, for the next round.
+    states: of the compressors, for the next round.
     add_to(total, weight): total + weight own, saturated, in the place of total.
-    read_by(compressor): (mean, own) as another compressor with the same payloads decodes them.
+    read_by(compressors): (mean, own) as other compressors with the same payloads decode them.
     """
 
     @property
-    def mean(self) -> Tree: ...
+    def mean(self) -> tuple[Any, ...]: ...
     @property
-    def own(self) -> Tree: ...
+    def direction(self) -> tuple[Any, ...]: ...
     @property
-    def residual(self) -> Tree: ...
+    def own(self) -> tuple[Any, ...]: ...
     @property
-    def state(self) -> State: ...
-    def add_to(self, total: Tree, weight: Any) -> Tree: ...
-    def read_by(self, compressor: Compressor) -> tuple[Tree, Tree]: ...
+    def residual(self) -> tuple[Any, ...]: ...
+    @property
+    def states(self) -> tuple[State, ...]: ...
+    def add_to(self, total: tuple[Any, ...], weight: Any) -> tuple[Any, ...]: ...
+    def read_by(self, compressors: "tuple[Compressor, ...]") -> tuple[Any, Any]: ...
 
 
-class Exchange(Protocol):
-    """What a worker may do with the others in a round; handed to `Algorithm.update`.
+class Round(NamedTuple):
+    """What an algorithm knows of the round that it is in.
 
-    index i32[], size int: number of this worker, and how many there are.
-    mean(key, compressor, message, state): compresses and exchanges a message, by whatever route the user chose.
-    means(messages): the same of several messages at once, each with these four arguments: a list of `Sent`. What can
-        share a collective does.
-    sum(x): sum over the workers of each array of a tree, uncompressed. With weights w_i of the workers (which add up to
-        one) it is sum_i n w_i x_i, so that sum(x) / size is their mean.
-    cond(predicate, yes, no, *operands): `lax.cond` for branches that exchange; the predicate is equal on all workers.
+    key: private to this worker and round; in `init`, shared by all workers. groups: of the tree (`groups.Group`).
+    compressors: one for each of them. index i32[], size int: number of this worker, and how many there are; in `init`
+    0 and 1.
     """
 
-    @property
-    def index(self) -> Array: ...
-    @property
-    def size(self) -> int: ...
-    def mean(self, key: Array, compressor: Compressor, message: Tree, state: State) -> Sent: ...
-    def means(self, messages: Sequence[tuple[Array, Compressor, Tree, State]]) -> Sequence[Sent]: ...
-    def sum(self, x: Tree) -> Tree: ...
-    def cond(self, predicate: Array, yes: Callable[..., Tree], no: Callable[..., Tree], *operands: Tree) -> Tree: ...
+    key: Array
+    groups: tuple[Any, ...]
+    compressors: "tuple[Compressor, ...]"
+    index: Array | int = 0
+    size: int = 1
+
+    def start(self, like: tuple[Any, ...], compressors: "tuple[Compressor, ...] | None" = None) -> tuple[State, ...]:
+        """The first states of the compressors, for messages of these shapes."""
+        keys = keys_of(self.key, self.groups)
+        pairs = zip(self.compressors if compressors is None else compressors, keys, like, strict=True)
+        return tuple(compressor.init(key, x) for compressor, key, x in pairs)
+
+    def mean(
+        self,
+        message: tuple[Any, ...],
+        states: tuple[State, ...],
+        key: Array | None = None,
+        compressors: "tuple[Compressor, ...] | None" = None,
+    ) -> Mean:
+        """The request for the mean of a message. Give other keys, split from `key`, to several in one round."""
+        route_key, own = jax.random.split(self.key if key is None else key)
+        compressors = self.compressors if compressors is None else compressors
+        return Mean(route_key, keys_of(own, self.groups), compressors, message, states, self.groups)
 
 
-# What a field of an algorithm's state is, and so what becomes of it when the number of workers changes.
+def keys_of(key: Array, groups: tuple[Any, ...]) -> tuple[Array, ...]:
+    """A key for each group: fold_in(key, its number), or the key itself for a group that has it alone."""
+    numbers = [group.number or 0 for group in groups]
+    if max(numbers, default=0) < FEW:
+        each = [jax.random.fold_in(key, number) for number in numbers]
+    else:  # as one array, which is cut
+        folded = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(max(numbers) + 1))
+        every = jax.random.key_data(folded)
+        pieces = cut_apart(every.reshape(-1), [every.shape[1]] * every.shape[0])
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            pieces = [jax.random.wrap_key_data(piece, impl=jax.random.key_impl(key)) for piece in pieces]
+        each = [pieces[number] for number in numbers]
+    alone = [group.number is None for group in groups]
+    return tuple(key if own else folded for own, folded in zip(alone, each, strict=True))
+
+
+def answered(steps: Any, answer: Callable[[list[Any]], list[Any]]) -> Any:
+    """Runs an algorithm to its end: what a generator asks for is answered, and what it returns is returned.
+
+    Args:
+        steps: generator, which yields a request, or a list of requests to be answered together; or what is no
+            generator, and is returned as it is.
+        answer: requests -> their answers.
+    """
+    if not isinstance(steps, Generator):
+        return steps
+    reply: Any = None
+    while True:
+        try:
+            asked = steps.send(reply)
+        except StopIteration as end:
+            return end.value
+        replies = answer(asked if isinstance(asked, list) else [asked])
+        reply = replies if isinstance(asked, list) else replies[0]
+
+
+def stepped(steps: Any) -> Generator[Any, Any, Any]:
+    """For `yield from` in an algorithm around another: what the update of that returns, generator or not."""
+    return (yield from steps) if isinstance(steps, Generator) else steps
+
+
+# What a field of an algorithm's state is: so where it is, and what becomes of it when the number of workers changes.
 ROLES = {
     "memory": "local: what was not sent yet; its sum over the workers is kept",
     "narrow memory": "the same as `jaxcomp.algorithms.loco.Narrow`: in 8 bits, with scales",
-    "shift": "local h_i, shared their mean h: in step with the means as they were sent; workers start from h",
+    "shift": "`State`, local h_i, shared their mean h: in step with the means as they were sent; workers start from h",
     "average": "local: a running average of this worker's gradients; other workers start from the mean of all",
     "momentum": "shared: an average of directions; kept",
     "iterate": "shared: points of the method; kept",
     "coin": "shared: keys and counts of shared randomness; kept",
     "gradient": "local: of this worker alone, and so of no use to another one; refused",
-    "compressor": "local and shared: of the compressor; new workers take over that of worker i mod n",
+    "compressor": "a `State` for each group: of the compressor; new workers take over that of worker i mod n",
 }
+LOCAL, SHARED = ("memory", "narrow memory", "average", "gradient"), ("momentum", "iterate", "coin")
 
 
 class Algorithm(NamedTuple):
     """A distributed method: what one worker does in a round.
 
-    init(shared_key, like) -> State
-        like: shapes of the vectors that the layout makes of a tree (`jaxcomp.layout`). Local and shared state are
-        NamedTuples, whose fields `roles` names.
-    update(key, grads, state, exchange) -> (direction, State)
-        key: private to this worker and round. grads: vectors; or, where the method has a `point`, a function from
-        points to this worker's gradient there. exchange: an `Exchange`; may be used once, more often, or not at all.
-        direction: vectors, equal on all workers; where the method has a `point`, anything.
+    init(round, like) -> state
+        round: a `Round` whose key all workers share. like: shapes of the arrays that stand for a tree; for a method
+        that has a `point`, the arrays themselves. state: one NamedTuple, whose fields `roles` names.
+    update(round, grads, state) -> (direction, state)
+        A generator, which yields requests (`Round.mean`, `Sum`, `Cond`) and is sent their answers; or a function, of a
+        method that asks for nothing. grads: arrays; or, where the method has a `point`, a function from points to this
+        worker's gradient there. direction: arrays, equal on all workers; where the method has a `point`, anything.
     roles: field of the state -> one of ROLES, or the roles of an algorithm inside; or {i: roles of part i}, for a field
         that is a tuple with the states of `parts`.
-    compressor: lifted (`compressors.vector.lift`); None for a method that only sums.
+    compressor: of each large group, with the layout that it serves best; None for a method that only sums.
     layout: how trees are laid out; None: as the compressor says.
-    point(shared) -> the iterate of a method that chooses where gradients are taken (run it with `jc.rounds`); None for
-        one whose gradients are taken at the caller's parameters (run it with `jc.compressed_mean`).
+    point(state) -> the iterate of a method that chooses where gradients are taken (run it with `jc.rounds`), from its
+        shared fields; None for one whose gradients are taken at the caller's parameters (run it with
+        `jc.compressed_mean`).
     parts: algorithms of parts of the tree, in the order of `layout.parts` (`by_path`); () for one that has it whole.
-    pieces: gradients may come as `jaxcomp.backend.Pieces` where a vector has several leaves, and are not joined before;
-        for each of `parts`, where there are any.
-    sparse: vectors of the direction are those of a `Sent.mean`, untouched, so they may be `jaxcomp.backend.SparseSum`.
+    pieces: gradients may come as `backend.Pieces` where a group has several leaves, and are not joined before; for each
+        of `parts`, where there are any.
     """
 
-    init: Callable[[Array, Tree], State]
-    update: Callable[[Array, Any, State, Exchange], tuple[Tree, State]]
+    init: Callable[[Round, Any], Any]
+    update: Callable[[Round, Any, Any], Any]
     roles: Mapping[Any, Any]
     compressor: Compressor | None = None
     layout: Any = None
     point: Callable[[Tree], Tree] | None = None
     parts: tuple["Algorithm", ...] = ()
     pieces: bool | tuple[bool, ...] = False
-    sparse: bool = False
 
     def __repr__(self) -> str:
         made = getattr(self.update, "__qualname__", "").partition(".")[0]
@@ -284,6 +363,66 @@ class Algorithm(NamedTuple):
 
     def __hash__(self) -> int:
         return hash((self.init, self.update, *self[3:]))  # roles may be a dict
+
+
+def sides(state: Any, roles: Any) -> State:
+    """The state of an algorithm as it is kept: its local side, and its shared one, with () for what is on the other.
+
+    >>> class Method(NamedTuple):
+    ...     memory: int
+    ...     rounds: int
+    >>> sides(Method(1, 2), {"memory": "memory", "rounds": "coin"})
+    State(local=Method(memory=1, rounds=()), shared=Method(memory=(), rounds=2))
+    """
+    if state == ():  # of a part of the tree that has no leaf
+        return State()
+    if roles and all(isinstance(name, int) for name in roles):
+        return _paired(sides(part, roles[i]) for i, part in enumerate(state))
+    unknown = [name for name in state._fields if name not in roles]
+    if unknown:
+        raise ValueError(
+            f"{type(state).__name__}.{unknown[0]} has no role, so nobody knows where it is, nor what becomes of it "
+            "with other workers; name it in the roles of the algorithm (jaxcomp.base.ROLES)"
+        )
+    both = {name: _sides_of(value, roles[name]) for name, value in state._asdict().items()}
+    local, shared = ({name: pair[side] for name, pair in both.items()} for side in (0, 1))
+    return State(type(state)(**local), type(state)(**shared))
+
+
+def _sides_of(value: Any, role: Any) -> State:
+    if isinstance(role, Mapping):
+        return sides(value, role)
+    if role not in ROLES:
+        raise ValueError(f"unknown role {role!r}; it must be one of {', '.join(ROLES)}")
+    if role == "shift":
+        return State(*value)
+    if role == "compressor":
+        return _paired(value)
+    return State(value, ()) if role in LOCAL else State((), value)
+
+
+def _paired(states: Any) -> State:
+    states = tuple(states)
+    return State(tuple(state.local for state in states), tuple(state.shared for state in states))
+
+
+def whole(kept: State, roles: Any) -> Any:
+    """Inverse of `sides`."""
+    local, shared = kept
+    if local == () and shared == ():
+        return ()
+    if roles and all(isinstance(name, int) for name in roles):
+        return tuple(whole(State(*pair), roles[i]) for i, pair in enumerate(zip(local, shared, strict=True)))
+    fields = {}
+    for name in local._fields:
+        pair, role = State(getattr(local, name), getattr(shared, name)), roles[name]
+        if isinstance(role, Mapping):
+            fields[name] = whole(pair, role)
+        elif role == "compressor":
+            fields[name] = tuple(State(*each) for each in zip(*pair, strict=True))
+        else:
+            fields[name] = pair if role == "shift" else pair.local if role in LOCAL else pair.shared
+    return type(local)(**fields)
 
 
 def check_compressor(name: str, value: Any) -> Spec:

@@ -1,11 +1,10 @@
-"""Methods that keep their own iterate, what runs them, and `lift`, with which one writes an algorithm.
+"""Methods that keep their own iterate, and what runs them.
 
 Step sizes and proximal operators for them stand in `theory` and `prox`.
 """
 
 from jaxcomp import prox, theory
 from jaxcomp.algorithms import adiana, bidirectional, descend, ef_bv, isega, marina
-from jaxcomp.compressors.vector import lift
 from jaxcomp.transforms.rounds import Rounds, rounds
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "descend",
     "ef_bv",
     "isega",
-    "lift",
     "marina",
     "prox",
     "rounds",

@@ -11,16 +11,10 @@ from jaxcomp.algorithms.method import check_unbiased, move, zeros_of
 from jaxcomp.arrays import bounded, key_data, wide_like, wrap_key
 from jaxcomp.backend import step_in_place
 from jaxcomp.base import Algorithm, Compressor, State
-from jaxcomp.compressors.vector import lift
 from jaxcomp.prox import Prox
 from jaxcomp.theory import StepSizes
 
 __all__ = ["Coin", "adiana"]
-
-
-class AdianaLocal(NamedTuple):
-    shift: Any
-    compressor: Any
 
 
 class Coin(NamedTuple):
@@ -30,15 +24,17 @@ class Coin(NamedTuple):
     count: Any
 
 
-class AdianaShared(NamedTuple):
-    """y, z, w: three sequences;  shift: mean of the shifts;  coin: decides when w follows y;  down: of `send_down`."""
+class AdianaState(NamedTuple):
+    """y, z, w: three sequences.  shift: h_i, and their mean h.  coin: decides when w follows y.  compressor: its state,
+    for each group.  down: of `send_down`.
+    """
 
     y: Any
     z: Any
     w: Any
-    shift: Any
-    coin: Any
-    compressor: Any
+    shift: State
+    coin: Coin
+    compressor: tuple[State, ...]
     down: Any
 
 
@@ -84,31 +80,26 @@ def adiana(
     gamma, alpha, eta, theta_1, theta_2, beta, q, _ = step_sizes
     if alpha is None or eta is None or theta_1 is None or theta_2 is None or beta is None or q is None:
         raise ValueError("adiana needs the step sizes of theory.adiana(...)")
-    compressor = lift(compressor)
     if down is not None:
         check_down("adiana", down)
-        down = lift(down)
 
-    def init(shared_key, x):
-        compressor_key, coin_key = jax.random.split(shared_key)
-        below = () if down is None else start_down(jax.random.fold_in(shared_key, 2), down, x)
-        state = compressor.init(compressor_key, wide_like(x))
+    def init(here, x):
+        compressor_key, coin_key = jax.random.split(here.key)
+        below = () if down is None else start_down(here._replace(key=jax.random.fold_in(here.key, 2)), down, x)
         coin = Coin(key_data(coin_key), jnp.zeros((), jnp.int32))
-        return State(
-            AdianaLocal(zeros_of(x), state.local), AdianaShared(x, x, x, zeros_of(x), coin, state.shared, below)
-        )
+        states = here._replace(key=compressor_key).start(wide_like(x))
+        return AdianaState(x, x, x, State(zeros_of(x), zeros_of(x)), coin, states, below)
 
-    def update(key, gradient, state, exchange):
-        y, z, w, _, coin, _, below = state.shared
+    def update(here, gradient, state):
+        y, z, w, (own, mean), coin, states, below = state
         x = jax.tree.map(lambda z, w, y: theta_1 * z + theta_2 * w + (1 - theta_1 - theta_2) * y, z, w, y)
-        own, mean = state.part("shift")
         difference = lambda point: from_shift(gradient(point), own)
-        first_key, second_key = jax.random.split(wrap_key(key))
-        first = exchange.mean(first_key, compressor, difference(x), state.part("compressor"))
-        second = exchange.mean(second_key, compressor, difference(w), first.state)
+        first_key, second_key = jax.random.split(wrap_key(here.key))
+        first = yield here.mean(difference(x), states, first_key)
+        second = yield here.mean(difference(w), first.states, second_key)
         g = jax.tree.map(lambda h, m: bounded(h + m), mean, first.mean)
         if down is not None:
-            g, below = send_down(down, below, g, code)
+            g, below = send_down(here, down, below, g, code)
 
         new_y = move(x, g, eta, prox)
         combine = lambda z, x, y: beta * z + (1 - beta) * x + (gamma / eta) * (y - x)
@@ -117,8 +108,7 @@ def adiana(
         new_w = jax.tree.map(lambda y, w: jnp.where(tossed, y, w), y, w)
         shift = State(second.add_to(own, alpha), step_in_place(mean, alpha, second.mean))
         coin = coin._replace(count=coin.count + 1)
-        new = state.replace(y=new_y, z=new_z, w=new_w, shift=shift, coin=coin, compressor=second.state, down=below)
-        return new_y, new
+        return new_y, AdianaState(new_y, new_z, new_w, shift, coin, second.states, below)
 
     roles = dict.fromkeys("yzw", "iterate") | {
         "shift": "shift",
@@ -126,4 +116,4 @@ def adiana(
         "compressor": "compressor",
         "down": "coin",
     }
-    return Algorithm(init, update, roles, compressor, point=lambda shared: shared.y)
+    return Algorithm(init, update, roles, compressor, point=lambda state: state.y)

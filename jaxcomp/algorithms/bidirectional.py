@@ -7,8 +7,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import key_data, like_of, wide_like, wrap_key
-from jaxcomp.base import Algorithm, Compressor, State, advance, check_algorithm, check_compressor
-from jaxcomp.compressors.vector import lift
+from jaxcomp.backend import made
+from jaxcomp.base import (
+    Algorithm,
+    Compressor,
+    Round,
+    State,
+    advance,
+    check_algorithm,
+    check_compressor,
+    keys_of,
+    stepped,
+)
+from jaxcomp.compressors.tree import each_of
 from jaxcomp.payloads import by_row, code_bits
 
 __all__ = ["Down", "bidirectional", "check_down", "send_down", "start_down"]
@@ -29,11 +40,9 @@ class Down(NamedTuple):
     shared: Any
 
 
-class BidirectionalLocal(NamedTuple):
-    algorithm: Any
+class BidirectionalState(NamedTuple):
+    """algorithm: its state.  down: of the messages to all workers."""
 
-
-class BidirectionalShared(NamedTuple):
     algorithm: Any
     down: Down
 
@@ -68,21 +77,19 @@ def bidirectional(algorithm: Algorithm, down: Compressor, *, code: str = "fixed"
     if check_algorithm("bidirectional", algorithm).parts:
         raise ValueError("bidirectional: put it into each part of by_path, not around it; got an algorithm of parts")
     check_down("bidirectional", down)
-    down = lift(down)
 
-    def init(shared_key, like):
-        down_key, shared_key = jax.random.split(shared_key)
-        state = algorithm.init(shared_key, like)
-        shared = BidirectionalShared(state.shared, start_down(down_key, down, like))
-        return State(BidirectionalLocal(state.local), shared)
+    def init(here, like):
+        down_key, shared_key = jax.random.split(here.key)
+        inner = algorithm.init(here._replace(key=shared_key), like)
+        return BidirectionalState(inner, start_down(here._replace(key=down_key), down, like))
 
-    def update(key, grads, state, exchange):
-        direction, inner = algorithm.update(key, grads, state.part("algorithm"), exchange)
-        direction, after = send_down(down, state.shared.down, direction, code)
-        return direction, state.replace(algorithm=inner, down=after)
+    def update(here, grads, state):
+        direction, inner = yield from stepped(algorithm.update(here, grads, state.algorithm))
+        direction, after = send_down(here, down, state.down, direction, code)
+        return direction, BidirectionalState(inner, after)
 
     roles = {"algorithm": algorithm.roles, "down": "coin"}
-    return algorithm._replace(init=init, update=update, roles=roles, sparse=False)
+    return algorithm._replace(init=init, update=update, roles=roles)
 
 
 def check_down(name: str, down: Any) -> None:
@@ -95,17 +102,23 @@ def check_down(name: str, down: Any) -> None:
         raise ValueError(f"{name}: what goes down is one message for all workers; {spec.name} has a plan for each")
 
 
-def start_down(key: Array, down: Compressor, like: Any) -> Down:
-    """State before the first message down, for directions like `like`; down: lifted."""
-    init_key, key = jax.random.split(key)
-    state = down.init(init_key, wide_like(like_of(like)))
-    return Down(key_data(key), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), state.local, state.shared)
+def start_down(here: Round, down: Compressor, like: Any) -> Down:
+    """State before the first message down, for directions like `like`."""
+    init_key, key = jax.random.split(here.key)
+    states = here._replace(key=init_key).start(wide_like(like_of(like)), each_of(down, here.groups))
+    local, shared = tuple(s.local for s in states), tuple(s.shared for s in states)
+    return Down(key_data(key), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32), local, shared)
 
 
-def send_down(down: Compressor, state: Down, direction: Any, code: str = "fixed") -> tuple[Any, Down]:
-    """A direction as it arrives at the workers, and the state for the next one; down: lifted."""
-    key = jax.random.fold_in(wrap_key(state.key), state.rounds)
-    payload, local = down.compress(key, direction, State(state.local, state.shared))
-    arrived = down.decompress(payload, state.shared, like_of(direction))
-    bits = by_row(functools.partial(code_bits, code=code), payload, direction)
-    return arrived, Down(state.key, state.rounds + 1, bits, local, advance(down, state.shared))
+def send_down(here: Round, down: Compressor, state: Down, direction: Any, code: str = "fixed") -> tuple[Any, Down]:
+    """A direction as it arrives at the workers, and the state for the next one."""
+    keys = keys_of(jax.random.fold_in(wrap_key(state.key), state.rounds), here.groups)
+    arrived, local, shared, bits = [], [], [], jnp.zeros((), jnp.float32)
+    each = zip(each_of(down, here.groups), keys, made(direction), state.local, state.shared, strict=True)
+    for c, key, x, *both in each:
+        payload, after = c.compress(key, x, State(*both))
+        arrived.append(c.decompress(payload, both[1], like_of(x)))
+        bits = bits + by_row(functools.partial(code_bits, code=code), payload, x)
+        local.append(after)
+        shared.append(advance(c, both[1]))
+    return tuple(arrived), Down(state.key, state.rounds + 1, bits, tuple(local), tuple(shared))

@@ -1,16 +1,15 @@
 """Other algorithms for other parts of the tree, chosen by the paths of the leaves, in one exchange for all of them."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import error_feedback
-from jaxcomp.arrays import wide
-from jaxcomp.base import Algorithm, Compressor, Exchange, State, check_algorithm
-from jaxcomp.layout import Layout, layout_of
+from jaxcomp.base import Algorithm, Compressor, Round, check_algorithm
+from jaxcomp.compressors.tree import layout_of
+from jaxcomp.groups import Layout
 from jaxcomp.paths import check_patterns
 
 __all__ = ["by_path", "together"]
@@ -18,14 +17,8 @@ __all__ = ["by_path", "together"]
 Array = jax.Array
 
 
-class ByPathLocal(NamedTuple):
-    """parts: local state of the algorithm of each part; () for one that has no leaf."""
-
-    parts: tuple[Any, ...]
-
-
-class ByPathShared(NamedTuple):
-    """parts: shared state, likewise."""
+class ByPathState(NamedTuple):
+    """parts: the state of the algorithm of each part; () for one that has no leaf."""
 
     parts: tuple[Any, ...]
 
@@ -68,31 +61,37 @@ def by_path(parts: Mapping[str, Algorithm | Compressor]) -> Algorithm:
     algorithms = tuple(_algorithm(*each) for each in parts.items())
     layouts = tuple((pattern, layout_of(each)) for pattern, each in zip(patterns, algorithms, strict=True))
 
-    def init(shared_key, like):
-        keys = [jax.random.fold_in(shared_key, i) for i in range(len(algorithms))]
-        states = [
-            State() if x is None else each.init(key, x) for each, key, x in zip(algorithms, keys, like, strict=True)
-        ]
-        return State(ByPathLocal(tuple(s.local for s in states)), ByPathShared(tuple(s.shared for s in states)))
+    def init(here, like):
+        return ByPathState(
+            tuple(
+                each.init(_part(here, i), _of_part(here, i, like)) if _of_part(here, i, like) else ()
+                for i, each in enumerate(algorithms)
+            )
+        )
 
-    def update(key, grads, state, exchange):
-        pairs = zip(state.local.parts, state.shared.parts, strict=True)
-        states = [State(local, shared) for local, shared in pairs]
+    def update(here, grads, state):
         steps = {
-            i: functools.partial(each.update, jax.random.fold_in(key, i), x, states[i])
-            for i, (each, x) in enumerate(zip(algorithms, grads, strict=True))
-            if x is not None
+            i: each.update(_part(here, i), _of_part(here, i, grads), state.parts[i])
+            for i, each in enumerate(algorithms)
+            if _of_part(here, i, grads)
         }
-        done = dict(zip(steps, together(list(steps.values()), exchange), strict=True))
-        directions = tuple(done[i][0] if i in done else None for i in range(len(algorithms)))
-        states = [done[i][1] if i in done else states[i] for i in range(len(algorithms))]
-        local, shared = (tuple(s.local for s in states), tuple(s.shared for s in states))
-        return directions, State(ByPathLocal(local), ByPathShared(shared))
+        done = yield from together(steps)
+        directions = tuple(x for i in sorted(done) for x in done[i][0])
+        return directions, ByPathState(tuple(done[i][1] if i in done else old for i, old in enumerate(state.parts)))
 
-    pieces = tuple(bool(each.pieces) for each in algorithms)
     roles = {"parts": {i: each.roles for i, each in enumerate(algorithms)}}
-    layout, sparse = Layout("paths", parts=layouts), all(each.sparse for each in algorithms)
-    return Algorithm(init, update, roles, layout=layout, parts=algorithms, pieces=pieces, sparse=sparse)
+    pieces = tuple(bool(each.pieces) for each in algorithms)
+    return Algorithm(init, update, roles, layout=Layout("paths", parts=layouts), parts=algorithms, pieces=pieces)
+
+
+def _of_part(here: Round, number: int, each: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x for group, x in zip(here.groups, each, strict=True) if group.part == number)
+
+
+def _part(here: Round, number: int) -> Round:
+    """The round as one part sees it, with a key of its own."""
+    groups, compressors = (_of_part(here, number, each) for each in (here.groups, here.compressors))
+    return here._replace(key=jax.random.fold_in(here.key, number), groups=groups, compressors=compressors)
 
 
 def _algorithm(pattern: str, value: Any) -> Algorithm:
@@ -108,91 +107,21 @@ def _algorithm(pattern: str, value: Any) -> Algorithm:
 # Several algorithms, one exchange
 
 
-def together(steps: Sequence[Callable[[Exchange], Any]], exchange: Exchange) -> list[Any]:
-    """What the steps return, with their k-th exchanges made together, for k = 1, 2, ...
-
-    A step is a pure function of the exchange that it is given. It is traced up to its first request, which stops it.
-    When all have stopped, their requests are answered at once, and each step is traced anew with these answers, up to
-    its second request; and so on. What a trace computes before a request that is answered already has no use, and the
-    compiler drops it: the compiled program computes everything once.
+def together(steps: Mapping[Any, Any]) -> Any:
+    """What several algorithms return, with their k-th requests asked for together, for k = 1, 2, ...
 
     Args:
-        steps: exchange -> result.
-        exchange: of this worker.
+        steps: name -> what `Algorithm.update` returned: a generator.
     """
-    scripts = [_Script(exchange) for _ in steps]
-    results: list[Any] = [None] * len(steps)
-    running = list(range(len(steps)))
-    while running:
-        asked = []
-        for i in running:
+    results: dict[Any, Any] = {name: each for name, each in steps.items() if not isinstance(each, Generator)}
+    replies: dict[Any, Any] = {name: None for name in steps if name not in results}
+    while replies:
+        asked: dict[Any, Any] = {}
+        for name, reply in replies.items():
             try:
-                results[i] = steps[i](scripts[i].from_the_start())
-            except _Asked as request:
-                asked.append((i, request))
-        _answer(asked, scripts, exchange)
-        running = [i for i, _ in asked]
+                asked[name] = steps[name].send(reply)
+            except StopIteration as end:
+                results[name] = end.value
+        answers = yield list(asked.values())
+        replies = dict(zip(asked, answers, strict=True))
     return results
-
-
-class _Asked(BaseException):
-    """Stops a step at a request that has no answer yet. Not an `Exception`: no step may catch it."""
-
-    def __init__(self, what: str, arguments: tuple):
-        super().__init__(what)
-        self.what, self.arguments = what, arguments
-
-
-class _Script:
-    """`base.Exchange` that answers from a list, and stops the step at the first request beyond it."""
-
-    def __init__(self, exchange: Exchange):
-        self._exchange, self.answers, self._next, self.answering = exchange, [], 0, False
-        self.index, self.size = exchange.index, exchange.size
-
-    def from_the_start(self) -> "_Script":
-        self._next = 0
-        return self
-
-    def _ask(self, what: str, *arguments: Any) -> Any:
-        if self.answering:  # inside of a branch of `cond`
-            return getattr(self._exchange, what)(*arguments)
-        if self._next == len(self.answers):
-            raise _Asked(what, arguments)
-        self._next += 1
-        return self.answers[self._next - 1]
-
-    def mean(self, key: Array, compressor: Compressor, message: Any, state: State) -> Any:
-        return self._ask("mean", key, compressor, message, state)
-
-    def means(self, messages: Sequence[tuple[Array, Compressor, Any, State]]) -> Any:
-        return self._ask("means", messages)
-
-    def sum(self, x: Any) -> Any:
-        return self._ask("sum", x)
-
-    def cond(self, predicate: Array, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
-        return self._ask("cond", predicate, yes, no, *operands)
-
-
-def _answer(asked: list[tuple[int, _Asked]], scripts: list[_Script], exchange: Exchange) -> None:
-    """Makes the exchanges that were asked for: messages together, sums together, conditionals one by one."""
-    of_kind = lambda *kinds: [(i, request) for i, request in asked if request.what in kinds]
-    means = of_kind("mean", "means")
-    each = [[request.arguments] if request.what == "mean" else request.arguments[0] for _, request in means]
-    messages = [message for some in each for message in some]
-    sent = iter(exchange.means(messages) if messages else ())
-    for i, request in means:
-        own = next(sent) if request.what == "mean" else [next(sent) for _ in request.arguments[0]]
-        scripts[i].answers.append(own)
-    by_dtype: dict[Any, list] = {}
-    for i, request in of_kind("sum"):
-        dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(request.arguments[0])))
-        by_dtype.setdefault(dtype, []).append((i, request.arguments[0]))
-    for group in by_dtype.values():
-        for (i, _), total in zip(group, exchange.sum(tuple(x for _, x in group)), strict=True):
-            scripts[i].answers.append(total)
-    for i, request in of_kind("cond"):
-        scripts[i].answering = True
-        scripts[i].answers.append(exchange.cond(*request.arguments))
-        scripts[i].answering = False

@@ -9,19 +9,16 @@ from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.backend import computed_once, step_in_place
 from jaxcomp.base import Algorithm, Compressor, Sent, State, check_compressor
 from jaxcomp.compressors.checks import is_number
-from jaxcomp.compressors.vector import lift, omega_of
+from jaxcomp.compressors.vector import omega_of
 
 __all__ = ["after_shift", "diana", "from_shift"]
 
 
-class DianaLocal(NamedTuple):
-    shift: Any
-    compressor: Any
+class DianaState(NamedTuple):
+    """shift: h_i, and their mean h.  compressor: its state, for each group."""
 
-
-class DianaShared(NamedTuple):
-    shift: Any
-    compressor: Any
+    shift: State
+    compressor: tuple[State, ...]
 
 
 def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> Algorithm:
@@ -35,7 +32,7 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
     are kept in f32 (f64 for f64 gradients). Non-finite entries of a gradient count as zero.
 
     Args:
-        compressor: unbiased (omega known), of one array (then large leaves are joined, `jaxcomp.layout`) or of trees.
+        compressor: unbiased (omega known), of one array (then large leaves are joined, `jaxcomp.groups`) or of trees.
         alpha: step of the shifts, in (0, 1 / (1 + omega)]; that bound is the default. A JAX array (for
             sweeps inside jit) is not checked.
 
@@ -59,26 +56,20 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
     fixed = None if isinstance(alpha, jax.Array) else alpha
     if fixed is not None and not (is_number(fixed) and 0 < fixed <= 1):
         raise ValueError(f"diana: alpha must be a Python number or a jax.Array in (0, 1 / (1 + omega)]; got {alpha!r}")
-    compressor = lift(compressor)
 
-    def step_of(like):
-        return 1 / (1 + omega_of(compressor, like)) if alpha is None else alpha
-
-    def init(shared_key, like):
+    def init(here, like):
         like = wide_like(like)
-        bound = 1 / (1 + omega_of(compressor, like))
+        bound = 1 / (1 + omega_of(here.compressors, like))
         if fixed is not None and fixed > bound * (1 + 1e-6):
             raise ValueError(f"diana: alpha must be in (0, 1 / (1 + omega)] = (0, {bound:.6g}]; got {alpha}")
-        state = compressor.init(shared_key, like)
-        local, shared = DianaLocal(zeros_like(like), state.local), DianaShared(zeros_like(like), state.shared)
-        return State(local, shared)
+        return DianaState(State(zeros_like(like), zeros_like(like)), here.start(like))
 
-    def update(key, grads, state, exchange):
-        own, mean = state.part("shift")
-        message = from_shift(grads, own)
-        sent = exchange.mean(key, compressor, message, state.part("compressor"))
-        direction, shift = after_shift(sent, own, mean, step_of(message))
-        return direction, state.replace(shift=shift, compressor=sent.state)
+    def update(here, grads, state):
+        message = from_shift(grads, state.shift.local)
+        step = 1 / (1 + omega_of(here.compressors, message)) if alpha is None else alpha
+        sent = yield here.mean(message, state.compressor)
+        direction, shift = after_shift(sent, state.shift, step)
+        return direction, DianaState(shift, sent.states)
 
     return Algorithm(init, update, {"shift": "shift", "compressor": "compressor"}, compressor)
 
@@ -89,14 +80,14 @@ def from_shift(grads: Any, own: Any) -> Any:
     return jax.tree.map(lambda g, h: computed_once(difference, g, h), grads, own)
 
 
-def after_shift(sent: Sent, own: Any, mean: Any, step: Any, nu: Any = 1.0) -> tuple[Any, State]:
+def after_shift(sent: Sent, shift: State, step: Any, nu: Any = 1.0) -> tuple[Any, State]:
     """h + nu m for the mean m of what was sent, and the shifts: h_i + step delta_i in the place of h_i, h + step m in
     that of h.
     """
     plus = lambda h, m, by: bounded(h + jnp.asarray(by, h.dtype) * bounded(m))
     less = is_number(step) and is_number(nu) and nu < step
-    direction = jax.tree.map(lambda h, m: plus(h, m, nu), mean, sent.mean) if less else None
-    own, mean = sent.add_to(own, step), step_in_place(mean, step, sent.mean)
+    direction = jax.tree.map(lambda h, m: plus(h, m, nu), shift.shared, sent.mean) if less else None
+    own, mean = sent.add_to(shift.local, step), step_in_place(shift.shared, step, sent.mean)
     if direction is None:  # from h as it is now: the one before would have to be kept beside it
         further = lambda h, m: plus(h, m, nu - jnp.asarray(step, h.dtype))
         direction = jax.tree.map(further, mean, sent.mean)

@@ -1,19 +1,16 @@
 """Distributed compressed gradient descent: every worker sends its compressed gradient."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
-from jaxcomp.compressors.vector import lift
 
 __all__ = ["direct"]
 
 
-class DirectLocal(NamedTuple):
-    compressor: Any
+class DirectState(NamedTuple):
+    """compressor: its state, for each group."""
 
-
-class DirectShared(NamedTuple):
-    compressor: Any
+    compressor: tuple[State, ...]
 
 
 def direct(compressor: Compressor) -> Algorithm:
@@ -27,7 +24,7 @@ def direct(compressor: Compressor) -> Algorithm:
     in their own dtype.
 
     Args:
-        compressor: of one array (then large leaves are joined, `jaxcomp.layout`) or of trees.
+        compressor: of one array (then large leaves are joined, `jaxcomp.groups`) or of trees.
 
     Raises:
         ValueError: neither omega nor alpha of the compressor is known.
@@ -44,14 +41,12 @@ def direct(compressor: Compressor) -> Algorithm:
             f"direct needs a compressor with a known error bound (omega or alpha); {spec.name} has none. "
             f"{spec.remedy or ''}".rstrip()
         )
-    compressor = lift(compressor)
 
-    def init(shared_key, like):
-        state = compressor.init(shared_key, like)
-        return State(DirectLocal(state.local), DirectShared(state.shared))
+    def init(here, like):
+        return DirectState(here.start(like))
 
-    def update(key, grads, state, exchange):
-        sent = exchange.mean(key, compressor, grads, state.part("compressor"))
-        return sent.mean, state.replace(compressor=sent.state)
+    def update(here, grads, state):
+        sent = yield here.mean(grads, state.compressor)
+        return sent.direction, DirectState(sent.states)
 
-    return Algorithm(init, update, {"compressor": "compressor"}, compressor, sparse=True)
+    return Algorithm(init, update, {"compressor": "compressor"}, compressor)

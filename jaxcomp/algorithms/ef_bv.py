@@ -9,34 +9,24 @@ from jaxcomp.algorithms.diana import after_shift, from_shift
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.arrays import bounded, wide_like, zeros_like
 from jaxcomp.backend import step_in_place
-from jaxcomp.base import Algorithm, Compressor, State, check_compressor, for_worker, residual
+from jaxcomp.base import Algorithm, Compressor, Cond, Round, State, Sum, check_compressor, for_worker, keys_of, residual
 from jaxcomp.compressors.checks import is_number
-from jaxcomp.compressors.vector import lift, omega_of
+from jaxcomp.compressors.vector import omega_of
 
 __all__ = ["ef21", "ef_bv"]
 
 Array = jax.Array
 
 
-class ShiftedLocal(NamedTuple):
-    shift: Any
-    compressor: Any
+class ShiftedState(NamedTuple):
+    """shift: h_i, and their mean h.  memory: v_i - h_i, what was not sent yet of the average that momentum takes; ()
+    without momentum.  rounds i32[]: so far.  compressor: its state, for each group.
+    """
 
-
-class MomentumLocal(NamedTuple):
-    """shift h_i;  memory v_i - h_i, what was not sent yet of the average that momentum takes."""
-
-    shift: Any
+    shift: State
     memory: Any
-    compressor: Any
-
-
-class ShiftedShared(NamedTuple):
-    """shift: mean of the h_i;  rounds i32[]: so far."""
-
-    shift: Any
     rounds: Array
-    compressor: Any
+    compressor: tuple[State, ...]
 
 
 def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, whole_start: bool = True) -> Algorithm:
@@ -50,7 +40,7 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
     (0.9): without it, their noise does not vanish however many workers there are.
 
     Args:
-        compressor: contracts (alpha known), of one array (then large leaves are joined, `jaxcomp.layout`) or of trees.
+        compressor: contracts (alpha known), of one array (then large leaves are joined, `jaxcomp.groups`) or of trees.
         momentum: in [0, 1); 1 - momentum is the reference's eta (EF21-SGDM).
         plus: EF21+, sends C(v_i) instead where that is nearer to v_i. All workers choose alike, by the sums of
             |C(v_i) - v_i|^2 and |h_i + C(v_i - h_i) - v_i|^2 (8 bytes), so that the mean of the shifts stays known to
@@ -72,44 +62,41 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
     check_contracts("ef21", compressor)
     if not is_number(momentum) or not 0 <= momentum < 1:
         raise ValueError(f"ef21: momentum must be a Python number in [0, 1); got {momentum!r}")
-    compressor = lift(compressor)
 
-    def init(shared_key, like):
+    def init(here, like):
         like = wide_like(like)
-        check_contracts("ef21", compressor, like)
-        return _start(compressor, shared_key, like, bool(momentum))
+        check_contracts("ef21", compressor, here.compressors, like)
+        return _start(here, like, bool(momentum))
 
-    def update(key, grads, state, exchange):
-        own, mean = state.part("shift")
-        rounds = state.shared.rounds
+    def update(here, grads, state):
+        rounds = state.rounds
         fresh = jnp.where(rounds == 0, 1.0, 1 - momentum)
-        message = from_shift(grads, own)
+        message = from_shift(grads, state.shift.local)
         if momentum:
             blend = lambda d, u: bounded(fresh.astype(d.dtype) * d + momentum * u)
-            message = jax.tree.map(blend, message, state.local.memory)
+            message = jax.tree.map(blend, message, state.memory)
 
         def whole(inner, message, own, mean):
-            change = exchange.sum(jax.tree.map(lambda x: x / exchange.size, message))  # a sum could overflow
-            left = jax.tree.map(jnp.subtract, message, message)
+            change = yield Sum(jax.tree.map(lambda x: x / here.size, message))  # a sum could overflow
+            left = jax.tree.map(jnp.subtract, message, message) if momentum else ()
             return _plus(own, message), _plus(mean, change), left, inner
 
         def compressed(inner, message, own, mean):
             if plus:
-                message, own, mean = _nearer(key, compressor, inner, message, own, mean, exchange)
-            sent = exchange.mean(key, compressor, message, inner)
+                message, own, mean = yield from _nearer(here, inner, message, own, mean)
+            sent = yield here.mean(message, inner)
             rest = sent.residual if momentum else ()
-            return sent.add_to(own, 1.0), step_in_place(mean, 1.0, sent.mean), rest, sent.state
+            return sent.add_to(own, 1.0), step_in_place(mean, 1.0, sent.mean), rest, sent.states
 
-        inner = state.part("compressor")
+        given = (state.compressor, message, *state.shift)
         if whole_start:
-            yes = whole if momentum else lambda *args: (*whole(*args)[:2], (), args[0])
-            done = exchange.cond(rounds == 0, yes, compressed, inner, message, own, mean)
+            done = yield Cond(rounds == 0, whole, compressed, given)
         else:
-            done = compressed(inner, message, own, mean)
+            done = yield from compressed(*given)
         own, mean, rest, inner = done
-        return mean, state.replace(shift=State(own, mean), memory=rest, rounds=rounds + 1, compressor=inner)
+        return mean, ShiftedState(State(own, mean), rest, rounds + 1, inner)
 
-    return Algorithm(init, update, _ROLES | {"memory": "memory"} if momentum else _ROLES, compressor)
+    return Algorithm(init, update, _ROLES, compressor)
 
 
 def ef_bv(compressor: Compressor, *, shift_step: float | None = None, mean_step: float | None = None) -> Algorithm:
@@ -140,53 +127,50 @@ def ef_bv(compressor: Compressor, *, shift_step: float | None = None, mean_step:
     for name, value in (("shift_step", shift_step), ("mean_step", mean_step)):
         if value is not None and not (is_number(value) and 0 < value <= 1):
             raise ValueError(f"ef_bv: {name} must be a Python number in (0, 1]; got {value!r}")
-    compressor = lift(compressor)
 
-    def init(shared_key, like):
+    def init(here, like):
         like = wide_like(like)
         if spec.omega is None:
-            check_contracts("ef_bv", compressor, like)
-        return _start(compressor, shared_key, like, False)
+            check_contracts("ef_bv", compressor, here.compressors, like)
+        return _start(here, like, False)
 
-    def update(key, grads, state, exchange):
-        own, mean = state.part("shift")
-        message = from_shift(grads, own)
-        omega = omega_of(compressor, message)
+    def update(here, grads, state):
+        message = from_shift(grads, state.shift.local)
+        omega = omega_of(here.compressors, message)
         by = 1 / (1 + omega) if shift_step is None else shift_step
-        nu = 1 / (1 + omega / exchange.size) if mean_step is None else mean_step
-        sent = exchange.mean(key, compressor, message, state.part("compressor"))
-        direction, shift = after_shift(sent, own, mean, by, nu)
-        return direction, state.replace(shift=shift, rounds=state.shared.rounds + 1, compressor=sent.state)
+        nu = 1 / (1 + omega / here.size) if mean_step is None else mean_step
+        sent = yield here.mean(message, state.compressor)
+        direction, shift = after_shift(sent, state.shift, by, nu)
+        return direction, state._replace(shift=shift, rounds=state.rounds + 1, compressor=sent.states)
 
     return Algorithm(init, update, _ROLES, compressor)
 
 
-_ROLES = {"shift": "shift", "rounds": "coin", "compressor": "compressor"}
+_ROLES = {"shift": "shift", "memory": "memory", "rounds": "coin", "compressor": "compressor"}
 
 
-def _start(compressor: Compressor, shared_key: Array, like: Any, momentum: bool) -> State:
-    state, zeros = compressor.init(shared_key, like), zeros_like(like)
-    local = MomentumLocal(zeros, zeros, state.local) if momentum else ShiftedLocal(zeros, state.local)
-    return State(local, ShiftedShared(zeros, jnp.zeros((), jnp.int32), state.shared))
+def _start(here: Round, like: Any, momentum: bool) -> ShiftedState:
+    zeros = zeros_like(like)
+    return ShiftedState(State(zeros, zeros), zeros if momentum else (), jnp.zeros((), jnp.int32), here.start(like))
 
 
 def _plus(a: Any, b: Any) -> Any:
     return jax.tree.map(lambda x, y: bounded(x + y), a, b)
 
 
-def _nearer(
-    key: Array, compressor: Compressor, state: State, message: Any, own: Any, mean: Any, exchange: Any
-) -> tuple[Any, Any, Any]:
+def _nearer(here: Round, states: tuple[State, ...], message: Any, own: Any, mean: Any) -> Any:
     """What EF21+ sends and adds it to: v - h to the shifts, or v to zero, whichever leaves less on all workers."""
-    mine = for_worker(compressor, state.shared, exchange.index, exchange.size)
 
     def missed(x: Any) -> Array:
-        payload, _ = compressor.compress(key, x, State(state.local, mine))
-        squares = [jnp.sum(jnp.square(left)) for left in jax.tree.leaves(residual(compressor, x, payload, mine))]
+        squares, keys = [], keys_of(here.key, here.groups)
+        for c, key, part, state in zip(here.compressors, keys, x, states, strict=True):
+            mine = for_worker(c, state.shared, here.index, here.size)
+            payload, _ = c.compress(key, part, State(state.local, mine))
+            squares.append(jnp.sum(jnp.square(residual(c, part, payload, mine))))
         return jnp.sum(jnp.stack(squares)) if squares else jnp.zeros(())
 
     v = _plus(own, message)
-    by_itself, shifted = exchange.sum((missed(v), missed(message)))
+    by_itself, shifted = yield Sum((missed(v), missed(message)))
     anew = by_itself < shifted
     pick = lambda a, b: jax.tree.map(lambda x, y: jnp.where(anew, x, y), a, b)
     none = lambda h: jax.tree.map(jnp.subtract, h, h)

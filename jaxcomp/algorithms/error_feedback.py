@@ -8,18 +8,16 @@ import jax
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.backend import accumulated
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
-from jaxcomp.compressors.vector import alpha_of, lift
+from jaxcomp.compressors.vector import alpha_of
 
 __all__ = ["check_contracts", "error_feedback"]
 
 
-class ErrorFeedbackLocal(NamedTuple):
-    memory: Any
-    compressor: Any
+class ErrorFeedbackState(NamedTuple):
+    """memory: e_i, of each group, what was not sent yet.  compressor: its state, for each group."""
 
-
-class ErrorFeedbackShared(NamedTuple):
-    compressor: Any
+    memory: tuple[jax.Array, ...]
+    compressor: tuple[State, ...]
 
 
 def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
@@ -33,7 +31,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     (f64 for f64 gradients).
 
     Args:
-        compressor: contracts (alpha known), of one array (then large leaves are joined, `jaxcomp.layout`) or of trees.
+        compressor: contracts (alpha known), of one array (then large leaves are joined, `jaxcomp.groups`) or of trees.
         decay: factor on the memory, in [0, 1]; 1 is the method of the references, less forgets
             old gradients.
 
@@ -51,22 +49,19 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     check_contracts("error_feedback", compressor)
     if not 0 <= decay <= 1:
         raise ValueError(f"error_feedback: decay must be in [0, 1]; got {decay}")
-    compressor, added = lift(compressor), _added(decay)
+    added = _added(decay)
 
-    def init(shared_key, like):
+    def init(here, like):
         like = wide_like(like)
-        check_contracts("error_feedback", compressor, like)
-        state = compressor.init(shared_key, like)
-        return State(ErrorFeedbackLocal(zeros_like(like), state.local), ErrorFeedbackShared(state.shared))
+        check_contracts("error_feedback", compressor, here.compressors, like)
+        return ErrorFeedbackState(zeros_like(like), here.start(like))
 
-    def update(key, grads, state, exchange):
-        message = accumulated(added, state.local.memory, grads)
-        sent = exchange.mean(key, compressor, message, state.part("compressor"))
-        return sent.mean, state.replace(memory=sent.residual, compressor=sent.state)
+    def update(here, grads, state):
+        message = accumulated(added, state.memory, grads)
+        sent = yield here.mean(message, state.compressor)
+        return sent.direction, ErrorFeedbackState(sent.residual, sent.states)
 
-    return Algorithm(
-        init, update, {"memory": "memory", "compressor": "compressor"}, compressor, pieces=True, sparse=True
-    )
+    return Algorithm(init, update, {"memory": "memory", "compressor": "compressor"}, compressor, pieces=True)
 
 
 def _added(decay: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -74,14 +69,16 @@ def _added(decay: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return lambda e, g: bounded(finite(g).astype(e.dtype) + decay * e)
 
 
-def check_contracts(name: str, compressor: Compressor, like: Any = None) -> None:
-    """Raises ValueError unless alpha is known and, for vectors of the given shapes, positive."""
+def check_contracts(
+    name: str, compressor: Compressor, each: tuple[Compressor, ...] = (), like: tuple[Any, ...] = ()
+) -> None:
+    """Raises ValueError unless alpha is known and, for groups of the given shapes and their compressors, positive."""
     spec = check_compressor(name, compressor)
     if spec.alpha is None:
         unbiased = f"It is unbiased: take direct({spec.name}), or wrap it: contract({spec.name})"
         cure = unbiased if spec.omega is not None else "Its alpha is not known."
         raise ValueError(f"{name} needs a contraction; {spec.name} is not one. {spec.remedy or cure}")
-    alpha = 1.0 if like is None else alpha_of(compressor, like)
+    alpha = alpha_of(each, like)
     if not alpha > 0:
-        shapes = [leaf.shape for leaf in jax.tree.leaves(like)]
+        shapes = [leaf.shape for leaf in like]
         raise ValueError(f"{name} needs a contraction; {spec.name} has alpha = {alpha:.3g} for vectors {shapes}")

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import bounded, finite, key_data, wide_like, wrap_key, zeros_like
-from jaxcomp.base import Algorithm, State
+from jaxcomp.arrays import bounded, finite, key_data, wide_like, wrap_key
+from jaxcomp.base import Algorithm, Sum
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.count_sketch import add_to_sketch, estimates
 from jaxcomp.compressors.sparsify import largest_indices
 from jaxcomp.compressors.vector import count_of
-from jaxcomp.layout import Parts
 from jaxcomp.select import take
 
 __all__ = ["fetch_sgd"]
@@ -20,12 +19,13 @@ __all__ = ["fetch_sgd"]
 Array = jax.Array
 
 
-class FetchShared(NamedTuple):
-    """momentum, errors: a sketch [r, c] of each vector;  dense: momentum of the small leaves;  seed: of the hashes."""
+class FetchState(NamedTuple):
+    """momentum: a sketch [r, c] of each group, and of a small one itself.  errors: a sketch of each large group, () of
+    a small one.  seed: of the hashes.
+    """
 
     momentum: tuple[Array, ...]
-    errors: tuple[Array, ...]
-    dense: Any
+    errors: tuple[Any, ...]
     seed: Array
 
 
@@ -69,37 +69,42 @@ def fetch_sgd(
     if not 0 <= momentum < 1:
         raise ValueError(f"fetch_sgd: momentum must be in [0, 1); got {momentum}")
 
-    def init(shared_key, like):
-        dense, vectors = _apart(zeros_like(wide_like(like)))
+    def init(here, like):
         columns = lambda size: max(1, math.floor(sketch * size / rows))
-        zeros = tuple(jnp.zeros((rows, columns(x.size)), x.dtype) for x in vectors)
-        return State((), FetchShared(zeros, zeros, dense, key_data(shared_key)))
+        shape = lambda group, x: x.shape if group.small else (rows, columns(x.size))
+        pairs = list(zip(here.groups, wide_like(like), strict=True))
+        zeros = [jnp.zeros(shape(group, x), x.dtype) for group, x in pairs]
+        errors = [() if group.small else zero for zero, (group, _) in zip(zeros, pairs, strict=True)]
+        return FetchState(tuple(zeros), tuple(errors), key_data(here.key))
 
-    def update(key, grads, state, exchange):
-        old = state.shared
-        dense, vectors = _apart(finite(grads))
-        keys = [jax.random.fold_in(wrap_key(old.seed), i) for i in range(len(vectors))]
-        sketches = [
-            bounded(add_to_sketch(key, jnp.zeros_like(u), x.reshape(-1), jnp.arange(x.size)))
-            for key, u, x in zip(keys, old.momentum, vectors, strict=True)
-        ]
-        part = lambda x, u: x.astype(u.dtype) / exchange.size  # a sum could overflow
-        total, dense = exchange.sum((list(map(part, sketches, old.momentum)), jax.tree.map(part, dense, old.dense)))
-        average = lambda u, s: bounded(momentum * u + s)
-        u = tuple(map(average, old.momentum, total))
-        dense, errors, found = jax.tree.map(average, old.dense, dense), [], []
-        for key, before, new, x in zip(keys, old.errors, u, vectors, strict=True):
+    def update(here, grads, state):
+        numbers = iter(range(len(here.groups)))
+        keys = [None if g.small else jax.random.fold_in(wrap_key(state.seed), next(numbers)) for g in here.groups]
+
+        def sketched(key, u, x):
+            if key is None:
+                return x
+            return bounded(add_to_sketch(key, jnp.zeros_like(u), x.reshape(-1), jnp.arange(x.size)))
+
+        part = lambda key, u, x: sketched(key, u, x).astype(u.dtype) / here.size  # a sum could overflow
+        total = yield Sum(tuple(map(part, keys, state.momentum, finite(grads))))
+        u = tuple(bounded(momentum * before + new) for before, new in zip(state.momentum, total, strict=True))
+        errors, direction = [], []
+        for key, before, new, x in zip(keys, state.errors, u, grads, strict=True):
+            if key is None:
+                errors.append(())
+                direction.append(new)
+                continue
             e = bounded(before + new)
             entries = median(estimates(key, e, x.size))
             count = target(x.size)
             indices = largest_indices(entries, count, count) if count else jnp.zeros((0,), jnp.int32)
             values = take(entries, indices)
             errors.append(bounded(add_to_sketch(key, e, -values, indices)))
-            found.append(jnp.zeros_like(entries).at[indices].set(values, mode="drop").reshape(x.shape))
-        direction = Parts(dense, tuple(found)) if isinstance(grads, Parts) else found[0]
-        return direction, State((), FetchShared(u, tuple(errors), dense, old.seed))
+            direction.append(jnp.zeros_like(entries).at[indices].set(values, mode="drop").reshape(x.shape))
+        return tuple(direction), FetchState(u, tuple(errors), state.seed)
 
-    return Algorithm(init, update, {"momentum": "momentum", "errors": "momentum", "dense": "momentum", "seed": "coin"})
+    return Algorithm(init, update, {"momentum": "momentum", "errors": "momentum", "seed": "coin"})
 
 
 def median(rows: list[Array]) -> Array:
@@ -109,10 +114,3 @@ def median(rows: list[Array]) -> Array:
         for j in range(len(rows) - 1 - i):
             rows[j], rows[j + 1] = jnp.minimum(rows[j], rows[j + 1]), jnp.maximum(rows[j], rows[j + 1])
     return rows[len(rows) // 2]
-
-
-def _apart(tree: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Small leaves, and the vectors."""
-    if isinstance(tree, Parts):
-        return tree.dense, tree.vectors
-    return (), (tree,)

@@ -11,22 +11,19 @@ from jaxcomp.arrays import finite, wide_like
 from jaxcomp.base import Algorithm, State
 from jaxcomp.compressors.bernoulli import bernoulli
 from jaxcomp.compressors.precondition import precondition
-from jaxcomp.compressors.vector import lift
+from jaxcomp.compressors.tree import each_of
 from jaxcomp.prox import Prox
 from jaxcomp.smoothness.operator import Operator
 
 __all__ = ["isega"]
 
 
-class IsegaLocal(NamedTuple):
-    shift: Any
-    compressor: Any
+class IsegaState(NamedTuple):
+    """x: the iterate.  shift: h_i, and their mean h.  compressor: its state, for each group."""
 
-
-class IsegaShared(NamedTuple):
     x: Any
-    shift: Any
-    compressor: Any
+    shift: State
+    compressor: tuple[State, ...]
 
 
 def isega(
@@ -69,27 +66,22 @@ def isega(
         kept = payload.values * chance[jnp.minimum(payload.indices, like.size - 1)]
         return sampling.decompress(payload._replace(values=kept), shared, like)
 
-    compressor = lift(precondition(sampling, smoothness, dtype=dtype))
-    kept = lift(
-        precondition(
-            sampling._replace(decompress=without_scaling, accumulate=None, entries=None), smoothness, dtype=dtype
-        )
-    )
+    as_they_are = sampling._replace(decompress=without_scaling, accumulate=None, entries=None)
+    compressor = precondition(sampling, smoothness, dtype=dtype)
+    kept = precondition(as_they_are, smoothness, dtype=dtype)
 
-    def init(shared_key, x):
-        state = compressor.init(shared_key, wide_like(x))
-        return State(IsegaLocal(zeros_of(x), state.local), IsegaShared(x, zeros_of(x), state.shared))
+    def init(here, x):
+        return IsegaState(x, State(zeros_of(x), zeros_of(x)), here.start(wide_like(x)))
 
-    def update(key, gradient, state, exchange):
-        x, mean, _ = state.shared
-        own = state.local.shift
+    def update(here, gradient, state):
+        x, (own, mean), states = state
         message = jax.tree.map(lambda g, h: g.astype(h.dtype) - h, finite(gradient(x)), own)
-        sent = exchange.mean(key, compressor, message, state.part("compressor"))
-        moved, mine = sent.read_by(kept)
+        sent = yield here.mean(message, states)
+        moved, mine = sent.read_by(each_of(kept, here.groups))
         direction = jax.tree.map(jnp.add, mean, sent.mean)
         shift = State(jax.tree.map(jnp.add, own, mine), jax.tree.map(jnp.add, mean, moved))
         x = move(x, direction, step_size, prox)
-        return x, state.replace(x=x, shift=shift, compressor=sent.state)
+        return x, IsegaState(x, shift, sent.states)
 
     roles = {"x": "iterate", "shift": "shift", "compressor": "compressor"}
-    return Algorithm(init, update, roles, compressor, point=lambda shared: shared.x)
+    return Algorithm(init, update, roles, compressor, point=lambda state: state.x)

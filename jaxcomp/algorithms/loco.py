@@ -9,19 +9,16 @@ from jaxcomp.algorithms.narrow import Narrow
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
 from jaxcomp.compressors.checks import is_whole
-from jaxcomp.compressors.vector import lift
 
 __all__ = ["Narrow", "loco"]
 
 
-class LocoLocal(NamedTuple):
-    memory: Any
-    compressor: Any
+class LocoState(NamedTuple):
+    """memory: e_i, of each group.  rounds i32[]: so far.  compressor: its state, for each group."""
 
-
-class LocoShared(NamedTuple):
+    memory: tuple[Any, ...]
     rounds: Any
-    compressor: Any
+    compressor: tuple[State, ...]
 
 
 def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024, memory: str = "float32") -> Algorithm:
@@ -35,7 +32,7 @@ def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024,
     (`top_k`), or whose errors are large, take `error_feedback`. beta = 0 without resets is `error_feedback`.
 
     Args:
-        compressor: of one array (then large leaves are joined, `jaxcomp.layout`) or of trees.
+        compressor: of one array (then large leaves are joined, `jaxcomp.groups`) or of trees.
         beta: in [0, 1).
         reset: number of rounds, or None for never. One count for all parameters.
         memory: "float32", or "int8": 8 bits and a scale of 32 bits for every 128 entries, rounded at random without
@@ -63,33 +60,27 @@ def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024,
         raise ValueError(f"loco: reset must be None or an integer in 1 .. 2^31 - 1; got {reset}")
     if memory not in ("float32", "int8"):
         raise ValueError(f'loco: memory must be "float32" or "int8"; got {memory!r}')
-    compressor = lift(compressor)
     narrow = memory == "int8"
-    is_narrow = lambda node: isinstance(node, Narrow)
 
-    def init(shared_key, like):
+    def init(here, like):
         like = wide_like(like)
-        state = compressor.init(shared_key, like)
-        zeros = jax.tree.map(Narrow.zeros, like) if narrow else zeros_like(like)
-        return State(LocoLocal(zeros, state.local), LocoShared(jnp.zeros((), jnp.int32), state.shared))
+        zeros = tuple(map(Narrow.zeros, like)) if narrow else zeros_like(like)
+        return LocoState(zeros, jnp.zeros((), jnp.int32), here.start(like))
 
-    def update(key, grads, state, exchange):
-        key, round_key = jax.random.split(key)
-        e = state.local.memory
-        e = jax.tree.map(lambda node: node.values(), e, is_leaf=is_narrow) if narrow else e
-        wide = wide_like(grads)
-        e = jax.tree.map(lambda e, like: e.astype(like.dtype), e, wide)
+    def update(here, grads, state):
+        key, round_key = jax.random.split(here.key)
+        e = tuple(each.values() for each in state.memory) if narrow else state.memory
+        e = tuple(each.astype(like.dtype) for each, like in zip(e, wide_like(grads), strict=True))
         h = jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + e), finite(grads), e)
-        sent = exchange.mean(key, compressor, h, state.part("compressor"))
+        sent = yield here.mean(h, state.compressor, key)
         e = jax.tree.map(lambda e, r: beta * e + (1 - beta) * r, e, sent.residual)
         if reset is not None:
-            last = (state.shared.rounds + 1) % reset == 0
+            last = (state.rounds + 1) % reset == 0
             e = jax.tree.map(lambda e: jnp.where(last, jnp.zeros((), e.dtype), e), e)
         if narrow:
-            leaves, structure = jax.tree.flatten(e)
-            keys = jax.random.split(round_key, max(len(leaves), 1))
-            e = jax.tree.unflatten(structure, [Narrow.of(x, k) for x, k in zip(leaves, keys, strict=False)])
-        return sent.mean, state.replace(memory=e, rounds=state.shared.rounds + 1, compressor=sent.state)
+            keys = jax.random.split(round_key, max(len(e), 1))
+            e = tuple(Narrow.of(x, k) for x, k in zip(e, keys, strict=False))
+        return sent.direction, LocoState(e, state.rounds + 1, sent.states)
 
     roles = {"memory": "narrow memory" if narrow else "memory", "rounds": "coin", "compressor": "compressor"}
-    return Algorithm(init, update, roles, compressor, sparse=True)
+    return Algorithm(init, update, roles, compressor)

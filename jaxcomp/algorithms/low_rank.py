@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp.base import Sum
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.hashing import fmix32
-from jaxcomp.layout import Parts
 from jaxcomp.norms import room
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "matrix_shape",
     "product",
     "ranks_of",
-    "stacks_of",
     "times",
     "transposed_times",
 ]
@@ -62,16 +61,6 @@ def factored(shape: tuple[int, ...], rank: int, min_ratio: float) -> bool:
     """Whether two factors of a leaf have fewer entries than one in `min_ratio` of its own."""
     rows, columns = matrix_shape(shape)
     return min(rank, rows, columns) * (rows + columns) * min_ratio < rows * columns
-
-
-def stacks_of(parts: Any) -> Parts:
-    """A bare vector, which no factors can hold, as `Parts` with a stack of one row."""
-    if isinstance(parts, Parts):
-        return parts
-    if hasattr(parts, "reshape"):
-        return Parts((), (parts[None],))
-    like = jax.ShapeDtypeStruct
-    return Parts((), (like((1, *parts.shape), parts.dtype),))
 
 
 def ranks_of(name: str, rank: Any) -> tuple[tuple[int, int], ...]:
@@ -127,7 +116,7 @@ def limited(x: Array, terms: float) -> Array:
     return jnp.clip(x, -most, most)
 
 
-def factors(stacks: list[Array], start: list[Array], also: Any, exchange: Any) -> tuple[list, list, Any]:
+def factors(stacks: list[Array], start: list[Array], also: Any, size: int) -> Any:
     """One step of subspace iteration on the mean matrices: mean M = P (P^T M) in the span of P.
 
         P = basis(sum_i M_i basis(Q)),    Q^T = (1/n) sum_i P^T M_i.
@@ -139,18 +128,18 @@ def factors(stacks: list[Array], start: list[Array], also: Any, exchange: Any) -
         stacks: [m, r, c] each, of this worker, finite.
         start: Q [m, c, k] of the last round, equal on all workers.
         also: arrays that go into the first sum.
-        exchange: `base.Exchange`.
+        size: number of workers.
 
     Returns:
         P [m, r, k] with orthonormal columns and Q^T [m, k, c] of each stack, and the sum of `also`.
     """
-    units = [room(2 * exchange.size * math.sqrt(max(m.shape[1:]))) for m in stacks]  # columns of bases have length 1
+    units = [room(2 * size * math.sqrt(max(m.shape[1:]))) for m in stacks]  # columns of bases have length 1
     right = zip(stacks, bases_of(start), units, strict=True)
-    p, also = exchange.sum(([times(m, q * unit) for m, q, unit in right], also))
+    p, also = yield Sum(([times(m, q * unit) for m, q, unit in right], also))
     p = bases_of(p)
     left = zip(stacks, p, units, strict=True)
-    q = exchange.sum([transposed_times(m, each * unit) for m, each, unit in left])
-    whole = lambda total, unit: limited(total / (exchange.size * unit), 2 * total.shape[1])
+    q = yield Sum([transposed_times(m, each * unit) for m, each, unit in left])
+    whole = lambda total, unit: limited(total / (size * unit), 2 * total.shape[1])
     return p, list(map(whole, q, units)), also
 
 

@@ -1,6 +1,6 @@
 """SignSGD with majority vote: one bit an entry up, one bit down."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,20 +8,15 @@ import jax.numpy as jnp
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.base import Algorithm, State
 from jaxcomp.compressors.signs import vote
-from jaxcomp.compressors.vector import lift
 
 __all__ = ["majority_vote"]
 
 
-class VoteLocal(NamedTuple):
-    """momentum: m_i, in f32."""
+class VoteState(NamedTuple):
+    """momentum: m_i, of each group, in f32.  compressor: its state, for each group."""
 
-    momentum: Any
-    compressor: Any
-
-
-class VoteShared(NamedTuple):
-    compressor: Any
+    momentum: tuple[jax.Array, ...]
+    compressor: tuple[State, ...]
 
 
 def majority_vote(momentum: float = 0.9) -> Algorithm:
@@ -55,16 +50,14 @@ def majority_vote(momentum: float = 0.9) -> Algorithm:
     """
     if not 0 <= momentum < 1:
         raise ValueError(f"majority_vote: momentum must be in [0, 1); got {momentum}")
-    compressor = lift(vote())
 
-    def init(shared_key, like):
-        state = compressor.init(shared_key, like)
-        return State(VoteLocal(zeros_like(wide_like(like)), state.local), VoteShared(state.shared))
+    def init(here, like):
+        return VoteState(zeros_like(wide_like(like)), here.start(like))
 
-    def update(key, grads, state, exchange):
+    def update(here, grads, state):
         average = lambda m, g: bounded(momentum * m + (1 - momentum) * g.astype(m.dtype))
-        m = jax.tree.map(average, state.local.momentum, finite(grads))
-        sent = exchange.mean(key, compressor, m, state.part("compressor"))
-        return jax.tree.map(jnp.sign, sent.mean), state.replace(momentum=m, compressor=sent.state)
+        m = jax.tree.map(average, state.momentum, finite(grads))
+        sent = yield here.mean(m, state.compressor)
+        return jax.tree.map(jnp.sign, sent.mean), VoteState(m, sent.states)
 
-    return Algorithm(init, update, {"momentum": "average", "compressor": "compressor"}, compressor)
+    return Algorithm(init, update, {"momentum": "average", "compressor": "compressor"}, vote())

@@ -9,25 +9,22 @@ from jaxcomp.algorithms.adiana import Coin
 from jaxcomp.algorithms.method import check_step_size, check_unbiased, move, zeros_of
 from jaxcomp.arrays import bounded, finite, key_data, wide_like, wrap_key
 from jaxcomp.backend import step_in_place
-from jaxcomp.base import Algorithm, Compressor, State
-from jaxcomp.compressors.vector import lift
+from jaxcomp.base import Algorithm, Compressor, Cond, State, Sum
 from jaxcomp.prox import Prox
 
 __all__ = ["marina"]
 
 
-class MarinaLocal(NamedTuple):
-    """gradient: of this worker at the last point."""
+class MarinaState(NamedTuple):
+    """x: the iterate.  direction: g.  gradient: of this worker at the last point.  coin: of full rounds.
+    compressor: its state, for each group.
+    """
 
-    gradient: Any
-    compressor: Any
-
-
-class MarinaShared(NamedTuple):
     x: Any
     direction: Any
-    coin: Any
-    compressor: Any
+    gradient: Any
+    coin: Coin
+    compressor: tuple[State, ...]
 
 
 def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox | None = None) -> Algorithm:
@@ -56,31 +53,30 @@ def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox 
     check_step_size("marina", step_size)
     if not 0 < full <= 1:
         raise ValueError(f"marina: full must be in (0, 1]; got {full}")
-    compressor = lift(compressor)
 
-    def init(shared_key, x):
-        compressor_key, coin_key = jax.random.split(shared_key)
-        state = compressor.init(compressor_key, wide_like(x))
+    def init(here, x):
+        compressor_key, coin_key = jax.random.split(here.key)
         coin = Coin(key_data(coin_key), jnp.zeros((), jnp.int32))
-        return State(MarinaLocal(zeros_of(x), state.local), MarinaShared(x, zeros_of(x), coin, state.shared))
+        states = here._replace(key=compressor_key).start(wide_like(x))
+        return MarinaState(x, zeros_of(x), zeros_of(x), coin, states)
 
-    def update(key, gradient, state, exchange):
-        coin = state.shared.coin
-        x = move(state.shared.x, state.shared.direction, step_size, prox)
-        new = jax.tree.map(lambda g, old: g.astype(old.dtype), finite(gradient(x)), state.local.gradient)
+    def update(here, gradient, state):
+        coin = state.coin
+        x = move(state.x, state.direction, step_size, prox)
+        new = jax.tree.map(lambda g, old: g.astype(old.dtype), finite(gradient(x)), state.gradient)
 
         def everything(inner):
-            return exchange.sum(jax.tree.map(lambda g: g / exchange.size, new)), inner  # a sum could overflow
+            mean = yield Sum(jax.tree.map(lambda g: g / here.size, new))  # a sum could overflow
+            return mean, inner
 
         def difference(inner):
-            change = jax.tree.map(lambda g, old: bounded(g - old), new, state.local.gradient)
-            sent = exchange.mean(key, compressor, change, inner)
-            return step_in_place(state.shared.direction, 1.0, sent.mean), sent.state
+            change = jax.tree.map(lambda g, old: bounded(g - old), new, state.gradient)
+            sent = yield here.mean(change, inner)
+            return step_in_place(state.direction, 1.0, sent.mean), sent.states
 
         tossed = jax.random.bernoulli(jax.random.fold_in(wrap_key(coin.key), coin.count), full) | (coin.count == 0)
-        direction, inner = exchange.cond(tossed, everything, difference, state.part("compressor"))
-        coin = coin._replace(count=coin.count + 1)
-        return x, state.replace(x=x, gradient=new, direction=direction, coin=coin, compressor=inner)
+        direction, inner = yield Cond(tossed, everything, difference, (state.compressor,))
+        return x, MarinaState(x, direction, new, coin._replace(count=coin.count + 1), inner)
 
     roles = {
         "x": "iterate",
@@ -89,4 +85,4 @@ def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox 
         "coin": "coin",
         "compressor": "compressor",
     }
-    return Algorithm(init, update, roles, compressor, point=lambda shared: shared.x)
+    return Algorithm(init, update, roles, compressor, point=lambda state: state.x)

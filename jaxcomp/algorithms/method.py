@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxcomp.arrays import wide_like, zeros_like
-from jaxcomp.base import Algorithm, State, check_algorithm, check_compressor
+from jaxcomp.backend import made
+from jaxcomp.base import Algorithm, check_algorithm, check_compressor, stepped
 from jaxcomp.prox import Prox
 
 __all__ = ["check_step_size", "check_unbiased", "descend", "move", "zeros_of"]
@@ -18,11 +19,9 @@ __all__ = ["check_step_size", "check_unbiased", "descend", "move", "zeros_of"]
 Array = jax.Array
 
 
-class DescendLocal(NamedTuple):
-    algorithm: Any
+class DescendState(NamedTuple):
+    """x: the iterate.  algorithm: its state."""
 
-
-class DescendShared(NamedTuple):
     x: Any
     algorithm: Any
 
@@ -52,18 +51,16 @@ def descend(algorithm: Algorithm, step_size: float | Array, *, prox: Prox | None
     check_algorithm("descend", algorithm)
     check_step_size("descend", step_size)
 
-    def init(shared_key, x):
-        state = algorithm.init(shared_key, x)
-        return State(DescendLocal(state.local), DescendShared(x, state.shared))
+    def init(here, x):
+        return DescendState(x, algorithm.init(here, x))
 
-    def update(key, gradient, state, exchange):
-        x = state.shared.x
-        direction, inner = algorithm.update(key, gradient(x), state.part("algorithm"), exchange)
-        x = move(x, direction, step_size, prox)
-        return x, state.replace(x=x, algorithm=inner)
+    def update(here, gradient, state):
+        direction, inner = yield from stepped(algorithm.update(here, gradient(state.x), state.algorithm))
+        x = move(state.x, made(direction), step_size, prox)
+        return x, DescendState(x, inner)
 
     roles = {"x": "iterate", "algorithm": algorithm.roles}
-    return algorithm._replace(init=init, update=update, roles=roles, point=lambda shared: shared.x, sparse=False)
+    return algorithm._replace(init=init, update=update, roles=roles, point=lambda state: state.x, pieces=False)
 
 
 def move(x: Any, direction: Any, step: Any, prox: Prox | None) -> Any:

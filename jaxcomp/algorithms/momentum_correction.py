@@ -12,26 +12,20 @@ from jaxcomp.arrays import bounded, finite, wide, wide_like, zeros_like
 from jaxcomp.backend import accumulated, in_place
 from jaxcomp.base import Algorithm, Compressor, State
 from jaxcomp.compressors.checks import is_number, is_whole
-from jaxcomp.compressors.vector import lift
 from jaxcomp.floats import exponent_of, power_of_two
-from jaxcomp.layout import Parts
 
 __all__ = ["momentum_correction"]
 
 
-class MomentumLocal(NamedTuple):
-    """velocity v_i and momentum u_i, in f32 (zeros for small leaves, which go dense)."""
+class MomentumState(NamedTuple):
+    """velocity v_i and momentum u_i of each group, in f32 (zeros for small leaves, which go dense).  dense_momentum: of
+    the small leaves, after averaging; () for the large ones.  compressor: its state, for each group.
+    """
 
-    velocity: Any
-    momentum: Any
-    compressor: Any
-
-
-class MomentumShared(NamedTuple):
-    """dense_momentum: of the small leaves, after averaging; () where vectors stand."""
-
-    dense_momentum: Any
-    compressor: Any
+    velocity: tuple[jax.Array, ...]
+    momentum: tuple[jax.Array, ...]
+    dense_momentum: tuple[Any, ...]
+    compressor: tuple[State, ...]
 
 
 def momentum_correction(
@@ -83,16 +77,14 @@ def momentum_correction(
             "momentum_correction: give clip_norm and workers (at least 1) together, or neither; "
             f"got clip_norm={clip_norm}, workers={workers}"
         )
-    compressor = lift(compressor)
-
     heavy_ball = functools.partial(_heavy_ball, momentum, nesterov)
 
-    def init(shared_key, like):
+    def init(here, like):
         like = wide_like(like)
-        check_contracts("momentum_correction", compressor, like)
-        state = compressor.init(shared_key, like)
-        local = MomentumLocal(zeros_like(like), zeros_like(like), state.local)
-        return State(local, MomentumShared(_of_dense(zeros_like(like)), state.shared))
+        check_contracts("momentum_correction", compressor, here.compressors, like)
+        zeros = zeros_like(like)
+        dense = tuple(zero if group.small else () for group, zero in zip(here.groups, zeros, strict=True))
+        return MomentumState(zeros, zeros, dense, here.start(like))
 
     def momentum_after(u, g):
         return bounded(heavy_ball(u, finite(g).astype(u.dtype))[0])
@@ -100,27 +92,25 @@ def momentum_correction(
     def velocity_after(v, g, u):
         return bounded(v + (u + finite(g).astype(u.dtype) if nesterov else u))
 
-    def update(key, grads, state, exchange):
+    def update(here, grads, state):
         """As in the formulas above; small leaves, which go dense, wait for nothing and keep no velocity."""
+        is_small = [group.small for group in here.groups]
+        each = lambda function, *args: tuple(map(function, is_small, *args))
         grads = _clipped(grads, clip_norm, workers)
-        u = accumulated(momentum_after, state.local.momentum, grads)
-        v = accumulated(velocity_after, state.local.velocity, grads, u)
-        if isinstance(v, Parts):
-            dense = jax.tree.map(lambda g, v: finite(g).astype(v.dtype), grads.dense, v.dense)
-            u, v = u._replace(dense=jax.tree.map(jnp.zeros_like, u.dense)), v._replace(dense=dense)
-        sent = exchange.mean(key, compressor, v, state.part("compressor"))
+        u = accumulated(momentum_after, state.momentum, grads)
+        v = accumulated(velocity_after, state.velocity, grads, u)
+        v = each(lambda small, v, g: finite(g).astype(v.dtype) if small else v, v, grads)
+        u = each(lambda small, u: jnp.zeros_like(u) if small else u, u)
+        sent = yield here.mean(v, state.compressor)
         if masking:
             u = jax.tree.map(lambda u, s: in_place(_unsent, u, s), u, sent.own)
-        direction, after = sent.mean, state.shared.dense_momentum
-        if isinstance(direction, Parts):
-            pairs = jax.tree.map(lambda *args: tuple(map(bounded, heavy_ball(*args))), after.dense, direction.dense)
-            moved, dense = (jax.tree.map(lambda _, pair: pair[i], direction.dense, pairs) for i in (0, 1))  # noqa: B023
-            after, direction = after._replace(dense=moved), direction._replace(dense=dense)
-        new = state.replace(velocity=sent.residual, momentum=u, dense_momentum=after, compressor=sent.state)
-        return direction, new
+        turn = lambda small, u, g: tuple(map(bounded, heavy_ball(u, g))) if small else ((), g)
+        pairs = each(turn, state.dense_momentum, sent.direction)
+        dense, direction = tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+        return direction, MomentumState(sent.residual, u, dense, sent.states)
 
     roles = {"velocity": "memory", "momentum": "memory", "dense_momentum": "momentum", "compressor": "compressor"}
-    return Algorithm(init, update, roles, compressor, pieces=True, sparse=True)
+    return Algorithm(init, update, roles, compressor, pieces=True)
 
 
 def _heavy_ball(momentum: float, nesterov: bool, u: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -135,11 +125,6 @@ def _heavy_ball(momentum: float, nesterov: bool, u: jax.Array, g: jax.Array) -> 
 def _unsent(u: jax.Array, sent: jax.Array) -> jax.Array:
     """u where nothing was sent, else zero."""
     return jnp.where(sent != 0, jnp.zeros((), u.dtype), u)
-
-
-def _of_dense(zeros: Any) -> Any:
-    """Zeros for the small leaves alone."""
-    return Parts(zeros.dense, ((),) * len(zeros.vectors)) if isinstance(zeros, Parts) else ()
 
 
 def _clipped(grads: Any, clip_norm: float | None, workers: int | None) -> Any:

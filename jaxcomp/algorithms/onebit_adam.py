@@ -8,28 +8,23 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.arrays import bounded, finite, wide, wide_like, zeros_like
-from jaxcomp.base import Algorithm, Compressor, State
-from jaxcomp.compressors.vector import lift
+from jaxcomp.base import Algorithm, Compressor, Cond, State, Sum
 
 __all__ = ["check_adam", "onebit_directions", "scaled_by_variance"]
 
 Array = jax.Array
 
 
-class OnebitLocal(NamedTuple):
-    """memory: e_i, what was not sent of the momentum."""
+class OnebitState(NamedTuple):
+    """memory: e_i, what was not sent of the momentum.  momentum m and variance v, in f32.  steps: so far.
+    compressor: its state, for each group.
+    """
 
-    memory: Any
-    compressor: Any
-
-
-class OnebitShared(NamedTuple):
-    """momentum m and variance v, in f32;  steps: so far."""
-
-    momentum: Any
-    variance: Any
+    memory: tuple[Array, ...]
+    momentum: tuple[Array, ...]
+    variance: tuple[Array, ...]
     steps: Array
-    compressor: Any
+    compressor: tuple[State, ...]
 
 
 def onebit_directions(
@@ -45,35 +40,30 @@ def onebit_directions(
     """
     if compressor.spec.alpha is None:
         check_contracts("onebit_adam", compressor)
-    compressor = lift(compressor)
 
-    def init(shared_key, like):
+    def init(here, like):
         zeros = zeros_like(wide_like(like))
-        state = compressor.init(shared_key, wide_like(like))
-        local = OnebitLocal(zeros, state.local)
-        return State(local, OnebitShared(zeros, zeros, jnp.zeros((), jnp.int32), state.shared))
+        return OnebitState(zeros, zeros, zeros, jnp.zeros((), jnp.int32), here.start(wide_like(like)))
 
-    def update(key, grads, state, exchange):
-        m, v, steps = state.shared.momentum, state.shared.variance, state.shared.steps
+    def update(here, grads, state):
+        m, v, steps = state.momentum, state.variance, state.steps
         grads = jax.tree.map(lambda g, m: g.astype(m.dtype), finite(grads), m)
 
         def warm_up(memory, inner):
-            mean = exchange.sum(jax.tree.map(lambda g: g / exchange.size, grads))  # a sum could overflow
+            mean = yield Sum(jax.tree.map(lambda g: g / here.size, grads))  # a sum could overflow
             new = jax.tree.map(lambda m, g: bounded(b1 * m + (1 - b1) * g), m, mean)
             return new, jax.tree.map(lambda v, g: bounded(b2 * v + (1 - b2) * jnp.square(g)), v, mean), memory, inner
 
         def compressed(memory, inner):
             message = jax.tree.map(lambda m, g, e: bounded(b1 * m + (1 - b1) * g + e), m, grads, memory)
-            sent = exchange.mean(key, compressor, message, inner)
+            sent = yield here.mean(message, inner)
             moved = lambda x: jax.tree.map(lambda x, v: jnp.where(v > 0, x, jnp.zeros((), x.dtype)), x, v)
-            return moved(sent.mean), v, moved(sent.residual), sent.state
+            return moved(sent.mean), v, moved(sent.residual), sent.states
 
-        inner = state.part("compressor")
-        m, v, memory, inner = exchange.cond(steps < freeze_step, warm_up, compressed, state.local.memory, inner)
+        m, v, memory, inner = yield Cond(steps < freeze_step, warm_up, compressed, (state.memory, state.compressor))
         steps = steps + 1
         powers = (steps, jnp.minimum(steps, freeze_step)) if bias_correction else None
-        direction = scaled_by_variance(m, v, b1, b2, eps, powers)
-        return direction, state.replace(momentum=m, variance=v, steps=steps, memory=memory, compressor=inner)
+        return scaled_by_variance(m, v, b1, b2, eps, powers), OnebitState(memory, m, v, steps, inner)
 
     roles = {
         "memory": "memory",

@@ -16,26 +16,24 @@ from jaxcomp.algorithms.low_rank import (
     matrix_shape,
     product,
     ranks_of,
-    stacks_of,
 )
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.backend import accumulated, in_place
-from jaxcomp.base import Algorithm, State
-from jaxcomp.layout import Layout, Parts
+from jaxcomp.base import Algorithm, Cond
+from jaxcomp.groups import Layout
 
 __all__ = ["power_sgd"]
 
 Array = jax.Array
 
 
-class PowerLocal(NamedTuple):
-    memory: Any
+class PowerState(NamedTuple):
+    """memory: e_i, of each group.  q: the right factors of the last round, [m, c, rank] for each stack of m matrices,
+    () for what goes dense.  rounds i32[]: so far.
+    """
 
-
-class PowerShared(NamedTuple):
-    """q: the right factors of the last round, [m, c, rank] for each stack of m matrices;  rounds i32[]: so far."""
-
-    q: tuple[Array, ...]
+    memory: tuple[Array, ...]
+    q: tuple[Any, ...]
     rounds: Array
 
 
@@ -91,24 +89,21 @@ def power_sgd(
     schedule = [(start, before), *((at, value) for at, value in ranks if at > start)]
     schedule = [(0, 0), *schedule] if start else schedule  # rank 0: everything goes dense
 
-    def init(shared_key, like):
-        memory, like = zeros_like(wide_like(like)), wide_like(stacks_of(like))
-        q = tuple(_first(jax.random.fold_in(shared_key, i), x, most) for i, x in enumerate(like.vectors))
-        return State(PowerLocal(memory), PowerShared(q, jnp.zeros((), jnp.int32)))
+    def init(here, like):
+        like, numbers = wide_like(like), range(len(like))
+        number = lambda i: sum(len(x.shape) > 2 for x in like[:i])  # among the stacks
+        key = lambda i: jax.random.fold_in(here.key, number(i))
+        q = tuple(_first(key(i), like[i], most) if len(like[i].shape) > 2 else () for i in numbers)
+        return PowerState(zeros_like(like), q, jnp.zeros((), jnp.int32))
 
-    def update(key, grads, state, exchange):
-        del key
-        bare, own = not isinstance(grads, Parts), state.local.memory
-        message = stacks_of(accumulated(_added, own, grads))
-        q, rounds = state.shared
-
-        branches = {at: functools.partial(_round, rank, min_ratio, exchange) for at, rank in schedule}
+    def update(here, grads, state):
+        message = accumulated(_added, state.memory, grads)
+        branches = {at: functools.partial(_round, rank, min_ratio, here.size) for at, rank in schedule}
         run = branches.pop(0)
         for at, other in branches.items():
-            run = functools.partial(_either, exchange, rounds >= at, other, run)
-        direction, memory, q = run(message, q)
-        new = state.replace(memory=memory.vectors[0][0] if bare else memory, q=q, rounds=rounds + 1)
-        return direction.vectors[0][0] if bare else direction, new
+            run = functools.partial(_either, state.rounds >= at, other, run)
+        direction, memory, q = yield from run(message, state.q)
+        return direction, PowerState(memory, q, state.rounds + 1)
 
     roles = {"memory": "memory", "q": "coin", "rounds": "coin"}
     return Algorithm(init, update, roles, layout=Layout("shape", int(dense_below)), pieces=True)
@@ -126,31 +121,29 @@ def _first(key: Array, like: Any, rank: int) -> Array:
     return jnp.moveaxis(jax.random.normal(key, shape, like.dtype), 0, 2)
 
 
-def _either(exchange: Any, predicate: Array, yes: Callable, no: Callable, message: Parts, q: tuple[Array, ...]) -> Any:
-    return exchange.cond(predicate, yes, no, message, q)
+def _either(predicate: Array, yes: Callable, no: Callable, message: Any, q: Any) -> Any:
+    return (yield Cond(predicate, yes, no, (message, q)))
 
 
-def _round(rank: int, min_ratio: float, exchange: Any, message: Parts, q: tuple[Array, ...]) -> tuple:
+def _round(rank: int, min_ratio: float, size: int, message: tuple[Array, ...], q: tuple[Any, ...]) -> Any:
     """Direction, memory and Q after a round at one rank; 0: everything goes dense."""
-    low = [i for i, x in enumerate(message.vectors) if rank and factored(x.shape[1:], rank, min_ratio)]
-    whole = [i for i in range(len(q)) if i not in low]
-    matrices = [as_matrices(message.vectors[i]) for i in low]
+    is_low = lambda x: bool(rank) and x.ndim > 2 and factored(x.shape[1:], rank, min_ratio)
+    low = [i for i, x in enumerate(message) if is_low(x)]
+    dense = [i for i in range(len(message)) if i not in low]
+    matrices = [as_matrices(message[i]) for i in low]
     start = [q[i][:, :, :rank] for i in low]
 
-    also = (message.dense, [message.vectors[i] for i in whole])
-    also = jax.tree.map(lambda x: limited(x, exchange.size), also)
-    left, right, totals = factors(matrices, start, also, exchange)
-    dense, rest = jax.tree.map(lambda total: total / exchange.size, totals)
-    means = dict(zip(whole, rest, strict=True))
+    also = [limited(message[i], size) for i in dense]
+    left, right, totals = yield from factors(matrices, start, also, size)
+    means = {i: total / size for i, total in zip(dense, totals, strict=True)}
     means |= {i: product(p, q) for i, p, q in zip(low, left, right, strict=True)}
-    vectors = tuple(means[i].reshape(x.shape) for i, x in enumerate(message.vectors))
+    direction = tuple(means[i].reshape(x.shape) for i, x in enumerate(message))
 
     apart = lambda m, pq: [bounded(x - product(*each).reshape(x.shape)) for x, each in zip(m, pq, strict=True)]
-    left_over = in_place(apart, [message.vectors[i] for i in low], list(zip(left, right, strict=True)))
-    small, others = jax.tree.map(jnp.subtract, (message.dense, [message.vectors[i] for i in whole]), also)
-    kept = dict(zip(low, left_over, strict=True)) | dict(zip(whole, others, strict=True))
-    memory = Parts(small, tuple(kept[i] for i in range(len(q))))
+    left_over = in_place(apart, [message[i] for i in low], list(zip(left, right, strict=True)))
+    kept = dict(zip(low, left_over, strict=True))
+    kept |= {i: message[i] - sent for i, sent in zip(dense, also, strict=True)}
     pad = lambda new, old: jnp.pad(new, ((0, 0), (0, 0), (0, old.shape[2] - new.shape[2])))
     done = {i: jnp.swapaxes(q, 1, 2) for i, q in zip(low, right, strict=True)}
     after = tuple(pad(done[i], old) if i in done else old for i, old in enumerate(q))
-    return Parts(dense, vectors), memory, after
+    return direction, tuple(kept[i] for i in range(len(message))), after

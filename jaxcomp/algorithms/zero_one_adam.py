@@ -1,6 +1,6 @@
 """0/1 Adam: variances at fewer and fewer steps, local steps between compressed exchanges of what they added up to."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.algorithms.onebit_adam import scaled_by_variance
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
-from jaxcomp.base import Algorithm, Compressor, State
-from jaxcomp.compressors.vector import lift
+from jaxcomp.base import Algorithm, Compressor, Cond, State, Sum
 
 __all__ = ["Times", "zero_one_updates"]
 
@@ -31,15 +30,6 @@ class Times(NamedTuple):
     longest: int
 
 
-class ZeroOneLocal(NamedTuple):
-    """momentum: m_i;  buffer: u_i, steps times momenta since the last exchange;  memory: e_i."""
-
-    momentum: Any
-    buffer: Any
-    memory: Any
-    compressor: Any
-
-
 class Clock(NamedTuple):
     """count: steps so far;  variances: taken so far;  next_variance, next_exchange: their steps;  total f32[]: sum of
     the step sizes since the last exchange."""
@@ -51,13 +41,18 @@ class Clock(NamedTuple):
     total: Array
 
 
-class ZeroOneShared(NamedTuple):
-    """point: that all workers shared last;  variance: v;  clock."""
+class ZeroOneState(NamedTuple):
+    """momentum: m_i;  buffer: u_i, steps times momenta since the last exchange;  memory: e_i;  point: that all workers
+    shared last;  variance: v;  clock;  compressor: its state, for each group.
+    """
 
-    point: Any
-    variance: Any
+    momentum: tuple[Array, ...]
+    buffer: tuple[Array, ...]
+    memory: tuple[Array, ...]
+    point: tuple[Array, ...]
+    variance: tuple[Array, ...]
     clock: Clock
-    compressor: Any
+    compressor: tuple[State, ...]
 
 
 def zero_one_updates(
@@ -66,59 +61,56 @@ def zero_one_updates(
     """Updates of a worker's own parameters; `grads` is (gradients, parameters, step size). See `zero_one_adam`."""
     if compressor.spec.alpha is None:
         check_contracts("zero_one_adam", compressor)
-    compressor = lift(compressor)
 
-    def init(shared_key, point):
+    def init(here, point):
         like = wide_like(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), point))
-        zeros, state = zeros_like(like), compressor.init(shared_key, like)
-        none = jnp.zeros((), jnp.int32)
+        zeros, none = zeros_like(like), jnp.zeros((), jnp.int32)
         clock = Clock(none, none, none, none, jnp.zeros((), jnp.float32))
         point = jax.tree.map(lambda x, z: x.astype(z.dtype), point, zeros)
-        return State(ZeroOneLocal(zeros, zeros, zeros, state.local), ZeroOneShared(point, zeros, clock, state.shared))
+        return ZeroOneState(zeros, zeros, zeros, point, zeros, clock, here.start(like))
 
-    def update(key, given, state, exchange):
+    def update(here, given, state):
         grads, params, step_size = given
-        own, shared, clock = state.local, state.shared, state.shared.clock
-        grads = jax.tree.map(lambda g, m: g.astype(m.dtype), finite(grads), own.momentum)
+        clock = state.clock
+        grads = jax.tree.map(lambda g, m: g.astype(m.dtype), finite(grads), state.momentum)
 
         def measured(v):
-            mean = exchange.sum(jax.tree.map(lambda g: g / exchange.size, grads))  # a sum could overflow
+            mean = yield Sum(jax.tree.map(lambda g: g / here.size, grads))  # a sum could overflow
             return jax.tree.map(lambda v, g: bounded(b2 * v + (1 - b2) * jnp.square(g)), v, mean)
 
         due = (clock.count < times.freeze_step) & (clock.count >= clock.next_variance)
-        variance = exchange.cond(due, measured, lambda v: v, shared.variance)
+        variance = yield Cond(due, measured, lambda v: v, (state.variance,))
         clock = _after_variance(clock, due, times)
         corrected = (clock.count + 1, clock.variances) if bias_correction else None
         scaled = lambda m, size: jax.tree.map(
             lambda d: size.astype(d.dtype) * d, scaled_by_variance(m, variance, b1, b2, eps, corrected)
         )
-        momentum = jax.tree.map(lambda m, g: bounded(b1 * m + (1 - b1) * g), own.momentum, grads)
-        buffer = jax.tree.map(lambda u, m: bounded(u + step_size.astype(u.dtype) * m), own.buffer, momentum)
+        momentum = jax.tree.map(lambda m, g: bounded(b1 * m + (1 - b1) * g), state.momentum, grads)
+        buffer = jax.tree.map(lambda u, m: bounded(u + step_size.astype(u.dtype) * m), state.buffer, momentum)
         total = clock.total + step_size
 
         def together(momentum, buffer, memory, inner):
             average = lambda u, m: jnp.where(total > 0, u / jnp.where(total > 0, total, 1).astype(u.dtype), m)
             message = jax.tree.map(lambda u, m, e: bounded(average(u, m) + e), buffer, momentum, memory)
-            sent = exchange.mean(key, compressor, message, inner)
+            sent = yield here.mean(message, inner)
             moved = lambda x: jax.tree.map(lambda x, v: jnp.where(v > 0, x, jnp.zeros((), x.dtype)), x, variance)
             mean = moved(sent.mean)
-            point = jax.tree.map(lambda x, d: bounded(x - d), shared.point, scaled(mean, total))
+            point = jax.tree.map(lambda x, d: bounded(x - d), state.point, scaled(mean, total))
             updates = jax.tree.map(lambda new, x: new - x.astype(new.dtype), point, params)
-            return updates, point, mean, moved(sent.residual), sent.state
+            return updates, point, mean, moved(sent.residual), sent.states
 
         def apart(momentum, buffer, memory, inner):
             updates = jax.tree.map(jnp.negative, scaled(momentum, step_size))
-            return updates, shared.point, jax.tree.map(jnp.zeros_like, variance), memory, inner
+            return updates, state.point, jax.tree.map(jnp.zeros_like, variance), memory, inner
 
         meet = clock.count >= clock.next_exchange
-        updates, point, mean, memory, inner = exchange.cond(
-            meet, together, apart, momentum, buffer, own.memory, state.part("compressor")
+        updates, point, mean, memory, inner = yield Cond(
+            meet, together, apart, (momentum, buffer, state.memory, state.compressor)
         )
         momentum = jax.tree.map(lambda m, mean: jnp.where(meet, mean, m), momentum, mean)
         buffer = jax.tree.map(lambda u: jnp.where(meet, jnp.zeros((), u.dtype), u), buffer)
         clock = _after_exchange(clock, meet, total, times)
-        new = {"point": point, "variance": variance, "clock": clock, "compressor": inner}
-        return updates, state.replace(momentum=momentum, buffer=buffer, memory=memory, **new)
+        return updates, ZeroOneState(momentum, buffer, memory, point, variance, clock, inner)
 
     roles = {
         "momentum": "average",

@@ -13,7 +13,7 @@ from jaxcomp.backend import zeros_if_shape
 from jaxcomp.base import Compressor, Spec, accumulate, check_compressor, lengths
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.chunked import chunked
-from jaxcomp.layout import Layout
+from jaxcomp.groups import Layout
 from jaxcomp.norms import room
 
 __all__ = ["dct", "dct_of_blocks"]

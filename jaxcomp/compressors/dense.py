@@ -14,8 +14,8 @@ from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.floats import exponent_of, power_of_two
+from jaxcomp.groups import ALONE, WHOLE_BLOCKS, Layout
 from jaxcomp.hashing import random_bits
-from jaxcomp.layout import ALONE, WHOLE_BLOCKS, Layout
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads import Dense, Quantized, Scaled
 

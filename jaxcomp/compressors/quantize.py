@@ -17,8 +17,8 @@ from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.vector import MOST, on_vectors
 from jaxcomp.floats import rounded_to
+from jaxcomp.groups import ALONE, Layout
 from jaxcomp.hashing import as_uniform, halves, random_uniform
-from jaxcomp.layout import ALONE, Layout
 from jaxcomp.packing import Places, pack, places_of, unpack, width_for
 from jaxcomp.payloads import Quantized
 

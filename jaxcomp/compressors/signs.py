@@ -16,8 +16,8 @@ from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, wort
 from jaxcomp.compressors.checks import check_like, is_number
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.floats import exponent_of, power_of_two
+from jaxcomp.groups import WHOLE_BLOCKS, Layout
 from jaxcomp.hashing import random_bits
-from jaxcomp.layout import WHOLE_BLOCKS, Layout
 from jaxcomp.norms import block_norms
 from jaxcomp.packing import num_words
 from jaxcomp.payloads import Quantized

@@ -1,18 +1,62 @@
-"""Compressors of trees: leaf by leaf, or all leaves as one vector. `jaxcomp.layout` says how trees become vectors."""
+"""Compressors of trees: leaf by leaf, or all leaves as one vector. `jaxcomp.groups` says how trees become arrays."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.arrays import is_left_out
 from jaxcomp.backend import zeros_if_shape
-from jaxcomp.base import Compressor, Lifted, accumulate, check_compressor, lengths
+from jaxcomp.base import (
+    Compressor,
+    Lifted,
+    State,
+    accumulate,
+    advance,
+    check_compressor,
+    for_worker,
+    keys_of,
+    lengths,
+    overflow,
+)
 from jaxcomp.compressors.checks import is_whole
-from jaxcomp.compressors.vector import lift
-from jaxcomp.layout import DENSE_BELOW, Layout, Plan, join, plan_of, split
-from jaxcomp.payloads import Leaves
+from jaxcomp.compressors.dense import identity
+from jaxcomp.compressors.rows import Rows, rows
+from jaxcomp.groups import DEFAULT, DENSE_BELOW, Group, Groups, Layout, groups_of, join, split
+from jaxcomp.payloads import Dense, Leaves
 
-__all__ = ["flat", "per_leaf", "with_layout"]
+__all__ = ["as_leaves", "compressors_of", "each_of", "flat", "from_leaves", "laid_out", "layout_of", "per_leaf"]
+
+AS_IT_IS = identity()  # of small leaves
+
+
+def laid_out(compressor: Compressor) -> Lifted:
+    """The layout in which a compressor serves trees, and what compresses one array of it."""
+    return compressor.spec.lifted or Lifted(compressor.spec.layout or DEFAULT, compressor)
+
+
+def layout_of(algorithm: Any) -> Layout:
+    """How an algorithm lays out trees: as it says itself, or as its compressor does."""
+    if algorithm.layout is not None or algorithm.compressor is None:
+        return algorithm.layout or DEFAULT
+    return laid_out(algorithm.compressor).layout
+
+
+def compressors_of(algorithm: Any, groups: Groups) -> tuple[Compressor, ...]:
+    """The compressor of each group, for an algorithm or a compressor."""
+    if getattr(algorithm, "parts", ()):
+        own = [compressors_of(part, groups.part(i)) for i, part in enumerate(algorithm.parts)]
+        return tuple(each for part in own for each in part)
+    given = algorithm if isinstance(algorithm, Compressor) else algorithm.compressor
+    return each_of(AS_IT_IS if given is None else given, groups.groups)
+
+
+def each_of(compressor: Compressor, groups: tuple[Group, ...]) -> tuple[Compressor, ...]:
+    """The compressor of each group, of one compressor for all: small ones go as they are."""
+    one = laid_out(compressor).compressor
+    stacked = rows(one)
+    pick = lambda group: AS_IT_IS if group.small else stacked if group.is_stack else one
+    return tuple(map(pick, groups))
 
 
 def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compressor:
@@ -47,7 +91,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
     if not is_whole(dense_below, 0):
         raise ValueError(f"per_leaf: dense_below must be an integer of at least 0; got {dense_below}")
     unit = "leaf" if compressor.lengths is None else "apart"
-    return with_layout("per_leaf", compressor, Layout(unit, int(dense_below)))
+    return _of_trees("per_leaf", compressor, Layout(unit, int(dense_below)))
 
 
 def flat(compressor: Compressor) -> Compressor:
@@ -71,34 +115,66 @@ def flat(compressor: Compressor) -> Compressor:
     >>> print(x_hat["a"], x_hat["b"], payload.indices)
     [0. 0.] 3.0 [2]
     """
-    return with_layout("flat", compressor, Layout("tree", 0, single=True))
+    return _of_trees("flat", compressor, Layout("tree", 0, single=True))
 
 
-def with_layout(name: str, compressor: Compressor, layout: Layout) -> Compressor:
-    """A compressor of trees that are laid out so."""
+def _of_trees(name: str, compressor: Compressor, layout: Layout) -> Compressor:
+    """A compressor of trees that are laid out so. Its states are tuples with one item for each group."""
     spec = check_compressor(name, compressor)
     if spec.lifted:
         raise ValueError(f"{name}: {spec.name} acts on trees already")
-    lifted = Lifted(layout, compressor)
-    inner = lift(compressor._replace(spec=spec._replace(lifted=lifted)))
+
+    def of(tree: Any) -> tuple[Groups, tuple[Compressor, ...]]:
+        groups = groups_of(layout, tree)
+        return groups, compressors_of(compressor, groups)
 
     def init(shared_key, like):
-        return inner.init(shared_key, plan_of(layout, like).like)
+        groups, each = of(like)
+        keys = keys_of(shared_key, groups.groups)
+        states = [c.init(key, x) for c, key, x in zip(each, keys, groups.like, strict=True)]
+        return State(tuple(s.local for s in states), tuple(s.shared for s in states))
 
     def compress(key, tree, state):
-        plan = plan_of(layout, tree)
-        payload, local = inner.compress(key, split(plan, tree), state)
-        return _by_leaf(plan, payload), local
+        groups, each = of(tree)
+        keys = keys_of(key, groups.groups)
+        given = zip(each, keys, split(groups, tree), state.local, state.shared, strict=True)
+        done = [c.compress(own, x, State(local, shared)) for c, own, x, local, shared in given]
+        payload = as_leaves(groups.groups, tuple(payload for payload, _ in done))
+        return _by_leaf(groups.groups, payload), tuple(local for _, local in done)
 
     def decompress(payload, shared, like):
-        plan = plan_of(layout, like)
-        return join(plan, inner.decompress(_by_group(plan, payload, 0), shared, plan.like))
+        groups, each = of(like)
+        payloads = from_leaves(groups.groups, _by_group(groups.groups, payload, 0))
+        given = zip(each, payloads, shared, groups.like, strict=True)
+        return join(groups, tuple(c.decompress(*rest) for c, *rest in given))
 
     def add(total, payloads, weights, shared):
-        plan = plan_of(layout, total)
-        weights = _by_group(plan, weights, None) if isinstance(weights, Leaves) else weights
-        total = split(plan, zeros_if_shape(total, payloads))
-        return join(plan, accumulate(inner, total, _by_group(plan, payloads, 1), weights, shared))
+        groups, each = of(total)
+        if isinstance(weights, Leaves):
+            weights = from_leaves(groups.groups, _by_group(groups.groups, weights, None), lambda dense: dense.values)
+        else:
+            weights = (weights,) * len(each)
+        payloads = _by_group(groups.groups, payloads, 1)
+        totals = split(groups, zeros_if_shape(total, payloads))
+        given = zip(each, totals, from_leaves(groups.groups, payloads), weights, shared, strict=True)
+        return join(groups, tuple(accumulate(*five) for five in given))
+
+    def one_of(state):
+        """The compressor that such a state is of."""
+        return rows(compressor) if isinstance(state, Rows) else compressor
+
+    def over(function):
+        """The same function of the shared states of all groups; small ones have none."""
+        return lambda shared, *args: tuple(
+            each if is_left_out(each) else function(one_of(each), each, *args) for each in shared
+        )
+
+    def lengths_(like):
+        groups, each = of(like)
+        return _lengths(groups.groups, tuple(lengths(c, x) for c, x in zip(each, groups.like, strict=True)))
+
+    def overflow_(local):
+        return sum((overflow(one_of(each), each) for each in local if not is_left_out(each)), jnp.zeros((), jnp.int32))
 
     def bound(of_size, pick, of_dense):
         def of(sizes):
@@ -110,45 +186,88 @@ def with_layout(name: str, compressor: Compressor, layout: Layout) -> Compressor
 
         return None if of_size is None else of
 
-    return inner._replace(
-        init=init,
-        compress=compress,
-        decompress=decompress,
-        accumulate=add,
-        entries=None,
-        lengths=None if compressor.lengths is None else lambda like: lengths(inner, plan_of(layout, like).like),
-        spec=spec._replace(
+    return Compressor(
+        init,
+        compress,
+        decompress,
+        spec._replace(
             name=f"{name}({spec.name})",
             omega=bound(spec.omega, max, 0.0),
             alpha=bound(spec.alpha, min, 1.0),
             selects=False,
-            lifted=lifted,
+            lifted=Lifted(layout, compressor),
         ),
+        accumulate=add,
+        advance=None if compressor.advance is None else over(advance),
+        lengths=None if compressor.lengths is None else lengths_,
+        for_worker=None if compressor.for_worker is None else over(for_worker),
+        overflow=None if compressor.overflow is None else overflow_,
     )
 
 
-def _by_leaf(plan: Plan, payload: Any) -> Any:
-    """The payload of each leaf in the order of the leaves, out of those of the vectors."""
-    if plan.bare:
+# ------------------------------------------------------------------------------------------------
+# One payload for a whole tree
+
+
+def _has_one(groups: tuple[Group, ...]) -> bool:
+    """Whether it is one group that has the message to itself: then the payload is that of the group."""
+    return len(groups) == 1 and groups[0].number is None and not groups[0].small
+
+
+def _has_small(groups: tuple[Group, ...]) -> bool:
+    return bool(groups) and groups[0].small
+
+
+def as_leaves(groups: tuple[Group, ...], payloads: tuple[Any, ...]) -> Any:
+    """The payloads of all groups as one, as it is kept in bytes: `Leaves`, or that of a single group by itself."""
+    if _has_one(groups):
+        return payloads[0]
+    return Leaves(*_small_first(groups, payloads, Dense(jnp.zeros((0,), jnp.float32))))
+
+
+def _small_first(groups: tuple[Group, ...], each: tuple[Any, ...], none: Any) -> tuple[Any, tuple[Any, ...]]:
+    return (each[0], each[1:]) if _has_small(groups) else (none, each)
+
+
+def from_leaves(groups: tuple[Group, ...], payload: Any, of_small: Any = lambda dense: dense) -> tuple[Any, ...]:
+    """Inverse of `as_leaves`."""
+    if _has_one(groups):
+        return (payload,)
+    return (of_small(payload.dense), *payload.leaves) if _has_small(groups) else tuple(payload.leaves)
+
+
+def _lengths(groups: tuple[Group, ...], each: tuple[Any, ...]) -> Any:
+    """`Lengths` in the places of a payload of `as_leaves`."""
+    return each[0] if _has_one(groups) else Leaves(Dense(None), _small_first(groups, each, None)[1])
+
+
+def _by_leaf(groups: tuple[Group, ...], payload: Any) -> Any:
+    """The payload of each leaf in the order of the leaves, out of those of the groups."""
+    if _has_one(groups):
         return payload
     found = {}
-    for group, part in zip(plan.groups, payload.leaves, strict=True):
-        for row, i in enumerate(group.leaves if group.rows else group.leaves[:1]):
-            found[i] = jax.tree.map(lambda a: a[row], part) if group.rows else part  # noqa: B023
+    for group, part in zip(_large(groups), payload.leaves, strict=True):
+        for row, i in enumerate(group.leaves if group.each else group.leaves[:1]):
+            found[i] = jax.tree.map(lambda a: a[row], part) if group.each else part  # noqa: B023
     return payload._replace(leaves=tuple(found[i] for i in sorted(found)))
 
 
-def _by_group(plan: Plan, payload: Any, axis: int | None) -> Any:
+def _by_group(groups: tuple[Group, ...], payload: Any, axis: int | None) -> Any:
     """Inverse of `_by_leaf`, stacking rows along `axis`; None: what stands for a group is that of its first leaf."""
-    if plan.bare:
+    if _has_one(groups):
         return payload
-    numbers = sorted(i for group in plan.groups for i in (group.leaves if group.rows else group.leaves[:1]))
+    large = _large(groups)
+    numbers = sorted(i for group in large for i in (group.leaves if group.each else group.leaves[:1]))
     found = dict(zip(numbers, payload.leaves, strict=True))
 
     def part(group):
-        if axis is None or not group.rows:
+        if axis is None or not group.each:
             return found[group.leaves[0]]
         along = axis
         return jax.tree.map(lambda *rows: jnp.stack(rows, along), *(found[i] for i in group.leaves))
 
-    return payload._replace(leaves=tuple(map(part, plan.groups)))
+    return payload._replace(leaves=tuple(map(part, large)))
+
+
+def _large(groups: tuple[Group, ...]) -> list[Any]:
+    return [group for group in groups if not group.small]

@@ -3,6 +3,7 @@
 A side exit of the road: nothing here changes what is sent. `info` reads the counts from the state.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ __all__ = [
     "count_message",
     "count_sum",
     "errors_of",
+    "joint_errors",
     "joint_norm",
     "no_counts",
     "no_errors",
@@ -67,12 +69,15 @@ def no_counts() -> Counts:
 def add_counts(counts: list[Counts]) -> Counts:
     """Of several messages in one round: the sums; norms joined; of the routes the last one in the table."""
     total = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), no_counts(), *counts)
-    every = [count.errors for count in counts] or [no_errors()]
-    errors = Errors(
-        joint_norm([each.error for each in every]), joint_norm([each.norm for each in every]), every[0].nonfinite
-    )
+    errors = joint_errors([count.errors for count in counts] or [no_errors()])
     route = jnp.max(jnp.stack([jnp.zeros((), jnp.int32), *(count.route for count in counts)]))
     return total._replace(errors=errors, route=route)
+
+
+def joint_errors(every: Sequence[Errors]) -> Errors:
+    """Of several messages together; of one at least."""
+    norms = (joint_norm([getattr(each, name) for each in every]) for name in ("error", "norm"))
+    return Errors(*norms, every[0].nonfinite)
 
 
 def errors_of(message: Any, own: Any) -> Errors:
@@ -102,17 +107,22 @@ def joint_norm(norms: list[Array]) -> Array:
     return unit * jnp.sqrt(jnp.sum(jnp.square(jnp.clip(stacked / unit, 0, 1)), axis=0))
 
 
-def count_message(message: Any, payload: Any, carried: Any, code: str | None) -> Counts:
-    """Of one message and what its route added to it (`routes.Carried`); overflow and errors are not in it.
+def count_message(parcels: Sequence[Any], message: Sequence[Any], carried: Any, code: str | None) -> Counts:
+    """Counts of the messages that one call of a route carried; overflow and errors are not in it.
 
-    code: whose bits are counted; None: what is cheap to count.
+    parcels, message: of each group (`routes.Parcel`). carried: `routes.Carried`. code: whose bits are counted; None:
+    what is cheap to count.
     """
     bits_of = cheap_bits if code is None else lambda payload: code_bits(payload, code=code)
+    total = lambda function: sum(
+        (by_row(function, parcel.payload, x) for parcel, x in zip(parcels, message, strict=True)), _real(0)
+    )
+    held = sum(lane_bytes(parcel.payload) for parcel in parcels)
     return no_counts()._replace(
-        lane_bytes=_real(float(lane_bytes(payload) + carried.lane_bytes)),
-        code_bits=by_row(bits_of, payload, message) + _real(carried.code_bits),
-        entries=by_row(num_entries, payload, message),
-        size=_real(float(sum(leaf.size for leaf in jax.tree.leaves(message)))),
+        lane_bytes=_real(float(held + carried.lane_bytes)),
+        code_bits=total(bits_of) + _real(carried.code_bits),
+        entries=total(num_entries),
+        size=_real(float(sum(x.size for x in message))),
         sent_bytes=_real(carried.sent_bytes),
         route=jnp.asarray(NAMES.index(carried.route), jnp.int32),
     )

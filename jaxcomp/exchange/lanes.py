@@ -19,7 +19,6 @@ from jaxcomp.backend import cut_apart, side_by_side
 from jaxcomp.exchange.collectives import all_to_all_rows, exchanged_size, gather, gathered_size, sum_arrays, summed_size
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying
 from jaxcomp.floats import rounded_to
-from jaxcomp.payloads import Leaves
 
 __all__ = [
     "Lane",
@@ -27,7 +26,6 @@ __all__ = [
     "all_sum",
     "all_to_all",
     "all_to_all_bytes",
-    "buckets_of_arrays",
     "gather_bytes",
     "gathered",
     "sum_bytes",
@@ -73,15 +71,6 @@ class Lane(NamedTuple):
     @property
     def starts(self) -> list[int]:
         return [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-
-
-def buckets_of_arrays(payload: Any, buckets: Sequence[int] | None) -> list[int] | None:
-    """Bucket of each array of a payload of several vectors, from that of each vector; small leaves are in bucket 0."""
-    if buckets is None or not (isinstance(payload, Leaves) or type(payload) is tuple):
-        return None
-    vectors = payload.leaves if isinstance(payload, Leaves) else payload
-    dense = [0] * len(jax.tree.leaves(payload.dense)) if isinstance(payload, Leaves) else []
-    return dense + [bucket for vector, bucket in zip(vectors, buckets, strict=True) for _ in jax.tree.leaves(vector)]
 
 
 def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
@@ -210,8 +199,7 @@ def all_gather(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: S
 def gathered(
     payload: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None
 ) -> tuple[Any, float]:
-    """`all_gather` of a payload, and the bytes that a device sends for it. buckets: number of that of each vector."""
-    buckets = buckets_of_arrays(payload, buckets)
+    """`all_gather` of a payload, and the bytes that a device sends for it."""
     return all_gather(payload, axis, replicas, buckets), gather_bytes(payload, axis, replicas, buckets)
 
 
@@ -335,8 +323,7 @@ def summed(
     wide: Any = jnp.float32,
     share: float = 1.0,
 ) -> tuple[Any, float]:
-    """`all_sum` of a payload, and the bytes that a device sends for it. buckets: number of that of each vector."""
-    buckets = buckets_of_arrays(payload, buckets)
+    """`all_sum` of a payload, and the bytes that a device sends for it."""
     total = all_sum(payload, axis, weights, replicas, buckets, exact, wide, share)
     return total, sum_bytes(payload, axis, replicas, buckets, exact, wide)
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.layout import Plan
+from jaxcomp.arrays import is_left_out
+from jaxcomp.groups import Groups
 
 __all__ = [
     "Cut",
@@ -18,11 +19,9 @@ __all__ = [
     "check_alike",
     "check_shapes",
     "each_leaf",
-    "is_left_out",
     "join_lead",
     "kept",
     "map_alike",
-    "members",
     "modulo",
     "on_host",
     "placed",
@@ -81,7 +80,7 @@ class Move(NamedTuple):
     """From one state to another.
 
     keep: as for `redistribute`. along: mesh axes of the shards. leads: shared arrays have a leading axis.
-    old_plan, new_plan: of the vectors.
+    before, after: the groups of the tree.
     """
 
     old: Cut
@@ -89,13 +88,8 @@ class Move(NamedTuple):
     keep: str
     along: tuple[str, ...]
     leads: bool
-    old_plan: Plan
-    new_plan: Plan
-
-
-def is_left_out(vector: Any) -> bool:
-    """Whether a state keeps nothing for a vector: ()."""
-    return type(vector) is tuple and not vector
+    before: Groups
+    after: Groups
 
 
 def each_leaf(
@@ -107,54 +101,55 @@ def each_leaf(
     """
     leads, lead = lead is None or move.leads, move.old if lead is None else lead
     leaves = _leaves(
-        move.old_plan,
+        move.before,
         jax.tree.map(lambda x: split_lead(on_host(x) if leads else on_host(x)[None], lead), old),
         len(lead),
     )
-    shapes = move.new_plan.shapes
+    shapes = move.after.shapes
     made = [x if x is None else one(_cut_anew(x, len(lead), shapes[i], move)) for i, x in enumerate(leaves)]
-    return _of_leaves(move.new_plan, made, new, single)
+    return _of_leaves(move.after, made, new, single)
 
 
-def _leaves(plan: Plan, parts: Any, lead: int) -> list[np.ndarray | None]:
-    """Arrays of the leaves of a tree out of its vectors, behind leading axes; None for those that are left out."""
-    leaves: list[Any] = [None] * len(plan.shapes)
-    for numbers, vector in members(plan, parts):
-        if is_left_out(vector):
+def _leaves(groups: Groups, arrays: Any, lead: int) -> list[np.ndarray | None]:
+    """Arrays of the leaves of a tree out of those of its groups, behind leading axes; None for those left out."""
+    leaves: list[Any] = [None] * len(groups.shapes)
+    for group, array in zip(groups.groups, arrays, strict=True):
+        if is_left_out(array):
             continue
-        flat, start = vector.reshape(*vector.shape[:lead], -1), 0
-        for i in numbers:
-            size = math.prod(plan.shapes[i])
-            leaves[i] = flat[..., start : start + size].reshape(*vector.shape[:lead], *plan.shapes[i])
+        flat, start = array.reshape(*array.shape[:lead], -1), 0
+        for i in group.leaves:
+            size = math.prod(groups.shapes[i])
+            leaves[i] = flat[..., start : start + size].reshape(*array.shape[:lead], *groups.shapes[i])
             start += size
     return leaves
 
 
-def _of_leaves(plan: Plan, leaves: list[np.ndarray | None], new: Any, single: bool) -> Any:
+def _of_leaves(groups: Groups, leaves: list[np.ndarray | None], new: Any, single: bool) -> Any:
     """Inverse of `_leaves`, placed like `new`."""
     made = []
-    for numbers, like in members(plan, new):
-        there = [x for x in (leaves[i] for i in numbers) if x is not None]
-        if len(there) != (0 if is_left_out(like) else len(numbers)):
+    for group, like in zip(groups.groups, new, strict=True):
+        there = [x for x in (leaves[i] for i in group.leaves) if x is not None]
+        if len(there) != (0 if is_left_out(like) else len(group.leaves)):
             raise Misfit(
                 "one leaf is small enough to be sent as it is, or was: its memory has no place in the new state"
             )
         if is_left_out(like):
+            made.append(())
             continue
         shape = np.shape(like)
         value = np.zeros(shape, _data(like).dtype)
         if there and math.prod(shape):
             rows = 1 if single else shape[0]
-            each = [x.reshape(rows, math.prod(plan.shapes[i])) for i, x in zip(numbers, there, strict=True)]
+            each = [x.reshape(rows, math.prod(groups.shapes[i])) for i, x in zip(group.leaves, there, strict=True)]
             joined = np.concatenate(each, 1)
             value.reshape(rows, -1)[:, : joined.shape[1]] = joined
         made.append(placed(value, like))
-    return jax.tree.unflatten(jax.tree.structure(new), made)
+    return tuple(made)
 
 
 def check_shapes(move: Move) -> None:
     """Raises Misfit if the same shards of parameters have other shapes."""
-    old, new = move.old_plan.shapes, move.new_plan.shapes
+    old, new = move.before.shapes, move.after.shapes
     if move.old.shards != move.new.shards or old == new:
         return
     if len(old) == len(new) == 1 and (old[0][:1], new[0][:1]) == ((move.old.workers,), (move.new.workers,)):
@@ -164,21 +159,6 @@ def check_shapes(move: Move) -> None:
             "workers, or begin with the new state, which forgets what was not sent yet"
         )
     raise Misfit(f"parameters have other shapes: {old} before, {new} now")
-
-
-def members(plan: Plan, parts: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """Each vector with the numbers of the leaves that it holds."""
-    if plan.parts:
-        inner = [
-            (numbers, held)
-            for (numbers, part), vectors in zip(plan.parts, parts, strict=True)
-            for held in (members(part, vectors) if part is not None else ())
-        ]
-        return [(tuple(numbers[i] for i in own), vector) for numbers, (own, vector) in inner]
-    if plan.bare:
-        return [(plan.groups[0].leaves, parts)]
-    vectors = [(g.leaves, x) for g, x in zip(plan.groups, parts.vectors, strict=True)]
-    return [(plan.dense, parts.dense), *vectors] if plan.dense else vectors
 
 
 def kept(old: Any, new: Any, move: Move) -> Any:

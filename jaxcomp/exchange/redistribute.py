@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jaxcomp.algorithms.narrow import Narrow
-from jaxcomp.compressors.vector import Each
+from jaxcomp.arrays import is_left_out
 from jaxcomp.exchange.rearrange import (
     Cut,
     Misfit,
@@ -18,11 +18,9 @@ from jaxcomp.exchange.rearrange import (
     change_of,
     check_shapes,
     each_leaf,
-    is_left_out,
     join_lead,
     kept,
     map_alike,
-    members,
     modulo,
     on_host,
     placed,
@@ -146,7 +144,7 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
             check_rows("", state)
         except ValueError as error:
             raise Misfit(str(error).removeprefix(": ")) from None
-    same = lambda a, b: (a.placement, a.roles, a.plan.structure) == (b.placement, b.roles, b.plan.structure)
+    same = lambda a, b: (a.placement, a.roles, a.groups.structure) == (b.placement, b.roles, b.groups.structure)
     if not same(old.about, new.about):
         raise Misfit(
             f"the two states are of different optimizers or parameters: {old.about.placement} with "
@@ -154,7 +152,7 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
         )
     place = old.about.placement
     cuts = [_cut(state, size) for state, size in zip((old, new), sizes, strict=True)]
-    move = Move(cuts[0], cuts[1], keep, place.shards, bool(place.outer), old.about.plan, new.about.plan)
+    move = Move(cuts[0], cuts[1], keep, place.shards, bool(place.outer), old.about.groups, new.about.groups)
     check_shapes(move)
     local, shared = _algorithm(old.about.roles, old, new, move)
     route_local, route_shared = _route(old, new, move)
@@ -172,75 +170,58 @@ def _algorithm(roles: tuple, old: MeanState, new: MeanState, move: Move) -> tupl
 
 
 def _by_roles(roles: tuple, old: tuple[Any, Any], new: tuple[Any, Any], move: Move) -> tuple[Any, Any]:
-    """Local and shared state of an algorithm, field by field."""
+    """Local and shared side of the state of an algorithm (`base.sides`), field by field."""
+    if _is_empty(old) or _is_empty(new):  # of a part of the tree that has no leaf
+        return new
     if roles and isinstance(roles[0][0], int):
         return _by_part(roles, old, new, move)
-    result = []
-    for side, mine, fresh in zip(("local", "shared"), old, new, strict=True):
-        fields = getattr(mine, "_fields", None if jax.tree.leaves(mine) else ())
-        if fields is None:
-            raise Misfit(f"the {side} state of an algorithm must be a NamedTuple; got {type(mine).__name__}")
-        unknown = [name for name in fields if name not in dict(roles)]
-        if unknown:
-            raise Misfit(
-                f"{type(mine).__name__}.{unknown[0]} has no role, so nobody knows what becomes of it with other "
-                "workers; name it in the roles of the algorithm (jaxcomp.base.ROLES)"
-            )
-        result.append(fresh)
-    local, shared = result
+    local, shared = new
     for name, role in roles:
-        before, after = ((getattr(mine, name, None), getattr(ours, name, None)) for mine, ours in (old, new))
+        if not hasattr(local, name):
+            continue  # a role for nothing
+        before, after = ((getattr(mine, name), getattr(ours, name)) for mine, ours in (old, new))
+        if _is_empty(before) and _is_empty(after):
+            continue
         if isinstance(role, tuple):
             mine, ours = _by_roles(role, before, after, move)
         else:
             _check_role(name, role, before, move)
             mine, ours = _ROLES[role](name, before, after, move)
-        local = local._replace(**{name: mine}) if hasattr(local, name) else local
-        shared = shared._replace(**{name: ours}) if hasattr(shared, name) else shared
+        local, shared = local._replace(**{name: mine}), shared._replace(**{name: ours})
     return local, shared
 
 
-Pair = tuple[Any, Any]  # local and shared part of one field, None where there is none
+Pair = tuple[Any, Any]  # local and shared side of one field, () where there is nothing
+
+
+def _is_empty(pair: Pair) -> bool:
+    return all(map(is_left_out, pair))
 
 
 def _check_role(name: str, role: Any, pair: Pair, move: Move) -> None:
-    """Refuses a field that is not where its role says, or no vectors where these are moved."""
-    if role not in _ROLES:
-        raise Misfit(f"{name} has the unknown role {role!r}; it must be one of {', '.join(_ROLES)}")
-    if all(part is None for part in pair):
-        return  # a role for nothing
-    sides, parts = _SIDES.get(role, ()), dict(zip(("local", "shared"), pair, strict=True))
-    for side, part in parts.items():
-        if sides and side not in sides and part is not None:
-            raise Misfit(f"{name} is in the {side} state, and the role {role!r} is of {sides[0]} state")
-    for side in sides:
-        if parts[side] is None:
-            raise Misfit(f"{name} has the role {role!r}, and is missing in the {side} state")
+    """Refuses a field that is not laid out like the gradients where such are moved."""
     rows = (math.prod(move.old), math.prod(move.old[:2]) if move.leads else 1)
     in_leaves = role in ("memory", "average", "shift") or (move.leads and role in ("momentum", "iterate"))
     for part, lead in zip(pair, rows, strict=True):
-        if in_leaves and part is not None and not _is_laid_out(part, lead, move):
+        if in_leaves and not is_left_out(part) and not _is_laid_out(part, lead, move):
             raise Misfit(f"{name} has the role {role!r}, and is not laid out like the gradients")
 
 
 def _is_laid_out(part: Any, lead: int, move: Move) -> bool:
-    part, like = ((jax.tree.flatten(tree, is_leaf=is_left_out)) for tree in (part, move.old_plan.like))
-    if part[1] != like[1]:
-        return False
-    same = lambda x, vector: is_left_out(x) or math.prod(np.shape(x)) == lead * math.prod(np.shape(vector))
-    return all(map(same, part[0], like[0]))
+    """Whether it is an array for each group, or () for what is left out."""
+    like = move.before.like
+    same = lambda x, array: is_left_out(x) or math.prod(np.shape(x)) == lead * math.prod(array.shape)
+    arrays = type(part) is tuple and all(is_left_out(x) or hasattr(x, "shape") for x in part)
+    return arrays and len(part) == len(like) and all(map(same, part, like))
 
 
 def _by_part(roles: tuple, old: Any, new: Any, move: Move) -> tuple[Any, Any]:
-    """Of algorithms of parts of the tree, each with the vectors of its own part; without leaves it has no state."""
+    """Of algorithms of parts of the tree, each with the groups of its own part; without leaves it has no state."""
     done = []
     for i, role in roles:
-        before, after = (move.old_plan.parts[i][1], move.new_plan.parts[i][1])
         mine, fresh = (old[0][i], old[1][i]), (new[0][i], new[1][i])
-        if before is None or after is None:
-            done.append(fresh)
-        else:
-            done.append(_by_roles(role, mine, fresh, move._replace(old_plan=before, new_plan=after)))
+        part = move._replace(before=move.before.part(i), after=move.after.part(i))
+        done.append(_by_roles(role, mine, fresh, part))
     return tuple(local for local, _ in done), tuple(shared for _, shared in done)
 
 
@@ -252,7 +233,7 @@ def _memory(name: str, old: Pair, new: Pair, move: Move) -> Pair:
         pool = pooled(join_lead(rows.swapaxes(1, 2), 2), groups * workers, move.keep)
         return split_lead(pool, (groups, workers)).swapaxes(1, 2)
 
-    return each_leaf(old[0], new[0], move, one), None
+    return each_leaf(old[0], new[0], move, one), ()
 
 
 def _narrow_memory(name: str, old: Pair, new: Pair, move: Move) -> Pair:
@@ -261,11 +242,11 @@ def _narrow_memory(name: str, old: Pair, new: Pair, move: Move) -> Pair:
     if not all(map(is_narrow, jax.tree.leaves(old[0], is_leaf=is_narrow))):
         raise Misfit(f'{name} has the role "narrow memory", and is no `Narrow`')
     before, after = (jax.tree.map(_widened, part, is_leaf=is_narrow) for part in (old[0], new[0]))
-    _check_role(name, "memory", (before, None), move)
-    wide, _ = _memory(name, (before, None), (jax.tree.map(jax.numpy.asarray, after), None), move)
+    _check_role(name, "memory", (before, ()), move)
+    wide, _ = _memory(name, (before, ()), (jax.tree.map(jax.numpy.asarray, after), ()), move)
     rows = jax.tree.map(lambda x: Narrow.of(np.asarray(x)), wide)
     place = lambda narrow, like: Narrow(*map(placed, narrow, like))
-    return jax.tree.map(place, rows, new[0], is_leaf=is_narrow), None
+    return jax.tree.map(place, rows, new[0], is_leaf=is_narrow), ()
 
 
 def _widened(narrow: Narrow) -> np.ndarray:
@@ -280,7 +261,7 @@ def _average(name: str, old: Pair, new: Pair, move: Move) -> Pair:
             rows = rows.mean((0, 2), dtype=np.float64, keepdims=True).astype(rows.dtype)
         return modulo(rows, move.new)
 
-    return each_leaf(old[0], new[0], move, one), None
+    return each_leaf(old[0], new[0], move, one), ()
 
 
 def _shift(name: str, old: Pair, new: Pair, move: Move) -> Pair:
@@ -301,21 +282,21 @@ def _momentum(name: str, old: Pair, new: Pair, move: Move, mean: bool = True) ->
     """From group j mod the old number of them; or, where there are others, from the mean of all groups."""
     if not move.leads:
         if _is_laid_out(old[1], 1, move):  # in vectors whose padding may depend on the number of workers
-            return None, each_leaf(old[1], new[1], move, lambda rows: rows, (1, 1), single=True)
+            return (), each_leaf(old[1], new[1], move, lambda rows: rows, (1, 1), single=True)
         if [np.shape(x) for x in jax.tree.leaves(old[1])] != [np.shape(x) for x in jax.tree.leaves(new[1])]:
             raise Misfit(f"{name} has other shapes for other workers, and is not laid out like the gradients")
-        return None, kept(old[1], new[1], move)
+        return (), kept(old[1], new[1], move)
 
     def one(rows):
         if mean and move.old.groups != move.new.groups:
             rows = rows.mean(0, dtype=np.float64, keepdims=True).astype(rows.dtype)
         return modulo(rows, move.new[:2])
 
-    return None, each_leaf(old[1], new[1], move, one, move.old[:2])
+    return (), each_leaf(old[1], new[1], move, one, move.old[:2])
 
 
 def _coin(name: str, old: Pair, new: Pair, move: Move) -> Pair:
-    return None, kept(old[1], new[1], move)
+    return (), kept(old[1], new[1], move)
 
 
 def _gradient(name: str, old: Pair, new: Pair, move: Move) -> Pair:
@@ -330,16 +311,14 @@ def _compressor(name: str, old: Pair, new: Pair, move: Move) -> Pair:
 
 
 def _by_vector(one: Callable, old: Any, new: Any, move: Move) -> Any:
-    """Of other shards, with other leaves that are small: from the vector that has most of the same leaves."""
-    if not (isinstance(old, Each) and isinstance(new, Each)):
-        return one(old, new, move)
-    before, now = (members(plan, plan.like)[bool(plan.dense) :] for plan in (move.old_plan, move.new_plan))
-    states = []
-    for (numbers, _), fresh in zip(now, new.vectors, strict=True):
-        common = [len(set(numbers) & set(others)) for others, _ in before]
+    """Of other shards, with other leaves that are small: from the group that has most of the same leaves."""
+    before, states = move.before.groups, []
+    for group, fresh in zip(move.after.groups, new, strict=True):
+        common = [0 if other.small else len(set(group.leaves) & set(other.leaves)) for other in before]
         found = max(range(len(common)), key=common.__getitem__, default=None)
-        states.append(fresh if found is None or not common[found] else one(old.vectors[found], fresh, move))
-    return Each(tuple(states))
+        known = found is not None and common[found] and not group.small
+        states.append(one(old[found], fresh, move) if known else fresh)
+    return tuple(states)
 
 
 _ROLES: dict[str, Callable[..., Pair]] = {
@@ -352,11 +331,6 @@ _ROLES: dict[str, Callable[..., Pair]] = {
     "coin": _coin,
     "gradient": _gradient,
     "compressor": _compressor,
-}
-_SIDES = {  # where a field of that role must be, and nowhere else
-    "shift": ("shared", "local"),
-    **dict.fromkeys(("memory", "narrow memory", "average", "gradient"), ("local",)),
-    **dict.fromkeys(("momentum", "iterate", "coin"), ("shared",)),
 }
 
 

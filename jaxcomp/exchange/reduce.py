@@ -17,14 +17,15 @@ import jax.numpy as jnp
 from jaxcomp.arrays import bounded, finite, like_of, root_key, wrap_key
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.dense import cast, narrow_type
-from jaxcomp.compressors.vector import lift, on_vectors
+from jaxcomp.compressors.rows import rows
+from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.exchange.collectives import all_max, share_of, sum_scatter
 from jaxcomp.exchange.lanes import all_gather, all_sum
-from jaxcomp.exchange.routes.route import Call
+from jaxcomp.exchange.routes.route import Way
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
 from jaxcomp.exchange.varying import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
 from jaxcomp.floats import exponent_of, power_of_two, rounded_to
-from jaxcomp.layout import Layout, join, plan_of, split
+from jaxcomp.groups import Layout, groups_of, join, split
 from jaxcomp.payloads import Dense
 
 __all__ = ["pmean", "psum_scatter"]
@@ -204,11 +205,11 @@ def _mean(plan: Plan, x: Any, words: Array) -> Any:
         return _cast_like(jax.tree.map(lambda t: t / (workers * share), total), x)
     exponents = _exponents(plan, wide)
     wide = _scaled(wide, exponents, -1)
-    cut = plan_of(Layout("chunks", chunks=workers), wide)
+    cut = groups_of(Layout("chunks", chunks=workers), wide)
     (first_shared, second_shared), (first_key, second_key) = _keys(plan, words)
-    chunk = _owners_sum(plan, split(cut, wide), first_shared, first_key) / (workers * share)
+    chunk = _owners_sum(plan, split(cut, wide)[0], first_shared, first_key) / (workers * share)
     whole = _to_all(plan, chunk, second_shared, second_key)
-    return _cast_like(_scaled(join(cut, whole), exponents, 1), x)
+    return _cast_like(_scaled(join(cut, (whole,)), exponents, 1), x)
 
 
 def _exponents(plan: Plan, wide: Any) -> Array | None:
@@ -230,20 +231,20 @@ def _scaled(tree: Any, exponents: Array | None, sign: int) -> Any:
     return jax.tree.unflatten(structure, [bounded(leaf * unit) for leaf, unit in zip(leaves, units, strict=True)])
 
 
-def _owners_sum(plan: Plan, rows: Array, shared_key: Array, private: Array) -> Array:
+def _owners_sum(plan: Plan, stack: Array, shared_key: Array, private: Array) -> Array:
     """The sum over the workers of row j of each one's [n, m], times `share_of` all, at worker j."""
-    whole = lift(plan.wire)  # pyright: ignore[reportArgumentType]
-    like = like_of(rows)
+    whole = rows(plan.wire)  # pyright: ignore[reportArgumentType]
+    like = like_of(stack)
     state = whole.init(shared_key, like)
-    outer = varying_axes(rows)
-    payload, _ = whole.compress(private, rows, State(varying(state.local, outer), state.shared))
+    outer = varying_axes(stack)
+    payload, _ = whole.compress(private, stack, State(varying(state.local, outer), state.shared))
     row = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
-    return first_shot(payload, whole, state.shared, row, Call(plan.axis, outer=outer))
+    return first_shot(payload, whole, state.shared, row, Way(plan.axis, outer=outer))
 
 
 def _to_all(plan: Plan, mine: Array, shared_key: Array, private: Array) -> Array:
     """[n, m]: every worker's [m] on all of them."""
-    whole = lift(plan.wire)  # pyright: ignore[reportArgumentType]
+    whole = rows(plan.wire)  # pyright: ignore[reportArgumentType]
     like = jax.ShapeDtypeStruct((axis_size(plan.axis), *mine.shape), mine.dtype)
     state = whole.init(shared_key, like)
     local = varying(jax.tree.map(lambda a: a[0], state.local.rows), varying_axes(mine))

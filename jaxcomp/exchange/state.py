@@ -2,29 +2,37 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jaxcomp.base import State
 from jaxcomp.exchange.placement import Placement
-from jaxcomp.exchange.varying import is_bound
-from jaxcomp.layout import Plan, join
+from jaxcomp.exchange.varying import Axis, axis_names, is_bound, known_equal, varying
+from jaxcomp.groups import Groups, join
 
 __all__ = [
-    "About",
+    "Description",
     "MeanLocal",
     "MeanShared",
     "MeanState",
     "OwnState",
+    "at_device",
     "by_leaf",
     "check_rows",
     "frozen",
     "is_mean",
     "is_own",
+    "local_rows",
     "means_in",
+    "off_device",
+    "own_at_device",
+    "own_off_device",
 ]
 
 Array = jax.Array
@@ -52,14 +60,14 @@ class MeanShared(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class About:
+class Description:
     """What a state is of: static, and compared before it is used.
 
     roles: `Algorithm.roles` as nested tuples, by which the state is handed on to other workers.
     """
 
     placement: Placement
-    plan: Plan
+    groups: Groups
     roles: tuple
 
 
@@ -75,7 +83,7 @@ class MeanState:
 
     local: MeanLocal
     shared: MeanShared
-    about: About = dataclasses.field(metadata={"static": True})
+    about: Description = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -127,10 +135,10 @@ def by_leaf(mean: MeanState, vectors: Any) -> Any:
     >>> jc.state.by_leaf(state, state.local.algorithm.memory)["w"].shape
     (1, 2, 3)
     """
-    plan = mean.about.plan
-    lead = jax.tree.map(lambda x, like: x.ndim - len(like.shape), vectors, plan.like)
-    axes = max(jax.tree.leaves(lead), default=0)
-    return functools.reduce(lambda f, _: jax.vmap(f), range(axes), functools.partial(join, plan))(vectors)
+    groups = mean.about.groups
+    lead = [x.ndim - len(like.shape) for x, like in zip(vectors, groups.like, strict=True)]
+    axes = max(lead, default=0)
+    return functools.reduce(lambda f, _: jax.vmap(f), range(axes), functools.partial(join, groups))(vectors)
 
 
 def check_rows(name: str, state: MeanState) -> None:
@@ -146,3 +154,95 @@ def check_rows(name: str, state: MeanState) -> None:
             f"{name}: this state has one row of memory for {known} workers: it was passed through shard_map with P(), "
             "and all other rows are lost. Make the state and its specs with jc.init_state(tx, params, mesh, axis_name)."
         )
+
+
+# ------------------------------------------------------------------------------------------------
+# How a state is kept: with leading axes
+
+
+def local_rows(axis: Axis) -> int:
+    """Leading axis of local arrays: n where we stand outside and the ambient mesh says what n is."""
+    if is_bound(axis):
+        return 1
+    sizes = jax.sharding.get_abstract_mesh().shape
+    names = axis_names(axis)
+    return math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else 1
+
+
+def _with_rows(tree: Any, axis: Axis) -> Any:
+    """The same arrays on a leading axis, as often as there are rows here, typed as differing over `axis`."""
+    rows = local_rows(axis)
+    tree = jax.tree.map(lambda x: jnp.tile(x[None], (rows,) + (1,) * x.ndim), tree)
+    return varying(tree, axis) if is_bound(axis) else tree
+
+
+def off_device(local: MeanLocal, shared: MeanShared, about: Description) -> MeanState:
+    """A state as it is kept: with leading axes."""
+    place = about.placement
+    shared = _with_rows(shared, place.outer) if place.outer else shared
+    return MeanState(_with_rows(local, place.every), shared, about)
+
+
+def at_device(name: str, state: Any, placement: Placement, roles: tuple) -> State:
+    """Local and shared state of this device, without leading axes.
+
+    Raises:
+        ValueError: it is the state of another transformation, or not cut for one device, or the same on all devices.
+    """
+    if not isinstance(state, MeanState) or (state.about.placement, state.about.roles) != (placement, roles):
+        got = f"{state.about.placement} with {dict(state.about.roles)}" if is_mean(state) else type(state).__name__
+        lost = is_mean(state) and not axis_names(placement.workers) and axis_names(state.about.placement.workers)
+        cure = ". No mesh was found here: give arrays (or shapes) that have a sharding, mesh=, or jax.set_mesh"
+        raise ValueError(f"{name}: expected a state of {placement} with {dict(roles)}; got {got}{cure if lost else ''}")
+    cure = "Make the state, and its in_specs and out_specs, with jc.init_state"
+    equal = known_equal(state.local, placement.workers) if is_bound(placement.workers) else []
+    if equal and _workers_here(placement) > 1:
+        raise ValueError(
+            f"{name}: local state{equal[0]} is typed as equal on all workers: passed with P(), all but one worker's "
+            f"memory would be lost. {cure}, or with jc.state_specs(state, {placement.workers!r})."
+        )
+
+    def one(path, x):
+        if x.shape[:1] != (1,):
+            raise ValueError(
+                f"{name}: state{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
+                f"worker. {cure}; hand one that other workers saved on by jc.redistribute(old, new)."
+            )
+        return x[0]
+
+    local = jax.tree_util.tree_map_with_path(one, varying(state.local, placement.every))
+    return State(local, jax.tree_util.tree_map_with_path(one, state.shared) if placement.outer else state.shared)
+
+
+def _workers_here(placement: Placement) -> int:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes.get(name, 1) for name in placement.names)
+
+
+def own_off_device(local: Any, placement: Placement, roles: tuple) -> OwnState:
+    """What one worker keeps for itself, as it is kept: with a leading axis of workers."""
+    axis = placement.workers
+    rows = local_rows(axis)
+    local = jax.tree.map(lambda x: jnp.tile(jnp.asarray(x)[None], (rows,) + (1,) * jnp.ndim(x)), local)
+    return OwnState(varying(local, axis) if is_bound(axis) else local, placement.identity, roles)
+
+
+def own_at_device(name: str, own: OwnState, placement: Placement) -> Any:
+    """What this worker keeps for itself, without the leading axis.
+
+    Raises:
+        ValueError: it belongs to another transformation, or is not cut for one worker.
+    """
+    if not is_own(own) or own.placement != placement.identity:
+        got = own.placement if is_own(own) else type(own).__name__
+        raise ValueError(f"{name}: expected a state of {placement.identity}; got {got}")
+
+    def one(path, x):
+        if x.shape[:1] != (1,):
+            raise ValueError(
+                f"{name}: own{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
+                "worker. Make the state, and its in_specs and out_specs, with jc.init_state."
+            )
+        return x[0]
+
+    return jax.tree_util.tree_map_with_path(one, varying(own.local, placement.workers))

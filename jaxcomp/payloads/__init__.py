@@ -12,7 +12,7 @@ len(wire.encode(payload)) = code_bits / 8, rounded up to whole bytes in each arr
 
 from jaxcomp.payloads.chunks import Chunks
 from jaxcomp.payloads.dense import Dense, Scaled
-from jaxcomp.payloads.leaves import Leaves, by_row
+from jaxcomp.payloads.leaves import Leaves
 from jaxcomp.payloads.local import LocalIndices, global_indices, local_indices
 from jaxcomp.payloads.quantized import Quantized
 from jaxcomp.payloads.registry import (
@@ -20,6 +20,7 @@ from jaxcomp.payloads.registry import (
     Choices,
     Coding,
     Family,
+    by_row,
     cheap_bits,
     code_bits,
     decode_message,

@@ -5,14 +5,11 @@ Record on the wire, which stands in no other record:
     5 Leaves      record dense | number varint | records
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.layout import dense_of, rows_of
 from jaxcomp.payloads.dense import Dense
 from jaxcomp.payloads.registry import (
     Choices,
@@ -118,28 +115,3 @@ register(
         limits=_limits,
     )
 )
-
-
-def by_row(function: Callable[[Any], Any], payload: Any, message: Any) -> jax.Array:
-    """The sum of a number over all parts of a payload, of each row where one has several; None stands for all entries.
-
-    Args:
-        function: payload of one vector -> number or None.
-        message: what was compressed, or its shapes.
-
-    Returns:
-        f32[].
-    """
-
-    def real(part):
-        number = function(part)
-        return None if number is None else jnp.asarray(number, jnp.float32)
-
-    pairs = [(payload, message)]
-    if isinstance(payload, Leaves):
-        pairs = [(payload.dense, dense_of(message)), *zip(payload.leaves, message.vectors, strict=True)]
-    total = jnp.zeros((), jnp.float32)
-    for part, vector in pairs:
-        number = real(part) if rows_of(vector) is None else jax.vmap(real)(part)
-        total = total + (float(vector.size) if number is None else jnp.sum(number))
-    return total

@@ -24,6 +24,7 @@ __all__ = [
     "Choices",
     "Coding",
     "Family",
+    "by_row",
     "cheap_bits",
     "code_bits",
     "count_type",
@@ -310,6 +311,22 @@ def num_entries(payload: Any) -> Array | int | None:
     2
     """
     return family_of(payload, "num_entries").entries(payload)
+
+
+def by_row(function: Callable[[Any], Any], payload: Any, like: Any) -> jax.Array:
+    """A number of a payload, f32[]; of a stack the sum over its rows. None stands for all entries.
+
+    Args:
+        function: payload of one vector -> number or None.
+        like: what was compressed, or its shape.
+    """
+
+    def real(part):
+        number = function(part)
+        return None if number is None else jnp.asarray(number, jnp.float32)
+
+    number = jax.vmap(real)(payload) if len(like.shape) > 1 else real(payload)
+    return jnp.full((), float(like.size), jnp.float32) if number is None else jnp.sum(number)
 
 
 def limits(payload: Any, lengths: Any) -> list:

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from jaxcomp.arrays import like_of
-from jaxcomp.layout import layout_of, plan_of
+from jaxcomp.compressors.tree import layout_of
+from jaxcomp.groups import groups_of
 from jaxcomp.plan.candidates import Candidate, Loss, collectives_of, loss_of, plan_for, sent_bytes
 from jaxcomp.plan.facts import Facts, Work
 from jaxcomp.plan.links import Collective, Seconds, seconds_of
@@ -156,9 +157,9 @@ def shares_of(candidate: Candidate, like: Any, workers: int) -> list[float]:
     plan = plan_for(candidate, like, workers)
     if plan is None or not candidate.bucket_bytes:
         return [1.0]
-    plan = plan_of(layout_of(candidate.algorithm).in_buckets(candidate.bucket_bytes), like_of(like))  # pyright: ignore
+    plan = groups_of(layout_of(candidate.algorithm).in_buckets(candidate.bucket_bytes), like_of(like))  # pyright: ignore
     sizes: dict[int, float] = {}
-    for group in plan.groups:
+    for group in (group for group in plan.groups if not group.small):
         sizes[group.bucket] = sizes.get(group.bucket, 0.0) + float(np.prod(group.shape))
     total = sum(sizes.values())
     return [sizes[number] / total for number in sorted(sizes)] if total else [1.0]

@@ -17,10 +17,11 @@ from jaxcomp.arrays import like_of
 from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, narrow, sidco, sign, top_k
 from jaxcomp.compressors.checks import is_number
+from jaxcomp.compressors.tree import layout_of
 from jaxcomp.compressors.vector import alpha_of, omega_of
 from jaxcomp.exchange.routes import route_of
 from jaxcomp.exchange.varying import axis_names
-from jaxcomp.layout import TooLong, layout_of, plan_of
+from jaxcomp.groups import TooLong, groups_of
 from jaxcomp.plan.links import KINDS, Collective, workers_of
 from jaxcomp.transforms.compressed_mean import compressed_mean
 
@@ -329,7 +330,7 @@ def plan_for(candidate: Candidate, like: Any, workers: int) -> Any:
     if isinstance(candidate.algorithm, Mapping):
         return None
     layout, route = layout_of(candidate.algorithm), route_of(candidate.via)
-    return plan_of(layout if route.layout is None else route.layout(layout, workers), like_of(like))
+    return groups_of(layout if route.layout is None else route.layout(layout, workers), like_of(like))
 
 
 def loss_of(candidate: Candidate, like: Any, workers: int) -> Loss:

@@ -18,8 +18,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.arrays import like_of
+from jaxcomp.base import Round, keys_of
+from jaxcomp.compressors.tree import each_of
 from jaxcomp.exchange.varying import axis_names
-from jaxcomp.layout import join, split
+from jaxcomp.groups import join, split
 from jaxcomp.plan.candidates import Candidate, plan_for
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.facts import Work
@@ -221,13 +223,18 @@ def _lost(clock: Clock, candidate: Candidate, axis: Any, grads: Any) -> float | 
     if plan is None or compressor is None:
         return None
 
+    compressors = each_of(compressor, plan.groups)
+    here = Round(jax.random.key(0), plan.groups, compressors)
+
     @jax.jit
     def back(grads):
-        parts = split(plan, grads)
-        like = like_of(parts)
-        state = compressor.init(jax.random.key(0), like)
-        payload, _ = compressor.compress(jax.random.key(1), parts, state)
-        return join(plan, compressor.decompress(payload, state.shared, like))
+        arrays = split(plan, grads)
+        like, keys = like_of(arrays), keys_of(jax.random.key(1), plan.groups)
+        states, found = here.start(like), []
+        for c, key, x, state, shape in zip(compressors, keys, arrays, states, like, strict=True):
+            payload, _ = c.compress(key, x, state)
+            found.append(c.decompress(payload, state.shared, shape))
+        return join(plan, tuple(found))
 
     found = [np.asarray(x) for x in jax.tree.leaves(back(grads))]
     return _difference(clock, found, jax.tree.leaves(grads))

@@ -1,18 +1,29 @@
-"""`base.Exchange` of one process among several: every message crosses as the bytes of `jc.wire`."""
+"""The requests of an algorithm, answered at one process among several: messages cross as the bytes of `jc.wire`."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.arrays import bounded, like_of, wide, wide_like, zeros_like
-from jaxcomp.base import Compressor, State, accumulate, add_own, advance, for_worker, residual
-from jaxcomp.exchange.bind import shares_of
-from jaxcomp.layout import Parts
-from jaxcomp.payloads import Dense, Leaves, Several, Sparse
+from jaxcomp.base import (
+    Compressor,
+    Mean,
+    State,
+    Sum,
+    accumulate,
+    add_own,
+    advance,
+    answered,
+    for_worker,
+    residual,
+)
+from jaxcomp.compressors.tree import as_leaves, from_leaves
+from jaxcomp.exchange.driver import shares_of
+from jaxcomp.payloads import Dense, Several, Sparse
 from jaxcomp.wire import WireError, decode, encode
 
 __all__ = ["BytesExchange", "Gather"]
@@ -23,7 +34,7 @@ Gather = Callable[[bytes], list[bytes]]
 
 
 class BytesExchange:
-    """`base.Exchange` of one process: every message crosses as the bytes of `wire.encode`.
+    """Answers the requests of an algorithm at one process: every message crosses as the bytes of `wire.encode`.
 
     Args:
         gather: this worker's bytes -> those of all workers, in their order.
@@ -38,7 +49,20 @@ class BytesExchange:
         self._shares = None if weights is None else shares_of(NAME, weights)
         self._compiled: dict[Any, Any] = {}
 
-    def _exchange(self, payload: Any) -> list[Any]:
+    def answer(self, requests: list[Any]) -> list[Any]:
+        """The answers, one request after the other."""
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        if isinstance(request, Mean):
+            return _Sent(self, request)
+        if isinstance(request, Sum):
+            return self.sum(request.x)
+        branch = request.yes if bool(request.predicate) else request.no
+        return answered(branch(*request.operands), self.answer)
+
+    def exchange(self, payload: Any) -> list[Any]:
+        """The payloads of all workers."""
         message = encode(payload, code=self._code)
         self.sent_bytes += len(message) * (self.size - 1)
         arrived = self._gather(message)
@@ -66,50 +90,37 @@ class BytesExchange:
                 )
         return found
 
-    def _jit(self, name: str, compressor: Compressor, function: Callable) -> Callable:
-        """Compiled once for each compressor."""
+    def jit(self, name: str, compressor: Compressor, function: Callable) -> Callable:
+        """A function, compiled once for each compressor."""
         return self._compiled.setdefault((name, id(compressor)), (jax.jit(function), compressor))[0]
 
-    def mean(self, key: Array, compressor: Compressor, message: Any, state: State) -> "_Sent":
-        mine = for_worker(compressor, state.shared, self.index, self.size)
-        _, key = jax.random.split(key)
-        compress = self._jit("compress", compressor, compressor.compress)
-        payload, local = compress(key, message, State(state.local, mine))
-        arrived = self._exchange(payload)
-        _check_indices(arrived, message)
-        mean = self.mean_of(compressor, arrived, message, state.shared)
-        after = State(local, advance(compressor, state.shared))
-        return _Sent(self, compressor, message, payload, mine, arrived, state.shared, mean, after)
-
     def mean_of(self, compressor: Compressor, arrived: list[Any], message: Any, shared: Any) -> Any:
-        """The mean of messages as this compressor reads them.
+        """The mean of messages of one group as this compressor reads them.
 
-        As in `exchange.mean`, each is weighted before it is added, by a power of two where all weigh alike: no sum
+        As in `exchange.driver`, each is weighted before it is added, by a power of two where all weigh alike: no sum
         overflows where the mean does not.
         """
         equal = 0.5 ** (self.size - 1).bit_length()
         last = 1 / (self.size * equal) if self._shares is None else 1.0
 
         def added(payloads, shared, zeros):
-            dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(zeros)))
-            weights = jnp.full((self.size,), equal, dtype) if self._shares is None else jnp.asarray(self._shares, dtype)
+            weights = np.full(self.size, equal) if self._shares is None else self._shares
+            weights = jnp.asarray(weights, zeros.dtype)
             total = accumulate(compressor, zeros, payloads, weights, shared)
-            return total if last == 1 else jax.tree.map(lambda t: bounded(t * last), total)
+            return total if last == 1 else bounded(total * last)
 
         stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *arrived)
-        return self._jit("added", compressor, added)(stacked, shared, zeros_like(wide_like(message)))
-
-    def means(self, messages: Sequence[tuple[Array, Compressor, Any, State]]) -> "list[_Sent]":
-        return [self.mean(*each) for each in messages]
+        return self.jit("added", compressor, added)(stacked, shared, zeros_like(wide_like(message)))
 
     def sum(self, x: Any) -> Any:
+        """The sum over the workers of each array of a tree."""
         leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, x))
         if not leaves:
             return x
         totals, kinds = list(leaves), list(dict.fromkeys(leaf.dtype for leaf in leaves))
         places = [[i for i, leaf in enumerate(leaves) if leaf.dtype == kind] for kind in kinds]
         parts = (Dense(np.concatenate([leaves[i].reshape(-1) for i in group])) for group in places)
-        arrived = self._exchange(Several(tuple(parts)))
+        arrived = self.exchange(Several(tuple(parts)))
         for number, group in enumerate(places):
             with np.errstate(over="ignore", invalid="ignore"):
                 total = self._sum_of([each.parts[number].values for each in arrived])
@@ -119,52 +130,74 @@ class BytesExchange:
         return jax.tree.unflatten(structure, map(jnp.asarray, totals))
 
     def _sum_of(self, arrays: list[np.ndarray]) -> np.ndarray:
-        """With weights n times their weighted mean, as `exchange.runner` has it."""
+        """With weights n times their weighted mean, as `exchange.driver` has it."""
         if self._shares is None:
             return functools.reduce(np.add, arrays)
         kind = wide(arrays[0].dtype)
         parts = (x.astype(kind) * np.asarray(w, kind) for x, w in zip(arrays, self._shares, strict=True))
         return functools.reduce(np.add, parts) * np.asarray(self.size, kind)
 
-    def cond(self, predicate: Array, yes: Callable, no: Callable, *operands: Any) -> Any:
-        return (yes if bool(predicate) else no)(*operands)
 
+class _Sent:
+    """What came of one message (`base.Sent`), whose payloads arrived as bytes."""
 
-class _Sent(NamedTuple):
-    """`base.Sent` of payloads that arrived as bytes."""
+    def __init__(self, link: BytesExchange, request: Mean):
+        self.link, self.request = link, request
+        self.mine = tuple(
+            for_worker(c, state.shared, link.index, link.size)
+            for c, state in zip(request.compressors, request.states, strict=True)
+        )
+        done = []
+        given = zip(request.compressors, request.keys, request.message, request.states, self.mine, strict=True)
+        for c, key, x, state, mine in given:
+            done.append(link.jit("compress", c, c.compress)(key, x, State(state.local, mine)))
+        self.payloads = tuple(payload for payload, _ in done)
+        after = zip(request.compressors, done, request.states, strict=True)
+        self.states = tuple(State(local, advance(c, state.shared)) for c, (_, local), state in after)
+        arrived = link.exchange(as_leaves(request.groups, self.payloads))
+        each = [from_leaves(request.groups, payload) for payload in arrived]
+        self.arrived = list(zip(*each, strict=True))
+        _check_indices(self.arrived, request.message)
 
-    link: "BytesExchange"
-    compressor: Compressor
-    message: Any
-    payload: Any
-    mine: Any
-    arrived: list[Any]
-    shared: Any
-    mean: Any
-    state: State
+    @functools.cached_property
+    def mean(self) -> tuple[Any, ...]:
+        return self._mean(self.request.compressors)
 
     @property
-    def own(self) -> Any:
-        read = lambda payload, mine, like: self.compressor.decompress(payload, mine, like_of(like))
-        return self._jit("own", read)(self.payload, self.mine, self.message)
+    def direction(self) -> tuple[Any, ...]:
+        return self.mean
+
+    def _mean(self, compressors: tuple[Compressor, ...]) -> tuple[Any, ...]:
+        each = zip(compressors, self.arrived, self.request.message, self.request.states, strict=True)
+        return tuple(self.link.mean_of(c, list(arrived), x, state.shared) for c, arrived, x, state in each)
 
     @property
-    def residual(self) -> Any:
-        left = lambda message, payload, mine: residual(self.compressor, message, payload, mine)
-        return self._jit("residual", left)(self.message, self.payload, self.mine)
+    def own(self) -> tuple[Any, ...]:
+        return self._own(self.request.compressors)
 
-    def add_to(self, total: Any, weight: Any) -> Any:
-        def added(total, payload, weight, mine):
-            return add_own(self.compressor, total, payload, weight, mine)
+    def _own(self, compressors: tuple[Compressor, ...]) -> tuple[Any, ...]:
+        def one(c, payload, mine, x):
+            read = lambda payload, mine, x: c.decompress(payload, mine, like_of(x))
+            return self.link.jit("own", c, read)(payload, mine, x)
 
-        return self._jit("add_to", added)(total, self.payload, weight, self.mine)
+        return tuple(map(one, compressors, self.payloads, self.mine, self.request.message))
 
-    def _jit(self, name: str, function: Callable) -> Callable:
-        return self.link._jit(name, self.compressor, function)
+    @property
+    def residual(self) -> tuple[Any, ...]:
+        def one(c, x, payload, mine):
+            return self.link.jit("residual", c, functools.partial(residual, c))(x, payload, mine)
 
-    def read_by(self, compressor: Compressor) -> tuple[Any, Any]:
-        mean = self.link.mean_of(compressor, self.arrived, self.message, self.shared)
-        return mean, compressor.decompress(self.payload, self.mine, like_of(self.message))
+        return tuple(map(one, self.request.compressors, self.request.message, self.payloads, self.mine))
+
+    def add_to(self, total: tuple[Any, ...], weight: Any) -> tuple[Any, ...]:
+        def one(c, total, payload, mine):
+            added = lambda total, payload, weight, mine: add_own(c, total, payload, weight, mine)
+            return self.link.jit("add_to", c, added)(total, payload, weight, mine)
+
+        return tuple(map(one, self.request.compressors, total, self.payloads, self.mine))
+
+    def read_by(self, compressors: tuple[Compressor, ...]) -> tuple[Any, Any]:
+        return self._mean(compressors), self._own(compressors)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -189,16 +222,17 @@ def _words(payload: Any) -> str:
     return f"{type(payload).__name__} of {', '.join(arrays[:4])}{', ...' if len(arrays) > 4 else ''}"
 
 
-def _check_indices(arrived: list[Any], message: Any) -> None:
-    """Refuses sparse messages of longer vectors where an index shows it: the length itself does not cross."""
-    lengths = [int(x.size) for x in jax.tree.leaves(message.vectors if isinstance(message, Parts) else message)]
-    for number, payload in enumerate(arrived):
-        parts = payload.leaves if isinstance(payload, Leaves) else (payload,)
-        for part, length in zip(parts, lengths, strict=False):
-            for each in jax.tree.leaves(part, is_leaf=lambda node: isinstance(node, Sparse)):
+def _check_indices(arrived: Sequence[Sequence[Any]], message: tuple[Any, ...]) -> None:
+    """Refuses sparse messages of longer vectors where an index shows it: the length itself does not cross.
+
+    arrived: of each group, of all workers.
+    """
+    for payloads, x in zip(arrived, message, strict=True):
+        for number, payload in enumerate(payloads):
+            for each in jax.tree.leaves(payload, is_leaf=lambda node: isinstance(node, Sparse)):
                 indices = each.indices if isinstance(each, Sparse) else None
-                if isinstance(indices, np.ndarray) and indices.max(initial=0) > length:  # padding has the length
+                if isinstance(indices, np.ndarray) and indices.max(initial=0) > x.size:  # padding has the length
                     raise ValueError(
                         f"{NAME}: gather must return messages of one exchange, of parameters of equal shapes; that of "
-                        f"worker {number} has index {indices.max()}, and the vector here {length} entries"
+                        f"worker {number} has index {indices.max()}, and the vector here {x.size} entries"
                     )

@@ -33,11 +33,11 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, like_of, root_key
 from jaxcomp.base import Algorithm, Compressor, check_algorithm
-from jaxcomp.exchange.bind import bind
+from jaxcomp.exchange.driver import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, check_gradients, check_own
 from jaxcomp.exchange.varying import Axis, axis_names, is_bound
-from jaxcomp.layout import join, split, with_dtypes
+from jaxcomp.groups import join, split
 from jaxcomp.paths import numbers_by_path
 from jaxcomp.transforms.rows import with_rows
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
@@ -216,7 +216,7 @@ def _mean(
     name: str, algorithm: Any, placement: Placement, via: str, root: Array, options: dict[str, Any]
 ) -> Transformation:
     """`compressed_mean` over the workers of one placement."""
-    run = bind(name, check_algorithm(name, algorithm), placement, via, root, **options)
+    run = exchange_of(name, check_algorithm(name, algorithm), placement, via, root, **options)
 
     def init(params):
         return run.init(params)
@@ -225,11 +225,11 @@ def _mean(
         del params, extra
         check_gradients(grads, placement)
 
-        def given(plan):
-            return split(plan, grads, pieces=run.algorithm.pieces), jax.tree.leaves(grads)
+        def given(groups):
+            return split(groups, grads, pieces=run.algorithm.pieces), jax.tree.leaves(grads)
 
-        direction, after = run.step(state, given, sparse=True)
-        return join(with_dtypes(after.about.plan, grads), direction), after
+        direction, after = run.step(state, given)
+        return join(after.about.groups, direction, grads), after
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]
 

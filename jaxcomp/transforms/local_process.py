@@ -17,10 +17,11 @@ import numpy as np
 import optax
 
 from jaxcomp.arrays import root_key, wide_like, wrap_key
-from jaxcomp.base import Algorithm, State, check_algorithm
-from jaxcomp.exchange.bind import bind, own_weights
+from jaxcomp.base import Algorithm, Compressor, Round, State, answered, check_algorithm, sides, whole
+from jaxcomp.compressors.tree import compressors_of
+from jaxcomp.exchange.driver import exchange_of, own_weights
 from jaxcomp.exchange.placement import Placement
-from jaxcomp.layout import join, split
+from jaxcomp.groups import join, split
 from jaxcomp.payloads import CODES
 from jaxcomp.transforms.bytes_exchange import BytesExchange, Gather
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
@@ -103,11 +104,12 @@ def local_process(
 class _Part(NamedTuple):
     """One fragment.
 
-    numbers: of its leaves. split, join: of its plan, compiled. mean, outer: states. pending: what the thread makes of
-    the difference on its way.
+    numbers: of its leaves. compressors: of its groups. split, join: to groups and back, compiled. mean, outer: states.
+    pending: what the thread makes of the difference on its way.
     """
 
     numbers: tuple[int, ...]
+    compressors: tuple[Compressor, ...]
     split: Callable[[Any], Any]
     join: Callable[[Any], Any]
     mean: Any
@@ -161,10 +163,11 @@ class LocalProcess:
         self._parts = []
         for p, numbers in enumerate(fragments_of(params, self._times.fragments)):
             root = jax.random.fold_in(self._root, p) if self._times.fragments > 1 else self._root
-            run = bind(NAME, self._algorithm, Placement(None), "gather", root)
+            run = exchange_of(NAME, self._algorithm, Placement(None), "gather", root)
             mean, outer = run.init(cut(like, numbers)), self._outer.init(cut(self.point, numbers))
-            apart, together = (jax.jit(functools.partial(function, mean.about.plan)) for function in (split, join))
-            self._parts.append(_Part(numbers, apart, together, mean, outer))
+            apart, together = (jax.jit(functools.partial(function, mean.about.groups)) for function in (split, join))
+            compressors = compressors_of(self._algorithm, mean.about.groups)
+            self._parts.append(_Part(numbers, compressors, apart, together, mean, outer))
         return params
 
     def step(self, grads: Any, params: Any) -> Any:
@@ -208,8 +211,12 @@ class LocalProcess:
         """In the thread: the mean of what all workers sent, and the state of the mean."""
         local, shared = part.mean.local, part.mean.shared
         key = jax.random.fold_in(jax.random.fold_in(wrap_key(shared.key), shared.count), self._place[0])
-        mine = State(jax.tree.map(lambda x: x[0], local.algorithm), shared.algorithm)
-        direction, new = self._algorithm.update(key, part.split(difference), mine, self._link)
+        roles, groups = self._algorithm.roles, part.mean.about.groups.groups
+        mine = whole(State(jax.tree.map(lambda x: x[0], local.algorithm), shared.algorithm), roles)
+        here = Round(key, groups, part.compressors, self._link.index, self._link.size)
+        steps = self._algorithm.update(here, part.split(difference), mine)
+        direction, after = answered(steps, self._link.answer)
+        new = sides(after, roles)
         local = local._replace(algorithm=jax.tree.map(lambda x: x[None], new.local))
         shared = shared._replace(count=shared.count + 1, algorithm=new.shared)
         return jax.block_until_ready((part.join(direction), type(part.mean)(local, shared, part.mean.about)))

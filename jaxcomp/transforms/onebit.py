@@ -13,11 +13,11 @@ from jaxcomp.arrays import root_key
 from jaxcomp.base import Compressor, check_compressor
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.signs import sign
-from jaxcomp.exchange.bind import bind
+from jaxcomp.exchange.driver import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, check_gradients
 from jaxcomp.exchange.varying import Axis
-from jaxcomp.layout import join, split, with_dtypes
+from jaxcomp.groups import join, split
 from jaxcomp.transforms.compressed_mean import compressed_mean
 
 __all__ = ["onebit_adam", "zero_one_adam"]
@@ -168,7 +168,7 @@ def zero_one_adam(
     algorithm = zero_one_updates(compressor, times, b1=b1, b2=b2, eps=eps, bias_correction=bias_correction)
     placement = Placement(axis_name)
     options = {"weights": weights, "measure": int(measure), "code": "fixed" if measure else None, "link": link}
-    run = bind(name, algorithm, placement, via, root_key(seed), **options)
+    run = exchange_of(name, algorithm, placement, via, root_key(seed), **options)
 
     def init(params):
         return run.init(jax.tree.map(jnp.asarray, params), starts=True)
@@ -181,9 +181,9 @@ def zero_one_adam(
         count = state.shared.count
         rate = learning_rate(count) if callable(learning_rate) else learning_rate
         rate = jnp.asarray(rate, jnp.float32)
-        given = lambda plan: ((split(plan, grads), split(plan, params), rate), jax.tree.leaves(grads))
+        given = lambda groups: ((split(groups, grads), split(groups, params), rate), jax.tree.leaves(grads))
         updates, after = run.step(state, given)
-        return join(with_dtypes(after.about.plan, params), updates), after
+        return join(after.about.groups, updates, params), after
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]
 

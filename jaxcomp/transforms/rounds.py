@@ -8,13 +8,12 @@ import jax.numpy as jnp
 
 from jaxcomp.arrays import root_key
 from jaxcomp.base import Algorithm, Compressor, check_algorithm
-from jaxcomp.exchange.bind import bind
+from jaxcomp.exchange.driver import Exchange, exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement
-from jaxcomp.exchange.runner import Runner
 from jaxcomp.exchange.state import MeanState
 from jaxcomp.exchange.varying import Axis, axis_names, varying
-from jaxcomp.layout import join, split
+from jaxcomp.groups import join, split
 
 __all__ = ["Rounds", "rounds"]
 
@@ -36,7 +35,7 @@ class Rounds(NamedTuple):
 class _Gradient:
     """A worker's gradient as the last level sees it: the mean over the inner levels, whose states move on."""
 
-    def __init__(self, function: Callable[[Any], Any], inner: list[Runner], states: Sequence[Any], axes: Axis):
+    def __init__(self, function: Callable[[Any], Any], inner: list[Exchange], states: Sequence[Any], axes: Axis):
         self.function, self.inner, self.states, self.axes = function, inner, list(states), axes
 
     def __call__(self, x: Any) -> Any:
@@ -44,8 +43,8 @@ class _Gradient:
         grads = self.function(varying(x, self.axes))
         for i, level in enumerate(self.inner):
             own = grads
-            direction, self.states[i] = level.step(self.states[i], lambda plan: (split(plan, own), []))  # noqa: B023
-            grads = join(self.states[i].about.plan, direction)
+            direction, self.states[i] = level.step(self.states[i], lambda groups: (split(groups, own), []))  # noqa: B023
+            grads = join(self.states[i].about.groups, direction)
         return grads
 
 
@@ -92,11 +91,11 @@ def rounds(
     partial = isinstance(axis_name, Mapping)
     root = root_key(seed)
 
-    def bound(i: int, axis: Axis, algorithm: Algorithm, **options: Any) -> Runner:
+    def bound(i: int, axis: Axis, algorithm: Algorithm, **options: Any) -> Exchange:
         earlier = tuple(name for axes in names[:i] for name in axes)
         placement = Placement(axis, tuple(names[i + 1 :]), (), earlier, partial)
         own = jax.random.fold_in(root, i) if len(levels) > 1 else root
-        return bind("rounds", algorithm, placement, via, own, link=link, **options)
+        return exchange_of("rounds", algorithm, placement, via, own, link=link, **options)
 
     inner = [bound(i, axis, check_algorithm("rounds", each)) for i, (axis, each) in enumerate(inner_levels)]
     run = bound(len(inner), last_axis, last, weights=weights, code=code)
@@ -110,13 +109,13 @@ def rounds(
     def step(state, gradient):
         *before, own = state if partial else (state,)
         oracle = _Gradient(gradient, inner, before, every)
-        _, after = run.step(own, lambda plan: (lambda x: split(plan, oracle(join(plan, x))), []))
+        _, after = run.step(own, lambda groups: (lambda x: split(groups, oracle(join(groups, x))), []))
         bits = jnp.sum(after.local.counts.code_bits)
         return (*oracle.states, after) if partial else after, bits
 
     def point(state):
         own: MeanState = state[-1] if partial else state
-        return join(own.about.plan, last.point(own.shared.algorithm))
+        return join(own.about.groups, last.point(own.shared.algorithm))
 
     return Rounds(init, step, point)
 

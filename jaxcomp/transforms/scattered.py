@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import bounded, like_of, wide
 from jaxcomp.base import Algorithm
-from jaxcomp.exchange.bind import bind
+from jaxcomp.exchange.driver import exchange_of
 from jaxcomp.exchange.placement import Placement, check_gradients
 from jaxcomp.exchange.routes import SCATTER
-from jaxcomp.exchange.runner import local_rows
+from jaxcomp.exchange.state import local_rows
 from jaxcomp.exchange.varying import axis_names, axis_size, is_bound
-from jaxcomp.layout import row_size, split
+from jaxcomp.groups import row_size, split
 
 __all__ = ["cut_dimension", "scattered_mean"]
 
@@ -102,9 +102,9 @@ def scattered_mean(
         placement: of the workers.
         dimensions: along which each leaf is cut.
         root: key of both kinds of randomness.
-        options: of `bind`.
+        options: of `exchange_of`.
     """
-    run = bind(name, algorithm, placement, SCATTER, root, **options)
+    run = exchange_of(name, algorithm, placement, SCATTER, root, **options)
     axis = placement.workers
 
     def rows_of(shards: list[Any]) -> Rows:
@@ -128,7 +128,7 @@ def scattered_mean(
             shape = (*leaf.shape[:k], leaf.shape[k] // count, *leaf.shape[k + 1 :])
             shards.append(jax.ShapeDtypeStruct(shape, leaf.dtype))
         rows = rows_of(shards)
-        direction, after = run.step(state, lambda plan: (split(plan, rows.stack(leaves)), leaves))
+        (direction,), after = run.step(state, lambda groups: (split(groups, rows.stack(leaves)), leaves))
         return jax.tree.unflatten(structure, rows.cut(direction, [leaf.dtype for leaf in leaves])), after
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcomp.base import Algorithm, check_algorithm
-from jaxcomp.exchange.bind import own_weights, shares_of
+from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.specs import names_of, per_worker
 from jaxcomp.exchange.state import means_in

@@ -6,12 +6,12 @@ from jaxcomp.exchange.routes.gather import GATHER
 from jaxcomp.exchange.routes.ladder import LADDER
 from jaxcomp.exchange.routes.ragged import RAGGED
 from jaxcomp.exchange.routes.ring import RING
-from jaxcomp.exchange.routes.route import Call, Carried, Outgoing, Route
+from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
 from jaxcomp.exchange.routes.scatter import SCATTER
 from jaxcomp.exchange.routes.sum import SUM
 from jaxcomp.exchange.routes.two_shot import TWO_SHOT
 
-__all__ = ["ROUTES", "SCATTER", "VIAS", "Call", "Carried", "Outgoing", "Route", "costs", "route_of"]
+__all__ = ["ROUTES", "SCATTER", "VIAS", "Arrived", "Carried", "Parcel", "Route", "Way", "costs", "route_of"]
 
 # In this order `Info.via` numbers them.
 ROUTES: dict[str, Route] = {route.name: route for route in (SUM, GATHER, CONCAT, RING, RAGGED, LADDER, TWO_SHOT)}

@@ -5,28 +5,35 @@ sends the r-th part of that, and then what arrived to the other r - 1.
 """
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from jaxcomp.exchange.lanes import gathered
 from jaxcomp.exchange.links import Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import Call, gathering_route
+from jaxcomp.exchange.routes.route import Parcel, Way, buckets_of, gathering_route, lengths_of, payloads_of
 from jaxcomp.exchange.routes.unequal import message_of
 from jaxcomp.exchange.varying import axis_size
 
-__all__ = ["GATHER", "gather"]
+__all__ = ["GATHER", "gather", "padded"]
 
 PADDED = 1.1  # longest message / mean message from which on gathering is worth a warning
 
 
-def gather(payload: Any, lengths: Any, call: Call) -> tuple[Any, float]:
+def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
     """All payloads, by one collective for each lane."""
+    lengths = lengths_of(parcels)
     if lengths is not None:
-        _warn_of_padding(payload, lengths, axis_size(call.axis))
-    return gathered(payload, call.axis, call.replicas, call.buckets)
+        _warn_of_padding(payloads_of(parcels), lengths, axis_size(way.axis))
+    return padded(parcels, way)
 
 
-def _warn_of_padding(payload: Any, lengths: Any, workers: int) -> None:
-    words = message_of(payload, lengths, workers).lengths
+def padded(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
+    """The same without a warning of padding."""
+    return gathered(payloads_of(parcels), way.axis, way.replicas, buckets_of(parcels, way))
+
+
+def _warn_of_padding(payloads: Any, lengths: Any, workers: int) -> None:
+    words = message_of(payloads, lengths, workers).lengths
     longest, mean = max(words), sum(words) / workers
     if longest > PADDED * mean:
         warnings.warn(
@@ -43,4 +50,4 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     return cost_of(n - 1, 4 * capacity, (n - 1) * 4 * capacity, link)
 
 
-GATHER = gathering_route("gather", gather, cost, buckets=True)
+GATHER = gathering_route("gather", gather, cost)

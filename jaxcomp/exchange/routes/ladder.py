@@ -15,8 +15,8 @@ whatever the rung is: 0.6 ms beside 3.5 ms for a gather of 4 MB, two CPU devices
 (`python -m experiments bench codes`).
 """
 
-import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,18 +25,12 @@ from jax import lax
 
 from jaxcomp.exchange.collectives import all_max
 from jaxcomp.exchange.lanes import all_gather, gather_bytes
-from jaxcomp.exchange.routes.route import (
-    Call,
-    Carried,
-    Outgoing,
-    Route,
-    accepts_all,
-    gathered_by,
-    stateless,
-)
+from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route, payloads_of
 from jaxcomp.exchange.varying import axis_size, on_equal_types
-from jaxcomp.layout import Layout, rows_of
-from jaxcomp.payloads import Coded, Leaves, decode_message, encode_message, lane_bytes
+from jaxcomp.groups import Layout
+from jaxcomp.payloads import Coded, decode_message, encode_message, lane_bytes
+from jaxcomp.payloads.registry import unpack_message
+from jaxcomp.payloads.words import Cursor, joined
 
 __all__ = ["LADDER", "decode", "encode", "gather", "rungs"]
 
@@ -54,28 +48,15 @@ def rungs(words: int) -> tuple[int, ...]:
     return tuple(sorted({max(LEAST, math.ceil(words * share)) for share in shares if words > LEAST}))
 
 
-def carry(out: Outgoing, call: Call) -> Carried:
-    """All messages, in code (see `Route.carry`)."""
-    is_stack = [rows_of(vector) is not None for vector in getattr(out.like, "vectors", (out.like,))]
-    payloads, sent_bytes = gathered_by(functools.partial(gather, is_stack=is_stack), out.payload, None, call)
-    return Carried(payloads, call.weights, "ladder", sent_bytes, out.state)
-
-
-def gather(payload: Any, lengths: Any, call: Call, is_stack: list[bool] | None = None) -> tuple[Any, Any]:
-    """All payloads, as an all-gather would bring them, for the bytes of their codes.
-
-    Args:
-        payload, lengths, call: as for `route.Gather`; padding has no code, so lengths are not needed.
-        is_stack: for each vector of the payload, whether its arrays have a leading axis of rows; None: no vector.
-    """
-    del lengths
-    is_stack = is_stack or [False] * len(getattr(payload, "leaves", (payload,)))
-    workers, axis = axis_size(call.axis), call.axis
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), payload)
-    steps = rungs(lane_bytes(payload) // 4)
+def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
+    """All payloads, as an all-gather would bring them, for the bytes of their codes."""
+    payloads, is_stack = payloads_of(parcels), [len(parcel.like.shape) > 1 for parcel in parcels]
+    workers, axis = axis_size(way.axis), way.axis
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), payloads)
+    steps = rungs(lane_bytes(payloads) // 4)
     if not steps:
-        return all_gather(payload, axis), gather_bytes(payload, axis)
-    message = on_equal_types(lambda payload: encode(payload, is_stack), payload)
+        return all_gather(payloads, axis), gather_bytes(payloads, axis)
+    message = on_equal_types(lambda payloads: encode(payloads, is_stack), payloads)
     words = jnp.pad(message.words, (0, max(steps[-1] - message.words.size, 0)))
     need = all_max(jnp.where(message.fits, message.used, steps[-1] + 1), axis)
     rung = jnp.searchsorted(jnp.asarray(steps, jnp.int32), need).astype(jnp.int32)
@@ -87,12 +68,12 @@ def gather(payload: Any, lengths: Any, call: Call, is_stack: list[bool] | None =
 
         return branch
 
-    def coded(payload, words):
+    def coded(payloads, words):
         rows = lax.switch(jnp.minimum(rung, len(steps) - 1), [gathered_at(step) for step in steps], words)
         return on_equal_types(lambda rows: lax.map(lambda row: decode(row, like, is_stack), rows), rows)
 
-    rows = lax.cond(rung < len(steps), coded, lambda payload, words: all_gather(payload, axis), payload, words)
-    sent = [*((workers - 1) * 4.0 * step for step in steps), gather_bytes(payload, axis)]
+    rows = lax.cond(rung < len(steps), coded, lambda payloads, words: all_gather(payloads, axis), payloads, words)
+    sent = [*((workers - 1) * 4.0 * step for step in steps), gather_bytes(payloads, axis)]
     agreed = 2 * (workers - 1) / workers * 4  # on the rung, in one word
     return rows, jnp.asarray(sent, jnp.float32)[rung] + agreed
 
@@ -103,52 +84,25 @@ def layout(given: Layout, workers: int) -> Layout:
     return given.together()
 
 
-LADDER = Route("ladder", accepts_all, layout, stateless, carry)
+LADDER = gathering_route("ladder", gather, layout=layout)
 
 
 # ------------------------------------------------------------------------------------------------
-# Stacks: each row is coded by itself
+# The payloads of all groups, one after the other; each row of a stack is coded by itself
 
 
-def encode(payload: Any, is_stack: list[bool]) -> Coded:
-    """`encode_message` of a payload some of whose vectors are stacks: these first, row by row, then the others."""
-    stacks, others = _apart(payload, is_stack)
-    parts = [*map(_encode_rows, stacks), *map(encode_message, others)]
-    buffer = jnp.zeros((sum(part.words.size for part in parts),), jnp.uint32)
-    start = jnp.zeros((), jnp.int32)
-    for part in parts:
-        # The zeros after what is used are overwritten by the next part.
-        buffer = lax.dynamic_update_slice(buffer, part.words, (start,))
-        start = start + part.used
-    return Coded(buffer, start, jnp.all(jnp.stack([part.fits for part in parts])))
+def encode(payloads: tuple[Any, ...], is_stack: Sequence[bool]) -> Coded:
+    """The words of all payloads, one after the other."""
+    pairs = zip(payloads, is_stack, strict=True)
+    return joined([_encode_rows(payload) if stack else encode_message(payload) for payload, stack in pairs])
 
 
-def decode(words: Array, like: Any, is_stack: list[bool]) -> Any:
+def decode(words: Array, like: tuple[Any, ...], is_stack: Sequence[bool]) -> tuple[Any, ...]:
     """Inverse of `encode`, from the words in use or more."""
-    stacks, others = _apart(like, is_stack)
-    words = jnp.pad(words, (0, jax.eval_shape(lambda payload: encode(payload, is_stack), like).words.size))
-    position, found = jnp.zeros((), jnp.int32), []
-    for stack in stacks:
-        payload, position = _decode_rows(words, position, stack)
-        found.append(payload)
-    rest = [decode_message(lax.dynamic_slice(words, (position,), (_capacity(each),)), each) for each in others]
-    if not isinstance(like, Leaves):
-        return (found or rest)[0]
-    by_row, whole = iter(found), iter(rest[0].leaves)
-    return Leaves(rest[0].dense, tuple(next(by_row if stack else whole) for stack in is_stack))
-
-
-def _apart(payload: Any, is_stack: list[bool]) -> tuple[list[Any], list[Any]]:
-    """The payloads of stacks; and, if there is anything else, one payload of that."""
-    if not isinstance(payload, Leaves):
-        return ([payload], []) if is_stack[0] else ([], [payload])
-    pairs = list(zip(payload.leaves, is_stack, strict=True))
-    rest = Leaves(payload.dense, tuple(each for each, stack in pairs if not stack))
-    return [each for each, stack in pairs if stack], [rest]
-
-
-def _capacity(like: Any) -> int:
-    return jax.eval_shape(encode_message, like).words.size
+    room = jax.eval_shape(lambda payloads: encode(payloads, is_stack), like).words.size
+    cursor = Cursor(words, room)
+    read = lambda each, stack: _decode_rows(cursor, each) if stack else unpack_message(cursor, each)
+    return tuple(map(read, like, is_stack))
 
 
 def _encode_rows(stack: Any) -> Coded:
@@ -162,12 +116,15 @@ def _encode_rows(stack: Any) -> Coded:
     return Coded(buffer, rows + jnp.sum(coded.used, dtype=jnp.int32), jnp.all(coded.fits))
 
 
-def _decode_rows(words: Array, position: Array, like: Any) -> tuple[Any, Array]:
-    """The payload of a stack whose words begin at `position`, and the place after them."""
+def _decode_rows(cursor: Cursor, like: Any) -> Any:
+    """The payload of a stack whose words begin here."""
     rows = jax.tree.leaves(like)[0].shape[0]
     row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), like)
-    used = lax.dynamic_slice(words, (position,), (rows,)).astype(jnp.int32)
-    ends = position + rows + jnp.cumsum(used, dtype=jnp.int32)
-    capacity = _capacity(row)
+    used = cursor.take(rows).astype(jnp.int32)
+    ends = cursor.position + jnp.cumsum(used, dtype=jnp.int32)
+    capacity = jax.eval_shape(encode_message, row).words.size
+    words = cursor.words
     one = lambda start: decode_message(lax.dynamic_slice(words, (start,), (capacity,)), row)
-    return lax.map(one, ends - used), ends[-1]
+    payload = lax.map(one, ends - used)
+    cursor.position = ends[-1]
+    return payload

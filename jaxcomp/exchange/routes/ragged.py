@@ -3,11 +3,12 @@
 (n - 1) times its own size is sent by each worker, so the largest message decides how long it takes.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.links import Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import Call, gathering_route
+from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route
 from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words, pieces_of
 from jaxcomp.exchange.varying import Axis
 
@@ -29,11 +30,11 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     return cost_of(n - 1, 4 * max(lengths), (n - 1) / n * 4 * sum(lengths), link)
 
 
-def gather(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any]:
+def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
     """All payloads, on a backend that has `ragged_all_to_all`; ValueError on another."""
     if not collectives.has_ragged():
         raise ValueError('via="ragged": this backend has no ragged_all_to_all; use via="ring"')
-    return gather_by(exchange, cost)(payload, lengths, call)
+    return gather_by(exchange, cost)(parcels, way)
 
 
 RAGGED = gathering_route("ragged", gather, cost)

@@ -1,10 +1,10 @@
 """What a route is: one way in which the messages of all workers, or their sum, reach all of them; one file for each.
 
 Most routes bring all payloads to all workers. Such a route is a function `gather` and one line with `gathering_route`.
-The runner then decodes and adds the payloads, on every worker alike.
+The driver then decodes and adds the payloads, on every worker alike.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -13,32 +13,35 @@ from jaxcomp.base import Compressor, State, lengths
 from jaxcomp.exchange.lanes import all_gather
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
 from jaxcomp.exchange.varying import Axis, axis_size
-from jaxcomp.layout import Layout
+from jaxcomp.groups import Layout
 from jaxcomp.payloads import lane_bytes
 
 __all__ = [
-    "Call",
+    "Arrived",
     "Carried",
     "Gather",
-    "Outgoing",
+    "Parcel",
     "Route",
+    "Way",
     "accepts_all",
+    "buckets_of",
     "gathered_by",
     "gathering_route",
-    "stateless",
+    "lengths_of",
+    "payloads_of",
 ]
 
 Array = jax.Array
 
 
-class Call(NamedTuple):
-    """What a route needs besides the message. Static, except for the weights.
+class Way(NamedTuple):
+    """What a route needs besides the messages. Static, except for the weights.
 
     axis: of the workers.
     weights: [n], of all workers, with sum one, in the widest dtype of the messages; None for equal ones.
     link: between workers, for routes that have a choice.
     replicas: mesh axes on which payloads are equal; in gathers and sums the devices there share the work.
-    buckets: number of the bucket of each vector, with a collective for each bucket; None for a single one.
+    buckets: whether groups of different buckets have collectives of their own.
     exact: sums of 16-bit floats are not rounded once more, for algorithms with a memory of what was sent.
     outer: other mesh axes over which messages differ.
     """
@@ -47,96 +50,92 @@ class Call(NamedTuple):
     weights: Array | None = None
     link: Link = DEFAULT
     replicas: tuple[str, ...] = ()
-    buckets: tuple[int, ...] | None = None
+    buckets: bool = False
     exact: bool = False
     outer: tuple[str, ...] = ()
 
 
-class Outgoing(NamedTuple):
-    """One worker's message.
+class Parcel(NamedTuple):
+    """What one worker sends of one group of leaves.
 
-    key: private to this worker and round, and used for nothing else; for routes that compress once more.
-    compressor: of the vectors of `like` (`compressors.vector.lift`).
-    payload: what it made of the message.
-    shared: its shared state, with the plans of all workers.
-    like: shapes and dtypes of the message, an array or `Parts`.
-    state: of the route.
+    compressor: of the group. payload: what it made of the message. shared: its shared state, with the plans of all
+    workers. like: shape and dtype of the message. bucket: number of the bucket of the group.
     """
 
-    key: Array
     compressor: Compressor
     payload: Any
     shared: Any
-    like: Any
-    state: State = State()
+    like: jax.ShapeDtypeStruct
+    bucket: int = 0
+
+
+class Arrived(NamedTuple):
+    """What a route brought of one group: one of these.
+
+    payloads: of all workers, stacked on a leading axis of n and equal on all of them.
+    total: their sum, as one payload, where each has its weight already, or `share_of` all.
+    mean: the mean itself, in f32 (f64 for f64 messages), equal on all workers.
+    """
+
+    payloads: Any = None
+    total: Any = None
+    mean: Any = None
 
 
 class Carried(NamedTuple):
     """What a route brought.
 
-    payloads: of all workers, stacked on a leading axis of n and equal on all of them; or their sum, on an axis of one,
-        where each has its weight already, or `share_of` all; None where the route made the mean itself.
-    weights: of the payloads in their sum: [n], None for equal ones, or a prefix tree of the payload with either for
-        each part.
-    route: name of the one that was taken, one of ROUTES.
+    arrived: of each parcel.
+    route: name of the route that was taken, one of ROUTES.
     sent_bytes: what a device sends, all hops included, mean over the workers. Traced for "ladder".
     state: of the route, for the next round.
-    mean: shapes of `like`, in f32 (f64 for f64 messages), equal on all workers; where there are no payloads.
-    lane_bytes, code_bits: of further messages than that of the worker (a second compression).
-    is_sum: the payloads are one, the sum of all.
+    lane_bytes, code_bits: of further messages than those of the worker (a second compression).
     """
 
-    payloads: Any
-    weights: Any
+    arrived: tuple[Arrived, ...]
     route: str
     sent_bytes: float | Array
     state: State = State()
-    mean: Any = None
     lane_bytes: int = 0
     code_bits: Any = 0
-    is_sum: bool = False
 
 
 class Gather(Protocol):
     """Brings the payloads of all workers to all of them.
 
     Args:
-        payload: of this worker.
-        lengths: how much of it is padding (`base.lengths`), or None.
-        call: see `Call`.
+        parcels: of this worker.
+        way: see `Way`.
 
     Returns:
-        The payloads stacked on a leading axis of n, equal on all workers; and the bytes that a device sends.
+        The payload of each parcel, stacked on a leading axis of n, equal on all workers; and the bytes that a device
+        sends.
     """
 
-    def __call__(self, payload: Any, lengths: Any, call: Call) -> tuple[Any, float | Array]: ...
+    def __call__(self, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]: ...
 
 
 class Route(NamedTuple):
     """One way to form the mean of messages.
 
     name: what users ask for.
+    carry(parcels, way, key, state): brings the messages, or their sum, to all workers. All that can share a collective
+        comes at once. key: private to this worker and round, for routes that compress once more. state: of the route.
     refuses(compressor, roles): why messages of this compressor cannot go this way, in a sentence with the cure; None
         where they can. Asked when a transformation is built, with the compressor as the user gave it and the
         algorithm's roles.
     layout(layout, workers): in which messages are compressed; None: in the one that they have.
-    init(shared_key, compressor, like): state of the route for messages of `like`, with the lifted compressor.
-    carry(outgoing, call): brings the messages, or their sum, to all workers.
+    init(shared_key, compressors, like): state of the route for messages of `like`.
     cost(lengths, capacity, link): expected time and bytes for messages of so many uint32 words, `capacity` with
         padding; None where it depends on what is in them.
-    buckets: whether `Call.buckets` is heeded.
-    carry_all(outgoings, call): several messages at once, in as few collectives as one, without buckets and state; the
-        bytes of all are those of the first. None: one after the other.
     """
 
     name: str
+    carry: Callable[[Sequence[Parcel], Way, Array, State], Carried]
     refuses: Callable[[Compressor, Mapping[str, Any]], str | None]
-    layout: Callable[[Layout, int], Layout] | None
-    init: Callable[[Array, Compressor, Any], State]
-    carry: Callable[[Outgoing, Call], Carried]
+    layout: Callable[[Layout, int], Layout] | None = None
+    init: Callable[[Array, tuple[Compressor, ...], tuple[Any, ...]], State] | None = None
     cost: Callable[[tuple[int, ...], int, Link], Cost] | None = None
-    buckets: bool = False
-    carry_all: Callable[[list[Outgoing], Call], list[Carried]] | None = None
 
 
 def accepts_all(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
@@ -145,39 +144,42 @@ def accepts_all(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
     return None
 
 
-def stateless(shared_key: Array, compressor: Compressor, like: Any) -> State:
-    """`Route.init` of a route that remembers nothing."""
-    del shared_key, compressor, like
-    return State()
+def payloads_of(parcels: Sequence[Parcel]) -> tuple[Any, ...]:
+    """The payload of each parcel."""
+    return tuple(parcel.payload for parcel in parcels)
 
 
-def gathered_by(gather: Gather, payload: Any, lengths: Any, call: Call) -> tuple[Any, float | Array]:
+def lengths_of(parcels: Sequence[Parcel]) -> tuple[Any, ...] | None:
+    """How much of each payload is padding (`base.lengths`); None where all are equally long on all workers."""
+    each = tuple(lengths(parcel.compressor, parcel.like) for parcel in parcels)
+    return each if any(limit is not None for limit in each) else None
+
+
+def buckets_of(parcels: Sequence[Parcel], way: Way) -> list[int] | None:
+    """The bucket of each array of the payloads; None where all share their collectives."""
+    each = [parcel.bucket for parcel in parcels for _ in jax.tree.leaves(parcel.payload)]
+    return each if way.buckets else None
+
+
+def gathered_by(gather: Gather, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]:
     """All payloads, by `gather`; where nothing crosses, without it."""
-    if axis_size(call.axis) == 1 or lane_bytes(payload) == 0:
-        return all_gather(payload, call.axis), 0.0
-    return gather(payload, lengths, call)
+    payloads = payloads_of(parcels)
+    if axis_size(way.axis) == 1 or lane_bytes(payloads) == 0:
+        return all_gather(payloads, way.axis), 0.0
+    return gather(parcels, way)
 
 
 def gathering_route(
     name: str,
     gather: Gather,
     cost: Callable[[tuple[int, ...], int, Link], Cost] | None = None,
-    refuses: Callable[[Compressor, Mapping[str, Any]], str | None] = accepts_all,
-    buckets: bool = False,
+    layout: Callable[[Layout, int], Layout] | None = None,
 ) -> Route:
     """The route that brings all payloads to all workers by `gather`."""
 
-    def carry(out, call):
-        payloads, sent_bytes = gathered_by(gather, out.payload, lengths(out.compressor, out.like), call)
-        return Carried(payloads, call.weights, name, sent_bytes, out.state)
+    def carry(parcels, way, key, state):
+        del key
+        payloads, sent_bytes = gathered_by(gather, parcels, way)
+        return Carried(tuple(map(Arrived, payloads)), name, sent_bytes, state)
 
-    def carry_all(outs, call):
-        payloads = tuple(out.payload for out in outs)
-        limits = tuple(lengths(out.compressor, out.like) for out in outs)
-        some = limits if any(limit is not None for limit in limits) else None
-        arrived, sent_bytes = gathered_by(gather, payloads, some, call)
-        bytes_of = [sent_bytes] + [0.0] * (len(outs) - 1)
-        each = zip(arrived, bytes_of, outs, strict=True)
-        return [Carried(payload, call.weights, name, sent, out.state) for payload, sent, out in each]
-
-    return Route(name, refuses, None, stateless, carry, cost, buckets, carry_all)
+    return Route(name, carry, accepts_all, layout, cost=cost)

@@ -8,7 +8,7 @@ shots: every worker compresses each row by itself and sends it to its owner, who
 (n - 1) / n times the lane bytes of the whole message leave each worker, half of what a mean for all of them costs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax
 from jaxcomp.base import Compressor, State
 from jaxcomp.exchange.collectives import whole_of
 from jaxcomp.exchange.lanes import all_to_all_bytes
-from jaxcomp.exchange.routes.route import Call, Carried, Outgoing, Route, stateless
+from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
 from jaxcomp.exchange.routes.two_shot import first_shot
 from jaxcomp.exchange.routes.two_shot import layout as chunks
 from jaxcomp.exchange.routes.two_shot import refuses as refuses_chunks
@@ -38,11 +38,13 @@ def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
     return None if reason is None else told + reason
 
 
-def carry(out: Outgoing, call: Call) -> Carried:
+def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
     """This worker's row of the mean (see `Route.carry`)."""
+    del key
+    (out,) = parcels
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
-    chunk = whole_of(first_shot(out.payload, out.compressor, out.shared, row, call), call.axis, call.weights)
-    return Carried(None, None, "scatter", all_to_all_bytes(out.payload, call.axis), State(), chunk)
+    chunk = whole_of(first_shot(out.payload, out.compressor, out.shared, row, way), way.axis, way.weights)
+    return Carried((Arrived(mean=chunk),), "scatter", all_to_all_bytes(out.payload, way.axis), state)
 
 
-SCATTER = Route("scatter", refuses, chunks, stateless, carry)
+SCATTER = Route("scatter", carry, refuses, chunks)

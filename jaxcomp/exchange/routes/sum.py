@@ -8,15 +8,15 @@ part to the others.
 Each worker scales what it sends, while that is made anyhow; where n is a power of two, the sum is the mean.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from jaxcomp.arrays import wide
+from jaxcomp.base import State
 from jaxcomp.exchange.collectives import share_of
 from jaxcomp.exchange.lanes import summed
 from jaxcomp.exchange.links import ADDS, Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import Call, Carried, Outgoing, Route, stateless
+from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way, buckets_of, payloads_of
 
 __all__ = ["SUM"]
 
@@ -29,26 +29,14 @@ def refuses(compressor, roles):
     return f'via="sum" needs a linear compressor; {compressor.spec.name} is not. Use via="gather"'
 
 
-def carry(out: Outgoing, call: Call) -> Carried:
-    """The mean of the payloads, added on the way (see `Route.carry`)."""
-    total, sent = summed(out.payload, call.axis, call.weights, call.replicas, call.buckets, **_numbers(call, out.like))
-    return Carried(jax.tree.map(lambda a: a[None], total), None, "sum", sent, out.state, is_sum=True)
-
-
-def carry_all(outs: list[Outgoing], call: Call) -> list[Carried]:
-    """The means of several messages (see `Route.carry_all`)."""
-    payloads = tuple(out.payload for out in outs)
-    likes = [out.like for out in outs]
-    totals, sent = summed(payloads, call.axis, call.weights, call.replicas, None, **_numbers(call, likes))
-    bytes_of = [sent] + [0.0] * (len(outs) - 1)
-    made = zip(jax.tree.map(lambda a: a[None], totals), bytes_of, outs, strict=True)
-    return [Carried(total, None, "sum", b, out.state, is_sum=True) for total, b, out in made]
-
-
-def _numbers(call: Call, like: Any) -> dict[str, Any]:
-    """How numbers are added, for `summed`: f64 messages in f64."""
-    dtype = wide(*(leaf.dtype for leaf in jax.tree.leaves(like)))
-    return {"exact": call.exact, "wide": dtype, "share": share_of(call.axis, call.weights)}
+def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
+    """The sums of the payloads, added on the way (see `Route.carry`)."""
+    del key
+    kind = wide(*(parcel.like.dtype for parcel in parcels))  # f64 messages are added in f64
+    share, buckets = share_of(way.axis, way.weights), buckets_of(parcels, way)
+    payloads = payloads_of(parcels)
+    totals, sent = summed(payloads, way.axis, way.weights, way.replicas, buckets, way.exact, kind, share)
+    return Carried(tuple(Arrived(total=total) for total in totals), "sum", sent, state)
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
@@ -57,4 +45,4 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     return cost_of(2 * (n - 1), 4 * capacity / n, 2 * (n - 1) / n * 4 * capacity, link, ADDS)
 
 
-SUM = Route("sum", refuses, None, stateless, carry, cost, buckets=True, carry_all=carry_all)
+SUM = Route("sum", carry, refuses, cost=cost)

@@ -14,7 +14,7 @@ Reference: the two halves are those of Thakur, Rabenseifner, Gropp 2005; a memor
 2021), where they are the worker's and the server's error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,13 +23,13 @@ from jax import lax
 
 from jaxcomp.arrays import bounded, wide_like
 from jaxcomp.base import Compressor, State, accumulate, advance, residual
-from jaxcomp.compressors.vector import Rows
+from jaxcomp.compressors.rows import Rows
 from jaxcomp.exchange.collectives import share_of, whole_of
 from jaxcomp.exchange.lanes import all_gather, all_to_all, all_to_all_bytes, gather_bytes
 from jaxcomp.exchange.links import Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import Call, Carried, Outgoing, Route
+from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, on_equal_types, varying, varying_axes
-from jaxcomp.layout import Layout
+from jaxcomp.groups import Layout
 from jaxcomp.payloads import cheap_bits, lane_bytes
 
 __all__ = ["TWO_SHOT", "Second", "first_shot", "second_shot"]
@@ -52,24 +52,24 @@ class Second(NamedTuple):
 # The two halves
 
 
-def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, call: Call) -> Array:
+def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, way: Way) -> Array:
     """The sum of what the workers sent to the owner of a chunk, each with its weight, or with `share_of` all.
 
     f32[c], f64 for f64 messages.
 
     Args:
         payload: of a stack [n, c], with a leading axis of n.
-        compressor: of a stack (`lift`).
+        compressor: of a stack (`rows`).
         shared: its shared state.
         row: shape and dtype of a chunk.
-        call: see `Call`.
+        way: see `Way`.
     """
-    rows, like = all_to_all(payload, call.axis), wide_like(row)
+    rows, like = all_to_all(payload, way.axis), wide_like(row)
     add = lambda *args: accumulate(_of_row(compressor), like, *args)
-    equal = jnp.full((axis_size(call.axis),), share_of(call.axis), like.dtype)
-    weights = equal if call.weights is None else call.weights
-    total = on_equal_types(add, rows, weights, _row(shared, call.axis))
-    return varying(total, (*axis_names(call.axis), *call.outer))
+    equal = jnp.full((axis_size(way.axis),), share_of(way.axis), like.dtype)
+    weights = equal if way.weights is None else way.weights
+    total = on_equal_types(add, rows, weights, _row(shared, way.axis))
+    return varying(total, (*axis_names(way.axis), *way.outer))
 
 
 def second_shot(
@@ -80,7 +80,7 @@ def second_shot(
     Args:
         key: private.
         chunk: [c].
-        compressor: of a stack (`lift`).
+        compressor: of a stack (`rows`).
         state: local of one chunk, shared of all.
         like: shapes of the mean, [n, c].
         axis: of the workers.
@@ -97,7 +97,7 @@ def second_shot(
 
 def _of_row(compressor: Compressor) -> Compressor:
     """The compressor of one row of a stack."""
-    return compressor.spec.lifted.compressor  # pyright: ignore[reportOptionalMemberAccess]
+    return compressor.spec.rows  # pyright: ignore[reportReturnType]
 
 
 def _row(shared: Rows, axis: Axis) -> Any:
@@ -152,32 +152,34 @@ def _sent_like(compressor: Compressor, like: Any) -> Any:
     return wide_like(like) if _is_biased(compressor) else like
 
 
-def init(shared_key: Array, compressor: Compressor, like: Any) -> State:
+def init(shared_key: Array, compressors: tuple[Compressor, ...], like: tuple[Any, ...]) -> State:
     """The memory and the compressor state of the owner of a chunk."""
-    sent = _sent_like(compressor, like)
+    (compressor,), (given,) = compressors, like
+    sent = _sent_like(compressor, given)
     state = compressor.init(shared_key, sent)
     memory = jnp.zeros(sent.shape[1:], sent.dtype) if _is_biased(compressor) else ()
     return State(Second(memory, jax.tree.map(lambda a: a[0], state.local.rows)), state.shared)
 
 
-def carry(out: Outgoing, call: Call) -> Carried:
+def carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carried:
     """The mean by way of the owners of its chunks (see `Route.carry`)."""
-    compressor, axis, like = out.compressor, call.axis, _sent_like(out.compressor, out.like)
+    (out,) = parcels
+    compressor, axis, like = out.compressor, way.axis, _sent_like(out.compressor, out.like)
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
-    axes = (*axis_names(axis), *call.outer)
-    memory, local = varying(out.state.local, axes)
-    chunk = whole_of(first_shot(out.payload, compressor, out.shared, row, call), axis, call.weights)
+    axes = (*axis_names(axis), *way.outer)
+    memory, local = varying(state.local, axes)
+    chunk = whole_of(first_shot(out.payload, compressor, out.shared, row, way), axis, way.weights)
     chunk = jnp.nan_to_num(chunk)
     if _is_biased(compressor):
         chunk = bounded(chunk + memory)
     second, local, mean = second_shot(
-        out.key, bounded(chunk, like.dtype), compressor, State(local, out.state.shared), wide_like(like), axis
+        key, bounded(chunk, like.dtype), compressor, State(local, state.shared), wide_like(like), axis
     )
     if _is_biased(compressor):
-        memory = residual(_of_row(compressor), chunk, second, _row(out.state.shared, axis))
+        memory = residual(_of_row(compressor), chunk, second, _row(state.shared, axis))
     sent = all_to_all_bytes(out.payload, axis) + gather_bytes(second, axis)
-    state = State(Second(memory, local), advance(compressor, out.state.shared))
-    return Carried(None, None, "two_shot", sent, state, mean, lane_bytes(second), cheap_bits(second))
+    after = State(Second(memory, local), advance(compressor, state.shared))
+    return Carried((Arrived(mean=mean),), "two_shot", sent, after, lane_bytes(second), cheap_bits(second))
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
@@ -186,4 +188,4 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     return cost_of(2 * (n - 1), 4 * capacity / n, 2 * (n - 1) / n * 4 * capacity, link)
 
 
-TWO_SHOT = Route("two_shot", refuses, layout, init, carry, cost)
+TWO_SHOT = Route("two_shot", carry, refuses, layout, init, cost)

@@ -5,16 +5,16 @@ the gathering of padded messages, give the same rows and bitwise the same mean. 
 array the first words, as many as the sender's number of entries needs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.exchange.lanes import all_gather, gather_bytes
+from jaxcomp.exchange.lanes import gathered
 from jaxcomp.exchange.links import Cost, Link
-from jaxcomp.exchange.routes.route import Call, Gather
+from jaxcomp.exchange.routes.route import Gather, Parcel, Way, lengths_of, payloads_of
 from jaxcomp.exchange.varying import Axis, axis_index, axis_size, proven_equal, varying, varying_axes
 from jaxcomp.payloads import from_words, limits, to_words
 
@@ -84,12 +84,13 @@ def gather_by(
 ) -> Gather:
     """`Gather` from a function that brings a message to all workers, and its cost."""
 
-    def gather(payload: Any, lengths: Any, call: Call) -> tuple[Any, float]:
-        message = message_of(payload, lengths, axis_size(call.axis))
+    def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
+        payloads = payloads_of(parcels)
+        message = message_of(payloads, lengths_of(parcels), axis_size(way.axis))
         if max(message.lengths) == 0:
-            return all_gather(payload, call.axis), gather_bytes(payload, call.axis)
-        rows = exchange(message, call.axis, call.link)
-        return rows, cost(message.lengths, message.capacity, call.link).sent_bytes
+            return gathered(payloads, way.axis)
+        found = exchange(message, way.axis, way.link)
+        return found, cost(message.lengths, message.capacity, way.link).sent_bytes
 
     return gather
 

@@ -1,0 +1,479 @@
+"""One round of an algorithm at one worker: its state is opened, what it asks for is answered, its state is put away.
+
+An algorithm is a generator (`base.Algorithm`): it yields a message and is sent what came of it. The driver compresses
+the message, hands all payloads to the route at once, and makes of what arrived the means, when they are asked for.
+Every outer form (`compressed_mean`, `rounds`, `local_updates`) runs an `Exchange`, so that weights, routes and
+hierarchies are the same in all of them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from jaxcomp.arrays import key_data, like_of, wide, wide_like, wrap_key
+from jaxcomp.backend import in_place, is_lazy, shared_program
+from jaxcomp.base import (
+    Algorithm,
+    Compressor,
+    Cond,
+    Mean,
+    Round,
+    State,
+    Sum,
+    accumulate,
+    add_own,
+    advance,
+    answered,
+    entries,
+    for_worker,
+    overflow,
+    residual,
+    sides,
+    whole,
+)
+from jaxcomp.compressors.tree import compressors_of, layout_of
+from jaxcomp.exchange.collectives import share_of, whole_of
+from jaxcomp.exchange.counts import (
+    Counts,
+    Errors,
+    add_counts,
+    count_message,
+    count_sum,
+    errors_of,
+    joint_errors,
+    no_counts,
+    no_errors,
+    nonfinite,
+)
+from jaxcomp.exchange.lanes import summed
+from jaxcomp.exchange.links import DEFAULT, Link, check_link
+from jaxcomp.exchange.placement import Placement, check_not_alone, is_missing
+from jaxcomp.exchange.routes import VIAS, Arrived, Parcel, Route, Way, route_of
+from jaxcomp.exchange.state import (
+    Description,
+    MeanLocal,
+    MeanShared,
+    MeanState,
+    at_device,
+    frozen,
+    local_rows,
+    off_device,
+)
+from jaxcomp.exchange.varying import axis_index, axis_names, axis_size, is_bound, on_equal_types, varying, varying_axes
+from jaxcomp.groups import Groups, Layout, groups_of, split
+
+__all__ = ["Exchange", "Message", "exchange_of", "own_weights", "shares_of"]
+
+Array = jax.Array
+
+
+# ------------------------------------------------------------------------------------------------
+# One round
+
+
+class Exchange(NamedTuple):
+    """An algorithm bound to a place on a mesh and to a route: made once, when a transformation is built.
+
+    name: of the outer form, for errors. root: key of both kinds of randomness, or its words. layout: how trees are laid
+    out. link: between workers, for routes that have a choice. shares: weights of the workers, with sum one, or None.
+    measure: errors are measured in one of so many rounds; 0 for never. code: whose bits are counted; None: what is
+    cheap.
+    """
+
+    name: str
+    algorithm: Algorithm
+    placement: Placement
+    route: Route
+    root: Array
+    layout: Layout
+    link: Link = DEFAULT
+    shares: np.ndarray | None = None
+    measure: int = 0
+    code: str | None = None
+
+    def init(self, tree: Any, *, starts: bool = False) -> MeanState:
+        """The state for gradients like `tree`; or, if it starts there, of a method with this point."""
+        axis = self.placement.workers
+        groups = self._groups(axis_size(axis) if is_bound(axis) else local_rows(axis), tree)
+        compressors = compressors_of(self.algorithm, groups)
+        shared_key, private_key = jax.random.split(wrap_key(self.root))
+        route = State()
+        if self.algorithm.compressor is not None:
+            shared_key, route_key = jax.random.split(shared_key)
+            route = route if self.route.init is None else self.route.init(route_key, compressors, groups.like)
+        first = Round(shared_key, groups.groups, compressors)
+        state = self.algorithm.init(first, split(groups, tree) if starts else groups.like)
+        kept, zero = sides(state, self.algorithm.roles), jnp.zeros((), jnp.int32)
+        local = MeanLocal(kept.local, route.local, no_counts())
+        shared = MeanShared(zero, key_data(private_key), zero, kept.shared, route.shared)
+        return off_device(local, shared, self._description(groups))
+
+    def step(self, state: Any, given: Callable[[Groups], tuple[Any, list[Array]]]) -> tuple[Any, MeanState]:
+        """One round.
+
+        Args:
+            state: of this device.
+            given: groups -> (what `Algorithm.update` takes for gradients, arrays whose non-finite entries count).
+
+        Returns:
+            What `Algorithm.update` returns, and the state after the round.
+        """
+        local, shared, groups = self._opened(state)
+        grads, arrays = given(groups)
+        measured = shared.count % self.measure == 0 if self.measure else None
+        workers = self.placement.workers
+        round_ = Round(
+            self._key(shared),
+            groups.groups,
+            compressors_of(self.algorithm, groups),
+            axis_index(workers),
+            axis_size(workers),
+        )
+        roles, turn = self.algorithm.roles, _Turn(self, self._way(groups), State(local.route, shared.route), measured)
+        before = whole(State(local.algorithm, shared.algorithm), roles)
+        out, after = answered(self.algorithm.update(round_, grads, before), turn.answer)
+        kept, counts = sides(after, roles), turn.counts()
+        errors = self._errors(measured, counts.errors, arrays, local.counts.errors)
+        local = MeanLocal(kept.local, turn.state.local, counts._replace(errors=errors))
+        size = jnp.asarray(round_.size, jnp.int32)
+        shared = MeanShared(shared.count + 1, shared.key, size, kept.shared, turn.state.shared)
+        return out, off_device(local, shared, state.about)
+
+    def _opened(self, state: Any) -> tuple[MeanLocal, MeanShared, Groups]:
+        place = self.placement
+        if missing := is_missing(place):
+            raise ValueError(
+                f"{self.name}: no axis named {missing!r} is bound here; call it inside jax.shard_map, jax.pmap or "
+                "jax.vmap(axis_name=...)"
+            )
+        if place.names:
+            check_not_alone(self.name, place.workers)
+        workers = axis_size(place.workers)
+        if self.shares is not None and len(self.shares) != workers:
+            raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
+        local, shared = at_device(self.name, state, place.identity, frozen(self.algorithm.roles))
+        groups = state.about.groups
+        here = self._groups(workers, groups.tree)
+        if groups != here:
+            shapes = lambda groups: [x.shape for x in groups.like]
+            raise ValueError(
+                f"{self.name}: the state was made for another route, layout or number of workers: its vectors are "
+                f"{shapes(groups)}, and here, for {workers} workers, {shapes(here)}. Make it with jc.init_state."
+            )
+        return local, shared, groups
+
+    def _groups(self, workers: int, tree: Any) -> Groups:
+        return groups_of(self.layout if self.route.layout is None else self.route.layout(self.layout, workers), tree)
+
+    def _description(self, groups: Groups) -> Description:
+        return Description(self.placement.identity, groups, frozen(self.algorithm.roles))
+
+    def _key(self, shared: MeanShared) -> Array:
+        """Private to this worker and round: any round can be replayed."""
+        key = jax.random.fold_in(wrap_key(shared.key), shared.count)
+        if self.placement.outer:
+            key = jax.random.fold_in(key, axis_index(self.placement.outer))
+        return jax.random.fold_in(key, axis_index(self.placement.workers))
+
+    def _way(self, groups: Groups) -> Way:
+        place, dtype = self.placement, wide(*groups.dtypes)
+        weights = None if self.shares is None else jnp.asarray(self.shares, dtype)
+        exact = any(_has_role(self.algorithm.roles, role) for role in ("memory", "narrow memory", "shift"))
+        in_buckets = self.layout.bucket_bytes is not None
+        return Way(place.workers, weights, self.link, place.replicas, in_buckets, exact, place.outer)
+
+    def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
+        """Those of this round, or of the last one in which they were measured."""
+        if measured is None:
+            return no_errors()
+        typed = lambda x: varying(x, self.placement.every)
+        bad = lax.cond(measured, lambda: typed(nonfinite(arrays)), lambda: typed(jnp.zeros((), jnp.float32)))
+        return jax.tree.map(lambda a, b: jnp.where(measured, a, b), errors._replace(nonfinite=bad), before)
+
+
+def _has_role(roles: Any, role: str) -> bool:
+    values = roles.values() if hasattr(roles, "values") else [roles]
+    return any(value == role or (hasattr(value, "values") and _has_role(value, role)) for value in values)
+
+
+class _Turn:
+    """Answers what an algorithm asks for in one round.
+
+    Args:
+        exchange: see there. way: for the route. state: of the route, from the last round.
+        measured: whether the errors of messages are measured in this round; None if never.
+    """
+
+    def __init__(self, exchange: Exchange, way: Way, state: State, measured: Array | None):
+        self.exchange, self.way, self.state, self.measured = exchange, way, state, measured
+        self.counted: list[Counts] = []
+
+    def counts(self) -> Counts:
+        """What was counted so far."""
+        return add_counts(self.counted)
+
+    def answer(self, requests: list[Any]) -> list[Any]:
+        """The answers to requests: messages together, sums together, conditionals one by one."""
+        of = lambda kind: [request for request in requests if isinstance(request, kind)]
+        means, sums = iter(self._means(of(Mean))), iter(self._sums(of(Sum)))
+        found = []
+        for request in requests:
+            if isinstance(request, Cond):
+                found.append(self._cond(request))
+            else:
+                found.append(next(means if isinstance(request, Mean) else sums))
+        return found
+
+    def _means(self, requests: list[Mean]) -> "list[Message]":
+        if not requests:
+            return []
+        messages = [Message(request, self.way) for request in requests]
+        parcels = [parcel for message in messages for parcel in message.parcels]
+        carried = self.exchange.route.carry(parcels, self.way, requests[0].route_key, self.state)
+        self.state, arrived = carried.state, iter(carried.arrived)
+        for message in messages:
+            message.arrived = tuple(next(arrived) for _ in message.parcels)
+        given = [x for request in requests for x in request.message]
+        count = count_message(parcels, given, carried, self.exchange.code)
+        left = [overflow(*pair) for message in messages for pair in message.locals]
+        count = count._replace(overflow=sum(left, count.overflow))
+        if self.measured is not None and messages:
+            count = count._replace(errors=joint_errors([self._errors(message) for message in messages]))
+        self.counted.append(count)
+        return messages
+
+    def _sums(self, requests: list[Sum]) -> list[Any]:
+        by_dtype: dict[Any, list[int]] = {}
+        for i, request in enumerate(requests):
+            by_dtype.setdefault(wide(*(leaf.dtype for leaf in jax.tree.leaves(request.x))), []).append(i)
+        totals: list[Any] = [None] * len(requests)
+        size, way = axis_size(self.way.axis), self.way
+        for dtype, numbers in by_dtype.items():
+            given = tuple(requests[i].x for i in numbers)
+            found, sent_bytes = summed(given, way.axis, way.weights, way.replicas, None, True, dtype)
+            self.counted.append(count_sum(given, sent_bytes))
+            for i, total in zip(numbers, found, strict=True):
+                totals[i] = total if way.weights is None else jax.tree.map(lambda t: t * size, total)
+        return totals
+
+    def _cond(self, request: Cond) -> Any:
+        every = self.exchange.placement.every
+
+        def apart(branch: Callable[..., Any]) -> Callable[..., Any]:
+            def run(state: State, *operands: Any) -> Any:
+                turn = _Turn(self.exchange, self.way, state, self.measured)
+                out = answered(branch(*operands), turn.answer)
+                return out, varying(turn.state, every), varying(turn.counts(), every)
+
+            return run
+
+        branches = apart(request.yes), apart(request.no)
+        out, self.state, counts = lax.cond(request.predicate, *branches, self.state, *request.operands)
+        self.counted.append(counts)
+        return out
+
+    def _errors(self, message: "Message") -> Errors:
+        every = self.exchange.placement.every
+        none = varying(no_errors(), every)
+        measure = lambda: varying(errors_of(message.request.message, message.decoded()), every)
+        return lax.cond(self.measured, measure, lambda: none)
+
+
+# ------------------------------------------------------------------------------------------------
+# One message
+
+
+class Message:
+    """What came of one message (`base.Sent`). Nothing is computed, or traced, before it is asked for.
+
+    parcels: what is sent of each group. mine: shared states of the compressors as this worker uses them. locals: each
+    compressor with its local state afterwards. arrived: what the route brought of each group.
+    """
+
+    def __init__(self, request: Mean, way: Way):
+        self.request, self.way, self.arrived = request, way, ()
+        index, size = axis_index(way.axis), axis_size(way.axis)
+        pairs = list(zip(request.compressors, request.states, strict=True))
+        self.mine = tuple(for_worker(c, state.shared, index, size) for c, state in pairs)
+        parcels, local = [], []
+        each = zip(pairs, request.keys, request.message, self.mine, request.groups, strict=True)
+        for ((c, state), key, x, mine, group), repeated in zip(each, _repeated(request), strict=True):
+            compress = shared_program(c.compress) if repeated else c.compress
+            payload, after = compress(key, x, State(state.local, mine))
+            # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and
+            # conditionals branches of different types.
+            payload = varying(payload, (*axis_names(way.axis), *way.outer, *varying_axes(payload)))
+            parcels.append(Parcel(c, payload, state.shared, like_of(x), group.bucket))
+            local.append((c, after))
+        self.parcels, self.locals = tuple(parcels), tuple(local)
+
+    @functools.cached_property
+    def mean(self) -> tuple[Any, ...]:
+        return self._means(lazy=False)
+
+    @property
+    def direction(self) -> tuple[Any, ...]:
+        return self._means(lazy=True)
+
+    @functools.cached_property
+    def own(self) -> tuple[Any, ...]:
+        return self.decoded()
+
+    @property
+    def residual(self) -> tuple[Any, ...]:
+        each = zip(self.parcels, self.request.message, self.mine, strict=True)
+        return tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        each = zip(self.locals, self.request.states, strict=True)
+        return tuple(State(local, advance(c, state.shared)) for (c, local), state in each)
+
+    def add_to(self, total: tuple[Any, ...], weight: Any) -> tuple[Any, ...]:
+        def one(total, parcel, mine):
+            add = lambda total, payload: add_own(parcel.compressor, total, payload, weight, mine)
+            return in_place(add, total, parcel.payload)
+
+        return tuple(map(one, total, self.parcels, self.mine))
+
+    def read_by(self, compressors: tuple[Compressor, ...]) -> tuple[Any, Any]:
+        if any(arrived.payloads is None and arrived.total is None for arrived in self.arrived):
+            raise ValueError("this route does not bring the payloads themselves to all workers; use via='gather'")
+        parcels = [p._replace(compressor=c) for p, c in zip(self.parcels, compressors, strict=True)]
+        mean = tuple(_mean(*each, self.way) for each in zip(parcels, self.arrived, strict=True))
+        return mean, self._decoded(parcels)
+
+    def decoded(self) -> tuple[Any, ...]:
+        """`own`, which keeps what it is: inside of a branch it must not."""
+        return self._decoded(self.parcels)
+
+    def _decoded(self, parcels: Sequence[Parcel]) -> tuple[Any, ...]:
+        pairs = zip(parcels, self.mine, strict=True)
+        return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
+
+    def _means(self, lazy: bool) -> tuple[Any, ...]:
+        each = zip(self.parcels, self.arrived, _repeated(self.request), strict=True)
+        return tuple(_mean(parcel, arrived, self.way, lazy, repeated) for parcel, arrived, repeated in each)
+
+
+def _repeated(request: Mean) -> list[bool]:
+    """Whether another group has the same shape and compressor, so that what is done to both is worth a program.
+
+    Arithmetic of linear compressors is little, and fused with what is before and after it.
+    """
+    kinds = [(id(c), x.shape, x.dtype) for c, x in zip(request.compressors, request.message, strict=True)]
+    pairs = zip(request.compressors, kinds, strict=True)
+    return [not c.spec.linear and kinds.count(kind) > 1 for c, kind in pairs]
+
+
+def _mean(parcel: Parcel, arrived: Arrived, way: Way, lazy: bool = False, repeated: bool = False) -> Any:
+    """The mean of one group from what a route brought, on every worker alike."""
+    compressor, like = parcel.compressor, wide_like(parcel.like)
+    if arrived.mean is not None:
+        return arrived.mean
+    if arrived.payloads is None:
+        mine = lambda shared: for_worker(compressor, shared, 0, 1)
+        decode = lambda total, shared: compressor.decompress(total, mine(shared), like)
+        return whole_of(varying(on_equal_types(decode, arrived.total, parcel.shared), way.outer), way.axis, way.weights)
+    weights, add = way.weights, functools.partial(accumulate, compressor)
+    if weights is None:
+        workers = jax.tree.leaves(arrived.payloads)[0].shape[0]
+        weights = jnp.full((workers,), share_of(way.axis), like.dtype)
+    add = shared_program(add) if repeated else add
+
+    def total(payloads: Any, weights: Any, shared: Any) -> Any:
+        if lazy and compressor.entries is not None:
+            found = entries(compressor, payloads, weights, shared, like)
+            if is_lazy(found):
+                return found
+        return add(like, payloads, weights, shared)
+
+    found = varying(on_equal_types(total, arrived.payloads, weights, parcel.shared), way.outer)
+    return whole_of(found, way.axis, way.weights)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is bound together
+
+
+def exchange_of(
+    name: str,
+    algorithm: Algorithm,
+    placement: Placement,
+    via: str | Route,
+    root: Array,
+    *,
+    weights: Any = None,
+    bucket_bytes: int | None = None,
+    **options: Any,
+) -> Exchange:
+    """Checks that algorithm, route and weights go together, and binds them.
+
+    Raises:
+        ValueError: unknown via, or one that cannot carry what the algorithm sends; bad weights, link or bucket_bytes.
+    """
+    if not isinstance(via, Route) and via not in VIAS:
+        raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
+    route = via if isinstance(via, Route) else route_of(via)
+    if "link" in options:
+        check_link(name, options["link"])
+    layout = layout_of(algorithm)
+    for part in algorithm.parts or (algorithm,):
+        reason = refusal(route, part)
+        if reason:
+            raise ValueError(f"{name}: {reason}")
+    if algorithm.compressor is None and route.layout is not None and route.layout(layout, 1).unit == "chunks":
+        known = route.name in VIAS
+        what = f'via="{route.name}"' if known else "a mean of which each worker keeps the shard of its parameters"
+        cure = 'Use via="auto"' if known else "Use direct(...) or error_feedback(...)"
+        cuts = f"{what} cuts all leaves together into chunks"
+        needs = "this algorithm needs them as they are (by_path, PowerSGD, FetchSGD and the like)"
+        raise ValueError(f"{name}: {cuts}; {needs}. {cure}")
+    if weights is None:
+        weights = own_weights(name, algorithm)
+    if bucket_bytes is not None:
+        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)) or bucket_bytes < 1:
+            raise ValueError(f"{name}: bucket_bytes must be an integer of at least 1; got {bucket_bytes!r}")
+        if algorithm.parts:
+            raise ValueError(f"{name}: bucket_bytes does not go with by_path, whose parts share their collectives")
+        if via not in ("auto", "sum", "gather"):
+            raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}')
+        layout = layout.in_buckets(int(bucket_bytes))
+    shares = None if weights is None else shares_of(name, weights)
+    if not isinstance(root, Tracer):  # words on the host are of no mesh: a state may be made on any
+        root = np.asarray(jax.random.key_data(root))  # pyright: ignore[reportAssignmentType]
+    return Exchange(name, algorithm, placement, route, root, layout, shares=shares, **options)
+
+
+def refusal(route: Route, algorithm: Algorithm) -> str | None:
+    """Why a route cannot carry what an algorithm sends; None where it can."""
+    if algorithm.compressor is None:
+        return None
+    return route.refuses(algorithm.compressor, algorithm.roles)
+
+
+def own_weights(name: str, algorithm: Algorithm) -> tuple[float, ...] | None:
+    """Those of the workers that a compressor brings; with parts, that those bring which bring some."""
+    given = [part.compressor for part in algorithm.parts or (algorithm,)]
+    found = {c.spec.weights for c in given if c is not None and c.spec.weights is not None}
+    if len(found) > 1:
+        raise ValueError(f"{name}: compressors of parts of the tree bring different weights of the workers: {found}")
+    return found.pop() if found else None
+
+
+def shares_of(name: str, weights: Any) -> np.ndarray:
+    """Weights of the workers divided by their sum, f64[n].
+
+    Raises:
+        ValueError: they are no vector, or one of them is negative or not finite, or all are zero.
+    """
+    values = np.asarray(weights, np.float64)
+    if values.ndim != 1 or not np.all(np.isfinite(values)) or np.any(values < 0) or not values.sum() > 0:
+        raise ValueError(f"{name}: weights must be n numbers >= 0, not all zero; got {weights}")
+    return values / values.sum()

@@ -1,0 +1,315 @@
+"""A tree as groups of leaves, and back. Everything on the road is a tuple with one item for each group.
+
+    tree --split--> (x_1, ..., x_m) --join--> tree
+
+A group is some leaves of the tree, end to end: a vector [d]; or a stack [rows, ...], each row of which is compressed by
+itself, by one instance of the compressor in the compiled program. Leaves that are too small to be worth compressing are
+a group, the first one, that goes as it is. A bare array is one group. Gradients, messages, memories, payloads, states
+of compressors, means and directions have this one form; compile time follows the number of groups, not of leaves.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcomp.arrays import bounded, is_array, like_of, wide
+from jaxcomp.backend import LONG, Pieces, SparseSum, cut_apart, joined
+from jaxcomp.paths import numbers_by_path
+
+__all__ = [
+    "ALONE",
+    "DEFAULT",
+    "DENSE_BELOW",
+    "WHOLE_BLOCKS",
+    "Group",
+    "Groups",
+    "Layout",
+    "TooLong",
+    "groups_of",
+    "join",
+    "row_size",
+    "split",
+]
+
+Array = jax.Array
+DENSE_BELOW = 1024  # entries
+LONGEST = 2**30  # entries of a vector: indices, and the bits of their masks, are 32-bit integers
+ALONE = 64  # leaves in vectors of their own, where that pays; each of them adds 0.05 to 0.2 s to compiling
+KINDS = 4  # sizes of such leaves; each of them adds half a second
+LARGE = 2**18  # entries of a leaf that may be a vector of its own
+UNITS = ("tree", "leaf", "apart", "shape", "chunks", "paths")
+
+
+class TooLong(ValueError):
+    """A vector has more entries than its indices can number: other messages can still be sent."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How leaves become vectors.
+
+    unit: "tree": all large leaves of one dtype end to end.
+        "leaf": each large leaf by itself; leaves with equally many entries are the rows of a stack.
+        "apart": each large leaf by itself, in a vector of its own.
+        "shape": leaves of equal shape [r, ...] are the rows of a stack [m, r, ...]; vectors and scalars go dense.
+        "paths": a tuple, with the vectors of each of `parts`, or None for a part that has no leaf here.
+        "chunks": all leaves end to end, cut into `chunks` equal rows, the last one filled up with zeros.
+    dense_below: leaves with fewer entries go dense.
+    single: with "tree", all leaves in one vector whatever their dtypes, the widest of which it has.
+    chunks: number of rows.
+    bucket_bytes: leaves are put together, from the last to the first, until they have so many bytes; a vector holds
+        leaves of one bucket. The gradients of the last leaves come first out of a backward pass.
+    whole_blocks: with "tree", long vectors are filled up with zeros to a multiple of 1024 entries, which the usual
+        blocks and words divide: with a shorter last block codes of few bits take several times as long.
+    longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
+        they are matrices, of which no entry is numbered.
+    alone: with "tree", so many of the largest leaves, of at least 2^18 entries and of at most four sizes, are vectors
+        of their own: they are neither copied into a vector nor cut out of one (but for blocks that are filled up), at
+        the price of their arithmetic in the compiled program.
+    parts: with "paths", pairs of a pattern of paths and the layout of the leaves that it takes (`jaxcomp.paths`).
+    """
+
+    unit: str = "tree"
+    dense_below: int = DENSE_BELOW
+    single: bool = False
+    chunks: int = 1
+    bucket_bytes: int | None = None
+    whole_blocks: bool = False
+    longest: int = LONGEST
+    alone: int = 0
+    parts: tuple[tuple[str, "Layout"], ...] = ()
+
+    def together(self) -> "Layout":
+        """The same without vectors of single leaves."""
+        parts = tuple((pattern, part.together()) for pattern, part in self.parts)
+        return dataclasses.replace(self, alone=0, parts=parts)
+
+    def in_buckets(self, bucket_bytes: int) -> "Layout":
+        """The same, bucket by bucket."""
+        return dataclasses.replace(self, bucket_bytes=bucket_bytes, single=False)
+
+
+DEFAULT, WHOLE_BLOCKS = Layout(), Layout(whole_blocks=True)
+
+
+class Group(NamedTuple):
+    """Some leaves of a tree as one array.
+
+    leaves: their numbers. shape: of the array, [d], or [rows, ...] of a stack. each: whether each leaf is a row of it.
+    small: whether it goes as it is, uncompressed. number: among the groups that are compressed, by which their keys
+    differ; None for one that has the key to itself. bucket: number of its bucket. part: of `by_path`, to which it
+    belongs.
+    """
+
+    leaves: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    each: bool = False
+    small: bool = False
+    number: int | None = None
+    bucket: int = 0
+    part: int = 0
+
+    @property
+    def like(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the array."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it has rows that are compressed by themselves."""
+        return len(self.shape) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Where each leaf of a tree lies. Static and hashable: a state that was laid out carries it.
+
+    structure: of the tree;  shapes, dtypes: of its leaves;  groups: in the order of the tuples on the road.
+    """
+
+    structure: Any
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Any, ...]
+    groups: tuple[Group, ...]
+
+    @property
+    def like(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the arrays."""
+        return tuple(group.like for group in self.groups)
+
+    @property
+    def tree(self) -> Any:
+        """Shapes of the tree."""
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(*pair) for pair in pairs])
+
+    def part(self, number: int) -> "Groups":
+        """The groups of one part of `by_path`."""
+        return dataclasses.replace(self, groups=tuple(group for group in self.groups if group.part == number))
+
+
+def _common(dtypes: Iterable[Any]) -> Any:
+    """The one floating type that all fit in; f32 for none."""
+    kinds = set(dtypes)
+    return kinds.pop() if len(kinds) == 1 else wide(*kinds)
+
+
+def groups_of(layout: Layout, tree: Any) -> Groups:
+    """Lays out a tree of arrays or of their shapes.
+
+    Raises:
+        ValueError: a leaf is not a real floating-point array; patterns of paths that do not fit the tree.
+        TooLong: chunks would be longer than `longest`.
+    """
+    tree = like_of(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    shapes, dtypes = tuple(leaf.shape for leaf in leaves), tuple(leaf.dtype for leaf in leaves)
+    every = dict(enumerate(leaves))
+    if layout.unit == "paths":
+        found = numbers_by_path("by_path", [pattern for pattern, _ in layout.parts], tree)
+        groups = [
+            group._replace(part=number)
+            for number, (own, (_, part)) in enumerate(zip(found, layout.parts, strict=True))
+            for group in (_grouped(part, {i: leaves[i] for i in own}, bare=False) if own else ())
+        ]
+    else:
+        groups = _grouped(layout, every, bare=is_array(tree))
+    return Groups(structure, shapes, dtypes, tuple(groups))
+
+
+def _grouped(layout: Layout, leaves: dict[int, Any], bare: bool) -> list[Group]:
+    """The groups of some leaves, by their numbers."""
+    size, dtypes = sum(leaf.size for leaf in leaves.values()), [leaf.dtype for leaf in leaves.values()]
+    if layout.unit == "chunks":
+        row = row_size(size, layout.chunks)
+        if row > layout.longest:
+            raise TooLong(
+                f"{size} entries in {layout.chunks} chunks, one for each worker, are {row} in each, more than "
+                f'{layout.longest}. Take more workers, means of parts of the tree, or via="gather", which cuts long '
+                "vectors into rows"
+            )
+        return [Group(tuple(leaves), (layout.chunks, row), _common(dtypes))]
+    by_shape = layout.unit == "shape"
+    is_matrix = by_shape and any(leaf.ndim > 1 for leaf in leaves.values())
+    if (bare and not is_matrix) or (layout.unit == "tree" and layout.single):
+        return [Group(tuple(leaves), _shape(size, layout), _common(dtypes))]
+    is_small = lambda leaf: leaf.size < layout.dense_below or (by_shape and leaf.ndim < 2)
+    small, large = [], []
+    for i, leaf in leaves.items():
+        (small if is_small(leaf) else large).append(i)
+    buckets = _buckets(large, leaves, layout.bucket_bytes)
+    alone = {i: i for i in _alone(large, leaves, layout.alone)}
+    together: dict[Any, list[int]] = {}
+    for i in large:
+        own = {"tree": alone.get(i, ()), "leaf": leaves[i].size, "shape": leaves[i].shape, "apart": i}[layout.unit]
+        together.setdefault((buckets[i], own, leaves[i].dtype), []).append(i)
+    made = []
+    if small:
+        own = tuple(leaves[i] for i in small)
+        made.append(Group(tuple(small), (sum(x.size for x in own),), _common(x.dtype for x in own), small=True))
+    for number, ((bucket, _, dtype), members) in enumerate(together.items()):
+        first, count = leaves[members[0]], len(members)
+        each = by_shape or (layout.unit == "leaf" and count > 1 and first.size <= layout.longest)
+        if by_shape:
+            shape = (count, *first.shape)
+        else:
+            shape = (count, first.size) if each else _shape(sum(leaves[i].size for i in members), layout)
+        made.append(Group(tuple(members), shape, dtype, each, number=number, bucket=bucket))
+    return made
+
+
+def row_size(size: int, rows: int) -> int:
+    """Entries of each of so many equal rows: a multiple of 32, for whole words, unless that is too coarse.
+
+    Long rows are multiples of 1024, which the usual blocks divide: decoding takes a quarter longer where a last block
+    is shorter than the others. This adds less than one percent to the bytes.
+    """
+    entries = -(-size // rows)
+    unit = 1024 if entries >= 2**17 else 32 if entries >= 32 else 1
+    return -(-entries // unit) * unit
+
+
+def _shape(size: int, layout: Layout) -> tuple[int, ...]:
+    rows = -(-size // layout.longest)
+    if rows > 1:
+        return rows, row_size(size, rows)
+    return (row_size(size, 1) if layout.whole_blocks and size >= LONG else size,)
+
+
+def _alone(large: list[int], leaves: dict[int, Any], most: int) -> list[int]:
+    """At most so many of the largest leaves, of at most `KINDS` sizes."""
+    found = sorted((i for i in large if leaves[i].size >= LARGE), key=lambda i: -leaves[i].size)
+    sizes = list(dict.fromkeys(leaves[i].size for i in found))[:KINDS]
+    return [i for i in found if leaves[i].size in sizes][:most]
+
+
+def _buckets(large: list[int], leaves: dict[int, Any], bucket_bytes: int | None) -> dict[int, int]:
+    numbers, number, held = {}, 1, 0
+    for i in reversed(large):
+        if bucket_bytes is not None and held >= bucket_bytes:
+            number, held = number + 1, 0
+        numbers[i] = number
+        held += leaves[i].size * leaves[i].dtype.itemsize
+    return numbers
+
+
+# ------------------------------------------------------------------------------------------------
+# In, and out
+
+
+def split(groups: Groups, tree: Any, *, pieces: bool | tuple[bool, ...] = False) -> tuple[Any, ...]:
+    """The arrays of a tree, in its own dtypes.
+
+    Args:
+        pieces: groups of several leaves are not joined, but stay `backend.Pieces`; for each part of `by_path`.
+
+    Raises:
+        ValueError: the tree is another one than was laid out; names the leaf whose shape differs.
+    """
+    check_fits(groups, tree)
+    leaves = jax.tree.leaves(tree)
+
+    def one(group: Group) -> Any:
+        own = Pieces(tuple(jnp.reshape(leaves[i], (leaves[i].size,)) for i in group.leaves))
+        apart = pieces[group.part] if isinstance(pieces, tuple) else pieces
+        if apart and len(own.leaves) > 1 and not group.small:
+            return own
+        return joined(own, jax.ShapeDtypeStruct(group.shape, _common(leaf.dtype for leaf in own.leaves)))
+
+    return tuple(map(one, groups.groups))
+
+
+def check_fits(groups: Groups, tree: Any) -> None:
+    """Raises ValueError unless the tree is the one that was laid out."""
+    got = like_of(tree)
+    if jax.tree.structure(got) != groups.structure:
+        raise ValueError(
+            f"the state was made for another tree than these gradients: expected {groups.structure}, got "
+            f"{jax.tree.structure(got)}"
+        )
+    for (path, leaf), shape in zip(jax.tree_util.tree_leaves_with_path(got), groups.shapes, strict=True):
+        if leaf.shape != shape:
+            where = jax.tree_util.keystr(path)
+            raise ValueError(f"gradients{where} have shape {leaf.shape}; the state was made for {shape}")
+
+
+def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
+    """Inverse of `split`; an array may be a `backend.SparseSum`. What is too large for a leaf is its largest number.
+
+    like: tree whose dtypes the leaves get; None: those that were laid out.
+    """
+    dtypes = groups.dtypes if like is None else [leaf.dtype for leaf in jax.tree.leaves(like_of(like))]
+    leaves: list[Any] = [None] * len(groups.shapes)
+    for group, array in zip(groups.groups, arrays, strict=True):
+        vector = array if isinstance(array, SparseSum) else array.reshape(-1)
+        pieces = cut_apart(vector, [math.prod(groups.shapes[i]) for i in group.leaves])
+        for i, piece in zip(group.leaves, pieces, strict=True):
+            leaf = lax.reshape(piece, groups.shapes[i])
+            leaves[i] = leaf if leaf.dtype == dtypes[i] else bounded(leaf, dtypes[i])
+    return jax.tree.unflatten(groups.structure, leaves)
