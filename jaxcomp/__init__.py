@@ -77,8 +77,8 @@ from jaxcomp.compressors import (
     top_k,
     warm_up,
 )
-from jaxcomp.exchange.info import Info, info
 from jaxcomp.exchange.links import Link
+from jaxcomp.exchange.measure import Info, info
 from jaxcomp.exchange.redistribute import redistribute
 from jaxcomp.exchange.replicas import check_replicas
 from jaxcomp.exchange.specs import init_state, per_worker, state_specs

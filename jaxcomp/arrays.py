@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh
 
@@ -20,10 +21,12 @@ __all__ = [
     "constants",
     "finite",
     "is_array",
+    "is_host",
     "is_left_out",
     "is_shapes",
     "key_data",
     "like_of",
+    "namespace",
     "one_row",
     "reshaped",
     "root_key",
@@ -105,6 +108,16 @@ def size_of(like: Tree) -> int | tuple[int, ...]:
     """
     sizes = tuple(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(like))
     return sizes[0] if is_array(like) else sizes
+
+
+def is_host(x: Any) -> bool:
+    """True for NumPy arrays and scalars, with which a code runs on the host."""
+    return isinstance(x, np.ndarray | np.generic)
+
+
+def namespace(x: Any) -> Any:
+    """numpy or jax.numpy."""
+    return np if is_host(x) else jnp
 
 
 def as_words(x: Array) -> Array:

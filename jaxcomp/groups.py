@@ -17,15 +17,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import bounded, is_array, like_of, wide
+from jaxcomp.arrays import bounded, finite, is_array, like_of, wide
 from jaxcomp.backend import LONG, Pieces, SparseSum, cut_apart, joined
+from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.paths import numbers_by_path
+from jaxcomp.payloads import Dense
 
 __all__ = [
     "ALONE",
+    "AS_IT_IS",
     "DEFAULT",
     "DENSE_BELOW",
     "WHOLE_BLOCKS",
+    "Choice",
     "Group",
     "Groups",
     "Layout",
@@ -158,6 +162,27 @@ def _common(dtypes: Iterable[Any]) -> Any:
     """The one floating type that all fit in; f32 for none."""
     kinds = set(dtypes)
     return kinds.pop() if len(kinds) == 1 else wide(*kinds)
+
+
+AS_IT_IS = Compressor(
+    init=lambda shared_key, like: State(),
+    compress=lambda key, x, state: (Dense(finite(x)), ()),
+    decompress=lambda payload, shared, like: payload.values.astype(like.dtype),
+    spec=Spec("as it is", omega=lambda d: 0.0, alpha=lambda d: 1.0, linear=True),
+)
+
+
+class Choice(NamedTuple):
+    """What compresses the groups of a tree, or of a part of it: vectors, and stacks row by row. Small ones go as they
+    are.
+    """
+
+    vector: Compressor
+    stack: Compressor
+
+    def of(self, group: Group) -> Compressor:
+        """The compressor of a group."""
+        return AS_IT_IS if group.small else self.stack if group.is_stack else self.vector
 
 
 def groups_of(layout: Layout, tree: Any) -> Groups:

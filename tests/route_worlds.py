@@ -13,9 +13,9 @@ from worlds import AXIS, mesh_of
 from jaxcomp.arrays import row_of
 from jaxcomp.base import Compressor, Lengths, Spec, State, for_worker
 from jaxcomp.compressors.vector import lift
+from jaxcomp.exchange.axes import axis_index, axis_names, axis_size, varying
 from jaxcomp.exchange.mean import mean_of
 from jaxcomp.exchange.routes import Call, Outgoing, route_of
-from jaxcomp.exchange.varying import axis_index, axis_names, axis_size, varying
 from jaxcomp.layout import Parts
 from jaxcomp.payloads import Sparse
 

@@ -14,7 +14,7 @@ from laws import ROWS, D
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.exchange.lanes import FEW_BYTES, all_gather, all_sum
+from jaxcomp.exchange.collectives import FEW_BYTES, all_gather, all_sum
 from jaxcomp.ledger import read
 
 N = 4

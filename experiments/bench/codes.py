@@ -20,8 +20,7 @@ from experiments.lib.cli import at_least
 from experiments.lib.report import new_console, show
 from experiments.lib.training import find_mesh
 from jaxcomp import codes
-from jaxcomp.exchange.collectives import all_max
-from jaxcomp.exchange.lanes import all_gather
+from jaxcomp.exchange.collectives import all_gather, all_max
 from jaxcomp.exchange.routes.ladder import rungs
 from jaxcomp.packing import pack
 from jaxcomp.payloads import Quantized, Sparse, decode_message, encode_message

@@ -31,8 +31,8 @@ import jaxcomp as jc
 from experiments.lib.methods import METHODS
 from experiments.lib.training import OPTIMIZERS
 from experiments.local.methods import CODES, Setup
+from jaxcomp.exchange.axes import proven_equal
 from jaxcomp.exchange.routes import VIAS
-from jaxcomp.exchange.varying import proven_equal
 
 __all__ = ["AXIS", "DEFAULT", "DENSE", "KNOWN", "KNOWN_TRAINED", "PEERS"]
 __all__ += ["local_of", "method_name", "trained_by", "trained_name", "transformation"]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp.arrays import is_host
 from jaxcomp.select import indices_of_words
 
 __all__ = [
@@ -19,9 +20,7 @@ __all__ = [
     "branch",
     "gather",
     "histogram",
-    "is_host",
     "mark",
-    "namespace",
     "ones",
     "running_max",
     "scan",
@@ -29,16 +28,6 @@ __all__ = [
 ]
 
 Array = Any
-
-
-def is_host(x: Any) -> bool:
-    """True for NumPy arrays and scalars, with which a code runs on the host."""
-    return isinstance(x, np.ndarray | np.generic)
-
-
-def namespace(x: Any) -> Any:
-    """numpy or jax.numpy."""
-    return np if is_host(x) else jnp
 
 
 def bit_length(x: Array) -> Array:

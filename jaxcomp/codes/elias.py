@@ -8,7 +8,8 @@ Reference: Elias 1975.
 
 from typing import Any
 
-from jaxcomp.codes.arrays import bit_length, namespace
+from jaxcomp.arrays import namespace
+from jaxcomp.codes.arrays import bit_length
 
 __all__ = ["elias_length"]
 

@@ -6,7 +6,8 @@ least significant bit. As little-endian bytes this is the order of `wire.bitstre
 
 from typing import Any
 
-from jaxcomp.codes.arrays import gather, namespace, scatter_bits
+from jaxcomp.arrays import namespace
+from jaxcomp.codes.arrays import gather, scatter_bits
 
 __all__ = ["low_bits", "pack_codes", "read_fields", "starts_of"]
 

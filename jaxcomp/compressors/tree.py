@@ -20,14 +20,11 @@ from jaxcomp.base import (
     overflow,
 )
 from jaxcomp.compressors.checks import is_whole
-from jaxcomp.compressors.dense import identity
 from jaxcomp.compressors.rows import Rows, rows
-from jaxcomp.groups import DEFAULT, DENSE_BELOW, Group, Groups, Layout, groups_of, join, split
+from jaxcomp.groups import AS_IT_IS, DEFAULT, DENSE_BELOW, Choice, Group, Groups, Layout, groups_of, join, split
 from jaxcomp.payloads import Dense, Leaves
 
-__all__ = ["as_leaves", "compressors_of", "each_of", "flat", "from_leaves", "laid_out", "layout_of", "per_leaf"]
-
-AS_IT_IS = identity()  # of small leaves
+__all__ = ["as_leaves", "choices_of", "each_of", "flat", "from_leaves", "laid_out", "layout_of", "per_leaf"]
 
 
 def laid_out(compressor: Compressor) -> Lifted:
@@ -42,21 +39,19 @@ def layout_of(algorithm: Any) -> Layout:
     return laid_out(algorithm.compressor).layout
 
 
-def compressors_of(algorithm: Any, groups: Groups) -> tuple[Compressor, ...]:
-    """The compressor of each group, for an algorithm or a compressor."""
+def choices_of(algorithm: Any) -> tuple[Choice, ...]:
+    """What compresses the groups of a tree: of an algorithm, or of each of its parts, or of a compressor."""
     if getattr(algorithm, "parts", ()):
-        own = [compressors_of(part, groups.part(i)) for i, part in enumerate(algorithm.parts)]
-        return tuple(each for part in own for each in part)
+        return tuple(choice for part in algorithm.parts for choice in choices_of(part))
     given = algorithm if isinstance(algorithm, Compressor) else algorithm.compressor
-    return each_of(AS_IT_IS if given is None else given, groups.groups)
+    one = AS_IT_IS if given is None else laid_out(given).compressor
+    return (Choice(one, rows(one)),)
 
 
-def each_of(compressor: Compressor, groups: tuple[Group, ...]) -> tuple[Compressor, ...]:
-    """The compressor of each group, of one compressor for all: small ones go as they are."""
-    one = laid_out(compressor).compressor
-    stacked = rows(one)
-    pick = lambda group: AS_IT_IS if group.small else stacked if group.is_stack else one
-    return tuple(map(pick, groups))
+def each_of(algorithm: Any, groups: tuple[Group, ...]) -> tuple[Compressor, ...]:
+    """The compressor of each group, of an algorithm or of a compressor."""
+    choices = choices_of(algorithm)
+    return tuple(choices[group.part if len(choices) > 1 else 0].of(group) for group in groups)
 
 
 def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compressor:
@@ -126,7 +121,7 @@ def _of_trees(name: str, compressor: Compressor, layout: Layout) -> Compressor:
 
     def of(tree: Any) -> tuple[Groups, tuple[Compressor, ...]]:
         groups = groups_of(layout, tree)
-        return groups, compressors_of(compressor, groups)
+        return groups, each_of(compressor, groups.groups)
 
     def init(shared_key, like):
         groups, each = of(like)

@@ -7,6 +7,7 @@ hierarchies are the same in all of them.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,9 +38,24 @@ from jaxcomp.base import (
     sides,
     whole,
 )
-from jaxcomp.compressors.tree import compressors_of, layout_of
-from jaxcomp.exchange.collectives import share_of, whole_of
-from jaxcomp.exchange.counts import (
+from jaxcomp.compressors.tree import choices_of, layout_of
+from jaxcomp.exchange.axes import (
+    Axis,
+    Placement,
+    axis_index,
+    axis_names,
+    axis_size,
+    check_not_alone,
+    is_bound,
+    is_missing,
+    known_equal,
+    on_equal_types,
+    varying,
+    varying_axes,
+)
+from jaxcomp.exchange.collectives import share_of, summed, whole_of
+from jaxcomp.exchange.links import DEFAULT, Link, check_link
+from jaxcomp.exchange.measure import (
     Counts,
     Errors,
     add_counts,
@@ -51,22 +67,9 @@ from jaxcomp.exchange.counts import (
     no_errors,
     nonfinite,
 )
-from jaxcomp.exchange.lanes import summed
-from jaxcomp.exchange.links import DEFAULT, Link, check_link
-from jaxcomp.exchange.placement import Placement, check_not_alone, is_missing
 from jaxcomp.exchange.routes import VIAS, Arrived, Parcel, Route, Way, route_of
-from jaxcomp.exchange.state import (
-    Description,
-    MeanLocal,
-    MeanShared,
-    MeanState,
-    at_device,
-    frozen,
-    local_rows,
-    off_device,
-)
-from jaxcomp.exchange.varying import axis_index, axis_names, axis_size, is_bound, on_equal_types, varying, varying_axes
-from jaxcomp.groups import Groups, Layout, groups_of, split
+from jaxcomp.exchange.state import Description, MeanLocal, MeanShared, MeanState, frozen, is_mean, local_rows
+from jaxcomp.groups import Choice, Groups, Layout, groups_of, split
 
 __all__ = ["Exchange", "Message", "exchange_of", "own_weights", "shares_of"]
 
@@ -81,9 +84,9 @@ class Exchange(NamedTuple):
     """An algorithm bound to a place on a mesh and to a route: made once, when a transformation is built.
 
     name: of the outer form, for errors. root: key of both kinds of randomness, or its words. layout: how trees are laid
-    out. link: between workers, for routes that have a choice. shares: weights of the workers, with sum one, or None.
-    measure: errors are measured in one of so many rounds; 0 for never. code: whose bits are counted; None: what is
-    cheap.
+    out. choices: what compresses their groups, for each part of `by_path`. roles: of the algorithm, frozen. link:
+    between workers, for routes that have a choice. shares: weights of the workers, with sum one, or None. measure:
+    errors are measured in one of so many rounds; 0 for never. code: whose bits are counted; None: what is cheap.
     """
 
     name: str
@@ -92,6 +95,8 @@ class Exchange(NamedTuple):
     route: Route
     root: Array
     layout: Layout
+    choices: tuple[Choice, ...]
+    roles: tuple
     link: Link = DEFAULT
     shares: np.ndarray | None = None
     measure: int = 0
@@ -101,7 +106,7 @@ class Exchange(NamedTuple):
         """The state for gradients like `tree`; or, if it starts there, of a method with this point."""
         axis = self.placement.workers
         groups = self._groups(axis_size(axis) if is_bound(axis) else local_rows(axis), tree)
-        compressors = compressors_of(self.algorithm, groups)
+        compressors = self._compressors(groups)
         shared_key, private_key = jax.random.split(wrap_key(self.root))
         route = State()
         if self.algorithm.compressor is not None:
@@ -131,7 +136,7 @@ class Exchange(NamedTuple):
         round_ = Round(
             self._key(shared),
             groups.groups,
-            compressors_of(self.algorithm, groups),
+            self._compressors(groups),
             axis_index(workers),
             axis_size(workers),
         )
@@ -157,7 +162,7 @@ class Exchange(NamedTuple):
         workers = axis_size(place.workers)
         if self.shares is not None and len(self.shares) != workers:
             raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
-        local, shared = at_device(self.name, state, place.identity, frozen(self.algorithm.roles))
+        local, shared = at_device(self.name, state, place.identity, self.roles)
         groups = state.about.groups
         here = self._groups(workers, groups.tree)
         if groups != here:
@@ -171,8 +176,12 @@ class Exchange(NamedTuple):
     def _groups(self, workers: int, tree: Any) -> Groups:
         return groups_of(self.layout if self.route.layout is None else self.route.layout(self.layout, workers), tree)
 
+    def _compressors(self, groups: Groups) -> tuple[Compressor, ...]:
+        several = len(self.choices) > 1
+        return tuple(self.choices[group.part if several else 0].of(group) for group in groups.groups)
+
     def _description(self, groups: Groups) -> Description:
-        return Description(self.placement.identity, groups, frozen(self.algorithm.roles))
+        return Description(self.placement.identity, groups, self.roles)
 
     def _key(self, shared: MeanShared) -> Array:
         """Private to this worker and round: any round can be replayed."""
@@ -185,8 +194,8 @@ class Exchange(NamedTuple):
         place, dtype = self.placement, wide(*groups.dtypes)
         weights = None if self.shares is None else jnp.asarray(self.shares, dtype)
         exact = any(_has_role(self.algorithm.roles, role) for role in ("memory", "narrow memory", "shift"))
-        in_buckets = self.layout.bucket_bytes is not None
-        return Way(place.workers, weights, self.link, place.replicas, in_buckets, exact, place.outer)
+        buckets = self.layout.bucket_bytes is not None
+        return Way(place.workers, weights, self.link, place.replicas, buckets, exact, place.outer)
 
     def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
         """Those of this round, or of the last one in which they were measured."""
@@ -297,7 +306,8 @@ class Message:
     """
 
     def __init__(self, request: Mean, way: Way):
-        self.request, self.way, self.arrived = request, way, ()
+        self.request, self.way = request, way
+        self.arrived: tuple[Arrived, ...] = ()
         index, size = axis_index(way.axis), axis_size(way.axis)
         pairs = list(zip(request.compressors, request.states, strict=True))
         self.mine = tuple(for_worker(c, state.shared, index, size) for c, state in pairs)
@@ -399,6 +409,60 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, lazy: bool = False, repeat
 
 
 # ------------------------------------------------------------------------------------------------
+# How a state is kept: with leading axes
+
+
+def _with_rows(tree: Any, axis: Axis) -> Any:
+    """The same arrays on a leading axis, as often as there are rows here, typed as differing over `axis`."""
+    rows = local_rows(axis)
+    tree = jax.tree.map(lambda x: jnp.tile(x[None], (rows,) + (1,) * x.ndim), tree)
+    return varying(tree, axis) if is_bound(axis) else tree
+
+
+def off_device(local: MeanLocal, shared: MeanShared, about: Description) -> MeanState:
+    """A state as it is kept: with leading axes."""
+    place = about.placement
+    shared = _with_rows(shared, place.outer) if place.outer else shared
+    return MeanState(_with_rows(local, place.every), shared, about)
+
+
+def at_device(name: str, state: Any, placement: Placement, roles: tuple) -> State:
+    """Local and shared state of this device, without leading axes.
+
+    Raises:
+        ValueError: it is the state of another transformation, or not cut for one device, or the same on all devices.
+    """
+    if not isinstance(state, MeanState) or (state.about.placement, state.about.roles) != (placement, roles):
+        got = f"{state.about.placement} with {dict(state.about.roles)}" if is_mean(state) else type(state).__name__
+        lost = is_mean(state) and not axis_names(placement.workers) and axis_names(state.about.placement.workers)
+        cure = ". No mesh was found here: give arrays (or shapes) that have a sharding, mesh=, or jax.set_mesh"
+        raise ValueError(f"{name}: expected a state of {placement} with {dict(roles)}; got {got}{cure if lost else ''}")
+    cure = "Make the state, and its in_specs and out_specs, with jc.init_state"
+    equal = known_equal(state.local, placement.workers) if is_bound(placement.workers) else []
+    if equal and _workers_here(placement) > 1:
+        raise ValueError(
+            f"{name}: local state{equal[0]} is typed as equal on all workers: passed with P(), all but one worker's "
+            f"memory would be lost. {cure}, or with jc.state_specs(state, {placement.workers!r})."
+        )
+
+    def one(path, x):
+        if x.shape[:1] != (1,):
+            raise ValueError(
+                f"{name}: state{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
+                f"worker. {cure}; hand one that other workers saved on by jc.redistribute(old, new)."
+            )
+        return x[0]
+
+    local = jax.tree_util.tree_map_with_path(one, varying(state.local, placement.every))
+    return State(local, jax.tree_util.tree_map_with_path(one, state.shared) if placement.outer else state.shared)
+
+
+def _workers_here(placement: Placement) -> int:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return math.prod(sizes.get(name, 1) for name in placement.names)
+
+
+# ------------------------------------------------------------------------------------------------
 # What is bound together
 
 
@@ -448,7 +512,18 @@ def exchange_of(
     shares = None if weights is None else shares_of(name, weights)
     if not isinstance(root, Tracer):  # words on the host are of no mesh: a state may be made on any
         root = np.asarray(jax.random.key_data(root))  # pyright: ignore[reportAssignmentType]
-    return Exchange(name, algorithm, placement, route, root, layout, shares=shares, **options)
+    return Exchange(
+        name,
+        algorithm,
+        placement,
+        route,
+        root,
+        layout,
+        choices_of(algorithm),
+        frozen(algorithm.roles),
+        shares=shares,
+        **options,
+    )
 
 
 def refusal(route: Route, algorithm: Algorithm) -> str | None:

@@ -19,11 +19,10 @@ from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.rows import rows
 from jaxcomp.compressors.vector import on_vectors
-from jaxcomp.exchange.collectives import all_max, share_of, sum_scatter
-from jaxcomp.exchange.lanes import all_gather, all_sum
+from jaxcomp.exchange.axes import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
+from jaxcomp.exchange.collectives import all_gather, all_max, all_sum, share_of, sum_scatter
 from jaxcomp.exchange.routes.route import Way
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
-from jaxcomp.exchange.varying import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
 from jaxcomp.floats import exponent_of, power_of_two, rounded_to
 from jaxcomp.groups import Layout, groups_of, join, split
 from jaxcomp.payloads import Dense

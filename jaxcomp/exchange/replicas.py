@@ -17,10 +17,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import as_words
-from jaxcomp.exchange.collectives import all_max
-from jaxcomp.exchange.lanes import all_gather
+from jaxcomp.exchange.axes import axis_names, axis_size, is_bound, unknown_axes
+from jaxcomp.exchange.collectives import all_gather, all_max
 from jaxcomp.exchange.specs import Marks, lay_out, names_of
-from jaxcomp.exchange.varying import axis_names, axis_size, is_bound, unknown_axes
 from jaxcomp.hashing import fmix32
 
 __all__ = ["ReplicaDrift", "check_replicas", "fingerprint", "fingerprints", "skip_nonfinite"]

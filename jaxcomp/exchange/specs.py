@@ -9,8 +9,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp.base import Algorithm, Compressor
+from jaxcomp.exchange.axes import Axis, axis_names, varying
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean, is_own, means_in
-from jaxcomp.exchange.varying import Axis, axis_names, varying
 
 __all__ = [
     "Marks",

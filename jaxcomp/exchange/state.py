@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxcomp.base import State
-from jaxcomp.exchange.placement import Placement
-from jaxcomp.exchange.varying import Axis, axis_names, is_bound, known_equal, varying
+from jaxcomp.exchange.axes import Axis, Placement, axis_names, is_bound, varying
 from jaxcomp.groups import Groups, join
 
 __all__ = [
@@ -22,7 +20,6 @@ __all__ = [
     "MeanShared",
     "MeanState",
     "OwnState",
-    "at_device",
     "by_leaf",
     "check_rows",
     "frozen",
@@ -30,7 +27,6 @@ __all__ = [
     "is_own",
     "local_rows",
     "means_in",
-    "off_device",
     "own_at_device",
     "own_off_device",
 ]
@@ -157,7 +153,7 @@ def check_rows(name: str, state: MeanState) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# How a state is kept: with leading axes
+# What each worker keeps for itself
 
 
 def local_rows(axis: Axis) -> int:
@@ -167,56 +163,6 @@ def local_rows(axis: Axis) -> int:
     sizes = jax.sharding.get_abstract_mesh().shape
     names = axis_names(axis)
     return math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else 1
-
-
-def _with_rows(tree: Any, axis: Axis) -> Any:
-    """The same arrays on a leading axis, as often as there are rows here, typed as differing over `axis`."""
-    rows = local_rows(axis)
-    tree = jax.tree.map(lambda x: jnp.tile(x[None], (rows,) + (1,) * x.ndim), tree)
-    return varying(tree, axis) if is_bound(axis) else tree
-
-
-def off_device(local: MeanLocal, shared: MeanShared, about: Description) -> MeanState:
-    """A state as it is kept: with leading axes."""
-    place = about.placement
-    shared = _with_rows(shared, place.outer) if place.outer else shared
-    return MeanState(_with_rows(local, place.every), shared, about)
-
-
-def at_device(name: str, state: Any, placement: Placement, roles: tuple) -> State:
-    """Local and shared state of this device, without leading axes.
-
-    Raises:
-        ValueError: it is the state of another transformation, or not cut for one device, or the same on all devices.
-    """
-    if not isinstance(state, MeanState) or (state.about.placement, state.about.roles) != (placement, roles):
-        got = f"{state.about.placement} with {dict(state.about.roles)}" if is_mean(state) else type(state).__name__
-        lost = is_mean(state) and not axis_names(placement.workers) and axis_names(state.about.placement.workers)
-        cure = ". No mesh was found here: give arrays (or shapes) that have a sharding, mesh=, or jax.set_mesh"
-        raise ValueError(f"{name}: expected a state of {placement} with {dict(roles)}; got {got}{cure if lost else ''}")
-    cure = "Make the state, and its in_specs and out_specs, with jc.init_state"
-    equal = known_equal(state.local, placement.workers) if is_bound(placement.workers) else []
-    if equal and _workers_here(placement) > 1:
-        raise ValueError(
-            f"{name}: local state{equal[0]} is typed as equal on all workers: passed with P(), all but one worker's "
-            f"memory would be lost. {cure}, or with jc.state_specs(state, {placement.workers!r})."
-        )
-
-    def one(path, x):
-        if x.shape[:1] != (1,):
-            raise ValueError(
-                f"{name}: state{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
-                f"worker. {cure}; hand one that other workers saved on by jc.redistribute(old, new)."
-            )
-        return x[0]
-
-    local = jax.tree_util.tree_map_with_path(one, varying(state.local, placement.every))
-    return State(local, jax.tree_util.tree_map_with_path(one, state.shared) if placement.outer else state.shared)
-
-
-def _workers_here(placement: Placement) -> int:
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return math.prod(sizes.get(name, 1) for name in placement.names)
 
 
 def own_off_device(local: Any, placement: Placement, roles: tuple) -> OwnState:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.codes.arrays import is_host, namespace
+from jaxcomp.arrays import is_host, namespace
 from jaxcomp.codes.keys import MAX_KEYS, Gaps, decode_gaps, encode_keys, plan
 from jaxcomp.packing import pack, unpack
 from jaxcomp.payloads.registry import (

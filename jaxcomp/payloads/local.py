@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.codes.arrays import is_host
+from jaxcomp.arrays import is_host
 
 __all__ = ["BLOCK", "LocalIndices", "global_indices", "local_indices"]
 

@@ -29,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.codes.arrays import histogram, is_host, namespace, running_max
+from jaxcomp.arrays import is_host, namespace
+from jaxcomp.codes.arrays import histogram, running_max
 from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.huffman import decode_with_table, encode_with_table, table_bits
 from jaxcomp.codes.keys import MAX_KEYS, MAX_TABLE_WIDTH, Gaps, decode_gaps, encode_keys, keys_of, plan

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.codes.arrays import is_host
+from jaxcomp.arrays import is_host
 from jaxcomp.payloads.words import Coded, Cursor
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.format import ARRAY, read_array, write_array

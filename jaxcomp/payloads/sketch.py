@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.codes.arrays import histogram, is_host, namespace
+from jaxcomp.arrays import is_host, namespace
+from jaxcomp.codes.arrays import histogram
 from jaxcomp.codes.huffman import decode_with_table, encode_with_table, table_bits
 from jaxcomp.codes.keys import MAX_KEYS, MAX_TABLE_WIDTH, decode_gaps, encode_keys, key_bits, key_words, keys_of
 from jaxcomp.packing import pack, unpack, width_for

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import as_words
+from jaxcomp.arrays import as_words, is_host, namespace
 from jaxcomp.base import Lengths
-from jaxcomp.codes.arrays import bit_length, is_host, namespace
+from jaxcomp.codes.arrays import bit_length
 from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.keys import MAX_KEYS, Gaps, decode_gaps, encode_keys, keys_of, plan
 from jaxcomp.payloads import sparse_records as records

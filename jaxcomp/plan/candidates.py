@@ -19,8 +19,8 @@ from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, n
 from jaxcomp.compressors.checks import is_number
 from jaxcomp.compressors.tree import layout_of
 from jaxcomp.compressors.vector import alpha_of, omega_of
+from jaxcomp.exchange.axes import axis_names
 from jaxcomp.exchange.routes import route_of
-from jaxcomp.exchange.varying import axis_names
 from jaxcomp.groups import TooLong, groups_of
 from jaxcomp.plan.links import KINDS, Collective, workers_of
 from jaxcomp.transforms.compressed_mean import compressed_mean

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.arrays import like_of
 from jaxcomp.base import Round, keys_of
 from jaxcomp.compressors.tree import each_of
-from jaxcomp.exchange.varying import axis_names
+from jaxcomp.exchange.axes import axis_names
 from jaxcomp.groups import join, split
 from jaxcomp.plan.candidates import Candidate, plan_for
 from jaxcomp.plan.clock import Clock

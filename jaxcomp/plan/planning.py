@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.arrays import like_of
 from jaxcomp.backend import platform
 from jaxcomp.base import Algorithm
-from jaxcomp.exchange.varying import axis_names
+from jaxcomp.exchange.axes import axis_names
 from jaxcomp.plan import facts as files
 from jaxcomp.plan.advise import Row, choose, predicted, shared_work, table, verdict, without_twins
 from jaxcomp.plan.candidates import (

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.base import check_algorithm
+from jaxcomp.exchange.axes import axis_names
 from jaxcomp.exchange.specs import init_state
-from jaxcomp.exchange.varying import axis_names
 from jaxcomp.plan.advise import Row, with_expected
 from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.clock import Clock

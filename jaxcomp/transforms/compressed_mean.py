@@ -33,10 +33,9 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, like_of, root_key
 from jaxcomp.base import Algorithm, Compressor, check_algorithm
+from jaxcomp.exchange.axes import Axis, Placement, axis_names, check_gradients, check_own, is_bound
 from jaxcomp.exchange.driver import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.placement import Placement, check_gradients, check_own
-from jaxcomp.exchange.varying import Axis, axis_names, is_bound
 from jaxcomp.groups import join, split
 from jaxcomp.paths import numbers_by_path
 from jaxcomp.transforms.rows import with_rows

@@ -10,7 +10,7 @@ from jaxcomp.algorithms.error_feedback import error_feedback
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.dct import dct_of_blocks
 from jaxcomp.compressors.sparsify import top_k
-from jaxcomp.exchange.varying import Axis
+from jaxcomp.exchange.axes import Axis
 from jaxcomp.transforms.compressed_mean import compressed_mean
 
 __all__ = ["demo"]

@@ -18,9 +18,9 @@ import optax
 
 from jaxcomp.arrays import root_key, wide_like, wrap_key
 from jaxcomp.base import Algorithm, Compressor, Round, State, answered, check_algorithm, sides, whole
-from jaxcomp.compressors.tree import compressors_of
+from jaxcomp.compressors.tree import each_of
+from jaxcomp.exchange.axes import Placement
 from jaxcomp.exchange.driver import exchange_of, own_weights
-from jaxcomp.exchange.placement import Placement
 from jaxcomp.groups import join, split
 from jaxcomp.payloads import CODES
 from jaxcomp.transforms.bytes_exchange import BytesExchange, Gather
@@ -166,7 +166,7 @@ class LocalProcess:
             run = exchange_of(NAME, self._algorithm, Placement(None), "gather", root)
             mean, outer = run.init(cut(like, numbers)), self._outer.init(cut(self.point, numbers))
             apart, together = (jax.jit(functools.partial(function, mean.about.groups)) for function in (split, join))
-            compressors = compressors_of(self._algorithm, mean.about.groups)
+            compressors = each_of(self._algorithm, mean.about.groups.groups)
             self._parts.append(_Part(numbers, compressors, apart, together, mean, outer))
         return params
 

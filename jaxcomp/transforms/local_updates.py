@@ -29,11 +29,10 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, root_key, wide, wide_like, zeros_like
 from jaxcomp.base import Algorithm, check_algorithm
-from jaxcomp.exchange.counts import no_counts
+from jaxcomp.exchange.axes import Axis, Placement, axis_names, axis_size, is_bound, known_equal, varying
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.placement import Placement
+from jaxcomp.exchange.measure import no_counts
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean, own_at_device, own_off_device
-from jaxcomp.exchange.varying import Axis, axis_names, axis_size, is_bound, known_equal, varying
 from jaxcomp.floats import rounded_to, stored
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced

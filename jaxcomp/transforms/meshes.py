@@ -7,7 +7,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxcomp.exchange.varying import axis_names
+from jaxcomp.exchange.axes import axis_names
 
 __all__ = ["find_devices", "find_mesh", "find_specs", "is_cut", "laid_out", "on_mesh", "without"]
 

@@ -13,10 +13,9 @@ from jaxcomp.arrays import root_key
 from jaxcomp.base import Compressor, check_compressor
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.signs import sign
+from jaxcomp.exchange.axes import Axis, Placement, check_gradients
 from jaxcomp.exchange.driver import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.placement import Placement, check_gradients
-from jaxcomp.exchange.varying import Axis
 from jaxcomp.groups import join, split
 from jaxcomp.transforms.compressed_mean import compressed_mean
 

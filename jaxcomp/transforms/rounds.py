@@ -8,11 +8,10 @@ import jax.numpy as jnp
 
 from jaxcomp.arrays import root_key
 from jaxcomp.base import Algorithm, Compressor, check_algorithm
+from jaxcomp.exchange.axes import Axis, Placement, axis_names, varying
 from jaxcomp.exchange.driver import Exchange, exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.placement import Placement
 from jaxcomp.exchange.state import MeanState
-from jaxcomp.exchange.varying import Axis, axis_names, varying
 from jaxcomp.groups import join, split
 
 __all__ = ["Rounds", "rounds"]

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import bounded, wide
+from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, varying, varying_axes
 from jaxcomp.exchange.collectives import sum_arrays
-from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, varying, varying_axes
 from jaxcomp.transforms.loss_scale import DynamicScale
 
 __all__ = ["KINDS", "Gradients", "Loss", "Trained", "kinds_of", "worker_gradients"]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from jaxcomp.exchange.lanes import all_gather, all_sum, all_to_all, all_to_all_bytes, gather_bytes, sum_bytes
+from jaxcomp.exchange.collectives import all_gather, all_sum, all_to_all, all_to_all_bytes, gather_bytes, sum_bytes
 
 pytest.importorskip("libtpu")
 

@@ -12,8 +12,8 @@ from worlds import AXIS, mesh_of
 from jaxcomp import backend_cpu
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.exchange import collectives, lanes
+from jaxcomp.exchange.axes import varying, varying_axes
 from jaxcomp.exchange.routes import Call
-from jaxcomp.exchange.varying import varying, varying_axes
 from jaxcomp.ledger import ledger
 from jaxcomp.payloads import Dense, Leaves
 

@@ -12,8 +12,8 @@ import pytest
 import jaxcomp as jc
 from jaxcomp.arrays import like_of
 from jaxcomp.base import State, for_worker
+from jaxcomp.exchange.axes import Placement
 from jaxcomp.exchange.links import Link
-from jaxcomp.exchange.placement import Placement
 from jaxcomp.exchange.routes import ROUTES
 from jaxcomp.exchange.runner import Round, Way
 

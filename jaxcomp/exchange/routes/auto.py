@@ -8,8 +8,9 @@ the one with the least expected time by the model of `links`.
 from collections.abc import Sequence
 from typing import Any
 
-from jaxcomp.base import State
-from jaxcomp.exchange.collectives import has_ragged
+from jaxcomp.base import State, lengths
+from jaxcomp.exchange.axes import axis_size
+from jaxcomp.exchange.collectives import gathered, has_ragged
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
 from jaxcomp.exchange.routes import concat, gather, ragged, ring
 from jaxcomp.exchange.routes.route import (
@@ -20,12 +21,9 @@ from jaxcomp.exchange.routes.route import (
     Way,
     accepts_all,
     gathered_by,
-    lengths_of,
-    payloads_of,
 )
-from jaxcomp.exchange.routes.sum import SUM
+from jaxcomp.exchange.routes.sum import sums
 from jaxcomp.exchange.routes.unequal import message_of
-from jaxcomp.exchange.varying import axis_size
 
 __all__ = ["AUTO", "costs", "fastest"]
 
@@ -56,23 +54,27 @@ def fastest(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> st
 
 def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
     """What is linear in one sum, all else in one gathering (see `Route.carry`)."""
-    linear = [i for i, parcel in enumerate(parcels) if parcel.compressor.spec.linear]
-    others = [i for i in range(len(parcels)) if i not in linear]
-    summed = SUM.carry([parcels[i] for i in linear], way, key, state)
-    payloads, sent_bytes, name = _gathered([parcels[i] for i in others], way) if others else ((), 0.0, "sum")
-    found = dict(zip(linear, summed.arrived, strict=True)) | dict(zip(others, map(Arrived, payloads), strict=True))
-    arrived = tuple(found[i] for i in range(len(parcels)))
-    return Carried(arrived, name, summed.sent_bytes + sent_bytes, state)
+    del key
+    linear = [parcel.compressor.spec.linear for parcel in parcels]
+    added = [parcel for parcel, is_linear in zip(parcels, linear, strict=True) if is_linear]
+    others = [parcel for parcel, is_linear in zip(parcels, linear, strict=True) if not is_linear]
+    totals, sent_bytes = sums(added, way)
+    payloads, more_bytes, name = _gathered(others, way) if others else ((), 0.0, "sum")
+    total, payload = iter(totals), iter(payloads)
+    arrived = [Arrived(total=next(total)) if is_linear else Arrived(next(payload)) for is_linear in linear]
+    return Carried(tuple(arrived), name, sent_bytes + more_bytes, state)
 
 
 def _gathered(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any, str]:
     """The payloads of all workers, the bytes that a device sends, and the name of the route."""
-    workers, lengths, name = axis_size(way.axis), lengths_of(parcels), "gather"
-    if lengths is not None and workers > 1:
-        message = message_of(payloads_of(parcels), lengths, workers)
-        name = fastest(message.lengths, message.capacity, way.link)
+    workers, known = axis_size(way.axis), [lengths(parcel.compressor, parcel.like) for parcel in parcels]
+    payloads = tuple(parcel.payload for parcel in parcels)
+    if workers == 1 or all(limit is None for limit in known):
+        return *gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels)), "gather"
+    message = message_of(payloads, tuple(known), workers)
+    name = fastest(message.lengths, message.capacity, way.link)
     if name == "gather":  # without a warning of padding: it was chosen for its time
-        return *gather.padded(parcels, way), name
+        return *gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels)), name
     return *gathered_by(GATHERING[name].gather, parcels, way), name
 
 

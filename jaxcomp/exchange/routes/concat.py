@@ -9,11 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.exchange.axes import Axis, axis_index, varying, varying_axes
 from jaxcomp.exchange.collectives import all_sum_words
 from jaxcomp.exchange.links import ADDS, Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import gathering_route
 from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words, pieces_of
-from jaxcomp.exchange.varying import Axis, axis_index, varying, varying_axes
 
 __all__ = ["CONCAT", "gather"]
 

@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from jaxcomp.exchange.lanes import gathered
+from jaxcomp.exchange.axes import axis_size
+from jaxcomp.exchange.collectives import gathered
 from jaxcomp.exchange.links import Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import Parcel, Way, buckets_of, gathering_route, lengths_of, payloads_of
+from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route, lengths_of, payloads_of
 from jaxcomp.exchange.routes.unequal import message_of
-from jaxcomp.exchange.varying import axis_size
 
-__all__ = ["GATHER", "gather", "padded"]
+__all__ = ["GATHER", "gather"]
 
 PADDED = 1.1  # longest message / mean message from which on gathering is worth a warning
 
@@ -24,12 +24,7 @@ def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]
     lengths = lengths_of(parcels)
     if lengths is not None:
         _warn_of_padding(payloads_of(parcels), lengths, axis_size(way.axis))
-    return padded(parcels, way)
-
-
-def padded(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
-    """The same without a warning of padding."""
-    return gathered(payloads_of(parcels), way.axis, way.replicas, buckets_of(parcels, way))
+    return gathered(payloads_of(parcels), way.axis, way.replicas, way.buckets_of(parcels))
 
 
 def _warn_of_padding(payloads: Any, lengths: Any, workers: int) -> None:

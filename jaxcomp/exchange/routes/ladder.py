@@ -23,10 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.exchange.collectives import all_max
-from jaxcomp.exchange.lanes import all_gather, gather_bytes
+from jaxcomp.exchange.axes import axis_size, on_equal_types
+from jaxcomp.exchange.collectives import all_gather, all_max, gather_bytes
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route, payloads_of
-from jaxcomp.exchange.varying import axis_size, on_equal_types
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import Coded, decode_message, encode_message, lane_bytes
 from jaxcomp.payloads.registry import unpack_message

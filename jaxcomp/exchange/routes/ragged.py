@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxcomp.exchange import collectives
+from jaxcomp.exchange.axes import Axis
 from jaxcomp.exchange.links import Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route
 from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words, pieces_of
-from jaxcomp.exchange.varying import Axis
 
 __all__ = ["RAGGED", "gather"]
 

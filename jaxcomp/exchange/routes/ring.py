@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.exchange.axes import Axis, axis_index, varying, varying_axes
 from jaxcomp.exchange.collectives import send
 from jaxcomp.exchange.links import Cost, Link, Phase, ring_plan
 from jaxcomp.exchange.routes.route import gathering_route
 from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words
-from jaxcomp.exchange.varying import Axis, axis_index, varying, varying_axes
 
 __all__ = ["RING", "gather"]
 

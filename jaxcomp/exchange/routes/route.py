@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from jaxcomp.base import Compressor, State, lengths
-from jaxcomp.exchange.lanes import all_gather
+from jaxcomp.exchange.axes import Axis, axis_size
+from jaxcomp.exchange.collectives import all_gather
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
-from jaxcomp.exchange.varying import Axis, axis_size
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import lane_bytes
 
@@ -24,7 +24,6 @@ __all__ = [
     "Route",
     "Way",
     "accepts_all",
-    "buckets_of",
     "gathered_by",
     "gathering_route",
     "lengths_of",
@@ -53,6 +52,12 @@ class Way(NamedTuple):
     buckets: bool = False
     exact: bool = False
     outer: tuple[str, ...] = ()
+
+    def buckets_of(self, parcels: "Sequence[Parcel]") -> list[int] | None:
+        """The bucket of each array of the payloads; None where all share their collectives."""
+        if not self.buckets:
+            return None
+        return [parcel.bucket for parcel in parcels for _ in jax.tree.leaves(parcel.payload)]
 
 
 class Parcel(NamedTuple):
@@ -153,12 +158,6 @@ def lengths_of(parcels: Sequence[Parcel]) -> tuple[Any, ...] | None:
     """How much of each payload is padding (`base.lengths`); None where all are equally long on all workers."""
     each = tuple(lengths(parcel.compressor, parcel.like) for parcel in parcels)
     return each if any(limit is not None for limit in each) else None
-
-
-def buckets_of(parcels: Sequence[Parcel], way: Way) -> list[int] | None:
-    """The bucket of each array of the payloads; None where all share their collectives."""
-    each = [parcel.bucket for parcel in parcels for _ in jax.tree.leaves(parcel.payload)]
-    return each if way.buckets else None
 
 
 def gathered_by(gather: Gather, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]:

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 
 from jaxcomp.base import Compressor, State
-from jaxcomp.exchange.collectives import whole_of
-from jaxcomp.exchange.lanes import all_to_all_bytes
+from jaxcomp.exchange.collectives import all_to_all_bytes, whole_of
 from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
 from jaxcomp.exchange.routes.two_shot import first_shot
 from jaxcomp.exchange.routes.two_shot import layout as chunks

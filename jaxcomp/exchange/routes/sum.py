@@ -13,12 +13,11 @@ from typing import Any
 
 from jaxcomp.arrays import wide
 from jaxcomp.base import State
-from jaxcomp.exchange.collectives import share_of
-from jaxcomp.exchange.lanes import summed
+from jaxcomp.exchange.collectives import share_of, summed
 from jaxcomp.exchange.links import ADDS, Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way, buckets_of, payloads_of
+from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
 
-__all__ = ["SUM"]
+__all__ = ["SUM", "sums"]
 
 
 def refuses(compressor, roles):
@@ -32,11 +31,16 @@ def refuses(compressor, roles):
 def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
     """The sums of the payloads, added on the way (see `Route.carry`)."""
     del key
+    totals, sent_bytes = sums(parcels, way)
+    return Carried(tuple(Arrived(total=total) for total in totals), "sum", sent_bytes, state)
+
+
+def sums(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
+    """The sum over the workers of the payload of each parcel, and the bytes that a device sends."""
     kind = wide(*(parcel.like.dtype for parcel in parcels))  # f64 messages are added in f64
-    share, buckets = share_of(way.axis, way.weights), buckets_of(parcels, way)
-    payloads = payloads_of(parcels)
-    totals, sent = summed(payloads, way.axis, way.weights, way.replicas, buckets, way.exact, kind, share)
-    return Carried(tuple(Arrived(total=total) for total in totals), "sum", sent, state)
+    share, payloads = share_of(way.axis, way.weights), tuple(parcel.payload for parcel in parcels)
+    buckets = way.buckets_of(parcels)
+    return summed(payloads, way.axis, way.weights, way.replicas, buckets, way.exact, kind, share)
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:

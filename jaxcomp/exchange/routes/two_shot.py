@@ -24,11 +24,10 @@ from jax import lax
 from jaxcomp.arrays import bounded, wide_like
 from jaxcomp.base import Compressor, State, accumulate, advance, residual
 from jaxcomp.compressors.rows import Rows
-from jaxcomp.exchange.collectives import share_of, whole_of
-from jaxcomp.exchange.lanes import all_gather, all_to_all, all_to_all_bytes, gather_bytes
+from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, on_equal_types, varying, varying_axes
+from jaxcomp.exchange.collectives import all_gather, all_to_all, all_to_all_bytes, gather_bytes, share_of, whole_of
 from jaxcomp.exchange.links import Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
-from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, on_equal_types, varying, varying_axes
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import cheap_bits, lane_bytes
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.exchange.lanes import gathered
+from jaxcomp.exchange.axes import Axis, axis_index, axis_size, proven_equal, varying, varying_axes
+from jaxcomp.exchange.collectives import gathered
 from jaxcomp.exchange.links import Cost, Link
 from jaxcomp.exchange.routes.route import Gather, Parcel, Way, lengths_of, payloads_of
-from jaxcomp.exchange.varying import Axis, axis_index, axis_size, proven_equal, varying, varying_axes
 from jaxcomp.payloads import from_words, limits, to_words
 
 __all__ = ["Message", "Part", "from_buffers", "gather_by", "message_of", "own_words", "pieces_of"]
