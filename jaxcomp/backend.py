@@ -8,7 +8,9 @@ Two kinds of vectors are not made before somebody reads them: `Pieces`, leaves t
 messages that are not added up. Here and in `backend_cpu` is all that knows how to make them.
 """
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -110,13 +112,28 @@ def step_in_place(tree: Tree, step: Any, change: Tree) -> Tree:
 
 
 def shared_program(function: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The same function, traced once for all equal shapes; on CPU compiled once for them, too."""
-    compiled = backend_cpu.shared_program(function)
+    """The same function, traced once for all equal shapes, as a call; a CPU compiles it once for them, too."""
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def body(structure: Any, fixed: tuple[Any, ...], *arrays: Array) -> Tree:
+        given = iter(arrays)
+        leaves = [next(given) if shape is None else shape for shape in fixed]
+        with _calls(inlined=True):
+            return function(*jax.tree.unflatten(structure, leaves))
 
     def call(*args: Any) -> Tree:
-        return compiled(*args) if _on_cpu(args) else function(*args)
+        leaves, structure = jax.tree.flatten(args)
+        if not any(isinstance(a, Tracer) for a in leaves):
+            return function(*args)
+        fixed = tuple(a if is_shapes(a) else None for a in leaves)
+        with _calls(inlined=False):
+            return body(structure, fixed, *(a for a, shape in zip(leaves, fixed, strict=True) if shape is None))
 
     return call
+
+
+def _calls(*, inlined: bool) -> contextlib.AbstractContextManager[Any]:
+    return backend_cpu.calls(inlined=inlined) if platform() == "cpu" else contextlib.nullcontext()
 
 
 def fast_if(condition: Array, fast: Callable[..., Tree], general: Callable[..., Tree], *operands: Any) -> Tree:

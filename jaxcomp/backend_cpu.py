@@ -5,6 +5,7 @@ may compute it again, within its own loop. It keeps a condition that it does not
 step, and a call that says that it is not to be inlined: of these the forms here are made.
 """
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ __all__ = [
     "FEW",
     "LONG",
     "added_once",
+    "calls",
     "computed_once",
     "concatenated",
     "cut_apart",
@@ -33,7 +35,6 @@ __all__ = [
     "of_several",
     "opaque_true",
     "piece_by_piece",
-    "shared_program",
     "side_by_side",
     "starts_of",
     "zeros_after",
@@ -115,23 +116,11 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
     return once(traced.consts, memory, x)
 
 
-def shared_program(function: Callable[..., Tree]) -> Callable[..., Tree]:
-    """A call that XLA for CPU leaves in the program, with the same kernels in each call, and fused with nothing."""
-
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def body(structure, fixed, *arrays):
-        arrays = iter(arrays)
-        leaves = [next(arrays) if shape is None else shape for shape in fixed]
-        with set_xla_metadata(inlineable="true"):  # not None, which vmap and grad would forget
-            return function(*jax.tree.unflatten(structure, leaves))
-
-    def call(*args):
-        leaves, structure = jax.tree.flatten(args)
-        fixed = tuple(a if is_shapes(a) else None for a in leaves)
-        with set_xla_metadata(inlineable="false"):
-            return body(structure, fixed, *(a for a, shape in zip(leaves, fixed, strict=True) if shape is None))
-
-    return call
+def calls(*, inlined: bool) -> contextlib.AbstractContextManager[Any]:
+    """Calls made inside: XLA for CPU leaves those that are not inlined in the program, with the same kernels in each,
+    and fuses them with nothing before or after. Either is said, since vmap and grad would forget None.
+    """
+    return set_xla_metadata(inlineable="true" if inlined else "false")
 
 
 def zeros_after(tree: Tree, like: Tree) -> Tree:
@@ -306,7 +295,8 @@ def made_apart(found: Any, sizes: Sequence[int]) -> list[Array]:
         entries, like = (found.indices.reshape(-1), found.values.reshape(-1)), lambda size: _like(size, found)
         made: list[Array] = [zero] * len(sizes)
         for i, number in zip(large, _unknown(large, found.values), strict=True):
-            made[i] = shared_program(_of_piece)(*entries, runs, edges, zero, number, like(sizes[i]))
+            with calls(inlined=False):
+                made[i] = _of_piece(*entries, runs, edges, zero, number, like(sizes[i]))
         if rest:
             shifts = np.asarray(starts)[rest] - starts_of(rest_sizes)
             pieces = jnp.asarray([rest, shifts], jnp.int32)
@@ -355,9 +345,11 @@ def _runs(indices: Array, edges: Array) -> _Runs:
     return _Runs(first, jnp.sum(ends - begins, 0), following.at[last].set(later, mode="drop"))
 
 
+@functools.partial(jax.jit, static_argnums=6)
 def _of_piece(indices, values, runs, edges, zero, number, like):
     """A piece, which begins at edges[number]. zero: f[], which XLA does not know."""
-    return _added_up(indices, values, runs, number, _at(edges, number), jnp.full(like.shape, zero))
+    with calls(inlined=True):
+        return _added_up(indices, values, runs, number, _at(edges, number), jnp.full(like.shape, zero))
 
 
 def _of_pieces(indices, values, runs, zero, pieces, like):

@@ -6,14 +6,11 @@ Under vmap, pmap and `check_vma=False` there are no such types: everything here 
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -25,7 +22,6 @@ __all__ = [
     "axis_names",
     "axis_size",
     "check_gradients",
-    "check_not_alone",
     "check_own",
     "is_bound",
     "is_missing",
@@ -269,86 +265,3 @@ def check_own(grads: Any, axis: Axis) -> None:
             "times the mean. Differentiate with respect to jc.per_worker(params, axis_name) instead; mark gradients "
             "that are meant to be equal the same way, jc.per_worker(grads, axis_name)."
         )
-
-
-# ------------------------------------------------------------------------------------------------
-# A decision that each worker takes alone must not stand around an exchange: the others would wait for ever. Types tell
-# only inside `shard_map` with its default check_vma=True; elsewhere it is visible in the calls that are being traced.
-
-
-def check_not_alone(name: str, axis: Axis) -> None:
-    """Refuses to exchange where a caller is known to run this on some workers only.
-
-    Args:
-        name: of the outer form, for the error. axis: of the workers.
-
-    Raises:
-        ValueError: within `optax.apply_if_finite`, or an `optax.MultiSteps` with should_skip_update_fn;
-            within wrappers that let what is each worker's own through beside the mean.
-    """
-    _check_wrapped(name, axis)
-    frame = sys._getframe(1)
-    while frame is not None:
-        wrapper = _decides_alone(frame)
-        if wrapper:
-            raise ValueError(
-                f"{name}: {wrapper} around an exchange lets each worker decide by its own gradient whether to take "
-                "part, so that one NaN blocks the others or leaves them with other states. Use jc.skip_nonfinite(tx, "
-                "axis_name), by which all workers skip a step together"
-            )
-        frame = frame.f_back
-
-
-def _check_wrapped(name: str, axis: Axis) -> None:
-    """Refuses wrappers of optax that let what is each worker's own through beside the mean.
-
-    Raises:
-        ValueError: within `optax.conditionally_transform`, whose other branch returns gradients as they are; or within
-            an `optax.masked` that leaves gradients out which are typed as differing over the axis.
-    """
-    frame, left_out = sys._getframe(1), None
-    while frame is not None:
-        where = frame.f_code.co_qualname if frame.f_globals.get("__name__", "").startswith("optax.") else ""
-        if where == "partition.<locals>.update_fn":  # multi_transform: others take what is left out here
-            return
-        if where == "conditionally_transform.<locals>.update_fn":
-            raise ValueError(
-                f"{name}: optax.conditionally_transform around an exchange returns each worker's own gradient where "
-                "the condition is not met, and the workers go apart. Put the condition behind the mean: "
-                "optax.chain(jc.compressed_mean(...), optax.conditionally_mask(optimizer, ...)); for an exchange every "
-                "so many steps take optax.MultiSteps or jc.local_updates"
-            )
-        if where == "masked.<locals>.update_fn":
-            left_out = (frame.f_locals.get("updates"), frame.f_locals.get("masked_updates"))
-        frame = frame.f_back
-    if left_out is not None:
-        _check_left_out(name, *left_out, axis)
-
-
-def _check_left_out(name: str, updates: Any, masked: Any, axis: Axis) -> None:
-    is_masked = lambda node: isinstance(node, optax.MaskedNode)
-    if updates is None or masked is None or not types_tell(axis) or axis_size(axis) == 1:
-        return
-    pairs = zip(jax.tree_util.tree_leaves_with_path(updates), jax.tree.leaves(masked, is_leaf=is_masked), strict=False)
-    left = {jax.tree_util.keystr(path): x for (path, x), node in pairs if is_masked(node)}
-    own = [path for path, x in left.items() if not known_equal(x, axis)]
-    if own:
-        raise ValueError(
-            f"{name}: optax.masked leaves {_some(own)} out, which would stay each worker's own. Give them a mean, too: "
-            'jc.by_path({"...": jc.direct(jc.identity()), ".*": ...}) in place of the mask, or optax.multi_transform'
-        )
-
-
-def _decides_alone(frame: FrameType) -> str | None:
-    """What in optax, if this is a call of it."""
-    code = frame.f_code
-    if code.co_name != "update" or not frame.f_globals.get("__name__", "").startswith("optax."):
-        return None
-    if code.co_qualname == "apply_if_finite.<locals>.update":
-        return "optax.apply_if_finite"
-    steps = frame.f_locals.get("self")
-    if isinstance(steps, optax.MultiSteps):
-        skips = getattr(steps, "_should_skip_update_fn", None)
-        if skips is not None and "MultiSteps.__init__" not in getattr(skips, "__qualname__", ""):
-            return "optax.MultiSteps(should_skip_update_fn=...)"
-    return None

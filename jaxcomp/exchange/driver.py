@@ -45,7 +45,6 @@ from jaxcomp.exchange.axes import (
     axis_index,
     axis_names,
     axis_size,
-    check_not_alone,
     is_bound,
     is_missing,
     known_equal,
@@ -157,8 +156,6 @@ class Exchange(NamedTuple):
                 f"{self.name}: no axis named {missing!r} is bound here; call it inside jax.shard_map, jax.pmap or "
                 "jax.vmap(axis_name=...)"
             )
-        if place.names:
-            check_not_alone(self.name, place.workers)
         workers = axis_size(place.workers)
         if self.shares is not None and len(self.shares) != workers:
             raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
@@ -313,8 +310,9 @@ class Message:
         self.mine = tuple(for_worker(c, state.shared, index, size) for c, state in pairs)
         parcels, local = [], []
         each = zip(pairs, request.keys, request.message, self.mine, request.groups, strict=True)
+        programs = {id(c): shared_program(c.compress) for c in request.compressors}
         for ((c, state), key, x, mine, group), repeated in zip(each, _repeated(request), strict=True):
-            compress = shared_program(c.compress) if repeated else c.compress
+            compress = programs[id(c)] if repeated else c.compress
             payload, after = compress(key, x, State(state.local, mine))
             # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and
             # conditionals branches of different types.
@@ -356,7 +354,9 @@ class Message:
         if any(arrived.payloads is None and arrived.total is None for arrived in self.arrived):
             raise ValueError("this route does not bring the payloads themselves to all workers; use via='gather'")
         parcels = [p._replace(compressor=c) for p, c in zip(self.parcels, compressors, strict=True)]
-        mean = tuple(_mean(*each, self.way) for each in zip(parcels, self.arrived, strict=True))
+        add = lambda parcel: functools.partial(accumulate, parcel.compressor)
+        each = zip(parcels, self.arrived, strict=True)
+        mean = tuple(_mean(parcel, arrived, self.way, add(parcel)) for parcel, arrived in each)
         return mean, self._decoded(parcels)
 
     def decoded(self) -> tuple[Any, ...]:
@@ -368,8 +368,12 @@ class Message:
         return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
 
     def _means(self, lazy: bool) -> tuple[Any, ...]:
-        each = zip(self.parcels, self.arrived, _repeated(self.request), strict=True)
-        return tuple(_mean(parcel, arrived, self.way, lazy, repeated) for parcel, arrived, repeated in each)
+        programs = {id(p.compressor): shared_program(functools.partial(accumulate, p.compressor)) for p in self.parcels}
+        found = []
+        for parcel, arrived, repeated in zip(self.parcels, self.arrived, _repeated(self.request), strict=True):
+            add = programs[id(parcel.compressor)] if repeated else functools.partial(accumulate, parcel.compressor)
+            found.append(_mean(parcel, arrived, self.way, add, lazy))
+        return tuple(found)
 
 
 def _repeated(request: Mean) -> list[bool]:
@@ -382,8 +386,11 @@ def _repeated(request: Mean) -> list[bool]:
     return [not c.spec.linear and kinds.count(kind) > 1 for c, kind in pairs]
 
 
-def _mean(parcel: Parcel, arrived: Arrived, way: Way, lazy: bool = False, repeated: bool = False) -> Any:
-    """The mean of one group from what a route brought, on every worker alike."""
+def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], lazy: bool = False) -> Any:
+    """The mean of one group from what a route brought, on every worker alike.
+
+    add: `accumulate` of the compressor. lazy: whether a long sum of sparse messages may be left unmade.
+    """
     compressor, like = parcel.compressor, wide_like(parcel.like)
     if arrived.mean is not None:
         return arrived.mean
@@ -391,11 +398,10 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, lazy: bool = False, repeat
         mine = lambda shared: for_worker(compressor, shared, 0, 1)
         decode = lambda total, shared: compressor.decompress(total, mine(shared), like)
         return whole_of(varying(on_equal_types(decode, arrived.total, parcel.shared), way.outer), way.axis, way.weights)
-    weights, add = way.weights, functools.partial(accumulate, compressor)
+    weights = way.weights
     if weights is None:
         workers = jax.tree.leaves(arrived.payloads)[0].shape[0]
         weights = jnp.full((workers,), share_of(way.axis), like.dtype)
-    add = shared_program(add) if repeated else add
 
     def total(payloads: Any, weights: Any, shared: Any) -> Any:
         if lazy and compressor.entries is not None:

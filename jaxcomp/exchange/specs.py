@@ -15,6 +15,7 @@ from jaxcomp.exchange.state import MeanState, OwnState, is_mean, is_own, means_i
 __all__ = [
     "Marks",
     "check_order",
+    "check_wrappers",
     "init_state",
     "lay_out",
     "names_of",
@@ -173,6 +174,7 @@ def _has_mean(node: Any) -> bool:
 
 
 def _check_has_mean(name: str, state: Any) -> None:
+    check_wrappers(state)
     if not _has_mean(state):
         raise ValueError(
             f"{name}: there is no compressed_mean in this state; chain one before the optimizer: "
@@ -305,6 +307,44 @@ def _shape_on(mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation, param
     for chain in _chains(state):
         check_order(chain)
     return state
+
+
+def check_wrappers(state: Any, divided: bool = False) -> None:
+    """Refuses wrappers of optax around a mean by which a worker decides alone, or that let its own gradient through.
+
+    divided: whether an `optax.multi_transform` is around, which gives other leaves to others.
+    """
+    if is_mean(state) or is_own(state) or not isinstance(state, tuple) or not _has_mean(state):
+        return
+    skips = isinstance(state, optax.MultiStepsState) and jax.tree.leaves(state.skip_state)
+    alone = "optax.MultiSteps(should_skip_update_fn=...)" if skips else "optax.apply_if_finite"
+    if skips or isinstance(state, optax.ApplyIfFiniteState):
+        raise ValueError(
+            f"compressed_mean: {alone} around an exchange lets each worker decide by its own gradient whether to take "
+            "part, so that one NaN blocks the others or leaves them with other states. Use jc.skip_nonfinite(tx, "
+            "axis_name), by which all workers skip a step together"
+        )
+    if isinstance(state, optax.transforms.ConditionallyTransformState):
+        raise ValueError(
+            "compressed_mean: optax.conditionally_transform around an exchange returns each worker's own gradient "
+            "where the condition is not met, and the workers go apart. Put the condition behind the mean: "
+            "optax.chain(jc.compressed_mean(...), optax.conditionally_mask(optimizer, ...)); for an exchange every "
+            "so many steps take optax.MultiSteps or jc.local_updates"
+        )
+    if isinstance(state, optax.MaskedState) and not divided:
+        tree = means_in(state)[0].about.groups.tree
+        masked = lambda node: isinstance(node, optax.MaskedNode)
+        pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=masked)
+        left = [jax.tree_util.keystr(path) for path, node in pairs if masked(node)]
+        if left:
+            raise ValueError(
+                f"compressed_mean: optax.masked leaves gradients{left[0]} out, which would stay each worker's own. "
+                'Give them a mean, too: jc.by_path({"...": jc.direct(jc.identity()), ".*": ...}) in place of the mask, '
+                "or optax.multi_transform"
+            )
+    inner = state.inner_states.values() if isinstance(state, optax.transforms.PartitionState) else state
+    for part in inner:
+        check_wrappers(part, divided or isinstance(state, optax.transforms.PartitionState))
 
 
 def check_order(chain: tuple) -> None:
