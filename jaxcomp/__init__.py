@@ -11,10 +11,11 @@ What is listed here is public. Everything else may change without notice. What i
 
     jc.methods       methods that keep their own iterate: rounds, descend, adiana, isega, marina; theory, prox
     jc.contrib       historical rivals: dgc, gaussian_k, redsync, hard_threshold, momentum_correction
-    jc.members       rounds on the host by members who come and go: a server, and memories on disk
     jc.collectives   drop-in pmean and psum_scatter with a format on the wire
     jc.replicas      are all workers still the same: fingerprints, check_replicas, skip_nonfinite
     jc.state         states on meshes and of other workers: state_axes, refresh, set_amounts, ...
+
+`jaxcomp.federated`, rounds on the host among members who come and go, is imported by name and is no part of `jc`.
 """
 
 import difflib
@@ -24,7 +25,6 @@ from jaxcomp import (
     allocate,
     collectives,
     contrib,
-    members,
     methods,
     payloads,
     prox,
@@ -155,7 +155,6 @@ __all__ = [
     "local_updates",
     "loco",
     "majority_vote",
-    "members",
     "methods",
     "narrow",
     "natural",
@@ -204,6 +203,8 @@ _GROUPS = (methods, contrib, collectives, replicas, state)
 
 def __getattr__(name: str) -> Any:
     """What is in a group is found without it, too: `jc.rounds` is `jc.methods.rounds`."""
+    if name in ("federated", "flower", "members"):
+        raise AttributeError(f"jaxcomp imports no {name}; import jaxcomp.federated: from jaxcomp import federated")
     for group in _GROUPS:
         if name in group.__all__:
             return getattr(group, name)

@@ -93,6 +93,26 @@ def test_imports_go_one_way(path):
         assert not [name for name in names if name.startswith(tuple(f"jaxcomp.{level}" for level in above))]
 
 
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_federated_imports_federated(path):
+    if path.parent.name != "federated":
+        names = imported(path)
+        assert not [name for name in names if name.startswith("jaxcomp.federated")]
+
+
+def test_the_front_door_names_federated_and_does_not_import_it():
+    code = (
+        "import sys, jaxcomp as jc\n"
+        "assert not [name for name in sys.modules if name.startswith('jaxcomp.federated')]\n"
+        "try: jc.members\n"
+        "except AttributeError as error: print(error)\n"
+        "from jaxcomp import federated\n"
+        "assert federated.flower.Rounds and jc.federated is federated"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "from jaxcomp import federated" in result.stdout, result.stderr
+
+
 NO_THEORY = ("by_path", "power_sgd", "refresh", "set_amounts", "warm_up")  # neither omega nor alpha
 COLLECTIVES = {"psum", "pmean", "pmax", "pmin", "all_gather", "all_to_all", "psum_scatter", "ppermute", "axis_index"}
 

@@ -1,4 +1,4 @@
-"""`jaxcomp.members` over Flower: a server strategy and a client mod whose messages are bytes of `jc.wire`, both ways.
+"""`jaxcomp.federated` over Flower: a server strategy and a client mod whose messages are bytes of `jc.wire`, both ways.
 
     server   @app.main()   Rounds(server, names).start(grid, rounds)           in place of a strategy
     client   ClientApp(mods=[members_mod(folder)])                             around any train function
@@ -18,7 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxcomp.members import Answer, Member, OutOfStep, Round, Server, Task, largest
+from jaxcomp.federated.member import Member, OutOfStep
+from jaxcomp.federated.messages import Answer, Task, largest
+from jaxcomp.federated.roster import Round
+from jaxcomp.federated.server import Server
 
 __all__ = ["RECORD", "Rounds", "members_mod"]
 
@@ -28,7 +31,7 @@ HEAD_BYTES = 2**16  # of a message, at most, besides the point: other fields of 
 
 
 class Rounds:
-    """A Flower strategy: the rounds of a `members.Server`, with whoever is connected.
+    """A Flower strategy: the rounds of a `Server`, with whoever is connected.
 
     Args:
         server: with the roster of those who may take part.

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcomp.members.roster import Entry
-from jaxcomp.members.server import Server
+from jaxcomp.federated.roster import Entry
+from jaxcomp.federated.server import Server
 from jaxcomp.smoothness.sources import BROKEN
 
 __all__ = ["load", "read", "save", "written"]
@@ -38,10 +38,10 @@ def save(file: Path | str, server: Server, **about: Any) -> None:
         ValueError: a round is open, or a member has another name.
     """
     if server._open:
-        raise ValueError(f"members: round {server.number} is open; close it, then save")
+        raise ValueError(f"federated: round {server.number} is open; close it, then save")
     for name in server._entries:
         if isinstance(name, bool) or not isinstance(name, str | int):
-            raise ValueError(f"members: names must be strings or integers to be saved; got {name!r}")
+            raise ValueError(f"federated: names must be strings or integers to be saved; got {name!r}")
     entries = [
         [name, {field: getattr(entry, field) for field in FIELDS}, list(entry.fates.items())]
         for name, entry in server._entries.items()
@@ -87,29 +87,33 @@ def load(file: Path | str, server: Server) -> dict[str, Any]:
     {'accuracy': [0.5]} 1
     """
     if server.number:
-        raise ValueError(f"members: load into a server that has not begun; this one is at round {server.number}")
+        raise ValueError(f"federated: load into a server that has not begun; this one is at round {server.number}")
     if not Path(file).is_file():
-        raise ValueError(f"members: no file {file}")
+        raise ValueError(f"federated: no file {file}")
     try:
         arrays = read(file)
         content = json.loads(str(arrays["header"]))
         version = content["version"]
     except BROKEN as error:
-        raise ValueError(f"members: {file} is not a file of members.save: {error}") from None
+        raise ValueError(f"federated: {file} is not a file of federated.save: {error}") from None
     if version != VERSION:
-        raise ValueError(f"members: {file} has format version {version}; this library reads {VERSION}")
+        raise ValueError(f"federated: {file} has format version {version}; this library reads {VERSION}")
     options = _options(server)
     for name, value in content["options"].items():
         if options.get(name) != value:
-            raise ValueError(f"members: {file} was saved with {name} {value!r}; this server has {options.get(name)!r}")
+            raise ValueError(
+                f"federated: {file} was saved with {name} {value!r}; this server has {options.get(name)!r}"
+            )
     for name, fields, _ in content["entries"]:
         here = server._entries.get(name)
         if here is not None and here.volume != fields["volume"]:
-            raise ValueError(f"members: the volume of {name!r} is {fields['volume']} in {file} and {here.volume} here")
+            raise ValueError(
+                f"federated: the volume of {name!r} is {fields['volume']} in {file} and {here.volume} here"
+            )
     try:
         _restore(server, content, arrays)
     except BROKEN as error:
-        raise ValueError(f"members: {file} is damaged: {error}") from None
+        raise ValueError(f"federated: {file} is damaged: {error}") from None
     for name in server.missing():
         server.lost(name)
     return content["about"]

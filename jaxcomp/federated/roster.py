@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcomp.members.messages import Answer
+from jaxcomp.federated.messages import Answer
 from jaxcomp.payloads import Sparse
 
 __all__ = ["Arrived", "Entry", "Round"]

@@ -21,30 +21,30 @@ def number_in(name: str, value: Any, low: float, high: float, *, low_counts: boo
     """
     number = math.nan if isinstance(value, bool | np.bool_) else number_of(value)
     if not (low < number <= high or (low_counts and number == low)):
-        raise ValueError(f"members: {name} must be in {'[' if low_counts else '('}{low}, {high}]; got {value!r}")
+        raise ValueError(f"federated: {name} must be in {'[' if low_counts else '('}{low}, {high}]; got {value!r}")
     return number
 
 
 def rule_of(rule: Any) -> Rule:
     """A rule of `allocate.ratios`: its name, or its exponent."""
-    exponent_of("members", rule, RULES)
+    exponent_of("federated", rule, RULES)
     return rule if isinstance(rule, str) else float(rule)
 
 
 def history_of(history: Any) -> int:
     """A number of updates to keep; ValueError unless it is an integer of at least 0."""
     if not is_integer(history, 0):
-        raise ValueError(f"members: history must be an integer of at least 0; got {history!r}")
+        raise ValueError(f"federated: history must be an integer of at least 0; got {history!r}")
     return int(history)
 
 
 def check_outer(outer: Any) -> None:
     """Raises ValueError unless it is an optax optimizer, or None."""
     if outer is not None and not isinstance(outer, optax.GradientTransformation):
-        raise ValueError(f"members: outer must be None or an optax.GradientTransformation; got {outer!r}")
+        raise ValueError(f"federated: outer must be None or an optax.GradientTransformation; got {outer!r}")
 
 
 def check_compress(compress: Callable[..., Any]) -> None:
     """Raises ValueError unless it is a function."""
     if not callable(compress):
-        raise ValueError(f"members: compress must be a function (vector, entries) -> Sparse; got {compress!r}")
+        raise ValueError(f"federated: compress must be a function (vector, entries) -> Sparse; got {compress!r}")

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 import jaxcomp as jc
-from jaxcomp.members import Answer, Member, Server, parted
-from jaxcomp.members import server as server_module
-from jaxcomp.members.messages import share_within
+from jaxcomp import federated
+from jaxcomp.federated import Answer, Member, Server, parted
+from jaxcomp.federated import server as server_module
+from jaxcomp.federated.messages import share_within
 from jaxcomp.payloads import Dense, Sparse
 
 D = 100
@@ -171,7 +172,7 @@ def test_what_members_send_is_never_too_long(entries):
     rng = np.random.default_rng(entries)
     for scale in (1.0, 10.0 ** rng.integers(-40, 38, 5000)):
         x = (rng.standard_normal(5000) * scale).astype(np.float32)
-        message = jc.members.largest(x, entries)
+        message = federated.largest(x, entries)
         for code in ("fixed", "elias", "best"):
             room = server_module.HEAD_BYTES + 8 * entries
             assert len(jc.wire.encode(message, code=code)) <= room or code == "elias"

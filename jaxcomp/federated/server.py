@@ -9,7 +9,7 @@ import optax
 
 from jaxcomp.allocate import counts, ratios
 from jaxcomp.allocate.workers import Rule
-from jaxcomp.members.messages import (
+from jaxcomp.federated.messages import (
     Answer,
     Refused,
     Task,
@@ -22,8 +22,8 @@ from jaxcomp.members.messages import (
     share_within,
     well_formed,
 )
-from jaxcomp.members.options import check_compress, check_outer, history_of, number_in, rule_of
-from jaxcomp.members.roster import Arrived, Entry, Round
+from jaxcomp.federated.options import check_compress, check_outer, history_of, number_in, rule_of
+from jaxcomp.federated.roster import Arrived, Entry, Round
 from jaxcomp.payloads import Dense, Sparse
 from jaxcomp.wire import encode
 
@@ -78,9 +78,9 @@ class Server:
     ):
         self.point = np.array(point, np.float32)
         if self.point.ndim != 1 or not np.all(np.isfinite(self.point)):
-            raise ValueError(f"members: point must be a finite vector; got shape {self.point.shape}")
+            raise ValueError(f"federated: point must be a finite vector; got shape {self.point.shape}")
         if late not in ("use", "drop"):
-            raise ValueError(f"members: late must be 'use' or 'drop'; got {late!r}")
+            raise ValueError(f"federated: late must be 'use' or 'drop'; got {late!r}")
         check_outer(outer)
         check_compress(compress)
         self.mean_ratio, self.down = number_in("mean_ratio", mean_ratio, 0, 1), number_in("down", down, 0, 1)
@@ -113,9 +113,11 @@ class Server:
             ValueError: it is on it already, or the volume is not a number of samples.
         """
         if member in self._entries:
-            raise ValueError(f"members: {member!r} is on the roster; its volume stays {self._entries[member].volume}")
+            raise ValueError(f"federated: {member!r} is on the roster; its volume stays {self._entries[member].volume}")
         if isinstance(volume, bool) or not isinstance(volume, (int, np.integer)) or not 1 <= volume < MOST_SAMPLES:
-            raise ValueError(f"members: volume of {member!r} must be an integer in [1, {MOST_SAMPLES}); got {volume!r}")
+            raise ValueError(
+                f"federated: volume of {member!r} must be an integer in [1, {MOST_SAMPLES}); got {volume!r}"
+            )
         self._entries[member] = Entry(int(volume))
         self.counts[member] = Counter()
 
@@ -128,7 +130,7 @@ class Server:
         (late="use"), are not asked. A round may be of nobody.
         """
         if self._open:
-            raise ValueError(f"members: round {self.number} is open; close it first")
+            raise ValueError(f"federated: round {self.number} is open; close it first")
         here = {member for member in here if member in self._entries}
         self.number, self._open = self.number + 1, True
         for member, entry in self._entries.items():
@@ -245,7 +247,7 @@ class Server:
     def close(self) -> Round:
         """Ends the round with what has arrived, and moves the point. In which order it has arrived changes nothing."""
         if not self._open:
-            raise ValueError("members: no round is open")
+            raise ValueError("federated: no round is open")
         self._open = False
         place = {member: number for number, member in enumerate(self._entries)}
         self._arrived.sort(key=lambda arrived: place[arrived.member])

@@ -5,7 +5,7 @@ import optax
 import pytest
 
 import jaxcomp as jc
-from jaxcomp.members import Answer, Member, Server, load, save
+from jaxcomp.federated import Answer, Member, Server, load, save
 
 D = 12
 
@@ -40,12 +40,12 @@ BAD = [
 
 @pytest.mark.parametrize(("options", "message"), BAD, ids=[message for _, message in BAD])
 def test_wrong_options_are_named_when_built(options, message):
-    with pytest.raises(ValueError, match="members: " + message):
+    with pytest.raises(ValueError, match="federated: " + message):
         made(**options)
 
 
 def test_a_member_names_a_compressor_that_is_no_function():
-    with pytest.raises(ValueError, match="members: compress must be a function"):
+    with pytest.raises(ValueError, match="federated: compress must be a function"):
         Member(compress=jc.top_k(0.1))  # pyright: ignore
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-import jaxcomp as jc
-from jaxcomp.members import Member, Server, load, save
+from jaxcomp.federated import Member, Server, load, save
 
 D = 40
 OPTIONS = {"outer": optax.sgd(0.7, momentum=0.9), "down": 0.3, "history": 4, "bound": 5.0}
@@ -127,8 +126,7 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path):
     data = file.read_bytes()
     for broken in (b"", b"no archive", data[: len(data) // 2], data[:-40]):
         file.write_bytes(broken)
-        with pytest.raises(ValueError, match=r"is not a file of members.save"):
+        with pytest.raises(ValueError, match=r"is not a file of federated.save"):
             load(file, made())
         with pytest.raises(ValueError, match="is not the file of a member"):
             Member(file)
-    assert jc.members.save is save

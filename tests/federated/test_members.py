@@ -9,8 +9,8 @@ import pytest
 from variants import variants
 
 import jaxcomp as jc
-from jaxcomp.members import Answer, Member, OutOfStep, Server, largest, parted
-from jaxcomp.members.messages import opened
+from jaxcomp.federated import Answer, Member, OutOfStep, Server, largest, parted
+from jaxcomp.federated.messages import opened
 from jaxcomp.payloads import Dense, Sparse
 
 D = 12

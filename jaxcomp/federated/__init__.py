@@ -8,7 +8,9 @@ Round t, with theta the point of the server and s what members know of it:
     4.  `Server.close`:  theta <- outer(theta, sum_i N_i clip(C_k(..)) / sum_i N_i) over those who arrived
                          s     <- s + C(theta - s), sent down as one message for all
 
-k follows the data volumes N_i of the members of the round (DAGC). `jaxcomp.flower` carries it over Flower.
+k follows the data volumes N_i of the members of the round (DAGC). `flower` carries it over Flower.
+
+The package is imported by name, `from jaxcomp import federated`; nothing else in jaxcomp imports it.
 
 **Nothing is lost.** A member forgets what it sent only once it is told that it was used: it keeps on disk what it would
 remember if its message is used, and what if it is not. What the server clips away comes back, split so that both parts
@@ -24,10 +26,24 @@ norm. Who says that it leaves may hand over a whole memory, once, after an answe
 it in any round.
 """
 
-from jaxcomp.members.checkpoint import load, save
-from jaxcomp.members.member import Member, OutOfStep
-from jaxcomp.members.messages import Answer, Refused, Task, largest, parted
-from jaxcomp.members.roster import Round
-from jaxcomp.members.server import Server
+from jaxcomp.federated import flower
+from jaxcomp.federated.checkpoint import load, save
+from jaxcomp.federated.member import Member, OutOfStep
+from jaxcomp.federated.messages import Answer, Refused, Task, largest, parted
+from jaxcomp.federated.roster import Round
+from jaxcomp.federated.server import Server
 
-__all__ = ["Answer", "Member", "OutOfStep", "Refused", "Round", "Server", "Task", "largest", "load", "parted", "save"]
+__all__ = [
+    "Answer",
+    "Member",
+    "OutOfStep",
+    "Refused",
+    "Round",
+    "Server",
+    "Task",
+    "flower",
+    "largest",
+    "load",
+    "parted",
+    "save",
+]

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcomp.members.checkpoint import read, written
-from jaxcomp.members.messages import Answer, Task, applied, digest_of, largest, opened, parted, whole_of
-from jaxcomp.members.options import check_compress
+from jaxcomp.federated.checkpoint import read, written
+from jaxcomp.federated.messages import Answer, Task, applied, digest_of, largest, opened, parted, whole_of
+from jaxcomp.federated.options import check_compress
 from jaxcomp.payloads import Dense
 from jaxcomp.smoothness.sources import BROKEN
 from jaxcomp.wire import encode
@@ -47,9 +47,9 @@ class Member:
     Raises:
         ValueError: the file is not of a member, or compress is no function.
 
-    >>> import jaxcomp as jc
-    >>> server = jc.members.Server(np.zeros(4, np.float32), {"a": 1}, 0.25)
-    >>> member = jc.members.Member()
+    >>> from jaxcomp import federated
+    >>> server = federated.Server(np.zeros(4, np.float32), {"a": 1}, 0.25)
+    >>> member = federated.Member()
     >>> for _ in range(2):
     ...     task = server.open({"a"})["a"]
     ...     point = member.take(task)
@@ -98,7 +98,7 @@ class Member:
         if self._pending is None and self._memory is None:
             self._memory = np.zeros(point.size, np.float32)
         if self.memory.size != point.size:
-            raise ValueError(f"members: the point has {point.size} entries and this memory {self.memory.size}")
+            raise ValueError(f"federated: the point has {point.size} entries and this memory {self.memory.size}")
         self.point, self.version = point, task.version
         return point.copy()
 
@@ -124,7 +124,7 @@ class Member:
 
     def _known(self, task: Task) -> Array:
         if self.point is None or self.version != task.version:
-            raise ValueError(f"members: call take(task) before answering round {task.round}")
+            raise ValueError(f"federated: call take(task) before answering round {task.round}")
         return self.point
 
     def _keep(self, task: Task, whole: Array, payload: Any, leaves: bool) -> Answer:
@@ -169,7 +169,7 @@ class Member:
                 answer = Answer(int(kept["round"]), kept["data"].tobytes(), share, leaves)
                 self._pending = _Pending(answer, kept["values"], kept["indices"], kept["rest"])
         except BROKEN as error:
-            raise ValueError(f"members: {file} is not the file of a member: {error}") from None
+            raise ValueError(f"federated: {file} is not the file of a member: {error}") from None
 
 
 def _joined(pending: _Pending, left: Array) -> Array:
