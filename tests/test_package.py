@@ -113,6 +113,23 @@ def test_the_front_door_names_federated_and_does_not_import_it():
     assert "from jaxcomp import federated" in result.stdout, result.stderr
 
 
+RIVALS_ASKED_FOR = ("dagc", "sidco", "skcompress")  # functions with an option that names one
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_rivals_are_imported_by_the_front_door_and_where_an_option_asks_for_one(path):
+    outside = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if "jaxcomp.contrib" in (getattr(node, "module", None) or "")
+    ]
+    if path.parent.name == "contrib" or not outside:
+        return
+    assert path.parent.name == "compressors"
+    assert path.stem in RIVALS_ASKED_FOR
+    assert all(node.col_offset > 0 for node in outside), "within a function"
+
+
 NO_THEORY = ("by_path", "power_sgd", "refresh", "set_amounts", "warm_up")  # neither omega nor alpha
 COLLECTIVES = {"psum", "pmean", "pmax", "pmin", "all_gather", "all_to_all", "psum_scatter", "ppermute", "axis_index"}
 
@@ -159,7 +176,9 @@ PUBLIC = sorted({*jc.__all__, *(name for group in GROUPS for name in group.__all
 def test_public_names_are_documented(name):
     thing = getattr(jc, name)
     assert inspect.getdoc(thing)
-    factory = getattr(thing, "__module__", "").startswith(("jaxcomp.compressors", "jaxcomp.algorithms"))
+    factory = getattr(thing, "__module__", "").startswith(
+        ("jaxcomp.compressors", "jaxcomp.algorithms", "jaxcomp.contrib")
+    )
     if factory and callable(thing) and name != "roundtrip":  # which takes one
         doc = inspect.getdoc(thing)
         assert ">>>" in doc, "one doctest"

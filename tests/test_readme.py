@@ -70,7 +70,9 @@ def test_every_name_in_the_readme_and_the_docs_exists():
 def test_every_public_factory_is_in_a_table():
     for name in {*jc.__all__, *jc.methods.__all__, *jc.contrib.__all__}:
         made = getattr(getattr(jc, name), "__module__", "")
-        if callable(getattr(jc, name)) and made.startswith(("jaxcomp.compressors", "jaxcomp.algorithms")):
+        if callable(getattr(jc, name)) and made.startswith(
+            ("jaxcomp.compressors", "jaxcomp.algorithms", "jaxcomp.contrib")
+        ):
             assert f"jc.{name}" in REFERENCE or f"jc.methods.{name}" in REFERENCE, name
 
 

@@ -21,8 +21,7 @@ from experiments.bench.timing import Fresh, machine, time_all
 from experiments.lib.cli import at_least, fraction
 from experiments.lib.run import Run, parser_of
 from jaxcomp.base import residual
-from jaxcomp.compressors.sidco import SAMPLE, STAGES
-from jaxcomp.compressors.sidco_counted import counted
+from jaxcomp.compressors.sidco import SAMPLE, STAGES, counted
 from jaxcomp.select import every, indices_of_words, marked_above, words_above
 
 __all__ = ["main", "slope_of"]

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxcomp.compressors import minmax_sketch
 from jaxcomp.compressors.minmax_sketch import Shape, list_of, places
-from jaxcomp.compressors.quantiles import Splits, bucket_of, midpoints, released_splits
+from jaxcomp.compressors.quantiles import Splits, bucket_of, of_product
 from jaxcomp.compressors.sketches import Coder, by_list, counts_of, level_of, ordered, packed, table_of
 from jaxcomp.payloads import Sketch
 
@@ -32,6 +32,29 @@ I32 = jnp.int32
 def released(q: int, r: int, shape: Shape) -> Coder:
     """At most q buckets in r groups, with sketches of the shape."""
     return Coder(partial(_encode, q=q, r=r, shape=shape), partial(_decode, r=r, shape=shape), True)
+
+
+def _splits(ordered: Array, n: Array, buckets: int) -> Splits:
+    """Splits of all values together: the values of rank min(floor(n i / q), n - 1), each once."""
+    k = ordered.shape[0]
+    ranks = jnp.minimum(of_product(n, lax.iota(I32, buckets - 1) + 1, buckets), n - 1)
+    splits = ordered[jnp.clip(ranks, 0, k - 1)]
+    place = jnp.cumsum(jnp.concatenate([jnp.zeros((1,), I32), (splits[1:] > splits[:-1]).astype(I32)]), dtype=I32)
+    edges = jnp.full_like(splits, jnp.inf).at[place].set(splits)
+    number = place[-1] + 2
+    last = ordered[jnp.clip(n - 1, 0, k - 1)]
+    zero = jnp.where(ordered[0] > 0, 0, jnp.where(last < 0, number - 1, jnp.sum(edges < 0, dtype=I32)))
+    return Splits(edges, zero, number)
+
+
+def _midpoints(ordered: Array, n: Array, splits: Splits) -> Array:
+    """(e_b + e_(b+1)) / 2 with e the splits between the least and the largest value: float[q], 0 beyond the last."""
+    last = ordered[jnp.clip(n - 1, 0, ordered.shape[0] - 1)][None]
+    ends = jnp.concatenate([ordered[:1], jnp.minimum(splits.edges, last), last])
+    # XLA would add before it halves, and the sum may overflow.
+    halves = lax.optimization_barrier(jnp.asarray(0.5, ends.dtype) * ends)
+    inside = lax.iota(I32, ends.shape[0] - 1) < jnp.where(n > 0, splits.number, 0)
+    return jnp.where(inside, halves[:-1] + halves[1:], jnp.zeros((), ends.dtype))
 
 
 def _edges(splits: Splits, r: int) -> Array:
@@ -62,7 +85,7 @@ def _frame(lists: Array, splits: Splits, r: int) -> tuple[Array, Array]:
 
 def _encode(keys: Array, values: Array, n: Array, seeds: Array, *, q: int, r: int, shape: Shape) -> Sketch:
     ascending = ordered(values, n)
-    splits = released_splits(ascending, n, q)
+    splits = _splits(ascending, n, q)
     bucket = bucket_of(values, splits)
     lists = jnp.searchsorted(_edges(splits, r), bucket, side="right").astype(I32)
     lists = jnp.where(lax.iota(I32, keys.shape[0]) < n, lists, r)
@@ -77,7 +100,7 @@ def _encode(keys: Array, values: Array, n: Array, seeds: Array, *, q: int, r: in
     widest = _widest(q, r)
     cells = packed(jnp.where(table == empty, widest, place), widest + 1, counts, shape)
     zero = jnp.where(n > 0, jnp.stack([splits.zero, splits.number]), 0)
-    return Sketch(midpoints(ascending, n, splits), counts, keys, cells, zero)
+    return Sketch(_midpoints(ascending, n, splits), counts, keys, cells, zero)
 
 
 def _decode(payload: Sketch, seeds: Array, *, r: int, shape: Shape) -> Array:

@@ -2,16 +2,11 @@
 
 import math
 
-import jax
-import jax.numpy as jnp
-
-from jaxcomp.base import Compressor, wide
+from jaxcomp.base import Compressor
 from jaxcomp.compressors.schedule import target_of
-from jaxcomp.compressors.threshold import Estimator, by_threshold, with_words
+from jaxcomp.compressors.threshold import by_threshold, fixed
 
 __all__ = ["hard_threshold"]
-
-Array = jax.Array
 
 
 def hard_threshold(threshold: float, *, room: float = 0.01) -> Compressor:
@@ -33,7 +28,7 @@ def hard_threshold(threshold: float, *, room: float = 0.01) -> Compressor:
 
     Reference: Dutta et al. 2020; Sahu et al. 2021, Rethinking gradient sparsification as total error minimization.
 
-    >>> import jaxcomp as jc
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> x = jnp.array([0.1, -3.0, 0.5, 2.0])
     >>> print(jc.roundtrip(jc.hard_threshold(0.4, room=1), x, key=jax.random.key(0))[0])
     [ 0.  -3.   0.5  2. ]
@@ -42,9 +37,5 @@ def hard_threshold(threshold: float, *, room: float = 0.01) -> Compressor:
         raise ValueError(f"hard_threshold: threshold must be at least 0 and finite; got {threshold}")
     if not 0 < room <= 1:
         raise ValueError(f"hard_threshold: room must be in (0, 1]; got {room}")
-
-    def estimate(key, x, k, ratio, memory):
-        return jnp.asarray(threshold, wide(x.dtype)), memory
-
     target = target_of("hard_threshold", float(room))
-    return by_threshold(f"hard_threshold({threshold})", target, Estimator(with_words(estimate)), capacity=1.0)
+    return by_threshold(f"hard_threshold({threshold})", target, fixed(threshold), capacity=1.0)

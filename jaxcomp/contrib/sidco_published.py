@@ -23,14 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.compressors.sidco import FIRST_RATIO, first_ratio
 from jaxcomp.compressors.tails import Sample, fitted
 from jaxcomp.compressors.threshold import Estimator, with_words
 from jaxcomp.select import count_above
 
-__all__ = ["FIRST_RATIO", "Stages", "adaptive", "first_ratio", "published"]
+__all__ = ["Stages", "adaptive", "published"]
 
 Array = jax.Array
-FIRST_RATIO = 0.25  # of the first stage
 WINDOW = 5  # rounds between two changes of the number of stages
 BAND = 0.2  # relative deviation from the target that changes it
 
@@ -63,15 +63,6 @@ def _threshold(x: Array, ratio: Array, stages: Array | int, law: str, exact: boo
         return eta
 
     return fitted(x, law, fit, lambda zero, present: zero + jnp.inf)
-
-
-def first_ratio(sample: Sample, ratio: Array, stages: Array | int) -> tuple[Array, Array, Array]:
-    """delta as a share of the entries that are not zero; whether one stage is enough; -ln(r_1)."""
-    dtype = sample.mean.dtype
-    size = jnp.asarray(sample.x.shape[0], dtype)
-    share = jnp.minimum(ratio.astype(dtype) * size / jnp.maximum(sample.present, 1).astype(dtype), 1)
-    one_stage = (share >= FIRST_RATIO) | (jnp.asarray(stages) == 1)
-    return share, one_stage, jnp.where(one_stage, -jnp.log(share), -math.log(FIRST_RATIO))
 
 
 # ------------------------------------------------------------------------------------------------

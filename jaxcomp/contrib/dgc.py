@@ -1,23 +1,21 @@
-"""Deep Gradient Compression: a threshold from a sample, and the warm-up of its ratio.
+"""Deep Gradient Compression: a threshold from a sample.
 
-Momentum correction, factor masking and local clipping are `algorithms.momentum_correction`.
+Momentum correction, factor masking and local clipping are `contrib.momentum_correction`, the warm-up of the ratio is
+`compressors.schedule.warm_up`.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.base import Compressor, finite, wide
-from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold
 from jaxcomp.select import descending, magnitude, marked_above
 
-__all__ = ["dgc", "warm_up"]
+__all__ = ["dgc"]
 
 Array = jax.Array
 TOO_MANY = 1.3  # times k: then the exact k largest are taken
@@ -102,31 +100,3 @@ def _lowered(x: Array, eta: Array, k: Array) -> tuple[Array, Array, Array]:
     start = (jnp.zeros((), jnp.int32), eta, *marked_above(x, eta))
     _, eta, words, count = lax.while_loop(few, lower, start)
     return eta, words, count
-
-
-def warm_up(ratios: Sequence[float], rounds: int) -> Callable[[Any], Array]:
-    """A ratio that falls step by step, as an optax schedule for any sparsifier that takes one.
-
-    ratio(t) = ratios[min(t // rounds, len(ratios) - 1)].
-
-    Args:
-        ratios: shares of entries, in (0, 1], falling; DGC takes 0.25, 0.0625, 0.015625, 0.004, 0.001.
-        rounds: how many rounds each is kept, at least 1; the last one is kept for good.
-
-    Raises:
-        ValueError: an argument is out of range.
-
-    >>> schedule = warm_up([0.25, 0.01], 100)
-    >>> print(schedule(99), schedule(100), schedule(10**6))
-    0.25 0.01 0.01
-    """
-    table = [float(ratio) for ratio in ratios]
-    if not table or not all(0 < ratio <= 1 for ratio in table) or sorted(table, reverse=True) != table:
-        raise ValueError(f"warm_up: ratios must be in (0, 1] and fall; got {ratios}")
-    if not is_whole(rounds):
-        raise ValueError(f"warm_up: rounds must be an integer of at least 1; got {rounds}")
-
-    def schedule(count):
-        return jnp.asarray(table, jnp.float32)[jnp.minimum(count // rounds, len(table) - 1)]
-
-    return schedule
