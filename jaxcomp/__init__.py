@@ -79,15 +79,15 @@ from jaxcomp.compressors import (
 )
 from jaxcomp.exchange.info import Info, info
 from jaxcomp.exchange.links import Link
-from jaxcomp.exchange.redistribute import redistribute
-from jaxcomp.exchange.replicas import check_replicas
-from jaxcomp.exchange.specs import init_state, per_worker, state_specs
 from jaxcomp.layout import Layout
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes
 from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.planning import plan
 from jaxcomp.plan.recommend import recommend
+from jaxcomp.replicas import check_replicas
+from jaxcomp.state.specs import init_state, per_worker, state_specs
+from jaxcomp.state.workers import redistribute
 from jaxcomp.transforms import (
     DynamicScale,
     compressed_mean,

@@ -1,9 +1,8 @@
 """Methods that keep their own iterate, what runs them, and `lift`, with which one writes an algorithm.
 
-Step sizes and proximal operators for them stand in `theory` and `prox`.
+Step sizes and proximal operators for them stand in `jc.theory` and `jc.prox`.
 """
 
-from jaxcomp import prox, theory
 from jaxcomp.algorithms import adiana, bidirectional, descend, ef_bv, isega, marina
 from jaxcomp.compressors.vector import lift
 from jaxcomp.transforms.rounds import Rounds, rounds
@@ -17,7 +16,5 @@ __all__ = [
     "isega",
     "lift",
     "marina",
-    "prox",
     "rounds",
-    "theory",
 ]

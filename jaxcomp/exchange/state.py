@@ -1,7 +1,6 @@
 """The state of an optimizer on a mesh: which arrays differ between which workers, wherever optax put them."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from jax.core import Tracer
 
 from jaxcomp.exchange.placement import Placement
 from jaxcomp.exchange.varying import is_bound
-from jaxcomp.layout import Plan, join
+from jaxcomp.layout import Plan
 
 __all__ = [
     "About",
@@ -19,7 +18,6 @@ __all__ = [
     "MeanShared",
     "MeanState",
     "OwnState",
-    "by_leaf",
     "check_rows",
     "frozen",
     "is_mean",
@@ -116,21 +114,6 @@ def is_own(node: Any) -> bool:
 def means_in(state: Any) -> list[MeanState]:
     """All of them, wherever optax put them."""
     return [node for node in jax.tree.leaves(state, is_leaf=is_mean) if is_mean(node)]
-
-
-def by_leaf(mean: MeanState, vectors: Any) -> Any:
-    """Vectors of a state (memories, shifts, iterates) as a tree like the parameters, behind their leading axes.
-
-    >>> import jax.numpy as jnp, jaxcomp as jc
-    >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), None)
-    >>> state = tx.init({"w": jnp.zeros((2, 3))})
-    >>> jc.state.by_leaf(state, state.local.algorithm.memory)["w"].shape
-    (1, 2, 3)
-    """
-    plan = mean.about.plan
-    lead = jax.tree.map(lambda x, like: x.ndim - len(like.shape), vectors, plan.like)
-    axes = max(jax.tree.leaves(lead), default=0)
-    return functools.reduce(lambda f, _: jax.vmap(f), range(axes), functools.partial(join, plan))(vectors)
 
 
 def check_rows(name: str, state: MeanState) -> None:

@@ -9,8 +9,8 @@ import optax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jaxcomp.exchange.specs import check_order
 from jaxcomp.exchange.varying import is_bound
+from jaxcomp.state.specs import check_order
 from jaxcomp.transforms.meshes import on_mesh
 from jaxcomp.transforms.stages import exchange_on_mesh, init_on_mesh
 

@@ -17,9 +17,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.exchange.bind import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.specs import names_of, per_worker
 from jaxcomp.exchange.state import means_in
 from jaxcomp.exchange.varying import Axis, axis_names, is_bound
+from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.compressed_mean import compressed_mean, levels_of
 from jaxcomp.transforms.loss_scale import DynamicScale, LossScale, after_step, check_scale, fresh_scale, select
 from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut

@@ -13,10 +13,10 @@ from variants import variants
 from worlds import AXIS, mesh_of
 
 from jaxcomp.base import State
+from jaxcomp.collectives import pmean, psum_scatter
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.vector import lift
-from jaxcomp.exchange.reduce import pmean, psum_scatter
 from jaxcomp.ledger import ledger
 
 N = 4

@@ -1,4 +1,4 @@
-"""Another number of workers along one axis: memories keep their exact sum. See also test_redistribute_meshes.py."""
+"""Another number of workers along one axis: memories keep their exact sum. See also test_workers_on_meshes.py."""
 
 import dataclasses
 import re

@@ -16,9 +16,10 @@ from variants import variants
 from worlds import AXIS, PARAMS, fsum, gradients, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.exchange import rearrange, redistribute
+from jaxcomp.exchange import rearrange
 from jaxcomp.exchange.state import is_mean, means_in
 from jaxcomp.layout import join, split
+from jaxcomp.state import workers as other_workers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -345,7 +346,7 @@ def test_only_the_old_state_is_read(seed, monkeypatch):
         started.append(like)
         return placed(value, like)
 
-    for module in (rearrange, redistribute):
+    for module in (rearrange, other_workers):
         monkeypatch.setattr(module, "on_host", reads)
         monkeypatch.setattr(module, "placed", places)
     old = jax.tree.map(np.asarray, old)
