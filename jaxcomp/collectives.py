@@ -71,7 +71,7 @@ def pmean(x: Any, axis_name: Axis, *, wire: Any = None, accumulate: str = "f32",
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
-    >>> print(jax.vmap(lambda x: jc.pmean(x, "data", wire="bfloat16"), axis_name="data", out_axes=None)(x))
+    >>> print(jax.vmap(lambda x: jc.collectives.pmean(x, "data", wire="bfloat16"), axis_name="data", out_axes=None)(x))
     [2. 3.]
     """
     leaves, structure = jax.tree.flatten(x)
@@ -115,7 +115,7 @@ def psum_scatter(
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
-    >>> print(jax.vmap(lambda x: jc.psum_scatter(x, "data", wire="bfloat16"), axis_name="data")(x))
+    >>> print(jax.vmap(lambda x: jc.collectives.psum_scatter(x, "data", wire="bfloat16"), axis_name="data")(x))
     [4. 6.]
     """
     plan, words = _planned("psum_scatter", x, axis_name, wire, accumulate, key)

@@ -130,7 +130,7 @@ def fingerprints(tree: Any, axis_name: Any, specs: Any = None) -> Array:
         ValueError: unbound axis; specs of another tree, or by which everything differs.
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
-    >>> compare = lambda w: jc.fingerprints(w, "data")
+    >>> compare = lambda w: jc.replicas.fingerprints(w, "data")
     >>> marks = jax.vmap(compare, axis_name="data", out_axes=None)(jnp.array([1.0, 1.0, 2.0]))
     >>> print(marks[0] == marks[1], marks[0] == marks[2])
     True False
@@ -230,7 +230,7 @@ def skip_nonfinite(tx: optax.GradientTransformation, axis_name: Any) -> optax.Gr
 
     >>> import jax, jax.numpy as jnp, optax, jaxcomp as jc
     >>> tx = optax.chain(jc.compressed_mean(jc.direct(jc.identity()), "data"), optax.sgd(1.0))
-    >>> tx = jc.skip_nonfinite(tx, "data")
+    >>> tx = jc.replicas.skip_nonfinite(tx, "data")
     >>> def step(grads):
     ...     updates, state = tx.update(grads, tx.init(grads))
     ...     return updates, state.skipped

@@ -174,12 +174,22 @@ def test_modules_are_documented_and_short(path):
 
 
 GROUPS = (jc.methods, jc.contrib, jc.collectives, jc.replicas, jc.state)
-PUBLIC = sorted({*jc.__all__, *(name for group in GROUPS for name in group.__all__)})
+PUBLIC = {name: getattr(module, name) for module in (*GROUPS, jc) for name in module.__all__}
+
+
+def test_each_public_name_has_one_path():
+    lists = [module.__all__ for module in (jc, *GROUPS)]
+    assert len(PUBLIC) == sum(map(len, lists))
+    for group in GROUPS:
+        for name in group.__all__:
+            place = f"jc{group.__name__.removeprefix('jaxcomp')}.{name}"
+            with pytest.raises(AttributeError, match=f"did you mean {re.escape(place)}\\?"):
+                getattr(jc, name)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_documented(name):
-    thing = getattr(jc, name)
+    thing = PUBLIC[name]
     assert inspect.getdoc(thing)
     factory = getattr(thing, "__module__", "").startswith(
         ("jaxcomp.compressors", "jaxcomp.algorithms", "jaxcomp.contrib")

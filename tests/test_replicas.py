@@ -38,7 +38,7 @@ def with_vectors(mean, side, field, change):
 
 
 def marks_of(tx, params, state, specs):
-    run = lambda p, s: jc.fingerprints((p, s), AXIS)
+    run = lambda p, s: jc.replicas.fingerprints((p, s), AXIS)
     return jax.jit(jax.shard_map(run, mesh=mesh_of(N), in_specs=(P(), specs), out_specs=P()))(params, state)
 
 
@@ -70,16 +70,18 @@ def test_one_corrupt_worker_is_named(where, seed):
     if where == "memory":
         jc.check_replicas(marks)
         return
-    with pytest.raises(jc.ReplicaDrift, match="step 12: parameters or shared state of worker 2 differ") as caught:
+    with pytest.raises(
+        jc.replicas.ReplicaDrift, match="step 12: parameters or shared state of worker 2 differ"
+    ) as caught:
         jc.check_replicas(marks, step=12)
     assert caught.value.workers == (2,)
 
 
 def test_without_a_majority_all_are_named():
-    with pytest.raises(jc.ReplicaDrift, match=r"between workers 0 \| 1, and no group is a majority") as caught:
+    with pytest.raises(jc.replicas.ReplicaDrift, match=r"between workers 0 \| 1, and no group is a majority") as caught:
         jc.check_replicas([1, 2])
     assert caught.value.workers == (0, 1)
-    with pytest.raises(jc.ReplicaDrift, match="workers 0, 3 differ from the other 3's"):
+    with pytest.raises(jc.replicas.ReplicaDrift, match="workers 0, 3 differ from the other 3's"):
         jc.check_replicas([5, 7, 7, 8, 7])
     jc.check_replicas([])
     jc.check_replicas([3])
@@ -91,16 +93,20 @@ def test_without_a_majority_all_are_named():
 )
 def test_every_dtype_and_every_place_counts(dtype):
     x = (jnp.arange(6.0) > 2).astype(dtype)
-    marks = {int(jc.fingerprint(tree)) for tree in (x, x[::-1], jnp.roll(x, 1), x[:5], [x, x], {"a": x[:0], "b": x})}
+    marks = {
+        int(jc.replicas.fingerprint(tree)) for tree in (x, x[::-1], jnp.roll(x, 1), x[:5], [x, x], {"a": x[:0], "b": x})
+    }
     assert len(marks) == 6
 
 
 def test_keys_scalars_and_trees_without_arrays():
     key = jax.random.key(3)
-    assert int(jc.fingerprint({"key": key, "n": 3})) != int(jc.fingerprint({"key": jax.random.key(4), "n": 3}))
-    assert int(jc.fingerprint(())) == 0
+    assert int(jc.replicas.fingerprint({"key": key, "n": 3})) != int(
+        jc.replicas.fingerprint({"key": jax.random.key(4), "n": 3})
+    )
+    assert int(jc.replicas.fingerprint(())) == 0
     with pytest.raises(ValueError, match="no axis named 'data' is bound"):
-        jc.fingerprints(jnp.ones(3), AXIS)
+        jc.replicas.fingerprints(jnp.ones(3), AXIS)
 
 
 @pytest.mark.slow
@@ -115,15 +121,15 @@ def test_what_differs_between_groups_or_shards_is_no_drift():
     state = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(specs, both), out_specs=specs))(state, grads)
     shift = np.asarray(jc.state.by_leaf(state[0], state[0].shared.algorithm.shift)["w"])
     assert np.any(shift[0] != shift[1])  # the mean shift of each group
-    marks = jax.shard_map(lambda s: jc.fingerprints(s, levels), mesh=mesh, in_specs=(specs,), out_specs=P())
+    marks = jax.shard_map(lambda s: jc.replicas.fingerprints(s, levels), mesh=mesh, in_specs=(specs,), out_specs=P())
     jc.check_replicas(jax.jit(marks)(state))
     shards = jnp.arange(8.0)
     of_shards = jax.shard_map(
-        lambda x: jc.fingerprints(x, "dcn")[None], mesh=mesh, in_specs=P("ici"), out_specs=P("ici")
+        lambda x: jc.replicas.fingerprints(x, "dcn")[None], mesh=mesh, in_specs=P("ici"), out_specs=P("ici")
     )(shards)
     assert of_shards.shape == (2, 2)
     jc.check_replicas(of_shards)
-    with pytest.raises(jc.ReplicaDrift):
+    with pytest.raises(jc.replicas.ReplicaDrift):
         jc.check_replicas(np.asarray(of_shards).T)
 
 
@@ -149,7 +155,9 @@ def test_copies_along_inner_axes_are_compared(where):
     tx = jc.compressed_mean(axis_name=LEVELS)
     params = jax.device_put(PARAMS, NamedSharding(mesh, P()))
     state, specs = jc.init_state(tx, params, mesh, LEVELS)
-    run = jax.shard_map(lambda p, s: jc.fingerprints((p, s), LEVELS), mesh=mesh, in_specs=(P(), specs), out_specs=P())
+    run = jax.shard_map(
+        lambda p, s: jc.replicas.fingerprints((p, s), LEVELS), mesh=mesh, in_specs=(P(), specs), out_specs=P()
+    )
     run = jax.jit(run)
     jc.check_replicas(run(params, state))
     first, second = state
@@ -166,7 +174,7 @@ def test_copies_along_inner_axes_are_compared(where):
     if where == "memory within":  # each worker's own
         jc.check_replicas(marks)
         return
-    with pytest.raises(jc.ReplicaDrift, match="of worker 2 differ from the other 2's"):
+    with pytest.raises(jc.replicas.ReplicaDrift, match="of worker 2 differ from the other 2's"):
         jc.check_replicas(marks)
 
 
@@ -177,22 +185,22 @@ def test_a_set_without_majority_is_named_whole(spoil, odd):
     specs = {"b": P(), "w": P("model")}
     params = {"b": jnp.zeros(5), "w": jnp.arange(40.0)}
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
-    run = lambda p: jc.fingerprints(p, ("model", "data"), specs)
+    run = lambda p: jc.replicas.fingerprints(p, ("model", "data"), specs)
     run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(specs,), out_specs=P()))
     jc.check_replicas(run(params))
     marks = run(params | {"w": with_copies(params["w"], spoil)})
     if odd is None:
         jc.check_replicas(marks)
         return
-    with pytest.raises(jc.ReplicaDrift) as caught:
+    with pytest.raises(jc.replicas.ReplicaDrift) as caught:
         jc.check_replicas(marks)
     assert set(odd) <= set(caught.value.workers)
-    with pytest.raises(jc.ReplicaDrift, match="worker 1 differ from the other 3's"):
+    with pytest.raises(jc.replicas.ReplicaDrift, match="worker 1 differ from the other 3's"):
         jc.check_replicas(run(params | {"b": with_copies(params["b"], {1})}))
 
 
 def test_specs_are_checked():
-    run = lambda specs: jax.jit(jax.vmap(lambda p: jc.fingerprints(p, AXIS, specs), axis_name=AXIS))(
+    run = lambda specs: jax.jit(jax.vmap(lambda p: jc.replicas.fingerprints(p, AXIS, specs), axis_name=AXIS))(
         {"w": jnp.zeros((2, 3))}
     )
     with pytest.raises(ValueError, match="specs must be those of the tree"):
@@ -203,7 +211,7 @@ def test_specs_are_checked():
 
 def test_an_axis_that_gradients_differ_over_is_asked_for():
     mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(AxisType.Auto,) * 2)
-    tx = jc.skip_nonfinite(jc.compressed_mean(jc.direct(jc.identity()), AXIS, sharded="model"), AXIS)
+    tx = jc.replicas.skip_nonfinite(jc.compressed_mean(jc.direct(jc.identity()), AXIS, sharded="model"), AXIS)
     state, specs = jc.init_state(tx, jnp.zeros(8), mesh, AXIS, P("model"))
     step = jax.shard_map(
         lambda s, g: tx.update(g[0], s), mesh=mesh, in_specs=(specs, P(AXIS, "model")), out_specs=(P("model"), specs)
@@ -213,7 +221,9 @@ def test_an_axis_that_gradients_differ_over_is_asked_for():
 
 
 def test_the_group_is_named():
-    with pytest.raises(jc.ReplicaDrift, match="step 3: group 1: parameters or shared state of worker 0 differ"):
+    with pytest.raises(
+        jc.replicas.ReplicaDrift, match="step 3: group 1: parameters or shared state of worker 0 differ"
+    ):
         jc.check_replicas([[7, 7, 7], [8, 9, 9]], step=3)
 
 
@@ -225,7 +235,7 @@ def test_the_group_is_named():
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_gradient_on_one_worker_skips_the_step_everywhere(bad, seed):
     tx = optax.chain(jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), AXIS), optax.adam(1e-2))
-    guarded = jc.skip_nonfinite(tx, AXIS)
+    guarded = jc.replicas.skip_nonfinite(tx, AXIS)
     grads = gradients(seed)
     spoiled = jax.tree.map(lambda g: jnp.concatenate([g[:1], g[:1], g[1:]]), grads)
     spoiled["w"] = spoiled["w"].at[1, 2, 3, 4].set(bad)
@@ -248,4 +258,4 @@ def test_under_shard_map_it_costs_one_word():
         return jc.ledger(step, state, jax.tree.map(lambda p: jnp.zeros((N, *p.shape)), PARAMS)).total_bytes
 
     tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.05)), AXIS)
-    assert total(jc.skip_nonfinite(tx, AXIS)) - total(tx) == 2 * (N - 1) / N * 4
+    assert total(jc.replicas.skip_nonfinite(tx, AXIS)) - total(tx) == 2 * (N - 1) / N * 4

@@ -3,7 +3,7 @@
 `ratios`, `thresholds` and `counts` split one budget over workers by their data volume (DAGC and its
 sound relatives), once, before training. `by_layer`, `by_regime` and `by_bandwidth` split along the
 other axes while training runs. All of them make numbers that the compressed step takes as
-arguments (`jc.dagc`, `jc.set_amounts`), so nothing recompiles when they change.
+arguments (`jc.dagc`, `jc.state.set_amounts`), so nothing recompiles when they change.
 """
 
 from jaxcomp.allocate.adaptive import by_bandwidth, by_layer, by_regime, layer_errors

@@ -1,6 +1,6 @@
 """Budgets along the other axes: layers (L-GreCo), time (Accordion), bandwidth (Kimad).
 
-Each returns ratios that a compressed step takes as arguments: `jc.set_amounts(state, ratios)`.
+Each returns ratios that a compressed step takes as arguments: `jc.state.set_amounts(state, ratios)`.
 """
 
 import math

@@ -50,7 +50,7 @@ def dgc(ratio: Ratio, *, sample_ratio: float = 0.01, peak: float | None = None) 
 
     >>> import jaxcomp as jc
     >>> x = jnp.array([0.1, -3.0, 0.5, 2.0])
-    >>> print(jc.roundtrip(jc.dgc(0.5), x, key=jax.random.key(0))[0])
+    >>> print(jc.roundtrip(jc.contrib.dgc(0.5), x, key=jax.random.key(0))[0])
     [ 0. -3.  0.  2.]
     """
     target = target_of("dgc", ratio, peak)

@@ -40,7 +40,7 @@ def gaussian_k(ratio: Ratio, *, peak: float | None = None, capacity: float = 1.5
 
     >>> import jaxcomp as jc
     >>> x = jnp.array([0.1, -3.0, 0.5, 0.2])
-    >>> print(jc.roundtrip(jc.gaussian_k(0.25), x, key=jax.random.key(0))[0])
+    >>> print(jc.roundtrip(jc.contrib.gaussian_k(0.25), x, key=jax.random.key(0))[0])
     [ 0. -3.  0.  0.]
     """
     target = target_of("gaussian_k", ratio, peak)

@@ -30,7 +30,7 @@ def hard_threshold(threshold: float, *, room: float = 0.01) -> Compressor:
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> x = jnp.array([0.1, -3.0, 0.5, 2.0])
-    >>> print(jc.roundtrip(jc.hard_threshold(0.4, room=1), x, key=jax.random.key(0))[0])
+    >>> print(jc.roundtrip(jc.contrib.hard_threshold(0.4, room=1), x, key=jax.random.key(0))[0])
     [ 0.  -3.   0.5  2. ]
     """
     if not 0 <= threshold < math.inf:

@@ -69,7 +69,8 @@ def momentum_correction(
     Reference: Lin, Han, Mao, Wang, Dally 2018 (DGC), sections 3.2 and 3.3, algorithm 4.
 
     >>> import jaxcomp as jc
-    >>> algorithm = jc.momentum_correction(jc.dgc(jc.warm_up([0.25, 0.05, 0.001], 500)), clip_norm=1.0, workers=4)
+    >>> sparsifier = jc.contrib.dgc(jc.warm_up([0.25, 0.05, 0.001], 500))
+    >>> algorithm = jc.contrib.momentum_correction(sparsifier, clip_norm=1.0, workers=4)
     """
     check_contracts("momentum_correction", compressor)
     if not is_number(momentum) or not 0 <= momentum < 1:

@@ -56,7 +56,7 @@ def redsync(
 
     >>> import jaxcomp as jc
     >>> x = jnp.array([0.1, -3.0, 0.5, 0.2])
-    >>> print(jc.roundtrip(jc.redsync(0.25), x, key=jax.random.key(0))[0])
+    >>> print(jc.roundtrip(jc.contrib.redsync(0.25), x, key=jax.random.key(0))[0])
     [ 0. -3.  0.  0.]
     """
     if method not in ("search", "trimmed"):

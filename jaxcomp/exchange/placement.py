@@ -132,8 +132,8 @@ def check_not_alone(name: str, axis: Axis) -> None:
         if wrapper:
             raise ValueError(
                 f"{name}: {wrapper} around an exchange lets each worker decide by its own gradient whether to take "
-                "part, so that one NaN blocks the others or leaves them with other states. Use jc.skip_nonfinite(tx, "
-                "axis_name), by which all workers skip a step together"
+                "part, so that one NaN blocks the others or leaves them with other states. Use "
+                "jc.replicas.skip_nonfinite(tx, axis_name), by which all workers skip a step together"
             )
         frame = frame.f_back
 

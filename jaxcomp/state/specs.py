@@ -211,12 +211,12 @@ def state_axes(state: Any) -> Any:
 
 
 def init_state(
-    tx: optax.GradientTransformation, params: Any, mesh: Mesh | AbstractMesh | int, axis_name: Any, specs: Any = None
+    tx: Any, params: Any, mesh: Mesh | AbstractMesh | int, axis_name: Any, specs: Any = None
 ) -> tuple[Any, Any]:
     """Makes an optimizer state that lies where it belongs, each worker's part on its own device.
 
     Args:
-        tx: optimizer with `compressed_mean` in it.
+        tx: optimizer with `compressed_mean` in it, or `jc.methods.rounds(...)`.
         params: parameters, equal on all workers, or whole ones that `specs` cuts, wherever they lie.
         mesh: the mesh that `shard_map` will run on; or the number of workers of a `vmap` or `pmap`; or an
             `AbstractMesh`, for shapes and dtypes alone, say of a state that other workers saved.
@@ -294,7 +294,7 @@ def _check_kinds(tx: Any, params: Any, mesh: Any, axis_name: Any) -> None:
             )
 
 
-def _shape_on(mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation, params: Any) -> Any:
+def _shape_on(mesh: Mesh | AbstractMesh, tx: Any, params: Any) -> Any:
     """Shapes of the state for the workers of a mesh: routes may lay out what is sent by their number."""
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
@@ -321,9 +321,7 @@ def check_order(chain: tuple) -> None:
             )
 
 
-def state_specs_on(
-    mesh: Mesh | AbstractMesh, tx: optax.GradientTransformation, like: Any, axis_name: Any, specs: Any = None
-) -> Any:
+def state_specs_on(mesh: Mesh | AbstractMesh, tx: Any, like: Any, axis_name: Any, specs: Any = None) -> Any:
     """PartitionSpecs of the state that tx will have on a mesh, for parameters with shards of these shapes."""
     return state_specs(_shape_on(mesh, tx, like), axis_name, params=like, specs=specs)
 

@@ -145,11 +145,11 @@ EVERY = {
     **{f"{kind}-{adapt}": jc.sidco(0.01, adapt=adapt, **KINDS[kind]) for kind in KINDS for adapt in ("count", None)},
     "E-paper": jc.sidco(0.01, adapt="paper"),
     "P-climb": jc.sidco(0.01, law="pareto", adapt="climb"),
-    "dgc": jc.dgc(0.01),
-    "redsync": jc.redsync(0.01),
-    "redsync-trimmed": jc.redsync(0.01, method="trimmed"),
-    "gaussian_k": jc.gaussian_k(0.01),
-    "hard_threshold": jc.hard_threshold(2.5, room=0.01),
+    "dgc": jc.contrib.dgc(0.01),
+    "redsync": jc.contrib.redsync(0.01),
+    "redsync-trimmed": jc.contrib.redsync(0.01, method="trimmed"),
+    "gaussian_k": jc.contrib.gaussian_k(0.01),
+    "hard_threshold": jc.contrib.hard_threshold(2.5, room=0.01),
 }
 
 
@@ -201,17 +201,19 @@ def test_overflow_raises_the_threshold_and_is_counted(key):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("make", [jc.sidco, jc.dgc, jc.gaussian_k, jc.redsync], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [jc.sidco, jc.contrib.dgc, jc.contrib.gaussian_k, jc.contrib.redsync], ids=lambda make: make.__name__
+)
 def test_a_schedule_changes_the_ratio_without_recompiling(make, key, seed):
     x = np.random.default_rng(seed).laplace(size=SIZE)
     rounds = run(make(jc.warm_up([0.25, 0.05, 0.01], 2)), [x] * 6, key)
     sent = [int(np.sum(np.asarray(payload.indices) < SIZE)) for payload, _ in rounds]
     for round_, count in enumerate(sent):
         ratio = [0.25, 0.05, 0.01][round_ // 2]
-        low, high = {jc.sidco: (0.9, 1.1), jc.dgc: (0.7, 1)}.get(make, (0, 10))
+        low, high = {jc.sidco: (0.9, 1.1), jc.contrib.dgc: (0.7, 1)}.get(make, (0, 10))
         assert low * ratio * SIZE <= count <= high * ratio * SIZE
     assert sent[4] > 0
-    if make in (jc.sidco, jc.dgc):  # the others may miss by any factor
+    if make in (jc.sidco, jc.contrib.dgc):  # the others may miss by any factor
         assert sent[0] > sent[2] > sent[4]
     assert len({payload.indices.shape for payload, _ in rounds}) == 1
 

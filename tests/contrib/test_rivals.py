@@ -9,9 +9,9 @@ from thresholds import DATA, SIZE, compressed, run
 import jaxcomp as jc
 
 RIVALS = [
-    (jc.gaussian_k(0.01, capacity=80), lambda x: oracles.gaussian_k(x, 0.01)),
-    (jc.hard_threshold(1.5, room=0.9), lambda x: 1.5),
-    (jc.redsync(0.05, spacing=0.01), lambda x: oracles.redsync(x, 0.05, step=0.01)),
+    (jc.contrib.gaussian_k(0.01, capacity=80), lambda x: oracles.gaussian_k(x, 0.01)),
+    (jc.contrib.hard_threshold(1.5, room=0.9), lambda x: 1.5),
+    (jc.contrib.redsync(0.05, spacing=0.01), lambda x: oracles.redsync(x, 0.05, step=0.01)),
 ]
 
 
@@ -35,7 +35,10 @@ def test_trimmed_redsync_is_top_k(key, seed):
 
 def test_redsync_uses_a_threshold_again(key, seed):
     xs = [scale * np.random.default_rng(seed).laplace(size=SIZE) for scale in (1, 0.9, 0.9, 0.9)]
-    sent = [int(np.sum(np.asarray(p.indices) < SIZE)) for p, _ in run(jc.redsync(0.05, spacing=0.01, reuse=3), xs, key)]
+    sent = [
+        int(np.sum(np.asarray(p.indices) < SIZE))
+        for p, _ in run(jc.contrib.redsync(0.05, spacing=0.01, reuse=3), xs, key)
+    ]
     assert sent[0] > sent[1] == sent[2] < sent[3] == sent[0]
 
 
@@ -43,24 +46,24 @@ def test_dgc_samples_and_corrects(key, seed):
     """Never more than k; close to k on a smooth law; exactly the top k when the sample misleads."""
     x = np.random.default_rng(seed).laplace(size=100_000).astype(np.float32)
     for k in jax.random.split(key, 5):
-        payload, _ = compressed(jc.dgc(0.01), x, k)
+        payload, _ = compressed(jc.contrib.dgc(0.01), x, k)
         assert 0.75 * 1000 <= np.sum(np.asarray(payload.indices) < x.size) <= 1000
     # Half of the entries equal the threshold of any sample: far too many reach it.
     x[::2] = 3.0
     x[1::2] = np.clip(x[1::2], -2.9, 2.9)
     x[77] = 50
-    payload, x_hat = compressed(jc.dgc(0.01), x, key)
+    payload, x_hat = compressed(jc.contrib.dgc(0.01), x, key)
     np.testing.assert_array_equal(x_hat, oracles.top_k(x, 1000))
 
 
 BAD = [
-    (lambda: jc.dgc(0.01, sample_ratio=0), r"sample_ratio must be in \(0, 1\]; got 0"),
-    (lambda: jc.redsync(0.01, method="guess"), "method must be 'search' or 'trimmed'"),
-    (lambda: jc.redsync(0.01, spacing=1), r"spacing must be in \(0, 1\); got 1"),
-    (lambda: jc.redsync(0.01, reuse=0), "reuse must be an integer of at least 1"),
-    (lambda: jc.hard_threshold(-1), "threshold must be at least 0"),
-    (lambda: jc.hard_threshold(float("nan")), "threshold must be at least 0"),
-    (lambda: jc.gaussian_k(0.0), r"ratio must be in \(0, 1\]"),
+    (lambda: jc.contrib.dgc(0.01, sample_ratio=0), r"sample_ratio must be in \(0, 1\]; got 0"),
+    (lambda: jc.contrib.redsync(0.01, method="guess"), "method must be 'search' or 'trimmed'"),
+    (lambda: jc.contrib.redsync(0.01, spacing=1), r"spacing must be in \(0, 1\); got 1"),
+    (lambda: jc.contrib.redsync(0.01, reuse=0), "reuse must be an integer of at least 1"),
+    (lambda: jc.contrib.hard_threshold(-1), "threshold must be at least 0"),
+    (lambda: jc.contrib.hard_threshold(float("nan")), "threshold must be at least 0"),
+    (lambda: jc.contrib.gaussian_k(0.0), r"ratio must be in \(0, 1\]"),
 ]
 
 

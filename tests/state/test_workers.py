@@ -24,7 +24,7 @@ ALGORITHMS = {
     "error_feedback": jc.error_feedback(jc.top_k(0.05)),
     "sidco": jc.error_feedback(jc.sidco(0.05, adapt="climb", stages=2)),
     "diana": jc.diana(jc.dithering(7)),
-    "momentum": jc.momentum_correction(jc.top_k(0.05)),
+    "momentum": jc.contrib.momentum_correction(jc.top_k(0.05)),
     "direct": jc.direct(jc.natural()),
 }
 
@@ -378,7 +378,7 @@ def test_a_local_state_that_is_no_named_tuple_is_refused():
 
 def run_rounds(run, workers, seed, steps=3):
     x = jax.tree.map(lambda p: jnp.ones(p.shape, p.dtype), PARAMS)
-    axes = jc.state_axes(jax.eval_shape(run.init, x))
+    axes = jc.state.state_axes(jax.eval_shape(run.init, x))
     make = jax.jit(jax.vmap(lambda _: run.init(x), axis_name=AXIS, out_axes=axes))
     state = make(jnp.arange(workers))
     targets = jax.tree.map(lambda g: g[0], gradients(seed, rounds=1, workers=workers))
@@ -392,7 +392,7 @@ def run_rounds(run, workers, seed, steps=3):
 
 
 def test_rounds_go_on_with_other_workers(seed):
-    run = jc.rounds(jc.descend(jc.error_feedback(jc.top_k(0.05)), 0.1), AXIS)
+    run = jc.methods.rounds(jc.methods.descend(jc.error_feedback(jc.top_k(0.05)), 0.1), AXIS)
     old, new = run_rounds(run, 4, seed), run_rounds(run, 2, seed, steps=0)
     state = jc.redistribute(old, new)
     memory = lambda mean: jc.state.by_leaf(mean, mean.local.algorithm.algorithm.memory)["w"]
@@ -403,7 +403,7 @@ def test_rounds_go_on_with_other_workers(seed):
         np.testing.assert_array_equal(a, b)
         assert np.any(np.asarray(a) != 1)
     assert state.shared.count == 3
-    axes = jc.state_axes(state)
+    axes = jc.state.state_axes(state)
     grads = jax.tree.map(lambda g: g[0], gradients(seed, rounds=1, workers=2))
     step = jax.vmap(lambda s, g: run.step(s, lambda x: g)[0], in_axes=(axes, 0), out_axes=axes, axis_name=AXIS)
     assert jax.jit(step)(state, grads).shared.count == 4  # they go on
@@ -411,7 +411,7 @@ def test_rounds_go_on_with_other_workers(seed):
 
 def test_coins_and_sequences_of_adiana_go_on(seed):
     steps = jc.theory.adiana(smoothness=1.0, mu=0.1, workers=4, omega=1.0, variance=1.0)
-    run = jc.rounds(jc.adiana(jc.dithering(7), steps), AXIS)
+    run = jc.methods.rounds(jc.methods.adiana(jc.dithering(7), steps), AXIS)
     old, new = run_rounds(run, 4, seed), run_rounds(run, 2, seed, steps=0)
     state = jc.redistribute(old, new)
     for a, b in zip(*(jax.tree.leaves(x.shared.algorithm) for x in (state, old)), strict=True):
@@ -424,7 +424,7 @@ def test_coins_and_sequences_of_adiana_go_on(seed):
 
 
 def test_the_last_gradients_of_marina_are_of_no_use_to_others(seed):
-    run = jc.rounds(jc.marina(jc.dithering(7), 0.1, 0.5), AXIS)
+    run = jc.methods.rounds(jc.methods.marina(jc.dithering(7), 0.1, 0.5), AXIS)
     old, new = run_rounds(run, 4, seed, steps=1), run_rounds(run, 2, seed, steps=0)
     with pytest.raises(ValueError, match="gradient is the last gradient of each worker, from which no other worker"):
         jc.redistribute(old, new)
@@ -486,4 +486,4 @@ def test_specs_of_a_state_without_a_mean_are_refused():
         with pytest.raises(ValueError, match="there is no compressed_mean in this state"):
             jc.init_state(adam, PARAMS, mesh, AXIS)
     with pytest.raises(ValueError, match="state_axes: there is no compressed_mean in this state"):
-        jc.state_axes(adam.init(PARAMS))
+        jc.state.state_axes(adam.init(PARAMS))

@@ -307,7 +307,7 @@ BY_UNIT = {"leaf by leaf": jc.per_leaf, "one vector": lambda compressor: compres
 def test_a_leaf_that_becomes_small_leaves_the_others_alone(unit, seed):
     """Half a shard of v is so few entries that it goes dense: its state goes, that of w stays, memories all stay."""
     params, specs = {"v": jnp.zeros((64, 24)), "w": jnp.zeros((64, 64))}, {"v": P("model"), "w": P("model")}
-    compressor = BY_UNIT[unit](jc.dgc(jc.warm_up([0.5, 0.01], 4)))
+    compressor = BY_UNIT[unit](jc.contrib.dgc(jc.warm_up([0.5, 0.01], 4)))
     tx = jc.compressed_mean(jc.error_feedback(compressor), "data", sharded="model")
     large, small = (jc.init_state(tx, params, mesh_like(data=2, model=n), "data", specs)[0] for n in (1, 2))
     rng = np.random.default_rng(seed)
@@ -331,7 +331,7 @@ def test_a_leaf_that_becomes_small_leaves_the_others_alone(unit, seed):
 
 def test_only_the_old_state_is_read(seed, monkeypatch):
     """In several processes nobody can read all of an array of the new mesh."""
-    levels = {"ici": jc.diana(jc.dithering(7)), "dcn": jc.momentum_correction(jc.top_k(0.05))}
+    levels = {"ici": jc.diana(jc.dithering(7)), "dcn": jc.contrib.momentum_correction(jc.top_k(0.05))}
     tx = jc.compressed_mean(axis_name=levels, sharded=MODEL)
     meshes = [mesh_like(**dict(zip(DEEP, sizes, strict=True))) for sizes in ((2, 1, 1), (1, 2, 1))]
     old, new = (made(tx, mesh, levels, MODEL)[0] for mesh in meshes)
@@ -361,7 +361,7 @@ def test_only_the_old_state_is_read(seed, monkeypatch):
 
 
 def test_momenta_of_groups_keep_their_mean_and_small_leaves_their_kind(seed):
-    levels = {"ici": jc.momentum_correction(jc.top_k(0.05)), "dcn": jc.direct(jc.identity())}
+    levels = {"ici": jc.contrib.momentum_correction(jc.top_k(0.05)), "dcn": jc.direct(jc.identity())}
     tx = jc.compressed_mean(axis_name=levels)
     states = [made(tx, mesh_like(dcn=dcn, ici=1), levels, seed=s)[0] for dcn, s in ((4, seed), (2, None))]
     states.append(jc.redistribute(*states))
