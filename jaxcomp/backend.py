@@ -1,4 +1,4 @@
-"""For which devices a program is made: the one place that asks."""
+"""Finds out for which devices a program is made: the one place that asks."""
 
 import jax
 from jax.sharding import AbstractMesh, Mesh

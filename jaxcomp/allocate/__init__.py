@@ -1,4 +1,4 @@
-"""Who may send how much: a budget split over workers, layers and rounds. Host-side, float64 NumPy.
+"""Splits a budget of entries over workers, layers and rounds. Host-side, float64 NumPy.
 
 `ratios`, `thresholds` and `counts` split one budget over workers by their data volume (DAGC and its
 sound relatives), once, before training. `by_layer`, `by_regime` and `by_bandwidth` split along the

@@ -32,7 +32,7 @@ Numbers = Sequence[float] | np.ndarray
 
 
 class Amounts(NamedTuple):
-    """What workers may send of one array. One worker's own are a row of these, with n = 1.
+    """Amounts that workers may send of one array. One worker's own are a row of these, with n = 1.
 
     each: f32[n], in the unit of the sparsifier.
     rooms: i32[n], entries that each worker's message has room for.
@@ -77,7 +77,7 @@ def _above(x: Array, threshold: Array, room: Array, capacity: int) -> tuple[Arra
 
 
 def _fitted(x: Array, ratio: Array, room: Array, capacity: int) -> tuple[Array, Array]:
-    """Those that SIDCo keeps at this ratio; if they do not fit, the largest of them."""
+    """Entries that SIDCo keeps at this ratio; if they do not fit, the largest of them."""
     d = x.shape[0]
     inner = sidco(lambda round_: ratio, peak=capacity / d, capacity=1.0)
     state = inner.init(jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -242,7 +242,7 @@ def _num_selected(selector: Compressor, like: Any) -> int:
 
 
 def by_position(q: int, power: float) -> Coder:
-    """q buckets of equal weight |x_j|^power."""
+    """A coder with q buckets of equal weight |x_j|^power."""
 
     def encode(keys, values, n, seeds):
         real = lax.iota(I32, keys.shape[0]) < n
@@ -255,7 +255,7 @@ def by_position(q: int, power: float) -> Coder:
 
 
 def recentred(q: int, r: int, shape: Shape) -> Coder:
-    """q buckets in r groups, with sketches of the shape."""
+    """A coder with q buckets in r groups and sketches of the shape."""
     width = q // r
 
     def encode(keys, values, n, seeds):

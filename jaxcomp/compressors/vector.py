@@ -254,7 +254,7 @@ def lift(compressor: Compressor) -> Compressor:
         return Parts(dense, tuple(add_one(*four) for four in each_vector))
 
     def over(function):
-        """Of the shared states of all vectors."""
+        """Applies a function to the shared states of all vectors."""
 
         def of(shared, *args):
             if not isinstance(shared, Each):
@@ -320,7 +320,7 @@ class Rows(NamedTuple):
 
 
 def _of_vector_or_stack(one: Compressor) -> Compressor:
-    """Of vectors, and of the rows of a stack."""
+    """A compressor of vectors, and of the rows of a stack."""
     # A row is cut out of the stack once, before the call; each pass over it would else cut it out again.
     called_compress = one.compress if one.spec.linear else called(one.compress)
 
@@ -358,7 +358,7 @@ def _of_vector_or_stack(one: Compressor) -> Compressor:
         return lax.map(lambda args: accumulate(one, args[0], args[1], weights, args[2]), (total, by_row, shared.rows))
 
     def over(function):
-        """Of the shared state of a vector, or of each row."""
+        """Applies a function to the shared state of a vector, or of each row."""
 
         def of(shared, *args):
             if not isinstance(shared, Rows):

@@ -102,7 +102,7 @@ def momentum_correction(
         return bounded(v + (u + finite(g).astype(u.dtype) if nesterov else u))
 
     def update(key, grads, state, exchange):
-        """As in the formulas above; small leaves, which go dense, wait for nothing and keep no velocity."""
+        """One round by the formulas above; small leaves, which go dense, wait for nothing and keep no velocity."""
         grads = _clipped(grads, clip_norm, workers)
         u = accumulated(momentum_after, state.local.momentum, grads)
         v = accumulated(velocity_after, state.local.velocity, grads, u)

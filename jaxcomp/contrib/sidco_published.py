@@ -70,7 +70,7 @@ def _threshold(x: Array, ratio: Array, stages: Array | int, law: str, exact: boo
 
 
 class Stages(NamedTuple):
-    """What adapts the number of stages.
+    """State by which the number of stages adapts.
 
     achieved f32[]: sum over the window of (entries above the threshold) / k;  last f32[]: its mean over the
     window before, 0 at first;  calls i32[]: rounds of this window;  stages i32[];  direction i32[]: +1 or -1.

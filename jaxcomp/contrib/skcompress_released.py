@@ -30,7 +30,7 @@ I32 = jnp.int32
 
 
 def released(q: int, r: int, shape: Shape) -> Coder:
-    """At most q buckets in r groups, with sketches of the shape."""
+    """A coder with at most q buckets in r groups and sketches of the shape."""
     return Coder(partial(_encode, q=q, r=r, shape=shape), partial(_decode, r=r, shape=shape), True)
 
 

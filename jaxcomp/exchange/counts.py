@@ -1,4 +1,4 @@
-"""What a worker counts in one round: bytes, bits, entries and overflow of its messages, and errors where asked for.
+"""Counts of one round of a worker: bytes, bits, entries and overflow of its messages, and errors where asked for.
 
 A side exit of the road: nothing here changes what is sent. `info` reads the counts from the state.
 """
@@ -33,7 +33,7 @@ NAMES = (*ROUTES, SCATTER.name)
 
 
 class Errors(NamedTuple):
-    """What takes passes over the gradient; NaN where it was not asked for. error, norm: of C(m) - m, and of m."""
+    """Norms that take passes over the gradient; NaN where not asked for. error, norm: of C(m) - m, and of m."""
 
     error: Array
     norm: Array
@@ -54,18 +54,18 @@ class Counts(NamedTuple):
 
 
 def no_errors() -> Errors:
-    """Nothing was measured."""
+    """Errors of a round in which nothing was measured."""
     return Errors(*(jnp.full((), jnp.nan, jnp.float32),) * 3)
 
 
 def no_counts() -> Counts:
-    """Nothing was sent."""
+    """Counts of a round in which nothing was sent."""
     integer, real = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
     return Counts(real, real, real, real, integer, real, integer, no_errors())
 
 
 def add_counts(counts: list[Counts]) -> Counts:
-    """Of several messages in one round: the sums; norms joined; of the routes the last one in the table."""
+    """Adds the counts of several messages of one round, joins norms, takes the last of their routes in the table."""
     total = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), no_counts(), *counts)
     every = [count.errors for count in counts] or [no_errors()]
     errors = Errors(
@@ -103,7 +103,7 @@ def joint_norm(norms: list[Array]) -> Array:
 
 
 def count_message(message: Any, payload: Any, carried: Any, code: str | None) -> Counts:
-    """Of one message and what its route added to it (`routes.Carried`); overflow and errors are not in it.
+    """Counts of one message and what its route added to it (`routes.Carried`), without overflow and errors.
 
     code: whose bits are counted; None: what is cheap to count.
     """
@@ -119,7 +119,7 @@ def count_message(message: Any, payload: Any, carried: Any, code: str | None) ->
 
 
 def count_sum(arrays: Any, sent_bytes: float) -> Counts:
-    """Of a sum of uncompressed arrays."""
+    """Counts of a sum of uncompressed arrays."""
     size, held = sum(leaf.size for leaf in jax.tree.leaves(arrays)), lane_bytes(arrays)
     return no_counts()._replace(
         lane_bytes=_real(held),
@@ -132,5 +132,5 @@ def count_sum(arrays: Any, sent_bytes: float) -> Counts:
 
 
 def _real(value: Any) -> Array:
-    """As f32[]: numbers of bits and bytes may be larger than any i32."""
+    """The value as f32[]: numbers of bits and bytes may be larger than any i32."""
     return jnp.asarray(float(value) if isinstance(value, int) else value).astype(jnp.float32)

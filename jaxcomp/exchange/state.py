@@ -51,7 +51,7 @@ class MeanShared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """What a state is of: static, and compared before it is used.
+    """Description of a state: static, and compared before the state is used.
 
     roles: `Algorithm.roles` as nested tuples, by which the state is handed on to other workers.
     """
@@ -79,7 +79,7 @@ class MeanState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class OwnState:
-    """What a transformation keeps for each worker alone, say the state of its inner optimizer in `local_updates`.
+    """State that a transformation keeps for each worker alone, say that of the inner optimizer in `local_updates`.
 
     local: a NamedTuple. Each array has a leading axis of workers, behind which it lies as it would in the state of any
     other optimizer: parts that are like sharded parameters are cut like them.

@@ -138,7 +138,7 @@ def _restore(server: Server, content: dict[str, Any], arrays: dict[str, np.ndarr
 
 
 def _options(server: Server) -> dict[str, Any]:
-    """What must be the same when a run goes on."""
+    """Options that must be the same when a run goes on."""
     names = ("mean_ratio", "rule", "down", "late", "bound", "max_norm")
     leaves = [[list(np.shape(leaf)), str(np.asarray(leaf).dtype)] for leaf in jax.tree.leaves(server._outer_state)]
     options = {name: getattr(server, name) for name in names}

@@ -71,7 +71,7 @@ class Member:
 
     @property
     def memory(self) -> Array:
-        """What it has not delivered, were its answer on the way not used."""
+        """The undelivered sum, as it is if the answer on its way is not used."""
         if self._pending is not None:
             return _joined(self._pending, self._pending.values)
         return np.zeros(0, np.float32) if self._memory is None else self._memory
@@ -173,7 +173,7 @@ class Member:
 
 
 def _joined(pending: _Pending, left: Array) -> Array:
-    """What is remembered besides, and what is left of what was sent."""
+    """The memory with what is left of the last answer added to it."""
     memory = pending.rest.copy()
     memory[pending.indices] += left
     return memory

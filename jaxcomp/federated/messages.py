@@ -1,4 +1,4 @@
-"""What server and members send each other, and how a message is checked."""
+"""Messages between server and members, and how they are checked."""
 
 import hashlib
 import zlib
@@ -36,7 +36,7 @@ class Refused(ValueError):
 
 
 class Answer(NamedTuple):
-    """What a member sends in a round.
+    """The message that a member sends in a round.
 
     round: of the task.  data: bytes of the payload.
     share: at most that much of it is to be used, in (0, 1]: who knows that it is longer than is allowed says so, sends
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a member is asked in a round: numbers, strings of bytes and lists of them, for any transport.
+    """The request to a member in a round: numbers, strings of bytes and lists of them, for any transport.
 
     round: its number, from 1.  entries: how many the answer may have.  norm: how much of it may be used: `Answer.share`
         times its norm.

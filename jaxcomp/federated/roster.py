@@ -1,4 +1,4 @@
-"""What the server knows of each member, and says of a round."""
+"""Records of the server on each member and on each round."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ __all__ = ["Arrived", "Entry", "Round"]
 
 
 class Round(NamedTuple):
-    """What happened in a round.
+    """The outcome of a round.
 
     asked, used: members. late: answers of the round before that were used in this one. missing: members that have not
     answered. refused, clipped: (member, why) of each answer not used, or not wholly. joined, returned, left: members.
@@ -37,7 +37,7 @@ class Round(NamedTuple):
 
 
 class Entry:
-    """What the server knows of a member.
+    """The record of the server on one member.
 
     volume: samples. version: of the point that it has; -1: none. round: that it has not answered yet; 0: none.
     last: round of its last answer. offered, limit, told: of its last task. fates: shares that it has not

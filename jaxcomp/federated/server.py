@@ -290,7 +290,7 @@ class Server:
         return ordered[(len(ordered) - 1) // 2] if ordered else np.inf
 
     def _chosen(self) -> tuple[list[tuple[Arrived, float]], list[tuple[Any, str]]]:
-        """What is used, with its norm; and what will be clipped."""
+        """Answers that are used, with their norms; and those that are clipped."""
         norm_of = lambda arrived: float(np.linalg.norm(arrived.message.values.astype(np.float64)))
         all_ = [(arrived, arrived.answer.share * norm_of(arrived)) for arrived in self._arrived]
         limit = self._limit(all_)

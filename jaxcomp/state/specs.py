@@ -1,4 +1,4 @@
-"""Where the parts of an optimizer state lie on a mesh: specs, axes, and states that are made in place."""
+"""Placement of an optimizer state on a mesh: specs, axes, and states that are made in place."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Marks(NamedTuple):
-    """What stands for each part of an optimizer state: local(axes, outer), shared(outer), rest(leaf).
+    """Marks for each part of an optimizer state: local(axes, outer), shared(outer), rest(leaf).
 
     own(local, rest): for an array of `OwnState`, from what stands for its leading axis and for what is behind that;
     None: as local.
@@ -163,7 +163,7 @@ def _chains(node: Any) -> list[tuple]:
 
 
 def _is_steps(node: Any) -> bool:
-    """Of `optax.MultiSteps`."""
+    """Whether it is the state of `optax.MultiSteps`."""
     return isinstance(node, optax.MultiStepsState)
 
 
@@ -308,7 +308,7 @@ def _shape_on(mesh: Mesh | AbstractMesh, tx: Any, params: Any) -> Any:
 
 
 def check_order(chain: tuple) -> None:
-    """In a chain of optax, nothing before the mean may remember anything of gradients that are each worker's own."""
+    """Refuses a chain of optax with a memory of gradients before the mean, where each worker has its own."""
     first = next((i for i, part in enumerate(chain) if _has_mean(part)), 0)
     for part in chain[:first]:
         arrays = jax.tree.leaves(part, is_leaf=is_own)

@@ -108,7 +108,7 @@ def _optimizer(old: Any, new: Any, keep: str) -> Any:
 
 
 def _own(old: OwnState, new: OwnState, keep: str) -> OwnState:
-    """What workers keep for themselves: "memory" keeps its sum, the rest is that of worker i mod n."""
+    """Redistributes an `OwnState`: "memory" keeps its sum, the rest is that of worker i mod n."""
     if not is_own(new) or (old.placement, old.roles) != (new.placement, new.roles):
         raise Misfit(f"the two states are of different optimizers: one has {old.placement}, the other does not")
 
@@ -232,7 +232,7 @@ def _is_laid_out(part: Any, lead: int, move: Move) -> bool:
 
 
 def _by_part(roles: tuple, old: Any, new: Any, move: Move) -> tuple[Any, Any]:
-    """Of algorithms of parts of the tree, each with the vectors of its own part; without leaves it has no state."""
+    """Redistributes algorithms of parts of the tree, each with the vectors of its part; no leaves, no state."""
     done = []
     for i, role in roles:
         before, after = (move.old_plan.parts[i][1], move.new_plan.parts[i][1])
@@ -273,7 +273,7 @@ def _widened(narrow: Narrow) -> np.ndarray:
 
 
 def _average(name: str, old: Pair, new: Pair, move: Move) -> Pair:
-    """As many workers go on from their own; others start from the mean of all."""
+    """Keeps the rows where the number of workers stays; others start from the mean of all."""
 
     def one(rows):
         if (move.old.groups, move.old.workers) != (move.new.groups, move.new.workers):
@@ -298,7 +298,7 @@ def _shift(name: str, old: Pair, new: Pair, move: Move) -> Pair:
 
 
 def _momentum(name: str, old: Pair, new: Pair, move: Move, mean: bool = True) -> Pair:
-    """From group j mod the old number of them; or, where there are others, from the mean of all groups."""
+    """Takes the momentum of group j mod their old number; or, where there are other groups, the mean of all."""
     if not move.leads:
         if _is_laid_out(old[1], 1, move):  # in vectors whose padding may depend on the number of workers
             return None, each_leaf(old[1], new[1], move, lambda rows: rows, (1, 1), single=True)
@@ -330,7 +330,7 @@ def _compressor(name: str, old: Pair, new: Pair, move: Move) -> Pair:
 
 
 def _by_vector(one: Callable, old: Any, new: Any, move: Move) -> Any:
-    """Of other shards, with other leaves that are small: from the vector that has most of the same leaves."""
+    """Redistributes between vectors of other leaves, from the vector that has most of the same leaves."""
     if not (isinstance(old, Each) and isinstance(new, Each)):
         return one(old, new, move)
     before, now = (members(plan, plan.like)[bool(plan.dense) :] for plan in (move.old_plan, move.new_plan))
@@ -361,7 +361,7 @@ _SIDES = {  # where a field of that role must be, and nowhere else
 
 
 def _route(old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:
-    """Of two shots: memories of chunks of one vector, cut into other chunks. What fills up the last one is zero."""
+    """Redistributes the memories of two shots: chunks of one vector, cut into other chunks, the last with padding."""
     mine, fresh = old.local.route, new.local.route
     shared = kept(old.shared.route, new.shared.route, move)
     if not hasattr(mine, "memory"):
@@ -381,7 +381,7 @@ def _route(old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:
 
 
 def _steps(old: Any, new: Any, walk: Any, keep: str) -> Any:
-    """Of `optax.MultiSteps`: what each worker accumulated, [n p, ...] for parameters [p, ...], or [n, p, ...]."""
+    """Redistributes the sums of `optax.MultiSteps`: [n p, ...] for parameters [p, ...], or [n, p, ...]."""
     means = lambda state: means_in(state.inner_opt_state)
     if not means(old):  # behind the mean, where all workers accumulate the same
         return type(old)(*map(walk, old, new))
