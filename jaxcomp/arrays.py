@@ -1,36 +1,33 @@
 """Shapes, dtypes, keys and stacks of arrays: what every part of the library needs."""
 
+import contextlib
 import functools
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh
 
-from jaxcomp.backend import platform
-from jaxcomp.compiled import always, in_place, is_shapes, zeros_after
 from jaxcomp.floats import loses, rounded_to
 
 __all__ = [
-    "add_each",
     "as_words",
     "bounded",
+    "constants",
     "finite",
-    "fold",
-    "fold_in_one_pass",
     "is_array",
+    "is_shapes",
     "key_data",
     "like_of",
-    "moved",
     "one_row",
     "reshaped",
     "root_key",
     "row_of",
     "size_of",
-    "started",
     "sum_rows",
     "weighted",
     "wide",
@@ -89,6 +86,11 @@ def is_array(tree: Tree) -> bool:
     return jax.tree.structure(tree) == jax.tree.structure(0)
 
 
+def is_shapes(tree: Tree) -> bool:
+    """Whether there are shapes in a tree instead of arrays."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
 def size_of(like: Tree) -> int | tuple[int, ...]:
     """Number of entries of a bare array; tuple of them for the leaves of a tree.
 
@@ -119,12 +121,6 @@ def bounded(x: Array, dtype: Any = None) -> Array:
     x = x if dtype is None else x.astype(dtype)
     info = jnp.finfo(x.dtype)
     return jnp.clip(x, jnp.asarray(info.min, x.dtype), jnp.asarray(info.max, x.dtype))
-
-
-def moved(tree: Tree, step: Any, change: Tree) -> Tree:
-    """tree + step change, saturated, in the place of the tree (`in_place`)."""
-    one = lambda h, m: bounded(h + jnp.asarray(step, h.dtype) * m)
-    return jax.tree.map(lambda h, m: in_place(one, h, m), tree, change)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -160,28 +156,20 @@ def wrap_key(data: Array) -> Array:
     return data if jnp.issubdtype(data.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(data)
 
 
+@contextlib.contextmanager
+def constants() -> Iterator[None]:
+    """What is computed inside, from constants, is a constant of no mesh, whatever is traced, and in any mesh."""
+    with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        yield
+
+
 def zeros_like(like: Tree) -> Tree:
     """Zeros with the shapes and dtypes of a tree."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
 
 
 # ------------------------------------------------------------------------------------------------
-# Stacks on a leading axis: messages of several workers, folded in their order; plans of several workers
-
-
-def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
-    """`lax.scan` of `add` over stacked messages; no loop is built for a single one. For `total` see `started`."""
-    total = started(total, messages)
-    add, messages = _in_slices(add, messages)
-    if jax.tree.leaves(messages)[0].shape[0] == 1:
-        return add(total, jax.tree.map(lambda a: a[0], messages))
-    total, _ = lax.scan(lambda t, m: (add(t, m), None), total, messages)
-    return total
-
-
-def started(total: Tree, messages: Tree) -> Tree:
-    """A total to add messages to: itself, or zeros, made once the messages are there, where it has shapes alone."""
-    return zeros_after(messages, total) if is_shapes(total) else total
+# Stacks on a leading axis
 
 
 def reshaped(total: Array | jax.ShapeDtypeStruct, shape: Sequence[int]) -> Array | jax.ShapeDtypeStruct:
@@ -189,67 +177,6 @@ def reshaped(total: Array | jax.ShapeDtypeStruct, shape: Sequence[int]) -> Array
     if isinstance(total, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(tuple(shape), total.dtype)
     return jnp.reshape(total, shape)
-
-
-# So many messages of dense codes are added in one pass over the total, on CPU in about half the time of a pass for each
-# (`python -m experiments bench compressors --log2-size 20`: "add" against so many times "decompress"). With 20 bf16
-# and f32 lose, and compiling takes a second.
-ONE_PASS = 8
-
-
-def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree, *, least: int = 2) -> Tree:
-    """`fold` for messages that are decoded entry by entry: a few are added in one pass over the total.
-
-    least: from so many messages on the sum is computed once, however many loops read it (`of_made`); fewer are decoded
-        within each of those loops.
-    """
-    count = jax.tree.leaves(messages)[0].shape[0]
-    if not least <= count <= ONE_PASS:
-        return fold(add, total, messages)
-
-    add, messages = _in_slices(add, messages)
-
-    def add_all(total, messages):
-        total = started(total, messages)  # in here zeros are no pass of their own
-        for j in range(count):
-            total = add(total, jax.tree.map(lambda a: a[j], messages))  # noqa: B023
-        return total
-
-    # Each user of the total would else decode all messages for itself. XLA for CPU drops a barrier before it fuses.
-    first = next((a for a in jax.tree.leaves(messages) if a.size), None)
-    if first is None or platform() != "cpu":
-        return lax.optimization_barrier(add_all(total, messages))
-    if is_shapes(total):
-        return lax.cond(always(first), lambda m: add_all(total, m), lambda m: started(total, m), messages)
-    return lax.cond(always(first), add_all, lambda total, messages: total, total, messages)
-
-
-def add_each(
-    decompress: Callable[[Tree, Tree, Tree], Tree],
-    pick: Callable[[Array], Tree],
-    total: Tree,
-    payloads: Tree,
-    weights: Tree,
-) -> Tree:
-    """What `base.accumulate` does by default: each message is decompressed, with pick(j) for the j-th, and added."""
-    like = like_of(total)
-
-    def add(total, message):
-        payload, weight, worker = message
-        x_hat = decompress(payload, pick(worker), like)
-        return jax.tree.map(lambda t, x: t + weighted(x.astype(t.dtype), weight), total, x_hat)
-
-    workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
-    return fold_in_one_pass(add, total, (payloads, weights, workers))
-
-
-def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:
-    """Both for messages with 8-bit floats as words: XLA for CPU slices such floats more slowly."""
-    narrow = lambda a: jnp.issubdtype(a.dtype, jnp.floating) and jnp.finfo(a.dtype).bits == 8
-    kinds = jax.tree.map(lambda a: a.dtype, messages)
-    back = lambda a, kind: a if a.dtype == kind else lax.bitcast_convert_type(a, kind)
-    words = jax.tree.map(lambda a: as_words(a) if narrow(a) else a, messages)
-    return lambda total, message: add(total, jax.tree.map(back, message, kinds)), words
 
 
 def sum_rows(rows: Array) -> Array:

@@ -1,9 +1,54 @@
-"""Finds out for which devices a program is made: the one place that asks."""
+"""What is done in another way on each backend: the one place that asks for which devices a program is made.
+
+Each function here has a portable form of a line or two. Where XLA for CPU needs another one, that stands under the same
+name in `backend_cpu`, with the reason, and is chosen here, and only while a program is traced. Collectives that differ
+stand in `exchange.collectives`.
+
+Two kinds of vectors are not made before somebody reads them: `Pieces`, leaves that are not joined, and `SparseSum`,
+messages that are not added up. Here and in `backend_cpu` is all that knows how to make them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
-__all__ = ["platform"]
+from jaxcomp import backend_cpu
+from jaxcomp.arrays import as_words, bounded, finite, is_shapes, like_of, weighted
+
+__all__ = [
+    "LONG",
+    "Pieces",
+    "SparseSum",
+    "accumulated",
+    "add_each",
+    "computed_once",
+    "cut_apart",
+    "end_to_end",
+    "fast_if",
+    "fold",
+    "fold_in_one_pass",
+    "in_parts",
+    "in_place",
+    "in_tiles",
+    "is_lazy",
+    "joined",
+    "largest_finite",
+    "of_entries",
+    "platform",
+    "shared_program",
+    "side_by_side",
+    "step_in_place",
+    "zeros_if_shape",
+]
+
+Array = jax.Array
+Tree = Any
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
@@ -25,3 +70,300 @@ def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
     name = device if isinstance(device, str) else getattr(device, "platform", None)
     name = name or jax.default_backend()
     return "gpu" if name in ("cuda", "rocm") else name
+
+
+def _on_cpu(*trees: Tree) -> bool:
+    """Whether a program for a CPU is traced, with some of these arrays in it."""
+    return platform() == "cpu" and any(isinstance(a, Tracer) for a in jax.tree.leaves(trees))
+
+
+# ------------------------------------------------------------------------------------------------
+# What is computed once, in place, or traced once
+
+
+def computed_once(function: Callable[..., Tree], *args: Any) -> Tree:
+    """function(*args), computed before whatever reads it, not again within each of its readers."""
+    arrays = jax.tree.leaves(args)
+    if not all(a.size for a in arrays) or not _on_cpu(arrays):
+        return function(*args)
+    return backend_cpu.computed_once(function, *args)
+
+
+def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> Tree:
+    """function(memory, x), with shapes and dtypes of the memory: computed once, and in its place.
+
+    Outside of any program it is computed operation by operation.
+    """
+    traced = any(isinstance(a, Tracer) for a in jax.tree.leaves((memory, x)))
+    if not traced or not any(a.size for a in jax.tree.leaves(x)):
+        return function(memory, x)
+    if platform() != "cpu":
+        return lax.optimization_barrier(function(memory, x))
+    return backend_cpu.in_place(function, memory, x)
+
+
+def step_in_place(tree: Tree, step: Any, change: Tree) -> Tree:
+    """tree + step change, saturated, in the place of the tree."""
+    one = lambda h, m: bounded(h + jnp.asarray(step, h.dtype) * m)
+    return jax.tree.map(lambda h, m: in_place(one, h, m), tree, change)
+
+
+def shared_program(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The same function, traced once for all equal shapes; on CPU compiled once for them, too."""
+    compiled = backend_cpu.shared_program(function)
+
+    def call(*args: Any) -> Tree:
+        return compiled(*args) if _on_cpu(args) else function(*args)
+
+    return call
+
+
+def fast_if(condition: Array, fast: Callable[..., Tree], general: Callable[..., Tree], *operands: Any) -> Tree:
+    """general(*operands). On CPU, fast(*operands) where the condition holds; both are equal there.
+
+    XLA for CPU takes ten times as long for the general form. Elsewhere it costs nothing more, while a condition makes a
+    GPU wait for its host, and libtpu (0.0.42 to 0.0.50) crashes where a branch hands on operands that are computed in
+    the same program.
+    """
+    return lax.cond(condition, fast, general, *operands) if platform() == "cpu" else general(*operands)
+
+
+def largest_finite(rows: Array) -> Array:
+    """The largest finite magnitude along the last axis."""
+    form = backend_cpu.largest_finite if platform() == "cpu" else lambda rows: jnp.max(jnp.abs(finite(rows)), axis=-1)
+    return form(rows)
+
+
+def in_parts(function: Callable[..., Array], out: Array, *rows: Array) -> Array:
+    """function(*rows), a number for each row; `out` has the same shape and may be written over."""
+    if platform() != "cpu":
+        return function(*rows)
+    return backend_cpu.in_parts(function, out, *rows)
+
+
+def in_tiles(function: Callable[[Tree], Array], tile: int, x: Array, words: Array) -> Array:
+    """function((x, words)), which does each block of a tile by itself; words: one for 32 entries of x."""
+    if platform() != "cpu" or x.shape[0] < 2 * tile:
+        return function((x, words))
+    return backend_cpu.in_tiles(function, tile, x, words)
+
+
+# ------------------------------------------------------------------------------------------------
+# Leaves end to end, and vectors cut apart
+
+
+class Pieces(NamedTuple):
+    """leaves: [d_1], ..., [d_m] of any dtypes, end to end the first entries of a vector, whose others are zero."""
+
+    leaves: tuple[Array, ...]
+
+
+def joined(pieces: Pieces, like: Any) -> Array:
+    """The vector of shape and dtype `like` that the pieces are."""
+    leaves = list(pieces.leaves)
+    rest = like.size - sum(leaf.size for leaf in leaves)
+    leaves += [jnp.zeros((rest,), like.dtype)] if rest else []
+    return end_to_end(leaves, like.dtype).reshape(like.shape)
+
+
+def end_to_end(leaves: Sequence[Array], dtype: Any) -> Array:
+    """Leaves of any shapes as one vector of a dtype; no entries for no leaves."""
+    if len(leaves) == 1:
+        return leaves[0].reshape(-1).astype(dtype)
+    vectors = [lax.reshape(jnp.asarray(leaf, dtype), (leaf.size,)) for leaf in leaves if leaf.size]
+    if not vectors:
+        return jnp.zeros((0,), dtype)
+    return backend_cpu.concatenated(vectors) if platform() == "cpu" else lax.concatenate(vectors, 0)
+
+
+def side_by_side(words: Sequence[Array]) -> Array:
+    """Arrays of words, which may differ in their last axis alone, along that axis."""
+    if len(words) == 1:
+        return words[0]
+    return backend_cpu.side_by_side(words) if platform() == "cpu" else jnp.concatenate(words, axis=-1)
+
+
+def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
+    """Consecutive pieces of a vector, or of each row [..., d]; what is left of it is dropped."""
+    if isinstance(vector, SparseSum):
+        if len(sizes) > 1 and max(sizes) >= LONG and _on_cpu(vector):
+            return backend_cpu.made_apart(vector, sizes)
+        vector = vector.made()
+    if _on_cpu(vector):
+        return backend_cpu.cut_apart(vector, sizes)
+    starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)
+    return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
+
+
+def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: Tree) -> Tree:
+    """one(e, g, *others) for each entry, with shapes and dtypes of the memory: computed once, and in its place.
+
+    Args:
+        one: of entries, which are zero where all are zero. The same object each time: outside of any program it is
+            compiled.
+        memory, others: arrays. grads: arrays of the same shapes, or `Pieces` of them.
+    """
+
+    def each(e: Array, g: Any, *others: Array) -> Array:
+        if isinstance(g, Pieces):
+            if _on_cpu(e) and 0 < e.size < 2**31:
+                return backend_cpu.piece_by_piece(one, e, g, *others)
+            g = joined(g, e)
+        return in_place(backend_cpu.of_several(one), e, (g, *others))
+
+    return jax.tree.map(each, memory, grads, *others)
+
+
+# ------------------------------------------------------------------------------------------------
+# Messages of several workers, stacked on a leading axis and added in their order
+
+
+def zeros_if_shape(total: Tree, messages: Tree) -> Tree:
+    """A total to add messages to: itself, or zeros where it has shapes alone, made once the messages are there."""
+    if not is_shapes(total):
+        return total
+    if platform() == "cpu":
+        return backend_cpu.zeros_after(messages, total)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), total)
+
+
+def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
+    """`lax.scan` of `add` over stacked messages; no loop is built for a single one. total: see `zeros_if_shape`."""
+    total = zeros_if_shape(total, messages)
+    add, messages = _in_slices(add, messages)
+    if jax.tree.leaves(messages)[0].shape[0] == 1:
+        return add(total, jax.tree.map(lambda a: a[0], messages))
+    total, _ = lax.scan(lambda t, m: (add(t, m), None), total, messages)
+    return total
+
+
+# So many messages of dense codes are added in one pass over the total, on CPU in about half the time of a pass for each
+# (`python -m experiments bench compressors --log2-size 20`: "add" against so many times "decompress"). With 20 bf16
+# and f32 lose, and compiling takes a second.
+ONE_PASS = 8
+
+
+def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree, *, least: int = 2) -> Tree:
+    """`fold` for messages that are decoded entry by entry: a few are added in one pass over the total.
+
+    least: from so many messages on the sum is computed once, however many loops read it (`computed_once`); fewer are
+        decoded within each of those loops.
+    """
+    count = jax.tree.leaves(messages)[0].shape[0]
+    if not least <= count <= ONE_PASS:
+        return fold(add, total, messages)
+    add, messages = _in_slices(add, messages)
+
+    def add_all(total: Tree, messages: Tree) -> Tree:
+        total = zeros_if_shape(total, messages)  # in here zeros are no pass of their own
+        for j in range(count):
+            total = add(total, jax.tree.map(lambda a: a[j], messages))  # noqa: B023
+        return total
+
+    # Each user of the total would else decode all messages for itself.
+    if platform() != "cpu" or not any(a.size for a in jax.tree.leaves(messages)):
+        return lax.optimization_barrier(add_all(total, messages))
+    return backend_cpu.added_once(add_all, total, messages)
+
+
+def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:
+    """Both for messages with 8-bit floats as words: XLA for CPU slices such floats more slowly."""
+    narrow = lambda a: jnp.issubdtype(a.dtype, jnp.floating) and jnp.finfo(a.dtype).bits == 8
+    kinds = jax.tree.map(lambda a: a.dtype, messages)
+    back = lambda a, kind: a if a.dtype == kind else lax.bitcast_convert_type(a, kind)
+    words = jax.tree.map(lambda a: as_words(a) if narrow(a) else a, messages)
+    return lambda total, message: add(total, jax.tree.map(back, message, kinds)), words
+
+
+def add_each(
+    decompress: Callable[[Tree, Tree, Tree], Tree],
+    pick: Callable[[Array], Tree],
+    total: Tree,
+    payloads: Tree,
+    weights: Tree,
+) -> Tree:
+    """What `base.accumulate` does by default: each message is decompressed, with pick(j) for the j-th, and added."""
+    like = like_of(total)
+
+    def add(total: Tree, message: Tree) -> Tree:
+        payload, weight, worker = message
+        x_hat = decompress(payload, pick(worker), like)
+        return jax.tree.map(lambda t, x: t + weighted(x.astype(t.dtype), weight), total, x_hat)
+
+    workers = jnp.arange(jax.tree.leaves(payloads)[0].shape[0])
+    return fold_in_one_pass(add, total, (payloads, weights, workers))
+
+
+# ------------------------------------------------------------------------------------------------
+# Sums of sparse messages
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SparseSum:
+    """A vector [size] that is not made yet: factor times the sum of n messages of k entries each, added in their order.
+    What the factor makes too large for the dtype is its largest number.
+
+    indices: i32[n, k], ascending in each row, and behind them padding, at least `size`. values: f[n, k]. factor: f[],
+    or None for one, which costs no pass.
+    """
+
+    indices: Array
+    values: Array
+    factor: Array | None
+    size: int = dataclasses.field(metadata={"static": True})
+
+    def __mul__(self, factor: float) -> "SparseSum":
+        own = jnp.ones((), self.values.dtype) if self.factor is None else self.factor
+        return dataclasses.replace(self, factor=own * factor)
+
+    def scaled(self, total: Array) -> Array:
+        """Entries of the sum, times the factor."""
+        return total if self.factor is None else bounded(self.factor * total)
+
+    def made(self) -> Array:
+        """The vector, f[size]."""
+        add = lambda total, message: total.at[message[0]].add(message[1], mode="drop", indices_are_sorted=True)
+        like = jax.ShapeDtypeStruct((self.size,), self.values.dtype)
+        return self.scaled(fold(add, like, (self.indices, self.values)))
+
+
+LONG = backend_cpu.LONG  # entries of a vector that is worth a branch, or a loop, of its own
+SPARSE = 8  # times as many entries as its messages has a vector whose sum is not made at once
+
+
+def is_lazy(messages: SparseSum) -> bool:
+    """Whether a sum of messages is worth to be left unmade: only where leaves are made by themselves, on a CPU."""
+    return platform() == "cpu" and messages.size >= LONG and SPARSE * messages.indices.size <= messages.size
+
+
+def of_entries(entries: Callable[..., tuple[Array, Array]], ascending: bool = True) -> tuple[Callable, Callable, Any]:
+    """`decompress`, `accumulate` and `entries` of a `base.Compressor` of vectors, from the entries of one message.
+
+    entries: (payload, shared, like) -> indices i32[k], behind them padding of `like.size`, and values [k].
+    ascending: whether the indices are; if not, no sum is left unmade, and the third is None.
+    """
+
+    def decompress(payload: Tree, shared: Tree, like: jax.ShapeDtypeStruct) -> Array:
+        indices, values = entries(payload, shared, like)
+        zeros = jnp.zeros(like.shape, like.dtype)
+        return zeros.at[indices].set(values.astype(like.dtype), mode="drop", indices_are_sorted=ascending)
+
+    def with_weight(payload: Tree, weight: Array | None, shared: Tree, like: Any) -> tuple[Array, Array]:
+        indices, values = entries(payload, shared, like)
+        return indices, weighted(values.astype(like.dtype), weight)
+
+    def accumulate(total: Any, payloads: Tree, weights: Tree, shared: Tree) -> Array:
+        like = like_of(total)
+
+        def add(total: Array, message: tuple[Tree, Tree]) -> Array:
+            indices, values = with_weight(*message, shared, like)
+            return total.at[indices].add(values, mode="drop", indices_are_sorted=ascending)
+
+        return fold(add, total, (payloads, weights))
+
+    def every_entry(payloads: Tree, weights: Tree, shared: Tree, like: jax.ShapeDtypeStruct) -> SparseSum:
+        each = jax.vmap(lambda payload, weight: with_weight(payload, weight, shared, like))
+        return SparseSum(*each(payloads, weights), None, like.size)
+
+    return decompress, accumulate, every_entry if ascending else None

@@ -27,21 +27,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import (
-    add_each,
-    bounded,
-    finite,
-    fold,
-    is_array,
-    key_data,
-    like_of,
-    weighted,
-    wide,
-    wide_like,
-    wrap_key,
-    zeros_like,
-)
-from jaxcomp.pieces import WithEntries
+from jaxcomp.arrays import bounded, finite, is_array, key_data, like_of, weighted, wide, wide_like, wrap_key, zeros_like
+from jaxcomp.backend import add_each, fold
 
 __all__ = [
     "ROLES",
@@ -168,13 +155,14 @@ class Compressor(NamedTuple):
     The others may be None: the functions of the same names then do the usual thing.
 
     accumulate(total, payloads, weights, shared) -> total + sum_j weights_j x_hat_j, in the order of j
-        Where these are few entries of a vector it may be a `jaxcomp.pieces.WithEntries`.
         total: an array, or its shape for zeros (`arrays.started`). payloads: stacked; weights: [n], None for all ones,
         or a prefix tree of the payload with either for each part.
     advance(shared) -> shared of the next round.
     lengths(like) -> `Lengths` in the place of each payload whose length depends on the worker, None in that of others.
     for_worker(shared, worker, workers) -> shared as one worker uses it (law 6). Built with `row_of`.
     overflow(local) -> i32[], how many chosen entries of the last round found no place in the capacity.
+    entries(payloads, weights, shared, like) -> what `accumulate` adds to zeros like `like`, as a `backend.SparseSum`
+        that is not made yet. A wrapper that has another `accumulate` has other entries, too, or none.
     """
 
     init: Callable[[Array, Tree], State]
@@ -186,6 +174,7 @@ class Compressor(NamedTuple):
     lengths: Callable[[Tree], Tree] | None = None
     for_worker: Callable[[Tree, Array | int, int | None], Tree] | None = None
     overflow: Callable[[Tree], Array] | None = None
+    entries: Callable[[Tree, Tree, Tree, Tree], Tree] | None = None
 
     def __repr__(self) -> str:
         return f"<compressor {self.spec.name}>"
@@ -274,9 +263,9 @@ class Algorithm(NamedTuple):
     point(shared) -> the iterate of a method that chooses where gradients are taken (run it with `jc.methods.rounds`);
         None for one whose gradients are taken at the caller's parameters (run it with `jc.compressed_mean`).
     parts: algorithms of parts of the tree, in the order of `layout.parts` (`by_path`); () for one that has it whole.
-    pieces: gradients may come as `jaxcomp.pieces.Pieces` where a vector has several leaves, and are not joined before;
+    pieces: gradients may come as `jaxcomp.backend.Pieces` where a vector has several leaves, and are not joined before;
         for each of `parts`, where there are any.
-    sparse: vectors of the direction are those of a `Sent.mean`, untouched, so they may be `jaxcomp.pieces.SparseSum`.
+    sparse: vectors of the direction are those of a `Sent.mean`, untouched, so they may be `jaxcomp.backend.SparseSum`.
     """
 
     init: Callable[[Array, Tree], State]
@@ -347,9 +336,9 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
 
 
 def entries(compressor: Compressor, payloads: Tree, weights: Tree, shared: Tree, like: Tree) -> Tree:
-    """What `accumulate` adds to zeros like `like`; vectors may be `jaxcomp.pieces.SparseSum`."""
-    if isinstance(compressor.accumulate, WithEntries):
-        return compressor.accumulate.entries(payloads, weights, shared, like)
+    """What `accumulate` adds to zeros like `like`; vectors may be `backend.SparseSum`."""
+    if compressor.entries is not None:
+        return compressor.entries(payloads, weights, shared, like)
     return accumulate(compressor, like, payloads, weights, shared)
 
 

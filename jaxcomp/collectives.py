@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import root_key
-from jaxcomp.base import Compressor, Spec, State, bounded, finite, like_of, wrap_key
+from jaxcomp.arrays import bounded, finite, like_of, root_key, wrap_key
+from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.vector import lift, on_vectors
 from jaxcomp.exchange.collectives import all_max, share_of, sum_scatter

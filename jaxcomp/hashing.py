@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import wrap_key
+from jaxcomp.arrays import wrap_key
 
 __all__ = [
     "as_uniform",

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import bounded, is_array, like_of, wide
+from jaxcomp.backend import LONG, Pieces, SparseSum, cut_apart, end_to_end, joined
 from jaxcomp.paths import numbers_by_path
-from jaxcomp.pieces import LONG, Pieces, SparseSum, cut_apart, end_to_end, joined
 
 __all__ = [
     "ALONE",

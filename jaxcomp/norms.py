@@ -6,22 +6,18 @@ finite) and the slow form stands behind a `lax.cond` that is hardly ever taken.
 """
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import finite
-from jaxcomp.backend import platform
-from jaxcomp.compiled import fast_if
+from jaxcomp.backend import fast_if, in_parts, largest_finite
 from jaxcomp.floats import exponent_of, power_of_two
 
-__all__ = ["block_norms", "max_abs", "room", "some_at_a_time"]
+__all__ = ["block_norms", "max_abs", "room"]
 
 Array = jax.Array
-ROWS = 2048  # that the slow forms take at a time
 
 
 def max_abs(rows: Array) -> Array:
@@ -36,30 +32,7 @@ def _largest(rows: Array) -> tuple[Array, Array]:
     peaks = jnp.max(jnp.abs(rows), axis=-1)
     clean = jnp.all(jnp.isfinite(peaks))
 
-    def slow(rows, _):
-        if platform() != "cpu":
-            return jnp.max(jnp.abs(finite(rows)), axis=-1)
-        # XLA for CPU sets memory aside for the operand of a reduction that it knows.
-        larger = lambda a, b: jnp.maximum(jnp.abs(finite(a)), jnp.abs(finite(b)))
-        return lax.reduce(rows, np.zeros((), rows.dtype), larger, (rows.ndim - 1,))
-
-    return fast_if(clean, lambda rows, peaks: peaks, slow, rows, peaks), clean
-
-
-def some_at_a_time(function: Callable[..., Array], out: Array, *rows: Array) -> Array:
-    """function(*rows), a number for each row, written over `out`, in parts: XLA for CPU makes an array of what it adds
-    up, and sets memory aside for that even where these slow forms are not taken.
-    """
-    count = rows[0].shape[0]
-    if out.ndim == 0 or count <= ROWS or platform() != "cpu":
-        return function(*rows)
-
-    def step(i, out):
-        start = jnp.minimum(i * ROWS, count - ROWS)  # the last part may overlap the one before
-        part = [lax.dynamic_slice_in_dim(each, start, ROWS) for each in rows]
-        return lax.dynamic_update_slice_in_dim(out, function(*part), start, 0)
-
-    return lax.fori_loop(0, -(-count // ROWS), step, out)
+    return fast_if(clean, lambda rows, peaks: peaks, lambda rows, _: largest_finite(rows), rows, peaks), clean
 
 
 def room(terms: float) -> float:
@@ -103,7 +76,7 @@ def _scaled_norms(rows: Array, order: float) -> Array:
         # |x * scale| is below 4 anyway. The clip keeps XLA from rewriting (x s)^2 as x^2 s^2, which
         # overflows (seen with constant x; likewise (x / s)^2 as x^2 / s^2).
         square = lambda x, scale: jnp.sum(jnp.square(jnp.clip(finite(x) * scale[:, None], -4, 4)), axis=-1)
-        squares = some_at_a_time(square, largest, rows, scale)
+        squares = in_parts(square, largest, rows, scale)
         unit = power_of_two(exponent, rows.dtype)
         largest = unit * jnp.minimum(jnp.sqrt(squares), info.max / unit)
     return jnp.where(zero, jnp.zeros((), rows.dtype), largest)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.compiled import of_made
+from jaxcomp.backend import computed_once
 
 __all__ = ["Places", "num_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
 
@@ -94,7 +94,7 @@ def pack(codes: Array, width: int) -> Array:
 def _in_order(words: Array, width: int) -> Array:
     """Words as [w, G]. Where they are many, not in the loop that makes them: it would find their places by division."""
     shaped = lambda words: words.reshape(width, words.size // width)
-    return of_made(shaped, words) if words.size >= MANY else shaped(words)
+    return computed_once(shaped, words) if words.size >= MANY else shaped(words)
 
 
 class Places(NamedTuple):

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import finite, wide
+from jaxcomp.arrays import finite, wide
 from jaxcomp.norms import max_abs
 
 __all__ = [

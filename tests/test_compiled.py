@@ -9,8 +9,8 @@ import pytest
 
 import jaxcomp as jc
 from experiments.bench.trees import temporary, update_of
-from jaxcomp.compiled import called
-from jaxcomp.pieces import FEW, cut_apart
+from jaxcomp.backend import cut_apart, shared_program
+from jaxcomp.backend_cpu import FEW
 
 ROWS = jnp.arange(24.0).reshape(4, 6)
 
@@ -23,7 +23,7 @@ def counting():
         traced.append(x.shape)
         return {"double": 2 * x, "ones": jnp.ones(like.shape, like.dtype)}
 
-    return called(both), traced
+    return shared_program(both), traced
 
 
 def test_equal_shapes_are_traced_once_and_stay_calls():
@@ -45,7 +45,7 @@ def test_equal_shapes_are_traced_once_and_stay_calls():
 @pytest.mark.parametrize(("how", "calls"), [("plain", 2), ("vmap", 2), ("grad", 4)])
 def test_what_is_within_a_call_is_none(how, calls):
     """`jnp.where` and the like are functions with calls of their own, which are inlined as ever."""
-    inner = called(lambda x: jnp.where(x > 0, jnp.clip(x, 0, 1), x))
+    inner = shared_program(lambda x: jnp.where(x > 0, jnp.clip(x, 0, 1), x))
     both = lambda x: inner(x) + inner(x + 1)
     run = {"plain": both, "vmap": jax.vmap(both), "grad": jax.grad(lambda x: jnp.sum(both(x)))}[how]
     text = jax.jit(run).lower(ROWS).compile().as_text()
@@ -55,7 +55,7 @@ def test_what_is_within_a_call_is_none(how, calls):
 @pytest.mark.parametrize("how", ["eager", "vmap", "grad", "scan"])
 def test_a_called_function_is_the_function(how):
     plain = lambda x: jnp.sum(jnp.sin(x) * x)
-    function = called(plain)
+    function = shared_program(plain)
     run = {
         "eager": lambda f: f(ROWS),
         "vmap": lambda f: jax.jit(jax.vmap(f))(ROWS),

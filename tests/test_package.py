@@ -176,7 +176,7 @@ def test_modules_are_documented_and_short(path):
 FRAGMENTS = {"Of", "What", "Where", "Those", "That", "Who", "Which", "With", "By", "As", "Its", "From"}
 # Folders and files that are being rewritten, and whose summary lines are not looked at yet.
 NOT_YET = ("algorithms/", "transforms/", "exchange/routes/", "collectives.py")
-NOT_YET += ("arrays.py", "base.py", "compiled.py", "layout.py", "pieces.py")
+NOT_YET += ("arrays.py", "backend.py", "backend_cpu.py", "base.py", "layout.py")
 NOT_YET += ("exchange/bind.py", "exchange/collectives.py", "exchange/lanes.py", "exchange/mean.py", "exchange/own.py")
 NOT_YET += ("exchange/placement.py", "exchange/rearrange.py", "exchange/runner.py", "exchange/spread.py")
 NOT_YET += ("exchange/varying.py",)

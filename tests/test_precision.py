@@ -17,9 +17,9 @@ from laws import ROWS, D
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.arrays import bounded
+from jaxcomp.arrays import bounded, wide_like
 from jaxcomp.backend import platform
-from jaxcomp.base import State, accumulate, for_worker, residual, wide_like
+from jaxcomp.base import State, accumulate, for_worker, residual
 from jaxcomp.exchange.routes import VIAS
 from jaxcomp.floats import rounded_to, stored
 

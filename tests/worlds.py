@@ -13,19 +13,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from jaxcomp.arrays import root_key
-from jaxcomp.base import (
-    Compressor,
-    State,
-    accumulate,
-    add_own,
-    advance,
-    for_worker,
-    like_of,
-    residual,
-    wide_like,
-    zeros_like,
-)
+from jaxcomp.arrays import like_of, root_key, wide_like, zeros_like
+from jaxcomp.base import Compressor, State, accumulate, add_own, advance, for_worker, residual
 from jaxcomp.layout import Layout, join, plan_of, split
 from jaxcomp.payloads import Dense
 

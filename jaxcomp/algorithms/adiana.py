@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jaxcomp.algorithms.bidirectional import check_down, send_down, start_down
 from jaxcomp.algorithms.diana import from_shift
 from jaxcomp.algorithms.method import check_unbiased, move, zeros_of
-from jaxcomp.arrays import moved
-from jaxcomp.base import Algorithm, Compressor, State, bounded, key_data, wide_like, wrap_key
+from jaxcomp.arrays import bounded, key_data, wide_like, wrap_key
+from jaxcomp.backend import step_in_place
+from jaxcomp.base import Algorithm, Compressor, State
 from jaxcomp.compressors.vector import lift
 from jaxcomp.prox import Prox
 from jaxcomp.theory import StepSizes
@@ -114,7 +115,7 @@ def adiana(
         new_z = jax.tree.map(combine, z, x, new_y)
         tossed = jax.random.bernoulli(jax.random.fold_in(wrap_key(coin.key), coin.count), q)
         new_w = jax.tree.map(lambda y, w: jnp.where(tossed, y, w), y, w)
-        shift = State(second.add_to(own, alpha), moved(mean, alpha, second.mean))
+        shift = State(second.add_to(own, alpha), step_in_place(mean, alpha, second.mean))
         coin = coin._replace(count=coin.count + 1)
         new = state.replace(y=new_y, z=new_z, w=new_w, shift=shift, coin=coin, compressor=second.state, down=below)
         return new_y, new

@@ -6,18 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import (
-    Algorithm,
-    Compressor,
-    State,
-    advance,
-    check_algorithm,
-    check_compressor,
-    key_data,
-    like_of,
-    wide_like,
-    wrap_key,
-)
+from jaxcomp.arrays import key_data, like_of, wide_like, wrap_key
+from jaxcomp.base import Algorithm, Compressor, State, advance, check_algorithm, check_compressor
 from jaxcomp.compressors.vector import lift
 from jaxcomp.payloads import by_row, code_bits
 

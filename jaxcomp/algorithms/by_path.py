@@ -8,7 +8,8 @@ import jax
 
 from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import error_feedback
-from jaxcomp.base import Algorithm, Compressor, Exchange, State, check_algorithm, wide
+from jaxcomp.arrays import wide
+from jaxcomp.base import Algorithm, Compressor, Exchange, State, check_algorithm
 from jaxcomp.layout import Layout, layout_of
 from jaxcomp.paths import check_patterns
 

@@ -5,19 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import moved
-from jaxcomp.base import (
-    Algorithm,
-    Compressor,
-    Sent,
-    State,
-    bounded,
-    check_compressor,
-    finite,
-    wide_like,
-    zeros_like,
-)
-from jaxcomp.compiled import of_made
+from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
+from jaxcomp.backend import computed_once, step_in_place
+from jaxcomp.base import Algorithm, Compressor, Sent, State, check_compressor
 from jaxcomp.compressors.checks import is_number
 from jaxcomp.compressors.vector import lift, omega_of
 
@@ -96,7 +86,7 @@ def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> 
 def from_shift(grads: Any, own: Any) -> Any:
     """g_i - h_i, computed once."""
     difference = lambda g, h: bounded(finite(g).astype(h.dtype) - h)
-    return jax.tree.map(lambda g, h: of_made(difference, g, h), grads, own)
+    return jax.tree.map(lambda g, h: computed_once(difference, g, h), grads, own)
 
 
 def after_shift(sent: Sent, own: Any, mean: Any, step: Any, nu: Any = 1.0) -> tuple[Any, State]:
@@ -106,7 +96,7 @@ def after_shift(sent: Sent, own: Any, mean: Any, step: Any, nu: Any = 1.0) -> tu
     plus = lambda h, m, by: bounded(h + jnp.asarray(by, h.dtype) * bounded(m))
     less = is_number(step) and is_number(nu) and nu < step
     direction = jax.tree.map(lambda h, m: plus(h, m, nu), mean, sent.mean) if less else None
-    own, mean = sent.add_to(own, step), moved(mean, step, sent.mean)
+    own, mean = sent.add_to(own, step), step_in_place(mean, step, sent.mean)
     if direction is None:  # from h as it is now: the one before would have to be kept beside it
         further = lambda h, m: plus(h, m, nu - jnp.asarray(step, h.dtype))
         direction = jax.tree.map(further, mean, sent.mean)

@@ -7,18 +7,9 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.diana import after_shift, from_shift
 from jaxcomp.algorithms.error_feedback import check_contracts
-from jaxcomp.arrays import moved
-from jaxcomp.base import (
-    Algorithm,
-    Compressor,
-    State,
-    bounded,
-    check_compressor,
-    for_worker,
-    residual,
-    wide_like,
-    zeros_like,
-)
+from jaxcomp.arrays import bounded, wide_like, zeros_like
+from jaxcomp.backend import step_in_place
+from jaxcomp.base import Algorithm, Compressor, State, check_compressor, for_worker, residual
 from jaxcomp.compressors.checks import is_number
 from jaxcomp.compressors.vector import lift, omega_of
 
@@ -107,7 +98,7 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
                 message, own, mean = _nearer(key, compressor, inner, message, own, mean, exchange)
             sent = exchange.mean(key, compressor, message, inner)
             rest = sent.residual if momentum else ()
-            return sent.add_to(own, 1.0), moved(mean, 1.0, sent.mean), rest, sent.state
+            return sent.add_to(own, 1.0), step_in_place(mean, 1.0, sent.mean), rest, sent.state
 
         inner = state.part("compressor")
         if whole_start:

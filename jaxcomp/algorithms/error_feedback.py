@@ -5,18 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxcomp.base import (
-    Algorithm,
-    Compressor,
-    State,
-    bounded,
-    check_compressor,
-    finite,
-    wide_like,
-    zeros_like,
-)
+from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
+from jaxcomp.backend import accumulated
+from jaxcomp.base import Algorithm, Compressor, State, check_compressor
 from jaxcomp.compressors.vector import alpha_of, lift
-from jaxcomp.pieces import accumulated
 
 __all__ = ["check_contracts", "error_feedback"]
 

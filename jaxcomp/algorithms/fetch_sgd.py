@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Algorithm, State, bounded, finite, key_data, wide_like, wrap_key, zeros_like
+from jaxcomp.arrays import bounded, finite, key_data, wide_like, wrap_key, zeros_like
+from jaxcomp.base import Algorithm, State
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.count_sketch import add_to_sketch, estimates
 from jaxcomp.compressors.sparsify import largest_indices

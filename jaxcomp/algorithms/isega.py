@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.algorithms.method import check_step_size, move, zeros_of
-from jaxcomp.base import Algorithm, State, finite, wide_like
+from jaxcomp.arrays import finite, wide_like
+from jaxcomp.base import Algorithm, State
 from jaxcomp.compressors.bernoulli import bernoulli
 from jaxcomp.compressors.precondition import precondition
 from jaxcomp.compressors.vector import lift
@@ -69,7 +70,11 @@ def isega(
         return sampling.decompress(payload._replace(values=kept), shared, like)
 
     compressor = lift(precondition(sampling, smoothness, dtype=dtype))
-    kept = lift(precondition(sampling._replace(decompress=without_scaling, accumulate=None), smoothness, dtype=dtype))
+    kept = lift(
+        precondition(
+            sampling._replace(decompress=without_scaling, accumulate=None, entries=None), smoothness, dtype=dtype
+        )
+    )
 
     def init(shared_key, x):
         state = compressor.init(shared_key, wide_like(x))

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.narrow import Narrow
-from jaxcomp.base import Algorithm, Compressor, State, bounded, check_compressor, finite, wide_like, zeros_like
+from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
+from jaxcomp.base import Algorithm, Compressor, State, check_compressor
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.vector import lift
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import Algorithm, State, bounded, finite, wide_like, zeros_like
+from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
+from jaxcomp.base import Algorithm, State
 from jaxcomp.compressors.signs import vote
 from jaxcomp.compressors.vector import lift
 

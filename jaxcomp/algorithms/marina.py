@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.adiana import Coin
 from jaxcomp.algorithms.method import check_step_size, check_unbiased, move, zeros_of
-from jaxcomp.arrays import moved
-from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, key_data, wide_like, wrap_key
+from jaxcomp.arrays import bounded, finite, key_data, wide_like, wrap_key
+from jaxcomp.backend import step_in_place
+from jaxcomp.base import Algorithm, Compressor, State
 from jaxcomp.compressors.vector import lift
 from jaxcomp.prox import Prox
 
@@ -74,7 +75,7 @@ def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox 
         def difference(inner):
             change = jax.tree.map(lambda g, old: bounded(g - old), new, state.local.gradient)
             sent = exchange.mean(key, compressor, change, inner)
-            return moved(state.shared.direction, 1.0, sent.mean), sent.state
+            return step_in_place(state.shared.direction, 1.0, sent.mean), sent.state
 
         tossed = jax.random.bernoulli(jax.random.fold_in(wrap_key(coin.key), coin.count), full) | (coin.count == 0)
         direction, inner = exchange.cond(tossed, everything, difference, state.part("compressor"))

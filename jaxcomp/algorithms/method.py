@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxcomp.base import Algorithm, State, check_algorithm, check_compressor, wide_like, zeros_like
+from jaxcomp.arrays import wide_like, zeros_like
+from jaxcomp.base import Algorithm, State, check_algorithm, check_compressor
 from jaxcomp.prox import Prox
 
 __all__ = ["check_step_size", "check_unbiased", "descend", "move", "zeros_of"]

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
-from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide, wide_like, zeros_like
+from jaxcomp.arrays import bounded, finite, wide, wide_like, zeros_like
+from jaxcomp.base import Algorithm, Compressor, State
 from jaxcomp.compressors.vector import lift
 
 __all__ = ["check_adam", "onebit_directions", "scaled_by_variance"]

@@ -18,10 +18,10 @@ from jaxcomp.algorithms.low_rank import (
     ranks_of,
     stacks_of,
 )
-from jaxcomp.base import Algorithm, State, bounded, finite, wide_like, zeros_like
-from jaxcomp.compiled import in_place
+from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
+from jaxcomp.backend import accumulated, in_place
+from jaxcomp.base import Algorithm, State
 from jaxcomp.layout import Layout, Parts
-from jaxcomp.pieces import accumulated
 
 __all__ = ["power_sgd"]
 

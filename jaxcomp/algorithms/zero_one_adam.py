@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.algorithms.onebit_adam import scaled_by_variance
-from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide_like, zeros_like
+from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
+from jaxcomp.base import Algorithm, Compressor, State
 from jaxcomp.compressors.vector import lift
 
 __all__ = ["Times", "zero_one_updates"]

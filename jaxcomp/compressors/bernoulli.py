@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.arrays import one_row, row_of
-from jaxcomp.base import Compressor, Spec, State, bounded, wide
+from jaxcomp.arrays import bounded, one_row, row_of, wide
+from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.sparsify import entries_of
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.hashing import random_bits

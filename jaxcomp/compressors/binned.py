@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, bounded, finite, wide
+from jaxcomp.arrays import bounded, finite, wide
+from jaxcomp.base import Compressor, Spec
 from jaxcomp.compressors.blocks import Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like, is_whole
 from jaxcomp.compressors.vector import on_vectors

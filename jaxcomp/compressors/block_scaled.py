@@ -25,15 +25,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, bounded, finite, wide
-from jaxcomp.compiled import fast_if
+from jaxcomp.arrays import bounded, finite, wide
+from jaxcomp.backend import fast_if, in_parts
+from jaxcomp.base import Compressor, Spec
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
 from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Elements, Integer
 from jaxcomp.compressors.scales import SCALES, Made, Scale
 from jaxcomp.compressors.vector import MOST, on_vectors
 from jaxcomp.layout import WHOLE_BLOCKS
-from jaxcomp.norms import some_at_a_time
 from jaxcomp.payloads import Dense, Quantized, Several
 
 __all__ = ["FORMATS", "block_scaled"]
@@ -221,7 +221,7 @@ def _ends(rows: Array) -> tuple[Array, Array]:
 
     def slow(rows, *ends):
         each = lambda function: lambda rows: function(finite(rows), axis=1)
-        return some_at_a_time(each(jnp.max), ends[0], rows), some_at_a_time(each(jnp.min), ends[1], rows)
+        return in_parts(each(jnp.max), ends[0], rows), in_parts(each(jnp.min), ends[1], rows)
 
     return fast_if(clean, lambda rows, *ends: ends, slow, rows, *ends)
 

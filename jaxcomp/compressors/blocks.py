@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import fold_in_one_pass, key_data, reshaped, weighted
-from jaxcomp.compiled import of_made
+from jaxcomp.arrays import key_data, reshaped, weighted
+from jaxcomp.backend import computed_once, fold_in_one_pass
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
@@ -113,7 +113,7 @@ def coded(
         return places.pack([code(*slices) for slices in zip(*map(places.slices, [*args, *noise(words)]), strict=True)])
 
     words = () if key is None else key_data(key)
-    return of_made(words_of, words, x, *map(cut.spread_to_words, each)).reshape(width, -1)
+    return computed_once(words_of, words, x, *map(cut.spread_to_words, each)).reshape(width, -1)
 
 
 def worth(value: Callable[[Array, Array], Array], words: Array, cut: Blocks, each: Array, size: int) -> Array:
@@ -122,7 +122,7 @@ def worth(value: Callable[[Array, Array], Array], words: Array, cut: Blocks, eac
     if places is None:
         return value(unpack(words, size), cut.spread(each))
     decode = lambda words, each: value(places.unpack(words), places.spread(each))
-    return of_made(decode, words, cut.spread_to_words(each)).reshape(-1)
+    return computed_once(decode, words, cut.spread_to_words(each)).reshape(-1)
 
 
 def add_worth(

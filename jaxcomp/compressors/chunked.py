@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import started
-from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, fold, is_array, overflow, weighted
+from jaxcomp.arrays import is_array, weighted
+from jaxcomp.backend import fold, zeros_if_shape
+from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, overflow
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.packing import pack, unpack, width_for
@@ -95,7 +96,7 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
             values = weighted(payload.values.astype(total.dtype), weight)
             return total.at[places(payload, total.size)].add(values, mode="drop")
 
-        return fold(add_one, total, (payloads, weights)) if total.size else started(total, payloads)
+        return fold(add_one, total, (payloads, weights)) if total.size else zeros_if_shape(total, payloads)
 
     alpha = spec.alpha
     return on_vectors(

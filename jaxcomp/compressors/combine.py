@@ -6,24 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import size_of
-from jaxcomp.base import (
-    Compressor,
-    Spec,
-    State,
-    accumulate,
-    advance,
-    check_compressor,
-    entries,
-    fold,
-    for_worker,
-    like_of,
-    overflow,
-    wide,
-)
+from jaxcomp.arrays import like_of, size_of, wide
+from jaxcomp.backend import fold
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, entries, for_worker, overflow
 from jaxcomp.compressors.dense import cast
 from jaxcomp.payloads import LocalIndices, Sparse, global_indices, local_indices
-from jaxcomp.pieces import with_entries
 
 __all__ = ["compose", "contract", "narrow"]
 
@@ -79,7 +66,8 @@ def contract(compressor: Compressor) -> Compressor:
 
     return compressor._replace(
         decompress=decompress,
-        accumulate=with_entries(add, sparse, compressor.accumulate),
+        accumulate=add,
+        entries=None if compressor.entries is None else sparse,
         spec=spec._replace(
             name=f"contract({spec.name})",
             omega=None,
@@ -207,7 +195,8 @@ def _composed(outer: Compressor, inner: Compressor, spec: Spec) -> Compressor:
         compress,
         decompress,
         spec,
-        accumulate=with_entries(add, sparse, outer.accumulate),
+        accumulate=add,
+        entries=None if outer.entries is None else sparse,
         advance=next_round,
         lengths=outer.lengths,
         for_worker=None if outer.for_worker is None and inner.for_worker is None else pick,
@@ -295,6 +284,7 @@ def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -
     return compressor._replace(
         compress=compress,
         decompress=lambda payload, shared, like: compressor.decompress(widen(payload, like), shared, like),
-        accumulate=with_entries(add, sparse, compressor.accumulate),
+        accumulate=add,
+        entries=None if compressor.entries is None else sparse,
         spec=spec._replace(name=f"narrow({spec.name})"),
     )

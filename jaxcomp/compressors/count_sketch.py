@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import started
-from jaxcomp.base import Compressor, Spec, State, bounded, finite, fold, key_data, weighted, wide, wrap_key
+from jaxcomp.arrays import bounded, finite, key_data, weighted, wide, wrap_key
+from jaxcomp.backend import fold, zeros_if_shape
+from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.checks import check_like, is_integer, is_whole
 from jaxcomp.compressors.rand_k import Draw, next_draw
 from jaxcomp.compressors.vector import on_vectors
@@ -78,7 +79,7 @@ def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | No
             payload, weight = message
             return sketch + weighted(payload.values.astype(sketch.dtype), weight)
 
-        total = started(total, payloads)
+        total = zeros_if_shape(total, payloads)
         zeros = jnp.zeros((rows * columns_of(total.shape[0]),), total.dtype)
         return bounded(total + decoded(fold(add_one, zeros, (payloads, weights)), shared, total.shape[0], total.dtype))
 

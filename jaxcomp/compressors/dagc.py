@@ -17,8 +17,8 @@ import numpy as np
 
 from jaxcomp.allocate import counts, ratios, thresholds
 from jaxcomp.allocate.workers import Rule, number_of, shares
-from jaxcomp.arrays import one_row, row_of
-from jaxcomp.base import Compressor, Lengths, Spec, State, overflow, wide
+from jaxcomp.arrays import one_row, row_of, wide
+from jaxcomp.base import Compressor, Lengths, Spec, State, overflow
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.sparsify import entries_of, largest_indices, top_k
 from jaxcomp.compressors.vector import on_vectors

@@ -8,19 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.arrays import started
-from jaxcomp.base import (
-    Compressor,
-    Spec,
-    accumulate,
-    bounded,
-    check_compressor,
-    finite,
-    is_array,
-    lengths,
-    like_of,
-    wide,
-)
+from jaxcomp.arrays import bounded, finite, is_array, like_of, wide
+from jaxcomp.backend import zeros_if_shape
+from jaxcomp.base import Compressor, Spec, accumulate, check_compressor, lengths
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.chunked import chunked
 from jaxcomp.layout import Layout
@@ -171,7 +161,7 @@ def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -
         cut, inner, _ = parts(total)
         zeros = jax.ShapeDtypeStruct((cut.size,), total.dtype)
         found = bounded(accumulate(inner, zeros, payloads, weights, shared))
-        return bounded(started(total, payloads) + backward(found, cut, total.shape))
+        return bounded(zeros_if_shape(total, payloads) + backward(found, cut, total.shape))
 
     def of_padded(bound, worse):
         """The worse of a vector of d entries, and of the longest that an array of as many can become."""
@@ -183,6 +173,7 @@ def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -
         compress=compress,
         decompress=decompress,
         accumulate=add,
+        entries=None,
         lengths=None if sample.lengths is None else lambda like: lengths(sample, parts(like)[2]),
         spec=Spec(
             name,

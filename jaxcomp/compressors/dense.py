@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, bounded, finite, wide
+from jaxcomp.arrays import bounded, finite, wide
+from jaxcomp.base import Compressor, Spec
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.vector import on_vectors

@@ -29,8 +29,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.arrays import started
-from jaxcomp.base import Compressor, Spec, State, bounded, finite, fold, key_data, like_of, wide, zeros_like
+from jaxcomp.arrays import bounded, finite, key_data, like_of, wide, zeros_like
+from jaxcomp.backend import fold, zeros_if_shape
+from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, key_of
@@ -329,7 +330,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
             y = times(rotated(payload, total.shape[0], unit), weight)
             return total + (bounded(rotation.backward(y, key_of(shared.of(worker, ()))) / unit) if per_worker else y)
 
-        total = started(total, payloads)
+        total = zeros_if_shape(total, payloads)
         start = total if per_worker else zeros_like(like_of(total))
         done = fold(add_one, start, (payloads, weights, jnp.arange(workers)))
         return bounded(done if per_worker else total + rotation.backward(done, key_of(shared)) / unit)

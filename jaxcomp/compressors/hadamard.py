@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.backend import platform
+from jaxcomp.backend import in_tiles
 from jaxcomp.hashing import random_bits
 
 __all__ = ["Rotation", "rotation_of"]
@@ -162,11 +162,4 @@ def _blockwise(x: Array, words: Array, block: int, forward: bool) -> Array:
         x = _hadamard(x.reshape(-1, block), forward).reshape(-1)
         return x if forward else _flipped(x, words)
 
-    tile = max(block, TILE)
-    tiles = x.shape[0] // tile
-    # In tiles, all passes but the first and the last run in the cache. Elsewhere one product of all is faster.
-    if tiles < 2 or platform() != "cpu":
-        return some((x, words))
-    body = tiles * tile
-    done = lax.map(some, (x[:body].reshape(tiles, tile), words[: body // 32].reshape(tiles, tile // 32))).reshape(-1)
-    return done if body == x.shape[0] else jnp.concatenate([done, some((x[body:], words[body // 32 :]))])
+    return in_tiles(some, max(block, TILE), x, words)

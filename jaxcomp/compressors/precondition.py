@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxcomp.arrays import one_row, row_of, started
-from jaxcomp.base import Compressor, Spec, State, accumulate, advance, bounded, finite, for_worker, wide
+from jaxcomp.arrays import bounded, finite, one_row, row_of, wide
+from jaxcomp.backend import zeros_if_shape
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, for_worker
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax, is_stacked
 
@@ -142,7 +143,7 @@ def _preconditioned(compressor: Compressor, smoothness: Operator, dtype: Any) ->
     def add(total, payloads, weights, shared):
         zeros = jnp.zeros((size,), wide(total.dtype))
         white = accumulate(compressor, zeros, payloads, weights, shared.compressor)
-        return started(total, payloads) + shared.operator.root(white).astype(total.dtype)
+        return zeros_if_shape(total, payloads) + shared.operator.root(white).astype(total.dtype)
 
     def pick(shared, worker, workers):
         operator = row_of("precondition", shared.operator, worker, workers) if stacked else shared.operator

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import add_each, fold_in_one_pass, one_row, reshaped, row_of, weighted
-from jaxcomp.base import Compressor, Spec, State, bounded, finite, key_data, wide
-from jaxcomp.compiled import of_made
+from jaxcomp.arrays import bounded, finite, key_data, one_row, reshaped, row_of, weighted, wide
+from jaxcomp.backend import add_each, computed_once, fold_in_one_pass
+from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.vector import MOST, on_vectors
@@ -272,7 +272,7 @@ def _dithering(
             each = zip(places.slices(x), inverses, noise, strict=True)
             return places.pack([codes(*three, most) for three in each])
 
-        made = of_made(words_of, x, (_inverse(units),) if few else _inverses(units), key_data(key))
+        made = computed_once(words_of, x, (_inverse(units),) if few else _inverses(units), key_data(key))
         return Quantized(short_norms, made.reshape(width, -1)), state.local
 
     def decompress(payload, shared, like):
@@ -282,7 +282,7 @@ def _dithering(
         if places is None:
             return _worth(unpack(payload.words, like.size), steps.unit(shared, cut, norms, cut.spread), like.dtype)
         decode = lambda words, units: _worth(places.unpack(words), places.spread(units), like.dtype)
-        return of_made(decode, payload.words, steps.unit(shared, cut, norms, cut.spread_to_words)).reshape(-1)
+        return computed_once(decode, payload.words, steps.unit(shared, cut, norms, cut.spread_to_words)).reshape(-1)
 
     def accumulate(total, payloads, weights, shared):
         cut = layout(total.size)

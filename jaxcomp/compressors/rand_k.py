@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, State, bounded, finite, fold, key_data, weighted, wide
+from jaxcomp.arrays import bounded, finite, key_data, weighted, wide
+from jaxcomp.backend import fold
+from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
 from jaxcomp.compressors.vector import on_vectors

@@ -5,21 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import started
-from jaxcomp.base import (
-    Compressor,
-    State,
-    accumulate,
-    advance,
-    bounded,
-    check_compressor,
-    finite,
-    fold,
-    for_worker,
-    key_data,
-    wide,
-    wrap_key,
-)
+from jaxcomp.arrays import bounded, finite, key_data, wide, wrap_key
+from jaxcomp.backend import fold, zeros_if_shape
+from jaxcomp.base import Compressor, State, accumulate, advance, check_compressor, for_worker
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.compressors.vector import on_vectors
@@ -122,7 +110,7 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
         return bounded(rotation_of(like.size, block).backward(y, key_of(shared)), like.dtype)
 
     def add(total, payloads, weights, shared):
-        rotation, total = rotation_of(total.shape[0], block), started(total, payloads)
+        rotation, total = rotation_of(total.shape[0], block), zeros_if_shape(total, payloads)
         if not per_worker:
             y = accumulate(compressor, _wide(total), payloads, weights, shared.inner)
             return bounded(total + rotation.backward(y, key_of(shared)).astype(total.dtype))

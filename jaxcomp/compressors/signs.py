@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, bounded, finite, wide
+from jaxcomp.arrays import bounded, finite, wide
+from jaxcomp.backend import in_parts
+from jaxcomp.base import Compressor, Spec
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
 from jaxcomp.compressors.checks import check_like, is_number
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.hashing import random_bits
 from jaxcomp.layout import WHOLE_BLOCKS, Layout
-from jaxcomp.norms import block_norms, some_at_a_time
+from jaxcomp.norms import block_norms
 from jaxcomp.packing import num_words
 from jaxcomp.payloads import Quantized
 
@@ -238,5 +240,5 @@ def _scaled_mean(rows: Array) -> Array:
     exponent = jnp.clip(exponent_of(largest), info.minexp, -info.minexp)
     scale = power_of_two(-exponent, rows.dtype)
     mean = lambda rows, scale: jnp.mean(jnp.abs(finite(rows)) * lax.optimization_barrier(scale)[:, None], axis=1)
-    means = some_at_a_time(mean, largest, rows, scale) * power_of_two(exponent, rows.dtype)
+    means = in_parts(mean, largest, rows, scale) * power_of_two(exponent, rows.dtype)
     return jnp.where(largest < info.tiny, 0, means)

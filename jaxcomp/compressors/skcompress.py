@@ -20,18 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import (
-    Compressor,
-    Spec,
-    State,
-    advance,
-    check_compressor,
-    finite,
-    for_worker,
-    key_data,
-    like_of,
-    wide,
-)
+from jaxcomp.arrays import finite, key_data, like_of, wide
+from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, for_worker
 from jaxcomp.compressors import minmax_sketch
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.minmax_sketch import Shape, list_of, places, query

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, State, finite
+from jaxcomp.arrays import finite
+from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.payloads import Sparse

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.special import gammaincc, gammaln
 
-from jaxcomp.base import finite, wide
+from jaxcomp.arrays import finite, wide
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.select import count_above, excess_above, magnitude
 

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import Compressor, Spec, State, wide
+from jaxcomp.arrays import wide
+from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.schedule import Target
 from jaxcomp.compressors.sparsify import entries_of
 from jaxcomp.compressors.vector import on_vectors

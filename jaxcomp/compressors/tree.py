@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import started
+from jaxcomp.backend import zeros_if_shape
 from jaxcomp.base import Compressor, Lifted, accumulate, check_compressor, lengths
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.vector import lift
@@ -97,7 +97,7 @@ def with_layout(name: str, compressor: Compressor, layout: Layout) -> Compressor
     def add(total, payloads, weights, shared):
         plan = plan_of(layout, total)
         weights = _by_group(plan, weights, None) if isinstance(weights, Leaves) else weights
-        total = split(plan, started(total, payloads))
+        total = split(plan, zeros_if_shape(total, payloads))
         return join(plan, accumulate(inner, total, _by_group(plan, payloads, 1), weights, shared))
 
     def bound(of_size, pick, of_dense):
@@ -115,6 +115,7 @@ def with_layout(name: str, compressor: Compressor, layout: Layout) -> Compressor
         compress=compress,
         decompress=decompress,
         accumulate=add,
+        entries=None,
         lengths=None if compressor.lengths is None else lambda like: lengths(inner, plan_of(layout, like).like),
         spec=spec._replace(
             name=f"{name}({spec.name})",

@@ -14,29 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import as_words, reshaped, started
-from jaxcomp.base import (
-    Compressor,
-    Lifted,
-    Spec,
-    State,
-    accumulate,
-    advance,
-    entries,
-    finite,
-    fold,
-    for_worker,
-    is_array,
-    lengths,
-    like_of,
-    overflow,
-    weighted,
-)
-from jaxcomp.compiled import called
+from jaxcomp.arrays import as_words, finite, is_array, like_of, reshaped, weighted
+from jaxcomp.backend import LONG, SparseSum, cut_apart, fold, is_lazy, of_entries, shared_program, zeros_if_shape
+from jaxcomp.backend_cpu import FEW
+from jaxcomp.base import Compressor, Lifted, Spec, State, accumulate, advance, entries, for_worker, lengths, overflow
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.layout import DEFAULT, Parts, TooLong, dense_of, rows_of
 from jaxcomp.payloads import Dense, Leaves
-from jaxcomp.pieces import FEW, LONG, SparseSum, WithEntries, cut_apart, of_entries, with_entries
 
 __all__ = [
     "Each",
@@ -50,7 +34,6 @@ __all__ = [
 
 Array = jax.Array
 MOST = 2**31 - 1  # entries of an array: indices are i32, and d stands for padding
-SPARSE = 8  # times as many entries as its messages has a vector whose sum is not made at once
 
 
 # ------------------------------------------------------------------------------------------------
@@ -98,7 +81,7 @@ def on_vectors(
         like = flat_like(like)
         return State() if init is None else init(shared_key, like)
 
-    apart = row_by_row(compress) if spec.selects else compress
+    apart, every = row_by_row(compress) if spec.selects else compress, None
 
     def compress_(key, x, state):
         each = apart if flat_like(x).size >= apart_from else compress
@@ -120,14 +103,11 @@ def on_vectors(
         return accumulate_
 
     if entries is not None:
-        decompress, accumulate = of_entries(entries, ascending)
+        decompress, accumulate, every = of_entries(entries, ascending)
     decode: Any = decompress
-    if isinstance(accumulate, WithEntries):
-        accumulate = WithEntries(of_any_shape(accumulate), accumulate.entries)
-    elif accumulate is not None:
-        accumulate = of_any_shape(accumulate)
+    accumulate = None if accumulate is None else of_any_shape(accumulate)
     of_flat = None if lengths is None else lambda like: lengths(flat_like(like))
-    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker, overflow)
+    return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker, overflow, every)
 
 
 def row_by_row(function: Callable) -> Callable:
@@ -213,7 +193,8 @@ def lift(compressor: Compressor) -> Compressor:
     """
     layout, one = compressor.spec.lifted or Lifted(compressor.spec.layout or DEFAULT, compressor)
     each = _of_vector_or_stack(one)
-    called_compress, called_accumulate = called(each.compress), called(functools.partial(accumulate, each))
+    called_compress = shared_program(each.compress)
+    called_accumulate = shared_program(functools.partial(accumulate, each))
 
     def init(shared_key, like):
         if is_array(like):
@@ -277,7 +258,8 @@ def lift(compressor: Compressor) -> Compressor:
         compress,
         decompress,
         one.spec._replace(lifted=Lifted(layout, one)),
-        accumulate=with_entries(add, lambda *args: add(args[-1], *args[:-1], sparse=True), one.accumulate),
+        accumulate=add,
+        entries=None if one.entries is None else lambda *args: add(args[-1], *args[:-1], sparse=True),
         advance=None if one.advance is None else over(advance),
         lengths=None if one.lengths is None else lengths_,
         for_worker=None if one.for_worker is None else over(for_worker),
@@ -289,7 +271,7 @@ def _few_entries(each: Compressor, add: Callable, like: Any, payloads: Any, weig
     """The sum of messages of a vector or a stack; as `SparseSum` where it has few of the entries of a long vector."""
     if rows_of(like) is None and like.size >= LONG:
         found = entries(each, payloads, weights, shared, like)
-        if not isinstance(found, SparseSum) or SPARSE * found.indices.size <= like.size:
+        if not isinstance(found, SparseSum) or is_lazy(found):
             return found
     return add(like, payloads, weights, shared)
 
@@ -322,7 +304,7 @@ class Rows(NamedTuple):
 def _of_vector_or_stack(one: Compressor) -> Compressor:
     """A compressor of vectors, and of the rows of a stack."""
     # A row is cut out of the stack once, before the call; each pass over it would else cut it out again.
-    called_compress = one.compress if one.spec.linear else called(one.compress)
+    called_compress = one.compress if one.spec.linear else shared_program(one.compress)
 
     def init(shared_key, like):
         if rows_of(like) is None:
@@ -354,7 +336,7 @@ def _of_vector_or_stack(one: Compressor) -> Compressor:
     def add(total, payloads, weights, shared):
         if rows_of(total) is None:
             return accumulate(one, total, payloads, weights, shared)
-        total, by_row = started(total, payloads), jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), payloads)
+        total, by_row = zeros_if_shape(total, payloads), jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), payloads)
         return lax.map(lambda args: accumulate(one, args[0], args[1], weights, args[2]), (total, by_row, shared.rows))
 
     def over(function):
@@ -376,7 +358,7 @@ def _of_vector_or_stack(one: Compressor) -> Compressor:
         init=init,
         compress=compress,
         decompress=decompress,
-        accumulate=with_entries(add, functools.partial(entries, one), one.accumulate),
+        accumulate=add,
         advance=over(advance),
         lengths=lambda like: lengths(one, like) if rows_of(like) is None else None,
         for_worker=over(for_worker),

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.special import ndtri
 
-from jaxcomp.base import Compressor, finite, wide
+from jaxcomp.arrays import finite, wide
+from jaxcomp.base import Compressor
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold
 from jaxcomp.floats import exponent_of, power_of_two

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
-from jaxcomp.base import Algorithm, Compressor, State, bounded, finite, wide, wide_like, zeros_like
-from jaxcomp.compiled import in_place
+from jaxcomp.arrays import bounded, finite, wide, wide_like, zeros_like
+from jaxcomp.backend import accumulated, in_place
+from jaxcomp.base import Algorithm, Compressor, State
 from jaxcomp.compressors.checks import is_number, is_whole
 from jaxcomp.compressors.vector import lift
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.layout import Parts
-from jaxcomp.pieces import accumulated
 
 __all__ = ["momentum_correction"]
 

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import bounded
-from jaxcomp.backend import platform
-from jaxcomp.compiled import always
+from jaxcomp.backend import SparseSum, platform
+from jaxcomp.backend_cpu import opaque_true
 from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, varying, varying_axes
-from jaxcomp.pieces import SparseSum
 
 __all__ = [
     "Permutation",
@@ -169,7 +168,7 @@ def _sums_in_turn(arrays: list[Array], axis: Axis) -> list[Array]:
         now = rest[: 1 + sum(size < IN_TURN for size in held[:-1])]
         before = next((x for x in reversed(sums) if x.size), None)
         if before is not None and all(set(varying_axes(before)) <= set(varying_axes(x)) for x in now):
-            ready = always(before)
+            ready = opaque_true(before)
             now = [jnp.where(ready, x, jnp.zeros((), x.dtype)) if x.size >= SMALL else x for x in now]
         sums += lax.psum(now, axis)
     return sums

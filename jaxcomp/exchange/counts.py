@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import wide
+from jaxcomp.arrays import wide
 from jaxcomp.exchange.routes import ROUTES, SCATTER
 from jaxcomp.norms import block_norms
 from jaxcomp.payloads import by_row, cheap_bits, code_bits, lane_bytes, num_entries

@@ -14,15 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import as_words, sum_rows
-from jaxcomp.backend import platform
-from jaxcomp.base import weighted
-from jaxcomp.compiled import always
+from jaxcomp.arrays import as_words, sum_rows, weighted
+from jaxcomp.backend import cut_apart, side_by_side
 from jaxcomp.exchange.collectives import all_to_all_rows, exchanged_size, gather, gathered_size, sum_arrays, summed_size
-from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying, varying_axes
+from jaxcomp.exchange.varying import Axis, axis_index, axis_names, axis_size, proven_equal, varying
 from jaxcomp.floats import rounded_to
 from jaxcomp.payloads import Leaves
-from jaxcomp.pieces import cut_apart
 
 __all__ = [
     "Lane",
@@ -41,7 +38,6 @@ __all__ = [
 
 Array = jax.Array
 
-LONG = 2**18  # entries of a lane, from which on its arrays are made before they are put together
 # At most so many bytes of wide entries are split into the words of a narrow lane, to save another collective.
 FEW_BYTES = 2**16
 # An array of so many bytes crosses by itself: another collective costs less than putting it beside others, and cutting
@@ -169,16 +165,7 @@ def _after(x: Any, before: Any) -> Any:
 def _pack(lane: Lane, leaves: Sequence[Array] | dict[int, Array], lead: tuple[int, ...] = ()) -> Array:
     """[*lead, m] words of a lane, from arrays whose leading axes are `lead`."""
     words = [lax.bitcast_convert_type(leaves[i], lane.dtype).reshape(*lead, -1) for i in lane.places]
-    if len(words) == 1:
-        return words[0]
-    if lane.size < LONG or platform() != "cpu":
-        return jnp.concatenate(words, axis=-1)
-    # XLA for CPU would compute the words within their concatenation, in one thread and four times as slowly. What a
-    # condition that it does not know takes is made before.
-    axes, shape = varying_axes(words), (*lead, sum(each.shape[-1] for each in words))
-    none = lambda *words: varying(jnp.zeros(shape, lane.dtype), axes)
-    together = lambda *words: varying(jnp.concatenate(words, axis=-1), axes)
-    return lax.cond(always(max(words, key=jnp.size)), together, none, *words)
+    return side_by_side(words)
 
 
 def _unpack(lane: Lane, rows: Array, leaves: Sequence[Any], sizes: Sequence[int]) -> list[Array]:

@@ -5,12 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.base import accumulate, entries, for_worker, wide, wide_like
+from jaxcomp.arrays import wide, wide_like
+from jaxcomp.backend import SparseSum
+from jaxcomp.base import accumulate, entries, for_worker
 from jaxcomp.exchange.collectives import share_of, whole_of
 from jaxcomp.exchange.routes import Call, Carried, Outgoing
 from jaxcomp.exchange.varying import on_equal_types, varying
 from jaxcomp.payloads import Dense, Leaves
-from jaxcomp.pieces import SparseSum
 
 __all__ = ["mean_of"]
 

@@ -15,22 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.backend import platform
-from jaxcomp.base import (
-    Algorithm,
-    Compressor,
-    State,
-    add_own,
-    advance,
-    for_worker,
-    key_data,
-    like_of,
-    overflow,
-    residual,
-    wide,
-    wrap_key,
-)
-from jaxcomp.compiled import in_place
+from jaxcomp.arrays import key_data, like_of, wide, wrap_key
+from jaxcomp.backend import in_place
+from jaxcomp.base import Algorithm, Compressor, State, add_own, advance, for_worker, overflow, residual
 from jaxcomp.exchange.counts import (
     Counts,
     Errors,
@@ -113,7 +100,7 @@ class Runner(NamedTuple):
         Args:
             state: of this device.
             given: plan -> (what `Algorithm.update` takes for gradients, arrays whose non-finite entries count).
-            sparse: vectors of what it returns may be `jaxcomp.pieces.SparseSum`.
+            sparse: vectors of what it returns may be `jaxcomp.backend.SparseSum`.
 
         Returns:
             What `Algorithm.update` returns, and the state after the round.
@@ -121,7 +108,7 @@ class Runner(NamedTuple):
         local, shared, plan = self._opened(state)
         grads, arrays = given(plan)
         measured = shared.count % self.measure == 0 if self.measure else None
-        sparse = sparse and self.algorithm.sparse and platform() == "cpu"
+        sparse = sparse and self.algorithm.sparse
         exchange = Round(self._way(plan)._replace(sparse=sparse), State(local.route, shared.route), measured)
         out, new = self.algorithm.update(self._key(shared), grads, State(local.algorithm, shared.algorithm), exchange)
         route, counts = exchange.outcome

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxcomp.base import like_of
+from jaxcomp.arrays import like_of
 from jaxcomp.layout import layout_of, plan_of
 from jaxcomp.plan.candidates import Candidate, Loss, collectives_of, loss_of, plan_for, sent_bytes
 from jaxcomp.plan.facts import Facts, Work

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.algorithms import direct, error_feedback, power_sgd
-from jaxcomp.base import Algorithm, check_algorithm, like_of
+from jaxcomp.arrays import like_of
+from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, narrow, sidco, sign, top_k
 from jaxcomp.compressors.checks import is_number
 from jaxcomp.compressors.vector import alpha_of, omega_of

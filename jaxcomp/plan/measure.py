@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp.base import like_of
+from jaxcomp.arrays import like_of
 from jaxcomp.exchange.varying import axis_names
 from jaxcomp.layout import join, split
 from jaxcomp.plan.candidates import Candidate, plan_for

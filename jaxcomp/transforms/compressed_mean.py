@@ -31,9 +31,8 @@ import optax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jaxcomp.arrays import root_key
-from jaxcomp.base import Algorithm, Compressor, check_algorithm, like_of
-from jaxcomp.compiled import constants
+from jaxcomp.arrays import constants, like_of, root_key
+from jaxcomp.base import Algorithm, Compressor, check_algorithm
 from jaxcomp.exchange.bind import bind
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.placement import Placement, check_gradients, check_own

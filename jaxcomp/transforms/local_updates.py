@@ -27,9 +27,8 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxcomp.arrays import root_key, wide, wide_like, zeros_like
+from jaxcomp.arrays import constants, root_key, wide, wide_like, zeros_like
 from jaxcomp.base import Algorithm, check_algorithm
-from jaxcomp.compiled import constants
 from jaxcomp.exchange.counts import no_counts
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.own import own_at_device, own_off_device

@@ -11,7 +11,7 @@ from montecarlo import chi_square_bound, monte_carlo, z_bound
 from variants import variants
 
 import jaxcomp as jc
-from jaxcomp.arrays import ONE_PASS
+from jaxcomp.backend import ONE_PASS
 from jaxcomp.base import accumulate, overflow
 from jaxcomp.hashing import as_uniform, halves, random_bits, random_uniform
 from jaxcomp.packing import unpack

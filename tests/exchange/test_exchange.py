@@ -12,7 +12,8 @@ from variants import variants
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp.base import accumulate, for_worker, like_of, wide_like
+from jaxcomp.arrays import like_of, wide_like
+from jaxcomp.base import accumulate, for_worker
 from jaxcomp.compressors.vector import lift
 from jaxcomp.exchange.mean import mean_of
 from jaxcomp.exchange.routes import Call, Outgoing, route_of

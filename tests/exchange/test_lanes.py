@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from route_worlds import LIKES, messages, uneven
 from worlds import AXIS, mesh_of
 
+from jaxcomp import backend_cpu
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.exchange import collectives, lanes
 from jaxcomp.exchange.routes import Call
@@ -63,9 +64,9 @@ def test_buckets_have_lanes_of_their_own_and_small_leaves_go_last():
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("on_a_mesh", [False, True])
-@pytest.mark.parametrize(("long", "alone"), [(lanes.LONG, lanes.ALONE_BYTES), (1, lanes.ALONE_BYTES), (1, 8)])
+@pytest.mark.parametrize(("long", "alone"), [(backend_cpu.LONG, lanes.ALONE_BYTES), (1, lanes.ALONE_BYTES), (1, 8)])
 def test_everything_arrives(long, alone, on_a_mesh, seed, monkeypatch):
-    monkeypatch.setattr(lanes, "LONG", long)
+    monkeypatch.setattr(backend_cpu, "LONG", long)
     monkeypatch.setattr(lanes, "ALONE_BYTES", alone)
     rng = np.random.default_rng(seed)
     given = {name: jnp.asarray(rng.integers(0, 99, (N, N, *x.shape)), x.dtype) for name, x in MIXED.items()}

@@ -11,7 +11,8 @@ from jax import lax
 from route_worlds import LIKES, bits, messages, on_mesh, on_replicas, on_shards, on_vmap, uneven
 from variants import variants
 
-from jaxcomp.base import for_worker, wide_like
+from jaxcomp.arrays import wide_like
+from jaxcomp.base import for_worker
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.vector import lift

@@ -10,7 +10,8 @@ import oracles_smoothness as oracle
 import pytest
 
 import jaxcomp as jc
-from jaxcomp.base import State, for_worker, like_of
+from jaxcomp.arrays import like_of
+from jaxcomp.base import State, for_worker
 from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.placement import Placement
 from jaxcomp.exchange.routes import ROUTES

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from jaxcomp.base import lengths, wide
+from jaxcomp.arrays import wide
+from jaxcomp.base import lengths
 from jaxcomp.exchange.collectives import has_ragged, share_of
 from jaxcomp.exchange.lanes import gathered, summed
 from jaxcomp.exchange.links import DEFAULT, Cost, Link

@@ -5,7 +5,6 @@
 
 from typing import Any
 
-from jaxcomp.backend import platform
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.links import Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import Call, gathering_route
@@ -33,7 +32,7 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
 def gather(payload: Any, lengths: Any, call: Call) -> tuple[Any, Any]:
     """All payloads, on a backend that has `ragged_all_to_all`; ValueError on another."""
     if not collectives.has_ragged():
-        raise ValueError(f'via="ragged": the {platform()} backend has no ragged_all_to_all; use via="ring"')
+        raise ValueError('via="ragged": this backend has no ragged_all_to_all; use via="ring"')
     return gather_by(exchange, cost)(payload, lengths, call)
 
 

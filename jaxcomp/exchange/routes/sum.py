@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxcomp.base import wide
+from jaxcomp.arrays import wide
 from jaxcomp.exchange.collectives import share_of
 from jaxcomp.exchange.lanes import summed
 from jaxcomp.exchange.links import ADDS, Cost, Link, cost_of

@@ -21,15 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.base import (
-    Compressor,
-    State,
-    accumulate,
-    advance,
-    bounded,
-    residual,
-    wide_like,
-)
+from jaxcomp.arrays import bounded, wide_like
+from jaxcomp.base import Compressor, State, accumulate, advance, residual
 from jaxcomp.compressors.vector import Rows
 from jaxcomp.exchange.collectives import share_of, whole_of
 from jaxcomp.exchange.lanes import all_gather, all_to_all, all_to_all_bytes, gather_bytes

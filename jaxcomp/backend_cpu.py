@@ -1,0 +1,387 @@
+"""What XLA for CPU needs in another form than everybody else, under the names of `backend`, which chooses.
+
+XLA for CPU drops `lax.optimization_barrier` before it fuses and orders what it computes, so that each reader of a value
+may compute it again, within its own loop. It keeps a condition that it does not know to hold always, a loop of one
+step, and a call that says that it is not to be inlined: of these the forms here are made.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from jaxcomp.arrays import finite, is_shapes
+
+__all__ = [
+    "FEW",
+    "LONG",
+    "added_once",
+    "computed_once",
+    "concatenated",
+    "cut_apart",
+    "in_parts",
+    "in_place",
+    "in_tiles",
+    "largest_finite",
+    "made_apart",
+    "of_several",
+    "opaque_true",
+    "piece_by_piece",
+    "shared_program",
+    "side_by_side",
+    "starts_of",
+    "zeros_after",
+]
+
+Array = jax.Array
+Tree = Any
+FEW = 16  # slices that may be kernels of their own
+LONG = 2**18  # entries of a vector that is worth a branch, or a loop, of its own
+LOOPS = 64  # leaves that are made by a loop of their own; each adds 0.02 s to compiling
+ROWS = 2048  # numbers that slow forms make at a time
+
+
+def opaque_true(x: Array) -> Array:
+    """bool[], true whatever is in x (one entry at least), which XLA does not know."""
+    first = x.reshape(-1)[0].astype(jnp.float32)
+    return (first <= jnp.inf) | jnp.isnan(first)
+
+
+def _mapped_axes(batched: Tree) -> Tree:
+    return jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+
+
+# ------------------------------------------------------------------------------------------------
+# What is computed once, in place, or compiled once
+
+
+def computed_once(function: Callable[..., Tree], *args: Any) -> Tree:
+    """XLA for CPU would compute args within every loop that reads them, and then find their places entry by entry."""
+
+    @jax.custom_batching.custom_vmap
+    def made(*args):
+        shapes = jax.eval_shape(function, *args)
+
+        def other(*args):
+            """Arrays that nobody sees, typed as differing over the same axes of a mesh."""
+            one = jnp.asarray(sum(a.reshape(-1)[0].astype(jnp.float32) for a in jax.tree.leaves(args)))
+            return jax.tree.map(lambda a: jnp.full(a.shape, one.astype(a.dtype)), shapes)
+
+        return lax.cond(opaque_true(jax.tree.leaves(args)[0]), function, other, *args)
+
+    @made.def_vmap
+    def _(size, batched, *args):
+        out = computed_once(jax.vmap(function, tuple(_mapped_axes(batched)), axis_size=size), *args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return made(*args)
+
+
+def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> Tree:
+    """XLA for CPU would compute what several passes read again in each of them, and keep its terms for that. A loop of
+    one step writes it where the memory was, if that is not read any more (a donated state, or zeros made for it), and
+    everything else reads it from there.
+    """
+    # What the function closes over must be an argument: custom_vmap refuses what a further vmap would map.
+    traced, shape = jax.make_jaxpr(function, return_shape=True)(memory, x)
+    structure = jax.tree.structure(shape)
+
+    def of(consts, memory, x):
+        return jax.tree.unflatten(structure, jax.core.eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves((memory, x))))  # pyright: ignore[reportAttributeAccessIssue]
+
+    @jax.custom_batching.custom_vmap
+    def once(consts, memory, x):
+        steps = jnp.where(opaque_true(next(a for a in jax.tree.leaves(x) if a.size)), 1, 0)
+
+        def step(carry):
+            i, memory, x = carry
+            # What depends on x alone would be computed before the loop, into an array of its own.
+            now = jax.tree.map(lambda a: jnp.where(i < steps, a, jnp.zeros((), a.dtype)), x)
+            return i + 1, of(consts, memory, now), x
+
+        return lax.while_loop(lambda carry: carry[0] < steps, step, (jnp.zeros((), jnp.int32), memory, x))[1]
+
+    @once.def_vmap
+    def _(size, batched, *args):
+        out = jax.vmap(of, tuple(_mapped_axes(batched)), axis_size=size)(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return once(traced.consts, memory, x)
+
+
+def shared_program(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """A call that XLA for CPU leaves in the program, with the same kernels in each call, and fused with nothing."""
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def body(structure, fixed, *arrays):
+        arrays = iter(arrays)
+        leaves = [next(arrays) if shape is None else shape for shape in fixed]
+        with set_xla_metadata(inlineable="true"):  # not None, which vmap and grad would forget
+            return function(*jax.tree.unflatten(structure, leaves))
+
+    def call(*args):
+        leaves, structure = jax.tree.flatten(args)
+        fixed = tuple(a if is_shapes(a) else None for a in leaves)
+        with set_xla_metadata(inlineable="false"):
+            return body(structure, fixed, *(a for a, shape in zip(leaves, fixed, strict=True) if shape is None))
+
+    return call
+
+
+def zeros_after(tree: Tree, like: Tree) -> Tree:
+    """Zeros, made once the arrays of a tree are there: earlier they would only take memory."""
+    arrays = [a for a in jax.tree.leaves(tree) if a.size]
+    if not arrays:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+    there = functools.reduce(jnp.logical_and, map(opaque_true, arrays))
+    zero = jnp.where(there, jnp.float32(0), jnp.float32(1))
+    return jax.tree.map(lambda leaf: jnp.full(leaf.shape, zero.astype(leaf.dtype)), like)
+
+
+def added_once(add_all: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree:
+    """The sum is computed in one branch, which no reader of it can repeat."""
+    first = next(a for a in jax.tree.leaves(messages) if a.size)
+    if is_shapes(total):
+        zeros = lambda m: zeros_after(m, total)
+        return lax.cond(opaque_true(first), lambda m: add_all(total, m), zeros, messages)
+    return lax.cond(opaque_true(first), add_all, lambda total, messages: total, total, messages)
+
+
+def largest_finite(rows: Array) -> Array:
+    """XLA for CPU sets memory aside for the operand of a reduction that it knows."""
+    larger = lambda a, b: jnp.maximum(jnp.abs(finite(a)), jnp.abs(finite(b)))
+    return lax.reduce(rows, np.zeros((), rows.dtype), larger, (rows.ndim - 1,))
+
+
+def in_parts(function: Callable[..., Array], out: Array, *rows: Array) -> Array:
+    """XLA for CPU makes an array of what it adds up, and sets memory aside for that even where it is not computed: in
+    parts, written over `out`, it is a small one.
+    """
+    count = rows[0].shape[0]
+    if out.ndim == 0 or count <= ROWS:
+        return function(*rows)
+
+    def step(i, out):
+        start = jnp.minimum(i * ROWS, count - ROWS)  # the last part may overlap the one before
+        part = [lax.dynamic_slice_in_dim(each, start, ROWS) for each in rows]
+        return lax.dynamic_update_slice_in_dim(out, function(*part), start, 0)
+
+    return lax.fori_loop(0, -(-count // ROWS), step, out)
+
+
+def in_tiles(function: Callable[[Tree], Array], tile: int, x: Array, words: Array) -> Array:
+    """All passes of a tile but the first and the last run in the cache."""
+    tiles = x.shape[0] // tile
+    body = tiles * tile
+    done = lax.map(function, (x[:body].reshape(tiles, tile), words[: body // 32].reshape(tiles, tile // 32)))
+    done = done.reshape(-1)
+    return done if body == x.shape[0] else jnp.concatenate([done, function((x[body:], words[body // 32 :]))])
+
+
+# ------------------------------------------------------------------------------------------------
+# Leaves end to end, and vectors cut apart
+
+
+def concatenated(vectors: Sequence[Array]) -> Array:
+    """XLA for CPU fuses few vectors with what follows, entry by entry: ten times as slow. It fuses nothing into a
+    branch.
+    """
+    size = sum(vector.size for vector in vectors)
+    if not 1 < len(vectors) < FEW or size < LONG:
+        return lax.concatenate(vectors, 0)
+    other = lambda *vectors: jnp.broadcast_to(sum(vector[0] for vector in vectors), (size,))
+    return lax.cond(opaque_true(vectors[0]), lambda *vectors: lax.concatenate(vectors, 0), other, *vectors)
+
+
+def side_by_side(words: Sequence[Array]) -> Array:
+    """XLA for CPU would compute words within their concatenation, in one thread and four times as slowly. What a
+    condition that it does not know takes is made before.
+    """
+    shape = (*words[0].shape[:-1], sum(each.shape[-1] for each in words))
+    if shape[-1] < LONG:
+        return jnp.concatenate(words, axis=-1)
+    # Typed as differing over the axes of a mesh over which some words differ.
+    any_of = lambda words: functools.reduce(operator.or_, (each[(0,) * each.ndim] for each in words if each.size))
+    other = lambda *words: jnp.broadcast_to(any_of(words), shape)
+    together = lambda *words: jnp.concatenate(words, axis=-1)
+    return lax.cond(opaque_true(max(words, key=jnp.size)), together, other, *words)
+
+
+def cut_apart(vector: Array, sizes: Sequence[int]) -> list[Array]:
+    """XLA for CPU compiles every static slice of a long vector as a kernel of its own, 30 ms each. Slices whose starts
+    it does not know are one kernel for each size.
+    """
+    starts = starts_of(sizes)
+    if len(sizes) < FEW or not 0 < vector.size < 2**31:
+        return [lax.slice_in_dim(vector, at, at + size, axis=-1) for at, size in zip(starts, sizes, strict=True)]
+    dynamic = zip(_unknown(starts, vector), sizes, strict=True)
+    return [lax.dynamic_slice_in_dim(vector, start, size, axis=-1) for start, size in dynamic]
+
+
+def _unknown(starts: Sequence[int], vector: Array) -> Sequence[Array]:
+    """The same numbers, out of a condition that XLA cannot decide."""
+    constants = lambda numbers: lambda: tuple(jnp.asarray(number, jnp.int32) for number in numbers)
+    return lax.cond(opaque_true(vector), constants(starts), constants([0] * len(starts)))
+
+
+@functools.cache
+def of_several(one: Callable[..., Array]) -> Callable[..., Array]:
+    """A function of an entry of a memory and a tuple of others."""
+    return lambda e, x: one(e, *x)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # traced once for each size
+def _with_piece(one: Callable[..., Array], memory: Array, start: Array, piece: Array, *others: Array) -> Array:
+    there = lambda x: lax.dynamic_slice_in_dim(x, start, piece.size)
+    now = one(there(memory), piece, *map(there, others))
+    return lax.dynamic_update_slice_in_dim(memory, now, start, 0)
+
+
+def piece_by_piece(one: Callable[..., Array], memory: Array, pieces: Any, *others: Array) -> Array:
+    """Joining leaves is a pass that reads and one that writes, before anything is computed. A memory that is a vector
+    already needs neither: each leaf is added to its part of the memory, in the memory's place.
+
+    pieces: `backend.Pieces`.
+    """
+    size = memory.size
+
+    @jax.custom_batching.custom_vmap
+    def added(memory, leaves, others):
+        there = [x for x in leaves if x.size]
+        starts = _unknown(starts_of([x.size for x in there]), there[0])
+        after, others = _computed(memory, starts[0]).reshape(-1), [x.reshape(-1) for x in others]
+        for start, piece in zip(starts, there, strict=True):
+            after = _with_piece(one, after, start, piece, *others)
+        return after.reshape(memory.shape)
+
+    @added.def_vmap
+    def _(workers, batched, *args):
+        def of(memory, leaves, others):
+            whole = jnp.concatenate([x.reshape(-1).astype(memory.dtype) for x in leaves])
+            whole = jnp.pad(whole, (0, size - whole.size)).reshape(memory.shape)
+            return in_place(of_several(one), memory, (whole, *others))
+
+        return jax.vmap(of, _mapped_axes(tuple(batched)), axis_size=workers)(*args), True
+
+    return added(memory, pieces.leaves, others)
+
+
+def _computed(x: Array, zero: Array) -> Array:
+    """x, as something that was computed before: XLA for CPU writes in place into that, not into a row of an argument.
+
+    zero: i32[], 0, which XLA does not know.
+    """
+    turn = lambda carry: (carry[0] - 1, -carry[1])
+    return lax.while_loop(lambda carry: carry[0] > 0, turn, (zero, x))[1]
+
+
+def starts_of(sizes: Sequence[int]) -> list[int]:
+    """Where each of consecutive pieces begins."""
+    return (np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, np.int64)).tolist()
+
+
+# ------------------------------------------------------------------------------------------------
+# Sums of sparse messages, leaf by leaf
+
+
+def made_apart(found: Any, sizes: Sequence[int]) -> list[Array]:
+    """The pieces of a `backend.SparseSum`, whose vector is never made: each large leaf by itself, from the entries that
+    lie in it. The others are cut out of one vector of them.
+    """
+    large = sorted(i for i in np.argsort(sizes, kind="stable")[::-1][:LOOPS].tolist() if sizes[i] >= LONG)
+    rest = [i for i in range(len(sizes)) if i not in set(large)]
+    starts, rest_sizes = starts_of(sizes), [sizes[i] for i in rest]
+
+    @jax.custom_batching.custom_vmap
+    def apart(found):
+        edges = jnp.asarray([*starts, sum(sizes)], jnp.int32)
+        runs = _runs(found.indices, edges)
+        zero = jnp.where(opaque_true(found.values), 0, 1).astype(found.values.dtype)
+        entries, like = (found.indices.reshape(-1), found.values.reshape(-1)), lambda size: _like(size, found)
+        made: list[Array] = [zero] * len(sizes)
+        for i, number in zip(large, _unknown(large, found.values), strict=True):
+            made[i] = shared_program(_of_piece)(*entries, runs, edges, zero, number, like(sizes[i]))
+        if rest:
+            shifts = np.asarray(starts)[rest] - starts_of(rest_sizes)
+            pieces = jnp.asarray([rest, shifts], jnp.int32)
+            together = _of_pieces(*entries, runs, zero, pieces, like(sum(rest_sizes)))
+            for i, piece in zip(rest, cut_apart(together, rest_sizes), strict=True):
+                made[i] = piece
+        return tuple(map(found.scaled, made))
+
+    @apart.def_vmap
+    def _(size, batched, found):
+        axes = _mapped_axes(batched[0])
+        out = jax.vmap(lambda found: tuple(cut_apart(found.made(), sizes)), (axes,), axis_size=size)(found)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return list(apart(found))
+
+
+def _like(size: int, found: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), found.values.dtype)
+
+
+class _Runs(NamedTuple):
+    """Where the entries of each of m pieces are among those of n messages of k entries, end to end.
+
+    first, count: i32[m], the first of them, and how many. following: i32[n k], the place of the next one of the piece.
+    """
+
+    first: Array
+    count: Array
+    following: Array
+
+
+def _runs(indices: Array, edges: Array) -> _Runs:
+    messages, entries = indices.shape
+    bounds = jax.vmap(lambda row: jnp.searchsorted(row, edges).astype(jnp.int32))(indices)
+    bounds += entries * jnp.arange(messages, dtype=jnp.int32)[:, None]
+    begins, ends = bounds[:, :-1], bounds[:, 1:]
+
+    def before(later, row):
+        begin, end = row
+        return jnp.where(end > begin, begin, later), later
+
+    first, later = lax.scan(before, jnp.zeros_like(begins[0]), (begins, ends), reverse=True)
+    last = jnp.where(ends > begins, ends - 1, indices.size)
+    following = jnp.arange(1, indices.size + 1, dtype=jnp.int32)
+    return _Runs(first, jnp.sum(ends - begins, 0), following.at[last].set(later, mode="drop"))
+
+
+def _of_piece(indices, values, runs, edges, zero, number, like):
+    """A piece, which begins at edges[number]. zero: f[], which XLA does not know."""
+    return _added_up(indices, values, runs, number, _at(edges, number), jnp.full(like.shape, zero))
+
+
+def _of_pieces(indices, values, runs, zero, pieces, like):
+    """Several pieces end to end. pieces: i32[2, r], their numbers, and how much further on they begin in the sum."""
+
+    def add(i, total):
+        number, shift = pieces[:, i]
+        return _added_up(indices, values, runs, number, shift, total)
+
+    return lax.fori_loop(0, pieces.shape[1], add, jnp.full(like.shape, zero))
+
+
+def _added_up(indices, values, runs, number, shift, total):
+    """total, to which the entries of a piece are added, each at its index less the shift."""
+
+    def add(_, carry):
+        place, total = carry
+        where = _at(indices, place) - shift
+        now = (_at(total, where) + _at(values, place)).reshape(1)
+        total = lax.dynamic_update_slice(total, now, (where,), allow_negative_indices=False)
+        return _at(runs.following, place), total
+
+    return lax.fori_loop(0, _at(runs.count, number), add, (_at(runs.first, number), total))[1]
+
+
+def _at(x: Array, place: Array) -> Array:
+    return lax.dynamic_index_in_dim(x, place, keepdims=False, allow_negative_indices=False)
