@@ -9,12 +9,13 @@ Compressors are pure functions, joined with an algorithm and chained into any op
 
 What is listed here is public. Everything else may change without notice. What is rarer stands in groups:
 
-    jc.methods       methods that keep their own iterate: rounds, descend, adiana, isega, marina; theory, prox
+    jc.methods       methods that keep their own iterate: rounds, descend, adiana, isega, marina
     jc.contrib       historical rivals: dgc, gaussian_k, redsync, hard_threshold, momentum_correction
-    jc.members       rounds on the host by members who come and go: a server, and memories on disk
     jc.collectives   drop-in pmean and psum_scatter with a format on the wire
-    jc.replicas      are all workers still the same: fingerprints, check_replicas, skip_nonfinite
+    jc.replicas      are all workers still the same: fingerprints, skip_nonfinite
     jc.state         states on meshes and of other workers: state_axes, refresh, set_amounts, ...
+
+`jaxcomp.federated`, rounds on the host among members who come and go, is imported by name and is no part of `jc`.
 """
 
 import difflib
@@ -24,7 +25,6 @@ from jaxcomp import (
     allocate,
     collectives,
     contrib,
-    members,
     methods,
     payloads,
     prox,
@@ -79,15 +79,15 @@ from jaxcomp.compressors import (
 )
 from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.measure import Info, info
-from jaxcomp.exchange.redistribute import redistribute
-from jaxcomp.exchange.replicas import check_replicas
-from jaxcomp.exchange.specs import init_state, per_worker, state_specs
 from jaxcomp.groups import Layout
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes
 from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.planning import plan
 from jaxcomp.plan.recommend import recommend
+from jaxcomp.replicas import check_replicas
+from jaxcomp.state.specs import init_state, per_worker, state_specs
+from jaxcomp.state.workers import redistribute
 from jaxcomp.transforms import (
     DynamicScale,
     compressed_mean,
@@ -155,7 +155,6 @@ __all__ = [
     "local_updates",
     "loco",
     "majority_vote",
-    "members",
     "methods",
     "narrow",
     "natural",
@@ -190,26 +189,27 @@ __all__ = [
     "zero_one_adam",
 ]
 
-# Other names under which methods are known.
-_IN_PAPERS = {
-    "qsgd": "dithering(levels, blocks=1)",
-    "signsgd": "majority_vote(momentum=0.0)",
-    "efsignsgd": "error_feedback(jc.sign())",
-    "randomk": "rand_k",
-    "diloco": "local_updates",
-    "onebitsgd": "error_feedback(jc.sign())",
-}
 _GROUPS = (methods, contrib, collectives, replicas, state)
+# What else may be looked for here: names in papers, and a package that is imported by name.
+_KNOWN_AS = {
+    "qsgd": "jc.dithering(levels, blocks=1)",
+    "signsgd": "jc.majority_vote(momentum=0.0)",
+    "efsignsgd": "jc.error_feedback(jc.sign())",
+    "randomk": "jc.rand_k",
+    "diloco": "jc.local_updates",
+    "onebitsgd": "jc.error_feedback(jc.sign())",
+    "federated": "from jaxcomp import federated",
+    "members": "from jaxcomp import federated",
+    "flower": "from jaxcomp.federated import flower",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """What is in a group is found without it, too: `jc.rounds` is `jc.methods.rounds`."""
-    for group in _GROUPS:
-        if name in group.__all__:
-            return getattr(group, name)
-    names = {each.replace("_", ""): each for group in _GROUPS for each in group.__all__}
-    names |= {each.replace("_", ""): each for each in __all__}
-    bare = name.replace("_", "").lower()
-    near = [_IN_PAPERS[bare]] if bare in _IN_PAPERS else [names[e] for e in difflib.get_close_matches(bare, names, 1)]
-    hint = f"; did you mean jc.{near[0]}?" if near and not name.startswith("_") else ""
+    """Raises AttributeError with the name that was meant: the place of one in a group, or one that is like it."""
+    places = {each: f"{group.__name__.replace('jaxcomp', 'jc')}.{each}" for group in _GROUPS for each in group.__all__}
+    known = {each.replace("_", "").lower(): f"jc.{each}" for each in __all__} | _KNOWN_AS
+    known |= {each.replace("_", "").lower(): place for each, place in places.items()}
+    near = difflib.get_close_matches(name.replace("_", "").lower(), known, 1)
+    meant = places.get(name, known[near[0]] if near else None)
+    hint = f"; did you mean {meant}?" if meant and not name.startswith("_") else ""
     raise AttributeError(f"module 'jaxcomp' has no attribute {name!r}{hint}")

@@ -340,8 +340,8 @@ class Algorithm(NamedTuple):
         that is a tuple with the states of `parts`.
     compressor: of each large group, with the layout that it serves best; None for a method that only sums.
     layout: how trees are laid out; None: as the compressor says.
-    point(state) -> the iterate of a method that chooses where gradients are taken (run it with `jc.rounds`), from its
-        shared fields; None for one whose gradients are taken at the caller's parameters (run it with
+    point(state) -> the iterate of a method that chooses where gradients are taken (run it with `jc.methods.rounds`),
+        from its shared fields; None for one whose gradients are taken at the caller's parameters (run it with
         `jc.compressed_mean`).
     parts: algorithms of parts of the tree, in the order of `layout.parts` (`by_path`); () for one that has it whole.
     pieces: gradients may come as `backend.Pieces` where a group has several leaves, and are not joined before; for each
@@ -443,7 +443,7 @@ def check_algorithm(name: str, value: Any) -> Algorithm:
     if isinstance(value, Algorithm) and value.point is None:
         return value
     if isinstance(value, Algorithm):
-        got = "a method that keeps its own iterate. Run that with jc.rounds"
+        got = "a method that keeps its own iterate. Run that with jc.methods.rounds"
     elif isinstance(value, Compressor):
         got = f"the compressor {value.spec.name}. Wrap it in error_feedback(...), diana(...) or direct(...)"
     else:

@@ -1,5 +1,319 @@
-"""Drop-in collectives: `lax.pmean` and `lax.psum_scatter` with a chosen format on the wire and sums in f32."""
+"""Drop-in collectives: `lax.pmean` and `lax.psum_scatter` with a chosen format on the wire and sums in f32.
 
-from jaxcomp.exchange.reduce import pmean, psum_scatter
+A backend adds bf16 in bf16, or widens it to f32 on the wire (XLA on CPU does). Here what crosses is exactly what the
+wire format says, as unsigned words, and is added in f32 (or f64). Nothing is remembered between calls: for formats that
+lose much take `compressed_mean`, which has error feedback.
+
+A wire with scales has one for each block of entries, and blocks know no leaves. So each of several leaves is brought to
+the same magnitude first, by a power of two that is equal on all workers: none is rounded to zero beside a larger one.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.arrays import bounded, finite, like_of, root_key, wrap_key
+from jaxcomp.base import Compressor, Spec, State
+from jaxcomp.compressors.dense import cast, narrow_type
+from jaxcomp.compressors.rows import rows
+from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.exchange.axes import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
+from jaxcomp.exchange.collectives import all_gather, all_max, all_sum, share_of, sum_scatter
+from jaxcomp.exchange.routes.route import Way
+from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
+from jaxcomp.floats import exponent_of, power_of_two, rounded_to
+from jaxcomp.groups import Layout, groups_of, join, split
+from jaxcomp.payloads import Dense
 
 __all__ = ["pmean", "psum_scatter"]
+
+Array = jax.Array
+
+
+class Plan(NamedTuple):
+    """What both directions of a collective need to know, apart from arrays."""
+
+    axis: Axis
+    wire: Compressor | None
+    dtype: Any
+    equal: bool  # types tell that a mean is equal everywhere, so its cotangent is, too
+    dimension: int = 0
+    tiled: bool = False
+
+
+def pmean(x: Any, axis_name: Axis, *, wire: Any = None, accumulate: str = "f32", key: Array | None = None) -> Any:
+    """Mean over the workers, as `lax.pmean`, with a chosen format on the wire.
+
+    y = C((1/n) sum_i C(x_i)): each worker adds up one n-th of the entries in `accumulate` and sends it to all, so that
+    2 (n - 1) / n times the lane bytes of C leave it, whatever n.
+
+    Differentiable (in reverse): the cotangent of x_i is that of y over n. Where `shard_map` knows y to be equal on all
+    workers nothing crosses for that; elsewhere (vmap, pmap, check_vma=False) it is the `pmean` of the cotangents, in
+    the same format, as for `lax.pmean`.
+
+    Args:
+        x: array or tree of arrays, real floating point.
+        axis_name: mapped axis, or a tuple of them.
+        wire: a dtype ("bf16", "f16", a float8 type, which gets a scale) or a compressor of one array with a known
+            error bound, say jc.dithering(7, block_size=512). None: the dtype of each array. With 16 bits what is not
+            finite stays so; float8 and compressors take it as zero, and of several arrays the largest magnitudes cross
+            first, in 32 bits each, so that each array has a scale of its own.
+        accumulate: "f32" or "f64" (in 64-bit mode; without a wire f64 then crosses): in which to add. f64 for f64.
+        key: for compressors, which may be random; equal on all workers, new in each call.
+
+    Returns:
+        Like x, equal on all workers.
+
+    Raises:
+        ValueError: unbound axis, unknown accumulate, a wire without an error bound, a compressor without a key.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    >>> print(jax.vmap(lambda x: jc.collectives.pmean(x, "data", wire="bfloat16"), axis_name="data", out_axes=None)(x))
+    [2. 3.]
+    """
+    leaves, structure = jax.tree.flatten(x)
+    dtypes = list(dict.fromkeys(jnp.result_type(leaf) for leaf in leaves))
+    if wire is None and len(dtypes) > 1:  # each in its own
+        groups = [[leaf for leaf in leaves if jnp.result_type(leaf) == dtype] for dtype in dtypes]
+        means = [iter(pmean(group, axis_name, accumulate=accumulate)) for group in groups]
+        return jax.tree.unflatten(structure, [next(means[dtypes.index(jnp.result_type(leaf))]) for leaf in leaves])
+    plan, words = _planned("pmean", x, axis_name, wire, accumulate, key)
+    return _pmean(plan, varying(x, axis_name), words)
+
+
+def psum_scatter(
+    x: Array,
+    axis_name: Axis,
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    wire: Any = None,
+    accumulate: str = "f32",
+    key: Array | None = None,
+) -> Array:
+    """Sum over the workers, one part to each, as `lax.psum_scatter`, with a chosen format on the wire.
+
+    y_j = sum_i C(x_ij), for part j of x at worker j. (n - 1) / n times the lane bytes of C leave each worker.
+
+    Differentiable (in reverse): the cotangents of all parts are gathered, in the same format.
+
+    Args:
+        x: array, real floating point.
+        axis_name: mapped axis, or a tuple of them.
+        scatter_dimension: along which x is cut.
+        tiled: parts keep the dimension, whose length is a multiple of n; else its length is n and it vanishes.
+        wire, accumulate, key: as for `pmean`.
+
+    Returns:
+        This worker's part.
+
+    Raises:
+        ValueError: as for `pmean`, or x cannot be cut so.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    >>> print(jax.vmap(lambda x: jc.collectives.psum_scatter(x, "data", wire="bfloat16"), axis_name="data")(x))
+    [4. 6.]
+    """
+    plan, words = _planned("psum_scatter", x, axis_name, wire, accumulate, key)
+    x = jnp.asarray(x)
+    workers = axis_size(axis_name)
+    dimension = scatter_dimension + x.ndim if scatter_dimension < 0 else scatter_dimension
+    if not 0 <= dimension < x.ndim:
+        raise ValueError(f"psum_scatter: scatter_dimension {scatter_dimension} of an array of shape {x.shape}")
+    length = x.shape[dimension]
+    if (length % workers if tiled else length != workers) != 0:
+        needed = f"a multiple of {workers}" if tiled else f"{workers}, or give tiled=True"
+        raise ValueError(f"psum_scatter: dimension {dimension} of {x.shape} must be {needed}, the number of workers")
+    return _psum_scatter(plan._replace(dimension=dimension, tiled=tiled), varying(x, axis_name), words)
+
+
+def _planned(name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Array | None) -> tuple[Plan, Array]:
+    if axis is None or not is_bound(axis):
+        raise ValueError(f"{name}: no axis named {axis!r} is bound here; call it inside jax.shard_map, pmap or vmap")
+    if accumulate not in ("f32", "f64"):
+        raise ValueError(f'{name}: accumulate must be "f32" or "f64"; got {accumulate!r}')
+    if accumulate == "f64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(f'{name}: accumulate="f64" needs 64-bit mode (jax_enable_x64)')
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(like_of(x))}
+    dtype = jnp.dtype(jnp.float64 if accumulate == "f64" or jnp.dtype(jnp.float64) in dtypes else jnp.float32)
+    if wire is None:
+        narrow = [kind for kind in dtypes if kind.itemsize < 4]
+        wire = _narrow(narrow[0]) if len(dtypes) == 1 and narrow else None
+    elif isinstance(wire, Compressor):
+        spec = wire.spec
+        if spec.lifted is not None:
+            raise ValueError(f"{name}: wire must be a dtype or a compressor of one array; got {spec.name}")
+        if spec.omega is None and spec.alpha is None:
+            raise ValueError(f"{name}: wire must be a dtype or a compressor with a known error bound; got {spec.name}")
+        if wire.lengths is not None or wire.for_worker is not None:
+            raise ValueError(f"{name}: wire must be one compressor for all workers; {spec.name} has a plan for each")
+        if key is None and _may_draw(wire):
+            raise ValueError(
+                f"{name}: wire={spec.name} may be random; give key=, equal on all workers, new in each call"
+            )
+    else:
+        kind = narrow_type(f"{name}: wire", wire)
+        rounded = cast(kind)
+        wire = _narrow(kind) if rounded.spec.linear or kind == jnp.float16 else rounded
+    key = jax.random.key(0) if key is None else root_key(key)
+    return Plan(axis, wire, dtype, types_tell(axis)), jax.random.key_data(key)
+
+
+def _may_draw(wire: Compressor) -> bool:
+    """Whether one of its keys goes into anything."""
+    like = jax.ShapeDtypeStruct((1024,), jnp.float32)
+
+    def both(shared, private, x):
+        state = wire.init(shared, like)
+        return wire.compress(private, x, state)[0], state
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    program = jax.make_jaxpr(both)(key, key, like).jaxpr
+    read = [var for equation in program.eqns for var in equation.invars] + program.outvars
+    return any(var is one for var in read for one in program.invars[:2])
+
+
+def _narrow(dtype: Any) -> Compressor:
+    """Rounds to a type of 16 bits; what is not finite stays so, as in `lax.pmean`."""
+    return on_vectors(
+        compress=lambda key, x, state: (Dense(rounded_to(x, dtype)), state.local),
+        decompress=lambda payload, shared, like: payload.values.astype(like.dtype),
+        spec=Spec(f"rounding to {jnp.dtype(dtype).name}", omega=None, alpha=lambda d: 0.0, linear=True),
+    )
+
+
+def _keys(plan: Plan, words: Array) -> tuple[Array, Array]:
+    """For both compressions: [2] keys that are equal on all workers, and [2] of this one."""
+    shared, private = jax.random.split(wrap_key(words))
+    return jax.random.split(shared), jax.random.split(jax.random.fold_in(private, axis_index(plan.axis)))
+
+
+def _cast_like(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda x, leaf: rounded_to(x, leaf.dtype), tree, like)
+
+
+def _mean(plan: Plan, x: Any, words: Array) -> Any:
+    axis, workers, share = plan.axis, axis_size(plan.axis), share_of(plan.axis)
+    wide = jax.tree.map(lambda leaf: leaf.astype(plan.dtype), x)
+    if plan.wire is None:
+        total = all_sum(wide, axis, wide=plan.dtype, share=share)
+        return _cast_like(jax.tree.map(lambda t: t / (workers * share), total), x)
+    exponents = _exponents(plan, wide)
+    wide = _scaled(wide, exponents, -1)
+    cut = groups_of(Layout("chunks", chunks=workers), wide)
+    (first_shared, second_shared), (first_key, second_key) = _keys(plan, words)
+    chunk = _owners_sum(plan, split(cut, wide)[0], first_shared, first_key) / (workers * share)
+    whole = _to_all(plan, chunk, second_shared, second_key)
+    return _cast_like(_scaled(join(cut, (whole,)), exponents, 1), x)
+
+
+def _exponents(plan: Plan, wide: Any) -> Array | None:
+    """e with |x| < 2^e for the finite entries x of a leaf on all workers, i32[leaves]; None where no leaf needs it."""
+    leaves = jax.tree.leaves(wide)
+    if len(leaves) < 2 or plan.wire is None or plan.wire.spec.linear:
+        return None
+    largest = jnp.stack([jnp.max(jnp.abs(finite(leaf)), initial=0) for leaf in leaves])
+    info = jnp.finfo(plan.dtype)
+    return all_max(jnp.clip(exponent_of(largest), info.minexp, -info.minexp), plan.axis)
+
+
+def _scaled(tree: Any, exponents: Array | None, sign: int) -> Any:
+    """Each leaf times 2^(sign e)."""
+    if exponents is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    units = power_of_two(sign * exponents, leaves[0].dtype)
+    return jax.tree.unflatten(structure, [bounded(leaf * unit) for leaf, unit in zip(leaves, units, strict=True)])
+
+
+def _owners_sum(plan: Plan, stack: Array, shared_key: Array, private: Array) -> Array:
+    """The sum over the workers of row j of each one's [n, m], times `share_of` all, at worker j."""
+    whole = rows(plan.wire)  # pyright: ignore[reportArgumentType]
+    like = like_of(stack)
+    state = whole.init(shared_key, like)
+    outer = varying_axes(stack)
+    payload, _ = whole.compress(private, stack, State(varying(state.local, outer), state.shared))
+    row = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
+    return first_shot(payload, whole, state.shared, row, Way(plan.axis, outer=outer))
+
+
+def _to_all(plan: Plan, mine: Array, shared_key: Array, private: Array) -> Array:
+    """[n, m]: every worker's [m] on all of them."""
+    whole = rows(plan.wire)  # pyright: ignore[reportArgumentType]
+    like = jax.ShapeDtypeStruct((axis_size(plan.axis), *mine.shape), mine.dtype)
+    state = whole.init(shared_key, like)
+    local = varying(jax.tree.map(lambda a: a[0], state.local.rows), varying_axes(mine))
+    return second_shot(private, mine, whole, State(local, state.shared), like, plan.axis)[2]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _pmean(plan: Plan, x: Any, words: Array) -> Any:
+    return _mean(plan, x, words)
+
+
+def _pmean_forward(plan, x, words):
+    return _pmean(plan, x, words), words
+
+
+def _pmean_backward(plan, words, cotangent):
+    workers = axis_size(plan.axis)
+    if plan.equal:
+        back = varying(jax.tree.map(lambda c: c / workers, cotangent), plan.axis)
+    else:
+        later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
+        back = _mean(plan, cotangent, later)
+    return back, None
+
+
+_pmean.defvjp(_pmean_forward, _pmean_backward)
+
+
+def _parts(plan: Plan, x: Array) -> Array:
+    """[n, ...]: the part of each worker."""
+    rows = jnp.moveaxis(x, plan.dimension, 0)
+    workers = axis_size(plan.axis)
+    return rows.reshape(workers, rows.shape[0] // workers, *rows.shape[1:]) if plan.tiled else rows
+
+
+def _joined(plan: Plan, parts: Array) -> Array:
+    """Inverse of `_parts`."""
+    rows = parts.reshape(parts.shape[0] * parts.shape[1], *parts.shape[2:]) if plan.tiled else parts
+    return jnp.moveaxis(rows, 0, plan.dimension)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _psum_scatter(plan: Plan, x: Array, words: Array) -> Array:
+    rows = _parts(plan, x)
+    workers, shape = rows.shape[0], rows.shape[1:]
+    rows = rows.astype(plan.dtype).reshape(workers, -1)
+    if plan.wire is None:
+        total = sum_scatter(rows, plan.axis)
+    else:
+        (shared_key, _), (private, _) = _keys(plan, words)
+        total = _owners_sum(plan, rows, shared_key, private) / share_of(plan.axis)
+    total = rounded_to(total.reshape(shape), x.dtype)
+    return jnp.moveaxis(total, 0, plan.dimension) if plan.tiled else total
+
+
+def _psum_scatter_forward(plan, x, words):
+    return _psum_scatter(plan, x, words), words
+
+
+def _psum_scatter_backward(plan, words, cotangent):
+    part = jnp.moveaxis(cotangent, plan.dimension, 0) if plan.tiled else cotangent
+    mine = part.astype(plan.dtype).reshape(-1)
+    if plan.wire is None:
+        rows = all_gather(mine, plan.axis)
+    else:
+        later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
+        (shared_key, _), (private, _) = _keys(plan, later)
+        rows = _to_all(plan, mine, shared_key, private)
+    rows = rows.reshape(rows.shape[0], *part.shape).astype(cotangent.dtype)
+    return varying(_joined(plan, rows), plan.axis), None
+
+
+_psum_scatter.defvjp(_psum_scatter_forward, _psum_scatter_backward)

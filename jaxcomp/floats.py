@@ -106,5 +106,5 @@ def _by_arithmetic(x: Array, dtype: Any) -> Array:
 
 @_by_arithmetic.defjvp
 def _derivative(dtype: Any, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """That of `astype`, which is one; that of `jnp.round` would be zero."""
+    """Derivative of `astype`, which is one; that of `jnp.round` would be zero."""
     return _by_arithmetic(primals[0], dtype), tangents[0].astype(dtype)

@@ -1,9 +1,8 @@
 """Methods that keep their own iterate, and what runs them.
 
-Step sizes and proximal operators for them stand in `theory` and `prox`.
+Step sizes and proximal operators for them stand in `jc.theory` and `jc.prox`.
 """
 
-from jaxcomp import prox, theory
 from jaxcomp.algorithms import adiana, bidirectional, descend, ef_bv, isega, marina
 from jaxcomp.transforms.rounds import Rounds, rounds
 
@@ -15,7 +14,5 @@ __all__ = [
     "ef_bv",
     "isega",
     "marina",
-    "prox",
     "rounds",
-    "theory",
 ]

@@ -115,16 +115,16 @@ class Places(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of a slice."""
+        """Shape of a slice."""
         return self.tiles, self.width, TILE
 
     @property
     def whole(self) -> tuple[int, int, int, int]:
-        """Of all entries."""
+        """Shape of all entries."""
         return self.tiles, self.width, self.count, TILE
 
     def spread(self, each: Array) -> Array:
-        """What broadcasts to [q, w, 32 / w, 32], from a number for each entry, each 32 entries, or all."""
+        """Reshapes a number for each entry, each 32 entries, or all so that it broadcasts to [q, w, 32 / w, 32]."""
         if each.shape[0] == 1:
             return each.reshape(1, 1, 1, 1)
         return each.reshape(*self.whole[:3], each.shape[0] // (TILE * self.tiles))

@@ -1,4 +1,4 @@
-"""Which leaf of a tree belongs to which of some patterns, by its path.
+"""Assigns the leaves of a tree to patterns, by their paths.
 
 The path of a leaf is its keys with slashes between, say "params/block_3/mlp/kernel" (`jax.tree_util.keystr` in its
 simple form). A pattern is a regular expression; it matches wherever in the path it is found, and the first pattern that

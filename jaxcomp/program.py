@@ -1,4 +1,4 @@
-"""What a compiled module sends: its collectives, found in all that it runs, and their bytes.
+"""Collectives that a compiled module runs, and their bytes.
 
 Bytes follow the models that `jaxcomp.ledger` lists.
 """

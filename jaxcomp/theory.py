@@ -1,7 +1,7 @@
 """Step sizes for which the methods are known to converge, from constants of the problem and the compressor.
 
-One function for each method; `jc.theory.diana` knows the step sizes of `jc.descend(jc.diana(c), gamma)`, and so on. The
-constants have the same names in all of them:
+One function for each method; `jc.theory.diana` knows the step sizes of `jc.methods.descend(jc.diana(c), gamma)`, and
+so on. The constants have the same names in all of them:
 
     smoothness   L of the mean loss.
     workers      n.

@@ -156,13 +156,13 @@ def pairs_of_send(attributes: str) -> tuple[tuple[int, ...], ...]:
 
 
 def rendezvous_of(attributes: str) -> str:
-    """What a `send` and its `recv` have in common: a name, or the pairs."""
+    """The name that a `send` and its `recv` have in common, or their pairs."""
     found = re.search(r'_xla_host_transfer_rendezvous="?([^",}]+)', attributes)
     return found[1] if found else str(pairs_of_send(attributes))
 
 
 def unknown_kind(instruction: Instruction, known: bool) -> str | None:
-    """What to call an instruction that communicates in a way that is not understood; None if there is none such.
+    """Names an instruction that communicates in a way that is not understood; None for any other.
 
     Args:
         instruction: of any kind.

@@ -156,7 +156,7 @@ for options in ({}, {"values": "bfloat16"}, {"values": "bfloat16", "indices": "u
 
 # %%
 figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
-rivals = {"sidco": jc.sidco(0.001), "sidco, no counts": jc.sidco(0.001, adapt=None), "dgc": jc.dgc(0.001)}
+rivals = {"sidco": jc.sidco(0.001), "sidco, no counts": jc.sidco(0.001, adapt=None), "dgc": jc.contrib.dgc(0.001)}
 for colour, (name, compressor) in zip(COLOURS, rivals.items(), strict=False):
     state, memory = compressor.init(jax.random.key(0), x), jnp.zeros_like(x)
     compress, left_over = jax.jit(compressor.compress), jax.jit(functools.partial(residual, compressor))

@@ -174,7 +174,7 @@ plt.show()
 
 # %%
 def roundtrip(key=1, **options):
-    compressor = jc.skcompress(jc.hard_threshold(0.0, room=0.25), **options)
+    compressor = jc.skcompress(jc.contrib.hard_threshold(0.0, room=0.25), **options)
     x_hat, payload = jax.jit(lambda x, key: jc.roundtrip(compressor, x, key=key))(jnp.asarray(g), jax.random.key(key))
     return np.float64(x_hat)[keys], sum(int(part) for part in jax.jit(sketch_bits)(payload)) / n
 

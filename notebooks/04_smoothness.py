@@ -130,22 +130,24 @@ def smart(beta):
 
 def diana(c, known):
     sizes = jc.theory.diana(**known)
-    return jc.descend(jc.diana(c, alpha=sizes.alpha), sizes.gamma)
+    return jc.methods.descend(jc.diana(c, alpha=sizes.alpha), sizes.gamma)
 
 
 (short, of_short), (long, of_long) = smart(d / 8), smart(2 * d)
 methods = {
     "DIANA, d / 8": diana(plain, {"omega": omega(equal), "variance": table["plain, equal steps"], **constants}),
-    "DCGD+, d / 8": jc.descend(jc.direct(short), jc.theory.dcgd(variance=of_short["variance"], **constants).gamma),
+    "DCGD+, d / 8": jc.methods.descend(
+        jc.direct(short), jc.theory.dcgd(variance=of_short["variance"], **constants).gamma
+    ),
     "DIANA+, d / 8": diana(short, of_short),
-    "ADIANA+, d / 8": jc.adiana(short, jc.theory.adiana(**of_short)),
+    "ADIANA+, d / 8": jc.methods.adiana(short, jc.theory.adiana(**of_short)),
     "DIANA+, 2 d": diana(long, of_long),
-    "ADIANA+, 2 d": jc.adiana(long, jc.theory.adiana(**of_long)),
+    "ADIANA+, 2 d": jc.methods.adiana(long, jc.theory.adiana(**of_long)),
 }
 
 
 def run(method, count):
-    rounds = jc.rounds(method, "workers")
+    rounds = jc.methods.rounds(method, "workers")
 
     def worker(features, labels):
         def gradient(x):

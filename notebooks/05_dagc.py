@@ -220,6 +220,6 @@ step = jax.jit(
 _, state = jax.block_until_ready(step(state, gradients))
 print("achieved:", jc.info(state, each=True).achieved_ratio)
 cap = jc.allocate.by_bandwidth([8e6, 80e6, 80e6, 80e6], seconds=0.016, size=20_000)
-state = jc.set_amounts(state, jc.allocate.ratios(volumes, mean_ratio, cap=cap))
+state = jc.state.set_amounts(state, jc.allocate.ratios(volumes, mean_ratio, cap=cap))
 _, state = jax.block_until_ready(step(state, gradients))
 print("achieved:", jc.info(state, each=True).achieved_ratio)

@@ -79,9 +79,9 @@ def test_split_leaves_them_apart_where_a_vector_has_several(seed):
 
 METHODS = {
     "error_feedback": lambda: jc.error_feedback(jc.top_k(0.01)),
-    "momentum": lambda: jc.momentum_correction(jc.top_k(0.01), momentum=0.9),
-    "nesterov": lambda: jc.momentum_correction(jc.top_k(0.01), momentum=0.9, nesterov=True),
-    "clipped": lambda: jc.momentum_correction(jc.top_k(0.01), momentum=0.9, clip_norm=0.5, workers=2),
+    "momentum": lambda: jc.contrib.momentum_correction(jc.top_k(0.01), momentum=0.9),
+    "nesterov": lambda: jc.contrib.momentum_correction(jc.top_k(0.01), momentum=0.9, nesterov=True),
+    "clipped": lambda: jc.contrib.momentum_correction(jc.top_k(0.01), momentum=0.9, clip_norm=0.5, workers=2),
     "power_sgd": lambda: jc.power_sgd(2),
     "bidirectional": lambda: jc.methods.bidirectional(jc.error_feedback(jc.top_k(0.01)), jc.dithering(7)),
     "by_path": lambda: jc.by_path({".*[ab]$": jc.top_k(0.01), ".*": jc.dithering(7)}),
@@ -204,10 +204,10 @@ FEW_ENTRIES = {
     "dagc": lambda: jc.error_feedback(jc.dagc([3, 1, 2], 1e-3)),
     "contract": lambda: jc.error_feedback(jc.contract(jc.bernoulli(1e-3))),
     "flat": lambda: jc.error_feedback(jc.flat(jc.top_k(1e-3))),
-    "momentum": lambda: jc.momentum_correction(jc.top_k(1e-3)),
+    "momentum": lambda: jc.contrib.momentum_correction(jc.top_k(1e-3)),
     "by_path": lambda: jc.by_path({".*0": jc.top_k(1e-3), ".*": jc.sidco(1e-3)}),
     "by_path, dense": lambda: jc.by_path({".*0": jc.top_k(1e-3), ".*": jc.dithering(7)}),
-    "bidirectional": lambda: jc.bidirectional(jc.error_feedback(jc.top_k(1e-3)), jc.natural()),
+    "bidirectional": lambda: jc.methods.bidirectional(jc.error_feedback(jc.top_k(1e-3)), jc.natural()),
     "ladder": lambda: jc.error_feedback(jc.top_k(1e-3)),
 }
 

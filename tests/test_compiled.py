@@ -81,10 +81,10 @@ def test_pieces_follow_one_another(count, lead):
     ("algorithm", "gradients"),
     [
         (jc.diana(jc.dithering(7)), 0.5),  # four bits an entry: its own, those of two workers, and a vector
-        (jc.ef_bv(jc.dithering(7)), 0.5),
-        (jc.ef_bv(jc.top_k(0.01)), 2.1),  # the gradient as a vector, and what is sent of it
+        (jc.methods.ef_bv(jc.dithering(7)), 0.5),
+        (jc.methods.ef_bv(jc.top_k(0.01)), 2.1),  # the gradient as a vector, and what is sent of it
         (jc.ef21(jc.top_k(0.01), whole_start=False), 2.1),
-        (jc.momentum_correction(jc.dgc(0.01)), 2.1),  # its own as a vector, and the direction
+        (jc.contrib.momentum_correction(jc.contrib.dgc(0.01)), 2.1),  # its own as a vector, and the direction
     ],
     ids=["diana", "ef_bv", "ef_bv top_k", "ef21", "dgc"],
 )

@@ -20,8 +20,8 @@ DEVELOPMENT = DOCS / "development"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
 TUTORIALS = sorted(page.stem for page in (DOCS / "tutorials").glob("*.md") if "```python" in page.read_text())
 QUICK = ("federated",)
-PUBLIC_MODULES = ("allocate", "collectives", "contrib", "members", "methods", "payloads", "prox", "replicas")
-PUBLIC_MODULES += ("smoothness", "state", "theory", "wire", "flower")
+PUBLIC_MODULES = ("allocate", "collectives", "contrib", "methods", "payloads", "prox", "replicas")
+PUBLIC_MODULES += ("smoothness", "state", "theory", "wire", "federated", "federated.flower")
 
 
 def code_of(page):
@@ -119,7 +119,7 @@ def value_of(dotted):
 
 
 def test_every_public_name_is_on_a_reference_page():
-    import jaxcomp.flower  # noqa: F401
+    import jaxcomp.federated  # noqa: F401
 
     values = [(name, value_of(name)) for name in documented()]
     missing = []

@@ -46,7 +46,7 @@ def test_two_shots_are_refused_before_anything_is_made(compressor):
 
 
 def test_pmean_is_refused():
-    mean = jax.vmap(lambda x: jc.pmean(x, AXIS, wire="bfloat16"), axis_name=AXIS)
+    mean = jax.vmap(lambda x: jc.collectives.pmean(x, AXIS, wire="bfloat16"), axis_name=AXIS)
     with pytest.raises(ValueError, match="entries in 2 chunks, one for each worker"):
         jax.eval_shape(mean, jax.ShapeDtypeStruct((N, 2**32), jnp.float32))
 
@@ -59,7 +59,7 @@ def test_no_vector_is_longer_than_can_be_numbered(layout):
         assert all(vector.shape[-1] <= LONGEST for vector in vectors)
 
 
-COMPRESSORS = [jc.top_k(k=5), jc.rand_k(k=5), jc.sidco(1e-7), jc.dgc(1e-7), jc.bernoulli(1e-7), jc.skcompress()]
+COMPRESSORS = [jc.top_k(k=5), jc.rand_k(k=5), jc.sidco(1e-7), jc.contrib.dgc(1e-7), jc.bernoulli(1e-7), jc.skcompress()]
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=[c.spec.name for c in COMPRESSORS])

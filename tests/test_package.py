@@ -77,12 +77,13 @@ def imported(path):
             yield node.module
 
 
-LEVELS = ["packing", "select", "codes", "payloads", "compressors", "algorithms", "exchange", "transforms"]
+LEVELS = ["packing", "select", "codes", "payloads", "compressors", "algorithms", "exchange", "collectives", "state"]
+LEVELS += ["replicas", "transforms"]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_go_one_way(path):
-    """packing/select -> payloads -> compressors -> algorithms -> exchange -> transforms; no experiments, no flax."""
+    """packing/select -> payloads -> compressors -> algorithms -> exchange -> state -> transforms; no flax."""
     names = list(imported(path))
     assert not [
         name for name in names if name.split(".")[0] in ("experiments", "flax", "sklearn", "matplotlib", "rich")
@@ -91,6 +92,43 @@ def test_imports_go_one_way(path):
     if here in LEVELS:
         above = LEVELS[LEVELS.index(here) + 1 :]
         assert not [name for name in names if name.startswith(tuple(f"jaxcomp.{level}" for level in above))]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_only_federated_imports_federated(path):
+    if path.parent.name != "federated":
+        names = imported(path)
+        assert not [name for name in names if name.startswith("jaxcomp.federated")]
+
+
+def test_the_front_door_names_federated_and_does_not_import_it():
+    code = (
+        "import sys, jaxcomp as jc\n"
+        "assert not [name for name in sys.modules if name.startswith('jaxcomp.federated')]\n"
+        "try: jc.members\n"
+        "except AttributeError as error: print(error)\n"
+        "from jaxcomp import federated\n"
+        "assert federated.flower.Rounds and jc.federated is federated"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "from jaxcomp import federated" in result.stdout, result.stderr
+
+
+RIVALS_ASKED_FOR = ("dagc", "sidco", "skcompress")  # functions with an option that names one
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_rivals_are_imported_by_the_front_door_and_where_an_option_asks_for_one(path):
+    outside = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if "jaxcomp.contrib" in (getattr(node, "module", None) or "")
+    ]
+    if path.parent.name == "contrib" or not outside:
+        return
+    assert path.parent.name == "compressors"
+    assert path.stem in RIVALS_ASKED_FOR
+    assert all(node.col_offset > 0 for node in outside), "within a function"
 
 
 NO_THEORY = ("by_path", "power_sgd", "refresh", "set_amounts", "warm_up")  # neither omega nor alpha
@@ -105,8 +143,12 @@ def test_collectives_are_called_in_one_file(path):
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "lax"
     }
-    allowed = {"collectives.py": COLLECTIVES, "varying.py": {"axis_index"}, "measure.py": COLLECTIVES}
-    assert not used & COLLECTIVES - allowed.get(path.name, set())
+    allowed = {
+        "exchange/collectives.py": COLLECTIVES,
+        "exchange/varying.py": {"axis_index"},
+        "plan/measure.py": COLLECTIVES,
+    }
+    assert not used & COLLECTIVES - allowed.get(path.relative_to(PACKAGE).as_posix(), set())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -131,15 +173,46 @@ def test_modules_are_documented_and_short(path):
     assert all(hasattr(module, name) for name in module.__all__)
 
 
+FRAGMENTS = {"Of", "What", "Where", "Those", "That", "Who", "Which", "With", "By", "As", "Its", "From"}
+# Folders and files that are being rewritten, and whose summary lines are not looked at yet.
+NOT_YET = ("algorithms/", "transforms/", "exchange/routes/", "collectives.py")
+NOT_YET += ("arrays.py", "backend.py", "backend_cpu.py", "base.py", "layout.py")
+NOT_YET += ("exchange/bind.py", "exchange/collectives.py", "exchange/lanes.py", "exchange/mean.py", "exchange/own.py")
+NOT_YET += ("exchange/placement.py", "exchange/rearrange.py", "exchange/runner.py", "exchange/spread.py")
+NOT_YET += ("exchange/varying.py",)
+READ = [path for path in MODULES if not path.relative_to(PACKAGE).as_posix().startswith(NOT_YET)]
+
+
+@pytest.mark.parametrize("path", READ, ids=name_of)
+def test_a_summary_line_is_no_fragment(path):
+    """It is a sentence, or a noun phrase: "Shape of a slice", not "Of a slice"."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+    docs = [doc for node in nodes if (doc := ast.get_docstring(node))]
+    assert not [doc.splitlines()[0] for doc in docs if re.split(r"[\s,:]", doc)[0] in FRAGMENTS]
+
+
 GROUPS = (jc.methods, jc.contrib, jc.collectives, jc.replicas, jc.state)
-PUBLIC = sorted({*jc.__all__, *(name for group in GROUPS for name in group.__all__)})
+PUBLIC = {name: getattr(module, name) for module in (*GROUPS, jc) for name in module.__all__}
+
+
+def test_each_public_name_has_one_path():
+    lists = [module.__all__ for module in (jc, *GROUPS)]
+    assert len(PUBLIC) == sum(map(len, lists))
+    for group in GROUPS:
+        for name in group.__all__:
+            place = f"jc{group.__name__.removeprefix('jaxcomp')}.{name}"
+            with pytest.raises(AttributeError, match=f"did you mean {re.escape(place)}\\?"):
+                getattr(jc, name)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_documented(name):
-    thing = getattr(jc, name)
+    thing = PUBLIC[name]
     assert inspect.getdoc(thing)
-    factory = getattr(thing, "__module__", "").startswith(("jaxcomp.compressors", "jaxcomp.algorithms"))
+    factory = getattr(thing, "__module__", "").startswith(
+        ("jaxcomp.compressors", "jaxcomp.algorithms", "jaxcomp.contrib")
+    )
     if factory and callable(thing) and name != "roundtrip":  # which takes one
         doc = inspect.getdoc(thing)
         assert ">>>" in doc, "one doctest"

@@ -274,7 +274,7 @@ WIRES = {"none": None, "bf16": "bf16", "f16": "f16", "e4m3": "float8_e4m3fn", "i
 def test_drop_in_collectives_keep_their_roundings(wire):
     def both(x, dtype):
         widened = lambda y: jnp.sum(y.astype(jnp.float32))
-        mean = lambda x: widened(jc.pmean(x, AXIS, wire=WIRES[wire], key=jax.random.key(0)))
+        mean = lambda x: widened(jc.collectives.pmean(x, AXIS, wire=WIRES[wire], key=jax.random.key(0)))
         part = lambda x: widened(jc.collectives.psum_scatter(x, AXIS, wire=WIRES[wire], key=jax.random.key(0)))
         return jax.vmap(lambda x: (jax.grad(mean)(x), jax.grad(part)(x)), axis_name=AXIS)(x)
 

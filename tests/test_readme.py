@@ -68,10 +68,12 @@ def test_every_name_in_the_readme_and_the_docs_exists():
 
 
 def test_every_public_factory_is_in_a_table():
-    for name in {*jc.__all__, *jc.methods.__all__, *jc.contrib.__all__}:
-        made = getattr(getattr(jc, name), "__module__", "")
-        if callable(getattr(jc, name)) and made.startswith(("jaxcomp.compressors", "jaxcomp.algorithms")):
-            assert f"jc.{name}" in REFERENCE or f"jc.methods.{name}" in REFERENCE, name
+    for module, name in ((group, name) for group in (jc, jc.methods, jc.contrib) for name in group.__all__):
+        value, path = getattr(module, name), f"{module.__name__.replace('jaxcomp', 'jc')}.{name}"
+        if callable(value) and getattr(value, "__module__", "").startswith(
+            ("jaxcomp.compressors", "jaxcomp.algorithms", "jaxcomp.contrib")
+        ):
+            assert path in REFERENCE, name
 
 
 def test_options_that_are_named_exist(capsys):

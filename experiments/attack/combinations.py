@@ -62,7 +62,7 @@ def algorithm_text(rng: np.random.Generator) -> str:
         f"jc.direct({inner})": 0.25,
         f"jc.error_feedback({inner}, decay={rng.choice([1.0, 0.9])})": 0.4,
         f"jc.diana({inner})": 0.15,
-        f"jc.momentum_correction({inner})": 0.1,
+        f"jc.contrib.momentum_correction({inner})": 0.1,
         "jc.power_sgd(2)": 0.1,
     }
     return str(rng.choice(list(known), p=list(known.values())))

@@ -16,11 +16,14 @@ def compressor_text(rng: np.random.Generator, depth: int = 0) -> str:
     some = lambda *choices: str(rng.choice(choices))
     known = [
         *("jc.identity()", "jc.natural()", f"jc.top_k(k={rng.integers(1, 40)})"),
-        *(f"jc.{name}({ratio})" for name in ("top_k", "rand_k", "bernoulli", "dgc", "redsync", "gaussian_k")),
+        *(
+            f"jc.{name}({ratio})"
+            for name in ("top_k", "rand_k", "bernoulli", "contrib.dgc", "contrib.redsync", "contrib.gaussian_k")
+        ),
         f"jc.cast({some('float16', 'bfloat16', 'float8_e4m3fn', 'float8_e5m2')!r})",
         f"jc.cast('float8_e4m3fn', block_size={some('1', '7', '64', 'None')})",
         f"jc.sidco({ratio}, law={some('exponential', 'gamma', 'pareto')!r})",
-        f"jc.hard_threshold({10 ** rng.uniform(-2, 1):.3g}, room={ratio})",
+        f"jc.contrib.hard_threshold({10 ** rng.uniform(-2, 1):.3g}, room={ratio})",
         f"jc.dithering({some('1', '3', '7', '127', '32768')}, block_size={some('1', '5', '64', '512')})",
         f"jc.dithering({some('1', '7')}, blocks={some('1', '3')}, norm={some('2', 'inf')!r})".replace("'2'", "2"),
         f"jc.dithering(steps={10 ** rng.uniform(-3, 0):.3g}, norm_dtype='bfloat16')",

@@ -21,8 +21,7 @@ from experiments.bench.timing import Fresh, machine, time_all
 from experiments.lib.cli import at_least, fraction
 from experiments.lib.run import Run, parser_of
 from jaxcomp.base import residual
-from jaxcomp.compressors.sidco import SAMPLE, STAGES
-from jaxcomp.compressors.sidco_counted import counted
+from jaxcomp.compressors.sidco import SAMPLE, STAGES, counted
 from jaxcomp.select import every, indices_of_words, marked_above, words_above
 
 __all__ = ["main", "slope_of"]
@@ -55,7 +54,8 @@ def methods(vectors: Vectors, ratio: float) -> tuple[dict[str, Any], dict[str, f
         SIDCO: sidco,
         "jc.sidco pareto": jc.sidco(ratio, law="pareto"),
         "jc.sidco gamma": jc.sidco(ratio, law="gamma"),
-        **{f"jc.{make.__name__}": make(ratio) for make in (jc.top_k, jc.dgc, jc.gaussian_k, jc.redsync)},
+        "jc.top_k": jc.top_k(ratio),
+        **{f"jc.contrib.{name}": getattr(jc.contrib, name)(ratio) for name in ("dgc", "gaussian_k", "redsync")},
     }
     fit = counted("exponential", True, STAGES, None).estimate
     stride = max(1, d // SAMPLE - 1) | 1

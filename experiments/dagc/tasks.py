@@ -101,7 +101,7 @@ def runner(
     ratio. Fitted once, before there is a memory, thresholds would send two or three times as much; fitted every fifth
     round, a fifth more.
     """
-    more = {"sparsifier": jc.hard_threshold, "base": 1.0} if by_threshold else {}
+    more = {"sparsifier": jc.contrib.hard_threshold, "base": 1.0} if by_threshold else {}
     room = min(float(workers), 1 / ratio)  # whatever the rule gives to one worker
     compressor = jc.dagc([1] * workers, ratio, rule="uniform", capacity=room, **more)
 
@@ -113,7 +113,7 @@ def runner(
         def round_(carry, t):
             vector, memory = carry
             messages = memory + simulation.changes(vector, inputs, t)
-            now = jc.set_amounts(state, (factor_for(budget, messages, amounts) if by_threshold else 1) * amounts)
+            now = jc.state.set_amounts(state, (factor_for(budget, messages, amounts) if by_threshold else 1) * amounts)
 
             def compress(worker):
                 number, message = worker

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcomp.members import Answer, Member, Round, Server
-from jaxcomp.members.checkpoint import read, written
+from jaxcomp.federated import Answer, Member, Round, Server
+from jaxcomp.federated.checkpoint import read, written
 
 __all__ = ["UNIT", "Counted", "Sums", "begin", "exact", "sums_of"]
 

@@ -25,9 +25,9 @@ from experiments.federated.plan import HOSTILE, asked_of, plan_for, tampered
 from experiments.lib.data import imbalanced_split, load
 from experiments.lib.flat import flat_model, local_batches, local_steps
 from experiments.lib.folders import Journal, write_json
-from jaxcomp.flower import RECORD, Rounds, members_mod
-from jaxcomp.members import load as load_server
-from jaxcomp.members import save as save_server
+from jaxcomp.federated import load as load_server
+from jaxcomp.federated import save as save_server
+from jaxcomp.federated.flower import RECORD, Rounds, members_mod
 
 __all__ = ["client", "server"]
 

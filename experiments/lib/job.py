@@ -56,7 +56,7 @@ def train_one(
 
     Raises:
         Stopped: after a checkpoint was written.
-        jc.ReplicaDrift: the workers no longer agree.
+        jc.replicas.ReplicaDrift: the workers no longer agree.
     """
     checkpoints = Checkpoints(folder / "checkpoints" / job.name)
     workers, sent = trainer.mesh.size, trainer.ledger.total_bytes

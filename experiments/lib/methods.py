@@ -37,9 +37,9 @@ METHODS: dict[str, Method] = {
         "SIDCo-E in 4 bytes an entry, error feedback",
         lambda r, s: jc.error_feedback(jc.narrow(jc.sidco(r), values="bfloat16", indices="uint16")),
     ),
-    "dgc": Method("DGC's sampled threshold, error feedback", lambda r, s: jc.error_feedback(jc.dgc(r))),
-    "redsync": Method("RedSync's binary search, error feedback", lambda r, s: jc.error_feedback(jc.redsync(r))),
-    "gaussian-k": Method("Gaussian-k, error feedback", lambda r, s: jc.error_feedback(jc.gaussian_k(r))),
+    "dgc": Method("DGC's sampled threshold, error feedback", lambda r, s: jc.error_feedback(jc.contrib.dgc(r))),
+    "redsync": Method("RedSync's binary search, error feedback", lambda r, s: jc.error_feedback(jc.contrib.redsync(r))),
+    "gaussian-k": Method("Gaussian-k, error feedback", lambda r, s: jc.error_feedback(jc.contrib.gaussian_k(r))),
     "top-k-bf16": Method(
         "top-k with values in 16 bits, error feedback",
         lambda r, s: jc.error_feedback(jc.compose(jc.top_k(r), jc.cast("bfloat16"))),

@@ -126,7 +126,7 @@ class Trainer:
     def transform_for(self, seed: int) -> optax.GradientTransformation:
         mean = jc.compressed_mean(self.algorithm, AXIS, via=self.options["via"], seed=seed, measure=True)
         chain = optax.chain(mean, OPTIMIZERS[self.options["optimizer"]](self.options["lr"]))
-        return jc.skip_nonfinite(chain, AXIS) if self.options["nonfinite"] == "skip" else chain
+        return jc.replicas.skip_nonfinite(chain, AXIS) if self.options["nonfinite"] == "skip" else chain
 
     def _compile(self, params: Any) -> Any:
         # Added in the order of the workers, whatever carries them: a sum on the way has an order of its own.
@@ -166,12 +166,12 @@ class Trainer:
         return State(old.params, jc.redistribute(old.optimizer, new, keep="sum"))
 
     def check(self, state: State, step: int) -> None:
-        """Raises `jc.ReplicaDrift`, with the workers that differ, where what must be equal on all of them is not."""
+        """Raises `jc.replicas.ReplicaDrift`, with the workers that differ, where what must be equal is not."""
         jc.check_replicas(np.asarray(self._fingerprints(state)), step=step)
 
     @functools.cached_property
     def _fingerprints(self) -> Callable[[State], jax.Array]:
-        prints = lambda state: jc.fingerprints(state, AXIS)
+        prints = lambda state: jc.replicas.fingerprints(state, AXIS)
         return jax.jit(jax.shard_map(prints, mesh=self.mesh, in_specs=(State(P(), self.specs),), out_specs=P()))
 
     def whole(self, tree: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Routes among thousands of workers: bytes, memory and seconds by the formulas of `jaxcomp.plan.scale`.
+"""Routes among thousands of workers: bytes, memory and seconds by the formulas of `scale.formulas`.
 
 For each number of workers: what a worker sends and holds, and what the links take, for dense messages (f32 and 16 bits)
 and for sparse ones by every route. Writes to runs/NAME: config.json, results.json, table.md, scale.png. Nothing is
 measured; the formulas are those whose latency and bandwidth `python -m experiments plan` fits. Other links than those
-of `FABRIC`: `jaxcomp.plan.scale.costs_at`.
+of `FABRIC`: `formulas.costs_at`.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.lib.cli import at_least, fraction, positive
 from experiments.lib.run import Columns, Run, parser_of
-from jaxcomp.plan.scale import Fabric, costs_at, crossover, straggling
+from experiments.scale.formulas import Fabric, costs_at, crossover, straggling
 
 __all__ = ["main", "replacement", "rows_of"]
 

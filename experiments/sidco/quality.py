@@ -32,9 +32,9 @@ METHODS: dict[str, Callable[[float], Any]] = {
     "SIDCo-GP": lambda r: jc.sidco(r, law="gamma"),
     "SIDCo-E, paper": lambda r: jc.sidco(r, adapt="paper"),
     "SIDCo-E, climb": lambda r: jc.sidco(r, adapt="climb"),
-    "DGC": jc.dgc,
-    "RedSync": jc.redsync,
-    "Gaussian-k": jc.gaussian_k,
+    "DGC": jc.contrib.dgc,
+    "RedSync": jc.contrib.redsync,
+    "Gaussian-k": jc.contrib.gaussian_k,
 }
 NOTES = """\
 Entries above the threshold over k, 1 is ideal: mean, [5 %, 95 %] of single rounds, and the range of the means of the

@@ -49,7 +49,7 @@ class Method(NamedTuple):
 def methods(ratio: float | None) -> dict[str, Method]:
     """ratio: of top-k before every other method; None for gradients that are sparse by themselves."""
     before: dict[str, Any] = {"room": 1.0} if ratio is None else {"sparsifier": jc.top_k(ratio)}
-    kept = jc.hard_threshold(0.0, room=1.0) if ratio is None else jc.top_k(ratio)
+    kept = jc.contrib.hard_threshold(0.0, room=1.0) if ratio is None else jc.top_k(ratio)
     few = jc.top_k((0.05 if ratio is None else ratio) / 5)
     return {
         "dense f32": Method(jc.identity()),

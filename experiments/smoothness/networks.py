@@ -107,7 +107,7 @@ def train(data: Any, method: str, share: float, seed: int, steps: int) -> tuple[
 
     operator, h = plan(params, jax.random.key(seed))
     compressor = jc.flat(jc.precondition(jc.dithering(steps=h), operator))
-    run = jc.rounds(jc.descend(jc.direct(compressor), RATE), AXIS, seed=seed)
+    run = jc.methods.rounds(jc.methods.descend(jc.direct(compressor), RATE), AXIS, seed=seed)
     state, axes = jc.init_state(run, params, WORKERS, AXIS)
 
     worker = lambda state, x, y: run.step(state, lambda params: jax.grad(loss)(params, x, y))
@@ -117,7 +117,7 @@ def train(data: Any, method: str, share: float, seed: int, steps: int) -> tuple[
     for t in range(steps):
         if t and t % REFRESH == 0:
             newer, h = plan(run.point(state), jax.random.key(seed + t))
-            state = jc.refresh(state, newer, jnp.asarray(h, jnp.float32)[None])
+            state = jc.state.refresh(state, newer, jnp.asarray(h, jnp.float32)[None])
         rows = batch_of(parts, BATCH, seed, t)
         losses.append(float(mean_loss(state, x[rows], y[rows])))
         rows = rows.reshape(WORKERS, BATCH)

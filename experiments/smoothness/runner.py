@@ -79,16 +79,16 @@ def run_setup(
     operator = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), setup.operator)
     data = (jnp.asarray(problem.features), jnp.asarray(problem.labels))
     size = float(np.sum(problem.optimum**2))
-    bound = lambda steps, key: jc.rounds(setup.make(steps), AXIS, seed=key)
+    bound = lambda steps, key: jc.methods.rounds(setup.make(steps), AXIS, seed=key)
 
     def start(steps, key, plan):
         state, _ = jc.init_state(bound(steps, key), jnp.zeros(problem.d), problem.workers, AXIS)
-        return jc.refresh(state, operator, plan)
+        return jc.state.refresh(state, operator, plan)
 
     def advance(state, steps, key, data):
         run = bound(steps, key)
         one = lambda state, features, labels: run.step(state, gradient_of(features, labels, problem.l2))
-        axes = jc.state_axes(state)
+        axes = jc.state.state_axes(state)
         everyone = jax.vmap(one, in_axes=(axes, 0, 0), out_axes=(axes, 0), axis_name=AXIS)
 
         def body(state, _):

@@ -104,9 +104,9 @@ def make_setup(
 
     def make(s: StepSizes) -> Any:
         if name == "adiana":
-            return jc.adiana(wrapped, s, down=below, code="best")
+            return jc.methods.adiana(wrapped, s, down=below, code="best")
         up = jc.direct(wrapped) if name == "dcgd" else jc.diana(wrapped, alpha=s.alpha)
-        return jc.descend(up if below is None else jc.bidirectional(up, below, code="best"), s.gamma)
+        return jc.methods.descend(up if below is None else jc.methods.bidirectional(up, below, code="best"), s.gamma)
 
     like = jax.ShapeDtypeStruct((d,), jnp.float64)
     shared = [each.init(jax.random.key(0), like).shared for each in compressors]

@@ -256,7 +256,7 @@ class Run:
                 raise
             self.say(f"interrupted; continue with {goes_on}")
             return 130
-        except jc.ReplicaDrift as error:
+        except jc.replicas.ReplicaDrift as error:
             raise UserError(f"{error}; go back to the newest checkpoint with {goes_on}") from None
         return 0
 

@@ -13,7 +13,6 @@ from jaxcomp.algorithms.loco import loco
 from jaxcomp.algorithms.majority_vote import majority_vote
 from jaxcomp.algorithms.marina import marina
 from jaxcomp.algorithms.method import descend
-from jaxcomp.algorithms.momentum_correction import momentum_correction
 from jaxcomp.algorithms.power_sgd import power_sgd
 from jaxcomp.algorithms.sparse_loco import sparse_loco
 
@@ -32,7 +31,6 @@ __all__ = [
     "loco",
     "majority_vote",
     "marina",
-    "momentum_correction",
     "power_sgd",
     "sparse_loco",
 ]

@@ -72,7 +72,7 @@ def adiana(
 
     >>> import jaxcomp as jc
     >>> step_sizes = jc.theory.adiana(smoothness=1.0, mu=0.1, workers=4, omega=1.0, variance=1.0)
-    >>> method = jc.adiana(jc.dithering(7), step_sizes)
+    >>> method = jc.methods.adiana(jc.dithering(7), step_sizes)
     """
     check_unbiased("adiana", compressor)
     if not isinstance(step_sizes, StepSizes):

@@ -72,7 +72,7 @@ def bidirectional(algorithm: Algorithm, down: Compressor, *, code: str = "fixed"
     Reference: Philippenko, Dieuleveut 2020 (Artemis), without a memory on the way down; the step size is ours.
 
     >>> import jaxcomp as jc
-    >>> method = jc.bidirectional(jc.diana(jc.dithering(7)), jc.dithering(15))
+    >>> method = jc.methods.bidirectional(jc.diana(jc.dithering(7)), jc.dithering(15))
     """
     if check_algorithm("bidirectional", algorithm).parts:
         raise ValueError("bidirectional: put it into each part of by_path, not around it; got an algorithm of parts")

@@ -119,7 +119,7 @@ def ef_bv(compressor: Compressor, *, shift_step: float | None = None, mean_step:
     known apart.
 
     >>> import jaxcomp as jc
-    >>> algorithm = jc.ef_bv(jc.dithering(7))
+    >>> algorithm = jc.methods.ef_bv(jc.dithering(7))
     """
     spec = check_compressor("ef_bv", compressor)
     if spec.omega is None and spec.alpha is None:

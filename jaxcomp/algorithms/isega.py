@@ -54,7 +54,7 @@ def isega(
     Reference: Safaryan, Hanzely, Richtarik 2021; Mishchenko, Hanzely, Richtarik 2019 (ISEGA).
 
     >>> import jaxcomp as jc
-    >>> method = jc.isega([0.5, 0.5], jc.smoothness.diagonal_of([1.0, 2.0]), 0.1)
+    >>> method = jc.methods.isega([0.5, 0.5], jc.smoothness.diagonal_of([1.0, 2.0]), 0.1)
     """
     check_step_size("isega", step_size)
     # A stack of one row serves every worker.

@@ -47,7 +47,7 @@ def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox 
     Reference: Gorbunov, Burlachenko, Li, Richtarik 2021 (MARINA), algorithm 1. The preconditioned form is ours.
 
     >>> import jaxcomp as jc
-    >>> method = jc.marina(jc.dithering(7), 0.1, 0.2)
+    >>> method = jc.methods.marina(jc.dithering(7), 0.1, 0.2)
     """
     check_unbiased("marina", compressor)
     check_step_size("marina", step_size)

@@ -1,7 +1,7 @@
 """Gradient descent by any algorithm, and what methods share that choose where gradients are taken.
 
 Such a method is an `Algorithm` with a `point`: it keeps the iterate itself, and its `update` is given the gradient of
-its worker's loss as a function. `jc.rounds` runs it.
+its worker's loss as a function. `jc.methods.rounds` runs it.
 """
 
 import math
@@ -41,8 +41,8 @@ def descend(algorithm: Algorithm, step_size: float | Array, *, prox: Prox | None
         TypeError: what is given is no algorithm, or one that keeps its own iterate.
 
     >>> import jaxcomp as jc
-    >>> method = jc.descend(jc.direct(jc.identity()), 0.5)
-    >>> run = jc.rounds(method, None)
+    >>> method = jc.methods.descend(jc.direct(jc.identity()), 0.5)
+    >>> run = jc.methods.rounds(method, None)
     >>> state = run.init(jax.numpy.ones(2))
     >>> state, _ = run.step(state, lambda x: x)
     >>> print(run.point(state))

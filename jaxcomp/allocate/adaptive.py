@@ -1,6 +1,6 @@
 """Budgets along the other axes: layers (L-GreCo), time (Accordion), bandwidth (Kimad).
 
-Each returns ratios that a compressed step takes as arguments: `jc.set_amounts(state, ratios)`.
+Each returns ratios that a compressed step takes as arguments: `jc.state.set_amounts(state, ratios)`.
 """
 
 import math
@@ -75,7 +75,7 @@ def by_layer(cost: Any, error: Any, budget: float, *, steps: int = 10_000) -> Ar
 
 
 def layer_errors(tree: Any, ratios: Sequence[float] | Array) -> tuple[Array, Array]:
-    """What `top_k` at each ratio would cost and lose on each leaf: the tables of `by_layer`.
+    """Tabulates what `top_k` at each ratio would cost and lose on each leaf, for `by_layer`.
 
     Args:
         tree: gradients, usually a sum over some rounds.

@@ -228,7 +228,7 @@ def table_bits(counts: Array) -> tuple[Array, Array]:
 
 
 def encode_with_table(symbols: Array, lengths: Array, num_words: int, *, count: Array) -> tuple[Array, Array]:
-    """As `encode_symbols` for one table, with the header before it; begins at bit 0."""
+    """Encodes as `encode_symbols` does for one table, with the header before it; begins at bit 0."""
     header, bits = pack_codes(*length_codes(lengths), num_words)
     words, end = encode_symbols(symbols, lengths, num_words, count=count, start=bits)
     return header + words, end
@@ -241,7 +241,7 @@ def decode_with_table(words: Array, num_symbols: int, size: int, *, count: Array
 
 
 def _symbol_lengths(symbols: Array, lengths: Array, which: Array | None, count: Array) -> tuple[Array, Array]:
-    """For each symbol its place in the flattened tables, and the length of its code, 0 beyond the count."""
+    """The place of each symbol in the flattened tables, and the length of its code, 0 beyond the count."""
     xp = namespace(symbols)
     index = symbols.astype(xp.int32) + (0 if which is None else which * lengths.shape[-1])
     valid = xp.arange(symbols.shape[0], dtype=xp.int32) < count

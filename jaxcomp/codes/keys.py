@@ -99,7 +99,7 @@ class Gaps(NamedTuple):
 
 
 def list_starts(counts: Array, size: int) -> tuple[Array, Array]:
-    """Where lists of these lengths start, and what counts among `size` places: bool[size], bool[size]."""
+    """Masks of the places where lists of these lengths start, and of those that count: bool[size], bool[size]."""
     xp = namespace(counts)
     starts = starts_of(counts)
     first = mark(xp.where(counts > 0, starts, size), size)

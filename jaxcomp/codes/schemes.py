@@ -86,7 +86,7 @@ def _class_bits() -> np.ndarray:
 
 
 def _estimates() -> np.ndarray:
-    """What the released code takes for the bits of a key of n digits, in its order of choice: i32[9, 33]."""
+    """Bits of a key of n digits as the released code estimates them, in its order of choice: i32[9, 33]."""
     digits = np.maximum(np.arange(CLASSES), 1)
     rows = [np.full(CLASSES, 32)]
     for m in SPLITS:

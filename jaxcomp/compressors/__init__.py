@@ -9,16 +9,13 @@ from jaxcomp.compressors.count_sketch import count_sketch
 from jaxcomp.compressors.dagc import Selector, dagc, set_amounts
 from jaxcomp.compressors.dct import dct
 from jaxcomp.compressors.dense import cast, identity, natural
-from jaxcomp.compressors.dgc import dgc, warm_up
 from jaxcomp.compressors.eden import drive, eden
-from jaxcomp.compressors.gaussian_k import gaussian_k
-from jaxcomp.compressors.hard_threshold import hard_threshold
 from jaxcomp.compressors.precondition import precondition, refresh
 from jaxcomp.compressors.quantize import dithering
 from jaxcomp.compressors.rand_k import rand_k
-from jaxcomp.compressors.redsync import redsync
 from jaxcomp.compressors.rotate import rotate
 from jaxcomp.compressors.roundtrip import roundtrip
+from jaxcomp.compressors.schedule import warm_up
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.signs import sign, terngrad
 from jaxcomp.compressors.skcompress import skcompress
@@ -37,20 +34,16 @@ __all__ = [
     "count_sketch",
     "dagc",
     "dct",
-    "dgc",
     "dithering",
     "drive",
     "eden",
     "flat",
-    "gaussian_k",
-    "hard_threshold",
     "identity",
     "narrow",
     "natural",
     "per_leaf",
     "precondition",
     "rand_k",
-    "redsync",
     "refresh",
     "rotate",
     "roundtrip",

@@ -163,7 +163,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
         return bounded(elements.decode(codes) * scale)
 
     def better_of(x: Array, cut: Blocks, made: Made) -> Made:
-        """With the next smaller scale where that loses less."""
+        """The same blocks, with the next smaller scale where that loses less."""
         lower = rule.lower(made)
         error = lambda each: _within(x) - value(code(x, each), each)
         whole, less = (cut.norms(error(cut.spread(m.scale)), 2) for m in (made, lower))
@@ -179,7 +179,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
         return (payload if made.factor is None else Several((Dense(made.factor), payload))), state.local
 
     def scales(payload, leading, size):
-        """Those of the messages, their words and how a vector is cut; leading: axes of several messages."""
+        """Scales of the messages, their words and how a vector is cut; leading: axes of several messages."""
         factor, payload = (None, payload) if isinstance(payload, Quantized) else payload.parts
         cut = layout(size)
         check_like("block_scaled", payload.words.shape[leading:], (elements.bits, -(-size // 32)))

@@ -77,7 +77,7 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
         return Chunks(sent.values.reshape(-1), pack(_gaps(sent.indices, length), width_for(length))), local
 
     def places(payload, d):
-        """Where each value belongs, i32[n]; d for what belongs nowhere."""
+        """The index of each value, i32[n]; d for padding."""
         rows, length = cut(d)
         gaps = unpack(payload.words, payload.values.size).reshape(rows, -1).astype(jnp.int32)
         inside = jnp.cumsum(gaps + 1, axis=1) - 1

@@ -138,7 +138,7 @@ def add_to_sketch(key: Array, sketch: Array, values: Array, indices: Array) -> A
 
 
 def estimates(key: Array, sketch: Array, size: int) -> list[Array]:
-    """What each row says of each entry: r arrays f[d]."""
+    """Estimates of each entry by each row: r arrays f[d]."""
     rows, columns = sketch.shape
     if not columns:
         return [jnp.zeros((size,), sketch.dtype)] * rows

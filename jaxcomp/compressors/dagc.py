@@ -19,7 +19,6 @@ from jaxcomp.allocate import counts, ratios, thresholds
 from jaxcomp.allocate.workers import Rule, number_of, shares
 from jaxcomp.arrays import one_row, row_of, wide
 from jaxcomp.base import Compressor, Lengths, Spec, State, overflow
-from jaxcomp.compressors.hard_threshold import hard_threshold
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.sparsify import entries_of, largest_indices, top_k
 from jaxcomp.compressors.vector import on_vectors
@@ -33,7 +32,7 @@ Numbers = Sequence[float] | np.ndarray
 
 
 class Amounts(NamedTuple):
-    """What workers may send of one array. One worker's own are a row of these, with n = 1.
+    """Amounts that workers may send of one array. One worker's own are a row of these, with n = 1.
 
     each: f32[n], in the unit of the sparsifier.
     rooms: i32[n], entries that each worker's message has room for.
@@ -78,7 +77,7 @@ def _above(x: Array, threshold: Array, room: Array, capacity: int) -> tuple[Arra
 
 
 def _fitted(x: Array, ratio: Array, room: Array, capacity: int) -> tuple[Array, Array]:
-    """Those that SIDCo keeps at this ratio; if they do not fit, the largest of them."""
+    """Entries that SIDCo keeps at this ratio; if they do not fit, the largest of them."""
     d = x.shape[0]
     inner = sidco(lambda round_: ratio, peak=capacity / d, capacity=1.0)
     state = inner.init(jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))
@@ -92,7 +91,6 @@ def _fitted(x: Array, ratio: Array, room: Array, capacity: int) -> tuple[Array, 
 SELECTORS: dict[Any, Selector] = {
     top_k: Selector("ratio", 1.0, _largest),
     sidco: Selector("ratio", 1.25, _fitted),
-    hard_threshold: Selector("threshold", 1.25, _above),
 }
 
 
@@ -116,7 +114,7 @@ def dagc(
     `compressed_mean`. Shared state holds the amounts of all workers (`for_worker` picks one). A worker without data
     sends nothing.
 
-    With `sidco` the k_i are targets that a fitted threshold meets roughly. With `hard_threshold` (DAGC-A)
+    With `sidco` the k_i are targets that a fitted threshold meets roughly. With `contrib.hard_threshold` (DAGC-A)
     worker i sends all from its own threshold lambda_i on, from `allocate.thresholds`: volumes make it
     lower, not higher.
 
@@ -126,7 +124,7 @@ def dagc(
     Args:
         volumes: samples of each worker, in the order of the axis.
         mean_ratio: mean of the ratios, in (0, 1].
-        sparsifier: `top_k`, `sidco`, `hard_threshold`, or a `Selector`.
+        sparsifier: `top_k`, `sidco`, `contrib.hard_threshold`, or a `Selector`.
         rule: of `allocate.ratios`, or of `allocate.thresholds`.
         floor, cap: limits of the ratios, as for `allocate.ratios`. With `hard_threshold` they limit only the
             room that a worker has, not its threshold.
@@ -173,9 +171,12 @@ def dagc(
 
 
 def _selector(sparsifier: Any) -> tuple[Selector, str]:
-    selector = sparsifier if isinstance(sparsifier, Selector) else SELECTORS.get(sparsifier)
+    from jaxcomp.contrib.hard_threshold import hard_threshold  # only to know it where it is given
+
+    selectors = SELECTORS | {hard_threshold: Selector("threshold", 1.25, _above)}
+    selector = sparsifier if isinstance(sparsifier, Selector) else selectors.get(sparsifier)
     if selector is None:
-        known = ", ".join(f"jc.{factory.__name__}" for factory in SELECTORS)
+        known = "jc.top_k, jc.sidco, jc.contrib.hard_threshold"
         raise ValueError(f"dagc: sparsifier must be one of {known} or a Selector; got {sparsifier!r}")
     return selector, getattr(sparsifier, "__name__", "selector")
 

@@ -124,7 +124,7 @@ def backward(coefficients: Array, cut: Cut, shape: tuple[int, ...]) -> Array:
 
 
 def _products(how: str, blocks: Array, cut: Cut) -> Array:
-    """With the cosines of each side, divided by a power of two until all sums are made: none overflows before."""
+    """Products with the cosines of each side, in units of a power of two until all sums are made, so none overflows."""
     units = [room(2 * math.sqrt(max(s, 1))) for s in cut.sides]
     waves = [jnp.asarray(cosines(s) * unit, blocks.dtype) for s, unit in zip(cut.sides, units, strict=True)]
     return bounded(jnp.einsum(how, blocks, *waves, precision="highest") / math.prod(units))

@@ -211,7 +211,7 @@ def _eden(name: str, bits: float, block: int, scale: str, per_worker: bool) -> C
 
 
 class _Code:
-    """Of the rows of a matrix: the first `count` entries of each in high bits, the others in low ones."""
+    """A code for the rows of a matrix: the first `count` entries of each in high bits, the others in low ones."""
 
     def __init__(self, bits: float):
         self.low = math.floor(bits)

@@ -97,7 +97,7 @@ class Integer(NamedTuple):
         return self.bits - 2
 
     def ends(self, stochastic: bool) -> tuple[float, float]:
-        """Up to which magnitudes nothing is lost, on the longer side and on the shorter one.
+        """The largest magnitudes that do not saturate, on the longer side and on the shorter one.
 
         What is half a step beyond the last value is rounded to it with no more error than any other entry.
         """

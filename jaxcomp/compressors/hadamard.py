@@ -77,7 +77,7 @@ class Rotation(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Of each piece."""
+        """Length of each piece."""
         if not self.tail:
             return [self.block] * self.rows
         return [self.block] * (self.rows - 1) + [self.tail, self.block]
@@ -154,7 +154,7 @@ def _flipped(x: Array, words: Array) -> Array:
 
 
 def _blockwise(x: Array, words: Array, block: int, forward: bool) -> Array:
-    """Whole blocks, [m B]."""
+    """Transforms whole blocks, [m B]."""
 
     def some(args: tuple[Array, Array]) -> Array:
         x, words = args

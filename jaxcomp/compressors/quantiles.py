@@ -1,11 +1,10 @@
 """Quantile buckets: exact splits by one sort, the bucket of each value, and what a bucket stands for.
 
 Of n values in ascending order, n / q fall into each of q buckets (equal depth), or, with weights |v|^power, buckets of
-equal weight. A bucket is the interval [split_b, split_(b+1)), so bucket(v) = number of splits <= v. Two rules:
+equal weight. A bucket is the interval [split_b, split_(b+1)), so bucket(v) = number of splits <= v.
 
-signed: zero is a split, and the negative values and the others have buckets of their own, in whole groups of
-    buckets, about in proportion to their number or weight. No bucket and no group mixes signs.
-released: quantiles of all values together, repeated splits dropped. A bucket may hold zero.
+Zero is a split (`signed_splits`): the negative values and the others have buckets of their own, in whole groups of
+buckets, about in proportion to their number or weight. No bucket and no group mixes signs.
 """
 
 import math
@@ -17,7 +16,7 @@ from jax import lax
 
 from jaxcomp.floats import exponent_of, power_of_two
 
-__all__ = ["Splits", "bucket_of", "means", "midpoints", "of_product", "released_splits", "signed_splits", "sort_floats"]
+__all__ = ["Splits", "bucket_of", "means", "of_product", "signed_splits", "sort_floats"]
 
 Array = jax.Array
 I32 = jnp.int32
@@ -26,7 +25,7 @@ BRANCHES = 16
 
 class Splits(NamedTuple):
     """edges: float[q-1], ascending, infinite where there are fewer;  zero: i32[], the first bucket of the values
-    that are not negative (signed), or the bucket that holds zero (released);  number: i32[], of buckets."""
+    that are not negative, or (as released, in contrib) the one that holds zero;  number: i32[], of buckets."""
 
     edges: Array
     zero: Array
@@ -107,19 +106,6 @@ def _share(n: Array, i: Array, q: Array) -> Array:
     return (n // q) * i + (n % q) * i // q
 
 
-def released_splits(ordered: Array, n: Array, buckets: int) -> Splits:
-    """Splits of all values together: the values of rank min(floor(n i / q), n - 1), each once."""
-    k = ordered.shape[0]
-    ranks = jnp.minimum(of_product(n, lax.iota(I32, buckets - 1) + 1, buckets), n - 1)
-    splits = ordered[jnp.clip(ranks, 0, k - 1)]
-    place = jnp.cumsum(jnp.concatenate([jnp.zeros((1,), I32), (splits[1:] > splits[:-1]).astype(I32)]), dtype=I32)
-    edges = jnp.full_like(splits, jnp.inf).at[place].set(splits)
-    number = place[-1] + 2
-    last = ordered[jnp.clip(n - 1, 0, k - 1)]
-    zero = jnp.where(ordered[0] > 0, 0, jnp.where(last < 0, number - 1, jnp.sum(edges < 0, dtype=I32)))
-    return Splits(edges, zero, number)
-
-
 def bucket_of(values: Array, splits: Splits) -> Array:
     """Number of splits that are not above each value: i32[k].
 
@@ -137,16 +123,6 @@ def bucket_of(values: Array, splits: Splits) -> Array:
         mine = nodes[0] if level == 0 else nodes[bucket // (step * BRANCHES)]
         bucket = bucket + step * jnp.sum(mine <= values[:, None], axis=1, dtype=I32)
     return bucket
-
-
-def midpoints(ordered: Array, n: Array, splits: Splits) -> Array:
-    """(e_b + e_(b+1)) / 2 with e the splits between the least and the largest value: float[q], 0 beyond the last."""
-    last = ordered[jnp.clip(n - 1, 0, ordered.shape[0] - 1)][None]
-    ends = jnp.concatenate([ordered[:1], jnp.minimum(splits.edges, last), last])
-    # XLA would add before it halves, and the sum may overflow.
-    halves = lax.optimization_barrier(jnp.asarray(0.5, ends.dtype) * ends)
-    inside = lax.iota(I32, ends.shape[0] - 1) < jnp.where(n > 0, splits.number, 0)
-    return jnp.where(inside, halves[:-1] + halves[1:], jnp.zeros((), ends.dtype))
 
 
 def means(values: Array, bucket: Array, buckets: int) -> Array:

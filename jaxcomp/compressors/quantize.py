@@ -147,7 +147,7 @@ class Steps(NamedTuple):
         return e - 1 if e >= 2 else e**2 / 4
 
     def unit(self, shared: Any, cut: Blocks, norms: Array, spread: Callable[[Array], Array]) -> Array:
-        """What a level is worth, norm * h, for each entry: f32[d] or f32[1], or as `spread` has it.
+        """The value of one level, norm * h, for each entry: f32[d] or f32[1], or as `spread` has it.
 
         Rounded up to few enough bits that level * unit is exact: then no compiler can change the
         sum of decoded messages by contracting product and addition into one rounding. Bounded so that it is finite.
@@ -217,7 +217,7 @@ def _few_codes(x: Array, inverses: tuple[Array], half: Array, most: int) -> Arra
 
 
 def _worth(codes: Array, unit: Array, dtype: Any) -> Array:
-    """What codes stand for."""
+    """Values of codes."""
     level = unzigzag(codes).astype(wide(dtype))
     worth = level * unit.astype(level.dtype)
     return worth if worth.dtype == dtype else bounded(worth, dtype)
@@ -248,7 +248,7 @@ def _dithering(
         return State(shared=jnp.asarray(sizes, jnp.float32))
 
     def places_for(d: int, cut: Blocks) -> Places | None:
-        """Where entries are worked on in the order of their words; None for entry by entry."""
+        """Places of entries that are processed in the order of their words; None: entry by entry."""
         return places_of(d, width) if cut.in_words else None
 
     def compress(key, x, state):

@@ -36,7 +36,7 @@ class Draw(NamedTuple):
 
 
 def next_draw(shared: Draw) -> Draw:
-    """That of the next round."""
+    """The draw of the next round."""
     return Draw(shared.key, shared.count + 1)
 
 
@@ -82,7 +82,7 @@ def rand_k(
 
 def _rand_k(name: str, target: Target) -> Compressor:
     def indices_of(shared: Draw, d: int) -> Array:
-        """In random order, so that the first of them are a uniform subset, too."""
+        """Indices in random order, so that the first of them are a uniform subset, too."""
         return random_subset(shared.round_key(), d, target.peak(d))
 
     def kept(values: Array, shared: Draw, d: int) -> tuple[Array, Array | float]:

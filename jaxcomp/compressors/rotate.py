@@ -26,11 +26,11 @@ class Rotated(NamedTuple):
     worker: Array | tuple[()] = ()
 
     def next(self, inner: Any) -> "Rotated":
-        """Of the next round."""
+        """The rotation of the next round."""
         return self._replace(seed=key_data(jax.random.fold_in(wrap_key(self.seed), 1)), inner=inner)
 
     def of(self, worker: Array | int, inner: Any) -> "Rotated":
-        """Of one worker; picking twice is picking once."""
+        """The rotation of one worker; picking twice is picking once."""
         picked = jnp.asarray(worker, jnp.int32) if isinstance(self.worker, tuple) else self.worker
         return self._replace(worker=picked, inner=inner)
 

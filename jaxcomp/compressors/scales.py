@@ -84,7 +84,7 @@ class Scale(NamedTuple):
 
 
 def _end(elements: Elements, stochastic: bool) -> float:
-    """Up to which x / s nothing is lost, on either side."""
+    """The largest |x / s| that does not saturate on either side."""
     return elements.ends(stochastic)[1] if isinstance(elements, Integer) else elements.largest
 
 

@@ -2,16 +2,17 @@
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.vector import count_of
 
-__all__ = ["Ratio", "Round", "Target", "next_round", "shown", "target_of"]
+__all__ = ["Ratio", "Round", "Target", "next_round", "shown", "target_of", "warm_up"]
 
 Array = jax.Array
 Ratio = float | Callable[[Any], Any]
@@ -104,3 +105,31 @@ def target_of(
 def shown(ratio: Ratio | None, k: int | None = None) -> str:
     """A ratio as it stands in the name of a compressor."""
     return f"k={k}" if k is not None else "schedule" if callable(ratio) else str(ratio)
+
+
+def warm_up(ratios: Sequence[float], rounds: int) -> Callable[[Any], Array]:
+    """A ratio that falls step by step, as an optax schedule for any sparsifier that takes one.
+
+    ratio(t) = ratios[min(t // rounds, len(ratios) - 1)].
+
+    Args:
+        ratios: shares of entries, in (0, 1], falling; DGC takes 0.25, 0.0625, 0.015625, 0.004, 0.001.
+        rounds: how many rounds each is kept, at least 1; the last one is kept for good.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    >>> schedule = warm_up([0.25, 0.01], 100)
+    >>> print(schedule(99), schedule(100), schedule(10**6))
+    0.25 0.01 0.01
+    """
+    table = [float(ratio) for ratio in ratios]
+    if not table or not all(0 < ratio <= 1 for ratio in table) or sorted(table, reverse=True) != table:
+        raise ValueError(f"warm_up: ratios must be in (0, 1] and fall; got {ratios}")
+    if not is_whole(rounds):
+        raise ValueError(f"warm_up: rounds must be an integer of at least 1; got {rounds}")
+
+    def schedule(count):
+        return jnp.asarray(table, jnp.float32)[jnp.minimum(count // rounds, len(table) - 1)]
+
+    return schedule

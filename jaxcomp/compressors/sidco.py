@@ -5,23 +5,47 @@ quantile is a threshold that about delta d entries exceed. Far tails are fitted 
 so it is done in stages (peaks over threshold): the first stage keeps a quarter, each further one
 fits the excesses over the previous threshold, and the product of the stage ratios is delta.
 
-`sidco_published` is the method of the paper, `sidco_counted` the one to use; `tails` has the laws.
+`tails` has the laws. The stages here are those to use; `contrib.sidco_published` has those of the paper, which the
+option `adapt` chooses.
+
+With counts each stage aims at k from the number of entries that the one before really left. Ours.
+
+    n_1 = entries that are not zero,   n_m = |{j : |x_j| > eta_(m-1)}|,   r_m = (k / n_m)^(1 / (M - m + 1)).
+
+So the error of each stage is mended in the next, and costs nothing: the counts are known anyway. The first stage is as
+published. If the last threshold still misses k by more than 10 %, a line through the logarithms of the
+last two counts moves it, at most three times. Since all entries are counted in the end, laws of long vectors
+are fitted to a sample (`select.every`). There the sample's own count moves the threshold first, if it is off by more
+than chance makes it (1 / sqrt(k / stride), at least 2 %): that costs no pass over the vector, and mends a law that
+fits badly.
 """
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxcomp.base import Compressor
 from jaxcomp.compressors import tails
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
-from jaxcomp.compressors.sidco_counted import counted
-from jaxcomp.compressors.sidco_published import FIRST_RATIO, adaptive, published
+from jaxcomp.compressors.tails import Sample, fitted
 from jaxcomp.compressors.threshold import Estimator, by_threshold
+from jaxcomp.select import count_above, every, marked_above
 
-__all__ = ["sidco"]
+__all__ = ["FIRST_RATIO", "counted", "first_ratio", "sidco"]
 
+Array = jax.Array
+FIRST_RATIO = 0.25  # of the first stage
 STAGES = 3  # what "auto" means without a rule that changes it
 SAMPLE = 1 << 18  # entries that "count" fits to
 ADAPTS = ("count", "paper", "climb", None)
 QUANTILES = ("newton", "approximate")
+TOLERANCE = 0.1  # relative deviation beyond which the counts correct the threshold
+IN_SAMPLE = 0.02  # the smallest tolerance in a sample
+TRIES = 3
 
 
 def sidco(
@@ -58,7 +82,7 @@ def sidco(
         stages: M, number of fits, at least 1. "auto": 3, or, where `adapt` moves it, 1 at first.
         adapt: "count" as above; None for the published recursion with M stages; "paper" and "climb" for the
             published recursion with an M that changes when the mean of (sent / k) over 5 rounds leaves [0.8, 1.2]:
-            see `sidco_published`.
+            see `contrib.sidco_published`.
         capacity: room in the message as a multiple of k = max(1, floor(delta d)), at least 1. When
             more entries exceed the threshold it rises until they fit; the others stay in the
             memory of the algorithm and are counted as overflow.
@@ -91,6 +115,8 @@ def sidco(
 def _estimator(law: str, adapt: str | None, exact: bool, stages: int, sample: int | None) -> Estimator:
     if adapt == "count":
         return counted(law, exact, stages, sample)
+    from jaxcomp.contrib.sidco_published import adaptive, published  # only where the option asks for them
+
     if adapt is None:
         return published(law, exact, stages)
     return adaptive(law, exact, stages, climb=adapt == "climb")
@@ -108,3 +134,90 @@ def _check(law: str, stages: int | str, adapt: str | None, quantile: str, sample
         raise ValueError(f"sidco: sample must be an integer of at least 1, or None; got {sample!r}")
     if stages != "auto" and not is_whole(stages):
         raise ValueError(f'sidco: stages must be an integer of at least 1, or "auto"; got {stages!r}')
+
+
+# ------------------------------------------------------------------------------------------------
+# Stages
+
+
+def first_ratio(sample: Sample, ratio: Array, stages: Array | int) -> tuple[Array, Array, Array]:
+    """delta as a share of the entries that are not zero; whether one stage is enough; -ln(r_1)."""
+    dtype = sample.mean.dtype
+    size = jnp.asarray(sample.x.shape[0], dtype)
+    share = jnp.minimum(ratio.astype(dtype) * size / jnp.maximum(sample.present, 1).astype(dtype), 1)
+    one_stage = (share >= FIRST_RATIO) | (jnp.asarray(stages) == 1)
+    return share, one_stage, jnp.where(one_stage, -jnp.log(share), -math.log(FIRST_RATIO))
+
+
+class Point(NamedTuple):
+    """A threshold and the number of entries above it."""
+
+    eta: Array
+    above: Array
+
+
+def counted(law: str, exact: bool, stages: int, sample: int | None) -> Estimator:
+    """The recursion with M = stages, fitted to about `sample` entries, or to all for None."""
+
+    def estimate(key, x, k, ratio, memory):
+        stride = max(1, x.shape[0] // sample - 1) | 1 if sample else 1
+        eta, before, goal = _last_two(every(x, stride), k, stride, ratio, stages, law, exact)
+        end, words = _corrected(x, before._replace(above=before.above * stride), eta, goal)
+        return end.eta, words, end.above, memory
+
+    return Estimator(estimate)
+
+
+def _last_two(
+    x: Array, k: Array, stride: int, ratio: Array, stages: int, law: str, exact: bool
+) -> tuple[Array, Point, Array]:
+    """eta_M, as the sample x corrects it, eta_(M-1) with its count there, and ln(k); infinity where there is no fit."""
+    goal = lambda dtype: jnp.log(k.astype(dtype))
+
+    def fit(sample: Sample) -> tuple[Array, Point]:
+        _, _, log_first = first_ratio(sample, ratio, stages)
+        in_sample = goal(sample.mean.dtype) - math.log(stride)
+        eta, before = sample.first(law, log_first, exact), Point(jnp.zeros_like(sample.mean), sample.present)
+        for m in range(2, stages + 1):
+            above = count_above(sample.x, eta)
+            log_count = jnp.log(jnp.maximum(above, 1).astype(eta.dtype))
+            log_ratio = (log_count - in_sample) / (stages - m + 1)
+            eta, before = sample.step(law, eta, above, log_ratio), Point(eta, above)
+        if stride > 1:
+            chance = jnp.maximum(jnp.exp(-in_sample / 2), IN_SAMPLE)
+            eta = _corrected(sample.x, before, eta, in_sample, chance)[0].eta
+        return eta, before
+
+    eta, before = fitted(x, law, fit, lambda zero, present: (zero + jnp.inf, Point(zero, present)))
+    return eta, before, goal(eta.dtype)
+
+
+def _corrected(
+    x: Array, before: Point, eta: Array, goal: Array, tolerance: Array | float = TOLERANCE
+) -> tuple[Point, Array]:
+    """Moves eta along the exponential law through the last two counts while it misses exp(goal), thrice at most.
+
+    Returns the last point, and words_above(x, its eta).
+    """
+    dtype = eta.dtype
+    log = lambda count: jnp.log(jnp.maximum(count.astype(dtype), 0.5))
+
+    def misses(carry):
+        tries, before, here, _ = carry
+        count = jnp.exp(goal)
+        off = jnp.abs(here.above.astype(dtype) - count) > tolerance * count
+        return off & (tries < TRIES) & (here.above != before.above)
+
+    def move(carry):
+        tries, before, here, _ = carry
+        slope = (here.eta - before.eta) / (log(before.above) - log(here.above))
+        eta = jnp.maximum(here.eta + slope * (log(here.above) - goal), 0)
+        return tries + 1, here, *at(eta)
+
+    def at(eta):
+        words, above = marked_above(x, eta)
+        return Point(eta, above), words
+
+    start = (jnp.zeros((), jnp.int32), before, *at(eta))
+    _, _, end, words = lax.while_loop(misses, move, start)
+    return end, words

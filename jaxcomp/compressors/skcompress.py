@@ -1,32 +1,43 @@
 """SKCompress: a sparse gradient by quantile buckets, a MinMaxSketch of them, and coded keys.
 
 The values that a sparsifier selected are replaced by the number of a bucket and a table of what each bucket
-stands for. The numbers travel by position (`skcompress_quantile`), or in sketches that the keys themselves are hashed
-into (`skcompress_recentred`, `skcompress_released`). Keys (indices) are exact. How the message is coded is `bits` and
-`wire`.
+stands for. Keys (indices) are exact. How the message is coded is `bits` and `wire`.
+
+By position, the mode to use: the bucket of each value travels as a number. Zero is a split, so no bucket mixes signs,
+and a level is the mean of its bucket. Buckets hold equal parts of sum |x_j|^power. Keys travel anyway, so values can be
+told by their place, without hashing.
+
+In sketches that the keys are hashed into: buckets of equally many values fall into groups of one sign each. Keys go in
+one list per group, with a MinMaxSketch that holds each key's rank of distance from zero within the group. Collisions
+make ranks smaller, never larger, and never change a sign. The encoder decodes its own message, and each level is the
+mean of the values that decode to it (recentred). In cells and levels, bucket g * width + rank is the one with that rank
+of distance from zero in group g. The sketches as released are `contrib.skcompress_released`.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxcomp.arrays import finite, key_data, like_of, wide
 from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, for_worker
+from jaxcomp.compressors import minmax_sketch
 from jaxcomp.compressors.checks import is_whole
-from jaxcomp.compressors.hard_threshold import hard_threshold
-from jaxcomp.compressors.minmax_sketch import Shape
+from jaxcomp.compressors.minmax_sketch import Shape, list_of, places, query
+from jaxcomp.compressors.quantiles import bucket_of, means, signed_splits
 from jaxcomp.compressors.rand_k import Draw, next_draw
-from jaxcomp.compressors.skcompress_quantile import by_position
-from jaxcomp.compressors.skcompress_recentred import recentred
-from jaxcomp.compressors.skcompress_released import released
-from jaxcomp.compressors.sketches import Coder
+from jaxcomp.compressors.schedule import target_of
+from jaxcomp.compressors.sketches import Coder, by_list, codes, counts_of, level_of, ordered, packed, table_of
+from jaxcomp.compressors.threshold import by_threshold, fixed
 from jaxcomp.compressors.vector import on_vectors
-from jaxcomp.payloads import LocalIndices, Sparse
+from jaxcomp.packing import pack, width_for
+from jaxcomp.payloads import LocalIndices, Sketch, Sparse
 
 __all__ = ["skcompress"]
 
 Array = jax.Array
+I32 = jnp.int32
 BUCKETS = {"quantile": 16, "recentred": 256, "paper": 256}
 LEAST_COLUMNS = 8  # of a short list, so that a few keys do not all share one cell
 MOST_BUCKETS = 1 << 14
@@ -65,7 +76,7 @@ def skcompress(
     selection sends nothing. Entries that are not finite count as zero.
 
     Args:
-        sparsifier: a compressor with payload `Sparse` (top_k, sidco, hard_threshold, ...), or None: whatever is
+        sparsifier: a compressor with payload `Sparse` (top_k, sidco, ...), or None: whatever is
             not zero. Values beyond the room are left out, smallest first, and counted as overflow.
         mode: "quantile", "recentred" or "paper".
         buckets: q, 2 .. 16384 and a multiple of groups where there are groups; 16 for "quantile", else 256.
@@ -101,7 +112,7 @@ def _selector(sparsifier: Compressor | None, room: float | None) -> tuple[Compre
         share = ROOM if room is None else room
         if not 0 < share <= 1:
             raise ValueError(f"skcompress: room must be in (0, 1]; got {room}")
-        return hard_threshold(0.0, room=share), "nonzero"
+        return by_threshold("nonzero", target_of("skcompress", float(share)), fixed(0.0), capacity=1.0), "nonzero"
     if room is not None:
         raise ValueError(f"skcompress: room is for skcompress without a sparsifier; got room={room} with one")
     spec = check_compressor("skcompress", sparsifier)
@@ -135,6 +146,8 @@ def _coder(mode: str, q: int, power: float, groups: int, rows: int, columns: flo
         return by_position(q, power)
     if mode == "recentred":
         return recentred(q, groups, Shape(rows, columns, LEAST_COLUMNS))
+    from jaxcomp.contrib.skcompress_released import released  # only where the option asks for it
+
     return released(q, groups, Shape(rows, columns))
 
 
@@ -212,3 +225,46 @@ def _num_selected(selector: Compressor, like: Any) -> int:
             f"{selector.spec.name} sends {type(payload).__name__}"
         )
     return payload.indices.shape[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# Coders
+
+
+def by_position(q: int, power: float) -> Coder:
+    """A coder with q buckets of equal weight |x_j|^power."""
+
+    def encode(keys, values, n, seeds):
+        real = lax.iota(I32, keys.shape[0]) < n
+        bucket = bucket_of(values, signed_splits(ordered(values, n), n, q, q, power))
+        levels = means(values, jnp.where(real, bucket, q), q)
+        cells = pack(jnp.where(real, bucket, 0).astype(jnp.uint32), width_for(q))
+        return Sketch(levels, n[None], keys, cells, jnp.zeros((0,), I32))
+
+    return Coder(encode, lambda payload, seeds: level_of(payload, codes(payload)), False)
+
+
+def recentred(q: int, r: int, shape: Shape) -> Coder:
+    """A coder with q buckets in r groups and sketches of the shape."""
+    width = q // r
+
+    def encode(keys, values, n, seeds):
+        splits = signed_splits(ordered(values, n), n, q, r)
+        bucket = bucket_of(values, splits)
+        lists = jnp.where(lax.iota(I32, keys.shape[0]) < n, bucket // width, r)
+        rank = jnp.where(bucket < splits.zero, width - 1 - bucket % width, bucket % width)
+        lists, keys, values, rank = by_list(lists, keys, values, rank)
+        counts = counts_of(lists, r)
+        where = places(keys, lists, counts, shape, seeds)
+        # What no key fell into is never read, so it needs no symbol of its own.
+        table = minmax_sketch.insert(where, rank, shape.size(keys.shape[0], r), width - 1)
+        decoded = jnp.where(lists < r, width * lists + query(table, where), q)
+        cells = packed(table, width, counts, shape)
+        return Sketch(means(values, decoded, q), counts, keys, cells, jnp.zeros((0,), I32))
+
+    def decode(payload, seeds):
+        lists = list_of(payload.counts, payload.keys.shape[0])
+        where = places(payload.keys, lists, payload.counts, shape, seeds)
+        return level_of(payload, width * lists + query(table_of(payload, shape), where))
+
+    return Coder(encode, decode, True)

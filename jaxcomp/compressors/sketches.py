@@ -1,4 +1,4 @@
-"""What the modes of `skcompress` have in common: a coder, and keys in lists with a sketch for each."""
+"""Parts that the modes of `skcompress` share: a coder, and keys in lists with a sketch for each."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -45,7 +45,7 @@ def codes(payload: Sketch) -> Array:
 
 
 def level_of(payload: Sketch, bucket: Array) -> Array:
-    """What each bucket stands for; 0 for numbers beyond the last."""
+    """The level of each bucket; 0 for numbers beyond the last."""
     return payload.levels.at[bucket].get(mode="fill", fill_value=0)
 
 

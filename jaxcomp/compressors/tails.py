@@ -139,7 +139,7 @@ class Sample(NamedTuple):
         return jnp.where(above >= 2, jnp.maximum(eta + further, 0), eta)
 
     def _moments(self, law: str, eta: Array, above: Array, total: Array | None) -> Moments:
-        """Of the excesses over eta, in units; total: their sum, if known."""
+        """Moments of the excesses over eta, in units; total: their sum, if known."""
         count = jnp.maximum(above, 1).astype(self.mean.dtype)
         if total is None:
             total, above = excess_above(self.x, eta, above, scale=self.scale)

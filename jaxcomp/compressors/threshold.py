@@ -106,6 +106,15 @@ def by_threshold(
     )
 
 
+def fixed(threshold: float) -> Estimator:
+    """The same threshold for every vector, which nothing estimates."""
+
+    def estimate(key, x, k, ratio, memory):
+        return jnp.asarray(threshold, wide(x.dtype)), memory
+
+    return Estimator(with_words(estimate))
+
+
 def with_words(estimate: Callable[..., tuple[Array, Any]]) -> Callable[..., tuple[Array, Array, Array, Any]]:
     """`Estimator.estimate` from one that finds a threshold alone: (eta, memory)."""
 

@@ -1,4 +1,4 @@
-"""What workers do together: rounds, routes, collectives, and the state that they keep."""
+"""The exchange between workers: rounds, routes, collectives, and the state that they keep."""
 
 from jaxcomp.exchange.routes import ROUTES, VIAS
 

@@ -85,7 +85,7 @@ class Phase(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Of the worker that has most."""
+        """Number of pieces of the worker that has most."""
         return max(self.counts)
 
 
@@ -100,7 +100,7 @@ class Plan(NamedTuple):
         return sum(4 * p.words * len(tick.pairs) / len(p.counts) for p in self.phases for tick in p.ticks)
 
     def seconds(self, link: Link) -> float:
-        """By the model."""
+        """Seconds by the model."""
         return sum(len(p.ticks) * _tick(p.words, link) for p in self.phases)
 
 

@@ -1,4 +1,4 @@
-"""What one round cost and lost: counted in the compiled step, kept in the state, read by `info`.
+"""Costs and losses of one round: counted in the compiled step, kept in the state, read by `info`.
 
 A side exit of the road: nothing here changes what is sent.
 """
@@ -212,7 +212,7 @@ class Info(NamedTuple):
 
 
 def info(state: Any, *, each: bool = False) -> Info:
-    """What the last round cost and lost.
+    """Reads what the last round cost and lost.
 
     Args:
         state: of `compressed_mean` or `rounds`, or of any optimizer that contains it; several are added up.

@@ -1,7 +1,6 @@
 """The state of an optimizer on a mesh: which arrays differ between which workers, wherever optax put them."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, is_bound, varying
-from jaxcomp.groups import Groups, join
+from jaxcomp.groups import Groups
 
 __all__ = [
     "Description",
@@ -20,7 +19,6 @@ __all__ = [
     "MeanShared",
     "MeanState",
     "OwnState",
-    "by_leaf",
     "check_rows",
     "frozen",
     "is_mean",
@@ -57,7 +55,7 @@ class MeanShared(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a state is of: static, and compared before it is used.
+    """Description of a state: static, and compared before the state is used.
 
     roles: `Algorithm.roles` as nested tuples, by which the state is handed on to other workers.
     """
@@ -85,7 +83,7 @@ class MeanState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class OwnState:
-    """What a transformation keeps for each worker alone, say the state of its inner optimizer in `local_updates`.
+    """State that a transformation keeps for each worker alone, say that of the inner optimizer in `local_updates`.
 
     local: a NamedTuple. Each array has a leading axis of workers, behind which it lies as it would in the state of any
     other optimizer: parts that are like sharded parameters are cut like them.
@@ -120,21 +118,6 @@ def is_own(node: Any) -> bool:
 def means_in(state: Any) -> list[MeanState]:
     """All of them, wherever optax put them."""
     return [node for node in jax.tree.leaves(state, is_leaf=is_mean) if is_mean(node)]
-
-
-def by_leaf(mean: MeanState, vectors: Any) -> Any:
-    """Vectors of a state (memories, shifts, iterates) as a tree like the parameters, behind their leading axes.
-
-    >>> import jax.numpy as jnp, jaxcomp as jc
-    >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), None)
-    >>> state = tx.init({"w": jnp.zeros((2, 3))})
-    >>> jc.state.by_leaf(state, state.local.algorithm.memory)["w"].shape
-    (1, 2, 3)
-    """
-    groups = mean.about.groups
-    lead = [x.ndim - len(like.shape) for x, like in zip(vectors, groups.like, strict=True)]
-    axes = max(lead, default=0)
-    return functools.reduce(lambda f, _: jax.vmap(f), range(axes), functools.partial(join, groups))(vectors)
 
 
 def check_rows(name: str, state: MeanState) -> None:

@@ -1,4 +1,4 @@
-"""What crosses the wire: one NamedTuple of arrays per kind of message, and all that depends on which one it is.
+"""Payloads, which cross the wire: a NamedTuple of arrays for each kind of message, and all that depends on the kind.
 
 A payload holds nothing that both ends know already (d, k, the number of levels, seeds). Each family of payloads is one
 file: its type, its codings and their bits, its words in jit, its bytes on the host. Sizes, `wire` and `exchange`

@@ -101,7 +101,7 @@ class _Sent(NamedTuple):
 
     @property
     def listed(self) -> Gaps:
-        """As `codes.keys` takes them."""
+        """The gaps as `codes.keys` takes them."""
         xp = namespace(self.gaps)
         place = xp.arange(self.gaps.shape[0], dtype=xp.int32)
         return Gaps(self.gaps, place == 0, place < self.count)

@@ -1,4 +1,4 @@
-"""What a payload is: a `Family` of functions for each type, and what they have in common.
+"""Registry of payloads: a `Family` of functions for each type, and the functions of all types.
 
 A new payload is one new file that ends with `register(Family(...))`; nothing else switches on the types. Sizes, words
 in jit and bytes on the host all come from the codings that a family lists, and `shortest` chooses among them.
@@ -72,7 +72,7 @@ class Choices(NamedTuple):
 
 
 class Family(NamedTuple):
-    """What can be done with payloads of one type. Arrays are of JAX inside jit, of NumPy on the host.
+    """Functions of the payloads of one type. Arrays are of JAX inside jit, of NumPy on the host.
 
     type: a NamedTuple of arrays, or of other payloads.
     codings(payload, code): the ways to code it that `code` may take, in jit or on the host.

@@ -1,4 +1,4 @@
-"""What `skcompress` sends: keys in lists, cells that tell each key's bucket, and what the buckets stand for.
+"""The payload of `skcompress`: keys in lists, cells that tell each key's bucket, and the levels of the buckets.
 
 Keys and cells are entropy-coded whatever the code; `sketch_bits` has the parts. The cells have two codings: a fixed
 number of bits, or a Huffman table and codes. Record on the wire:
@@ -45,7 +45,7 @@ FIXED, HUFFMAN = range(2)
 
 
 class Sketch(NamedTuple):
-    """What `skcompress` sends: keys in lists, and cells that tell each key's bucket.
+    """The payload of `skcompress`: keys in lists, and cells that tell each key's bucket.
 
     levels: float[q], what each bucket stands for;  counts: i32[r], keys in each list;  keys: i32[k], list after list,
     ascending within each, padded with d;  cells: u32[w, ceil(c / 32)], codes of w bits in the layout of
@@ -113,7 +113,7 @@ class SketchBits(NamedTuple):
 
 
 def sketch_bits(payload: Sketch) -> SketchBits:
-    """What `wire.encode` spends on keys, values and tables."""
+    """Bits that `wire.encode` spends on keys, values and tables."""
     levels, counts, keys, cells, zero = payload
     present = namespace(levels).sum(levels != 0, dtype=np.int32)
     tables = levels.shape[0] + 8 * levels.dtype.itemsize * present

@@ -58,12 +58,12 @@ I32, U32 = jnp.int32, jnp.uint32
 
 
 def _not_zero(values: Array) -> Array:
-    """Which numbers have a bit that is set: padding has none, not even a sign."""
+    """Mask of the numbers that have a bit set: padding has none, not even a sign."""
     return (values.view(f"u{values.itemsize}") if is_host(values) else as_words(values)) != 0
 
 
 def _bare(payload: Sparse) -> Sparse:
-    """With the values themselves in the place of a `Dense` of them."""
+    """The same payload, with the values themselves in place of a `Dense` of them."""
     values, indices = payload
     if not isinstance(values, Dense) or not is_array(values.values):
         return payload

@@ -103,7 +103,7 @@ def _filler(padding: int, itemsize: int) -> bytes:
 
 
 def _filler_bytes(padding: int, itemsize: int) -> int:
-    """What this many entries of padding cost."""
+    """Bytes that so many entries of padding cost."""
     return -(-padding * (itemsize + 4) // PAD_BYTES)
 
 

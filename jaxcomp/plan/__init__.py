@@ -10,7 +10,6 @@ advise.py       the ranked table, and what it advises
 planning.py     `jc.plan`: all of these in their order
 recommend.py    `jc.recommend`: the same without measuring
 watch.py        whether a plan still holds, while it is used
-scale.py        the same formulas for thousands of workers
 """
 
 __all__: list[str] = []

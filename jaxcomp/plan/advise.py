@@ -1,4 +1,4 @@
-"""From facts to advice: a prediction for every candidate, their order, and the reason in words. Nothing is measured."""
+"""Turns facts into advice: a prediction for every candidate, their order, and the reason in words."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -186,7 +186,7 @@ def choose(rows: Sequence[Row], margin: float = MARGIN, name: str = "plan") -> R
 
 
 def verdict(rows: Sequence[Row], chosen: Row) -> str:
-    """Why, in a sentence or two."""
+    """The reason for the choice, in a sentence or two."""
     dense, best = best_of(rows, dense=True), best_of(rows, dense=False)
     if chosen.candidate.dense:
         text = f"do not compress: {chosen.candidate.name}"
@@ -216,7 +216,7 @@ def verdict(rows: Sequence[Row], chosen: Row) -> str:
 
 
 def reason(row: Row, dense: Row | None, rows: Sequence[Row]) -> str:
-    """What sets a candidate apart from the best dense one; of one whose work was not measured, why it was not."""
+    """The reason why a candidate is faster or slower than the best dense one, or why its work was not measured."""
     if row.refused:
         return row.refused
     if row is dense:
@@ -235,7 +235,7 @@ def reason(row: Row, dense: Row | None, rows: Sequence[Row]) -> str:
 
 
 def _comparable(rows: Sequence[Row]) -> list[Row]:
-    """Those that are eligible: the ones that were run, else those whose work is known, else all."""
+    """Eligible rows: the ones that were run, else those whose work is known, else all."""
     eligible = [row for row in rows if row.refused is None]
     known = [row for row in eligible if row.known] or eligible
     return [row for row in known if row.measured is not None] or known
@@ -249,7 +249,7 @@ def best_of(rows: Sequence[Row], dense: bool) -> Row | None:
 
 
 def _at_every_step(dense: Row, rows: Sequence[Row]) -> str:
-    """What is to be said of the best dense candidate where others that are dense exchange less often."""
+    """An addition to the reason of the best dense candidate, where other dense ones exchange less often."""
     fewer = any(row.candidate.dense and row.candidate.every > dense.candidate.every for row in rows)
     return " with an exchange at every step" if fewer and dense.candidate.every == 1 else ""
 
@@ -259,7 +259,7 @@ def _ms(seconds: float) -> str:
 
 
 def _unmeasured(row: Row, rows: Sequence[Row]) -> str:
-    """Why the work of a candidate was not measured. Its links alone decide, or there was no time for it."""
+    """The reason why the work of a candidate was not measured: its links alone decide, or there was no time for it."""
     fastest = _fastest(rows)
     if fastest is None or _left_out(row, rows):
         return "not measured: the budget was spent"
@@ -268,7 +268,7 @@ def _unmeasured(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _fastest(rows: Sequence[Row]) -> Row | None:
-    """By prediction, of those whose work was measured."""
+    """The row with the least predicted time of those whose work was measured."""
     known = [each for each in rows if each.refused is None and not each.bound]
     return min(known, key=lambda each: each.parts.total, default=None)
 

@@ -1,4 +1,4 @@
-"""What a plan chooses from: an algorithm, its route, buckets and local steps; what it sends, and what it loses.
+"""Candidates of a plan: an algorithm, its route, buckets and local steps; what it sends, and what it loses.
 
 What a candidate exchanges is read from its traced program: every collective with its operands, so that a prediction
 holds for routes, hierarchies and algorithms that were written after it.
@@ -89,7 +89,7 @@ class Candidate(NamedTuple):
         return self._replace(name=f"{self.name}, H={every}", every=every)
 
     def transformation(self, axis: Any, **options: Any) -> Any:
-        """Its `compressed_mean` over an axis."""
+        """The candidate's `compressed_mean` over an axis."""
         options = {**self.options, **options}
         if isinstance(self.algorithm, Mapping):
             return compressed_mean(None, self.algorithm, **options)
@@ -107,7 +107,7 @@ def dense_candidates() -> list[Candidate]:
 
 
 def default_candidates(max_every: int = 1) -> list[Candidate]:
-    """What is compared where the user names nothing: dense first, then codes, sparse messages, factors and buckets.
+    """Candidates where the user names none: dense first, then codes, sparse messages, factors and buckets.
 
     Args:
         max_every: H; where it is more than one, local updates with 4, 16, .. and at most so many steps, too.
@@ -137,7 +137,7 @@ def default_candidates(max_every: int = 1) -> list[Candidate]:
 
 
 def hierarchies(axes: Sequence[Any]) -> list[Candidate]:
-    """For workers along several axes: dense within all of them but one, then sparse along that one, each in its turn.
+    """Hierarchies for workers along several axes: dense within all but one, then sparse along that one, for each one.
 
     >>> [each.name for each in hierarchies(("dcn", "ici"))]
     ['f32 over ici, sidco(0.01)+ef over dcn', 'f32 over dcn, sidco(0.01)+ef over ici']
@@ -258,8 +258,8 @@ def traced(
 
 
 def _collectives(jaxpr: Any, times: int, joined: bool) -> list[Collective]:
-    """In the order of the program; sums that follow one another and do not wait for each other are one, as compilers
-    make of them."""
+    """Collectives in the order of the program. Sums in a row that do not wait for each other count as one, as compilers
+    join them."""
     found: list[Collective] = []
     after: dict[Any, int] = {}  # variable -> how many collectives it waits for, by the number of the last one
     joinable = -1  # number of the last collective, where a sum may be joined to it
@@ -307,7 +307,7 @@ def sent_bytes(collectives: Sequence[Collective], sizes: Mapping[str, int]) -> f
 
 
 class Loss(NamedTuple):
-    """What theory says of one message.
+    """The loss of one message by theory.
 
     bound: on E|C(x) - x|^2 / |x|^2: omega, or 1 - alpha; None where neither is known.
     unbiased: whether it is omega. memory: whether what is lost is sent later.

@@ -32,13 +32,13 @@ class Clock:
         self.kept: dict[Any, Any] = {}
 
     def keep(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` made when it was first asked for by this key: compiled programs, for further plans."""
+        """Returns what `make` returned when this key was first asked for: compiled programs, for further plans."""
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
 
     def restart(self, seconds: float) -> None:
-        """From now on so many seconds are left."""
+        """Sets the seconds that are left from now on."""
         self.end = time.perf_counter() + seconds
 
     def agreed(self, values: Any) -> np.ndarray:

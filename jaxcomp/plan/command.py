@@ -102,7 +102,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(o: argparse.Namespace) -> str:
-    """What is printed.
+    """Runs the command; returns the text to print.
 
     Raises:
         ValueError, OSError: options out of range, or a file that is none of a plan.
@@ -162,7 +162,7 @@ def _of_file(o: argparse.Namespace) -> str:
 
 
 def _left_out(held: list[str], known: list[str], max_every: int) -> list[str]:
-    """Which of the names in a file are not among those that are known, in words.
+    """Says in words which names in a file are unknown.
 
     >>> _left_out(["f32", "own", "f32, H=4"], ["f32"], 1)
     ['not known here, left out: own', 'more steps than --max-every 1, left out: f32, H=4']

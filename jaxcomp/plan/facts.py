@@ -1,4 +1,4 @@
-"""What was measured of a machine, as a file that people can read and change.
+"""Measurements of a machine, as a file that people can read and change.
 
 The file is JSON. `latency` (seconds of a message) and `per_byte` (seconds of a byte that a worker sends) of each
 collective may be edited to see the plan for another link; `ratios` are how measured times deviate from that line at
@@ -41,7 +41,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")  # dtypes that a leaf may
 
 
 class Work(NamedTuple):
-    """Of one candidate, against entries. encode: to compress; all: with decoding, the memory and the layout of the
+    """Work of one candidate, against entries. encode: to compress; all: with decoding, the memory and the layout of the
     tree; error: of the message that was measured, |C(x) - x|^2 / |x|^2, None where it is not known."""
 
     encode: Line
@@ -188,7 +188,7 @@ def _trials(plain: Any) -> Trials | None:
 
 
 def trials_of(facts: Facts, options: Mapping[str, Any], seconds: Mapping[str, float]) -> Trials:
-    """What was run with these options, to be kept in the file with these facts."""
+    """The record of a run with these options, to be kept in the file with these facts."""
     digest = hashlib.sha256(to_text(facts._replace(trials=None)).encode()).hexdigest()[:16]
     return Trials(dict(options), dict(seconds), digest)
 

@@ -1,4 +1,4 @@
-"""What a collective takes on a link: latency and bandwidth, fitted from a sweep of sizes.
+"""Time of a collective on a link: latency and bandwidth, fitted to a sweep of sizes.
 
 A collective of operands of b bytes among n workers has m(n) messages one after the other, and each worker sends s(b, n)
 bytes in it, as the ledger counts them:

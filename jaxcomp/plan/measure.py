@@ -1,4 +1,4 @@
-"""What a plan needs to know of a machine, measured: links, encoding and decoding, overlap.
+"""Measures what a plan needs to know of a machine: links, encoding and decoding, overlap.
 
 All processes run the same programs at the same time, so that workers which share cores slow each other down here as
 they will in training. A time is the median over rounds of the slowest process, less what it takes to start a program: a
@@ -159,7 +159,7 @@ def work_of(clock: Clock, candidate: Candidate, axis: Any, grads: Any, seconds: 
 
 
 def _working(clock: Clock, candidate: Candidate, axis: Any, grads: Any) -> tuple[Any, Any, float | None]:
-    """Both halves of a round without its network, to be timed, None if it has none; and its relative squared error."""
+    """The two halves of a round without its network, to be timed, or None; and its relative squared error."""
     tx = candidate.transformation(axis)
     sizes = {name: int(clock.mesh.shape[name]) for name in clock.mesh.axis_names}
     try:
@@ -185,7 +185,7 @@ def _working(clock: Clock, candidate: Candidate, axis: Any, grads: Any) -> tuple
 
 
 def _compiled(clock: Clock, halves: Halves, given: list[Any]) -> tuple[Callable, Callable]:
-    """Both halves of a round, compiled at the same time: that is most of what measuring takes."""
+    """Compiles the two halves of a round at the same time, which is most of the time of measuring."""
     early, late = _mapped(clock, halves.early), _mapped(clock, halves.late)
     rows = lambda x, *axes: jax.ShapeDtypeStruct((*axes, *x.shape), x.dtype, sharding=clock.rows)
     brought = [rows(each, clock.mesh.devices.size) for each in halves.arrivals]

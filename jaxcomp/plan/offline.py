@@ -35,7 +35,7 @@ class Inseparable(ValueError):
 
 
 class Arrival(NamedTuple):
-    """What one collective brings: its name, shape and dtype, and how many operands are added up in it."""
+    """The result of one collective: its name, shape and dtype, and how many operands are added up in it."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Halves(NamedTuple):
     arrivals: tuple[Arrival, ...]
 
     def whole(self, number: Any, received: Sequence[Any], *args: Any) -> tuple[list[Any], list[Any]]:
-        """Both halves: what is sent, and the leaves of what the program returns."""
+        """Runs both halves: returns what is sent, and the leaves of what the program returns."""
         kept = self.early(number, *jax.tree.leaves(args))
         return self.outcome(kept, self.late(received, kept))
 
@@ -156,7 +156,7 @@ def _bound(eqn: Any, operands: Sequence[Any]) -> list[Any]:
 def settled(
     arrivals: Sequence[Arrival], send: Callable[[list[np.ndarray]], Sequence[Any]], agree: Callable[[bool], Any] = bool
 ) -> list[np.ndarray]:
-    """What a worker receives where all send the same, of the shapes and the kind of content that it expects.
+    """Arrays that a worker receives where all send the same, with the shapes and the kind of content that it expects.
 
     Args:
         arrivals: see `Halves`.

@@ -51,7 +51,7 @@ TRIED = 3  # candidates that are run, besides the first and the best dense one
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `plan` advises. Print it for the table.
+    """The advice of `plan`. Print it for the table.
 
     algorithm, via, bucket_bytes, every: of the advised candidate; `options` holds via and bucket_bytes for
     `compressed_mean` and `value_and_grad`.

@@ -101,7 +101,7 @@ class Bucket(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a predicted step consists of, in seconds; hidden: by overlap, at each exchange."""
+    """Parts of a predicted step in seconds; hidden: by overlap, at each exchange."""
 
     gradient: float
     encode: float
@@ -150,7 +150,7 @@ def step_seconds(
 
 
 def overlap_of(computing: float, exchanging: float, both: float) -> float:
-    """What of the overlap of a computation and an exchange is got, in [0, 1].
+    """The share of the possible overlap of a computation and an exchange that was reached, in [0, 1].
 
     >>> overlap_of(1.0, 2.0, 2.0), overlap_of(1.0, 2.0, 3.0), overlap_of(1.0, 2.0, 2.5)
     (1.0, 0.0, 0.5)
@@ -160,7 +160,7 @@ def overlap_of(computing: float, exchanging: float, both: float) -> float:
 
 
 class Factors(NamedTuple):
-    """What steps that were run took of their predictions: of the time on the links, and of all other time."""
+    """Ratios of measured to predicted time of steps that were run: on the links, and of all the rest."""
 
     network: float = 1.0
     rest: float = 1.0
@@ -205,7 +205,7 @@ def factors_of(runs: Sequence[tuple[Parts, int, float]], trust: float = TRUST) -
 
 
 def regret(chosen: float, measured: Sequence[float]) -> float:
-    """What a choice costs more than the best one, as a share of the best.
+    """Excess cost of a choice over the best one, as a share of the best.
 
     >>> regret(1.1, [1.0, 1.1, 2.0])
     0.10000000000000009

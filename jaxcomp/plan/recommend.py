@@ -208,7 +208,7 @@ def recommend(
 
 
 def _refused(candidate: Candidate, why: str) -> Row:
-    """Of one that cannot be laid out, of which nothing is known."""
+    """The row of a candidate that cannot be laid out, of which nothing is known."""
     nothing = Loss(None, False, False, "no bound is known")
     return Row(candidate, Parts(*[math.nan] * len(Parts._fields)), math.nan, nothing, refused=why)
 
@@ -239,7 +239,7 @@ def _is_idle(candidate: Candidate, like: Any, workers: int) -> bool:
 
 
 def _work(machine: Machine, candidate: Candidate, sent: Sequence[Collective], entries: float, workers: int) -> Work:
-    """Of a candidate on this machine, as lines through zero."""
+    """The work of a candidate on this machine, as lines through zero."""
     encode = next((ns for name, ns in machine.encode if candidate.name.startswith(name)), OTHER) * 1e-9
     gathered = max((one.operand_bytes for one in sent if one.kind == "all_gather"), default=0.0)
     arriving = min(gathered / (4 * entries), 1.0) * workers if entries else 0.0
@@ -261,7 +261,8 @@ def _error(row: Row) -> str:
 
 
 def _last_cell(row: Row, latency: float, standard: tuple[Row, float] | None) -> str:
-    """Why it is not eligible; else where it is faster than the dense candidate, given with its own latency."""
+    """The reason why it is not eligible; else the bandwidths at which it is faster than the dense candidate, which is
+    given with its own latency."""
     if row.refused or standard is None or row.candidate.dense:
         return row.refused or ""
     dense, dense_latency = standard

@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.base import check_algorithm
 from jaxcomp.exchange.axes import axis_names
-from jaxcomp.exchange.specs import init_state
 from jaxcomp.plan.advise import Row, with_expected
 from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.clock import Clock
 from jaxcomp.plan.facts import Facts, trials_of
+from jaxcomp.state.specs import init_state
 from jaxcomp.transforms.local_updates import local_updates
 from jaxcomp.transforms.value_and_grad import value_and_grad
 

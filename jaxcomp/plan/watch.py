@@ -41,7 +41,7 @@ SERIES = {
 
 
 class Change(NamedTuple):
-    """What was found. step: the last one seen; series: its name; before, after: medians; words: a sentence."""
+    """A change that was found. step: the last one seen; series: its name; before, after: medians; words: a sentence."""
 
     step: int
     series: str

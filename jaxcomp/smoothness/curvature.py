@@ -1,7 +1,7 @@
 """Estimated smoothness of networks: a diagonal, or a number per layer, from curvature at the current point.
 
 These are estimates, not bounds: a network has no smoothness matrix that holds everywhere. Multiply
-by a safety factor, refresh every few hundred steps (`jaxcomp.refresh`), and prefer methods that stay unbiased
+by a safety factor, refresh every few hundred steps (`jaxcomp.state.refresh`), and prefer methods that stay unbiased
 whatever the operator is, as `precondition` does: a poor estimate costs variance, never correctness.
 """
 

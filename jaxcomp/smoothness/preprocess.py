@@ -24,7 +24,7 @@ LABELS = ((-1.0, 1.0), (0.0, 1.0), (1.0, 2.0))
 
 
 class Scan(NamedTuple):
-    """What one look at the data tells: norms [N] and labels [N] of all rows."""
+    """Result of one pass over the data: norms [N] and labels [N] of all rows."""
 
     norms: np.ndarray
     labels: np.ndarray
@@ -254,7 +254,7 @@ def preprocess(
 
 
 def _made_before(out: Path, options: dict[str, Any]) -> Operator:
-    """What is in the file, if it was made with these options."""
+    """Reads the file, if it was made with these options."""
     made = describe(out)
     if {name: made.get(name) for name in options} != options:
         raise ValueError(f"{out} exists and was made from other data or options; choose another file")

@@ -1,4 +1,4 @@
-"""Where local data comes from: files and arrays as streams of rows, and how rows are dealt to workers.
+"""Sources of local data: files and arrays as streams of rows, and how rows are dealt to workers.
 
 LIBSVM text (plain, .xz, .bz2, .gz), .npy (memory-mapped), .npz, .mat, arrays in memory and SciPy
 sparse matrices. A source is read in chunks of rows, as often as needed, so a file may be larger

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
-from jaxcomp.exchange.specs import init_state, names_of, state_specs
+from jaxcomp.state.specs import init_state, names_of, state_specs
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.meshes import find_devices, find_mesh, find_specs, is_cut, laid_out, without
 

@@ -62,7 +62,7 @@ def rounds(
     Args:
         method: `descend(...)`, `adiana(...)`, `isega(...)`, `marina(...)`; None where axis_name is a mapping.
         axis_name: mapped axis, a tuple of them, or None for a single worker. Or a hierarchy, a mapping from axes to
-            algorithms, the last of which is the method: {"ici": jc.direct(jc.identity()), "dcn": jc.adiana(...)}. The
+            algorithms, the last of which is the method: {"ici": jc.direct(jc.identity()), "dcn": adiana(...)}. The
             method then sees, as the gradient of its worker, what the exchange over the first axes brings.
         via, weights, link: as for `compressed_mean`.
         seed: int or key for both kinds of randomness.
@@ -76,7 +76,7 @@ def rounds(
         TypeError: an algorithm that does not choose where gradients are taken.
 
     >>> import jaxcomp as jc
-    >>> run = jc.rounds(jc.descend(jc.direct(jc.identity()), 0.1), "data")
+    >>> run = jc.methods.rounds(jc.methods.descend(jc.direct(jc.identity()), 0.1), "data")
     >>> def step(target):
     ...     state, bits = run.step(run.init(jnp.zeros(2)), lambda x: x - target)
     ...     return run.point(state)
@@ -124,7 +124,7 @@ def check_method(method: Any) -> None:
     if isinstance(method, Algorithm) and method.point is not None:
         return
     if isinstance(method, Algorithm):
-        got = "an algorithm without an iterate of its own. Wrap it: jc.descend(algorithm, step_size)"
+        got = "an algorithm without an iterate of its own. Wrap it: jc.methods.descend(algorithm, step_size)"
     else:
         got = f"the compressor {method.spec.name}" if isinstance(method, Compressor) else repr(method)
     raise TypeError(f"rounds needs a method with an iterate: descend, adiana, isega or marina; got {got}")

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcomp.exchange.axes import is_bound
-from jaxcomp.exchange.specs import check_order
+from jaxcomp.state.specs import check_order
 from jaxcomp.transforms.meshes import on_mesh
 from jaxcomp.transforms.stages import exchange_on_mesh, init_on_mesh
 

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.arrays import like_of
 from jaxcomp.exchange.axes import Axis, axis_names
-from jaxcomp.exchange.specs import shapes_of_shards, state_specs, state_specs_on
 from jaxcomp.exchange.state import means_in
+from jaxcomp.state.specs import shapes_of_shards, state_specs, state_specs_on
 from jaxcomp.transforms.meshes import laid_out, without
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, worker_gradients
 

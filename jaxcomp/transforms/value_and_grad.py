@@ -18,8 +18,8 @@ from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.specs import names_of, per_worker
 from jaxcomp.exchange.state import means_in
+from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.compressed_mean import compressed_mean, levels_of
 from jaxcomp.transforms.loss_scale import DynamicScale, LossScale, after_step, check_scale, fresh_scale, select
 from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut

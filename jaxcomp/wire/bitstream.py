@@ -119,7 +119,7 @@ def unpack_bits(data: memoryview, count: int, width: int, *, out: np.ndarray | N
 
 
 def pack_words(indices: np.ndarray, codes: np.ndarray, width: int, groups: int) -> np.ndarray:
-    """What `packing.pack` makes of 32 * groups codes, of which only some are not zero: uint32[width, groups].
+    """Packs 32 * groups codes, of which only some are not zero, as `packing.pack` does: uint32[width, groups].
 
     Args:
         indices: of the codes that are not zero, distinct.

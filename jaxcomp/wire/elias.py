@@ -126,7 +126,7 @@ def _numbers(words: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 @functools.cache
 def _table() -> tuple[np.ndarray, np.ndarray]:
-    """For every 16 bits, followed by zeros, the number of the code that they begin with, and its length.
+    """Table for every 16 bits, followed by zeros: the number of the code that they begin with, and its length.
 
     A code of more bits has that length, too, if it ends with a 0: which digits are its last is known within 10 bits,
     and after more than 5 digits nothing but the end may follow.
@@ -138,7 +138,7 @@ def _table() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _lookup(words: np.ndarray, look: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `_numbers`, by table where it serves.
+    """Reads numbers as `_numbers` does, by table where it serves.
 
     Args:
         words: of a block, padded.
@@ -188,7 +188,7 @@ class Records:
         self.used = (position + 7) // 8
 
     def _follow(self, lengths: bytes, at: int, limit: int, most: int) -> tuple[np.ndarray, int]:
-        """Where at most so many records begin, from bit `at` to the limit; and the bit after the last."""
+        """Positions where at most so many records begin, from bit `at` to the limit; and the bit after the last."""
         begins = array("i")
         append = begins.append
         for _ in range(most):
@@ -229,7 +229,7 @@ class Records:
 
 
 def _follow_by_four(lengths: np.ndarray, at: int, limit: int, most: int) -> tuple[np.ndarray, int]:
-    """As `Records._follow` for single numbers, with fewer steps where they lie so close that these take the time."""
+    """Finds records as `Records._follow` does, for single numbers, in fewer steps where many lie close together."""
     place, end = np.arange(lengths.size, dtype=np.int32), lengths.size - 1
     pair = lengths + lengths[np.minimum(place + lengths, end)].astype(np.uint16)
     four = (pair + pair[np.minimum(place + pair, end)]).tolist()

@@ -67,7 +67,7 @@ def is_float(dtype: np.dtype) -> bool:
 
 
 def dtype_code(dtype: np.dtype) -> int:
-    """Its number.
+    """Number of a dtype on the wire.
 
     Raises:
         WireError: no payload has arrays of it.
@@ -79,7 +79,7 @@ def dtype_code(dtype: np.dtype) -> int:
 
 
 def raw(array: np.ndarray) -> bytes:
-    """Its bytes, row after row."""
+    """Bytes of an array, row after row."""
     return np.ascontiguousarray(array).tobytes()
 
 

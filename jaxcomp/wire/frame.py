@@ -172,7 +172,7 @@ class Reader:
             raise WireError(field, "bytes that are not zero", "zeros")
 
     def end(self) -> None:
-        """Nothing follows but the zeros that the message lacked."""
+        """Checks that nothing follows but the zeros that the message lacked."""
         filler = missing(self.position + FRAME_BYTES, self.memory, self.work)
         if self.left != filler:
             raise WireError("end of message", f"{self.left} bytes more", f"the end after {filler} bytes of filler")

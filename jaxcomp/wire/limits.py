@@ -1,4 +1,4 @@
-"""What a message may ask of its reader.
+"""Limits on what a message may ask of its reader.
 
 Every limit is in proportion to the length of the message, so that none can ask for more than it pays for:
 

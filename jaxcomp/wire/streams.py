@@ -80,7 +80,7 @@ def _read_lengths(data: memoryview, start: int, num_symbols: int) -> tuple[np.nd
 
 
 def _lookup_table(field: str, lengths: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """For every next `width` bits the symbol and the length of its code, u8[2^width]; and the width."""
+    """Table for every next `width` bits: the symbol and the length of its code, u8[2^width]; and the width."""
     if not is_prefix_code(lengths):
         if count or np.any(lengths):
             got = lengths[lengths > 0].tolist()[:64]
@@ -304,6 +304,6 @@ class Keys:
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """Where the lists begin that are not empty."""
+    """Positions where the lists begin that are not empty."""
     full = counts[counts > 0].astype(np.int64)
     return np.cumsum(full) - full

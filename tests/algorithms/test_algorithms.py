@@ -25,10 +25,10 @@ ALGORITHMS = {
     "direct-dithering": jc.direct(jc.dithering(7)),
     "ef-top_k": jc.error_feedback(jc.top_k(0.05)),
     "ef-sidco-flat": jc.error_feedback(jc.flat(jc.sidco(0.05))),
-    "momentum-dgc": jc.momentum_correction(jc.dgc(0.05), clip_norm=1.0, workers=N),
-    "ef-redsync": jc.error_feedback(jc.redsync(0.05)),
-    "ef-trimmed": jc.error_feedback(jc.redsync(0.05, method="trimmed")),
-    "ef-gaussian_k": jc.error_feedback(jc.gaussian_k(0.05)),
+    "momentum-dgc": jc.contrib.momentum_correction(jc.contrib.dgc(0.05), clip_norm=1.0, workers=N),
+    "ef-redsync": jc.error_feedback(jc.contrib.redsync(0.05)),
+    "ef-trimmed": jc.error_feedback(jc.contrib.redsync(0.05, method="trimmed")),
+    "ef-gaussian_k": jc.error_feedback(jc.contrib.gaussian_k(0.05)),
     "ef-sidco-paper": jc.error_feedback(jc.sidco(0.05, law="pareto", adapt="paper")),
     "ef-narrow": jc.error_feedback(jc.narrow(jc.sidco(0.05), values="bfloat16", indices="uint16")),
     "ef-rand_k": jc.error_feedback(jc.contract(jc.rand_k(0.1))),
@@ -39,7 +39,7 @@ ALGORITHMS = {
     "power_sgd": jc.power_sgd(2),
     "ef21": jc.ef21(jc.top_k(0.05)),
     "ef21-plus": jc.ef21(jc.top_k(0.05), momentum=0.5, plus=True),
-    "ef_bv": jc.ef_bv(jc.top_k(0.05), shift_step=0.5),
+    "ef_bv": jc.methods.ef_bv(jc.top_k(0.05), shift_step=0.5),
     "ef-drive": jc.error_feedback(jc.drive(block=64)),
     "direct-eden": jc.direct(jc.eden(2.5, block=64, per_worker=True)),
     "direct-nvfp4": jc.direct(jc.block_scaled("nvfp4")),
@@ -76,7 +76,7 @@ HOSTED = {
     "direct": jc.direct(jc.natural()),
     "error_feedback": jc.error_feedback(jc.top_k(0.05)),
     "diana": jc.diana(jc.rand_k(0.25)),
-    "momentum_correction": jc.momentum_correction(jc.top_k(0.05), momentum=0.5),
+    "momentum_correction": jc.contrib.momentum_correction(jc.top_k(0.05), momentum=0.5),
     "power_sgd": jc.power_sgd(2),
     "ef21": jc.ef21(jc.top_k(0.05), momentum=0.5),
 }
@@ -110,12 +110,12 @@ def test_messages_as_bytes_give_the_same_rounds(name, seed):
 # Compiled once
 
 METHODS = {
-    "descend": lambda: jc.descend(jc.diana(jc.natural()), 0.1),
-    "adiana": lambda: jc.adiana(
+    "descend": lambda: jc.methods.descend(jc.diana(jc.natural()), 0.1),
+    "adiana": lambda: jc.methods.adiana(
         jc.rand_k(0.5), jc.theory.adiana(smoothness=1.0, mu=0.1, workers=2, omega=1, variance=1)
     ),
-    "isega": lambda: jc.isega(np.full(6, 0.5), jc.smoothness.diagonal_of(np.ones(6)), 0.1),
-    "marina": lambda: jc.marina(jc.natural(), 0.1, 0.5),
+    "isega": lambda: jc.methods.isega(np.full(6, 0.5), jc.smoothness.diagonal_of(np.ones(6)), 0.1),
+    "marina": lambda: jc.methods.marina(jc.natural(), 0.1, 0.5),
 }
 
 
@@ -124,7 +124,7 @@ METHODS = {
 def test_three_steps_are_traced_once(name):
     traces = []
     if name in METHODS:
-        run, like = jc.rounds(METHODS[name](), AXIS), jnp.ones(6)
+        run, like = jc.methods.rounds(METHODS[name](), AXIS), jnp.ones(6)
 
         def one(state, g):
             traces.append(1)
@@ -163,11 +163,14 @@ BAD = [
         ),
         "has alpha = -",
     ),
-    (lambda: jc.momentum_correction(jc.rand_k(0.1)), "needs a contraction"),
-    (lambda: jc.momentum_correction(jc.dgc(0.1), momentum=1), r"momentum must be a Python number in \[0, 1\); got 1"),
-    (lambda: jc.momentum_correction(jc.dgc(0.1), clip_norm=1.0), "give clip_norm and workers"),
+    (lambda: jc.contrib.momentum_correction(jc.rand_k(0.1)), "needs a contraction"),
     (
-        lambda: jc.momentum_correction(jc.dgc(0.1), clip_norm=-1.0, workers=2),
+        lambda: jc.contrib.momentum_correction(jc.contrib.dgc(0.1), momentum=1),
+        r"momentum must be a Python number in \[0, 1\); got 1",
+    ),
+    (lambda: jc.contrib.momentum_correction(jc.contrib.dgc(0.1), clip_norm=1.0), "give clip_norm and workers"),
+    (
+        lambda: jc.contrib.momentum_correction(jc.contrib.dgc(0.1), clip_norm=-1.0, workers=2),
         "clip_norm must be a Python number, positive and finite",
     ),
     (lambda: jc.diana(jc.top_k(0.1)), r"Use error_feedback\(top_k\(0.1\)\) instead"),

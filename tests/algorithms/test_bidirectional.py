@@ -19,7 +19,7 @@ DOWN = jc.dithering(5, blocks=1)
 def test_directions_are_those_of_the_algorithm_rounded_once_more(seed):
     """C_down of what the algorithm alone would give, with the same randomness on all workers and in all worlds."""
     grads = jnp.asarray(heterogeneous(seed, 4, N, D))
-    tx = jc.compressed_mean(jc.bidirectional(jc.direct(jc.identity()), DOWN, code="elias"), AXIS)
+    tx = jc.compressed_mean(jc.methods.bidirectional(jc.direct(jc.identity()), DOWN, code="elias"), AXIS)
     directions, state = run_vmap(tx, jnp.zeros(D), grads)
     again, other = run_shard_map(tx, jnp.zeros(D), grads)
     np.testing.assert_array_equal(directions, again)
@@ -60,10 +60,10 @@ def test_both_directions_go_to_the_optimum(method, seed):
         given["variance"] = omega * np.linalg.eigvalsh(hessians)[:, -1].max()
         if method == "diana":
             steps = jc.theory.diana(**given)
-            made = jc.descend(jc.bidirectional(jc.diana(c, alpha=steps.alpha), down), steps.gamma)
+            made = jc.methods.descend(jc.methods.bidirectional(jc.diana(c, alpha=steps.alpha), down), steps.gamma)
         else:
-            made = jc.adiana(c, jc.theory.adiana(**given), down=down)
-        run = jc.rounds(made, AXIS)
+            made = jc.methods.adiana(c, jc.theory.adiana(**given), down=down)
+        run = jc.methods.rounds(made, AXIS)
 
         def worker(a, b):
             step = lambda state, _: (run.step(state, lambda x: a.T @ (a @ x - b))[0], None)
@@ -74,7 +74,7 @@ def test_both_directions_go_to_the_optimum(method, seed):
 
 
 def test_other_workers_go_on(seed):
-    tx = jc.compressed_mean(jc.bidirectional(jc.diana(jc.dithering(3)), DOWN), AXIS)
+    tx = jc.compressed_mean(jc.methods.bidirectional(jc.diana(jc.dithering(3)), DOWN), AXIS)
     _, old = run_vmap(tx, jnp.zeros(D), jnp.asarray(heterogeneous(seed, 2, N, D)))
     moved = jc.redistribute(old, jc.init_state(tx, jnp.zeros(D), 2, AXIS)[0])
     for a, b in zip(*(jax.tree.leaves(s.shared.algorithm.down) for s in (old, moved)), strict=True):
@@ -86,10 +86,10 @@ def test_other_workers_go_on(seed):
 
 ADIANA = jc.theory.adiana(smoothness=1.0, mu=0.1, workers=4, omega=0.125, variance=1.0)
 BAD = [
-    (lambda: jc.bidirectional(jc.diana(jc.natural()), jc.top_k(0.1)), "must be unbiased .omega known.; top_k"),
-    (lambda: jc.adiana(jc.natural(), ADIANA, down=jc.top_k(0.1)), "adiana: what goes down must be unbiased"),
+    (lambda: jc.methods.bidirectional(jc.diana(jc.natural()), jc.top_k(0.1)), "must be unbiased .omega known.; top_k"),
+    (lambda: jc.methods.adiana(jc.natural(), ADIANA, down=jc.top_k(0.1)), "adiana: what goes down must be unbiased"),
     (
-        lambda: jc.bidirectional(jc.diana(jc.natural()), jc.bernoulli(np.full((2, 3), 0.5), per_worker=True)),
+        lambda: jc.methods.bidirectional(jc.diana(jc.natural()), jc.bernoulli(np.full((2, 3), 0.5), per_worker=True)),
         "one message for all workers",
     ),
     (lambda: jc.theory.dcgd(smoothness=1.0, workers=1, variance=0.0, down_omega=-1.0), "down_omega must be at least 0"),
@@ -109,7 +109,7 @@ def test_arguments_are_checked(make, message):
 )
 def test_bits_of_stacked_vectors_are_those_of_their_rows(algorithm, via):
     tree = {"w": jnp.zeros((40, 50)), "v": jnp.zeros((40, 50))}
-    tx = jc.compressed_mean(jc.bidirectional(algorithm, jc.natural()), "data", via=via)
+    tx = jc.compressed_mean(jc.methods.bidirectional(algorithm, jc.natural()), "data", via=via)
     state, axes = jc.init_state(tx, tree, 2, "data")
     grads = jax.tree.map(lambda x: jnp.stack([x + 1, x + 1]), tree)
     direction, state = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")(grads, state)
@@ -120,7 +120,9 @@ def test_bits_of_stacked_vectors_are_those_of_their_rows(algorithm, via):
 def test_shards_of_the_workers_are_refused():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     w = jax.device_put(jnp.ones((40, 48)), NamedSharding(mesh, P(None, "data")))
-    grad = jc.value_and_grad(lambda w, x: jnp.mean(x @ w), jc.bidirectional(jc.direct(jc.natural()), jc.natural()))
+    grad = jc.value_and_grad(
+        lambda w, x: jnp.mean(x @ w), jc.methods.bidirectional(jc.direct(jc.natural()), jc.natural())
+    )
     with pytest.raises(ValueError, match=r"the state of this algorithm \(coin\) needs the whole of it"):
         grad.init(w)
 
@@ -128,8 +130,8 @@ def test_shards_of_the_workers_are_refused():
 def test_it_goes_into_each_part_of_by_path():
     """Around by_path it would be lost where each part is exchanged by itself."""
     with pytest.raises(ValueError, match="bidirectional: put it into each part of by_path, not around it"):
-        jc.bidirectional(jc.by_path({".*": jc.direct(jc.identity())}), DOWN)
-    parts = jc.by_path({"a": jc.bidirectional(jc.direct(jc.identity()), DOWN), ".*": jc.direct(jc.identity())})
+        jc.methods.bidirectional(jc.by_path({".*": jc.direct(jc.identity())}), DOWN)
+    parts = jc.by_path({"a": jc.methods.bidirectional(jc.direct(jc.identity()), DOWN), ".*": jc.direct(jc.identity())})
     grads = {"a": jnp.asarray(heterogeneous(0, 1, N, D)), "b": jnp.asarray(heterogeneous(1, 1, N, D))}
     params = {"a": jnp.zeros(D), "b": jnp.zeros(D)}
     directions, _ = run_vmap(jc.compressed_mean(parts, AXIS), params, grads)

@@ -51,7 +51,7 @@ def test_ef21_is_the_oracle(form, seed):
 def test_ef_bv_is_the_oracle(steps, seed):
     grads = trajectory(seed)
     want, shifts = oracles_lowrank.ef_bv(grads, lambda x: oracles.top_k(x, K), *steps)
-    algorithm = jc.ef_bv(jc.top_k(k=K), shift_step=steps[0], mean_step=steps[1])
+    algorithm = jc.methods.ef_bv(jc.top_k(k=K), shift_step=steps[0], mean_step=steps[1])
     directions, state = run_vmap(jc.compressed_mean(algorithm, AXIS), jnp.zeros(D), jnp.asarray(grads))
     np.testing.assert_allclose(directions, want, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(np.reshape(state.local.algorithm.shift, (N, D)), shifts, rtol=1e-5, atol=1e-5)
@@ -63,11 +63,13 @@ def test_ef_bv_is_diana_at_one_end_and_ef21_at_the_other(seed):
     directions = lambda algorithm: run_vmap(jc.compressed_mean(algorithm, AXIS), jnp.zeros(D), grads)[0]
     c = jc.dithering(3, blocks=1)
     omega = c.spec.omega(D)
-    np.testing.assert_array_equal(directions(jc.ef_bv(c, mean_step=1.0)), directions(jc.diana(c)))
-    narrowed = directions(jc.ef_bv(c))[0]
+    np.testing.assert_array_equal(directions(jc.methods.ef_bv(c, mean_step=1.0)), directions(jc.diana(c)))
+    narrowed = directions(jc.methods.ef_bv(c))[0]
     np.testing.assert_allclose(narrowed, directions(jc.diana(c))[0] / (1 + omega / N), rtol=1e-5, atol=1e-6)
     c = jc.top_k(k=K)
-    np.testing.assert_allclose(directions(jc.ef_bv(c)), directions(jc.ef21(c, whole_start=False)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        directions(jc.methods.ef_bv(c)), directions(jc.ef21(c, whole_start=False)), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_the_first_gradient_is_counted_whole_and_later_ones_are_not(seed):
@@ -93,7 +95,7 @@ def test_ef21_converges_where_workers_differ(seed):
         steps = jc.theory.ef21(smoothness=smoothness, alpha=alpha, worker_smoothness=np.sqrt(np.mean(each**2)), mu=mu)
 
         def error(algorithm, rounds):
-            run = jc.rounds(jc.descend(algorithm, steps.gamma), AXIS)
+            run = jc.methods.rounds(jc.methods.descend(algorithm, steps.gamma), AXIS)
 
             def worker(a, b):
                 step = lambda state, _: (run.step(state, lambda x: a.T @ (a @ x - b))[0], None)
@@ -122,12 +124,15 @@ def test_shifts_start_from_their_mean_with_other_workers(workers, seed):
 BAD = [
     (lambda: jc.ef21(jc.dithering(3)), "ef21 needs a contraction; dithering"),
     (lambda: jc.ef21(jc.top_k(0.1), momentum=1.0), r"ef21: momentum must be a Python number in \[0, 1\); got 1.0"),
-    (lambda: jc.ef_bv(jc.cast("float16", scaled=False)), "ef_bv needs a compressor with omega or alpha known"),
+    (lambda: jc.methods.ef_bv(jc.cast("float16", scaled=False)), "ef_bv needs a compressor with omega or alpha known"),
     (
-        lambda: jc.ef_bv(jc.top_k(0.1), shift_step=0.0),
+        lambda: jc.methods.ef_bv(jc.top_k(0.1), shift_step=0.0),
         r"ef_bv: shift_step must be a Python number in \(0, 1\]; got 0.0",
     ),
-    (lambda: jc.ef_bv(jc.top_k(0.1), mean_step=2), r"ef_bv: mean_step must be a Python number in \(0, 1\]; got 2"),
+    (
+        lambda: jc.methods.ef_bv(jc.top_k(0.1), mean_step=2),
+        r"ef_bv: mean_step must be a Python number in \(0, 1\]; got 2",
+    ),
     (lambda: jc.theory.ef21(smoothness=1.0, alpha=0.0), r"theory.ef21: alpha must be in \(0, 1\]; got 0.0"),
     (lambda: jc.theory.ef21(smoothness=1.0, alpha=1, worker_smoothness=0), "worker_smoothness must be above 0; got 0"),
 ]
@@ -151,7 +156,7 @@ def test_shifts_of_the_largest_numbers_stay_finite(compressor, signs, seed):
     largest = np.random.default_rng(seed).choice(signs, 256) * jnp.finfo(jnp.float32).max
     grads = jnp.stack([largest, 0 * largest, -largest, largest])[:, None] * jnp.ones((N, 1), jnp.float32)
     for n in (1, N):
-        directions, state = run_vmap(jc.compressed_mean(jc.ef_bv(compressor), AXIS), grads[0, 0], grads[:, :n])
+        directions, state = run_vmap(jc.compressed_mean(jc.methods.ef_bv(compressor), AXIS), grads[0, 0], grads[:, :n])
         assert np.any(np.asarray(directions[0]) != 0)
         for x in jax.tree.leaves((directions, state.local.algorithm.shift, state.shared.algorithm.shift)):
             assert np.all(np.isfinite(x))
@@ -161,8 +166,8 @@ def test_shifts_of_the_largest_numbers_stay_finite(compressor, signs, seed):
 def test_a_direction_of_small_steps_keeps_its_digits(nu, seed):
     """In the first round it is nu times the mean of what was sent, however far the shifts go."""
     grads = jnp.asarray(heterogeneous(seed, 1, N, D))
-    mean = run_vmap(jc.compressed_mean(jc.ef_bv(jc.top_k(1.0)), AXIS), jnp.zeros(D), grads)[0]
-    small = run_vmap(jc.compressed_mean(jc.ef_bv(jc.top_k(1.0), mean_step=nu), AXIS), jnp.zeros(D), grads)[0]
+    mean = run_vmap(jc.compressed_mean(jc.methods.ef_bv(jc.top_k(1.0)), AXIS), jnp.zeros(D), grads)[0]
+    small = run_vmap(jc.compressed_mean(jc.methods.ef_bv(jc.top_k(1.0), mean_step=nu), AXIS), jnp.zeros(D), grads)[0]
     np.testing.assert_allclose(small, nu * np.asarray(mean, np.float64), rtol=1e-6)
 
 
@@ -176,7 +181,7 @@ def test_a_whole_start_of_large_gradients_leaves_the_shifts_in_step():
 def test_steps_of_any_float_type_leave_the_dtype_of_shifts(alpha, seed):
     with jax.enable_x64(True):
         grads = jnp.asarray(heterogeneous(seed, 2, N, D), jnp.float32)
-        for algorithm in (jc.diana(jc.dithering(7), alpha=alpha), jc.ef_bv(jc.dithering(7), shift_step=alpha)):
+        for algorithm in (jc.diana(jc.dithering(7), alpha=alpha), jc.methods.ef_bv(jc.dithering(7), shift_step=alpha)):
             directions, state = run_vmap(jc.compressed_mean(algorithm, AXIS), jnp.zeros(D, jnp.float32), grads)
             assert directions.dtype == np.float32
             assert {x.dtype for x in jax.tree.leaves(state.local.algorithm)} == {jnp.dtype("float32")}

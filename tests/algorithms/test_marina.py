@@ -34,7 +34,7 @@ def runs(world, run, targets, count):
 @pytest.mark.parametrize("world", ["vmap", "shard_map"])
 def test_full_rounds_and_differences_are_counted_as_what_they_are(world, seed):
     targets = jnp.asarray(np.random.default_rng(seed).standard_normal((N, D)), jnp.float32)
-    run, count = jc.rounds(jc.marina(jc.rand_k(k=K), 0.1, 0.4), AXIS, via="gather"), 12
+    run, count = jc.methods.rounds(jc.methods.marina(jc.rand_k(k=K), 0.1, 0.4), AXIS, via="gather"), 12
     coin = jax.jit(run.init)(jnp.zeros(D)).shared.algorithm.coin
     tosses = [jax.random.fold_in(jax.random.wrap_key_data(coin.key), t) for t in range(count)]
     full = [t == 0 or bool(jax.random.bernoulli(key, 0.4)) for t, key in enumerate(tosses)]
@@ -60,7 +60,7 @@ def test_full_rounds_and_differences_are_counted_as_what_they_are(world, seed):
 def test_the_direction_is_the_mean_gradient_after_a_full_round(seed):
     """With full = 1 it is gradient descent, one step late."""
     targets = jnp.asarray(np.random.default_rng(seed).standard_normal((N, D)), jnp.float32)
-    _, points, _ = runs("vmap", jc.rounds(jc.marina(jc.rand_k(k=K), 0.1, 1.0), AXIS), targets, 4)
+    _, points, _ = runs("vmap", jc.methods.rounds(jc.methods.marina(jc.rand_k(k=K), 0.1, 1.0), AXIS), targets, 4)
     x = np.zeros(D)
     for point in points:
         np.testing.assert_allclose(point, x, rtol=1e-5, atol=1e-6)

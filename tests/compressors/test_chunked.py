@@ -61,7 +61,7 @@ def test_chunks_without_entries_send_zeros(key):
 
 
 def test_overflow_and_schedule_of_the_chunks(key):
-    full = jc.chunked(jc.hard_threshold(0.0, room=0.1), 50)
+    full = jc.chunked(jc.contrib.hard_threshold(0.0, room=0.1), 50)
     x = jnp.arange(1.0, 101)
     _, local = jax.jit(full.compress)(key, x, full.init(key, x))
     assert int(overflow(full, local)) == 90

@@ -15,7 +15,7 @@ import jaxcomp as jc
 from jaxcomp.base import accumulate, for_worker, overflow
 from jaxcomp.compressors.tree import with_layout
 
-FULL = jc.hard_threshold(0.0, room=0.1)  # of a hundred entries ten fit
+FULL = jc.contrib.hard_threshold(0.0, room=0.1)  # of a hundred entries ten fit
 ONES = jc.smoothness.diagonal_of(np.ones(100))
 WRAPPED = {
     "alone": (FULL, 90),
@@ -26,7 +26,7 @@ WRAPPED = {
     "per_leaf": (jc.per_leaf(FULL, dense_below=10), 90),
     "two leaves": (jc.per_leaf(FULL, dense_below=10), 9 + 81),
     "chunks": (with_layout("chunks", FULL, jc.Layout("chunks", chunks=2)), 2 * 50 - 2 * 6),
-    "dagc": (jc.dagc([1], 0.1, sparsifier=jc.hard_threshold, base=0.1, capacity=1), 90),
+    "dagc": (jc.dagc([1], 0.1, sparsifier=jc.contrib.hard_threshold, base=0.1, capacity=1), 90),
     "top_k": (jc.top_k(0.1), 0),
     "compose top_k": (jc.compose(jc.top_k(0.1), jc.natural()), 0),
     "precondition": (jc.precondition(jc.bernoulli(0.5), ONES), 0),
@@ -108,7 +108,7 @@ def test_each_worker_has_its_share_wherever_a_plan_is_picked(name, key):
 
 @pytest.mark.slow
 def test_each_worker_has_its_share_in_rounds():
-    run = jc.rounds(jc.descend(jc.error_feedback(jc.dagc(VOLUMES, 0.1)), 1.0), "workers")
+    run = jc.methods.rounds(jc.methods.descend(jc.error_feedback(jc.dagc(VOLUMES, 0.1)), 1.0), "workers")
 
     def worker(slope):
         state, _ = run.step(run.init(jnp.zeros(100)), lambda x: slope)

@@ -329,7 +329,7 @@ BAD = [
     ),
     (lambda: jc.rand_k(0.1, least=0.1), "least is for a ratio that follows a schedule"),
     (lambda: jc.cast("float16", block_size=0), "cast: block_size must be an integer of at least 1; got 0"),
-    (lambda: jc.hard_threshold(1.0, room=0), r"hard_threshold: room must be in \(0, 1\]; got 0"),
+    (lambda: jc.contrib.hard_threshold(1.0, room=0), r"hard_threshold: room must be in \(0, 1\]; got 0"),
     (lambda: jc.top_k(1.5), r"ratio must be in \(0, 1\]; got 1.5"),
     (lambda: jc.top_k(0.0), r"ratio must be in \(0, 1\]; got 0.0"),
     (lambda: jc.top_k(float("nan")), r"ratio must be in \(0, 1\]; got nan"),

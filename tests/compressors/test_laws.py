@@ -104,12 +104,12 @@ def roundtrip_of(row):
 
 def test_every_factory_has_a_quick_row():
     lifts = {"per_leaf", "flat"}  # rows of their own in test_tree.py
-    others = {"warm_up", "refresh", "roundtrip", "set_amounts"}
+    others = {"warm_up", "refresh", "roundtrip", "set_amounts", "momentum_correction"}
+    public = {name: getattr(module, name) for module in (jc, jc.contrib) for name in module.__all__}
     made = {
         name
-        for name in (*jc.__all__, *jc.contrib.__all__)
-        if callable(getattr(jc, name))
-        and getattr(getattr(jc, name), "__module__", "").startswith("jaxcomp.compressors")
+        for name, value in public.items()
+        if callable(value) and getattr(value, "__module__", "").startswith(("jaxcomp.compressors", "jaxcomp.contrib"))
     }
     assert made - lifts - others == set(FACTORIES)
     for name in FACTORIES:

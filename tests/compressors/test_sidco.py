@@ -7,19 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from thresholds import DATA, SIZE, compressed, run
 from variants import variants
 
 import jaxcomp as jc
-from jaxcomp.base import State, advance
 from jaxcomp.select import every
 
-SIZE = 20_000
-DATA = {
-    "laplace": lambda rng, d: rng.laplace(size=d),
-    "gamma": lambda rng, d: rng.gamma(0.5, size=d) * rng.choice([-1, 1], d),
-    "student": lambda rng, d: rng.standard_t(3, d),
-    "zeros": lambda rng, d: np.where(rng.random(d) < 0.5, 0, rng.laplace(size=d)),
-}
 KINDS = {
     "E": {"law": "exponential"},
     "P": {"law": "pareto"},
@@ -32,34 +25,6 @@ KINDS = {
 def sidco(*args, **options):
     """One compressor for each setting, so that it is compiled once for all data."""
     return jc.sidco(*args, **options)
-
-
-@functools.cache
-def jitted(compressor):
-    return jax.jit(lambda x, key: jc.roundtrip(compressor, x, key=key))
-
-
-def compressed(compressor, x, key):
-    x_hat, payload = jitted(compressor)(jnp.asarray(x), key)
-    return payload, np.asarray(x_hat)
-
-
-def run(compressor, xs, key):
-    """Payloads and states over several rounds of one compiled function."""
-    traces = []
-
-    @jax.jit
-    def step(x, state):
-        traces.append(1)
-        payload, local = compressor.compress(key, x, state)
-        return payload, State(local, advance(compressor, state.shared))
-
-    state, out = compressor.init(key, jax.ShapeDtypeStruct(xs[0].shape, jnp.float32)), []
-    for x in xs:
-        payload, state = step(jnp.asarray(x, jnp.float32), state)
-        out.append((payload, state))
-    assert len(traces) == 1
-    return out
 
 
 SETTINGS = [(0.3, 3, None), (0.1, 1, None), (0.1, 2, None), (0.002, 4, None), (0.1, 1, "count"), (0.01, 3, "count")]
@@ -180,11 +145,11 @@ EVERY = {
     **{f"{kind}-{adapt}": jc.sidco(0.01, adapt=adapt, **KINDS[kind]) for kind in KINDS for adapt in ("count", None)},
     "E-paper": jc.sidco(0.01, adapt="paper"),
     "P-climb": jc.sidco(0.01, law="pareto", adapt="climb"),
-    "dgc": jc.dgc(0.01),
-    "redsync": jc.redsync(0.01),
-    "redsync-trimmed": jc.redsync(0.01, method="trimmed"),
-    "gaussian_k": jc.gaussian_k(0.01),
-    "hard_threshold": jc.hard_threshold(2.5, room=0.01),
+    "dgc": jc.contrib.dgc(0.01),
+    "redsync": jc.contrib.redsync(0.01),
+    "redsync-trimmed": jc.contrib.redsync(0.01, method="trimmed"),
+    "gaussian_k": jc.contrib.gaussian_k(0.01),
+    "hard_threshold": jc.contrib.hard_threshold(2.5, room=0.01),
 }
 
 
@@ -236,48 +201,19 @@ def test_overflow_raises_the_threshold_and_is_counted(key):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("adapt", ["paper", "climb"])
-@pytest.mark.parametrize(("data", "law"), [("gamma", "exponential"), ("laplace", "pareto"), ("normal", "exponential")])
-def test_stage_adaptation_is_the_state_machine(adapt, data, law, key, seed):
-    rng = np.random.default_rng(seed)
-    draw = {**DATA, "normal": lambda rng, d: rng.standard_normal(d)}[data]
-    xs = [draw(rng, 5000).astype(np.float32) for _ in range(30)]
-    compressor = jc.sidco(0.01, law=law, adapt=adapt, capacity=20)
-    stages, direction, last, total, history, got = 1, 1, 0.0, 0.0, [], []
-    for round_, (x, (payload, state)) in enumerate(zip(xs, run(compressor, xs, key), strict=True)):
-        sent = int(np.sum(np.asarray(payload.indices) < 5000))
-        eta = oracles.sidco(x, 0.01, law=law, stages=stages)
-        above = np.sum(np.abs(np.float64(x)) > eta)
-        assert abs(sent - above) <= 1 if above else 50 <= sent <= 62  # none is not an option
-        sent = above
-        total += sent / 50
-        if round_ % 5 == 4:
-            mean, total = total / 5, 0.0
-            if adapt == "climb" and last > 0 and abs(mean - 1) > abs(last - 1):
-                direction = -direction
-            stages += -direction if mean > 1.2 else direction if mean < 0.8 else 0
-            stages, last = min(max(stages, 1), 7), mean  # ceil(log2(1 / 0.01)) = 7
-        history.append(stages)
-        got.append(int(state.local.memory.stages))
-    assert got == history
-    if (adapt, data) == ("paper", "gamma"):
-        assert set(history) == {1}  # the published rule can never add the stages that would help
-    elif data != "laplace":
-        assert max(history) > 1
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("make", [jc.sidco, jc.dgc, jc.gaussian_k, jc.redsync], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [jc.sidco, jc.contrib.dgc, jc.contrib.gaussian_k, jc.contrib.redsync], ids=lambda make: make.__name__
+)
 def test_a_schedule_changes_the_ratio_without_recompiling(make, key, seed):
     x = np.random.default_rng(seed).laplace(size=SIZE)
     rounds = run(make(jc.warm_up([0.25, 0.05, 0.01], 2)), [x] * 6, key)
     sent = [int(np.sum(np.asarray(payload.indices) < SIZE)) for payload, _ in rounds]
     for round_, count in enumerate(sent):
         ratio = [0.25, 0.05, 0.01][round_ // 2]
-        low, high = {jc.sidco: (0.9, 1.1), jc.dgc: (0.7, 1)}.get(make, (0, 10))
+        low, high = {jc.sidco: (0.9, 1.1), jc.contrib.dgc: (0.7, 1)}.get(make, (0, 10))
         assert low * ratio * SIZE <= count <= high * ratio * SIZE
     assert sent[4] > 0
-    if make in (jc.sidco, jc.dgc):  # the others may miss by any factor
+    if make in (jc.sidco, jc.contrib.dgc):  # the others may miss by any factor
         assert sent[0] > sent[2] > sent[4]
     assert len({payload.indices.shape for payload, _ in rounds}) == 1
 
@@ -318,51 +254,6 @@ def test_narrow_lanes(lanes, key, seed):
     np.testing.assert_array_equal(np.asarray(sent) + np.asarray(memory).reshape(-1), x)
 
 
-RIVALS = [
-    (jc.gaussian_k(0.01, capacity=80), lambda x: oracles.gaussian_k(x, 0.01)),
-    (jc.hard_threshold(1.5, room=0.9), lambda x: 1.5),
-    (jc.redsync(0.05, spacing=0.01), lambda x: oracles.redsync(x, 0.05, step=0.01)),
-]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("compressor", "oracle"), RIVALS, ids=[c.spec.name for c, _ in RIVALS])
-def test_rivals_are_their_oracles(compressor, oracle, key, seed):
-    for draw in DATA.values():
-        x = draw(np.random.default_rng(seed), SIZE).astype(np.float32)
-        a, eta = np.abs(np.float64(x)), oracle(x)
-        _, x_hat = compressed(compressor, x, key)
-        edge = np.abs(a - eta) < 1e-4 * eta
-        np.testing.assert_array_equal((x_hat != 0)[~edge], (a > eta)[~edge])
-
-
-def test_trimmed_redsync_is_top_k(key, seed):
-    for draw in DATA.values():
-        x = draw(np.random.default_rng(seed), SIZE).astype(np.float32)
-        _, x_hat = compressed(EVERY["redsync-trimmed"], x, key)
-        np.testing.assert_array_equal(x_hat, oracles.top_k(x, 200))
-
-
-def test_redsync_uses_a_threshold_again(key, seed):
-    xs = [scale * np.random.default_rng(seed).laplace(size=SIZE) for scale in (1, 0.9, 0.9, 0.9)]
-    sent = [int(np.sum(np.asarray(p.indices) < SIZE)) for p, _ in run(jc.redsync(0.05, spacing=0.01, reuse=3), xs, key)]
-    assert sent[0] > sent[1] == sent[2] < sent[3] == sent[0]
-
-
-def test_dgc_samples_and_corrects(key, seed):
-    """Never more than k; close to k on a smooth law; exactly the top k when the sample misleads."""
-    x = np.random.default_rng(seed).laplace(size=100_000).astype(np.float32)
-    for k in jax.random.split(key, 5):
-        payload, _ = compressed(jc.dgc(0.01), x, k)
-        assert 0.75 * 1000 <= np.sum(np.asarray(payload.indices) < x.size) <= 1000
-    # Half of the entries equal the threshold of any sample: far too many reach it.
-    x[::2] = 3.0
-    x[1::2] = np.clip(x[1::2], -2.9, 2.9)
-    x[77] = 50
-    payload, x_hat = compressed(jc.dgc(0.01), x, key)
-    np.testing.assert_array_equal(x_hat, oracles.top_k(x, 1000))
-
-
 BAD = [
     (lambda: jc.sidco(0.01, law="cauchy"), "law must be one of"),
     (lambda: jc.sidco(2), r"ratio must be in \(0, 1\]"),
@@ -374,13 +265,6 @@ BAD = [
     (lambda: jc.sidco(0.01, sample=0), "sample must be an integer of at least 1, or None; got 0"),
     (lambda: jc.sidco(0.01, peak=0.1), "peak is for a ratio that follows a schedule"),
     (lambda: jc.sidco(lambda count: 0.0), r"ratio must be in \(0, 1\]; got 0"),
-    (lambda: jc.dgc(0.01, sample_ratio=0), r"sample_ratio must be in \(0, 1\]; got 0"),
-    (lambda: jc.redsync(0.01, method="guess"), "method must be 'search' or 'trimmed'"),
-    (lambda: jc.redsync(0.01, spacing=1), r"spacing must be in \(0, 1\); got 1"),
-    (lambda: jc.redsync(0.01, reuse=0), "reuse must be an integer of at least 1"),
-    (lambda: jc.hard_threshold(-1), "threshold must be at least 0"),
-    (lambda: jc.hard_threshold(float("nan")), "threshold must be at least 0"),
-    (lambda: jc.gaussian_k(0.0), r"ratio must be in \(0, 1\]"),
     (lambda: jc.warm_up([], 3), "ratios must be in"),
     (lambda: jc.warm_up([0.1, 0.2], 3), "ratios must be in"),
     (lambda: jc.warm_up([0.2, 0.1], 0), "rounds must be"),

@@ -342,8 +342,8 @@ def test_short_messages_are_sent_as_they_are(key):
     [
         jc.top_k(0.2),
         pytest.param(jc.sidco(0.2), marks=pytest.mark.slow),
-        pytest.param(jc.hard_threshold(1.0, room=0.4), marks=pytest.mark.slow),
-        pytest.param(jc.dgc(0.2), marks=pytest.mark.slow),
+        pytest.param(jc.contrib.hard_threshold(1.0, room=0.4), marks=pytest.mark.slow),
+        pytest.param(jc.contrib.dgc(0.2), marks=pytest.mark.slow),
         jc.bernoulli(0.3),
         jc.dagc([3, 1], 0.2),
     ],
@@ -400,7 +400,7 @@ def test_midpoints_can_expand(key):
     x = np.where(np.arange(700) < 600, 1, 1000).astype(np.float32)
     _, x_hat, *_ = compressed("paper", x, key, buckets=64)
     assert np.linalg.norm(x_hat - x) > 1.2 * np.linalg.norm(x)
-    for algorithm in (jc.error_feedback, jc.direct, jc.momentum_correction):
+    for algorithm in (jc.error_feedback, jc.direct, jc.contrib.momentum_correction):
         with pytest.raises(ValueError, match=r'take mode="recentred" or "quantile"'):
             algorithm(jc.per_leaf(jc.skcompress(jc.top_k(0.1), mode="paper")))
 

@@ -137,7 +137,7 @@ def test_bitwise_the_mean_of_gather(name, seed):
 def test_rungs_follow_the_content_without_compiling_again(seed):
     """Bitwise the mean of gathering on every rung, in one program for several workers; the ledger lists the rungs."""
     rng, size = np.random.default_rng(seed), 2000
-    algorithm, like = jc.direct(jc.hard_threshold(1.0, room=1.0)), jnp.zeros(size)
+    algorithm, like = jc.direct(jc.contrib.hard_threshold(1.0, room=1.0)), jnp.zeros(size)
     mesh, traces, directions, sent = mesh_of(N), [], {}, []
 
     def run(via):

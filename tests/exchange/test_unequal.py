@@ -181,7 +181,7 @@ def test_ratios_may_change_from_round_to_round_without_compiling_again(seed):
     tables = [[0.01, 0.02, 0.03, 0.04], [0.0, 0.1, 0.0025, 0.01], [1.0, 1.0, 1.0, 1.0]]
     rooms = 2 * jc.allocate.counts(jc.allocate.ratios(VOLUMES, 0.05), d)
     for t, table in enumerate(tables):
-        state = jax.device_put(jc.set_amounts(state, table), jax.tree.map(lambda x: x.sharding, state))
+        state = jax.device_put(jc.state.set_amounts(state, table), jax.tree.map(lambda x: x.sharding, state))
         _, state = jax.block_until_ready(step(state, grads[t]))
         wanted = np.rint(np.array(table) * d)
         got = jc.info(state, each=True)
@@ -197,7 +197,7 @@ def test_amounts_for_each_array_and_traced():
 
     @jax.jit
     def sent(first, second):
-        changed = jc.set_amounts(state, [first, second])
+        changed = jc.state.set_amounts(state, [first, second])
         changed = State(changed.local, for_worker(compressor, changed.shared, 0))
         payload, _ = compressor.compress(jax.random.key(1), {"a": jnp.arange(20.0), "b": jnp.arange(40.0)}, changed)
         return [jnp.sum(part.values != 0) for part in payload.leaves]
@@ -252,7 +252,7 @@ def test_every_sparsifier_keeps_the_largest_within_the_room_of_its_worker(size, 
         fitted, _ = sent_by(jc.dagc(VOLUMES, 0.05, sparsifier=jc.sidco), number, x)
         assert 0.75 * share[number] <= fitted.size <= np.ceil(1.25 * share[number])
         np.testing.assert_array_equal(fitted, np.sort(order[: fitted.size]))
-        compressor = jc.dagc(VOLUMES, 0.05, sparsifier=jc.hard_threshold, base=base, rule="released")
+        compressor = jc.dagc(VOLUMES, 0.05, sparsifier=jc.contrib.hard_threshold, base=base, rule="released")
         above, overflow = sent_by(compressor, number, x)
         wanted = max(np.sum(np.abs(x) > np.float32(each[number])), 1)
         np.testing.assert_array_equal(above, np.sort(order[: above.size]))
@@ -264,7 +264,7 @@ def test_thresholds_of_workers_are_weighted_error_feedback_too(seed):
     """DAGC-A over rounds: what is not sent stays, entry by entry, below the threshold or without room."""
     rounds, d = 4, 300
     grads = gradients(seed, rounds, jnp.zeros(d))
-    compressor = jc.dagc(VOLUMES, 0.5, sparsifier=jc.hard_threshold, rule="released", base=1.0, capacity=2)
+    compressor = jc.dagc(VOLUMES, 0.5, sparsifier=jc.contrib.hard_threshold, rule="released", base=1.0, capacity=2)
     directions, state = run_vmap(jc.compressed_mean(jc.error_feedback(compressor), AXIS, "ring"), jnp.zeros(d), grads)
     each, weights, memory = jc.allocate.thresholds(VOLUMES, 1.0), np.array(VOLUMES) / 100, np.zeros((N, d))
     for t in range(rounds):
@@ -304,18 +304,18 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match=r"dagc: base .* must be None for top_k; got 0\.1"):
         jc.dagc([1, 2], 0.1, base=0.1)
     with pytest.raises(ValueError, match=r"sparsifier=hard_threshold needs base, .*; got None"):
-        jc.dagc([1, 2], 0.1, sparsifier=jc.hard_threshold)
+        jc.dagc([1, 2], 0.1, sparsifier=jc.contrib.hard_threshold)
     with pytest.raises(ValueError, match="volumes must be n finite numbers"):
         jc.dagc([1, -2], 0.1)
     with pytest.raises(ValueError, match="there is no dagc in this state"):
-        jc.set_amounts(optax.adam(1e-3).init(PARAMS), [1, 2])
+        jc.state.set_amounts(optax.adam(1e-3).init(PARAMS), [1, 2])
     state = jc.dagc([1, 2], 0.1).init(jax.random.key(0), jnp.zeros(9))
     with pytest.raises(ValueError, match=r"expected 2 amounts; got shape \(3,\)"):
-        jc.set_amounts(state, [1, 2, 3])
+        jc.state.set_amounts(state, [1, 2, 3])
     with pytest.raises(ValueError, match="3 lists of amounts for 1 compressed arrays"):
-        jc.set_amounts(state, [[1, 2], [1, 2], [1, 2]])
+        jc.state.set_amounts(state, [[1, 2], [1, 2], [1, 2]])
     with pytest.raises(ValueError, match=r"expected 2 amounts; got shape \(0,\)"):
-        jc.set_amounts(state, [])
+        jc.state.set_amounts(state, [])
     tx = jc.compressed_mean(jc.error_feedback(jc.dagc([1, 2, 3], 0.1)), AXIS)
     with pytest.raises(ValueError, match="3 weights for 4 workers"):
         run_vmap(tx, PARAMS, gradients(0, rounds=1))

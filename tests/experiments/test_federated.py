@@ -18,9 +18,9 @@ from experiments.federated import main, parser
 from experiments.federated.deploy import Federation
 from experiments.federated.plan import HOSTILE, asked_of, plan_of, tampered
 from experiments.lib.cli import UserError
-from jaxcomp.flower import RECORD, Rounds, members_mod
-from jaxcomp.members import Member, Server
-from jaxcomp.members.checkpoint import read
+from jaxcomp.federated import Member, Server
+from jaxcomp.federated.checkpoint import read
+from jaxcomp.federated.flower import RECORD, Rounds, members_mod
 
 ROOT = Path(__file__).parents[2]
 D = 60

@@ -8,7 +8,7 @@ import numpy as np
 from experiments.federated import by_client
 from experiments.federated.account import UNIT, Counted, begin, exact, sums_of
 from experiments.lib.report import new_console
-from jaxcomp.members import Member, load, save
+from jaxcomp.federated import Member, load, save
 
 D = 60
 

@@ -1,17 +1,15 @@
 """The planner's experiments: what they make of measurements, and small runs of what needs no laboratory."""
 
 import json
-import math
 
 import numpy as np
 import pytest
 
-from experiments import plan, scale
+from experiments import plan
 from experiments.__main__ import EXPERIMENTS, main
 from experiments.lib.cli import UserError
 from experiments.lib.run import Run
 from experiments.plan.results import dense_is_best, regret_of, report, summary
-from experiments.scale import links, replacement, rows_of, workers
 
 
 def cell(chosen, alone, measured, predicted):
@@ -96,51 +94,3 @@ def test_groups_divide_the_workers(tmp_path):
 def test_every_experiment_has_a_line(capsys):
     assert main(["--help"]) == 0
     assert all(what in capsys.readouterr().out for what in [EXPERIMENTS["plan"][1]])
-
-
-def test_scale_marks_what_does_not_fit_and_names_what_replaces_it(tmp_path, capsys):
-    assert scale.main(["--runs", str(tmp_path), "--name", "s", "--workers", "8", "16384", "--entries", "1e9"]) == 0
-    rows = json.loads((tmp_path / "s" / "results.json").read_text())
-    gathered = next(row for row in rows if row["route"] == "gather" and row["workers"] == 16384)
-    assert replacement(rows, gathered) == "does not fit: two_shot"
-    assert (tmp_path / "s" / "scale.png").exists()
-    assert gathered["waits"] == pytest.approx(0.001 * math.sqrt(2 * math.log(16384)))
-    assert "two_shot" in capsys.readouterr().out
-    sharded = rows_of([64, 16384], [1e11], 0.001)
-    assert {(row["workers"], row["shards"]) for row in sharded} == {(16384, 64)}  # 64 devices hold one model
-
-
-def test_links_are_fitted_to_few_workers_and_checked_among_more(tmp_path):
-    """Six and eight workers on the line that two and four make are met; one at twice the line is 0.5 of it."""
-    rows = []
-    for n in (2, 4, 6, 8):
-        for size in (256.0, 1e4, 1e6):
-            seconds = (n - 1) * 1e-3 + (n - 1) * size * 1e-8
-            slow = 2 if (n, size) == (8, 1e6) else 1
-            rows.append({"rate": 1e8, "kind": "all_gather", "workers": n, "operand_bytes": size, "error": 0.0})
-            rows[-1] |= {"seconds": slow * seconds}
-    found = links.compared(rows, {2, 4})
-    assert [row["workers"] for row in found] == [6] * 3 + [8] * 3
-    assert [row["ratio"] for row in found] == pytest.approx([1, 1, 1, 1, 1, 0.5])
-    expected = {"sizes": 6, "within": 5 / 6, "median": 0.0, "worst": 0.5, "repeated": math.nan}
-    assert links.summary(found) == pytest.approx(expected, abs=1e-9, nan_ok=True)
-    links.report(Run(links.parser(), ["--fit", "2", "4", "--runs", str(tmp_path), "--name", "l"], "links"), found)
-    text = (tmp_path / "l" / "table.md").read_text()
-    assert "Fitted to 2, 4 workers" in text
-    assert "link: 2 sizes, 50% of them within 15%, median error 25%, largest 50%" in text
-    assert "Shorter ones: 4 sizes, 100% of them" in text
-    slower = lambda row: row | {"seconds": row["seconds"] * (2 if row["operand_bytes"] == 256 else 1.1)}
-    with pytest.raises(UserError, match="--check must be other numbers of workers than --fit; both have 2"):
-        links.main(["--fit", "2", "3", "--check", "2", "--runs", str(tmp_path)])
-    later = [slower(row) for row in rows if row["workers"] == 8]
-    assert links.summary(links.compared(rows + later, {2, 4}))["repeated"] == pytest.approx(2 / 3)
-    assert all(math.isnan(links.summary([])[name]) for name in ("within", "repeated", "median", "worst"))
-
-
-def test_simulated_workers_come_nearer(tmp_path):
-    options = ["--workers", "8", "--exchanges", "10", "--rates", "0.3", "--tasks", "quadratics"]
-    assert workers.main([*options, "--methods", "dense", "--runs", str(tmp_path), "--name", "w"]) == 0
-    (row,) = json.loads((tmp_path / "w" / "results.json").read_text())
-    assert 0 <= row["losses"][-1] < 0.5 * row["losses"][0]
-    assert row["message_bytes"] == 800
-    assert (tmp_path / "w" / "workers.png").exists()

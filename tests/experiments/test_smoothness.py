@@ -46,7 +46,7 @@ def test_batched_runs_are_single_runs(problem):
         curves = run_setup(problem, setup, [3, 4], target=0.0, max_rounds=20, chunk=10)
         for b, share in enumerate((0.25, 1.0)):
             single = make_setup(problem, "diana+ varying", [share])
-            rounds = jc.rounds(single.make(single.steps[0]), AXIS, seed=jax.random.key(4))
+            rounds = jc.methods.rounds(single.make(single.steps[0]), AXIS, seed=jax.random.key(4))
 
             def worker(features, labels, rounds=rounds):
                 def body(state, _):

@@ -401,7 +401,7 @@ def test_a_corrupted_worker_stops_the_run(four, part, tmp_path):
     options = OPTIONS | {"check_every": 2, "checkpoint_every": 3}
     with (
         jax.numpy_dtype_promotion("standard"),
-        pytest.raises(jc.ReplicaDrift, match=r"^step 3: parameters or shared state of worker 2 differ"),
+        pytest.raises(jc.replicas.ReplicaDrift, match=r"^step 3: parameters or shared state of worker 2 differ"),
     ):
         train_one(Corrupted(), JOB, options, tmp_path, journal, parts_of(four), lambda *_: None)
     assert [line["step"] for line in journal.lines()] == [1, 2]

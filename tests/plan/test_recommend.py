@@ -1,4 +1,4 @@
-"""`jc.recommend` and the formulas for thousands of workers, against numbers computed by hand."""
+"""`jc.recommend` against numbers computed by hand."""
 
 import math
 import re
@@ -12,7 +12,6 @@ from jaxcomp.plan.candidates import dense_candidates
 from jaxcomp.plan.facts import Facts, Work
 from jaxcomp.plan.predict import Line
 from jaxcomp.plan.recommend import Machine
-from jaxcomp.plan.scale import ROUTES, Fabric, all_gather, all_reduce, all_to_all, costs_at, crossover, straggling
 
 LIKE = jax.ShapeDtypeStruct((100_000,), jnp.float32)
 FEW = [*dense_candidates()[:1], jc.Candidate("top_k", jc.error_feedback(jc.top_k(0.01)))]
@@ -224,63 +223,6 @@ def test_two_shots_compress_small_leaves_too():
     found = jc.recommend(like, workers=8, link=jc.Link(1e-3, 1e6), candidates=few)
     assert [row.refused is not None for row in found.rows] == [False, True, False]
     assert found.chosen.candidate.name == "sign:two_shot"
-
-
-# ------------------------------------------------------------------------------------------------
-# Thousands of workers
-
-FLAT = Fabric(latency=1e-3, bandwidth=1e9, group=4)
-
-
-def test_collectives_by_hand():
-    assert all_reduce(4, 4e6, FLAT) == (pytest.approx(2 * 2e-3 + 1.5 * 4e-3), "halving")
-    assert all_reduce(1024, 8.0, FLAT)[0] == pytest.approx(20 * 1e-3, rel=1e-4)
-    assert all_gather(16, 1e6, FLAT) == (pytest.approx(4e-3 + 15e-3), "doubling")
-    assert all_to_all(4, 4e7, FLAT) == (pytest.approx(3 * (1e-3 + 1e-2)), "pairwise")
-    assert all_to_all(1024, 1024.0, FLAT) == (pytest.approx(10 * (1e-3 + 512e-9)), "Bruck")
-    for collective in (all_reduce, all_gather, all_to_all):
-        assert collective(1, 1e6, FLAT) == (0.0, "nothing")
-    # Eight workers in groups of four, whose ways out are four times too narrow: 4 of 7 partners are outside.
-    narrow = FLAT._replace(oversubscription=4.0)
-    assert all_to_all(8, 8e6, narrow)[0] == pytest.approx(7 * (1e-3 + 1e-3 * 16 / 7))
-    assert all_gather(8, 1e6, narrow) == (pytest.approx(7 * 2e-3), "ring")  # leaves a group once: not narrowed
-    assert straggling(1, 1.0) == 0
-    assert straggling(8, 2.0) == pytest.approx(2 * math.sqrt(2 * math.log(8)))
-
-
-def test_routes_by_hand():
-    found = costs_at(4, 1e6, 8e4, FLAT)
-    assert set(found) == set(ROUTES)
-    assert found["gather"].sent_bytes == pytest.approx(3 * 8e4)
-    assert found["gather"].held_bytes == pytest.approx(4 * 8e4 + 4e6)
-    assert found["two_shot"].sent_bytes == pytest.approx(1.5 * 8e4)
-    assert found["two_shot"].held_bytes == pytest.approx(2 * 8e4 + 4e6 + 2e6)
-    assert found["sum"].sent_bytes == pytest.approx(1.5 * 8e4)
-    assert found["ring"].sent_bytes == pytest.approx(3 * 8e4)
-    # All four are one group: only the dense sum within it, of 4 MB over its own links, and no second stage.
-    assert found["hierarchy"].sent_bytes == pytest.approx(1.5 * 4e6 + 0.75 * 8e4)
-    with pytest.raises(ValueError, match="n >= 1"):
-        costs_at(0, 1e6, 8e4)
-
-
-def test_what_grows_with_n_and_what_does_not():
-    small, large = (costs_at(n, 1e11, 8e8) for n in (64, 16_384))
-    assert large["gather"].sent_bytes == pytest.approx(16_383 * 8e8)
-    assert large["gather"].held_bytes > 1e13  # no worker can hold it
-    assert large["two_shot"].sent_bytes < 1.02 * small["two_shot"].sent_bytes
-    assert large["two_shot"].held_bytes < small["two_shot"].held_bytes
-    assert crossover(1e9, 8e6) == 1024
-    assert crossover(1e9, 0.0, most=64) is None
-
-
-def test_formulas_of_the_routes_that_exist_agree_with_theirs():
-    """The ring schedules are those of `routes.*.cost`, where all workers have equal messages."""
-    from jaxcomp.exchange.routes import ROUTES as REAL
-
-    for name in ("sum", "gather", "concat", "two_shot"):
-        for n in (2, 4, 16):
-            real = REAL[name].cost((1000,) * n, 1000, jc.Link(1e-3, 1e9))
-            assert costs_at(n, 1e6, 4000.0, FLAT)[name].sent_bytes == pytest.approx(real.sent_bytes)
 
 
 def test_the_command(capsys, tmp_path):

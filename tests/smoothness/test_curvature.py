@@ -80,7 +80,7 @@ def test_refresh_changes_the_operator_and_compiles_nothing(key):
     first, second = (jc.smoothness.diagonal_of(np.geomspace(1, top, 6)) for top in (2, 50))
     tx = jc.compressed_mean(jc.direct(jc.flat(jc.precondition(jc.dithering(3), first))), AXIS)
     tree = {"a": jnp.ones(4), "b": jnp.ones(2)}
-    axes = jc.state_axes(jax.eval_shape(tx.init, tree))
+    axes = jc.state.state_axes(jax.eval_shape(tx.init, tree))
     state = jax.jit(jax.vmap(lambda _: tx.init(tree), axis_name=AXIS, out_axes=axes))(jnp.arange(2))
     traces = 0
 
@@ -92,7 +92,7 @@ def test_refresh_changes_the_operator_and_compiles_nothing(key):
     step = jax.jit(jax.vmap(step, in_axes=(axes, 0), out_axes=(None, axes), axis_name=AXIS))
     scales = jnp.array([1.0, 2.0])
     _, state = step(state, scales)
-    state = jc.refresh(state, second)
+    state = jc.state.refresh(state, second)
     other, _ = step(state, scales)
     assert traces == 1
     fresh = jc.compressed_mean(jc.direct(jc.flat(jc.precondition(jc.dithering(3), second))), AXIS)
@@ -102,9 +102,9 @@ def test_refresh_changes_the_operator_and_compiles_nothing(key):
     for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="no preconditioned compressor"):
-        jc.refresh({"a": jnp.ones(1)}, second)
+        jc.state.refresh({"a": jnp.ones(1)}, second)
     with pytest.raises(ValueError, match="operator of shape"):
-        jc.refresh(state, jc.smoothness.diagonal_of(np.ones(3)))
+        jc.state.refresh(state, jc.smoothness.diagonal_of(np.ones(3)))
 
 
 def stacked(diag):
@@ -150,4 +150,4 @@ def test_an_entry_of_zero_and_the_ends_of_the_range_are_kept(key):
     with pytest.raises(
         ValueError, match=r"refresh: the diagonal of the smoothness operator must be 0 or in .*got 1e-39"
     ):
-        jc.refresh(state, jc.smoothness.diagonal_of([1.0, 1.0, 1.0, 1e-39]))
+        jc.state.refresh(state, jc.smoothness.diagonal_of([1.0, 1.0, 1.0, 1e-39]))

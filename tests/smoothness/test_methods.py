@@ -33,7 +33,7 @@ def gradient_of(a, b):
 
 def in_vmap(run, count, x):
     make = lambda _: run.init(x)
-    axes = jc.state_axes(jax.eval_shape(run.init, x))
+    axes = jc.state.state_axes(jax.eval_shape(run.init, x))
     state = jax.jit(jax.vmap(make, axis_name=AXIS, out_axes=axes))(jnp.arange(N))
 
     def step(state, a, b):
@@ -102,33 +102,33 @@ def test_methods_with_the_identity_are_their_recursions(world):
     x = jnp.asarray(X0)
     send_all = lambda i, t, *u: u[-1]
     alpha = 0.3
-    run = jc.rounds(jc.descend(jc.diana(IDENTITY, alpha=alpha), 0.2), AXIS)
+    run = jc.methods.rounds(jc.methods.descend(jc.diana(IDENTITY, alpha=alpha), 0.2), AXIS)
     want, shifts = oracle.descent(GRADIENTS, ROOTS, send_all, X0, 0.2, alpha, 5)
     points, bits, state = world(run, 5, x)
     np.testing.assert_allclose(points[-1], want, rtol=1e-9)
     np.testing.assert_allclose(np.reshape(state.local.algorithm.algorithm.shift, (N, D)), shifts, rtol=1e-9)
     np.testing.assert_array_equal(bits, 64 * D)
     steps = STEPS._replace(alpha=0.4, q=0.5)
-    run = jc.rounds(jc.adiana(IDENTITY, steps), AXIS)
+    run = jc.methods.rounds(jc.methods.adiana(IDENTITY, steps), AXIS)
     numbers = (steps.eta, steps.theta_1, steps.theta_2, steps.gamma, steps.beta, steps.alpha)
     want = oracle.adiana(GRADIENTS, ROOTS, send_all, X0, numbers, coins_of(run, 8, x, 0.5), 8)
     points, bits, _ = world(run, 8, x)
     np.testing.assert_allclose(points[-1], want, rtol=1e-9)
     np.testing.assert_array_equal(bits, 2 * 64 * D)
-    run = jc.rounds(jc.marina(IDENTITY, 0.2, 0.5), AXIS)
+    run = jc.methods.rounds(jc.methods.marina(IDENTITY, 0.2, 0.5), AXIS)
     coins = [True, *coins_of(run, 8, x, 0.5)[1:]]
     points, _, state = world(run, 8, x)
     np.testing.assert_allclose(points[-1], oracle.marina(GRADIENTS, ROOTS, send_all, X0, 0.2, coins[1:8]), rtol=1e-9)
-    run = jc.rounds(jc.isega(np.ones((N, D)), S, 0.2), AXIS)
+    run = jc.methods.rounds(jc.methods.isega(np.ones((N, D)), S, 0.2), AXIS)
     masks = np.ones((5, N, D), bool)
     want, _ = oracle.isega(GRADIENTS, ROOTS, masks, np.ones((N, D)), X0, 0.2)
     np.testing.assert_allclose(world(run, 5, x)[0][-1], want, rtol=1e-9)
 
 
 METHODS = [
-    lambda c: jc.descend(jc.diana(c), 0.05),
-    lambda c: jc.adiana(c, STEPS._replace(alpha=1 / (1 + c.spec.omega(D)))),
-    lambda c: jc.marina(c, 0.05, 0.4),
+    lambda c: jc.methods.descend(jc.diana(c), 0.05),
+    lambda c: jc.methods.adiana(c, STEPS._replace(alpha=1 / (1 + c.spec.omega(D)))),
+    lambda c: jc.methods.marina(c, 0.05, 0.4),
 ]
 
 
@@ -136,7 +136,7 @@ METHODS = [
 @pytest.mark.parametrize(("i", "name"), list(enumerate(compressors())), ids=list(compressors()))
 def test_worlds_agree(i, name):
     """Every compressor, and every method with two or three of them."""
-    run = jc.rounds(METHODS[i % 3](compressors()[name]), AXIS)
+    run = jc.methods.rounds(METHODS[i % 3](compressors()[name]), AXIS)
     a, b = in_vmap(run, 4, jnp.asarray(X0)), in_shard_map(run, 4, jnp.asarray(X0))
     np.testing.assert_allclose(a[0], b[0], rtol=1e-9, atol=1e-12)
     np.testing.assert_array_equal(a[1], b[1])
@@ -169,7 +169,7 @@ def test_plans_per_worker_go_through_trees():
 def test_isega_overwrites_what_it_sampled():
     """The recursion with the masks that were drawn, read off the shifts."""
     p = jc.smoothness.probabilities(S.diag, 2.0, method="diana+", workers=N, mu=L2)
-    run = jc.rounds(jc.isega(p, S, 0.1), AXIS)
+    run = jc.methods.rounds(jc.methods.isega(p, S, 0.1), AXIS)
     x = jnp.asarray(X0)
     masks, old = [], np.zeros((N, D))
     for count in range(1, 5):
@@ -193,7 +193,7 @@ def optimum():
 
 
 def distances(method, count):
-    run = jc.rounds(method, AXIS)
+    run = jc.methods.rounds(method, AXIS)
     best = jnp.asarray(optimum())
 
     def worker(a, b):
@@ -223,15 +223,15 @@ def test_methods_converge_at_their_theoretical_steps():
     assert tight.gamma > paper.gamma
     assert tight.rate >= paper.rate
     for steps in (paper, tight):
-        far = distances(jc.descend(jc.diana(c), steps.gamma), 4000)
+        far = distances(jc.methods.descend(jc.diana(c), steps.gamma), 4000)
         # The proven rate bounds the expectation; a single run stays below it by far.
         assert far[-1] < max(1e-20, 100 * (1 - steps.rate) ** 4000)
     isega = jc.theory.isega(smallest_probability=float(p.min()), **given)
-    assert distances(jc.isega(p, S, isega.gamma), 4000)[-1] < 1e-8
+    assert distances(jc.methods.isega(p, S, isega.gamma), 4000)[-1] < 1e-8
     adiana = jc.theory.adiana(omega=omega, **given)
-    assert distances(jc.adiana(c, adiana), 8000)[-1] < 1e-8
+    assert distances(jc.methods.adiana(c, adiana), 8000)[-1] < 1e-8
     dcgd = jc.theory.dcgd(**given)
-    far = distances(jc.descend(jc.direct(c), dcgd.gamma), 4000)
+    far = distances(jc.methods.descend(jc.direct(c), dcgd.gamma), 4000)
     best = optimum()
     noise = np.mean([v * np.sum((ROOTS[i][1] @ GRADIENTS[i](best)) ** 2) for i in range(N)])
     ball = 2 * dcgd.gamma / (L2 * N) * noise / np.sum(best**2)
@@ -242,7 +242,7 @@ def test_methods_converge_at_their_theoretical_steps():
         variance=float(np.linalg.eigvalsh(v * np.mean(S.matrix_root @ S.matrix_root, 0))[-1]),
         full=0.3,
     )
-    assert distances(jc.marina(c, full.gamma, 0.3), 4000)[-1] < 1e-8
+    assert distances(jc.methods.marina(c, full.gamma, 0.3), 4000)[-1] < 1e-8
 
 
 @pytest.mark.sampled
@@ -263,7 +263,7 @@ def test_marina_finds_a_stationary_point_of_a_non_convex_loss(aware):
         c = jc.bernoulli(2 / D)
         variance = (D / 2 - 1) * max(np.linalg.eigvalsh(m)[-1] for m in matrices) ** 2
     steps = jc.theory.marina(smoothness=L, workers=N, variance=variance, full=full)
-    run = jc.rounds(jc.marina(c, steps.gamma, full), AXIS)
+    run = jc.methods.rounds(jc.methods.marina(c, steps.gamma, full), AXIS)
 
     def worker(a, b):
         gradient = lambda x: gradient_of(a, b)(x) + jax.grad(bend)(x)
@@ -283,7 +283,7 @@ def test_marina_with_a_prox_solves_the_composite_problem():
     prox, full = jc.prox.l1(0.05), 0.3
     p = jc.smoothness.probabilities(S.diag, 2.0)
     c = jc.precondition(jc.bernoulli(p, per_worker=True), S)
-    run = jc.rounds(jc.marina(c, 0.05, full, prox=prox), AXIS)
+    run = jc.methods.rounds(jc.methods.marina(c, 0.05, full, prox=prox), AXIS)
 
     def worker(a, b):
         body = lambda state, _: (run.step(state, gradient_of(a, b))[0], None)
@@ -299,14 +299,16 @@ def test_identities():
     """A multiple of the identity whitens nothing: DIANA+ is DIANA; everything sent: it is gradient descent."""
     scalar = jc.smoothness.stack([jc.smoothness.diagonal_of(np.full(D, 0.25))] * N)
     for c in (jc.dithering(2), jc.bernoulli(np.linspace(0.3, 0.9, D))):
-        plain = in_vmap(jc.rounds(jc.descend(jc.diana(c), 0.1), AXIS), 5, jnp.asarray(X0))[0]
-        white = in_vmap(jc.rounds(jc.descend(jc.diana(jc.precondition(c, scalar)), 0.1), AXIS), 5, jnp.asarray(X0))[0]
+        plain = in_vmap(jc.methods.rounds(jc.methods.descend(jc.diana(c), 0.1), AXIS), 5, jnp.asarray(X0))[0]
+        white = in_vmap(
+            jc.methods.rounds(jc.methods.descend(jc.diana(jc.precondition(c, scalar)), 0.1), AXIS), 5, jnp.asarray(X0)
+        )[0]
         np.testing.assert_allclose(plain, white, rtol=1e-6, atol=1e-9)
     x = X0
     for _ in range(5):
         x = x - 0.2 * np.mean([g(x) for g in GRADIENTS], axis=0)
     for algorithm in (jc.direct(IDENTITY), jc.diana(IDENTITY)):
-        got = in_vmap(jc.rounds(jc.descend(algorithm, 0.2), AXIS), 5, jnp.asarray(X0))[0][-1]
+        got = in_vmap(jc.methods.rounds(jc.methods.descend(algorithm, 0.2), AXIS), 5, jnp.asarray(X0))[0][-1]
         np.testing.assert_allclose(got, x, rtol=1e-9)
 
 
@@ -324,7 +326,7 @@ def test_optax_transform_is_the_same_method():
         return x
 
     x = jax.jit(jax.vmap(worker, axis_name=AXIS))(jnp.asarray(A), jnp.asarray(B))[0]
-    method = jc.rounds(jc.descend(jc.diana(c), 0.1), AXIS, seed=5)
+    method = jc.methods.rounds(jc.methods.descend(jc.diana(c), 0.1), AXIS, seed=5)
     np.testing.assert_allclose(x, in_vmap(method, 6, jnp.asarray(X0))[0][-1], rtol=1e-9)
 
 
@@ -338,15 +340,15 @@ def test_composite_steps_reach_the_composite_optimum():
     assert 0 < np.sum(x == 0) < D
     c = compressors()["varying"]
     found = [
-        in_scan(jc.descend(jc.diana(c), 0.1, prox=prox), 3000),
-        in_scan(jc.adiana(c, STEPS._replace(alpha=1 / (1 + c.spec.omega(D))), prox=prox), 6000),
+        in_scan(jc.methods.descend(jc.diana(c), 0.1, prox=prox), 3000),
+        in_scan(jc.methods.adiana(c, STEPS._replace(alpha=1 / (1 + c.spec.omega(D))), prox=prox), 6000),
     ]
     for got in found:
         np.testing.assert_allclose(got, x, atol=1e-6)
 
 
 def in_scan(method, count):
-    run = jc.rounds(method, AXIS)
+    run = jc.methods.rounds(method, AXIS)
 
     def worker(a, b):
         body = lambda state, _: (run.step(state, gradient_of(a, b))[0], None)
@@ -356,21 +358,22 @@ def in_scan(method, count):
 
 
 BAD = [
-    (lambda: jc.adiana(jc.top_k(0.1), STEPS), "adiana needs an unbiased compressor"),
-    (lambda: jc.adiana(jc.natural(), jc.theory.StepSizes(0.1)), "adiana needs the step sizes of"),
-    (lambda: jc.marina(jc.top_k(0.1), 0.1, 0.5), "marina needs an unbiased compressor"),
-    (lambda: jc.marina(jc.natural(), 0.1, 0.0), r"full must be in \(0, 1\]; got 0.0"),
-    (lambda: jc.descend(jc.direct(jc.natural()), 0), "step_size must be above 0 and finite; got 0"),
-    (lambda: jc.isega(np.ones(D), S, -1), "step_size must be above 0 and finite; got -1"),
-    (lambda: jc.rounds(jc.marina(jc.natural(), 0.1, 0.5), AXIS, via="pigeon"), "via must be one of"),
+    (lambda: jc.methods.adiana(jc.top_k(0.1), STEPS), "adiana needs an unbiased compressor"),
+    (lambda: jc.methods.adiana(jc.natural(), jc.theory.StepSizes(0.1)), "adiana needs the step sizes of"),
+    (lambda: jc.methods.marina(jc.top_k(0.1), 0.1, 0.5), "marina needs an unbiased compressor"),
+    (lambda: jc.methods.marina(jc.natural(), 0.1, 0.0), r"full must be in \(0, 1\]; got 0.0"),
+    (lambda: jc.methods.descend(jc.direct(jc.natural()), 0), "step_size must be above 0 and finite; got 0"),
+    (lambda: jc.methods.isega(np.ones(D), S, -1), "step_size must be above 0 and finite; got -1"),
+    (lambda: jc.methods.rounds(jc.methods.marina(jc.natural(), 0.1, 0.5), AXIS, via="pigeon"), "via must be one of"),
     (lambda: jc.bernoulli([0.5], per_worker=True), "a row of probabilities per worker"),
     (lambda: jc.dithering(steps=[0.5], per_worker=True), "a row of steps for each worker"),
     (lambda: jc.prox.l1(-1), "weight must be at least 0"),
     (lambda: jc.prox.box(1, 0), "low must be at most high"),
     (
         lambda: in_vmap(
-            jc.rounds(
-                jc.descend(jc.direct(jc.precondition(jc.identity(), jc.smoothness.row(S, slice(0, 3)))), 0.1), AXIS
+            jc.methods.rounds(
+                jc.methods.descend(jc.direct(jc.precondition(jc.identity(), jc.smoothness.row(S, slice(0, 3)))), 0.1),
+                AXIS,
             ),
             1,
             jnp.asarray(X0),

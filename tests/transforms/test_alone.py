@@ -45,7 +45,9 @@ def on_mesh(tx, check_vma):
 @pytest.mark.parametrize("wrap", ALONE.values(), ids=ALONE)
 def test_decisions_of_one_worker_are_refused(wrap, world):
     """Before, this was a deadlock on a mesh without types, and under vmap the states went apart without a word."""
-    with pytest.raises(ValueError, match=r"^compressed_mean: optax\..* around an exchange .* jc\.skip_nonfinite\(tx"):
+    with pytest.raises(
+        ValueError, match=r"^compressed_mean: optax\..* around an exchange .* jc\.replicas\.skip_nonfinite\(tx"
+    ):
         world(wrap(optax.chain(MEAN, optax.sgd(1.0))))
 
 
@@ -58,7 +60,7 @@ def test_decisions_of_all_are_not(world, standard_promotion):
         optax.MultiSteps(optax.chain(MEAN, optax.sgd(1.0)), 1),
     ):
         np.testing.assert_allclose(np.atleast_2d(world(tx))[0], [-0.5, -1, -0.5, 0, 0, 0])
-    assert not np.any(world(jc.skip_nonfinite(optax.chain(MEAN, optax.sgd(1.0)), AXIS)))
+    assert not np.any(world(jc.replicas.skip_nonfinite(optax.chain(MEAN, optax.sgd(1.0)), AXIS)))
 
 
 def test_a_single_worker_may_decide():

@@ -107,7 +107,7 @@ def test_several_exchanges_a_round_go_on_together():
         ({3: DENSE}, ValueError, "must be a string"),
         ([("a", DENSE)], TypeError, "a mapping from patterns"),
         ({".*": 3}, TypeError, "needs an algorithm"),
-        ({".*": jc.methods.descend(DENSE, 0.1)}, TypeError, "jc.rounds"),
+        ({".*": jc.methods.descend(DENSE, 0.1)}, TypeError, "jc.methods.rounds"),
         ({".*": jc.by_path({".*": DENSE})}, ValueError, "put its patterns into the one mapping"),
         ({"embed": DENSE, "norm": DENSE}, ValueError, "no pattern matches the leaf 'layer/attention'"),
         ({"emebd": DENSE, ".*": DENSE}, ValueError, "'emebd' matches no leaf; the paths are 'embed', "),
@@ -146,7 +146,7 @@ def test_value_and_grad_and_rounds_take_it():
     exact = jax.jit(jax.grad(loss))(params, x, y)
     np.testing.assert_allclose(grads["bias"], exact["bias"], rtol=1e-5)
     assert 2 <= np.count_nonzero(grads["kernel"]) <= 2 * N
-    run = jc.rounds(jc.descend(algorithm, 0.1), None)
+    run = jc.methods.rounds(jc.methods.descend(algorithm, 0.1), None)
     state, bits = jax.jit(lambda p: run.step(run.init(p), lambda p: jax.grad(loss)(p, x, y)))(params)
     np.testing.assert_allclose(run.point(state)["bias"], -0.1 * exact["bias"], rtol=1e-5)
     assert bits > 0

@@ -17,7 +17,7 @@ import jaxcomp as jc
 N = 4
 PARAMS = {"b": jnp.zeros(5), "w": jnp.zeros((40, 30))}
 EF = jc.error_feedback(jc.top_k(0.05))
-SIDCO, REDSYNC = jc.sidco(0.1), jc.redsync(0.1)
+SIDCO, REDSYNC = jc.sidco(0.1), jc.contrib.redsync(0.1)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -387,7 +387,7 @@ ADVANCING = {
     "direct": lambda c: jc.direct(c),
     "error_feedback": lambda c: jc.error_feedback(jc.contract(c)),
     "diana": lambda c: jc.diana(c),
-    "momentum_correction": lambda c: jc.momentum_correction(jc.contract(c)),
+    "momentum_correction": lambda c: jc.contrib.momentum_correction(jc.contract(c)),
 }
 
 

@@ -12,7 +12,7 @@ import jaxcomp as jc
 N = 4
 PARAMS = {"b": jnp.zeros(5), "w": jnp.zeros((40, 30))}
 EF = jc.error_feedback(jc.top_k(0.05))
-SIDCO, REDSYNC = jc.sidco(0.1), jc.redsync(0.1)
+SIDCO, REDSYNC = jc.sidco(0.1), jc.contrib.redsync(0.1)
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -119,7 +119,7 @@ def test_hierarchies_are_checked():
     levels = {"ici": DENSE, "dcn": TOP}
     tx = jc.compressed_mean(axis_name=levels)
     with pytest.raises(ValueError, match="several mesh axes"):
-        jc.state_axes(jax.eval_shape(tx.init, PARAMS))
+        jc.state.state_axes(jax.eval_shape(tx.init, PARAMS))
     state, _ = jc.init_state(tx, PARAMS, mesh_of(("dcn", "ici")), levels)
     with pytest.raises(ValueError, match="different numbers of workers"):
         jc.info(state, each=True)

@@ -31,7 +31,7 @@ def test_sums_of_narrow_floats_do_not_overflow(dtype, weights):
         jc.diana(jc.rand_k(k=1)),
         jc.diana(jc.dithering(7)),
         jc.error_feedback(jc.cast("float8_e4m3fn")),
-        jc.momentum_correction(jc.top_k(k=1)),
+        jc.contrib.momentum_correction(jc.top_k(k=1)),
     ],
     ids=lambda algorithm: algorithm.compressor.spec.name,
 )
@@ -100,16 +100,18 @@ def test_the_first_steps_of_compressed_adam_do_not_overflow():
 
 
 METHODS = {
-    "marina": jc.marina(jc.rand_k(k=4), 0.02, 0.1),
-    "adiana": jc.adiana(jc.rand_k(k=4), jc.theory.adiana(smoothness=1.0, mu=0.1, workers=N, omega=15.0, variance=15.0)),
-    "isega": jc.isega(np.full(64, 0.1), jc.smoothness.diagonal_of(np.ones(64)), 0.02),
+    "marina": jc.methods.marina(jc.rand_k(k=4), 0.02, 0.1),
+    "adiana": jc.methods.adiana(
+        jc.rand_k(k=4), jc.theory.adiana(smoothness=1.0, mu=0.1, workers=N, omega=15.0, variance=15.0)
+    ),
+    "isega": jc.methods.isega(np.full(64, 0.1), jc.smoothness.diagonal_of(np.ones(64)), 0.02),
 }
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_with_an_iterate_go_on_after_huge_gradients(name):
     """Gradients of opposite signs, whose difference overflows, leave no infinity behind."""
-    run = jc.rounds(METHODS[name], AXIS)
+    run = jc.methods.rounds(METHODS[name], AXIS)
     state, axes = jc.init_state(run, jnp.zeros(64), N, AXIS)
     one = lambda state, extra: run.step(state, lambda x: x - 1 + extra)[0]
     step = jax.jit(jax.vmap(one, in_axes=(axes, 0), out_axes=axes, axis_name=AXIS))

@@ -69,7 +69,9 @@ def test_orbax_brings_back_differences_on_their_way_and_the_run_goes_on_to_the_b
 
 def test_the_shared_point_and_the_outer_state_are_compared_and_a_changed_copy_is_named(seed):
     run = Run(SPARSE, every=3).go(random_gradients(seed, 4), range(4))
-    marks = jax.shard_map(lambda s: jc.fingerprints(s, "data"), mesh=run.mesh, in_specs=(run.specs,), out_specs=P())
+    marks = jax.shard_map(
+        lambda s: jc.replicas.fingerprints(s, "data"), mesh=run.mesh, in_specs=(run.specs,), out_specs=P()
+    )
     jc.check_replicas(jax.jit(marks)(run.state))
     good = np.asarray(run.state.point["c"])
     bad = good.copy()
@@ -77,7 +79,7 @@ def test_the_shared_point_and_the_outer_state_are_compared_and_a_changed_copy_is
     parts = [jax.device_put(bad if i == 2 else good, d) for i, d in enumerate(run.mesh.devices.flat)]
     copies = jax.make_array_from_single_device_arrays(good.shape, NamedSharding(run.mesh, P()), parts)
     spoiled = run.state._replace(point={**run.state.point, "c": copies})
-    with pytest.raises(jc.ReplicaDrift, match="worker 2 differ"):
+    with pytest.raises(jc.replicas.ReplicaDrift, match="worker 2 differ"):
         jc.check_replicas(jax.jit(marks)(spoiled))
 
 

@@ -23,7 +23,7 @@ def targets_of(seed, workers=N):
 
 def descended(method, targets, **options):
     """Points of all rounds of f_i(x) = |x - b_i|^2 / 2, from zero, and the last state."""
-    run = jc.rounds(method, AXIS, **options)
+    run = jc.methods.rounds(method, AXIS, **options)
     state, axes = jc.init_state(run, jnp.zeros(D), len(targets), AXIS)
     step = lambda s, b: run.step(s, lambda x: x - b)[0]
     step = jax.jit(jax.vmap(step, in_axes=(axes, 0), out_axes=axes, axis_name=AXIS))
@@ -69,7 +69,7 @@ def test_weights_that_the_compressor_brings(feedback, seed):
     """Volumes of dagc weigh the mean in rounds, too."""
     targets, compressor = targets_of(seed), jc.dagc(VOLUMES, 0.2)
     algorithm = jc.error_feedback(compressor) if feedback else jc.direct(compressor)
-    points, state = descended(jc.descend(algorithm, RATE), targets)
+    points, state = descended(jc.methods.descend(algorithm, RATE), targets)
     counts = jc.allocate.counts(jc.allocate.ratios(VOLUMES, 0.2), D)
     assert len(set(counts)) > 1
     want = by_hand(targets, counts, np.array(VOLUMES) / 100, feedback)
@@ -86,7 +86,7 @@ def test_weights_that_are_given(own, seed):
     compressor = jc.dagc(VOLUMES, 0.2) if own else jc.top_k(k=12)
     counts = jc.allocate.counts(jc.allocate.ratios(VOLUMES, 0.2), D) if own else [12] * N
     algorithm = jc.error_feedback(compressor)
-    points, _ = descended(jc.descend(algorithm, RATE), targets, weights=weights)
+    points, _ = descended(jc.methods.descend(algorithm, RATE), targets, weights=weights)
     want = by_hand(targets, counts, np.array(weights) / 8, True)
     np.testing.assert_allclose(points, want, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(points, by_optax(algorithm, targets, weights=weights)[0], rtol=1e-5, atol=1e-6)
@@ -97,7 +97,7 @@ def test_weights_that_are_given(own, seed):
 def test_by_two_shots(name, seed):
     targets = targets_of(seed)
     algorithm = jc.direct(jc.identity()) if name == "identity" else jc.error_feedback(jc.top_k(k=3))
-    points, state = descended(jc.descend(algorithm, RATE), targets, via="two_shot")
+    points, state = descended(jc.methods.descend(algorithm, RATE), targets, via="two_shot")
     assert jc.info(state).chosen == "two_shot"
     np.testing.assert_allclose(points, by_optax(algorithm, targets, via="two_shot")[0], rtol=1e-5, atol=1e-6)
     if name == "identity":
@@ -110,9 +110,9 @@ def test_a_hierarchy(inner, seed):
     """Means within pairs of devices, then a method between the pairs."""
     targets = targets_of(seed)
     first = jc.direct(jc.identity()) if inner == "identity" else jc.error_feedback(jc.top_k(k=30))
-    levels = {"ici": first, "dcn": jc.descend(jc.error_feedback(jc.top_k(k=12)), RATE)}
+    levels = {"ici": first, "dcn": jc.methods.descend(jc.error_feedback(jc.top_k(k=12)), RATE)}
     mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    run = jc.rounds(None, levels)
+    run = jc.methods.rounds(None, levels)
     state, specs = jc.init_state(run, jnp.zeros(D), mesh, levels)
     both = P(("dcn", "ici"))
 
@@ -139,7 +139,7 @@ def test_a_hierarchy(inner, seed):
 
 def test_the_iterate_is_a_tree_and_takes_a_prox(seed):
     tree = {"a": jnp.ones((3, 2)), "b": jnp.full(4, 2.0)}
-    run = jc.rounds(jc.descend(jc.direct(jc.identity()), 0.5, prox=jc.prox.l1(1.0)), None)
+    run = jc.methods.rounds(jc.methods.descend(jc.direct(jc.identity()), 0.5, prox=jc.prox.l1(1.0)), None)
     state, _ = jax.jit(lambda tree: run.step(run.init(tree), lambda x: x))(tree)
     want = jax.tree.map(lambda x: np.maximum(0.5 * np.asarray(x) - 0.5, 0), tree)
     for a, b in zip(jax.tree.leaves(run.point(state)), jax.tree.leaves(want), strict=True):
@@ -150,32 +150,48 @@ FEEDBACK = jc.error_feedback(jc.top_k(0.1))
 WRONG = [
     (
         TypeError,
-        lambda: jc.descend(jc.top_k(0.1), 0.1),
+        lambda: jc.methods.descend(jc.top_k(0.1), 0.1),
         r"descend needs an algorithm; got the compressor top_k\(0.1\). "
         r"Wrap it in error_feedback\(...\), diana\(...\) or direct\(...\)",
     ),
     (
         TypeError,
-        lambda: jc.descend(jc.marina(jc.natural(), 0.1, 0.5), 0.1),
-        "keeps its own iterate. Run that with jc.rounds",
+        lambda: jc.methods.descend(jc.methods.marina(jc.natural(), 0.1, 0.5), 0.1),
+        "keeps its own iterate. Run that with jc.methods.rounds",
     ),
-    (TypeError, lambda: jc.rounds(FEEDBACK, AXIS), r"Wrap it: jc.descend\(algorithm, step_size\)"),
-    (TypeError, lambda: jc.rounds(None, {"ici": FEEDBACK, "dcn": FEEDBACK}), r"Wrap it: jc.descend"),
-    (TypeError, lambda: jc.rounds(jc.top_k(0.1), AXIS), r"needs a method with an iterate.*got the compressor top_k"),
-    (ValueError, lambda: jc.marina(jc.top_k(0.1), 0.1, 0.5), "marina needs an unbiased compressor.*top_k.* is not one"),
+    (TypeError, lambda: jc.methods.rounds(FEEDBACK, AXIS), r"Wrap it: jc.methods.descend\(algorithm, step_size\)"),
+    (TypeError, lambda: jc.methods.rounds(None, {"ici": FEEDBACK, "dcn": FEEDBACK}), r"Wrap it: jc.methods.descend"),
+    (
+        TypeError,
+        lambda: jc.methods.rounds(jc.top_k(0.1), AXIS),
+        r"needs a method with an iterate.*got the compressor top_k",
+    ),
+    (
+        ValueError,
+        lambda: jc.methods.marina(jc.top_k(0.1), 0.1, 0.5),
+        "marina needs an unbiased compressor.*top_k.* is not one",
+    ),
     (TypeError, lambda: jc.compressed_mean(FEEDBACK), "axis_name must be given"),
     (
         TypeError,
-        lambda: jc.compressed_mean(jc.descend(FEEDBACK, 0.1), AXIS),
-        "keeps its own iterate. Run that with jc.rounds",
+        lambda: jc.compressed_mean(jc.methods.descend(FEEDBACK, 0.1), AXIS),
+        "keeps its own iterate. Run that with jc.methods.rounds",
     ),
     (
         TypeError,
         lambda: jc.compressed_mean(jc.top_k(0.1), AXIS),
         r"compressed_mean needs an algorithm; got the compressor",
     ),
-    (ValueError, lambda: jc.rounds(jc.descend(jc.diana(jc.natural()), 0.1), AXIS, "two_shot"), "keeps a shift in step"),
-    (ValueError, lambda: jc.rounds(jc.descend(FEEDBACK, 0.1), AXIS, "pigeon"), "rounds: via must be one of 'auto'"),
+    (
+        ValueError,
+        lambda: jc.methods.rounds(jc.methods.descend(jc.diana(jc.natural()), 0.1), AXIS, "two_shot"),
+        "keeps a shift in step",
+    ),
+    (
+        ValueError,
+        lambda: jc.methods.rounds(jc.methods.descend(FEEDBACK, 0.1), AXIS, "pigeon"),
+        "rounds: via must be one of 'auto'",
+    ),
 ]
 
 

@@ -37,14 +37,15 @@ def test_a_name_that_is_near_or_of_a_paper():
         ("topk", "top_k"),
         ("ErrorFeedback", "error_feedback"),
         ("qsgd", "dithering"),
-        ("round", "rounds"),
+        ("round", "methods.rounds"),
+        ("hard_threshold", "contrib.hard_threshold"),
     ):
         with pytest.raises(AttributeError, match=rf"no attribute '{name}'; did you mean jc\.{said}"):
             getattr(jc, name)
     with pytest.raises(AttributeError, match=r"no attribute 'transformer'$"):
         jc.transformer  # noqa: B018
-    for code in jc._IN_PAPERS.values():
-        eval(f"jc.{code}", {"jc": jc, "levels": 7})
+    for code in jc._KNOWN_AS.values():
+        exec(code, {"jc": jc, "levels": 7})
 
 
 @pytest.mark.parametrize(

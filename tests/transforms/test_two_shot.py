@@ -86,7 +86,7 @@ ROWS = {
     "dithering": jc.direct(jc.dithering(7, block_size=64)),
     "fp8": jc.error_feedback(jc.cast("float8_e4m3fn")),
     "sidco": jc.error_feedback(jc.sidco(0.1)),
-    "momentum": jc.momentum_correction(jc.top_k(0.1)),
+    "momentum": jc.contrib.momentum_correction(jc.top_k(0.1)),
 }
 
 
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="bucket_bytes goes with"):
         two_shot(jc.direct(jc.identity()), bucket_bytes=100)
     with pytest.raises(ValueError, match="keeps a shift in step"):
-        jc.rounds(jc.descend(jc.diana(jc.dithering(7)), 0.1), AXIS, "two_shot")
+        jc.methods.rounds(jc.methods.descend(jc.diana(jc.dithering(7)), 0.1), AXIS, "two_shot")
 
 
 def test_two_shots_inside_an_optimizer_do_not_retrace(seed):

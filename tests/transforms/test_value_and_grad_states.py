@@ -37,7 +37,9 @@ def test_tools_know_the_state(tmp_path):
     assert specs.exchange.shared.count == P()
     assert set(jax.tree.leaves(specs.exchange.local.algorithm.memory)) == {P("data")}
     assert jc.info(state, each=True).lane_bytes.shape == (4,)
-    marks = jax.shard_map(lambda s, w: jc.fingerprints((s, w), "data"), mesh=mesh, in_specs=(specs, P()), out_specs=P())
+    marks = jax.shard_map(
+        lambda s, w: jc.replicas.fingerprints((s, w), "data"), mesh=mesh, in_specs=(specs, P()), out_specs=P()
+    )
     jc.check_replicas(jax.jit(marks)(state, params))
     ocp = pytest.importorskip("orbax.checkpoint")
     with ocp.StandardCheckpointer() as keeper:

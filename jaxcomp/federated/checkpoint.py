@@ -1,0 +1,161 @@
+"""A server on disk: everything that its next round depends on, in one file.
+
+Members forget what they are told that the server has used. So the file must be as new as what they are told: `save`
+after each `Server.close`, before the next `Server.open`. A server that is killed at any moment then goes on from the
+last round that it closed, and opens the next one again; members answer it with the bytes that they answered before.
+
+A NumPy .npz with the arrays and a JSON text, like files of `jc.smoothness.save`.
+"""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcomp.federated.roster import Entry
+from jaxcomp.federated.server import Server
+from jaxcomp.smoothness.sources import BROKEN
+
+__all__ = ["load", "read", "save", "written"]
+
+VERSION = 1
+FIELDS = ("volume", "version", "round", "last", "offered", "limit", "told", "seen", "here", "used", "norm")
+
+
+def save(file: Path | str, server: Server, **about: Any) -> None:
+    """Writes a server whose round is closed, whole or not at all.
+
+    Args:
+        file: used as it is.
+        server: whose members are named by strings or integers.
+        about: what else goes on with the run, anything that JSON can hold: `load` returns it.
+
+    Raises:
+        ValueError: a round is open, or a member has another name.
+    """
+    if server._open:
+        raise ValueError(f"federated: round {server.number} is open; close it, then save")
+    for name in server._entries:
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            raise ValueError(f"federated: names must be strings or integers to be saved; got {name!r}")
+    entries = [
+        [name, {field: getattr(entry, field) for field in FIELDS}, list(entry.fates.items())]
+        for name, entry in server._entries.items()
+    ]
+    content = {
+        "version": VERSION,
+        "options": _options(server),
+        "shown": server.version,
+        "number": server.number,
+        "counts": [[name, dict(counter)] for name, counter in server.counts.items()],
+        "entries": entries,
+        "held": [name for name, _ in server._held],
+        "about": about,
+    }
+    arrays = {"header": np.array(json.dumps(content)), "point": server.point, "shown": server.shown}
+    arrays["digests"] = np.frombuffer(b"".join(server._digests), np.uint8).reshape(-1, 32)
+    arrays |= {f"update_{i}": np.frombuffer(data, np.uint8) for i, data in enumerate(server._updates)}
+    arrays |= {f"held_{i}": vector for i, (_, vector) in enumerate(server._held)}
+    arrays |= {f"outer_{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(server._outer_state))}
+    written(file, arrays)
+
+
+def load(file: Path | str, server: Server) -> dict[str, Any]:
+    """Puts a server that has not begun where the one was that `save` wrote. Returns what was saved about the run.
+
+    Answers that were awaited count as lost: the next task reports them as not used, and their members keep them.
+
+    Args:
+        file: of `save`.
+        server: made with the same options as the one that was saved. Members on its roster alone join it.
+
+    Raises:
+        ValueError: not such a file, other options, another volume of a member, or the server has begun.
+
+    >>> import tempfile
+    >>> start = lambda: Server(np.zeros(4), {"a": 1}, 0.5)
+    >>> server = start()
+    >>> tasks, result = server.open({"a"}), server.close()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/server.npz", server, accuracy=[0.5])
+    ...     again = start()
+    ...     print(load(f"{folder}/server.npz", again), again.number)
+    {'accuracy': [0.5]} 1
+    """
+    if server.number:
+        raise ValueError(f"federated: load into a server that has not begun; this one is at round {server.number}")
+    if not Path(file).is_file():
+        raise ValueError(f"federated: no file {file}")
+    try:
+        arrays = read(file)
+        content = json.loads(str(arrays["header"]))
+        version = content["version"]
+    except BROKEN as error:
+        raise ValueError(f"federated: {file} is not a file of federated.save: {error}") from None
+    if version != VERSION:
+        raise ValueError(f"federated: {file} has format version {version}; this library reads {VERSION}")
+    options = _options(server)
+    for name, value in content["options"].items():
+        if options.get(name) != value:
+            raise ValueError(
+                f"federated: {file} was saved with {name} {value!r}; this server has {options.get(name)!r}"
+            )
+    for name, fields, _ in content["entries"]:
+        here = server._entries.get(name)
+        if here is not None and here.volume != fields["volume"]:
+            raise ValueError(
+                f"federated: the volume of {name!r} is {fields['volume']} in {file} and {here.volume} here"
+            )
+    try:
+        _restore(server, content, arrays)
+    except BROKEN as error:
+        raise ValueError(f"federated: {file} is damaged: {error}") from None
+    for name in server.missing():
+        server.lost(name)
+    return content["about"]
+
+
+def _restore(server: Server, content: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    leaves, structure = jax.tree.flatten(server._outer_state)
+    outer = [arrays[f"outer_{i}"] for i in range(len(leaves))]
+    server._outer_state = jax.tree.unflatten(structure, outer)
+    server.point, server.shown = arrays["point"], arrays["shown"]
+    server.version, server.number = content["shown"], content["number"]
+    for name, fields, fates in content["entries"]:
+        entry = server._entries[name] = Entry(fields["volume"])
+        for field in FIELDS:
+            setattr(entry, field, fields[field])
+        entry.fates = dict(fates)
+    server.counts |= {name: Counter(counter) for name, counter in content["counts"]}
+    count = sum(name.startswith("update_") for name in arrays)
+    server._updates.extend(arrays[f"update_{i}"].tobytes() for i in range(count))
+    server._digests = {row.tobytes(): None for row in arrays["digests"]}
+    server._held = [(name, arrays[f"held_{i}"]) for i, name in enumerate(content["held"])]
+
+
+def _options(server: Server) -> dict[str, Any]:
+    """Options that must be the same when a run goes on."""
+    names = ("mean_ratio", "rule", "down", "late", "bound", "max_norm")
+    leaves = [[list(np.shape(leaf)), str(np.asarray(leaf).dtype)] for leaf in jax.tree.leaves(server._outer_state)]
+    options = {name: getattr(server, name) for name in names}
+    return options | {"size": server.point.size, "history": server._updates.maxlen, "outer": leaves}
+
+
+def read(file: Path | str) -> dict[str, np.ndarray]:
+    """The arrays of a file. Raises one of BROKEN if it is none."""
+    with Path(file).open("rb") as raw, np.load(raw, allow_pickle=False) as kept:
+        return {name: kept[name] for name in kept.files}
+
+
+def written(file: Path | str, arrays: dict[str, Any]) -> None:
+    """Arrays as .npz, whole or not at all, and on the disk when this returns."""
+    draft = Path(f"{file}.tmp")
+    with draft.open("wb") as out:
+        np.savez(out, **arrays)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(draft, file)

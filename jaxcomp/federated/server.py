@@ -1,0 +1,388 @@
+"""The server: who is asked, what is let in, and what comes of a round with whoever answered."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import optax
+
+from jaxcomp.allocate import counts, ratios
+from jaxcomp.allocate.workers import Rule
+from jaxcomp.federated.messages import (
+    Answer,
+    Refused,
+    Task,
+    applied,
+    content_of,
+    digest_of,
+    largest,
+    opened,
+    parted,
+    share_within,
+    well_formed,
+)
+from jaxcomp.federated.options import check_compress, check_outer, history_of, number_in, rule_of
+from jaxcomp.federated.roster import Arrived, Entry, Round
+from jaxcomp.payloads import Dense, Sparse
+from jaxcomp.wire import encode
+
+__all__ = ["Server"]
+
+Array = np.ndarray
+MOST_SAMPLES = 2**53  # whole numbers up to here are exact in float64
+PATIENCE = 1  # rounds that a late answer is waited for
+REMEMBERED = 100_000  # digests of messages, for repetitions
+HEAD_BYTES = 64  # of a message, at most, besides values and indices of four bytes each
+
+
+class Server:
+    """The rounds of one training run. Not thread-safe; `messages.opened`, which decodes, may run anywhere.
+
+    Args:
+        point: theta, f32[d].
+        volumes: samples of each member that may take part; fixed, whatever members say.
+        mean_ratio: of the entries that members of a round may send together, split by `allocate.ratios`.
+        rule: of `allocate.ratios`.
+        outer: optimizer whose gradient is the mean difference; None: the point moves by it.
+        down: share of the entries that differ which an update carries down, in (0, 1].
+        late: "use": an answer that comes after its round was closed is used in the next one, and its member is not
+            asked meanwhile; "drop": it is refused, and stays with its member.
+        bound: an answer is clipped to the median norm, and refused beyond `bound` times the median, at least 1;
+            each task contains the bound, and a member sends a longer difference in several rounds.
+        max_norm: an answer of a larger norm is refused, whatever the others say: for the first round, in which a
+            single answer would be its own median.
+        history: updates kept for members that have been away. Who has missed more gets the whole point.
+        compress: as for `Member`, of the updates.
+
+    Raises:
+        ValueError: arguments out of range.
+
+    See `Member` for an example.
+    """
+
+    def __init__(
+        self,
+        point: Any,
+        volumes: Mapping[Hashable, int],
+        mean_ratio: float,
+        *,
+        rule: Rule = "sqrt",
+        outer: optax.GradientTransformation | None = None,
+        down: float = 1.0,
+        late: str = "use",
+        bound: float = 10.0,
+        max_norm: float = float("inf"),
+        history: int = 16,
+        compress: Callable[[Array, int], Any] = largest,
+    ):
+        self.point = np.array(point, np.float32)
+        if self.point.ndim != 1 or not np.all(np.isfinite(self.point)):
+            raise ValueError(f"federated: point must be a finite vector; got shape {self.point.shape}")
+        if late not in ("use", "drop"):
+            raise ValueError(f"federated: late must be 'use' or 'drop'; got {late!r}")
+        check_outer(outer)
+        check_compress(compress)
+        self.mean_ratio, self.down = number_in("mean_ratio", mean_ratio, 0, 1), number_in("down", down, 0, 1)
+        self.bound = number_in("bound", bound, 1, np.inf, low_counts=True)
+        self.max_norm = number_in("max_norm", max_norm, 0, np.inf)
+        self.rule, self.late, self.compress = rule_of(rule), late, compress
+        self._outer, self._outer_state = outer, None if outer is None else outer.init(self.point)
+        self.shown, self.version, self.number = self.point.copy(), 0, 0
+        self.counts: dict[Any, Counter[str]] = {}  # what became of each member's answers, refusals by their kind
+        self._entries: dict[Any, Entry] = {}
+        self._updates: deque[bytes] = deque(maxlen=history_of(history))
+        self._digests: dict[bytes, None] = {}
+        self._held: list[tuple[Any, Array]] = []
+        self._open = False
+        self._clear()
+        for member, volume in volumes.items():
+            self.admit(member, volume)
+
+    def _clear(self) -> None:
+        self._asked: list[Any] = []
+        self._arrived: list[Arrived] = []
+        self._refused: list[tuple[Any, str]] = []
+        self._joined, self._returned, self._left = [], [], []
+        self._up = self._down = 0
+
+    def admit(self, member: Hashable, volume: int) -> None:
+        """Puts a member on the roster. It takes part from the next round on for which it is there.
+
+        Raises:
+            ValueError: it is on it already, or the volume is not a number of samples.
+        """
+        if member in self._entries:
+            raise ValueError(f"federated: {member!r} is on the roster; its volume stays {self._entries[member].volume}")
+        if isinstance(volume, bool) or not isinstance(volume, (int, np.integer)) or not 1 <= volume < MOST_SAMPLES:
+            raise ValueError(
+                f"federated: volume of {member!r} must be an integer in [1, {MOST_SAMPLES}); got {volume!r}"
+            )
+        self._entries[member] = Entry(int(volume))
+        self.counts[member] = Counter()
+
+    # A round
+
+    def open(self, here: Iterable[Hashable]) -> dict[Any, Task]:
+        """Begins the next round with those of the roster who are there; returns the task of each that is asked.
+
+        Members whose last answer is still awaited, or came after its round was closed and goes into this one
+        (late="use"), are not asked. A round may be of nobody.
+        """
+        if self._open:
+            raise ValueError(f"federated: round {self.number} is open; close it first")
+        here = {member for member in here if member in self._entries}
+        self.number, self._open = self.number + 1, True
+        for member, entry in self._entries.items():
+            if member in here and not entry.here:
+                (self._returned if entry.seen else self._joined).append(member)
+                entry.seen = True
+            entry.here = member in here
+            if entry.round and self.number - entry.round > PATIENCE:
+                self.lost(member)
+        undecided = {arrived.member for arrived in self._arrived}  # a task would say that their answer was not used
+        busy = undecided | self.missing()
+        self._asked = [member for member, entry in self._entries.items() if entry.here and member not in busy]
+        limits = self.entries_of(self._asked)
+        return {member: self._task(member, limits[member]) for member in self._asked}
+
+    def entries_of(self, asked: Iterable[Hashable]) -> dict[Any, int]:
+        """Entries that each of these members may send in a round of theirs."""
+        asked = list(asked)
+        if not asked:
+            return {}
+        shares = ratios([self._entries[member].volume for member in asked], self.mean_ratio, rule=self.rule)
+        return dict(zip(asked, map(int, counts(shares, self.point.size)), strict=True))
+
+    def _task(self, member: Any, limit: int) -> Task:
+        entry = self._entries[member]
+        behind = self.version - entry.version
+        updates, since = list(self._updates)[len(self._updates) - behind :] if behind else [], entry.version
+        whole = 4 * self.point.size + 64
+        if entry.version < 0 or behind > len(self._updates) or sum(map(len, updates)) > whole:
+            updates, since = [encode(Dense(self.shown))], -1
+        self._down += sum(map(len, updates))
+        entry.round, entry.offered, entry.limit = self.number, self.version, limit
+        rounds = sorted(entry.fates)
+        shares = [entry.fates[number] for number in rounds]
+        entry.told = norm = min(self.max_norm, self.bound * self._limit([]))
+        return Task(self.number, limit, norm, since, self.version, digest_of(self.shown), updates, rounds, shares)
+
+    def receive(self, member: Hashable, answer: Answer) -> str:
+        """Takes an answer in. Call it with the member that the transport has made sure of.
+
+        A message that was used before is refused, whoever sends it and in whatever code: an honest member that happens
+        to make it again keeps its difference and sends it with the next one. Who leaves hands over more than others
+        may send, so that takes an answer that was used, and nothing left of an earlier leave.
+
+        Returns:
+            Why it is refused, which is counted in `counts` and named in what `close` returns; "" if it is not.
+        """
+        data = getattr(answer, "data", None)
+        self._up += len(data) if isinstance(data, bytes) else 0
+        entry = self._entries.get(member)
+        try:
+            if entry is None:
+                raise Refused("unknown", "not on the roster")
+            well_formed(answer)
+            number = answer.round
+            if number != entry.round or not number:
+                kind = "late" if number in entry.fates and number > entry.last else "replay"
+                raise Refused(kind, f"round {number} of this member is decided")
+            # Who answers a task has kept what it told: the point, and the fates of earlier answers.
+            entry.round, entry.last, entry.version, entry.fates = 0, number, entry.offered, {number: 0.0}
+            self._arrived.append(self._checked(member, entry, answer))
+        except Refused as why:
+            self._refuse(member, why)
+            return str(why)
+        return ""
+
+    def _checked(self, member: Any, entry: Entry, answer: Answer) -> Arrived:
+        _, data, share, leaves = answer
+        size = self.point.size
+        if leaves and not entry.used:
+            raise Refused("leaves", "no answer of this member was used since it joined or last left")
+        if leaves and any(who == member for who, _ in self._held):
+            raise Refused("leaves", "what this member handed over when it last left is not used up yet")
+        entries = size if leaves else entry.limit
+        room = HEAD_BYTES + (4 * size if leaves else 8 * entries)  # before anything is decoded
+        if len(data) > room:
+            raise Refused("bytes", f"{len(data)} bytes; {entries} entries take at most {room}")
+        message = opened(data, size, entries)
+        digest = content_of(message)
+        if digest in self._digests and np.any(message.values):
+            raise Refused("replay", "a message that was used before")
+        norm = share * float(np.linalg.norm(message.values.astype(np.float64)))
+        most = self.max_norm * (entry.reach(size) if leaves else 1)
+        if norm > most * (1 + 1e-9):
+            raise Refused("norm", f"{norm:.2e}; at most {most:.2e} is allowed")
+        return Arrived(member, answer, message, digest)
+
+    def _refuse(self, member: Any, why: Refused) -> None:
+        self.counts.setdefault(member, Counter())[why.kind] += 1
+        self._refused.append((member, str(why)))
+
+    def lost(self, member: Hashable) -> None:
+        """No answer will come: the member's process died. What it may still send is refused, and stays with it."""
+        entry = self._entries.get(member)
+        if entry is not None and entry.round:
+            entry.fates[entry.round] = 0.0
+            entry.round = 0
+            self.counts[member]["lost"] += 1
+
+    def behind(self, member: Hashable) -> None:
+        """The member has not the point that its task starts from (`OutOfStep`): the next task brings the whole."""
+        entry = self._entries.get(member)
+        if entry is not None:
+            self.lost(member)
+            entry.version = -1
+            self.counts[member]["out of step"] += 1
+
+    def missing(self) -> set[Any]:
+        """Members whose answer is awaited."""
+        return {member for member, entry in self._entries.items() if entry.round}
+
+    # What comes of it
+
+    def close(self) -> Round:
+        """Ends the round with what has arrived, and moves the point. In which order it has arrived changes nothing."""
+        if not self._open:
+            raise ValueError("federated: no round is open")
+        self._open = False
+        place = {member: number for number, member in enumerate(self._entries)}
+        self._arrived.sort(key=lambda arrived: place[arrived.member])
+        self._refused.sort(key=lambda refused: place.get(refused[0], len(place)))
+        used, clipped = self._chosen()
+        skipped = 0
+        if used or self._held:
+            skipped = self._move(used, self._limit(used))
+        late = sum(arrived.answer.round < self.number for arrived, _ in used)
+        members = {arrived.member for arrived, _ in used}
+        missing = sum(1 for member in self._asked if self._entries[member].round == self.number)
+        for member in self.missing() if self.late == "drop" else ():
+            self.lost(member)  # from now on its answer is late, also before the next round opens
+        for member in members if not skipped else ():
+            self.counts[member]["used"] += 1
+        sizes = self._up, 0 if skipped else sum(len(arrived.answer.data) for arrived, _ in used), self._down
+        held = float(np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for _, x in self._held)))
+        happened = self._joined, self._returned, self._left
+        result = Round(
+            self.number,
+            len(self._asked),
+            0 if skipped else len(members),
+            late,
+            missing,
+            self._refused,
+            clipped,
+            *happened,
+            held,
+            skipped,
+            *sizes,
+        )
+        self._clear()
+        return result
+
+    def _limit(self, used: list[tuple[Arrived, float]]) -> float:
+        """The median norm: of those who have just answered, and of the last answers of the others."""
+        norms = {member: entry.norm for member, entry in self._entries.items() if entry.norm > 0}
+        norms |= {arrived.member: norm for arrived, norm in used if not arrived.answer.leaves and norm > 0}
+        ordered = sorted(norms.values())
+        return ordered[(len(ordered) - 1) // 2] if ordered else np.inf
+
+    def _chosen(self) -> tuple[list[tuple[Arrived, float]], list[tuple[Any, str]]]:
+        """Answers that are used, with their norms; and those that are clipped."""
+        norm_of = lambda arrived: float(np.linalg.norm(arrived.message.values.astype(np.float64)))
+        all_ = [(arrived, arrived.answer.share * norm_of(arrived)) for arrived in self._arrived]
+        limit = self._limit(all_)
+        used, clipped = [], []
+        for arrived, norm in all_:
+            told = self._entries[arrived.member].told
+            most = max(self.bound * limit, told * (1 + 1e-9) if np.isfinite(told) else 0)
+            if arrived.answer.leaves:
+                most *= self._entries[arrived.member].reach(self.point.size)
+            if norm > most:
+                self._refuse(arrived.member, Refused("norm", f"{norm:.2e}; the median is {limit:.2e}"))
+                continue
+            used.append((arrived, norm))
+            if not arrived.answer.leaves and norm > self._room(arrived.member, limit, used):
+                clipped.append((arrived.member, f"norm {norm:.2e}; the median is {limit:.2e}"))
+                self.counts[arrived.member]["clipped"] += 1
+        return used, clipped
+
+    def _move(self, used: list[tuple[Arrived, float]], limit: float) -> int:
+        """Moves the point. Returns 1, with everything as it was, if it would not be finite."""
+        parts: list[tuple[Any, Sparse]] = []
+        fates: list[tuple[Arrived, float]] = []
+        held = []
+        leaving = [
+            (arrived.member, _vector(arrived.message, self.point.size)) for arrived, _ in used if arrived.answer.leaves
+        ]
+        for arrived, norm in used:
+            if arrived.answer.leaves:
+                fates.append((arrived, 1.0))
+                continue
+            room = self._room(arrived.member, limit, used)
+            share = arrived.answer.share * (min(1.0, room / norm) if norm else 1.0)
+            share = share_within(arrived.message.values, share, room)
+            parts.append((arrived.member, arrived.message._replace(values=parted(arrived.message.values, share)[0])))
+            fates.append((arrived, share))
+        for member, vector in self._held + leaving:
+            norm = float(np.linalg.norm(vector.astype(np.float64)))
+            room = self._room(member, limit, used)
+            share = share_within(vector, min(1.0, room / norm) if norm else 1.0, room)
+            now, rest = parted(vector, share)
+            parts.append((member, Sparse(now, np.arange(vector.size))))
+            held.append((member, rest))
+        point, state = self._moved(parts)
+        with np.errstate(over="ignore"):
+            finite = np.all(np.isfinite(point)) and np.all(np.isfinite(point - self.shown))
+        if not finite:
+            return 1
+        self.point, self._outer_state = point, state
+        self._held = [(member, vector) for member, vector in held if np.any(vector)]
+        for arrived, share in fates:
+            self._entries[arrived.member].fates[arrived.answer.round] = share
+        for arrived, norm in used:
+            self._entries[arrived.member].used = not arrived.answer.leaves
+            if arrived.answer.leaves:
+                self._left.append(arrived.member)
+            else:
+                self._entries[arrived.member].norm = norm
+            self._digests[arrived.digest] = None
+        while len(self._digests) > REMEMBERED:
+            del self._digests[next(iter(self._digests))]
+        self._show()
+        return 0
+
+    def _room(self, member: Any, limit: float, used: list[tuple[Arrived, float]]) -> float:
+        """Norm that a part of this member may have: its answer and what it handed over share the limit."""
+        held = any(who == member for who, _ in self._held)
+        return limit / 2 if held and any(arrived.member == member for arrived, _ in used) else limit
+
+    def _moved(self, parts: list[tuple[Any, Sparse]]) -> tuple[Array, Any]:
+        """theta after the outer step with the mean, weighted by the volumes of those who are in it."""
+        volumes = {member: self._entries[member].volume for member, _ in parts}
+        total = sum(volumes.values())
+        mean = np.zeros(self.point.size, np.float64)
+        for member, message in parts:
+            mean[message.indices] += volumes[member] / max(total, 1) * message.values.astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self._outer is None:
+                return (self.point - mean).astype(np.float32), None
+            steps, state = self._outer.update(mean.astype(np.float32), self._outer_state, self.point)  # pyright: ignore
+            return np.array(optax.apply_updates(self.point, steps), np.float32), state  # pyright: ignore
+
+    def _show(self) -> None:
+        """One update for all: the largest entries of what members do not know yet."""
+        difference = self.point - self.shown
+        payload = self.compress(difference, max(1, round(self.down * difference.size)))
+        data = encode(payload, code="best")
+        self.shown = applied(self.shown, opened(data, difference.size, difference.size))
+        self._updates.append(data)
+        self.version += 1
+
+
+def _vector(message: Sparse, size: int) -> Array:
+    vector = np.zeros(size, np.float32)
+    vector[message.indices] = message.values
+    return vector

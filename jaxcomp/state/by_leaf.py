@@ -1,0 +1,29 @@
+"""Vectors of a state as trees like the parameters."""
+
+import functools
+from typing import Any
+
+import jax
+
+from jaxcomp.exchange.state import MeanState
+from jaxcomp.groups import join
+
+__all__ = ["by_leaf"]
+
+
+def by_leaf(mean: MeanState, vectors: Any) -> Any:
+    """Arrays of a state, one for each group (memories, shifts, iterates), as a tree like the parameters.
+
+    Leaves have the leading axes that the arrays have.
+
+    >>> import jax.numpy as jnp, jaxcomp as jc
+    >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), None)
+    >>> state = tx.init({"w": jnp.zeros((2, 3))})
+    >>> jc.state.by_leaf(state, state.local.algorithm.memory)["w"].shape
+    (1, 2, 3)
+    """
+    groups = mean.about.groups
+    lead = [x.ndim - len(like.shape) for x, like in zip(vectors, groups.like, strict=True)]
+    return functools.reduce(lambda f, _: jax.vmap(f), range(max(lead, default=0)), functools.partial(join, groups))(
+        vectors
+    )
