@@ -14,8 +14,21 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from jaxcomp.arrays import like_of, root_key, wide_like, zeros_like
-from jaxcomp.base import Compressor, State, accumulate, add_own, advance, for_worker, residual
-from jaxcomp.layout import Layout, join, plan_of, split
+from jaxcomp.base import (
+    Mean,
+    Round,
+    State,
+    Sum,
+    accumulate,
+    add_own,
+    advance,
+    answered,
+    for_worker,
+    residual,
+    sides,
+)
+from jaxcomp.compressors.tree import as_leaves, each_of, from_leaves, layout_of
+from jaxcomp.groups import groups_of, join, split
 from jaxcomp.payloads import Dense
 
 AXIS = "data"
@@ -107,27 +120,45 @@ def _loop(step, state, grads):
 
 
 class HostSent(NamedTuple):
-    """`base.Sent`, of payloads that arrived as bytes."""
+    """`base.Sent`, of payloads that arrived as bytes. arrived: of each group, of all workers."""
 
-    mean: Any
-    own: Any
-    residual: Any
-    state: State
-    arrived: Any
-    payload: Any
-    compressor: Compressor
-    mine: Any
-    shared: Any
-    like: Any
+    request: Mean
+    payloads: tuple[Any, ...]
+    mine: tuple[Any, ...]
+    states: tuple[State, ...]
+    arrived: tuple[Any, ...]
+
+    @property
+    def mean(self):
+        return self._mean(self.request.compressors)
+
+    @property
+    def direction(self):
+        return self.mean
+
+    @property
+    def own(self):
+        return self._own(self.request.compressors)
+
+    @property
+    def residual(self):
+        each = zip(self.request.compressors, self.request.message, self.payloads, self.mine, strict=True)
+        return tuple(residual(*four) for four in each)
 
     def add_to(self, total, weight):
-        return add_own(self.compressor, total, self.payload, weight, self.mine)
+        each = zip(self.request.compressors, total, self.payloads, self.mine, strict=True)
+        return tuple(add_own(c, t, payload, weight, mine) for c, t, payload, mine in each)
 
-    def read_by(self, compressor):
-        return (
-            _mean_on_host(compressor, self.arrived, self.shared, self.like),
-            compressor.decompress(self.payload, self.mine, self.like),
-        )
+    def read_by(self, compressors):
+        return self._mean(compressors), self._own(compressors)
+
+    def _mean(self, compressors):
+        each = zip(compressors, self.arrived, self.request.states, self.request.message, strict=True)
+        return tuple(_mean_on_host(c, list(arrived), state.shared, like_of(x)) for c, arrived, state, x in each)
+
+    def _own(self, compressors):
+        each = zip(compressors, self.payloads, self.mine, self.request.message, strict=True)
+        return tuple(c.decompress(payload, mine, like_of(x)) for c, payload, mine, x in each)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -178,7 +209,7 @@ class Board:
 
 
 class HostExchange:
-    """`base.Exchange` of one worker among n threads: every message crosses as the bytes of `jc.wire.encode`."""
+    """Answers the requests of one worker among n threads: every message crosses as the bytes of `jc.wire.encode`."""
 
     def __init__(self, index, board):
         self.index, self.size, self._board = jnp.asarray(index, jnp.int32), board.size, board
@@ -189,28 +220,30 @@ class HostExchange:
         self.sent_bytes += len(message)
         return [jc.wire.decode(each) for each in self._board.all_gather(self._number, message)]
 
-    def mean(self, key, compressor, message, state):
-        like, mine = like_of(message), for_worker(compressor, state.shared, self.index, self.size)
-        _, key = jax.random.split(key)
-        payload, local = _compiled(compressor.compress)(key, message, State(state.local, mine))
-        arrived = self._exchange(payload)
-        return HostSent(
-            _mean_on_host(compressor, arrived, state.shared, like),
-            compressor.decompress(payload, mine, like),
-            residual(compressor, message, payload, mine),
-            State(local, advance(compressor, state.shared)),
-            arrived,
-            payload,
-            compressor,
-            mine,
-            state.shared,
-            like,
-        )
+    def answer(self, requests):
+        return [self._answer(request) for request in requests]
 
-    def means(self, messages):
-        return [self.mean(*each) for each in messages]
+    def _answer(self, request):
+        if isinstance(request, Mean):
+            return self._mean(request)
+        if isinstance(request, Sum):
+            return self._sum(request.x)
+        branch = request.yes if bool(request.predicate) else request.no
+        return answered(branch(*request.operands), self.answer)
 
-    def sum(self, x):
+    def _mean(self, request):
+        pairs = list(zip(request.compressors, request.states, strict=True))
+        mine = tuple(for_worker(c, state.shared, self.index, self.size) for c, state in pairs)
+        given = zip(pairs, request.keys, request.message, mine, strict=True)
+        done = [_compiled(c.compress)(key, x, State(state.local, own)) for (c, state), key, x, own in given]
+        payloads = tuple(payload for payload, _ in done)
+        arrived = self._exchange(as_leaves(request.groups, payloads))
+        arrived = tuple(zip(*(from_leaves(request.groups, each) for each in arrived), strict=True))
+        after = zip(pairs, done, strict=True)
+        states = tuple(State(local, advance(c, state.shared)) for (c, state), (_, local) in after)
+        return HostSent(request, payloads, mine, states, arrived)
+
+    def _sum(self, x):
         leaves, structure = jax.tree.flatten(x)
         arrived = self._exchange(Dense(jnp.concatenate([leaf.reshape(-1) for leaf in leaves] or [jnp.zeros(0)])))
         total = functools.reduce(jnp.add, [each.values for each in arrived])
@@ -218,29 +251,26 @@ class HostExchange:
         parts = [total[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
         return jax.tree.unflatten(structure, parts)
 
-    def cond(self, predicate, yes, no, *operands):
-        return (yes if bool(predicate) else no)(*operands)
-
 
 def run_on_host(algorithm, params, grads, seed=0):
     """`run_vmap` of `compressed_mean(algorithm, AXIS, "gather", seed=seed)`: directions and state of each worker."""
     rounds, workers = jax.tree.leaves(grads)[0].shape[:2]
-    compressor = algorithm.compressor
-    layout = algorithm.layout or Layout() if compressor is None else compressor.spec.lifted.layout
-    plan, board = plan_of(layout, params), Board(workers)
+    groups, board = groups_of(layout_of(algorithm), params), Board(workers)
+    compressors = each_of(algorithm, groups.groups)
     shared_key, private_key = jax.random.split(root_key(seed))
-    if compressor is not None:
+    if algorithm.compressor is not None:
         shared_key, _ = jax.random.split(shared_key)
 
     def work(i):
-        state, directions = algorithm.init(shared_key, plan.like), []
+        state, directions = algorithm.init(Round(shared_key, groups.groups, compressors), groups.like), []
         exchange = HostExchange(i, board)
         for t in range(rounds):
             key = jax.random.fold_in(jax.random.fold_in(private_key, t), i)
-            mine = split(plan, jax.tree.map(lambda g: g[t, i], grads))  # noqa: B023
-            direction, state = algorithm.update(key, mine, state, exchange)
-            directions.append(join(plan, direction))
-        return jax.tree.map(lambda *d: jnp.stack(d), *directions), state
+            mine = split(groups, jax.tree.map(lambda g: g[t, i], grads))  # noqa: B023
+            here = Round(key, groups.groups, compressors, exchange.index, workers)
+            direction, state = answered(algorithm.update(here, mine, state), exchange.answer)
+            directions.append(join(groups, direction))
+        return jax.tree.map(lambda *d: jnp.stack(d), *directions), sides(state, algorithm.roles)
 
     def run(i):
         with board.running:
