@@ -46,7 +46,7 @@ from jaxcomp.algorithms import (
     power_sgd,
     sparse_loco,
 )
-from jaxcomp.base import Algorithm, Compressor, Round, Sent, Spec, State
+from jaxcomp.base import Algorithm, Compressor, Sent, Spec, State
 from jaxcomp.compressors import (
     bernoulli,
     binned,
@@ -113,7 +113,6 @@ __all__ = [
     "Layout",
     "Ledger",
     "Link",
-    "Round",
     "Sent",
     "Spec",
     "State",

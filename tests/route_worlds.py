@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 from worlds import AXIS, mesh_of
 
 from jaxcomp.arrays import row_of
-from jaxcomp.base import Compressor, Lengths, Spec, State, for_worker
-from jaxcomp.compressors.vector import lift
+from jaxcomp.base import Compressor, Lengths, Round, Spec, State
+from jaxcomp.compressors.tree import each_of
 from jaxcomp.exchange.axes import axis_index, axis_names, axis_size, varying
-from jaxcomp.exchange.mean import mean_of
-from jaxcomp.exchange.routes import Call, Outgoing, route_of
-from jaxcomp.layout import Parts
+from jaxcomp.exchange.driver import Message
+from jaxcomp.exchange.routes import Way, route_of
+from jaxcomp.groups import Group
 from jaxcomp.payloads import Sparse
 
 
@@ -50,34 +50,70 @@ def shape(*dims, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
+def groups_of(like, *, small=False):
+    """The groups of these shapes, the first of which may be of small leaves; of one shape, which has its key alone."""
+    if not isinstance(like, tuple):
+        return (Group((0,), like.shape, like.dtype),)
+    numbers = iter(range(len(like)))
+    is_small = lambda i: small and i == 0
+    number = lambda i: None if is_small(i) else next(numbers)
+    return tuple(Group((i,), x.shape, x.dtype, small=is_small(i), number=number(i)) for i, x in enumerate(like))
+
+
+def in_buckets(groups, numbers):
+    return tuple(group._replace(bucket=number) for group, number in zip(groups, numbers, strict=True))
+
+
 LIKES = {
-    "small": Parts(shape(7), (shape(300), shape(3, 64))),
-    "none": Parts(shape(0), (shape(300), shape(3, 64))),
-    "dense": Parts(shape(7), ()),
+    "small": in_buckets(groups_of((shape(7), shape(300), shape(3, 64)), small=True), (0, 2, 1)),
+    "none": groups_of((shape(300), shape(3, 64))),
+    "dense": groups_of((shape(7),), small=True),
     "vector": shape(300),
     "stack": shape(3, 64),
 }
 
 
+def is_bare(like):
+    return isinstance(like, jax.ShapeDtypeStruct)
+
+
 def messages(seed, like, lead):
+    """An array, or one for each group."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal((*lead, *x.shape)), x.dtype), like)
+    one = lambda x: jnp.asarray(rng.standard_normal((*lead, *x.shape)), x.dtype)
+    return one(like) if is_bare(like) else tuple(map(one, like))
 
 
-def send(via, compressor, like, message, call):
-    """What one worker does: the result of the route, and its payload."""
-    compressor, axis = lift(compressor), call.axis
-    state = compressor.init(jax.random.key(0), like)
-    mine = for_worker(compressor, state.shared, axis_index(axis), axis_size(axis))
-    local = varying(state.local, (*axis_names(axis), *call.outer))
-    key = jax.random.fold_in(jax.random.key(1), axis_index((*axis_names(axis), *call.outer)))
-    payload, _ = compressor.compress(key, message, State(local, mine))
-    payload = varying(payload, (*axis_names(axis), *call.outer))
-    route = route_of(via)
-    memory = route.init(jax.random.key(2), compressor, like)
-    out = Outgoing(jax.random.fold_in(key, 1), compressor, payload, state.shared, like, memory)
-    carried = route.carry(out, call)
-    return carried._replace(mean=mean_of(out, carried, call)), payload
+class Result(NamedTuple):
+    """mean: an array, or one for each group. message, carried: of the driver, and of the route."""
+
+    mean: Any
+    message: Any
+    carried: Any
+
+
+def round_of(compressor, like, key, axis=None):
+    """A round at one worker, as an algorithm sees it."""
+    groups = groups_of(like) if is_bare(like) else like
+    return Round(key, groups, each_of(compressor, groups), axis_index(axis), axis_size(axis))
+
+
+def shapes_of(here):
+    return tuple(group.like for group in here.groups)
+
+
+def send(via, compressor, like, message, way):
+    """What one worker does with a message: the mean, and what came of it."""
+    axes = (*axis_names(way.axis), *way.outer)
+    here = round_of(compressor, like, jax.random.key(0))
+    states = tuple(State(varying(s.local, axes), s.shared) for s in here.start(shapes_of(here)))
+    here = here._replace(key=jax.random.fold_in(jax.random.key(1), axis_index(axes)))
+    request = here.mean((message,) if is_bare(like) else message, states)
+    sent, route = Message(request, way), route_of(via)
+    memory = State() if route.init is None else route.init(jax.random.key(2), here.compressors, shapes_of(here))
+    carried = route.carry(sent.parcels, way, request.route_key, memory)
+    sent.arrived = carried.arrived
+    return Result(sent.mean[0] if is_bare(like) else sent.mean, sent, carried)
 
 
 def first(tree):
@@ -93,13 +129,13 @@ def grid(second):
 
 
 def on_vmap(step, given):
-    """step(message, call) -> equal on all workers; given: [n, ...]."""
-    return jax.jit(jax.vmap(lambda x: step(x, Call(AXIS)), axis_name=AXIS, out_axes=None))(given)
+    """step(message, way) -> equal on all workers; given: [n, ...]."""
+    return jax.jit(jax.vmap(lambda x: step(x, Way(AXIS)), axis_name=AXIS, out_axes=None))(given)
 
 
 def on_mesh(step, given, check_vma=True):
     workers = len(jax.tree.leaves(given)[0])
-    one = lambda x: step(first(x), Call(AXIS))
+    one = lambda x: step(first(x), Way(AXIS))
     return jax.jit(jax.shard_map(one, mesh=mesh_of(workers), in_specs=P(AXIS), out_specs=P(), check_vma=check_vma))(
         given
     )
@@ -107,13 +143,13 @@ def on_mesh(step, given, check_vma=True):
 
 def on_shards(step, given):
     """given: [2 workers, 2 shards, ...]; results have a leading axis of shards."""
-    one = lambda x: row(varying(step(first(first(x)), Call(AXIS, outer=("shard",))), "shard"))
+    one = lambda x: row(varying(step(first(first(x)), Way(AXIS, outer=("shard",))), "shard"))
     return jax.jit(jax.shard_map(one, mesh=grid("shard"), in_specs=P(AXIS, "shard"), out_specs=P("shard")))(given)
 
 
 def on_replicas(step, given):
     """given: [2 workers, ...], equal on 2 devices each."""
-    one = lambda x: step(first(x), Call(AXIS, replicas=("replica",)))
+    one = lambda x: step(first(x), Way(AXIS, replicas=("replica",)))
     return jax.jit(jax.shard_map(one, mesh=grid("replica"), in_specs=P(AXIS), out_specs=P()))(given)
 
 

@@ -321,7 +321,8 @@ def check_wrappers(state: Any, divided: bool = False) -> None:
     if skips or isinstance(state, optax.ApplyIfFiniteState):
         raise ValueError(
             f"compressed_mean: {alone} around an exchange lets each worker decide by its own gradient whether to take "
-            "part, so that one NaN blocks the others or leaves them with other states. Use jc.skip_nonfinite(tx, "
+            "part, so that one NaN blocks the others or leaves them with other states. Use "
+            "jc.replicas.skip_nonfinite(tx, "
             "axis_name), by which all workers skip a step together"
         )
     if isinstance(state, optax.transforms.ConditionallyTransformState):

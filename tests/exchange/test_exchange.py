@@ -1,6 +1,6 @@
 """The same payloads give the same mean with vmap, on a mesh and as bytes on the host, bitwise for equal weights."""
 
-from typing import Any, NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,43 +13,34 @@ from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
 from jaxcomp.arrays import like_of, wide_like
-from jaxcomp.base import accumulate, for_worker
-from jaxcomp.compressors.vector import lift
-from jaxcomp.exchange.mean import mean_of
-from jaxcomp.exchange.routes import Call, Outgoing, route_of
-from jaxcomp.layout import plan_of
-from jaxcomp.payloads import Dense, Leaves
+from jaxcomp.base import Round, State, accumulate, for_worker, keys_of
+from jaxcomp.compressors.tree import as_leaves, each_of, from_leaves, laid_out
+from jaxcomp.exchange.driver import _mean
+from jaxcomp.exchange.routes import Parcel, Way, route_of
+from jaxcomp.groups import groups_of
 
 N = 4
 WEIGHTS = {"equal": None, "weighted": np.array([0.1, 0.4, 0.3, 0.2])}
 TREE = {"w": jnp.zeros((30, 50)), "b": jnp.zeros(7), "v": jnp.zeros(1100)}
 
 
-class Arrived(NamedTuple):
-    """mean = scale * sum_j weights_j decompress(payloads_j)."""
-
-    payloads: Any
-    weights: Any
-    scale: float
-
-
-def host_mean(arrived, compressor, shared, like):
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), wide_like(like))
-    total = accumulate(compressor, zeros, arrived.payloads, arrived.weights, shared)
-    return jax.tree.map(lambda t: t * arrived.scale, total)
-
-
-def payloads_of(compressor, like, key, seed):
-    """Shared state, and of each worker its payload and what that decodes to."""
+def payloads_of(here, key, seed):
+    """Shared states; and of each worker its payloads and what they decode to, one for each group."""
     rng = np.random.default_rng(seed)
-    messages = [jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype), like) for _ in range(N)]
+    likes = [group.like for group in here.groups]
+    messages = [tuple(jnp.asarray(rng.standard_normal(a.shape), a.dtype) for a in likes) for _ in range(N)]
 
     @jax.jit
     def run(i, message):
-        state = compressor.init(key, like)
-        own = state._replace(shared=for_worker(compressor, state.shared, i, N))
-        payload, _ = compressor.compress(jax.random.fold_in(key, i), message, own)
-        return state.shared, payload, compressor.decompress(payload, own.shared, like)
+        shared, payloads, decoded = [], [], []
+        states = here._replace(key=key).start(tuple(likes))
+        keys = keys_of(jax.random.fold_in(key, i), here.groups)
+        for c, own, x, state, like in zip(here.compressors, keys, message, states, likes, strict=True):
+            mine = state._replace(shared=for_worker(c, state.shared, i, N))
+            payloads.append(c.compress(own, x, mine)[0])
+            decoded.append(c.decompress(payloads[-1], mine.shared, like))
+            shared.append(state.shared)
+        return tuple(shared), tuple(payloads), tuple(decoded)
 
     shared, payloads, decoded = zip(*(run(i, message) for i, message in enumerate(messages)), strict=True)
     return shared[0], payloads, decoded
@@ -57,53 +48,56 @@ def payloads_of(compressor, like, key, seed):
 
 def everywhere(compressor, via, weights, like, key, seed):
     """The mean in three worlds, and what it should be in float64; `like` is an array, or a tree to be laid out."""
-    compressor = lift(compressor)
-    like = plan_of(compressor.spec.lifted.layout, like).like
-    shared, payloads, decoded = payloads_of(compressor, like, key, seed)
+    groups = groups_of(laid_out(compressor).layout, like).groups
+    here = Round(key, groups, each_of(compressor, groups))
+    shared, payloads, decoded = payloads_of(here, key, seed)
     stacked = jax.tree.map(lambda *a: jnp.stack(a), *payloads)
     w = None if weights is None else jnp.asarray(weights, jnp.float32)
-    linear = compressor.spec.linear
 
-    def worker(payload, shared):
-        out = Outgoing(jax.random.key(0), compressor, payload, shared, like)
-        call = Call(AXIS, weights=w)
-        return mean_of(out, route_of(via).carry(out, call), call)
+    def worker(payloads, shared):
+        way, each = Way(AXIS, weights=w), zip(here.compressors, payloads, shared, groups, strict=True)
+        parcels = [Parcel(c, payload, state, group.like) for c, payload, state, group in each]
+        arrived = route_of(via).carry(parcels, way, jax.random.key(0), State()).arrived
+        adds = [functools.partial(accumulate, c) for c in here.compressors]
+        return tuple(_mean(parcel, one, way, add) for parcel, one, add in zip(parcels, arrived, adds, strict=True))
 
     sharded = jax.shard_map(
         lambda p, s: worker(jax.tree.map(lambda a: a[0], p), s), mesh=mesh_of(N), in_specs=(P(AXIS), P()), out_specs=P()
     )
-    arrived = [jc.wire.decode(jc.wire.encode(payload)) for payload in payloads]
-    met = arrived_on_host(arrived, None if weights is None else np.float32(weights), via, linear)
+    arrived = [from_leaves(groups, jc.wire.decode(jc.wire.encode(as_leaves(groups, each)))) for each in payloads]
     want = jax.tree.map(lambda *x: np.average(np.float64(x), axis=0, weights=weights), *decoded)
-    on_host = jax.jit(lambda p, w: host_mean(Arrived(p, w, met.scale), compressor, shared, like))
+    given = None if weights is None else np.float32(weights)
+    each = zip(here.compressors, zip(*arrived, strict=True), shared, groups, strict=True)
     return {
         "shard_map": jax.jit(sharded)(stacked, shared),
         "vmap": jax.jit(jax.vmap(worker, in_axes=(0, None), out_axes=None, axis_name=AXIS))(stacked, shared),
-        "bytes": on_host(met.payloads, met.weights),
+        "bytes": tuple(on_host(c, sent, given, via, state, group.like) for c, sent, state, group in each),
     }, want
 
 
-def arrived_on_host(payloads, weights, via, linear):
-    """The exchange in NumPy, from decoded messages."""
+def on_host(compressor, payloads, weights, via, shared, like):
+    """The mean of one group in NumPy, from decoded messages; of those that are added on the way, of their sum."""
     scale = 1 / N if weights is None else 1.0
-    each = np.ones(N, np.float32) if weights is None else weights
     stacked = jax.tree.map(lambda *a: np.stack(a), *payloads)
+    if via != "gather" and compressor.spec.linear:
+        stacked, weights = jax.tree.map(lambda *parts: summed(parts, weights), *payloads), None
+    zeros = jnp.zeros(like.shape, wide_like(like).dtype)
 
-    def summed(*parts):
-        """In the order of the workers, in f32; 16-bit floats are rounded once, at the end."""
-        terms = [p if weights is None else p * w.astype(p.dtype) for p, w in zip(parts, each, strict=True)]
-        total = terms[0].astype(np.float32)
-        for term in terms[1:]:
-            total = total + term.astype(np.float32)
-        return total.astype(parts[0].dtype)[None]
+    @jax.jit
+    def mean(payloads, weights):
+        return jax.tree.map(lambda t: t * scale, accumulate(compressor, zeros, payloads, weights, shared))
 
-    if via == "gather" or not (linear or isinstance(stacked, Leaves)):
-        return Arrived(stacked, weights, scale)
-    total = jax.tree.map(summed, *payloads)
-    if linear:
-        return Arrived(total, None, scale)
-    parts = None if weights is None else Leaves(Dense(None), (weights,) * len(stacked.leaves))
-    return Arrived(Leaves(total.dense, stacked.leaves), parts, scale)
+    return mean(stacked, weights)
+
+
+def summed(parts, weights):
+    """In the order of the workers, in f32; 16-bit floats are rounded once, at the end."""
+    each = np.ones(N, np.float32) if weights is None else weights
+    terms = [p if weights is None else p * w.astype(p.dtype) for p, w in zip(parts, each, strict=True)]
+    total = terms[0].astype(np.float32)
+    for term in terms[1:]:
+        total = total + term.astype(np.float32)
+    return total.astype(parts[0].dtype)[None]
 
 
 def assert_right(results, want, tolerance, weights):

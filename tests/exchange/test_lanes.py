@@ -11,11 +11,12 @@ from worlds import AXIS, mesh_of
 
 from jaxcomp import backend_cpu
 from jaxcomp.compressors.dense import cast, identity, natural
-from jaxcomp.exchange import collectives, lanes
+from jaxcomp.exchange import collectives
+from jaxcomp.exchange import collectives as lanes
 from jaxcomp.exchange.axes import varying, varying_axes
-from jaxcomp.exchange.routes import Call
+from jaxcomp.exchange.routes import Parcel, Way
 from jaxcomp.ledger import ledger
-from jaxcomp.payloads import Dense, Leaves
+from jaxcomp.payloads import Dense
 
 N = 4
 MIXED = {
@@ -50,16 +51,16 @@ def test_a_very_long_array_has_a_lane_of_its_own():
 
 
 def test_buckets_have_lanes_of_their_own_and_small_leaves_go_last():
-    payload = Leaves(Dense(jnp.zeros(3)), (Dense(jnp.zeros(2)), (jnp.zeros(1), jnp.zeros(1, jnp.int32))))
-    buckets = lanes.buckets_of_arrays(payload, (2, 1))
+    payloads = (Dense(jnp.zeros(3)), Dense(jnp.zeros(2)), (jnp.zeros(1), jnp.zeros(1, jnp.int32)))
+    parcels = [Parcel(identity(), x, (), None, bucket) for x, bucket in zip(payloads, (0, 2, 1), strict=True)]
+    buckets = Way(AXIS, buckets=True).buckets_of(parcels)
     assert buckets == [0, 2, 1, 1]
-    assert [(lane.bucket, lane.places) for lane in lanes.word_lanes(payload, buckets)] == [
+    assert [(lane.bucket, lane.places) for lane in lanes.word_lanes(payloads, buckets)] == [
         (1, (2, 3)),
         (2, (1,)),
         (0, (0,)),
     ]
-    assert lanes.buckets_of_arrays(payload.leaves, (2, 1)) == [2, 1, 1]
-    assert lanes.buckets_of_arrays(payload, None) is lanes.buckets_of_arrays(Dense(jnp.zeros(2)), (1,)) is None
+    assert Way(AXIS).buckets_of(parcels) is None
 
 
 @pytest.mark.sampled
@@ -231,20 +232,20 @@ def counted(via, compressor, like, given, world, **options):
     """Bytes of the compiled program, and what the route says."""
     said = []
 
-    def step(message, call):
-        result, _ = rw.send(via, compressor, like, message, call._replace(**options))
-        said.append(result.sent_bytes)
+    def step(message, way):
+        result = rw.send(via, compressor, like, message, way._replace(**options))
+        said.append(result.carried.sent_bytes)
         return result.mean
 
-    mesh, call, spec = {
-        "mesh": (mesh_of(N), Call(AXIS), P(AXIS)),
-        "replicas": (rw.grid("replica"), Call(AXIS, replicas=("replica",)), P(AXIS)),
+    mesh, way, spec = {
+        "mesh": (mesh_of(N), Way(AXIS), P(AXIS)),
+        "replicas": (rw.grid("replica"), Way(AXIS, replicas=("replica",)), P(AXIS)),
     }[world]
-    program = jax.jit(jax.shard_map(lambda x: step(rw.first(x), call), mesh=mesh, in_specs=spec, out_specs=P()))
+    program = jax.jit(jax.shard_map(lambda x: step(rw.first(x), way), mesh=mesh, in_specs=spec, out_specs=P()))
     return ledger(program, given).total_bytes, said[0]
 
 
-BUCKETS = {"buckets": (2, 1)}
+BUCKETS = {"buckets": True}
 CASES = {
     "gather": ("gather", natural(), "small", {}),
     "gather-narrow": ("gather", cast("float8_e4m3fn"), "small", {}),
@@ -287,11 +288,12 @@ def test_a_bucket_does_not_wait_for_the_others(seed):
     """Each has a collective of its own, which XLA does not join with the next."""
     given = messages(seed, LIKES["small"], (N,))
     ways = {}
-    for buckets in (None, (2, 1)):
-        step = lambda x: rw.send("gather", natural(), LIKES["small"], rw.first(x), Call(AXIS, buckets=buckets))[0].mean  # noqa: B023
+    for buckets in (False, True):
+        way = Way(AXIS, buckets=buckets)
+        step = lambda x: rw.send("gather", natural(), LIKES["small"], rw.first(x), way).mean  # noqa: B023
         program = jax.jit(jax.shard_map(step, mesh=mesh_of(N), in_specs=P(AXIS), out_specs=P()))
         ways[buckets] = len([row for row in ledger(program, given).rows if row.op == "all-gather"])
-    assert ways == {None: 1, (2, 1): 3}
+    assert ways == {False: 1, True: 3}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -11,17 +11,17 @@ from jax import lax
 from route_worlds import LIKES, bits, messages, on_mesh, on_replicas, on_shards, on_vmap, uneven
 from variants import variants
 
+from jaxcomp.arrays import like_of as like_of_array
 from jaxcomp.arrays import wide_like
-from jaxcomp.base import for_worker
+from jaxcomp.base import for_worker, keys_of
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.compressors.quantize import dithering
-from jaxcomp.compressors.vector import lift
+from jaxcomp.compressors.tree import each_of, per_leaf
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.links import Link
-from jaxcomp.exchange.mean import mean_of
-from jaxcomp.exchange.routes import ROUTES, VIAS, Outgoing, route_of
+from jaxcomp.exchange.routes import ROUTES, VIAS, route_of
 from jaxcomp.exchange.routes.ladder import decode, encode, rungs
-from jaxcomp.layout import Layout
+from jaxcomp.groups import Layout
 
 N = 4
 COUNTS = (40, 3, 11, 60)
@@ -41,24 +41,28 @@ def like_of(via, small, workers):
 
 
 def step_of(via, compressor, like, **options):
-    def step(message, call):
-        result, _ = rw.send(via, compressor, like, message, call._replace(**options))
-        return result.mean
+    def step(message, way):
+        return rw.send(via, compressor, like, message, way._replace(**options)).mean
 
     return step
 
 
 def mean_of_decoded(compressor, like, given, weights=None):
     """In float64, of what each of the workers on the leading axis sent."""
-    workers, lifted = len(jax.tree.leaves(given)[0]), lift(compressor)
+    workers = len(jax.tree.leaves(given)[0])
     shares = np.full(workers, 1 / workers) if weights is None else np.asarray(weights)
+    here = rw.round_of(compressor, like, jax.random.key(0))
 
     @jax.jit
     def one(i, message):
-        state = lifted.init(jax.random.key(0), like)
-        mine = state._replace(shared=for_worker(lifted, state.shared, i, workers))
-        payload, _ = lifted.compress(jax.random.key(1), message, mine)
-        return lifted.decompress(payload, mine.shared, wide_like(like))
+        decoded = []
+        states = here.start(rw.shapes_of(here))
+        keys = keys_of(jax.random.key(1), here.groups)
+        message = (message,) if rw.is_bare(like) else message
+        for c, key, x, state in zip(here.compressors, keys, message, states, strict=True):
+            mine = state._replace(shared=for_worker(c, state.shared, i, workers))
+            decoded.append(c.decompress(c.compress(key, x, mine)[0], mine.shared, wide_like(like_of_array(x))))
+        return decoded[0] if rw.is_bare(like) else tuple(decoded)
 
     decoded = [one(i, jax.tree.map(lambda a: a[i], given)) for i in range(workers)]  # noqa: B023
     return jax.tree.map(lambda *x: np.tensordot(shares, np.float64(x), 1), *decoded)
@@ -120,12 +124,10 @@ def test_gathered_means_are_bitwise_equal(case, seed, optimized):
     compressor, like = COMPRESSORS[name], LIKES["small"]
     w = None if weights is None else jnp.asarray(weights, jnp.float32)
 
-    def step(message, call):
-        call = call._replace(weights=w)
-        results = {via: rw.send(via, compressor, like, message, call) for via in TOGETHER}
-        shared = lift(compressor).init(jax.random.key(0), like).shared
-        other = Outgoing(jax.random.key(0), lift(compressor), None, shared, like)
-        return {via: (result.mean, mean_of(other, result, call)) for via, (result, _) in results.items()}
+    def step(message, way):
+        results = {via: rw.send(via, compressor, like, message, way._replace(weights=w)) for via in TOGETHER}
+        again = each_of(compressor, like)
+        return {via: (result.mean, result.message.read_by(again)[0]) for via, result in results.items()}
 
     given = messages(seed, like, (N,))
     for world in (on_vmap, on_mesh):
@@ -142,9 +144,9 @@ def test_gathered_means_are_bitwise_equal(case, seed, optimized):
 def test_ladder_gives_bitwise_the_gathered_mean(name, like, seed):
     compressor, like = COMPRESSORS[name], LIKES[like]
 
-    def step(message, call):
-        results = {via: rw.send(via, compressor, like, message, call)[0] for via in ("gather", "ladder")}
-        return {via: (result.mean, jnp.float32(result.sent_bytes)) for via, result in results.items()}
+    def step(message, way):
+        results = {via: rw.send(via, compressor, like, message, way) for via in ("gather", "ladder")}
+        return {via: (result.mean, jnp.float32(result.carried.sent_bytes)) for via, result in results.items()}
 
     for world in (on_vmap, on_mesh):
         got = world(step, messages(seed, like, (N,)))
@@ -183,9 +185,9 @@ def test_auto_takes_the_fastest(compressor, like, link, name, seed, monkeypatch)
     monkeypatch.setattr(collectives, "has_ragged", lambda: False)
     chosen, like = [], LIKES[like]
 
-    def step(message, call):
-        result, _ = rw.send("auto", compressor, like, message, call._replace(link=link))
-        chosen.append(result.route)
+    def step(message, way):
+        result = rw.send("auto", compressor, like, message, way._replace(link=link))
+        chosen.append(result.carried.route)
         return result.mean
 
     given = messages(seed, like, (N,))
@@ -209,7 +211,6 @@ def test_registry():
     assert list(ROUTES) == ["sum", "gather", "concat", "ring", "ragged", "ladder", "two_shot"]
     assert ("auto", *ROUTES) == VIAS
     assert all(route_of(via).name == via for via in VIAS)
-    assert [via for via in VIAS if route_of(via).buckets] == ["auto", "sum", "gather"]
     given = Layout("leaf")
     assert [via for via in VIAS if route_of(via).layout is not None] == ["ladder", "two_shot"]
     assert route_of("two_shot").layout(given, 3) == Layout("chunks", chunks=3)
@@ -223,7 +224,7 @@ def test_refusals():
     two_shot = ROUTES["two_shot"].refuses
     assert two_shot(natural(), {"memory": "memory", "compressor": "compressor"}) is None
     assert "keeps a shift in step" in two_shot(natural(), {"inner": {"h": "shift"}})
-    assert "needs a compressor of one array; got identity" in two_shot(lift(identity()), {})
+    assert "needs a compressor of one array; got per_leaf(identity)" in two_shot(per_leaf(identity()), {})
     assert "has a plan for each" in two_shot(uneven(COUNTS), {})
     unknown = natural()._replace(spec=natural().spec._replace(omega=None, alpha=None))
     assert "known error bound" in two_shot(unknown, {})
@@ -233,7 +234,7 @@ def test_refusals():
 
 def test_ragged_is_refused_where_the_backend_has_none(seed, monkeypatch):
     monkeypatch.setattr(collectives, "has_ragged", lambda: False)
-    with pytest.raises(ValueError, match='the cpu backend has no ragged_all_to_all; use via="ring"'):
+    with pytest.raises(ValueError, match='this backend has no ragged_all_to_all; use via="ring"'):
         on_vmap(step_of("ragged", uneven(COUNTS), LIKES["vector"]), messages(seed, LIKES["vector"], (N,)))
 
 
@@ -272,11 +273,15 @@ def test_rungs():
 @pytest.mark.sampled
 @pytest.mark.parametrize("like", ["vector", pytest.param("stack", marks=pytest.mark.slow), "small"])
 def test_payloads_of_stacks_survive_their_codes(like, seed):
-    """Row by row, then everything else."""
-    compressor, like = lift(natural() if like == "small" else uneven((7,))), LIKES[like]
-    is_stack = [len(x.shape) > 1 for x in getattr(like, "vectors", (like,))]
-    state = compressor.init(jax.random.key(0), like)
-    payload, _ = jax.jit(compressor.compress)(jax.random.key(1), messages(seed, like, ()), state)
+    """Group after group, a stack row by row."""
+    compressor, like = natural() if like == "small" else uneven((7,)), LIKES[like]
+    here = rw.round_of(compressor, like, jax.random.key(0))
+    message = messages(seed, like, ())
+    given = zip(
+        here.compressors, (message,) if rw.is_bare(like) else message, here.start(rw.shapes_of(here)), strict=True
+    )
+    payload = tuple(jax.jit(c.compress)(jax.random.key(1), x, state)[0] for c, x, state in given)
+    is_stack = [len(x.shape) > 1 for x in rw.shapes_of(here)]
     coded = jax.jit(lambda payload: encode(payload, is_stack))(payload)
     assert coded.fits
     assert not np.any(coded.words[coded.used :])

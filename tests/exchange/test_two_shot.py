@@ -10,8 +10,8 @@ from worlds import AXIS
 
 from jaxcomp.base import State
 from jaxcomp.compressors.dense import cast, identity, natural
-from jaxcomp.compressors.vector import lift
-from jaxcomp.exchange.routes import ROUTES, Call, Outgoing
+from jaxcomp.compressors.rows import rows
+from jaxcomp.exchange.routes import ROUTES, Parcel, Way
 
 N, SIZE, ROUNDS = 4, 64, 3
 ROUTE = ROUTES["two_shot"]
@@ -23,16 +23,16 @@ def largest(k):
 
 def run(compressor, given, weights=None):
     """given: [rounds, n, n, c]. Means [rounds, n, c], what was sent first [rounds, n, n, c], and the route's states."""
-    lifted, like = lift(compressor), rw.shape(*given.shape[2:], dtype=given.dtype)
-    state = lifted.init(jax.random.key(0), like)
+    stacked, like = rows(compressor), rw.shape(*given.shape[2:], dtype=given.dtype)
+    state, way = stacked.init(jax.random.key(0), like), Way(AXIS, weights=weights)
 
     def worker(message, key, memory):
-        payload, _ = lifted.compress(jax.random.fold_in(key, 0), message, state)
-        out = Outgoing(jax.random.fold_in(key, 1), lifted, payload, state.shared, like, memory)
-        done = ROUTE.carry(out, Call(AXIS, weights=weights))
-        return done.mean, lifted.decompress(payload, state.shared, rw.shape(*like.shape)), done.state
+        payload, _ = stacked.compress(jax.random.fold_in(key, 0), message, state)
+        out = Parcel(stacked, payload, state.shared, like)
+        done = ROUTE.carry([out], way, jax.random.fold_in(key, 1), memory)
+        return done.arrived[0].mean, stacked.decompress(payload, state.shared, rw.shape(*like.shape)), done.state
 
-    one = ROUTE.init(jax.random.key(1), lifted, like)
+    one = ROUTE.init(jax.random.key(1), (stacked,), (like,))
     memory = State(jax.tree.map(lambda a: jnp.stack([a] * N), one.local), one.shared)
     axes = State(0, None)
     step = jax.jit(jax.vmap(worker, (0, 0, axes), (None, 0, axes), axis_name=AXIS))
@@ -87,13 +87,14 @@ def test_an_unbiased_compressor_needs_no_memory_and_stays_unbiased(seed):
 def test_narrow_messages_are_sent_narrow(seed):
     """The mean of bf16 messages is compressed in bf16, where no memory needs more."""
     given = rw.messages(seed, rw.shape(N, SIZE, dtype=jnp.bfloat16), (1, N))
-    exact = lift(identity())
-    assert ROUTE.init(jax.random.key(0), exact, rw.shape(N, SIZE, dtype=jnp.bfloat16)).local.memory == ()
+    like = rw.shape(N, SIZE, dtype=jnp.bfloat16)
+    assert ROUTE.init(jax.random.key(0), (rows(identity()),), (like,)).local.memory == ()
     said = []
 
     def worker(message):
-        result, payload = rw.send("two_shot", identity(), rw.shape(N, SIZE, dtype=jnp.bfloat16), message, Call(AXIS))
-        said.append((result.sent_bytes, result.lane_bytes, payload.values.dtype))
+        result = rw.send("two_shot", identity(), like, message, Way(AXIS))
+        payload, carried = result.message.parcels[0].payload, result.carried
+        said.append((carried.sent_bytes, carried.lane_bytes, payload.values.dtype))
         return result.mean
 
     mean = jax.jit(jax.vmap(worker, axis_name=AXIS, out_axes=None))(given[0])

@@ -53,7 +53,7 @@ def test_each_part_is_what_its_algorithm_makes_of_it(world):
         sent = np.apply_along_axis(largest, -1, message)
         memory = message - sent
         np.testing.assert_allclose(directions["layer"]["attention"][t].reshape(-1), sent.mean(0), rtol=1e-4, atol=1e-6)
-    own = state.local.algorithm.parts[2].memory.vectors[0]
+    own = state.local.algorithm.parts[2].memory[-1]
     np.testing.assert_allclose(np.reshape(own, memory.shape), memory, rtol=1e-4, atol=1e-5)
     other = directions["layer"]["mlp"]["w"]
     exact = np.asarray(grads["layer"]["mlp"]["w"]).mean(1)
@@ -162,7 +162,7 @@ def test_memories_keep_their_sum_with_other_workers():
     tx = jc.compressed_mean(jc.by_path(THREE), AXIS)
     new, axes = jc.init_state(tx, PARAMS, 3, AXIS)
     moved = jc.redistribute(old, new)
-    of = lambda state: state.local.algorithm.parts[2].memory.vectors[0]
+    of = lambda state: state.local.algorithm.parts[2].memory[-1]
     assert fsum(of(moved)) == fsum(of(old))
     assert of(moved).shape[0] == 3
     assert int(moved.shared.count) == 3

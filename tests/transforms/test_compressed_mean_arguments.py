@@ -68,7 +68,7 @@ def test_directions_too_large_for_the_gradients_are_cut(dtype):
         jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), AXIS), {"x": grads["x"][0, 0]}, grads
     )
     np.testing.assert_array_equal(np.max(np.asarray(directions["x"], np.float64), axis=1), largest)
-    assert np.all(np.isfinite(np.asarray(state.local.algorithm.memory.dense)))
+    assert np.all(np.isfinite(np.asarray(state.local.algorithm.memory[0])))
 
 
 @pytest.mark.sampled

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from variants import variants
 
 import jaxcomp as jc
-from jaxcomp.layout import Layout, plan_of
+from jaxcomp.groups import Layout, groups_of
 
 PARAMS = {"b": jnp.zeros(6), "v": jnp.zeros((64, 32)), "w": jnp.zeros((40, 30))}
 BOTH = P(("dcn", "ici"))
@@ -296,15 +296,16 @@ def test_an_optimizer_for_some_of_the_sharded_parameters(seed):
 def test_leaves_are_put_together_from_the_last():
     leaves = [jnp.zeros(size, "bfloat16") for size in (5, 5, 5, 5, 5, 3)]
     apart = Layout("apart", dense_below=4)
-    buckets = lambda bucket_bytes: plan_of(apart.in_buckets(bucket_bytes), leaves).buckets
+    large = lambda layout: [group for group in groups_of(layout, leaves).groups if not group.small]
+    buckets = lambda bucket_bytes: tuple(group.bucket for group in large(apart.in_buckets(bucket_bytes)))
     assert buckets(20) == (3, 2, 2, 1, 1)
     assert buckets(1) == (5, 4, 3, 2, 1)
     assert buckets(1000) == (1, 1, 1, 1, 1)
-    assert plan_of(apart, leaves).buckets == (1, 1, 1, 1, 1)
-    together = plan_of(Layout("tree", dense_below=4).in_buckets(20), leaves)
-    assert [group.leaves for group in together.groups] == [(0,), (1, 2), (3, 4)]  # a vector holds leaves of one bucket
-    assert together.dense == (5,)
-    assert len(plan_of(apart.in_buckets(1), jnp.zeros(3)).groups) == 1
+    assert [group.bucket for group in large(apart)] == [1, 1, 1, 1, 1]
+    together = groups_of(Layout("tree", dense_below=4).in_buckets(20), leaves).groups
+    assert [group.leaves for group in together] == [(5,), (0,), (1, 2), (3, 4)]  # a vector holds leaves of one bucket
+    assert [group.small for group in together] == [True, False, False, False]
+    assert len(groups_of(apart.in_buckets(1), jnp.zeros(3)).groups) == 1
 
 
 # Each leaf selects by itself: of leaves that are one vector, those of one bucket would be another.

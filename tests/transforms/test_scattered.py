@@ -74,8 +74,8 @@ def test_error_feedback_of_each_owners_rows(kind):
     for name, x in grads.items():
         assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim)
     found = [m.local.algorithm.memory for m in state.exchange if np.asarray(m.local.counts.route)[0] == 7]
-    np.testing.assert_allclose(np.asarray(found[0])[:, :, :160], memory, rtol=1e-4, atol=1e-5)
-    assert found[0].sharding.shard_shape(found[0].shape)[0] == 1
+    np.testing.assert_allclose(np.asarray(found[0][0])[:, :, :160], memory, rtol=1e-4, atol=1e-5)
+    assert found[0][0].sharding.shard_shape(found[0][0].shape)[0] == 1
     assert jc.info(state).chosen == "scatter"
 
 

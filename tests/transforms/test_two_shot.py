@@ -10,7 +10,7 @@ from variants import variants
 from worlds import AXIS, PARAMS, gradients, mesh_of, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
-from jaxcomp.layout import row_size
+from jaxcomp.groups import row_size
 
 N = 4
 SIZE = 1205
@@ -64,7 +64,7 @@ def test_both_memories_are_those_of_the_oracle(weights, seed):
     shares = np.full(N, 1 / N) if weights is None else np.array(weights) / 10
     want, first, second = top_k_oracle(vectors(grads), 7, shares)
     np.testing.assert_allclose(vectors(directions), want, rtol=1e-5, atol=1e-6)
-    memory = np.reshape(state.local.algorithm.memory, (N, -1))
+    memory = np.reshape(state.local.algorithm.memory[0], (N, -1))
     np.testing.assert_allclose(memory[:, :SIZE], first.reshape(N, -1)[:, :SIZE], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(state.local.route.memory, second, rtol=1e-5, atol=1e-6)
 
@@ -73,7 +73,7 @@ def test_nothing_is_lost(seed):
     """What came out, and what both memories hold, is all that went in."""
     grads = gradients(seed, rounds=4)
     directions, state = run_vmap(two_shot(jc.error_feedback(jc.cast("float8_e4m3fn"))), PARAMS, grads)
-    first = np.float64(state.local.algorithm.memory).reshape(N, -1)[:, :SIZE].mean(0)
+    first = np.float64(state.local.algorithm.memory[0]).reshape(N, -1)[:, :SIZE].mean(0)
     second = np.asarray(state.local.route.memory, np.float64).reshape(-1)[:SIZE]
     assert min(np.abs(first).max(), np.abs(second).max()) > 1e-4
     came_out = vectors(directions).sum(0)
@@ -195,7 +195,7 @@ def test_narrow_gradients_come_back_narrow(seed):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="keeps a shift in step"):
         two_shot(jc.diana(jc.dithering(7)))
-    with pytest.raises(ValueError, match=r"needs a compressor of one array; got top_k\(0.1\). Leave its layout out"):
+    with pytest.raises(ValueError, match=r"needs a compressor of one array; got per_leaf\(top_k\(0.1\)\). Leave its layout out"):
         two_shot(jc.error_feedback(jc.per_leaf(jc.top_k(0.1))))
     for algorithm in (jc.power_sgd(2), jc.fetch_sgd(0.1)):
         with pytest.raises(ValueError, match=r'two_shot" cuts all leaves together .* Use via="auto"'):
