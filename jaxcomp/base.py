@@ -378,26 +378,29 @@ def sides(state: Any, roles: Any) -> State:
         return State()
     if roles and all(isinstance(name, int) for name in roles):
         return _paired(sides(part, roles[i]) for i, part in enumerate(state))
+    if not hasattr(state, "_fields"):
+        raise ValueError(f"the state of an algorithm must be a NamedTuple; got {type(state).__name__}")
     unknown = [name for name in state._fields if name not in roles]
     if unknown:
         raise ValueError(
             f"{type(state).__name__}.{unknown[0]} has no role, so nobody knows where it is, nor what becomes of it "
             "with other workers; name it in the roles of the algorithm (jaxcomp.base.ROLES)"
         )
-    both = {name: _sides_of(value, roles[name]) for name, value in state._asdict().items()}
+    both = {name: _sides_of(name, value, roles[name]) for name, value in state._asdict().items()}
     local, shared = ({name: pair[side] for name, pair in both.items()} for side in (0, 1))
     return State(type(state)(**local), type(state)(**shared))
 
 
-def _sides_of(value: Any, role: Any) -> State:
+def _sides_of(name: str, value: Any, role: Any) -> State:
     if isinstance(role, Mapping):
         return sides(value, role)
     if role not in ROLES:
-        raise ValueError(f"unknown role {role!r}; it must be one of {', '.join(ROLES)}")
-    if role == "shift":
-        return State(*value)
-    if role == "compressor":
-        return _paired(value)
+        raise ValueError(f"{name} has the unknown role {role!r}; it must be one of {', '.join(ROLES)}")
+    if role in ("shift", "compressor"):
+        each = [value] if role == "shift" else value
+        if not all(isinstance(one, State) for one in each):
+            raise ValueError(f"{name} has the role {role!r}, and is no `State` with a local and a shared side")
+        return value if role == "shift" else _paired(value)
     return State(value, ()) if role in LOCAL else State((), value)
 
 

@@ -1,6 +1,7 @@
 """Leaves that are added to their memory without being joined: as if they had been."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,12 @@ import pytest
 from laws import ROWS, WORKERS, D
 
 import jaxcomp as jc
+from experiments.bench.trees import temporary, update_of
 from jaxcomp.arrays import like_of
-from jaxcomp.backend import LONG, Pieces, SparseSum, accumulated, cut_apart, joined
+from jaxcomp.backend import LONG, Pieces, SparseSum, accumulated, cut_apart, joined, shared_program
+from jaxcomp.backend_cpu import FEW
 from jaxcomp.base import State, accumulate, entries, for_worker
-from jaxcomp.layout import Layout, Parts, plan_of, split
+from jaxcomp.groups import Layout, groups_of, split
 
 SIZES = [5, 1, 0, 40, 7]
 
@@ -69,12 +72,12 @@ def test_under_vmap_they_are_those_of_each_row(over, seed):
 
 def test_split_leaves_them_apart_where_a_vector_has_several(seed):
     tree = {"a": jnp.ones((30, 50)), "b": jnp.ones((1500,)), "c": jnp.ones((40, 30), jnp.bfloat16), "d": jnp.ones((3,))}
-    plan = plan_of(Layout(), tree)
-    parts, whole = split(plan, tree, pieces=True), split(plan, tree)
-    assert isinstance(parts, Parts)
-    assert [isinstance(x, Pieces) for x in parts.vectors] == [True, False]  # the other is the only leaf of its dtype
-    np.testing.assert_array_equal(joined(parts.vectors[0], plan.like.vectors[0]), whole.vectors[0])
-    np.testing.assert_array_equal(parts.vectors[1], whole.vectors[1])
+    groups = groups_of(Layout(), tree)
+    parts, whole = split(groups, tree, pieces=True), split(groups, tree)
+    assert [isinstance(x, Pieces) for x in parts] == [False, True, False]  # small ones; the only leaf of its dtype
+    np.testing.assert_array_equal(joined(parts[1], groups.like[1]), whole[1])
+    for i in (0, 2):
+        np.testing.assert_array_equal(parts[i], whole[i])
 
 
 METHODS = {
@@ -242,3 +245,94 @@ def test_a_direction_of_large_leaves_takes_no_memory_besides():
     """Neither the gradient nor the direction is ever one vector."""
     program = compiled_step(jc.top_k(0.001), 2**18)
     assert program.memory_analysis().temp_size_in_bytes < 0.3 * 4 * 20 * 2**18
+
+
+# ------------------------------------------------------------------------------------------------
+# What is made where in a compiled program, and how often it is traced and compiled
+
+
+TABLE = jnp.arange(24.0).reshape(4, 6)
+
+
+def counting():
+    """A function that is called, and the shapes for which it was traced."""
+    traced = []
+
+    def both(x, like):
+        traced.append(x.shape)
+        return {"double": 2 * x, "ones": jnp.ones(like.shape, like.dtype)}
+
+    return shared_program(both), traced
+
+
+def test_equal_shapes_are_traced_once_and_stay_calls():
+    function, traced = counting()
+    like = jax.ShapeDtypeStruct((3,), jnp.int32)
+
+    def several(x):
+        return [function(row, like) for row in x] + [function(x[0, :2], like)]
+
+    program = jax.jit(several).lower(TABLE).compile()
+    assert traced == [(6,), (2,)]
+    calls = [line for line in program.as_text().splitlines() if " call(" in line and "inlineable" in line]
+    assert len(calls) == 5
+    for row, out in zip([*TABLE, TABLE[0, :2]], program(TABLE), strict=True):
+        np.testing.assert_array_equal(out["double"], 2 * row)
+        assert (out["ones"].shape, out["ones"].dtype) == ((3,), jnp.int32)
+
+
+@pytest.mark.parametrize(("how", "calls"), [("plain", 2), ("vmap", 2), ("grad", 4)])
+def test_what_is_within_a_call_is_none(how, calls):
+    """`jnp.where` and the like are functions with calls of their own, which are inlined as ever."""
+    inner = shared_program(lambda x: jnp.where(x > 0, jnp.clip(x, 0, 1), x))
+    both = lambda x: inner(x) + inner(x + 1)
+    run = {"plain": both, "vmap": jax.vmap(both), "grad": jax.grad(lambda x: jnp.sum(both(x)))}[how]
+    text = jax.jit(run).lower(TABLE).compile().as_text()
+    assert sum("inlineable" in line and " call(" in line for line in text.splitlines()) == calls
+
+
+@pytest.mark.parametrize("how", ["eager", "vmap", "grad", "scan"])
+def test_a_called_function_is_the_function(how):
+    plain = lambda x: jnp.sum(jnp.sin(x) * x)
+    function = shared_program(plain)
+    run = {
+        "eager": lambda f: f(TABLE),
+        "vmap": lambda f: jax.jit(jax.vmap(f))(TABLE),
+        "grad": lambda f: jax.jit(jax.grad(f))(TABLE),
+        "scan": lambda f: jax.jit(lambda x: jax.lax.map(f, x))(TABLE),
+    }[how]
+    np.testing.assert_allclose(run(function), run(plain), rtol=1e-6)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("count", [3, FEW + 2])
+@pytest.mark.parametrize("lead", [(), (3,)])
+def test_pieces_follow_one_another(count, lead):
+    sizes = [1 + i % 4 for i in range(count)]
+    x = jnp.arange(float(np.prod((*lead, sum(sizes) + 5)))).reshape(*lead, sum(sizes) + 5)
+    for run in (lambda f: f(x), lambda f: jax.jit(f)(x)):
+        pieces = run(lambda x: cut_apart(x, sizes))
+        assert [piece.shape for piece in pieces] == [(*lead, size) for size in sizes]
+        np.testing.assert_array_equal(jnp.concatenate(pieces, -1), x[..., : sum(sizes)])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "gradients"),
+    [
+        (jc.diana(jc.dithering(7)), 0.5),  # four bits an entry: its own, those of two workers, and a vector
+        (jc.methods.ef_bv(jc.dithering(7)), 0.5),
+        (jc.methods.ef_bv(jc.top_k(0.01)), 2.1),  # the gradient as a vector, and what is sent of it
+        (jc.ef21(jc.top_k(0.01), whole_start=False), 2.1),
+        (jc.contrib.momentum_correction(jc.contrib.dgc(0.01)), 2.1),  # its own as a vector, and the direction
+    ],
+    ids=["diana", "ef_bv", "ef_bv top_k", "ef21", "dgc"],
+)
+def test_states_are_written_in_place(algorithm, gradients):
+    """On CPU, where they are donated and come back in the order in which they came."""
+    like = {f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(12)}
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    step, shapes = update_of(lambda: algorithm, like, mesh)
+    program = step.lower(*shapes).compile()
+    assert float(temporary(program, like)) <= gradients
+    copies = re.findall(r"f32\[([\d,]+)\]\S* copy\(", program.as_text())
+    assert [x for x in copies if np.prod([int(n) for n in x.split(",")]) >= 2**18] == []

@@ -16,7 +16,7 @@ from jaxcomp.base import State
 from jaxcomp.collectives import pmean, psum_scatter
 from jaxcomp.compressors.dense import cast, identity, natural
 from jaxcomp.compressors.quantize import dithering
-from jaxcomp.compressors.vector import lift
+from jaxcomp.compressors.tree import per_leaf
 from jaxcomp.ledger import ledger
 
 N = 4
@@ -180,8 +180,8 @@ def test_the_collectives_say_what_they_need(key):
     with pytest.raises(ValueError, match="may be random; give key="):
         run(lambda x: pmean(x, AXIS, wire=seeded))
     np.testing.assert_array_equal(run(lambda x: pmean(x, AXIS, wire=cast("bfloat16"))), 1)
-    with pytest.raises(ValueError, match="a compressor of one array; got identity"):
-        run(lambda x: pmean(x, AXIS, wire=lift(identity()), key=key))
+    with pytest.raises(ValueError, match="a compressor of one array; got per_leaf"):
+        run(lambda x: pmean(x, AXIS, wire=per_leaf(identity()), key=key))
     with pytest.raises(ValueError, match='accumulate must be "f32" or "f64"'):
         run(lambda x: pmean(x, AXIS, accumulate="bf16"))
     with pytest.raises(ValueError, match="needs 64-bit mode"):

@@ -6,7 +6,7 @@ import pytest
 from worlds import AXIS
 
 import jaxcomp as jc
-from jaxcomp.layout import LONGEST, Layout, Parts, plan_of
+from jaxcomp.groups import LONGEST, Layout, groups_of
 
 N = 2
 HUGE = {"b": jax.ShapeDtypeStruct((7,), jnp.float32), "w": jax.ShapeDtypeStruct((2**16, 2**17), jnp.float32)}
@@ -54,8 +54,7 @@ def test_pmean_is_refused():
 @pytest.mark.parametrize("layout", [Layout(), Layout("leaf"), Layout("apart"), Layout("tree", 0, single=True)])
 def test_no_vector_is_longer_than_can_be_numbered(layout):
     for tree in (HUGE, BARE):
-        like = plan_of(layout, tree).like
-        vectors = like.vectors if isinstance(like, Parts) else (like,)
+        vectors = groups_of(layout, tree).like
         assert all(vector.shape[-1] <= LONGEST for vector in vectors)
 
 

@@ -31,9 +31,8 @@ def copies(values, mesh):
 def with_vectors(mean, side, field, change):
     """Other vectors in local or shared state of the algorithm; change: large vector -> large vector."""
     part = getattr(mean, side)
-    parts = getattr(part.algorithm, field)
-    (vector,) = parts.vectors
-    parts = parts._replace(vectors=(change(vector),))
+    *small, vector = getattr(part.algorithm, field)
+    parts = (*small, change(vector))
     return dataclasses.replace(mean, **{side: part._replace(algorithm=part.algorithm._replace(**{field: parts}))})
 
 

@@ -24,7 +24,7 @@ from experiments.network import counted, pool_in, rounds_of, timed
 from experiments.network.mesh import Workers
 from experiments.network.worker import ends_of
 from jaxcomp.base import Lengths
-from jaxcomp.exchange.routes import Call, costs
+from jaxcomp.exchange.routes import Parcel, Way, costs
 from jaxcomp.exchange.routes.auto import GATHERING, fastest
 from jaxcomp.exchange.routes.route import gathered_by
 from jaxcomp.exchange.routes.unequal import message_of
@@ -82,12 +82,14 @@ class Exchange:
         indices[0, :mine] = np.arange(mine) * (size // mine)
         values = np.where(indices < size, number + 1, 0).astype(np.float32)
         link = jc.Link(LATENCY, mbit * 1e6 / 8)
-        message = message_of(Sparse(values[0], indices[0]), lengths, n)
+        message = message_of((Sparse(values[0], indices[0]),), (lengths,), n)
+        compressor = jc.top_k(k=1)._replace(lengths=lambda like: lengths)
         chosen = fastest(message.lengths, message.capacity, link) if via == "auto" else via
 
         def exchange(payload):
             mine = jax.tree.map(lambda a: a[0], payload)
-            rows, _ = gathered_by(GATHERING[chosen].gather, mine, lengths, Call("data", link=link))
+            parcel = Parcel(compressor, mine, (), jax.ShapeDtypeStruct((size,), jnp.float32))
+            (rows,), _ = gathered_by(GATHERING[chosen].gather, [parcel], Way("data", link=link))
             return jnp.sum(rows.values) + jnp.sum(rows.indices % 7)
 
         self.payload = jax.tree.map(workers.own, Sparse(values, indices))

@@ -1,7 +1,7 @@
 """Which vectors should a tree become? Quality, bytes and time of each layout.
 
 A CNN on digits and a small transformer on characters are trained by 4 workers, simulated on one device, with each
-layout of `jaxcomp.layout` for sparsifiers and for dithering: the whole tree as one vector, each leaf by itself (stacked
+layout of `jaxcomp.groups` for sparsifiers and for dithering: the whole tree as one vector, each leaf by itself (stacked
 with those of equal size, or apart), equal chunks of 4,096 entries. Writes to runs/NAME: config.json, results.json,
 table.md, losses.png.
 """
@@ -29,7 +29,7 @@ from experiments.lib.run import Columns, Run, parser_of
 from experiments.lib.step import classified, training_step
 from experiments.lib.text import text_of, windows
 from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
-from jaxcomp.compressors.tree import with_layout
+from jaxcomp.compressors.tree import _of_trees
 
 __all__ = ["main"]
 
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def measure(case: tuple[Task, str, str]) -> dict[str, Any]:
         task, method, layout = case
-        laid = lambda compressor: with_layout(layout, compressor, layouts(task.params)[layout])
+        laid = lambda compressor: _of_trees(layout, compressor, layouts(task.params)[layout])
         row = train(task, METHODS[method](o.ratio, laid), o.steps, o.seeds)
         last = [float(np.mean(each[-tail:])) for each in row["losses"]]
         return {"task": task.name, "method": method, "layout": layout, "last": last, **row}

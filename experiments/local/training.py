@@ -17,8 +17,9 @@ from experiments.lib.training import Checkpoints, State
 from experiments.lib.transformer import LAYOUTS, Sizes, initial, mean_loss
 from experiments.local.methods import Setup
 from jaxcomp import base
+from jaxcomp.compressors.tree import each_of
 from jaxcomp.exchange.routes import ROUTES
-from jaxcomp.layout import split
+from jaxcomp.groups import split
 from jaxcomp.transforms.bytes_exchange import BytesExchange
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of
 from jaxcomp.transforms.local_updates import difference_of
@@ -96,6 +97,8 @@ def message_bytes(setup: Setup, algorithm: Any, params: Any, state: Any, seed: i
     for mean, numbers in zip(state.means, fragments_of(state.point, setup.fragments), strict=True):
         difference = difference_of(cut(state.point, numbers), cut(mine, numbers))
         local = jax.tree.map(lambda x: x[0, 0], mean.local.algorithm)  # of worker 0
-        memory = base.State(local, mean.shared.algorithm)
-        algorithm.update(jax.random.key(seed), split(mean.about.plan, difference), memory, link)
+        memory = base.whole(base.State(local, mean.shared.algorithm), algorithm.roles)
+        groups = mean.about.groups.groups
+        here = base.Round(jax.random.key(seed), groups, each_of(algorithm, groups))
+        base.answered(algorithm.update(here, split(mean.about.groups, difference), memory), link.answer)
     return sum(sent)

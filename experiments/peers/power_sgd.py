@@ -98,7 +98,9 @@ def ours(rank: int, q: Params) -> list[Params]:
     leaves = sorted(params)
     stacks = [
         jnp.stack([jnp.asarray(q.get(leaves[i], row)) for i, row in zip(group.leaves, old, strict=True)])
-        for old, group in zip(state.shared.algorithm.q, state.about.plan.groups, strict=True)
+        if group.is_stack
+        else old
+        for old, group in zip(state.shared.algorithm.q, state.about.groups.groups, strict=True)
     ]
     algorithm = state.shared.algorithm._replace(q=tuple(stacks))
     state = type(state)(state.local, state.shared._replace(algorithm=algorithm), state.about)

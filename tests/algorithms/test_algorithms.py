@@ -158,8 +158,8 @@ BAD = [
     (lambda: jc.error_feedback(jc.cast("float16", scaled=False)), "Its alpha is not known"),
     (lambda: jc.error_feedback(jc.top_k(0.1), decay=1.5), r"decay must be in \[0, 1\]; got 1.5"),
     (
-        lambda: jc.error_feedback(jc.compose(jc.top_k(0.5), jc.dithering(1, blocks=1))).init(
-            jax.random.key(0), jnp.zeros(10000)
+        lambda: jc.compressed_mean(jc.error_feedback(jc.compose(jc.top_k(0.5), jc.dithering(1, blocks=1))), None).init(
+            jnp.zeros(10000)
         ),
         "has alpha = -",
     ),

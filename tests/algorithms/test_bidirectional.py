@@ -10,7 +10,9 @@ from worlds import AXIS, heterogeneous, run_shard_map, run_vmap
 
 import jaxcomp as jc
 from jaxcomp.algorithms.bidirectional import send_down, start_down
-from jaxcomp.compressors.vector import lift
+from jaxcomp.base import Round
+from jaxcomp.compressors.tree import each_of
+from jaxcomp.groups import groups_of
 
 N, D = 4, 60
 DOWN = jc.dithering(5, blocks=1)
@@ -36,8 +38,9 @@ def test_directions_are_those_of_the_algorithm_rounded_once_more(seed):
 
 def test_what_comes_back_is_unbiased_and_within_omega(seed):
     x = jnp.asarray(np.random.default_rng(seed).standard_normal(D), jnp.float32)
-    down = lift(DOWN)
-    draw = lambda key: send_down(down, start_down(key, down, x), x)[0]
+    groups = groups_of(jc.Layout(), x).groups
+    here = lambda key: Round(key, groups, each_of(DOWN, groups))
+    draw = lambda key: send_down(here(key), DOWN, start_down(here(key), DOWN, (x,)), (x,))[0][0]
     drawn = np.float64(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(seed), 4000)))
     error = np.abs(drawn.mean(0) - x) / (drawn.std(0) / np.sqrt(4000) + 1e-7)
     assert np.max(error) < 6  # of 60 normal numbers: one false alarm in 10^7

@@ -38,7 +38,7 @@ def test_ef21_is_the_oracle(form, seed):
     for run in (run_vmap, run_shard_map):
         directions, state = run(tx, jnp.zeros(D), jnp.asarray(grads))
         np.testing.assert_allclose(directions, want, rtol=1e-5, atol=1e-5)
-        own, mean = (np.asarray(part.algorithm.shift) for part in (state.local, state.shared))
+        own, mean = (np.asarray(part.algorithm.shift[0]) for part in (state.local, state.shared))
         own = own.reshape(N, D)
         np.testing.assert_allclose(own, shifts, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(mean, own.mean(0), rtol=1e-5, atol=1e-5)
@@ -114,10 +114,10 @@ def test_shifts_start_from_their_mean_with_other_workers(workers, seed):
     tx = jc.compressed_mean(jc.ef21(jc.top_k(k=K), momentum=0.5, whole_start=False), AXIS)
     _, old = run_vmap(tx, jnp.zeros(D), jnp.asarray(trajectory(seed)))
     moved = jc.redistribute(old, jc.init_state(tx, jnp.zeros(D), workers, AXIS)[0])
-    mean = np.asarray(old.shared.algorithm.shift)
-    shifts = np.reshape(moved.local.algorithm.shift, (workers, D))
+    mean = np.asarray(old.shared.algorithm.shift[0])
+    shifts = np.reshape(moved.local.algorithm.shift[0], (workers, D))
     np.testing.assert_array_equal(shifts, np.broadcast_to(mean, (workers, D)))
-    total = lambda state: np.asarray(state.local.algorithm.memory, np.float64).sum(0)
+    total = lambda state: np.asarray(state.local.algorithm.memory[0], np.float64).sum(0)
     np.testing.assert_allclose(total(moved), total(old), atol=1e-5)
 
 

@@ -8,6 +8,9 @@ import pytest
 from worlds import AXIS, Board, HostExchange, heterogeneous, run_pmap, run_shard_map, run_vmap
 
 import jaxcomp as jc
+from jaxcomp.base import Round, answered
+from jaxcomp.compressors.tree import each_of
+from jaxcomp.groups import Layout, groups_of
 
 N, SIZE = 4, 60
 WORLDS = {
@@ -46,13 +49,16 @@ def test_weights(world, seed):
 def test_error_feedback_conserves_bitwise(seed):
     """sent + memory = gradient + old memory, exactly, every round."""
     algorithm, board = jc.error_feedback(jc.sidco(0.1)), Board(1)
-    state = algorithm.init(jax.random.key(0), jax.ShapeDtypeStruct((SIZE,), jnp.float32))
+    groups = groups_of(Layout(), jnp.zeros(SIZE))
+    here = Round(jax.random.key(0), groups.groups, each_of(algorithm, groups.groups))
+    state = algorithm.init(here, groups.like)
     with board.running:
         for g in heterogeneous(seed)[:, 0]:
-            message = g + np.asarray(state.local.memory)
-            sent, state = algorithm.update(jax.random.key(0), jnp.asarray(g), state, HostExchange(0, board))
+            message = g + np.asarray(state.memory[0])
+            steps = algorithm.update(here, (jnp.asarray(g),), state)
+            (sent,), state = answered(steps, HostExchange(0, board).answer)
             assert 0 < np.count_nonzero(sent) < SIZE
-            np.testing.assert_array_equal(np.asarray(sent) + np.asarray(state.local.memory), message)
+            np.testing.assert_array_equal(np.asarray(sent) + np.asarray(state.memory[0]), message)
 
 
 def test_everything_arrives_in_the_end():

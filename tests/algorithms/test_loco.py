@@ -34,7 +34,7 @@ def test_the_average_of_errors_is_added_to_the_next_gradient(reset, seed):
         np.testing.assert_allclose(directions["w"][t].reshape(-1), sent.mean(0), atol=2e-5)
         e = 0.8 * e + 0.2 * (h - sent)
         e = e * (reset is None or (t + 1) % reset != 0)
-    np.testing.assert_allclose(np.reshape(state.local.algorithm.memory.vectors[0], e.shape), e, atol=2e-5)
+    np.testing.assert_allclose(np.reshape(state.local.algorithm.memory[-1], e.shape), e, atol=2e-5)
     np.testing.assert_allclose(directions["b"], np.asarray(grads["b"]).mean(1), rtol=1e-5, atol=1e-6)
 
 
@@ -79,7 +79,7 @@ def test_memories_go_to_other_workers(memory, workers, seed):
     fresh, _ = jc.init_state(tx, TREE, workers, "data")
     new = jc.redistribute(old, fresh)
     values = lambda node: np.asarray(node.values() if isinstance(node, Narrow) else node, np.float64)
-    before, after = (values(state.local.algorithm.memory.vectors[0]).reshape(-1, 1500) for state in (old, new))
+    before, after = (values(state.local.algorithm.memory[-1]).reshape(-1, 1500) for state in (old, new))
     assert after.shape == (workers, 1500)
     assert np.abs(before).max() > 0
     tolerance = 1e-6 if memory == "float32" else np.abs(after).max() / 127

@@ -203,8 +203,8 @@ def test_a_state_moves_to_other_workers(seed):
         before = old[0] if mean is not new else old
         if hasattr(mean.local.algorithm, "memory"):
             np.testing.assert_allclose(
-                np.sum(mean.local.algorithm.memory, 0).reshape(-1)[:64],
-                np.sum(before.local.algorithm.memory, 0).reshape(-1)[:64],
+                np.sum(mean.local.algorithm.memory[0], 0).reshape(-1)[:64],
+                np.sum(before.local.algorithm.memory[0], 0).reshape(-1)[:64],
                 rtol=1e-5,
                 atol=1e-7,
             )
@@ -228,9 +228,9 @@ def test_zero_one_adam_moves_to_other_workers_between_exchanges(seed, workers):
         x = x + updates
     new = jc.redistribute(old, jc.init_state(tx, jnp.zeros(64), workers, AXIS)[0])
     was, now = (each.local.algorithm for each in (old, new))
-    assert np.any(was.buffer != 0)
-    assert np.any(was.memory != 0)
-    rows = lambda x: np.float64(x).reshape(len(x), -1)[:, :64]  # cut for two shots, into a part for each worker
+    assert np.any(was.buffer[0] != 0)
+    assert np.any(was.memory[0] != 0)
+    rows = lambda x: np.float64(x[0]).reshape(len(x[0]), -1)[:, :64]  # cut for two shots, into a part for each worker
     for name in ("buffer", "memory"):
         before, after = rows(getattr(was, name)), rows(getattr(now, name))
         assert len(after) == workers

@@ -11,35 +11,33 @@ from jax.sharding import PartitionSpec as P
 from worlds import AXIS, gradients, mesh_of, run_shard_map, run_vmap
 
 import jaxcomp as jc
-from jaxcomp.compressors.vector import lift
+from jaxcomp.base import Sum
 
 N = 4
 
 
-class Memory(NamedTuple):
+class Factored(NamedTuple):
     memory: Any
-
-
-class Factor(NamedTuple):
     q: Any
 
 
 def rank_one():
     """PowerSGD of rank one for matrices of one shape."""
 
-    def init(shared_key, like):
-        (stack,) = like.vectors
-        q = jax.random.normal(jax.random.fold_in(shared_key, 0), (stack.shape[0], stack.shape[2], 1))
-        return jc.State(Memory(jnp.zeros(stack.shape)), Factor(q))
+    def init(here, like):
+        (stack,) = like
+        q = jax.random.normal(jax.random.fold_in(here.key, 0), (stack.shape[0], stack.shape[2], 1))
+        return Factored((jnp.zeros(stack.shape),), q)
 
-    def update(key, grads, state, exchange):
-        (g,) = grads.vectors
-        m = g + state.local.memory
-        p = exchange.sum(m @ state.shared.q)
+    def update(here, grads, state):
+        ((g,), (e,)) = grads, state.memory
+        m = g + e
+        p = yield Sum(m @ state.q)
         p = p / jnp.linalg.norm(p, axis=1, keepdims=True)
-        q = exchange.sum(jnp.swapaxes(m, 1, 2) @ p) / exchange.size
+        q = yield Sum(jnp.swapaxes(m, 1, 2) @ p)
+        q = q / here.size
         sent = p @ jnp.swapaxes(q, 1, 2)
-        return grads._replace(vectors=(sent,)), state.replace(memory=m - sent, q=q)
+        return (sent,), Factored((m - sent,), q)
 
     roles = {"memory": "memory", "q": "coin"}
     return jc.Algorithm(init, update, roles, layout=jc.Layout("shape", 0))
@@ -51,19 +49,25 @@ class Inner(NamedTuple):
 
 def in_two_messages(compressor):
     """C(g), and then C of what that left: no memory, half of the error."""
-    compressor = lift(compressor)
 
-    def init(shared_key, like):
-        state = compressor.init(shared_key, like)
-        return jc.State(Inner(state.local), Inner(state.shared))
+    def init(here, like):
+        return Inner(here.start(like))
 
-    def update(key, grads, state, exchange):
-        keys = jax.random.split(key)
-        first = exchange.mean(keys[0], compressor, grads, state.part("compressor"))
-        second = exchange.mean(keys[1], compressor, first.residual, first.state)
-        return jax.tree.map(jnp.add, first.mean, second.mean), state.replace(compressor=second.state)
+    def update(here, grads, state):
+        keys = jax.random.split(here.key)
+        first = yield here.mean(grads, state.compressor, keys[0])
+        second = yield here.mean(first.residual, first.states, keys[1])
+        return jax.tree.map(jnp.add, first.mean, second.mean), Inner(second.states)
 
     return jc.Algorithm(init, update, {"compressor": "compressor"}, compressor)
+
+
+def test_a_field_without_a_role_is_refused():
+    algorithm = in_two_messages(jc.top_k(k=6))
+    wrong = (({}, r"Inner\.compressor has no role"), ({"compressor": "memories"}, "unknown role 'memories'"))
+    for roles, says in wrong:
+        with pytest.raises(ValueError, match=says):
+            jc.compressed_mean(algorithm._replace(roles=roles), None).init(jnp.zeros(50))
 
 
 def ledger_of(tx, params, grads):

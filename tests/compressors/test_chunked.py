@@ -86,7 +86,7 @@ def test_error_feedback_over_every_road(via, seed):
 
     def step(grads):
         direction, state = tx.update(grads, tx.init(grads))
-        return direction, state.local.algorithm.memory, state.local.route
+        return direction, state.local.algorithm.memory[0], state.local.route
 
     direction, memory, route = jax.jit(jax.vmap(step, axis_name="data"))(grads)
     np.testing.assert_array_equal(direction[0], direction[1])

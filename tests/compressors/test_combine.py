@@ -13,7 +13,7 @@ from worlds import AXIS, run_shard_map
 
 import jaxcomp as jc
 from jaxcomp.base import accumulate, for_worker, overflow
-from jaxcomp.compressors.tree import with_layout
+from jaxcomp.compressors.tree import _of_trees
 
 FULL = jc.contrib.hard_threshold(0.0, room=0.1)  # of a hundred entries ten fit
 ONES = jc.smoothness.diagonal_of(np.ones(100))
@@ -25,7 +25,7 @@ WRAPPED = {
     "flat": (jc.flat(FULL), 90),
     "per_leaf": (jc.per_leaf(FULL, dense_below=10), 90),
     "two leaves": (jc.per_leaf(FULL, dense_below=10), 9 + 81),
-    "chunks": (with_layout("chunks", FULL, jc.Layout("chunks", chunks=2)), 2 * 50 - 2 * 6),
+    "chunks": (_of_trees("chunks", FULL, jc.Layout("chunks", chunks=2)), 2 * 50 - 2 * 6),
     "dagc": (jc.dagc([1], 0.1, sparsifier=jc.contrib.hard_threshold, base=0.1, capacity=1), 90),
     "top_k": (jc.top_k(0.1), 0),
     "compose top_k": (jc.compose(jc.top_k(0.1), jc.natural()), 0),
@@ -146,7 +146,7 @@ def test_errors_of_what_a_wrapper_sends_belong_to_their_worker(wrap, inner, seed
     grads = jnp.asarray(np.random.default_rng(seed).standard_normal((3, 4, 300)), jnp.float32)
     tx = jc.compressed_mean(jc.error_feedback(wrap(inner)), AXIS)
     directions, state = run_shard_map(tx, jnp.zeros(300), grads)
-    left = np.mean(state.local.algorithm.memory, axis=0)
+    left = np.mean(state.local.algorithm.memory[0], axis=0)
     np.testing.assert_allclose(np.sum(directions, 0) + left.reshape(-1), np.sum(np.mean(grads, 1), 0), atol=1e-5)
 
 

@@ -90,7 +90,7 @@ def test_demo_is_its_algorithm(seed):
         want = -0.1 * (np.sign(mean) + 0.5)
         np.testing.assert_allclose(updates["w"][clear], want[clear], rtol=1e-5)
         np.testing.assert_allclose(updates["b"], -0.1 * (np.sign(g.mean(0)[:, 0]) + 0.5), rtol=1e-5)
-    (memory,) = state[0].local.algorithm.memory.vectors
+    memory = state[0].local.algorithm.memory[-1]
     np.testing.assert_allclose(np.reshape(memory, delta.shape), delta, atol=1e-4)
 
 

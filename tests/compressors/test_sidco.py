@@ -250,7 +250,7 @@ def test_narrow_lanes(lanes, key, seed):
     compressor = jc.narrow(jc.sidco(0.001), values=values, indices=indices)
     mean = jc.compressed_mean(jc.error_feedback(compressor), None)
     sent, state = jax.jit(mean.update)(jnp.asarray(x), mean.init(jnp.asarray(x)))
-    memory = state.local.algorithm.memory
+    (memory,) = state.local.algorithm.memory
     np.testing.assert_array_equal(np.asarray(sent) + np.asarray(memory).reshape(-1), x)
 
 

@@ -418,7 +418,7 @@ def test_error_feedback_converges(mode, key, seed):
     def step(carry, _):
         x, state = carry
         direction, state = mean.update(curvature * (x - optimum), state)
-        return (x - 0.2 * direction, state), jnp.linalg.norm(state.local.algorithm.memory)
+        return (x - 0.2 * direction, state), jnp.linalg.norm(state.local.algorithm.memory[0])
 
     start = jnp.zeros(d)
     (x, _), memory = jax.jit(lambda c: jax.lax.scan(step, c, length=4000))((start, mean.init(start)))

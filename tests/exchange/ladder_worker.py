@@ -46,7 +46,8 @@ def work(address, number):
     from jax.experimental import multihost_utils
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-    from jaxcomp.exchange.routes import Call, gather, ladder
+    import jaxcomp as jc
+    from jaxcomp.exchange.routes import Parcel, Way, gather, ladder
     from jaxcomp.payloads import Sparse
 
     jax.config.update("jax_platforms", "cpu")
@@ -65,7 +66,8 @@ def work(address, number):
     def program(via):
         def exchange(payload):
             carried = {"gather": gather.gather, "ladder": ladder.gather}[via]
-            rows, sent_bytes = carried(jax.tree.map(lambda a: a[0], payload), None, Call("data"))
+            own, like = jax.tree.map(lambda a: a[0], payload), jax.ShapeDtypeStruct((SIZE,), np.float32)
+            (rows,), sent_bytes = carried([Parcel(jc.top_k(k=1), own, (), like)], Way("data"))
             return jax.numpy.sum(rows.values, axis=0), jax.numpy.float32(sent_bytes)
 
         step = jax.shard_map(exchange, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())

@@ -10,12 +10,11 @@ import oracles_smoothness as oracle
 import pytest
 
 import jaxcomp as jc
-from jaxcomp.arrays import like_of
-from jaxcomp.base import State, for_worker
+from jaxcomp.base import Round, State, answered, for_worker
+from jaxcomp.compressors.tree import each_of
 from jaxcomp.exchange.axes import Placement
-from jaxcomp.exchange.links import Link
-from jaxcomp.exchange.routes import ROUTES
-from jaxcomp.exchange.runner import Round, Way
+from jaxcomp.exchange.driver import _Turn, exchange_of
+from jaxcomp.groups import groups_of
 
 FILE = json.loads((Path(__file__).parents[1] / "smoothness_oracle.json").read_text())
 MU = FILE["mu"]
@@ -88,15 +87,17 @@ def test_one_step_of_diana_plus_is_that_of_the_file():
     algorithm = jc.diana(jc.precondition(jc.bernoulli(p, per_worker=True), S))
     want = FILE["diana_plus_one_step"]
     x = jnp.zeros(3)
-    state = algorithm.init(jax.random.key(0), like_of(x))
+    run = exchange_of("example", algorithm, Placement("data"), "gather", jax.random.key(0))
+    groups = groups_of(run.layout, x)
+    here = Round(jax.random.key(0), groups.groups, each_of(algorithm, groups.groups), 0, 2)
+    state = algorithm.init(here, groups.like)
     gradients = jnp.asarray([node["grad_at_0"] for node in FILE["nodes"]])
-    plans = state.part("compressor").shared
-    way = Way(Placement("data"), ROUTES["gather"], Link())
 
     def drawn(key, worker):
-        own = State(state.local.compressor, for_worker(algorithm.compressor, plans, worker, 2))
+        ((c,), (own,)) = here.compressors, state.compressor
         _, key = jax.random.split(key)  # as a round does, which keeps the other one for its route
-        return algorithm.compressor.compress(key, gradients[worker], own)[0].indices
+        own = State(own.local, for_worker(c, own.shared, worker, 2))
+        return c.compress(key, gradients[worker], own)[0].indices
 
     def key_of(worker):
         keys = jax.random.split(jax.random.key(worker), 500)
@@ -105,10 +106,13 @@ def test_one_step_of_diana_plus_is_that_of_the_file():
         return keys[int(np.argmax(np.all(masks == np.array(want["masks"][worker], bool), axis=1)))]
 
     def update(key, gradient):
-        return algorithm.update(key, gradient, state, Round(way, State(), None))
+        now = here._replace(key=key, index=jax.lax.axis_index("data"))
+        turn = _Turn(run, run._way(groups), State(), None)
+        return answered(algorithm.update(now, (gradient,), state), turn.answer)
 
     direction, after = jax.jit(jax.vmap(update, axis_name="data"))(jnp.stack([key_of(0), key_of(1)]), gradients)
-    np.testing.assert_allclose(after.local.shift, want["h1"], rtol=1e-8, atol=1e-9)
+    (direction,) = direction
+    np.testing.assert_allclose(after.shift.local[0], want["h1"], rtol=1e-8, atol=1e-9)
     np.testing.assert_array_equal(direction[0], direction[1])
     gamma = steps_of("diana", constants(S, p)).gamma
     np.testing.assert_allclose(x - gamma * direction[0], want["x1"], rtol=1e-8)

@@ -18,7 +18,7 @@ from worlds import AXIS, PARAMS, fsum, gradients, mesh_of
 import jaxcomp as jc
 from jaxcomp.exchange import rearrange
 from jaxcomp.exchange.state import is_mean, means_in
-from jaxcomp.layout import join, split
+from jaxcomp.groups import join, split
 from jaxcomp.state import workers as other_workers
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -56,7 +56,7 @@ def of_leaves(mean, vectors):
 
 def with_memory(mean, tree):
     """Another memory; tree: like the parameters, behind an axis of rows."""
-    memory = jax.jit(jax.vmap(functools.partial(split, mean.about.plan)))(tree)
+    memory = jax.jit(jax.vmap(functools.partial(split, mean.about.groups)))(tree)
     memory = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), memory, mean.local.algorithm.memory)
     return dataclasses.replace(mean, local=mean.local._replace(algorithm=mean.local.algorithm._replace(memory=memory)))
 
@@ -70,7 +70,7 @@ def pending(state, specs):
         mesh = vectors[0].sharding.mesh
         for device in (shard.device for shard in vectors[0].addressable_shards if shard.replica_id == 0):
             here = lambda x: next(np.asarray(s.data)[0] for s in x.addressable_shards if s.device == device)  # noqa: B023
-            tree = join(mean.about.plan, jax.tree.map(here, memory))
+            tree = join(mean.about.groups, jax.tree.map(here, memory))
             for name, x in tree.items():
                 if isinstance(x, optax.MaskedNode):  # of another group of sharded leaves, which has a mean of its own
                     continue
@@ -239,7 +239,7 @@ def test_shifts_of_shards_are_cut_anew(shape, seed):
     rng = np.random.default_rng(seed)
     whole = {name: rng.standard_normal(x.shape).astype(np.float32) for name, x in params.items()}
     halves = {name: jnp.asarray(x.reshape(2, len(x) // 2, *x.shape[1:])) for name, x in whole.items()}
-    shift = jax.jit(jax.vmap(functools.partial(split, before.about.plan)))(halves)
+    shift = jax.jit(jax.vmap(functools.partial(split, before.about.groups)))(halves)
     algorithm = before.shared.algorithm._replace(shift=shift)
     before = dataclasses.replace(before, shared=before.shared._replace(algorithm=algorithm))
     state = jc.redistribute(before, jc.init_state(tx, params, second, "data", specs)[0])

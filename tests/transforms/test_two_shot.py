@@ -195,7 +195,7 @@ def test_narrow_gradients_come_back_narrow(seed):
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="keeps a shift in step"):
         two_shot(jc.diana(jc.dithering(7)))
-    with pytest.raises(ValueError, match=r"needs a compressor of one array; got per_leaf\(top_k\(0.1\)\). Leave its layout out"):
+    with pytest.raises(ValueError, match=r"of one array; got per_leaf\(top_k\(0.1\)\). Leave its layout out"):
         two_shot(jc.error_feedback(jc.per_leaf(jc.top_k(0.1))))
     for algorithm in (jc.power_sgd(2), jc.fetch_sgd(0.1)):
         with pytest.raises(ValueError, match=r'two_shot" cuts all leaves together .* Use via="auto"'):

@@ -1,4 +1,4 @@
-"""Layouts: trees as few vectors, and back."""
+"""Layouts: trees as few groups of leaves, and back."""
 
 import collections
 
@@ -12,8 +12,9 @@ from jitted import roundtrip
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
-from jaxcomp import layout
-from jaxcomp.layout import Layout, Parts, join, plan_of, split
+from jaxcomp import backend_cpu, groups
+from jaxcomp.compressors.tree import layout_of
+from jaxcomp.groups import Layout, groups_of, join, split
 
 _rng = np.random.default_rng(0)
 _array = lambda *shape, dtype=jnp.float32: jnp.asarray(_rng.standard_normal(shape), dtype)
@@ -55,7 +56,7 @@ def same(a, b):
 
 @pytest.fixture(autouse=True)
 def small_leaves_count_as_large(monkeypatch):
-    monkeypatch.setattr(layout, "LARGE", 1300)
+    monkeypatch.setattr(groups, "LARGE", 1300)
 
 
 @pytest.mark.sampled
@@ -64,13 +65,13 @@ def small_leaves_count_as_large(monkeypatch):
     "tree", [TREE, {}, {"only": jnp.zeros((0,))}, _array(1205)], ids=["mixed", "none", "empty", "bare"]
 )
 def test_join_is_the_inverse_of_split(name, tree):
-    plan = plan_of(LAYOUTS[name], tree)
+    plan = groups_of(LAYOUTS[name], tree)
     parts = jax.jit(lambda tree: split(plan, tree))(tree)
     like = lambda x: (x.shape, x.dtype)
     assert jax.tree.map(like, parts) == jax.tree.map(like, plan.like)
     same(jax.jit(lambda parts: join(plan, parts))(parts), tree)
     same(join(plan, split(plan, tree)), tree)
-    assert hash(plan) == hash(plan_of(LAYOUTS[name], tree))
+    assert hash(plan) == hash(groups_of(LAYOUTS[name], tree))
     entries = sum(leaf.size for leaf in jax.tree.leaves(tree))
     assert sum(x.size for x in jax.tree.leaves(parts)) >= entries
 
@@ -86,21 +87,23 @@ SHAPES = {
 }
 
 
+def large(groups):
+    return [group for group in groups if not group.small]
+
+
 @pytest.mark.parametrize("name", SHAPES)
-def test_which_vectors_there_are(name):
-    like = plan_of(LAYOUTS[name], TREE).like
-    vectors = like.vectors if isinstance(like, Parts) else (like,)
-    assert sorted(vector.shape for vector in vectors) == sorted(SHAPES[name])
-    if isinstance(like, Parts):
-        assert like.dense.shape == ({"shape": 6 + 1500 + 1200}.get(name, 6),)
-        for vector in vectors:
-            assert vector.dtype in (jnp.float32, jnp.bfloat16)
+def test_which_groups_there_are(name):
+    found = groups_of(LAYOUTS[name], TREE).groups
+    assert sorted(x.shape for x in large(found)) == sorted(SHAPES[name])
+    if name != "single":
+        assert found[0].small
+        assert found[0].shape == ({"shape": 6 + 1500 + 1200}.get(name, 6),)
+        assert all(group.dtype in (jnp.float32, jnp.bfloat16) for group in large(found))
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("rows")])
 def test_long_vectors_are_cut_into_rows(name):
-    like = plan_of(LAYOUTS[name], TREE).like
-    vectors = like.vectors if isinstance(like, Parts) else (like,)
+    vectors = large(groups_of(LAYOUTS[name], TREE).groups)
     rounded = LAYOUTS[name].longest + 32  # rows are whole words
     assert all(vector.shape[-1] <= rounded for vector in vectors)
     assert any(len(vector.shape) == 2 for vector in vectors)
@@ -120,7 +123,7 @@ def test_a_vector_in_rows_is_compressed_row_by_row(seed):
         kept = np.argsort(-np.abs(values))[:3]
         row[kept] = values[kept]
     np.testing.assert_array_equal(direction["x"], want.reshape(-1))
-    np.testing.assert_array_equal(state.local.algorithm.memory.vectors[0][0], np.asarray(x).reshape(4, 32) - want)
+    np.testing.assert_array_equal(state.local.algorithm.memory[0][0], np.asarray(x).reshape(4, 32) - want)
 
 
 def gpt(blocks, width=32):
@@ -150,10 +153,10 @@ def test_a_hundred_leaves_are_one_vector():
     tree = gpt(8)
     leaves = jax.tree.leaves(tree)
     assert len(leaves) == 100
-    plan = plan_of(Layout(), tree)
-    (vector,) = plan.like.vectors
+    small, vector = groups_of(Layout(), tree).groups
+    assert small.small
     assert len(vector.shape) == 1
-    assert vector.shape[0] + plan.like.dense.shape[0] == sum(leaf.size for leaf in leaves)
+    assert vector.shape[0] + small.shape[0] == sum(leaf.size for leaf in leaves)
 
 
 def operations(jaxpr, found):
@@ -188,7 +191,7 @@ def test_one_selection_whatever_the_number_of_leaves():
 
 
 def test_gradients_of_another_tree_are_named():
-    plan = plan_of(Layout(), {"w": jnp.zeros((40, 30))})
+    plan = groups_of(Layout(), {"w": jnp.zeros((40, 30))})
     with pytest.raises(ValueError, match=r"gradients\['w'\] have shape \(30, 40\); the state was made for \(40, 30\)"):
         split(plan, {"w": jnp.zeros((30, 40))})
     with pytest.raises(ValueError, match="made for another tree"):
@@ -203,9 +206,9 @@ def test_few_long_leaves_are_joined_alike(how, monkeypatch):
         "c": jnp.full((5,), jnp.nan),
         "d": jnp.float32(7),
     }
-    plan = plan_of(Layout("tree", 0), tree)
+    plan = groups_of(Layout("tree", 0), tree)
     want = jax.tree.map(np.asarray, split(plan, tree))
-    monkeypatch.setattr(layout, "LONG", 1)
+    monkeypatch.setattr(backend_cpu, "LONG", 1)
     rows = jax.tree.map(lambda x: jnp.stack([x, x]), tree)
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)
     if how == "jit":
@@ -245,7 +248,7 @@ def test_leaves_alone_give_the_mean_too(algorithm, monkeypatch, seed):
     params = jax.tree.map(lambda g: jnp.zeros(g.shape[1:]), grads)
     tx = jc.compressed_mean(algorithm, AXIS)
     state, specs = jc.init_state(tx, params, mesh_of(2), AXIS)
-    vectors = jax.tree.leaves(plan_of(layout.layout_of(algorithm), params).like)
+    vectors = jax.tree.leaves(groups_of(layout_of(algorithm), params).like)
     assert len(vectors) == 5  # the dense ones, and four alone
     step = jax.shard_map(
         lambda g, state: tx.update(jax.tree.map(lambda x: x[0], g), state),
@@ -258,15 +261,15 @@ def test_leaves_alone_give_the_mean_too(algorithm, monkeypatch, seed):
         np.testing.assert_allclose(
             mean[name], want.mean(0), atol=0 if "cast" in algorithm.compressor.spec.name else 2.0
         )
-    monkeypatch.setattr(layout, "LARGE", 10**6)
-    assert len(jax.tree.leaves(plan_of(layout.layout_of(algorithm), params).like)) == 2
+    monkeypatch.setattr(groups, "LARGE", 10**6)
+    assert len(jax.tree.leaves(groups_of(layout_of(algorithm), params).like)) == 2
 
 
 def test_leaves_alone_have_few_sizes():
     tree = [jax.ShapeDtypeStruct((1300 + i // 2,), jnp.float32) for i in range(20)]
-    alone = plan_of(Layout(alone=30), tree).like.vectors
+    alone = groups_of(Layout(alone=30), tree).like
     assert sorted(x.shape[0] for x in alone)[:-1] == [1306, 1306, 1307, 1307, 1308, 1308, 1309, 1309]
-    assert len(plan_of(Layout(alone=3), tree).like.vectors) == 3 + 1
+    assert len(groups_of(Layout(alone=3), tree).groups) == 3 + 1
     by_name = Layout("paths", parts=(("a", Layout(alone=3)), (".*", Layout(alone=2))))
     assert [part.alone for _, part in by_name.together().parts] == [0, 0]
 
@@ -279,14 +282,14 @@ def test_leaves_alone_have_few_sizes():
 )
 def test_long_vectors_of_narrow_codes_are_filled_up(code, bare, monkeypatch, seed):
     """To whole words and blocks, by zeros, which change no entry's code and no scale."""
-    monkeypatch.setattr(layout, "LONG", 2000)
-    monkeypatch.setattr(layout, "LARGE", 10**6)  # none alone
+    monkeypatch.setattr(groups, "LONG", 2000)
+    monkeypatch.setattr(groups, "LARGE", 10**6)  # none alone
     rng = np.random.default_rng(seed)
     grads = {"a": rng.standard_normal((41, 61)).astype(np.float32), "b": rng.standard_normal(2502).astype(np.float32)}
     x = np.concatenate([grads["a"].ravel(), grads["b"]])  # 5003 entries
     grads = x if bare else grads
     algorithm = jc.direct(code)
-    plan = plan_of(layout.layout_of(algorithm), grads)
+    plan = groups_of(layout_of(algorithm), grads)
     assert [vector.shape for vector in jax.tree.leaves(plan.like)] == [(5024,)]
     tx = jc.compressed_mean(algorithm, None)
     mean, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(grads))
