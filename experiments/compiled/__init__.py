@@ -12,7 +12,7 @@ from experiments.lib import targets  # first: it sets what JAX reads of the envi
 import jax
 from jax.sharding import Mesh
 
-from experiments.compiled.cases import ALGORITHMS, FORMS, LENGTH, ROUTES, Case, codec, update
+from experiments.compiled.cases import ALGORITHMS, FORMS, ROUTES, Case, codec, length_of, update
 from experiments.lib.cli import UserError
 from experiments.lib.codecs import CODECS, chosen
 from experiments.lib.errors import shortened
@@ -28,17 +28,18 @@ TILE_BYTES = 4 * TPU_LANES * TPU_SUBLANES
 
 def all_cases() -> dict[str, Case]:
     """Every case by its name."""
-    cases = [codec(name, each.make(LENGTH, RATIO)) for name, each in CODECS.items()]
+    cases = [codec(name, each.make(length_of(name), RATIO)) for name, each in CODECS.items()]
     cases += [update(name, algorithm) for name, algorithm in ALGORITHMS.items()]
     cases += [update(f"via={via}", algorithm, via) for via, algorithm in ROUTES.items()]
     return {case.name: case for case in (*cases, *FORMS.values())}
 
 
 class Made(NamedTuple):
-    """A compiled case, and the mesh it was compiled for."""
+    """A compiled case, the mesh it was compiled for, and the shapes of its arguments."""
 
     program: targets.Program
     mesh: Mesh
+    args: tuple[Any, ...]
 
     def sent(self, padding: int = 0) -> float:
         """Bytes that a device sends over the axis of the workers. padding: bytes that each array that crosses may have
@@ -53,7 +54,7 @@ class Made(NamedTuple):
 def made(case: Case, devices: Sequence[Any]) -> Made:
     """The case, compiled for these devices."""
     function, args = case.on(list(devices))
-    return Made(targets.compiled(function, *args), targets.mesh_on(list(devices), case.axes))
+    return Made(targets.compiled(function, *args), targets.mesh_on(list(devices), case.axes), args)
 
 
 def padding_on(target: str) -> int:
