@@ -177,7 +177,7 @@ def wrap_key(data: Array) -> Array:
 
 @contextlib.contextmanager
 def constants() -> Iterator[None]:
-    """What is computed inside, from constants, is a constant of no mesh, whatever is traced, and in any mesh."""
+    """Makes what is computed inside, from constants, a constant of no mesh, whatever is traced, and in any mesh."""
     with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         yield
 

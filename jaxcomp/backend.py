@@ -1,4 +1,4 @@
-"""What is done in another way on each backend: the one place that asks for which devices a program is made.
+"""Operations that each backend does in another way: the one place that asks for which devices a program is made.
 
 Each function here has a portable form of a line or two. Where XLA for CPU needs another one, that stands under the same
 name in `backend_cpu`, with the reason, and is chosen here, and only while a program is traced. Collectives that differ
@@ -300,7 +300,7 @@ def add_each(
     payloads: Tree,
     weights: Tree,
 ) -> Tree:
-    """What `base.accumulate` does by default: each message is decompressed, with pick(j) for the j-th, and added."""
+    """Decompresses each message, with pick(j) for the j-th, and adds it: the default of `base.accumulate`."""
     like = like_of(total)
 
     def add(total: Tree, message: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""What XLA for CPU needs in another form than everybody else, under the names of `backend`, which chooses.
+"""Operations that XLA for CPU needs in another form than everybody else, under the names of `backend`, which chooses.
 
 XLA for CPU drops `lax.optimization_barrier` before it fuses and orders what it computes, so that each reader of a value
 may compute it again, within its own loop. It keeps a condition that it does not know to hold always, a loop of one
@@ -271,7 +271,7 @@ def _computed(x: Array, zero: Array) -> Array:
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Where each of consecutive pieces begins."""
+    """Begin of each of consecutive pieces."""
     return (np.cumsum(sizes, dtype=np.int64) - np.asarray(sizes, np.int64)).tolist()
 
 
@@ -319,7 +319,7 @@ def _like(size: int, found: Any) -> jax.ShapeDtypeStruct:
 
 
 class _Runs(NamedTuple):
-    """Where the entries of each of m pieces are among those of n messages of k entries, end to end.
+    """Places of the entries of each of m pieces among those of n messages of k entries, end to end.
 
     first, count: i32[m], the first of them, and how many. following: i32[n k], the place of the next one of the piece.
     """

@@ -69,7 +69,7 @@ Tree = Any
 
 
 class State(NamedTuple):
-    """What a compressor, or a field of an algorithm's state with two sides, remembers between rounds.
+    """Memory between rounds of a compressor, or of a field of an algorithm's state with two sides.
 
     local: differs from worker to worker (memories, shifts, counters).
     shared: bitwise equal on all workers (seeds, round counts, plans).
@@ -94,7 +94,7 @@ class Lengths(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """What is known about a compressor C on R^d.
+    """Facts about a compressor C on R^d.
 
     name: how it calls itself in errors and tables.
     omega: d -> omega with E C(x) = x and E|C(x) - x|^2 <= omega |x|^2, or None.
@@ -212,7 +212,7 @@ class Cond(NamedTuple):
 
 
 class Sent(Protocol):
-    """What came of one message, for the algorithm that sent it. What is not asked for is not computed.
+    """Outcome of one message, for the algorithm that sent it. What is not asked for is not computed.
 
     mean: of what all workers sent, as they see it, equal on all; in f32 (f64 for f64 messages).
     direction: the same, for handing on: on a CPU a `backend.SparseSum` may stand for a long array.
@@ -238,7 +238,7 @@ class Sent(Protocol):
 
 
 class Round(NamedTuple):
-    """What an algorithm knows of the round that it is in.
+    """The round that an algorithm is in, as far as it knows it.
 
     key: private to this worker and round; in `init`, shared by all workers. groups: of the tree (`groups.Group`).
     compressors: one for each of them. index i32[], size int: number of this worker, and how many there are; in `init`
@@ -478,7 +478,7 @@ def accumulate(compressor: Compressor, total: Tree, payloads: Tree, weights: Tre
 
 
 def entries(compressor: Compressor, payloads: Tree, weights: Tree, shared: Tree, like: Tree) -> Tree:
-    """What `accumulate` adds to zeros like `like`; vectors may be `backend.SparseSum`."""
+    """Sum that `accumulate` adds to zeros like `like`; vectors may be `backend.SparseSum`."""
     if compressor.entries is not None:
         return compressor.entries(payloads, weights, shared, like)
     return accumulate(compressor, like, payloads, weights, shared)

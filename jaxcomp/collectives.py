@@ -33,7 +33,7 @@ Array = jax.Array
 
 
 class Plan(NamedTuple):
-    """What both directions of a collective need to know, apart from arrays."""
+    """Facts that both directions of a collective need, apart from arrays."""
 
     axis: Axis
     wire: Compressor | None

@@ -132,7 +132,7 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """Where each leaf of a tree lies. Static and hashable: a state that was laid out carries it.
+    """The place of each leaf of a tree. Static and hashable: a state that was laid out carries it.
 
     structure: of the tree;  shapes, dtypes: of its leaves;  groups: in the order of the tuples on the road.
     """
@@ -173,7 +173,7 @@ AS_IT_IS = Compressor(
 
 
 class Choice(NamedTuple):
-    """What compresses the groups of a tree, or of a part of it: vectors, and stacks row by row. Small ones go as they
+    """Compressor of the groups of a tree, or of a part of it: vectors, and stacks row by row. Small ones go as they
     are.
     """
 

@@ -11,10 +11,12 @@ from laws import ROWS, WORKERS, D
 
 import jaxcomp as jc
 from experiments.bench.trees import temporary, update_of
+from jaxcomp import backend
 from jaxcomp.arrays import like_of
 from jaxcomp.backend import LONG, Pieces, SparseSum, accumulated, cut_apart, joined, shared_program
 from jaxcomp.backend_cpu import FEW
 from jaxcomp.base import State, accumulate, entries, for_worker
+from jaxcomp.exchange import driver
 from jaxcomp.groups import Layout, groups_of, split
 
 SIZES = [5, 1, 0, 40, 7]
@@ -217,17 +219,17 @@ FEW_ENTRIES = {
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", FEW_ENTRIES)
-def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed):
-    """Two rounds of three workers, as without `sparse`."""
+def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed, monkeypatch):
+    """Two rounds of three workers, as where the sum is made as a vector."""
     rng = np.random.default_rng(seed)
     shapes = {"w0": (LONG // 512, 512), "b": (3,), "w1": (1100,), "w2": (LONG + 1,), "w3": (2, LONG)}
     rounds = [{k: jnp.asarray(rng.normal(size=(3, *s)), jnp.float32) for k, s in shapes.items()} for _ in range(2)]
     params = {k: jnp.zeros(s) for k, s in shapes.items()}
     mesh = jax.make_mesh((3,), ("data",), devices=jax.devices()[:3])
     found = []
-    algorithm = FEW_ENTRIES[name]()
-    for each in (algorithm, algorithm._replace(sparse=False)):
-        tx = jc.compressed_mean(each, "data", via="ladder" if name == "ladder" else "auto")
+    for lazy in (backend.is_lazy, lambda x: False):
+        monkeypatch.setattr(driver, "is_lazy", lazy)
+        tx = jc.compressed_mean(FEW_ENTRIES[name](), "data", via="ladder" if name == "ladder" else "auto")
         state, specs = jc.init_state(tx, params, mesh, "data")
         update = lambda g, state, tx=tx: tx.update(jax.tree.map(lambda x: x[0], g), state)
         step = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=(jax.P("data"), specs), out_specs=(jax.P(), specs)))

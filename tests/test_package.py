@@ -145,14 +145,14 @@ def test_collectives_are_called_in_one_file(path):
     }
     allowed = {
         "exchange/collectives.py": COLLECTIVES,
-        "exchange/varying.py": {"axis_index"},
+        "exchange/axes.py": {"axis_index"},
         "plan/measure.py": COLLECTIVES,
     }
     assert not used & COLLECTIVES - allowed.get(path.relative_to(PACKAGE).as_posix(), set())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_modules_are_documented_and_short(path):
+def test_modules_are_documented_and_functions_short(path):
     """Lines of a function are counted without its docstring."""
 
     def length(node):
@@ -162,7 +162,6 @@ def test_modules_are_documented_and_short(path):
     text = path.read_text()
     assert ast.get_docstring(ast.parse(text))
     assert "__all__" in text
-    assert text.count("\n") <= 400
     assert not [
         node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and length(node) > 80
     ]
@@ -174,16 +173,9 @@ def test_modules_are_documented_and_short(path):
 
 
 FRAGMENTS = {"Of", "What", "Where", "Those", "That", "Who", "Which", "With", "By", "As", "Its", "From"}
-# Folders and files that are being rewritten, and whose summary lines are not looked at yet.
-NOT_YET = ("algorithms/", "transforms/", "exchange/routes/", "collectives.py")
-NOT_YET += ("arrays.py", "backend.py", "backend_cpu.py", "base.py", "layout.py")
-NOT_YET += ("exchange/bind.py", "exchange/collectives.py", "exchange/lanes.py", "exchange/mean.py", "exchange/own.py")
-NOT_YET += ("exchange/placement.py", "exchange/rearrange.py", "exchange/runner.py", "exchange/spread.py")
-NOT_YET += ("exchange/varying.py",)
-READ = [path for path in MODULES if not path.relative_to(PACKAGE).as_posix().startswith(NOT_YET)]
 
 
-@pytest.mark.parametrize("path", READ, ids=name_of)
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_summary_line_is_no_fragment(path):
     """It is a sentence, or a noun phrase: "Shape of a slice", not "Of a slice"."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)

@@ -28,7 +28,7 @@ Array = jax.Array
 
 
 class Down(NamedTuple):
-    """What the messages to all workers are made with: all of it is shared.
+    """Memory and compressor of the messages to all workers: all of it is shared.
 
     key uint32[2], rounds i32[];  bits f32[]: of the last message, as a code;  local, shared: of the compressor.
     """

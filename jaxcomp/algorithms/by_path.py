@@ -108,7 +108,7 @@ def _algorithm(pattern: str, value: Any) -> Algorithm:
 
 
 def together(steps: Mapping[Any, Any]) -> Any:
-    """What several algorithms return, with their k-th requests asked for together, for k = 1, 2, ...
+    """Results of several algorithms, whose k-th requests are asked for together, for k = 1, 2, ...
 
     Args:
         steps: name -> what `Algorithm.update` returned: a generator.

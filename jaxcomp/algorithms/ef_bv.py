@@ -159,7 +159,9 @@ def _plus(a: Any, b: Any) -> Any:
 
 
 def _nearer(here: Round, states: tuple[State, ...], message: Any, own: Any, mean: Any) -> Any:
-    """What EF21+ sends and adds it to: v - h to the shifts, or v to zero, whichever leaves less on all workers."""
+    """The message of EF21+, and what it is added to: v - h to the shifts, or v to zero, whichever leaves less on all
+    workers.
+    """
 
     def missed(x: Any) -> Array:
         squares, keys = [], keys_of(here.key, here.groups)

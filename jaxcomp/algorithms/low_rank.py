@@ -224,7 +224,7 @@ class _Blocks:
         return self._sum(jnp.einsum("bix,bjx->bij", u, v, precision="highest"))
 
     def lengths(self, v: Array) -> Array:
-        """Of columns [b, i, BLOCK]: [b, i, 1]."""
+        """Lengths of columns [b, i, BLOCK]: [b, i, 1]."""
         return jnp.sqrt(self._sum(jnp.sum(v * v, axis=2, keepdims=True)))
 
     def pseudo_random(self, dtype: Any, j: Any) -> Array:

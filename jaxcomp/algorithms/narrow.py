@@ -51,6 +51,6 @@ class Narrow(NamedTuple):
 
     @classmethod
     def zeros(cls, like: Any) -> "Narrow":
-        """Of zeros of this shape."""
+        """Codes of zeros of this shape."""
         *lead, d = like.shape
         return cls(jnp.zeros((*lead, d), jnp.int8), jnp.zeros((*lead, -(-d // BLOCK)), jnp.float32))

@@ -1,5 +1,6 @@
 """Compressors of trees: leaf by leaf, or all leaves as one vector. `jaxcomp.groups` says how trees become arrays."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ def layout_of(algorithm: Any) -> Layout:
 
 
 def choices_of(algorithm: Any) -> tuple[Choice, ...]:
-    """What compresses the groups of a tree: of an algorithm, or of each of its parts, or of a compressor."""
+    """Choices that compress the groups of a tree: of an algorithm, or of each of its parts, or of a compressor."""
     if getattr(algorithm, "parts", ()):
         return tuple(choice for part in algorithm.parts for choice in choices_of(part))
     given = algorithm if isinstance(algorithm, Compressor) else algorithm.compressor
@@ -171,24 +172,14 @@ def _of_trees(name: str, compressor: Compressor, layout: Layout) -> Compressor:
     def overflow_(local):
         return sum((overflow(one_of(each), each) for each in local if not is_left_out(each)), jnp.zeros((), jnp.int32))
 
-    def bound(of_size, pick, of_dense):
-        def of(sizes):
-            if not isinstance(sizes, tuple):
-                return of_size(sizes)
-            if layout.single:
-                return of_size(sum(sizes))
-            return pick([of_size(d) if d >= layout.dense_below else of_dense for d in sizes], default=of_dense)
-
-        return None if of_size is None else of
-
     return Compressor(
         init,
         compress,
         decompress,
         spec._replace(
             name=f"{name}({spec.name})",
-            omega=bound(spec.omega, max, 0.0),
-            alpha=bound(spec.alpha, min, 1.0),
+            omega=_bound(layout, spec.omega, max, 0.0),
+            alpha=_bound(layout, spec.alpha, min, 1.0),
             selects=False,
             lifted=Lifted(layout, compressor),
         ),
@@ -198,6 +189,21 @@ def _of_trees(name: str, compressor: Compressor, layout: Layout) -> Compressor:
         for_worker=None if compressor.for_worker is None else over(for_worker),
         overflow=None if compressor.overflow is None else overflow_,
     )
+
+
+def _bound(layout: Layout, of_size: Callable | None, pick: Callable, of_dense: float) -> Callable | None:
+    """omega or alpha of a tree from that of one array of d entries: of the worst array, where there are several."""
+    if of_size is None:
+        return None
+
+    def of(sizes: Any) -> float:
+        if not isinstance(sizes, tuple):
+            return of_size(sizes)
+        if layout.single:
+            return of_size(sum(sizes))
+        return pick([of_size(d) if d >= layout.dense_below else of_dense for d in sizes], default=of_dense)
+
+    return of
 
 
 # ------------------------------------------------------------------------------------------------

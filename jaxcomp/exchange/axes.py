@@ -172,7 +172,7 @@ def on_equal_types(function: Callable[..., Any], *args: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Which mesh axes hold workers, shards and replicas.
+    """The mesh axes that hold workers, shards and replicas.
 
     workers: axis (or axes) over which the mean is taken; None for a single worker.
     later: those of each later level of a hierarchy, at which groups of these workers exchange.
@@ -193,7 +193,7 @@ class Placement:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the axes of the workers."""
+        """Names of the axes of the workers."""
         return axis_names(self.workers)
 
     @property
@@ -208,7 +208,7 @@ class Placement:
 
     @property
     def identity(self) -> "Placement":
-        """What two placements have in common whose states can be handed on to one another."""
+        """Facts that two placements have in common whose states can be handed on to one another."""
         return Placement(self.names, self.later, self.shards, (), self.partial)
 
 

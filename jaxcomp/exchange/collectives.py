@@ -446,7 +446,7 @@ def _grouped(items: Iterable[int], key: Callable[[int], Any]) -> list[tuple[Any,
 
 
 def _in_order(lanes: list[Lane]) -> list[Lane]:
-    """By the number of the bucket; bucket 0, of small leaves from everywhere, is the last to be ready."""
+    """Sorts by the number of the bucket; bucket 0, of small leaves from everywhere, is the last to be ready."""
     return sorted(lanes, key=lambda lane: (lane.bucket == 0, lane.bucket))
 
 

@@ -195,7 +195,7 @@ class Exchange(NamedTuple):
         return Way(place.workers, weights, self.link, place.replicas, buckets, exact, place.outer)
 
     def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
-        """Those of this round, or of the last one in which they were measured."""
+        """Errors of this round, or of the last one in which they were measured."""
         if measured is None:
             return no_errors()
         typed = lambda x: varying(x, self.placement.every)
@@ -221,7 +221,7 @@ class _Turn:
         self.counted: list[Counts] = []
 
     def counts(self) -> Counts:
-        """What was counted so far."""
+        """Everything counted so far."""
         return add_counts(self.counted)
 
     def answer(self, requests: list[Any]) -> list[Any]:
@@ -296,10 +296,11 @@ class _Turn:
 
 
 class Message:
-    """What came of one message (`base.Sent`). Nothing is computed, or traced, before it is asked for.
+    """Outcome of one message (`base.Sent`). Nothing is computed, or traced, before it is asked for.
 
-    parcels: what is sent of each group. mine: shared states of the compressors as this worker uses them. locals: each
-    compressor with its local state afterwards. arrived: what the route brought of each group.
+    parcels: what is sent of each group. programs: the compressor of each, as it is run. mine: shared states of the
+    compressors as this worker uses them. locals: each compressor with its local state afterwards. arrived: what the
+    route brought of each group.
     """
 
     def __init__(self, request: Mean, way: Way):
@@ -310,10 +311,9 @@ class Message:
         self.mine = tuple(for_worker(c, state.shared, index, size) for c, state in pairs)
         parcels, local = [], []
         each = zip(pairs, request.keys, request.message, self.mine, request.groups, strict=True)
-        programs = {id(c): shared_program(c.compress) for c in request.compressors}
-        for ((c, state), key, x, mine, group), repeated in zip(each, _repeated(request), strict=True):
-            compress = programs[id(c)] if repeated else c.compress
-            payload, after = compress(key, x, State(state.local, mine))
+        self.programs = _programs(request)
+        for program, ((c, state), key, x, mine, group) in zip(self.programs, each, strict=True):
+            payload, after = program.compress(key, x, State(state.local, mine))
             # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and
             # conditionals branches of different types.
             payload = varying(payload, (*axis_names(way.axis), *way.outer, *varying_axes(payload)))
@@ -344,11 +344,12 @@ class Message:
         return tuple(State(local, advance(c, state.shared)) for (c, local), state in each)
 
     def add_to(self, total: tuple[Any, ...], weight: Any) -> tuple[Any, ...]:
-        def one(total, parcel, mine):
-            add = lambda total, payload: add_own(parcel.compressor, total, payload, weight, mine)
-            return in_place(add, total, parcel.payload)
+        def add(totals, payloads):
+            each = zip(self.programs, totals, payloads, self.mine, strict=True)
+            return tuple(add_own(c, total, payload, weight, mine) for c, total, payload, mine in each)
 
-        return tuple(map(one, total, self.parcels, self.mine))
+        # All at once: of one loop for each group, XLA for CPU would copy what some of them are made in.
+        return in_place(add, total, tuple(parcel.payload for parcel in self.parcels))
 
     def read_by(self, compressors: tuple[Compressor, ...]) -> tuple[Any, Any]:
         if any(arrived.payloads is None and arrived.total is None for arrived in self.arrived):
@@ -368,22 +369,24 @@ class Message:
         return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
 
     def _means(self, lazy: bool) -> tuple[Any, ...]:
-        programs = {id(p.compressor): shared_program(functools.partial(accumulate, p.compressor)) for p in self.parcels}
-        found = []
-        for parcel, arrived, repeated in zip(self.parcels, self.arrived, _repeated(self.request), strict=True):
-            add = programs[id(parcel.compressor)] if repeated else functools.partial(accumulate, parcel.compressor)
-            found.append(_mean(parcel, arrived, self.way, add, lazy))
-        return tuple(found)
+        add = lambda compressor: functools.partial(accumulate, compressor)
+        each = zip(self.parcels, self.arrived, self.programs, strict=True)
+        return tuple(_mean(parcel, arrived, self.way, add(program), lazy) for parcel, arrived, program in each)
 
 
-def _repeated(request: Mean) -> list[bool]:
-    """Whether another group has the same shape and compressor, so that what is done to both is worth a program.
+def _programs(request: Mean) -> tuple[Compressor, ...]:
+    """The compressors, which compress and add up by shared programs where another group has the same shape.
 
-    Arithmetic of linear compressors is little, and fused with what is before and after it.
+    Not linear ones: their arithmetic is little, and fused with what is before and after it.
     """
     kinds = [(id(c), x.shape, x.dtype) for c, x in zip(request.compressors, request.message, strict=True)]
-    pairs = zip(request.compressors, kinds, strict=True)
-    return [not c.spec.linear and kinds.count(kind) > 1 for c, kind in pairs]
+    again = [not c.spec.linear and kinds.count(kind) > 1 for c, kind in zip(request.compressors, kinds, strict=True)]
+    shared: dict[int, Compressor] = {}
+    for c, is_again in zip(request.compressors, again, strict=True):
+        if is_again and id(c) not in shared:
+            add = functools.partial(accumulate, c)
+            shared[id(c)] = c._replace(compress=shared_program(c.compress), accumulate=shared_program(add))
+    return tuple(shared[id(c)] if is_again else c for c, is_again in zip(request.compressors, again, strict=True))
 
 
 def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], lazy: bool = False) -> Any:
@@ -540,7 +543,7 @@ def refusal(route: Route, algorithm: Algorithm) -> str | None:
 
 
 def own_weights(name: str, algorithm: Algorithm) -> tuple[float, ...] | None:
-    """Those of the workers that a compressor brings; with parts, that those bring which bring some."""
+    """Weights of the workers that a compressor brings; with parts, that those bring which bring some."""
     given = [part.compressor for part in algorithm.parts or (algorithm,)]
     found = {c.spec.weights for c in given if c is not None and c.spec.weights is not None}
     if len(found) > 1:

@@ -40,7 +40,7 @@ NAMES = (*ROUTES, SCATTER.name)
 
 
 class Errors(NamedTuple):
-    """What takes passes over the gradient; NaN where it was not asked for. error, norm: of C(m) - m, and of m."""
+    """Norms of C(m) - m and of m, which take passes over the gradient; NaN where they were not asked for."""
 
     error: Array
     norm: Array
@@ -72,7 +72,7 @@ def no_counts() -> Counts:
 
 
 def add_counts(counts: list[Counts]) -> Counts:
-    """Of several messages in one round: the sums; norms joined; of the routes the last one in the table."""
+    """Counts of several messages in one round: the sums; norms joined; of the routes the last one in the table."""
     total = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), no_counts(), *counts)
     errors = joint_errors([count.errors for count in counts] or [no_errors()])
     route = jnp.max(jnp.stack([jnp.zeros((), jnp.int32), *(count.route for count in counts)]))
@@ -80,7 +80,7 @@ def add_counts(counts: list[Counts]) -> Counts:
 
 
 def joint_errors(every: Sequence[Errors]) -> Errors:
-    """Of several messages together; of one at least."""
+    """Errors of several messages together; of one at least."""
     of = lambda name: joint_norm([getattr(each, name) for each in every])
     return Errors(of("error"), of("norm"), every[0].nonfinite)
 
@@ -134,7 +134,7 @@ def count_message(parcels: Sequence[Any], message: Sequence[Any], carried: Any, 
 
 
 def count_sum(arrays: Any, sent_bytes: float) -> Counts:
-    """Of a sum of uncompressed arrays."""
+    """Counts of a sum of uncompressed arrays."""
     size, held = sum(leaf.size for leaf in jax.tree.leaves(arrays)), lane_bytes(arrays)
     return no_counts()._replace(
         lane_bytes=_real(held),
@@ -147,7 +147,7 @@ def count_sum(arrays: Any, sent_bytes: float) -> Counts:
 
 
 def _real(value: Any) -> Array:
-    """As f32[]: numbers of bits and bytes may be larger than any i32."""
+    """Number as f32[]: bits and bytes may be more than any i32."""
     return jnp.asarray(float(value) if isinstance(value, int) else value).astype(jnp.float32)
 
 

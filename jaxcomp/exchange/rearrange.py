@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Misfit(Exception):
-    """What is wrong, and at which place of the trees."""
+    """Tells what is wrong, and at which place of the trees."""
 
     def __init__(self, what: str, path: str = ""):
         super().__init__(what)
@@ -39,7 +39,7 @@ class Misfit(Exception):
 
 
 def map_alike(fn: Callable[[Any, Any], Any], old: Any, new: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """As `jax.tree.map`, for trees that must be alike."""
+    """Maps as `jax.tree.map` does, for trees that must be alike."""
 
     def one(path, x, like):
         try:
@@ -77,7 +77,7 @@ class Cut(NamedTuple):
 
 
 class Move(NamedTuple):
-    """From one state to another.
+    """A way from one state to another.
 
     keep: as for `redistribute`. along: mesh axes of the shards. leads: shared arrays have a leading axis.
     before, after: the groups of the tree.

@@ -149,7 +149,7 @@ def local_rows(axis: Axis) -> int:
 
 
 def own_off_device(local: Any, placement: Placement, roles: tuple) -> OwnState:
-    """What one worker keeps for itself, as it is kept: with a leading axis of workers."""
+    """State that one worker keeps for itself, as it is kept: with a leading axis of workers."""
     axis = placement.workers
     rows = local_rows(axis)
     local = jax.tree.map(lambda x: jnp.tile(jnp.asarray(x)[None], (rows,) + (1,) * jnp.ndim(x)), local)
@@ -157,7 +157,7 @@ def own_off_device(local: Any, placement: Placement, roles: tuple) -> OwnState:
 
 
 def own_at_device(name: str, own: OwnState, placement: Placement) -> Any:
-    """What this worker keeps for itself, without the leading axis.
+    """State that this worker keeps for itself, without the leading axis.
 
     Raises:
         ValueError: it belongs to another transformation, or is not cut for one worker.

@@ -112,8 +112,8 @@ def state_specs(state: Any, axis_name: Any, *, params: Any = None, specs: Any = 
 
     >>> import jax.numpy as jnp, optax, jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(0.1)), "data")
-    >>> jc.state_specs(tx.init(jnp.zeros(50)), "data").local.algorithm.memory
-    P('data',)
+    >>> jc.state_specs(tx.init(jnp.zeros(50)), "data").local.algorithm.memory  # an array for each group of leaves
+    (P('data',),)
     """
     _check_has_mean("state_specs", state)
     axis = names_of(axis_name)
@@ -240,7 +240,7 @@ def init_state(
     >>> state, axes = jc.init_state(tx, jnp.zeros(5), 64, "data")
     >>> step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")
     >>> direction, state = jax.jit(step)(jnp.ones((64, 5)), state)
-    >>> print(direction, state.local.algorithm.memory.shape)
+    >>> print(direction, state.local.algorithm.memory[0].shape)
     [1. 0. 0. 0. 0.] (64, 1, 5)
     """
     _check_kinds(tx, params, mesh, axis_name)

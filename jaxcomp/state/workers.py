@@ -73,7 +73,7 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
     >>> step = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data")
     >>> _, old = jax.jit(step)(jnp.array([[3.0, 1.0], [4.0, 2.0]]), old)
     >>> new, _ = jc.init_state(tx, jnp.zeros(2), 3, "data")
-    >>> print(jc.redistribute(old, new).local.algorithm.memory[:, 0])
+    >>> print(jc.redistribute(old, new).local.algorithm.memory[0][:, 0])
     [[0. 1.]
      [0. 2.]
      [0. 0.]]

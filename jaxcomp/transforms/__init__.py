@@ -1,4 +1,4 @@
-"""What users put into their training loop. All forms run the same `exchange.runner`."""
+"""Forms that users put into their training loop. All run the same `exchange.driver`."""
 
 from jaxcomp.transforms.compressed_mean import compressed_mean
 from jaxcomp.transforms.demo import demo

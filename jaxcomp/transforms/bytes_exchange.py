@@ -130,7 +130,7 @@ class BytesExchange:
         return jax.tree.unflatten(structure, map(jnp.asarray, totals))
 
     def _sum_of(self, arrays: list[np.ndarray]) -> np.ndarray:
-        """With weights n times their weighted mean, as `exchange.driver` has it."""
+        """Sum over the workers; with weights n times their weighted mean, as `exchange.driver` has it."""
         if self._shares is None:
             return functools.reduce(np.add, arrays)
         kind = wide(arrays[0].dtype)
@@ -139,7 +139,7 @@ class BytesExchange:
 
 
 class _Sent:
-    """What came of one message (`base.Sent`), whose payloads arrived as bytes."""
+    """Outcome of one message (`base.Sent`), whose payloads arrived as bytes."""
 
     def __init__(self, link: BytesExchange, request: Mean):
         self.link, self.request = link, request
@@ -212,7 +212,7 @@ def _decoded(number: int, message: bytes) -> Any:
 
 
 def _kinds(payload: Any) -> Any:
-    """What messages of one exchange have in common: their structure, shapes and dtypes."""
+    """Facts that messages of one exchange have in common: their structure, shapes and dtypes."""
     leaves, structure = jax.tree.flatten(payload)
     return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 

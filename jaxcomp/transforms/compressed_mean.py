@@ -287,7 +287,7 @@ def _by_shards(
     numbers = [tuple(i for i, each in enumerate(places) if each == group) for group in groups]
 
     def made(i: int, there: frozenset[int]) -> Transformation:
-        """Of a group, along which dimension each leaf is cut that is there."""
+        """Finds along which dimension each leaf of a group is cut that is there."""
         group, part = groups[i]
         along = tuple(dimensions[j] for j in numbers[i] if j in there and dimensions[j] is not None)
         return mean_of(own(group), rest(group), jax.random.fold_in(root, i), along or None, part)

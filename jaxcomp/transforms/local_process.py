@@ -118,7 +118,7 @@ class _Part(NamedTuple):
 
 
 class LocalProcess:
-    """What `local_process` returns.
+    """The functions that `local_process` returns.
 
     point: theta, which all workers share. sent_bytes: of this worker's messages so far, to all others. waited: seconds
     that steps spent waiting for exchanges so far.

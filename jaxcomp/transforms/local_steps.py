@@ -48,13 +48,13 @@ class LocalStepsState:
 
     @property
     def point(self) -> Any:
-        """What all workers share: what one tests, and keeps."""
+        """The point that all workers share: the one to test, and to keep."""
         return self.exchange.point
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalSteps:
-    """What `local_steps` returns.
+    """The functions that `local_steps` returns.
 
     init(params) -> own, state; (own, state, *batch, **named) -> (loss, own, state), or ((loss, aux), own, state).
     """
@@ -234,7 +234,7 @@ def _on_mesh(self: LocalSteps, mesh: Any, own: Any, state: LocalStepsState, batc
 
 
 def _gradient(self: LocalSteps, own: Any, batch: Any, named: Any) -> Any:
-    """What the loss returns and its gradient, of one worker, behind a leading axis."""
+    """Result of the loss and its gradient, of one worker, behind a leading axis."""
     params = jax.tree.map(lambda x: x[0], own)
     found = jax.value_and_grad(self.loss, has_aux=self.has_aux)(params, *batch, **named)
     return jax.tree.map(lambda x: jnp.asarray(x)[None], found)

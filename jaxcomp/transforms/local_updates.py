@@ -52,7 +52,7 @@ class Own(NamedTuple):
 
 
 class LocalUpdatesState(NamedTuple):
-    """What `local_updates` remembers.
+    """Memory of `local_updates`.
 
     count: i32[], steps so far.
     point: theta, like the parameters, in f32 (f64 for f64 parameters): equal on all workers.
@@ -157,7 +157,7 @@ def local_updates(
 
     @functools.cache
     def mean(number: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
-        """Of the differences of a fragment."""
+        """Mean of the differences of a fragment."""
         with constants():  # keys, wherever the leaves come from
             key = jax.random.fold_in(root, number) if fragments > 1 else root
             specs = sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
@@ -310,7 +310,7 @@ class _LocalUpdates(NamedTuple):
 
 
 class _Fragment(NamedTuple):
-    """What an exchange changes of a fragment."""
+    """Changes of a fragment by an exchange."""
 
     point: Any
     outer: Any
@@ -319,7 +319,7 @@ class _Fragment(NamedTuple):
 
 
 class _Here(NamedTuple):
-    """What is known of a fragment at this worker: its mean, parameters before and after the inner step, and the
+    """Everything known of a fragment at this worker: its mean, parameters before and after the inner step, and the
     difference on its way, None without delay."""
 
     mean: Any

@@ -51,7 +51,7 @@ def _ambient() -> Meshes | None:
 
 
 def _of_arrays(trees: Any) -> Meshes | None:
-    """Of the first array that lies on a mesh."""
+    """Mesh of the first array that lies on one."""
     for leaf in jax.tree.leaves(trees):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
             if isinstance(leaf.sharding, NamedSharding):

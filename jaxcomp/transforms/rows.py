@@ -77,7 +77,7 @@ def _check_before(name: str, state: Any) -> None:
 
 
 def _names_of(step: Any) -> list[str]:
-    """Of the functions of optax that made this update, which `chain` may have wrapped."""
+    """Names of the functions of optax that made this update, which `chain` may have wrapped."""
     cells = [cell.cell_contents for cell in getattr(step, "__closure__", None) or ()]
     inside = [tx.update for tx in cells if isinstance(tx, optax.GradientTransformation)]
     name = getattr(step, "__qualname__", "").partition(".")[0]

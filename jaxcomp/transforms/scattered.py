@@ -52,7 +52,7 @@ def _common(leaves: list[Any]) -> Any:
 
 
 class Rows(NamedTuple):
-    """Where the pieces of leaves lie in a row. shapes: of the shards; dimensions: along which they are cut."""
+    """Places of the pieces of leaves in a row. shapes: of the shards; dimensions: along which they are cut."""
 
     workers: int
     shapes: tuple[tuple[int, ...], ...]

@@ -129,7 +129,7 @@ def init_on_mesh(tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs:
 
 
 def same_on_mesh(make: Callable[[], Any], mesh: Any) -> Any:
-    """What a function makes, whole on every device."""
+    """Results of a function, whole on every device."""
     return jax.jit(jax.shard_map(make, mesh=_unless_in_force(mesh), in_specs=(), out_specs=P()))()
 
 
@@ -139,7 +139,7 @@ def _unless_in_force(mesh: Any) -> Any:
 
 
 def _spec(x: Any) -> P:
-    """As far as types tell, how an array is cut."""
+    """Spec of an array, as far as types tell it."""
     sharding = getattr(jax.typeof(x), "sharding", None)
     return P() if sharding is None or sharding.mesh.empty else sharding.spec
 

@@ -1,4 +1,4 @@
-"""Which leaves of a tree of parameters are trained, and how what is not goes back into the model."""
+"""Choice of the leaves of a tree of parameters that are trained; how what is not goes back into the model."""
 
 from typing import Any, NamedTuple
 

@@ -48,7 +48,7 @@ class GradientState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ValueAndGrad:
-    """What `value_and_grad` returns.
+    """The functions that `value_and_grad` returns.
 
     init(params) -> state; (params, state, *batch, **named) -> (loss, grads, state), or ((loss, aux), grads, state).
     """
@@ -120,7 +120,7 @@ class ValueAndGrad:
         return find_mesh("value_and_grad", self.mesh, names, *trees) if names else None
 
     def _specs(self, params: Any, trained: Any, mesh: Any) -> tuple[PartitionSpec, ...]:
-        """Of the trained leaves; () where none is cut."""
+        """Specs of the trained leaves; () where none is cut."""
         whole = params if self.param_specs is not None else trained
         found = find_specs("value_and_grad", whole, mesh, axis_names(self.axis), self.param_specs)
         names = trained_of(params, self.wrt).names
@@ -342,7 +342,7 @@ def _on_mesh(
 
 
 def _factor(state: GradientState) -> Any:
-    """What the loss is multiplied by, where that is dynamic."""
+    """Factor of the loss, where that is dynamic."""
     return state.loss_scale.scale if isinstance(state.loss_scale, LossScale) else None
 
 

@@ -1,4 +1,4 @@
-"""What one worker computes before anything is exchanged: its loss, its gradient, its auxiliary values.
+"""One worker's part before anything is exchanged: its loss, its gradient, its auxiliary values.
 
     scaled, pullback = vjp(s L_i)     micro-batch by micro-batch, s the loss scale
     g_i = (1 / s k) sum_j grad L_ij   in f32 (f64 for f64 parameters) where k micro-batches are added up
@@ -45,7 +45,7 @@ class Loss(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Which leaves of a tree of parameters are trained. Static.
+    """Choice of the leaves of a tree of parameters that are trained. Static.
 
     structure: of the tree. names: for each leaf its path if it is trained, else None; () where all are.
     """
@@ -215,7 +215,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _of_micro_batches(kind: str, x: Array) -> Array:
-    """Of auxiliary values [k, ...] of this worker's micro-batches."""
+    """Means of auxiliary values [k, ...] of this worker's micro-batches."""
     if kind == "each":
         return x
     if kind == "sum":
@@ -229,7 +229,7 @@ def _of_micro_batches(kind: str, x: Array) -> Array:
 
 
 def _share(axis: Axis, shares: tuple[tuple[Axis, tuple[float, ...]], ...]) -> Any:
-    """That of this worker in a mean over the workers."""
+    """Share of this worker in a mean over the workers."""
     rest = axis_size(axis)
     share: Any = 1.0
     for along, each in shares:
@@ -241,7 +241,7 @@ def _share(axis: Axis, shares: tuple[tuple[Axis, tuple[float, ...]], ...]) -> An
 
 
 def _together(tree: Any, kinds: Any, axis: Axis, share: Any) -> Any:
-    """What all workers together know, by one sum of all of it.
+    """Facts of all workers together, by one sum of all of it.
 
     kinds: "mean" with the share of each worker; "same": the plain mean; "sum"; "first": that of worker 0, for counters
     that are equal anyway; "each": left as it is.

@@ -175,7 +175,10 @@ BAD = [
     ),
     (lambda: jc.diana(jc.top_k(0.1)), r"Use error_feedback\(top_k\(0.1\)\) instead"),
     (lambda: jc.diana(jc.rand_k(0.1), alpha=0.0), "alpha must be a Python number or a jax.Array in"),
-    (lambda: jc.diana(jc.rand_k(0.1), alpha=0.5).init(jax.random.key(0), jnp.zeros(100)), r"= \(0, 0.1\]; got 0.5"),
+    (
+        lambda: jc.compressed_mean(jc.diana(jc.rand_k(0.1), alpha=0.5), AXIS).init(jnp.zeros(100)),
+        r"= \(0, 0.1\]; got 0.5",
+    ),
     (lambda: jc.direct(jc.cast("float16", scaled=False)), "known error bound"),
     (lambda: jc.compressed_mean(jc.direct(jc.identity()), AXIS, via="pigeon"), "via must be one of 'auto'"),
     (lambda: jc.compressed_mean(jc.direct(jc.top_k(0.1)), AXIS, via="sum"), "needs a linear compressor"),

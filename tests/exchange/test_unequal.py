@@ -153,7 +153,7 @@ def test_dagc_is_weighted_error_feedback_with_a_count_for_each_worker(seed):
         sent = np.array([oracles.top_k(m, k) for m, k in zip(message, counts, strict=True)])
         memory = message - sent
         np.testing.assert_allclose(directions[t], weights @ sent, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(state.local.algorithm.memory[:, 0], memory, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state.local.algorithm.memory[0][:, 0], memory, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(jc.info(state, each=True).achieved_ratio, counts / d)
 
 
@@ -273,7 +273,7 @@ def test_thresholds_of_workers_are_weighted_error_feedback_too(seed):
         keep |= np.abs(message) == np.abs(message).max(1, keepdims=True)
         memory = np.where(keep, 0, message)
         np.testing.assert_allclose(directions[t], weights @ np.where(keep, message, 0), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(state.local.algorithm.memory[:, 0], memory, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state.local.algorithm.memory[0][:, 0], memory, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.sampled

@@ -53,7 +53,7 @@ def fastest(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> st
 
 
 def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
-    """What is linear in one sum, all else in one gathering (see `Route.carry`)."""
+    """Carries what is linear in one sum, all else in one gathering (see `Route.carry`)."""
     del key
     linear = [parcel.compressor.spec.linear for parcel in parcels]
     added = [parcel for parcel, is_linear in zip(parcels, linear, strict=True) if is_linear]

@@ -78,7 +78,7 @@ def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
 
 
 def layout(given: Layout, workers: int) -> Layout:
-    """As it is, but for leaves that are vectors of their own: each would have a coder of its own."""
+    """Leaves the layout as it is, but for leaves that are vectors of their own: each would have a coder of its own."""
     del workers
     return given.together()
 

@@ -1,4 +1,4 @@
-"""What a route is: one way in which the messages of all workers, or their sum, reach all of them; one file for each.
+"""Routes: the ways in which the messages of all workers, or their sum, reach all of them; one file for each.
 
 Most routes bring all payloads to all workers. Such a route is a function `gather` and one line with `gathering_route`.
 The driver then decodes and adds the payloads, on every worker alike.
@@ -34,7 +34,7 @@ Array = jax.Array
 
 
 class Way(NamedTuple):
-    """What a route needs besides the messages. Static, except for the weights.
+    """Everything a route needs besides the messages. Static, except for the weights.
 
     axis: of the workers.
     weights: [n], of all workers, with sum one, in the widest dtype of the messages; None for equal ones.
@@ -61,7 +61,7 @@ class Way(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """What one worker sends of one group of leaves.
+    """The part of a message that is of one group of leaves, as one worker sends it.
 
     compressor: of the group. payload: what it made of the message. shared: its shared state, with the plans of all
     workers. like: shape and dtype of the message. bucket: number of the bucket of the group.
@@ -75,7 +75,7 @@ class Parcel(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """What a route brought of one group: one of these.
+    """The part of what a route brought that is of one group: one of these.
 
     payloads: of all workers, stacked on a leading axis of n and equal on all of them.
     total: their sum, as one payload, where each has its weight already, or `share_of` all.
@@ -88,7 +88,7 @@ class Arrived(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a route brought.
+    """All that a route brought.
 
     arrived: of each parcel.
     route: name of the route that was taken, one of ROUTES.

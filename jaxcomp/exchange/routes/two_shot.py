@@ -37,7 +37,7 @@ Array = jax.Array
 
 
 class Second(NamedTuple):
-    """What the owner of a chunk remembers of its compression of the mean.
+    """Memory of the owner of a chunk of its compression of the mean.
 
     memory: [c], what was not sent yet; () for an unbiased compressor.
     compressor: local state of the compressor.
