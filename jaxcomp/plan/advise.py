@@ -173,9 +173,7 @@ def text_table(
 ) -> str:
     """Columns of text, the fastest eligible candidate first; the one that is advised has an arrow.
 
-    Args:
-        columns: head -> the text of a row.
-        left: heads of the columns that are aligned to the left.
+    columns: head -> the text of a row; left: heads of the columns that are aligned to the left.
     """
     place = lambda row: (row.refused is not None, not row.known, math.isnan(row.seconds), row.seconds)
     ordered = sorted(rows, key=place)

@@ -195,12 +195,7 @@ def collectives_of(
 ) -> tuple[Collective, ...]:
     """The collectives of one exchange, from its traced program (`programs.collectives_in`).
 
-    Args:
-        candidate: see `Candidate`.
-        like: shapes of the gradients of one device, a tree.
-        axis: of the workers, a name or a tuple; of a hierarchy the mapping has the axes.
-        sizes: axis -> workers.
-        joined: whether sums that do not wait for each other are one.
+    like: shapes of the gradients of one device; axis: of the workers, where it is no hierarchy; sizes: axis -> workers.
 
     >>> import jax.numpy as jnp
     >>> collectives_of(dense_candidates()[0], jnp.zeros(5000), "data", {"data": 4})

@@ -19,12 +19,7 @@ MOST_IN_TURN = 15  # runs
 
 
 class Clock:
-    """Measures on a mesh. Every process must call the same methods in the same order.
-
-    Args:
-        mesh: with devices.
-        seconds: after which `left` is zero.
-    """
+    """Measures on a mesh, for so many seconds. Every process must call the same methods in the same order."""
 
     def __init__(self, mesh: Mesh, seconds: float):
         self.mesh = Mesh(mesh.devices, mesh.axis_names)  # axes that the compiler may use as it likes

@@ -7,6 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.exchange.links import Link
+from jaxcomp.plan import facts as files
+from jaxcomp.plan.advise import choose, table, verdict
+from jaxcomp.plan.candidates import Limits, default_candidates, hierarchies, traced
+from jaxcomp.plan.predict import rows_of, shared_work
+from jaxcomp.plan.recommend import recommend
+
 __all__ = ["add_parser", "run"]
 
 RATES = {"gbit": 1e9 / 8, "mbit": 1e6 / 8, "kbit": 1e3 / 8, "bit": 1 / 8}
@@ -80,13 +90,6 @@ def run(o: argparse.Namespace) -> str:
     Raises:
         ValueError, OSError: options out of range, or a file that is none of a plan.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from jaxcomp.exchange.links import Link
-    from jaxcomp.plan.candidates import default_candidates
-    from jaxcomp.plan.recommend import recommend
-
     if o.facts is not None:
         if o.given:
             o.parser.error(f"argument {o.given[0]}: not allowed with argument --facts; edit that file instead")
@@ -109,11 +112,6 @@ def run(o: argparse.Namespace) -> str:
 
 def _of_file(o: argparse.Namespace) -> str:
     """The table of a file that a plan has written, predicted from its parts, and which of its candidates it lacks."""
-    from jaxcomp.plan import facts as files
-    from jaxcomp.plan.advise import choose, table, verdict
-    from jaxcomp.plan.candidates import Limits, default_candidates, hierarchies, traced
-    from jaxcomp.plan.predict import rows_of, shared_work
-
     text = files.read(o.facts)
     if text is None:
         raise ValueError(f"--facts must be a file that jc.plan(..., cache=FILE) has written; there is no {o.facts}")

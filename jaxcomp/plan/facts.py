@@ -110,11 +110,7 @@ def leaves_to_text(like: Any) -> list[str]:
 
 
 def leaves_of(facts: Facts, where: str = "the file") -> list[jax.ShapeDtypeStruct]:
-    """Inverse of `leaves_to_text`, from what a plan has measured.
-
-    Raises:
-        ValueError: there are none, they are not written so, or of a dtype that no gradient has.
-    """
+    """Inverse of `leaves_to_text`; ValueError where there are none, or of a dtype that no gradient has."""
     found, leaves = [], facts.about.get("leaves", ())
     for text in leaves if isinstance(leaves, list | tuple) else (leaves,):
         match = re.fullmatch(r"(\w+)\[((?:\d{1,12}(?:,\d{1,12})*)?)\]", text if isinstance(text, str) else "")
@@ -151,11 +147,7 @@ def to_text(facts: Facts) -> str:
 
 
 def from_text(text: str, where: str = "the file") -> Facts:
-    """Inverse of `to_text`.
-
-    Raises:
-        ValueError: it is no such file, of another version, or a number is missing or out of range.
-    """
+    """Inverse of `to_text`; ValueError, naming what is missing or out of range, where it is no such file."""
     try:
         return _facts(json.loads(text))
     except (KeyError, RecursionError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -217,11 +209,7 @@ def _whole(value: Any, name: str) -> int:
 
 
 def read(path: str | Path) -> str | None:
-    """The text of the file; None if there is none.
-
-    Raises:
-        ValueError: it cannot be read as text.
-    """
+    """The text of the file; None if there is none; ValueError where it cannot be read as text."""
     path = Path(path)
     try:
         return path.read_text() if path.exists() else None

@@ -138,14 +138,10 @@ def place_of(kind: str, operand_bytes: float, workers: int) -> tuple[float, floa
 
 
 def fit(kind: str, timings: Iterable[Timing]) -> Fit:
-    """Latency and bandwidth of a collective from measured sizes, with their covariance (see the module).
-
-    Args:
-        kind: one of KINDS.
-        timings: at least two, of two sizes or two numbers of workers.
+    """Latency and bandwidth of a collective from times of at least two sizes, with their covariance (see the module).
 
     Raises:
-        ValueError: an unknown kind, times, errors or bytes that are not finite and >= 0, or fewer than two places.
+        ValueError: an unknown kind, times, errors or bytes that are not finite and >= 0, or fewer than two sizes.
 
     >>> found = fit("all_reduce", [Timing(2, 0.0, 2e-3, 0.0), Timing(2, 1e6, 1.002, 0.0)])
     >>> round(found.latency, 9), round(found.per_byte, 12)

@@ -179,12 +179,12 @@ def _working(clock: Clock, candidate: Candidate, axis: Any, grads: Any) -> tuple
     kept = early(*given)
     placed = lambda received: [clock.local_rows(x) for x in received]
     here = lambda tree: jax.tree.map(lambda x: np.asarray(x.addressable_data(0))[0], tree)
-    send = lambda received: here(halves.outcome(kept, late(placed(received), kept))[0])
+    send = lambda received: here(halves.both(kept, late(placed(received), kept))[0])
     brought = placed(settled(halves.arrivals, send, lambda changed: clock.agreed([changed])[0] > 0))
     if any(each.is_part for each in halves.arrivals):
         back = sent_back(candidate, grads, clock.workers(axis))
     else:
-        back = here(halves.outcome(kept, late(brought, kept))[1][0])
+        back = here(halves.both(kept, late(brought, kept))[1][0])
     return [lambda: early(*given), lambda: late(brought, kept)], _lost(clock, back, grads)
 
 

@@ -64,10 +64,13 @@ class StepParts(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """One candidate, a row of the table. error: measured, of a message; measured: seconds per step, None where it was
-    not run. expected: of one that was not run where others were: seconds per step, predicted from these, too.
-    refused: why it is not eligible, in words; None if it is. bound: whether its work was not measured, because even
-    without any it would not be the fastest, or the budget was spent; its seconds are then a lower bound."""
+    """One candidate, a row of the table.
+
+    sent_bytes: per step. error: measured, of a message. measured: seconds per step, None where it was not run.
+    expected: of one that was not run where others were: seconds per step, predicted from these, too. refused: why it is
+    not eligible; None if it is. bound: whether its work was not measured, because even without any it would not be the
+    fastest, or the budget was spent; its seconds are then a lower bound.
+    """
 
     candidate: Candidate
     parts: StepParts
@@ -109,14 +112,8 @@ def step_seconds(
 ) -> StepParts:
     """The predicted step (see the module).
 
-    Args:
-        gradient: seconds of loss and gradient.
-        forward_share: f, in [0, 1].
-        exchange: seconds to encode, on the network and to decode.
-        shares: of the entries in each bucket, in the order in which they are ready; their sum is one.
-        overlap: e, in [0, 1].
-        every: H.
-        deviation: of the seconds of one exchange.
+    gradient: seconds of loss and gradient; exchange: seconds to encode, on the network and to decode; shares: of the
+    entries in each bucket, in the order in which they are ready; deviation: of the seconds of one exchange.
 
     >>> step_seconds(3.0, 1 / 3, (0.0, 2.0, 0.0), (0.5, 0.5), overlap=1.0).total
     4.0
@@ -154,14 +151,9 @@ def rows_of(
 ) -> list[Advice]:
     """The predicted step of each candidate. Those with the same algorithm and route share what was measured of one.
 
-    Args:
-        candidates: what is compared.
-        facts: measured, or assumed.
-        like: shapes of the gradients of one device.
-        axis: of the workers, a name or a tuple.
-        sent: of each name its collectives, or why it cannot be sent (`candidates.traced`).
-        limits: what makes a candidate eligible.
-        refuse_idle: whether one that finds nothing to compress is not eligible.
+    facts: measured, or assumed; like: shapes of the gradients of one device; axis: of the workers; sent: of each name
+    its collectives, or why it cannot be sent (`candidates.traced`); refuse_idle: whether a candidate that finds nothing
+    to compress is not eligible.
     """
     work = shared_work(facts.work, candidates)
     whole = {(id(x.algorithm), x.via, x.every): x.name for x in candidates if not x.bucket_bytes}

@@ -5,8 +5,6 @@ have received an argument. All else stays, so nothing can be left out by the com
 collectives needs.
 """
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,17 +50,12 @@ def _variables(eqn: Any) -> list[Any]:
 
 
 def collectives_in(jaxpr: Any, joined: bool = True, times: int = 1) -> list[Collective]:
-    """The collectives of a program, in its order.
+    """The collectives of a traced program that runs so many times, in its order.
 
     Of the branches of a conditional the one with most bytes is taken; what stands in a loop of unknown length is
-    counted once.
-
-    Args:
-        jaxpr: traced with the names of mapped axes.
-        joined: whether sums that follow one another and do not wait for each other are one, as compilers for GPUs and
-            TPUs make of them; a CPU runs the operands of a joined sum one after the other, each with messages of its
-            own.
-        times: how often the program runs.
+    counted once. joined: whether sums that follow one another and do not wait for each other are one, as compilers for
+    GPUs and TPUs make of them; a CPU runs the operands of a joined sum one after the other, each with messages of its
+    own.
     """
     found: list[Collective] = []
     is_open, after = False, set()  # whether the last one is a sum that others may join, and all that waits for it
@@ -115,71 +108,66 @@ class Arrival(NamedTuple):
         return self.kind in ("all_to_all", "permute", "reduce_scatter")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Halves:
+class Halves(NamedTuple):
     """A worker's program without its network, cut where it waits for the network.
 
-    program: traced, (received, number, *leaves of the arguments) -> what is sent, leaves of the results.
+    early(number, *leaves of the arguments) -> kept: what does not need anything that is received.
+    late(received, kept) -> rest: all else.
+    outcome(kept, rest) -> what is sent, and leaves of what the program returns.
     arrivals: what is received, in the order of what is sent (`settled` makes it out of that).
-    structure: of the results.
+    structure: of what the program returns.
     """
 
-    program: Any
+    early: Callable[..., list[jax.Array]]
+    late: Callable[..., list[jax.Array]]
+    outcome: Callable[..., list[Any]]
     arrivals: tuple[Arrival, ...]
     structure: Any
 
-    @functools.cached_property
-    def parts(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """Equations that need nothing that is received, and all others; what the first keep, and the others add."""
-        jaxpr = self.program.jaxpr
-        waiting, early, late = set(jaxpr.invars[: len(self.arrivals)]), [], []
-        for eqn in jaxpr.eqns:
-            is_late = not waiting.isdisjoint(_variables(eqn))
-            (late if is_late else early).append(eqn)
-            waiting.update(eqn.outvars if is_late else ())
-        outs = [x for x in jaxpr.outvars if not isinstance(x, core.Literal)]
-        used = dict.fromkeys([*(x for eqn in late for x in _variables(eqn)), *outs])
-        kept = [x for x in used if x not in waiting and x not in jaxpr.constvars]
-        return early, late, kept, [x for x in dict.fromkeys(outs) if x in waiting]
-
-    def _values(self, variables: Sequence[Any], given: Sequence[Any]) -> dict[Any, Any]:
-        constants = zip(self.program.jaxpr.constvars, self.program.consts, strict=True)
-        return dict(constants) | dict(zip(variables, given, strict=True))
-
-    def early(self, number: Any, *leaves: Any) -> list[jax.Array]:
-        """What does not need anything that is received; leaves: of the arguments."""
-        equations, _, kept, _ = self.parts
-        values = self._values(self.program.jaxpr.invars[len(self.arrivals) :], [number, *leaves])
-        _follow(equations, values)
-        return [values[x] for x in kept]
-
-    def late(self, received: Sequence[Any], kept: Sequence[Any]) -> list[jax.Array]:
-        """All else. kept: from `early`."""
-        _, equations, names, rest = self.parts
-        values = self._values([*self.program.jaxpr.invars[: len(self.arrivals)], *names], [*received, *kept])
-        _follow(equations, values)
-        return [values[x] for x in rest]
-
-    def outcome(self, kept: Sequence[Any], rest: Sequence[Any]) -> tuple[list[Any], Any]:
+    def both(self, kept: Sequence[Any], rest: Sequence[Any]) -> tuple[list[Any], Any]:
         """What is sent, and what the program returns, from both halves."""
-        _, _, names, more = self.parts
-        values = self._values([*names, *more], [*kept, *rest])
-        outs = [x.val if isinstance(x, core.Literal) else values[x] for x in self.program.jaxpr.outvars]
-        return outs[: len(self.arrivals)], jax.tree.unflatten(self.structure, outs[len(self.arrivals) :])
+        found, count = self.outcome(kept, rest), len(self.arrivals)
+        return found[:count], jax.tree.unflatten(self.structure, found[count:])
 
     def whole(self, number: Any, received: Sequence[Any], *args: Any) -> tuple[list[Any], Any]:
-        """Both halves: what is sent, and what the program returns."""
+        """What is sent, and what the program returns."""
         kept = self.early(number, *jax.tree.leaves(args))
-        return self.outcome(kept, self.late(received, kept))
+        return self.both(kept, self.late(received, kept))
+
+
+def _halves(program: Any, arrivals: tuple[Arrival, ...], structure: Any) -> Halves:
+    """Cuts a program whose first inputs are what is received, and whose first outputs are what is sent."""
+    jaxpr, count = program.jaxpr, len(arrivals)
+    constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    waiting, early, late = set(jaxpr.invars[:count]), [], []
+    for eqn in jaxpr.eqns:
+        is_late = not waiting.isdisjoint(_variables(eqn))
+        (late if is_late else early).append(eqn)
+        waiting.update(eqn.outvars if is_late else ())
+    outs = [x for x in jaxpr.outvars if not isinstance(x, core.Literal)]
+    used = dict.fromkeys([*(x for eqn in late for x in _variables(eqn)), *outs])
+    kept = [x for x in used if x not in waiting and x not in constants]
+    rest = [x for x in dict.fromkeys(outs) if x in waiting]
+
+    def part(equations: list[Any], inputs: list[Any], outputs: list[Any]) -> Callable[..., list[Any]]:
+        def run(*given):
+            values = constants | dict(zip(inputs, jax.tree.leaves(given), strict=True))
+            _follow(equations, values)
+            return [_read(values, x) for x in outputs]
+
+        return run
+
+    return Halves(
+        part(early, jaxpr.invars[count:], kept),
+        part(late, [*jaxpr.invars[:count], *kept], rest),
+        part([], [*kept, *rest], jaxpr.outvars),
+        arrivals,
+        structure,
+    )
 
 
 def offline(fn: Callable, axes: Mapping[str, int], *args: Any) -> Halves:
-    """The program of one worker without its network.
-
-    Args:
-        fn: of one worker, to be mapped over the axes; returns a tree of arrays.
-        axes: name -> workers of each.
-        *args: of one worker.
+    """The program of one worker without its network. fn: to be mapped over the axes; args: of one worker.
 
     Raises:
         Inseparable: a collective lies within a conditional or a loop.
@@ -197,7 +185,7 @@ def offline(fn: Callable, axes: Mapping[str, int], *args: Any) -> Halves:
         jaxpr, variables = traced.jaxpr, [*traced.jaxpr.constvars, *traced.jaxpr.invars]
         values = dict(zip(variables, [*traced.consts, *leaves], strict=True))
         _follow(jaxpr.eqns, values, number, exchange)
-        return sent + [x.val if isinstance(x, core.Literal) else values[x] for x in jaxpr.outvars]
+        return sent + [_read(values, x) for x in jaxpr.outvars]
 
     def record(eqn):
         kind, shapes = KIND_OF[eqn.primitive.name], [x.aval for x in eqn.outvars]
@@ -212,14 +200,17 @@ def offline(fn: Callable, axes: Mapping[str, int], *args: Any) -> Halves:
 
     jax.eval_shape(lambda *leaves: run(record, number, leaves), *leaves)
     shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in found]
-    return Halves(jax.make_jaxpr(program)(shapes, number, *leaves), tuple(found), jax.tree.structure(out))
+    return _halves(jax.make_jaxpr(program)(shapes, number, *leaves), tuple(found), jax.tree.structure(out))
+
+
+def _read(values: Mapping[Any, Any], x: Any) -> Any:
+    return x.val if isinstance(x, core.Literal) else values[x]
 
 
 def _follow(equations: Any, values: dict[Any, Any], number: Any = None, exchange: Callable | None = None) -> None:
     """Computes equations in their order, into `values`; collectives are done by exchange(equation, operands)."""
-    read = lambda x: x.val if isinstance(x, core.Literal) else values[x]
     for eqn in equations:
-        operands, name = [read(x) for x in eqn.invars], eqn.primitive.name
+        operands, name = [_read(values, x) for x in eqn.invars], eqn.primitive.name
         called = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params), None)
         if exchange is not None and name in KIND_OF:
             results = exchange(eqn, operands)
@@ -229,7 +220,7 @@ def _follow(equations: Any, values: dict[Any, Any], number: Any = None, exchange
             jaxpr, constants = getattr(called, "jaxpr", called), getattr(called, "consts", ())
             inner = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *operands], strict=True))
             _follow(jaxpr.eqns, inner, number, exchange)
-            results = [x.val if isinstance(x, core.Literal) else inner[x] for x in jaxpr.outvars]
+            results = [_read(inner, x) for x in jaxpr.outvars]
         else:
             if any(map(_needs_axes, _inner(eqn))):
                 raise Inseparable(f"a collective within {name}")
@@ -249,10 +240,8 @@ def settled(
 ) -> list[np.ndarray]:
     """What a worker receives where all send the same, of the shapes and the kind of content that it expects.
 
-    Args:
-        arrivals: see `Halves`.
-        send: received -> what is sent then, which may depend on what was received before it.
-        agree: whether something still changes, out of whether it does here; of several processes it must say the same.
+    send: received -> what is sent then, which may depend on what was received before it. agree: whether something still
+    changes, out of whether it does here; of several processes it must say the same.
 
     >>> settled([Arrival("all_reduce", (2,), np.float32, 3)], lambda _: [np.array([1.0, 2.0], np.float32)])
     [array([3., 6.], dtype=float32)]

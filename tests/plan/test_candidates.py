@@ -1,15 +1,14 @@
 """What theory says of candidates."""
 
 import pytest
-from plan_worlds import F32, LIKE, SPARSE
+from plan_worlds import F32, LIKE, NAMED, SPARSE
 
 import jaxcomp as jc
-from jaxcomp.plan.candidates import default_candidates, error_bound
+from jaxcomp.plan.candidates import error_bound
 
 
 def test_what_theory_says():
-    dithering = next(each for each in default_candidates() if each.name == "dithering(7):gather")
-    unbiased = error_bound(dithering, LIKE, 4)
+    unbiased = error_bound(NAMED["dithering(7):gather"], LIKE, 4)
     assert (unbiased.unbiased, unbiased.memory) == (True, False)
     assert unbiased.bound == pytest.approx(jc.dithering(7, block_size=512).spec.omega(30_000))
     sparse = error_bound(SPARSE, LIKE, 4)

@@ -6,7 +6,7 @@ import math
 import pytest
 from plan_worlds import facts_of
 
-from jaxcomp.plan.facts import from_text, leaves_of, read, to_text
+from jaxcomp.plan.facts import from_text, leaves_of, leaves_to_text, read, to_text
 
 
 def test_the_file_says_what_was_measured():
@@ -48,20 +48,16 @@ def test_what_was_edited_wrongly_is_named(place, value, said):
         from_text(json.dumps(plain), "f.json")
 
 
-@pytest.mark.parametrize("leaves", [3, ["float31[3]"], ["float32[" + "9" * 400 + "]"], ["object[3]"], ["1f4[3]"]])
-def test_leaves_that_are_none(leaves):
-    facts = facts_of(1e-8)._replace(about={"leaves": leaves})
-    words = r"plan: leaves in f.json must be like float32\[784,10\], with a dtype of float16, bfloat16, .*; got"
-    with pytest.raises(ValueError, match=words):
-        leaves_of(facts, "f.json")
-
-
-def test_leaves_of_every_float_but_none_too_large():
-    facts = lambda *leaves: facts_of(1e-8)._replace(about={"leaves": list(leaves)})
+def test_leaves_of_every_float_but_none_other_and_none_too_large():
+    facts = lambda leaves: facts_of(1e-8)._replace(about={"leaves": leaves})
     floats = ["float16[3]", "bfloat16[]", "float32[2,0]", "float64[4]"]
-    assert [f"{x.dtype}" for x in leaves_of(facts(*floats))] == ["float16", "bfloat16", "float32", "float64"]
+    assert leaves_to_text(leaves_of(facts(floats))) == floats
+    words = r"leaves in f.json must be like float32\[784,10\], with a dtype of float16, bfloat16, .*; got"
+    for strange in (3, ["float31[3]"], ["float32[" + "9" * 400 + "]"], ["object[3]"], ["1f4[3]"]):
+        with pytest.raises(ValueError, match=words):
+            leaves_of(facts(strange), "f.json")
     with pytest.raises(ValueError, match=r"fewer than 2\^40 entries each; got 'float32\[99999999,99999999\]'"):
-        leaves_of(facts("float32[99999999,99999999]"))
+        leaves_of(facts(["float32[99999999,99999999]"]))
 
 
 def test_a_file_that_is_none(tmp_path):
