@@ -1,4 +1,4 @@
-"""What the tests of the planner share: a small model, facts that are made up."""
+"""Shared by the tests of the planner: a small model, facts that are made up."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def work(seconds, error=0.0, entries=2080):
 
 
 def facts_of(per_byte, named=tuple(NAMED), overlap=0.0):
-    """Of four workers with gradients like LIKE; codes take a millisecond, what is dense nothing."""
+    """Facts of four workers with gradients like LIKE; codes take a millisecond, what is dense nothing."""
     fits = {"data": {kind: Fit(kind, 1e-4, per_byte) for kind in KINDS}}
     each_work = {name: work(0.0) if NAMED[name].dense else work(1e-3, 0.1, 30_100) for name in named}
     return Facts({}, {"data": 4}, fits, each_work, 0.01, 0.4, overlap)

@@ -12,7 +12,7 @@ from experiments.lib.pool import note
 from experiments.network.mesh import Workers
 from jaxcomp.plan.advise import choose
 from jaxcomp.plan.candidates import Limits, default_candidates, hierarchies
-from jaxcomp.plan.clock import Clock
+from jaxcomp.plan.clock import MeshClock
 from jaxcomp.plan.measure import Workload, seconds_of_steps, step_of, sweep
 from jaxcomp.plan.planning import plan_on
 
@@ -27,7 +27,7 @@ class Sweep:
     """Every collective at several sizes. described: the times of each."""
 
     def __init__(self, kinds: list[str], most: float, seconds: float):
-        clock = Clock(Workers().mesh, seconds)
+        clock = MeshClock(Workers().mesh, seconds)
         self.described = {
             kind: [each._asdict() for each in sweep(clock, kind, "data", most, seconds)] for kind in kinds
         }
@@ -48,7 +48,7 @@ class Task:
         self.described = sum(leaf.size for leaf in params.values())
         own, rows = np.random.default_rng([jax.process_index(), size]), batch * jax.local_device_count()
         x, y = (workers.own(own.standard_normal((rows, width)).astype(np.float32)) for width in (64, 16))
-        self.work = Workload(Clock(workers.mesh, 60.0), self.loss, workers.replicate(params), (x, y), workers.axis)
+        self.work = Workload(MeshClock(workers.mesh, 60.0), self.loss, workers.replicate(params), (x, y), workers.axis)
         known = default_candidates(max_every)
         self.candidates = [each for each in known if of_all or each.name in CANDIDATES or each.every > 1]
         self.candidates += hierarchies(workers.axis) if groups > 1 else []

@@ -109,7 +109,7 @@ def wait_fit(kind: str, timings: Sequence[Timing], cores: int) -> WaitFit:
 
 
 def compared(rows: Sequence[dict[str, Any]], fitted: set[int], cores: int = 0) -> list[dict[str, Any]]:
-    """What was held back, with the seconds that a fit to the others predicts, and those of the second time.
+    """Rows that were held back, with the seconds that a fit to the others predicts, and those of the second time.
 
     cores: that all workers share; 0: each has its own.
     """

@@ -29,7 +29,7 @@ def choose(rows: Sequence[Advice], name: str = "plan") -> Advice:
 
 
 def _comparable(rows: Sequence[Advice]) -> list[Advice]:
-    """Those that are eligible: the ones that were run, else those whose work is known, else all."""
+    """The eligible rows: the ones that were run, else those whose work is known, else all."""
     eligible = [row for row in rows if row.refused is None]
     known = [row for row in eligible if row.known] or eligible
     return [row for row in known if row.measured is not None] or known
@@ -77,7 +77,7 @@ def verdict(rows: Sequence[Advice], chosen: Advice) -> str:
 
 
 def reason(row: Advice, dense: Advice | None, rows: Sequence[Advice]) -> str:
-    """What sets a candidate apart from the best dense one; of one whose work was not measured, why it was not."""
+    """Says what sets a candidate apart from the best dense one; of one whose work was not measured, why it was not."""
     if row.refused:
         return row.refused
     if row is dense:
@@ -100,7 +100,7 @@ def _ms(seconds: float) -> str:
 
 
 def _at_every_step(dense: Advice, rows: Sequence[Advice]) -> str:
-    """What is to be said of the best dense candidate where others that are dense exchange less often."""
+    """An addition to the name of the best dense candidate where other dense ones exchange less often."""
     fewer = any(row.candidate.dense and row.candidate.every > dense.candidate.every for row in rows)
     return " with an exchange at every step" if fewer and dense.candidate.every == 1 else ""
 

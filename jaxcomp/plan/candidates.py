@@ -95,7 +95,7 @@ def dense_candidates() -> list[Candidate]:
 
 
 def default_candidates(max_every: int = 1) -> list[Candidate]:
-    """What is compared where the user names nothing: dense first, then codes, sparse messages, factors and buckets.
+    """The candidates where the user names none: dense first, then codes, sparse messages, factors and buckets.
 
     Args:
         max_every: H; where it is more than one, local updates with 4, 16, .. and at most so many steps, too.
@@ -162,8 +162,8 @@ def is_amount(value: Any) -> bool:
 
 
 class Limits(NamedTuple):
-    """What makes a candidate eligible. max_error: share of |x|^2 that a message may lose; max_every: most steps to an
-    exchange; None: any."""
+    """The conditions under which a candidate is eligible. max_error: share of |x|^2 that a message may lose; max_every:
+    most steps to an exchange; None: any."""
 
     max_error: float | None = None
     max_every: int | None = None
@@ -278,7 +278,7 @@ def sent_back(candidate: Candidate, grads: Any, workers: int) -> Any:
 
 
 class ErrorBound(NamedTuple):
-    """What theory says of one message.
+    """A bound of theory on the error of one message.
 
     bound: on E|C(x) - x|^2 / |x|^2: omega, or 1 - alpha; None where neither is known.
     unbiased: whether it is omega. memory: whether what is lost is sent later.

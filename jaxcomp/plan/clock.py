@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.exchange.varying import axis_names
 
-__all__ = ["Clock"]
+__all__ = ["MeshClock"]
 
 TURN_SECONDS = 0.05  # for which a short program is repeated in a round
 MOST_IN_TURN = 15  # runs
 
 
-class Clock:
+class MeshClock:
     """Measures on a mesh, for so many seconds. Every process must call the same methods in the same order."""
 
     def __init__(self, mesh: Mesh, seconds: float):
@@ -34,7 +34,7 @@ class Clock:
         self.end = time.perf_counter() + seconds
 
     def keep(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What `make` made when it was first asked for by this key: compiled programs, for further plans."""
+        """Returns what `make` made when this key was first asked for: compiled programs, for further plans."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]

@@ -1,4 +1,4 @@
-"""What was measured of a machine, as a file that people can read and change.
+"""Facts measured of a machine, as a file that people can read and change.
 
 The file is JSON. `latency` (seconds of a message) and `per_byte` (seconds of a byte that a worker sends) of each
 collective may be edited to see the plan for another link; `ratios` are how measured times deviate from that line at
@@ -95,7 +95,7 @@ class Facts(NamedTuple):
 
 
 def trials_of(facts: Facts, options: Mapping[str, Any], seconds: Mapping[str, float]) -> Trials:
-    """What was run with these options, to be kept in the file with these facts."""
+    """The steps that were run with these options, to be kept in the file with these facts."""
     digest = hashlib.sha256(to_text(facts._replace(trials=None)).encode()).hexdigest()[:16]
     return Trials(dict(options), dict(seconds), digest)
 

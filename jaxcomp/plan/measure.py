@@ -1,4 +1,4 @@
-"""What a plan needs to know of a machine, measured: links, encoding and decoding, overlap, whole steps.
+"""Measures what a plan needs to know of a machine: links, encoding and decoding, overlap, whole steps.
 
 All processes run the same programs at the same time, so that workers which share cores slow each other down here as
 they will in training. A time is the median over rounds of the slowest process, less what it takes to start a program: a
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcomp.exchange.varying import axis_names
 from jaxcomp.plan.candidates import Candidate, sent_back
-from jaxcomp.plan.clock import Clock
+from jaxcomp.plan.clock import MeshClock
 from jaxcomp.plan.facts import Line, Work
 from jaxcomp.plan.links import Collective, Fit, Timing, fit
 from jaxcomp.plan.predict import overlap_of
@@ -39,7 +39,7 @@ MOST_ENTRIES = 2**24  # of a gradient whose encoding is measured
 RATE = 1e-6  # of local steps: what they reach does not matter, and must stay finite
 
 
-def _mapped(clock: Clock, one: Callable) -> Any:
+def _mapped(clock: MeshClock, one: Callable) -> Any:
     """A function of one device's arrays as a compiled one of rows; results are rows, too."""
 
     def body(*args):
@@ -67,7 +67,7 @@ def _program(kind: str, axis: Any, workers: int) -> Callable[[Array], Array]:
     }[kind]
 
 
-def sweep(clock: Clock, kind: str, axis: Any, most_bytes: float, seconds: float) -> list[Timing]:
+def sweep(clock: MeshClock, kind: str, axis: Any, most_bytes: float, seconds: float) -> list[Timing]:
     """Times of one collective of operands of at most so many bytes, and of an eighth of that, and so on.
 
     seconds: larger sizes are left out once they would take longer.
@@ -86,7 +86,7 @@ def sweep(clock: Clock, kind: str, axis: Any, most_bytes: float, seconds: float)
 
 
 def links_of(
-    clock: Clock, collectives: Iterable[Collective], seconds: float, show: Callable[[str], None]
+    clock: MeshClock, collectives: Iterable[Collective], seconds: float, show: Callable[[str], None]
 ) -> dict[str, dict[str, Fit]]:
     """A fit for each axis and kind of the collectives, up to their largest operands: axis -> kind -> fit."""
     wanted: dict[tuple[str, str], float] = {}
@@ -100,7 +100,7 @@ def links_of(
     return found
 
 
-def overlap_on(clock: Clock, axis: Any, seconds: float, link: Fit | None = None) -> float:
+def overlap_on(clock: MeshClock, axis: Any, seconds: float, link: Fit | None = None) -> float:
     """e of `predict`, for matrix products and an all-reduce that do not wait for each other.
 
     link: of all-reduces. On a slow one shorter operands are exchanged, so that the seconds hold several rounds.
@@ -149,7 +149,7 @@ def sample_of(grads: Any, most: int = MOST_ENTRIES) -> Any:
     return jax.tree.map(cut, whole)
 
 
-def work_of(clock: Clock, candidate: Candidate, axis: Any, grads: Any, seconds: float) -> Work:
+def work_of(clock: MeshClock, candidate: Candidate, axis: Any, grads: Any, seconds: float) -> Work:
     """The work of one exchange without its network, and what a message of this process's gradients loses.
 
     Collectives are replaced by what they would bring (`offline`). Encoding is what needs nothing that is received; all
@@ -162,7 +162,7 @@ def work_of(clock: Clock, candidate: Candidate, axis: Any, grads: Any, seconds: 
     return Work(line(sum(times[:1])), line(sum(times)), error)
 
 
-def _working(clock: Clock, candidate: Candidate, axis: Any, grads: Any) -> tuple[list[Any], float | None]:
+def _working(clock: MeshClock, candidate: Candidate, axis: Any, grads: Any) -> tuple[list[Any], float | None]:
     """Both halves of a round without its network, to be timed, none if it has none; and its relative squared error."""
     tx = candidate.transformation(axis)
     first = np.int32(0)  # the number of a worker
@@ -188,7 +188,7 @@ def _working(clock: Clock, candidate: Candidate, axis: Any, grads: Any) -> tuple
     return [lambda: early(*given), lambda: late(brought, kept)], _lost(clock, back, grads)
 
 
-def _compiled(clock: Clock, halves: Halves, given: list[Any]) -> tuple[Callable, Callable]:
+def _compiled(clock: MeshClock, halves: Halves, given: list[Any]) -> tuple[Callable, Callable]:
     """Both halves of a round, compiled at the same time: that is most of what measuring takes."""
     early, late = _mapped(clock, halves.early), _mapped(clock, halves.late)
     rows = lambda x, *axes: jax.ShapeDtypeStruct((*axes, *x.shape), x.dtype, sharding=clock.rows)
@@ -200,7 +200,7 @@ def _compiled(clock: Clock, halves: Halves, given: list[Any]) -> tuple[Callable,
     return first, second
 
 
-def _lost(clock: Clock, back: Any, grads: Any) -> float | None:
+def _lost(clock: MeshClock, back: Any, grads: Any) -> float | None:
     """|back - grads|^2 / |grads|^2, the largest of the processes; None without any."""
     if back is None:
         return None
@@ -217,7 +217,7 @@ def _lost(clock: Clock, back: Any, grads: Any) -> float | None:
 class Workload(NamedTuple):
     """A training whose steps are timed. params: on the mesh of the clock; axis: of the workers."""
 
-    clock: Clock
+    clock: MeshClock
     loss: Callable[..., Any]
     params: Any
     batch: tuple
@@ -283,7 +283,7 @@ def step_of(work: Workload, candidate: Candidate) -> Step:
     return clock.keep(("step", loss, candidate.name), every_step if candidate.every == 1 else local)
 
 
-def seconds_of_steps(clock: Clock, steps: Sequence[Step], rounds: int, most: float) -> np.ndarray:
+def seconds_of_steps(clock: MeshClock, steps: Sequence[Step], rounds: int, most: float) -> np.ndarray:
     """Seconds per step of each in each round, [steps, rounds], at the slowest process."""
     times = clock.times(steps, rounds, most, lambda i: steps[i].restart())
     return times / np.array([[step.every] for step in steps])

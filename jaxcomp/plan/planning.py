@@ -29,7 +29,7 @@ from jaxcomp.plan.candidates import (
     is_amount,
     traced,
 )
-from jaxcomp.plan.clock import Clock
+from jaxcomp.plan.clock import MeshClock
 from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import Collective
 from jaxcomp.plan.measure import Workload, links_of, overlap_on, sample_of, seconds_of_steps, step_of, work_of
@@ -175,7 +175,7 @@ def plan(
     found = find_devices("plan", mesh, axis, params, batch)
     if not isinstance(found, Mesh):
         raise TypeError(f"plan: mesh must be a jax.sharding.Mesh with devices; got {found!r}")
-    clock = Clock(found, BUDGET if budget is None else budget)
+    clock = MeshClock(found, BUDGET if budget is None else budget)
     if clock.workers(axis) == 1:
         return _alone(candidates)
     batch = batch if isinstance(batch, tuple) else (batch,)

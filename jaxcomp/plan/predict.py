@@ -130,7 +130,7 @@ def step_seconds(
 
 
 def overlap_of(computing: float, exchanging: float, both: float) -> float:
-    """What of the overlap of a computation and an exchange is got, in [0, 1].
+    """The share of the overlap of a computation and an exchange that a machine gets, in [0, 1].
 
     >>> overlap_of(1.0, 2.0, 2.0), overlap_of(1.0, 2.0, 3.0), overlap_of(1.0, 2.0, 2.5)
     (1.0, 0.0, 0.5)

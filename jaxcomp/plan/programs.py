@@ -125,12 +125,12 @@ class Halves(NamedTuple):
     structure: Any
 
     def both(self, kept: Sequence[Any], rest: Sequence[Any]) -> tuple[list[Any], Any]:
-        """What is sent, and what the program returns, from both halves."""
+        """Puts together what is sent, and what the program returns, from both halves."""
         found, count = self.outcome(kept, rest), len(self.arrivals)
         return found[:count], jax.tree.unflatten(self.structure, found[count:])
 
     def whole(self, number: Any, received: Sequence[Any], *args: Any) -> tuple[list[Any], Any]:
-        """What is sent, and what the program returns."""
+        """Runs both halves: what is sent, and what the program returns."""
         kept = self.early(number, *jax.tree.leaves(args))
         return self.both(kept, self.late(received, kept))
 
@@ -238,7 +238,7 @@ def _needs_axes(jaxpr: Any) -> bool:
 def settled(
     arrivals: Sequence[Arrival], send: Callable[[list[np.ndarray]], Sequence[Any]], agree: Callable[[bool], Any] = bool
 ) -> list[np.ndarray]:
-    """What a worker receives where all send the same, of the shapes and the kind of content that it expects.
+    """Makes up what a worker receives where all send the same, of the shapes and the content that it expects.
 
     send: received -> what is sent then, which may depend on what was received before it. agree: whether something still
     changes, out of whether it does here; of several processes it must say the same.

@@ -1,7 +1,7 @@
 """Whether a plan still holds: a detector of changes in the series that a training loop has anyway.
 
 Fed with seconds per step and what `jc.info` says, it reports once that a series is no longer what it was, and changes
-nothing. Python and no arrays: a call takes microseconds, and nothing is added to the step.
+nothing. A call takes microseconds, and nothing is added to the step.
 
     1. Steps are put together in blocks of b = 8; a block's median is one observation x_t.
     2. p_t = (#{i <= t: x_i > x_t} + u_t #{i <= t: x_i = x_t}) / t,  u_t uniform: small where x_t is among the largest.
@@ -25,6 +25,8 @@ import math
 import random
 import statistics
 from typing import Any, NamedTuple
+
+import numpy as np
 
 __all__ = ["BLOCK", "Change", "Martingale", "Watch"]
 
@@ -85,9 +87,9 @@ class Martingale:
         bisect.insort(self.sorted, x)
         t, low, high = len(self.sorted), bisect.bisect_left(self.sorted, x), bisect.bisect_right(self.sorted, x)
         p = (t - high + self.random.random() * (high - low)) / t
-        begun = _log_sum(self.started, -math.log(t * (t + 1.0)))
+        begun = float(np.logaddexp(self.started, -math.log(t * (t + 1.0))))
         self.started = min(begun + math.log(bet(p)), MOST_LOG)
-        return _log_sum(self.started, -math.log(t + 1.0))
+        return float(np.logaddexp(self.started, -math.log(t + 1.0)))
 
 
 def bet(p: float) -> float:
@@ -98,11 +100,6 @@ def bet(p: float) -> float:
     """
     p = max(p, 1e-100)
     return sum(e * p ** (e - 1) for e in EPSILONS) / len(EPSILONS)
-
-
-def _log_sum(a: float, b: float) -> float:
-    high, low = max(a, b), min(a, b)
-    return high if low == -math.inf else high + math.log1p(math.exp(low - high))
 
 
 class Watch:

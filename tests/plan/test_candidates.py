@@ -1,4 +1,4 @@
-"""What theory says of candidates."""
+"""Theory of candidates."""
 
 import pytest
 from plan_worlds import F32, LIKE, NAMED, SPARSE

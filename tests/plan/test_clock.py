@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 from worlds import mesh_of
 
-from jaxcomp.plan.clock import Clock
+from jaxcomp.plan.clock import MeshClock
 
 
 def test_times_are_agreed_and_texts_are_sent():
-    clock = Clock(mesh_of(4), 1e5)
+    clock = MeshClock(mesh_of(4), 1e5)
     np.testing.assert_allclose(clock.agreed([1.5, -2.0]), [1.5, -2.0])
     assert clock.broadcast("plan \N{GREEK SMALL LETTER ALPHA}") == "plan \N{GREEK SMALL LETTER ALPHA}"
     assert clock.broadcast(None) is None
@@ -24,7 +24,7 @@ def test_programs_are_timed_in_turn():
     """Each round all of them, in the next one backwards; `before` begins each run; a long one is run less often."""
     said = []
     quick, slow = lambda: said.append("q"), lambda: (said.append("s"), time.sleep(0.06))[:0]
-    times = Clock(mesh_of(2), 1e5).times([quick, slow], 3, 1e5, before=lambda i: said.append(f"{i}"))
+    times = MeshClock(mesh_of(2), 1e5).times([quick, slow], 3, 1e5, before=lambda i: said.append(f"{i}"))
     assert times.shape == (2, 3)
     assert (times[1] >= 0.06).all()
     few, many = "1s" * 2, "0q" * 16

@@ -27,8 +27,8 @@ def file_of(machine, tmp_path):
 
 
 def test_a_plan_of_a_file_names_what_it_does_not_know(file_of, capsys):
-    """What was measured of an algorithm holds for its buckets and local updates; candidates of one's own are left out
-    by name; without a compressed one there is no advice."""
+    """Work that was measured of an algorithm holds for its buckets and local updates; candidates of one's own are left
+    out by name; without a compressed one there is no advice."""
     own = [F32, SPARSE, SPARSE._replace(name="mine")]
     command = file_of(*own, SIDCO, NAMED["power_sgd(2)"])
     assert main([*command, "--max-every", "4"]) == 0

@@ -83,7 +83,7 @@ def test_what_was_run_is_kept_until_it_says_nothing_any_more(machine, tmp_path):
 
 
 def test_candidates_that_may_be_the_fastest_are_measured_once(machine):
-    """Those of one algorithm and route share it; what is dearer on the links alone than another one is not measured."""
+    """Candidates of one algorithm and route share it; one that is too dear on the links alone is not measured."""
     bucketed, elsewhere = SPARSE._replace(name="in buckets", bucket_bytes=1024), SPARSE._replace(via="two_shot")
     each_work = {"f32": work(1.0), "top_k": work(1e-3, 0.1), "in buckets": work(1e-3, 0.1), "lossy": work(0.0, 0.9)}
     each_work["top_k:two_shot"] = work(1e-3)

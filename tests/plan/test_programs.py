@@ -31,7 +31,7 @@ def test_what_candidates_send():
 
 
 def test_a_program_in_two_halves(key):
-    """What a worker sends before it receives, and after; where all send the same it receives its own messages."""
+    """A worker sends before it receives, and after; where all send the same it receives its own messages."""
     tx = jc.compressed_mean(jc.power_sgd(2), AXIS)
     grads = {"w": jax.random.normal(key, (60, 40)), "b": jnp.ones(40)}
     states = jax.jit(jax.vmap(lambda _: tx.init(grads), axis_name=AXIS))(jnp.arange(3))

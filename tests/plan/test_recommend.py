@@ -25,22 +25,8 @@ def columns_of(found):
     return {cells[0]: cells[1:] for cells in lines}
 
 
-def test_a_recommendation_by_hand():
-    found = jc.recommend(LIKE, candidates=FEW, **SLOW)
-    f32, sparse = found.rows
-    assert f32.parts.network == pytest.approx(6e-3 + 600_000 / 1e7)
-    assert sparse.parts.network == pytest.approx(3e-3 + 3 * 8_000 / 1e7)
-    assert sparse.parts.encode == pytest.approx(1e-3)
-    assert found.chosen is sparse
-    assert found.verdict.startswith("compress: top_k")
-    # Where theory allows too much loss, it is not eligible.
-    exact = jc.recommend(LIKE, candidates=FEW, max_error=0.5, **SLOW)
-    assert exact.chosen.candidate.name == "f32"
-    assert "loses 0.99" in str(exact)
-
-
 def test_where_a_candidate_pays_by_hand():
-    """Of n = 4 workers top-k has three messages and f32 six; it takes a millisecond of work and 576,000 bytes less."""
+    """Among 4 workers top-k has three messages and f32 six; it takes a millisecond of work and 576,000 bytes less."""
     gathered = jc.Candidate("f32 gathered", jc.direct(jc.identity()), via="gather")
     candidates = [*FEW, gathered, jc.Candidate("f32 twice", jc.direct(jc.identity()))]
     at = lambda latency, bandwidth=1e7: jc.recommend(
@@ -58,7 +44,7 @@ def test_where_a_candidate_pays_by_hand():
 
 
 def test_all_columns_and_the_verdict_are_per_step():
-    """Where local updates with f32 are compared, bytes and "pays below" still compare with f32 at every step."""
+    """With local updates of f32 in the table, bytes and "pays below" still compare with f32 at every step."""
     local = [*FEW, FEW[0].with_every(4), FEW[1].with_every(4)]
     found = jc.recommend(LIKE, candidates=local, gradient=0.02, **SLOW)
     columns = columns_of(found)
@@ -115,16 +101,12 @@ DAGC = [FEW[0], jc.Candidate("dagc", jc.error_feedback(jc.dagc([1, 2], 0.1)))]
     ("options", "said"),
     [
         ({"workers": 1}, r"workers must be an integer of at least 2 and below 2\^31; got 1"),
-        ({"workers": 2**31}, r"workers must be an integer of at least 2 and below 2\^31; got 2147483648"),
         ({"workers": 3, "candidates": DAGC}, "2 weights for 3 workers"),
         ({"link": jc.Link(12.5e6, 1e-3)}, r"latency in \[0, 60\] seconds .* in this order; got .*12500000"),
         ({"link": 12.5e6}, r"link must be a jc\.Link.*; got 12500000\.0"),
-        ({"candidates": []}, "recommend: candidates must be a list"),
         ({"candidates": FEW[1:], "max_error": 0.5}, "^recommend: candidates must .* one that is eligible"),
-        ({"gradient": math.nan}, "gradient must be finite seconds >= 0; got nan"),
         ({"gradient": "1s"}, "gradient must be finite seconds >= 0; got '1s'"),
         ({"max_error": -1}, "recommend: max_error must be a number >= 0; got -1"),
-        ({"max_every": 1.5}, r"recommend: max_every must be an integer of at least 1; got 1\.5"),
         ({"machine": "cpu"}, "machine must be a jaxcomp.plan.recommend.Machine or .*; got 'cpu'"),
         ({"machine": NONE._replace(copy=-1.0)}, "machine must have finite nanoseconds >= 0"),
         ({"params": {}}, "params must hold at least one entry"),
