@@ -18,7 +18,7 @@ from experiments.network.mesh import Workers
 from experiments.network.methods import AXIS, PEERS, transformation
 from experiments.network.training import Compressed, Training
 from jaxcomp.exchange.state import means_in
-from jaxcomp.plan.offline import Inseparable, offline, settled
+from jaxcomp.plan.programs import Inseparable, offline, settled
 
 __all__ = ["ends_of", "tasks_of"]
 
@@ -117,7 +117,6 @@ class Exchange:
 
         def step(place: Any, gradient: Any) -> None:
             nonlocal state
-            _, (_, *leaves) = jax.block_until_ready(run(place, received, state, gradient))
-            state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+            _, (_, state) = jax.block_until_ready(run(place, received, state, gradient))
 
         return step

@@ -11,11 +11,10 @@ from experiments.lib.launch import end_all, start
 from experiments.lib.pool import note
 from experiments.network.mesh import Workers
 from jaxcomp.plan.advise import choose
-from jaxcomp.plan.candidates import default_candidates, hierarchies
-from jaxcomp.plan.clock import Clock
-from jaxcomp.plan.measure import sweep
+from jaxcomp.plan.candidates import Limits, default_candidates, hierarchies
+from jaxcomp.plan.clock import MeshClock
+from jaxcomp.plan.measure import Workload, seconds_of_steps, step_of, sweep
 from jaxcomp.plan.planning import plan_on
-from jaxcomp.plan.trial import seconds_of_steps, step_of
 
 __all__ = ["CANDIDATES", "Sweep", "Task"]
 
@@ -25,21 +24,21 @@ BUSY = "while True: pass"
 
 
 class Sweep:
-    """Every collective at several sizes. described: the samples of each."""
+    """Every collective at several sizes. described: the times of each."""
 
     def __init__(self, kinds: list[str], most: float, seconds: float):
-        clock = Clock(Workers().mesh, seconds)
-        swept = {kind: sweep(clock, kind, "data", most, seconds).samples for kind in kinds}
-        self.described = {kind: [each._asdict() for each in samples] for kind, samples in swept.items()}
+        clock = MeshClock(Workers().mesh, seconds)
+        self.described = {
+            kind: [each._asdict() for each in sweep(clock, kind, "data", most, seconds)] for kind in kinds
+        }
 
 
 class Task:
     """A multilayer perceptron of about so many parameters, on random examples. described: how many they are."""
 
     def __init__(self, size: int, batch: int, of_all: bool, max_every: int, groups: int):
-        self.busy, self.max_every = None, max_every
+        self.busy, self.limits = None, Limits(max_every=max_every)
         workers = Workers(groups)
-        self.axis = workers.axis
         width = max(int(np.sqrt(size)), 8)
         rng = np.random.default_rng(size)
         middle = max((size - 80 * width) // width, 8)
@@ -47,14 +46,12 @@ class Task:
         normal = lambda shape: (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
         params = {name: normal(shape) for name, shape in shapes.items()}
         self.described = sum(leaf.size for leaf in params.values())
-        self.params = workers.replicate(params)
-        own, batch = np.random.default_rng([jax.process_index(), size]), batch * jax.local_device_count()
-        x, y = own.standard_normal((batch, 64)).astype(np.float32), own.standard_normal((batch, 16)).astype(np.float32)
-        self.batch = (workers.own(x), workers.own(y))
-        self.clock = Clock(workers.mesh, 60.0)
+        own, rows = np.random.default_rng([jax.process_index(), size]), batch * jax.local_device_count()
+        x, y = (workers.own(own.standard_normal((rows, width)).astype(np.float32)) for width in (64, 16))
+        self.work = Workload(MeshClock(workers.mesh, 60.0), self.loss, workers.replicate(params), (x, y), workers.axis)
         known = default_candidates(max_every)
         self.candidates = [each for each in known if of_all or each.name in CANDIDATES or each.every > 1]
-        self.candidates += hierarchies(self.axis) if groups > 1 else []
+        self.candidates += hierarchies(workers.axis) if groups > 1 else []
 
     @staticmethod
     def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -63,10 +60,9 @@ class Task:
 
     def plan(self, seconds: float, tried: int) -> dict[str, Any]:
         """Predicted seconds of every candidate, and what is advised: by prediction alone, and after trying."""
-        self.clock.restart(seconds)
+        self.work.clock.restart(seconds)
         show = note if jax.process_index() == 0 else lambda _: None
-        where = (self.clock, self.loss, self.params, self.batch, self.axis, self.candidates)
-        found = plan_on(*where, max_every=self.max_every, tried=tried, show=show, thorough=True)
+        found = plan_on(self.work, self.candidates, self.limits, tried=tried, show=show, thorough=True)
         alone = choose([row._replace(measured=None, expected=None) for row in found.rows])
         return {
             "predicted": {row.candidate.name: row.parts._asdict() for row in found.rows},
@@ -80,9 +76,8 @@ class Task:
 
     def run(self, seconds: float, rounds: int) -> dict[str, list[float]]:
         """Measured seconds per step of every candidate in each round; in a round each has its turn."""
-        where = (self.loss, self.params, self.batch, self.clock.mesh, self.axis)
-        steps = [step_of(self.clock, each, *where) for each in self.candidates]
-        times = seconds_of_steps(self.clock, steps, rounds, seconds)
+        steps = [step_of(self.work, each) for each in self.candidates]
+        times = seconds_of_steps(self.work.clock, steps, rounds, seconds)
         return {each.name: list(row) for each, row in zip(self.candidates, times, strict=True)}
 
     def load(self, on: bool) -> bool:

@@ -1,16 +1,22 @@
 """Collectives among few real processes, fitted, against measured ones among more.
 
 One process for each worker, each on a host of its own (`experiments.lib.netlab`). Every collective is swept over sizes
-with 2, 3 and 4 workers; latency, bandwidth and the wait for a shared core are fitted to all of these at once
-(`jaxcomp.plan.links`), and what the fit says of 6 and 8 workers is compared with what these take. They are measured
-twice, the second time with new processes: a prediction can hardly come nearer than the two do. Writes to runs/NAME:
-config.json, results.json, table.md.
+with 2, 3 and 4 workers; latency, bandwidth and the wait for a shared core are fitted to all of these at once, and what
+the fit says of 6 and 8 workers is compared with what these take. They are measured twice, the second time with new
+processes: a prediction can hardly come nearer than the two do. Writes to runs/NAME: config.json, results.json,
+table.md.
+
+The model is that of `jaxcomp.plan.links`; each message also waits for the n / cores - 1 other workers of its core:
+
+    t = m (latency + wait max(n / cores - 1, 0)) + s / bandwidth
+
+Of one sweep at one n a wait looks like latency; it takes sweeps at several n, fitted together, to tell them apart.
 """
 
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +24,7 @@ from experiments.lib.cli import Parser, UserError, at_least, one_thread, positiv
 from experiments.lib.netlab import add_rates, laboratory, rate_name
 from experiments.lib.run import Columns, Run, parser_of
 from experiments.network import pool_in
-from jaxcomp.plan.links import KINDS, Sample, fit
+from jaxcomp.plan.links import KINDS, Fit, Seconds, Timing, fit, least_squares, weights_of
 
 __all__ = ["main"]
 
@@ -67,25 +73,61 @@ def measured(run: Run) -> Iterator[dict[str, Any]]:
                         yield {"rate": rate, "kind": kind, **sample}
 
 
+class WaitFit(NamedTuple):
+    """A fitted collective. covariance: of (latency, per_byte, wait). cores: that all workers share; 0: each has its
+    own, and no message waits."""
+
+    fit: Fit
+    wait: float
+    covariance: np.ndarray
+    cores: int
+
+    def seconds(self, operand_bytes: float, workers: int) -> Seconds:
+        """Predicted seconds of one collective."""
+        row = row_of(self.fit.kind, operand_bytes, workers, self.cores)
+        line = float(row @ (self.fit.latency, self.fit.per_byte, self.wait))
+        return Seconds(line * self.fit.ratio(operand_bytes, workers), math.sqrt(max(row @ self.covariance @ row, 0.0)))
+
+
+def row_of(kind: str, operand_bytes: float, workers: int, cores: int) -> np.ndarray:
+    """Messages one after the other, bytes sent, and workers that these messages wait for."""
+    messages, sent = KINDS[kind].messages(workers), KINDS[kind].sent(operand_bytes, workers)
+    return np.array([messages, sent, messages * max(workers / cores - 1, 0) if cores else 0.0])
+
+
+def wait_fit(kind: str, timings: Sequence[Timing], cores: int) -> WaitFit:
+    """Latency, bandwidth and wait by weighted least squares; no wait where it cannot be told from the latency."""
+    if len({max(x.workers, cores) for x in timings}) < 2:
+        cores = 0
+    rows = np.array([row_of(kind, x.operand_bytes, x.workers, cores) for x in timings])
+    seconds, weights = np.array([x.seconds for x in timings]), weights_of(timings)
+    (latency, per_byte, wait), covariance = least_squares(rows * weights[:, None], seconds * weights)
+    found = fit(kind, timings)._replace(latency=float(latency), per_byte=float(per_byte))
+    lines = rows @ (latency, per_byte, wait)
+    ratios = [(x.workers, s, t / line) for x, (_, s, _), t, line in zip(timings, rows, seconds, lines, strict=True)]
+    return WaitFit(found._replace(ratios=tuple(ratios)), float(wait), covariance, cores)
+
+
 def compared(rows: Sequence[dict[str, Any]], fitted: set[int], cores: int = 0) -> list[dict[str, Any]]:
-    """What was held back, with the seconds that a fit to the others predicts, and those of the second time.
+    """Rows that were held back, with the seconds that a fit to the others predicts, and those of the second time.
 
     cores: that all workers share; 0: each has its own.
     """
     found: dict[tuple, dict[str, Any]] = {}
     for rate, kind in dict.fromkeys((row["rate"], row["kind"]) for row in rows):
         mine = [row for row in rows if (row["rate"], row["kind"]) == (rate, kind)]
-        sample = lambda row: Sample(row["workers"], row["operand_bytes"], row["seconds"], row["error"])
-        line = fit(kind, [sample(row) for row in mine if row["workers"] in fitted], cores)
+        timing = lambda row: Timing(row["workers"], row["operand_bytes"], row["seconds"], row["error"])
+        found_fit = wait_fit(kind, [timing(row) for row in mine if row["workers"] in fitted], cores)
+        line = found_fit.fit
         for row in mine:
             place = (rate, kind, row["workers"], row["operand_bytes"])
             if place in found:
                 found[place]["again"] = row["seconds"]
             elif row["workers"] not in fitted:
-                said = line.seconds(row["operand_bytes"], row["workers"])
+                said = found_fit.seconds(row["operand_bytes"], row["workers"])
                 sent = KINDS[kind].sent(row["operand_bytes"], row["workers"]) * line.per_byte
                 more = {"predicted": said.mean, "deviation": said.deviation, "ratio": said.mean / row["seconds"]}
-                more |= {"latency": line.latency, "per_byte": line.per_byte, "wait": line.wait}
+                more |= {"latency": line.latency, "per_byte": line.per_byte, "wait": found_fit.wait}
                 found[place] = row | more | {"bytes_seconds": sent, "again": None}
     return list(found.values())
 

@@ -1,4 +1,4 @@
-"""Candidates of a plan: an algorithm, its route, buckets and local steps; what it sends, and what it loses.
+"""The candidates of a plan: what is compared, what each sends, and what a message of it loses.
 
 What a candidate exchanges is read from its traced program: every collective with its operands, so that a prediction
 holds for routes, hierarchies and algorithms that were written after it.
@@ -10,52 +10,39 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcomp.algorithms import direct, error_feedback, power_sgd
 from jaxcomp.arrays import like_of
-from jaxcomp.base import Algorithm, check_algorithm
+from jaxcomp.base import Algorithm, Round, check_algorithm, keys_of
 from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, narrow, sidco, sign, top_k
-from jaxcomp.compressors.checks import is_number
-from jaxcomp.compressors.tree import layout_of
+from jaxcomp.compressors.checks import is_integer, is_number
+from jaxcomp.compressors.tree import each_of, layout_of
 from jaxcomp.compressors.vector import alpha_of, omega_of
-from jaxcomp.exchange.axes import axis_names
 from jaxcomp.exchange.routes import route_of
-from jaxcomp.groups import TooLong, groups_of
+from jaxcomp.groups import TooLong, groups_of, join, split
 from jaxcomp.plan.links import KINDS, Collective, workers_of
+from jaxcomp.plan.programs import collectives_in
 from jaxcomp.transforms.compressed_mean import compressed_mean
 
 __all__ = [
     "Candidate",
-    "Loss",
+    "ErrorBound",
+    "Limits",
+    "bucket_shares",
     "check_candidates",
-    "check_every",
-    "check_max_error",
     "collectives_of",
+    "compresses_nothing",
     "default_candidates",
     "dense_candidates",
+    "error_bound",
     "hierarchies",
     "is_amount",
-    "loss_of",
-    "plan_for",
+    "sent_back",
     "sent_bytes",
     "traced",
 ]
 
 USEFUL = 1e-4  # least alpha whose bound on transient steps says something
-NAMES = {
-    "psum": "all_reduce",
-    "psum2": "all_reduce",
-    "psum_invariant": "all_reduce",
-    "pmax": "all_reduce",
-    "pmin": "all_reduce",
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "all_to_all": "all_to_all",
-    "ragged_all_to_all": "all_to_all",
-    "reduce_scatter": "reduce_scatter",
-    "ppermute": "permute",
-}
 
 
 class Candidate(NamedTuple):
@@ -88,12 +75,15 @@ class Candidate(NamedTuple):
         """The same with so many steps to an exchange."""
         return self._replace(name=f"{self.name}, H={every}", every=every)
 
-    def transformation(self, axis: Any, **options: Any) -> Any:
-        """The candidate's `compressed_mean` over an axis."""
-        options = {**self.options, **options}
+    def placed(self, axis: Any) -> tuple[Any, Any]:
+        """Algorithm and axis, as `compressed_mean` takes them: of a hierarchy none, and the mapping."""
         if isinstance(self.algorithm, Mapping):
-            return compressed_mean(None, self.algorithm, **options)
-        return compressed_mean(check_algorithm("plan", self.algorithm), axis, **options)
+            return None, self.algorithm
+        return check_algorithm("plan", self.algorithm), axis
+
+    def transformation(self, axis: Any) -> Any:
+        """The candidate's `compressed_mean` over an axis."""
+        return compressed_mean(*self.placed(axis), **self.options)
 
 
 def dense_candidates() -> list[Candidate]:
@@ -107,12 +97,15 @@ def dense_candidates() -> list[Candidate]:
 
 
 def default_candidates(max_every: int = 1) -> list[Candidate]:
-    """Candidates where the user names none: dense first, then codes, sparse messages, factors and buckets.
+    """The candidates where the user names none: dense first, then codes, sparse messages, factors and buckets.
 
     Args:
         max_every: H; where it is more than one, local updates with 4, 16, .. and at most so many steps, too.
+
+    >>> sorted({each.every for each in default_candidates(20)})
+    [1, 4, 16, 20]
     """
-    check_every("default_candidates", max_every)
+    Limits(max_every=max_every).check("default_candidates")
     dense = dense_candidates()
     quarter, hundredth = direct(dithering(7, block_size=512)), error_feedback(sidco(0.01))
     sparse = Candidate("sidco(0.01)+ef", hundredth)
@@ -133,11 +126,14 @@ def default_candidates(max_every: int = 1) -> list[Candidate]:
         Candidate("power_sgd(4)", power_sgd(4)),
         *(each.in_buckets(2**size) for each in (dense[0], sparse) for size in (22, 24)),
     ]
-    return every_step + [each.with_every(steps) for steps in _lengths(max_every) for each in (dense[0], sparse)]
+    lengths = [4**i for i in range(1, 16) if 4**i < max_every]
+    if max_every > 1:
+        lengths.append(max_every)
+    return every_step + [each.with_every(steps) for steps in lengths for each in (dense[0], sparse)]
 
 
 def hierarchies(axes: Sequence[Any]) -> list[Candidate]:
-    """Hierarchies for workers along several axes: dense within all but one, then sparse along that one, for each one.
+    """For workers along several axes: dense within all of them but one, then sparse along that one, each in its turn.
 
     >>> [each.name for each in hierarchies(("dcn", "ici"))]
     ['f32 over ici, sidco(0.01)+ef over dcn', 'f32 over dcn, sidco(0.01)+ef over ici']
@@ -145,29 +141,10 @@ def hierarchies(axes: Sequence[Any]) -> list[Candidate]:
     found = []
     for last in axes if len(axes) > 1 else ():
         within = [name for name in axes if name != last]
-        levels = {
-            tuple(within) if len(within) > 1 else within[0]: direct(identity()),
-            last: error_feedback(sidco(0.01)),
-        }
-        found.append(Candidate(f"f32 over {', '.join(map(str, within))}, sidco(0.01)+ef over {last}", levels))
+        first = tuple(within) if len(within) > 1 else within[0]
+        name = f"f32 over {', '.join(map(str, within))}, sidco(0.01)+ef over {last}"
+        found.append(Candidate(name, {first: direct(identity()), last: error_feedback(sidco(0.01))}))
     return found
-
-
-def _lengths(most: int) -> list[int]:
-    """4, 16, .. and the largest one.
-
-    >>> _lengths(1), _lengths(16), _lengths(20)
-    ([], [4, 16], [4, 16, 20])
-    """
-    powers = [4**i for i in range(1, 16) if 4**i < most]
-    return [*powers, most] if most > 1 else []
-
-
-def check_every(name: str, max_every: Any) -> None:
-    """Raises ValueError unless it is None or an integer of at least 1."""
-    whole = isinstance(max_every, int | np.integer) and not isinstance(max_every, bool)
-    if max_every is not None and (not whole or max_every < 1):
-        raise ValueError(f"{name}: max_every must be an integer of at least 1; got {max_every!r}")
 
 
 def check_candidates(name: str, candidates: Any) -> list[Candidate]:
@@ -186,10 +163,29 @@ def is_amount(value: Any) -> bool:
     return is_number(value) and bool(value >= 0)
 
 
-def check_max_error(name: str, max_error: Any) -> None:
-    """Raises ValueError unless it is None or a number >= 0."""
-    if max_error is not None and not is_amount(max_error):
-        raise ValueError(f"{name}: max_error must be a number >= 0; got {max_error!r}")
+class Limits(NamedTuple):
+    """The conditions under which a candidate is eligible. max_error: share of |x|^2 that a message may lose; max_every:
+    most steps to an exchange; None: any."""
+
+    max_error: float | None = None
+    max_every: int | None = None
+
+    def check(self, name: str) -> "Limits":
+        """The same; raises ValueError, named after the function `name`, where one is out of range."""
+        if self.max_error is not None and not is_amount(self.max_error):
+            raise ValueError(f"{name}: max_error must be a number >= 0; got {self.max_error!r}")
+        if self.max_every is not None and not is_integer(self.max_every):
+            raise ValueError(f"{name}: max_every must be an integer of at least 1; got {self.max_every!r}")
+        return self
+
+    def refusal(self, every: int, lost: float | None) -> str | None:
+        """Why a candidate is not eligible, if it is not. lost: of a message; None: not known."""
+        if self.max_every is not None and every > self.max_every:
+            return f"an exchange every {every} steps, and max_every is {self.max_every}"
+        if self.max_error is not None and (lost is None or lost > self.max_error):
+            share = "an unknown part" if lost is None else f"{lost:.3g}"
+            return f"a message loses {share} of |x|^2, more than allowed"
+        return None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -199,18 +195,9 @@ def check_max_error(name: str, max_error: Any) -> None:
 def collectives_of(
     candidate: Candidate, like: Any, axis: Any, sizes: Mapping[str, int], *, joined: bool = True
 ) -> tuple[Collective, ...]:
-    """The collectives of one exchange, from its traced program.
+    """The collectives of one exchange, from its traced program (`programs.collectives_in`).
 
-    Of the branches of a conditional the one with most bytes is taken; what stands in a loop of unknown length is
-    counted once.
-
-    Args:
-        candidate: see `Candidate`.
-        like: shapes of the gradients of one device, a tree.
-        axis: of the workers, a name or a tuple; of a hierarchy the mapping has the axes.
-        sizes: axis -> workers.
-        joined: whether sums that do not wait for each other are one, as GPUs and TPUs run them; a CPU runs the operands
-            of a joined sum one after the other, each with messages of its own.
+    like: shapes of the gradients of one device; axis: of the workers, where it is no hierarchy; sizes: axis -> workers.
 
     >>> import jax.numpy as jnp
     >>> collectives_of(dense_candidates()[0], jnp.zeros(5000), "data", {"data": 4})
@@ -221,80 +208,23 @@ def collectives_of(
     def exchange(grads):
         return transform.update(grads, transform.init(jax.tree.map(jnp.zeros_like, grads)))[0]
 
-    traced = jax.make_jaxpr(exchange, axis_env=list(sizes.items()))(like_of(like))
-    return tuple(_collectives(traced.jaxpr, 1, joined))
+    program = jax.make_jaxpr(exchange, axis_env=list(sizes.items()))(like_of(like))
+    return tuple(collectives_in(program.jaxpr, joined))
 
 
 def traced(
-    candidates: Sequence[Candidate],
-    like: Any,
-    axis: Any,
-    sizes: Mapping[str, int],
-    *,
-    joined: bool = True,
-    refused: dict[str, str] | None = None,
-) -> dict[str, tuple[Collective, ...]]:
-    """The collectives of each by its name. Candidates that differ in H alone have the same.
-
-    refused: takes the name of each candidate that cannot carry so many entries, and why, in the place of an error.
-    """
-    found: dict[str, tuple[Collective, ...]] = {}
-    refused, strict = ({}, True) if refused is None else (refused, False)
-    for i, each in enumerate(candidates):
-        same = lambda one: one.algorithm is each.algorithm and one[2:4] == each[2:4]  # noqa: B023
-        first = next((one.name for one in candidates[:i] if same(one)), None)
-        if first in refused:
-            refused[each.name] = refused[first]
-        elif first is not None:
-            found[each.name] = found[first]
-        else:
+    candidates: Sequence[Candidate], like: Any, axis: Any, sizes: Mapping[str, int], *, joined: bool = True
+) -> dict[str, tuple[Collective, ...] | str]:
+    """The collectives of each by its name, or why it cannot carry so many entries. Local updates exchange the same."""
+    found: dict[Any, tuple[Collective, ...] | str] = {}
+    place = lambda each: (id(each.algorithm), each.via, each.bucket_bytes)
+    for each in candidates:
+        if place(each) not in found:
             try:
-                found[each.name] = collectives_of(each, like, axis, sizes, joined=joined)
+                found[place(each)] = collectives_of(each, like, axis, sizes, joined=joined)
             except TooLong as error:
-                if strict:
-                    raise
-                refused[each.name] = str(error)
-    return found
-
-
-def _collectives(jaxpr: Any, times: int, joined: bool) -> list[Collective]:
-    """Collectives in the order of the program. Sums in a row that do not wait for each other count as one, as compilers
-    join them."""
-    found: list[Collective] = []
-    after: dict[Any, int] = {}  # variable -> how many collectives it waits for, by the number of the last one
-    joinable = -1  # number of the last collective, where a sum may be joined to it
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        waits = max((after.get(x, -1) for x in equation.invars if not hasattr(x, "val")), default=-1)
-        if name in NAMES:
-            held = [x.aval for x in equation.invars if hasattr(x.aval, "dtype")]
-            each_bytes = [float(math.prod(x.shape) * x.dtype.itemsize) for x in held]
-            held_bytes = sum(each_bytes)
-            axis = ",".join(map(str, axis_names(params.get("axes", params.get("axis_name")))))
-            if not axis or not held_bytes:
-                continue
-            one = Collective(NAMES[name], held_bytes, axis, times)
-            if not joined:
-                found += [one._replace(operand_bytes=size) for size in each_bytes if size]
-                after.update(dict.fromkeys(equation.outvars, len(found) - 1))
-                continue
-            last = found[-1] if found and joinable == len(found) - 1 and waits < joinable else None
-            if last is not None and "sum" in name and last[::2] == one[::2] and last.times == times:
-                found[-1] = last._replace(operand_bytes=last.operand_bytes + held_bytes)
-            else:
-                found.append(one)
-                joinable = len(found) - 1 if "sum" in name else -1
-        elif name == "cond":
-            arms = [_collectives(getattr(arm, "jaxpr", arm), times, joined) for arm in params["branches"]]
-            found += max(arms, key=lambda arm: sum(each.operand_bytes * each.times for each in arm), default=[])
-        else:
-            more = times * params["length"] if name == "scan" else times
-            for inner in jax.tree.leaves(params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
-                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    found += _collectives(getattr(inner, "jaxpr", inner), more, joined)
-        here = len(found) - 1 if name in NAMES or name == "cond" or len(found) - 1 > joinable >= 0 else waits
-        after.update(dict.fromkeys(equation.outvars, here))
-    return found
+                found[place(each)] = str(error)
+    return {each.name: found[place(each)] for each in candidates}
 
 
 def sent_bytes(collectives: Sequence[Collective], sizes: Mapping[str, int]) -> float:
@@ -303,11 +233,66 @@ def sent_bytes(collectives: Sequence[Collective], sizes: Mapping[str, int]) -> f
 
 
 # ------------------------------------------------------------------------------------------------
-# What it loses
+# How it lays out a tree, and what a message of it loses
 
 
-class Loss(NamedTuple):
-    """The loss of one message by theory.
+def _plan_of(candidate: Candidate, like: Any, workers: int) -> Any:
+    """How a candidate lays out a tree; None for a hierarchy."""
+    if isinstance(candidate.algorithm, Mapping):
+        return None
+    layout, route = layout_of(candidate.algorithm), route_of(candidate.via)
+    return groups_of(layout if route.layout is None else route.layout(layout, workers), like_of(like))
+
+
+def bucket_shares(candidate: Candidate, like: Any) -> list[float]:
+    """Share of the entries in each bucket, in the order in which buckets are ready.
+
+    >>> import jax.numpy as jnp, jaxcomp as jc
+    >>> like = [jnp.zeros(6000), jnp.zeros(2000)]
+    >>> bucket_shares(Candidate("f32", jc.direct(jc.identity()), bucket_bytes=1), like)
+    [0.25, 0.75]
+    """
+    if isinstance(candidate.algorithm, Mapping) or not candidate.bucket_bytes:
+        return [1.0]
+    sizes: dict[int, float] = {}
+    groups = groups_of(layout_of(candidate.algorithm).in_buckets(candidate.bucket_bytes), like_of(like)).groups
+    for group in (group for group in groups if not group.small):
+        sizes[group.bucket] = sizes.get(group.bucket, 0.0) + math.prod(group.shape)
+    total = sum(sizes.values())
+    return [sizes[number] / total for number in sorted(sizes)] if total else [1.0]
+
+
+def compresses_nothing(candidate: Candidate, like: Any, workers: int) -> bool:
+    """Whether a candidate that compresses finds nothing to compress, in the layout of its route: two shots cut small
+    leaves into chunks with the others."""
+    if candidate.dense or candidate.every > 1 or isinstance(candidate.algorithm, Mapping):
+        return False
+    return all(group.small for group in _plan_of(candidate, like, workers).groups)
+
+
+def sent_back(candidate: Candidate, grads: Any, workers: int) -> Any:
+    """The tree after one message, compressed and decompressed; None for an algorithm without a compressor."""
+    plan, compressor = _plan_of(candidate, grads, workers), getattr(candidate.algorithm, "compressor", None)
+    if plan is None or compressor is None:
+        return None
+    compressors = each_of(compressor, plan.groups)
+    here = Round(jax.random.key(0), plan.groups, compressors)
+
+    @jax.jit
+    def back(grads):
+        arrays = split(plan, grads)
+        like, keys = like_of(arrays), keys_of(jax.random.key(1), plan.groups)
+        found = []
+        for c, key, x, state, shape in zip(compressors, keys, arrays, here.start(like), like, strict=True):
+            payload, _ = c.compress(key, x, state)
+            found.append(c.decompress(payload, state.shared, shape))
+        return join(plan, tuple(found))
+
+    return back(grads)
+
+
+class ErrorBound(NamedTuple):
+    """A bound of theory on the error of one message.
 
     bound: on E|C(x) - x|^2 / |x|^2: omega, or 1 - alpha; None where neither is known.
     unbiased: whether it is omega. memory: whether what is lost is sent later.
@@ -325,15 +310,7 @@ class Loss(NamedTuple):
         return self.bound is not None and (self.unbiased or 1 - self.bound >= USEFUL)
 
 
-def plan_for(candidate: Candidate, like: Any, workers: int) -> Any:
-    """How a candidate lays out a tree; None for a hierarchy."""
-    if isinstance(candidate.algorithm, Mapping):
-        return None
-    layout, route = layout_of(candidate.algorithm), route_of(candidate.via)
-    return groups_of(layout if route.layout is None else route.layout(layout, workers), like_of(like))
-
-
-def loss_of(candidate: Candidate, like: Any, workers: int) -> Loss:
+def error_bound(candidate: Candidate, like: Any, workers: int) -> ErrorBound:
     """The error that theory bounds, and its effect.
 
     Unbiased C with omega: the mean of n messages has at most omega / n times the mean |g_i|^2 as additional variance.
@@ -341,25 +318,23 @@ def loss_of(candidate: Candidate, like: Any, workers: int) -> Loss:
     without compression, a term of higher order grows with 1 / alpha (Stich and Karimireddy 2020), alpha = 1 - bound.
     """
     if candidate.dense:
-        return Loss(0.0, True, False, "none, or rounding to 16 bits")
-    plan = plan_for(candidate, like, workers)
-    algorithm = None if plan is None else candidate.algorithm
-    compressor = getattr(algorithm, "compressor", None)
-    roles = getattr(algorithm, "roles", {})
-    memory = any("memory" in str(role) for role in roles.values())
+        return ErrorBound(0.0, True, False, "none, or rounding to 16 bits")
+    compressor = getattr(candidate.algorithm, "compressor", None)
+    memory = any("memory" in str(role) for role in getattr(candidate.algorithm, "roles", {}).values())
     late = f"; gradients are of points up to {candidate.every - 1} steps apart" if candidate.every > 1 else ""
-    if plan is None or compressor is None:
-        return Loss(None, False, memory, "no bound is known" + late)
+    if compressor is None or (compressor.spec.omega is None and compressor.spec.alpha is None):
+        return ErrorBound(None, False, memory, "no bound is known" + late)
+    plan = _plan_of(candidate, like, workers)
+    compressors = each_of(compressor, plan.groups)
     if compressor.spec.omega is not None:
-        omega = float(omega_of(compressor, plan.like))
-        words = f"unbiased: at most {omega / workers:.3g} times the mean |g|^2 more variance" + late
-        return Loss(omega, True, memory, words)
-    if compressor.spec.alpha is None:
-        return Loss(None, False, memory, "no bound is known" + late)
-    alpha = float(alpha_of(compressor, plan.like))
-    if memory:
-        times = f"sent later: at most {1 / max(alpha, USEFUL):.3g} times as many transient steps"
-        words = times if alpha >= USEFUL else "sent later; theory has no useful bound"
-    else:
+        omega = float(omega_of(compressors, plan.like))
+        words = f"unbiased: at most {omega / workers:.3g} times the mean |g|^2 more variance"
+        return ErrorBound(omega, True, memory, words + late)
+    alpha = float(alpha_of(compressors, plan.like))
+    if not memory:
         words = f"biased: at most {1 - alpha:.3g} of |g|^2 is lost"
-    return Loss(1 - alpha, False, memory, words + late)
+    elif alpha >= USEFUL:
+        words = f"sent later: at most {1 / alpha:.3g} times as many transient steps"
+    else:
+        words = "sent later; theory has no useful bound"
+    return ErrorBound(1 - alpha, False, memory, words + late)

@@ -1,9 +1,10 @@
-"""Measurements of a machine, as a file that people can read and change.
+"""Facts measured of a machine, as a file that people can read and change.
 
 The file is JSON. `latency` (seconds of a message) and `per_byte` (seconds of a byte that a worker sends) of each
 collective may be edited to see the plan for another link; `ratios` are how measured times deviate from that line at
-some sizes, and may be emptied. `leaves` are the shapes of the gradient at one device. `samples` are for reading only.
-`trials` are steps that were run; they count as long as nothing else in the file is edited. Times are in seconds.
+some sizes, and may be emptied. `work` of a candidate is base + slope times the entries of the gradient. `leaves` are
+the shapes of the gradient at one device. `trials` are steps that were run; they count as long as nothing else in the
+file is edited. Times are in seconds.
 """
 
 import hashlib
@@ -19,11 +20,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.plan.links import Fit, Sample, check_kind
-from jaxcomp.plan.predict import Line
+from jaxcomp.exchange.axes import axis_names
+from jaxcomp.plan.links import Fit, check_kind
 
 __all__ = [
     "Facts",
+    "Line",
     "Trials",
     "Work",
     "from_text",
@@ -40,9 +42,20 @@ MOST_ENTRIES = 2**40  # of a leaf
 FLOATS = ("float16", "bfloat16", "float32", "float64")  # dtypes that a leaf may have
 
 
+class Line(NamedTuple):
+    """Seconds against entries: base + slope d, both >= 0."""
+
+    base: float
+    slope: float
+
+    def seconds(self, entries: float) -> float:
+        """Seconds for so many entries; none for none."""
+        return self.base + self.slope * entries if entries > 0 else 0.0
+
+
 class Work(NamedTuple):
-    """Work of one candidate, against entries. encode: to compress; all: with decoding, the memory and the layout of the
-    tree; error: of the message that was measured, |C(x) - x|^2 / |x|^2, None where it is not known."""
+    """Work of one candidate, against entries. encode: to compress; all: with decoding, the memory and the layout of
+    the tree; error: of the message that was measured, |C(x) - x|^2 / |x|^2, None where it is not known."""
 
     encode: Line
     all: Line
@@ -76,6 +89,16 @@ class Facts(NamedTuple):
     overlap: float
     trials: Trials | None = None
 
+    def workers(self, axis: Any) -> int:
+        """Workers along an axis, a name or a tuple of them."""
+        return math.prod(self.sizes[name] for name in axis_names(axis))
+
+
+def trials_of(facts: Facts, options: Mapping[str, Any], seconds: Mapping[str, float]) -> Trials:
+    """The steps that were run with these options, to be kept in the file with these facts."""
+    digest = hashlib.sha256(to_text(facts._replace(trials=None)).encode()).hexdigest()[:16]
+    return Trials(dict(options), dict(seconds), digest)
+
 
 def leaves_to_text(like: Any) -> list[str]:
     """Shapes and dtypes of a tree's leaves.
@@ -87,153 +110,106 @@ def leaves_to_text(like: Any) -> list[str]:
 
 
 def leaves_of(facts: Facts, where: str = "the file") -> list[jax.ShapeDtypeStruct]:
-    """Inverse of `leaves_to_text`, from what a plan has measured.
-
-    Raises:
-        ValueError: there are none, they are not written so, or of a dtype that no gradient has.
-    """
+    """Inverse of `leaves_to_text`; ValueError where there are none, or of a dtype that no gradient has."""
     found, leaves = [], facts.about.get("leaves", ())
     for text in leaves if isinstance(leaves, list | tuple) else (leaves,):
         match = re.fullmatch(r"(\w+)\[((?:\d{1,12}(?:,\d{1,12})*)?)\]", text if isinstance(text, str) else "")
-        name, shape = match.groups() if match else ("", "")
-        if name not in FLOATS:
+        if match is None or match[1] not in FLOATS:
             raise ValueError(
                 f"plan: leaves in {where} must be like float32[784,10], with a dtype of {', '.join(FLOATS)}; "
                 f"got {reprlib.repr(text)}"
             )
-        lengths = tuple(map(int, filter(None, shape.split(","))))
-        if math.prod(lengths) >= MOST_ENTRIES:
+        shape = tuple(map(int, filter(None, match[2].split(","))))
+        if math.prod(shape) >= MOST_ENTRIES:
             raise ValueError(
                 f"plan: leaves in {where} must have fewer than 2^40 entries each; got {reprlib.repr(text)}"
             )
-        found.append(jax.ShapeDtypeStruct(lengths, jnp.dtype(name)))
+        found.append(jax.ShapeDtypeStruct(shape, jnp.dtype(match[1])))
     if not found:
         raise ValueError(f"plan: {where} must name the leaves of the gradient; it has none")
     return found
 
 
+# ------------------------------------------------------------------------------------------------
+# The file
+
+
 def to_text(facts: Facts) -> str:
     """The file."""
-    plain = {
-        "version": VERSION,
-        "about": dict(facts.about),
-        "sizes": dict(facts.sizes),
-        "gradient": facts.gradient,
-        "forward_share": facts.forward_share,
-        "overlap": facts.overlap,
-        "fits": {
-            axis: {
-                kind: fit._asdict() | {"samples": [sample._asdict() for sample in fit.samples]}
-                for kind, fit in each.items()
-            }
-            for axis, each in facts.fits.items()
-        },
-        "work": {
-            name: {"encode": work.encode._asdict(), "all": work.all._asdict(), "error": work.error}
-            for name, work in facts.work.items()
-        },
-    }
-    if facts.trials is not None:
-        plain["trials"] = facts.trials._asdict()
+    plain = {"version": VERSION, **facts._asdict()}
+    plain["fits"] = {axis: {kind: x._asdict() for kind, x in each.items()} for axis, each in facts.fits.items()}
+    lines = lambda work: {"encode": work.encode._asdict(), "all": work.all._asdict(), "error": work.error}
+    plain["work"] = {name: lines(work) for name, work in facts.work.items()}
+    trials = plain.pop("trials")
+    if trials is not None:
+        plain["trials"] = trials._asdict()
     return json.dumps(plain, indent=1) + "\n"
 
 
 def from_text(text: str, where: str = "the file") -> Facts:
-    """Inverse of `to_text`.
-
-    Raises:
-        ValueError: it is no such file, of another version, or a number is missing or out of range.
-    """
+    """Inverse of `to_text`; ValueError, naming what is missing or out of range, where it is no such file."""
     try:
-        plain = json.loads(text)
-        if plain["version"] != VERSION:
-            raise ValueError(f"version must be {VERSION}; got {plain['version']!r}")
-        about = dict(plain["about"])
-        _check_names(about.get("candidates", []))
-        sizes = {axis: _whole(n, f"sizes of {axis}") for axis, n in plain["sizes"].items()}
-        if not sizes or dict(about.get("axes", sizes)) != sizes:
-            raise ValueError(f"sizes must be the axes of about, {about.get('axes')}; got {sizes}")
-        if strange := [axis for axis in plain["fits"] if not set(axis.split(",")) <= set(sizes)]:
-            raise ValueError(f"fits must be of axes of sizes, {', '.join(sizes)}; got {strange[0]!r}")
-        fits = {axis: {kind: _fit(kind, fit) for kind, fit in each.items()} for axis, each in plain["fits"].items()}
-        work = {
-            name: Work(
-                _line(each["encode"], f"encode of {name}"),
-                _line(each["all"], f"all of {name}"),
-                None if each["error"] is None else _number(each["error"], f"error of {name}"),
-            )
-            for name, each in plain["work"].items()
-        }
-        gradient = _number(plain["gradient"], "gradient")
-        shares = [_number(plain[name], name, 1.0) for name in ("forward_share", "overlap")]
-        return Facts(about, sizes, fits, work, gradient, *shares, trials=_trials(plain.get("trials")))
-    except KeyError as error:
-        raise ValueError(f"plan: {where} must hold what a plan has measured; there is no {error}") from None
-    except RecursionError:
-        raise ValueError(f"plan: {where} must hold what a plan has measured; it is nested too deeply") from None
-    except (TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise ValueError(f"plan: {where} must hold what a plan has measured; {error}") from None
+        return _facts(json.loads(text))
+    except (KeyError, RecursionError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        why = {KeyError: f"there is no {error}", RecursionError: "it is nested too deeply"}.get(type(error), error)
+        raise ValueError(f"plan: {where} must hold what a plan has measured; {why}") from None
 
 
-def _check_names(names: Any) -> None:
+def _facts(plain: Mapping[str, Any]) -> Facts:
+    if plain["version"] != VERSION:
+        raise ValueError(f"version must be {VERSION}; got {plain['version']!r}")
+    about, names = dict(plain["about"]), plain["about"].get("candidates", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"candidates of about must be a list of names; got {reprlib.repr(names)}")
-
-
-def _trials(plain: Any) -> Trials | None:
-    if plain is None:
-        return None
-    seconds = {name: _number(x, f"trials of {name}") for name, x in plain["seconds"].items()}
-    return Trials(dict(plain["options"]), seconds, str(plain["digest"]))
-
-
-def trials_of(facts: Facts, options: Mapping[str, Any], seconds: Mapping[str, float]) -> Trials:
-    """The record of a run with these options, to be kept in the file with these facts."""
-    digest = hashlib.sha256(to_text(facts._replace(trials=None)).encode()).hexdigest()[:16]
-    return Trials(dict(options), dict(seconds), digest)
-
-
-def _number(value: Any, name: str, most: float = math.inf) -> float:
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if not plain or not 0 <= value <= min(most, sys.float_info.max):
-        allowed = ">= 0" if most == math.inf else "in [0, 1]"
-        raise ValueError(f"{name} must be a number {allowed}; got {reprlib.repr(value)}")
-    return float(value)
-
-
-def _whole(value: Any, name: str, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise ValueError(f"{name} must be an integer in [{least}, 2^31); got {reprlib.repr(value)}")
-    return value
+    sizes = {axis: _whole(n, f"sizes of {axis}") for axis, n in plain["sizes"].items()}
+    if not sizes or dict(about.get("axes", sizes)) != sizes:
+        raise ValueError(f"sizes must be the axes of about, {about.get('axes')}; got {sizes}")
+    if strange := [axis for axis in plain["fits"] if not set(axis.split(",")) <= set(sizes)]:
+        raise ValueError(f"fits must be of axes of sizes, {', '.join(sizes)}; got {strange[0]!r}")
+    fits = {axis: {kind: _fit(kind, x) for kind, x in each.items()} for axis, each in plain["fits"].items()}
+    line = lambda each, name: Line(*(_number(each[part], f"{part} of {name}") for part in Line._fields))
+    work = {
+        name: Work(
+            line(each["encode"], f"encode of {name}"),
+            line(each["all"], f"all of {name}"),
+            None if each["error"] is None else _number(each["error"], f"error of {name}"),
+        )
+        for name, each in plain["work"].items()
+    }
+    shares = [_number(plain[name], name, most=1.0) for name in ("forward_share", "overlap")]
+    trials = plain.get("trials")
+    if trials is not None:
+        seconds = {name: _number(x, f"trials of {name}") for name, x in trials["seconds"].items()}
+        trials = Trials(dict(trials["options"]), seconds, str(trials["digest"]))
+    return Facts(about, sizes, fits, work, _number(plain["gradient"], "gradient"), *shares, trials=trials)
 
 
 def _fit(kind: str, plain: Mapping[str, Any]) -> Fit:
     check_kind("fits", kind)
     latency, per_byte = (_number(plain[name], f"{name} of {kind}") for name in ("latency", "per_byte"))
-    wait, wait_error = (_number(plain.get(name, 0), f"{name} of {kind}") for name in ("wait", "wait_error"))
-    cores = _whole(plain.get("cores", 0), f"cores of {kind}", 0)
     covariance = tuple(map(float, plain.get("covariance", (0, 0, 0))))
     if len(covariance) != 3 or not all(map(math.isfinite, covariance)):
         raise ValueError(f"covariance of {kind} must be three numbers; got {covariance}")
     name = f"ratios of {kind}"
     ratios = tuple((_whole(n, name), _number(sent, name), _number(x, name)) for n, sent, x in plain.get("ratios", ()))
-    samples = tuple(Sample(**sample) for sample in plain.get("samples", ()))
-    return Fit(kind, latency, per_byte, covariance, ratios, samples, wait, cores, wait_error)  # pyright: ignore
+    return Fit(kind, latency, per_byte, covariance, ratios)
 
 
-def _line(plain: Mapping[str, Any], name: str) -> Line:
-    points = [tuple(_number(x, f"points of {name}") for x in point) for point in plain["points"]]
-    if any(len(point) != 2 or point[0] <= 0 for point in points):
-        raise ValueError(f"points of {name} must be pairs of entries > 0 and seconds; got {points}")
-    return Line(_number(plain["base"], f"base of {name}"), _number(plain["slope"], f"slope of {name}"), tuple(points))  # pyright: ignore
+def _number(value: Any, name: str, most: float = sys.float_info.max) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        allowed = "in [0, 1]" if most == 1 else ">= 0"
+        raise ValueError(f"{name} must be a number {allowed}; got {reprlib.repr(value)}")
+    return float(value)
+
+
+def _whole(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise ValueError(f"{name} must be an integer in [1, 2^31); got {reprlib.repr(value)}")
+    return value
 
 
 def read(path: str | Path) -> str | None:
-    """The text of the file; None if there is none.
-
-    Raises:
-        ValueError: it cannot be read as text.
-    """
+    """The text of the file; None if there is none; ValueError where it cannot be read as text."""
     path = Path(path)
     try:
         return path.read_text() if path.exists() else None

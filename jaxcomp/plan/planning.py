@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,27 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.arrays import like_of
-from jaxcomp.backend import platform
 from jaxcomp.base import Algorithm
+from jaxcomp.compressors.checks import is_integer
 from jaxcomp.exchange.axes import axis_names
 from jaxcomp.plan import facts as files
-from jaxcomp.plan.advise import Row, choose, predicted, shared_work, table, verdict, without_twins
+from jaxcomp.plan.advise import choose, table, verdict
 from jaxcomp.plan.candidates import (
     Candidate,
-    Loss,
+    ErrorBound,
+    Limits,
     check_candidates,
-    check_every,
-    check_max_error,
     default_candidates,
     dense_candidates,
     hierarchies,
     is_amount,
     traced,
 )
-from jaxcomp.plan.clock import Clock
+from jaxcomp.plan.clock import MeshClock
 from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import Collective
-from jaxcomp.plan.measure import largest, links_of, overlap_on, sample_of, work_of
-from jaxcomp.plan.predict import step_seconds
-from jaxcomp.plan.trial import held_rows, tried_rows
+from jaxcomp.plan.measure import Workload, links_of, overlap_on, sample_of, seconds_of_steps, step_of, work_of
+from jaxcomp.plan.predict import Advice, rows_of, shared_work, step_seconds, with_expected
 from jaxcomp.plan.watch import Watch
 from jaxcomp.transforms.meshes import find_devices
 from jaxcomp.transforms.value_and_grad import worker_value_and_grad
@@ -46,6 +43,7 @@ __all__ = ["Plan", "plan", "plan_on"]
 BUDGET = 100.0  # seconds of measuring
 FOR_TRYING = 1 / 3  # of the budget, which measuring leaves
 ROUNDS = 7  # of the gradient
+STEP_ROUNDS = 30  # of whole steps
 TRIED = 3  # candidates that are run, besides the first and the best dense one
 
 
@@ -55,12 +53,12 @@ class Plan:
 
     algorithm, via, bucket_bytes, every: of the advised candidate; `options` holds via and bucket_bytes for
     `compressed_mean` and `value_and_grad`.
-    rows: a `Row` for each candidate; chosen: the advised one.
+    rows: an `Advice` for each candidate; chosen: the advised one.
     facts: what was measured. verdict: the advice in words.
     """
 
-    rows: tuple[Row, ...]
-    chosen: Row
+    rows: tuple[Advice, ...]
+    chosen: Advice
     facts: Facts
     verdict: str
 
@@ -165,164 +163,195 @@ def plan(
     >>> print(advice.verdict)
     do not compress: there is a single worker, so nothing is exchanged
     """
-    axis = axis_names(axis_name)
+    axis, limits = axis_names(axis_name), Limits(max_error, max_every).check("plan")
     if candidates is None:
         candidates = [*default_candidates(1 if max_every is None else max_every), *hierarchies(axis)]
-    candidates = _checked(candidates, budget, max_error, max_every, tried)
+    candidates = check_candidates("plan", candidates)
+    if budget is not None and not (is_amount(budget) and 0 < budget < math.inf):
+        raise ValueError(f"plan: budget must be seconds > 0; got {budget!r}")
+    if not is_integer(tried, 0):
+        raise ValueError(f"plan: tried must be an integer >= 0; got {tried!r}")
     like_of(params)  # refuses what is no parameter, by name
     found = find_devices("plan", mesh, axis, params, batch)
     if not isinstance(found, Mesh):
         raise TypeError(f"plan: mesh must be a jax.sharding.Mesh with devices; got {found!r}")
-    batch = batch if isinstance(batch, tuple) else (batch,)
-    clock = Clock(found, BUDGET if budget is None else budget)
-    if int(np.prod([found.shape[name] for name in axis])) == 1:
+    clock = MeshClock(found, BUDGET if budget is None else budget)
+    if clock.workers(axis) == 1:
         return _alone(candidates)
-    own = axis[0] if len(axis) == 1 else axis
-    options = {"cache": cache, "max_error": max_error, "max_every": max_every, "tried": tried, "show": show}
+    batch = batch if isinstance(batch, tuple) else (batch,)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in force here
-        return plan_on(clock, loss, params, batch, own, candidates, **options)
-
-
-def plan_on(
-    clock: Clock,
-    loss: Callable[..., Any],
-    params: Any,
-    batch: tuple,
-    axis: Any,
-    candidates: list[Candidate],
-    *,
-    cache: str | Path | None = None,
-    max_error: float | None = None,
-    max_every: int | None = None,
-    tried: int = TRIED,
-    show: Callable[[str], None] = lambda _: None,
-    thorough: bool = False,
-) -> Plan:
-    """`plan` with a clock that keeps compiled programs for the next plan. thorough: measures the work of all."""
-    mesh = clock.mesh
-    params = jax.tree.map(lambda x: _placed(x, mesh), params)
-    like = jax.tree.map(_at_device, params)
-    sizes = {name: int(mesh.shape[name]) for name in mesh.axis_names}
-    joined = platform(mesh) != "cpu"
-    trace = lambda: traced(candidates, like, axis, sizes, joined=joined)
-    sent = clock.keep(("sent", loss, axis, tuple(each.name for each in candidates)), trace)
-    limits = {"max_error": max_error, "max_every": max_every}
-    about = _about(mesh, like, candidates, sizes)
-    text = clock.broadcast(files.read(cache) if cache is not None and jax.process_index() == 0 else None)
-    known = files.from_text(text, str(cache)) if text else None
-    if known is None or dict(known.about) != about:
-        known = _measured(clock, loss, params, batch, like, axis, candidates, sent, about, limits, show, thorough)
-        if cache is not None and jax.process_index() == 0:
-            files.write(cache, known)
-    rows = [predicted(each, known, like, axis, collectives=sent[each.name], **limits) for each in candidates]
-    rows = without_twins(rows, like, axis, sizes)
-    options = {"tried": int(tried), "max_error": None if max_error is None else float(max_error)}
-    options["max_every"] = None if max_every is None else int(max_every)
-    held = held_rows(rows, known, options) if tried else None
-    if held is not None:
-        rows = held
-    elif tried and clock.left() > 0:
-        rows, had_time = tried_rows(clock, rows, loss, params, batch, mesh, axis, tried, show)
-        if had_time:  # else another plan may have it
-            ran = {row.candidate.name: row.measured for row in rows if row.measured is not None}
-            known = known._replace(trials=files.trials_of(known, options, ran))
-            if cache is not None and jax.process_index() == 0:
-                files.write(cache, known)
-    chosen = choose(rows)
-    return Plan(tuple(rows), chosen, known, verdict(rows, chosen))
-
-
-def _checked(
-    candidates: Sequence[Candidate], budget: Any, max_error: Any, max_every: Any, tried: int
-) -> list[Candidate]:
-    candidates = check_candidates("plan", candidates)
-    if budget is not None and not (is_amount(budget) and 0 < budget < math.inf):
-        raise ValueError(f"plan: budget must be seconds > 0; got {budget!r}")
-    check_max_error("plan", max_error)
-    check_every("plan", max_every)
-    if isinstance(tried, bool) or not isinstance(tried, numbers.Integral) or tried < 0:
-        raise ValueError(f"plan: tried must be an integer >= 0; got {tried!r}")
-    return candidates
+        work = Workload(clock, loss, _placed(params, clock.mesh), batch, axis[0] if len(axis) == 1 else axis)
+        return plan_on(work, candidates, limits, cache=cache, tried=tried, show=show)
 
 
 def _alone(candidates: list[Candidate]) -> Plan:
     facts = Facts({}, {}, {}, {}, 0.0, 0.0, 0.0)
     dense = next((each for each in candidates if each.dense), dense_candidates()[0])
-    row = Row(dense, step_seconds(0.0, 0.0, []), 0.0, Loss(0.0, True, False, "none"))
+    row = Advice(dense, step_seconds(0.0, 0.0, (0.0, 0.0, 0.0)), 0.0, ErrorBound(0.0, True, False, "none"))
     return Plan((row,), row, facts, "do not compress: there is a single worker, so nothing is exchanged")
 
 
-def _placed(x: Any, mesh: Mesh) -> Any:
-    """On the mesh: where it lies, or whole on every device."""
-    if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh.shape == mesh.shape:
-        return x
-    whole = NamedSharding(mesh, P())
-    return jax.make_array_from_callback(np.shape(x), whole, lambda index: np.asarray(x)[index])
+def _placed(params: Any, mesh: Mesh) -> Any:
+    """On the mesh: where they lie, or whole on every device."""
+
+    def place(x):
+        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh.shape == mesh.shape:
+            return x
+        return jax.make_array_from_callback(np.shape(x), NamedSharding(mesh, P()), lambda index: np.asarray(x)[index])
+
+    return jax.tree.map(place, params)
 
 
-def _at_device(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
-
-
-def _about(mesh: Mesh, like: Any, candidates: list[Candidate], sizes: dict[str, int]) -> dict[str, Any]:
-    return {
-        "jax": jax.__version__,
-        "device": mesh.devices.flat[0].device_kind,
-        "processes": jax.process_count(),
-        "axes": sizes,
-        "leaves": files.leaves_to_text(like),
-        "candidates": [each.name for each in candidates],
-    }
-
-
-# ------------------------------------------------------------------------------------------------
-# Measuring
-
-
-def _measured(
-    clock: Clock,
-    loss: Callable,
-    params: Any,
-    batch: tuple,
-    like: Any,
-    axis: Any,
+def plan_on(
+    work: Workload,
     candidates: list[Candidate],
-    sent: dict[str, tuple[Collective, ...]],
-    about: dict[str, Any],
-    limits: dict[str, Any],
-    show: Callable[[str], None],
+    limits: Limits,
+    *,
+    cache: str | Path | None = None,
+    tried: int = TRIED,
+    show: Callable[[str], None] = lambda _: None,
     thorough: bool = False,
-) -> Facts:
-    """Measures what the candidates need; with `thorough` the work of all, else of those that may be the fastest."""
-    budget = max(clock.left(), 1.0)
-    show("loss and gradient")
-    grad = clock.keep(("gradient", loss), lambda: jax.jit(worker_value_and_grad(loss, clock.mesh, axis)))
-    gradient, _ = clock.median(lambda: grad(params, *batch)[0], ROUNDS, budget / 15)
-    forward = clock.keep(("forward", loss), lambda: jax.jit(lambda params, *batch: loss(params, *batch)))
-    share = float(np.clip(clock.median(lambda: forward(params, *batch), ROUNDS, budget / 30)[0] / gradient, 0.05, 0.95))
-    wanted = largest([one for each in sent.values() for one in each])
-    fits = links_of(clock, wanted, budget / 4, show)
-    show("overlap")
-    link = fits.get(",".join(axis_names(axis)), {}).get("all_reduce")
-    overlap = overlap_on(clock, axis, budget / 15, link)
-    known = Facts(about, about["axes"], fits, {}, gradient, share, overlap)
-    grads = sample_of(grad(params, *batch)[1])
-    if clock.agreed([not all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(grads))])[0]:
-        raise ValueError("plan: the gradient of the loss must be finite; it has NaN or infinite entries")
-    step = lambda each: predicted(each, known, like, axis, collectives=sent[each.name], **limits)
-    allowed = [each for each in candidates if limits["max_every"] is None or each.every <= limits["max_every"]]
-    order = sorted(allowed, key=lambda each: (not each.dense, step(each).seconds))
-    best, reserve = np.inf, budget * FOR_TRYING
-    for number, each in enumerate(order):
-        left = clock.left() - reserve
-        if each.name not in known.work:
-            # What is too slow without any work is not worth compiling. All processes see the same numbers.
-            if not thorough and (step(each).seconds >= best or (best < np.inf and left < 0)):
+) -> Plan:
+    """`plan` of a workload, whose clock keeps programs for the next plan. thorough: the work of all is measured."""
+    planner = Planner(work, candidates, limits, show, thorough)
+    here = cache if jax.process_index() == 0 else None  # the one process that reads and writes
+    text = work.clock.broadcast(None if here is None else files.read(here))
+    facts = files.from_text(text, str(cache)) if text else None
+    if facts is None or dict(facts.about) != planner.about:
+        facts = planner.measured()
+        if here is not None:
+            files.write(here, facts)
+    rows = planner.rows(candidates, facts)
+    options: dict[str, Any] = {name: None if x is None else float(x) for name, x in limits._asdict().items()}
+    options["tried"] = int(tried)
+    held = facts.trials
+    if tried and held is not None and held.seconds and held == files.trials_of(facts, options, held.seconds):
+        rows = with_expected([row._replace(measured=held.seconds.get(row.candidate.name)) for row in rows])
+    elif tried and work.clock.left() > 0:
+        rows, had_time = planner.tried(rows, tried)
+        if had_time:  # else another plan may have it
+            ran = {row.candidate.name: row.measured for row in rows if row.measured is not None}
+            facts = facts._replace(trials=files.trials_of(facts, options, ran))
+            if here is not None:
+                files.write(here, facts)
+    chosen = choose(rows)
+    return Plan(tuple(rows), chosen, facts, verdict(rows, chosen))
+
+
+@dataclasses.dataclass(frozen=True)
+class Planner:
+    """Answers one question: which candidate makes the fastest step of a workload?"""
+
+    work: Workload
+    candidates: list[Candidate]
+    limits: Limits
+    show: Callable[[str], None]
+    thorough: bool
+
+    @functools.cached_property
+    def like(self) -> Any:
+        """Shapes of the gradients of one device."""
+        shape = lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+        return jax.tree.map(shape, self.work.params)
+
+    @functools.cached_property
+    def about(self) -> dict[str, Any]:
+        """The machine, the model and the candidates."""
+        mesh = self.work.clock.mesh
+        return {
+            "jax": jax.__version__,
+            "device": mesh.devices.flat[0].device_kind,
+            "processes": jax.process_count(),
+            "axes": self.work.clock.sizes,
+            "leaves": files.leaves_to_text(self.like),
+            "candidates": [each.name for each in self.candidates],
+        }
+
+    @functools.cached_property
+    def sent(self) -> dict[str, tuple[Collective, ...] | str]:
+        """The collectives of each candidate."""
+        work, joined = self.work, self.about["device"] != "cpu"
+        trace = lambda: traced(self.candidates, self.like, work.axis, work.clock.sizes, joined=joined)
+        return work.clock.keep(("sent", work.loss, work.axis, *self.about["candidates"]), trace)
+
+    def rows(self, candidates: list[Candidate], facts: Facts) -> list[Advice]:
+        """Predictions of some of the candidates."""
+        return rows_of(candidates, facts, self.like, self.work.axis, self.sent, self.limits)
+
+    def measured(self) -> Facts:
+        """All that the candidates need."""
+        clock, loss, params, batch, axis = self.work
+        budget = max(clock.left(), 1.0)
+        self.show("loss and gradient")
+        grad = clock.keep(("gradient", loss), lambda: jax.jit(worker_value_and_grad(loss, clock.mesh, axis)))
+        gradient, _ = clock.median(lambda: grad(params, *batch)[0], ROUNDS, budget / 15)
+        forward = clock.keep(("forward", loss), lambda: jax.jit(lambda params, *batch: loss(params, *batch)))
+        share = clock.median(lambda: forward(params, *batch), ROUNDS, budget / 30)[0] / gradient
+        collectives = [one for sent in self.sent.values() if not isinstance(sent, str) for one in sent]
+        fits = links_of(clock, collectives, budget / 4, self.show)
+        self.show("overlap")
+        link = fits.get(",".join(axis_names(axis)), {}).get("all_reduce")
+        overlap = overlap_on(clock, axis, budget / 15, link)
+        facts = Facts(self.about, clock.sizes, fits, {}, gradient, float(np.clip(share, 0.05, 0.95)), overlap)
+        grads = sample_of(grad(params, *batch)[1])
+        if clock.agreed([not all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(grads))])[0]:
+            raise ValueError("plan: the gradient of the loss must be finite; it has NaN or infinite entries")
+        return self._with_work(facts, grads, budget)
+
+    def _with_work(self, facts: Facts, grads: Any, budget: float) -> Facts:
+        """The facts with the work of those candidates that may be the fastest, or of all if it is thorough."""
+        clock, step = self.work.clock, lambda each: self.rows([each], facts)[0]
+        able = [each for each in self.candidates if not isinstance(self.sent[each.name], str)]
+        able = [each for each in able if self.limits.max_every is None or each.every <= self.limits.max_every]
+        order = sorted(able, key=lambda each: (not each.dense, step(each).seconds))
+        best, reserve = np.inf, budget * FOR_TRYING
+        for number, each in enumerate(order):
+            left = clock.left() - reserve
+            if each.name not in facts.work:
+                # What is too slow without any work is not worth compiling. All processes see the same numbers.
+                if not self.thorough and (step(each).seconds >= best or (best < np.inf and left < 0)):
+                    continue
+                self.show(f"encoding of {each.name}")
+                bare, most = each._replace(bucket_bytes=None), max(left, 1.0) / 2 / (len(order) - number)
+                work = {**facts.work, each.name: work_of(clock, bare, self.work.axis, grads, most)}
+                facts = facts._replace(work=shared_work(work, able))
+            row = step(each)
+            best = best if row.refused else min(best, row.seconds)
+        return facts
+
+    def tried(self, rows: list[Advice], tried: int) -> tuple[list[Advice], bool]:
+        """The rows, some of them with measured seconds, and whether there was time for all that should be run.
+
+        These are run: the dense candidate without buckets and local steps that is predicted fastest, the first such one
+        (f32: what one has without a plan), and the `tried` best others, at most one of them dense. Rows whose work is
+        not known come last.
+        Local steps, and f32 where it is not the fastest, are left out if three rounds take longer than what is left;
+        f32 is then not missed, since what decides is faster. All are compiled first, and then run in turn: what else
+        the machine does meanwhile slows all of them.
+        """
+        clock, steps, had_time = self.work.clock, {}, True
+        order = sorted(range(len(rows)), key=lambda i: (rows[i].bound, rows[i].seconds))
+        able = [i for i in order if rows[i].refused is None]
+        dense = [i for i in able if rows[i].candidate.dense]
+        whole = [i for i in dense if not rows[i].candidate.bucket_bytes and rows[i].candidate.every == 1] or dense
+        plain = list(dict.fromkeys([whole[0], min(whole)])) if whole else []
+        further = [i for i in dense if i not in plain][1:]
+        for i in [*plain, *[i for i in able if i not in plain and i not in further][:tried]]:
+            candidate, left = rows[i].candidate, clock.left()
+            if left <= 0 and steps:
+                had_time = False
+                break
+            optional = candidate.every > 1 or (i in plain[1:] and plain[0] in steps)
+            if optional and 3 * candidate.every * rows[i].seconds > left:
+                had_time = had_time and candidate.every == 1
                 continue
-            show(f"encoding of {each.name}")
-            bare, most = each._replace(bucket_bytes=None), max(left, 1.0) / 2 / (len(order) - number)
-            work = {**known.work, each.name: work_of(clock, bare, axis, grads, most)}
-            known = known._replace(work=shared_work(work, allowed))
-        row = step(each)
-        best = best if row.refused else min(best, row.seconds)
-    return known
+            self.show(f"trying {candidate.name}")
+            steps[i] = step_of(self.work, candidate)
+            jax.block_until_ready(steps[i]())  # compiles
+        if not steps:
+            return rows, had_time
+        self.show("trying all in turn")
+        times = seconds_of_steps(clock, list(steps.values()), STEP_ROUNDS, 0.8 * clock.left())
+        for i, seconds in zip(steps, np.median(times, axis=1), strict=True):
+            rows[i] = rows[i]._replace(measured=float(seconds))
+        return with_expected(rows), had_time

@@ -1,9 +1,10 @@
-"""Seconds of a training step, predicted from measured parts. Pure functions of float64 numbers.
+"""Seconds of a training step, predicted from measured parts. Nothing is measured here.
 
 A step is the gradient, and every H steps an exchange in K buckets. Bucket k is the k-th from the end of the tree, and
 is ready when the backward pass has come so far. With forward share f of the gradient time g, and shares of entries
 q_1 .. q_K, the backward pass takes b_k = (1 - f) g q_k for bucket k: the work of a layer is taken to follow its
-number of parameters, which is exact for matrix products and not for convolutions or embeddings.
+number of parameters, which is exact for matrix products and not for convolutions or embeddings. Encoding, network and
+decoding of bucket k take q_k of those of the whole exchange.
 
 One resource computes, another one exchanges:
 
@@ -19,89 +20,39 @@ the same time, takes T; e = (T_c + T_x - T) / min(T_c, T_x). On one that compute
 is near zero: exchanging slows the computing down by as much as it saves.
 
 With H local steps to an exchange:  t = g + (t_1 - g) / H.
+
+Parts are measured one by one. Within a step they also wait for each other, and for the cores that all workers of a
+machine share. Steps that were run say how long: with a, b >= 0.1 that minimise
+
+    sum_i ((a network_i + b rest_i) / measured_i - 1)^2 + (a - 1)^2 + (b - 1)^2
+
+a step that was not run is expected to take a network + b rest.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-__all__ = [
-    "Bucket",
-    "Factors",
-    "Line",
-    "Parts",
-    "factors_of",
-    "line_through",
-    "overlap_of",
-    "regret",
-    "step_seconds",
-]
+from jaxcomp.plan.candidates import (
+    Candidate,
+    ErrorBound,
+    Limits,
+    bucket_shares,
+    compresses_nothing,
+    error_bound,
+    sent_bytes,
+)
+from jaxcomp.plan.facts import Facts, Work
+from jaxcomp.plan.links import Collective, seconds_of
 
-TRUST = 1.0  # of `factors_of`, in the parts: as much as in one step that was run
-
-
-class Line(NamedTuple):
-    """Seconds against entries: base + slope d, both >= 0, from measured points (entries, seconds)."""
-
-    base: float
-    slope: float
-    points: tuple[tuple[float, float], ...] = ()
-
-    def seconds(self, entries: float) -> float:
-        """Seconds for so many entries; measured ones are met, and between them lines are drawn.
-
-        >>> Line(1.0, 2.0).seconds(3.0)
-        7.0
-        """
-        if entries <= 0:
-            return 0.0
-        places = [place for place, _ in self.points]
-        if len(places) < 2 or entries >= places[-1] or entries <= places[0]:
-            nearest = 0 if not places or entries <= places[0] else -1
-            extra = self.points[nearest][1] - self._at(places[nearest]) if places else 0.0
-            scale = min(entries / places[0], 1.0) if places else 1.0
-            return max(self._at(entries) + extra * scale, 0.0)
-        return float(np.interp(entries, places, [seconds for _, seconds in self.points]))
-
-    def _at(self, entries: float) -> float:
-        return self.base + self.slope * entries
+__all__ = ["Advice", "StepParts", "overlap_of", "rows_of", "shared_work", "step_seconds", "with_expected"]
 
 
-def line_through(points: Sequence[tuple[float, float]]) -> Line:
-    """The least-squares line through times against sizes, weighted by 1 / seconds^2, with base, slope >= 0.
-
-    >>> [round(x, 9) for x in line_through([(1.0, 3.0), (2.0, 5.0)])[:2]]
-    [1.0, 2.0]
-    """
-    points = tuple(sorted((float(x), float(t)) for x, t in points))
-    if not points:
-        return Line(0.0, 0.0)
-    if len({x for x, _ in points}) == 1:
-        x, t = points[0][0], float(np.mean([t for _, t in points]))
-        return Line(0.0, t / x if x else 0.0, ((x, t),))
-    x, t = np.array(points, np.float64).T
-    weight = 1 / np.maximum(t, 1e-9)
-    columns = np.stack([np.ones_like(x), x], 1) * weight[:, None]
-    base, slope = np.linalg.lstsq(columns, t * weight, rcond=None)[0]
-    if slope < 0:
-        base, slope = float(np.average(t, weights=weight**2)), 0.0
-    elif base < 0:
-        base, slope = 0.0, float(np.sum(x * t * weight**2) / np.sum((x * weight) ** 2))
-    return Line(float(base), float(slope), points)
-
-
-class Bucket(NamedTuple):
-    """share: of all entries; the others are seconds."""
-
-    share: float
-    encode: float
-    network: float
-    decode: float
-
-
-class Parts(NamedTuple):
-    """Parts of a predicted step in seconds; hidden: by overlap, at each exchange."""
+class StepParts(NamedTuple):
+    """The parts of a predicted step, in seconds; hidden: by overlap, at each exchange."""
 
     gradient: float
     encode: float
@@ -112,45 +63,74 @@ class Parts(NamedTuple):
     deviation: float
 
 
+class Advice(NamedTuple):
+    """One candidate, a row of the table.
+
+    sent_bytes: per step. error: measured, of a message. measured: seconds per step, None where it was not run.
+    expected: of one that was not run where others were: seconds per step, predicted from these, too. refused: why it is
+    not eligible; None if it is. bound: whether its work was not measured, because even without any it would not be the
+    fastest, or the budget was spent; its seconds are then a lower bound.
+    """
+
+    candidate: Candidate
+    parts: StepParts
+    sent_bytes: float
+    loss: ErrorBound
+    error: float | None = None
+    measured: float | None = None
+    refused: str | None = None
+    bound: bool = False
+    expected: float | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether its seconds are more than a lower bound."""
+        return self.measured is not None or not self.bound
+
+    @property
+    def seconds(self) -> float:
+        """Per step: measured, where it was; else predicted, with what was learnt from those that were."""
+        predicted = self.parts.total if self.expected is None else self.expected
+        return predicted if self.measured is None else self.measured
+
+    @property
+    def per_step(self) -> StepParts:
+        """The parts with those of an exchange divided by H: total = gradient + encode + network + decode - hidden."""
+        shared = ("encode", "network", "decode", "hidden")
+        return self.parts._replace(**{name: getattr(self.parts, name) / self.candidate.every for name in shared})
+
+
 def step_seconds(
     gradient: float,
     forward_share: float,
-    buckets: Sequence[Bucket],
+    exchange: tuple[float, float, float],
+    shares: Sequence[float] = (1.0,),
     *,
     overlap: float = 0.0,
     every: int = 1,
     deviation: float = 0.0,
-) -> Parts:
+) -> StepParts:
     """The predicted step (see the module).
 
-    Args:
-        gradient: seconds of loss and gradient.
-        forward_share: f, in [0, 1].
-        buckets: in the order in which they are ready; shares with sum one.
-        overlap: e, in [0, 1].
-        every: H.
-        deviation: of the seconds of one exchange.
+    gradient: seconds of loss and gradient; exchange: seconds to encode, on the network and to decode; shares: of the
+    entries in each bucket, in the order in which they are ready; deviation: of the seconds of one exchange.
 
-    >>> step_seconds(3.0, 1 / 3, [Bucket(0.5, 0.0, 1.0, 0.0), Bucket(0.5, 0.0, 1.0, 0.0)], overlap=1.0).total
+    >>> step_seconds(3.0, 1 / 3, (0.0, 2.0, 0.0), (0.5, 0.5), overlap=1.0).total
     4.0
     """
-    if not 0 <= overlap <= 1 or not 0 <= forward_share <= 1:
-        raise ValueError(f"step_seconds: overlap and forward_share must be in [0, 1]; got {overlap}, {forward_share}")
-    if every < 1:
-        raise ValueError(f"step_seconds: every must be at least 1; got {every}")
-    encode, network, decode = (sum(bucket[i] for bucket in buckets) for i in (1, 2, 3))
+    encode, network, decode = exchange
     computed, exchanged = forward_share * gradient, 0.0
-    for bucket in buckets:
-        computed += (1 - forward_share) * gradient * bucket.share + bucket.encode
-        exchanged = max(computed, exchanged) + bucket.network
+    for share in shares:
+        computed += ((1 - forward_share) * gradient + encode) * share
+        exchanged = max(computed, exchanged) + network * share
     serial = gradient + encode + network + decode
     hidden = overlap * (serial - max(computed, exchanged) - decode)
     total = gradient + (serial - hidden - gradient) / every
-    return Parts(gradient, encode, network, decode, hidden, total, deviation / every)
+    return StepParts(gradient, encode, network, decode, hidden, total, deviation / every)
 
 
 def overlap_of(computing: float, exchanging: float, both: float) -> float:
-    """The share of the possible overlap of a computation and an exchange that was reached, in [0, 1].
+    """The share of the overlap of a computation and an exchange that a machine gets, in [0, 1].
 
     >>> overlap_of(1.0, 2.0, 2.0), overlap_of(1.0, 2.0, 3.0), overlap_of(1.0, 2.0, 2.5)
     (1.0, 0.0, 0.5)
@@ -159,56 +139,91 @@ def overlap_of(computing: float, exchanging: float, both: float) -> float:
     return float(np.clip((computing + exchanging - both) / shorter, 0, 1)) if shorter > 0 else 0.0
 
 
-class Factors(NamedTuple):
-    """Ratios of measured to predicted time of steps that were run: on the links, and of all the rest."""
+def rows_of(
+    candidates: Sequence[Candidate],
+    facts: Facts,
+    like: Any,
+    axis: Any,
+    sent: Mapping[str, tuple[Collective, ...] | str],
+    limits: Limits,
+    *,
+    refuse_idle: bool = False,
+) -> list[Advice]:
+    """The predicted step of each candidate. Those with the same algorithm and route share what was measured of one.
 
-    network: float = 1.0
-    rest: float = 1.0
-
-    def of(self, parts: Parts, every: int = 1) -> float:
-        """Seconds per step, with the factors.
-
-        >>> Factors(2.0, 3.0).of(Parts(1.0, 0.5, 2.0, 0.5, 0.0, 4.0, 0.0))
-        10.0
-        """
-        network, rest = _two(parts, every)
-        return self.network * network + self.rest * rest
-
-
-def _two(parts: Parts, every: int) -> tuple[float, float]:
-    network = min(parts.network / every, parts.total)
-    return network, parts.total - network
-
-
-def factors_of(runs: Sequence[tuple[Parts, int, float]], trust: float = TRUST) -> Factors:
-    """a, b >= 0 that make a network + b rest what was measured, with least squares of relative errors.
-
-        sum_i ((a network_i + b rest_i) / measured_i - 1)^2 + trust ((a - 1)^2 + (b - 1)^2)
-
-    Parts are measured one by one. Within a step they also wait for each other, and for the cores that all workers of a
-    machine share; steps that were run say how long.
-
-    Args:
-        runs: of each step that was run its parts, H, and its measured seconds.
-        trust: in the parts alone: of no runs both factors are one.
-
-    >>> step = Parts(1.0, 0.0, 3.0, 0.0, 0.0, 4.0, 0.0)
-    >>> factors_of([]), [round(x, 3) for x in factors_of([(step, 1, 8.0)], trust=1e-9)]
-    (Factors(network=1.0, rest=1.0), [2.2, 1.4])
+    facts: measured, or assumed; like: shapes of the gradients of one device; axis: of the workers; sent: of each name
+    its collectives, or why it cannot be sent (`candidates.traced`); refuse_idle: whether a candidate that finds nothing
+    to compress is not eligible.
     """
-    rows, goals = [[trust**0.5, 0.0], [0.0, trust**0.5]], [trust**0.5] * 2
-    for parts, every, measured in runs:
-        rows.append([x / max(measured, 1e-9) for x in _two(parts, every)])
-        goals.append(1.0)
-    found = np.linalg.lstsq(np.array(rows), np.array(goals), rcond=None)[0]
-    return Factors(*(float(max(x, 0.1)) for x in found))
+    work = shared_work(facts.work, candidates)
+    whole = {(id(x.algorithm), x.via, x.every): x.name for x in candidates if not x.bucket_bytes}
+    rows = []
+    for each in candidates:
+        collectives, shares = sent[each.name], bucket_shares(each, like)
+        if isinstance(collectives, str):
+            nothing = StepParts(*[math.nan] * len(StepParts._fields))
+            unknown = ErrorBound(None, False, False, "no bound is known")
+            rows.append(Advice(each, nothing, math.nan, unknown, refused=collectives))
+            continue
+        row = _predicted(each, facts, work.get(each.name), like, axis, collectives, shares)
+        refused = limits.refusal(each.every, row.loss.bound if row.error is None else row.error)
+        twin = whole.get((id(each.algorithm), each.via, each.every)) if each.bucket_bytes else None
+        if refused is None and refuse_idle and compresses_nothing(each, like, facts.workers(axis)):
+            refused = "compresses nothing: every leaf travels dense"
+        elif refused is None and twin is not None and len(shares) == 1:
+            refused = f"the same as {twin}: all leaves are one bucket"
+        rows.append(row._replace(refused=refused))
+    return rows
 
 
-def regret(chosen: float, measured: Sequence[float]) -> float:
-    """Excess cost of a choice over the best one, as a share of the best.
+def shared_work(work: Mapping[str, Work], candidates: Sequence[Candidate]) -> dict[str, Work]:
+    """The same, and of each candidate whose algorithm and route are those of one that has been measured."""
+    found = dict(work)
+    for each in candidates:
+        same = (one.name for one in candidates if one.algorithm is each.algorithm and one.via == each.via)
+        known = next((name for name in same if name in work), None)
+        if known is not None:
+            found.setdefault(each.name, work[known])
+    return found
 
-    >>> regret(1.1, [1.0, 1.1, 2.0])
-    0.10000000000000009
-    """
-    best = min(measured)
-    return chosen / best - 1
+
+def _predicted(
+    candidate: Candidate,
+    facts: Facts,
+    work: Work | None,
+    like: Any,
+    axis: Any,
+    collectives: Sequence[Collective],
+    shares: Sequence[float],
+) -> Advice:
+    entries = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(like))
+    network = seconds_of(collectives, facts.fits, facts.sizes)
+    encode, everything = (0.0, 0.0) if work is None else (work.encode.seconds(entries), work.all.seconds(entries))
+    parts = step_seconds(
+        facts.gradient,
+        facts.forward_share,
+        (encode, network.mean, max(everything - encode, 0.0)),
+        shares,
+        overlap=facts.overlap if len(shares) > 1 else 0.0,
+        every=candidate.every,
+        deviation=network.deviation,
+    )
+    sent = sent_bytes(collectives, facts.sizes) / candidate.every
+    loss = error_bound(candidate, like, facts.workers(axis))
+    return Advice(candidate, parts, sent, loss, None if work is None else work.error, bound=work is None)
+
+
+def with_expected(rows: Sequence[Advice]) -> list[Advice]:
+    """The rows; of those that were not run, what is expected after what the others took (see the module)."""
+
+    def two(row: Advice) -> np.ndarray:
+        network = min(row.parts.network / row.candidate.every, row.parts.total)
+        return np.array([network, row.parts.total - network])
+
+    ran = [row for row in rows if row.measured is not None]
+    if not ran:
+        return [row._replace(expected=None) for row in rows]
+    relative = [two(row) / max(row.measured or 0.0, 1e-9) for row in ran]
+    a, b = np.linalg.lstsq(np.array([[1.0, 0.0], [0.0, 1.0], *relative]), np.ones(2 + len(ran)), rcond=None)[0]
+    factors = np.maximum([a, b], 0.1)
+    return [row._replace(expected=float(factors @ two(row)) if row.measured is None else None) for row in rows]

@@ -11,42 +11,44 @@ chunks are added up by their owners.
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxcomp.arrays import like_of
-from jaxcomp.base import Algorithm
+from jaxcomp.compressors.checks import is_integer
 from jaxcomp.exchange.links import Link, check_link
-from jaxcomp.plan.advise import Row, best_of, choose, predicted, shared_work, verdict, without_twins
+from jaxcomp.plan.advise import best_of, choose, text_table, verdict
 from jaxcomp.plan.candidates import (
     Candidate,
-    Loss,
+    Limits,
     check_candidates,
-    check_every,
-    check_max_error,
     default_candidates,
     is_amount,
-    plan_for,
     traced,
 )
-from jaxcomp.plan.facts import Facts, Work
+from jaxcomp.plan.facts import Facts, Line, Work
 from jaxcomp.plan.links import KINDS, Collective, Fit, seconds_of
-from jaxcomp.plan.predict import Line, Parts
+from jaxcomp.plan.predict import Advice, rows_of
 
 __all__ = ["CPU", "Machine", "Recommendation", "recommend"]
 
 
 class Machine(NamedTuple):
     """Nanoseconds of work for each entry. encode: by a name's beginning, the first that fits; decode: per entry
-    decoded;
-    copy: of an entry that is only moved."""
+    decoded; copy: of an entry that is only moved."""
 
     encode: tuple[tuple[str, float], ...]
     decode: float
     copy: float
+
+    def work(self, candidate: Candidate, sent: Sequence[Collective], entries: float, workers: int) -> Work:
+        """The work of a candidate that sends these collectives, for a gradient of so many entries."""
+        encode = next((ns for name, ns in self.encode if candidate.name.startswith(name)), OTHER)
+        gathered = max((one.operand_bytes for one in sent if one.kind == "all_gather"), default=0.0)
+        arriving = 0.0 if candidate.dense else min(gathered / (4 * entries), 1.0) * workers
+        return Work(Line(0.0, 1e-9 * encode), Line(0.0, 1e-9 * (encode + self.decode * arriving + self.copy)))
 
 
 # Rough values for one core of a CPU, not measured: `python -m experiments bench compressors` gives those of a machine.
@@ -71,11 +73,11 @@ OTHER = 10.0  # of a candidate that the machine does not name
 
 
 class Recommendation(NamedTuple):
-    """Print it for the table. rows: a `Row` for each candidate; chosen: the fastest that is eligible; link, workers:
-    what was asked; latencies: of each row, seconds per step on the links besides those of its bytes."""
+    """Print it for the table. rows: an `Advice` for each candidate; chosen: the fastest that is eligible; link,
+    workers: what was asked; latencies: of each row, seconds per step on the links besides those of its bytes."""
 
-    rows: tuple[Row, ...]
-    chosen: Row
+    rows: tuple[Advice, ...]
+    chosen: Advice
     verdict: str
     link: Link
     workers: int
@@ -91,33 +93,33 @@ class Recommendation(NamedTuple):
         such. The printed text names it. The dense candidate that is advised may be another one, which exchanges less
         often.
         """
-        head = ("", "candidate", "MB sent", "bytes", "expected error", "links ms", "work ms", "ms", "pays below")
-        cells: list[tuple[str, ...]] = [head]
-        dense = best_of(self.rows, dense=True)
-        standard = next((each for each in zip(self.rows, self.latencies, strict=True) if each[0] is dense), None)
-        order = zip(self.rows, self.latencies, strict=True)
-        place = lambda row: (row.refused is not None, math.isnan(row.seconds), row.seconds)
-        for row, latency in sorted(order, key=lambda each: place(each[0])):
-            p = row.per_step
-            cells.append(
-                (
-                    "->" if row is self.chosen else "",
-                    row.candidate.name,
-                    _number(row.sent_bytes / 1e6),
-                    f"1/{dense.sent_bytes / max(row.sent_bytes, 1e-9):.3g}" if dense and row.sent_bytes >= 0 else "-",
-                    _error(row),
-                    *(_number(1e3 * seconds) for seconds in (p.network, p.encode + p.decode, row.seconds)),
-                    _last_cell(row, latency, standard),
-                )
-            )
-        widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-        left = (0, 1, 4, 8)
-        return "\n".join(
-            "  ".join(
-                c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        )
+        dense, number = best_of(self.rows, dense=True), lambda x: "-" if math.isnan(x) else f"{x:.4g}"
+
+        def share(row: Advice) -> str:
+            known = dense is not None and row.sent_bytes >= 0
+            return f"1/{dense.sent_bytes / max(row.sent_bytes, 1e-9):.3g}" if known else "-"  # pyright: ignore
+
+        columns: dict[str, Callable[[Advice], str]] = {
+            "candidate": lambda row: row.candidate.name,
+            "MB sent": lambda row: number(row.sent_bytes / 1e6),
+            "bytes": share,
+            "expected error": _error,
+            "links ms": lambda row: number(1e3 * row.per_step.network),
+            "work ms": lambda row: number(1e3 * (row.per_step.encode + row.per_step.decode)),
+            "ms": lambda row: number(1e3 * row.seconds),
+            "pays below": lambda row: self._pays_below(row, dense),
+        }
+        return text_table(columns, self.rows, self.chosen, ("candidate", "expected error", "pays below"))
+
+    def _pays_below(self, row: Advice, dense: Advice | None) -> str:
+        """Why it is not eligible; else at which bandwidths it is faster than the dense candidate."""
+        if row.refused or dense is None or row.candidate.dense:
+            return row.refused or ""
+        if row.bound or dense.bound:
+            return "not known: work was not measured"
+        latency = {id(row): seconds for row, seconds in zip(self.rows, self.latencies, strict=True)}
+        fixed = lambda row: latency[id(row)] + row.per_step.encode + row.per_step.decode
+        return _pays(_less(dense.sent_bytes, row.sent_bytes), _less(fixed(row), fixed(dense)))
 
     def __str__(self) -> str:
         dense = best_of(self.rows, dense=True)
@@ -170,47 +172,33 @@ def recommend(
     >>> fast.chosen.candidate.name
     'f32'
     """
-    link = Link() if link is None else link
-    check_every("recommend", max_every)
+    link, limits = Link() if link is None else link, Limits(max_error, max_every).check("recommend")
     candidates = check_candidates("recommend", default_candidates(max_every or 1) if candidates is None else candidates)
-    check_max_error("recommend", max_error)
-    if isinstance(workers, bool) or not isinstance(workers, (int, np.integer)) or not 2 <= workers < 2**31:
+    if not is_integer(workers, 2) or workers >= 2**31:
         raise ValueError(f"recommend: workers must be an integer of at least 2 and below 2^31; got {workers!r}")
     check_link("recommend", link)
     _check_machine(machine)
     if not _is_finite(gradient):
         raise ValueError(f"recommend: gradient must be finite seconds >= 0; got {gradient!r}")
-    like, sizes = like_of(params), {"data": int(workers)}
-    entries = float(sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(like)))
+    like, workers = like_of(params), int(workers)
+    sizes = {"data": workers}
+    entries = float(sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(like)))
     if not entries:
         raise ValueError(f"recommend: params must hold at least one entry; got {params!r}")
-    too_long: dict[str, str] = {}
-    sent = traced(candidates, like, "data", sizes, refused=too_long)
-    given, candidates = candidates, [each for each in candidates if each.name in sent]
+    sent = traced(candidates, like, "data", sizes)
+    carried = [(each, x) for each in candidates if not isinstance(x := sent[each.name], str)]
     fits_at = lambda per_byte: {"data": {kind: Fit(kind, link.latency, per_byte) for kind in KINDS}}
     if isinstance(machine, Facts):
-        work = shared_work(machine.work, candidates)
+        work = machine.work
     else:
-        work = {each.name: _work(machine, each, sent[each.name], entries, int(workers)) for each in candidates}
+        work = {each.name: machine.work(each, collectives, entries, workers) for each, collectives in carried}
     facts = Facts({}, sizes, fits_at(1 / link.bandwidth), work, gradient, 0.4, 0.0)
-    limits = {"max_error": max_error, "max_every": max_every}
-    rows = [predicted(each, facts, like, "data", collectives=sent[each.name], **limits) for each in candidates]
-    if any(row.candidate.dense for row in rows):
-        idle = "compresses nothing: every leaf travels dense"
-        idles = [_is_idle(row.candidate, like, int(workers)) for row in rows]
-        rows = [r._replace(refused=r.refused or idle) if is_idle else r for r, is_idle in zip(rows, idles, strict=True)]
-    known = {row.candidate.name: row for row in without_twins(rows, like, "data", sizes)}
-    rows = [known.get(each.name) or _refused(each, too_long[each.name]) for each in given]
+    some_dense = any(each.dense for each, _ in carried)
+    rows = rows_of(candidates, facts, like, "data", sent, limits, refuse_idle=some_dense)
+    seconds = {each.name: seconds_of(x, fits_at(0.0), sizes).mean / each.every for each, x in carried}
+    latencies = tuple(seconds.get(each.name, math.nan) for each in candidates)
     chosen = choose(rows, name="recommend")
-    latency_of = lambda each: seconds_of(sent[each.name], fits_at(0.0), sizes).mean / each.every
-    latencies = tuple(latency_of(each) if each.name in sent else math.nan for each in given)
-    return Recommendation(tuple(rows), chosen, verdict(rows, chosen), link, int(workers), latencies)
-
-
-def _refused(candidate: Candidate, why: str) -> Row:
-    """The row of a candidate that cannot be laid out, of which nothing is known."""
-    nothing = Loss(None, False, False, "no bound is known")
-    return Row(candidate, Parts(*[math.nan] * len(Parts._fields)), math.nan, nothing, refused=why)
+    return Recommendation(tuple(rows), chosen, verdict(rows, chosen), link, workers, latencies)
 
 
 def _is_finite(value: Any) -> bool:
@@ -228,30 +216,7 @@ def _check_machine(machine: Any) -> None:
         raise ValueError(f"recommend: machine must have finite nanoseconds >= 0; got {machine}")
 
 
-def _is_idle(candidate: Candidate, like: Any, workers: int) -> bool:
-    """Whether a candidate that compresses finds nothing to compress, in the layout of its route: two shots cut small
-    leaves into chunks with the others.
-    """
-    if candidate.dense or candidate.every > 1 or not isinstance(candidate.algorithm, Algorithm):
-        return False
-    plan = plan_for(candidate, like, workers)
-    return not (plan.groups or plan.parts or plan.bare)
-
-
-def _work(machine: Machine, candidate: Candidate, sent: Sequence[Collective], entries: float, workers: int) -> Work:
-    """The work of a candidate on this machine, as lines through zero."""
-    encode = next((ns for name, ns in machine.encode if candidate.name.startswith(name)), OTHER) * 1e-9
-    gathered = max((one.operand_bytes for one in sent if one.kind == "all_gather"), default=0.0)
-    arriving = min(gathered / (4 * entries), 1.0) * workers if entries else 0.0
-    decode = (machine.decode * (arriving if not candidate.dense else 0.0) + machine.copy) * 1e-9
-    return Work(Line(0.0, encode), Line(0.0, encode + decode))
-
-
-def _number(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.4g}"
-
-
-def _error(row: Row) -> str:
+def _error(row: Advice) -> str:
     loss = row.loss
     if loss.bound is None:
         return "not known"
@@ -260,20 +225,7 @@ def _error(row: Row) -> str:
     return f"<= {loss.bound:.4g}" + (", unbiased" if loss.unbiased else ", sent later" if loss.memory else ", biased")
 
 
-def _last_cell(row: Row, latency: float, standard: tuple[Row, float] | None) -> str:
-    """The reason why it is not eligible; else the bandwidths at which it is faster than the dense candidate, which is
-    given with its own latency."""
-    if row.refused or standard is None or row.candidate.dense:
-        return row.refused or ""
-    dense, dense_latency = standard
-    if row.bound or dense.bound:
-        return "not known: work was not measured"
-    fixed = lambda each, latency: latency + each.per_step.encode + each.per_step.decode
-    saved = _difference(dense.sent_bytes, row.sent_bytes)
-    return _pays(saved, _difference(fixed(row, latency), fixed(dense, dense_latency)))
-
-
-def _difference(a: float, b: float) -> float:
+def _less(a: float, b: float) -> float:
     """a - b; zero where they differ by rounding."""
     return 0.0 if math.isclose(a, b, rel_tol=1e-9) else a - b
 

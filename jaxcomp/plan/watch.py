@@ -1,7 +1,7 @@
 """Whether a plan still holds: a detector of changes in the series that a training loop has anyway.
 
 Fed with seconds per step and what `jc.info` says, it reports once that a series is no longer what it was, and changes
-nothing. Python and no arrays: a call takes microseconds, and nothing is added to the step.
+nothing. A call takes microseconds, and nothing is added to the step.
 
     1. Steps are put together in blocks of b = 8; a block's median is one observation x_t.
     2. p_t = (#{i <= t: x_i > x_t} + u_t #{i <= t: x_i = x_t}) / t,  u_t uniform: small where x_t is among the largest.
@@ -26,17 +26,41 @@ import random
 import statistics
 from typing import Any, NamedTuple
 
+import numpy as np
+
 __all__ = ["BLOCK", "Change", "Martingale", "Watch"]
 
 BLOCK = 8  # steps
 EPSILONS = (0.1, 0.2, 0.4, 0.7)
 RECENT = 5  # blocks that are compared with the first
 MOST_LOG = 600.0
+
+
+class Series(NamedTuple):
+    """One series: its name in words, and what it means where it grows, and where it falls."""
+
+    words: str
+    larger: str
+    smaller: str
+
+
 SERIES = {
-    "seconds": "seconds per step",
-    "relative_error": "relative error of messages",
-    "overflow": "entries that found no place",
-    "sent_bytes": "bytes sent",
+    "seconds": Series(
+        "seconds per step",
+        "A link or a worker got slower",
+        "A link or a worker got faster; dense may be best now",
+    ),
+    "relative_error": Series(
+        "relative error of messages",
+        "Messages lose more of the gradient",
+        "Messages lose less; fewer entries may do",
+    ),
+    "overflow": Series(
+        "entries that found no place",
+        "Gradients got heavier tails than the threshold expects",
+        "The capacity may be smaller",
+    ),
+    "sent_bytes": Series("bytes sent", "Messages got longer", "Messages got shorter"),
 }
 
 
@@ -51,28 +75,21 @@ class Change(NamedTuple):
 
 
 class Martingale:
-    """Steps 2 and 3: a bet on one direction of one series.
-
-    Args:
-        sign: 1 to bet on larger values, -1 on smaller ones.
-        seed: of u_t.
-    """
+    """Steps 2 and 3: a bet on one direction of one series. sign: 1 for larger values, -1 for smaller ones."""
 
     def __init__(self, sign: int = 1, seed: int = 0):
-        self.sign, self.sorted, self.count = sign, [], 0
-        self.random = random.Random(seed)
+        self.sign, self.sorted, self.random = sign, [], random.Random(seed)
         self.started = -math.inf  # log of the part of M whose bets have begun
 
     def add(self, x: float) -> float:
         """log M_t after one more observation."""
         x = self.sign * x
-        self.count += 1
         bisect.insort(self.sorted, x)
-        low, high = bisect.bisect_left(self.sorted, x), bisect.bisect_right(self.sorted, x)
-        p = (self.count - high + self.random.random() * (high - low)) / self.count
-        begun = _log_sum(self.started, -math.log(self.count * (self.count + 1.0)))
+        t, low, high = len(self.sorted), bisect.bisect_left(self.sorted, x), bisect.bisect_right(self.sorted, x)
+        p = (t - high + self.random.random() * (high - low)) / t
+        begun = float(np.logaddexp(self.started, -math.log(t * (t + 1.0))))
         self.started = min(begun + math.log(bet(p)), MOST_LOG)
-        return _log_sum(self.started, -math.log(self.count + 1.0))
+        return float(np.logaddexp(self.started, -math.log(t + 1.0)))
 
 
 def bet(p: float) -> float:
@@ -85,15 +102,10 @@ def bet(p: float) -> float:
     return sum(e * p ** (e - 1) for e in EPSILONS) / len(EPSILONS)
 
 
-def _log_sum(a: float, b: float) -> float:
-    high, low = max(a, b), min(a, b)
-    return high if low == -math.inf else high + math.log1p(math.exp(low - high))
-
-
 class Watch:
     """Reports when the series of a training are no longer what they were when it began.
 
-    Call `update` once a step, or `plan.watch()` and then `watch(seconds, info)`::
+    Call it once a step::
 
         watch = advice.watch()
         for ...:
@@ -133,8 +145,8 @@ class Watch:
         self.tolerance, self.block, self.warm_up, self.step = tolerance, block, warm_up, 0
         self.pending: dict[str, list[float]] = {name: [] for name in SERIES}
         self.blocks: dict[str, list[float]] = {name: [] for name in SERIES}
+        # Those of changes that have not been reported yet.
         self.bets = {(name, sign): Martingale(sign, seed + i) for i, name in enumerate(SERIES) for sign in (1, -1)}
-        self.reported: set[tuple[str, int]] = set()
 
     def __call__(self, seconds: float | None = None, info: Any = None, **others: float) -> list[Change]:
         """One step.
@@ -150,63 +162,35 @@ class Watch:
         self.step += 1
         if self.step <= self.warm_up:
             return []
-        values = {name: getattr(info, name, None) for name in SERIES if name != "seconds"} if info is not None else {}
-        values |= {"seconds": seconds, **others}
-        unknown = set(values) - set(SERIES)
-        if unknown:
+        values = {name: getattr(info, name, None) for name in SERIES} | {"seconds": seconds, **others}
+        if unknown := set(values) - set(SERIES):
             raise ValueError(f"watch: series must be of {', '.join(SERIES)}; got {', '.join(sorted(unknown))}")
-        found = []
-        for name, value in values.items():
-            number = math.nan if value is None else _number(value)
-            if math.isfinite(number):
-                found += self._add(name, number)
-        return found
+        numbers = {name: float(value) for name, value in values.items() if value is not None}
+        return [change for name, x in numbers.items() if math.isfinite(x) for change in self._add(name, x)]
 
     update = __call__
 
     def _add(self, name: str, value: float) -> list[Change]:
-        pending = self.pending[name]
+        pending, blocks = self.pending[name], self.blocks[name]
         pending.append(value)
         if len(pending) < self.block:
             return []
-        middle = statistics.median(pending)
+        blocks.append(statistics.median(pending))
         pending.clear()
-        blocks = self.blocks[name]
-        blocks.append(middle)
-        found = []
-        for sign in (1, -1):
-            if self.bets[name, sign].add(middle) >= self.limit and (name, sign) not in self.reported:
-                change = self._change(name, sign, blocks)
-                if change is not None:
-                    self.reported.add((name, sign))
-                    found.append(change)
-        return found
-
-    def _change(self, name: str, sign: int, blocks: list[float]) -> Change | None:
         first = blocks[: max(len(blocks) // 2, 1)][: 4 * RECENT]
         before, after = statistics.median(first), statistics.median(blocks[-RECENT:])
-        if sign * (after - before) <= self.tolerance * abs(before):
-            return None
+        found = []
+        for sign in (1, -1):
+            if (name, sign) not in self.bets or self.bets[name, sign].add(blocks[-1]) < self.limit:
+                continue
+            if sign * (after - before) > self.tolerance * abs(before):
+                del self.bets[name, sign]
+                found.append(Change(self.step, name, before, after, self._words(name, sign, before, after)))
+        return found
+
+    def _words(self, name: str, sign: int, before: float, after: float) -> str:
         share = f"{after / before:.2f} times" if before else "more than none"
-        words = (
-            f"the plan may no longer hold: {SERIES[name]} went from {before:.4g} to {after:.4g} ({share}) by step "
-            f"{self.step}. {_cure(name, sign)}"
+        return (
+            f"the plan may no longer hold: {SERIES[name].words} went from {before:.4g} to {after:.4g} ({share}) by "
+            f"step {self.step}. {SERIES[name].larger if sign > 0 else SERIES[name].smaller}"
         )
-        return Change(self.step, name, before, after, words)
-
-
-def _cure(name: str, sign: int) -> str:
-    if name == "seconds":
-        return "A link or a worker got slower" if sign > 0 else "A link or a worker got faster; dense may be best now"
-    if name == "relative_error":
-        return "Messages lose more of the gradient" if sign > 0 else "Messages lose less; fewer entries may do"
-    if name == "overflow":
-        return "Gradients got heavier tails than the threshold expects" if sign > 0 else "The capacity may be smaller"
-    return "Messages got longer" if sign > 0 else "Messages got shorter"
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except TypeError:
-        return math.nan

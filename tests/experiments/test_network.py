@@ -23,7 +23,7 @@ from experiments.lib.pool import Pool
 from experiments.network import results
 from experiments.network.methods import AXIS, method_name, transformation
 from experiments.network.scoreboard import break_even
-from jaxcomp.plan.offline import Inseparable, offline, settled
+from jaxcomp.plan.programs import Inseparable, offline, settled
 
 
 def refusal():
@@ -244,7 +244,7 @@ def test_the_program_without_its_network_computes_the_same(method, key):
     received = settled(halves.arrivals, lambda received: run(received)[0])
     sent, results = run(received)
     assert len(sent) == len(received) == 1
-    for mine, theirs in zip(results, jax.tree.leaves((mean, after)), strict=True):
+    for mine, theirs in zip(jax.tree.leaves(results), jax.tree.leaves((mean, after)), strict=True):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs[2]))
 
 

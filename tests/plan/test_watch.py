@@ -43,12 +43,9 @@ def test_what_is_too_small_or_not_known_is_not_reported():
     heavier = Watch(warm_up=0)
     found = [c for t in range(800) for c in heavier(None, overflow=0.0 if t < 400 else 5.0 + rng.random())]
     assert [change.series for change in found] == ["overflow"]
-    with pytest.raises(ValueError, match="series must be of"):
-        watch(1.0, speed=1.0)
-    with pytest.raises(ValueError, match="false_alarm must be"):
-        Watch(false_alarm=0.0)
-    with pytest.raises(ValueError, match="block must be"):
-        Watch(block=0)
+    for mistake, said in (({"false_alarm": 0.0}, "false_alarm must be"), ({"block": 0}, "block must be")):
+        with pytest.raises(ValueError, match=said):
+            Watch(**mistake)
 
 
 def test_it_takes_what_info_says():
@@ -57,3 +54,5 @@ def test_it_takes_what_info_says():
     assert watch(0.1, info) == []
     assert watch.pending["sent_bytes"] == [24.0]
     assert watch.pending["relative_error"] == []
+    with pytest.raises(ValueError, match="series must be of"):
+        watch(1.0, speed=1.0)
