@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -40,6 +41,21 @@ def test_a_tutorial_runs(name):
     environment = {**os.environ, "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", ["road", "backends"])
+def test_excerpts_are_what_the_file_holds(name):
+    """Each is a run of lines, but for blank ones, of the file that is named before it."""
+    written = lambda text: [line for line in text.splitlines() if line.strip()]
+    text = (DOCS / "explanations" / f"{name}.md").read_text()
+    before, *blocks = text.split("```py\n")
+    assert blocks
+    for block in blocks:
+        file, excerpt = re.findall(r"`(jaxcomp/[\w/]+\.py)`", before)[-1], block.split("```")[0]
+        before += block
+        lines, wanted = written((ROOT / file).read_text()), written(excerpt)
+        runs = ("\n".join(lines[i : i + len(wanted)]) for i in range(len(lines)))
+        assert "\n".join(wanted) in map(textwrap.dedent, runs), f"{file}:\n{excerpt}"
 
 
 @pytest.mark.usefixtures("standard_promotion")
