@@ -100,6 +100,7 @@ class Spec(NamedTuple):
     omega: d -> omega with E C(x) = x and E|C(x) - x|^2 <= omega |x|^2, or None.
     alpha: d -> alpha with E|C(x) - x|^2 <= (1 - alpha) |x|^2, or None.
     linear: payloads may be added: decompress(p + q) = decompress(p) + decompress(q).
+    entrywise: an entry is decoded from few numbers of the payload, so that each leaf may be decoded by itself.
     selects: C(x) copies some entries of x and zeroes the rest (an orthogonal projection), and
         its payload has a field `values` with the copied entries.
     lifted: for a compressor of trees: how it lays them out, and what compresses each array.
@@ -123,6 +124,7 @@ class Spec(NamedTuple):
     norm: Callable[[Any, Any], Any] | None = None
     remedy: str | None = None
     vote: bool = False
+    entrywise: bool = False
 
 
 class Compressor(NamedTuple):
@@ -215,7 +217,7 @@ class Sent(Protocol):
     """Outcome of one message, for the algorithm that sent it. What is not asked for is not computed.
 
     mean: of what all workers sent, as they see it, equal on all; in f32 (f64 for f64 messages).
-    direction: the same, for handing on: on a CPU a `backend.SparseSum` may stand for a long array.
+    direction: the same, for handing on: a `backend.SparseSum` or `backend.Pieces` may stand for a long array.
     own: what this worker sent, as the others see it.
     residual: message - own, bitwise so where C copies entries.
     states: of the compressors, for the next round.

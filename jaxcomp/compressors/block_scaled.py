@@ -147,7 +147,7 @@ def block_scaled(
     bound = _omega if stochastic else _alpha
     known = lambda d: bound(elements, rule, min(size, max(d, 1)), d)
     omega, alpha = (known, contraction(known, MOST)) if stochastic else (None, known)
-    spec = Spec(name, omega, alpha, linear=False, layout=WHOLE_BLOCKS)
+    spec = Spec(name, omega, alpha, linear=False, layout=WHOLE_BLOCKS, entrywise=True)
     return _compressor(elements, rule, layout, stochastic, spec)
 
 

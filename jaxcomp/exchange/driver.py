@@ -18,7 +18,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcomp.arrays import key_data, like_of, wide, wide_like, wrap_key
-from jaxcomp.backend import in_place, is_lazy, shared_program
+from jaxcomp.backend import in_place, is_apart, is_lazy, made_in_pieces, materialized, shared_program
 from jaxcomp.base import (
     Algorithm,
     Compressor,
@@ -370,8 +370,9 @@ class Message:
 
     def _means(self, lazy: bool) -> tuple[Any, ...]:
         add = lambda compressor: functools.partial(accumulate, compressor)
-        each = zip(self.parcels, self.arrived, self.programs, strict=True)
-        return tuple(_mean(parcel, arrived, self.way, add(program), lazy) for parcel, arrived, program in each)
+        each = zip(self.parcels, self.arrived, self.programs, self.request.groups, strict=True)
+        cuts = lambda group: () if not lazy or group.is_stack else group.sizes
+        return tuple(_mean(p, arrived, self.way, add(program), cuts(group)) for p, arrived, program, group in each)
 
 
 def _programs(request: Mean) -> tuple[Compressor, ...]:
@@ -389,10 +390,11 @@ def _programs(request: Mean) -> tuple[Compressor, ...]:
     return tuple(shared[id(c)] if is_again else c for c, is_again in zip(request.compressors, again, strict=True))
 
 
-def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], lazy: bool = False) -> Any:
+def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], sizes: tuple[int, ...] = ()) -> Any:
     """The mean of one group from what a route brought, on every worker alike.
 
-    add: `accumulate` of the compressor. lazy: whether a long sum of sparse messages may be left unmade.
+    add: `accumulate` of the compressor. sizes: of leaves to which it will be cut, if nothing else reads it: then a long
+    sum of sparse messages may be left unmade, and leaves may be decoded by themselves.
     """
     compressor, like = parcel.compressor, wide_like(parcel.like)
     if arrived.mean is not None:
@@ -407,14 +409,19 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], l
         weights = jnp.full((workers,), share_of(way.axis), like.dtype)
 
     def total(payloads: Any, weights: Any, shared: Any) -> Any:
-        if lazy and compressor.entries is not None:
+        if sizes and compressor.entries is not None:
             found = entries(compressor, payloads, weights, shared, like)
             if is_lazy(found):
                 return found
         return add(like, payloads, weights, shared)
 
-    found = varying(on_equal_types(total, arrived.payloads, weights, parcel.shared), way.outer)
-    return whole_of(found, way.axis, way.weights)
+    def decode(payloads: Any) -> Any:
+        found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)
+        return whole_of(found, way.axis, way.weights)
+
+    if compressor.spec.entrywise and is_apart(like.size, sizes):
+        return made_in_pieces(decode, arrived.payloads, sizes)
+    return decode(arrived.payloads) if sizes else materialized(decode(arrived.payloads))
 
 
 # ------------------------------------------------------------------------------------------------
