@@ -234,12 +234,10 @@ def is_apart(size: int, sizes: Sequence[int]) -> bool:
 def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Sequence[int]) -> Pieces:
     """`Pieces` of these sizes of decode(messages), each of the largest by itself, and what lies between them together.
 
-    A loop that decodes a slice reads what it needs of the messages. Their words look different to each, or XLA would
-    decode them once, into a vector, and copy the slices out of it.
+    A loop that decodes a slice reads what it needs of the messages. To each they are handed on by a barrier of its own,
+    with its number, or XLA would decode them once, into a vector, and copy the slices out of it.
     """
-    zero = jnp.where(backend_cpu.opaque_true(jax.tree.leaves(messages)[0]), 0, 1)
-    is_words = lambda a: jnp.issubdtype(a.dtype, jnp.unsignedinteger)
-    seen_by = lambda i: jax.tree.map(lambda a: a ^ (i * zero).astype(a.dtype) if is_words(a) else a, messages)
+    seen_by = lambda i: lax.optimization_barrier((messages, jnp.int32(i)))[0]
     large = {i for i in np.argsort(sizes, kind="stable")[::-1][:SEGMENTS].tolist() if sizes[i] >= LONG}
     starts, leaves, first = backend_cpu.starts_of(sizes), [], 0
     for i in range(len(sizes)):

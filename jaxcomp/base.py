@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import bounded, like_of, wide
-from jaxcomp.backend import add_each, cut_apart
+from jaxcomp.backend import add_each, cut_apart, materialized
 
 FEW = 16  # keys that are made one by one
 
@@ -280,7 +280,7 @@ def keys_of(key: Array, groups: tuple[Any, ...]) -> tuple[Array, ...]:
     else:  # as one array, which is cut
         folded = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(max(numbers) + 1))
         every = jax.random.key_data(folded)
-        pieces = cut_apart(every.reshape(-1), [every.shape[1]] * every.shape[0])
+        pieces = materialized(cut_apart(every.reshape(-1), [every.shape[1]] * every.shape[0]))
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             pieces = [jax.random.wrap_key_data(piece, impl=jax.random.key_impl(key)) for piece in pieces]
         each = [pieces[number] for number in numbers]
