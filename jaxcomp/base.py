@@ -280,10 +280,11 @@ def keys_of(key: Array, groups: tuple[Any, ...]) -> tuple[Array, ...]:
     else:  # as one array, which is cut
         folded = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(max(numbers) + 1))
         every = jax.random.key_data(folded)
-        pieces = materialized(cut_apart(every.reshape(-1), [every.shape[1]] * every.shape[0]))
+        pieces = cut_apart(every.reshape(-1), [every.shape[1]] * every.shape[0])
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             pieces = [jax.random.wrap_key_data(piece, impl=jax.random.key_impl(key)) for piece in pieces]
         each = [pieces[number] for number in numbers]
+    each = materialized(each)  # or kernels of groups of one shape, which read one array of keys, would become one
     alone = [group.number is None for group in groups]
     return tuple(key if own else folded for own, folded in zip(alone, each, strict=True))
 
