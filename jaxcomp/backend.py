@@ -35,6 +35,7 @@ __all__ = [
     "fast_if",
     "fold",
     "fold_in_one_pass",
+    "form",
     "in_parts",
     "in_place",
     "in_tiles",
@@ -43,6 +44,7 @@ __all__ = [
     "largest_finite",
     "made",
     "of_entries",
+    "only_if",
     "platform",
     "shared_program",
     "side_by_side",
@@ -144,6 +146,23 @@ def fast_if(condition: Array, fast: Callable[..., Tree], general: Callable[..., 
     the same program.
     """
     return lax.cond(condition, fast, general, *operands) if platform() == "cpu" else general(*operands)
+
+
+def form(portable: Callable[..., Tree], on_cpu: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The second one in programs for CPUs, the first one in all others; both give the same."""
+    return on_cpu if platform() == "cpu" else portable
+
+
+def only_if(condition: Array, function: Callable[..., Tree], x: Tree, *operands: Any) -> Tree:
+    """function(x, *operands), with the shapes and dtypes of x, where the condition holds, else x.
+
+    Elsewhere than on CPU it is a loop of at most one step, which under vmap is not taken unless a row needs it, where
+    a condition would become a choice between both.
+    """
+    if platform() == "cpu":
+        return lax.cond(condition, function, lambda x, *_: x, x, *operands)
+    step = lambda carry: (carry[0] & ~carry[0], function(carry[1], *operands))
+    return lax.while_loop(lambda carry: carry[0], step, (condition, x))[1]
 
 
 def largest_finite(rows: Array) -> Array:
