@@ -10,6 +10,7 @@
 Cost O(d + capacity): the d entries are read once, everything else touches d/32 words.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ __all__ = [
     "first_bits",
     "indices_of_words",
     "largest",
+    "largest_in_row",
     "magnitude",
     "marked_above",
     "mask_words",
@@ -44,7 +46,7 @@ U32 = jnp.uint32
 I32 = jnp.int32
 FANS = ((16, 16), (4, 0.5))  # words of a block, and for how many words a place, at least
 TILE = 32 * 128  # entries
-DIGIT = 8  # bits of a number that are found in one pass
+FEW, LONG = 15, 1 << 12  # thresholds in one pass over rows, and entries from which a pass takes 255
 CHILDREN, ROOT = 64, 512  # blocks of a node, and at most of the root, in the search of a rank
 RUN = 4  # entries
 MANY_RUNS = 4096
@@ -429,10 +431,7 @@ def largest(x: Array, count: Array | int, capacity: int) -> Array:
     rank = jnp.clip(jnp.asarray(count, jnp.float32) * 1.25 / stride, 0, sample.shape[0] - 1).astype(I32)
     threshold = form(_of_rank, select_cpu.of_rank)(sample, rank, math.ceil(capacity * 1.25 / stride))
     words = top_set(x, threshold, count, most, enough=count)
-    candidates, _ = indices_of_words(words, most, d)
-    exact = _exact_set(take(x, candidates), count)
-    places, _ = indices_of_words(exact, capacity, most)
-    return candidates.at[places].get(mode="fill", fill_value=d, indices_are_sorted=True)
+    return _exact_of(words, x, count, most, capacity)
 
 
 def _exact_set(x: Array, count: Array | int) -> Array:
@@ -461,10 +460,89 @@ def _of_rank(x: Array, rank: Array, most: int) -> Array:
 
 def _reached_by(bits: Array, count: Array) -> Array:
     """The largest number that at least so many reach, or 0: digit by digit, each in one pass that compares with all."""
-    whole = jnp.iinfo(bits.dtype).bits - 1  # none is negative
+    kind, whole, digit = bits.dtype.type, jnp.iinfo(bits.dtype).bits - 1, 8 if bits.shape[0] >= LONG else 4
     found = jnp.zeros_like(bits, shape=())
-    for low in range((whole - 1) // DIGIT * DIGIT, -1, -DIGIT):
-        digits = lax.iota(bits.dtype, (1 << min(DIGIT, whole - low)) - 1) + bits.dtype.type(1)
-        reached = jnp.sum(bits[:, None] >= found | (digits << bits.dtype.type(low)), axis=0, dtype=I32) >= count
-        found = found | (jnp.sum(reached).astype(bits.dtype) << bits.dtype.type(low))
+    for low in range((whole - 1) // digit * digit, -1, -digit):
+        most = (1 << min(digit, whole - low)) - 1
+        if digit == 8:
+            at = found | ((lax.iota(bits.dtype, most) + kind(1)) << kind(low))
+            counts = jnp.sum(bits[:, None] >= at, axis=0, dtype=I32)
+        else:
+            counts = _counts_from(bits, [found | kind(i << low) for i in range(1, most + 1)])
+        found = found | (jnp.sum(counts >= count).astype(bits.dtype) << kind(low))
     return found
+
+
+def _counts_from(bits: Array, thresholds: list[Array]) -> Array:
+    """How many entries of a short vector are not below each of a few thresholds, i32[n], in one pass."""
+    # XLA makes one kernel of eight sums, so two counts share one: short vectors have less than 2^16 entries.
+    pairs = [(a, b) for a, b in itertools.zip_longest(thresholds[::2], thresholds[1::2], fillvalue=thresholds[-1])]
+    both = [jnp.sum((bits >= a).astype(U32) | ((bits >= b).astype(U32) << U32(16)), dtype=U32) for a, b in pairs]
+    counts = jnp.stack([part for word in both for part in (word & U32(0xFFFF), word >> U32(16))])
+    return counts[: len(thresholds)].astype(I32)
+
+
+# ------------------------------------------------------------------------------------------------
+# The largest entries of many short rows
+
+
+class _Edges(NamedTuple):
+    """Numbers that at least (`low`) and fewer than (`high`) `count` entries reach, how many reach `low`, and turns."""
+
+    low: Array
+    num_low: Array
+    high: Array
+    turns: Array
+
+
+def largest_in_row(x: Array, count: Array | int, capacity: int) -> Array:
+    """`largest` for a row of many, mapped by vmap, without a sample: passes that count above `FEW` thresholds at once.
+
+    The first thresholds lie half an octave apart below the largest magnitude, later ones in equal parts of the bits
+    that are left, until at most twice as many entries as there are places reach the lower end. Rows that are done wait
+    for the others: typically two turns, at most nine. Among those entries a search digit by digit finds the exact set.
+    """
+    bits_of = lambda x: _bits_of(magnitude(finite(x)))
+    bits, count = bits_of(lax.optimization_barrier(x)), jnp.maximum(jnp.asarray(count, I32), 1)
+    kind, most = bits.dtype.type, min(x.shape[0], 2 * capacity)
+    octave = kind(1 << jnp.finfo(wide(x.dtype)).nmant)
+    peak, present = jnp.max(bits), jnp.sum(bits > 0, dtype=I32)
+    start = _Edges(jnp.ones_like(peak), present, peak + kind(1), jnp.zeros_like(present))
+
+    def unsure(e):
+        return (e.num_low > most) & (e.high > e.low + kind(1))
+
+    def turn(e):
+        rows, e = lax.optimization_barrier((x, e))  # else their bits would be an array of their own
+        width = e.high - e.low
+        part = jnp.maximum(width // kind(FEW + 1), kind(1))
+        below = jnp.minimum(octave // kind(2), part)  # never more than there is
+        first = [e.high - kind(1) - kind(i) * below for i in range(FEW, 0, -1)]
+        later = [e.low + kind(i) * part for i in range(1, FEW + 1)]
+        at = [jnp.where(e.turns == 0, a, b) for a, b in zip(first, later, strict=True)]
+        counts, at = _counts_from(bits_of(rows), at), jnp.stack(at)
+        reached = counts >= count
+        low = jnp.max(jnp.where(reached, at, e.low))
+        num_low = jnp.min(jnp.where(reached, counts, e.num_low))
+        return _Edges(low, num_low, jnp.min(jnp.where(reached, e.high, at)), e.turns + 1)
+
+    end = lax.while_loop(unsure, turn, start)
+    x, end = lax.optimization_barrier((x, end))
+    words = mask_words(bits_of(x) >= end.low)
+
+    def with_ties(words, x, end):
+        x, end = lax.optimization_barrier((x, end))
+        above = mask_words(bits_of(x) >= end.high)
+        return above | first_bits(words & ~above, count - count_words(above))
+
+    words = only_if(end.num_low > most, with_ties, words, x, end)
+    return _exact_of(words, x, count, most, capacity)
+
+
+def _exact_of(words: Array, x: Array, count: Array | int, most: int, capacity: int) -> Array:
+    """Indices of the largest among at most `most` marked entries: see `largest`."""
+    d = x.shape[0]
+    candidates, _ = indices_of_words(words, most, d)
+    exact = _exact_set(take(x, candidates), count)
+    places, _ = indices_of_words(exact, capacity, most)
+    return candidates.at[places].get(mode="fill", fill_value=d, indices_are_sorted=True)

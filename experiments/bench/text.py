@@ -84,7 +84,7 @@ CODECS: dict[str, Callable[[], Compressor]] = {
     "count_sketch": lambda: jc.count_sketch(RATIO),
 }
 # Turns of loops whose number is not in the text, on Laplace or normal entries (none where nothing is said).
-TURNS: dict[str, int] = {}
+TURNS = {"chunked": 2, "dct": 2, "sparse_loco": 2}
 STEPS: dict[str, Callable[[], Algorithm]] = {
     "error_feedback(sidco)": lambda: jc.error_feedback(jc.sidco(RATIO)),
     "error_feedback(top_k)": lambda: jc.error_feedback(jc.top_k(RATIO)),

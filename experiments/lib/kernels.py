@@ -76,7 +76,8 @@ def _walk(module: Module, computation: str, times: int, turns: int, kernels: lis
             continue
         if op == "while":
             known = trip_count(attributes)
-            rounds = turns if known is None else known
+            # `backend.only_if` carries a truth value, and is not expected to be needed.
+            rounds = (0 if "pred[" in each.type else turns) if known is None else known
             waits += times * (rounds + 1) * (known is None)
             for name in called(attributes, "body"):
                 waits += _walk(module, name, times * rounds, turns, kernels)
@@ -186,7 +187,7 @@ def _of_fusion(known: dict[str, Instruction]) -> tuple[float, float]:
             whole = contents_of(each.type)
             if whole:
                 size = _size(whole)
-                read += min(size, need[name] * bits_of(whole[0].dtype) / 8 + scattered.get(name, 0.0))
+                read += min(size, need[name] * bits_of(whole[0].dtype) / 8) + scattered.get(name, 0.0)
     return read, written
 
 
@@ -211,8 +212,8 @@ def _demanded(known: dict[str, Instruction], name: str, need: dict[str, float]) 
         if each.op == "dynamic-update-slice":
             return float(contents.num_bytes)
         window = _window(each.attributes, contents.shape)
-        touched = contents.num_bytes / window * max(1.0, SECTOR / (window * bits_of(contents.dtype) / 8)) * window
-        return min(touched, _size(contents_of(each.type)))
+        wide = window * bits_of(contents.dtype) / 8
+        return contents.num_bytes / wide * max(wide, SECTOR)
     need[each.name] = max(need[each.name], _entries(each))
     return _size(contents_of(known[name].type))
 
