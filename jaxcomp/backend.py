@@ -36,15 +36,19 @@ __all__ = [
     "fast_if",
     "fold",
     "fold_in_one_pass",
+    "form",
     "in_parts",
     "in_place",
     "in_tiles",
+    "in_turn",
     "is_lazy",
     "joined",
     "largest_finite",
     "made",
+    "mapped_as",
     "materialized",
     "of_entries",
+    "only_if",
     "platform",
     "shared_program",
     "side_by_side",
@@ -154,6 +158,43 @@ def fast_if(condition: Array, fast: Callable[..., Tree], general: Callable[..., 
     the same program.
     """
     return lax.cond(condition, fast, general, *operands) if platform() == "cpu" else general(*operands)
+
+
+def form(portable: Callable[..., Tree], on_cpu: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The second one in programs for CPUs, the first one in all others; both give the same."""
+    return on_cpu if platform() == "cpu" else portable
+
+
+def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
+    """function(row) for each row of stacked arrays: one after another on CPU, elsewhere all at once."""
+    return lax.map(function, rows) if platform() == "cpu" else jax.vmap(function)(rows)
+
+
+def mapped_as(function: Callable[..., Tree], of_rows: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The function. Under vmap, elsewhere than on CPU, what `of_rows` of a single row is under vmap."""
+    if platform() == "cpu":
+        return function
+    mapped = jax.custom_batching.custom_vmap(function)
+
+    @mapped.def_vmap
+    def _(size, batched, *args):
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, tuple(batched))
+        out = jax.vmap(of_rows, axes, axis_size=size)(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return mapped
+
+
+def only_if(condition: Array, function: Callable[..., Tree], x: Tree, *operands: Any) -> Tree:
+    """function(x, *operands), with the shapes and dtypes of x, where the condition holds, else x.
+
+    Elsewhere than on CPU it is a loop of at most one step, which under vmap is not taken unless a row needs it, where
+    a condition would become a choice between both.
+    """
+    if platform() == "cpu":
+        return lax.cond(condition, function, lambda x, *_: x, x, *operands)
+    step = lambda carry: (carry[0] & ~carry[0], function(carry[1], *operands))
+    return lax.while_loop(lambda carry: carry[0], step, (condition, x))[1]
 
 
 def largest_finite(rows: Array) -> Array:

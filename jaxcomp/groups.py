@@ -9,7 +9,6 @@ of compressors, means and directions have this one form; compile time follows th
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
