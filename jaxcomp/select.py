@@ -61,7 +61,7 @@ def mask_words(mask: Array) -> Array:
     """
 
     def words(bits: Array) -> Array:
-        return jnp.sum(bits.reshape(-1, 32).astype(U32) << lax.iota(U32, 32), axis=1, dtype=U32)
+        return jnp.sum(bits.reshape(-1, 32).astype(U32) << lax.iota(U32, 32)[None], axis=1, dtype=U32)
 
     # The last word apart: with all of a mask padded, XLA for CPU takes five times as long.
     whole = mask.shape[0] // 32 * 32

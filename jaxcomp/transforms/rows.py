@@ -29,8 +29,8 @@ Transformation = optax.GradientTransformationExtraArgs
 CURE = (
     "A transformation would take them for one gradient. Put it behind the mean, optax.chain(jc.compressed_mean(...), "
     "transformation), or say that each worker applies it to its own gradient, jc.compressed_mean(..., "
-    "before=transformation); micro-batches are jc.worker_value_and_grad(..., micro_batches=k). They are no argument and "
-    "no result of jax.jit: take gradient and update in one. The array of all rows is .rows"
+    "before=transformation); micro-batches are jc.worker_value_and_grad(..., micro_batches=k). They are no argument "
+    "and no result of jax.jit: take gradient and update in one. The array of all rows is .rows"
 )
 
 
@@ -222,10 +222,11 @@ def _rows_on_mesh(name: str, axes: tuple[str, ...], grads: Any, params: Any) -> 
     marked = [isinstance(g, WorkerGradients) for g in leaves]
     here = f"{name}: no axis named {', '.join(map(repr, axes))} is bound here"
     if mesh is None or not any(marked):
+        got = leaves[:3] if any(marked) else [jnp.shape(g) for g in leaves][:3]
         raise ValueError(
             f"{here}; call it inside jax.shard_map, jax.pmap or jax.vmap(axis_name=...), or give it the gradients of "
             "jc.worker_value_and_grad, which lie on a mesh with that axis; arrays [n, ...] of your own are marked as "
-            f"such by jc.WorkerGradients(array); got {leaves[:3] if any(marked) else [jnp.shape(g) for g in leaves][:3]}"
+            f"such by jc.WorkerGradients(array); got {got}"
         )
     count = math.prod(mesh.shape[axis] for axis in axes)
     whole = None if params is None else jax.tree.leaves(params)

@@ -112,7 +112,7 @@ def test_before_is_the_same_where_the_axis_is_bound(way):
 
 def test_noise_is_another_one_at_each_worker_and_equal_gradients_are_refused():
     noisy = jc.compressed_mean(DENSE, AXIS, before=optax.add_noise(1.0, 0.0, key=jax.random.key(3)))
-    _, params, batch = on_mesh()
+    _, params, _ = on_mesh()
     keys = jax.random.key_data(noisy.init(params).own.local.transform.rng_key)
     assert len({tuple(key) for key in np.asarray(keys).tolist()}) == N
     state, specs = jc.init_state(noisy, PARAMS, mesh_of(N), AXIS)
@@ -128,7 +128,7 @@ def test_noise_is_another_one_at_each_worker_and_equal_gradients_are_refused():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_correct_uses_go_on(kind):
-    """Chains, labels and masks by tree, by name and by shape, behind and around the mean, with parameters that are cut."""
+    """Chains, labels and masks by tree, by name and by shape; with parameters that are cut."""
     mesh = jax.make_mesh((2, 2), (AXIS, "model"), axis_types=(kind,) * 2)
     specs = {"b": P(), "w": P("model")}
     params = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), PARAMS, specs)
@@ -195,7 +195,7 @@ def test_what_is_no_row_is_named():
     _, params, batch = on_mesh()
     grad_fn = jc.worker_value_and_grad(loss_of)
     grads = jax.jit(lambda *args: jax.tree.map(lambda g: g.rows, grad_fn(*args)[1]))(params, batch)
-    with pytest.raises(ValueError, match="no result of jax.jit: take gradient and update in one"):
+    with pytest.raises(ValueError, match=r"no result of jax\.jit: take gradient and update in one"):
         jax.jit(grad_fn)(params, batch)
     state = MEAN.init(params)
     with pytest.raises(ValueError, match=r"no axis named 'data' is bound here.*marked as such by jc.WorkerGradients"):
@@ -203,13 +203,9 @@ def test_what_is_no_row_is_named():
     marked = jax.tree.map(jc.WorkerGradients, grads)
     direction, _ = MEAN.update(marked, state, params)
     assert direction["w"].shape == (4, 3)
-    with pytest.raises(
-        ValueError, match=r"gradients\['b'\] is an array that a transformation before the mean has made"
-    ):
+    with pytest.raises(ValueError, match=r"gradients\['b'\] is an array that a transformation before"):
         MEAN.update(marked | {"b": grads["b"]}, state, params)
-    with pytest.raises(
-        ValueError, match=r"gradients\['w'\] must hold the gradients of all 4 workers.*got shape \(2, 4"
-    ):
+    with pytest.raises(ValueError, match=r"gradients\['w'\] must hold .* all 4 workers.*got shape \(2, 4"):
         MEAN.update(marked | {"w": jc.WorkerGradients(grads["w"][:2])}, state, params)
     steps = optax.MultiSteps(optax.chain(MEAN, optax.sgd(1.0)), 2)
     with pytest.raises(ValueError, match=r"micro-batches are jc.worker_value_and_grad\(..., micro_batches=k\)"):
