@@ -90,6 +90,7 @@ from jaxcomp.state.specs import init_state, per_worker, state_specs
 from jaxcomp.state.workers import redistribute
 from jaxcomp.transforms import (
     DynamicScale,
+    WorkerGradients,
     compressed_mean,
     demo,
     local_process,
@@ -117,6 +118,7 @@ __all__ = [
     "Spec",
     "State",
     "WireError",
+    "WorkerGradients",
     "allocate",
     "bernoulli",
     "binned",

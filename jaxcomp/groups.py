@@ -326,7 +326,9 @@ def check_fits(groups: Groups, tree: Any) -> None:
 
 
 def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
-    """Inverse of `split`; an array may be a `backend.SparseSum` or `backend.Pieces`. What is too large for a leaf is its largest number.
+    """Inverse of `split`; an array may be a `backend.SparseSum` or `backend.Pieces`.
+
+    What is too large for a leaf is its largest number.
 
     like: tree whose dtypes the leaves get; None: those that were laid out.
     """

@@ -181,5 +181,12 @@ def natural() -> Compressor:
     return on_vectors(
         compress=compress,
         decompress=decompress,
-        spec=Spec("natural", lambda d: 1 / 8, alpha=lambda d: 1 - 1 / 8, linear=False, layout=WHOLE_BLOCKS, entrywise=True),
+        spec=Spec(
+            "natural",
+            lambda d: 1 / 8,
+            alpha=lambda d: 1 - 1 / 8,
+            linear=False,
+            layout=WHOLE_BLOCKS,
+            entrywise=True,
+        ),
     )

@@ -23,6 +23,7 @@ from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.compressed_mean import compressed_mean, levels_of
 from jaxcomp.transforms.loss_scale import DynamicScale, LossScale, after_step, check_scale, fresh_scale, select
 from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut
+from jaxcomp.transforms.rows import WorkerGradients
 from jaxcomp.transforms.stages import check_batch, exchange_on_mesh, gradients_on_mesh, init_on_mesh, same_on_mesh
 from jaxcomp.transforms.trained import check_all_trained, like_params, trained_of, write_back
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, kinds_of, worker_gradients
@@ -246,8 +247,9 @@ def worker_value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` with the gradient of each worker by itself, for a loop that keeps all state in optax.
 
-    grads[i] = g_i, the gradient of the mean loss of worker i's part of the batch: an array [n, ...] for each parameter,
-    each row at its worker. Nothing of it crosses. `compressed_mean` takes such gradients where its axis is not bound::
+    rows[i] = g_i, the gradient of the mean loss of worker i's part of the batch: `WorkerGradients` for each parameter,
+    with rows [n, ...], each row at its worker. Nothing of it crosses. `compressed_mean` takes such gradients where its
+    axis is not bound, in the same `jax.jit`; whatever else would mix the rows of several workers raises ValueError::
 
         tx = optax.chain(jc.compressed_mean(algorithm, "data"), optax.adamw(1e-3))
         loss, grads = jc.worker_value_and_grad(loss_fn)(params, batch)
@@ -258,7 +260,7 @@ def worker_value_and_grad(
         weights: of the workers in the mean of loss and auxiliary values.
 
     Returns:
-        (params, *batch, **named) -> (loss, grads), or ((loss, aux), grads).
+        (params, *batch, **named) -> (loss, grads), or ((loss, aux), grads), grads a tree of `WorkerGradients`.
 
     Raises:
         ValueError: there is no mesh, or no such axis; a batch that cannot be cut evenly.
@@ -266,8 +268,8 @@ def worker_value_and_grad(
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> grad_fn = jc.worker_value_and_grad(lambda w, x: jnp.mean((x - w) ** 2), mesh)
-    >>> loss, grads = jax.jit(grad_fn)(jnp.zeros(2), jnp.array([[1.0, 2.0]]))
-    >>> print(loss, grads)
+    >>> loss, grads = grad_fn(jnp.zeros(2), jnp.array([[1.0, 2.0]]))
+    >>> print(loss, grads.rows)
     2.5 [[-1. -2.]]
     """
     name = "worker_value_and_grad"
@@ -285,7 +287,7 @@ def worker_value_and_grad(
         check_batch(name, batch, found, workers)
         check_all_trained(name, params, "Take jc.value_and_grad(loss, algorithm, wrt=nnx.Param)")
         made = _first_stage(how, found, workers, params, batch, named)
-        return (made.loss, made.aux) if has_aux else made.loss, made.grads
+        return (made.loss, made.aux) if has_aux else made.loss, jax.tree.map(WorkerGradients, made.grads)
 
     return value_and_grad
 
