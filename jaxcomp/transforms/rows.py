@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp.exchange.axes import is_bound
 from jaxcomp.state.specs import check_order
-from jaxcomp.transforms.meshes import on_mesh
-from jaxcomp.transforms.stages import exchange_on_mesh, init_on_mesh
+from jaxcomp.transforms.meshes import exchange_on_mesh, init_on_mesh, on_mesh
 
 __all__ = ["with_rows"]
 
