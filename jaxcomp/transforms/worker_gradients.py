@@ -333,7 +333,7 @@ def own_gradients(
         return call.join(Given(cut, whole, rest[len(rest) - len(given.state) :]))
 
     def one(rest, cut, j):
-        return _differentiated(how, what, call, trained, rest, arguments(rest, cut, j), factor)
+        return _differentiated(how, what, call, trained, rest, lambda: arguments(rest, cut, j), factor)
 
     why = refusal or ("inside of micro_batches it would see one of them alone" if parts > 1 else "")
     with weighing(axis, how.shares, why):
@@ -385,13 +385,14 @@ def _accumulated(trained: Any, rest: list[Any], cut: list[Any], parts: int, one:
 
 
 def _differentiated(
-    how: Loss, what: Trained, call: Call, trained: Any, rest: list[Any], arguments: Any, factor: Any
+    how: Loss, what: Trained, call: Call, trained: Any, rest: list[Any], arguments: Callable[[], Any], factor: Any
 ) -> Any:
     """Gradients, and (loss, auxiliary values, new values of what is not trained, weight) of one micro-batch."""
 
     def scaled(trained):
-        tree, loss, extra, weight = _called(how, what, trained, rest, arguments)
-        after = [*(what.part(tree)[1] if what.names else []), *call.pick(arguments, "state")]
+        mine = arguments()  # variables are made where they are changed
+        tree, loss, extra, weight = _called(how, what, trained, rest, mine)
+        after = [*(what.part(tree)[1] if what.names else []), *call.pick(mine, "state")]
         kept = lambda old, new: new is old or is_key(old)
         new = [None if kept(a, b) else jnp.asarray(b, a.dtype) for a, b in zip(rest, after, strict=True)]
         out = (loss, extra, new, weight)
