@@ -1,9 +1,9 @@
 """The arguments of a loss: which leaves of the parameters are trained, which arguments are batch, what is no array.
 
-    loss(params, *batch, **named)
-         params   trained | the rest: statistics, counters, keys | fixed: functions, say
-         batch    cut along the leading axis, one part for each worker
-         named    whole and equal on all workers | random keys | variables of Flax NNX | fixed: True, "sum", 3
+loss(params, *batch, **named)
+     params   trained | the rest: statistics, counters, keys | fixed: functions, say
+     batch    cut along the leading axis, one part for each worker
+     named    whole and equal on all workers | random keys | variables of Flax NNX | fixed: True, "sum", 3
 """
 
 import inspect
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from jaxcomp.exchange.axes import axis_names
@@ -34,7 +35,7 @@ __all__ = [
 
 
 class Fixed:
-    """A value that is no array, as a part of what is static: the same by value where it has a hash, else by identity."""
+    """A value that is no array, as a part of what is static: equal by value where it has a hash, else by identity."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -241,8 +242,8 @@ def _check_kinds(name: str, params: Any, cure: str) -> None:
     others = [x for x in leaves if not (_is_variable(x) or _is_array(x) or isinstance(x, numbers.Number))]
     if others:
         raise TypeError(
-            f"{name}: parameters must be arrays; got {others[0]!r}. Of a model with other leaves say which are trained, "
-            "wrt=eqx.is_inexact_array"
+            f"{name}: parameters must be arrays; got {others[0]!r}. Of a model with other leaves say which are "
+            "trained, wrt=eqx.is_inexact_array"
         )
 
 
@@ -367,8 +368,8 @@ def call_of(
             return "key" if which in keys else "whole"
         if leaf.dtype == np.uint32 and leaf.shape in ((2,), (4,)):
             raise TypeError(
-                f"{name}: the keyword argument {which!r} looks like a random key, with which all workers would draw the "
-                f"same. keys={which!r} gives each worker its own; keys=() says that it is no key, or is to be the same"
+                f"{name}: the keyword argument {which!r} looks like a random key, with which all workers would draw "
+                f"the same. keys={which!r} gives each worker its own; keys=() says that it is no key, or to be the same"
             )
         return "key" if is_key(leaf) else "whole"
 
@@ -428,12 +429,12 @@ def check_cut(
 
 def _is_cut(x: Any, mesh: Any, workers: tuple[str, ...]) -> bool | None:
     """Whether an array is cut over the workers along its leading axis; None where that is not known."""
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         sharding = x.sharding
         if not (isinstance(sharding, NamedSharding) and set(workers) <= set(sharding.mesh.shape)):
             return None
     else:
-        sharding = getattr(jax.typeof(x), "sharding", None) if isinstance(x, jax.core.Tracer) else None
+        sharding = getattr(jax.typeof(x), "sharding", None) if isinstance(x, Tracer) else None
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         if sharding is None or any(kinds[axis] != jax.sharding.AxisType.Explicit for axis in workers):
             return None

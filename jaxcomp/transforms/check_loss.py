@@ -39,8 +39,8 @@ class LossCheck(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"The loss of the whole batch is {self.loss:.6g}, and that of the workers together {self.workers:.6g}; their "
-            f"gradients differ by {self.gradient_error:.1e} of the norm."
+            f"The loss of the whole batch is {self.loss:.6g}, and that of the workers together {self.workers:.6g}; "
+            f"their gradients differ by {self.gradient_error:.1e} of the norm."
         )
 
 
@@ -87,7 +87,9 @@ def check_loss(
     if isinstance(loss, ValueAndGrad):
         how, wrt, mesh, axis_name = loss.loss._replace(scale=None, shares=()), loss.wrt, mesh or loss.mesh, loss.axis
         if options:
-            raise TypeError(f"{NAME}: options are those of the value_and_grad that was given; got {next(iter(options))!r}")
+            raise TypeError(
+                f"{NAME}: options are those of the value_and_grad that was given; got {next(iter(options))!r}"
+            )
     else:
         how = check_loss_options(NAME, loss, **options)
     check_wrt(NAME, wrt)
@@ -137,7 +139,7 @@ def _compared(whole: Gradients, parts: Gradients, kinds: list[str], tolerance: f
     target = np.concatenate([wide(g).reshape(-1) for g in jax.tree.leaves(whole.grads)] or [np.zeros(0)])
     rows = [wide(g).reshape(len(g), -1) for g in jax.tree.leaves(parts.grads)]
     rows = np.concatenate(rows or [np.zeros((1, 0))], axis=1)
-    size = np.linalg.norm(target) or 1.0
+    size = float(np.linalg.norm(target)) or 1.0
     error = float(np.linalg.norm(rows.mean(0) - target) / size)
     found = LossCheck(float(wide(whole.loss)), float(wide(parts.loss)), error)
     same = np.isclose(found.loss, found.workers, rtol=tolerance, atol=1e-12)
@@ -148,8 +150,8 @@ def _compared(whole: Gradients, parts: Gradients, kinds: list[str], tolerance: f
         if kind != "each" and not np.allclose(wide(ours), wide(theirs), rtol=tolerance, atol=tolerance):
             raise ValueError(
                 f'{NAME}: the auxiliary values{jax.tree_util.keystr(path)} of the whole batch are not those that aux="'
-                f'{kind}" makes of the workers\'. "mean" counts workers as the loss does, "unweighted" all alike; "sum" is '
-                'for counts, "concat" for values of each example, "equal" for what is the same on all workers'
+                f'{kind}" makes of the workers\'. "mean" counts workers as the loss does, "unweighted" all alike; '
+                '"sum" is for counts, "concat" for values of each example, "equal" for what is the same on all workers'
             )
     return found
 

@@ -6,8 +6,8 @@ Two stages, as in `value_and_grad`, so that the loss may be sharded by the compi
               Other mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit.
     stage 2   shard_map over all axes: each device steps with its own shard, and exchanges it where a round ends.
 
-Nothing crosses between workers in a step without an exchange, the loss neither. With a weight W_it of each step (tokens,
-say) a worker's difference counts what its steps since the last exchange counted (`local_updates`, weighted):
+Nothing crosses between workers in a step without an exchange, the loss neither. With a weight W_it of each step (say
+tokens) a worker's difference counts what its steps since the last exchange counted (`local_updates`, weighted):
 
     theta <- outer(theta, sum_i W_i (theta - theta_i) / sum_i W_i),   W_i = sum_t W_it
 """
@@ -30,6 +30,7 @@ from jaxcomp.state.specs import init_state, names_of, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained, call_of, check_cut
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.meshes import (
+    check_kept,
     find_devices,
     find_mesh,
     find_specs,
@@ -144,7 +145,9 @@ class LocalSteps:
         _check_own(own, state.point, 1 if mesh is None else _count(mesh, self.owners))
         call, given = call_of(NAME, self.loss.batch, self.loss.keys, batch, named)
         if given.state:
-            raise TypeError(f"{NAME}: keyword arguments must be arrays or fixed; got Flax NNX variables. Give random keys")
+            raise TypeError(
+                f"{NAME}: keyword arguments must be arrays or fixed; got Flax NNX variables. Give random keys"
+            )
         if mesh is None:
             return _alone(self, call, own, state, given)
         check_cut(NAME, self.loss.batch, batch, named, call, mesh, self.workers)
@@ -231,7 +234,8 @@ _WHY = "in local steps it would exchange at every step"
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _alone(self: LocalSteps, call: Call, own: Any, state: LocalStepsState, given: Given) -> Any:
     mine = jax.tree.map(lambda x: x[0], own)
-    found = own_gradients(self.loss, Trained(None, ()), call, None, mine, [], given)
+    found = own_gradients(self.loss, Trained(None, ()), call, None, mine, given.state, given)
+    check_kept(found)
     found = jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
     own, after = _stepped(self.transform(_NO_AXIS), own, found.grads, found.weight, state.exchange)
     return self._out(found), own, LocalStepsState(after, state.specs)

@@ -224,8 +224,8 @@ class _LocalUpdates(NamedTuple):
     """The parts of the transformation.
 
     groups: the means of gradients over the first axes of a hierarchy. mean(number, leaves): of the differences of a
-    fragment. place: where workers differ. shares: of workers in a mean, as `share_of_worker` takes them; None where steps
-    have no weights.
+    fragment. place: where workers differ. shares: of workers in a mean, as `share_of_worker` takes them; None where
+    steps have no weights.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -279,7 +279,9 @@ class _LocalUpdates(NamedTuple):
             part = lambda tree: cut(tree, numbers)  # noqa: B023
             before = _Fragment(part(point), state.outer[p], state.means[p], part(updates))
             mine = (waiting or since)[p] if since else None
-            here = _Here(self.mean(p, numbers), part(params), part(after), own.pending[p] if own.pending else None, mine)
+            here = _Here(
+                self.mean(p, numbers), part(params), part(after), own.pending[p] if own.pending else None, mine
+            )
             merges = taken = self.times.merges(p, count)
             new = lax.cond(merges, self._merged(here), self._left, before)
             if own.pending:
@@ -336,7 +338,9 @@ class _LocalUpdates(NamedTuple):
 
     def _check(self, grads: Any, state: Any, params: Any, weight: Any) -> None:
         if (weight is None) != (self.shares is None):
-            what = "with weighted=True update needs weight=, a number" if weight is None else "weight needs weighted=True"
+            what = (
+                "with weighted=True update needs weight=, a number" if weight is None else "weight needs weighted=True"
+            )
             raise ValueError(f"{NAME}: {what}")
         if weight is not None and jnp.shape(weight):
             raise ValueError(f"{NAME}: weight must be a number, say mask.sum(); got shape {jnp.shape(weight)}")
@@ -369,7 +373,7 @@ class _Fragment(NamedTuple):
 
 class _Here(NamedTuple):
     """Everything known of a fragment at this worker: its mean, parameters before and after the inner step, the
-    difference on its way, None without delay, and what the difference that is merged counts, None where all do alike."""
+    difference on its way, None without delay, and what the one that is merged counts, None where all count alike."""
 
     mean: Any
     params: Any

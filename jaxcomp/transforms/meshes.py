@@ -24,6 +24,7 @@ from jaxcomp.transforms.arguments import Call, Given, Trained
 from jaxcomp.transforms.worker_gradients import ROWS, Gradients, Loss, Own, own_gradients, worker_gradients
 
 __all__ = [
+    "check_kept",
     "exchange_on_mesh",
     "find_devices",
     "find_mesh",
@@ -206,7 +207,9 @@ def gradients_on_mesh(
         found = worker_gradients(how, what, call, axis, trained, rest, given, scale)
         leaves, structure = jax.tree.flatten(found.aux)
         made[:] = [structure, found.kinds]
-        apart = [[x for x, kind in zip(leaves, found.kinds, strict=True) if (kind in ROWS) is rows] for rows in (False, True)]
+        apart = [
+            [x for x, kind in zip(leaves, found.kinds, strict=True) if (kind in ROWS) is rows] for rows in (False, True)
+        ]
         grads = jax.tree.map(lambda g: g[None], found.grads)
         return found._replace(grads=grads, aux=tuple(apart), kinds=())
 
@@ -219,7 +222,14 @@ def gradients_on_mesh(
 
 
 def own_gradients_on_mesh(
-    how: Loss, call: Call, mesh: Any, workers: tuple[str, ...], owners: tuple[str, ...], own: Any, given: Given, why: str
+    how: Loss,
+    call: Call,
+    mesh: Any,
+    workers: tuple[str, ...],
+    owners: tuple[str, ...],
+    own: Any,
+    given: Given,
+    why: str,
 ) -> Own:
     """What `own_gradients` finds at each worker at parameters of its own, all of it behind a leading axis of workers.
 
@@ -232,10 +242,20 @@ def own_gradients_on_mesh(
         del scale
         mine = jax.tree.map(lambda x: x[0], own)
         found = own_gradients(how, Trained(None, ()), call, workers, mine, state, given, refusal=why)
+        check_kept(found)
         return jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
 
     _, state, given = _placed(mesh, workers, {}, given.state, given)
     return _stage(one, mesh, workers, P(owners), P(workers))(own, state, given, None)
+
+
+def check_kept(found: Own) -> None:
+    """Refuses changes of what is not a worker's own."""
+    if any(leaf is not None for leaf in found.rest):
+        raise TypeError(
+            "local_steps: the loss changes Flax NNX variables that were given by keyword, which are equal on all "
+            "workers and are not returned. Merge a copy, nnx.merge(..., copy=True), or give random keys"
+        )
 
 
 def _stage(one: Any, mesh: Any, workers: tuple[str, ...], params: P, outs: Any) -> Any:

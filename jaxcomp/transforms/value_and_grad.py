@@ -247,8 +247,8 @@ def value_and_grad(
         laid out like the parameters; with `wrt`, what is not trained is None.
 
     Raises:
-        TypeError, ValueError: as `compressed_mean`, when built; and when called: a batch that cannot be cut evenly, or of
-            which it is not clear what it is; parameters whose layout is not known; no such mesh axis.
+        TypeError, ValueError: as `compressed_mean`, when built; and when called: a batch that cannot be cut evenly, or
+            positional arguments that may not all be batch; parameters whose layout is not known; no such mesh axis.
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> loss = lambda w, x, y: jnp.mean((x @ w - y) ** 2)
@@ -304,8 +304,9 @@ def worker_value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` with the gradient of each worker by itself, for a loop that keeps all state in optax.
 
-    grads[i] = g_i, the gradient of the mean loss of worker i's part of the batch (times W_i / sum_j p_j W_j with a
-    weight): an array [n, ...] for each parameter, each row at its worker. Nothing of it crosses. `compressed_mean` takes such gradients where its axis is not bound::
+    grads[i] = g_i, the gradient of the mean loss of worker i's part of the batch, times n W_i / sum_j W_j with a
+    weight: an array [n, ...] for each parameter, each row at its worker. Nothing of it crosses. `compressed_mean` takes
+    such gradients where its axis is not bound::
 
         tx = optax.chain(jc.compressed_mean(algorithm, "data"), optax.adamw(1e-3))
         loss, grads = jc.worker_value_and_grad(loss_fn)(params, batch)
@@ -426,7 +427,9 @@ def _on_mesh(
 def _put_back(params: Any, what: Trained, arguments: Any, call: Call, rest: list[Any], new: list[Any]) -> None:
     """New values of NNX variables, into the model and the keyword arguments that were given."""
     count = len(rest) - call.places.count("state")
-    write_back(params, [name is None and what.is_own(i) for i, name in enumerate(what.names)], rest[:count], new[:count])
+    write_back(
+        params, [name is None and what.is_own(i) for i, name in enumerate(what.names)], rest[:count], new[:count]
+    )
     write_back(arguments, [place == "state" for place in call.places], rest[count:], new[count:])
 
 

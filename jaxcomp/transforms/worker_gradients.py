@@ -1,6 +1,6 @@
 """What one worker computes before anything is exchanged: its loss, its gradient, its auxiliary values.
 
-    l_ij, W_ij    loss of micro-batch j of worker i, and what it counts: 1, or the weight that is given for it (tokens, say)
+    l_ij, W_ij    loss of micro-batch j of worker i, and what it counts: 1, or its weight (tokens, say)
     p_i           share of worker i: 1 / n, or `weights` divided by their sum
     D             sum_i p_i sum_j W_ij: one number, summed over the workers
 
@@ -9,10 +9,10 @@
 
 So the mean of the messages, by the shares with which the exchange takes it, is the gradient of the whole batch. With
 W = 1 and k micro-batches D = k, and g_i is the gradient of the worker's own mean. Else g_i is that gradient times
-W_i / D: what is compressed, remembered (e_i) or learned (a shift h_i) is in the units of the whole gradient, and a later
-W does not weigh it once more. Workers are therefore heterogeneous in their tokens, too. A weight of a worker (`weights`,
-those of `dagc`) multiplies its tokens: a token of worker i counts p_i. W is a constant to the gradient; `mean_over` is
-differentiated where it depends on parameters, too.
+W_i / D: what is compressed, remembered (e_i) or learned (a shift h_i) is in the units of the whole gradient, and a
+later W does not weigh it once more. Workers are therefore heterogeneous in their tokens, too. A weight of a worker
+(`weights`, those of `dagc`) multiplies its tokens: a token of worker i counts p_i. W is a constant to the gradient;
+`mean_over` is differentiated where it depends on parameters, too.
 
 It runs where the axes of the workers are bound, or without any. Only scalars and what is declared as joint crosses
 between workers here; gradients stay as they are.
@@ -144,7 +144,8 @@ def check_loss_options(
     is_name = lambda x: isinstance(x, str) or (isinstance(x, int) and not isinstance(x, bool))
     if batch is not None and not (isinstance(batch, Sequence) and all(map(is_name, batch))):
         raise TypeError(
-            f"{name}: batch must be numbers of positional and names of keyword arguments, say (0, 'mask'); got {batch!r}"
+            f"{name}: batch must be numbers of positional and names of keyword arguments, say (0, 'mask'); got "
+            f"{batch!r}"
         )
     return Loss(
         loss,
@@ -186,7 +187,9 @@ def _kinds_for(kinds: Any, extra: Any) -> tuple[str, ...]:
     where, given = kinds
     if not isinstance(where, tuple):
         prefix = jax.tree.unflatten(where, given)
-        return tuple(jax.tree.leaves(jax.tree.map(lambda kind, tree: jax.tree.map(lambda _: kind, tree), prefix, extra)))
+        return tuple(
+            jax.tree.leaves(jax.tree.map(lambda kind, tree: jax.tree.map(lambda _: kind, tree), prefix, extra))
+        )
     found = []
     for path, _ in jax.tree_util.tree_leaves_with_path(extra):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -293,7 +296,8 @@ def _ratio_of(total: Array, count: Array, axes: Any, shares: Any) -> tuple[Array
 
 @_ratio.defjvp
 def _(axes, shares, given, tangents):
-    mean, whole = _ratio_of(*given, axes, shares)
+    (total, count) = given
+    mean, whole = _ratio_of(total, count, axes, shares)
     return mean, (tangents[0] - mean * tangents[1]) / whole
 
 
@@ -381,7 +385,13 @@ def _accumulated(trained: Any, rest: list[Any], cut: list[Any], parts: int, one:
     new = [None if is_key(leaf) else leaf for leaf in new]
     count = parts if weights is None else not_zero(jnp.sum(weights))
     loss = jnp.mean(losses) if weights is None else jnp.sum(times(losses, weights)) / count
-    return jax.tree.map(lambda t: t / jnp.asarray(count, t.dtype), total), loss.astype(losses.dtype), extra, new, weights
+    return (
+        jax.tree.map(lambda t: t / jnp.asarray(count, t.dtype), total),
+        loss.astype(losses.dtype),
+        extra,
+        new,
+        weights,
+    )
 
 
 def _differentiated(
@@ -496,9 +506,9 @@ def _of_micro_batches(
     for i, (kind, x) in enumerate(zip(kinds, leaves, strict=True)):
         if kind in ("mean", "unweighted") and not _is_float(x):
             raise ValueError(
-                f'value_and_grad: the auxiliary values{paths[i]} of dtype {x.dtype} have no mean; say aux="sum", "each" '
-                'or "concat" for them, or "equal" if they are the same on all workers, as a counter (aux may be a tree '
-                "like the auxiliary values, or a mapping from paths)"
+                f'value_and_grad: the auxiliary values{paths[i]} of dtype {x.dtype} have no mean; say aux="sum", '
+                '"each" or "concat" for them, or "equal" if they are the same on all workers, as a counter (aux may be a '
+                "tree like the auxiliary values, or a mapping from paths)"
             )
         length = x.shape[1] if x.ndim > 1 else None
         if kind == "concat" and (length is None or (examples and length != examples[0])):
@@ -510,9 +520,9 @@ def _of_micro_batches(
             by_example = length == examples[0] if shapes is None else shapes[i].shape[:1] != (length,)
             if by_example:
                 raise ValueError(
-                    f"value_and_grad: the auxiliary values{paths[i]} of shape {x.shape[1:]} are one for each example of "
-                    'this worker, and other workers have other examples: say aux="concat" to have those of the whole '
-                    'batch, "each" for a row of each worker, or take their mean in the loss. aux={"path": "concat", '
+                    f"value_and_grad: the auxiliary values{paths[i]} of shape {x.shape[1:]} are one for each example "
+                    'of this worker, and other workers have other examples: say aux="concat" to have those of the '
+                    'whole batch, "each" for a row of each worker, or take their mean in the loss. aux={"path": "concat", '
                     '".*": "mean"} says it for some of them'
                 )
     return jax.tree.unflatten(structure, [_joined(k, x, weights) for k, x in zip(kinds, leaves, strict=True)])
@@ -538,7 +548,7 @@ def _doubled(how: Loss, what: Trained, trained: Any, rest: list[Any], arguments:
     run = lambda: _called(how, what, trained, rest, arguments([jnp.concatenate([x, x]) for x in cut]))[2]
     try:
         return jax.tree.leaves(jax.eval_shape(run))
-    except Exception:  # noqa: BLE001: whatever a loss raises that was written for one length
+    except Exception:  # whatever a loss raises that was written for one length
         return None
 
 
