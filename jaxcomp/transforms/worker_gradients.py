@@ -507,8 +507,8 @@ def _of_micro_batches(
         if kind in ("mean", "unweighted") and not _is_float(x):
             raise ValueError(
                 f'value_and_grad: the auxiliary values{paths[i]} of dtype {x.dtype} have no mean; say aux="sum", '
-                '"each" or "concat" for them, or "equal" if they are the same on all workers, as a counter (aux may be a '
-                "tree like the auxiliary values, or a mapping from paths)"
+                '"each" or "concat" for them, or "equal" if they are the same on all workers, as a counter (aux may be '
+                "a tree like the auxiliary values, or a mapping from paths)"
             )
         length = x.shape[1] if x.ndim > 1 else None
         if kind == "concat" and (length is None or (examples and length != examples[0])):
@@ -522,8 +522,8 @@ def _of_micro_batches(
                 raise ValueError(
                     f"value_and_grad: the auxiliary values{paths[i]} of shape {x.shape[1:]} are one for each example "
                     'of this worker, and other workers have other examples: say aux="concat" to have those of the '
-                    'whole batch, "each" for a row of each worker, or take their mean in the loss. aux={"path": "concat", '
-                    '".*": "mean"} says it for some of them'
+                    'whole batch, "each" for a row of each worker, or take their mean in the loss. aux={"path": '
+                    '"concat", ".*": "mean"} says it for some of them'
                 )
     return jax.tree.unflatten(structure, [_joined(k, x, weights) for k, x in zip(kinds, leaves, strict=True)])
 
