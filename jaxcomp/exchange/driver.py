@@ -50,6 +50,7 @@ from jaxcomp.exchange.axes import (
     is_missing,
     known_equal,
     on_equal_types,
+    types_tell,
     varying,
     varying_axes,
 )
@@ -76,9 +77,9 @@ __all__ = ["Exchange", "Message", "exchange_of", "own_weights", "shares_of"]
 Array = jax.Array
 PADDING = 2**13  # bytes of tiles that are not filled, which are nobody's choice
 MORE = (
-    "{}: this exchange sends {:,.0f} bytes from each of {} workers by {!r}, and an all-reduce of the same gradients in f32 "
-    'would send {:,.0f}. via="auto" never sends more; fewer bytes take a smaller ratio, via="two_shot", or a hierarchy '
-    '(a mapping from axes to algorithms) whose last axis has fewer workers'
+    "{}: this exchange sends {:,.0f} bytes from each of {} workers by {!r}, and an all-reduce of the same gradients in "
+    'f32 would send {:,.0f}. via="auto" never sends more; fewer bytes take a smaller ratio, via="two_shot", or a '
+    "hierarchy (a mapping from axes to algorithms) whose last axis has fewer workers"
 )
 
 
@@ -143,6 +144,7 @@ class Exchange(NamedTuple):
             return self._replace(route=route_of(made)).step(state, given)
         local, shared, groups = self._opened(state)
         grads, arrays = given(groups)
+        way = self._way(groups, (arrays, local, shared))
         measured = shared.count % self.measure == 0 if self.measure else None
         workers = self.placement.workers
         round_ = Round(
@@ -152,7 +154,7 @@ class Exchange(NamedTuple):
             axis_index(workers),
             axis_size(workers),
         )
-        roles, turn = self.algorithm.roles, _Turn(self, self._way(groups), State(local.route, shared.route), measured)
+        roles, turn = self.algorithm.roles, _Turn(self, way, State(local.route, shared.route), measured)
         before = whole(State(local.algorithm, shared.algorithm), roles)
         out, after = answered(self.algorithm.update(round_, grads, before), turn.answer)
         kept, counts = sides(after, roles), turn.counts()
@@ -214,13 +216,19 @@ class Exchange(NamedTuple):
             key = jax.random.fold_in(key, axis_index(self.placement.outer))
         return jax.random.fold_in(key, axis_index(self.placement.workers))
 
-    def _way(self, groups: Groups) -> Way:
+    def _way(self, groups: Groups, given: Any) -> Way:
+        """For the route. given: all that messages are made of."""
         place, dtype = self.placement, wide(*groups.dtypes)
         weights = None if self.shares is None else jnp.asarray(self.shares, dtype)
         exact = any(_has_role(self.algorithm.roles, role) for role in ("memory", "narrow memory", "shift"))
         buckets = self.layout.bucket_bytes is not None
+        replicas = place.replicas
+        if types_tell(place.workers):  # devices that hold the same share the work, also along axes that nobody named
+            known = (*place.names, *place.outer, *replicas, *varying_axes(given))
+            mesh = jax.sharding.get_abstract_mesh()
+            replicas += tuple(name for name in mesh.manual_axes if name not in known and mesh.shape[name] > 1)
         rereads = self.algorithm.rereads
-        return Way(place.workers, weights, self.link, place.replicas, buckets, exact, place.outer, rereads)
+        return Way(place.workers, weights, self.link, replicas, buckets, exact, place.outer, rereads)
 
     def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
         """Errors of this round, or of the last one in which they were measured."""
