@@ -79,6 +79,7 @@ from jaxcomp.compressors import (
 )
 from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.measure import Info, info
+from jaxcomp.expect import expect
 from jaxcomp.groups import Layout
 from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.payloads import code_bits, lane_bytes
@@ -147,6 +148,7 @@ __all__ = [
     "eden",
     "ef21",
     "error_feedback",
+    "expect",
     "fetch_sgd",
     "flat",
     "identity",

@@ -349,6 +349,7 @@ class Algorithm(NamedTuple):
     parts: algorithms of parts of the tree, in the order of `layout.parts` (`by_path`); () for one that has it whole.
     pieces: gradients may come as `backend.Pieces` where a group has several leaves, and are not joined before; for each
         of `parts`, where there are any.
+    rereads: whether it calls `Sent.read_by`, and so needs the payloads of all workers.
     """
 
     init: Callable[[Round, Any], Any]
@@ -359,6 +360,7 @@ class Algorithm(NamedTuple):
     point: Callable[[Tree], Tree] | None = None
     parts: tuple["Algorithm", ...] = ()
     pieces: bool | tuple[bool, ...] = False
+    rereads: bool = False
 
     def __repr__(self) -> str:
         made = getattr(self.update, "__qualname__", "").partition(".")[0]

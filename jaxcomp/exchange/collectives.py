@@ -37,6 +37,7 @@ __all__ = [
     "gather_bytes",
     "gathered",
     "gathered_size",
+    "gathers_for_less",
     "has_ragged",
     "permutation_schedule",
     "ragged_all_to_all",
@@ -515,6 +516,16 @@ def gathered(
 ) -> tuple[Any, float]:
     """`all_gather` of a payload, and the bytes that a device sends for it."""
     return all_gather(payload, axis, replicas, buckets), gather_bytes(payload, axis, replicas, buckets)
+
+
+def gathers_for_less(workers: int, exact: bool) -> bool:
+    """Whether a gather of narrow floats takes fewer bytes than their sum in two steps, whose second is wide if exact.
+
+    Of b bytes n workers gather (n - 1) b, and add (n - 1) / n b twice, or thrice if exact. On a TPU the first step, an
+    all-to-all, counts whole: between slices a chip hands over also the part that stays.
+    """
+    part, second = (workers - 1) / workers, 2 if exact else 1
+    return workers - 1 < (1 if platform() == "tpu" else part) + second * part
 
 
 def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> float:

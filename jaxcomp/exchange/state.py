@@ -58,11 +58,13 @@ class Description:
     """Description of a state: static, and compared before the state is used.
 
     roles: `Algorithm.roles` as nested tuples, by which the state is handed on to other workers.
+    route: name of the route that via="auto" chose for this tree and number of workers, where it needs another layout.
     """
 
     placement: Placement
     groups: Groups
     roles: tuple
+    route: str = ""
 
 
 @jax.tree_util.register_dataclass
