@@ -109,6 +109,7 @@ class Spec(NamedTuple):
     norm: (x, shared) -> |x|^2 in the norm in which omega and alpha hold; None: Euclidean.
     vote: C(x) is no estimate of x; only the sign of the mean is of use, so nothing remembers what is lost.
     remedy: what to take instead where theory asks for more than is known, for error messages.
+    made: by which factory and with which options (`jaxcomp.factories.factory`).
     """
 
     name: str
@@ -123,6 +124,7 @@ class Spec(NamedTuple):
     norm: Callable[[Any, Any], Any] | None = None
     remedy: str | None = None
     vote: bool = False
+    made: Any = None
 
 
 class Compressor(NamedTuple):
@@ -346,6 +348,7 @@ class Algorithm(NamedTuple):
     parts: algorithms of parts of the tree, in the order of `layout.parts` (`by_path`); () for one that has it whole.
     pieces: gradients may come as `backend.Pieces` where a group has several leaves, and are not joined before; for each
         of `parts`, where there are any.
+    made: by which factory and with which options (`jaxcomp.factories.factory`).
     """
 
     init: Callable[[Round, Any], Any]
@@ -356,6 +359,7 @@ class Algorithm(NamedTuple):
     point: Callable[[Tree], Tree] | None = None
     parts: tuple["Algorithm", ...] = ()
     pieces: bool | tuple[bool, ...] = False
+    made: Any = None
 
     def __repr__(self) -> str:
         made = getattr(self.update, "__qualname__", "").partition(".")[0]

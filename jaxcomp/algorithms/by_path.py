@@ -9,6 +9,7 @@ from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import error_feedback
 from jaxcomp.base import Algorithm, Compressor, Round, check_algorithm
 from jaxcomp.compressors.tree import layout_of
+from jaxcomp.factories import factory
 from jaxcomp.groups import Layout
 from jaxcomp.paths import check_patterns
 
@@ -23,6 +24,7 @@ class ByPathState(NamedTuple):
     parts: tuple[Any, ...]
 
 
+@factory
 def by_path(parts: Mapping[str, Algorithm | Compressor]) -> Algorithm:
     """Other algorithms for other parts of the tree.
 

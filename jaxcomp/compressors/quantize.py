@@ -16,6 +16,7 @@ from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.vector import MOST, on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.floats import rounded_to
 from jaxcomp.groups import ALONE, Layout
 from jaxcomp.hashing import as_uniform, halves, random_uniform
@@ -60,6 +61,7 @@ def up_to_bfloat16(norms: Array) -> Array:
     return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), jnp.float32(jnp.finfo(jnp.bfloat16).max))
 
 
+@factory
 def dithering(
     levels: int | None = None,
     *,

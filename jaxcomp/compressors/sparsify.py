@@ -10,6 +10,7 @@ from jaxcomp.arrays import finite
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import largest, magnitude, take
 
@@ -43,6 +44,7 @@ def largest_indices(x: Array, count: Array | int, capacity: int) -> Array:
     return jnp.sort(jnp.where(chosen, indices, d).astype(jnp.int32))
 
 
+@factory
 def top_k(ratio: Ratio | None = None, *, k: int | None = None, peak: float | None = None) -> Compressor:
     """Keeps the k entries of largest magnitude.
 

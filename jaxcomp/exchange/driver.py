@@ -39,6 +39,7 @@ from jaxcomp.base import (
     whole,
 )
 from jaxcomp.compressors.tree import choices_of, layout_of
+from jaxcomp.exchange.agreement import check_inside, options_of
 from jaxcomp.exchange.axes import (
     Axis,
     Placement,
@@ -86,6 +87,7 @@ class Exchange(NamedTuple):
     out. choices: what compresses their groups, for each part of `by_path`. roles: of the algorithm, frozen. link:
     between workers, for routes that have a choice. shares: weights of the workers, with sum one, or None. measure:
     errors are measured in one of so many rounds; 0 for never. code: whose bits are counted; None: what is cheap.
+    others: further options of the outer form, in which processes must agree.
     """
 
     name: str
@@ -100,6 +102,7 @@ class Exchange(NamedTuple):
     shares: np.ndarray | None = None
     measure: int = 0
     code: str | None = None
+    others: tuple[tuple[str, Any], ...] = ()
 
     def init(self, tree: Any, *, starts: bool = False) -> MeanState:
         """The state for gradients like `tree`; or, if it starts there, of a method with this point."""
@@ -116,7 +119,9 @@ class Exchange(NamedTuple):
         kept, zero = sides(state, self.algorithm.roles), jnp.zeros((), jnp.int32)
         local = MeanLocal(kept.local, route.local, no_counts())
         shared = MeanShared(zero, key_data(private_key), zero, kept.shared, route.shared)
-        return off_device(local, shared, self._description(groups))
+        options = self.options(groups) if jax.process_count() > 1 else ""
+        check_inside(self.name, options, self.placement)
+        return off_device(local, shared, Description(self.placement.identity, groups, self.roles, options))
 
     def step(self, state: Any, given: Callable[[Groups], tuple[Any, list[Array]]]) -> tuple[Any, MeanState]:
         """One round.
@@ -177,8 +182,11 @@ class Exchange(NamedTuple):
         several = len(self.choices) > 1
         return tuple(self.choices[group.part if several else 0].of(group) for group in groups.groups)
 
-    def _description(self, groups: Groups) -> Description:
-        return Description(self.placement.identity, groups, self.roles)
+    def options(self, groups: Groups) -> str:
+        """All that must be equal on all workers (`exchange.agreement`)."""
+        others = {"via": self.route.name, "weights": self.shares, "seed": self.root, "measure": self.measure}
+        others |= {"bucket_bytes": self.layout.bucket_bytes, "link": self.link, "code": self.code}
+        return options_of(self.name, self.algorithm, groups, **others, **dict(self.others))
 
     def _key(self, shared: MeanShared) -> Array:
         """Private to this worker and round: any round can be replayed."""
@@ -241,7 +249,8 @@ class _Turn:
             return []
         messages = [Message(request, self.way) for request in requests]
         parcels = [parcel for message in messages for parcel in message.parcels]
-        carried = self.exchange.route.carry(parcels, self.way, requests[0].route_key, self.state)
+        with jax.named_scope(f"jc_exchange_{self.exchange.route.name}"):
+            carried = self.exchange.route.carry(parcels, self.way, requests[0].route_key, self.state)
         self.state, arrived = carried.state, iter(carried.arrived)
         for message in messages:
             message.arrived = tuple(next(arrived) for _ in message.parcels)
@@ -262,7 +271,8 @@ class _Turn:
         size, way = axis_size(self.way.axis), self.way
         for dtype, numbers in by_dtype.items():
             given = tuple(requests[i].x for i in numbers)
-            found, sent_bytes = summed(given, way.axis, way.weights, way.replicas, None, True, dtype)
+            with jax.named_scope("jc_exchange_sum"):
+                found, sent_bytes = summed(given, way.axis, way.weights, way.replicas, None, True, dtype)
             self.counted.append(count_sum(given, sent_bytes))
             for i, total in zip(numbers, found, strict=True):
                 totals[i] = total if way.weights is None else jax.tree.map(lambda t: t * size, total)
@@ -313,7 +323,8 @@ class Message:
         each = zip(pairs, request.keys, request.message, self.mine, request.groups, strict=True)
         self.programs = _programs(request)
         for program, ((c, state), key, x, mine, group) in zip(self.programs, each, strict=True):
-            payload, after = program.compress(key, x, State(state.local, mine))
+            with jax.named_scope("jc_encode"):
+                payload, after = program.compress(key, x, State(state.local, mine))
             # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and
             # conditionals branches of different types.
             payload = varying(payload, (*axis_names(way.axis), *way.outer, *varying_axes(payload)))
@@ -334,6 +345,7 @@ class Message:
         return self.decoded()
 
     @property
+    @jax.named_scope("jc_decode")
     def residual(self) -> tuple[Any, ...]:
         each = zip(self.parcels, self.request.message, self.mine, strict=True)
         return tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
@@ -343,6 +355,7 @@ class Message:
         each = zip(self.locals, self.request.states, strict=True)
         return tuple(State(local, advance(c, state.shared)) for (c, local), state in each)
 
+    @jax.named_scope("jc_decode")
     def add_to(self, total: tuple[Any, ...], weight: Any) -> tuple[Any, ...]:
         def add(totals, payloads):
             each = zip(self.programs, totals, payloads, self.mine, strict=True)
@@ -364,10 +377,12 @@ class Message:
         """`own`, which keeps what it is: inside of a branch it must not."""
         return self._decoded(self.parcels)
 
+    @jax.named_scope("jc_decode")
     def _decoded(self, parcels: Sequence[Parcel]) -> tuple[Any, ...]:
         pairs = zip(parcels, self.mine, strict=True)
         return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
 
+    @jax.named_scope("jc_decode")
     def _means(self, lazy: bool) -> tuple[Any, ...]:
         add = lambda compressor: functools.partial(accumulate, compressor)
         each = zip(self.parcels, self.arrived, self.programs, strict=True)

@@ -58,11 +58,13 @@ class Description:
     """Description of a state: static, and compared before the state is used.
 
     roles: `Algorithm.roles` as nested tuples, by which the state is handed on to other workers.
+    options: of the transformation that made it, for `exchange.agreement`. A state may be used with others.
     """
 
     placement: Placement
     groups: Groups
     roles: tuple
+    options: str = dataclasses.field(default="", compare=False, repr=False)
 
 
 @jax.tree_util.register_dataclass

@@ -8,6 +8,8 @@ the one with the least expected time by the model of `links`.
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from jaxcomp.base import State, lengths
 from jaxcomp.exchange.axes import axis_size
 from jaxcomp.exchange.collectives import gathered, has_ragged
@@ -58,7 +60,8 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carrie
     linear = [parcel.compressor.spec.linear for parcel in parcels]
     added = [parcel for parcel, is_linear in zip(parcels, linear, strict=True) if is_linear]
     others = [parcel for parcel, is_linear in zip(parcels, linear, strict=True) if not is_linear]
-    totals, sent_bytes = sums(added, way)
+    with jax.named_scope("sum"):
+        totals, sent_bytes = sums(added, way)
     payloads, more_bytes, name = _gathered(others, way) if others else ((), 0.0, "sum")
     total, payload = iter(totals), iter(payloads)
     arrived = [Arrived(total=next(total)) if is_linear else Arrived(next(payload)) for is_linear in linear]
@@ -69,13 +72,14 @@ def _gathered(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any
     """The payloads of all workers, the bytes that a device sends, and the name of the route."""
     workers, known = axis_size(way.axis), [lengths(parcel.compressor, parcel.like) for parcel in parcels]
     payloads = tuple(parcel.payload for parcel in parcels)
-    if workers == 1 or all(limit is None for limit in known):
-        return *gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels)), "gather"
-    message = message_of(payloads, tuple(known), workers)
-    name = fastest(message.lengths, message.capacity, way.link)
-    if name == "gather":  # without a warning of padding: it was chosen for its time
-        return *gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels)), name
-    return *gathered_by(GATHERING[name].gather, parcels, way), name
+    name = "gather"
+    if workers > 1 and any(limit is not None for limit in known):
+        message = message_of(payloads, tuple(known), workers)
+        name = fastest(message.lengths, message.capacity, way.link)
+    with jax.named_scope(name):
+        if name == "gather":  # without a warning of padding: it was chosen for its time
+            return *gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels)), name
+        return *gathered_by(GATHERING[name].gather, parcels, way), name
 
 
 AUTO = Route("auto", carry, accepts_all)
