@@ -72,9 +72,8 @@ def factory(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def _is_same(value: Any, default: Any) -> bool:
-    return value is default or (
-        type(value) is type(default) and isinstance(value, str | int | float) and value == default
-    )
+    plain = isinstance(value, str | int | float) and isinstance(value, bool) == isinstance(default, bool)
+    return value is default or (plain and value == default)
 
 
 def _made_of(value: Any) -> Made | None:
@@ -106,7 +105,7 @@ def described(value: Any) -> str:
     if isinstance(value, int | float | np.number):
         return repr(value.item() if isinstance(value, np.generic) else value).removesuffix(".0")
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {described(x)}' for key, x in value.items())}}}"
+        return f"{{{', '.join(f'{described(key)}: {described(x)}' for key, x in value.items())}}}"
     if isinstance(value, jax.Array | np.ndarray):
         return _array(value)
     if type(value) in (tuple, list):
@@ -162,8 +161,8 @@ def options_in(name: str, value: Any) -> dict[str, str]:
         inside = [options_in(f"{name}.{key}", x) for key, x in made.options.items()]
         return {name: made.name} | {key: text for each in inside for key, text in each.items()}
     if isinstance(value, Mapping):
-        inside = [options_in(f"{name}[{key!r}]", x) for key, x in value.items()]
-        return {name: described(list(map(str, value)))} | {key: text for each in inside for key, text in each.items()}
+        inside = [options_in(f"{name}[{described(key)}]", x) for key, x in value.items()]
+        return {name: described(list(value))} | {key: text for each in inside for key, text in each.items()}
     return {name: described(value)}
 
 

@@ -345,24 +345,24 @@ class Message:
         return self.decoded()
 
     @property
-    @jax.named_scope("jc_decode")
     def residual(self) -> tuple[Any, ...]:
         each = zip(self.parcels, self.request.message, self.mine, strict=True)
-        return tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
+        with jax.named_scope("jc_decode"):
+            return tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
 
     @property
     def states(self) -> tuple[State, ...]:
         each = zip(self.locals, self.request.states, strict=True)
         return tuple(State(local, advance(c, state.shared)) for (c, local), state in each)
 
-    @jax.named_scope("jc_decode")
     def add_to(self, total: tuple[Any, ...], weight: Any) -> tuple[Any, ...]:
         def add(totals, payloads):
             each = zip(self.programs, totals, payloads, self.mine, strict=True)
             return tuple(add_own(c, total, payload, weight, mine) for c, total, payload, mine in each)
 
         # All at once: of one loop for each group, XLA for CPU would copy what some of them are made in.
-        return in_place(add, total, tuple(parcel.payload for parcel in self.parcels))
+        with jax.named_scope("jc_decode"):
+            return in_place(add, total, tuple(parcel.payload for parcel in self.parcels))
 
     def read_by(self, compressors: tuple[Compressor, ...]) -> tuple[Any, Any]:
         if any(arrived.payloads is None and arrived.total is None for arrived in self.arrived):
@@ -377,16 +377,16 @@ class Message:
         """`own`, which keeps what it is: inside of a branch it must not."""
         return self._decoded(self.parcels)
 
-    @jax.named_scope("jc_decode")
     def _decoded(self, parcels: Sequence[Parcel]) -> tuple[Any, ...]:
         pairs = zip(parcels, self.mine, strict=True)
-        return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
+        with jax.named_scope("jc_decode"):
+            return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
 
-    @jax.named_scope("jc_decode")
     def _means(self, lazy: bool) -> tuple[Any, ...]:
         add = lambda compressor: functools.partial(accumulate, compressor)
         each = zip(self.parcels, self.arrived, self.programs, strict=True)
-        return tuple(_mean(parcel, arrived, self.way, add(program), lazy) for parcel, arrived, program in each)
+        with jax.named_scope("jc_decode"):
+            return tuple(_mean(parcel, arrived, self.way, add(program), lazy) for parcel, arrived, program in each)
 
 
 def _programs(request: Mean) -> tuple[Compressor, ...]:

@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
+from jaxcomp.exchange.state import kept
 from jaxcomp.state.specs import init_state, names_of, state_specs
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.meshes import find_devices, find_mesh, find_specs, is_cut, laid_out, without
@@ -34,7 +35,7 @@ P = PartitionSpec
 NAME = "local_steps"
 
 
-@jax.tree_util.register_dataclass
+@kept
 @dataclasses.dataclass
 class LocalStepsState:
     """The state of `local_steps`.
