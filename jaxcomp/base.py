@@ -110,6 +110,7 @@ class Spec(NamedTuple):
     norm: (x, shared) -> |x|^2 in the norm in which omega and alpha hold; None: Euclidean.
     vote: C(x) is no estimate of x; only the sign of the mean is of use, so nothing remembers what is lost.
     remedy: what to take instead where theory asks for more than is known, for error messages.
+    made: by which factory and with which options (`jaxcomp.factories.factory`).
     """
 
     name: str
@@ -125,6 +126,7 @@ class Spec(NamedTuple):
     remedy: str | None = None
     vote: bool = False
     entrywise: bool = False
+    made: Any = None
 
 
 class Compressor(NamedTuple):
@@ -350,6 +352,7 @@ class Algorithm(NamedTuple):
     pieces: gradients may come as `backend.Pieces` where a group has several leaves, and are not joined before; for each
         of `parts`, where there are any.
     rereads: whether it calls `Sent.read_by`, and so needs the payloads of all workers.
+    made: by which factory and with which options (`jaxcomp.factories.factory`).
     """
 
     init: Callable[[Round, Any], Any]
@@ -361,6 +364,7 @@ class Algorithm(NamedTuple):
     parts: tuple["Algorithm", ...] = ()
     pieces: bool | tuple[bool, ...] = False
     rereads: bool = False
+    made: Any = None
 
     def __repr__(self) -> str:
         made = getattr(self.update, "__qualname__", "").partition(".")[0]

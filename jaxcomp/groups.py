@@ -85,7 +85,7 @@ class Layout:
     whole_blocks: bool = False
     longest: int = LONGEST
     alone: int = 0
-    parts: tuple[tuple[str, "Layout"], ...] = ()
+    parts: tuple[tuple[Any, "Layout"], ...] = ()
 
     def together(self) -> "Layout":
         """The same without vectors of single leaves."""

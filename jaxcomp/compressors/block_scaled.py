@@ -34,6 +34,7 @@ from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Elements, Integer
 from jaxcomp.compressors.scales import SCALES, Made, Scale
 from jaxcomp.compressors.vector import MOST, on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.groups import WHOLE_BLOCKS
 from jaxcomp.payloads import Dense, Quantized, Several
 
@@ -63,6 +64,7 @@ FORMATS: dict[str, Format] = {
 }
 
 
+@factory
 def block_scaled(
     format: str,
     *,

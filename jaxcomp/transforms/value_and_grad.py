@@ -17,7 +17,7 @@ from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.state import means_in
+from jaxcomp.exchange.state import kept, means_in
 from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.arguments import (
     Call,
@@ -50,7 +50,7 @@ __all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@kept
 @dataclasses.dataclass
 class GradientState:
     """The state of `value_and_grad`.
