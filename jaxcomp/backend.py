@@ -48,6 +48,7 @@ __all__ = [
     "of_entries",
     "only_if",
     "platform",
+    "read_again",
     "shared_program",
     "side_by_side",
     "step_in_place",
@@ -107,6 +108,11 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
     if platform() != "cpu":
         return lax.optimization_barrier(function(memory, x))
     return backend_cpu.in_place(function, memory, x)
+
+
+def read_again(x: Array) -> Array:
+    """The same array, for another pass. Elsewhere than on CPU nothing that both passes compute is kept for the second."""
+    return x if platform() == "cpu" else lax.optimization_barrier(x)
 
 
 def step_in_place(tree: Tree, step: Any, change: Tree) -> Tree:
