@@ -10,6 +10,7 @@
 Cost O(d + capacity): the d entries are read once, everything else touches d/32 words.
 """
 
+import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -84,6 +85,7 @@ def _tiles(mask: Array) -> int:
     return mask.shape[0] // TILE
 
 
+@jax.jit  # once in a program, however often it is called
 def _tile_words(mask: Array) -> Array:
     """The same of whole tiles of 32 x 128 entries, in which neighbours stay neighbours: first words of 32 entries that
     stand below one another, then these bits in their order. A GPU takes twice as long for sums over 32 neighbours.
@@ -148,6 +150,7 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
     return jnp.where(rank < total, index, size), total
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _block_of_rank(counts: Array, capacity: int) -> tuple[Array, Array, Array]:
     """Where the rank-th of all ones lies, for ranks below the capacity.
 
@@ -273,6 +276,7 @@ def first_bits(words: Array, count: Array) -> Array:
     return form(_first_bits, select_cpu.first_bits)(words, count)
 
 
+@jax.jit
 def _first_bits(words: Array, count: Array | int) -> Array:
     counts = lax.population_count(words).astype(I32)
     left = count - (jnp.cumsum(counts, dtype=I32) - counts)
@@ -458,6 +462,7 @@ def _of_rank(x: Array, rank: Array, most: int) -> Array:
     return lax.bitcast_convert_type(_reached_by(_bits_of(x), rank + 1), x.dtype)
 
 
+@jax.jit
 def _reached_by(bits: Array, count: Array) -> Array:
     """The largest number that at least so many reach, or 0: digit by digit, each in one pass that compares with all."""
     kind, whole, digit = bits.dtype.type, jnp.iinfo(bits.dtype).bits - 1, 8 if bits.shape[0] >= LONG else 4
