@@ -111,7 +111,7 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
 
 
 def read_again(x: Array) -> Array:
-    """The same array, for another pass. Elsewhere than on CPU nothing that both passes compute is kept for the second."""
+    """The same array, for another pass. Elsewhere than on CPU nothing that both passes compute is kept."""
     return x if platform() == "cpu" else lax.optimization_barrier(x)
 
 
@@ -156,9 +156,11 @@ def fast_if(condition: Array, fast: Callable[..., Tree], general: Callable[..., 
     return lax.cond(condition, fast, general, *operands) if platform() == "cpu" else general(*operands)
 
 
-def form(portable: Callable[..., Tree], on_cpu: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The second one in programs for CPUs, the first one in all others; both give the same."""
-    return on_cpu if platform() == "cpu" else portable
+def form(
+    portable: Callable[..., Tree], on_cpu: Callable[..., Tree], on_gpu: Callable[..., Tree] | None = None
+) -> Callable[..., Tree]:
+    """The first one, unless there is another in programs for CPUs or for GPUs; all give the same."""
+    return {"cpu": on_cpu, "gpu": on_gpu or portable}.get(platform(), portable)
 
 
 def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
@@ -167,8 +169,8 @@ def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
 
 
 def mapped_as(function: Callable[..., Tree], of_rows: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The function. Under vmap, elsewhere than on CPU, what `of_rows` of a single row is under vmap."""
-    if platform() == "cpu":
+    """The function. Under vmap, on a GPU, what `of_rows` of a single row is under vmap: a TPU pads short rows."""
+    if platform() != "gpu":
         return function
     mapped = jax.custom_batching.custom_vmap(function)
 

@@ -152,7 +152,9 @@ def stable_largest(x, k):
 def test_accelerators_select_the_same(rows, d, k, seed):
     """A vector, several at once, and many short rows: other forms, the same set."""
     rng = np.random.default_rng(seed)
-    select = lambda x: jax.vmap(lambda x: largest_indices(x, k, k))(x) if rows > 1 else largest_indices(x[0], k, k)[None]
+    select = lambda x: (
+        jax.vmap(lambda x: largest_indices(x, k, k))(x) if rows > 1 else largest_indices(x[0], k, k)[None]
+    )
     inputs = np.stack([[draw(rng, d) for _ in range(rows)] for draw in KINDS.values()]).astype(np.float32)
     inputs[0, -1] = np.linspace(-1, 1, d)
     inputs[np.abs(inputs) < float(jnp.finfo(jnp.float32).tiny)] = 0

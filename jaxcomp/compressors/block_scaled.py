@@ -221,8 +221,8 @@ def _extremes(cut: Blocks, x: Array, signed: bool) -> tuple[Array, Array]:
 
 
 def _both_ends(rows: Array) -> tuple[Array, Array]:
-    """The largest and the smallest finite entry of each row, zero among them: one reduction, since of two XLA keeps what
-    they share.
+    """The largest and the smallest finite entry of each row, zero among them: one reduction, since of two XLA keeps
+    what they share.
     """
     larger, smaller = jnp.maximum, jnp.minimum
     both = lambda a, b: (larger(finite(a[0]), finite(b[0])), smaller(finite(a[1]), finite(b[1])))

@@ -16,7 +16,7 @@ TEXT = f"""HloModule jit_f, is_scheduled=true
 %taken (p0.1: f32[{N}], p1: s32[100]) -> f32[100] {{
   %p0.1 = f32[{N}]{{0}} parameter(0)
   %p1 = s32[100]{{0}} parameter(1)
-  ROOT %gather = f32[100]{{0}} gather(%p0.1, %p1), offset_dims={{}}, collapsed_slice_dims={{0}}, start_index_map={{0}}, index_vector_dim=1, slice_sizes={{1}}
+  ROOT %gather = f32[100]{{0}} gather(%p0.1, %p1), offset_dims={{}}, start_index_map={{0}}, slice_sizes={{1}}
 }}
 
 %put (p0.2: f32[{N}], p1.1: f32[64], p2: s32[]) -> f32[{N}] {{
