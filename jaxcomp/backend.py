@@ -50,6 +50,7 @@ __all__ = [
     "of_entries",
     "only_if",
     "platform",
+    "read_again",
     "shared_program",
     "side_by_side",
     "step_in_place",
@@ -119,6 +120,11 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
     return backend_cpu.in_place(function, memory, x)
 
 
+def read_again(x: Array) -> Array:
+    """The same array, for another pass. Elsewhere than on CPU nothing that both passes compute is kept."""
+    return x if platform() == "cpu" else lax.optimization_barrier(x)
+
+
 def step_in_place(tree: Tree, step: Any, change: Tree) -> Tree:
     """tree + step change, saturated, in the place of the tree."""
     one = lambda h, m: bounded(h + jnp.asarray(step, h.dtype) * m)
@@ -160,9 +166,11 @@ def fast_if(condition: Array, fast: Callable[..., Tree], general: Callable[..., 
     return lax.cond(condition, fast, general, *operands) if platform() == "cpu" else general(*operands)
 
 
-def form(portable: Callable[..., Tree], on_cpu: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The second one in programs for CPUs, the first one in all others; both give the same."""
-    return on_cpu if platform() == "cpu" else portable
+def form(
+    portable: Callable[..., Tree], on_cpu: Callable[..., Tree], on_gpu: Callable[..., Tree] | None = None
+) -> Callable[..., Tree]:
+    """The first one, unless there is another in programs for CPUs or for GPUs; all give the same."""
+    return {"cpu": on_cpu, "gpu": on_gpu or portable}.get(platform(), portable)
 
 
 def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
@@ -171,8 +179,8 @@ def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
 
 
 def mapped_as(function: Callable[..., Tree], of_rows: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The function. Under vmap, elsewhere than on CPU, what `of_rows` of a single row is under vmap."""
-    if platform() == "cpu":
+    """The function. Under vmap, on a GPU, what `of_rows` of a single row is under vmap: a TPU pads short rows."""
+    if platform() != "gpu":
         return function
     mapped = jax.custom_batching.custom_vmap(function)
 
