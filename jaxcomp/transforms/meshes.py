@@ -35,6 +35,7 @@ __all__ = [
     "laid_out",
     "on_mesh",
     "own_gradients_on_mesh",
+    "placed",
     "same_on_mesh",
     "unless_in_force",
     "without",
@@ -214,7 +215,7 @@ def gradients_on_mesh(
         return found._replace(grads=grads, aux=tuple(apart), kinds=())
 
     outs = Gradients(P(), (P(), P(workers)), P(), P(workers), P())  # pyright: ignore[reportArgumentType]
-    found = _stage(one, mesh, workers, P(), outs)(*_placed(mesh, workers, trained, rest, given), scale)
+    found = _stage(one, mesh, workers, P(), outs)(*placed(mesh, workers, trained, rest, given), scale)
     structure, kinds = made
     joint, rows = map(iter, found.aux)
     aux = jax.tree.unflatten(structure, [next(rows) if kind in ROWS else next(joint) for kind in kinds])
@@ -245,7 +246,7 @@ def own_gradients_on_mesh(
         check_kept(found)
         return jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
 
-    _, state, given = _placed(mesh, workers, {}, given.state, given)
+    _, state, given = placed(mesh, workers, {}, given.state, given)
     return _stage(one, mesh, workers, P(owners), P(workers))(own, state, given, None)
 
 
@@ -269,7 +270,7 @@ def _stage(one: Any, mesh: Any, workers: tuple[str, ...], params: P, outs: Any) 
     )
 
 
-def _placed(mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given) -> tuple[Any, Any, Given]:
+def placed(mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given) -> tuple[Any, Any, Given]:
     """The arguments as stage 1 takes them: whole over the workers, the batch cut."""
     whole = lambda tree: jax.tree.map(lambda x: laid_out(x, without(_spec(x), workers), mesh), tree)
     cut = [laid_out(x, _batch_spec(x, workers), mesh) for x in given.cut]
