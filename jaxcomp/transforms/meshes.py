@@ -1,4 +1,4 @@
-"""Where a loss runs: the mesh, found from the arrays, and the two stages of a step on it.
+"""The mesh on which a loss runs, found from the arrays, and the two stages of a step on it.
 
     stage 1   shard_map over the axes of the workers alone: loss and gradient of each worker's part of the batch. Other
               mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit: the model is written as for jax.jit.
@@ -201,7 +201,7 @@ def gradients_on_mesh(
     given: Given,
     scale: Any = None,
 ) -> Gradients:
-    """What `worker_gradients` finds at all workers, with gradients [n, ...]."""
+    """Results of `worker_gradients` at all workers, with gradients [n, ...]."""
     workers, made = axis_names(axis), []
 
     def one(trained, rest, given, scale):
@@ -232,7 +232,7 @@ def own_gradients_on_mesh(
     given: Given,
     why: str,
 ) -> Own:
-    """What `own_gradients` finds at each worker at parameters of its own, all of it behind a leading axis of workers.
+    """Results of `own_gradients` at each worker at parameters of its own, all behind a leading axis of workers.
 
     Args:
         owners: axes over which parameters differ; they have a leading axis of these already.

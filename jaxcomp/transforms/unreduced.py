@@ -42,7 +42,7 @@ def unreduced_on_mesh(
     given: Given,
     scale: Any = None,
 ) -> Gradients:
-    """As `gradients_on_mesh`: messages n h_i of all workers, [n, ...]; loss and auxiliary values are plain JAX's.
+    """Results like those of `gradients_on_mesh`: messages n h_i, [n, ...]; loss and auxiliary values are plain JAX's.
 
     Raises:
         ValueError: an axis that is not Explicit; weights of the workers, which a loss of the whole batch has in it.

@@ -227,7 +227,7 @@ def value_and_grad(
         wrt: what is trained, where not all of `params` is: a type of nodes, `flax.nnx.Param` for an NNX model; a
             function of a leaf, `eqx.is_inexact_array` for one of Equinox; a function (path, node), such as the filters
             of NNX; or a tuple of these, any of which may choose. Other NNX variables that the loss changes (BatchNorm
-            statistics, counters of random keys) are averaged and written back; random keys among them are another one
+XX among them are another one
             for each worker. So is an `nnx.Rngs` that is given by keyword.
         param_specs: PartitionSpecs of the parameters, a prefix tree of them. None: as the arrays lie that are given to
             `init`.

@@ -1,4 +1,4 @@
-"""What one worker computes before anything is exchanged: its loss, its gradient, its auxiliary values.
+"""One worker's part before anything is exchanged: its loss, its gradient, its auxiliary values.
 
     l_ij, W_ij    loss of micro-batch j of worker i, and what it counts: 1, or its weight (tokens, say)
     p_i           share of worker i: 1 / n, or `weights` divided by their sum
@@ -162,8 +162,8 @@ def check_loss_options(
 
 
 def kinds_of(name: str, aux: Any) -> Any:
-    """What becomes of auxiliary values, as something that has a hash: (patterns, kinds), or (structure, kinds) of a
-    prefix tree; ValueError unless each kind is one of KINDS."""
+    """Kinds of auxiliary values in a form that has a hash: (patterns, kinds), or (structure, kinds) of a prefix tree;
+    ValueError unless each kind is one of KINDS."""
     by_path = isinstance(aux, Mapping) and all(isinstance(each, str) for each in (*aux, *aux.values()))
     leaves, structure = jax.tree.flatten(aux, is_leaf=lambda kind: kind is None)
     wrong = [kind for kind in leaves if kind not in KINDS]
@@ -207,7 +207,7 @@ def _kinds_for(kinds: Any, extra: Any) -> tuple[str, ...]:
 
 
 class _Calling(NamedTuple):
-    """Who calls a loss. axes: of the workers. shares: of each. refusal: why no mean over them can be taken."""
+    """The caller of a loss. axes: of the workers. shares: of each. refusal: why no mean over them can be taken."""
 
     axes: tuple[str, ...]
     shares: tuple[tuple[Axis, tuple[float, ...]], ...]
@@ -461,7 +461,7 @@ def not_zero(x: Array) -> Array:
 
 
 def _each_key(split: Callable[[Array], Array], keys: Array) -> Array:
-    """Of one random key, typed or not, or of an array of them."""
+    """Splits one random key, typed or not, or each of an array of them."""
     for _ in range(keys.ndim - (0 if is_key(keys) else 1)):
         split = jax.vmap(split)
     return split(keys)
