@@ -227,8 +227,8 @@ def value_and_grad(
         wrt: what is trained, where not all of `params` is: a type of nodes, `flax.nnx.Param` for an NNX model; a
             function of a leaf, `eqx.is_inexact_array` for one of Equinox; a function (path, node), such as the filters
             of NNX; or a tuple of these, any of which may choose. Other NNX variables that the loss changes (BatchNorm
-XX among them are another one
-            for each worker. So is an `nnx.Rngs` that is given by keyword.
+            statistics, counters of random keys) are averaged, all workers alike, and written back; random keys among
+            them are another one for each worker. So is an `nnx.Rngs` that is given by keyword.
         param_specs: PartitionSpecs of the parameters, a prefix tree of them. None: as the arrays lie that are given to
             `init`.
         micro_batches: into how many pieces each worker cuts its part of the batch; gradients are added up in f32, and
@@ -255,8 +255,9 @@ XX among them are another one
     Returns:
         `ValueAndGrad`: init(params) -> state; (params, state, *batch, **named) -> (loss, grads, state), or
         ((loss, aux), grads, state). Positional arguments after the state are cut along their leading axis, keyword
-        arguments are given whole to each worker, and as they are where they are no arrays (train=True). Gradients are
-        laid out like the parameters; with `wrt`, what is not trained is None.
+        arguments are given whole to each worker, and as they are where they are no arrays (train=True; another
+        value compiles anew, so give numbers that change as arrays). Gradients are laid out like the parameters; with
+        `wrt`, what is not trained is None.
 
     Raises:
         TypeError, ValueError: as `compressed_mean`, when built; and when called: a batch that cannot be cut evenly, or
