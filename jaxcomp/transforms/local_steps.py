@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
+from jaxcomp.exchange.state import kept
 from jaxcomp.state.specs import init_state, names_of, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained, call_of, check_cut
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
@@ -49,7 +50,7 @@ P = PartitionSpec
 NAME = "local_steps"
 
 
-@jax.tree_util.register_dataclass
+@kept
 @dataclasses.dataclass
 class LocalStepsState:
     """The state of `local_steps`.

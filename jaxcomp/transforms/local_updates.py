@@ -167,6 +167,7 @@ def local_updates(
     options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
     partial = sharded is not None or isinstance(axis_name, Mapping)
     last, root = len(levels) - 1, root_key(seed)
+    others = (("every", every), ("fragments", fragments), ("delay", delay), ("mixing", mixing), ("outer", outer))
 
     @functools.cache
     def mean(number: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
@@ -174,7 +175,7 @@ def local_updates(
         with constants():  # keys, wherever the leaves come from
             key = jax.random.fold_in(root, number) if fragments > 1 else root
             specs = sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
-            return means_over(NAME, levels, via, key, specs, partial, chosen=(last,), **options)
+            return means_over(NAME, levels, via, key, specs, partial, chosen=(last,), others=others, **options)
 
     groups = optax.identity()
     if last:

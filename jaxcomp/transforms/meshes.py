@@ -11,15 +11,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp.arrays import like_of
+from jaxcomp.exchange.agreement import check_state
 from jaxcomp.exchange.axes import Axis, axis_names
 from jaxcomp.exchange.state import means_in
-from jaxcomp.state.specs import shapes_of_shards, state_specs, state_specs_on
+from jaxcomp.state.specs import shape_on, shapes_of_shards, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained
 from jaxcomp.transforms.worker_gradients import ROWS, Gradients, Loss, Own, own_gradients, worker_gradients
 
@@ -327,10 +329,13 @@ def _check_workers(state: Any, mesh: Any, workers: tuple[str, ...]) -> None:
 def init_on_mesh(tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs: Any, params: Any) -> Any:
     """The state of tx, each worker's part on its own device. Of the parameters it takes the shapes alone."""
     like = like_of(params if specs is None else shapes_of_shards(params, mesh, specs))
-    made = state_specs_on(mesh, tx, like, axis)
+    shapes = shape_on(mesh, tx, like)
+    made = state_specs(shapes, axis, params=like)
+    traced = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, Tracer)]
+    if not traced:
+        check_state("init", shapes, mesh if isinstance(mesh, Mesh) else _in_force(), axis)
     make = jax.shard_map(lambda: tx.init(like), mesh=unless_in_force(mesh), in_specs=(), out_specs=made)
     state = jax.jit(make)()
-    traced = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, Tracer)]
     if not traced:
         return state
     # Inside jit the devices are known by the arguments in use alone, so the state must depend on one.
@@ -342,6 +347,11 @@ def init_on_mesh(tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs:
 def same_on_mesh(make: Callable[[], Any], mesh: Any) -> Any:
     """Results of a function, whole on every device."""
     return jax.jit(jax.shard_map(make, mesh=unless_in_force(mesh), in_specs=(), out_specs=P()))()
+
+
+def _in_force() -> Any:
+    """The mesh of `jax.set_mesh`, with its devices; None inside of a program."""
+    return None if isinstance(jnp.zeros(()) + 0, Tracer) else jax.sharding.get_mesh()
 
 
 def unless_in_force(mesh: Any) -> Any:

@@ -17,7 +17,7 @@ from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.state import means_in
+from jaxcomp.exchange.state import kept, means_in
 from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.arguments import (
     Call,
@@ -42,6 +42,7 @@ from jaxcomp.transforms.meshes import (
     is_cut,
     same_on_mesh,
 )
+from jaxcomp.transforms.rows import WorkerGradients
 from jaxcomp.transforms.unreduced import unreduced_on_mesh
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, check_loss_options, worker_gradients
 
@@ -50,7 +51,7 @@ __all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@kept
 @dataclasses.dataclass
 class GradientState:
     """The state of `value_and_grad`.
@@ -319,9 +320,10 @@ def worker_value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` with the gradient of each worker by itself, for a loop that keeps all state in optax.
 
-    grads[i] = g_i, the gradient of the mean loss of worker i's part of the batch, times n W_i / sum_j W_j with a
-    weight: an array [n, ...] for each parameter, each row at its worker. Nothing of it crosses. `compressed_mean` takes
-    such gradients where its axis is not bound::
+    rows[i] = g_i, the gradient of the mean loss of worker i's part of the batch, times n W_i / sum_j W_j with a weight:
+    `WorkerGradients` for each parameter, with rows [n, ...], each row at its worker. Nothing of it crosses.
+    `compressed_mean` takes such gradients where its axis is not bound, in the same `jax.jit`; whatever else would mix
+    the rows of several workers raises ValueError::
 
         tx = optax.chain(jc.compressed_mean(algorithm, "data"), optax.adamw(1e-3))
         loss, grads = jc.worker_value_and_grad(loss_fn)(params, batch)
@@ -333,7 +335,7 @@ def worker_value_and_grad(
         weights: of the workers in the mean of loss and auxiliary values: those of the `compressed_mean`.
 
     Returns:
-        (params, *batch, **named) -> (loss, grads), or ((loss, aux), grads).
+        (params, *batch, **named) -> (loss, grads), or ((loss, aux), grads), grads a tree of `WorkerGradients`.
 
     Raises:
         ValueError: there is no mesh, or no such axis; a batch that cannot be cut evenly.
@@ -341,8 +343,8 @@ def worker_value_and_grad(
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> grad_fn = jc.worker_value_and_grad(lambda w, x: jnp.mean((x - w) ** 2), mesh)
-    >>> loss, grads = jax.jit(grad_fn)(jnp.zeros(2), jnp.array([[1.0, 2.0]]))
-    >>> print(loss, grads)
+    >>> loss, grads = grad_fn(jnp.zeros(2), jnp.array([[1.0, 2.0]]))
+    >>> print(loss, grads.rows)
     2.5 [[-1. -2.]]
     """
     name = "worker_value_and_grad"
@@ -378,7 +380,8 @@ def worker_value_and_grad(
         rest = [*rest, *given.state]
         made = _first_stage(how, what, call, found, workers, trained, rest, given)
         _put_back(params, what, (batch, named), call, rest, made.rest)
-        return (made.loss, made.aux) if has_aux else made.loss, like_params(params, what, made.grads)
+        grads = like_params(params, what, jax.tree.map(WorkerGradients, made.grads))
+        return (made.loss, made.aux) if has_aux else made.loss, grads
 
     return value_and_grad
 

@@ -298,7 +298,7 @@ def test_gradients_of_each_worker_for_a_loop_that_keeps_all_state_in_optax():
         for name, x in grads.items():
             assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim)
         assert jc.info(state).sent_bytes > 0
-    with pytest.raises(ValueError, match="or give it the gradients of all 2 workers"):
+    with pytest.raises(ValueError, match=r"or give it the gradients of jc\.worker_value_and_grad"):
         tx.update(params, state, params)
     with pytest.raises(ValueError, match="there is no mesh"):
         jc.worker_value_and_grad(loss_of)(PARAMS, *BATCH)
@@ -364,7 +364,7 @@ def test_trees_of_auxiliary_values_of_each_worker_and_losses_that_are_numbers():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     loss_and = lambda w, x: (jnp.mean((x @ w) ** 2), {"n": jnp.sum(x), "first": x[0]})
     grad_fn = jc.worker_value_and_grad(loss_and, mesh, has_aux=True, aux={"n": "sum", "first": "each"})
-    (loss, aux), _ = jax.jit(grad_fn)(jnp.ones(8), jnp.ones((4, 8)))
+    loss, aux = jax.jit(lambda *args: grad_fn(*args)[0])(jnp.ones(8), jnp.ones((4, 8)))
     assert (float(loss), float(aux["n"]), aux["first"].shape) == (64, 32, (4, 8))
     cut = {"param_specs": P("rows")}, {"param_specs": P(None, "data")}, {"param_specs": "data"}
     for wrong, what in (
