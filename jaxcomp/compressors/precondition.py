@@ -11,6 +11,7 @@ from jaxcomp.arrays import bounded, finite, one_row, row_of, wide
 from jaxcomp.backend import zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, for_worker
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.groups import FIXED
 from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax, is_stacked
 
 __all__ = ["precondition", "refresh"]
@@ -163,6 +164,7 @@ def _preconditioned(compressor: Compressor, smoothness: Operator, dtype: Any) ->
             alpha=None,
             linear=spec.linear and not stacked,
             norm=norm,
+            layout=FIXED,
         ),
         accumulate=None if stacked else add,
         advance=None

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.arrays import key_data, like_of, wide, wide_like, wrap_key
+from jaxcomp.arrays import bounded, key_data, like_of, wide, wide_like, wrap_key
 from jaxcomp.backend import in_place, is_lazy, shared_program
 from jaxcomp.base import (
     Algorithm,
@@ -68,7 +68,7 @@ from jaxcomp.exchange.measure import (
 )
 from jaxcomp.exchange.routes import VIAS, Arrived, Parcel, Route, Way, route_of
 from jaxcomp.exchange.state import Description, MeanLocal, MeanShared, MeanState, frozen, is_mean, local_rows
-from jaxcomp.groups import Choice, Groups, Layout, groups_of, split
+from jaxcomp.groups import Choice, Groups, Layout, groups_of, split, warn_if_dense
 
 __all__ = ["Exchange", "Message", "exchange_of", "own_weights", "shares_of"]
 
@@ -105,6 +105,7 @@ class Exchange(NamedTuple):
         """The state for gradients like `tree`; or, if it starts there, of a method with this point."""
         axis = self.placement.workers
         groups = self._groups(axis_size(axis) if is_bound(axis) else local_rows(axis), tree)
+        warn_if_dense(self.name, groups)
         compressors = self._compressors(groups)
         shared_key, private_key = jax.random.split(wrap_key(self.root))
         route = State()
@@ -327,7 +328,7 @@ class Message:
 
     @property
     def direction(self) -> tuple[Any, ...]:
-        return self._means(lazy=True)
+        return self.mean if any(map(_limit_of, self.request.groups)) else self._means(lazy=True)
 
     @functools.cached_property
     def own(self) -> tuple[Any, ...]:
@@ -336,7 +337,13 @@ class Message:
     @property
     def residual(self) -> tuple[Any, ...]:
         each = zip(self.parcels, self.request.message, self.mine, strict=True)
-        return tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
+        left = tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
+        limits = tuple(map(_limit_of, self.request.groups))
+        if not any(limits):
+            return left
+        return tuple(
+            x if limit is None else _with_lost(x, m, limit) for x, m, limit in zip(left, self.mean, limits, strict=True)
+        )
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -372,6 +379,18 @@ class Message:
         add = lambda compressor: functools.partial(accumulate, compressor)
         each = zip(self.parcels, self.arrived, self.programs, strict=True)
         return tuple(_mean(parcel, arrived, self.way, add(program), lazy) for parcel, arrived, program in each)
+
+
+def _limit_of(group: Any) -> float | None:
+    """The largest number of a direction, where that is far below the largest of a memory: of gradients in f16."""
+    largest = float(jnp.finfo(group.dtype).max)
+    return largest if largest < float(jnp.finfo(jnp.float32).max) / 2 else None
+
+
+def _with_lost(left: Array, mean: Array, limit: float) -> Array:
+    """Memory with what is cut off the direction at its largest number: the workers' mean of it is that much larger."""
+    lost = mean - jnp.clip(mean, -limit, limit)
+    return jnp.where(lost != 0, bounded(left + lost.astype(left.dtype)), left)
 
 
 def _programs(request: Mean) -> tuple[Compressor, ...]:

@@ -163,5 +163,5 @@ def test_what_a_round_cost_is_a_table():
     assert repr(found) == str(found)
     assert lines[3].endswith("not measured")
     assert str(each).splitlines()[0].split() == ["worker", "0", "1"]
-    assert len(jax.tree.leaves(found)) == 8
+    assert len(jax.tree.leaves(found)) == 9
     assert jax.jit(lambda s: str(jc.info(s)).startswith("Info(lane_bytes=") + 0)(state) == 1
