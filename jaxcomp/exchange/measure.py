@@ -194,6 +194,21 @@ class Info(NamedTuple):
         """Name of the route, of a concrete `Info`."""
         return NAMES[int(np.max(np.asarray(self.route)))]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, of a concrete `Info`, for JSON and logs; None for what was not measured.
+
+        With each=True lists, one item for each worker.
+        """
+
+        def plain(x: Any) -> Any:
+            if isinstance(x, list):
+                return [plain(each) for each in x]
+            return None if isinstance(x, float) and x != x else x
+
+        values = {name: plain(np.asarray(getattr(self, name)).tolist()) for name in self._fields}
+        names = np.asarray(self.route).astype(int)
+        return values | {"route": [NAMES[i] for i in names] if names.ndim else NAMES[names]}
+
     def __str__(self) -> str:
         if any(isinstance(x, Tracer) or not hasattr(x, "shape") for x in self):
             return f"Info({', '.join(f'{name}={x}' for name, x in zip(self._fields, self, strict=True))})"

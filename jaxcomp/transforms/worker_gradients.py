@@ -172,6 +172,11 @@ def _differentiated(
         tree = what.join(trained, rest)
         out = how.function(tree, *part, **named)
         loss, extra = _pair(out) if how.has_aux else (out, None)
+        if isinstance(loss, tuple | list | dict):
+            raise TypeError(
+                f"value_and_grad: the loss must return a number; got a {type(loss).__name__}. With auxiliary values "
+                "beside it, say has_aux=True"
+            )
         loss = jnp.asarray(loss)
         after = what.part(tree)[1] if what.names else []
         kept = lambda old, new: new is old or _is_key(old)

@@ -135,7 +135,7 @@ def test_methods_with_an_iterate_go_on_after_huge_gradients(name):
 )
 @pytest.mark.parametrize("weights", [None, [1, 3]])
 def test_what_is_cut_off_the_direction_stays_in_memory(compressor, weights, seed):
-    """Codes may decode to more than the largest number of f16, at which the direction ends: up to all of it was lost."""
+    """Codes may decode to more than the largest number of f16, at which the direction ends: all of it was lost."""
     rng, largest = np.random.default_rng(seed), float(jnp.finfo(jnp.float16).max)
     size = rng.uniform(0.9, 1, 2048) * largest
     signs = rng.choice([-1, 1], 2048)
