@@ -11,7 +11,6 @@ groups, not of leaves.
 
 import collections
 import dataclasses
-import math
 import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -92,7 +91,7 @@ class Layout:
     whole_blocks: bool = False
     longest: int = LONGEST
     alone: int = 0
-    parts: tuple[tuple[str, "Layout"], ...] = ()
+    parts: tuple[tuple[Any, "Layout"], ...] = ()
     fixed: bool = False
 
     def together(self) -> "Layout":
@@ -114,7 +113,7 @@ class Group(NamedTuple):
     leaves: their numbers. shape: of the array, [d], or [rows, ...] of a stack. each: whether each leaf is a row of it.
     small: whether it goes as it is, uncompressed. number: among the groups that are compressed, by which their keys
     differ; None for one that has the key to itself. bucket: number of its bucket. part: of `by_path`, to which it
-    belongs.
+    belongs. sizes: entries of its leaves.
     """
 
     leaves: tuple[int, ...]
@@ -125,6 +124,7 @@ class Group(NamedTuple):
     number: int | None = None
     bucket: int = 0
     part: int = 0
+    sizes: tuple[int, ...] = ()
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
@@ -212,6 +212,7 @@ def groups_of(layout: Layout, tree: Any) -> Groups:
         ]
     else:
         groups = _grouped(layout, every, bare=is_array(tree))
+    groups = [group._replace(sizes=tuple(leaves[i].size for i in group.leaves)) for group in groups]
     return Groups(structure, shapes, dtypes, tuple(groups))
 
 
@@ -263,7 +264,7 @@ def _grouped(layout: Layout, leaves: dict[int, Any], bare: bool) -> list[Group]:
 def warn_if_dense(name: str, groups: Groups) -> None:
     """Warns where every leaf goes as it is, so that a compressor, or a matrix of it, does nothing."""
     if groups.groups and all(group.small for group in groups.groups):
-        size = sum(math.prod(shape) for shape in groups.shapes)
+        size = sum(leaf.size for leaf in jax.tree.leaves(groups.tree))
         warnings.warn(
             f"{name}: nothing is compressed: {len(groups.shapes)} leaves with {size} entries together are sent as they "
             "are, since small leaves cost more to compress than they save. To compress them all the same, wrap the "
@@ -348,15 +349,19 @@ def check_fits(groups: Groups, tree: Any) -> None:
 
 
 def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
-    """Inverse of `split`; an array may be a `backend.SparseSum`. What is too large for a leaf is its largest number.
+    """Inverse of `split`; an array may be a `backend.SparseSum` or `backend.Pieces`.
+
+    What is too large for a leaf is its largest number.
 
     like: tree whose dtypes the leaves get; None: those that were laid out.
     """
     dtypes = groups.dtypes if like is None else [leaf.dtype for leaf in jax.tree.leaves(like_of(like))]
     leaves: list[Any] = [None] * len(groups.shapes)
     for group, array in zip(groups.groups, arrays, strict=True):
-        vector = array if isinstance(array, SparseSum) else array.reshape(-1)
-        pieces = cut_apart(vector, [math.prod(groups.shapes[i]) for i in group.leaves])
+        if isinstance(array, Pieces):
+            pieces = array.leaves
+        else:
+            pieces = cut_apart(array if isinstance(array, SparseSum) else array.reshape(-1), group.sizes)
         for i, piece in zip(group.leaves, pieces, strict=True):
             leaf = lax.reshape(piece, groups.shapes[i])
             leaves[i] = leaf if leaf.dtype == dtypes[i] else bounded(leaf, dtypes[i])

@@ -10,6 +10,7 @@ from jaxcomp.arrays import like_of, size_of, wide
 from jaxcomp.backend import fold
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, entries, for_worker, overflow
 from jaxcomp.compressors.dense import cast
+from jaxcomp.factories import factory
 from jaxcomp.groups import FIXED
 from jaxcomp.payloads import LocalIndices, Sparse, global_indices, local_indices
 
@@ -18,6 +19,7 @@ __all__ = ["compose", "contract", "narrow"]
 Array = jax.Array
 
 
+@factory
 def contract(compressor: Compressor) -> Compressor:
     """Scales an unbiased compressor down until it contracts.
 
@@ -78,6 +80,7 @@ def contract(compressor: Compressor) -> Compressor:
     )
 
 
+@factory
 def compose(outer: Compressor, inner: Compressor) -> Compressor:
     """Compresses the values that another compressor selected: C(x) = outer with inner(values).
 
@@ -227,6 +230,7 @@ def _one_minus(omega: Bound) -> Bound:
     return lambda d: 1 - omega(d)
 
 
+@factory
 def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -> Compressor:
     """Lets the message of a sparsifier travel in fewer bits: 16 instead of 32 for values, indices or both.
 

@@ -31,6 +31,7 @@ from jaxcomp.compressors.schedule import target_of
 from jaxcomp.compressors.sketches import Coder, by_list, codes, counts_of, level_of, ordered, packed, table_of
 from jaxcomp.compressors.threshold import by_threshold, fixed
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.packing import pack, width_for
 from jaxcomp.payloads import LocalIndices, Sketch, Sparse
 
@@ -44,6 +45,7 @@ MOST_BUCKETS = 1 << 14
 ROOM = 0.25
 
 
+@factory
 def skcompress(
     sparsifier: Compressor | None = None,
     *,

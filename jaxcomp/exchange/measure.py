@@ -166,7 +166,7 @@ def _real(value: Any) -> Array:
 
 
 class Info(NamedTuple):
-    """One round of `compressed_mean`, averaged over the workers.
+    """One round of `compressed_mean`, averaged over the workers (of this process, where there are several).
 
     lane_bytes: bytes of a worker's payload, padding included.
     code_bits: bits of the code that `wire.encode` uses for its message.
@@ -242,6 +242,9 @@ class Info(NamedTuple):
 def info(state: Any, *, each: bool = False) -> Info:
     """Reads what the last round cost and lost.
 
+    Nothing is exchanged: among several processes each reads the rows of its own workers, so one of them may print it
+    alone.
+
     Args:
         state: of `compressed_mean` or `rounds`, or of any optimizer that contains it; several are added up.
             Inside the mapped function, or the whole state outside of it. Of a hierarchy, one level may be given.
@@ -309,9 +312,13 @@ def _dense_of(node: Any) -> int:
 
 
 def _here(x: Any) -> Any:
-    """A concrete array on one device: a handful of numbers is not worth programs among all."""
-    concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
-    return jnp.asarray(np.asarray(x)) if concrete else x
+    """A concrete array on one device: of this process's workers alone, so that no other process is waited for."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+        return x
+    if x.is_fully_addressable:
+        return jnp.asarray(np.asarray(x))
+    rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards}
+    return jnp.asarray(np.concatenate([rows[start] for start in sorted(rows)]))
 
 
 def _over_workers(rows: Info) -> Info:

@@ -239,10 +239,12 @@ def _mean(
         check_gradients(grads, placement)
 
         def given(groups):
-            return split(groups, grads, pieces=run.algorithm.pieces), jax.tree.leaves(grads)
+            with jax.named_scope("jc_layout"):
+                return split(groups, grads, pieces=run.algorithm.pieces), jax.tree.leaves(grads)
 
         direction, after = run.step(state, given)
-        return join(after.about.groups, direction, grads), after
+        with jax.named_scope("jc_layout"):
+            return join(after.about.groups, direction, grads), after
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]
 

@@ -184,7 +184,7 @@ REFUSED = {
     ),
     "has_aux": (
         lambda: jc.worker_value_and_grad(lambda w, x: (jnp.sum(w * x), x), mesh_of(2))(jnp.ones(3), jnp.ones((2, 3))),
-        "the loss must return a number; got a tuple.*say has_aux=True",
+        "the loss must return a number; got a tuple.*[Ss]ay has_aux=True",
     ),
     "condition": (lambda: traced(optax.conditionally_mask(MEAN, SECOND)), "Put the condition behind the mean"),
     "sam": (
