@@ -210,6 +210,12 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compres
         )
     if isinstance(axis_name, (Algorithm, Compressor)):
         raise TypeError(f"{name}: give algorithm before axis_name; got {axis_name!r} for axis_name")
+    for axis in axis_name if isinstance(axis_name, Mapping) else (axis_name,):
+        if not (axis is None or all(isinstance(each, str) for each in (axis if isinstance(axis, tuple) else (axis,)))):
+            raise TypeError(
+                f"{name}: axis_name must be the name of a mapped axis, a tuple of names, a mapping from these to "
+                f"algorithms, or None; got {axis!r}"
+            )
     if not isinstance(axis_name, Mapping):
         return {axis_name: algorithm}
     if algorithm is not None:
