@@ -531,7 +531,8 @@ def exchange_of(
         if algorithm.parts:
             raise ValueError(f"{name}: bucket_bytes does not go with by_path, whose parts share their collectives")
         if via not in ("auto", "sum", "gather"):
-            raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}')
+            why = "the other routes send one message, cut or coded as a whole, and wait for the whole gradient"
+            raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}: {why}')
         layout = layout.in_buckets(int(bucket_bytes))
     shares = None if weights is None else shares_of(name, weights)
     if not isinstance(root, Tracer):  # words on the host are of no mesh: a state may be made on any

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Array = jax.Array
-NAMES = (*ROUTES, SCATTER.name)
+NAMES = [*ROUTES, SCATTER.name]  # and those of routes of the user's own, as they are met
 
 
 class Errors(NamedTuple):
@@ -129,7 +129,7 @@ def count_message(parcels: Sequence[Any], message: Sequence[Any], carried: Any, 
         entries=total(num_entries),
         size=_real(float(sum(x.size for x in message))),
         sent_bytes=_real(carried.sent_bytes),
-        route=jnp.asarray(NAMES.index(carried.route), jnp.int32),
+        route=jnp.asarray(_number_of(carried.route), jnp.int32),
     )
 
 
@@ -142,8 +142,14 @@ def count_sum(arrays: Any, sent_bytes: float) -> Counts:
         entries=_real(size),
         size=_real(size),
         sent_bytes=_real(sent_bytes),
-        route=jnp.asarray(NAMES.index("sum"), jnp.int32),
+        route=jnp.asarray(_number_of("sum"), jnp.int32),
     )
+
+
+def _number_of(route: str) -> int:
+    if route not in NAMES:
+        NAMES.append(route)
+    return NAMES.index(route)
 
 
 def _real(value: Any) -> Array:
@@ -165,7 +171,8 @@ class Info(NamedTuple):
     nonfinite: NaN or infinite gradient entries, summed over workers. NaN unless measured.
     overflow: chosen entries that found no place in the static capacity, summed over workers.
     sent_bytes: bytes a worker sends in the exchange, every hop counted, as the compiled program does.
-    route: how the payloads travelled, as a place in `jaxcomp.exchange.ROUTES`; `chosen` is its name.
+    route: how the payloads travelled, as a place in `jaxcomp.exchange.ROUTES` (behind them, of your own); `chosen` is
+        its name.
     """
 
     lane_bytes: Array

@@ -32,6 +32,7 @@ from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, axis_size, is_bound, known_equal, varying
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.measure import no_counts
+from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean, own_at_device, own_off_device
 from jaxcomp.floats import rounded_to, stored
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
@@ -80,7 +81,7 @@ def local_updates(
     fragments: int = 1,
     delay: int = 0,
     mixing: float = 0.0,
-    via: str = "auto",
+    via: str | Route = "auto",
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
     measure: bool | int = False,

@@ -108,8 +108,9 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
         elif isinstance(leaf, Tracer):
             if automatic:
                 raise ValueError(
-                    f"{name}: inside jit, how parameters are cut over the automatic axis {automatic[0]!r} is not "
-                    "known. Call init outside of jit on parameters that are placed on the mesh, or give param_specs."
+                    f"{name}: inside jit, and under jax.eval_shape, how parameters are cut over the automatic axis "
+                    f"{automatic[0]!r} is not known: JAX does not hand on the sharding of what it is given. Call init "
+                    "outside, on parameters that are placed on the mesh, or give param_specs."
                 )
             if not jax.typeof(leaf).sharding.mesh.empty:
                 return jax.typeof(leaf).sharding.spec

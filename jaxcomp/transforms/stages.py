@@ -59,17 +59,19 @@ def gradients_on_mesh(
         found = worker_gradients(how, what, axis, trained, rest, batch, named, scale)
         return found._replace(grads=jax.tree.map(lambda g: g[None], found.grads))
 
-    kinds = jax.tree.map(lambda kind: P(workers) if kind == "each" else P(), jax.tree.unflatten(*how.kinds))
+    # In the order of the mesh, as batches lie, whatever the order of the exchanges is: else the batch would be moved.
+    cut = tuple(name for name in mesh.axis_names if name in workers)
+    kinds = jax.tree.map(lambda kind: P(cut) if kind == "each" else P(), jax.tree.unflatten(*how.kinds))
     stage = jax.shard_map(
         one,
         mesh=_unless_in_force(mesh),
-        in_specs=(P(), P(), P(workers), P(), P()),
+        in_specs=(P(), P(), P(cut), P(), P()),
         out_specs=Gradients(P(), kinds, P(), P(workers), P()),  # pyright: ignore[reportArgumentType]
         axis_names=set(workers),
         check_vma=False,  # so that a loss may hold loops whose carry begins with zeros, as under plain jit
     )
     whole = lambda tree: jax.tree.map(lambda x: laid_out(x, without(_spec(x), workers), mesh), tree)
-    batch = jax.tree.map(lambda x: laid_out(x, _batch_spec(x, workers), mesh), batch)
+    batch = jax.tree.map(lambda x: laid_out(x, _batch_spec(x, cut), mesh), batch)
     return stage(whole(trained), whole(rest), batch, whole(named), scale)
 
 
