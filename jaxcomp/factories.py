@@ -23,7 +23,8 @@ from jaxcomp.base import Algorithm, Compressor
 
 __all__ = ["Made", "described", "factory", "from_config", "options_in"]
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 FEW = 16  # numbers that a description shows one by one
 ROUNDS = (0, 1, 10, 100, 1000, 10_000)  # at which a schedule is described
 

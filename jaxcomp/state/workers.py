@@ -153,8 +153,8 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
         where = lambda mean: f"cut over {', '.join(mean.about.placement.shards)}" if _has_shards(mean) else "whole"
         raise Misfit(
             f"the parameters are {where(old)} in the one and {where(new)} in the other (a mesh axis of length 1 cuts "
-            "nothing). jc.compressed_mean(..., sharded=specs) with jc.init_state names the axis whatever its length, and "
-            "its shards may become fewer, down to one"
+            "nothing). jc.compressed_mean(..., sharded=specs) with jc.init_state names the axis whatever its length, "
+            "and its shards may become fewer, down to one"
         )
     if not same(old.about, new.about):
         raise Misfit(

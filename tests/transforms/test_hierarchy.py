@@ -111,7 +111,7 @@ def test_a_batch_stays_where_it_lies_whatever_the_order_of_the_levels(seed):
     w = jax.device_put(jnp.ones(2048), NamedSharding(mesh, P()))
     x = jax.random.normal(jax.random.key(seed), (64, 2048))
     loss = lambda w, x: jnp.mean((x @ w) ** 2)
-    grad_fn = jc.value_and_grad(loss, axis_name=levels, has_aux=False)
+    grad_fn = jc.value_and_grad(loss, axis_name=levels)
     state, placed = grad_fn.init(w), jax.device_put(x, NamedSharding(mesh, BOTH))
     book = jc.ledger(jax.jit(grad_fn), w, state, placed)
     assert book.total_bytes < 4 * w.size + 4 * w.size  # dense over ici, a twentieth over dcn; the batch has 524,288
