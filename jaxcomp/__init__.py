@@ -81,6 +81,7 @@ from jaxcomp.compressors import (
 )
 from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.measure import Info, info
+from jaxcomp.expect import expect
 from jaxcomp.factories import from_config
 from jaxcomp.groups import Layout
 from jaxcomp.ledger import Ledger, ledger
@@ -94,11 +95,14 @@ from jaxcomp.state.specs import init_state, per_worker, state_specs
 from jaxcomp.state.workers import redistribute
 from jaxcomp.transforms import (
     DynamicScale,
+    WorkerGradients,
+    check_loss,
     compressed_mean,
     demo,
     local_process,
     local_steps,
     local_updates,
+    mean_over,
     onebit_adam,
     value_and_grad,
     worker_value_and_grad,
@@ -121,12 +125,14 @@ __all__ = [
     "Spec",
     "State",
     "WireError",
+    "WorkerGradients",
     "allocate",
     "bernoulli",
     "binned",
     "block_scaled",
     "by_path",
     "cast",
+    "check_loss",
     "check_replicas",
     "chunked",
     "code_bits",
@@ -146,6 +152,7 @@ __all__ = [
     "eden",
     "ef21",
     "error_feedback",
+    "expect",
     "fetch_sgd",
     "flat",
     "from_config",
@@ -159,6 +166,7 @@ __all__ = [
     "local_updates",
     "loco",
     "majority_vote",
+    "mean_over",
     "methods",
     "metrics",
     "narrow",

@@ -1,4 +1,4 @@
-"""What made a compressor or an algorithm: the name of its factory, and the options that are not the default.
+"""Factories say what they made: a compressor or an algorithm knows the factory and the options that made it.
 
 Compressors and algorithms are functions that close over their options, so the options are written down where they are
 given: `factory` decorates every function that makes one. From that follow descriptions, by which processes find out

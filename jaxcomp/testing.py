@@ -250,7 +250,7 @@ def z_bound(false_alarm: float, num_tests: int) -> float:
 
 
 def _close(got: Any, want: Any, rtol: float, atol: float) -> str | None:
-    """Where and how far two arrays differ; None where they do not."""
+    """Says where and how far two arrays differ; None where they do not."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     if got.shape != want.shape:
         return f"shape {got.shape} instead of {want.shape}"
@@ -541,7 +541,7 @@ class _Run(NamedTuple):
 
 
 AXIS = "workers"
-TREE = {"bias": jnp.zeros(7), "empty": jnp.zeros((0, 3)), "scalar": jnp.zeros(()), "kernel": jnp.zeros((40, 50))}
+SHAPES = {"bias": (7,), "empty": (0, 3), "scalar": (), "kernel": (40, 50)}
 
 
 def check_algorithm(
@@ -580,7 +580,9 @@ def check_algorithm(
     check_is_algorithm("testing.check_algorithm", algorithm)
     if workers < 2:
         raise ValueError(f"testing.check_algorithm: workers must be at least 2; got {workers}")
-    params = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.result_type(p)), TREE if params is None else params)
+    if params is None:
+        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    params = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.result_type(p)), params)
     run = functools.cache(lambda: _run_of(algorithm, params, workers))
     return _all_hold(repr(algorithm).strip("<>"), ALGORITHM_LAWS, laws, lambda law: ALGORITHM_LAWS[law](run(), seed))
 
@@ -688,7 +690,7 @@ def _worlds(run: _Run, seed: int) -> None:
 
 
 def _handed_on(run: _Run, seed: int) -> None:
-    """By its roles the state can be handed on to fewer workers, unless one is "gradient"."""
+    """The state can be handed on to fewer workers by its roles, unless one is "gradient"."""
     if _has_role(run.algorithm.roles, "gradient"):
         return
     _, state = run.step(run.grads(seed), run.state)

@@ -86,4 +86,4 @@ def isega(
         return x, IsegaState(x, shift, sent.states)
 
     roles = {"x": "iterate", "shift": "shift", "compressor": "compressor"}
-    return Algorithm(init, update, roles, compressor, point=lambda state: state.x)
+    return Algorithm(init, update, roles, compressor, point=lambda state: state.x, rereads=True)

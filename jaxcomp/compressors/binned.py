@@ -101,7 +101,7 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
         width = jnp.maximum(sigma * (SPAN / count), jnp.finfo(x.dtype).tiny)
         place = jnp.clip(jnp.floor(centred / width), -count // 2, count // 2 - 1)
         codes = (place + count // 2).astype(jnp.int32)
-        means = _means(rows, codes, real, mean + width * (np.arange(count) - (count - 1) / 2).astype(x.dtype))
+        means = _means(rows, codes, real, mean + width * (np.arange(count)[None] - (count - 1) / 2).astype(x.dtype))
         for _ in range(int(refine)):
             edges = (means[:, 1:] + means[:, :-1]) / 2
             codes = jnp.sum(rows[:, :, None] > edges[:, None, :], axis=2, dtype=jnp.int32)

@@ -126,12 +126,12 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
 def _values_like(outer: Compressor, inner: str, like: Any) -> jax.ShapeDtypeStruct:
     """Shape of the values that `outer` selects; ValueError where it sends none, with the name of `inner`."""
 
-    def payload_of(key):
+    def payload_of(shared_key, key):
         x = jnp.zeros(like.shape, like.dtype)
-        state = outer.init(key, like)
+        state = outer.init(shared_key, like)
         return outer.compress(key, x, State(state.local, for_worker(outer, state.shared, 0)))[0]
 
-    payload = jax.eval_shape(payload_of, jax.random.key(0))
+    payload = jax.eval_shape(payload_of, jax.random.key(0), jax.random.key(1))
     if not isinstance(getattr(payload, "values", None), jax.ShapeDtypeStruct):
         raise ValueError(
             f"compose: {outer.spec.name} sends {type(payload).__name__}, which has no array of values for "

@@ -142,6 +142,7 @@ def _cast_scaled(kind: Any, layout: Callable[[int], Blocks], block_size: int | N
             alpha=lambda d: 1 - unit**2 - tiny**2 * layout(d).largest,
             linear=False,
             layout=WHOLE_BLOCKS,
+            entrywise=True,
         ),
     )
 
@@ -184,5 +185,12 @@ def natural() -> Compressor:
     return on_vectors(
         compress=compress,
         decompress=decompress,
-        spec=Spec("natural", lambda d: 1 / 8, alpha=lambda d: 1 - 1 / 8, linear=False, layout=WHOLE_BLOCKS),
+        spec=Spec(
+            "natural",
+            lambda d: 1 / 8,
+            alpha=lambda d: 1 - 1 / 8,
+            linear=False,
+            layout=WHOLE_BLOCKS,
+            entrywise=True,
+        ),
     )

@@ -315,6 +315,6 @@ def _dithering(
         compress=compress,
         decompress=decompress,
         accumulate=accumulate,
-        spec=Spec(name, omega=lambda d: steps.omega(layout(d), d, short), alpha=None, linear=False),
+        spec=Spec(name, omega=lambda d: steps.omega(layout(d), d, short), alpha=None, linear=False, entrywise=True),
         for_worker=functools.partial(row_of, "dithering") if per_worker else None,
     )

@@ -214,12 +214,12 @@ def _compressor(name: str, selector: Compressor, coder: Coder, q: int, rows: int
 def _num_selected(selector: Compressor, like: Any) -> int:
     """Places in what the sparsifier sends; ValueError if that has no plain values and indices."""
 
-    def one(key):
-        state = selector.init(key, like)
+    def one(shared_key, key):
+        state = selector.init(shared_key, like)
         shared = for_worker(selector, state.shared, 0)
         return selector.compress(key, jnp.zeros(like.shape, like.dtype), State(state.local, shared))[0]
 
-    payload = jax.eval_shape(one, jax.random.key(0))
+    payload = jax.eval_shape(one, jax.random.key(0), jax.random.key(1))
     plain = isinstance(payload, Sparse) and isinstance(payload.values, jax.ShapeDtypeStruct)
     if not plain or isinstance(payload.indices, LocalIndices):
         raise ValueError(

@@ -90,7 +90,7 @@ def _listed(texts: list[str], size: int) -> str:
 
 
 def differences(each: Sequence[Options], who: Sequence[str]) -> str | None:
-    """What differs, and where, in words; None where all are equal.
+    """Says what differs and where; None where all are equal.
 
     Args:
         each: the options of each process. who: how each is called.

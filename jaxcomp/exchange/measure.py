@@ -3,6 +3,7 @@
 A side exit of the road: nothing here changes what is sent.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,8 +40,11 @@ Array = jax.Array
 NAMES = [*ROUTES, SCATTER.name]  # and those of routes of the user's own, as they are met
 
 
+NOT_MEASURED = -1.0  # in a state, where NaN would stop every run under jax_debug_nans; `info` says NaN
+
+
 class Errors(NamedTuple):
-    """Norms of C(m) - m and of m, which take passes over the gradient; NaN where they were not asked for."""
+    """Norms of C(m) - m and of m, which take passes over the gradient; -1 where they were not asked for."""
 
     error: Array
     norm: Array
@@ -62,7 +66,7 @@ class Counts(NamedTuple):
 
 def no_errors() -> Errors:
     """Nothing was measured."""
-    return Errors(*(jnp.full((), jnp.nan, jnp.float32),) * 3)
+    return Errors(*(jnp.full((), NOT_MEASURED, jnp.float32),) * 3)
 
 
 def no_counts() -> Counts:
@@ -81,8 +85,14 @@ def add_counts(counts: list[Counts]) -> Counts:
 
 def joint_errors(every: Sequence[Errors]) -> Errors:
     """Errors of several messages together; of one at least."""
-    of = lambda name: joint_norm([getattr(each, name) for each in every])
+    of = lambda name: _joint([getattr(each, name) for each in every])
     return Errors(of("error"), of("norm"), every[0].nonfinite)
+
+
+def _joint(norms: list[Array]) -> Array:
+    """The joint norm, where all were measured."""
+    measured = functools.reduce(jnp.minimum, norms) >= 0
+    return jnp.where(measured, joint_norm(norms), jnp.float32(NOT_MEASURED))
 
 
 def errors_of(message: Any, own: Any) -> Errors:
@@ -258,19 +268,25 @@ def info(state: Any, *, each: bool = False) -> Info:
         raise ValueError("info: there is no compressed_mean in this state")
     for node in nodes:
         check_rows("info", node)
+    with jax.debug_nans(False):  # NaN is what is not known
+        return _read(nodes, each)
+
+
+def _read(nodes: list[Any], each: bool) -> Info:
     rows = [jax.tree.map(lambda x: jnp.reshape(_here(x), (-1,)), node.local.counts) for node in nodes]
     if len({row.size.size for row in rows}) > 1:  # levels of a hierarchy
         if each:
             raise ValueError("info: levels have different numbers of workers; leave each=True out, or give one level")
         rows = [jax.tree.map(lambda x: jnp.mean(x, keepdims=True), row) for row in rows]
     counts = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), *rows)
-    error, norm = (joint_norm([getattr(row.errors, name) for row in rows]) for name in ("error", "norm"))
+    known = lambda norms: jnp.where(functools.reduce(jnp.minimum, norms) >= 0, 1, jnp.nan).astype(jnp.float32)
+    error, norm = ([getattr(row.errors, name) for row in rows] for name in ("error", "norm"))
     result = Info(
         counts.lane_bytes,
         counts.code_bits,
         counts.entries / counts.size,
-        error / norm,
-        counts.errors.nonfinite,
+        known(error) * joint_norm(error) / joint_norm(norm),
+        known([row.errors.nonfinite for row in rows]) * counts.errors.nonfinite,
         counts.overflow,
         counts.sent_bytes,
         jnp.max(jnp.stack([row.route for row in rows]), axis=0),

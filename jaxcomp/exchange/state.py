@@ -70,12 +70,14 @@ class Description:
     """Description of a state: static, and compared before the state is used.
 
     roles: `Algorithm.roles` as nested tuples, by which the state is handed on to other workers.
+    route: name of the route that via="auto" chose for this tree and number of workers, where it needs another layout.
     options: of the transformation that made it, for `exchange.agreement`. A state may be used with others.
     """
 
     placement: Placement
     groups: Groups
     roles: tuple
+    route: str = ""
     options: str = dataclasses.field(default="", compare=False, repr=False)
 
 
