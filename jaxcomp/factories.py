@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -119,7 +120,7 @@ def _array(value: Any) -> str:
     kind = f"{value.dtype}{list(value.shape)}"
     if isinstance(value, Tracer):
         return f"traced {kind}"
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     value = np.asarray(value)
     if value.size <= FEW:

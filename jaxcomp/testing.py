@@ -213,13 +213,13 @@ class Subject:
     @functools.cached_property
     def norms(self) -> Callable[[Any], np.ndarray]:
         """x [n, d] -> |x|^2 of each, in the norm in which omega and alpha hold."""
-        c = self.compressor
-        if c.spec.norm is None:
-            return lambda x: np.sum(np.square(x), axis=1)
+        c, norm_of = self.compressor, self.compressor.spec.norm
+        if norm_of is None:
+            return lambda x: np.asarray(np.sum(np.square(x), axis=1))
 
         def norm(x):
             state = c.init(jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))
-            return c.spec.norm(x, for_worker(c, state.shared, 0))
+            return norm_of(x, for_worker(c, state.shared, 0))
 
         run = jax.jit(jax.vmap(norm))
         return lambda x: np.asarray(run(jnp.asarray(x, jnp.float32)))
@@ -233,7 +233,7 @@ class Subject:
             mean, spread = error(self.one_round(x, self.key)[2][None])[0], 0.0
         else:
             mean, spread = monte_carlo(lambda keys: error(self.drawn(keys, x)), self.key, draws)
-        return float(mean), float(spread), float(self.norms(exact[None] / largest)[0])
+        return float(mean), float(spread), float(self.norms(np.asarray(exact)[None] / largest)[0])
 
 
 def monte_carlo(draws: Callable[[Array], Any], key: Array, num_draws: int, batch: int = 256) -> tuple[Any, Any]:

@@ -58,6 +58,7 @@ from jaxcomp.exchange.axes import (
 from jaxcomp.exchange.collectives import share_of, summed, whole_of
 from jaxcomp.exchange.links import DEFAULT, Link, check_link
 from jaxcomp.exchange.measure import (
+    NAMES,
     Counts,
     Errors,
     add_counts,
@@ -559,6 +560,8 @@ def exchange_of(
     if not isinstance(via, Route) and via not in VIAS:
         raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
     route = via if isinstance(via, Route) else route_of(via)
+    if isinstance(via, Route) and via.name not in NAMES:
+        NAMES.append(via.name)  # of the user's own
     if "link" in options:
         check_link(name, options["link"])
     layout = layout_of(algorithm)

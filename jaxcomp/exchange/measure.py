@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Array = jax.Array
-NAMES = [*ROUTES, SCATTER.name]  # and those of routes of the user's own, as they are met
+NAMES = [*ROUTES, SCATTER.name]  # and those of routes of the user's own, once they are given
 
 
 NOT_MEASURED = -1.0  # in a state, where NaN would stop every run under jax_debug_nans; `info` says NaN
@@ -139,7 +139,7 @@ def count_message(parcels: Sequence[Any], message: Sequence[Any], carried: Any, 
         entries=total(num_entries),
         size=_real(float(sum(x.size for x in message))),
         sent_bytes=_real(carried.sent_bytes),
-        route=jnp.asarray(_number_of(carried.route), jnp.int32),
+        route=jnp.asarray(NAMES.index(carried.route), jnp.int32),
     )
 
 
@@ -152,14 +152,8 @@ def count_sum(arrays: Any, sent_bytes: float) -> Counts:
         entries=_real(size),
         size=_real(size),
         sent_bytes=_real(sent_bytes),
-        route=jnp.asarray(_number_of("sum"), jnp.int32),
+        route=jnp.asarray(NAMES.index("sum"), jnp.int32),
     )
-
-
-def _number_of(route: str) -> int:
-    if route not in NAMES:
-        NAMES.append(route)
-    return NAMES.index(route)
 
 
 def _real(value: Any) -> Array:

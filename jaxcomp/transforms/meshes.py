@@ -144,8 +144,8 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
         elif isinstance(leaf, Tracer):
             if automatic:
                 raise ValueError(
-                    f"{name}: inside jit, and under jax.eval_shape, how parameters are cut over the automatic axis "
-                    f"{automatic[0]!r} is not known: JAX does not hand on the sharding of what it is given. Call init "
+                    f"{name}: inside jit, how parameters are cut over the automatic axis {automatic[0]!r} is not "
+                    "known, nor under jax.eval_shape: JAX does not hand on the sharding of what it is given. Call init "
                     "outside, on parameters that are placed on the mesh, or give param_specs."
                 )
             if not jax.typeof(leaf).sharding.mesh.empty:
@@ -262,7 +262,7 @@ def check_kept(found: Own) -> None:
 
 
 def _in_order(mesh: Any, workers: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes in the order of the mesh, as batches lie, whatever the order of the exchanges is: else they would move."""
+    """The axes in the order of the mesh, as batches lie: in that of the exchanges they would be moved."""
     return tuple(name for name in mesh.axis_names if name in workers)
 
 
