@@ -37,6 +37,24 @@ SENT: dict[str, Callable[[int, int], float]] = {
 }
 
 UNKNOWN = "unknown: "
+# Instructions that take time: others move nothing, or little.
+COMPUTES = frozenset(
+    [
+        "fusion",
+        "dot",
+        "convolution",
+        "custom-call",
+        "while",
+        "conditional",
+        "call",
+        "reduce",
+        "reduce-window",
+        "sort",
+        "scatter",
+        "gather",
+        "fft",
+    ]
+)
 PACKAGE = f"{Path(__file__).parent}/"
 
 
@@ -62,6 +80,8 @@ class Row(NamedTuple):
         slices.
     source: line of the program that it comes from, as "file:line (function)": of the caller, where it is one of
         jaxcomp. "" where the compiler does not say.
+    beside: how many instructions that compute are scheduled between its start and its end, and so may run beside it;
+        None where it has no start and end of its own, or the text is no schedule.
     """
 
     op: str
@@ -78,6 +98,7 @@ class Row(NamedTuple):
     slices: tuple[tuple[int, ...], ...] = ()
     slice_bytes: float = 0.0
     source: str = ""
+    beside: int | None = None
 
     @property
     def is_unknown(self) -> bool:
@@ -116,6 +137,7 @@ class Module:
         replicas = re.search(r"replica_count=(\d+)", header)
         self.devices = int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
         self.computations: dict[str, dict[str, Instruction]] = {}
+        self.is_scheduled = "is_scheduled=true" in header
         self.sources = Sources(text.partition("\n%")[0])
         self.channels: set[str] = set()  # of collectives in fusions that were counted
         self.entry = ""
@@ -144,7 +166,8 @@ class Module:
             if op in SENT or op == "send" or unknown_kind(instruction, False):
                 source = self.sources.of(attributes, PACKAGE)
                 made = self.rows_of(op, instruction, computation, times, branch)
-                more = [row._replace(source=source) for row in made]
+                beside = self.beside(instruction, computation)
+                more = [row._replace(source=source, beside=beside) for row in made]
                 rows += more
                 total += sum(row.sent_bytes for row in more)
             elif op == "while":
@@ -187,6 +210,23 @@ class Module:
         known = bool(channels) and channels <= self.channels
         self.channels |= channels
         return known
+
+    def beside(self, instruction: Instruction, computation: str) -> int | None:
+        """How many instructions that compute are scheduled between the start of a collective and its end.
+
+        That of a `send` is the `recv-done` of what comes back under the same name.
+        """
+        every = list(self.computations[computation].values())
+        starts, first = instruction.op.endswith("-start") or instruction.op == "send", every.index(instruction)
+        if not (self.is_scheduled and starts):
+            return None
+        begun = {instruction.name}
+        if instruction.op == "send":
+            name = rendezvous_of(instruction.attributes)
+            begun |= {i.name for i in every if i.op == "recv" and rendezvous_of(i.attributes) == name}
+        reads = lambda i: {part.split()[-1].lstrip("%") for part in split_list(i.operands)} & begun
+        ends = [n for n, i in enumerate(every) if i.op.endswith("-done") and i.op != "send-done" and reads(i)]
+        return sum(i.op in COMPUTES for i in every[first : max(ends)]) if ends else None
 
     def rows_of(
         self, op: str, instruction: Instruction, computation: str, times: int | None, branch: str
