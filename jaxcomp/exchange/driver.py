@@ -285,7 +285,7 @@ class _Turn:
         n = axis_size(self.way.axis)
         dense = 8 * (n - 1) / n * sum(x.size for x in given)
         known = not isinstance(carried.sent_bytes, Tracer) and not self.way.replicas  # which add bytes on other axes
-        if known and carried.sent_bytes > dense + PADDING:
+        if known and carried.sent_bytes > 1.01 * dense + PADDING:
             warnings.warn(MORE.format(self.exchange.name, carried.sent_bytes, n, carried.route, dense), stacklevel=2)
         count = count_message(parcels, given, carried, self.exchange.code)
         left = [overflow(*pair) for message in messages for pair in message.locals]

@@ -22,7 +22,7 @@ def test_parameters_are_those_of_the_name():
 
 @pytest.mark.parametrize("text", ["v5e:4x4", "1xv5e:4x4", "2xa100", "2xh100:4", "axv5e:2x2"])
 def test_what_are_no_pods_is_refused(text):
-    with pytest.raises(UserError, match="pods must be like|say 2xh100"):
+    with pytest.raises(UserError, match=r"pods must be like|say 2xh100"):
         pods.pods_of(text)
 
 
