@@ -47,6 +47,7 @@ EXPERIMENTS = {
     "bench select": ("bench.select", "thresholds and compaction against sorts, over sizes"),
     "bench skcompress": ("bench.skcompress", "sketches and quantile buckets in jit and as bytes, against one sort"),
     "bench step": ("bench.step", "one update of a GPT's tree: time and memory beside a plain pmean"),
+    "bench text": ("bench.text", "what codecs and steps move on an H100, counted in the text made by its compiler"),
     "bench trees": ("bench.trees", "a GPT's whole tree: compile time and memory, beside a plain psum"),
     "bench smoothness": ("bench.smoothness", "the parts of a DIANA+ round, against the gradients"),
     "bench wire": ("bench.wire", "the worst time and memory of decoding mutated messages"),

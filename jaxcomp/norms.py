@@ -9,10 +9,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcomp.arrays import finite
-from jaxcomp.backend import fast_if, in_parts, largest_finite
+from jaxcomp.backend import fast_if, in_parts, largest_finite, only_if
 from jaxcomp.floats import exponent_of, power_of_two
 
 __all__ = ["block_norms", "max_abs", "room"]
@@ -61,9 +60,7 @@ def block_norms(rows: Array, order: float) -> Array:
     info = jnp.finfo(rows.dtype)
     squares = jnp.sum(jnp.square(rows), axis=-1)
     plain = jnp.all((squares > info.tiny * 2.0**40) & (squares < info.max))
-    return lax.cond(
-        plain, lambda rows, squares: jnp.sqrt(squares), lambda rows, _: _scaled_norms(rows, 2), rows, squares
-    )
+    return only_if(~plain, lambda _, rows: _scaled_norms(rows, 2), jnp.sqrt(squares), rows)
 
 
 def _scaled_norms(rows: Array, order: float) -> Array:

@@ -10,6 +10,7 @@
 Cost O(d + capacity): the d entries are read once, everything else touches d/32 words.
 """
 
+import itertools
 import math
 from typing import NamedTuple
 
@@ -17,7 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp import select_cpu
 from jaxcomp.arrays import finite, wide
+from jaxcomp.backend import form, only_if
 from jaxcomp.norms import max_abs
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
     "first_bits",
     "indices_of_words",
     "largest",
+    "largest_in_row",
     "magnitude",
     "marked_above",
     "mask_words",
@@ -41,7 +45,9 @@ Array = jax.Array
 U32 = jnp.uint32
 I32 = jnp.int32
 FANS = ((16, 16), (4, 0.5))  # words of a block, and for how many words a place, at least
-TILE = 32
+TILE = 32 * 128  # entries
+FEW, LONG = 15, 1 << 12  # thresholds in one pass over rows, and entries from which a pass takes 255
+CHILDREN, ROOT = 64, 512  # blocks of a node, and at most of the root, in the search of a rank
 RUN = 4  # entries
 MANY_RUNS = 4096
 SAMPLED = 128  # entries of the sample that `largest` expects above its threshold
@@ -60,14 +66,40 @@ def mask_words(mask: Array) -> Array:
     [5]
     """
 
-    def words(bits: Array) -> Array:
-        return jnp.sum(bits.reshape(-1, 32).astype(U32) << lax.iota(U32, 32), axis=1, dtype=U32)
-
+    tiles = form(_tiles, lambda mask: 0)(mask)
     # The last word apart: with all of a mask padded, XLA for CPU takes five times as long.
     whole = mask.shape[0] // 32 * 32
+    parts = [_tile_words(mask[: tiles * TILE])] if tiles else []
+    parts += [_row_words(mask[tiles * TILE : whole])] if whole > tiles * TILE or not tiles else []
     rest = mask[whole:]
-    first = words(mask[:whole])
-    return jnp.concatenate([first, words(jnp.pad(rest, (0, 32 - rest.shape[0])))]) if rest.shape[0] else first
+    parts += [_row_words(jnp.pad(rest, (0, 32 - rest.shape[0])))] if rest.shape[0] else []
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _row_words(bits: Array) -> Array:
+    return jnp.sum(bits.reshape(-1, 32).astype(U32) << lax.iota(U32, 32)[None], axis=1, dtype=U32)
+
+
+def _tiles(mask: Array) -> int:
+    return mask.shape[0] // TILE
+
+
+def _tile_words(mask: Array) -> Array:
+    """The same of whole tiles of 32 x 128 entries, in which neighbours stay neighbours: first words of 32 entries that
+    stand below one another, then these bits in their order. A GPU takes twice as long for sums over 32 neighbours.
+    """
+    below = _joined_bits(mask.reshape(-1, 32, 128).astype(U32), 1)  # [tiles, 1, 128], which is d / 32 words
+    below = lax.optimization_barrier(below).reshape(-1, 1, 4, 32)
+    bits = (below >> lax.iota(U32, 32)[None, :, None, None]) & U32(1)  # [tiles, 32, 4, 32]
+    return _joined_bits(bits, 3).reshape(-1)
+
+
+def _joined_bits(bits: Array, axis: int) -> Array:
+    """32 bits along an axis as one word, in five halvings."""
+    for half in (16, 8, 4, 2, 1):
+        low, high = jnp.split(bits, 2, axis)
+        bits = low | (high << U32(half))
+    return bits
 
 
 def count_words(words: Array) -> Array:
@@ -76,13 +108,8 @@ def count_words(words: Array) -> Array:
     >>> print(count_words(jnp.array([5, 1], jnp.uint32)))
     3
     """
-    counts = lax.population_count(words).astype(I32)
-    while counts.shape[0] > TILE:
-        # XLA's CPU backend makes a kernel for each factor of 32 in the length of a reduction. Here it is one for each
-        # factor of 1024; the barrier keeps two of them from being seen as one.
-        tiles = lax.optimization_barrier(jnp.pad(counts, (0, -counts.shape[0] % TILE**2)).reshape(-1, TILE, TILE))
-        counts = jnp.sum(tiles, axis=(1, 2), dtype=I32)
-    return jnp.sum(counts, dtype=I32)
+    portable = lambda words: jnp.sum(lax.population_count(words).astype(I32), dtype=I32)
+    return form(portable, select_cpu.count_words)(words)
 
 
 def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Array]:
@@ -108,12 +135,9 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
     blocks = -(-words.shape[0] // fan)
     words = jnp.pad(words, (0, fan * blocks - words.shape[0])).reshape(blocks, fan)
     counts = jnp.sum(lax.population_count(words).astype(I32), axis=1, dtype=I32)
-    ends = jnp.cumsum(counts, dtype=I32)
-    starts = ends - counts
-    number = lax.iota(I32, blocks)
-    first = jnp.zeros((capacity,), I32).at[jnp.where(counts > 0, starts, capacity)].set(number, mode="drop")
-    block, rank = lax.cummax(first), lax.iota(I32, capacity)
-    row, left = words[block], rank - starts[block]
+    block, start, total = form(_block_of_rank, select_cpu.block_of_rank)(counts, capacity)
+    rank = lax.iota(I32, capacity)
+    row, left = words[block], rank - start
     word, place, below, before = row[:, 0], fan * block, jnp.zeros_like(left), jnp.zeros_like(left)
     for i in range(1, fan):
         below = below + lax.population_count(row[:, i - 1]).astype(I32)
@@ -121,7 +145,43 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
         word, place = jnp.where(later, row[:, i], word), jnp.where(later, fan * block + i, place)
         before = jnp.where(later, below, before)
     index = 32 * place + _bit_of_rank(word, left - before)
-    return jnp.where(rank < ends[-1], index, size), ends[-1]
+    return jnp.where(rank < total, index, size), total
+
+
+def _block_of_rank(counts: Array, capacity: int) -> tuple[Array, Array, Array]:
+    """Where the rank-th of all ones lies, for ranks below the capacity.
+
+    Args:
+        counts: i32[b], ones in each block.
+
+    Returns:
+        the number of its block and how many ones lie before that, both i32[capacity], of ranks that do not occur
+        those of any block; how many there are in all, i32[].
+    """
+    block, start, total = _descend(counts, lax.iota(I32, capacity))
+    return jnp.minimum(block, counts.shape[0] - 1), start, total
+
+
+def _descend(counts: Array, rank: Array) -> tuple[Array, Array, Array]:
+    """`_block_of_rank` down a tree with `CHILDREN` blocks at each node, along which each rank is compared with all."""
+    if counts.shape[0] <= ROOT:
+        ends = _ends(counts)
+        passed = ends <= rank[:, None]
+        start = jnp.max(jnp.where(passed, ends, 0), axis=1)
+        return jnp.sum(passed, axis=1, dtype=I32), start, ends[-1]
+    rows = jnp.pad(counts, (0, -counts.shape[0] % CHILDREN)).reshape(-1, CHILDREN)
+    ends = _ends(rows)
+    node, before, total = _descend(ends[:, -1], rank)
+    mine = ends[jnp.minimum(node, rows.shape[0] - 1)]
+    passed = mine <= (rank - before)[:, None]
+    start = before + jnp.max(jnp.where(passed, mine, 0), axis=1)
+    return node * CHILDREN + jnp.sum(passed, axis=1, dtype=I32), start, total
+
+
+def _ends(counts: Array) -> Array:
+    """Running sums along a short last axis: one kernel, where a cumulative sum is several."""
+    until = lax.iota(I32, counts.shape[-1])
+    return jnp.sum(jnp.where(until[:, None] >= until, counts[..., None, :], 0), axis=-1, dtype=I32)
 
 
 def _bit_of_rank(word: Array, rank: Array) -> Array:
@@ -169,7 +229,12 @@ def marked_above(x: Array, threshold: Array) -> tuple[Array, Array]:
 
 def count_above(x: Array, threshold: Array) -> Array:
     """Number of finite entries with |x| > threshold, i32[]."""
-    return marked_above(x, threshold)[1]
+    return form(_count_above, lambda x, threshold: marked_above(x, threshold)[1])(x, threshold)
+
+
+def _count_above(x: Array, threshold: Array) -> Array:
+    a, threshold = magnitude(x), jnp.where(threshold > 0, threshold, jnp.zeros((), threshold.dtype))
+    return jnp.sum((a > threshold) & (a < jnp.inf), dtype=I32)
 
 
 def excess_above(
@@ -185,7 +250,8 @@ def excess_above(
         power: 1 or 2.
     """
     zero = jnp.zeros((), threshold.dtype)
-    x, threshold, scale, zero, after = lax.optimization_barrier((x, threshold, scale, zero, after))
+    apart = form(lambda args: args, lax.optimization_barrier)  # elsewhere passes become one where they can
+    x, threshold, scale, zero, after = apart((x, threshold, scale, zero, after))
     a = magnitude(x)
     if scale is not None:
         a, threshold = a * scale, threshold * scale
@@ -199,23 +265,19 @@ def excess_above(
 
 
 def first_bits(words: Array, count: Array) -> Array:
-    """The words with only their first `count` set bits: a search for the bit behind them.
+    """The words with only their first `count` set bits.
 
     >>> print(first_bits(jnp.array([0b1101, 0b11], jnp.uint32), 2))
     [5 0]
     """
-    number, steps = lax.iota(U32, words.shape[0]), (32 * words.shape[0]).bit_length()
-    start = jnp.zeros_like(words, shape=()) + jnp.zeros_like(count, dtype=U32)  # typed as both are, over mesh axes
+    return form(_first_bits, select_cpu.first_bits)(words, count)
 
-    def before(bit):
-        part = words & ((U32(1) << (bit % U32(32))) - U32(1))
-        return jnp.where(number < bit // U32(32), words, jnp.where(number == bit // U32(32), part, U32(0)))
 
-    def step(i, bit):
-        later = bit | (U32(1) << (steps - 1 - i).astype(U32))
-        return jnp.where(count_words(before(later)) <= count, later, bit)
-
-    return before(lax.fori_loop(0, steps, step, start))
+def _first_bits(words: Array, count: Array | int) -> Array:
+    counts = lax.population_count(words).astype(I32)
+    left = count - (jnp.cumsum(counts, dtype=I32) - counts)
+    part = words & ((U32(1) << _bit_of_rank(words, left).astype(U32)) - U32(1))
+    return jnp.where(left >= counts, words, jnp.where(left > 0, part, U32(0)))
 
 
 def top_set(
@@ -256,8 +318,7 @@ def top_set(
     least, most = jnp.asarray(least, I32), jnp.asarray(most, I32)
     words, wanted = marked_above(x, threshold) if known is None else known
     serves = (wanted >= enough) & (wanted <= most)
-    move = lambda x, words, *rest: _moved(x, *rest)
-    return lax.cond(serves, lambda x, words, *_: words, move, x, words, threshold, wanted, least, most)
+    return only_if(~serves, lambda words, x, *rest: _moved(x, *rest), words, x, threshold, wanted, least, most)
 
 
 class _Bracket(NamedTuple):
@@ -368,31 +429,120 @@ def largest(x: Array, count: Array | int, capacity: int) -> Array:
     sample = magnitude(finite(every(x, stride)))
     # Aim for a quarter more than the capacity: three standard deviations from either end.
     rank = jnp.clip(jnp.asarray(count, jnp.float32) * 1.25 / stride, 0, sample.shape[0] - 1).astype(I32)
-    ordered = descending(sample, min(sample.shape[0], math.ceil(capacity * 1.25 / stride) + 1))
-    words = top_set(x, ordered[jnp.minimum(rank, ordered.shape[0] - 1)], count, most, enough=count)
-    candidates, _ = indices_of_words(words, most, d)
-    exact = _exact_set(take(x, candidates), count)
-    places, _ = indices_of_words(exact, capacity, most)
-    return candidates.at[places].get(mode="fill", fill_value=d, indices_are_sorted=True)
+    threshold = form(_of_rank, select_cpu.of_rank)(sample, rank, math.ceil(capacity * 1.25 / stride))
+    words = top_set(x, threshold, count, most, enough=count)
+    return _exact_of(words, x, count, most, capacity)
 
 
 def _exact_set(x: Array, count: Array | int) -> Array:
     """Mask words of the `count` largest magnitudes of a short vector; the first of equal ones by index, no zeros.
 
-    The bits of the smallest of them are found from the highest to the lowest, with one pass for each: for vectors that
-    stay in cache, and a fifth of the program that `top_set` would be.
+    The bits of the smallest of them are found: for vectors that stay in cache, and a fifth of the program that
+    `top_set` would be.
     """
-    magnitudes = magnitude(x)
-    kind = jnp.uint64 if magnitudes.dtype == jnp.float64 else U32
-    bits = lax.bitcast_convert_type(magnitudes, kind)
-    count = jnp.asarray(count, I32)
-
-    def bit(i, threshold):
-        higher = threshold | (kind(1) << (jnp.finfo(magnitudes.dtype).bits - 2 - i).astype(kind))
-        return jnp.where(jnp.sum(bits >= higher, dtype=I32) >= count, higher, threshold)
-
-    start = jnp.zeros_like(bits, shape=())
-    threshold = lax.fori_loop(0, jnp.finfo(magnitudes.dtype).bits - 1, bit, start)
+    bits, count = _bits_of(magnitude(x)), jnp.asarray(count, I32)
+    threshold = form(_reached_by, select_cpu.reached_by)(bits, count)
     above = mask_words(bits > threshold)
     ties = mask_words((bits == threshold) & (threshold > 0))
     return above | first_bits(ties, count - count_words(above))
+
+
+def _bits_of(magnitudes: Array) -> Array:
+    """As integers, which are in the same order."""
+    return lax.bitcast_convert_type(magnitudes, jnp.uint64 if magnitudes.dtype == jnp.float64 else U32)
+
+
+def _of_rank(x: Array, rank: Array, most: int) -> Array:
+    """The number with `rank` larger ones, of numbers that are not negative; of a rank above `most` any smaller one."""
+    del most
+    return lax.bitcast_convert_type(_reached_by(_bits_of(x), rank + 1), x.dtype)
+
+
+def _reached_by(bits: Array, count: Array) -> Array:
+    """The largest number that at least so many reach, or 0: digit by digit, each in one pass that compares with all."""
+    kind, whole, digit = bits.dtype.type, jnp.iinfo(bits.dtype).bits - 1, 8 if bits.shape[0] >= LONG else 4
+    found = jnp.zeros_like(bits, shape=())
+    for low in range((whole - 1) // digit * digit, -1, -digit):
+        most = (1 << min(digit, whole - low)) - 1
+        if digit == 8:
+            at = found | ((lax.iota(bits.dtype, most) + kind(1)) << kind(low))
+            counts = jnp.sum(bits[:, None] >= at, axis=0, dtype=I32)
+        else:
+            counts = _counts_from(bits, [found | kind(i << low) for i in range(1, most + 1)])
+        found = found | (jnp.sum(counts >= count).astype(bits.dtype) << kind(low))
+    return found
+
+
+def _counts_from(bits: Array, thresholds: list[Array]) -> Array:
+    """How many entries of a short vector are not below each of a few thresholds, i32[n], in one pass."""
+    # XLA makes one kernel of eight sums, so two counts share one: short vectors have less than 2^16 entries.
+    pairs = [(a, b) for a, b in itertools.zip_longest(thresholds[::2], thresholds[1::2], fillvalue=thresholds[-1])]
+    both = [jnp.sum((bits >= a).astype(U32) | ((bits >= b).astype(U32) << U32(16)), dtype=U32) for a, b in pairs]
+    counts = jnp.stack([part for word in both for part in (word & U32(0xFFFF), word >> U32(16))])
+    return counts[: len(thresholds)].astype(I32)
+
+
+# ------------------------------------------------------------------------------------------------
+# The largest entries of many short rows
+
+
+class _Edges(NamedTuple):
+    """Numbers that at least (`low`) and fewer than (`high`) `count` entries reach, how many reach `low`, and turns."""
+
+    low: Array
+    num_low: Array
+    high: Array
+    turns: Array
+
+
+def largest_in_row(x: Array, count: Array | int, capacity: int) -> Array:
+    """`largest` for a row of many, mapped by vmap, without a sample: passes that count above `FEW` thresholds at once.
+
+    The first thresholds lie half an octave apart below the largest magnitude, later ones in equal parts of the bits
+    that are left, until at most twice as many entries as there are places reach the lower end. Rows that are done wait
+    for the others: typically two turns, at most nine. Among those entries a search digit by digit finds the exact set.
+    """
+    bits_of = lambda x: _bits_of(magnitude(finite(x)))
+    bits, count = bits_of(lax.optimization_barrier(x)), jnp.maximum(jnp.asarray(count, I32), 1)
+    kind, most = bits.dtype.type, min(x.shape[0], 2 * capacity)
+    octave = kind(1 << jnp.finfo(wide(x.dtype)).nmant)
+    peak, present = jnp.max(bits), jnp.sum(bits > 0, dtype=I32)
+    start = _Edges(jnp.ones_like(peak), present, peak + kind(1), jnp.zeros_like(present))
+
+    def unsure(e):
+        return (e.num_low > most) & (e.high > e.low + kind(1))
+
+    def turn(e):
+        rows, e = lax.optimization_barrier((x, e))  # else their bits would be an array of their own
+        width = e.high - e.low
+        part = jnp.maximum(width // kind(FEW + 1), kind(1))
+        below = jnp.minimum(octave // kind(2), part)  # never more than there is
+        first = [e.high - kind(1) - kind(i) * below for i in range(FEW, 0, -1)]
+        later = [e.low + kind(i) * part for i in range(1, FEW + 1)]
+        at = [jnp.where(e.turns == 0, a, b) for a, b in zip(first, later, strict=True)]
+        counts, at = _counts_from(bits_of(rows), at), jnp.stack(at)
+        reached = counts >= count
+        low = jnp.max(jnp.where(reached, at, e.low))
+        num_low = jnp.min(jnp.where(reached, counts, e.num_low))
+        return _Edges(low, num_low, jnp.min(jnp.where(reached, e.high, at)), e.turns + 1)
+
+    end = lax.while_loop(unsure, turn, start)
+    x, end = lax.optimization_barrier((x, end))
+    words = mask_words(bits_of(x) >= end.low)
+
+    def with_ties(words, x, end):
+        x, end = lax.optimization_barrier((x, end))
+        above = mask_words(bits_of(x) >= end.high)
+        return above | first_bits(words & ~above, count - count_words(above))
+
+    words = only_if(end.num_low > most, with_ties, words, x, end)
+    return _exact_of(words, x, count, most, capacity)
+
+
+def _exact_of(words: Array, x: Array, count: Array | int, most: int, capacity: int) -> Array:
+    """Indices of the largest among at most `most` marked entries: see `largest`."""
+    d = x.shape[0]
+    candidates, _ = indices_of_words(words, most, d)
+    exact = _exact_set(take(x, candidates), count)
+    places, _ = indices_of_words(exact, capacity, most)
+    return candidates.at[places].get(mode="fill", fill_value=d, indices_are_sorted=True)

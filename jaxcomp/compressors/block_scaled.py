@@ -23,16 +23,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, wide
-from jaxcomp.backend import fast_if, in_parts
+from jaxcomp.backend import form, in_parts
 from jaxcomp.base import Compressor, Spec
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
 from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Elements, Integer
 from jaxcomp.compressors.scales import SCALES, Made, Scale
 from jaxcomp.compressors.vector import MOST, on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.groups import WHOLE_BLOCKS
 from jaxcomp.payloads import Dense, Quantized, Several
 
@@ -62,6 +64,7 @@ FORMATS: dict[str, Format] = {
 }
 
 
+@factory
 def block_scaled(
     format: str,
     *,
@@ -147,7 +150,7 @@ def block_scaled(
     bound = _omega if stochastic else _alpha
     known = lambda d: bound(elements, rule, min(size, max(d, 1)), d)
     omega, alpha = (known, contraction(known, MOST)) if stochastic else (None, known)
-    spec = Spec(name, omega, alpha, linear=False, layout=WHOLE_BLOCKS)
+    spec = Spec(name, omega, alpha, linear=False, layout=WHOLE_BLOCKS, entrywise=True)
     return _compressor(elements, rule, layout, stochastic, spec)
 
 
@@ -216,6 +219,18 @@ def _extremes(cut: Blocks, x: Array) -> tuple[Array, Array]:
 
 def _ends(rows: Array) -> tuple[Array, Array]:
     """The largest and the smallest finite entry of each row, zero among them if any is not finite."""
+    return form(_both_ends, _ends_on_cpu)(rows)
+
+
+def _both_ends(rows: Array) -> tuple[Array, Array]:
+    """In one reduction, which leaves nothing to be shared by two."""
+    larger, smaller = jnp.maximum, jnp.minimum
+    both = lambda a, b: (larger(finite(a[0]), finite(b[0])), smaller(finite(a[1]), finite(b[1])))
+    zero = np.zeros((), rows.dtype)
+    return lax.reduce((rows, rows), (zero, zero), both, (1,))
+
+
+def _ends_on_cpu(rows: Array) -> tuple[Array, Array]:
     ends = jnp.max(rows, axis=1), jnp.min(rows, axis=1)
     clean = jnp.all(jnp.isfinite(ends[0]) & jnp.isfinite(ends[1]))  # a NaN is the largest and the smallest, too
 
@@ -223,7 +238,7 @@ def _ends(rows: Array) -> tuple[Array, Array]:
         each = lambda function: lambda rows: function(finite(rows), axis=1)
         return in_parts(each(jnp.max), ends[0], rows), in_parts(each(jnp.min), ends[1], rows)
 
-    return fast_if(clean, lambda rows, *ends: ends, slow, rows, *ends)
+    return lax.cond(clean, lambda rows, *ends: ends, slow, rows, *ends)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Keeps the largest entries."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,11 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import finite
+from jaxcomp.backend import mapped_as
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.payloads import Sparse
-from jaxcomp.select import largest, magnitude, take
+from jaxcomp.select import largest, largest_in_row, magnitude, take
 
 __all__ = ["entries_of", "largest_indices", "top_k"]
 
@@ -38,11 +41,18 @@ def largest_indices(x: Array, count: Array | int, capacity: int) -> Array:
         if isinstance(count, int):
             return largest(x, count, capacity)
         return jnp.where(count > 0, largest(x, jnp.maximum(count, 1), capacity), d)
+    by_sort = functools.partial(_by_sort, capacity=capacity)
+    by_search = lambda x, count: jnp.where(count > 0, largest_in_row(x, count, capacity), d)
+    return mapped_as(by_sort, by_search)(x, jnp.asarray(count, jnp.int32))
+
+
+def _by_sort(x: Array, count: Array, capacity: int) -> Array:
     top, indices = lax.top_k(magnitude(finite(x)), capacity)
     chosen = (top > 0) & (lax.iota(jnp.int32, capacity) < count)
-    return jnp.sort(jnp.where(chosen, indices, d).astype(jnp.int32))
+    return jnp.sort(jnp.where(chosen, indices, x.shape[0]).astype(jnp.int32))
 
 
+@factory
 def top_k(ratio: Ratio | None = None, *, k: int | None = None, peak: float | None = None) -> Compressor:
     """Keeps the k entries of largest magnitude.
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcomp.arrays import key_data, like_of, wide, wide_like, wrap_key
-from jaxcomp.backend import in_place, is_lazy, shared_program
+from jaxcomp.backend import in_place, is_apart, is_lazy, made_in_pieces, materialized, shared_program
 from jaxcomp.base import (
     Algorithm,
     Compressor,
@@ -40,6 +40,7 @@ from jaxcomp.base import (
     whole,
 )
 from jaxcomp.compressors.tree import choices_of, layout_of
+from jaxcomp.exchange.agreement import check_inside, options_of
 from jaxcomp.exchange.axes import (
     Axis,
     Placement,
@@ -94,6 +95,7 @@ class Exchange(NamedTuple):
     out. choices: what compresses their groups, for each part of `by_path`. roles: of the algorithm, frozen. link:
     between workers, for routes that have a choice. shares: weights of the workers, with sum one, or None. measure:
     errors are measured in one of so many rounds; 0 for never. code: whose bits are counted; None: what is cheap.
+    others: further options of the outer form, in which processes must agree.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Exchange(NamedTuple):
     shares: np.ndarray | None = None
     measure: int = 0
     code: str | None = None
+    others: tuple[tuple[str, Any], ...] = ()
 
     def init(self, tree: Any, *, starts: bool = False) -> MeanState:
         """The state for gradients like `tree`; or, if it starts there, of a method with this point."""
@@ -127,7 +130,9 @@ class Exchange(NamedTuple):
         local = MeanLocal(kept.local, route.local, no_counts())
         shared = MeanShared(zero, key_data(private_key), zero, kept.shared, route.shared)
         chosen = "" if run.route is self.route else run.route.name
-        return off_device(local, shared, Description(self.placement.identity, groups, self.roles, chosen))
+        options = self.options(groups) if jax.process_count() > 1 else ""
+        check_inside(self.name, options, self.placement)
+        return off_device(local, shared, Description(self.placement.identity, groups, self.roles, chosen, options))
 
     def step(self, state: Any, given: Callable[[Groups], tuple[Any, list[Array]]]) -> tuple[Any, MeanState]:
         """One round.
@@ -209,6 +214,12 @@ class Exchange(NamedTuple):
         own, chunks = (list(zip(self._compressors(groups), groups.like, strict=True)) for groups in both)
         return other if taken(own, chunks, workers, sharing) is two_shot else self
 
+    def options(self, groups: Groups) -> str:
+        """All that must be equal on all workers (`exchange.agreement`)."""
+        others = {"via": self.route.name, "weights": self.shares, "seed": self.root, "measure": self.measure}
+        others |= {"bucket_bytes": self.layout.bucket_bytes, "link": self.link, "code": self.code}
+        return options_of(self.name, self.algorithm, groups, **others, **dict(self.others))
+
     def _key(self, shared: MeanShared) -> Array:
         """Private to this worker and round: any round can be replayed."""
         key = jax.random.fold_in(wrap_key(shared.key), shared.count)
@@ -277,7 +288,8 @@ class _Turn:
             return []
         messages = [Message(request, self.way) for request in requests]
         parcels = [parcel for message in messages for parcel in message.parcels]
-        carried = self.exchange.route.carry(parcels, self.way, requests[0].route_key, self.state)
+        with jax.named_scope(f"jc_exchange_{self.exchange.route.name}"):
+            carried = self.exchange.route.carry(parcels, self.way, requests[0].route_key, self.state)
         self.state, arrived = carried.state, iter(carried.arrived)
         for message in messages:
             message.arrived = tuple(next(arrived) for _ in message.parcels)
@@ -303,7 +315,8 @@ class _Turn:
         size, way = axis_size(self.way.axis), self.way
         for dtype, numbers in by_dtype.items():
             given = tuple(requests[i].x for i in numbers)
-            found, sent_bytes = summed(given, way.axis, way.weights, way.replicas, None, True, dtype)
+            with jax.named_scope("jc_exchange_sum"):
+                found, sent_bytes = summed(given, way.axis, way.weights, way.replicas, None, True, dtype)
             self.counted.append(count_sum(given, sent_bytes))
             for i, total in zip(numbers, found, strict=True):
                 totals[i] = total if way.weights is None else jax.tree.map(lambda t: t * size, total)
@@ -354,7 +367,8 @@ class Message:
         each = zip(pairs, request.keys, request.message, self.mine, request.groups, strict=True)
         self.programs = _programs(request)
         for program, ((c, state), key, x, mine, group) in zip(self.programs, each, strict=True):
-            payload, after = program.compress(key, x, State(state.local, mine))
+            with jax.named_scope("jc_encode"):
+                payload, after = program.compress(key, x, State(state.local, mine))
             # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and
             # conditionals branches of different types.
             payload = varying(payload, (*axis_names(way.axis), *way.outer, *varying_axes(payload)))
@@ -377,7 +391,8 @@ class Message:
     @property
     def residual(self) -> tuple[Any, ...]:
         each = zip(self.parcels, self.request.message, self.mine, strict=True)
-        return tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
+        with jax.named_scope("jc_decode"):
+            return tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -390,7 +405,8 @@ class Message:
             return tuple(add_own(c, total, payload, weight, mine) for c, total, payload, mine in each)
 
         # All at once: of one loop for each group, XLA for CPU would copy what some of them are made in.
-        return in_place(add, total, tuple(parcel.payload for parcel in self.parcels))
+        with jax.named_scope("jc_decode"):
+            return in_place(add, total, tuple(parcel.payload for parcel in self.parcels))
 
     def read_by(self, compressors: tuple[Compressor, ...]) -> tuple[Any, Any]:
         if any(arrived.payloads is None and arrived.total is None for arrived in self.arrived):
@@ -407,12 +423,15 @@ class Message:
 
     def _decoded(self, parcels: Sequence[Parcel]) -> tuple[Any, ...]:
         pairs = zip(parcels, self.mine, strict=True)
-        return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
+        with jax.named_scope("jc_decode"):
+            return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
 
     def _means(self, lazy: bool) -> tuple[Any, ...]:
         add = lambda compressor: functools.partial(accumulate, compressor)
-        each = zip(self.parcels, self.arrived, self.programs, strict=True)
-        return tuple(_mean(parcel, arrived, self.way, add(program), lazy) for parcel, arrived, program in each)
+        each = zip(self.parcels, self.arrived, self.programs, self.request.groups, strict=True)
+        cuts = lambda group: () if not lazy or group.is_stack else group.sizes
+        with jax.named_scope("jc_decode"):
+            return tuple(_mean(p, arrived, self.way, add(program), cuts(group)) for p, arrived, program, group in each)
 
 
 def _programs(request: Mean) -> tuple[Compressor, ...]:
@@ -430,10 +449,11 @@ def _programs(request: Mean) -> tuple[Compressor, ...]:
     return tuple(shared[id(c)] if is_again else c for c, is_again in zip(request.compressors, again, strict=True))
 
 
-def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], lazy: bool = False) -> Any:
+def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], sizes: tuple[int, ...] = ()) -> Any:
     """The mean of one group from what a route brought, on every worker alike.
 
-    add: `accumulate` of the compressor. lazy: whether a long sum of sparse messages may be left unmade.
+    add: `accumulate` of the compressor. sizes: of leaves to which it will be cut, if nothing else reads it: then a long
+    sum of sparse messages may be left unmade, and leaves may be decoded by themselves.
     """
     compressor, like = parcel.compressor, wide_like(parcel.like)
     if arrived.mean is not None:
@@ -448,14 +468,19 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], l
         weights = jnp.full((workers,), share_of(way.axis), like.dtype)
 
     def total(payloads: Any, weights: Any, shared: Any) -> Any:
-        if lazy and compressor.entries is not None:
+        if sizes and compressor.entries is not None:
             found = entries(compressor, payloads, weights, shared, like)
             if is_lazy(found):
                 return found
         return add(like, payloads, weights, shared)
 
-    found = varying(on_equal_types(total, arrived.payloads, weights, parcel.shared), way.outer)
-    return whole_of(found, way.axis, way.weights)
+    def decode(payloads: Any) -> Any:
+        found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)
+        return whole_of(found, way.axis, way.weights)
+
+    if compressor.spec.entrywise and is_apart(like.size, sizes):
+        return made_in_pieces(decode, arrived.payloads, sizes)
+    return decode(arrived.payloads) if sizes else materialized(decode(arrived.payloads))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -130,7 +130,8 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carrie
         how = ["decoded" if each == "gather" else each for each in how]
     pairs = list(zip(parcels, how, strict=True))
     added = [_decoded(p, way) if each == "decoded" else p for p, each in pairs if each != "gather"]
-    totals, sent_bytes = sums(added, way)
+    with jax.named_scope("sum"):
+        totals, sent_bytes = sums(added, way)
     payloads, more_bytes = _gathered([p for p, each in pairs if each == "gather"], way, name)
     total, payload, arrived = iter(totals), iter(payloads), []
     for each in how:
@@ -168,10 +169,11 @@ def _gathered(parcels: Sequence[Parcel], way: Way, name: str | None) -> tuple[tu
     """The payloads of all workers, and the bytes that a device sends."""
     if not parcels:
         return (), 0.0
-    if name == "gather":  # without a warning of padding: it was chosen
-        payloads = tuple(parcel.payload for parcel in parcels)
-        return gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels))
-    return gathered_by(GATHERING[str(name)].gather, parcels, way)
+    with jax.named_scope(str(name)):
+        if name == "gather":  # without a warning of padding: it was chosen
+            payloads = tuple(parcel.payload for parcel in parcels)
+            return gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels))
+        return gathered_by(GATHERING[str(name)].gather, parcels, way)
 
 
 def _decoded(parcel: Parcel, way: Way) -> Parcel:
