@@ -18,7 +18,8 @@ Routes (`jaxcomp.exchange.routes`), with the lane bytes that a worker sends, of 
     ladder                   all payloads in the shortest code for what they hold: bitwise that mean again
     two_shot  2 (n - 1) / n  each worker adds up one chunk and sends the sum, compressed again, to all
     auto                     linear parts by sum, small dense leaves among them; the others by gather, or by the route
-                             that is expected to be fastest on `link` where lengths differ
+                             that is expected to be fastest on `link` where lengths differ; where that would send more
+                             than f32, two_shot, or decoded messages by sum (`routes.auto`)
 """
 
 import contextlib
