@@ -449,8 +449,8 @@ class SparseSum:
     def made_apart(self, sizes: Sequence[int]) -> list[Array]:
         """Consecutive pieces of the vector, which is never made as a whole.
 
-        A piece with more entries than all messages is made by itself: it costs a pass over them, and saves that its part
-        of a vector is made and cut out. So are 128 pieces at most; the others are cut out of one vector of them.
+        A piece with more entries than all messages is made by itself: it costs a pass over them, and saves that its
+        part of a vector is made and cut out. So are 128 pieces at most; the others are cut out of one vector of them.
         """
         most = max(LONG, self.indices.size)
         order = np.argsort(sizes, kind="stable")[::-1][:128].tolist()
