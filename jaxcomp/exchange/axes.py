@@ -6,6 +6,7 @@ Under vmap, pmap and `check_vma=False` there are no such types: everything here 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "is_bound",
     "is_missing",
     "known_equal",
+    "local_rows",
     "on_equal_types",
     "proven_equal",
     "types_tell",
@@ -60,6 +62,15 @@ def axis_size(axis: Axis) -> int:
 def axis_index(axis: Axis) -> Array:
     """This worker's number, i32[]; 0 without an axis."""
     return lax.axis_index(axis).astype(jnp.int32) if axis_names(axis) else jnp.zeros((), jnp.int32)
+
+
+def local_rows(axis: Axis) -> int:
+    """Leading axis of local arrays: n where we stand outside and the ambient mesh says what n is."""
+    if is_bound(axis):
+        return 1
+    sizes = jax.sharding.get_abstract_mesh().shape
+    names = axis_names(axis)
+    return math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else 1
 
 
 def varying(tree: Any, axis: Axis) -> Any:

@@ -50,6 +50,7 @@ from jaxcomp.exchange.axes import (
     is_bound,
     is_missing,
     known_equal,
+    local_rows,
     on_equal_types,
     types_tell,
     varying,
@@ -71,7 +72,7 @@ from jaxcomp.exchange.measure import (
     nonfinite,
 )
 from jaxcomp.exchange.routes import ROUTES, VIAS, Arrived, Parcel, Route, Way, route_of, taken
-from jaxcomp.exchange.state import Description, MeanLocal, MeanShared, MeanState, frozen, is_mean, local_rows
+from jaxcomp.exchange.state import Description, MeanLocal, MeanShared, MeanState, frozen, is_mean
 from jaxcomp.groups import Choice, Groups, Layout, TooLong, groups_of, split, warn_if_dense
 
 __all__ = ["Exchange", "Message", "exchange_of", "own_weights", "shares_of"]

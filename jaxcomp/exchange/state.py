@@ -1,7 +1,6 @@
 """The state of an optimizer on a mesh: which arrays differ between which workers, wherever optax put them."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxcomp.exchange.axes import Axis, Placement, axis_names, is_bound, varying
+from jaxcomp.exchange.axes import Placement, is_bound, local_rows, varying
 from jaxcomp.groups import Groups
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "is_mean",
     "is_own",
     "kept",
-    "local_rows",
     "means_in",
     "own_at_device",
     "own_off_device",
@@ -153,15 +151,6 @@ def check_rows(name: str, state: MeanState) -> None:
 
 # ------------------------------------------------------------------------------------------------
 # What each worker keeps for itself
-
-
-def local_rows(axis: Axis) -> int:
-    """Leading axis of local arrays: n where we stand outside and the ambient mesh says what n is."""
-    if is_bound(axis):
-        return 1
-    sizes = jax.sharding.get_abstract_mesh().shape
-    names = axis_names(axis)
-    return math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else 1
 
 
 def own_off_device(local: Any, placement: Placement, roles: tuple) -> OwnState:
