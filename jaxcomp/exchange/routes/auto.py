@@ -36,8 +36,8 @@ from jaxcomp.exchange.routes.route import (
     Way,
     accepts_all,
     gathered_by,
+    sums,
 )
-from jaxcomp.exchange.routes.sum import sums
 from jaxcomp.exchange.routes.two_shot import TWO_SHOT
 from jaxcomp.exchange.routes.unequal import message_of
 

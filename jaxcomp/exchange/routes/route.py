@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from jaxcomp.arrays import wide
 from jaxcomp.base import Compressor, State, lengths
 from jaxcomp.exchange.axes import Axis, axis_size
-from jaxcomp.exchange.collectives import all_gather
+from jaxcomp.exchange.collectives import all_gather, share_of, summed
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import lane_bytes
@@ -28,6 +29,7 @@ __all__ = [
     "gathering_route",
     "lengths_of",
     "payloads_of",
+    "sums",
 ]
 
 Array = jax.Array
@@ -160,6 +162,14 @@ def lengths_of(parcels: Sequence[Parcel]) -> tuple[Any, ...] | None:
     """How much of each payload is padding (`base.lengths`); None where all are equally long on all workers."""
     each = tuple(lengths(parcel.compressor, parcel.like) for parcel in parcels)
     return each if any(limit is not None for limit in each) else None
+
+
+def sums(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
+    """The sum over the workers of the payload of each parcel, and the bytes that a device sends."""
+    kind = wide(*(parcel.like.dtype for parcel in parcels))  # f64 messages are added in f64
+    share, payloads = share_of(way.axis, way.weights), tuple(parcel.payload for parcel in parcels)
+    buckets = way.buckets_of(parcels)
+    return summed(payloads, way.axis, way.weights, way.replicas, buckets, way.exact, kind, share)
 
 
 def gathered_by(gather: Gather, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]:

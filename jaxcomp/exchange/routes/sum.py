@@ -11,13 +11,11 @@ Each worker scales what it sends, while that is made anyhow; where n is a power 
 from collections.abc import Sequence
 from typing import Any
 
-from jaxcomp.arrays import wide
 from jaxcomp.base import State
-from jaxcomp.exchange.collectives import share_of, summed
 from jaxcomp.exchange.links import ADDS, Cost, Link, cost_of
-from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
+from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way, sums
 
-__all__ = ["SUM", "sums"]
+__all__ = ["SUM"]
 
 
 def refuses(compressor, roles):
@@ -33,14 +31,6 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carrie
     del key
     totals, sent_bytes = sums(parcels, way)
     return Carried(tuple(Arrived(total=total) for total in totals), "sum", sent_bytes, state)
-
-
-def sums(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
-    """The sum over the workers of the payload of each parcel, and the bytes that a device sends."""
-    kind = wide(*(parcel.like.dtype for parcel in parcels))  # f64 messages are added in f64
-    share, payloads = share_of(way.axis, way.weights), tuple(parcel.payload for parcel in parcels)
-    buckets = way.buckets_of(parcels)
-    return summed(payloads, way.axis, way.weights, way.replicas, buckets, way.exact, kind, share)
 
 
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
