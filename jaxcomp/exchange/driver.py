@@ -489,13 +489,13 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
                 return found
         return add(like, payloads, weights, shared)
 
-    def decode(payloads: Any) -> Any:
+    def made(payloads: Any) -> Any:
         found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)
         return whole_of(found, way.axis, way.weights)
 
     if compressor.spec.entrywise and is_apart(like.size, sizes):
-        return made_in_pieces(decode, arrived.payloads, sizes)
-    return decode(arrived.payloads) if sizes else materialized(decode(arrived.payloads))
+        return made_in_pieces(made, arrived.payloads, sizes)
+    return made(arrived.payloads) if sizes else materialized(made(arrived.payloads))
 
 
 # ------------------------------------------------------------------------------------------------
