@@ -18,7 +18,8 @@ Routes (`jaxcomp.exchange.routes`), with the lane bytes that a worker sends, of 
     ladder                   all payloads in the shortest code for what they hold: bitwise that mean again
     two_shot  2 (n - 1) / n  each worker adds up one chunk and sends the sum, compressed again, to all
     auto                     linear parts by sum, small dense leaves among them; the others by gather, or by the route
-                             that is expected to be fastest on `link` where lengths differ
+                             that is expected to be fastest on `link` where lengths differ; where that would send more
+                             than f32, two_shot, or decoded messages by sum (`routes.auto`)
 """
 
 import contextlib
@@ -211,6 +212,12 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compres
         )
     if isinstance(axis_name, (Algorithm, Compressor)):
         raise TypeError(f"{name}: give algorithm before axis_name; got {axis_name!r} for axis_name")
+    for axis in axis_name if isinstance(axis_name, Mapping) else (axis_name,):
+        if not (axis is None or all(isinstance(each, str) for each in (axis if isinstance(axis, tuple) else (axis,)))):
+            raise TypeError(
+                f"{name}: axis_name must be the name of a mapped axis, a tuple of names, a mapping from these to "
+                f"algorithms, or None; got {axis!r}"
+            )
     if not isinstance(axis_name, Mapping):
         return {axis_name: algorithm}
     if algorithm is not None:

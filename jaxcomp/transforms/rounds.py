@@ -59,7 +59,7 @@ def rounds(
     *,
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
-    code: str = "elias",
+    code: str = "fixed",
     link: Link = DEFAULT,
 ) -> Rounds:
     """Binds a method to a mapped axis. What it exchanges goes the same road as in `compressed_mean`.
