@@ -146,7 +146,8 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
             if automatic:
                 raise ValueError(
                     f"{name}: inside jit, how parameters are cut over the automatic axis {automatic[0]!r} is not "
-                    "known. Call init outside of jit on parameters that are placed on the mesh, or give param_specs."
+                    "known, nor under jax.eval_shape: JAX does not hand on the sharding of what it is given. Call init "
+                    "outside, on parameters that are placed on the mesh, or give param_specs."
                 )
             if not jax.typeof(leaf).sharding.mesh.empty:
                 return jax.typeof(leaf).sharding.spec
@@ -216,7 +217,7 @@ def gradients_on_mesh(
         grads = jax.tree.map(lambda g: g[None], found.grads)
         return found._replace(grads=grads, aux=tuple(apart), kinds=())
 
-    outs = Gradients(P(), (P(), P(workers)), P(), P(workers), P())  # pyright: ignore[reportArgumentType]
+    outs = Gradients(P(), (P(), P(_in_order(mesh, workers))), P(), P(workers), P())  # pyright: ignore[reportArgumentType]
     found = _stage(one, mesh, workers, P(), outs)(*placed(mesh, workers, trained, rest, given), scale)
     structure, kinds = made
     joint, rows = map(iter, found.aux)
@@ -261,11 +262,16 @@ def check_kept(found: Own) -> None:
         )
 
 
+def _in_order(mesh: Any, workers: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes in the order of the mesh, as batches lie: in that of the exchanges they would be moved."""
+    return tuple(name for name in mesh.axis_names if name in workers)
+
+
 def _stage(one: Any, mesh: Any, workers: tuple[str, ...], params: P, outs: Any) -> Any:
     return jax.shard_map(
         one,
         mesh=unless_in_force(mesh),
-        in_specs=(params, P(), Given(P(workers), P(), P()), P()),  # pyright: ignore[reportArgumentType]
+        in_specs=(params, P(), Given(P(_in_order(mesh, workers)), P(), P()), P()),  # pyright: ignore[reportArgumentType]
         out_specs=outs,
         axis_names=set(workers),
         check_vma=False,  # so that a loss may hold loops whose carry begins with zeros, as under plain jit
@@ -275,7 +281,7 @@ def _stage(one: Any, mesh: Any, workers: tuple[str, ...], params: P, outs: Any) 
 def placed(mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given) -> tuple[Any, Any, Given]:
     """The arguments as stage 1 takes them: whole over the workers, the batch cut."""
     whole = lambda tree: jax.tree.map(lambda x: laid_out(x, without(_spec(x), workers), mesh), tree)
-    cut = [laid_out(x, _batch_spec(x, workers), mesh) for x in given.cut]
+    cut = [laid_out(x, _batch_spec(x, _in_order(mesh, workers)), mesh) for x in given.cut]
     return whole(trained), whole(rest), Given(cut, whole(given.whole), whole(given.state))
 
 

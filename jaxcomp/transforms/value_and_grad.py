@@ -17,6 +17,7 @@ from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
+from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import kept, means_in
 from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.arguments import (
@@ -179,7 +180,7 @@ def value_and_grad(
     micro_batches: int = 1,
     loss_scale: float | DynamicScale | None = None,
     keys: str | Sequence[str] | None = None,
-    via: str = "auto",
+    via: str | Route = "auto",
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
     measure: bool | int = False,
