@@ -283,7 +283,7 @@ class Planner:
         clock, loss, params, batch, axis = self.work
         budget = max(clock.left(), 1.0)
         self.show("loss and gradient")
-        grad = clock.keep(("gradient", loss), lambda: jax.jit(worker_value_and_grad(loss, clock.mesh, axis)))
+        grad = clock.keep(("gradient", loss), lambda: _gradients(loss, clock.mesh, axis))
         gradient, _ = clock.median(lambda: grad(params, *batch)[0], ROUNDS, budget / 15)
         forward = clock.keep(("forward", loss), lambda: jax.jit(lambda params, *batch: loss(params, *batch)))
         share = clock.median(lambda: forward(params, *batch), ROUNDS, budget / 30)[0] / gradient
@@ -355,3 +355,9 @@ class Planner:
         for i, seconds in zip(steps, np.median(times, axis=1), strict=True):
             rows[i] = rows[i]._replace(measured=float(seconds))
         return with_expected(rows), had_time
+
+
+def _gradients(loss: Any, mesh: Any, axis: Any) -> Any:
+    """Loss and gradients of all workers, [n, ...], compiled."""
+    grad_fn = worker_value_and_grad(loss, mesh, axis)
+    return jax.jit(lambda *of: jax.tree.map(lambda x: getattr(x, "rows", x), grad_fn(*of)))

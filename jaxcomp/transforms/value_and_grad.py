@@ -437,8 +437,8 @@ def _on_mesh(
     state: GradientState,
 ) -> tuple[Gradients, GradientState]:
     """The two stages."""
-    given = (self.loss, what, call, mesh, axis_names(self.axis), trained, rest, given, _factor(state))
-    found = unreduced_on_mesh(*given) if self.unreduced else gradients_on_mesh(*given)
+    stage = unreduced_on_mesh if self.unreduced else gradients_on_mesh
+    found = stage(self.loss, what, call, mesh, axis_names(self.axis), trained, rest, given, _factor(state))
     tree = _like_tree(state.specs, trained)
     new = exchange_on_mesh(self.transform(tree), mesh, self.axis, tree, found.grads, state.exchange)
     return _after(self, found, trained, rest, state, new)
