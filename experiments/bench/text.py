@@ -1,8 +1,8 @@
 """What codecs and steps move on an H100, counted in the text that its compiler makes: copies, kernels, waits, memory.
 
 A copy reads and writes the vector (or the tree) once. "counted" are the bytes of all kernels over those of a copy.
-"estimated" adds what a launch, a wait of the host and a narrow row cost, and is in copies, too; beside it stands what was
-measured on an H200, where it was. Nothing runs: codecs of 2^27 entries compile in a second or two.
+"estimated" adds what a launch, a wait of the host and a narrow row cost, and is in copies, too; beside it stands what
+was measured on an H200, where it was. Nothing runs: codecs of 2^27 entries compile in seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -227,9 +227,10 @@ def main(arguments: Sequence[str]) -> int:
     rows = run.rows_of(names, str, lambda name: row_of(name, every[name], device, turns(name)))
     run.keep(rows)
     notes = (
-        f"Codecs: 2^{o.log2_size} entries; 16 workers have 2^{WORKERS[16]} each, 256 have 2^{WORKERS[256]}. Of a step the tree has "
-        "310.7 M entries in 290 leaves, or 1,241.8 M in 74. "
-        f"Estimated: {BANDWIDTH / 1e12:.2f} TB/s, {1e6 * LAUNCH:.1f} us for each kernel, {1e6 * WAIT:.0f} for each wait. "
+        f"Codecs: 2^{o.log2_size} entries; 16 workers have 2^{WORKERS[16]} each, 256 have 2^{WORKERS[256]}. Of a step "
+        "the tree has 310.7 M entries in 290 leaves, or 1,241.8 M in 74. "
+        f"Estimated: {BANDWIDTH / 1e12:.2f} TB/s, {1e6 * LAUNCH:.1f} us for each kernel, {1e6 * WAIT:.0f} for each "
+        "wait. "
         "Temporary memory in vectors, or gradients. Lines of StableHLO. s: to trace and compile, on this machine."
     )
     run.table(f"In the text compiled by JAX {jax.__version__} for one H100", COLUMNS, rows, notes)

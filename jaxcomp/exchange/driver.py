@@ -58,6 +58,7 @@ from jaxcomp.exchange.axes import (
 from jaxcomp.exchange.collectives import share_of, summed, whole_of
 from jaxcomp.exchange.links import DEFAULT, Link, check_link
 from jaxcomp.exchange.measure import (
+    NAMES,
     Counts,
     Errors,
     add_counts,
@@ -295,9 +296,10 @@ class _Turn:
         for message in messages:
             message.arrived = tuple(next(arrived) for _ in message.parcels)
         given = [x for request in requests for x in request.message]
-        n, r = axis_size(self.way.axis), axis_size(self.way.replicas)
-        dense = 4 * sum(x.size for x in given) * (2 * (n - 1) / n + r - 1) / r
-        if not isinstance(carried.sent_bytes, Tracer) and carried.sent_bytes > dense + PADDING:
+        n = axis_size(self.way.axis)
+        dense = 8 * (n - 1) / n * sum(x.size for x in given)
+        known = not isinstance(carried.sent_bytes, Tracer) and not self.way.replicas  # which add bytes on other axes
+        if known and carried.sent_bytes > 1.01 * dense + PADDING:
             warnings.warn(MORE.format(self.exchange.name, carried.sent_bytes, n, carried.route, dense), stacklevel=2)
         count = count_message(parcels, given, carried, self.exchange.code)
         left = [overflow(*pair) for message in messages for pair in message.locals]
@@ -572,6 +574,8 @@ def exchange_of(
     if not isinstance(via, Route) and via not in VIAS:
         raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
     route = via if isinstance(via, Route) else route_of(via)
+    if isinstance(via, Route) and via.name not in NAMES:
+        NAMES.append(via.name)  # of the user's own
     if "link" in options:
         check_link(name, options["link"])
     layout = layout_of(algorithm)
@@ -594,7 +598,8 @@ def exchange_of(
         if algorithm.parts:
             raise ValueError(f"{name}: bucket_bytes does not go with by_path, whose parts share their collectives")
         if via not in ("auto", "sum", "gather"):
-            raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}')
+            why = "the other routes send one message, cut or coded as a whole, and wait for the whole gradient"
+            raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}: {why}')
         layout = layout.in_buckets(int(bucket_bytes))
     shares = None if weights is None else shares_of(name, weights)
     if not isinstance(root, Tracer):  # words on the host are of no mesh: a state may be made on any

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Array = jax.Array
-NAMES = (*ROUTES, SCATTER.name)
+NAMES = [*ROUTES, SCATTER.name]  # and those of routes of the user's own, once they are given
 
 
 NOT_MEASURED = -1.0  # in a state, where NaN would stop every run under jax_debug_nans; `info` says NaN
@@ -175,7 +175,8 @@ class Info(NamedTuple):
     nonfinite: NaN or infinite gradient entries, summed over workers. NaN unless measured.
     overflow: chosen entries that found no place in the static capacity, summed over workers.
     sent_bytes: bytes a worker sends in the exchange, every hop counted, as the compiled program does.
-    route: how the payloads travelled, as a place in `jaxcomp.exchange.ROUTES`; `chosen` is its name.
+    route: how the payloads travelled, as a place in `jaxcomp.exchange.ROUTES` (behind them, of your own); `chosen` is
+        its name.
     dense: entries of a worker's gradient that are sent as they are, since they are of small leaves.
     """
 
