@@ -164,8 +164,8 @@ def form(
 
 
 def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
-    """function(row) for each row of stacked arrays: one after another on CPU, elsewhere all at once."""
-    return lax.map(function, rows) if platform() == "cpu" else jax.vmap(function)(rows)
+    """function(row) for each row of stacked arrays: on a GPU all at once, elsewhere one after another."""
+    return jax.vmap(function)(rows) if platform() == "gpu" else lax.map(function, rows)
 
 
 def mapped_as(function: Callable[..., Tree], of_rows: Callable[..., Tree]) -> Callable[..., Tree]:
