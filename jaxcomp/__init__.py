@@ -14,6 +14,7 @@ What is listed here is public. Everything else may change without notice. What i
     jc.collectives   drop-in pmean and psum_scatter with a format on the wire
     jc.replicas      are all workers still the same: fingerprints, skip_nonfinite
     jc.state         states on meshes and of other workers: state_axes, refresh, set_amounts, ...
+    jc.testing       the laws, for a compressor or an algorithm of your own: check, check_algorithm
 
 `jaxcomp.federated`, rounds on the host among members who come and go, is imported by name and is no part of `jc`.
 """
@@ -31,6 +32,7 @@ from jaxcomp import (
     replicas,
     smoothness,
     state,
+    testing,
     theory,
     wire,
 )
@@ -79,8 +81,11 @@ from jaxcomp.compressors import (
 )
 from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.measure import Info, info
+from jaxcomp.expect import expect
+from jaxcomp.factories import from_config
 from jaxcomp.groups import Layout
 from jaxcomp.ledger import Ledger, ledger
+from jaxcomp.metrics import metrics
 from jaxcomp.payloads import code_bits, lane_bytes
 from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.planning import plan
@@ -90,11 +95,14 @@ from jaxcomp.state.specs import init_state, per_worker, state_specs
 from jaxcomp.state.workers import redistribute
 from jaxcomp.transforms import (
     DynamicScale,
+    WorkerGradients,
+    check_loss,
     compressed_mean,
     demo,
     local_process,
     local_steps,
     local_updates,
+    mean_over,
     onebit_adam,
     value_and_grad,
     worker_value_and_grad,
@@ -117,12 +125,14 @@ __all__ = [
     "Spec",
     "State",
     "WireError",
+    "WorkerGradients",
     "allocate",
     "bernoulli",
     "binned",
     "block_scaled",
     "by_path",
     "cast",
+    "check_loss",
     "check_replicas",
     "chunked",
     "code_bits",
@@ -142,8 +152,10 @@ __all__ = [
     "eden",
     "ef21",
     "error_feedback",
+    "expect",
     "fetch_sgd",
     "flat",
+    "from_config",
     "identity",
     "info",
     "init_state",
@@ -154,7 +166,9 @@ __all__ = [
     "local_updates",
     "loco",
     "majority_vote",
+    "mean_over",
     "methods",
+    "metrics",
     "narrow",
     "natural",
     "onebit_adam",
@@ -179,6 +193,7 @@ __all__ = [
     "state",
     "state_specs",
     "terngrad",
+    "testing",
     "theory",
     "top_k",
     "value_and_grad",

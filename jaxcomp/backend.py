@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
@@ -45,6 +46,7 @@ __all__ = [
     "largest_finite",
     "made",
     "mapped_as",
+    "materialized",
     "of_entries",
     "only_if",
     "platform",
@@ -95,6 +97,14 @@ def computed_once(function: Callable[..., Tree], *args: Any) -> Tree:
     if not all(a.size for a in arrays) or not _on_cpu(arrays):
         return function(*args)
     return backend_cpu.computed_once(function, *args)
+
+
+def materialized(tree: Tree) -> Tree:
+    """The same arrays, for several readers: none of them computes them again within its own loop.
+
+    On CPUs sums are made so where they are added up (`fold_in_one_pass`).
+    """
+    return tree if platform() == "cpu" else lax.optimization_barrier(tree)
 
 
 def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> Tree:
@@ -253,13 +263,39 @@ def side_by_side(words: Sequence[Array]) -> Array:
 def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
     """Consecutive pieces of a vector, or of each row [..., d]; what is left of it is dropped."""
     if isinstance(vector, SparseSum):
-        if len(sizes) > 1 and max(sizes) >= LONG and _on_cpu(vector):
-            return backend_cpu.made_apart(vector, sizes)
+        if len(sizes) > 1 and max(sizes) >= LONG and any(isinstance(a, Tracer) for a in jax.tree.leaves(vector)):
+            return backend_cpu.made_apart(vector, sizes) if platform() == "cpu" else vector.made_apart(sizes)
         vector = vector.made()
     if _on_cpu(vector):
         return backend_cpu.cut_apart(vector, sizes)
     starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)
     return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
+
+
+SEGMENTS = 8  # leaves that are decoded by themselves; each is a kernel to compile
+
+
+def is_apart(size: int, sizes: Sequence[int]) -> bool:
+    """Whether the leaves of a vector are decoded apart: on GPUs, where XLA makes the whole of it before it cuts it."""
+    return platform() == "gpu" and size >= LONG and len(sizes) > 1
+
+
+def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Sequence[int]) -> Pieces:
+    """`Pieces` of these sizes of decode(messages), each of the largest by itself, and what lies between them together.
+
+    A loop that decodes a slice reads what it needs of the messages. To each they are handed on by a barrier of its own,
+    with its number, or XLA would decode them once, into a vector, and copy the slices out of it.
+    """
+    seen_by = lambda i: lax.optimization_barrier((messages, jnp.int32(i)))[0]
+    large = {i for i in np.argsort(sizes, kind="stable")[::-1][:SEGMENTS].tolist() if sizes[i] >= LONG}
+    starts, leaves, first = backend_cpu.starts_of(sizes), [], 0
+    for i in range(len(sizes)):
+        if i + 1 < len(sizes) and i not in large and i + 1 not in large:
+            continue
+        own, start = sizes[first : i + 1], starts[first]
+        leaves += cut_apart(lax.slice_in_dim(decode(seen_by(i)), start, start + sum(own)), own)
+        first = i + 1
+    return Pieces(tuple(leaves))
 
 
 def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: Tree) -> Tree:
@@ -313,8 +349,8 @@ ONE_PASS = 8
 def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree, *, least: int = 2) -> Tree:
     """`fold` for messages that are decoded entry by entry: a few are added in one pass over the total.
 
-    least: from so many messages on the sum is computed once, however many loops read it (`computed_once`); fewer are
-        decoded within each of those loops.
+    least: on a CPU, from so many messages on the sum is computed once, however many loops read it (`computed_once`);
+        fewer are decoded within each of those loops.
     """
     count = jax.tree.leaves(messages)[0].shape[0]
     if not least <= count <= ONE_PASS:
@@ -327,9 +363,9 @@ def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: T
             total = add(total, jax.tree.map(lambda a: a[j], messages))  # noqa: B023
         return total
 
-    # Each user of the total would else decode all messages for itself.
     if platform() != "cpu" or not any(a.size for a in jax.tree.leaves(messages)):
-        return lax.optimization_barrier(add_all(total, messages))
+        return add_all(total, messages)
+    # Each user of the total would else decode all messages for itself.
     return backend_cpu.added_once(add_all, total, messages)
 
 
@@ -391,8 +427,47 @@ class SparseSum:
     def made(self) -> Array:
         """The vector, f[size]."""
         add = lambda total, message: total.at[message[0]].add(message[1], mode="drop", indices_are_sorted=True)
-        like = jax.ShapeDtypeStruct((self.size,), self.values.dtype)
-        return self.scaled(fold(add, like, (self.indices, self.values)))
+        return self.scaled(fold(add, self._zeros(self.size), (self.indices, self.values)))
+
+    def made_apart(self, sizes: Sequence[int]) -> list[Array]:
+        """Consecutive pieces of the vector, which is never made as a whole.
+
+        Each of the largest pieces is made by itself, as long as all of them together read each message a quarter as
+        often as the vector has entries; the others are cut out of one vector of them.
+        """
+        most = min(64, self.size // (4 * self.indices.size))
+        order = np.argsort(sizes, kind="stable")[::-1][:most].tolist()
+        large = sorted(i for i in order if sizes[i] >= LONG)
+        rest = [i for i in range(len(sizes)) if i not in set(large)]
+        starts, rest_sizes = backend_cpu.starts_of(sizes), [sizes[i] for i in rest]
+        ends = np.asarray(starts) + np.asarray(sizes)
+        # How much further on each piece begins in the vector than among the rest; -1 for what is not among them.
+        shifts = np.full(len(sizes) + 1, -1, np.int32)
+        shifts[rest] = np.asarray(starts)[rest] - backend_cpu.starts_of(rest_sizes)
+
+        def add(totals: Tree, message: tuple[Array, Array]) -> Tree:
+            indices, values = message
+
+            def added(total: Array, inside: Array, shift: Any) -> Array:
+                return total.at[jnp.where(inside, indices - shift, total.size)].add(values, mode="drop")
+
+            inside = lambda i: (indices >= starts[i]) & (indices < ends[i])
+            each = [added(totals[j], inside(i), starts[i]) for j, i in enumerate(large)]
+            if rest:
+                number = jnp.searchsorted(jnp.asarray(ends, jnp.int32), indices, side="right", method="compare_all")
+                shift = jnp.asarray(shifts)[number]
+                each.append(added(totals[-1], shift >= 0, shift))
+            return each
+
+        shapes = [self._zeros(sizes[i]) for i in large] + ([self._zeros(sum(rest_sizes))] if rest else [])
+        made = [self.scaled(total) for total in fold(add, shapes, (self.indices, self.values))]
+        pieces = dict(zip(large, made, strict=False))
+        if rest:
+            pieces |= dict(zip(rest, cut_apart(made[-1], rest_sizes), strict=True))
+        return [pieces[i] for i in range(len(sizes))]
+
+    def _zeros(self, size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), self.values.dtype)
 
 
 LONG = backend_cpu.LONG  # entries of a vector that is worth a branch, or a loop, of its own
@@ -406,8 +481,12 @@ def made(arrays: Tree) -> Tree:
 
 
 def is_lazy(messages: SparseSum) -> bool:
-    """Whether a sum of messages is worth to be left unmade: only where leaves are made by themselves, on a CPU."""
-    return platform() == "cpu" and messages.size >= LONG and SPARSE * messages.indices.size <= messages.size
+    """Whether a sum of messages is worth to be left unmade, for leaves that are made by themselves.
+
+    Not on TPUs, which add entries one after the other: each leaf would take as long as the vector.
+    """
+    long = messages.size >= LONG and SPARSE * messages.indices.size <= messages.size
+    return long and platform() != "tpu"
 
 
 def of_entries(entries: Callable[..., tuple[Array, Array]], ascending: bool = True) -> tuple[Callable, Callable, Any]:

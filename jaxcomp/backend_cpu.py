@@ -92,9 +92,10 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
     # What the function closes over must be an argument: custom_vmap refuses what a further vmap would map.
     traced, shape = jax.make_jaxpr(function, return_shape=True)(memory, x)
     structure = jax.tree.structure(shape)
+    jaxpr, consts = traced.jaxpr, traced.consts  # apart: the rule for vmap outlives the trace that the constants are of
 
     def of(consts, memory, x):
-        return jax.tree.unflatten(structure, jax.core.eval_jaxpr(traced.jaxpr, consts, *jax.tree.leaves((memory, x))))  # pyright: ignore[reportAttributeAccessIssue]
+        return jax.tree.unflatten(structure, jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves((memory, x))))  # pyright: ignore[reportAttributeAccessIssue]
 
     @jax.custom_batching.custom_vmap
     def once(consts, memory, x):
@@ -113,7 +114,7 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
         out = jax.vmap(of, tuple(_mapped_axes(batched)), axis_size=size)(*args)
         return out, jax.tree.map(lambda _: True, out)
 
-    return once(traced.consts, memory, x)
+    return once(consts, memory, x)
 
 
 def calls(*, inlined: bool) -> contextlib.AbstractContextManager[Any]:

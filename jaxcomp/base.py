@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import bounded, like_of, wide
-from jaxcomp.backend import add_each, cut_apart
+from jaxcomp.backend import add_each, cut_apart, materialized
 
 FEW = 16  # keys that are made one by one
 
@@ -100,6 +100,7 @@ class Spec(NamedTuple):
     omega: d -> omega with E C(x) = x and E|C(x) - x|^2 <= omega |x|^2, or None.
     alpha: d -> alpha with E|C(x) - x|^2 <= (1 - alpha) |x|^2, or None.
     linear: payloads may be added: decompress(p + q) = decompress(p) + decompress(q).
+    entrywise: an entry is decoded from few numbers of the payload, so that each leaf may be decoded by itself.
     selects: C(x) copies some entries of x and zeroes the rest (an orthogonal projection), and
         its payload has a field `values` with the copied entries.
     lifted: for a compressor of trees: how it lays them out, and what compresses each array.
@@ -109,6 +110,7 @@ class Spec(NamedTuple):
     norm: (x, shared) -> |x|^2 in the norm in which omega and alpha hold; None: Euclidean.
     vote: C(x) is no estimate of x; only the sign of the mean is of use, so nothing remembers what is lost.
     remedy: what to take instead where theory asks for more than is known, for error messages.
+    made: by which factory and with which options (`jaxcomp.factories.factory`).
     """
 
     name: str
@@ -123,6 +125,8 @@ class Spec(NamedTuple):
     norm: Callable[[Any, Any], Any] | None = None
     remedy: str | None = None
     vote: bool = False
+    entrywise: bool = False
+    made: Any = None
 
 
 class Compressor(NamedTuple):
@@ -215,7 +219,7 @@ class Sent(Protocol):
     """Outcome of one message, for the algorithm that sent it. What is not asked for is not computed.
 
     mean: of what all workers sent, as they see it, equal on all; in f32 (f64 for f64 messages).
-    direction: the same, for handing on: on a CPU a `backend.SparseSum` may stand for a long array.
+    direction: the same, for handing on: a `backend.SparseSum` or `backend.Pieces` may stand for a long array.
     own: what this worker sent, as the others see it.
     residual: message - own, bitwise so where C copies entries.
     states: of the compressors, for the next round.
@@ -282,6 +286,7 @@ def keys_of(key: Array, groups: tuple[Any, ...]) -> tuple[Array, ...]:
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             pieces = [jax.random.wrap_key_data(piece, impl=jax.random.key_impl(key)) for piece in pieces]
         each = [pieces[number] for number in numbers]
+    each = materialized(each)  # or kernels of groups of one shape, which read one array of keys, would become one
     alone = [group.number is None for group in groups]
     return tuple(key if own else folded for own, folded in zip(alone, each, strict=True))
 
@@ -346,6 +351,8 @@ class Algorithm(NamedTuple):
     parts: algorithms of parts of the tree, in the order of `layout.parts` (`by_path`); () for one that has it whole.
     pieces: gradients may come as `backend.Pieces` where a group has several leaves, and are not joined before; for each
         of `parts`, where there are any.
+    rereads: whether it calls `Sent.read_by`, and so needs the payloads of all workers.
+    made: by which factory and with which options (`jaxcomp.factories.factory`).
     """
 
     init: Callable[[Round, Any], Any]
@@ -356,6 +363,8 @@ class Algorithm(NamedTuple):
     point: Callable[[Tree], Tree] | None = None
     parts: tuple["Algorithm", ...] = ()
     pieces: bool | tuple[bool, ...] = False
+    rereads: bool = False
+    made: Any = None
 
     def __repr__(self) -> str:
         made = getattr(self.update, "__qualname__", "").partition(".")[0]

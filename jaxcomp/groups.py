@@ -9,7 +9,6 @@ of compressors, means and directions have this one form; compile time follows th
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -86,7 +85,7 @@ class Layout:
     whole_blocks: bool = False
     longest: int = LONGEST
     alone: int = 0
-    parts: tuple[tuple[str, "Layout"], ...] = ()
+    parts: tuple[tuple[Any, "Layout"], ...] = ()
 
     def together(self) -> "Layout":
         """The same without vectors of single leaves."""
@@ -107,7 +106,7 @@ class Group(NamedTuple):
     leaves: their numbers. shape: of the array, [d], or [rows, ...] of a stack. each: whether each leaf is a row of it.
     small: whether it goes as it is, uncompressed. number: among the groups that are compressed, by which their keys
     differ; None for one that has the key to itself. bucket: number of its bucket. part: of `by_path`, to which it
-    belongs.
+    belongs. sizes: entries of its leaves.
     """
 
     leaves: tuple[int, ...]
@@ -118,6 +117,7 @@ class Group(NamedTuple):
     number: int | None = None
     bucket: int = 0
     part: int = 0
+    sizes: tuple[int, ...] = ()
 
     @property
     def like(self) -> jax.ShapeDtypeStruct:
@@ -205,6 +205,7 @@ def groups_of(layout: Layout, tree: Any) -> Groups:
         ]
     else:
         groups = _grouped(layout, every, bare=is_array(tree))
+    groups = [group._replace(sizes=tuple(leaves[i].size for i in group.leaves)) for group in groups]
     return Groups(structure, shapes, dtypes, tuple(groups))
 
 
@@ -325,15 +326,19 @@ def check_fits(groups: Groups, tree: Any) -> None:
 
 
 def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
-    """Inverse of `split`; an array may be a `backend.SparseSum`. What is too large for a leaf is its largest number.
+    """Inverse of `split`; an array may be a `backend.SparseSum` or `backend.Pieces`.
+
+    What is too large for a leaf is its largest number.
 
     like: tree whose dtypes the leaves get; None: those that were laid out.
     """
     dtypes = groups.dtypes if like is None else [leaf.dtype for leaf in jax.tree.leaves(like_of(like))]
     leaves: list[Any] = [None] * len(groups.shapes)
     for group, array in zip(groups.groups, arrays, strict=True):
-        vector = array if isinstance(array, SparseSum) else array.reshape(-1)
-        pieces = cut_apart(vector, [math.prod(groups.shapes[i]) for i in group.leaves])
+        if isinstance(array, Pieces):
+            pieces = array.leaves
+        else:
+            pieces = cut_apart(array if isinstance(array, SparseSum) else array.reshape(-1), group.sizes)
         for i, piece in zip(group.leaves, pieces, strict=True):
             leaf = lax.reshape(piece, groups.shapes[i])
             leaves[i] = leaf if leaf.dtype == dtypes[i] else bounded(leaf, dtypes[i])

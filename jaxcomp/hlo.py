@@ -14,6 +14,7 @@ import numpy as np
 __all__ = [
     "Contents",
     "Instruction",
+    "Sources",
     "arrays_of",
     "bits_of",
     "called",
@@ -49,6 +50,7 @@ class Contents(NamedTuple):
 
 
 MOST_DEVICES = 2**24
+MOST_FRAMES = 256  # of one call stack
 
 
 def groups_of(op: str, attributes: str, devices: int) -> tuple[tuple[int, ...], ...]:
@@ -204,6 +206,50 @@ def contents_of(type_: str) -> list[Contents]:
             Contents(dtype, shape, math.prod(shape) * bits_of(dtype) // 8, math.prod(sizes) * bits_of(dtype) // 8)
         )
     return result
+
+
+class Sources:
+    """Lines of programs that instructions come from, out of the tables at the head of a module's text."""
+
+    def __init__(self, text: str):
+        quoted, table = r'^(\d+) "(.*)"$', r"^(\d+) \{(.*)\}$"
+        self.files = dict(re.findall(quoted, section(text, "FileNames"), re.M))
+        self.functions = dict(re.findall(quoted, section(text, "FunctionNames"), re.M))
+        entries = lambda name: {
+            i: dict(re.findall(r"(\w+)=(\d+)", x)) for i, x in re.findall(table, section(text, name), re.M)
+        }
+        self.places, self.frames = entries("FileLocations"), entries("StackFrames")
+
+    def of(self, attributes: str, inside: str = "") -> str:
+        """The line that an instruction comes from, as "file:line (function)"; "" where the text does not say.
+
+        Args:
+            attributes: of the instruction.
+            inside: a folder whose lines are passed over, as long as there are others: they stand for who called them.
+        """
+        file, line = re.search(r'source_file="([^"]*)"', attributes), re.search(r"source_line=(\d+)", attributes)
+        if file and line:
+            return f"{file[1]}:{line[1]}"
+        frame = re.search(r"stack_frame_id=(\d+)", attributes)
+        stack = self.stack(frame[1]) if frame else []
+        return next((place for place in stack if not (inside and place.startswith(inside))), next(iter(stack), ""))
+
+    def stack(self, frame: str) -> list[str]:
+        """Lines of a frame and of those that called it. The text numbers parents from one too high, and none as 1."""
+        found: list[str] = []
+        while frame in self.frames and len(found) < MOST_FRAMES:
+            place = self.places.get(self.frames[frame].get("file_location_id", ""), {})
+            function = self.functions.get(place.get("function_name_id", ""), "")
+            file = self.files.get(place.get("file_name_id", ""), "?")
+            found.append(f"{file}:{place.get('line', '?')}" + (f" ({function})" if function else ""))
+            frame = str(int(self.frames[frame].get("parent_frame_id", 1)) - 1)
+        return found
+
+
+def section(text: str, name: str) -> str:
+    """The lines of a table at the head of a module's text."""
+    found = re.search(rf"^{name}\n((?:.+\n)*)", text, re.M)
+    return found[1] if found else ""
 
 
 def without_metadata(attributes: str) -> str:

@@ -76,7 +76,7 @@ def pack(codes: Array, width: int) -> Array:
         tile = tile_of(groups, width)
         parts = jnp.pad(codes, (0, rest)).reshape(groups // tile * width, 32 // width, tile)
         shifts = lax.iota(U32, 32 // width) * U32(width)
-        return _in_order(jnp.sum(parts << shifts[:, None], axis=1, dtype=U32), width)
+        return _in_order(jnp.sum(parts << shifts[None, :, None], axis=1, dtype=U32), width)
     kind = jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else U32  # these codes will be an array
     rows = jnp.pad(codes.astype(kind), (0, rest)).reshape(32, groups)
     words = []
@@ -181,7 +181,7 @@ def unpack(words: Array, size: int) -> Array:
     _check_width(width)
     if 32 % width == 0:  # no code straddles two words
         tile = tile_of(groups, width)
-        shifts = jnp.arange(0, 32, width, dtype=U32)[:, None]
+        shifts = jnp.arange(0, 32, width, dtype=U32)[None, None, :, None]
         codes = words.reshape(groups // tile, width, 1, tile) >> shifts
         return (codes & U32((1 << width) - 1) if width < 32 else codes).reshape(-1)[:size]
     start = jnp.arange(32) * width

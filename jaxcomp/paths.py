@@ -1,8 +1,8 @@
 """Assigns the leaves of a tree to patterns, by their paths.
 
 The path of a leaf is its keys with slashes between, say "params/block_3/mlp/kernel" (`jax.tree_util.keystr` in its
-simple form). A pattern is a regular expression; it matches wherever in the path it is found, and the first pattern that
-matches takes the leaf.
+simple form). A pattern is a regular expression, which matches wherever in the path it is found, or a function of the
+path, which says whether it matches. The first pattern that matches takes the leaf.
 """
 
 import re
@@ -17,13 +17,15 @@ __all__ = ["check_patterns", "numbers_by_path", "paths_of"]
 SHOWN = 6  # paths in an error
 
 
-def check_patterns(name: str, patterns: Sequence[Any]) -> tuple[str, ...]:
-    """The patterns; ValueError unless there are some, and all of them are regular expressions."""
+def check_patterns(name: str, patterns: Sequence[Any]) -> tuple[Any, ...]:
+    """The patterns; ValueError unless there are some, and all of them are regular expressions or functions."""
     if not patterns:
         raise ValueError(f'{name}: there must be at least one pattern, say ".*" for all leaves; got none')
     for pattern in patterns:
+        if callable(pattern):
+            continue
         if not isinstance(pattern, str):
-            raise ValueError(f"{name}: a pattern must be a string; got {pattern!r}")
+            raise ValueError(f"{name}: a pattern must be a string, or a function of a path; got {pattern!r}")
         try:
             re.compile(pattern)
         except re.error as error:
@@ -45,7 +47,11 @@ def paths_of(tree: Any) -> list[tuple[str, bool]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), not _masked(node)) for path, node in nodes]
 
 
-def numbers_by_path(name: str, patterns: Sequence[str], tree: Any) -> list[tuple[int, ...]]:
+def _matches(pattern: Any, path: str) -> bool:
+    return bool(pattern(path) if callable(pattern) else re.search(pattern, path))
+
+
+def numbers_by_path(name: str, patterns: Sequence[Any], tree: Any) -> list[tuple[int, ...]]:
     """The numbers of the leaves that each pattern takes, among those that are there.
 
     Raises:
@@ -57,7 +63,7 @@ def numbers_by_path(name: str, patterns: Sequence[str], tree: Any) -> list[tuple
     """
     paths = paths_of(tree)
     every = [path for path, _ in paths]
-    matches = [[bool(re.search(pattern, path)) for path in every] for pattern in patterns]
+    matches = [[_matches(pattern, path) for path in every] for pattern in patterns]
     taken = [next((i for i, match in enumerate(matches) if match[j]), None) for j in range(len(every))]
     if None in taken:
         raise ValueError(

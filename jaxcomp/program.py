@@ -6,11 +6,22 @@ Bytes follow the models that `jaxcomp.ledger` lists.
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcomp.hlo import Contents, Instruction, called, contents_of, groups_of, parse_instruction, split_list, trip_count
+from jaxcomp.hlo import (
+    Contents,
+    Instruction,
+    Sources,
+    called,
+    contents_of,
+    groups_of,
+    parse_instruction,
+    split_list,
+    trip_count,
+)
 from jaxcomp.transfers import Places, pairs_of_send, rendezvous_of, targets, transfer_of, unknown_kind
 
 __all__ = ["SENT", "Module", "Row"]
@@ -26,6 +37,7 @@ SENT: dict[str, Callable[[int, int], float]] = {
 }
 
 UNKNOWN = "unknown: "
+PACKAGE = f"{Path(__file__).parent}/"
 
 
 class Row(NamedTuple):
@@ -48,6 +60,8 @@ class Row(NamedTuple):
         them; for collective-permute, from which to which.
     slice_bytes: bytes that all chips of a slice send to other slices, all repetitions included; the mean over the
         slices.
+    source: line of the program that it comes from, as "file:line (function)": of the caller, where it is one of
+        jaxcomp. "" where the compiler does not say.
     """
 
     op: str
@@ -63,6 +77,7 @@ class Row(NamedTuple):
     physical_bytes: int = 0
     slices: tuple[tuple[int, ...], ...] = ()
     slice_bytes: float = 0.0
+    source: str = ""
 
     @property
     def is_unknown(self) -> bool:
@@ -101,6 +116,7 @@ class Module:
         replicas = re.search(r"replica_count=(\d+)", header)
         self.devices = int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
         self.computations: dict[str, dict[str, Instruction]] = {}
+        self.sources = Sources(text.partition("\n%")[0])
         self.channels: set[str] = set()  # of collectives in fusions that were counted
         self.entry = ""
         current: dict[str, Instruction] = {}
@@ -126,7 +142,9 @@ class Module:
             attributes = instruction.attributes
             op = instruction.op.removesuffix("-start")
             if op in SENT or op == "send" or unknown_kind(instruction, False):
-                more = list(self.rows_of(op, instruction, computation, times, branch))
+                source = self.sources.of(attributes, PACKAGE)
+                made = self.rows_of(op, instruction, computation, times, branch)
+                more = [row._replace(source=source) for row in made]
                 rows += more
                 total += sum(row.sent_bytes for row in more)
             elif op == "while":

@@ -17,12 +17,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import as_words
+from jaxcomp.exchange.agreement import check_options
 from jaxcomp.exchange.axes import axis_names, axis_size, is_bound, unknown_axes
 from jaxcomp.exchange.collectives import all_gather, all_max
 from jaxcomp.hashing import fmix32
 from jaxcomp.state.specs import Marks, lay_out, names_of
 
-__all__ = ["ReplicaDrift", "fingerprint", "fingerprints", "skip_nonfinite"]  # and `jc.check_replicas`
+__all__ = ["ReplicaDrift", "check_options", "fingerprint", "fingerprints", "skip_nonfinite"]  # and `jc.check_replicas`
 
 Array = jax.Array
 

@@ -80,7 +80,7 @@ def mask_words(mask: Array) -> Array:
 
 
 def _row_words(bits: Array) -> Array:
-    return jnp.sum(bits.reshape(-1, 32).astype(U32) << lax.iota(U32, 32), axis=1, dtype=U32)
+    return jnp.sum(bits.reshape(-1, 32).astype(U32) << lax.iota(U32, 32)[None], axis=1, dtype=U32)
 
 
 def _tiles(mask: Array) -> int:
@@ -95,7 +95,7 @@ def _tile_words(mask: Array) -> Array:
     """
     below = _joined_bits(mask.reshape(-1, 32, 128).astype(U32), 1)  # [tiles, 1, 128], which is d / 32 words
     below = lax.optimization_barrier(below).reshape(-1, 1, 4, 32)
-    bits = (below >> lax.iota(U32, 32)[:, None, None]) & U32(1)  # [tiles, 32, 4, 32]
+    bits = (below >> lax.iota(U32, 32)[None, :, None, None]) & U32(1)  # [tiles, 32, 4, 32]
     return _joined_bits(bits, 3).reshape(-1)
 
 

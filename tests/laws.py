@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
+import optax
 
 import jaxcomp as jc
 from jaxcomp.base import Compressor
@@ -197,3 +199,89 @@ FACTORIES = [
     "terngrad",
     "top_k",
 ]
+
+
+# ------------------------------------------------------------------------------------------------
+# Methods: what one puts into an optimizer. Every factory of an algorithm or compressor has a row (tested).
+
+AXIS, SIZE = "data", 1100  # entries of the one leaf that is large
+
+
+def _mean(algorithm, **options):
+    return lambda: jc.compressed_mean(algorithm, AXIS, measure=True, **options)
+
+
+def _local(algorithm):
+    return lambda: jc.local_updates(optax.sgd(0.1), optax.sgd(1.0), algorithm, AXIS, every=2)
+
+
+def _rounds(algorithm):
+    return lambda: jc.methods.rounds(algorithm, AXIS)
+
+
+TOP = jc.top_k(0.1)
+_steps = jc.theory.adiana(smoothness=1.0, workers=2, variance=0.1, omega=0.125, mu=0.1)
+_wide = jc.smoothness.diagonal_of(np.geomspace(0.1, 10, SIZE))
+METHODS = {
+    "bernoulli": _mean(jc.diana(jc.bernoulli(0.2))),
+    "binned": _mean(jc.error_feedback(jc.binned())),
+    "block_scaled": _mean(jc.diana(jc.block_scaled("int4", rounding="stochastic"))),
+    "cast": _mean(jc.error_feedback(jc.cast("float8_e4m3fn"))),
+    "chunked": _mean(jc.error_feedback(jc.chunked(jc.top_k(k=5), 64))),
+    "compose": _mean(jc.error_feedback(jc.compose(TOP, jc.natural()))),
+    "contract": _mean(jc.error_feedback(jc.contract(jc.rand_k(0.2)))),
+    "count_sketch": _mean(jc.direct(jc.count_sketch(0.3))),
+    "dagc": _mean(jc.error_feedback(jc.dagc([3, 1], 0.1)), via="ring"),
+    "dct": _mean(jc.error_feedback(jc.dct(TOP, 16))),
+    "dgc": _mean(jc.error_feedback(jc.contrib.dgc(0.1))),
+    "dithering": _mean(jc.diana(jc.dithering(7))),
+    "drive": _mean(jc.error_feedback(jc.drive(block=64))),
+    "eden": _mean(jc.direct(jc.eden(2.5, block=64, per_worker=True))),
+    "flat": _mean(jc.error_feedback(jc.flat(TOP))),
+    "gaussian_k": _mean(jc.error_feedback(jc.contrib.gaussian_k(0.1))),
+    "hard_threshold": _mean(jc.error_feedback(jc.contrib.hard_threshold(1.5, room=0.2))),
+    "identity": _mean(jc.direct(jc.identity())),
+    "narrow": _mean(jc.error_feedback(jc.narrow(TOP, values="float16", indices="uint16"))),
+    "natural": _mean(jc.diana(jc.natural())),
+    "per_leaf": _mean(jc.error_feedback(jc.per_leaf(TOP)), via="ladder"),
+    "precondition": _mean(jc.diana(jc.precondition(jc.rand_k(0.2), _wide))),
+    "rand_k": _mean(jc.diana(jc.rand_k(0.2))),
+    "redsync": _mean(jc.error_feedback(jc.contrib.redsync(0.1))),
+    "rotate": _mean(jc.diana(jc.rotate(jc.natural(), block=64))),
+    "sidco": _mean(jc.error_feedback(jc.sidco(0.05))),
+    "sign": _mean(jc.error_feedback(jc.sign())),
+    "skcompress": _mean(jc.error_feedback(jc.skcompress(jc.top_k(0.3), buckets=8))),
+    "terngrad": _mean(jc.diana(jc.terngrad())),
+    "top_k": _mean(jc.error_feedback(TOP), via="two_shot"),
+    "direct": _mean(jc.direct(TOP)),
+    "error_feedback": _mean(jc.error_feedback(TOP), before=optax.clip_by_global_norm(1.0)),
+    "diana": _mean(jc.diana(jc.dithering(3), alpha=0.1)),
+    "ef21": _mean(jc.ef21(TOP, momentum=0.5, plus=True)),
+    "ef_bv": _mean(jc.methods.ef_bv(TOP, shift_step=0.5)),
+    "power_sgd": _mean(jc.power_sgd(2, start=2)),
+    "loco": _mean(jc.loco(jc.block_scaled("int4", rounding="stochastic"), memory="int8")),
+    "majority_vote": _mean(jc.majority_vote()),
+    "fetch_sgd": _mean(jc.fetch_sgd(0.1)),
+    "by_path": _mean(jc.by_path({"b": jc.direct(jc.identity()), "w": jc.error_feedback(TOP)})),
+    "momentum_correction": _mean(jc.contrib.momentum_correction(TOP, clip_norm=1.0, workers=2)),
+    "sparse_loco": _local(jc.sparse_loco(k=8, chunk=64)),
+    "local_updates": _local(jc.error_feedback(TOP)),
+    "demo": lambda: jc.demo(1e-3, AXIS, k=4),
+    "onebit_adam": lambda: jc.onebit_adam(1e-3, AXIS, freeze_step=1),
+    "zero_one_adam": lambda: jc.zero_one_adam(1e-3, AXIS, freeze_step=1),
+    "adiana": _rounds(
+        jc.methods.adiana(jc.natural(), jc.theory.adiana(smoothness=1.0, workers=2, variance=0.1, omega=0.125, mu=0.1))
+    ),
+    "bidirectional": _rounds(jc.methods.descend(jc.methods.bidirectional(jc.diana(jc.natural()), jc.natural()), 0.1)),
+    "descend": _rounds(jc.methods.descend(jc.direct(jc.natural()), 0.1)),
+    "isega": _rounds(jc.methods.isega(np.full(SIZE, 0.2), _wide, 0.1)),
+    "marina": _rounds(jc.methods.marina(jc.rand_k(0.2), 0.1, 0.2)),
+}
+PARAMS = {"b": (5,), "w": (20, 55)}
+
+
+def params_of(name):
+    """Parameters of two leaves, one large and one small; one vector for methods that have a point."""
+    point = name in ("adiana", "bidirectional", "descend", "isega", "marina")
+    shapes = (SIZE,) if point else PARAMS
+    return jax.tree.map(lambda shape: np.zeros(shape, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))

@@ -16,7 +16,7 @@ from jaxcomp.arrays import like_of
 from jaxcomp.backend import LONG, Pieces, SparseSum, accumulated, cut_apart, joined, shared_program
 from jaxcomp.backend_cpu import FEW
 from jaxcomp.base import State, accumulate, entries, for_worker
-from jaxcomp.exchange import driver
+from jaxcomp.exchange import collectives, driver
 from jaxcomp.groups import Layout, groups_of, split
 
 SIZES = [5, 1, 0, 40, 7]
@@ -158,8 +158,9 @@ def messages(seed, sizes, workers, k):
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("form", ["cpu", "portable"])
 @pytest.mark.parametrize("sizes", [LARGE, [LONG, LONG], [2 * LONG], [1100, 50], [LONG, 3]], ids=str)
-def test_a_sum_is_made_leaf_by_leaf(sizes, seed):
+def test_a_sum_is_made_leaf_by_leaf(sizes, form, seed):
     indices, values = messages(seed, sizes, 3, 40)
     want = np.zeros(sum(sizes), np.float32)
     for places, numbers in zip(np.asarray(indices), np.asarray(values), strict=True):
@@ -168,7 +169,8 @@ def test_a_sum_is_made_leaf_by_leaf(sizes, seed):
     want *= np.float32(0.75)
 
     def run(indices, values):
-        return cut_apart(SparseSum(indices, values, jnp.float32(0.5), sum(sizes)) * 1.5, sizes)
+        found = SparseSum(indices, values, jnp.float32(0.5), sum(sizes)) * 1.5
+        return cut_apart(found, sizes) if form == "cpu" else found.made_apart(sizes)
 
     for got in (run(indices, values), jax.jit(run)(indices, values)):
         assert [x.shape for x in got] == [(size,) for size in sizes]
@@ -211,6 +213,9 @@ FEW_ENTRIES = {
     "flat": lambda: jc.error_feedback(jc.flat(jc.top_k(1e-3))),
     "momentum": lambda: jc.contrib.momentum_correction(jc.top_k(1e-3)),
     "by_path": lambda: jc.by_path({".*0": jc.top_k(1e-3), ".*": jc.sidco(1e-3)}),
+    "int4": lambda: jc.error_feedback(jc.block_scaled("int4")),
+    "natural": lambda: jc.direct(jc.natural()),
+    "diana": lambda: jc.diana(jc.dithering(7)),
     "by_path, dense": lambda: jc.by_path({".*0": jc.top_k(1e-3), ".*": jc.dithering(7)}),
     "bidirectional": lambda: jc.methods.bidirectional(jc.error_feedback(jc.top_k(1e-3)), jc.natural()),
     "ladder": lambda: jc.error_feedback(jc.top_k(1e-3)),
@@ -220,15 +225,18 @@ FEW_ENTRIES = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", FEW_ENTRIES)
 def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed, monkeypatch):
-    """Two rounds of three workers, as where the sum is made as a vector."""
+    """Two rounds of three workers, as where the mean is made as a vector; also in the forms of GPUs."""
     rng = np.random.default_rng(seed)
     shapes = {"w0": (LONG // 512, 512), "b": (3,), "w1": (1100,), "w2": (LONG + 1,), "w3": (2, LONG)}
     rounds = [{k: jnp.asarray(rng.normal(size=(3, *s)), jnp.float32) for k, s in shapes.items()} for _ in range(2)]
     params = {k: jnp.zeros(s) for k, s in shapes.items()}
     mesh = jax.make_mesh((3,), ("data",), devices=jax.devices()[:3])
     found = []
-    for lazy in (backend.is_lazy, lambda x: False):
+    is_lazy = backend.is_lazy
+    for lazy, kind in ((is_lazy, "cpu"), (lambda x: False, "cpu"), (is_lazy, "gpu")):
         monkeypatch.setattr(driver, "is_lazy", lazy)
+        for module in (backend, collectives):
+            monkeypatch.setattr(module, "platform", lambda mesh=None, kind=kind: kind)
         tx = jc.compressed_mean(FEW_ENTRIES[name](), "data", via="ladder" if name == "ladder" else "auto")
         state, specs = jc.init_state(tx, params, mesh, "data")
         update = lambda g, state, tx=tx: tx.update(jax.tree.map(lambda x: x[0], g), state)
@@ -237,10 +245,11 @@ def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed, monkeypatch):
             direction, state = step(jax.device_put(grads, jax.NamedSharding(mesh, jax.P("data"))), state)
             found.append(direction)
         found.append(state)
-    # XLA may contract a product and a sum, of the momentum, in one of the programs.
-    near = 1e-6 if name == "momentum" else 0
+    # XLA may contract a product and a sum, of the momentum or a shift, in one of the programs.
+    near = 1e-6 if name in ("momentum", "diana") else 0
     same = functools.partial(np.testing.assert_allclose, rtol=near, atol=near)
-    jax.tree.map(same, found[:3], found[3:])
+    jax.tree.map(same, found[:3], found[3:6])
+    jax.tree.map(same, found[:3], found[6:])
 
 
 def test_a_direction_of_large_leaves_takes_no_memory_besides():

@@ -230,6 +230,7 @@ def tree(dtype):
     return {"b": jnp.zeros(7, dtype), "s": jnp.zeros((), dtype), "w": jnp.zeros((400, 50), dtype)}
 
 
+@pytest.mark.filterwarnings("ignore:compressed_mean. this exchange sends")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_keeps_its_roundings_and_products_by_every_route(name):
     carried = 0

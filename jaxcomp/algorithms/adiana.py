@@ -11,6 +11,7 @@ from jaxcomp.algorithms.method import check_unbiased, move, zeros_of
 from jaxcomp.arrays import bounded, key_data, wide_like, wrap_key
 from jaxcomp.backend import step_in_place
 from jaxcomp.base import Algorithm, Compressor, State
+from jaxcomp.factories import factory
 from jaxcomp.prox import Prox
 from jaxcomp.theory import StepSizes
 
@@ -38,6 +39,7 @@ class AdianaState(NamedTuple):
     down: Any
 
 
+@factory
 def adiana(
     compressor: Compressor,
     step_sizes: StepSizes,

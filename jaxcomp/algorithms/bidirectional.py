@@ -20,6 +20,7 @@ from jaxcomp.base import (
     stepped,
 )
 from jaxcomp.compressors.tree import each_of
+from jaxcomp.factories import factory
 from jaxcomp.payloads import by_row, code_bits
 
 __all__ = ["Down", "bidirectional", "check_down", "send_down", "start_down"]
@@ -47,6 +48,7 @@ class BidirectionalState(NamedTuple):
     down: Down
 
 
+@factory
 def bidirectional(algorithm: Algorithm, down: Compressor, *, code: str = "fixed") -> Algorithm:
     """The direction of an algorithm as it arrives when a server compresses it once more: C_down(direction).
 

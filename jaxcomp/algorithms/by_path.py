@@ -1,6 +1,6 @@
 """Other algorithms for other parts of the tree, chosen by the paths of the leaves, in one exchange for all of them."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ from jaxcomp.algorithms.direct import direct
 from jaxcomp.algorithms.error_feedback import error_feedback
 from jaxcomp.base import Algorithm, Compressor, Round, check_algorithm
 from jaxcomp.compressors.tree import layout_of
+from jaxcomp.factories import factory
 from jaxcomp.groups import Layout
 from jaxcomp.paths import check_patterns
 
@@ -23,13 +24,15 @@ class ByPathState(NamedTuple):
     parts: tuple[Any, ...]
 
 
-def by_path(parts: Mapping[str, Algorithm | Compressor]) -> Algorithm:
+@factory
+def by_path(parts: Mapping[str | Callable[[str], bool], Algorithm | Compressor]) -> Algorithm:
     """Other algorithms for other parts of the tree.
 
     direction_j = A_p(g)_j, with p the first pattern that is found in the path of leaf j.
 
     The path of a leaf is its keys with slashes between, say "params/block_3/mlp/kernel", and a pattern is a regular
-    expression that may match anywhere in it (`re.search`). Each algorithm sees the leaves of its part as it would see
+    expression that may match anywhere in it (`re.search`), or a function of the path that says whether it matches, say
+    lambda path: path.startswith("encoder"). Each algorithm sees the leaves of its part as it would see
     a tree of their own. All parts share the collectives: with via="auto" what is linear crosses in one sum and all the
     rest in one gathering, however many parts there are. Algorithms that exchange more than once a round
     (`power_sgd`) go on together, exchange by exchange.
@@ -43,9 +46,9 @@ def by_path(parts: Mapping[str, Algorithm | Compressor]) -> Algorithm:
 
     Raises:
         TypeError: neither an algorithm nor a compressor; one with an iterate of its own.
-        ValueError: no pattern, or none that is a regular expression; a part that is made by `by_path`; and when the
-            tree is known: a leaf that no pattern matches, a pattern that matches no leaf, or none that is left for it
-            (a last ".*" for the rest may be left without any).
+        ValueError: no pattern, or one that is neither a regular expression nor a function; a part that is made by
+            `by_path`; and when the tree is known: a leaf that no pattern matches, a pattern that matches no leaf, or
+            none that is left for it (a last ".*" for the rest may be left without any).
 
     >>> import jax.numpy as jnp, jaxcomp as jc
     >>> algorithm = jc.by_path({"norm|bias": jc.direct(jc.identity()), ".*": jc.error_feedback(jc.flat(jc.top_k(k=1)))})
@@ -94,7 +97,7 @@ def _part(here: Round, number: int) -> Round:
     return here._replace(key=jax.random.fold_in(here.key, number), groups=groups, compressors=compressors)
 
 
-def _algorithm(pattern: str, value: Any) -> Algorithm:
+def _algorithm(pattern: Any, value: Any) -> Algorithm:
     if isinstance(value, Compressor):
         return direct(value) if value.spec.omega is not None else error_feedback(value)
     algorithm = check_algorithm(f"by_path: pattern {pattern!r}", value)

@@ -10,6 +10,7 @@ from jaxcomp.backend import computed_once, step_in_place
 from jaxcomp.base import Algorithm, Compressor, Sent, State, check_compressor
 from jaxcomp.compressors.checks import is_number
 from jaxcomp.compressors.vector import omega_of
+from jaxcomp.factories import factory
 
 __all__ = ["after_shift", "diana", "from_shift"]
 
@@ -21,6 +22,7 @@ class DianaState(NamedTuple):
     compressor: tuple[State, ...]
 
 
+@factory
 def diana(compressor: Compressor, *, alpha: float | jax.Array | None = None) -> Algorithm:
     """Sends C(g_i - h_i) and moves the shift h_i towards the gradient.
 

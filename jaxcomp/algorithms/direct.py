@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
+from jaxcomp.factories import factory
 
 __all__ = ["direct"]
 
@@ -13,6 +14,7 @@ class DirectState(NamedTuple):
     compressor: tuple[State, ...]
 
 
+@factory
 def direct(compressor: Compressor) -> Algorithm:
     """Sends C(g_i); the direction is the mean of what was sent (DCGD).
 

@@ -12,6 +12,7 @@ from jaxcomp.backend import step_in_place
 from jaxcomp.base import Algorithm, Compressor, Cond, Round, State, Sum, check_compressor, for_worker, keys_of, residual
 from jaxcomp.compressors.checks import is_number
 from jaxcomp.compressors.vector import omega_of
+from jaxcomp.factories import factory
 
 __all__ = ["ef21", "ef_bv"]
 
@@ -29,6 +30,7 @@ class ShiftedState(NamedTuple):
     compressor: tuple[State, ...]
 
 
+@factory
 def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, whole_start: bool = True) -> Algorithm:
     """Sends C(g_i - h_i) and adds all of it to the shift: for biased compressors what DIANA is for unbiased ones.
 
@@ -99,6 +101,7 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
     return Algorithm(init, update, _ROLES, compressor)
 
 
+@factory
 def ef_bv(compressor: Compressor, *, shift_step: float | None = None, mean_step: float | None = None) -> Algorithm:
     """EF-BV: sends C(g_i - h_i), and takes a step of its own for the shifts and for the direction.
 

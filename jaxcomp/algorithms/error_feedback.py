@@ -9,6 +9,7 @@ from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.backend import accumulated
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
 from jaxcomp.compressors.vector import alpha_of
+from jaxcomp.factories import factory
 
 __all__ = ["check_contracts", "error_feedback"]
 
@@ -20,6 +21,7 @@ class ErrorFeedbackState(NamedTuple):
     compressor: tuple[State, ...]
 
 
+@factory
 def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     """Sends C(decay e_i + g_i) and remembers the rest.
 

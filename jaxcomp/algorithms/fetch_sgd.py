@@ -12,6 +12,7 @@ from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.count_sketch import add_to_sketch, estimates
 from jaxcomp.compressors.sparsify import largest_indices
 from jaxcomp.compressors.vector import count_of
+from jaxcomp.factories import factory
 from jaxcomp.select import take
 
 __all__ = ["fetch_sgd"]
@@ -29,6 +30,7 @@ class FetchState(NamedTuple):
     seed: Array
 
 
+@factory
 def fetch_sgd(
     ratio: float | None = None, *, k: int | None = None, sketch: float = 0.1, rows: int = 5, momentum: float = 0.9
 ) -> Algorithm:

@@ -12,6 +12,7 @@ from jaxcomp.base import Algorithm, State
 from jaxcomp.compressors.bernoulli import bernoulli
 from jaxcomp.compressors.precondition import precondition
 from jaxcomp.compressors.tree import each_of
+from jaxcomp.factories import factory
 from jaxcomp.prox import Prox
 from jaxcomp.smoothness.operator import Operator
 
@@ -26,6 +27,7 @@ class IsegaState(NamedTuple):
     compressor: tuple[State, ...]
 
 
+@factory
 def isega(
     probabilities: Any,
     smoothness: Operator,
@@ -84,4 +86,4 @@ def isega(
         return x, IsegaState(x, shift, sent.states)
 
     roles = {"x": "iterate", "shift": "shift", "compressor": "compressor"}
-    return Algorithm(init, update, roles, compressor, point=lambda state: state.x)
+    return Algorithm(init, update, roles, compressor, point=lambda state: state.x, rereads=True)

@@ -9,6 +9,7 @@ from jaxcomp.algorithms.narrow import Narrow
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
 from jaxcomp.compressors.checks import is_whole
+from jaxcomp.factories import factory
 
 __all__ = ["Narrow", "loco"]
 
@@ -21,6 +22,7 @@ class LocoState(NamedTuple):
     compressor: tuple[State, ...]
 
 
+@factory
 def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024, memory: str = "float32") -> Algorithm:
     """Sends C(g_i + e_i), where e_i is a moving average of what C left out.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.base import Algorithm, State
 from jaxcomp.compressors.signs import vote
+from jaxcomp.factories import factory
 
 __all__ = ["majority_vote"]
 
@@ -19,6 +20,7 @@ class VoteState(NamedTuple):
     compressor: tuple[State, ...]
 
 
+@factory
 def majority_vote(momentum: float = 0.9) -> Algorithm:
     """Each worker votes on the sign of every entry; the direction is what most of them voted for.
 

@@ -10,6 +10,7 @@ from jaxcomp.algorithms.method import check_step_size, check_unbiased, move, zer
 from jaxcomp.arrays import bounded, finite, key_data, wide_like, wrap_key
 from jaxcomp.backend import step_in_place
 from jaxcomp.base import Algorithm, Compressor, Cond, State, Sum
+from jaxcomp.factories import factory
 from jaxcomp.prox import Prox
 
 __all__ = ["marina"]
@@ -27,6 +28,7 @@ class MarinaState(NamedTuple):
     compressor: tuple[State, ...]
 
 
+@factory
 def marina(compressor: Compressor, step_size: float, full: float, *, prox: Prox | None = None) -> Algorithm:
     """x <- prox(x - gamma g);  g <- mean gradient with probability `full`, else g + mean of C(change of the gradient).
 

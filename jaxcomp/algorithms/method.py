@@ -12,6 +12,7 @@ import jax
 from jaxcomp.arrays import wide_like, zeros_like
 from jaxcomp.backend import made
 from jaxcomp.base import Algorithm, check_algorithm, check_compressor, stepped
+from jaxcomp.factories import factory
 from jaxcomp.prox import Prox
 
 __all__ = ["check_step_size", "check_unbiased", "descend", "move", "zeros_of"]
@@ -26,6 +27,7 @@ class DescendState(NamedTuple):
     algorithm: Any
 
 
+@factory
 def descend(algorithm: Algorithm, step_size: float | Array, *, prox: Prox | None = None) -> Algorithm:
     """x <- prox(x - gamma direction), with the direction of an algorithm: omega and alpha are its own.
 

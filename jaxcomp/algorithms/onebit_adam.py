@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.arrays import bounded, finite, wide, wide_like, zeros_like
 from jaxcomp.base import Algorithm, Compressor, Cond, State, Sum
+from jaxcomp.factories import factory
 
 __all__ = ["check_adam", "onebit_directions", "scaled_by_variance"]
 
@@ -27,6 +28,7 @@ class OnebitState(NamedTuple):
     compressor: tuple[State, ...]
 
 
+@factory
 def onebit_directions(
     compressor: Compressor, *, freeze_step: int, b1: float, b2: float, eps: float, bias_correction: bool
 ) -> Algorithm:

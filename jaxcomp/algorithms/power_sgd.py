@@ -20,6 +20,7 @@ from jaxcomp.algorithms.low_rank import (
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.backend import accumulated, in_place
 from jaxcomp.base import Algorithm, Cond
+from jaxcomp.factories import factory
 from jaxcomp.groups import Layout
 
 __all__ = ["power_sgd"]
@@ -37,6 +38,7 @@ class PowerState(NamedTuple):
     rounds: Array
 
 
+@factory
 def power_sgd(
     rank: int | Mapping[int, int] = 1, *, min_ratio: float = 2.0, start: int = 0, dense_below: int = 1024
 ) -> Algorithm:

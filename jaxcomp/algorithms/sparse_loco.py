@@ -7,10 +7,12 @@ from jaxcomp.compressors.chunked import chunked
 from jaxcomp.compressors.combine import compose
 from jaxcomp.compressors.sparsify import top_k
 from jaxcomp.compressors.tree import flat
+from jaxcomp.factories import factory
 
 __all__ = ["sparse_loco"]
 
 
+@factory
 def sparse_loco(
     *, k: int = 64, chunk: int = 4096, bits: int = 2, decay: float = 0.95, per_chunk: bool = False
 ) -> Algorithm:

@@ -9,6 +9,7 @@ from jaxcomp.algorithms.error_feedback import check_contracts
 from jaxcomp.algorithms.onebit_adam import scaled_by_variance
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.base import Algorithm, Compressor, Cond, State, Sum
+from jaxcomp.factories import factory
 
 __all__ = ["Times", "zero_one_updates"]
 
@@ -55,6 +56,7 @@ class ZeroOneState(NamedTuple):
     compressor: tuple[State, ...]
 
 
+@factory
 def zero_one_updates(
     compressor: Compressor, times: Times, *, b1: float, b2: float, eps: float, bias_correction: bool
 ) -> Algorithm:

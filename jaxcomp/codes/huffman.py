@@ -114,9 +114,9 @@ class _Table(NamedTuple):
 def _table(lengths: Array) -> _Table:
     xp = namespace(lengths)
     each = xp.arange(1, FULL, dtype=xp.int32)
-    numbers = xp.sum(lengths[:, None, :] == each[:, None], axis=-1, dtype=xp.int32)
+    numbers = xp.sum(lengths[:, None, :] == each[None, :, None], axis=-1, dtype=xp.int32)
     zero = xp.zeros((lengths.shape[0], 1), xp.int32)
-    bounds = xp.cumsum(numbers << (FULL - each), axis=-1, dtype=xp.int32)
+    bounds = xp.cumsum(numbers << (FULL - each)[None], axis=-1, dtype=xp.int32)
     offsets = xp.cumsum(numbers, axis=-1, dtype=xp.int32)
     order = xp.argsort(xp.where(lengths > 0, lengths, FULL), axis=-1, stable=True)
     place = lambda x: xp.concatenate([zero, zero, x], axis=-1)
@@ -316,7 +316,7 @@ def decode_symbols(
         row = xp.int32(0) if which is None else gather(which, number)
         aligned = _reversed(read_fields(words, position, FULL)).astype(xp.int32)
         bounds = table.bounds[row]
-        length = 1 + xp.sum(aligned[:, None] >= bounds, axis=-1, dtype=xp.int32)
+        length = 1 + xp.sum(aligned[:, None] >= bounds.reshape(-1, bounds.shape[-1]), axis=-1, dtype=xp.int32)
         rank = flat(table.offsets, row, length) + ((aligned - flat(table.bases, row, length)) >> (FULL - length))
         symbol = flat(table.order, row, xp.clip(rank, 0, lengths.shape[-1] - 1))
         real = number < count

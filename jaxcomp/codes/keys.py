@@ -151,7 +151,7 @@ def plan(gaps: Gaps, coder: str = "best") -> Plan:
     xp = namespace(gaps.gaps)
     schemes = CODERS[coder]
     classes = histogram(bit_length(gaps.numbers), CLASSES, gaps.valid)
-    total = lambda table: xp.sum(xp.asarray(table) * classes, axis=-1, dtype=xp.int32)
+    total = lambda table: xp.sum(xp.asarray(table) * classes[None], axis=-1, dtype=xp.int32)
     if coder == "released":
         scheme = xp.asarray(ESTIMATED)[xp.argmin(total(ESTIMATES))]
         bits = total(CLASS_BITS)[scheme]
@@ -165,7 +165,7 @@ def plan(gaps: Gaps, coder: str = "best") -> Plan:
     if ENTROPY in schemes:
         lengths = code_lengths(classes)
         digits = xp.arange(CLASSES, dtype=xp.int32)
-        bits = total(lengths + xp.maximum(digits - 1, 0)) + chunk_bits(xp.sum(classes, dtype=xp.int32))
+        bits = total((lengths + xp.maximum(digits - 1, 0))[None])[0] + chunk_bits(xp.sum(classes, dtype=xp.int32))
         options.append((ENTROPY, bits + xp.sum(length_codes(lengths)[1], dtype=xp.int32)))
     if RICE in schemes:
         k, bits = _rice(gaps, xp.sum(classes, dtype=xp.int32))

@@ -12,6 +12,7 @@ from jaxcomp.arrays import bounded, one_row, row_of, wide
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.sparsify import entries_of
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.hashing import random_bits
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import indices_of_words, mask_words, take
@@ -28,6 +29,7 @@ class Chances(NamedTuple):
     chance: Array
 
 
+@factory
 def bernoulli(probabilities: Any, *, per_worker: bool = False) -> Compressor:
     """Keeps each entry independently with its own probability.
 

@@ -12,6 +12,7 @@ from jaxcomp.base import Compressor, Spec
 from jaxcomp.compressors.blocks import Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like, is_whole
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.norms import max_abs
 from jaxcomp.packing import pack, unpack
@@ -25,6 +26,7 @@ MOST_BITS = 4
 BLOCK = 1024  # values
 
 
+@factory
 def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_size: int | None = None) -> Compressor:
     """Bins around the mean of a block; each decodes to the mean of its own entries.
 
@@ -99,7 +101,7 @@ def binned(bits: int = 2, *, refine: int = 4, blocks: int | None = None, block_s
         width = jnp.maximum(sigma * (SPAN / count), jnp.finfo(x.dtype).tiny)
         place = jnp.clip(jnp.floor(centred / width), -count // 2, count // 2 - 1)
         codes = (place + count // 2).astype(jnp.int32)
-        means = _means(rows, codes, real, mean + width * (np.arange(count) - (count - 1) / 2).astype(x.dtype))
+        means = _means(rows, codes, real, mean + width * (np.arange(count)[None] - (count - 1) / 2).astype(x.dtype))
         for _ in range(int(refine)):
             edges = (means[:, 1:] + means[:, :-1]) / 2
             codes = jnp.sum(rows[:, :, None] > edges[:, None, :], axis=2, dtype=jnp.int32)

@@ -34,6 +34,7 @@ from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Elements, Integer
 from jaxcomp.compressors.scales import SCALES, Made, Scale
 from jaxcomp.compressors.vector import MOST, on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.groups import WHOLE_BLOCKS
 from jaxcomp.norms import max_abs
 from jaxcomp.payloads import Dense, Quantized, Several
@@ -64,6 +65,7 @@ FORMATS: dict[str, Format] = {
 }
 
 
+@factory
 def block_scaled(
     format: str,
     *,
@@ -149,7 +151,7 @@ def block_scaled(
     bound = _omega if stochastic else _alpha
     known = lambda d: bound(elements, rule, min(size, max(d, 1)), d)
     omega, alpha = (known, contraction(known, MOST)) if stochastic else (None, known)
-    spec = Spec(name, omega, alpha, linear=False, layout=WHOLE_BLOCKS)
+    spec = Spec(name, omega, alpha, linear=False, layout=WHOLE_BLOCKS, entrywise=True)
     return _compressor(elements, rule, layout, stochastic, spec)
 
 

@@ -9,6 +9,7 @@ from jaxcomp.backend import fold, zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, overflow
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.packing import pack, unpack, width_for
 from jaxcomp.payloads import Chunks, Sparse
 
@@ -17,6 +18,7 @@ __all__ = ["chunked"]
 Array = jax.Array
 
 
+@factory
 def chunked(compressor: Compressor, size: int) -> Compressor:
     """Selects in each chunk of `size` consecutive entries by itself.
 

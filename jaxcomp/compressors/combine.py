@@ -10,6 +10,7 @@ from jaxcomp.arrays import like_of, size_of, wide
 from jaxcomp.backend import fold
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, entries, for_worker, overflow
 from jaxcomp.compressors.dense import cast
+from jaxcomp.factories import factory
 from jaxcomp.payloads import LocalIndices, Sparse, global_indices, local_indices
 
 __all__ = ["compose", "contract", "narrow"]
@@ -17,6 +18,7 @@ __all__ = ["compose", "contract", "narrow"]
 Array = jax.Array
 
 
+@factory
 def contract(compressor: Compressor) -> Compressor:
     """Scales an unbiased compressor down until it contracts.
 
@@ -77,6 +79,7 @@ def contract(compressor: Compressor) -> Compressor:
     )
 
 
+@factory
 def compose(outer: Compressor, inner: Compressor) -> Compressor:
     """Compresses the values that another compressor selected: C(x) = outer with inner(values).
 
@@ -123,12 +126,12 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
 def _values_like(outer: Compressor, inner: str, like: Any) -> jax.ShapeDtypeStruct:
     """Shape of the values that `outer` selects; ValueError where it sends none, with the name of `inner`."""
 
-    def payload_of(key):
+    def payload_of(shared_key, key):
         x = jnp.zeros(like.shape, like.dtype)
-        state = outer.init(key, like)
+        state = outer.init(shared_key, like)
         return outer.compress(key, x, State(state.local, for_worker(outer, state.shared, 0)))[0]
 
-    payload = jax.eval_shape(payload_of, jax.random.key(0))
+    payload = jax.eval_shape(payload_of, jax.random.key(0), jax.random.key(1))
     if not isinstance(getattr(payload, "values", None), jax.ShapeDtypeStruct):
         raise ValueError(
             f"compose: {outer.spec.name} sends {type(payload).__name__}, which has no array of values for "
@@ -225,6 +228,7 @@ def _one_minus(omega: Bound) -> Bound:
     return lambda d: 1 - omega(d)
 
 
+@factory
 def narrow(compressor: Compressor, *, values: Any = None, indices: Any = None) -> Compressor:
     """Lets the message of a sparsifier travel in fewer bits: 16 instead of 32 for values, indices or both.
 

@@ -15,6 +15,7 @@ from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.checks import check_like, is_integer, is_whole
 from jaxcomp.compressors.rand_k import Draw, next_draw
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.hashing import fmix32, multiply_high
 from jaxcomp.norms import room
 from jaxcomp.payloads import Dense
@@ -26,6 +27,7 @@ U32 = jnp.uint32
 MOST_ROWS = 64
 
 
+@factory
 def count_sketch(ratio: float | None = None, *, rows: int = 1, columns: int | None = None) -> Compressor:
     """Adds every entry, with a random sign, to one of the c counters of each of r rows.
 

@@ -22,6 +22,7 @@ from jaxcomp.base import Compressor, Lengths, Spec, State, overflow
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.sparsify import entries_of, largest_indices, top_k
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import indices_of_words, marked_above, take, top_set
 
@@ -94,6 +95,7 @@ SELECTORS: dict[Any, Selector] = {
 }
 
 
+@factory
 def dagc(
     volumes: Numbers,
     mean_ratio: float,

@@ -13,6 +13,7 @@ from jaxcomp.backend import zeros_if_shape
 from jaxcomp.base import Compressor, Spec, accumulate, check_compressor, lengths
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.chunked import chunked
+from jaxcomp.factories import factory
 from jaxcomp.groups import Layout
 from jaxcomp.norms import room
 
@@ -21,6 +22,7 @@ __all__ = ["dct", "dct_of_blocks"]
 Array = jax.Array
 
 
+@factory
 def dct(compressor: Compressor, chunk: int = 64) -> Compressor:
     """Compresses the cosine transform of blocks: vectors in blocks of `chunk`, the last two axes in squares of it.
 

@@ -13,6 +13,7 @@ from jaxcomp.base import Compressor, Spec
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.groups import ALONE, WHOLE_BLOCKS, Layout
 from jaxcomp.hashing import random_bits
@@ -24,6 +25,7 @@ __all__ = ["cast", "identity", "natural"]
 Array = jax.Array
 
 
+@factory
 def identity() -> Compressor:
     """Sends everything.  C(x) = x,  omega = 0,  alpha = 1.  Payload: `Dense`, the bits of x.
 
@@ -51,6 +53,7 @@ def narrow_type(what: str, dtype: Any) -> Any:
     return kind
 
 
+@factory
 def cast(dtype: Any, *, scaled: bool | None = None, block_size: int | None = BLOCK_SIZE) -> Compressor:
     """Rounds each entry to the nearest number of a narrower floating type.
 
@@ -139,10 +142,12 @@ def _cast_scaled(kind: Any, layout: Callable[[int], Blocks], block_size: int | N
             alpha=lambda d: 1 - unit**2 - tiny**2 * layout(d).largest,
             linear=False,
             layout=WHOLE_BLOCKS,
+            entrywise=True,
         ),
     )
 
 
+@factory
 def natural() -> Compressor:
     """Natural compression: rounds each magnitude to one of the two nearest powers of two, unbiased.
 
@@ -180,5 +185,12 @@ def natural() -> Compressor:
     return on_vectors(
         compress=compress,
         decompress=decompress,
-        spec=Spec("natural", lambda d: 1 / 8, alpha=lambda d: 1 - 1 / 8, linear=False, layout=WHOLE_BLOCKS),
+        spec=Spec(
+            "natural",
+            lambda d: 1 / 8,
+            alpha=lambda d: 1 - 1 / 8,
+            linear=False,
+            layout=WHOLE_BLOCKS,
+            entrywise=True,
+        ),
     )

@@ -36,6 +36,7 @@ from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, key_of
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.norms import max_abs
 from jaxcomp.packing import pack, unpack
@@ -133,6 +134,7 @@ def _decode(codes: Array, bits: int, dtype: Any) -> Array:
 # The compressors
 
 
+@factory
 def drive(*, block: int = BLOCK, scale: str = "unbiased", per_worker: bool = False) -> Compressor:
     """One bit an entry and one scale a block: the signs of the rotated vector, `eden(1)`.
 
@@ -154,6 +156,7 @@ def drive(*, block: int = BLOCK, scale: str = "unbiased", per_worker: bool = Fal
     return _eden("drive", 1, block, scale, per_worker)
 
 
+@factory
 def eden(bits: float, *, block: int = BLOCK, scale: str = "unbiased", per_worker: bool = False) -> Compressor:
     """A fixed number of bits an entry, fractions included, and one scale a block.
 

@@ -163,7 +163,7 @@ def _hadamard(rows: Array, forward: bool) -> Array:
 
 def _flipped(x: Array, words: Array) -> Array:
     """Entries with the signs that bits say: bit i of word w is of entry 32 w + i."""
-    bits = (words[:, None] >> lax.iota(U32, 32)) & U32(1)
+    bits = (words[:, None] >> lax.iota(U32, 32)[None]) & U32(1)
     signs = 1 - 2 * bits.reshape(-1)[: x.shape[0]].astype(x.dtype)
     return x * signs
 

@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 def list_of(counts: Array, capacity: int) -> Array:
     """Number of the list of each place, i32[capacity], when they lie one after the other; len(counts) beyond."""
     ends = jnp.cumsum(counts, dtype=I32)
-    return jnp.sum(lax.iota(I32, capacity)[:, None] >= ends, axis=1, dtype=I32)
+    return jnp.sum(lax.iota(I32, capacity)[:, None] >= ends[None], axis=1, dtype=I32)
 
 
 def places(keys: Array, lists: Array, counts: Array, shape: Shape, seeds: Array) -> Array:
@@ -69,8 +69,8 @@ def places(keys: Array, lists: Array, counts: Array, shape: Shape, seeds: Array)
     starts = jnp.cumsum(shape.rows * t, dtype=I32) - shape.rows * t
     mine = lambda table, beyond: table.at[lists].get(mode="fill", fill_value=beyond)
     start, width = mine(starts, shape.size(keys.shape[0], counts.shape[0])), mine(t, 0)
-    column = multiply_high(fmix32(keys.astype(U32) ^ seeds[:, None]), width.astype(U32)).astype(I32)
-    return start + lax.iota(I32, shape.rows)[:, None] * width + column
+    column = multiply_high(fmix32(keys.astype(U32)[None] ^ seeds[:, None]), width.astype(U32)[None]).astype(I32)
+    return start[None] + lax.iota(I32, shape.rows)[:, None] * width[None] + column
 
 
 def insert(where: Array, ranks: Array, size: int, empty: int) -> Array:

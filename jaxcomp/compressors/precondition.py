@@ -11,6 +11,7 @@ from jaxcomp.arrays import bounded, finite, one_row, row_of, wide
 from jaxcomp.backend import zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, for_worker
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax, is_stacked
 
 __all__ = ["precondition", "refresh"]
@@ -69,6 +70,7 @@ def refresh(state: Any, smoothness: Operator, plan: Any = None) -> Any:
     return state
 
 
+@factory
 def precondition(compressor: Compressor, smoothness: Operator, *, dtype: Any = None) -> Compressor:
     """Compresses in the coordinates of a smoothness matrix, so that the error is small where it matters.
 

@@ -120,7 +120,7 @@ def bucket_of(values: Array, splits: Splits) -> Array:
     for level in range(levels):
         step = size // BRANCHES ** (level + 1)
         nodes = edges.reshape(-1, BRANCHES, step)[:, : BRANCHES - 1, step - 1]
-        mine = nodes[0] if level == 0 else nodes[bucket // (step * BRANCHES)]
+        mine = nodes[:1] if level == 0 else nodes[bucket // (step * BRANCHES)]
         bucket = bucket + step * jnp.sum(mine <= values[:, None], axis=1, dtype=I32)
     return bucket
 

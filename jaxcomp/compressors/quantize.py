@@ -16,6 +16,7 @@ from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.vector import MOST, on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.floats import rounded_to
 from jaxcomp.groups import ALONE, Layout
 from jaxcomp.hashing import as_uniform, halves, random_uniform
@@ -60,9 +61,11 @@ def up_to_bfloat16(norms: Array) -> Array:
     return jnp.minimum(lax.bitcast_convert_type(bits, jnp.float32), jnp.float32(jnp.finfo(jnp.bfloat16).max))
 
 
+@factory
 def dithering(
     levels: int | None = None,
     *,
+    bits: int | None = None,
     steps: Any = None,
     norm: float | str = 2,
     blocks: int | None = None,
@@ -83,6 +86,7 @@ def dithering(
 
     Args:
         levels: s, number of positive levels, 1 to 2^15; s = 2^(b-1) - 1 fills b bits.
+        bits: b of each code instead, 2 to 16, for the most levels that fit: bits=4 is levels=7.
         steps: step sizes h relative to the norm instead, each at least 2^-15: a number, one per
             entry, or one per block. An array is kept in `State.shared`.
         norm: 2 or "inf".
@@ -97,7 +101,7 @@ def dithering(
         Compressor with payload `Quantized`.
 
     Raises:
-        ValueError: not exactly one of levels and steps, or something out of range.
+        ValueError: not exactly one of levels, bits and steps, or something out of range.
 
     Reference: Alistarh, Grubic, Li, Tomioka, Vojnovic 2017 (QSGD), section 3.1; varying steps: Wang,
     Safaryan, Richtarik 2022. The bound on omega minimises lambda + sum_j h_j^2 / (4 (1 + lambda))
@@ -109,6 +113,11 @@ def dithering(
     >>> print(x_hat, payload.norms)
     [ 3.  0. -4.  0.] [5.]
     """
+    if bits is not None:
+        if levels is not None or not is_whole(bits, 2) or bits > 16:
+            got = f"bits={bits!r}" if levels is None else f"levels={levels} and bits={bits}"
+            raise ValueError(f"dithering: bits must be an integer in 2 .. 16, in place of levels; got {got}")
+        levels = 2 ** (int(bits) - 1) - 1
     steps_of = _steps(levels, steps, per_worker)
     layout = blocks_of("dithering", blocks, block_size, None if steps_of.varying else BLOCK_SIZE)
     if norm not in (2, "inf", math.inf):
@@ -306,6 +315,6 @@ def _dithering(
         compress=compress,
         decompress=decompress,
         accumulate=accumulate,
-        spec=Spec(name, omega=lambda d: steps.omega(layout(d), d, short), alpha=None, linear=False),
+        spec=Spec(name, omega=lambda d: steps.omega(layout(d), d, short), alpha=None, linear=False, entrywise=True),
         for_worker=functools.partial(row_of, "dithering") if per_worker else None,
     )

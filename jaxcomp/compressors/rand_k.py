@@ -12,6 +12,7 @@ from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.hashing import fmix32, random_bits, random_subset
 from jaxcomp.payloads import Dense
 
@@ -40,6 +41,7 @@ def next_draw(shared: Draw) -> Draw:
     return Draw(shared.key, shared.count + 1)
 
 
+@factory
 def rand_k(
     ratio: Ratio | None = None, *, k: int | None = None, peak: float | None = None, least: float | None = None
 ) -> Compressor:

@@ -11,6 +11,7 @@ from jaxcomp.base import Compressor, State, accumulate, advance, check_compresso
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 
 __all__ = ["Rotated", "check_block", "clipped", "key_of", "rotate"]
 
@@ -55,6 +56,7 @@ def clipped(x: Array) -> Array:
     return jnp.clip(x, -most, most)
 
 
+@factory
 def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = False) -> Compressor:
     """Compresses R x instead of x, where R rotates each block at random.
 

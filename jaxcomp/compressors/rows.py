@@ -40,17 +40,20 @@ def rows(one: Compressor) -> Compressor:
         return State(*map(Rows, jax.vmap(lambda key: one.init(key, _row(like)))(keys)))
 
     def compress(key, x, state):
-        args = (jax.random.split(key, x.shape[0]), x, State(state.local.rows, state.shared.rows))
+        keys = jax.random.split(key, x.shape[0])
+        args = (keys, x, State(state.local.rows, state.shared.rows))
         first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), args)
         kinds = jax.tree.map(lambda a: a.dtype, jax.eval_shape(one.compress, *first)[0])
 
         # One after the other: under vmap each `lax.cond` of a compressor would take both ways, sixfold the time. As
         # words: XLA for CPU widens a whole array of narrow floats to write a part of it in a loop, and back.
+        # Keys as words: jax_debug_key_reuse takes mapped keys for used ones where workers are mapped, too.
         def row(args):
-            payload, local = compress_one(*args)
+            words, *others = args
+            payload, local = compress_one(jax.random.wrap_key_data(words, impl=jax.random.key_impl(key)), *others)
             return jax.tree.map(as_words, payload), local
 
-        payload, local = lax.map(row, args)
+        payload, local = lax.map(row, (jax.random.key_data(keys), *args[1:]))
         return jax.tree.map(lax.bitcast_convert_type, payload, kinds), Rows(local)
 
     def decompress(payload, shared, like):

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.vector import count_of
+from jaxcomp.factories import factory
 
 __all__ = ["Ratio", "Round", "Target", "next_round", "shown", "target_of", "warm_up"]
 
@@ -107,6 +108,7 @@ def shown(ratio: Ratio | None, k: int | None = None) -> str:
     return f"k={k}" if k is not None else "schedule" if callable(ratio) else str(ratio)
 
 
+@factory
 def warm_up(ratios: Sequence[float], rounds: int) -> Callable[[Any], Array]:
     """A ratio that falls step by step, as an optax schedule for any sparsifier that takes one.
 

@@ -33,6 +33,7 @@ from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.tails import Sample, fitted
 from jaxcomp.compressors.threshold import Estimator, by_threshold
+from jaxcomp.factories import factory
 from jaxcomp.select import count_above, every, marked_above
 
 __all__ = ["FIRST_RATIO", "counted", "first_ratio", "sidco"]
@@ -48,6 +49,7 @@ IN_SAMPLE = 0.02  # the smallest tolerance in a sample
 TRIES = 3
 
 
+@factory
 def sidco(
     ratio: Ratio,
     *,

@@ -15,6 +15,7 @@ from jaxcomp.base import Compressor, Spec
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
 from jaxcomp.compressors.checks import check_like, is_number
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.groups import WHOLE_BLOCKS, Layout
 from jaxcomp.hashing import random_bits
@@ -31,6 +32,7 @@ WHOLE = blocks_of("sign", 1, None, None)  # where one scale serves all entries
 LARGEST = float(np.finfo(np.float32).max)
 
 
+@factory
 def sign(scale: float | str = "mean", *, blocks: int | None = None, block_size: int | None = None) -> Compressor:
     """The signs of all entries, one bit each, and a scale for each block.
 
@@ -111,6 +113,7 @@ def vote() -> Compressor:
     )
 
 
+@factory
 def terngrad(*, clip: float | None = None, blocks: int | None = None, block_size: int | None = None) -> Compressor:
     """Each entry becomes zero or plus or minus the largest of its block, at random.
 

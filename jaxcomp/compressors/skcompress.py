@@ -31,6 +31,7 @@ from jaxcomp.compressors.schedule import target_of
 from jaxcomp.compressors.sketches import Coder, by_list, codes, counts_of, level_of, ordered, packed, table_of
 from jaxcomp.compressors.threshold import by_threshold, fixed
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.packing import pack, width_for
 from jaxcomp.payloads import LocalIndices, Sketch, Sparse
 
@@ -44,6 +45,7 @@ MOST_BUCKETS = 1 << 14
 ROOM = 0.25
 
 
+@factory
 def skcompress(
     sparsifier: Compressor | None = None,
     *,
@@ -212,12 +214,12 @@ def _compressor(name: str, selector: Compressor, coder: Coder, q: int, rows: int
 def _num_selected(selector: Compressor, like: Any) -> int:
     """Places in what the sparsifier sends; ValueError if that has no plain values and indices."""
 
-    def one(key):
-        state = selector.init(key, like)
+    def one(shared_key, key):
+        state = selector.init(shared_key, like)
         shared = for_worker(selector, state.shared, 0)
         return selector.compress(key, jnp.zeros(like.shape, like.dtype), State(state.local, shared))[0]
 
-    payload = jax.eval_shape(one, jax.random.key(0))
+    payload = jax.eval_shape(one, jax.random.key(0), jax.random.key(1))
     plain = isinstance(payload, Sparse) and isinstance(payload.values, jax.ShapeDtypeStruct)
     if not plain or isinstance(payload.indices, LocalIndices):
         raise ValueError(

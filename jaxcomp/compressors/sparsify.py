@@ -12,6 +12,7 @@ from jaxcomp.backend import mapped_as
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.vector import on_vectors
+from jaxcomp.factories import factory
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import largest, largest_in_row, magnitude, take
 
@@ -51,6 +52,7 @@ def _by_sort(x: Array, count: Array, capacity: int) -> Array:
     return jnp.sort(jnp.where(chosen, indices, x.shape[0]).astype(jnp.int32))
 
 
+@factory
 def top_k(ratio: Ratio | None = None, *, k: int | None = None, peak: float | None = None) -> Compressor:
     """Keeps the k entries of largest magnitude.
 

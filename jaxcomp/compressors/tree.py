@@ -22,6 +22,7 @@ from jaxcomp.base import (
 )
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.rows import Rows, rows
+from jaxcomp.factories import factory
 from jaxcomp.groups import AS_IT_IS, DEFAULT, DENSE_BELOW, Choice, Group, Groups, Layout, groups_of, join, split
 from jaxcomp.payloads import Dense, Leaves
 
@@ -55,6 +56,7 @@ def each_of(algorithm: Any, groups: tuple[Group, ...]) -> tuple[Compressor, ...]
     return tuple(choices[group.part if len(choices) > 1 else 0].of(group) for group in groups)
 
 
+@factory
 def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compressor:
     """Compresses each leaf of a tree by itself; small leaves go dense in one message.
 
@@ -90,6 +92,7 @@ def per_leaf(compressor: Compressor, *, dense_below: int = DENSE_BELOW) -> Compr
     return _of_trees("per_leaf", compressor, Layout(unit, int(dense_below)))
 
 
+@factory
 def flat(compressor: Compressor) -> Compressor:
     """Compresses all leaves of a tree as one vector, in the order of `jax.tree.leaves`.
 

@@ -14,6 +14,7 @@ from jaxcomp.arrays import finite, wide
 from jaxcomp.base import Compressor
 from jaxcomp.compressors.schedule import Ratio, Target, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold
+from jaxcomp.factories import factory
 from jaxcomp.select import descending, magnitude, marked_above
 
 __all__ = ["dgc"]
@@ -25,6 +26,7 @@ TRIES = 10
 LAST_RATIO = 0.001  # that schedules are taken to end at, for the size of the sample
 
 
+@factory
 def dgc(ratio: Ratio, *, sample_ratio: float = 0.01, peak: float | None = None) -> Compressor:
     """Keeps the entries above the quantile of a strided sample.
 

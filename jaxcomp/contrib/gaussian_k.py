@@ -9,6 +9,7 @@ from jaxcomp.arrays import finite, wide
 from jaxcomp.base import Compressor
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold
+from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 from jaxcomp.norms import max_abs
 from jaxcomp.select import marked_above
@@ -19,6 +20,7 @@ Array = jax.Array
 TRIES = 3  # thresholds that are evaluated
 
 
+@factory
 def gaussian_k(ratio: Ratio, *, peak: float | None = None, capacity: float = 1.5) -> Compressor:
     """Keeps the entries above the quantile of a normal law.
 

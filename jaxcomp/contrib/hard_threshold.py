@@ -5,10 +5,12 @@ import math
 from jaxcomp.base import Compressor
 from jaxcomp.compressors.schedule import target_of
 from jaxcomp.compressors.threshold import by_threshold, fixed
+from jaxcomp.factories import factory
 
 __all__ = ["hard_threshold"]
 
 
+@factory
 def hard_threshold(threshold: float, *, room: float = 0.01) -> Compressor:
     """Keeps the entries above a fixed threshold.
 

@@ -12,6 +12,7 @@ from jaxcomp.arrays import bounded, finite, wide, wide_like, zeros_like
 from jaxcomp.backend import accumulated, in_place
 from jaxcomp.base import Algorithm, Compressor, State
 from jaxcomp.compressors.checks import is_number, is_whole
+from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
 
 __all__ = ["momentum_correction"]
@@ -28,6 +29,7 @@ class MomentumState(NamedTuple):
     compressor: tuple[State, ...]
 
 
+@factory
 def momentum_correction(
     compressor: Compressor,
     *,

@@ -11,6 +11,7 @@ from jaxcomp.base import Compressor
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.schedule import Ratio, shown, target_of
 from jaxcomp.compressors.threshold import Estimator, by_threshold, with_words
+from jaxcomp.factories import factory
 from jaxcomp.norms import max_abs
 from jaxcomp.select import count_above, excess_above, magnitude
 
@@ -19,6 +20,7 @@ __all__ = ["redsync"]
 Array = jax.Array
 
 
+@factory
 def redsync(
     ratio: Ratio,
     *,

@@ -109,6 +109,6 @@ def _decode(payload: Sketch, seeds: Array, *, r: int, shape: Shape) -> Array:
     where = places(payload.keys, lists, payload.counts, shape, seeds)
     table = table_of(payload, shape)
     base, sign = _frame(lists, Splits(payload.levels, zero, number), r)
-    read = base + sign * table.at[where].get(mode="fill", fill_value=0)
+    read = base[None] + sign[None] * table.at[where].get(mode="fill", fill_value=0)
     farthest = jnp.argmax(jnp.abs(read - zero), axis=0)  # the first row of those that are as far
     return level_of(payload, jnp.take_along_axis(read, farthest[None], axis=0)[0])

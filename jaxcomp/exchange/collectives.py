@@ -37,6 +37,7 @@ __all__ = [
     "gather_bytes",
     "gathered",
     "gathered_size",
+    "gathers_for_less",
     "has_ragged",
     "permutation_schedule",
     "ragged_all_to_all",
@@ -352,6 +353,9 @@ FEW_BYTES = 2**16
 # An array of so many bytes crosses by itself: another collective costs less than putting it beside others, and cutting
 # what arrives.
 ALONE_BYTES = 2**23
+# On GPUs so many: XLA combines small collectives, and would else fuse all that makes the words of all groups into one
+# kernel, which takes as long to compile as everything else.
+ALONE_BYTES_ON_GPU = 2**16
 # Narrow numbers that are summed at a time, or more in one array.
 SOME_ENTRIES = 2**24
 
@@ -387,7 +391,7 @@ class Lane(NamedTuple):
 def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     """Lanes of unsigned words, for collectives that only move bits: one for each bucket and width of entries.
 
-    A few wide entries are split into the words of a narrower lane of their bucket, to save another collective. A very
+    A few wide entries are split into the words of a narrower lane of their bucket, to save another collective. A
     long array has a lane of its own.
 
     Args:
@@ -397,12 +401,12 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     leaves = jax.tree.leaves(tree)
     width = lambda i: jnp.dtype(leaves[i].dtype).itemsize
     num_bytes = lambda places: sum(math.prod(leaves[i].shape) * width(i) for i in places)
-    lanes = []
+    alone_from, lanes = ALONE_BYTES_ON_GPU if platform() == "gpu" else ALONE_BYTES, []
     for bucket, places in _grouped(range(len(leaves)), _number_of(buckets)):
         narrowest, *wider = [group for _, group in sorted(_grouped(places, width))]
         few = [group for group in wider if num_bytes(group) <= FEW_BYTES]
         merged = narrowest + [i for group in few for i in group]
-        alone = [[i] for i in merged if num_bytes([i]) >= ALONE_BYTES]
+        alone = [[i] for i in merged if num_bytes([i]) >= alone_from]
         rest = [i for i in merged if [i] not in alone]
         for group in (*alone, *filter(None, [rest]), *(group for group in wider if group not in few)):
             word = min(map(width, group))
@@ -512,6 +516,16 @@ def gathered(
 ) -> tuple[Any, float]:
     """`all_gather` of a payload, and the bytes that a device sends for it."""
     return all_gather(payload, axis, replicas, buckets), gather_bytes(payload, axis, replicas, buckets)
+
+
+def gathers_for_less(workers: int, exact: bool) -> bool:
+    """Whether a gather of narrow floats takes fewer bytes than their sum in two steps, whose second is wide if exact.
+
+    Of b bytes n workers gather (n - 1) b, and add (n - 1) / n b twice, or thrice if exact. On a TPU the first step, an
+    all-to-all, counts whole: between slices a chip hands over also the part that stays.
+    """
+    part, second = (workers - 1) / workers, 2 if exact else 1
+    return workers - 1 < (1 if platform() == "tpu" else part) + second * part
 
 
 def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> float:

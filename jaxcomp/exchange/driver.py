@@ -8,6 +8,7 @@ hierarchies are the same in all of them.
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jaxcomp.arrays import key_data, like_of, wide, wide_like, wrap_key
-from jaxcomp.backend import in_place, is_lazy, shared_program
+from jaxcomp.backend import in_place, is_apart, is_lazy, made_in_pieces, materialized, shared_program
 from jaxcomp.base import (
     Algorithm,
     Compressor,
@@ -39,6 +40,7 @@ from jaxcomp.base import (
     whole,
 )
 from jaxcomp.compressors.tree import choices_of, layout_of
+from jaxcomp.exchange.agreement import check_inside, options_of
 from jaxcomp.exchange.axes import (
     Axis,
     Placement,
@@ -49,6 +51,7 @@ from jaxcomp.exchange.axes import (
     is_missing,
     known_equal,
     on_equal_types,
+    types_tell,
     varying,
     varying_axes,
 )
@@ -66,13 +69,19 @@ from jaxcomp.exchange.measure import (
     no_errors,
     nonfinite,
 )
-from jaxcomp.exchange.routes import VIAS, Arrived, Parcel, Route, Way, route_of
+from jaxcomp.exchange.routes import ROUTES, VIAS, Arrived, Parcel, Route, Way, route_of, taken
 from jaxcomp.exchange.state import Description, MeanLocal, MeanShared, MeanState, frozen, is_mean, local_rows
-from jaxcomp.groups import Choice, Groups, Layout, groups_of, split
+from jaxcomp.groups import Choice, Groups, Layout, TooLong, groups_of, split
 
 __all__ = ["Exchange", "Message", "exchange_of", "own_weights", "shares_of"]
 
 Array = jax.Array
+PADDING = 2**13  # bytes of tiles that are not filled, which are nobody's choice
+MORE = (
+    "{}: this exchange sends {:,.0f} bytes from each of {} workers by {!r}, and an all-reduce of the same gradients in "
+    'f32 would send {:,.0f}. via="auto" never sends more; fewer bytes take a smaller ratio, via="two_shot", or a '
+    "hierarchy (a mapping from axes to algorithms) whose last axis has fewer workers"
+)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -86,6 +95,7 @@ class Exchange(NamedTuple):
     out. choices: what compresses their groups, for each part of `by_path`. roles: of the algorithm, frozen. link:
     between workers, for routes that have a choice. shares: weights of the workers, with sum one, or None. measure:
     errors are measured in one of so many rounds; 0 for never. code: whose bits are counted; None: what is cheap.
+    others: further options of the outer form, in which processes must agree.
     """
 
     name: str
@@ -100,23 +110,29 @@ class Exchange(NamedTuple):
     shares: np.ndarray | None = None
     measure: int = 0
     code: str | None = None
+    others: tuple[tuple[str, Any], ...] = ()
 
     def init(self, tree: Any, *, starts: bool = False) -> MeanState:
         """The state for gradients like `tree`; or, if it starts there, of a method with this point."""
-        axis = self.placement.workers
-        groups = self._groups(axis_size(axis) if is_bound(axis) else local_rows(axis), tree)
+        here = lambda axis: axis_size(axis) if is_bound(axis) else local_rows(axis)
+        workers = here(self.placement.workers)
+        run = self._taken(tree, workers, here(self.placement.replicas))
+        groups = run._groups(workers, tree)
         compressors = self._compressors(groups)
         shared_key, private_key = jax.random.split(wrap_key(self.root))
         route = State()
         if self.algorithm.compressor is not None:
             shared_key, route_key = jax.random.split(shared_key)
-            route = route if self.route.init is None else self.route.init(route_key, compressors, groups.like)
+            route = route if run.route.init is None else run.route.init(route_key, compressors, groups.like)
         first = Round(shared_key, groups.groups, compressors)
         state = self.algorithm.init(first, split(groups, tree) if starts else groups.like)
         kept, zero = sides(state, self.algorithm.roles), jnp.zeros((), jnp.int32)
         local = MeanLocal(kept.local, route.local, no_counts())
         shared = MeanShared(zero, key_data(private_key), zero, kept.shared, route.shared)
-        return off_device(local, shared, self._description(groups))
+        chosen = "" if run.route is self.route else run.route.name
+        options = self.options(groups) if jax.process_count() > 1 else ""
+        check_inside(self.name, options, self.placement)
+        return off_device(local, shared, Description(self.placement.identity, groups, self.roles, chosen, options))
 
     def step(self, state: Any, given: Callable[[Groups], tuple[Any, list[Array]]]) -> tuple[Any, MeanState]:
         """One round.
@@ -128,8 +144,12 @@ class Exchange(NamedTuple):
         Returns:
             What `Algorithm.update` returns, and the state after the round.
         """
+        made = state.about.route if self.route.name == "auto" and isinstance(state, MeanState) else ""
+        if made:
+            return self._replace(route=route_of(made)).step(state, given)
         local, shared, groups = self._opened(state)
         grads, arrays = given(groups)
+        way = self._way(groups, (arrays, local, shared))
         measured = shared.count % self.measure == 0 if self.measure else None
         workers = self.placement.workers
         round_ = Round(
@@ -139,7 +159,7 @@ class Exchange(NamedTuple):
             axis_index(workers),
             axis_size(workers),
         )
-        roles, turn = self.algorithm.roles, _Turn(self, self._way(groups), State(local.route, shared.route), measured)
+        roles, turn = self.algorithm.roles, _Turn(self, way, State(local.route, shared.route), measured)
         before = whole(State(local.algorithm, shared.algorithm), roles)
         out, after = answered(self.algorithm.update(round_, grads, before), turn.answer)
         kept, counts = sides(after, roles), turn.counts()
@@ -177,8 +197,28 @@ class Exchange(NamedTuple):
         several = len(self.choices) > 1
         return tuple(self.choices[group.part if several else 0].of(group) for group in groups.groups)
 
-    def _description(self, groups: Groups) -> Description:
-        return Description(self.placement.identity, groups, self.roles)
+    def _taken(self, tree: Any, workers: int, sharing: int) -> "Exchange":
+        """The exchange as a tree and so many workers take it: via="auto" may take two shots, in their layout.
+
+        sharing: devices with equal gradients, which share the work.
+        """
+        two_shot, algorithm = ROUTES["two_shot"], self.algorithm
+        whole = algorithm.compressor is not None and not algorithm.parts and self.layout.bucket_bytes is None
+        if self.route.name != "auto" or workers < 3 or not whole or refusal(two_shot, algorithm) is not None:
+            return self
+        other = self._replace(route=two_shot)
+        try:
+            both = self._groups(workers, tree), other._groups(workers, tree)
+        except TooLong:
+            return self
+        own, chunks = (list(zip(self._compressors(groups), groups.like, strict=True)) for groups in both)
+        return other if taken(own, chunks, workers, sharing) is two_shot else self
+
+    def options(self, groups: Groups) -> str:
+        """All that must be equal on all workers (`exchange.agreement`)."""
+        others = {"via": self.route.name, "weights": self.shares, "seed": self.root, "measure": self.measure}
+        others |= {"bucket_bytes": self.layout.bucket_bytes, "link": self.link, "code": self.code}
+        return options_of(self.name, self.algorithm, groups, **others, **dict(self.others))
 
     def _key(self, shared: MeanShared) -> Array:
         """Private to this worker and round: any round can be replayed."""
@@ -187,12 +227,19 @@ class Exchange(NamedTuple):
             key = jax.random.fold_in(key, axis_index(self.placement.outer))
         return jax.random.fold_in(key, axis_index(self.placement.workers))
 
-    def _way(self, groups: Groups) -> Way:
+    def _way(self, groups: Groups, given: Any) -> Way:
+        """For the route. given: all that messages are made of."""
         place, dtype = self.placement, wide(*groups.dtypes)
         weights = None if self.shares is None else jnp.asarray(self.shares, dtype)
         exact = any(_has_role(self.algorithm.roles, role) for role in ("memory", "narrow memory", "shift"))
         buckets = self.layout.bucket_bytes is not None
-        return Way(place.workers, weights, self.link, place.replicas, buckets, exact, place.outer)
+        replicas = place.replicas
+        if types_tell(place.workers):  # devices that hold the same share the work, also along axes that nobody named
+            known = (*place.names, *place.outer, *replicas, *varying_axes(given))
+            mesh = jax.sharding.get_abstract_mesh()
+            replicas += tuple(name for name in mesh.manual_axes if name not in known and mesh.shape[name] > 1)
+        rereads = self.algorithm.rereads
+        return Way(place.workers, weights, self.link, replicas, buckets, exact, place.outer, rereads)
 
     def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
         """Errors of this round, or of the last one in which they were measured."""
@@ -241,11 +288,16 @@ class _Turn:
             return []
         messages = [Message(request, self.way) for request in requests]
         parcels = [parcel for message in messages for parcel in message.parcels]
-        carried = self.exchange.route.carry(parcels, self.way, requests[0].route_key, self.state)
+        with jax.named_scope(f"jc_exchange_{self.exchange.route.name}"):
+            carried = self.exchange.route.carry(parcels, self.way, requests[0].route_key, self.state)
         self.state, arrived = carried.state, iter(carried.arrived)
         for message in messages:
             message.arrived = tuple(next(arrived) for _ in message.parcels)
         given = [x for request in requests for x in request.message]
+        n, r = axis_size(self.way.axis), axis_size(self.way.replicas)
+        dense = 4 * sum(x.size for x in given) * (2 * (n - 1) / n + r - 1) / r
+        if not isinstance(carried.sent_bytes, Tracer) and carried.sent_bytes > dense + PADDING:
+            warnings.warn(MORE.format(self.exchange.name, carried.sent_bytes, n, carried.route, dense), stacklevel=2)
         count = count_message(parcels, given, carried, self.exchange.code)
         left = [overflow(*pair) for message in messages for pair in message.locals]
         count = count._replace(overflow=sum(left, count.overflow))
@@ -262,7 +314,8 @@ class _Turn:
         size, way = axis_size(self.way.axis), self.way
         for dtype, numbers in by_dtype.items():
             given = tuple(requests[i].x for i in numbers)
-            found, sent_bytes = summed(given, way.axis, way.weights, way.replicas, None, True, dtype)
+            with jax.named_scope("jc_exchange_sum"):
+                found, sent_bytes = summed(given, way.axis, way.weights, way.replicas, None, True, dtype)
             self.counted.append(count_sum(given, sent_bytes))
             for i, total in zip(numbers, found, strict=True):
                 totals[i] = total if way.weights is None else jax.tree.map(lambda t: t * size, total)
@@ -313,7 +366,8 @@ class Message:
         each = zip(pairs, request.keys, request.message, self.mine, request.groups, strict=True)
         self.programs = _programs(request)
         for program, ((c, state), key, x, mine, group) in zip(self.programs, each, strict=True):
-            payload, after = program.compress(key, x, State(state.local, mine))
+            with jax.named_scope("jc_encode"):
+                payload, after = program.compress(key, x, State(state.local, mine))
             # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and
             # conditionals branches of different types.
             payload = varying(payload, (*axis_names(way.axis), *way.outer, *varying_axes(payload)))
@@ -336,7 +390,8 @@ class Message:
     @property
     def residual(self) -> tuple[Any, ...]:
         each = zip(self.parcels, self.request.message, self.mine, strict=True)
-        return tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
+        with jax.named_scope("jc_decode"):
+            return tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -349,7 +404,8 @@ class Message:
             return tuple(add_own(c, total, payload, weight, mine) for c, total, payload, mine in each)
 
         # All at once: of one loop for each group, XLA for CPU would copy what some of them are made in.
-        return in_place(add, total, tuple(parcel.payload for parcel in self.parcels))
+        with jax.named_scope("jc_decode"):
+            return in_place(add, total, tuple(parcel.payload for parcel in self.parcels))
 
     def read_by(self, compressors: tuple[Compressor, ...]) -> tuple[Any, Any]:
         if any(arrived.payloads is None and arrived.total is None for arrived in self.arrived):
@@ -366,12 +422,15 @@ class Message:
 
     def _decoded(self, parcels: Sequence[Parcel]) -> tuple[Any, ...]:
         pairs = zip(parcels, self.mine, strict=True)
-        return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
+        with jax.named_scope("jc_decode"):
+            return tuple(p.compressor.decompress(p.payload, mine, p.like) for p, mine in pairs)
 
     def _means(self, lazy: bool) -> tuple[Any, ...]:
         add = lambda compressor: functools.partial(accumulate, compressor)
-        each = zip(self.parcels, self.arrived, self.programs, strict=True)
-        return tuple(_mean(parcel, arrived, self.way, add(program), lazy) for parcel, arrived, program in each)
+        each = zip(self.parcels, self.arrived, self.programs, self.request.groups, strict=True)
+        cuts = lambda group: () if not lazy or group.is_stack else group.sizes
+        with jax.named_scope("jc_decode"):
+            return tuple(_mean(p, arrived, self.way, add(program), cuts(group)) for p, arrived, program, group in each)
 
 
 def _programs(request: Mean) -> tuple[Compressor, ...]:
@@ -389,10 +448,11 @@ def _programs(request: Mean) -> tuple[Compressor, ...]:
     return tuple(shared[id(c)] if is_again else c for c, is_again in zip(request.compressors, again, strict=True))
 
 
-def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], lazy: bool = False) -> Any:
+def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], sizes: tuple[int, ...] = ()) -> Any:
     """The mean of one group from what a route brought, on every worker alike.
 
-    add: `accumulate` of the compressor. lazy: whether a long sum of sparse messages may be left unmade.
+    add: `accumulate` of the compressor. sizes: of leaves to which it will be cut, if nothing else reads it: then a long
+    sum of sparse messages may be left unmade, and leaves may be decoded by themselves.
     """
     compressor, like = parcel.compressor, wide_like(parcel.like)
     if arrived.mean is not None:
@@ -407,14 +467,19 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], l
         weights = jnp.full((workers,), share_of(way.axis), like.dtype)
 
     def total(payloads: Any, weights: Any, shared: Any) -> Any:
-        if lazy and compressor.entries is not None:
+        if sizes and compressor.entries is not None:
             found = entries(compressor, payloads, weights, shared, like)
             if is_lazy(found):
                 return found
         return add(like, payloads, weights, shared)
 
-    found = varying(on_equal_types(total, arrived.payloads, weights, parcel.shared), way.outer)
-    return whole_of(found, way.axis, way.weights)
+    def decode(payloads: Any) -> Any:
+        found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)
+        return whole_of(found, way.axis, way.weights)
+
+    if compressor.spec.entrywise and is_apart(like.size, sizes):
+        return made_in_pieces(decode, arrived.payloads, sizes)
+    return decode(arrived.payloads) if sizes else materialized(decode(arrived.payloads))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 A side exit of the road: nothing here changes what is sent.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,8 +40,11 @@ Array = jax.Array
 NAMES = (*ROUTES, SCATTER.name)
 
 
+NOT_MEASURED = -1.0  # in a state, where NaN would stop every run under jax_debug_nans; `info` says NaN
+
+
 class Errors(NamedTuple):
-    """Norms of C(m) - m and of m, which take passes over the gradient; NaN where they were not asked for."""
+    """Norms of C(m) - m and of m, which take passes over the gradient; -1 where they were not asked for."""
 
     error: Array
     norm: Array
@@ -62,7 +66,7 @@ class Counts(NamedTuple):
 
 def no_errors() -> Errors:
     """Nothing was measured."""
-    return Errors(*(jnp.full((), jnp.nan, jnp.float32),) * 3)
+    return Errors(*(jnp.full((), NOT_MEASURED, jnp.float32),) * 3)
 
 
 def no_counts() -> Counts:
@@ -81,8 +85,14 @@ def add_counts(counts: list[Counts]) -> Counts:
 
 def joint_errors(every: Sequence[Errors]) -> Errors:
     """Errors of several messages together; of one at least."""
-    of = lambda name: joint_norm([getattr(each, name) for each in every])
+    of = lambda name: _joint([getattr(each, name) for each in every])
     return Errors(of("error"), of("norm"), every[0].nonfinite)
+
+
+def _joint(norms: list[Array]) -> Array:
+    """The joint norm, where all were measured."""
+    measured = functools.reduce(jnp.minimum, norms) >= 0
+    return jnp.where(measured, joint_norm(norms), jnp.float32(NOT_MEASURED))
 
 
 def errors_of(message: Any, own: Any) -> Errors:
@@ -156,7 +166,7 @@ def _real(value: Any) -> Array:
 
 
 class Info(NamedTuple):
-    """One round of `compressed_mean`, averaged over the workers.
+    """One round of `compressed_mean`, averaged over the workers (of this process, where there are several).
 
     lane_bytes: bytes of a worker's payload, padding included.
     code_bits: bits of the code that `wire.encode` uses for its message.
@@ -214,6 +224,9 @@ class Info(NamedTuple):
 def info(state: Any, *, each: bool = False) -> Info:
     """Reads what the last round cost and lost.
 
+    Nothing is exchanged: among several processes each reads the rows of its own workers, so one of them may print it
+    alone.
+
     Args:
         state: of `compressed_mean` or `rounds`, or of any optimizer that contains it; several are added up.
             Inside the mapped function, or the whole state outside of it. Of a hierarchy, one level may be given.
@@ -248,19 +261,25 @@ def info(state: Any, *, each: bool = False) -> Info:
         raise ValueError("info: there is no compressed_mean in this state")
     for node in nodes:
         check_rows("info", node)
+    with jax.debug_nans(False):  # NaN is what is not known
+        return _read(nodes, each)
+
+
+def _read(nodes: list[Any], each: bool) -> Info:
     rows = [jax.tree.map(lambda x: jnp.reshape(_here(x), (-1,)), node.local.counts) for node in nodes]
     if len({row.size.size for row in rows}) > 1:  # levels of a hierarchy
         if each:
             raise ValueError("info: levels have different numbers of workers; leave each=True out, or give one level")
         rows = [jax.tree.map(lambda x: jnp.mean(x, keepdims=True), row) for row in rows]
     counts = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), *rows)
-    error, norm = (joint_norm([getattr(row.errors, name) for row in rows]) for name in ("error", "norm"))
+    known = lambda norms: jnp.where(functools.reduce(jnp.minimum, norms) >= 0, 1, jnp.nan).astype(jnp.float32)
+    error, norm = ([getattr(row.errors, name) for row in rows] for name in ("error", "norm"))
     result = Info(
         counts.lane_bytes,
         counts.code_bits,
         counts.entries / counts.size,
-        error / norm,
-        counts.errors.nonfinite,
+        known(error) * joint_norm(error) / joint_norm(norm),
+        known([row.errors.nonfinite for row in rows]) * counts.errors.nonfinite,
         counts.overflow,
         counts.sent_bytes,
         jnp.max(jnp.stack([row.route for row in rows]), axis=0),
@@ -269,9 +288,13 @@ def info(state: Any, *, each: bool = False) -> Info:
 
 
 def _here(x: Any) -> Any:
-    """A concrete array on one device: a handful of numbers is not worth programs among all."""
-    concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
-    return jnp.asarray(np.asarray(x)) if concrete else x
+    """A concrete array on one device: of this process's workers alone, so that no other process is waited for."""
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+        return x
+    if x.is_fully_addressable:
+        return jnp.asarray(np.asarray(x))
+    rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards}
+    return jnp.asarray(np.concatenate([rows[start] for start in sorted(rows)]))
 
 
 def _over_workers(rows: Info) -> Info:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxcomp.exchange.axes import Axis, Placement, axis_names, is_bound, varying
 from jaxcomp.groups import Groups
 
 __all__ = [
+    "KEPT",
     "Description",
     "MeanLocal",
     "MeanShared",
@@ -23,6 +24,7 @@ __all__ = [
     "frozen",
     "is_mean",
     "is_own",
+    "kept",
     "local_rows",
     "means_in",
     "own_at_device",
@@ -30,6 +32,16 @@ __all__ = [
 ]
 
 Array = jax.Array
+T = TypeVar("T")
+
+
+KEPT: list[type] = []
+
+
+def kept(kind: type[T]) -> type[T]:
+    """Decorates a dataclass that is a state: it is a tree to JAX, and known to `jc.state.register_flax`."""
+    KEPT.append(kind)
+    return jax.tree_util.register_dataclass(kind)
 
 
 class MeanLocal(NamedTuple):
@@ -58,14 +70,18 @@ class Description:
     """Description of a state: static, and compared before the state is used.
 
     roles: `Algorithm.roles` as nested tuples, by which the state is handed on to other workers.
+    route: name of the route that via="auto" chose for this tree and number of workers, where it needs another layout.
+    options: of the transformation that made it, for `exchange.agreement`. A state may be used with others.
     """
 
     placement: Placement
     groups: Groups
     roles: tuple
+    route: str = ""
+    options: str = dataclasses.field(default="", compare=False, repr=False)
 
 
-@jax.tree_util.register_dataclass
+@kept
 @dataclasses.dataclass
 class MeanState:
     """The state of one `compressed_mean`, of one level of a hierarchy, or of `rounds`.
@@ -80,7 +96,7 @@ class MeanState:
     about: Description = dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@kept
 @dataclasses.dataclass
 class OwnState:
     """State that a transformation keeps for each worker alone, say that of the inner optimizer in `local_updates`.

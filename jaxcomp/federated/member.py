@@ -1,13 +1,25 @@
 """A member: the shared point as it knows it, and what it has not delivered yet, on disk."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxcomp.exchange.agreement import check_equal
 from jaxcomp.federated.checkpoint import read, written
-from jaxcomp.federated.messages import Answer, Task, applied, digest_of, largest, opened, parted, whole_of
+from jaxcomp.federated.messages import (
+    Answer,
+    Task,
+    applied,
+    digest_of,
+    largest,
+    opened,
+    options_here,
+    parted,
+    whole_of,
+)
 from jaxcomp.federated.options import check_compress
 from jaxcomp.payloads import Dense
 from jaxcomp.smoothness.sources import BROKEN
@@ -82,7 +94,10 @@ class Member:
         Raises:
             OutOfStep: the updates start from a point that this member has not got. What was learnt is kept.
             Refused: an update is none.
+            ValueError: the server runs another version, which the message names. Nothing was learnt.
         """
+        each = options_here(), json.loads(task.options) if task.options else options_here()
+        check_equal("federated", each, ["this member", "the server"])
         self._settle(dict(zip(task.rounds, task.shares, strict=True)))
         point, updates = self.point, list(task.updates)
         if task.since < 0:

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import jaxcomp
 from jaxcomp.payloads import Dense, Sparse
 from jaxcomp.wire import WireError, decode
+from jaxcomp.wire.frame import VERSION
 
 __all__ = [
     "Answer",
@@ -18,6 +20,7 @@ __all__ = [
     "digest_of",
     "largest",
     "opened",
+    "options_here",
     "parted",
     "share_within",
     "well_formed",
@@ -58,6 +61,7 @@ class Task(NamedTuple):
     since: version of the shared point that `updates` start from; -1: the first of them is the whole point.
     version: after all of them.  check: CRC-32 of the point then.
     rounds, shares: answers of this member that the server has decided on, and how much of each it used, in [0, 1].
+    options: JSON of what the member must have in common with the server (`options_here`).
     """
 
     round: int
@@ -69,6 +73,12 @@ class Task(NamedTuple):
     updates: list[bytes]
     rounds: list[int]
     shares: list[float]
+    options: str = ""
+
+
+def options_here() -> dict[str, str]:
+    """The version and the wire format of this process, in which server and members must agree."""
+    return {"jaxcomp": jaxcomp.__version__, "wire format": str(VERSION)}
 
 
 def largest(x: Array, entries: int) -> Sparse:

@@ -1,5 +1,7 @@
 """The server: who is asked, what is let in, and what comes of a round with whoever answered."""
 
+import json
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
@@ -18,6 +20,7 @@ from jaxcomp.federated.messages import (
     digest_of,
     largest,
     opened,
+    options_here,
     parted,
     share_within,
     well_formed,
@@ -90,6 +93,8 @@ class Server:
         self._outer, self._outer_state = outer, None if outer is None else outer.init(self.point)
         self.shown, self.version, self.number = self.point.copy(), 0, 0
         self.counts: dict[Any, Counter[str]] = {}  # what became of each member's answers, refusals by their kind
+        self.waited: dict[Any, float | None] = {}  # seconds until each answered the last task; None: it has not
+        self._opened = 0.0
         self._entries: dict[Any, Entry] = {}
         self._updates: deque[bytes] = deque(maxlen=history_of(history))
         self._digests: dict[bytes, None] = {}
@@ -144,6 +149,8 @@ class Server:
         busy = undecided | self.missing()
         self._asked = [member for member, entry in self._entries.items() if entry.here and member not in busy]
         limits = self.entries_of(self._asked)
+        self._opened = time.monotonic()
+        self.waited = dict.fromkeys(self._asked)
         return {member: self._task(member, limits[member]) for member in self._asked}
 
     def entries_of(self, asked: Iterable[Hashable]) -> dict[Any, int]:
@@ -166,7 +173,8 @@ class Server:
         rounds = sorted(entry.fates)
         shares = [entry.fates[number] for number in rounds]
         entry.told = norm = min(self.max_norm, self.bound * self._limit([]))
-        return Task(self.number, limit, norm, since, self.version, digest_of(self.shown), updates, rounds, shares)
+        check, options = digest_of(self.shown), json.dumps(options_here())
+        return Task(self.number, limit, norm, since, self.version, check, updates, rounds, shares, options)
 
     def receive(self, member: Hashable, answer: Answer) -> str:
         """Takes an answer in. Call it with the member that the transport has made sure of.
@@ -191,6 +199,8 @@ class Server:
                 raise Refused(kind, f"round {number} of this member is decided")
             # Who answers a task has kept what it told: the point, and the fates of earlier answers.
             entry.round, entry.last, entry.version, entry.fates = 0, number, entry.offered, {number: 0.0}
+            if self._open and number == self.number:
+                self.waited[member] = time.monotonic() - self._opened
             self._arrived.append(self._checked(member, entry, answer))
         except Refused as why:
             self._refuse(member, why)
@@ -237,6 +247,16 @@ class Server:
             self.lost(member)
             entry.version = -1
             self.counts[member]["out of step"] += 1
+
+    def metrics(self) -> dict[str, float]:
+        """The waiting of the last round in plain numbers: members that were asked and have answered, and seconds.
+
+        waited_mean, waited_longest: until an answer came, over those that came in time. `waited` has each member's.
+        """
+        seconds = [each for each in self.waited.values() if each is not None]
+        numbers = {"rounds": self.number, "asked": len(self.waited), "answered": len(seconds)}
+        mean = sum(seconds) / len(seconds) if seconds else 0.0
+        return numbers | {"waited_mean": mean, "waited_longest": max(seconds, default=0.0)}
 
     def missing(self) -> set[Any]:
         """Members whose answer is awaited."""

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp.base import Algorithm, Compressor
+from jaxcomp.exchange.agreement import check_state
 from jaxcomp.exchange.axes import Axis, axis_names, varying
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean, is_own, means_in
 
@@ -20,10 +21,10 @@ __all__ = [
     "lay_out",
     "names_of",
     "per_worker",
+    "shape_on",
     "shapes_of_shards",
     "state_axes",
     "state_specs",
-    "state_specs_on",
 ]
 
 
@@ -231,7 +232,8 @@ def init_state(
 
     Raises:
         TypeError: arguments in another order, or of other kinds.
-        ValueError: the mesh has no such axis; there is no `compressed_mean` in tx, or one behind an optimizer.
+        ValueError: the mesh has no such axis; there is no `compressed_mean` in tx, or one behind an optimizer; the
+            processes of the mesh were started with other options, of which the message names which and where.
 
     Sixty-four workers on one device:
 
@@ -247,7 +249,7 @@ def init_state(
     if isinstance(mesh, int):
         if not 1 <= mesh < 2**31:
             raise ValueError(f"init_state: a number of workers must be at least 1; got {mesh}")
-        axes = state_axes(_shape_on(AbstractMesh((mesh,), axis_names(names_of(axis_name))), tx, params))
+        axes = state_axes(shape_on(AbstractMesh((mesh,), axis_names(names_of(axis_name))), tx, params))
         make = jax.vmap(tx.init, in_axes=None, out_axes=axes, axis_name=names_of(axis_name), axis_size=mesh)
         return jax.jit(make)(params), axes
     names = axis_names(names_of(axis_name))
@@ -256,7 +258,9 @@ def init_state(
         raise ValueError(f"init_state: the mesh has axes {tuple(mesh.shape)}; got axis_name with {unknown[0]!r}")
     specs = None if specs is None else _whole(specs, params)
     like = params if specs is None else shapes_of_shards(params, mesh, specs)
-    made = state_specs_on(mesh, tx, like, axis_name, specs)
+    shapes = shape_on(mesh, tx, like)
+    made = state_specs(shapes, axis_name, params=like, specs=specs)
+    check_state("init_state", shapes, mesh, names_of(axis_name))
     whole = PartitionSpec() if specs is None else specs
     if isinstance(mesh, AbstractMesh):
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
@@ -294,19 +298,6 @@ def _check_kinds(tx: Any, params: Any, mesh: Any, axis_name: Any) -> None:
                 "init_state: call it as init_state(tx, params, mesh, axis_name), with an optax optimizer, a tree of "
                 f"arrays, a mesh or a number of workers, and a name; got {type(value).__name__} for {name}"
             )
-
-
-def _shape_on(mesh: Mesh | AbstractMesh, tx: Any, params: Any) -> Any:
-    """Shapes of the state for the workers of a mesh: routes may lay out what is sent by their number."""
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
-    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-    automatic = abstract.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    nothing = AbstractMesh((), ())  # whatever mesh is in force here
-    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(automatic):
-        state = jax.eval_shape(tx.init, like)
-    for chain in _chains(state):
-        check_order(chain)
-    return state
 
 
 def check_wrappers(state: Any, divided: bool = False) -> None:
@@ -362,9 +353,20 @@ def check_order(chain: tuple) -> None:
             )
 
 
-def state_specs_on(mesh: Mesh | AbstractMesh, tx: Any, like: Any, axis_name: Any, specs: Any = None) -> Any:
-    """PartitionSpecs of the state that tx will have on a mesh, for parameters with shards of these shapes."""
-    return state_specs(_shape_on(mesh, tx, like), axis_name, params=like, specs=specs)
+def shape_on(mesh: Mesh | AbstractMesh, tx: Any, like: Any) -> Any:
+    """Shapes of the state that tx will have on a mesh, for parameters with shards of these shapes.
+
+    Routes may lay out what is sent by the number of workers.
+    """
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), like)
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    automatic = abstract.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    nothing = AbstractMesh((), ())  # whatever mesh is in force here
+    with jax.sharding.use_abstract_mesh(nothing), jax.sharding.use_abstract_mesh(automatic):
+        state = jax.eval_shape(tx.init, like)
+    for chain in _chains(state):
+        check_order(chain)
+    return state
 
 
 def shapes_of_shards(params: Any, mesh: Any, specs: Any) -> Any:

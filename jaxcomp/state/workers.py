@@ -337,6 +337,13 @@ _ROLES: dict[str, Callable[..., Pair]] = {
 def _route(old: MeanState, new: MeanState, move: Move) -> tuple[Any, Any]:
     """Redistributes the memories of two shots: chunks of one vector, cut into other chunks, the last with padding."""
     mine, fresh = old.local.route, new.local.route
+    if is_left_out(mine):  # as many workers as before were gathered
+        return fresh, new.shared.route
+    if is_left_out(fresh):
+        raise Misfit(
+            'via="auto" took two shots among the old workers, with a memory of the mean at each, and gathers among the '
+            'new ones, who have none. Make the new state with via="two_shot"'
+        )
     shared = kept(old.shared.route, new.shared.route, move)
     if not hasattr(mine, "memory"):
         return taken_over(mine, fresh, move), shared

@@ -1,5 +1,6 @@
 """Forms that users put into their training loop. All run the same `exchange.driver`."""
 
+from jaxcomp.transforms.check_loss import LossCheck, check_loss
 from jaxcomp.transforms.compressed_mean import compressed_mean
 from jaxcomp.transforms.demo import demo
 from jaxcomp.transforms.local_process import LocalProcess, local_process
@@ -8,7 +9,9 @@ from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
 from jaxcomp.transforms.loss_scale import DynamicScale, LossScale
 from jaxcomp.transforms.onebit import onebit_adam, zero_one_adam
 from jaxcomp.transforms.rounds import Rounds, rounds
+from jaxcomp.transforms.rows import WorkerGradients
 from jaxcomp.transforms.value_and_grad import GradientState, ValueAndGrad, value_and_grad, worker_value_and_grad
+from jaxcomp.transforms.worker_gradients import mean_over
 
 __all__ = [
     "DynamicScale",
@@ -17,14 +20,18 @@ __all__ = [
     "LocalSteps",
     "LocalStepsState",
     "LocalUpdatesState",
+    "LossCheck",
     "LossScale",
     "Rounds",
     "ValueAndGrad",
+    "WorkerGradients",
+    "check_loss",
     "compressed_mean",
     "demo",
     "local_process",
     "local_steps",
     "local_updates",
+    "mean_over",
     "onebit_adam",
     "rounds",
     "value_and_grad",

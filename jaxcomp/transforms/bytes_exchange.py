@@ -61,10 +61,24 @@ class BytesExchange:
         branch = request.yes if bool(request.predicate) else request.no
         return answered(branch(*request.operands), self.answer)
 
-    def exchange(self, payload: Any) -> list[Any]:
-        """The payloads of all workers."""
-        message = encode(payload, code=self._code)
+    def exchange(self, payload: Any, compressors: Sequence[Compressor] = ()) -> list[Any]:
+        """The payloads of all workers. The header of a message says by which compressors it was made."""
+        message = encode(payload, code=self._code, compressor=compressors)
         self.sent_bytes += len(message) * (self.size - 1)
+        arrived = self.gathered(message)
+        found = [_decoded(number, each, compressors) for number, each in enumerate(arrived)]
+        own = _kinds(found[self._number])
+        for number, each in enumerate(found):
+            if _kinds(each) != own:
+                raise ValueError(
+                    f"{NAME}: gather must return messages of one exchange, of parameters of equal shapes and with the "
+                    f"same options; that of worker {number} is {_words(each)}, that of this worker {self._number} "
+                    f"{_words(found[self._number])}"
+                )
+        return found
+
+    def gathered(self, message: bytes) -> list[bytes]:
+        """The bytes of all workers."""
         arrived = self._gather(message)
         if not isinstance(arrived, Iterable) or isinstance(arrived, (bytes, bytearray, memoryview, str, Mapping)):
             raise TypeError(
@@ -79,16 +93,7 @@ class BytesExchange:
                 f"{NAME}: gather must return the messages in the order of the workers; place {self._number} does not "
                 "hold the message of this worker"
             )
-        found = [_decoded(number, each) for number, each in enumerate(arrived)]
-        own = _kinds(found[self._number])
-        for number, each in enumerate(found):
-            if _kinds(each) != own:
-                raise ValueError(
-                    f"{NAME}: gather must return messages of one exchange, of parameters of equal shapes and with the "
-                    f"same options; that of worker {number} is {_words(each)}, that of this worker {self._number} "
-                    f"{_words(found[self._number])}"
-                )
-        return found
+        return arrived
 
     def jit(self, name: str, compressor: Compressor, function: Callable) -> Callable:
         """A function, compiled once for each compressor."""
@@ -154,7 +159,7 @@ class _Sent:
         self.payloads = tuple(payload for payload, _ in done)
         after = zip(request.compressors, done, request.states, strict=True)
         self.states = tuple(State(local, advance(c, state.shared)) for c, (_, local), state in after)
-        arrived = link.exchange(as_leaves(request.groups, self.payloads))
+        arrived = link.exchange(as_leaves(request.groups, self.payloads), request.compressors)
         each = [from_leaves(request.groups, payload) for payload in arrived]
         self.arrived = list(zip(*each, strict=True))
         _check_indices(self.arrived, request.message)
@@ -204,9 +209,9 @@ class _Sent:
 # Messages of other processes, which may be of another exchange
 
 
-def _decoded(number: int, message: bytes) -> Any:
+def _decoded(number: int, message: bytes, compressors: Sequence[Compressor]) -> Any:
     try:
-        return decode(message)
+        return decode(message, compressor=compressors)
     except WireError as error:
         raise WireError(f"{error.field} of the message of worker {number}", error.got, error.allowed) from None
 

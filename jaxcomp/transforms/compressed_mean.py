@@ -38,7 +38,7 @@ from jaxcomp.exchange.driver import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.groups import join, split
 from jaxcomp.paths import numbers_by_path
-from jaxcomp.transforms.rows import with_rows
+from jaxcomp.transforms.rows import with_before, with_rows
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
 
 __all__ = ["compressed_mean", "levels_of", "means_over"]
@@ -61,12 +61,14 @@ def compressed_mean(
     link: Link = DEFAULT,
     sharded: Any = None,
     bucket_bytes: int | None = None,
+    before: optax.GradientTransformation | None = None,
 ) -> Transformation:
     """Replaces each worker's gradient by the mean direction of a compressed exchange.
 
     Chain it before any optax optimizer, and run `update` where `axis_name` is bound: inside
     `jax.shard_map`, `jax.pmap` or `jax.vmap(axis_name=...)`. What comes out is equal on all workers. Where it is not
-    bound, `update` takes the gradients of all workers, [n, ...] each, as `worker_value_and_grad` makes them.
+    bound, `update` takes the gradients of all workers, as `worker_value_and_grad` makes them: `WorkerGradients`, which
+    nothing before the mean can change.
 
     Args:
         algorithm: `direct`, `error_feedback`, `diana`, ...; None where axis_name is a mapping.
@@ -90,6 +92,9 @@ def compressed_mean(
             (FSDP) each worker gives the whole gradient, and gets the direction of its own shard.
         bucket_bytes: size of the buckets of leaves that are compressed and exchanged by themselves, from the last leaf
             to the first, so that an exchange need not wait for the rest of the backward pass. None: one collective.
+        before: optax transformation that each worker applies to its own gradient, before the exchange: clipping, noise,
+            weight decay at each worker. It has a state for each worker; typed random keys in it are another one for
+            each. Of rows it sees one at a time, under vmap, with whole parameters.
 
     Returns:
         `optax.GradientTransformationExtraArgs`. Directions have the dtype of the gradients; what is too large for it is
@@ -114,9 +119,12 @@ def compressed_mean(
     with contextlib.nullcontext() if isinstance(seed, Tracer) else constants():
         inside = means_over("compressed_mean", levels, via, root_key(seed), sharded, partial, **options)
     axes = tuple(name for axis in levels for name in axis_names(axis))
+    if before is not None and not isinstance(before, optax.GradientTransformation):
+        raise TypeError(f"compressed_mean: before must be an optax transformation; got {before!r}")
+    outside = with_rows("compressed_mean", inside, axes, sharded, before) if axes else inside
+    inside = inside if before is None else with_before(before, inside, axes)
     if not axes:
         return inside
-    outside = with_rows("compressed_mean", inside, axes, sharded)
 
     def update(grads, state, params=None, **extra):
         return (inside if is_bound(axes) else outside).update(grads, state, params, **extra)
@@ -225,10 +233,12 @@ def _mean(
         check_gradients(grads, placement)
 
         def given(groups):
-            return split(groups, grads, pieces=run.algorithm.pieces), jax.tree.leaves(grads)
+            with jax.named_scope("jc_layout"):
+                return split(groups, grads, pieces=run.algorithm.pieces), jax.tree.leaves(grads)
 
         direction, after = run.step(state, given)
-        return join(after.about.groups, direction, grads), after
+        with jax.named_scope("jc_layout"):
+            return join(after.about.groups, direction, grads), after
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]
 

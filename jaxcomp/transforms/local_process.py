@@ -6,6 +6,7 @@ handed to the thread, and merged at step t + delay; only then the worker waits, 
 """
 
 import functools
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ import optax
 from jaxcomp.arrays import root_key, wide_like, wrap_key
 from jaxcomp.base import Algorithm, Compressor, Round, State, answered, check_algorithm, sides, whole
 from jaxcomp.compressors.tree import each_of
+from jaxcomp.exchange.agreement import Options, check_equal, greeting, greeting_of, merged
 from jaxcomp.exchange.axes import Placement
 from jaxcomp.exchange.driver import exchange_of, own_weights
 from jaxcomp.groups import join, split
@@ -61,7 +63,8 @@ def local_process(
     Args:
         inner, outer, algorithm, every, fragments, delay, mixing: as for `local_updates`.
         gather: bytes of this worker -> a list of those of all workers in their order, its own among them. Called in
-            one thread, one call after the other, and equally often, in the same order, by every worker.
+            one thread, one call after the other, and equally often, in the same order, by every worker: once after
+            `start`, with the options, and then for each message.
         index, size: number of this worker, and how many there are.
         seed: equal on all workers.
         code: of the messages, as for `wire.encode`. "best" is for sparse ones; of a million entries in four bits it
@@ -73,8 +76,9 @@ def local_process(
 
     Raises:
         TypeError, ValueError: as `local_updates`; index is not below size, or the compressor brings weights of another
-            number of workers. From a step: gather returned no list of as many messages as there are workers, not this
-            worker's own in its place, or messages of another exchange or of other shapes.
+            number of workers. From a step: workers were built with other options, which the message names; gather
+            returned no list of as many messages as there are workers, not this worker's own in its place, or messages
+            of another exchange or of other shapes.
 
     >>> import jax.numpy as jnp, optax, jaxcomp as jc
     >>> alone = lambda message: [message]
@@ -121,7 +125,7 @@ class LocalProcess:
     """The functions that `local_process` returns.
 
     point: theta, which all workers share. sent_bytes: of this worker's messages so far, to all others. waited: seconds
-    that steps spent waiting for exchanges so far.
+    that steps spent waiting for exchanges so far. waited_for_start: seconds until the options of all workers were here.
     """
 
     def __init__(
@@ -140,7 +144,11 @@ class LocalProcess:
         self._link, self._place = BytesExchange(gather, *place, code, own_weights(NAME, algorithm)), place
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=NAME)
         self._root = root_key(seed)
-        self._count, self._parts, self.point, self.waited = 0, [], None, 0.0
+        self._count, self._parts, self.point = 0, [], None
+        self.waited = self.waited_for_start = 0.0
+        self._greeting: Future | None = None
+        times_of = {"every": times.every, "fragments": times.fragments, "delay": times.delay, "mixing": mixing}
+        self._others = tuple((times_of | {"size": place[1], "message code": code, "outer": outer}).items())
 
         self._exact = exact = is_exact(times, self._mixing)
 
@@ -155,25 +163,53 @@ class LocalProcess:
     def sent_bytes(self) -> int:
         return self._link.sent_bytes
 
+    def metrics(self) -> dict[str, int | float]:
+        """Plain numbers for a logger: steps, bytes sent and seconds waited so far.
+
+        waited: for exchanges that were not there when a step needed them. waited_for_start: for the greetings of all.
+        Who waits least is the slowest worker, for which the others wait.
+        """
+        return {
+            "steps": self._count,
+            "sent_bytes": self.sent_bytes,
+            "waited": self.waited,
+            "waited_for_start": self.waited_for_start,
+        }
+
     def start(self, params: Any) -> Any:
-        """Begins at these parameters, equal on all workers; returns them."""
+        """Begins at these parameters, equal on all workers; returns them.
+
+        In the thread all workers exchange their options; where these differ, the first step or exchange raises.
+        """
         like = wide_like(params)
         self.point = jax.tree.map(lambda p, each: jnp.array(p, each.dtype, copy=True), params, like)
         self._state, self._count = self._inner.init(params), 0
-        self._parts = []
+        self._parts, options = [], []
         for p, numbers in enumerate(fragments_of(params, self._times.fragments)):
             root = jax.random.fold_in(self._root, p) if self._times.fragments > 1 else self._root
-            run = exchange_of(NAME, self._algorithm, Placement(None), "gather", root)
+            run = exchange_of(NAME, self._algorithm, Placement(None), "gather", root, others=self._others)
             mean, outer = run.init(cut(like, numbers)), self._outer.init(cut(self.point, numbers))
             apart, together = (jax.jit(functools.partial(function, mean.about.groups)) for function in (split, join))
             compressors = each_of(self._algorithm, mean.about.groups.groups)
             self._parts.append(_Part(numbers, compressors, apart, together, mean, outer))
+            options.append(json.loads(run.options(mean.about.groups)))
+        self._greeting = self._thread.submit(self._greeted, merged(options))
         return params
+
+    def _greeted(self, options: Options) -> None:
+        """In the thread: sends the options, and compares those of all workers."""
+        began = time.perf_counter()
+        arrived = self._link.gathered(greeting(options))
+        self.waited_for_start = time.perf_counter() - began
+        each = [greeting_of(NAME, worker, data) for worker, data in enumerate(arrived)]
+        check_equal(NAME, each, [f"worker {worker}" for worker in range(len(each))])
 
     def step(self, grads: Any, params: Any) -> Any:
         """The parameters after a step with this gradient."""
-        if not self._parts:
+        if not self._parts or self._greeting is None:
             raise ValueError(f"{NAME}: call start(params) before the first step")
+        if self._greeting.done():
+            self._greeting.result()  # raises where options differ
         self._count += 1
         before, after = params, None
         after, self._state, updates = self._step(grads, self._state, before)
@@ -209,6 +245,8 @@ class LocalProcess:
 
     def _exchanged(self, part: _Part, difference: Any) -> tuple[Any, Any]:
         """In the thread: the mean of what all workers sent, and the state of the mean."""
+        assert self._greeting is not None
+        self._greeting.result()  # made in this thread before
         local, shared = part.mean.local, part.mean.shared
         key = jax.random.fold_in(jax.random.fold_in(wrap_key(shared.key), shared.count), self._place[0])
         roles, groups = self._algorithm.roles, part.mean.about.groups.groups

@@ -6,13 +6,16 @@ Two stages, as in `value_and_grad`, so that the loss may be sharded by the compi
               Other mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit.
     stage 2   shard_map over all axes: each device steps with its own shard, and exchanges it where a round ends.
 
-Nothing crosses between workers in a step without an exchange, the loss neither.
+Nothing crosses between workers in a step without an exchange, the loss neither. With a weight W_it of each step (say
+tokens) a worker's difference counts what its steps since the last exchange counted (`local_updates`, weighted):
+
+    theta <- outer(theta, sum_i W_i (theta - theta_i) / sum_i W_i),   W_i = sum_t W_it
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +26,22 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
+from jaxcomp.exchange.state import kept
 from jaxcomp.state.specs import init_state, names_of, state_specs
+from jaxcomp.transforms.arguments import Call, Given, Trained, call_of, check_cut
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
-from jaxcomp.transforms.meshes import find_devices, find_mesh, find_specs, is_cut, laid_out, without
+from jaxcomp.transforms.meshes import (
+    check_kept,
+    find_devices,
+    find_mesh,
+    find_specs,
+    is_cut,
+    laid_out,
+    own_gradients_on_mesh,
+    unless_in_force,
+    without,
+)
+from jaxcomp.transforms.worker_gradients import Loss, Own, check_loss_options, own_gradients
 
 __all__ = ["LocalSteps", "LocalStepsState", "local_steps"]
 
@@ -34,7 +50,7 @@ P = PartitionSpec
 NAME = "local_steps"
 
 
-@jax.tree_util.register_dataclass
+@kept
 @dataclasses.dataclass
 class LocalStepsState:
     """The state of `local_steps`.
@@ -59,8 +75,7 @@ class LocalSteps:
     init(params) -> own, state; (own, state, *batch, **named) -> (loss, own, state), or ((loss, aux), own, state).
     """
 
-    loss: Callable[..., Any]
-    has_aux: bool
+    loss: Loss
     transform: Callable[[Any], optax.GradientTransformationExtraArgs]
     mesh: Mesh | AbstractMesh | None
     axis: Any
@@ -127,12 +142,20 @@ class LocalSteps:
             )
         if self.workers and is_bound(self.workers):
             raise ValueError(f"{NAME}: inside shard_map or vmap over {self.workers} use jc.local_updates")
-        mesh = find_mesh(NAME, self.mesh, self.workers, own, batch) if self.workers else None
+        mesh = find_mesh(NAME, self.mesh, self.workers, own, batch, named) if self.workers else None
         _check_own(own, state.point, 1 if mesh is None else _count(mesh, self.owners))
+        call, given = call_of(NAME, self.loss.batch, self.loss.keys, batch, named)
+        if given.state:
+            raise TypeError(
+                f"{NAME}: keyword arguments must be arrays or fixed; got Flax NNX variables. Give random keys"
+            )
         if mesh is None:
-            return _alone(self, own, state, batch, named)
-        _check_batch(batch, mesh, self.workers)
-        return _on_mesh(self, mesh, own, state, batch, named)
+            return _alone(self, call, own, state, given)
+        check_cut(NAME, self.loss.batch, batch, named, call, mesh, self.workers)
+        return _on_mesh(self, call, mesh, own, state, given)
+
+    def _out(self, found: Own) -> Any:
+        return (found.loss, jax.tree.map(lambda x: x[:, 0], found.extra)) if self.loss.has_aux else found.loss
 
     def _rows(self, specs: Any, axes: tuple[str, ...]) -> Any:
         return jax.tree.map(lambda spec: P(axes, *without(spec, self.workers)), specs)
@@ -151,6 +174,9 @@ def local_steps(
     *,
     every: int,
     has_aux: bool = False,
+    weight: bool | Callable[..., Any] | None = None,
+    batch: int | str | Sequence[int | str] | None = None,
+    keys: str | Sequence[str] | None = None,
     param_specs: Any = None,
     **options: Any,
 ) -> LocalSteps:
@@ -165,6 +191,10 @@ def local_steps(
         mesh: None: that of `jax.set_mesh`, else that on which parameters or batch lie; without any, a single worker.
         axis_name: mesh axis of the workers, a tuple of them, or a hierarchy, as for `local_updates`.
         has_aux: whether the loss returns auxiliary values, too.
+        weight: what the part of the batch counts, as for `value_and_grad`. Losses that are returned stay each worker's
+            own mean, and so do steps; the difference of a worker counts what its steps since the last exchange counted.
+            None: all workers count alike.
+        batch, keys: as for `value_and_grad`.
         param_specs: PartitionSpecs of the parameters, a prefix tree of them. None: as the arrays lie that are given to
             `init`.
         options: fragments, delay, mixing, via, weights, seed, measure, link and bucket_bytes of `local_updates`.
@@ -185,8 +215,8 @@ def local_steps(
     >>> print(value.round(3), state.point)
     [2.025] [0.19 0.38]
     """
-    if not callable(loss):
-        raise TypeError(f"{NAME}: loss must be a function; got {loss!r}")
+    how = check_loss_options(NAME, loss, has_aux=has_aux, weight=weight, aux="each", keys=keys, batch=batch)
+    options["weighted"] = how.weighted
     single = {key: value for key, value in options.items() if key != "weights"}
 
     def transform(sharded: Any) -> optax.GradientTransformationExtraArgs:
@@ -196,53 +226,43 @@ def local_steps(
         return local_updates(inner, outer, algorithm, axis_name, every=every, sharded=sharded, **options)
 
     transform(None)  # says what does not fit while it is built
-    return LocalSteps(loss, has_aux, transform, mesh, axis_name, param_specs)
+    return LocalSteps(how, transform, mesh, axis_name, param_specs)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _alone(self: LocalSteps, own: Any, state: LocalStepsState, batch: Any, named: Any) -> Any:
-    out, grads = _gradient(self, own, batch, named)
-    own, after = _stepped(self.transform(_NO_AXIS), own, grads, state.exchange)
-    return out, own, LocalStepsState(after, state.specs)
+_WHY = "in local steps it would exchange at every step"
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _on_mesh(self: LocalSteps, mesh: Any, own: Any, state: LocalStepsState, batch: Any, named: Any) -> Any:
+def _alone(self: LocalSteps, call: Call, own: Any, state: LocalStepsState, given: Given) -> Any:
+    mine = jax.tree.map(lambda x: x[0], own)
+    found = own_gradients(self.loss, Trained(None, ()), call, None, mine, given.state, given)
+    check_kept(found)
+    found = jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
+    own, after = _stepped(self.transform(_NO_AXIS), own, found.grads, found.weight, state.exchange)
+    return self._out(found), own, LocalStepsState(after, state.specs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _on_mesh(self: LocalSteps, call: Call, mesh: Any, own: Any, state: LocalStepsState, given: Given) -> Any:
     """The two stages."""
     specs = jax.tree.unflatten(jax.tree.structure(own), state.specs or (P(),) * len(jax.tree.leaves(own)))
-    given = None if mesh == jax.sharding.get_abstract_mesh() else mesh  # as shard_map takes the one in force
     place = lambda tree, specs: jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), tree, specs)
-    cut = lambda tree: jax.tree.map(lambda x: laid_out(x, P(self.workers), mesh), tree)
-    # check_vma=False: a loss may then hold loops whose carry begins with zeros, as under plain jit.
-    stage = jax.shard_map(
-        lambda own, batch, named: _gradient(self, own, batch, named),
-        mesh=given,
-        in_specs=(P(self.owners), P(self.workers), P()),
-        out_specs=P(self.workers),
-        axis_names=set(self.workers),
-        check_vma=False,
-    )
     rows, each = self._rows(specs, self.owners), self._rows(specs, self.workers)
     own = place(own, rows)
-    out, grads = stage(own, cut(batch), named)
+    found = own_gradients_on_mesh(self.loss, call, mesh, self.workers, self.owners, own, given, _WHY)
     tx, point = self.transform(_like_tree(state.specs, own)), state.exchange.point
     made = state_specs(state.exchange, self.axis, params=point, specs=_like_tree(state.specs, own))
-    step = functools.partial(_stepped, tx)
-    step = jax.shard_map(step, mesh=given, in_specs=(rows, each, made), out_specs=(rows, made))
-    own, after = step(own, place(grads, each), state.exchange)
-    return out, own, LocalStepsState(after, state.specs)
+    step, given_mesh = functools.partial(_stepped, tx), unless_in_force(mesh)
+    ins = rows, each, P(self.workers), made
+    step = jax.shard_map(step, mesh=given_mesh, in_specs=ins, out_specs=(rows, made))
+    own, after = step(own, place(found.grads, each), found.weight, state.exchange)
+    return self._out(found), own, LocalStepsState(after, state.specs)
 
 
-def _gradient(self: LocalSteps, own: Any, batch: Any, named: Any) -> Any:
-    """Result of the loss and its gradient, of one worker, behind a leading axis."""
-    params = jax.tree.map(lambda x: x[0], own)
-    found = jax.value_and_grad(self.loss, has_aux=self.has_aux)(params, *batch, **named)
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], found)
-
-
-def _stepped(tx: Any, own: Any, grads: Any, state: Any) -> tuple[Any, Any]:
-    mine, grads = jax.tree.map(lambda x: x[0], (own, grads))
-    updates, state = tx.update(grads, state, mine)
+def _stepped(tx: Any, own: Any, grads: Any, weight: Any, state: Any) -> tuple[Any, Any]:
+    mine, grads, weight = jax.tree.map(lambda x: x[0], (own, grads, weight))
+    more = {} if weight is None else {"weight": weight}
+    updates, state = tx.update(grads, state, mine, **more)
     return jax.tree.map(lambda x: x[None], optax.apply_updates(mine, updates)), state
 
 
@@ -262,15 +282,4 @@ def _check_own(own: Any, point: Any, count: int) -> None:
                 f"{NAME}: own{jax.tree_util.keystr(path)} must have shape {(count, *shared.shape)}, a leading axis of "
                 f"{count} workers; got {np.shape(leaf)}. Take own from step.init, or from the step before; it is not "
                 "the tree of parameters that init was given."
-            )
-
-
-def _check_batch(batch: Any, mesh: Any, workers: tuple[str, ...]) -> None:
-    count = _count(mesh, workers)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        shape = np.shape(leaf)
-        if not shape or shape[0] % count:
-            raise ValueError(
-                f"{NAME}: batch{jax.tree_util.keystr(path)} must have a leading axis that {count} workers can share "
-                f"evenly; got shape {shape}. What is equal on all workers is given by keyword."
             )

@@ -30,25 +30,31 @@ from jax.sharding import PartitionSpec
 from jaxcomp.arrays import constants, root_key, wide, wide_like, zeros_like
 from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, axis_size, is_bound, known_equal, varying
+from jaxcomp.exchange.collectives import sum_arrays
+from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.measure import no_counts
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean, own_at_device, own_off_device
 from jaxcomp.floats import rounded_to, stored
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
+from jaxcomp.transforms.worker_gradients import not_zero, share_of_worker, times
 
 __all__ = ["LocalUpdatesState", "check_times", "difference_of", "local_updates", "mixed", "towards"]
 
 Array = jax.Array
 NAME = "local_updates"
-ROLES = (("inner", "compressor"), ("pending", "memory"))
+ROLES = (("inner", "compressor"), ("pending", "memory"), ("counts", "memory"))
 
 
 class Own(NamedTuple):
-    """inner: of the inner optimizer; pending: differences of each fragment that are on their way, () without delay."""
+    """inner: of the inner optimizer; pending: differences of each fragment that are on their way, () without delay;
+    counts: what the steps since the last difference of each fragment count, and those of the pending ones; () where all
+    workers count alike."""
 
     inner: Any
     pending: tuple[Any, ...]
+    counts: tuple[tuple[Array, ...], ...] = ()
 
 
 class LocalUpdatesState(NamedTuple):
@@ -87,6 +93,7 @@ def local_updates(
     link: Link = DEFAULT,
     sharded: Any = None,
     bucket_bytes: int | None = None,
+    weighted: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Steps of an inner optimizer at each worker; every H steps a compressed exchange of parameter differences.
 
@@ -116,6 +123,10 @@ def local_updates(
             mixing.
         mixing: share of a worker's own parameters that it keeps when it merges, in [0, 1).
         via, weights, seed, measure, link, sharded, bucket_bytes: as for `compressed_mean`.
+        weighted: whether update takes `weight`, a number >= 0: what the batch of this step counts at this worker (its
+            tokens, say). The mean of the differences is then sum_i W_i Delta_i / sum_i W_i, with W_i the weights of the
+            steps since the last difference (times those of `weights`); n W_i Delta_i / sum_i W_i is what is compressed
+            and remembered. One number more crosses with an exchange, and none in between. Not with a hierarchy.
 
     Returns:
         `optax.GradientTransformationExtraArgs` with a `LocalUpdatesState`. `info` of a step without an exchange says
@@ -151,9 +162,12 @@ def local_updates(
     levels = levels_of(algorithm, axis_name, weights, NAME)
     for each in levels.values():
         check_algorithm(NAME, each)
+    if weighted and len(levels) > 1:
+        raise ValueError(f"{NAME}: weighted goes with one axis of workers; got a hierarchy over {tuple(levels)}")
     options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
     partial = sharded is not None or isinstance(axis_name, Mapping)
     last, root = len(levels) - 1, root_key(seed)
+    others = (("every", every), ("fragments", fragments), ("delay", delay), ("mixing", mixing), ("outer", outer))
 
     @functools.cache
     def mean(number: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
@@ -161,12 +175,14 @@ def local_updates(
         with constants():  # keys, wherever the leaves come from
             key = jax.random.fold_in(root, number) if fragments > 1 else root
             specs = sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
-            return means_over(NAME, levels, via, key, specs, partial, chosen=(last,), **options)
+            return means_over(NAME, levels, via, key, specs, partial, chosen=(last,), others=others, **options)
 
     groups = optax.identity()
     if last:
         groups = means_over(NAME, levels, via, root, sharded, partial, chosen=range(last), **options)
     mean(0, (0,))  # checks the arguments
+    axis, given = list(levels)[last], own_weights(NAME, list(levels.values())[last]) if weights is None else weights
+    shares = () if given is None else ((axis, tuple(shares_of(NAME, given).tolist())),)
     parts = _LocalUpdates(
         optax.with_extra_args_support(inner),
         optax.with_extra_args_support(outer),
@@ -175,6 +191,7 @@ def local_updates(
         Placement(list(levels)[last], (), _axes_of(sharded), (), partial),
         Timetable(int(every), int(fragments), int(delay)),
         float(mixing),
+        shares if weighted else None,
     )
     return optax.GradientTransformationExtraArgs(parts.init, parts.update)  # pyright: ignore[reportArgumentType]
 
@@ -208,7 +225,8 @@ class _LocalUpdates(NamedTuple):
     """The parts of the transformation.
 
     groups: the means of gradients over the first axes of a hierarchy. mean(number, leaves): of the differences of a
-    fragment. place: where workers differ.
+    fragment. place: where workers differ. shares: of workers in a mean, as `share_of_worker` takes them; None where
+    steps have no weights.
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -218,6 +236,7 @@ class _LocalUpdates(NamedTuple):
     place: Placement
     times: Timetable
     mixing: float
+    shares: Any
 
     @property
     def exact(self) -> bool:
@@ -235,12 +254,22 @@ class _LocalUpdates(NamedTuple):
             tuple(self.outer.init(cut(point, numbers)) for numbers in fragments),
             self.groups.init(params),
             tuple(self.mean(p, numbers).init(cut(like, numbers)) for p, numbers in enumerate(fragments)),
-            own_off_device(Own(self.inner.init(params), pending), self.place, ROLES),
+            own_off_device(Own(self.inner.init(params), pending, self._no_counts()), self.place, ROLES),
         )
 
-    def update(self, grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, LocalUpdatesState]:
-        self._check(grads, state, params)
+    def _no_counts(self) -> tuple[tuple[Array, ...], ...]:
+        if self.shares is None:
+            return ()
+        zeros = (jnp.zeros((), jnp.float32),) * self.times.fragments
+        return (zeros, zeros) if self.times.delay else (zeros,)
+
+    def update(
+        self, grads: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any
+    ) -> tuple[Any, LocalUpdatesState]:
+        self._check(grads, state, params, weight)
         own: Own = own_at_device(NAME, state.own, self.place)
+        since, waiting = ([list(each) for each in own.counts] + [[], []])[:2]
+        since = [each + jnp.asarray(weight, jnp.float32) for each in since]
         count = state.count + 1
         grads, groups = self.groups.update(grads, state.groups, params)
         updates, inner = self.inner.update(grads, own.inner, params, **extra)
@@ -250,14 +279,24 @@ class _LocalUpdates(NamedTuple):
         for p, numbers in enumerate(fragments_of(params, self.times.fragments)):
             part = lambda tree: cut(tree, numbers)  # noqa: B023
             before = _Fragment(part(point), state.outer[p], state.means[p], part(updates))
-            here = _Here(self.mean(p, numbers), part(params), part(after), own.pending[p] if own.pending else None)
-            new = lax.cond(self.times.merges(p, count), self._merged(here), self._left, before)
+            mine = (waiting or since)[p] if since else None
+            here = _Here(
+                self.mean(p, numbers), part(params), part(after), own.pending[p] if own.pending else None, mine
+            )
+            merges = taken = self.times.merges(p, count)
+            new = lax.cond(merges, self._merged(here), self._left, before)
             if own.pending:
-                pending.append(self._taken(here, before.point, self.times.takes(p, count)))
+                taken = self.times.takes(p, count)
+                pending.append(self._taken(here, before.point, taken))
+            if waiting:
+                waiting[p] = jnp.where(taken, since[p], waiting[p])
+            if since:
+                since[p] = jnp.where(taken, 0, since[p])
             point, updates = replaced(point, numbers, new.point), replaced(updates, numbers, new.updates)
             outer.append(new.outer)
             means.append(new.mean)
-        kept = own_off_device(Own(inner, tuple(pending)), self.place, ROLES)
+        counts = tuple(tuple(each) for each in (since, waiting) if each)
+        kept = own_off_device(Own(inner, tuple(pending), counts), self.place, ROLES)
         return updates, LocalUpdatesState(count, point, tuple(outer), groups, tuple(means), kept)
 
     def _taken(self, here: "_Here", point: Any, now: Array) -> Any:
@@ -273,8 +312,16 @@ class _LocalUpdates(NamedTuple):
             # Without a step in between, the difference is the inner update itself, before it was rounded.
             return negative_of(before.updates, before.point) if self.exact else difference_of(before.point, here.after)
 
+        def weighed(delta: Any) -> Any:
+            if here.weight is None:
+                return delta
+            axis = self.place.workers
+            share = jnp.asarray(share_of_worker(axis, self.shares), here.weight.dtype)
+            whole = sum_arrays([share * here.weight], axis)[0] if axis_names(axis) else here.weight
+            return jax.tree.map(lambda x: times(x, here.weight / not_zero(whole)), delta)
+
         def run(before: _Fragment) -> _Fragment:
-            direction, state = here.mean.update(difference(before), before.mean)
+            direction, state = here.mean.update(weighed(difference(before)), before.mean)
             step, outer = self.outer.update(direction, before.outer, before.point)
             point = optax.apply_updates(before.point, step)
             if self.exact:
@@ -290,7 +337,14 @@ class _LocalUpdates(NamedTuple):
         """A step without an exchange, in which nothing is sent."""
         return before._replace(mean=jax.tree.map(_idle, before.mean, is_leaf=is_mean))
 
-    def _check(self, grads: Any, state: Any, params: Any) -> None:
+    def _check(self, grads: Any, state: Any, params: Any, weight: Any) -> None:
+        if (weight is None) != (self.shares is None):
+            what = (
+                "with weighted=True update needs weight=, a number" if weight is None else "weight needs weighted=True"
+            )
+            raise ValueError(f"{NAME}: {what}")
+        if weight is not None and jnp.shape(weight):
+            raise ValueError(f"{NAME}: weight must be a number, say mask.sum(); got shape {jnp.shape(weight)}")
         if params is None:
             raise ValueError(f"{NAME}: update needs params, this worker's own: tx.update(grads, state, params)")
         axis = self.place.workers
@@ -319,13 +373,14 @@ class _Fragment(NamedTuple):
 
 
 class _Here(NamedTuple):
-    """Everything known of a fragment at this worker: its mean, parameters before and after the inner step, and the
-    difference on its way, None without delay."""
+    """Everything known of a fragment at this worker: its mean, parameters before and after the inner step, the
+    difference on its way, None without delay, and what the one that is merged counts, None where all count alike."""
 
     mean: Any
     params: Any
     after: Any
     pending: Any
+    weight: Any
 
 
 def difference_of(point: Any, mine: Any) -> Any:

@@ -1,17 +1,53 @@
-"""The mesh on which a loss runs and how its parameters lie there, found from the arrays."""
+"""Where a loss runs: the mesh, found from the arrays, and the two stages of a step on it.
 
+    stage 1   shard_map over the axes of the workers alone: loss and gradient of each worker's part of the batch. Other
+              mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit: the model is written as for jax.jit.
+    stage 2   shard_map over all axes: each device exchanges its own shard of the gradient over the axes of the workers.
+
+Between them each gradient is an array [n, ...] with a leading axis of workers. Each row lies where it was made.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxcomp.exchange.axes import axis_names
+from jaxcomp.arrays import like_of
+from jaxcomp.exchange.agreement import check_state
+from jaxcomp.exchange.axes import Axis, axis_names
+from jaxcomp.exchange.state import means_in
+from jaxcomp.state.specs import shape_on, shapes_of_shards, state_specs
+from jaxcomp.transforms.arguments import Call, Given, Trained
+from jaxcomp.transforms.worker_gradients import ROWS, Gradients, Loss, Own, own_gradients, worker_gradients
 
-__all__ = ["find_devices", "find_mesh", "find_specs", "is_cut", "laid_out", "on_mesh", "without"]
+__all__ = [
+    "check_kept",
+    "exchange_on_mesh",
+    "find_devices",
+    "find_mesh",
+    "find_specs",
+    "gradients_on_mesh",
+    "init_on_mesh",
+    "is_cut",
+    "laid_out",
+    "on_mesh",
+    "own_gradients_on_mesh",
+    "same_on_mesh",
+    "unless_in_force",
+    "without",
+]
 
 Meshes = Mesh | AbstractMesh
+P = PartitionSpec
+
+
+# ------------------------------------------------------------------------------------------------
+# The mesh
 
 
 def find_mesh(name: str, given: Meshes | None, axes: tuple[str, ...], *trees: Any) -> Meshes | None:
@@ -149,3 +185,187 @@ def laid_out(x: Any, spec: PartitionSpec, mesh: Meshes) -> Any:
 def _padded(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
     entries = [axis_names(entry) for entry in spec]
     return (*entries, *[()] * (ndim - len(entries)))
+
+
+# ------------------------------------------------------------------------------------------------
+# Stage 1
+
+
+def gradients_on_mesh(
+    how: Loss,
+    what: Trained,
+    call: Call,
+    mesh: Any,
+    axis: Axis,
+    trained: Any,
+    rest: Any,
+    given: Given,
+    scale: Any = None,
+) -> Gradients:
+    """What `worker_gradients` finds at all workers, with gradients [n, ...]."""
+    workers, made = axis_names(axis), []
+
+    def one(trained, rest, given, scale):
+        found = worker_gradients(how, what, call, axis, trained, rest, given, scale)
+        leaves, structure = jax.tree.flatten(found.aux)
+        made[:] = [structure, found.kinds]
+        apart = [
+            [x for x, kind in zip(leaves, found.kinds, strict=True) if (kind in ROWS) is rows] for rows in (False, True)
+        ]
+        grads = jax.tree.map(lambda g: g[None], found.grads)
+        return found._replace(grads=grads, aux=tuple(apart), kinds=())
+
+    outs = Gradients(P(), (P(), P(workers)), P(), P(workers), P())  # pyright: ignore[reportArgumentType]
+    found = _stage(one, mesh, workers, P(), outs)(*_placed(mesh, workers, trained, rest, given), scale)
+    structure, kinds = made
+    joint, rows = map(iter, found.aux)
+    aux = jax.tree.unflatten(structure, [next(rows) if kind in ROWS else next(joint) for kind in kinds])
+    return found._replace(aux=aux, kinds=kinds)
+
+
+def own_gradients_on_mesh(
+    how: Loss,
+    call: Call,
+    mesh: Any,
+    workers: tuple[str, ...],
+    owners: tuple[str, ...],
+    own: Any,
+    given: Given,
+    why: str,
+) -> Own:
+    """What `own_gradients` finds at each worker at parameters of its own, all of it behind a leading axis of workers.
+
+    Args:
+        owners: axes over which parameters differ; they have a leading axis of these already.
+        why: no mean over the workers can be taken in the loss.
+    """
+
+    def one(own, state, given, scale):
+        del scale
+        mine = jax.tree.map(lambda x: x[0], own)
+        found = own_gradients(how, Trained(None, ()), call, workers, mine, state, given, refusal=why)
+        check_kept(found)
+        return jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
+
+    _, state, given = _placed(mesh, workers, {}, given.state, given)
+    return _stage(one, mesh, workers, P(owners), P(workers))(own, state, given, None)
+
+
+def check_kept(found: Own) -> None:
+    """Refuses changes of what is not a worker's own."""
+    if any(leaf is not None for leaf in found.rest):
+        raise TypeError(
+            "local_steps: the loss changes Flax NNX variables that were given by keyword, which are equal on all "
+            "workers and are not returned. Merge a copy, nnx.merge(..., copy=True), or give random keys"
+        )
+
+
+def _stage(one: Any, mesh: Any, workers: tuple[str, ...], params: P, outs: Any) -> Any:
+    return jax.shard_map(
+        one,
+        mesh=unless_in_force(mesh),
+        in_specs=(params, P(), Given(P(workers), P(), P()), P()),  # pyright: ignore[reportArgumentType]
+        out_specs=outs,
+        axis_names=set(workers),
+        check_vma=False,  # so that a loss may hold loops whose carry begins with zeros, as under plain jit
+    )
+
+
+def _placed(mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given) -> tuple[Any, Any, Given]:
+    """The arguments as stage 1 takes them: whole over the workers, the batch cut."""
+    whole = lambda tree: jax.tree.map(lambda x: laid_out(x, without(_spec(x), workers), mesh), tree)
+    cut = [laid_out(x, _batch_spec(x, workers), mesh) for x in given.cut]
+    return whole(trained), whole(rest), Given(cut, whole(given.whole), whole(given.state))
+
+
+# ------------------------------------------------------------------------------------------------
+# Stage 2
+
+
+def exchange_on_mesh(
+    tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs: Any, grads: Any, state: Any
+) -> tuple[Any, Any]:
+    """Gradients [n, ...] to directions, by `compressed_mean`.
+
+    Args:
+        tx: made with `sharded=specs`.
+        mesh, axis: of the workers.
+        specs: of the parameters, a tree like them; None where all are whole.
+        grads: see above.
+        state: of tx, whole.
+
+    Returns:
+        Directions laid out like the parameters, and the state.
+    """
+    workers = axis_names(axis)
+    _check_workers(state, mesh, workers)
+    outer = jax.tree.map(lambda _: P(), grads) if specs is None else specs
+    rows = jax.tree.map(lambda spec: P(workers, *without(spec, workers)), outer)
+    made = state_specs(state, axis)
+
+    def one(grads, state):
+        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
+
+    stage = jax.shard_map(one, mesh=unless_in_force(mesh), in_specs=(rows, made), out_specs=(outer, made))
+    return stage(jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), grads, rows), state)
+
+
+def _check_workers(state: Any, mesh: Any, workers: tuple[str, ...]) -> None:
+    """Raises ValueError where a state was made before the parameters lay on this mesh, or for another one."""
+    for mean in means_in(state):
+        names = axis_names(mean.about.placement.every) or workers
+        count = int(np.prod([mesh.shape.get(name, 1) for name in names]))
+        for leaf in jax.tree.leaves(mean.local):
+            if leaf.shape[0] != count:
+                raise ValueError(
+                    f"the state of the exchange was made for {leaf.shape[0]} device(s), and the mesh has {count} over "
+                    f"{names}. Call init outside of jit, on parameters that lie on the mesh (jax.device_put(params, "
+                    "NamedSharding(mesh, P()))); or under jax.set_mesh(mesh). Hand a state that other workers saved on "
+                    "by jc.redistribute(old, new)."
+                )
+
+
+def init_on_mesh(tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs: Any, params: Any) -> Any:
+    """The state of tx, each worker's part on its own device. Of the parameters it takes the shapes alone."""
+    like = like_of(params if specs is None else shapes_of_shards(params, mesh, specs))
+    shapes = shape_on(mesh, tx, like)
+    made = state_specs(shapes, axis, params=like)
+    traced = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, Tracer)]
+    if not traced:
+        check_state("init", shapes, mesh if isinstance(mesh, Mesh) else _in_force(), axis)
+    make = jax.shard_map(lambda: tx.init(like), mesh=unless_in_force(mesh), in_specs=(), out_specs=made)
+    state = jax.jit(make)()
+    if not traced:
+        return state
+    # Inside jit the devices are known by the arguments in use alone, so the state must depend on one.
+    leaves, structure = jax.tree.flatten(state)
+    first, _ = jax.lax.optimization_barrier((leaves[0], traced[0]))
+    return jax.tree.unflatten(structure, [first, *leaves[1:]])
+
+
+def same_on_mesh(make: Callable[[], Any], mesh: Any) -> Any:
+    """Results of a function, whole on every device."""
+    return jax.jit(jax.shard_map(make, mesh=unless_in_force(mesh), in_specs=(), out_specs=P()))()
+
+
+def _in_force() -> Any:
+    """The mesh of `jax.set_mesh`, with its devices; None inside of a program."""
+    return None if isinstance(jnp.zeros(()) + 0, Tracer) else jax.sharding.get_mesh()
+
+
+def unless_in_force(mesh: Any) -> Any:
+    """The mesh as `shard_map` takes it: None for the one in force."""
+    return None if mesh == jax.sharding.get_abstract_mesh() else mesh
+
+
+def _spec(x: Any) -> P:
+    """Spec of an array, as far as types tell it."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    return P() if sharding is None or sharding.mesh.empty else sharding.spec
+
+
+def _batch_spec(x: Any, workers: tuple[str, ...]) -> P:
+    """Cut over the workers along the leading axis, and otherwise as it is."""
+    have = without(_spec(x), workers)
+    first, others = (axis_names(have[0]), tuple(have)[1:]) if len(have) else ((), ())
+    return P((*workers, *first), *others)

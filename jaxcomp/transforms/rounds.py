@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxcomp.arrays import root_key
 from jaxcomp.base import Algorithm, Compressor, check_algorithm
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, varying
-from jaxcomp.exchange.driver import Exchange, exchange_of
+from jaxcomp.exchange.driver import Exchange, exchange_of, own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.state import MeanState
 from jaxcomp.groups import join, split
+from jaxcomp.transforms.worker_gradients import weighing
 
 __all__ = ["Rounds", "rounds"]
 
@@ -34,12 +35,15 @@ class Rounds(NamedTuple):
 class _Gradient:
     """A worker's gradient as the last level sees it: the mean over the inner levels, whose states move on."""
 
-    def __init__(self, function: Callable[[Any], Any], inner: list[Exchange], states: Sequence[Any], axes: Axis):
-        self.function, self.inner, self.states, self.axes = function, inner, list(states), axes
+    def __init__(
+        self, function: Callable[[Any], Any], inner: list[Exchange], states: Sequence[Any], axes: Axis, shares: Any
+    ):
+        self.function, self.inner, self.states, self.axes, self.shares = function, inner, list(states), axes, shares
 
     def __call__(self, x: Any) -> Any:
         # Under shard_map the gradient of a replicated x would be the sum of all workers' gradients.
-        grads = self.function(varying(x, self.axes))
+        with weighing(self.axes, self.shares):
+            grads = self.function(varying(x, self.axes))
         for i, level in enumerate(self.inner):
             own = grads
             direction, self.states[i] = level.step(self.states[i], lambda groups: (split(groups, own), []))  # noqa: B023
@@ -64,7 +68,8 @@ def rounds(
         axis_name: mapped axis, a tuple of them, or None for a single worker. Or a hierarchy, a mapping from axes to
             algorithms, the last of which is the method: {"ici": jc.direct(jc.identity()), "dcn": adiana(...)}. The
             method then sees, as the gradient of its worker, what the exchange over the first axes brings.
-        via, weights, link: as for `compressed_mean`.
+        via, weights, link: as for `compressed_mean`. Loss means over what workers do not have in equal numbers (tokens)
+            are written with `jc.mean_over`, which knows `weights`.
         seed: int or key for both kinds of randomness.
         code: of the messages that are counted, as for `code_bits`.
 
@@ -99,6 +104,9 @@ def rounds(
     inner = [bound(i, axis, check_algorithm("rounds", each)) for i, (axis, each) in enumerate(inner_levels)]
     run = bound(len(inner), last_axis, last, weights=weights, code=code)
     every = tuple(name for axes in names for name in axes) or None
+    given = {axis: own_weights("rounds", each) for axis, each in levels.items()}
+    given |= {} if weights is None else {last_axis: weights}
+    shares = tuple((a, tuple(shares_of("rounds", each).tolist())) for a, each in given.items() if each is not None)
 
     def init(x):
         x = jax.tree.map(jnp.asarray, x)
@@ -107,7 +115,7 @@ def rounds(
 
     def step(state, gradient):
         *before, own = state if partial else (state,)
-        oracle = _Gradient(gradient, inner, before, every)
+        oracle = _Gradient(gradient, inner, before, every, shares)
         _, after = run.step(own, lambda groups: (lambda x: split(groups, oracle(join(groups, x))), []))
         bits = jnp.sum(after.local.counts.code_bits)
         return (*oracle.states, after) if partial else after, bits

@@ -1,7 +1,14 @@
-"""A mean for loops without `shard_map`: it takes the gradients of all workers, as rows, and runs on their mesh."""
+"""Holds the gradients of all workers outside of `shard_map`, as rows that nothing can mix, and takes their mean.
 
-import sys
-from typing import Any
+    worker_value_and_grad -> WorkerGradients [n, ...] --before, at each row--> rows --exchange on the mesh--> direction
+
+A row is the gradient of one worker. To a transformation of optax an array [n, ...] would be one gradient, whose norm is
+that of all workers together. So what is handed out is a type on which no arithmetic is defined: what must see each
+worker's own gradient is given to the mean, as `before`, and everything else stands behind it.
+"""
+
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,29 +16,168 @@ import optax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from jaxcomp.exchange.axes import is_bound
-from jaxcomp.state.specs import check_order
-from jaxcomp.transforms.meshes import on_mesh
-from jaxcomp.transforms.stages import exchange_on_mesh, init_on_mesh
+from jaxcomp.exchange.axes import Placement, axis_index, check_own, is_bound, varying
+from jaxcomp.exchange.state import OwnState, local_rows, own_at_device, own_off_device
+from jaxcomp.transforms.meshes import exchange_on_mesh, init_on_mesh, on_mesh
 
-__all__ = ["with_rows"]
+__all__ = ["BeforeState", "WorkerGradients", "with_before", "with_rows"]
 
-# What takes a norm or a mean of whole leaves, or of all.
-JOINT = ("adaptive_grad_clip", "centralize", "clip_by_block_rms", "clip_by_global_norm", "normalize_by_update_norm")
+Transformation = optax.GradientTransformationExtraArgs
+
+
+CURE = (
+    "A transformation would take them for one gradient. Put it behind the mean, optax.chain(jc.compressed_mean(...), "
+    "transformation), or say that each worker applies it to its own gradient, jc.compressed_mean(..., "
+    "before=transformation); micro-batches are jc.worker_value_and_grad(..., micro_batches=k). They are no argument "
+    "and no result of jax.jit: take gradient and update in one. The array of all rows is .rows"
+)
+
+
+class WorkerGradients:
+    """Holds the gradients of one parameter at all workers, [n, ...], each row that of one worker.
+
+    `worker_value_and_grad` returns one for each parameter, and `compressed_mean` takes them where its axis is not
+    bound. Shape and dtype are those of the parameter, so that masks and labels by shape say the same of both. Every
+    arithmetic raises ValueError. It is no JAX type: it cannot be an argument or a result of `jax.jit`, so take gradient
+    and update in one jitted step, or hand `rows` over and mark them again.
+
+    Args:
+        rows: array [n, ...].
+
+    Raises:
+        ValueError: rows has no leading axis.
+
+    >>> import jax.numpy as jnp, jaxcomp as jc
+    >>> grads = jc.WorkerGradients(jnp.ones((4, 3)))
+    >>> grads, grads.rows.shape
+    (WorkerGradients(4 workers, float32[3]), (4, 3))
+    """
+
+    __slots__ = ("rows",)
+    __array_ufunc__ = None
+
+    def __init__(self, rows: Any):
+        if not hasattr(rows, "shape") or not rows.shape:
+            raise ValueError(f"WorkerGradients: rows must be an array [n, ...], a row for each worker; got {rows!r}")
+        self.rows = rows
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.rows.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the parameter."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of entries of the parameter."""
+        return self.rows.size // max(self.rows.shape[0], 1)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the gradients."""
+        return self.rows.dtype
+
+    def __repr__(self) -> str:
+        return f"WorkerGradients({self.rows.shape[0]} workers, {jnp.dtype(self.dtype).name}{list(self.shape)})"
+
+    def __str__(self) -> str:
+        return f"{self!r}, which are the gradients of all workers before their mean. {CURE}"
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ValueError(f"arithmetic on {self}")  # JAX would put a text of its own in place of a TypeError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"{name} of {self}")
+
+    __jax_array__ = property(_refuse)  # JAX asks whether it is there, and would say something else
+    __array__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = _refuse
+    __neg__ = __pos__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
+
+
+# ------------------------------------------------------------------------------------------------
+# What each worker does to its own gradient
+
+
+class EachTransform(NamedTuple):
+    """The state of `before`, at each worker."""
+
+    transform: Any
+
+
+class BeforeState(NamedTuple):
+    """own: the state of `before` at each worker. mean: of the exchange."""
+
+    own: OwnState
+    mean: Any
+
+
+ROLES = (("transform", "compressor"),)  # a new worker takes over the state of worker i mod n
+
+
+def with_before(before: Any, inside: Transformation, axes: tuple[str, ...]) -> Transformation:
+    """The mean of gradients that each worker has transformed, where the axes are bound."""
+    place = _placement(axes)
+    before = optax.with_extra_args_support(before)
+
+    def init(params):
+        return BeforeState(_started(before, params, place), inside.init(params))
+
+    def update(grads, state, params=None, **extra):
+        check_own(grads, place.workers)
+        kept = own_at_device("compressed_mean", state.own, place).transform
+        grads, kept = before.update(grads, kept, params, **extra)
+        direction, mean = inside.update(grads, state.mean, params, **extra)
+        return direction, BeforeState(own_off_device(EachTransform(kept), place, ROLES), mean)
+
+    return Transformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _placement(axes: tuple[str, ...]) -> Placement:
+    return Placement(axes or None, partial=bool(axes))
+
+
+def _started(before: Any, params: Any, place: Placement, count: int | None = None) -> OwnState:
+    """The first state of `before` at each worker, with random keys of its own."""
+    axis = place.workers
+    is_key = lambda x: jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+    def one(worker):
+        state = EachTransform(before.init(params))
+        return jax.tree.map(lambda x: jax.random.fold_in(x, worker) if is_key(x) else jnp.asarray(x), state)
+
+    if is_bound(axis):
+        local = varying(jax.tree.map(lambda x: x[None], one(axis_index(axis))), axis)
+    else:
+        local = jax.vmap(one)(jnp.arange(local_rows(axis) if count is None else count))
+    return OwnState(local, place.identity, ROLES)
+
+
+# ------------------------------------------------------------------------------------------------
+# Where the axes are not bound
 
 
 def with_rows(
-    name: str, inside: optax.GradientTransformation, axes: tuple[str, ...], sharded: Any
-) -> optax.GradientTransformationExtraArgs:
-    """The same transformation where the axes are not bound: it takes rows [n, ...].
+    name: str, mean: optax.GradientTransformation, axes: tuple[str, ...], sharded: Any, before: Any = None
+) -> Transformation:
+    """The mean where the axes are not bound: it takes `WorkerGradients`, and runs on their mesh.
 
     Args:
         name: of the outer form, for errors.
-        inside: where they are bound.
+        mean: where they are bound.
         axes: of all workers.
-        sharded: as for `compressed_mean`.
+        sharded, before: as for `compressed_mean`.
     """
     specs = sharded if not _is_names(sharded) else None
+    inside = mean if before is None else with_before(before, mean, axes)  # pyright: ignore[reportArgumentType]
+    before = None if before is None else optax.with_extra_args_support(before)
 
     def init(params):
         arrays = jax.tree.leaves(params)
@@ -39,20 +185,27 @@ def with_rows(
         mesh = (
             on_mesh(axes, params) if eager and not is_bound(axes) and (sharded is None or specs is not None) else None
         )
-        return inside.init(params) if mesh is None else init_on_mesh(inside, mesh, axes, specs, params)
+        if mesh is None:
+            return inside.init(params)
+        state = init_on_mesh(mean, mesh, axes, specs, params)
+        if before is None:
+            return state
+        # Of the whole parameters, however they are cut.
+        place = _placement(axes)
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        make = jax.jit(lambda params: _started(before, params, place, count).local)
+        return BeforeState(OwnState(make(params), place.identity, ROLES), state)
 
     def update(grads, state, params=None, **extra):
-        mesh = on_mesh(axes, grads)
-        if mesh is None:
-            return inside.update(grads, state, params, **extra)
-        count = 1
-        for axis in axes:
-            count *= mesh.shape[axis]
-        _check_rows(name, axes, grads, params, count)
-        _check_before(name, state)
-        return exchange_on_mesh(inside, mesh, axes, specs, grads, state)
+        mesh, rows = _rows_on_mesh(name, axes, grads, params)
+        if before is None:
+            return exchange_on_mesh(mean, mesh, axes, specs, rows, state)
+        one = lambda g, kept: before.update(g, kept, params, **extra)
+        rows, kept = jax.vmap(one)(rows, state.own.local.transform)
+        direction, after = exchange_on_mesh(mean, mesh, axes, specs, rows, state.mean)
+        return direction, BeforeState(OwnState(EachTransform(kept), state.own.placement, state.own.roles), after)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+    return Transformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _is_names(sharded: Any) -> bool:
@@ -60,41 +213,34 @@ def _is_names(sharded: Any) -> bool:
     return sharded is None or not any(isinstance(leaf, PartitionSpec) for leaf in leaves)
 
 
-def _check_before(name: str, state: Any) -> None:
-    """Refuses what stands before the mean in a chain of optax and would see the rows of all workers as one gradient."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        done, steps = frame.f_locals.get("new_state"), frame.f_locals.get("update_fns", ())
-        if frame.f_code.co_qualname == "chain.<locals>.update_fn" and isinstance(done, list):
-            check_order((*done, state))
-            joint = [name for step in steps[: len(done)] for name in _names_of(step) if name in JOINT]
-            if joint:
-                raise ValueError(
-                    f"{name} stands behind optax.{joint[0]}, which would take the gradients of all workers together. "
-                    f"Put it first: optax.chain(jc.compressed_mean(...), optax.{joint[0]}(...), optimizer)"
-                )
-        frame = frame.f_back
-
-
-def _names_of(step: Any) -> list[str]:
-    """Names of the functions of optax that made this update, which `chain` may have wrapped."""
-    cells = [cell.cell_contents for cell in getattr(step, "__closure__", None) or ()]
-    inside = [tx.update for tx in cells if isinstance(tx, optax.GradientTransformation)]
-    name = getattr(step, "__qualname__", "").partition(".")[0]
-    if name == "chain":
-        inside += [each for cell in cells if type(cell) is tuple for each in cell if callable(each)]
-    return [name, *(other for each in inside for other in _names_of(each))]
-
-
-def _check_rows(name: str, axes: tuple[str, ...], grads: Any, params: Any, count: int) -> None:
-    shapes = [jnp.shape(g) for g in jax.tree.leaves(grads)]
-    whole = None if params is None else [jnp.shape(x) for x in jax.tree.leaves(params)]
-    fits = all(shape[:1] == (count,) for shape in shapes)
-    if whole is not None and fits:
-        fits = len(whole) == len(shapes) and all(g[1:] == x for g, x in zip(shapes, whole, strict=True))
-    if not fits:
+def _rows_on_mesh(name: str, axes: tuple[str, ...], grads: Any, params: Any) -> tuple[Any, Any]:
+    """The mesh of the workers, and the arrays [n, ...] of all rows."""
+    leaves = jax.tree.leaves(grads)
+    rows = jax.tree.map(lambda g: g.rows if isinstance(g, WorkerGradients) else g, grads)
+    mesh = on_mesh(axes, rows)
+    marked = [isinstance(g, WorkerGradients) for g in leaves]
+    here = f"{name}: no axis named {', '.join(map(repr, axes))} is bound here"
+    if mesh is None or not any(marked):
+        got = leaves[:3] if any(marked) else [jnp.shape(g) for g in leaves][:3]
         raise ValueError(
-            f"{name}: no axis named {', '.join(map(repr, axes))} is bound here; call it inside jax.shard_map, "
-            f"jax.pmap or jax.vmap(axis_name=...), or give it the gradients of all {count} workers, [n, ...] each, as "
-            f"jc.worker_value_and_grad makes them; got shapes {shapes[:3]}"
+            f"{here}; call it inside jax.shard_map, jax.pmap or jax.vmap(axis_name=...), or give it the gradients of "
+            "jc.worker_value_and_grad, which lie on a mesh with that axis; arrays [n, ...] of your own are marked as "
+            f"such by jc.WorkerGradients(array); got {got}"
         )
+    count = math.prod(mesh.shape[axis] for axis in axes)
+    whole = None if params is None else jax.tree.leaves(params)
+    for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(grads)):
+        where = f"gradients{jax.tree_util.keystr(path)}"
+        if not marked[i]:
+            raise ValueError(
+                f"{here}, and {where} is an array that a transformation before the mean has made, while others are "
+                "still the gradients of all workers. Put the transformation behind the mean, or give it to the mean: "
+                "jc.compressed_mean(..., before=transformation)"
+            )
+        expected = None if whole is None or len(whole) != len(leaves) else jnp.shape(whole[i])
+        if leaf.rows.shape[0] != count or (expected is not None and leaf.shape != expected):
+            raise ValueError(
+                f"{here}, and {where} must hold the gradients of all {count} workers, [{count}, ...]; got shape "
+                f"{leaf.rows.shape}{'' if expected is None else f' for a parameter of shape {expected}'}"
+            )
+    return mesh, rows

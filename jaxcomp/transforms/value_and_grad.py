@@ -1,6 +1,6 @@
 """`jax.value_and_grad` whose gradient is the mean of what all workers sent, inside any `jax.jit`.
 
-It runs in two stages (`transforms.stages`), so that the loss may be sharded by the compiler. `worker_value_and_grad` is
+It runs in two stages (`transforms.meshes`), so that the loss may be sharded by the compiler. `worker_value_and_grad` is
 the first one alone.
 """
 
@@ -11,28 +11,46 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
-from jaxcomp.exchange.state import means_in
+from jaxcomp.exchange.state import kept, means_in
 from jaxcomp.state.specs import names_of, per_worker
+from jaxcomp.transforms.arguments import (
+    Call,
+    Given,
+    Trained,
+    call_of,
+    check_all_trained,
+    check_cut,
+    check_wrt,
+    like_params,
+    trained_of,
+    write_back,
+)
 from jaxcomp.transforms.compressed_mean import compressed_mean, levels_of
 from jaxcomp.transforms.loss_scale import DynamicScale, LossScale, after_step, check_scale, fresh_scale, select
-from jaxcomp.transforms.meshes import find_mesh, find_specs, is_cut
-from jaxcomp.transforms.stages import check_batch, exchange_on_mesh, gradients_on_mesh, init_on_mesh, same_on_mesh
-from jaxcomp.transforms.trained import check_all_trained, like_params, trained_of, write_back
-from jaxcomp.transforms.worker_gradients import Gradients, Loss, Trained, kinds_of, worker_gradients
+from jaxcomp.transforms.meshes import (
+    exchange_on_mesh,
+    find_mesh,
+    find_specs,
+    gradients_on_mesh,
+    init_on_mesh,
+    is_cut,
+    same_on_mesh,
+)
+from jaxcomp.transforms.rows import WorkerGradients
+from jaxcomp.transforms.worker_gradients import Gradients, Loss, check_loss_options, worker_gradients
 
 __all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_grad"]
 
 Array = jax.Array
 
 
-@jax.tree_util.register_dataclass
+@kept
 @dataclasses.dataclass
 class GradientState:
     """The state of `value_and_grad`.
@@ -94,25 +112,27 @@ class ValueAndGrad:
             params: of all workers, or shards of them.
             state: from `init` or the step before.
             batch: arrays (trees of them) whose leading axis is cut into one part for each worker.
-            named: keyword arguments, whole and equal on all workers.
+            named: keyword arguments, whole and equal on all workers; random keys are another one for each.
 
         Returns:
             loss (or (loss, aux)), gradients like `params`, state.
         """
-        _check_call(params, state, self.loss, named)
+        _check_call(params, state, self.loss)
         what = trained_of(params, self.wrt)
         trained, rest = what.part(params)
+        call, given = call_of("value_and_grad", self.loss.batch, self.loss.keys, batch, named)
+        rest = [*rest, *given.state]
         if is_bound(self.axis) and self.axis is not None:
-            out = _here(self, what, self.axis, trained, rest, state, batch, named)
+            out = _here(self, what, call, self.axis, trained, rest, given, state)
         else:
-            mesh = self._mesh(trained, batch)
+            mesh = self._mesh(trained, given.cut)
             if mesh is None:
-                out = _alone(self, what, trained, rest, state, batch, named)
+                out = _alone(self, what, call, trained, rest, given, state)
             else:
-                check_batch("value_and_grad", batch, mesh, axis_names(self.axis))
-                out = _on_mesh(self, what, mesh, trained, rest, state, batch, named)
-        (loss, aux, new, grads, _), state = out
-        write_back(params, what, self.wrt, rest, new)
+                check_cut("value_and_grad", self.loss.batch, batch, named, call, mesh, axis_names(self.axis))
+                out = _on_mesh(self, what, call, mesh, trained, rest, given, state)
+        (loss, aux, new, grads, *_), state = out
+        _put_back(params, what, (batch, named), call, rest, new)
         return (loss, aux) if self.loss.has_aux else loss, like_params(params, what, grads), state
 
     def _mesh(self, *trees: Any) -> Mesh | AbstractMesh | None:
@@ -125,7 +145,7 @@ class ValueAndGrad:
         found = find_specs("value_and_grad", whole, mesh, axis_names(self.axis), self.param_specs)
         names = trained_of(params, self.wrt).names
         if self.param_specs is not None and names:
-            by_name = {name: spec for name, spec in zip(names, found, strict=True) if name is not None}
+            by_name = {name: spec for name, spec in zip(names, found, strict=True) if isinstance(name, str)}
             found = tuple(by_name[name] for name in sorted(by_name))
         return found if any(is_cut(spec, mesh) for spec in found) else ()
 
@@ -144,12 +164,14 @@ def value_and_grad(
     axis_name: Axis | Mapping[Any, Algorithm] = "data",
     *,
     has_aux: bool = False,
+    weight: bool | Callable[..., Any] | None = None,
     aux: Any = "mean",
+    batch: int | str | Sequence[int | str] | None = None,
     wrt: Any = None,
     param_specs: Any = None,
     micro_batches: int = 1,
     loss_scale: float | DynamicScale | None = None,
-    keys: str | Sequence[str] = (),
+    keys: str | Sequence[str] | None = None,
     via: str = "auto",
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
@@ -166,6 +188,17 @@ def value_and_grad(
     axis_name. Without a mesh there is a single worker. The loss is written as for one device: it sees the part of the
     batch of one worker, and the whole parameters, which the compiler may have cut over other mesh axes.
 
+    A mean over what workers do not have in equal numbers, say over the tokens that a mask leaves, needs their number.
+    Either say it, `weight=lambda tokens, mask: mask.sum()`, or write the mean as `jc.mean_over(losses, mask, "data")`.
+    With a weight W_i, the loss l_i being the mean over so much,
+
+        L = sum_i W_i l_i / sum_i W_i,   g_i = n W_i grad l_i / sum_i W_i,   (1/n) sum_i g_i = grad L.
+
+    So g_i is compressed, and what a memory or a shift holds is in the units of the whole gradient. Micro-batches count
+    by their weights, too. With `weights=` p_i (or those of `dagc`) a token of worker i counts p_i: W_i is p_i W_i in L.
+    A worker whose weight is 0 may have the loss NaN; where all weights are 0, loss and gradient are 0.
+    `jc.check_loss(loss, params, batch, mesh)` tells whether a loss is one whose parts may be taken apart.
+
     Args:
         loss: (params, *batch, **named) -> mean loss of this part of the batch; or (loss, auxiliary values).
         algorithm: `direct`, `error_feedback`, ...; None where axis_name is a mapping.
@@ -173,11 +206,22 @@ def value_and_grad(
         axis_name: mesh axis of the workers, a tuple of them, or a mapping from axes to algorithms, as for
             `compressed_mean`; None for a single worker.
         has_aux: whether the loss returns auxiliary values, too.
-        aux: what becomes of them: "mean" over the workers (BatchNorm statistics), "sum" (counts), "each": a leading
-            axis of workers (times micro-batches); or a prefix tree of these.
-        wrt: type of the nodes of `params` that are trained, where not all are: `flax.nnx.Param` for an NNX model. Other
-            variables that the loss changes (BatchNorm statistics, counters of random keys) are averaged and written
-            back; random keys among them are another one for each worker.
+        weight: what the part of the batch counts, a number >= 0, constant to the gradient: a function (*batch, **named)
+            -> weight; or True, where the loss returns (loss, weight), with has_aux ((loss, weight), aux). None: all
+            parts count alike.
+        aux: what becomes of auxiliary values: "mean" over the workers, weighted as the loss is; "unweighted": the plain
+            mean (statistics of a BatchNorm without a mask); "sum" (counts); "concat": values of each example, those of
+            the whole batch in its order; "equal": the same on all workers (a counter, statistics of a synchronized
+            BatchNorm); "each": a leading axis of workers (times micro-batches). A prefix tree of these, or a mapping
+            from paths to them, {"logits": "concat", "batch_stats/.*/mean": "unweighted", ".*": "mean"}: a path that is
+            written out, else the first regular expression that is found in it.
+        batch: the arguments that are cut, along their leading axes: numbers of positional and names of keyword
+            arguments of the call, (0, "mask") say. None: all positional ones, which then have to have one length.
+        wrt: what is trained, where not all of `params` is: a type of nodes, `flax.nnx.Param` for an NNX model; a
+            function of a leaf, `eqx.is_inexact_array` for one of Equinox; a function (path, node), such as the filters
+            of NNX; or a tuple of these, any of which may choose. Other NNX variables that the loss changes (BatchNorm
+            statistics, counters of random keys) are averaged and written back; random keys among them are another one
+            for each worker. So is an `nnx.Rngs` that is given by keyword.
         param_specs: PartitionSpecs of the parameters, a prefix tree of them. None: as the arrays lie that are given to
             `init`.
         micro_batches: into how many pieces each worker cuts its part of the batch; gradients are added up in f32, and
@@ -192,18 +236,20 @@ def value_and_grad(
                 )
                 updates, opt_state = tx.update(grads, opt_state, params, finite=state.loss_scale.finite)
         keys: names of the keyword arguments that hold random keys, of which each worker and micro-batch gets its own.
+            None: all that have the dtype of keys; what looks like an untyped one is refused. (): none, all workers have
+            the same.
         via, weights, seed, measure, link, bucket_bytes: as for `compressed_mean`. Loss and averaged auxiliary values
             are weighted as gradients are, by `weights` or those that the compressor brings (`dagc`).
 
     Returns:
         `ValueAndGrad`: init(params) -> state; (params, state, *batch, **named) -> (loss, grads, state), or
         ((loss, aux), grads, state). Positional arguments after the state are cut along their leading axis, keyword
-        arguments are given whole to each worker. Gradients are laid out like the parameters; with `wrt`, what is not
-        trained is None.
+        arguments are given whole to each worker, and as they are where they are no arrays (train=True). Gradients are
+        laid out like the parameters; with `wrt`, what is not trained is None.
 
     Raises:
-        TypeError, ValueError: as `compressed_mean`, when built; and when called: a batch that cannot be cut evenly,
-            parameters whose layout is not known, no such mesh axis.
+        TypeError, ValueError: as `compressed_mean`, when built; and when called: a batch that cannot be cut evenly, or
+            positional arguments that may not all be batch; parameters whose layout is not known; no such mesh axis.
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> loss = lambda w, x, y: jnp.mean((x @ w - y) ** 2)
@@ -217,9 +263,19 @@ def value_and_grad(
     for each in levels.values():
         check_algorithm("value_and_grad", each)
     given = {axis: own_weights("value_and_grad", each) if weights is None else weights for axis, each in levels.items()}
-    how = _checked("value_and_grad", loss, has_aux, aux, micro_batches, loss_scale, keys, given)
-    if wrt is not None and not isinstance(wrt, type):
-        raise TypeError(f"value_and_grad: wrt must be a type of nodes of the parameters, say nnx.Param; got {wrt!r}")
+    how = check_loss_options(
+        "value_and_grad",
+        loss,
+        has_aux=has_aux,
+        weight=weight,
+        aux=aux,
+        micro_batches=micro_batches,
+        loss_scale=check_scale("value_and_grad", loss_scale),
+        keys=keys,
+        shares=_shares("value_and_grad", given),
+        batch=batch,
+    )
+    check_wrt("value_and_grad", wrt)
     options: dict[str, Any] = {"seed": seed, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
 
     def transform(sharded: Any) -> Any:
@@ -238,27 +294,33 @@ def worker_value_and_grad(
     axis_name: Axis = "data",
     *,
     has_aux: bool = False,
+    weight: bool | Callable[..., Any] | None = None,
     aux: Any = "mean",
+    batch: int | str | Sequence[int | str] | None = None,
+    wrt: Any = None,
     micro_batches: int = 1,
     loss_scale: float | None = None,
-    keys: str | Sequence[str] = (),
+    keys: str | Sequence[str] | None = None,
     weights: Sequence[float] | Array | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` with the gradient of each worker by itself, for a loop that keeps all state in optax.
 
-    grads[i] = g_i, the gradient of the mean loss of worker i's part of the batch: an array [n, ...] for each parameter,
-    each row at its worker. Nothing of it crosses. `compressed_mean` takes such gradients where its axis is not bound::
+    rows[i] = g_i, the gradient of the mean loss of worker i's part of the batch, times n W_i / sum_j W_j with a weight:
+    `WorkerGradients` for each parameter, with rows [n, ...], each row at its worker. Nothing of it crosses.
+    `compressed_mean` takes such gradients where its axis is not bound, in the same `jax.jit`; whatever else would mix
+    the rows of several workers raises ValueError::
 
         tx = optax.chain(jc.compressed_mean(algorithm, "data"), optax.adamw(1e-3))
         loss, grads = jc.worker_value_and_grad(loss_fn)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
 
     Args:
-        loss, mesh, axis_name, has_aux, aux, micro_batches, loss_scale, keys: as for `value_and_grad`.
-        weights: of the workers in the mean of loss and auxiliary values.
+        loss, mesh, axis_name, has_aux, weight, aux, batch, wrt, micro_batches, loss_scale, keys: as for
+            `value_and_grad`.
+        weights: of the workers in the mean of loss and auxiliary values: those of the `compressed_mean`.
 
     Returns:
-        (params, *batch, **named) -> (loss, grads), or ((loss, aux), grads).
+        (params, *batch, **named) -> (loss, grads), or ((loss, aux), grads), grads a tree of `WorkerGradients`.
 
     Raises:
         ValueError: there is no mesh, or no such axis; a batch that cannot be cut evenly.
@@ -266,79 +328,112 @@ def worker_value_and_grad(
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> grad_fn = jc.worker_value_and_grad(lambda w, x: jnp.mean((x - w) ** 2), mesh)
-    >>> loss, grads = jax.jit(grad_fn)(jnp.zeros(2), jnp.array([[1.0, 2.0]]))
-    >>> print(loss, grads)
+    >>> loss, grads = grad_fn(jnp.zeros(2), jnp.array([[1.0, 2.0]]))
+    >>> print(loss, grads.rows)
     2.5 [[-1. -2.]]
     """
     name = "worker_value_and_grad"
     if isinstance(loss_scale, DynamicScale):
         raise TypeError(f"{name}: loss_scale must be a number; a dynamic one needs the state of value_and_grad")
-    how = _checked(name, loss, has_aux, aux, micro_batches, loss_scale, keys, {axis_name: weights})
+    how = check_loss_options(
+        name,
+        loss,
+        has_aux=has_aux,
+        weight=weight,
+        aux=aux,
+        micro_batches=micro_batches,
+        loss_scale=check_scale(name, loss_scale),
+        keys=keys,
+        shares=_shares(name, {axis_name: weights}),
+        batch=batch,
+    )
+    check_wrt(name, wrt)
     workers = axis_names(axis_name)
 
     def value_and_grad(params, /, *batch, **named):
-        found = find_mesh(name, mesh, workers, params, batch)
+        found = find_mesh(name, mesh, workers, params, batch, named)
         if found is None:
             raise ValueError(
                 f"{name}: there is no mesh; give mesh=, or call jax.set_mesh(mesh), or place arrays on one"
             )
-        check_batch(name, batch, found, workers)
-        check_all_trained(name, params, "Take jc.value_and_grad(loss, algorithm, wrt=nnx.Param)")
-        made = _first_stage(how, found, workers, params, batch, named)
-        return (made.loss, made.aux) if has_aux else made.loss, made.grads
+        if wrt is None:
+            check_all_trained(name, params, "Say wrt=nnx.Param")
+        what = trained_of(params, wrt, name)
+        trained, rest = what.part(params)
+        call, given = call_of(name, how.batch, how.keys, batch, named)
+        check_cut(name, how.batch, batch, named, call, found, workers)
+        rest = [*rest, *given.state]
+        made = _first_stage(how, what, call, found, workers, trained, rest, given)
+        _put_back(params, what, (batch, named), call, rest, made.rest)
+        grads = like_params(params, what, jax.tree.map(WorkerGradients, made.grads))
+        return (made.loss, made.aux) if has_aux else made.loss, grads
 
     return value_and_grad
 
 
-def _checked(
-    name: str, loss: Any, has_aux: bool, aux: Any, micro_batches: int, loss_scale: Any, keys: Any, weights: dict
-) -> Loss:
-    if not callable(loss):
-        raise TypeError(f"{name}: loss must be a function; got {loss!r}")
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, (int, np.integer)) or micro_batches < 1:
-        raise ValueError(f"{name}: micro_batches must be an integer of at least 1; got {micro_batches!r}")
-    loss_scale = check_scale(name, loss_scale)
-    keys = (keys,) if isinstance(keys, str) else keys
-    if not isinstance(keys, Sequence) or not all(isinstance(key, str) for key in keys):
-        raise TypeError(f"{name}: keys must be names of keyword arguments; got {keys!r}")
+def _shares(name: str, weights: Mapping[Any, Any]) -> tuple[tuple[Axis, tuple[float, ...]], ...]:
     given = {axis: each for axis, each in weights.items() if each is not None}
-    shares = tuple((axis, tuple(shares_of(name, each).tolist())) for axis, each in given.items())
-    return Loss(loss, has_aux, kinds_of(name, aux), int(micro_batches), loss_scale, tuple(keys), shares)
+    return tuple((axis, tuple(shares_of(name, each).tolist())) for axis, each in given.items())
 
 
 # ------------------------------------------------------------------------------------------------
 # Where it runs
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _first_stage(how: Loss, mesh: Any, workers: tuple[str, ...], params: Any, batch: Any, named: Any) -> Gradients:
-    return gradients_on_mesh(how, Trained(None, ()), mesh, workers, params, [], batch, named)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _first_stage(
+    how: Loss, what: Trained, call: Call, mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given
+) -> Gradients:
+    return gradients_on_mesh(how, what, call, mesh, workers, trained, rest, given)._replace(kinds=())
 
 
 def _here(
-    self: ValueAndGrad, what: Trained, axis: Axis, trained: Any, rest: Any, state: GradientState, batch: Any, named: Any
+    self: ValueAndGrad,
+    what: Trained,
+    call: Call,
+    axis: Axis,
+    trained: Any,
+    rest: Any,
+    given: Given,
+    state: GradientState,
 ) -> tuple[Gradients, GradientState]:
     """Inside a `shard_map`, `pmap` or `vmap` of the user's; or at a single worker."""
     factor = _factor(state)
-    found = worker_gradients(self.loss, what, axis, per_worker(trained, axis), rest, batch, named, factor)
+    found = worker_gradients(self.loss, what, call, axis, per_worker(trained, axis), rest, given, factor)
     tx = self.transform(None) if axis_names(axis) else self._single()
     return _after(self, found, trained, rest, state, tx.update(found.grads, state.exchange))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _alone(self: ValueAndGrad, what: Trained, *arrays: Any) -> tuple[Gradients, GradientState]:
-    return _here(self, what, None, *arrays)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _alone(self: ValueAndGrad, what: Trained, call: Call, *arrays: Any) -> tuple[Gradients, GradientState]:
+    return _here(self, what, call, None, *arrays)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _on_mesh(
-    self: ValueAndGrad, what: Trained, mesh: Any, trained: Any, rest: Any, state: GradientState, batch: Any, named: Any
+    self: ValueAndGrad,
+    what: Trained,
+    call: Call,
+    mesh: Any,
+    trained: Any,
+    rest: Any,
+    given: Given,
+    state: GradientState,
 ) -> tuple[Gradients, GradientState]:
     """The two stages."""
-    found = gradients_on_mesh(self.loss, what, mesh, self.axis, trained, rest, batch, named, _factor(state))
+    found = gradients_on_mesh(self.loss, what, call, mesh, self.axis, trained, rest, given, _factor(state))
     tree = _like_tree(state.specs, trained)
     new = exchange_on_mesh(self.transform(tree), mesh, self.axis, tree, found.grads, state.exchange)
     return _after(self, found, trained, rest, state, new)
+
+
+def _put_back(params: Any, what: Trained, arguments: Any, call: Call, rest: list[Any], new: list[Any]) -> None:
+    """New values of NNX variables, into the model and the keyword arguments that were given."""
+    count = len(rest) - call.places.count("state")
+    write_back(
+        params, [name is None and what.is_own(i) for i, name in enumerate(what.names)], rest[:count], new[:count]
+    )
+    write_back(arguments, [place == "state" for place in call.places], rest[count:], new[count:])
 
 
 def _factor(state: GradientState) -> Any:
@@ -356,7 +451,8 @@ def _after(
         new, scale = select(finite, new, state.exchange), after_step(how, scale, finite)
         kept = [now if now is None else jnp.where(finite, now, old) for now, old in zip(found.rest, rest, strict=True)]
         found = found._replace(rest=kept)
-    return found._replace(grads=_like_dtypes(new[0], trained)), GradientState(new[1], state.specs, scale)
+    found = found._replace(grads=_like_dtypes(new[0], trained), kinds=())
+    return found, GradientState(new[1], state.specs, scale)
 
 
 def _like_dtypes(grads: Any, params: Any) -> Any:
@@ -367,7 +463,7 @@ def _like_tree(specs: tuple[PartitionSpec, ...], tree: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), specs) if specs else None
 
 
-def _check_call(params: Any, state: Any, how: Loss, named: Mapping[str, Any]) -> None:
+def _check_call(params: Any, state: Any, how: Loss) -> None:
     if not isinstance(state, GradientState):
         got = "the state first" if isinstance(params, GradientState) else f"{type(state).__name__}"
         raise TypeError(
@@ -381,6 +477,3 @@ def _check_call(params: Any, state: Any, how: Loss, named: Mapping[str, Any]) ->
             "value_and_grad: the state must be that of grad_fn.init(params), with the same loss_scale; got one "
             f"{'without' if isinstance(how.scale, DynamicScale) else 'with'} a dynamic scale"
         )
-    missing = [name for name in how.keys if name not in named]
-    if missing:
-        raise TypeError(f"value_and_grad: keys names the keyword argument {missing[0]!r}, which was not given")

@@ -2,6 +2,8 @@
 
     magic "JCMP" | version u8 | body length u64 | body | CRC-32 of all before
 
+Version 2 is that. In version 3 the length of a text (varint) and the text, UTF-8, stand before the body: which
+compressors made the message, with their options, such as levels and sizes of blocks.
 All integers are little-endian; `varint` is LEB128 (7 bits per byte, low first, at most 9 bytes).
 A reader takes bytes only after checking that they are there, and makes arrays only within the limits of the whole
 message (`limits`), so nothing is allocated that the message does not pay for.
@@ -13,23 +15,32 @@ import zlib
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.limits import FREE_BYTES, PAD_BYTES, PART_BYTES, STREAM_BYTES, missing
 
-__all__ = ["FRAME_BYTES", "MAGIC", "VERSION", "Reader", "Writer", "seal", "unseal", "varint"]
+__all__ = ["FRAME_BYTES", "MAGIC", "VERSION", "Reader", "Writer", "opened", "seal", "unseal", "varint"]
 
 MAGIC = b"JCMP"
-VERSION = 2
+PLAIN, VERSION = 2, 3
+MOST_TEXT = 1000  # bytes
 HEADER = struct.Struct("<4sBQ")
 CRC = struct.Struct("<I")
 FRAME_BYTES = HEADER.size + CRC.size
 
 
-def seal(body: bytes) -> bytes:
-    """Puts the frame around a body."""
-    head = HEADER.pack(MAGIC, VERSION, len(body))
+def seal(body: bytes, made: str = "") -> bytes:
+    """Puts the frame around a body. made: by which compressors; "" for a message of version 2, without."""
+    text = made.encode()
+    if len(text) > MOST_TEXT:
+        text = made[: MOST_TEXT // 8].encode() + f"... with checksum {zlib.crc32(text):08x}".encode()
+    head = HEADER.pack(MAGIC, VERSION if text else PLAIN, len(body)) + (varint(len(text)) + text if text else b"")
     return b"".join((head, body, CRC.pack(zlib.crc32(body, zlib.crc32(head)))))
 
 
 def unseal(data: bytes) -> memoryview:
-    """Checks the frame and returns the body without copying it.
+    """Checks the frame and returns the body without copying it (see `opened`)."""
+    return opened(data)[1]
+
+
+def opened(data: bytes) -> tuple[str, memoryview]:
+    """By which compressors a message was made, and its body without copying it, after checking the frame.
 
     Raises:
         WireError: too short, other magic or version, wrong length, wrong checksum.
@@ -43,15 +54,23 @@ def unseal(data: bytes) -> memoryview:
     magic, version, length = HEADER.unpack_from(view)
     if magic != MAGIC:
         raise WireError("magic", magic, repr(MAGIC))
-    if version != VERSION:
-        raise WireError("version", version, str(VERSION))
-    if length != len(view) - FRAME_BYTES:
-        raise WireError("body length", len(view) - FRAME_BYTES, f"{length}, as the header says")
+    if version not in (PLAIN, VERSION):
+        raise WireError("version", version, f"{PLAIN} or {VERSION}")
+    text, start = b"", HEADER.size
+    if version == VERSION:
+        reader = Reader(view[start : len(view) - CRC.size])
+        text = bytes(reader.take("options", reader.varint("options length", MOST_TEXT)))
+        start += reader.position
+    if length != len(view) - start - CRC.size:
+        raise WireError("body length", len(view) - start - CRC.size, f"{length}, as the header says")
     (expected,) = CRC.unpack_from(view, len(view) - CRC.size)
     actual = zlib.crc32(view[: -CRC.size])
     if actual != expected:
         raise WireError("checksum", f"{actual:#010x}", f"{expected:#010x}")
-    return view[HEADER.size : -CRC.size]
+    try:
+        return text.decode(), view[start : -CRC.size]
+    except UnicodeDecodeError:
+        raise WireError("options", text, "UTF-8") from None
 
 
 def varint(value: int) -> bytes:

@@ -489,3 +489,17 @@ def test_memories_and_deliveries_add_up_over_every_change(tmp_path, late):
     kinds = sum(server.counts.values(), start=type(server.counts["a"])())
     assert min(kinds[kind] for kind in ("used", "clipped", "lost", "garbage", "replay")) > 0, kinds
     assert np.linalg.norm(server.point - goal) < 0.5 * np.linalg.norm(goal)
+
+
+def test_a_member_of_another_version_is_refused_and_learns_nothing(monkeypatch):
+    server, member = Server(vector(1), {"a": 1}, 0.5), Member()
+    task = server.open({"a"})["a"]
+    monkeypatch.setattr(jc, "__version__", "0.1.9")
+    with pytest.raises(ValueError, match=r"federated: jaxcomp is \S+ on the server, and 0.1.9 on this member"):
+        member.take(task)
+    assert member.point is None
+    monkeypatch.undo()
+    assert server.receive("a", member.answer(task, member.take(task))) == ""
+    numbers = server.metrics()
+    assert (numbers["rounds"], numbers["asked"], numbers["answered"]) == (1, 1, 1)
+    assert 0 < numbers["waited_mean"] == numbers["waited_longest"] == server.waited["a"] < 60

@@ -15,7 +15,7 @@ from worlds import AXIS, N, fsum, gradients, mesh_of, run_shard_map, run_vmap
 import jaxcomp as jc
 from jaxcomp.ledger import read
 from jaxcomp.paths import numbers_by_path, paths_of
-from jaxcomp.transforms.trained import trained_of
+from jaxcomp.transforms.arguments import trained_of
 
 PARAMS = {
     "embed": jnp.zeros((40, 30)),

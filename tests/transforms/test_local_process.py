@@ -1,6 +1,7 @@
 """Workers on the host with exchanges in a thread: bitwise the program that waits for each of them."""
 
 import concurrent.futures
+import functools
 import threading
 
 import jax
@@ -12,6 +13,7 @@ from local_worlds import PARAMS, random_gradients, vmap_steps
 from variants import variants
 
 import jaxcomp as jc
+from jaxcomp.exchange.agreement import GREETING
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 INNER, OUTER = optax.sgd(1 / 64), optax.sgd(0.5, momentum=0.5, nesterov=True)  # whose products are exact
@@ -183,7 +185,12 @@ def message_of(algorithm, length):
     sent = []
     with jc.local_process(INNER, OUTER, algorithm, lambda m: sent.append(m) or [m], 0, 1, every=1) as worker:
         worker.step(jnp.arange(1.0, length + 1), worker.start(jnp.zeros(length)))
-    return sent[0]
+    return sent[-1]
+
+
+def greeted(gather):
+    """The same, after a greeting that is as it should be."""
+    return lambda m: [m, m] if m.startswith(GREETING) else gather(m)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +208,7 @@ def message_of(algorithm, length):
 def test_messages_of_other_shapes_are_refused(algorithm, said):
     other = message_of(algorithm, 3000)
     said = f"local_process: gather must return messages of one exchange.*{said}"
-    made = jc.local_process(INNER, OUTER, algorithm, lambda m: [m, other], 0, 2, every=1)
+    made = jc.local_process(INNER, OUTER, algorithm, greeted(lambda m: [m, other]), 0, 2, every=1)
     with made as worker, pytest.raises(ValueError, match=said):
         worker.step(jnp.arange(1.0, 2001.0), worker.start(jnp.zeros(2000)))
 
@@ -213,9 +220,10 @@ def test_messages_of_other_shapes_are_refused(algorithm, said):
         (lambda m: m, TypeError, "must return a list with the bytes of all 2 workers; got a bytes"),
         (lambda m: [m], ValueError, "must return the bytes of all 2 workers; got 1"),
         (lambda m: [m[:-1], m], ValueError, "in the order of the workers; place 0 does not hold the message of this"),
-        (lambda m: [m, m[:-1]], jc.wire.WireError, "wire: body length of the message of worker 1 must be"),
+        (lambda m: [m, m[:-1]], ValueError, "the first message of worker 1 does not say its options"),
+        (greeted(lambda m: [m, m[:-1]]), jc.wire.WireError, "wire: body length of the message of worker 1 must be"),
         (
-            lambda m: [m, None],
+            greeted(lambda m: [m, None]),
             jc.wire.WireError,
             "wire: message of the message of worker 1 must be bytes; got NoneType",
         ),
@@ -225,3 +233,44 @@ def test_what_gather_may_not_return(gather, error, said):
     made = jc.local_process(INNER, OUTER, jc.direct(jc.identity()), gather, 0, 2, every=1)
     with made as worker, pytest.raises(error, match=said):
         worker.step(PARAMS, worker.start(PARAMS))
+
+
+DIRECT, FEW = jc.direct(jc.dithering(7)), {"w": jnp.zeros(4000)}
+OTHERS = {
+    "algorithm.compressor.levels is 5 on worker 1, and 7 on worker 0": {"algorithm": jc.direct(jc.dithering(5))},
+    "outer is an optimizer with the first steps .* on worker 1": {"outer": optax.sgd(0.7, momentum=0.5)},
+    "every is 3 on worker 1, and 2 on worker 0": {"every": 3},
+    "mixing is 0.5 on worker 1, and 0 on worker 0": {"mixing": 0.5},
+    "message code is 'best' on worker 1, and 'fixed' on worker 0": {"code": "best"},
+    r"seed is \[0, 1\] on worker 1, and \[0, 0\] on worker 0": {"seed": 1},
+    r"parameters is float32\[3000\] .* on worker 1, and float32\[4000\]": {"params": {"w": jnp.zeros(3000)}},
+}
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_workers_with_other_options_are_refused_at_the_first_step(said):
+    board, refused = Board(2), []
+    options = {"outer": OUTER, "algorithm": DIRECT, "every": 2, "mixing": 0.0, "code": "fixed", "seed": 0}
+
+    def run(i):
+        mine = {**options, "params": FEW} | (OTHERS[said] if i else {})
+        outer, algorithm, params = (mine.pop(name) for name in ("outer", "algorithm", "params"))
+        with jc.local_process(INNER, outer, algorithm, board.gather(i), i, 2, **mine) as worker:
+            own = worker.start(params)
+            with pytest.raises(ValueError, match=f"local_process: {said}"):
+                functools.reduce(lambda own, _: worker.step(own, own), range(3), own)
+            refused.append(i)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    assert sorted(refused) == [0, 1]
+
+
+def test_the_header_of_a_message_names_levels_and_blocks():
+    """Two workers whose options were not compared: their messages have equal shapes, and are not read as one's own."""
+    seven, five = (jc.direct(jc.dithering(levels, block_size=64)) for levels in (7, 5))
+    other = message_of(five, 2000)
+    made = jc.local_process(INNER, OUTER, seven, greeted(lambda m: [m, other]), 0, 2, every=1)
+    said = r"compressor of the message of worker 1 must be .*levels=7, block_size=64.*; got .*levels=5, block_size=64"
+    with made as worker, pytest.raises(jc.WireError, match=said):
+        worker.step(jnp.arange(1.0, 2001.0), worker.start(jnp.zeros(2000)))

@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused():
         jc.value_and_grad(loss_of, DENSE, micro_batches=0)
     with pytest.raises(ValueError, match="micro_batches must divide the 4 examples"):
         one_step(jc.value_and_grad(loss_of, DENSE, micro_batches=3), params, batch)
-    with pytest.raises(ValueError, match='aux must be "mean", "sum" or "each"'):
+    with pytest.raises(ValueError, match='aux must be "mean", "unweighted", "sum", "each", "concat" or "equal"'):
         jc.value_and_grad(loss_of, DENSE, aux="max")
     with pytest.raises(TypeError, match="'rng', which was not given"):
         jc.value_and_grad(loss_of, DENSE, keys="rng")(params, state, x, y)
@@ -298,7 +298,7 @@ def test_gradients_of_each_worker_for_a_loop_that_keeps_all_state_in_optax():
         for name, x in grads.items():
             assert x.sharding.is_equivalent_to(params[name].sharding, x.ndim)
         assert jc.info(state).sent_bytes > 0
-    with pytest.raises(ValueError, match="or give it the gradients of all 2 workers"):
+    with pytest.raises(ValueError, match=r"or give it the gradients of jc\.worker_value_and_grad"):
         tx.update(params, state, params)
     with pytest.raises(ValueError, match="there is no mesh"):
         jc.worker_value_and_grad(loss_of)(PARAMS, *BATCH)
@@ -364,7 +364,7 @@ def test_trees_of_auxiliary_values_of_each_worker_and_losses_that_are_numbers():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     loss_and = lambda w, x: (jnp.mean((x @ w) ** 2), {"n": jnp.sum(x), "first": x[0]})
     grad_fn = jc.worker_value_and_grad(loss_and, mesh, has_aux=True, aux={"n": "sum", "first": "each"})
-    (loss, aux), _ = jax.jit(grad_fn)(jnp.ones(8), jnp.ones((4, 8)))
+    loss, aux = jax.jit(lambda *args: grad_fn(*args)[0])(jnp.ones(8), jnp.ones((4, 8)))
     assert (float(loss), float(aux["n"]), aux["first"].shape) == (64, 32, (4, 8))
     cut = {"param_specs": P("rows")}, {"param_specs": P(None, "data")}, {"param_specs": "data"}
     for wrong, what in (
@@ -374,7 +374,7 @@ def test_trees_of_auxiliary_values_of_each_worker_and_losses_that_are_numbers():
     ):
         with pytest.raises((TypeError, ValueError), match=f"value_and_grad: {what}"):
             jc.value_and_grad(lambda w, x: jnp.sum(w), DENSE, mesh, **wrong).init(jnp.ones(8))
-    with pytest.raises(ValueError, match='aux must be "mean", "sum" or "each", or a tree of them; got None'):
+    with pytest.raises(ValueError, match=r"aux must be .* a tree of them, or a mapping from paths to them; got None"):
         jc.worker_value_and_grad(loss_and, mesh, has_aux=True, aux=None)
     of_number = jc.value_and_grad(lambda w, x: 0.5, DENSE, mesh)
     assert float(jax.jit(of_number)(jnp.ones(8), of_number.init(jnp.ones(8)), jnp.ones((4, 8)))[0]) == 0.5

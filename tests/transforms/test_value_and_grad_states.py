@@ -71,7 +71,7 @@ def test_a_model_without_wrt_is_refused():
     params = jax.device_put(W, NamedSharding(mesh_of(2), P()))
     with pytest.raises(TypeError, match=r"variables of type BatchStat, which are not trained.*Say wrt=nnx\.Param"):
         jc.value_and_grad(lambda model, x: jnp.mean(model(x)), algorithm).init(nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
-    with pytest.raises(TypeError, match=r"variables of type BatchStat.*Take jc\.value_and_grad\(loss, algorithm, wrt="):
+    with pytest.raises(TypeError, match=r"worker_value_and_grad: .* variables of type BatchStat.*Say wrt=nnx\.Param"):
         jc.worker_value_and_grad(lambda model, x: jnp.mean(model(x)), mesh_of(2))(
             nnx.BatchNorm(8, rngs=nnx.Rngs(0)), params[:2]
         )

@@ -1,6 +1,6 @@
 """How the messages of all workers become their mean: one file for each route, and "auto", which chooses."""
 
-from jaxcomp.exchange.routes.auto import AUTO, costs
+from jaxcomp.exchange.routes.auto import AUTO, costs, taken
 from jaxcomp.exchange.routes.concat import CONCAT
 from jaxcomp.exchange.routes.gather import GATHER
 from jaxcomp.exchange.routes.ladder import LADDER
@@ -11,7 +11,7 @@ from jaxcomp.exchange.routes.scatter import SCATTER
 from jaxcomp.exchange.routes.sum import SUM
 from jaxcomp.exchange.routes.two_shot import TWO_SHOT
 
-__all__ = ["ROUTES", "SCATTER", "VIAS", "Arrived", "Carried", "Parcel", "Route", "Way", "costs", "route_of"]
+__all__ = ["ROUTES", "SCATTER", "VIAS", "Arrived", "Carried", "Parcel", "Route", "Way", "costs", "route_of", "taken"]
 
 # In this order `Info.via` numbers them.
 ROUTES: dict[str, Route] = {route.name: route for route in (SUM, GATHER, CONCAT, RING, RAGGED, LADDER, TWO_SHOT)}

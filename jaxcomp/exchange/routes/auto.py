@@ -1,16 +1,29 @@
-"""via="auto": linear payloads are added on the way; the others are brought to all workers.
+"""via="auto": each message goes the way that sends few bytes, and never more than uncompressed f32 would.
 
-Of a payload of several vectors the small dense leaves are linear, whatever the compressor is. Where messages have equal
-length, they are gathered (`two_shot` may be faster, but compresses once more); where their lengths differ, the route is
-the one with the least expected time by the model of `links`.
+n workers, a message of d entries in b bytes:
+
+    linear      added on the way; of 16-bit floats two or three messages are gathered where that sends less
+    other       gathered, (n - 1) b, as long as that is at most the 8 (n - 1) / n d of an all-reduce of f32: n b <= 8 d
+    beyond      two shots, 2 (n - 1) / n b, if the algorithm can have its messages compressed once more. They need
+                another layout of the tree, so this is decided when the state is made (`taken`)
+    else        decoded before they are sent, and added: as many bytes as without compression, and no more
+
+So a code of c bits an entry is gathered by up to 64 / c workers, and sparse messages of 8 bytes for each of r d entries
+by up to 1 / r. Of a payload of several vectors the small dense leaves are linear, whatever the compressor is. Where the
+lengths of messages differ, the route is the one with the least expected time by the model of `links`, among those that
+send no more than f32.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxcomp.base import State, lengths
-from jaxcomp.exchange.axes import axis_size
-from jaxcomp.exchange.collectives import gathered, has_ragged
+import jax
+
+from jaxcomp.arrays import wide_like
+from jaxcomp.base import Compressor, State, for_worker, lengths
+from jaxcomp.exchange.axes import axis_index, axis_size
+from jaxcomp.exchange.collectives import gathered, gathers_for_less, has_ragged, whole_of
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
 from jaxcomp.exchange.routes import concat, gather, ragged, ring
 from jaxcomp.exchange.routes.route import (
@@ -23,9 +36,10 @@ from jaxcomp.exchange.routes.route import (
     gathered_by,
 )
 from jaxcomp.exchange.routes.sum import sums
+from jaxcomp.exchange.routes.two_shot import TWO_SHOT
 from jaxcomp.exchange.routes.unequal import message_of
 
-__all__ = ["AUTO", "costs", "fastest"]
+__all__ = ["AUTO", "costs", "fastest", "taken"]
 
 GATHERING = {"gather": gather, "concat": concat, "ring": ring, "ragged": ragged}
 
@@ -44,38 +58,121 @@ def costs(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> dict
     return {name: route.cost(lengths, capacity, link) for name, route in GATHERING.items()}
 
 
-def fastest(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> str:
-    """Name of the route with the least expected time, among those that the backend has; gather for equal lengths."""
+def fastest(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT, most: float = math.inf) -> str | None:
+    """Name of the route with the least expected time, among those that the backend has and that send at most so many
+    bytes; gather for equal lengths; None where there is none.
+    """
+    each = {name: cost for name, cost in costs(lengths, capacity, link).items() if cost.sent_bytes <= most}
     if len(set(lengths)) == 1:
-        return "gather"
-    each = costs(lengths, capacity, link)
-    return min((name for name in each if name != "ragged" or has_ragged()), key=lambda name: each[name].seconds)
+        return "gather" if "gather" in each else None
+    there = [name for name in each if name != "ragged" or has_ragged()]
+    return min(there, key=lambda name: each[name].seconds, default=None)
+
+
+# ------------------------------------------------------------------------------------------------
+# When a state is made: in which layout
+
+
+def taken(
+    own: Sequence[tuple[Compressor, Any]], chunks: Sequence[tuple[Compressor, Any]], workers: int, sharing: int = 1
+) -> Route:
+    """The route for a tree: two shots where a gather of some message would send more than f32, and they send less.
+
+    Args:
+        own: compressor, and shape and dtype of what it compresses, of each group of the tree in its own layout.
+        chunks: the same in the layout of two shots; none where these are refused.
+        workers: n.
+        sharing: devices with equal messages, which share the work of gathers and sums, but not of two shots.
+    """
+    if not chunks or workers < 3:  # two shots of two workers send as much as a gather
+        return AUTO
+    sent = [(held_by(*pair), _dense(pair[1]), pair[0].spec.linear) for pair in own]
+    if all(is_linear or workers * held <= dense for held, dense, is_linear in sent):
+        return AUTO
+    auto = sum(2 * held if is_linear else min(workers * held, dense) for held, dense, is_linear in sent)
+    return TWO_SHOT if 2 * sum(held_by(*pair) for pair in chunks) * sharing < auto else AUTO
+
+
+def held_by(compressor: Compressor, like: Any) -> int:
+    """Bytes of what a compressor makes of an array of this shape and dtype."""
+
+    def payload(key: Any, x: Any) -> Any:
+        state = compressor.init(key, like)
+        return compressor.compress(key, x, State(state.local, for_worker(compressor, state.shared, 0)))[0]
+
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(payload, jax.random.key(0), like)))
+
+
+def _dense(like: Any) -> int:
+    """n / (n - 1) times the bytes that a worker sends in an all-reduce of the array, in f32 or wider."""
+    return 2 * max(4, like.dtype.itemsize) * like.size
+
+
+# ------------------------------------------------------------------------------------------------
+# In each round: by which way
 
 
 def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
-    """Carries what is linear in one sum, all else in one gathering (see `Route.carry`)."""
+    """Carries what is linear, or decoded, in one sum, all else in one gathering (see `Route.carry`)."""
     del key
-    linear = [parcel.compressor.spec.linear for parcel in parcels]
-    added = [parcel for parcel, is_linear in zip(parcels, linear, strict=True) if is_linear]
-    others = [parcel for parcel, is_linear in zip(parcels, linear, strict=True) if not is_linear]
-    totals, sent_bytes = sums(added, way)
-    payloads, more_bytes, name = _gathered(others, way) if others else ((), 0.0, "sum")
-    total, payload = iter(totals), iter(payloads)
-    arrived = [Arrived(total=next(total)) if is_linear else Arrived(next(payload)) for is_linear in linear]
-    return Carried(tuple(arrived), name, sent_bytes + more_bytes, state)
+    workers = axis_size(way.axis)
+    how = [_how(parcel, way, workers) for parcel in parcels]
+    name = _gathering([parcel for parcel, each in zip(parcels, how, strict=True) if each == "gather"], way, workers)
+    if name is None:
+        how = ["decoded" if each == "gather" else each for each in how]
+    pairs = list(zip(parcels, how, strict=True))
+    added = [_decoded(p, way) if each == "decoded" else p for p, each in pairs if each != "gather"]
+    with jax.named_scope("sum"):
+        totals, sent_bytes = sums(added, way)
+    payloads, more_bytes = _gathered([p for p, each in pairs if each == "gather"], way, name)
+    total, payload, arrived = iter(totals), iter(payloads), []
+    for each in how:
+        brought = next(payload if each == "gather" else total)
+        if each == "decoded":
+            arrived.append(Arrived(mean=whole_of(brought, way.axis, way.weights)))
+        else:
+            arrived.append(Arrived(brought) if each == "gather" else Arrived(total=brought))
+    return Carried(tuple(arrived), name if name and payloads else "sum", sent_bytes + more_bytes, state)
 
 
-def _gathered(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any, str]:
-    """The payloads of all workers, the bytes that a device sends, and the name of the route."""
-    workers, known = axis_size(way.axis), [lengths(parcel.compressor, parcel.like) for parcel in parcels]
-    payloads = tuple(parcel.payload for parcel in parcels)
+def _how(parcel: Parcel, way: Way, workers: int) -> str:
+    """Way of one message: "sum", "gather" or "decoded"."""
+    compressor, leaves = parcel.compressor, jax.tree.leaves(parcel.payload)
+    if compressor.spec.linear:
+        narrow = workers in (2, 3) and all(x.dtype.itemsize < 4 for x in leaves)
+        return "gather" if narrow and gathers_for_less(workers, way.exact) else "sum"
+    # How much of a message of unequal length travels is decided for all of them together.
+    free = workers == 1 or compressor.lengths is not None or way.rereads
+    held = sum(x.size * x.dtype.itemsize for x in leaves)
+    return "gather" if free or workers * held <= _dense(parcel.like) else "decoded"
+
+
+def _gathering(parcels: Sequence[Parcel], way: Way, workers: int) -> str | None:
+    """Name of the route that brings messages to all; None where each would send more than an all-reduce of f32."""
+    known = [lengths(parcel.compressor, parcel.like) for parcel in parcels]
     if workers == 1 or all(limit is None for limit in known):
-        return *gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels)), "gather"
-    message = message_of(payloads, tuple(known), workers)
-    name = fastest(message.lengths, message.capacity, way.link)
-    if name == "gather":  # without a warning of padding: it was chosen for its time
-        return *gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels)), name
-    return *gathered_by(GATHERING[name].gather, parcels, way), name
+        return "gather"
+    message = message_of(tuple(parcel.payload for parcel in parcels), tuple(known), workers)
+    dense = (workers - 1) / workers * sum(_dense(parcel.like) for parcel in parcels)
+    return fastest(message.lengths, message.capacity, way.link, math.inf if way.rereads else dense)
+
+
+def _gathered(parcels: Sequence[Parcel], way: Way, name: str | None) -> tuple[tuple[Any, ...], Any]:
+    """The payloads of all workers, and the bytes that a device sends."""
+    if not parcels:
+        return (), 0.0
+    with jax.named_scope(str(name)):
+        if name == "gather":  # without a warning of padding: it was chosen
+            payloads = tuple(parcel.payload for parcel in parcels)
+            return gathered(payloads, way.axis, way.replicas, way.buckets_of(parcels))
+        return gathered_by(GATHERING[str(name)].gather, parcels, way)
+
+
+def _decoded(parcel: Parcel, way: Way) -> Parcel:
+    """The same with what this worker's message says in place of it."""
+    compressor, like = parcel.compressor, wide_like(parcel.like)
+    mine = for_worker(compressor, parcel.shared, axis_index(way.axis), axis_size(way.axis))
+    return parcel._replace(payload=compressor.decompress(parcel.payload, mine, like))
 
 
 AUTO = Route("auto", carry, accepts_all)

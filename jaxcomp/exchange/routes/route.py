@@ -43,6 +43,7 @@ class Way(NamedTuple):
     buckets: whether groups of different buckets have collectives of their own.
     exact: sums of 16-bit floats are not rounded once more, for algorithms with a memory of what was sent.
     outer: other mesh axes over which messages differ.
+    rereads: whether the algorithm reads the payloads themselves (`base.Sent.read_by`), so that a mean is not enough.
     """
 
     axis: Axis
@@ -52,6 +53,7 @@ class Way(NamedTuple):
     buckets: bool = False
     exact: bool = False
     outer: tuple[str, ...] = ()
+    rereads: bool = False
 
     def buckets_of(self, parcels: "Sequence[Parcel]") -> list[int] | None:
         """The bucket of each array of the payloads; None where all share their collectives."""

@@ -132,7 +132,7 @@ def from_buffers(message: Message, buffers: list[Array], axis: Axis) -> Any:
             padded.append(jnp.pad(words, (0, whole - size)))
         entries = from_words(jnp.stack(padded), part.array)
         if min(part.counts) < part.array.shape[0]:
-            place = lax.iota(jnp.int32, part.array.shape[0])
+            place = lax.iota(jnp.int32, part.array.shape[0])[None]
             real = place < jnp.asarray(part.counts, jnp.int32)[:, None]
             real = real.reshape(*real.shape, *(1,) * (part.array.ndim - 1))
             entries = jnp.where(real, entries, jnp.asarray(part.fill, entries.dtype))

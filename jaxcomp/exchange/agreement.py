@@ -1,0 +1,277 @@
+"""Processes that were started with other options find that out before the first round, and say what differs.
+
+Each process builds its own exchange. Where options differ, the programs differ, and gradients or shared points go apart
+without a word. So a state knows which options the transformation was built with (`Description.options`), and these are
+compared once where states are made: on the host where that is possible (`check_state`), and in the program that makes
+the state where it is traced by the user (`check_inside`). Workers that exchange bytes send a greeting (`greeting`).
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jaxcomp  # for its version, which is known once this is called
+from jaxcomp.arrays import constants
+from jaxcomp.exchange.axes import Placement, axis_names, is_bound, varying
+from jaxcomp.exchange.collectives import all_gather
+from jaxcomp.exchange.state import means_in
+from jaxcomp.factories import described, options_in
+from jaxcomp.groups import Groups
+from jaxcomp.wire.frame import VERSION as WIRE
+
+__all__ = [
+    "Differs",
+    "Options",
+    "check_equal",
+    "check_inside",
+    "check_options",
+    "check_state",
+    "differences",
+    "greeting",
+    "greeting_of",
+    "merged",
+    "options_of",
+    "probe",
+]
+
+SHOWN = 3  # options that an error names
+GREETING = b"jaxcomp options "
+CURE = "Build the exchange with the same options in every process"
+
+Options = Mapping[str, str]
+_compared: set[str] = set()
+
+
+class Differs(ValueError):
+    """Processes or workers were built with other options."""
+
+
+def options_of(name: str, algorithm: Any, groups: Groups, **others: Any) -> str:
+    """JSON of all that must be equal on all workers.
+
+    Args:
+        name: of the outer form.
+        algorithm, groups: of the exchange.
+        others: further options, by their names.
+    """
+    leaves = [f"{dtype}{list(shape)}" for dtype, shape in zip(groups.dtypes, groups.shapes, strict=True)]
+    layout = [
+        f"{x.dtype}{list(x.shape)} of leaves {group.leaves}"
+        for x, group in zip(groups.like, groups.groups, strict=True)
+    ]
+    options = {"jaxcomp": jaxcomp.__version__, "wire format": str(WIRE), "transformation": name}
+    options |= options_in("algorithm", algorithm)
+    is_optimizer = lambda value: hasattr(value, "init") and hasattr(value, "update")
+    options |= {key: probe(value) if is_optimizer(value) else described(value) for key, value in others.items()}
+    options |= {
+        "parameters": _listed([*leaves, str(groups.structure)], len(leaves)),
+        "layout": _listed(layout, len(layout)),
+    }
+    return json.dumps(options)
+
+
+def _listed(texts: list[str], size: int) -> str:
+    """The first few of some texts, and a checksum of all."""
+    first = ", ".join(_short(text, 60) for text in texts[: min(size, 3)])
+    return f"{first}{', ...' if size > 3 else ''} ({size} in all, checksum {zlib.crc32(repr(texts).encode()):08x})"
+
+
+def differences(each: Sequence[Options], who: Sequence[str]) -> str | None:
+    """What differs, and where, in words; None where all are equal.
+
+    Args:
+        each: the options of each process. who: how each is called.
+
+    >>> differences([{"levels": "7"}, {"levels": "5"}, {"levels": "7"}], ["worker 0", "worker 1", "worker 2"])
+    'levels is 5 on worker 1, and 7 on worker 0'
+    """
+    keys = [key for key in dict.fromkeys(key for options in each for key in options) if _differs(key, each)]
+    # Of an algorithm that is another one, its options are no news; nor is a layout that follows from something else.
+    inside = lambda key, other: key != other and key.startswith((f"{other}.", f"{other}["))
+    keys = [key for key in keys if not any(inside(key, other) for other in keys)]
+    keys = [key for key in keys if key != "layout" or len(keys) == 1]
+    found = []
+    for key in keys[:SHOWN]:
+        values = [options.get(key, "not given") for options in each]
+        common = max(values, key=values.count)
+        odd = next(i for i, value in enumerate(values) if value != common)
+        found.append(
+            f"{key} is {_short(values[odd])} on {who[odd]}, and {_short(common)} on {who[values.index(common)]}"
+        )
+    more = f"; and {len(keys) - SHOWN} options more" if len(keys) > SHOWN else ""
+    return "; ".join(found) + more if keys else None
+
+
+def _differs(key: str, each: Sequence[Options]) -> bool:
+    return len({options.get(key) for options in each}) > 1
+
+
+def _short(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else f"{text[: most - 20]}... ({len(text)} characters)"
+
+
+def check_equal(name: str, each: Sequence[Options], who: Sequence[str]) -> None:
+    """Raises Differs where options differ."""
+    found = differences(each, who)
+    if found is not None:
+        raise Differs(f"{name}: {found}. {CURE}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Processes of one mesh
+
+
+def check_state(name: str, state: Any, mesh: Any, axis: Any) -> None:
+    """Compares the options of all processes of a mesh, once for each set of them; raises Differs in every process.
+
+    Args:
+        name: of the caller, for errors.
+        state: of the optimizer, or its shapes.
+        mesh: with its devices; of anything else, and of a single process, nothing is compared.
+        axis: of the workers.
+    """
+    if not isinstance(mesh, Mesh) or jax.process_count() == 1 or isinstance(jnp.zeros(()) + 0, Tracer):
+        return
+    processes = sorted({device.process_index for device in mesh.devices.flat})
+    options = merged([json.loads(mean.about.options) for mean in means_in(state) if mean.about.options])
+    text = json.dumps(options).encode()
+    if len(processes) > 1 and jax.process_index() in processes:
+        sizes = _from_each(mesh, processes, np.array([len(text)], np.uint32))
+        rows = _from_each(mesh, processes, np.frombuffer(text.ljust(int(np.max(sizes))), np.uint8))
+        each = [json.loads(row.tobytes()) for row in rows]
+        check_equal(name, each, [_called(mesh, axis, process) for process in processes])
+        _compared.update(mean.about.options for mean in means_in(state))
+
+
+def check_options(state: Any, mesh: Mesh, axis_name: Any) -> None:
+    """Compares the options with which the processes of a mesh have built an exchange.
+
+    `init_state` and the `init` of `value_and_grad` and `local_steps` do so themselves. Call it, in every process, where
+    a state is used that none of these has made, say one that was restored from a checkpoint.
+
+    Args:
+        state: of the optimizer, or its shapes, as the transformation of this process makes them.
+        mesh: of the workers, with devices of all processes.
+        axis_name: their axis, a tuple of axes, or the mapping given to `compressed_mean`.
+
+    Raises:
+        ValueError: in every process, naming up to three options that differ and the workers on which they do.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> state, specs = jc.init_state(jc.compressed_mean(jc.direct(jc.natural()), "data"), jnp.zeros(3), mesh, "data")
+    >>> jc.replicas.check_options(state, mesh, "data")
+    """
+    check_state("check_options", state, mesh, axis_name)
+
+
+def merged(each: Sequence[dict[str, str]]) -> Options:
+    """Options of several means as one: those of the first, and what differs in the others under their numbers."""
+    merged = dict(each[0]) if each else {}
+    for i, options in enumerate(each[1:], 1):
+        merged |= {f"exchange {i}: {key}": value for key, value in options.items() if merged.get(key) != value}
+    return merged
+
+
+def _from_each(mesh: Mesh, processes: list[int], mine: np.ndarray) -> np.ndarray:
+    """Arrays of one length from each process, [processes, ...]: by one device of each."""
+    first = {device.process_index: device for device in reversed(list(mesh.devices.flat))}
+    small = Mesh(np.array([first[process] for process in processes]), ("process",), axis_types=(AxisType.Auto,))
+    rows = NamedSharding(small, PartitionSpec("process"))
+    given = jax.make_array_from_callback((len(processes), *mine.shape), rows, lambda _: mine[None])
+    everywhere = jax.jit(lambda x: x, out_shardings=NamedSharding(small, PartitionSpec()))
+    return np.asarray(everywhere(given).addressable_data(0))
+
+
+def _called(mesh: Mesh, axis: Any, process: int) -> str:
+    """A process, by the numbers of its workers."""
+    axis = tuple(name for key in axis for name in axis_names(key)) if isinstance(axis, Mapping) else axis
+    names = [name for name in axis_names(axis) if name in mesh.shape]
+    rest = [name for name in mesh.axis_names if name not in names]
+    order = [mesh.axis_names.index(name) for name in (*names, *rest)]
+    devices = np.transpose(mesh.devices, order).reshape(int(np.prod([mesh.shape[name] for name in names])), -1)
+    here = [i for i, row in enumerate(devices) if any(device.process_index == process for device in row)]
+    workers = f"worker {here[0]}" if len(here) == 1 else f"workers {', '.join(map(str, here))}"
+    return f"{workers} (process {process})"
+
+
+# ------------------------------------------------------------------------------------------------
+# Programs of the user's
+
+
+PARTS = ("jaxcomp", "wire format", "algorithm", "parameters", "layout")
+OTHERS = "options"
+
+
+def check_inside(name: str, options: str, placement: Placement) -> None:
+    """In a program of several processes that makes a state: compares a word for each part, and raises in a callback.
+
+    Nothing is added where the options were compared on the host, or where there are none: in a single process.
+    """
+    if not options or options in _compared or not is_bound(placement.every):
+        return
+    texts: dict[str, dict[str, str]] = {part: {} for part in (*PARTS, OTHERS)}
+    for key, value in json.loads(options).items():
+        texts[next((part for part in PARTS if re.match(rf"{part}\b", key)), OTHERS)][key] = value
+    words = np.array([zlib.crc32(json.dumps(text).encode()) for text in texts.values()], np.uint32)
+    every = all_gather(varying(jnp.asarray(words), placement.every), placement.every)
+
+    def compare(found: Any) -> None:
+        rows = np.asarray(found).reshape(-1, words.size)
+        for i, (what, mine) in enumerate(texts.items()):
+            others = np.flatnonzero(rows[:, i] != words[i])
+            if others.size:
+                raise Differs(
+                    f"{name}: {what} on worker {others[0]} differs from process {jax.process_index()}, which has "
+                    f"{', '.join(f'{key}: {_short(value)}' for key, value in mine.items())}. {CURE}"
+                )
+
+    jax.debug.callback(compare, every)
+
+
+# ------------------------------------------------------------------------------------------------
+# Workers that exchange bytes
+
+
+def greeting(options: Options) -> bytes:
+    """The first message of a worker: its options."""
+    return GREETING + json.dumps(dict(options)).encode()
+
+
+def greeting_of(name: str, worker: int, data: Any) -> Options:
+    """The options in a first message; Differs where it is none."""
+    try:
+        if not bytes(data).startswith(GREETING):
+            raise ValueError("no greeting")
+        found = json.loads(bytes(data)[len(GREETING) :])
+        if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+            raise ValueError("no options")
+    except (ValueError, TypeError):
+        raise Differs(
+            f"{name}: the first message of worker {worker} does not say its options: it runs another version of "
+            f"jaxcomp than {jaxcomp.__version__}, or has begun before the others"
+        ) from None
+    return found
+
+
+def probe(optimizer: Any, steps: int = 3) -> str:
+    """The first steps of an optimizer with a vector of its own, to four digits: functions of others have no options."""
+    found = []
+    try:
+        with constants():
+            x = jnp.full((2,), 0.5, jnp.float32)
+            state = optimizer.init(x)
+            for step in range(steps):
+                updates, state = optimizer.update(jnp.full_like(x, 0.25 * (step + 1)), state, x)
+                found.append(float(f"{float(updates[0]):.4g}"))
+    except Exception:  # one that takes only its own parameters
+        return "not comparable"
+    return f"an optimizer with the first steps {found}"

@@ -1,0 +1,122 @@
+"""A run under each flag of JAX is a run like any other: every method by every flag."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from laws import AXIS, FACTORIES, METHODS, params_of
+from variants import variants
+from worlds import mesh_of
+
+import jaxcomp as jc
+
+N = 2
+
+
+@contextlib.contextmanager
+def strict():
+    """All that says no while a program is traced, at once."""
+    with (
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.checking_leaks(),
+        jax.debug_key_reuse(True),
+        jax.enable_custom_prng(True),
+    ):
+        yield
+
+
+FLAGS = {
+    "none": contextlib.nullcontext,
+    "nans": lambda: jax.debug_nans(True),
+    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "leaks": jax.checking_leaks,
+    "key reuse": lambda: jax.debug_key_reuse(True),
+    "x64": lambda: jax.enable_x64(True),
+    "old threefry": lambda: jax.threefry_partitionable(False),
+    "rbg": lambda: jax.default_prng_impl("rbg"),
+    "custom keys": lambda: jax.enable_custom_prng(True),
+    "transfer guard": lambda: jax.transfer_guard("disallow"),
+    "no jit": jax.disable_jit,
+}
+
+
+def made(name, world):
+    """A method among two workers: init() -> state, step(state, gradients [n, ...]) -> (direction, state), gradients."""
+    tx, params = METHODS[name](), params_of(name)
+    where, specs = mesh_of(N) if world == "shard_map" else N, []
+
+    def init():
+        state, found = jc.init_state(tx, params, where, AXIS)
+        specs.append(found)
+        return state
+
+    def update(state, grads):
+        if isinstance(tx, jc.methods.Rounds):
+            state, _ = tx.step(state, lambda x: jax.tree.map(jnp.add, x, grads))
+            return tx.point(state), state
+        # Parameters that a method of local steps moves are each worker's own.
+        return tx.update(grads, state, jc.per_worker(params, AXIS))
+
+    def at_device(state, grads):
+        out, state = update(state, jax.tree.map(lambda g: g[0], grads))
+        return jax.tree.map(lambda x: jc.per_worker(x, AXIS)[None], out), state
+
+    def step(state, grads):
+        if world == "vmap":
+            run = jax.vmap(update, in_axes=(specs[-1], 0), out_axes=(0, specs[-1]), axis_name=AXIS)
+        else:
+            ins, outs = (specs[-1], P(AXIS)), (P(AXIS), specs[-1])
+            run = jax.shard_map(at_device, mesh=where, in_specs=ins, out_specs=outs)
+        return run(state, grads)
+
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda p: rng.standard_normal((N, *p.shape)).astype(p.dtype), params)
+    return init, jax.jit(step), grads
+
+
+def test_every_method_has_a_row():
+    algorithms = {"by_path", "diana", "direct", "ef21", "error_feedback", "fetch_sgd", "loco", "majority_vote"}
+    algorithms |= {"power_sgd", "sparse_loco", "demo", "local_updates", "onebit_adam", "zero_one_adam", "flat"}
+    algorithms |= {"momentum_correction", "per_leaf", *jc.methods.__all__} - {"Rounds", "rounds"}
+    assert set(FACTORIES) | algorithms == set(METHODS)
+
+
+@pytest.mark.parametrize("world", variants(["shard_map", "vmap"], {"shard_map"}))
+@pytest.mark.parametrize("name", METHODS)
+def test_what_says_no_while_tracing_says_nothing(name, world):
+    """Implied ranks and dtypes, tracers that stay, keys that are used twice, in the first state and in a step."""
+    with strict():
+        init, step, grads = made(name, world)
+        state = jax.eval_shape(init)
+        direction, after = jax.eval_shape(step, state, grads)
+    assert jax.tree.structure(state) == jax.tree.structure(after)
+    assert jax.tree.structure(direction) == jax.tree.structure(params_of(name))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_state_begins_with_nan(name):
+    """Under jax_debug_nans the first one would end the run."""
+    with jax.debug_nans(True):
+        tx = METHODS[name]()
+        jc.info(tx.init(params_of(name)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", ["shard_map", "vmap"])
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("name", METHODS)
+def test_two_rounds(name, flag, world):
+    with FLAGS[flag]():
+        init, step, grads = made(name, world)
+        state = init()
+        grads = jax.device_put(grads, jax.NamedSharding(mesh_of(N), P(AXIS))) if world == "shard_map" else grads
+        grads = jax.tree.map(jnp.asarray, grads)
+        for _ in range(2):
+            direction, state = step(state, grads)
+        with jax.transfer_guard("allow"):
+            assert all(np.isfinite(x).all() for x in jax.tree.leaves(direction))
+            assert jc.info(state).lane_bytes > 0
