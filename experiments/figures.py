@@ -60,6 +60,7 @@ SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two
 SCOREBOARD += "local-int4@20"
 PLAN = "plan regret --workers 2 4 8 --one-process 2 4 --sizes 50000 250000 --seconds 12 --rounds 40"
 LOCAL = "local --data {data}/tinyshakespeare --every 20 --steps 240 --batch 4 --length 48"
+PODS = "pods --pods 4xh100 16xh100 2xv5e:16x16"
 FIGURES = {
     "demo": Figure("demo", "compare", "train", 2, ("compare.png", "demo.png")),
     "bench": Figure("costs", "bench compressors --markdown {table}", "bench/compressors.py", 5),
@@ -72,6 +73,7 @@ FIGURES = {
     "plan": Figure("plan", PLAN, "plan", 35, ("regret.png", "plan.png")),
     "local": Figure("local", LOCAL, "local", 10),
     "accelerator": Figure("accelerators", "accelerator", "accelerator", 5, accelerator=True),
+    "pods": Figure("pods", PODS, "pods", 25, ("pods.png", "pods.png"), compilers=True),
     "compiled": Figure("accelerators", "compiled", "compiled", 20, compilers=True),
 }
 

@@ -305,5 +305,5 @@ def _argument(args: Any, size: int) -> str:
         shape = getattr(leaf, "shape", ())
         here = leaf.sharding.shard_shape(shape) if hasattr(getattr(leaf, "sharding", None), "shard_shape") else shape
         if size > 1 and size in (math.prod(shape), math.prod(here)):
-            return f"args{jax.tree_util.keystr(path)}, {leaf.dtype}{list(shape)}"
+            return f"args{jax.tree_util.keystr(path)} ({leaf.dtype}{list(shape)})"
     return ""

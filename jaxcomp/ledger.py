@@ -91,6 +91,8 @@ class Ledger(NamedTuple):
             columns.insert(5, ("physical B", False, lambda r: f"{r.physical_bytes:,}"))
         if any(row.slices for row in self.rows):
             columns.insert(-1, ("a slice B", False, lambda r: f"{r.slice_bytes:,.0f}"))
+        if any(row.beside is not None for row in self.rows):
+            columns.insert(-1, ("beside", False, lambda r: "" if r.beside is None else str(r.beside)))
         lines = [[name for name, _, _ in columns], *([cell(row) for _, _, cell in columns] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [

@@ -37,6 +37,24 @@ SENT: dict[str, Callable[[int, int], float]] = {
 }
 
 UNKNOWN = "unknown: "
+# Instructions that take time: others move nothing, or little.
+COMPUTES = frozenset(
+    [
+        "fusion",
+        "dot",
+        "convolution",
+        "custom-call",
+        "while",
+        "conditional",
+        "call",
+        "reduce",
+        "reduce-window",
+        "sort",
+        "scatter",
+        "gather",
+        "fft",
+    ]
+)
 PACKAGE = f"{Path(__file__).parent}/"
 
 
@@ -62,6 +80,8 @@ class Row(NamedTuple):
         slices.
     source: line of the program that it comes from, as "file:line (function)": of the caller, where it is one of
         jaxcomp. "" where the compiler does not say.
+    beside: how many instructions that compute are scheduled between its start and its end, and so may run beside it;
+        None where it has no start and end of its own, or the text is no schedule.
     """
 
     op: str
@@ -78,6 +98,7 @@ class Row(NamedTuple):
     slices: tuple[tuple[int, ...], ...] = ()
     slice_bytes: float = 0.0
     source: str = ""
+    beside: int | None = None
 
     @property
     def is_unknown(self) -> bool:
@@ -116,6 +137,7 @@ class Module:
         replicas = re.search(r"replica_count=(\d+)", header)
         self.devices = int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
         self.computations: dict[str, dict[str, Instruction]] = {}
+        self.is_scheduled = "is_scheduled=true" in header
         self.sources = Sources(text.partition("\n%")[0])
         self.channels: set[str] = set()  # of collectives in fusions that were counted
         self.entry = ""
@@ -144,11 +166,12 @@ class Module:
             if op in SENT or op == "send" or unknown_kind(instruction, False):
                 source = self.sources.of(attributes, PACKAGE)
                 made = self.rows_of(op, instruction, computation, times, branch)
-                more = [row._replace(source=source) for row in made]
+                beside = self.beside(instruction, computation)
+                more = [row._replace(source=source, beside=beside) for row in made]
                 rows += more
                 total += sum(row.sent_bytes for row in more)
             elif op == "while":
-                trips = trip_count(attributes)
+                trips = self.trips(instruction, computation)
                 inner = None if trips is None or times is None else times * trips
                 names = called(attributes, "condition") + called(attributes, "body")
                 parts = [self.walk(name, inner, branch) for name in names]
@@ -176,6 +199,59 @@ class Module:
                     total += sent
         return rows, total
 
+    def trips(self, loop: Instruction, computation: str) -> int | None:
+        """How often a loop runs: as XLA says, or, of a counter that goes up by a constant to another one, by its text.
+
+        XLA for TPU does not say. A counter is an entry of the loop's tuple that begins as a constant, that the body
+        replaces by itself and a constant, and that the condition compares with a constant.
+        """
+        known = trip_count(loop.attributes)
+        if known is not None:
+            return known
+        (condition, *_), (body, *_) = (called(loop.attributes, name) or [""] for name in ("condition", "body"))
+        test, after = self.last(condition), self.last(body)
+        if test is None or after is None or test.op != "compare" or "direction=LT" not in test.attributes:
+            return None
+        one, other = (read_by(test) + ["", ""])[:2]
+        place, stop = self.entry_of_tuple(one, condition), self.constant(other, condition)
+        before, each = (self.at(name, place, where) for name, where in ((read_by(loop)[0], computation), ("", body)))
+        step = self.computations[body].get(each)
+        if place is None or stop is None or step is None or step.op != "add":
+            return None
+        parts = read_by(step)
+        by = [self.constant(part, body) for part in parts if self.entry_of_tuple(part, body) != place]
+        start = self.constant(before, computation)
+        if len(parts) != 2 or len(by) != 1 or not by[0] or by[0] < 0 or start is None:
+            return None
+        return max(0, -(-(stop - start) // by[0]))
+
+    def last(self, computation: str) -> Instruction | None:
+        """The result of a computation, which stands last."""
+        return next(reversed(self.computations.get(computation, {}).values()), None)
+
+    def at(self, name: str, place: int | None, computation: str) -> str:
+        """Name of an entry of a tuple (the result of the computation, without a name); "" where there is none."""
+        made = self.computations[computation].get(name) if name else self.last(computation)
+        parts = read_by(made) if made is not None and made.op == "tuple" else []
+        return parts[place] if place is not None and place < len(parts) else ""
+
+    def entry_of_tuple(self, name: str, computation: str) -> int | None:
+        """Which entry of the parameter of a computation an instruction is; None for any other."""
+        found = self.computations[computation].get(name)
+        of = (
+            self.computations[computation].get(read_by(found)[0]) if found and found.op == "get-tuple-element" else None
+        )
+        index = re.search(r"index=(\d+)", found.attributes) if found and of and of.op == "parameter" else None
+        return int(index[1]) if index else None
+
+    def constant(self, name: str, computation: str) -> int | None:
+        """The integer that an instruction is; None for any other."""
+        found = self.computations[computation].get(name)
+        while found is not None and found.op in ("copy", "bitcast", "reshape"):
+            found = self.computations[computation].get(read_by(found)[0])
+        is_whole = found is not None and found.op == "constant" and re.fullmatch(r"-?\d+", found.operands.strip())
+        return int(found.operands) if found is not None and is_whole else None
+
     def seen_before(self, computation: str) -> bool:
         """Whether a fusion only goes on with a collective that another one has started.
 
@@ -187,6 +263,23 @@ class Module:
         known = bool(channels) and channels <= self.channels
         self.channels |= channels
         return known
+
+    def beside(self, instruction: Instruction, computation: str) -> int | None:
+        """How many instructions that compute are scheduled between the start of a collective and its end.
+
+        That of a `send` is the `recv-done` of what comes back under the same name.
+        """
+        every = list(self.computations[computation].values())
+        starts, first = instruction.op.endswith("-start") or instruction.op == "send", every.index(instruction)
+        if not (self.is_scheduled and starts):
+            return None
+        begun = {instruction.name}
+        if instruction.op == "send":
+            name = rendezvous_of(instruction.attributes)
+            begun |= {i.name for i in every if i.op == "recv" and rendezvous_of(i.attributes) == name}
+        ends = [n for n, i in enumerate(every) if i.op.endswith("-done") and begun & set(read_by(i))]
+        ends = [n for n in ends if every[n].op != "send-done"]
+        return sum(i.op in COMPUTES for i in every[first : max(ends)]) if ends else None
 
     def rows_of(
         self, op: str, instruction: Instruction, computation: str, times: int | None, branch: str
@@ -304,3 +397,8 @@ class Module:
                 break
             instruction = before
         return smallest
+
+
+def read_by(instruction: Instruction) -> list[str]:
+    """Names of the operands of an instruction."""
+    return [part.split()[-1].lstrip("%") for part in split_list(instruction.operands)]

@@ -99,7 +99,7 @@ WRONG = {
         "all-gather f32[32,32] over data",
         "bitcast_convert_type",
     ),
-    gathered: ("all_gather was promised 'none', and 4,096 B", "over model", "the whole of args[0], float32[64, 32]"),
+    gathered: ("all_gather was promised 'none', and 4,096 B", "over model", "the whole of args[0] (float32[64, 32])"),
     accumulated: ("data was promised '<= 8 KiB', and 65.54 kB", "8 times", "exchange once behind it"),
     watched: ("communicates in 1 ways that the ledger does not know", "callback", 'unknown="any"'),
 }

@@ -16,6 +16,7 @@ from worlds import AXIS, mesh_of
 import jaxcomp as jc
 from jaxcomp.exchange.collectives import FEW_BYTES, all_gather, all_sum
 from jaxcomp.ledger import read
+from jaxcomp.program import PACKAGE
 
 N = 4
 
@@ -317,6 +318,85 @@ def test_a_total_with_a_loop_of_unknown_length_says_at_least():
     known = jc.ledger(mapped(lambda x: lax.psum(x, AXIS)), X)
     assert not known.is_bound
     assert "at least" not in str(known)
+
+
+COUNTED = """HloModule m, num_partitions=4, is_scheduled=true
+
+%cond (p: (s32[], f32[10])) -> pred[] {{
+  %p = (s32[], f32[10]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] constant({stop})
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}}
+
+%body (q: (s32[], f32[10])) -> (s32[], f32[10]) {{
+  %q = (s32[], f32[10]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %x = f32[10] get-tuple-element(%q), index=1
+  %s = (f32[10], f32[10]) all-reduce-start(%x), replica_groups={{{{0,1,2,3}}}}, to_apply=%add
+  %f = f32[10] fusion(%x), kind=kLoop, calls=%other
+  %d = f32[10] all-reduce-done(%s)
+  %one = s32[] constant({step})
+  %next = s32[] add(%j, {by})
+  ROOT %t = (s32[], f32[10]) tuple(%next, %d)
+}}
+
+ENTRY %main (x: f32[10]) -> f32[10] {{
+  %x = f32[10] parameter(0)
+  %zero = s32[] constant(1)
+  %start = s32[] copy(%zero)
+  %tuple = (s32[], f32[10]) tuple(%start, %x)
+  %w = (s32[], f32[10]) while(%tuple), condition=%cond, body=%body
+  ROOT %r = f32[10] get-tuple-element(%w), index=1
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("stop", "step", "by", "times"), [(5, 1, "%one", 4), (6, 2, "%one", 3), (1, 1, "%one", 0), (5, 1, "%j", None)]
+)
+def test_a_counter_says_how_often_a_loop_runs(stop, step, by, times):
+    """XLA for TPU does not."""
+    book = read(COUNTED.format(stop=stop, step=step, by=by))
+    (row,) = book.rows
+    assert row.times == times
+    assert row.beside == 1
+    assert book.total_bytes == 60 * (1 if times is None else times)
+    assert "beside" in str(book)
+
+
+SOURCES = """FileNames
+1 "/home/me/train.py"
+2 "PACKAGE/transforms/compressed_mean.py"
+
+FunctionNames
+1 "train"
+2 "update"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=8 column=2 end_column=2}
+2 {file_name_id=2 function_name_id=2 line=6 end_line=6 column=6 end_column=6}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+"""
+
+
+def test_a_row_has_the_line_that_it_comes_from():
+    """That of the caller, of the library's own."""
+    text = with_instruction("all-reduce(%x), replica_groups={{0,1}}", ', metadata={op_name="a" stack_frame_id=2}')
+    head, _, rest = text.partition("\n")
+    for package, source in (
+        (PACKAGE[:-1], "/home/me/train.py:7 (train)"),
+        ("/a", "/a/transforms/compressed_mean.py:6 (update)"),
+    ):
+        (row,) = read(f"{head}\n\n{SOURCES.replace('PACKAGE', package)}{rest}").rows
+        assert row.source == source
+    older = with_instruction("all-reduce(%x), replica_groups={{0,1}}", ', metadata={source_file="a.py" source_line=3}')
+    assert read(older).rows[0].source == "a.py:3"
+    assert read(text).rows[0].source == ""
 
 
 # ------------------------------------------------------------------------------------------------

@@ -209,3 +209,53 @@ def test_words_that_only_move_fill_tiles(dtype, size):
         (row,) = book.rows
         assert sent <= book.total_bytes < sent + TILE * width
         assert row.physical_bytes < (2 if book is exchanged else 1) * (size + TILE) * width
+
+
+# ------------------------------------------------------------------------------------------------
+# What exchanges send there: copies, routes, contracts
+
+
+def exchanged(algorithm, number, axis="dcn", size=2**18, **options):
+    """The ledger of an exchange between slices, by axes."""
+    mesh = mesh_of(number)
+    tx = jc.compressed_mean(algorithm, axis, **options)
+    state, specs = jc.init_state(tx, jax.ShapeDtypeStruct((size,), jnp.float32), mesh.abstract_mesh, axis)
+    rows = P("dcn") if axis == "dcn" else P(BOTH)
+    placed = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+    step = jax.shard_map(lambda g, s: tx.update(g[0], s), mesh=mesh, in_specs=(rows, specs), out_specs=(P(), specs))
+    lead = number if axis == "dcn" else 4 * number
+    args = placed(jax.ShapeDtypeStruct((lead, size), jnp.float32), rows), jax.tree.map(placed, state, specs)
+    return jc.ledger(jax.jit(step), *args).by_axes(mesh)
+
+
+@pytest.mark.parametrize("name", ["top_k", "int4", "f32"])
+def test_chips_of_a_slice_that_hold_the_same_share_what_crosses(name):
+    """Each of four chips sends a quarter over the slow network, and no chip a copy."""
+    algorithm = {
+        "top_k": jc.error_feedback(jc.top_k(0.01)),
+        "int4": jc.error_feedback(jc.block_scaled("int4")),
+        "f32": jc.direct(jc.identity()),
+    }[name]
+    whole = {"top_k": 8 * 2**18 // 100, "int4": 2**17 + 2**13, "f32": 4 * 2**18}[name]
+    sent = exchanged(algorithm, 2)
+    assert sent["dcn",] <= whole / 4 + 4 * TILE
+    assert set(sent) == {("dcn",), ("ici",)}
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_bf16_between_slices_takes_what_sends_least(number):
+    """Of two slices a gather: an all-to-all would hand over the part that stays, too."""
+    plain, exact = (exchanged(method(jc.cast("bfloat16")), number)["dcn",] for method in (jc.direct, jc.error_feedback))
+    part, b = 2**18 / 4, 2
+    assert plain <= (number - 1 if number == 2 else 2 * (number - 1) / number) * b * part + 4 * TILE
+    assert exact <= (number - 1 if number < 4 else 3 * (number - 1) / number) * b * part + 8 * TILE
+
+
+def test_contracts_hold_for_programs_of_several_slices():
+    mesh = mesh_of(2)
+    summed = lambda x: lax.psum(lax.psum(x, "ici"), "dcn")
+    args = jax.ShapeDtypeStruct((8 * M,), jnp.float32, sharding=NamedSharding(mesh, P(BOTH)))
+    step = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=P(BOTH), out_specs=P()))
+    jc.expect(step, args, dcn="<= 32 KiB", ici={"all-reduce": "<= 48 KiB", "all-gather": "none"})
+    with pytest.raises(AssertionError, match=r"(?s)promised '<= 20 kB', and 32.77 kB.*between slices.*over dcn"):
+        jc.expect(step, args, dcn="<= 20 kB")

@@ -23,6 +23,7 @@ TAKEN = {
     "top_k(0.01)+ef": (jc.error_feedback(jc.top_k(0.01)), ["gather"] * 5),
     "diana(dithering(7))": (jc.diana(jc.dithering(7)), ["gather"] * 3 + ["sum"] * 2),
     "per_leaf": (jc.error_feedback(jc.per_leaf(jc.block_scaled("int4"))), ["gather"] * 3 + ["sum"] * 2),
+    "dithering(1)": (jc.direct(jc.dithering(1)), ["gather"] * 4 + ["sum"]),
     "bf16": (jc.direct(jc.cast("bfloat16")), ["sum"] * 5),
     "bf16+ef": (jc.error_feedback(jc.cast("bfloat16")), ["gather"] + ["sum"] * 4),
     "f32": (jc.direct(jc.identity()), ["sum"] * 5),
@@ -115,8 +116,10 @@ def test_a_state_that_does_not_know_its_workers_keeps_its_layout():
 
 
 def test_more_than_f32_is_warned_of(said):
-    with pytest.warns(UserWarning, match=r"sends 50.,.* from each of 16 workers by 'gather'.* would send 491,520"):
-        said(STEP, 16, {"w": jnp.zeros(2**16)}, via="gather")
+    with pytest.warns(
+        UserWarning, match=r"sends 1,031,680 bytes from each of 32 workers by 'gather'.* would send 507,904"
+    ):
+        said(STEP, 32, {"w": jnp.zeros(2**16)}, via="gather")
 
 
 @pytest.mark.filterwarnings("ignore:compressed_mean. this exchange sends")

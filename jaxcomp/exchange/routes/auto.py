@@ -4,8 +4,9 @@ n workers, a message of d entries in b bytes:
 
     linear      added on the way; of 16-bit floats two or three messages are gathered where that sends less
     other       gathered, (n - 1) b, as long as that is at most the 8 (n - 1) / n d of an all-reduce of f32: n b <= 8 d
-    beyond      two shots, 2 (n - 1) / n b, if the algorithm can have its messages compressed once more. They need
-                another layout of the tree, so this is decided when the state is made (`taken`)
+    beyond      two shots, 2 (n - 1) / n b, if the algorithm can have its messages compressed once more, and if those
+                are not unbiased with an omega above 4, which no memory would make good. They need another layout of
+                the tree, so this is decided when the state is made (`taken`)
     else        decoded before they are sent, and added: as many bytes as without compression, and no more
 
 So a code of c bits an entry is gathered by up to 64 / c workers, and sparse messages of 8 bytes for each of r d entries
@@ -22,6 +23,7 @@ import jax
 
 from jaxcomp.arrays import wide_like
 from jaxcomp.base import Compressor, State, for_worker, lengths
+from jaxcomp.compressors.vector import omega_of
 from jaxcomp.exchange.axes import axis_index, axis_size
 from jaxcomp.exchange.collectives import gathered, gathers_for_less, has_ragged, whole_of
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
@@ -41,6 +43,9 @@ from jaxcomp.exchange.routes.unequal import message_of
 
 __all__ = ["AUTO", "costs", "fastest", "taken"]
 
+# Variance, in |mean|^2, up to which an unbiased message is compressed once more: no memory takes it back, and the mean
+# of n messages had but an n-th of it.
+MOST_OMEGA = 4.0
 GATHERING = {"gather": gather, "concat": concat, "ring": ring, "ragged": ragged}
 
 
@@ -85,6 +90,9 @@ def taken(
         sharing: devices with equal messages, which share the work of gathers and sums, but not of two shots.
     """
     if not chunks or workers < 3:  # two shots of two workers send as much as a gather
+        return AUTO
+    (compressor, like) = chunks[0]
+    if compressor.spec.omega is not None and omega_of((compressor,), (like,)) > MOST_OMEGA:
         return AUTO
     sent = [(held_by(*pair), _dense(pair[1]), pair[0].spec.linear) for pair in own]
     if all(is_linear or workers * held <= dense for held, dense, is_linear in sent):
