@@ -174,8 +174,8 @@ def form(
 
 
 def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
-    """function(row) for each row of stacked arrays: one after another on CPU, elsewhere all at once."""
-    return lax.map(function, rows) if platform() == "cpu" else jax.vmap(function)(rows)
+    """function(row) for each row of stacked arrays: on a GPU all at once, elsewhere one after another."""
+    return jax.vmap(function)(rows) if platform() == "gpu" else lax.map(function, rows)
 
 
 def mapped_as(function: Callable[..., Tree], of_rows: Callable[..., Tree]) -> Callable[..., Tree]:
@@ -196,10 +196,10 @@ def mapped_as(function: Callable[..., Tree], of_rows: Callable[..., Tree]) -> Ca
 def only_if(condition: Array, function: Callable[..., Tree], x: Tree, *operands: Any) -> Tree:
     """function(x, *operands), with the shapes and dtypes of x, where the condition holds, else x.
 
-    Elsewhere than on CPU it is a loop of at most one step, which under vmap is not taken unless a row needs it, where
-    a condition would become a choice between both.
+    On a GPU it is a loop of at most one step, which under vmap is not taken unless a row needs it, where a condition
+    would become a choice between both. A TPU would copy what the loop reads.
     """
-    if platform() == "cpu":
+    if platform() != "gpu":
         return lax.cond(condition, function, lambda x, *_: x, x, *operands)
     step = lambda carry: (carry[0] & ~carry[0], function(carry[1], *operands))
     return lax.while_loop(lambda carry: carry[0], step, (condition, x))[1]

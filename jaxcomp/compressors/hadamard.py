@@ -28,6 +28,7 @@ __all__ = ["Rotation", "rotation_of"]
 Array = jax.Array
 U32 = jnp.uint32
 FACTOR = 6  # log2 of the largest factor
+MANY = 2**20  # entries for which other units pay
 TILE = 2**18  # entries that are rotated at a time on CPU, in its cache
 
 
@@ -137,9 +138,10 @@ def _times_in_f32(x: Array, size: int) -> Array:
 
 def _times(x: Array, size: int) -> Array:
     """The same, on units that take bfloat16. Entries of H are exact in it, and three such numbers hold an f32: of the
-    six products that the algorithm adds up in f32, three are not zero, and these are exact.
+    six products that the algorithm adds up in f32, three are not zero, and these are exact. Of few entries XLA would
+    split the sums, and write their parts.
     """
-    if x.dtype != jnp.float32:
+    if x.dtype != jnp.float32 or x.size < MANY:
         return _times_in_f32(x, size)
     signs = jnp.sign(_matrix(size, x.dtype))
     return jnp.matmul(x, signs, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X6) * jnp.float32(1 / math.sqrt(size))

@@ -100,17 +100,17 @@ def on_vectors(
 
 
 def row_by_row(function: Callable) -> Callable:
-    """The same function; under vmap it does one row after another in programs for CPUs.
+    """The same function; under vmap it does one row after another, but for programs for GPUs.
 
     A selection searches, and knows when it may stop. Mapped, its loops go on for all rows until the last is done, and
-    its conditionals compute both sides for each. That costs accelerators less than a search for each row.
+    its conditionals compute both sides for each. That costs GPUs less than the kernels of a search for each row.
     """
     mapped = jax.custom_batching.custom_vmap(function)
 
     @mapped.def_vmap
     def rule(size, batched, *args):
         del size
-        each = form(function, mapped)
+        each = form(mapped, mapped, on_gpu=function)
         leaves, tree = jax.tree.flatten(args)
         is_row = jax.tree.leaves(batched)
 
