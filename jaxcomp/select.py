@@ -156,7 +156,7 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
 
 @functools.partial(jax.jit, static_argnums=1)
 def _block_of_rank(counts: Array, capacity: int) -> tuple[Array, Array, Array]:
-    """Where the rank-th of all ones lies, for ranks below the capacity.
+    """Places of the rank-th of all ones, for ranks below the capacity.
 
     Args:
         counts: i32[b], ones in each block.
@@ -456,7 +456,7 @@ def _exact_set(x: Array, count: Array | int) -> Array:
 
 
 def _bits_of(magnitudes: Array) -> Array:
-    """As integers, which are in the same order."""
+    """Magnitudes as integers, which are in the same order."""
     return lax.bitcast_convert_type(magnitudes, jnp.uint64 if magnitudes.dtype == jnp.float64 else U32)
 
 

@@ -56,7 +56,7 @@ def block_of_rank(counts: Array, capacity: int) -> tuple[Array, Array, Array]:
 
 
 def reached_by(bits: Array, count: Array) -> Array:
-    """From the highest bit to the lowest, with one pass for each."""
+    """The bits from the highest to the lowest, with one pass for each."""
     kind, most = bits.dtype.type, jnp.iinfo(bits.dtype).bits
 
     def bit(i, threshold):
@@ -67,6 +67,6 @@ def reached_by(bits: Array, count: Array) -> Array:
 
 
 def of_rank(x: Array, rank: Array, most: int) -> Array:
-    """Of a sort of few."""
+    """The entry of that rank in a sort of few."""
     ordered = lax.optimization_barrier(lax.top_k(x, min(x.shape[0], most + 1))[0])
     return ordered[jnp.minimum(rank, ordered.shape[0] - 1)]
