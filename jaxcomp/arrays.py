@@ -53,6 +53,12 @@ def wide(*dtypes: Any) -> Any:
     return jnp.dtype(jnp.float64 if any(jnp.dtype(dtype) == jnp.float64 for dtype in dtypes) else jnp.float32)
 
 
+COMPLEX = (
+    "Compress real and imaginary parts apart: optax.contrib.split_real_and_imaginary(jc.compressed_mean(...)), chained "
+    "before the optimizer"
+)
+
+
 def like_of(tree: Tree) -> Tree:
     """Shapes and dtypes of a tree of arrays, as `jax.ShapeDtypeStruct`.
 
@@ -71,7 +77,9 @@ def like_of(tree: Tree) -> Tree:
         if not jnp.issubdtype(dtype, jnp.floating):
             where = jax.tree_util.keystr(path) or "the array"
             raise ValueError(
-                f"only real floating point is compressed; {where} has dtype {dtype}. "
+                f"only real floating point is compressed; {where} has dtype {dtype}. {COMPLEX}"
+                if jnp.issubdtype(dtype, jnp.complexfloating)
+                else f"only real floating point is compressed; {where} has dtype {dtype}. "
                 "Integers of a model are not trained: differentiate with respect to the other leaves alone, and give "
                 "these to the loss by keyword; a Flax NNX model is split before, nnx.split(model, nnx.Param, ...)."
             )
@@ -160,7 +168,7 @@ def root_key(seed: Any) -> Array:
         return jax.random.key(int(seed))
     if jnp.ndim(seed) == 0 and hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jnp.integer):
         return jax.random.key(seed)
-    if hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jnp.floating):
+    if not hasattr(seed, "dtype") or jnp.issubdtype(seed.dtype, jnp.floating):
         raise TypeError(f"seed must be an integer or a key of jax.random; got {seed!r}")
     data = key_data(wrap_key(seed)).reshape(-1)
     if data.shape == jax.random.key_data(jax.random.key(0)).shape:

@@ -50,6 +50,7 @@ __all__ = [
     "of_entries",
     "only_if",
     "platform",
+    "read_again",
     "shared_program",
     "side_by_side",
     "step_in_place",
@@ -119,6 +120,11 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
     return backend_cpu.in_place(function, memory, x)
 
 
+def read_again(x: Array) -> Array:
+    """The same array, for another pass. Elsewhere than on CPU nothing that both passes compute is kept."""
+    return x if platform() == "cpu" else lax.optimization_barrier(x)
+
+
 def step_in_place(tree: Tree, step: Any, change: Tree) -> Tree:
     """tree + step change, saturated, in the place of the tree."""
     one = lambda h, m: bounded(h + jnp.asarray(step, h.dtype) * m)
@@ -160,9 +166,11 @@ def fast_if(condition: Array, fast: Callable[..., Tree], general: Callable[..., 
     return lax.cond(condition, fast, general, *operands) if platform() == "cpu" else general(*operands)
 
 
-def form(portable: Callable[..., Tree], on_cpu: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The second one in programs for CPUs, the first one in all others; both give the same."""
-    return on_cpu if platform() == "cpu" else portable
+def form(
+    portable: Callable[..., Tree], on_cpu: Callable[..., Tree], on_gpu: Callable[..., Tree] | None = None
+) -> Callable[..., Tree]:
+    """The first one, unless there is another in programs for CPUs or for GPUs; all give the same."""
+    return {"cpu": on_cpu, "gpu": on_gpu or portable}.get(platform(), portable)
 
 
 def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
@@ -171,8 +179,8 @@ def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
 
 
 def mapped_as(function: Callable[..., Tree], of_rows: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The function. Under vmap, elsewhere than on CPU, what `of_rows` of a single row is under vmap."""
-    if platform() == "cpu":
+    """The function. Under vmap, on a GPU, what `of_rows` of a single row is under vmap: a TPU pads short rows."""
+    if platform() != "gpu":
         return function
     mapped = jax.custom_batching.custom_vmap(function)
 
@@ -290,6 +298,21 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     return Pieces(tuple(leaves))
 
 
+OPERANDS = 48  # leaves that one loop reads: beyond about 90 XLA for GPU joins them in several, into an array of its own
+
+
+def _added_in_parts(one: Callable[..., Array], memory: Array, pieces: Pieces, *others: Array) -> Array:
+    """So many leaves at a time, joined in the loop that adds them to their part of the memory, in its place."""
+    after, start = materialized(memory.reshape(-1)), 0  # else the first part is copied out of it
+    for i in range(0, len(pieces.leaves), OPERANDS):
+        leaves = pieces.leaves[i : i + OPERANDS]
+        end = start + sum(leaf.size for leaf in leaves)
+        there = [lax.slice_in_dim(x.reshape(-1), start, end) for x in (after, *others)]
+        now = one(there[0], end_to_end(leaves, memory.dtype), *there[1:])
+        after, start = lax.dynamic_update_slice_in_dim(after, now, start, 0), end
+    return after.reshape(memory.shape)
+
+
 def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: Tree) -> Tree:
     """one(e, g, *others) for each entry, with shapes and dtypes of the memory: computed once, and in its place.
 
@@ -303,6 +326,8 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
         if isinstance(g, Pieces):
             if _on_cpu(e) and 0 < e.size < 2**31:
                 return backend_cpu.piece_by_piece(one, e, g, *others)
+            if len(g.leaves) > OPERANDS and platform() != "cpu":
+                return materialized(_added_in_parts(one, e, g, *others))
             g = joined(g, e)
         return in_place(backend_cpu.of_several(one), e, (g, *others))
 
@@ -424,12 +449,12 @@ class SparseSum:
     def made_apart(self, sizes: Sequence[int]) -> list[Array]:
         """Consecutive pieces of the vector, which is never made as a whole.
 
-        Each of the largest pieces is made by itself, as long as all of them together read each message a quarter as
-        often as the vector has entries; the others are cut out of one vector of them.
+        A piece with more entries than all messages is made by itself: it costs a pass over them, and saves that its part
+        of a vector is made and cut out. So are 128 pieces at most; the others are cut out of one vector of them.
         """
-        most = min(64, self.size // (4 * self.indices.size))
-        order = np.argsort(sizes, kind="stable")[::-1][:most].tolist()
-        large = sorted(i for i in order if sizes[i] >= LONG)
+        most = max(LONG, self.indices.size)
+        order = np.argsort(sizes, kind="stable")[::-1][:128].tolist()
+        large = sorted(i for i in order if sizes[i] >= most)
         rest = [i for i in range(len(sizes)) if i not in set(large)]
         starts, rest_sizes = backend_cpu.starts_of(sizes), [sizes[i] for i in rest]
         ends = np.asarray(starts) + np.asarray(sizes)

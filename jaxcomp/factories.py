@@ -1,4 +1,4 @@
-"""What made a compressor or an algorithm: the name of its factory, and the options that are not the default.
+"""Factories say what they made: a compressor or an algorithm knows the factory and the options that made it.
 
 Compressors and algorithms are functions that close over their options, so the options are written down where they are
 given: `factory` decorates every function that makes one. From that follow descriptions, by which processes find out
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -23,7 +24,8 @@ from jaxcomp.base import Algorithm, Compressor
 
 __all__ = ["Made", "described", "factory", "from_config", "options_in"]
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 FEW = 16  # numbers that a description shows one by one
 ROUNDS = (0, 1, 10, 100, 1000, 10_000)  # at which a schedule is described
 
@@ -118,7 +120,7 @@ def _array(value: Any) -> str:
     kind = f"{value.dtype}{list(value.shape)}"
     if isinstance(value, Tracer):
         return f"traced {kind}"
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     value = np.asarray(value)
     if value.size <= FEW:

@@ -3,12 +3,15 @@
     tree --split--> (x_1, ..., x_m) --join--> tree
 
 A group is some leaves of the tree, end to end: a vector [d]; or a stack [rows, ...], each row of which is compressed by
-itself, by one instance of the compressor in the compiled program. Leaves that are too small to be worth compressing are
-a group, the first one, that goes as it is. A bare array is one group. Gradients, messages, memories, payloads, states
-of compressors, means and directions have this one form; compile time follows the number of groups, not of leaves.
+itself, by one instance of the compressor in the compiled program. Leaves that are not worth compressing, small ones of
+which there are few, are a group, the first one, that goes as it is. A bare array is one group. Gradients, messages,
+memories, payloads, states of compressors, means and directions have this one form; compile time follows the number of
+groups, not of leaves.
 """
 
+import collections
 import dataclasses
+import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -27,6 +30,7 @@ __all__ = [
     "AS_IT_IS",
     "DEFAULT",
     "DENSE_BELOW",
+    "FIXED",
     "WHOLE_BLOCKS",
     "Choice",
     "Group",
@@ -37,6 +41,7 @@ __all__ = [
     "join",
     "row_size",
     "split",
+    "warn_if_dense",
 ]
 
 Array = jax.Array
@@ -62,7 +67,8 @@ class Layout:
         "shape": leaves of equal shape [r, ...] are the rows of a stack [m, r, ...]; vectors and scalars go dense.
         "paths": a tuple, with the vectors of each of `parts`, or None for a part that has no leaf here.
         "chunks": all leaves end to end, cut into `chunks` equal rows, the last one filled up with zeros.
-    dense_below: leaves with fewer entries go dense.
+    dense_below: leaves with fewer entries go dense; with "tree", only if those of their dtype have fewer together, too.
+    fixed: for a compressor of vectors of one length: beside a large leaf, small ones go dense however many they are.
     single: with "tree", all leaves in one vector whatever their dtypes, the widest of which it has.
     chunks: number of rows.
     bucket_bytes: leaves are put together, from the last to the first, until they have so many bytes; a vector holds
@@ -86,6 +92,7 @@ class Layout:
     longest: int = LONGEST
     alone: int = 0
     parts: tuple[tuple[Any, "Layout"], ...] = ()
+    fixed: bool = False
 
     def together(self) -> "Layout":
         """The same without vectors of single leaves."""
@@ -97,7 +104,7 @@ class Layout:
         return dataclasses.replace(self, bucket_bytes=bucket_bytes, single=False)
 
 
-DEFAULT, WHOLE_BLOCKS = Layout(), Layout(whole_blocks=True)
+DEFAULT, WHOLE_BLOCKS, FIXED = Layout(), Layout(whole_blocks=True), Layout(fixed=True)
 
 
 class Group(NamedTuple):
@@ -226,9 +233,13 @@ def _grouped(layout: Layout, leaves: dict[int, Any], bare: bool) -> list[Group]:
     if (bare and not is_matrix) or (layout.unit == "tree" and layout.single):
         return [Group(tuple(leaves), _shape(size, layout), _common(dtypes))]
     is_small = lambda leaf: leaf.size < layout.dense_below or (by_shape and leaf.ndim < 2)
-    small, large = [], []
-    for i, leaf in leaves.items():
-        (small if is_small(leaf) else large).append(i)
+    small = [i for i, leaf in leaves.items() if is_small(leaf)]
+    if layout.unit == "tree" and not (layout.fixed and len(small) < len(leaves)):
+        held = collections.Counter()
+        for i in small:
+            held[leaves[i].dtype] += leaves[i].size
+        small = [i for i in small if held[leaves[i].dtype] < layout.dense_below]
+    large = [i for i in leaves if i not in set(small)]
     buckets = _buckets(large, leaves, layout.bucket_bytes)
     alone = {i: i for i in _alone(large, leaves, layout.alone)}
     together: dict[Any, list[int]] = {}
@@ -248,6 +259,18 @@ def _grouped(layout: Layout, leaves: dict[int, Any], bare: bool) -> list[Group]:
             shape = (count, first.size) if each else _shape(sum(leaves[i].size for i in members), layout)
         made.append(Group(tuple(members), shape, dtype, each, number=number, bucket=bucket))
     return made
+
+
+def warn_if_dense(name: str, groups: Groups) -> None:
+    """Warns where every leaf goes as it is, so that a compressor, or a matrix of it, does nothing."""
+    if groups.groups and all(group.small for group in groups.groups):
+        size = sum(leaf.size for leaf in jax.tree.leaves(groups.tree))
+        warnings.warn(
+            f"{name}: nothing is compressed: {len(groups.shapes)} leaves with {size} entries together are sent as they "
+            "are, since small leaves cost more to compress than they save. To compress them all the same, wrap the "
+            "compressor, jc.flat(compressor), or give dense_below=0 where there is that option",
+            stacklevel=3,
+        )
 
 
 def row_size(size: int, rows: int) -> int:

@@ -1,4 +1,4 @@
-"""What the last round cost, as plain numbers by name: for TensorBoard, W&B, Prometheus and JSON."""
+"""Plain numbers, by name, of what the last round cost: for TensorBoard, W&B, Prometheus and JSON."""
 
 import math
 from typing import Any

@@ -5,11 +5,13 @@
 3. Each non-empty word writes its number at that rank (a scatter of d/32 words, unique targets,
    so deterministic everywhere); a running maximum spreads it to the ranks that follow.
    Where there are few ranks this is done for blocks of 4 or 16 words, along which each rank finds its word.
+   On GPUs each rank finds its word down a tree of counts, in fewer kernels.
 4. Within its word each rank finds its bit by five halvings.
 
 Cost O(d + capacity): the d entries are read once, everything else touches d/32 words.
 """
 
+import functools
 import itertools
 import math
 from typing import NamedTuple
@@ -66,7 +68,8 @@ def mask_words(mask: Array) -> Array:
     [5]
     """
 
-    tiles = form(_tiles, lambda mask: 0)(mask)
+    none = lambda mask: 0
+    tiles = form(none, none, on_gpu=_tiles)(mask)
     # The last word apart: with all of a mask padded, XLA for CPU takes five times as long.
     whole = mask.shape[0] // 32 * 32
     parts = [_tile_words(mask[: tiles * TILE])] if tiles else []
@@ -84,9 +87,11 @@ def _tiles(mask: Array) -> int:
     return mask.shape[0] // TILE
 
 
+@jax.jit  # once in a program, however often it is called
 def _tile_words(mask: Array) -> Array:
     """The same of whole tiles of 32 x 128 entries, in which neighbours stay neighbours: first words of 32 entries that
-    stand below one another, then these bits in their order. A GPU takes twice as long for sums over 32 neighbours.
+    stand below one another, then these bits in their order. A GPU takes twice as long for sums over 32 neighbours; a
+    TPU would write the bits.
     """
     below = _joined_bits(mask.reshape(-1, 32, 128).astype(U32), 1)  # [tiles, 1, 128], which is d / 32 words
     below = lax.optimization_barrier(below).reshape(-1, 1, 4, 32)
@@ -135,7 +140,8 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
     blocks = -(-words.shape[0] // fan)
     words = jnp.pad(words, (0, fan * blocks - words.shape[0])).reshape(blocks, fan)
     counts = jnp.sum(lax.population_count(words).astype(I32), axis=1, dtype=I32)
-    block, start, total = form(_block_of_rank, select_cpu.block_of_rank)(counts, capacity)
+    of_rank = form(select_cpu.block_of_rank, select_cpu.block_of_rank, on_gpu=_block_of_rank)
+    block, start, total = of_rank(counts, capacity)
     rank = lax.iota(I32, capacity)
     row, left = words[block], rank - start
     word, place, below, before = row[:, 0], fan * block, jnp.zeros_like(left), jnp.zeros_like(left)
@@ -148,6 +154,7 @@ def indices_of_words(words: Array, capacity: int, size: int) -> tuple[Array, Arr
     return jnp.where(rank < total, index, size), total
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _block_of_rank(counts: Array, capacity: int) -> tuple[Array, Array, Array]:
     """Where the rank-th of all ones lies, for ranks below the capacity.
 
@@ -273,6 +280,7 @@ def first_bits(words: Array, count: Array) -> Array:
     return form(_first_bits, select_cpu.first_bits)(words, count)
 
 
+@jax.jit
 def _first_bits(words: Array, count: Array | int) -> Array:
     counts = lax.population_count(words).astype(I32)
     left = count - (jnp.cumsum(counts, dtype=I32) - counts)
@@ -458,6 +466,7 @@ def _of_rank(x: Array, rank: Array, most: int) -> Array:
     return lax.bitcast_convert_type(_reached_by(_bits_of(x), rank + 1), x.dtype)
 
 
+@jax.jit
 def _reached_by(bits: Array, count: Array) -> Array:
     """The largest number that at least so many reach, or 0: digit by digit, each in one pass that compares with all."""
     kind, whole, digit = bits.dtype.type, jnp.iinfo(bits.dtype).bits - 1, 8 if bits.shape[0] >= LONG else 4
@@ -473,6 +482,7 @@ def _reached_by(bits: Array, count: Array) -> Array:
     return found
 
 
+@jax.jit
 def _counts_from(bits: Array, thresholds: list[Array]) -> Array:
     """How many entries of a short vector are not below each of a few thresholds, i32[n], in one pass."""
     # XLA makes one kernel of eight sums, so two counts share one: short vectors have less than 2^16 entries.

@@ -1,7 +1,7 @@
 """Parts of `select` in the form that XLA for CPU needs, under the same names; `select` has the portable ones.
 
-XLA for CPU reads a short vector from its cache as often as one likes, so searches halve; it computes many comparisons at
-once by one instruction each, and reductions with few results by far the fastest.
+A CPU reads a short vector from its cache as often as one likes, so searches halve: reductions to one number are by far
+the fastest there. Where TPUs take one of these, `select` says so.
 """
 
 import jax

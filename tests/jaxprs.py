@@ -52,7 +52,8 @@ def imprecise_products(jaxpr):
         precision = equation.params["precision"]
         both = precision if isinstance(precision, tuple) else (precision, precision)
         wide = all(is_float(var) and width(var) >= 32 for var in equation.invars)
-        if wide and any(each != jax.lax.Precision.HIGHEST for each in both):
+        exact = jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6
+        if wide and any(each not in exact for each in both):
             found.append(f"{equation.primitive.name}{tuple(var.aval.shape for var in equation.invars)}: {both}")
     return found
 

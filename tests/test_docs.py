@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from worlds import AXIS
+from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
+from jaxcomp.exchange import driver, measure
+from jaxcomp.payloads import registry as payloads_registry
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -22,7 +24,7 @@ PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts
 TUTORIALS = sorted(page.stem for page in (DOCS / "tutorials").glob("*.md") if "```python" in page.read_text())
 QUICK = ("federated",)
 PUBLIC_MODULES = ("allocate", "collectives", "contrib", "methods", "payloads", "prox", "replicas")
-PUBLIC_MODULES += ("smoothness", "state", "theory", "wire", "federated", "federated.flower")
+PUBLIC_MODULES += ("smoothness", "state", "testing", "theory", "wire", "federated", "federated.flower")
 
 
 def code_of(page):
@@ -41,6 +43,9 @@ def test_a_tutorial_runs(name):
     environment = {**os.environ, "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
+    falls = [tuple(map(float, pair)) for pair in re.findall(r"from ([\d.e+-]+) to ([\d.e+-]+)", result.stdout)]
+    assert len(falls) >= len(re.findall(r"^ *for \w+ in range\(.*\):$", code, re.MULTILINE)), "a loop prints no loss"
+    assert all(last < first for first, last in falls), falls
 
 
 @pytest.mark.parametrize("name", ["road", "backends"])
@@ -104,6 +109,48 @@ def test_the_compressor_of_the_page_is_unbiased_and_is_exchanged(seed):
         kept = np.asarray(direction) != 0
         np.testing.assert_allclose(direction[kept], 5 * grads.mean(0)[kept], rtol=1e-5, atol=1e-6)
     assert jc.info(state).chosen == "sum"
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_route_of_the_page_is_given_as_it_is(capsys, monkeypatch):
+    """One file, no line: `via=` takes the value, under vmap and on a mesh, as the ledger counts it."""
+    monkeypatch.setattr(measure, "NAMES", names_of_routes := [*measure.NAMES])
+    monkeypatch.setattr(driver, "NAMES", names_of_routes)
+    names = {}
+    exec(compile(code_of(DEVELOPMENT / "route.md"), "route.md", "exec"), names)
+    assert capsys.readouterr().out == "doubling 4800.0\ngather 4800.0\n"
+    tx = jc.compressed_mean(names["algorithm"], AXIS, via=names["DOUBLING"])
+    mesh, P = mesh_of(4), jax.sharding.PartitionSpec
+    state, specs = jc.init_state(tx, names["grads"][0], mesh, AXIS)
+    one = lambda grads, state: tx.update(grads[0], state)
+    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs)))
+    direction, after = step(names["grads"], state)
+    np.testing.assert_array_equal(direction, names["directions"][0])
+    assert str(jc.info(after)).split()[-1] == "doubling"
+    assert jc.info(after).sent_bytes == jc.ledger(step, names["grads"], state).total_bytes
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_payload_of_the_page_is_measured_and_crosses(monkeypatch):
+    """One file, no line: its own type by every route, in error feedback, and as bytes."""
+    for registry in ("_families", "_readers"):
+        monkeypatch.setattr(f"jaxcomp.payloads.registry.{registry}", dict(getattr(payloads_registry, registry)))
+    names = {}
+    exec(compile(code_of(DEVELOPMENT / "payload.md"), "payload.md", "exec"), names)
+    payload, message, x_hat = names["payload"], names["message"], names["x_hat"]
+    assert jc.lane_bytes(payload) == 2 * 1000 + 4
+    assert jc.code_bits(payload) == 8 * jc.lane_bytes(payload)
+    assert len(message) < jc.lane_bytes(payload) + 40
+    np.testing.assert_allclose(x_hat, np.linspace(5, 6, 1000), atol=3e-4)
+    with pytest.raises(TypeError, match=r"wire.encode: Shifted\.shift ndim must be 0; got 1"):
+        jc.wire.encode(names["Shifted"](payload.values, payload.shift[None]))
+    x = jax.random.normal(jax.random.key(0), (4, 3000))
+    known = names["shifted"]._replace(spec=names["shifted"].spec._replace(alpha=lambda d: 0.9))
+    for via in ("gather", "ladder"):
+        tx = jc.compressed_mean(jc.error_feedback(known), AXIS, via=via)
+        state, axes = jc.init_state(tx, x[0], 4, AXIS)
+        step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+        np.testing.assert_allclose(step(x, state)[0], x.mean(0), atol=2e-3)
 
 
 @pytest.mark.parametrize("page", sorted(DEVELOPMENT.glob("*.md")), ids=lambda page: page.stem)

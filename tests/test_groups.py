@@ -1,6 +1,7 @@
 """Layouts: trees as few groups of leaves, and back."""
 
 import collections
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -153,10 +154,9 @@ def test_a_hundred_leaves_are_one_vector():
     tree = gpt(8)
     leaves = jax.tree.leaves(tree)
     assert len(leaves) == 100
-    small, vector = groups_of(Layout(), tree).groups
-    assert small.small
-    assert len(vector.shape) == 1
-    assert vector.shape[0] + small.shape[0] == sum(leaf.size for leaf in leaves)
+    (vector,) = groups_of(Layout(), tree).groups
+    assert vector.shape == (sum(leaf.size for leaf in leaves),)
+    assert [group.small for group in groups_of(Layout(), gpt(1)).groups] == [True, False]
 
 
 def operations(jaxpr, found):
@@ -182,7 +182,7 @@ def selections(compressor, tree):
 
 
 def test_one_selection_whatever_the_number_of_leaves():
-    few, many = selections(jc.top_k(0.01), gpt(1)), selections(jc.top_k(0.01), gpt(8))
+    few, many = selections(jc.top_k(0.01), gpt(3)), selections(jc.top_k(0.01), gpt(8))
     assert few == many
     assert few["top_k"] == many["top_k"] == 1
     # Leaf by leaf there is more than one, so this counts what it should.
@@ -243,7 +243,7 @@ def test_few_long_leaves_are_joined_alike(how, monkeypatch):
 def test_leaves_alone_give_the_mean_too(algorithm, monkeypatch, seed):
     """Of entries that the codes send exactly or nearly so, in vectors of their own or in one with others."""
     rng = np.random.default_rng(seed)
-    sizes = {"a": (64, 32), "b": (2048,), "c": (2048,), "d": (1500,), "e": (700,), "f": (1000,)}
+    sizes = {"a": (64, 32), "b": (2048,), "c": (2048,), "d": (1500,), "e": (700,), "f": (300,)}
     grads = {name: rng.integers(-8, 9, (2, *shape)).astype(np.float32) for name, shape in sizes.items()}
     params = jax.tree.map(lambda g: jnp.zeros(g.shape[1:]), grads)
     tx = jc.compressed_mean(algorithm, AXIS)
@@ -298,3 +298,59 @@ def test_long_vectors_of_narrow_codes_are_filled_up(code, bare, monkeypatch, see
         np.testing.assert_array_equal(got, roundtrip(code, x, jax.random.key(0))[0])
     else:
         assert 0 < np.linalg.norm(got - x) < 2 * np.sqrt(code.spec.omega(5024)) * np.linalg.norm(x)
+
+
+def directions_of(algorithm, tree, rounds=2):
+    tx = jc.compressed_mean(algorithm, None)
+    state, found = tx.init(tree), []
+    for t in range(rounds):
+        grads = jax.tree.map(lambda x: jnp.cos(x * (t + 1) + x.size), tree)  # noqa: B023
+        direction, state = jax.jit(tx.update)(grads, state)
+        found.append(direction)
+    return found, state
+
+
+def test_small_leaves_together_are_a_vector():
+    """Twenty leaves of 1,000 entries were sent as they are, 80,000 B, by every algorithm."""
+    tree = {f"leaf{i:02d}": _array(1000) for i in range(20)}
+    (direction, _), state = directions_of(jc.error_feedback(jc.top_k(0.01)), tree)
+    assert sum(np.count_nonzero(x) for x in jax.tree.leaves(direction)) == 200
+    assert (float(jc.info(state).lane_bytes), float(jc.info(state).dense)) == (1600, 0)
+    assert [group.shape for group in state.about.groups.groups] == [(20_000,)]
+    matrix = jc.smoothness.diagonal_of(np.geomspace(1, 100, 20_000))
+    plain, _ = directions_of(jc.direct(jc.rand_k(0.01)), tree)
+    scaled, _ = directions_of(jc.diana(jc.precondition(jc.rand_k(0.01), matrix)), tree)
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (plain, scaled)), strict=True))
+
+
+def test_few_small_leaves_change_nothing_and_many_are_compressed_with_the_others():
+    large = {"w": _array(40, 30)}
+    few, many = ({f"b{i}": _array(300) for i in range(count)} for count in (3, 4))
+    for algorithm in (jc.error_feedback(jc.top_k(0.05)), jc.diana(jc.dithering(7))):
+        (alone, few_found, many_found) = (directions_of(algorithm, large | small) for small in ({}, few, many))
+        assert [float(jc.info(found[1]).dense) for found in (alone, few_found, many_found)] == [0, 900, 0]
+        for got, want in zip(few_found[0], alone[0], strict=True):
+            same(got["w"], want["w"])
+        assert any(np.any(many_found[0][0][name] != jnp.cos(many[name] + 300)) for name in many)
+    by_dtype = large | {"f": _array(1000), "g": _array(900, dtype=jnp.bfloat16), "h": _array(24)}
+    made = groups_of(Layout(), by_dtype)
+    assert [(group.leaves, group.small) for group in made.groups] == [((1,), True), ((0, 2, 3), False)]
+
+
+def test_a_compressor_of_one_length_leaves_small_ones_beside_a_large_one():
+    tree = {"w": _array(40, 30), "b": _array(1000), "c": _array(1000)}
+    for compressor in (jc.bernoulli(np.full(1200, 0.3)), jc.dithering(steps=np.full(1200, 0.1))):
+        for each in (compressor, jc.precondition(compressor, jc.smoothness.diagonal_of(np.ones(1200)))):
+            _, state = directions_of(jc.diana(each), tree)
+            assert float(jc.info(state).dense) == 2000
+
+
+def test_where_nothing_is_compressed_a_warning_says_so():
+    tree = {"w": jnp.ones((10, 10)), "b": jnp.ones(10)}
+    with pytest.warns(UserWarning, match=r"nothing is compressed: 2 leaves with 110 entries .* jc\.flat\(compressor\)"):
+        _, state = directions_of(jc.error_feedback(jc.top_k(0.05)), tree)
+    assert float(jc.info(state).dense) == 110
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        directions_of(jc.error_feedback(jc.flat(jc.top_k(0.05))), tree)
+        directions_of(jc.direct(jc.identity()), tree)

@@ -7,6 +7,8 @@ import oracles
 import pytest
 from variants import variants
 
+from jaxcomp.arrays import finite
+from jaxcomp.compressors.sparsify import largest_indices
 from jaxcomp.payloads import global_indices, local_indices
 from jaxcomp.select import (
     count_above,
@@ -18,6 +20,7 @@ from jaxcomp.select import (
     mask_words,
     take,
     top_set,
+    words_above,
 )
 
 MASKS = {
@@ -123,6 +126,58 @@ def test_largest_is_a_stable_sort(d, capacity, dtype, seed):
             kept = order[:k][a[order[:k]] > 0]
             want[: kept.size] = np.sort(kept)
             np.testing.assert_array_equal(run_largest(x, k, capacity), want, err_msg=kind)
+
+
+def on_accelerators(function, *args):
+    """What programs for GPUs and TPUs compute, run here."""
+    device = jax.sharding.AbstractDevice(device_kind="", num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(function).lower(*args)
+    return lowered.compile()(*args)
+
+
+def stable_largest(x, k):
+    """Indices of the k largest finite magnitudes, ascending, padded: by a stable sort."""
+    a = np.nan_to_num(np.abs(np.float64(x)), nan=0, posinf=0)
+    a[a < float(jnp.finfo(jnp.float32).tiny)] = 0
+    kept = np.argsort(-a, kind="stable")[:k]
+    kept = np.sort(kept[a[kept] > 0])
+    return np.r_[kept, [a.size] * (k - kept.size)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "d", "k"), [(1, 17_000, 60), (2, 17_000, 17_000), (5, 4096, 64), (8, 64, 5), (3, 300, 299)]
+)
+def test_accelerators_select_the_same(rows, d, k, seed):
+    """A vector, several at once, and many short rows: other forms, the same set."""
+    rng = np.random.default_rng(seed)
+    select = lambda x: (
+        jax.vmap(lambda x: largest_indices(x, k, k))(x) if rows > 1 else largest_indices(x[0], k, k)[None]
+    )
+    inputs = np.stack([[draw(rng, d) for _ in range(rows)] for draw in KINDS.values()]).astype(np.float32)
+    inputs[0, -1] = np.linspace(-1, 1, d)
+    inputs[np.abs(inputs) < float(jnp.finfo(jnp.float32).tiny)] = 0
+    found = on_accelerators(lambda xs: jax.lax.map(select, xs), jnp.asarray(inputs))
+    for kind, xs, each in zip(KINDS, inputs, found, strict=True):
+        for x, got in zip(xs, each, strict=True):
+            np.testing.assert_array_equal(got, stable_largest(x, k), err_msg=kind)
+
+
+@pytest.mark.parametrize("d", [31, 4096, 9000])
+def test_accelerators_mark_count_and_find_the_same(d, seed):
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal(d).astype(np.float32)).at[3].set(jnp.nan)
+
+    def run(x):
+        words = words_above(x, jnp.float32(0.7))
+        first = first_bits(words, 5)
+        excess, _ = excess_above(finite(x), jnp.float32(0.7), jnp.int32(0))
+        above = count_words(words), count_above(x, jnp.float32(0.7))
+        return words, first, *above, indices_of_words(words, d, d), indices_of_words(words, 2, d), excess
+
+    here, there = jax.jit(run)(x), on_accelerators(run, x)
+    jax.tree.map(np.testing.assert_array_equal, here[:-1], there[:-1])
+    np.testing.assert_allclose(here[-1], there[-1], rtol=1e-5)
 
 
 def test_largest_under_vmap_with_counts_of_their_own(seed):

@@ -1,8 +1,8 @@
 """What codecs and steps move on an H100, counted in the text that its compiler makes: copies, kernels, waits, memory.
 
 A copy reads and writes the vector (or the tree) once. "counted" are the bytes of all kernels over those of a copy.
-"estimated" adds what a launch, a wait of the host and a narrow row cost, and is in copies, too; beside it stands what was
-measured on an H200, where it was. Nothing runs: codecs of 2^27 entries compile in a second or two.
+"estimated" adds what a launch, a wait of the host and a narrow row cost, and is in copies, too; beside it stands what
+was measured on an H200, where it was. Nothing runs: codecs of 2^27 entries compile in seconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -148,14 +148,20 @@ def _step(make: Callable[[], Algorithm], layers: int, width: int) -> Case:
 
 
 def cases(log2_size: int) -> dict[str, Case]:
-    parts = {f"{part} {name}": _codec(part, make, 2**log2_size) for part in ("compress", "decompress") for name, make in CODECS.items()}
+    parts = {
+        f"{part} {name}": _codec(part, make, 2**log2_size)
+        for part in ("compress", "decompress")
+        for name, make in CODECS.items()
+    }
     workers = {
         f"{count} workers by vmap, {name}": _codec("compress", CODECS[name], 2**log2, count)
         for count, log2 in WORKERS.items()
         for name in ("sidco", "top_k", "dithering(7)")
     }
     steps = {
-        f"step {leaves} leaves, {name}": _step(make, *tree) for leaves, tree in TREES.items() for name, make in STEPS.items()
+        f"step {leaves} leaves, {name}": _step(make, *tree)
+        for leaves, tree in TREES.items()
+        for name, make in STEPS.items()
     }
     return parts | workers | steps
 
@@ -221,9 +227,10 @@ def main(arguments: Sequence[str]) -> int:
     rows = run.rows_of(names, str, lambda name: row_of(name, every[name], device, turns(name)))
     run.keep(rows)
     notes = (
-        f"Codecs: 2^{o.log2_size} entries; 16 workers have 2^{WORKERS[16]} each, 256 have 2^{WORKERS[256]}. Of a step the tree has "
-        "310.7 M entries in 290 leaves, or 1,241.8 M in 74. "
-        f"Estimated: {BANDWIDTH / 1e12:.2f} TB/s, {1e6 * LAUNCH:.1f} us for each kernel, {1e6 * WAIT:.0f} for each wait. "
+        f"Codecs: 2^{o.log2_size} entries; 16 workers have 2^{WORKERS[16]} each, 256 have 2^{WORKERS[256]}. Of a step "
+        "the tree has 310.7 M entries in 290 leaves, or 1,241.8 M in 74. "
+        f"Estimated: {BANDWIDTH / 1e12:.2f} TB/s, {1e6 * LAUNCH:.1f} us for each kernel, {1e6 * WAIT:.0f} for each "
+        "wait. "
         "Temporary memory in vectors, or gradients. Lines of StableHLO. s: to trace and compile, on this machine."
     )
     run.table(f"In the text compiled by JAX {jax.__version__} for one H100", COLUMNS, rows, notes)

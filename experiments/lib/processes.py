@@ -36,6 +36,7 @@ RANKS = {USER: 1, DEFECT: 1, ALONE: 2, -signal.SIGABRT: 3}  # a kill is first, w
 STOPPED = 130
 PATIENCE = 30.0  # seconds that processes have to stop together, before they are killed
 LEAVING = 5.0  # seconds that JAX's farewell may take, and twice that for process 0
+HEARTBEAT, SHUTDOWN = 20, 30  # seconds after which JAX ends processes that lost one another; 100 and 300 if not given
 SILENT = 5.0  # seconds that a process waits for the others without a word
 LAST_SECONDS = 2.0  # that processes have to say why they failed, and to clear up
 TAIL = 15  # lines of a log that are shown
@@ -103,7 +104,13 @@ def join(coordinator: str | None, number: int | None, process: int | None, patie
             check_address(coordinator, process)
         seconds, detection = int(patience) + 60, "deactivate" if coordinator else None
         jax.distributed.initialize(
-            coordinator, number, process, cluster_detection_method=detection, initialization_timeout=seconds
+            coordinator,
+            number,
+            process,
+            cluster_detection_method=detection,
+            initialization_timeout=seconds,
+            heartbeat_timeout_seconds=HEARTBEAT,
+            shutdown_timeout_seconds=SHUTDOWN,
         )
     except (ValueError, RuntimeError) as error:
         hint = "" if coordinator else "; name it: --coordinator HOST:PORT --num-processes N --process-id I"

@@ -73,6 +73,12 @@ def fetch_sgd(
 
     def init(here, like):
         columns = lambda size: max(1, math.floor(sketch * size / rows))
+        longest = max((x.size for x in like), default=0)
+        if longest >= 2**31:
+            raise ValueError(
+                f"fetch_sgd: at most 2^31 - 1 entries share a sketch, which numbers them by 32 bits; got {longest}. "
+                'Give parts of the tree sketches of their own: jc.by_path({"embed": jc.fetch_sgd(...), ".*": ...})'
+            )
         shape = lambda group, x: x.shape if group.small else (rows, columns(x.size))
         pairs = list(zip(here.groups, wide_like(like), strict=True))
         zeros = [jnp.zeros(shape(group, x), x.dtype) for group, x in pairs]

@@ -13,6 +13,7 @@ from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.sparsify import entries_of
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
+from jaxcomp.groups import FIXED
 from jaxcomp.hashing import random_bits
 from jaxcomp.payloads import Sparse
 from jaxcomp.select import indices_of_words, mask_words, take
@@ -89,6 +90,7 @@ def bernoulli(probabilities: Any, *, per_worker: bool = False) -> Compressor:
             omega=lambda d: 1 / smallest - 1,
             alpha=None,
             linear=False,
+            layout=FIXED if p.ndim else None,
         ),
         for_worker=functools.partial(row_of, "bernoulli") if per_worker else None,
     )

@@ -36,6 +36,7 @@ from jaxcomp.compressors.scales import SCALES, Made, Scale
 from jaxcomp.compressors.vector import MOST, on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.groups import WHOLE_BLOCKS
+from jaxcomp.norms import max_abs
 from jaxcomp.payloads import Dense, Quantized, Several
 
 __all__ = ["FORMATS", "block_scaled"]
@@ -175,7 +176,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
 
     def compress(key, x, state):
         x, cut = x.astype(wide(x.dtype)), layout(x.shape[0])
-        made = rule.of(_extremes(cut, x), elements, stochastic)
+        made = rule.of(_extremes(cut, x, isinstance(elements, Integer)), elements, stochastic)
         made = better_of(x, cut, made) if rule.best else made
         words = coded(code, elements.bits, cut, x, [made.scale], key if stochastic else None)
         payload = Quantized(made.norms, words)
@@ -205,32 +206,39 @@ def _within(x: Array) -> Array:
     return jnp.clip(finite(x), -LARGEST, LARGEST).astype(jnp.float32)
 
 
-def _extremes(cut: Blocks, x: Array) -> tuple[Array, Array]:
-    """The largest entry of each block and minus the smallest, f32[count] each, at least 0."""
+def _extremes(cut: Blocks, x: Array, signed: bool) -> tuple[Array, Array]:
+    """The largest entry of each block and minus the smallest, f32[count] each, at least 0.
+
+    signed: whether more is asked than the larger one of both, for which the largest magnitude serves twice.
+    """
     body = cut.rows * cut.length
     parts = [x[:body].reshape(cut.rows, cut.length)] if cut.rows else []
     parts += [x[body:].reshape(1, cut.tail)] if cut.tail else []
     if not parts:
         return jnp.zeros((0,), jnp.float32), jnp.zeros((0,), jnp.float32)
-    ends = [_ends(part) for part in parts]
+    ends_of = form(_both_ends if signed else _magnitudes, _ends_on_cpu)
+    ends = [ends_of(part) for part in parts]
     most, least = (jnp.concatenate(side) for side in zip(*ends, strict=True))
     return jnp.maximum(_within(most), 0), jnp.maximum(-_within(least), 0)
 
 
-def _ends(rows: Array) -> tuple[Array, Array]:
-    """The largest and the smallest finite entry of each row, zero among them if any is not finite."""
-    return form(_both_ends, _ends_on_cpu)(rows)
-
-
 def _both_ends(rows: Array) -> tuple[Array, Array]:
-    """In one reduction, which leaves nothing to be shared by two."""
+    """The largest and the smallest finite entry of each row, zero among them: one reduction, since of two XLA keeps
+    what they share.
+    """
     larger, smaller = jnp.maximum, jnp.minimum
     both = lambda a, b: (larger(finite(a[0]), finite(b[0])), smaller(finite(a[1]), finite(b[1])))
     zero = np.zeros((), rows.dtype)
     return lax.reduce((rows, rows), (zero, zero), both, (1,))
 
 
+def _magnitudes(rows: Array) -> tuple[Array, Array]:
+    largest = max_abs(rows)
+    return largest, -largest
+
+
 def _ends_on_cpu(rows: Array) -> tuple[Array, Array]:
+    """Zero among them if any entry is not finite."""
     ends = jnp.max(rows, axis=1), jnp.min(rows, axis=1)
     clean = jnp.all(jnp.isfinite(ends[0]) & jnp.isfinite(ends[1]))  # a NaN is the largest and the smallest, too
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.arrays import bounded, finite, key_data, like_of, wide, zeros_like
-from jaxcomp.backend import fold, zeros_if_shape
+from jaxcomp.backend import fold, read_again, zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
@@ -284,13 +284,15 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
         rotation, (x, unit) = rotation_of(x.shape[0], block), _unit(x)
         y = rotation.forward(x, key_of(state.shared))
         codes, others, scales = [], [], []
-        for rows, energy in zip(rotation.cut(y), rotation.energies(x, y), strict=True):
+        safe = lambda sigma: jnp.where(sigma > 0, sigma, jnp.ones((), sigma.dtype))
+        each = zip(rotation.cut(y), rotation.cut(read_again(y)), rotation.energies(x, y), strict=True)
+        for rows, again, energy in each:
             sigma = jnp.sqrt(energy)[:, None]
-            normal = rows / jnp.where(sigma > 0, sigma, jnp.ones((), sigma.dtype))
-            high, low, values = code.encode(normal)
+            high, low, _ = code.encode(rows / safe(sigma))
             codes.append(high)
             others.append(low)
-            scales.append(_scales(normal, values, least) * sigma[:, 0])
+            normal = again / safe(sigma)
+            scales.append(_scales(normal, code.encode(normal)[2], least) * sigma[:, 0])
         joined = lambda parts, dtype: jnp.concatenate(parts) if parts else jnp.zeros((0,), dtype)
         scale = bounded(joined(scales, x.dtype) * unit, jnp.float32)
         payload = Quantized(scale, pack(joined(codes, jnp.uint32), code.high))

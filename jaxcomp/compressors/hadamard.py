@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.backend import in_tiles
+from jaxcomp.backend import form, in_tiles
 from jaxcomp.hashing import random_bits
 
 __all__ = ["Rotation", "rotation_of"]
@@ -130,11 +130,26 @@ def _matrix(size: int, dtype: Any) -> Array:
     return (1 - 2 * odd) * jnp.asarray(1 / math.sqrt(size), dtype)
 
 
+def _times_in_f32(x: Array, size: int) -> Array:
+    """x H / sqrt(size)."""
+    return jnp.matmul(x, _matrix(size, x.dtype), precision=lax.Precision.HIGHEST)
+
+
+def _times(x: Array, size: int) -> Array:
+    """The same, on units that take bfloat16. Entries of H are exact in it, and three such numbers hold an f32: of the
+    six products that the algorithm adds up in f32, three are not zero, and these are exact.
+    """
+    if x.dtype != jnp.float32:
+        return _times_in_f32(x, size)
+    signs = jnp.sign(_matrix(size, x.dtype))
+    return jnp.matmul(x, signs, precision=lax.DotAlgorithmPreset.BF16_BF16_F32_X6) * jnp.float32(1 / math.sqrt(size))
+
+
 def _hadamard(rows: Array, forward: bool) -> Array:
     """[m, B] -> [m, B]: the product with all factors. Backward is the inverse of forward."""
     count, block = rows.shape
     factors = _factors(block)
-    times = lambda x, f: jnp.matmul(x, _matrix(f, x.dtype), precision=lax.Precision.HIGHEST)
+    times = form(_times, _times_in_f32)
     if forward:
         for place, f in enumerate(reversed(factors)):
             rows = times(rows.reshape(count, block // f, f), f)

@@ -12,6 +12,7 @@ from jaxcomp.backend import zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, for_worker
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
+from jaxcomp.groups import FIXED
 from jaxcomp.smoothness.operator import Blocks, Dense, Diagonal, LowRank, Operator, Softmax, is_stacked
 
 __all__ = ["precondition", "refresh"]
@@ -165,6 +166,7 @@ def _preconditioned(compressor: Compressor, smoothness: Operator, dtype: Any) ->
             alpha=None,
             linear=spec.linear and not stacked,
             norm=norm,
+            layout=FIXED,
         ),
         accumulate=None if stacked else add,
         advance=None

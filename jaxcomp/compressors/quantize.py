@@ -18,7 +18,7 @@ from jaxcomp.compressors.checks import check_like, contraction, is_whole
 from jaxcomp.compressors.vector import MOST, on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.floats import rounded_to
-from jaxcomp.groups import ALONE, Layout
+from jaxcomp.groups import ALONE, FIXED, Layout
 from jaxcomp.hashing import as_uniform, halves, random_uniform
 from jaxcomp.packing import Places, pack, places_of, unpack, width_for
 from jaxcomp.payloads import Quantized
@@ -129,7 +129,8 @@ def dithering(
     name = f"levels={levels}" if steps is None else "varying steps" if steps_of.varying else f"steps={steps}"
     name += (", norm=inf" if order != 2 else "") + (", norm_dtype=bfloat16" if short else "")
     name += f", blocks={blocks}" if blocks else f", block_size={block_size}" if block_size else ""
-    best = Layout(whole_blocks=True, alone=ALONE) if blocks is None and not steps_of.varying else None
+    best = Layout(whole_blocks=True, alone=ALONE) if blocks is None else None
+    best = FIXED if steps_of.varying else best
     made = _dithering(f"dithering({name})", steps_of, layout, order, short, per_worker)
     longest = MOST if blocks is not None else BLOCK_SIZE if block_size is None else block_size
     alpha = None if steps_of.varying else contraction(lambda d: steps_of.omega(layout(d), d, short), longest)

@@ -69,13 +69,18 @@ def options_of(name: str, algorithm: Any, groups: Groups, **others: Any) -> str:
     ]
     options = {"jaxcomp": jaxcomp.__version__, "wire format": str(WIRE), "transformation": name}
     options |= options_in("algorithm", algorithm)
-    is_optimizer = lambda value: hasattr(value, "init") and hasattr(value, "update")
-    options |= {key: probe(value) if is_optimizer(value) else described(value) for key, value in others.items()}
+    options |= {key: _option(value) for key, value in others.items()}
     options |= {
         "parameters": _listed([*leaves, str(groups.structure)], len(leaves)),
         "layout": _listed(layout, len(layout)),
     }
     return json.dumps(options)
+
+
+def _option(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return probe(value) if hasattr(value, "init") and hasattr(value, "update") else described(value)
 
 
 def _listed(texts: list[str], size: int) -> str:
@@ -85,7 +90,7 @@ def _listed(texts: list[str], size: int) -> str:
 
 
 def differences(each: Sequence[Options], who: Sequence[str]) -> str | None:
-    """What differs, and where, in words; None where all are equal.
+    """Says what differs and where; None where all are equal.
 
     Args:
         each: the options of each process. who: how each is called.

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.arrays import key_data, like_of, wide, wide_like, wrap_key
+from jaxcomp.arrays import bounded, key_data, like_of, wide, wide_like, wrap_key
 from jaxcomp.backend import in_place, is_apart, is_lazy, made_in_pieces, materialized, shared_program
 from jaxcomp.base import (
     Algorithm,
@@ -58,6 +58,7 @@ from jaxcomp.exchange.axes import (
 from jaxcomp.exchange.collectives import share_of, summed, whole_of
 from jaxcomp.exchange.links import DEFAULT, Link, check_link
 from jaxcomp.exchange.measure import (
+    NAMES,
     Counts,
     Errors,
     add_counts,
@@ -71,7 +72,7 @@ from jaxcomp.exchange.measure import (
 )
 from jaxcomp.exchange.routes import ROUTES, VIAS, Arrived, Parcel, Route, Way, route_of, taken
 from jaxcomp.exchange.state import Description, MeanLocal, MeanShared, MeanState, frozen, is_mean, local_rows
-from jaxcomp.groups import Choice, Groups, Layout, TooLong, groups_of, split
+from jaxcomp.groups import Choice, Groups, Layout, TooLong, groups_of, split, warn_if_dense
 
 __all__ = ["Exchange", "Message", "exchange_of", "own_weights", "shares_of"]
 
@@ -118,6 +119,7 @@ class Exchange(NamedTuple):
         workers = here(self.placement.workers)
         run = self._taken(tree, workers, here(self.placement.replicas))
         groups = run._groups(workers, tree)
+        warn_if_dense(self.name, groups)
         compressors = self._compressors(groups)
         shared_key, private_key = jax.random.split(wrap_key(self.root))
         route = State()
@@ -375,6 +377,8 @@ class Message:
             parcels.append(Parcel(c, payload, state.shared, like_of(x), group.bucket))
             local.append((c, after))
         self.parcels, self.locals = tuple(parcels), tuple(local)
+        # Where the largest number of the direction is far below that of a memory: of gradients in f16.
+        self.narrow = any(jnp.finfo(group.dtype).maxexp < 64 for group in request.groups)
 
     @functools.cached_property
     def mean(self) -> tuple[Any, ...]:
@@ -382,7 +386,7 @@ class Message:
 
     @property
     def direction(self) -> tuple[Any, ...]:
-        return self._means(lazy=True)
+        return self.mean if self.narrow else self._means(lazy=True)
 
     @functools.cached_property
     def own(self) -> tuple[Any, ...]:
@@ -392,7 +396,10 @@ class Message:
     def residual(self) -> tuple[Any, ...]:
         each = zip(self.parcels, self.request.message, self.mine, strict=True)
         with jax.named_scope("jc_decode"):
-            return tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
+            left = tuple(residual(p.compressor, x, p.payload, mine) for p, x, mine in each)
+            if not self.narrow:
+                return left
+            return tuple(map(_with_lost, left, self.mean, self.request.groups))
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -432,6 +439,13 @@ class Message:
         cuts = lambda group: () if not lazy or group.is_stack else group.sizes
         with jax.named_scope("jc_decode"):
             return tuple(_mean(p, arrived, self.way, add(program), cuts(group)) for p, arrived, program, group in each)
+
+
+def _with_lost(left: Array, mean: Array, group: Any) -> Array:
+    """Memory with what is cut off the direction at its largest number: the workers' mean of it is that much larger."""
+    limit = float(jnp.finfo(group.dtype).max)
+    lost = mean - jnp.clip(mean, -limit, limit)
+    return jnp.where(lost != 0, bounded(left + lost.astype(left.dtype)), left)
 
 
 def _programs(request: Mean) -> tuple[Compressor, ...]:
@@ -560,6 +574,8 @@ def exchange_of(
     if not isinstance(via, Route) and via not in VIAS:
         raise ValueError(f"{name}: via must be one of {', '.join(map(repr, VIAS))}; got {via!r}")
     route = via if isinstance(via, Route) else route_of(via)
+    if isinstance(via, Route) and via.name not in NAMES:
+        NAMES.append(via.name)  # of the user's own
     if "link" in options:
         check_link(name, options["link"])
     layout = layout_of(algorithm)
@@ -582,7 +598,8 @@ def exchange_of(
         if algorithm.parts:
             raise ValueError(f"{name}: bucket_bytes does not go with by_path, whose parts share their collectives")
         if via not in ("auto", "sum", "gather"):
-            raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}')
+            why = "the other routes send one message, cut or coded as a whole, and wait for the whole gradient"
+            raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}: {why}')
         layout = layout.in_buckets(int(bucket_bytes))
     shares = None if weights is None else shares_of(name, weights)
     if not isinstance(root, Tracer):  # words on the host are of no mesh: a state may be made on any

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Array = jax.Array
-NAMES = (*ROUTES, SCATTER.name)
+NAMES = [*ROUTES, SCATTER.name]  # and those of routes of the user's own, once they are given
 
 
 NOT_MEASURED = -1.0  # in a state, where NaN would stop every run under jax_debug_nans; `info` says NaN
@@ -175,7 +175,9 @@ class Info(NamedTuple):
     nonfinite: NaN or infinite gradient entries, summed over workers. NaN unless measured.
     overflow: chosen entries that found no place in the static capacity, summed over workers.
     sent_bytes: bytes a worker sends in the exchange, every hop counted, as the compiled program does.
-    route: how the payloads travelled, as a place in `jaxcomp.exchange.ROUTES`; `chosen` is its name.
+    route: how the payloads travelled, as a place in `jaxcomp.exchange.ROUTES` (behind them, of your own); `chosen` is
+        its name.
+    dense: entries of a worker's gradient that are sent as they are, since they are of small leaves.
     """
 
     lane_bytes: Array
@@ -186,17 +188,32 @@ class Info(NamedTuple):
     overflow: Array
     sent_bytes: Array
     route: Array
+    dense: Array | int = 0
 
     @property
     def chosen(self) -> str:
         """Name of the route, of a concrete `Info`."""
         return NAMES[int(np.max(np.asarray(self.route)))]
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, of a concrete `Info`, for JSON and logs; None for what was not measured.
+
+        With each=True lists, one item for each worker.
+        """
+
+        def plain(x: Any) -> Any:
+            if isinstance(x, list):
+                return [plain(each) for each in x]
+            return None if isinstance(x, float) and x != x else x
+
+        values = {name: plain(np.asarray(getattr(self, name)).tolist()) for name in self._fields}
+        names = np.asarray(self.route).astype(int)
+        return values | {"route": [NAMES[i] for i in names] if names.ndim else NAMES[names]}
+
     def __str__(self) -> str:
         if any(isinstance(x, Tracer) or not hasattr(x, "shape") for x in self):
             return f"Info({', '.join(f'{name}={x}' for name, x in zip(self._fields, self, strict=True))})"
         each = max(np.size(x) for x in self)
-        rows = [np.broadcast_to(np.asarray(x), (each,)) for x in self[:-1]]
         route = [NAMES[i] for i in np.broadcast_to(np.asarray(self.route), (each,)).astype(int)]
         shown = {
             "lane_bytes": "{:,.0f} B",
@@ -206,10 +223,12 @@ class Info(NamedTuple):
             "nonfinite": "{:,.0f}",
             "overflow": "{:,.0f}",
             "sent_bytes": "{:,.0f} B",
+            "dense": "{:,.0f}",
         }
+        rows = [np.broadcast_to(np.asarray(getattr(self, name)), (each,)) for name in shown]
         cell = lambda form, x: "not measured" if np.isnan(x) else form.format(x)
         table = [[name, *(cell(form, x) for x in row)] for (name, form), row in zip(shown.items(), rows, strict=True)]
-        table.append(["route", *route])
+        table.insert(-1, ["route", *route])
         if each > 1:
             table.insert(0, ["worker", *map(str, range(each))])
         widths = [max(len(row[i]) for row in table) for i in range(each + 1)]
@@ -255,6 +274,7 @@ def info(state: Any, *, each: bool = False) -> Info:
     overflow             0
     sent_bytes         0 B
     route           gather
+    dense                0
     """
     nodes = means_in(state)
     if not nodes:
@@ -283,8 +303,13 @@ def _read(nodes: list[Any], each: bool) -> Info:
         counts.overflow,
         counts.sent_bytes,
         jnp.max(jnp.stack([row.route for row in rows]), axis=0),
+        jnp.full_like(counts.entries, sum(map(_dense_of, nodes))),
     )
     return result if each else jax.tree.map(lambda x: x[0], _over_workers(result))
+
+
+def _dense_of(node: Any) -> int:
+    return sum(group.like.size for group in node.about.groups.groups if group.small)
 
 
 def _here(x: Any) -> Any:

@@ -99,19 +99,25 @@ def load(file: Path | str, server: Server) -> dict[str, Any]:
     if version != VERSION:
         raise ValueError(f"federated: {file} has format version {version}; this library reads {VERSION}")
     options = _options(server)
-    for name, value in content["options"].items():
+    try:
+        saved, volumes = (
+            content["options"].items(),
+            [(name, fields["volume"]) for name, fields, _ in content["entries"]],
+        )
+        outer = _checked(server, content, arrays)
+    except BROKEN as error:
+        raise ValueError(f"federated: {file} is damaged: {error}") from None
+    for name, value in saved:
         if options.get(name) != value:
             raise ValueError(
                 f"federated: {file} was saved with {name} {value!r}; this server has {options.get(name)!r}"
             )
-    for name, fields, _ in content["entries"]:
+    for name, volume in volumes:
         here = server._entries.get(name)
-        if here is not None and here.volume != fields["volume"]:
-            raise ValueError(
-                f"federated: the volume of {name!r} is {fields['volume']} in {file} and {here.volume} here"
-            )
+        if here is not None and here.volume != volume:
+            raise ValueError(f"federated: the volume of {name!r} is {volume} in {file} and {here.volume} here")
     try:
-        _restore(server, content, arrays)
+        _restore(server, content, arrays, outer)
     except BROKEN as error:
         raise ValueError(f"federated: {file} is damaged: {error}") from None
     for name in server.missing():
@@ -119,10 +125,21 @@ def load(file: Path | str, server: Server) -> dict[str, Any]:
     return content["about"]
 
 
-def _restore(server: Server, content: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    leaves, structure = jax.tree.flatten(server._outer_state)
-    outer = [arrays[f"outer_{i}"] for i in range(len(leaves))]
-    server._outer_state = jax.tree.unflatten(structure, outer)
+def _checked(server: Server, content: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The arrays of the outer optimizer. Raises ValueError where a vector has another length, or is not finite."""
+    outer = [arrays[f"outer_{i}"] for i in range(len(jax.tree.leaves(server._outer_state)))]
+    vectors = ["point", "shown", *(f"held_{i}" for i in range(len(content["held"])))]
+    lengths = {arrays[name].shape for name in vectors}
+    if lengths != {tuple(arrays["point"].shape)} or arrays["point"].ndim != 1:
+        raise ValueError(f"vectors in it have the shapes {sorted(lengths)}")
+    for name, array in (*((name, arrays[name]) for name in vectors), *((f"outer_{i}", a) for i, a in enumerate(outer))):
+        if np.issubdtype(array.dtype, np.floating) and not np.all(np.isfinite(array)):
+            raise ValueError(f"{name} is not finite")
+    return outer
+
+
+def _restore(server: Server, content: dict[str, Any], arrays: dict[str, np.ndarray], outer: list[np.ndarray]) -> None:
+    server._outer_state = jax.tree.unflatten(jax.tree.structure(server._outer_state), outer)
     server.point, server.shown = arrays["point"], arrays["shown"]
     server.version, server.number = content["shown"], content["number"]
     for name, fields, fates in content["entries"]:

@@ -12,6 +12,7 @@ import hashlib
 import io
 import lzma
 import re
+import struct
 import tokenize
 import zipfile
 import zlib
@@ -25,8 +26,16 @@ __all__ = ["BROKEN", "SPLITS", "Source", "assign", "digest_of", "open_source"]
 
 CHUNK_ROWS = 4096
 KEPT_BYTES = 1 << 28  # of parsed LIBSVM text that are kept for the passes that follow
-# What NumPy raises for a damaged .npy or .npz.
+# What is raised for a damaged .npy or .npz: one byte may turn a file into one of another compression method, or an
+# encrypted one.
 BROKEN = (
+    ArithmeticError,
+    AttributeError,
+    IndexError,
+    MemoryError,
+    RuntimeError,
+    lzma.LZMAError,
+    struct.error,
     OSError,
     ValueError,
     KeyError,

@@ -99,6 +99,8 @@ def load(path: str | Path, *, shape: tuple[int, ...] | None = None, data: Any = 
                 operator = Softmax(FORMS[header["inner"]](*arrays[:-2]), *arrays[-2:])
             else:
                 operator = form(*arrays)
+            if not all(np.all(np.isfinite(a)) for a in arrays):
+                raise ValueError("an array in it is not finite")
         except BROKEN as error:
             raise ValueError(f"smoothness.load: {path} is damaged: {error}") from None
     if list(np.shape(operator.diag)) != header["shape"]:

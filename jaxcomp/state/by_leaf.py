@@ -14,7 +14,8 @@ __all__ = ["by_leaf"]
 def by_leaf(mean: MeanState, vectors: Any) -> Any:
     """Arrays of a state, one for each group (memories, shifts, iterates), as a tree like the parameters.
 
-    Leaves have the leading axes that the arrays have.
+    Leaves have the leading axes and the dtype that the arrays have: a memory in f32 is not rounded to the gradients' 16
+    bits.
 
     >>> import jax.numpy as jnp, jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), None)
@@ -24,6 +25,9 @@ def by_leaf(mean: MeanState, vectors: Any) -> Any:
     """
     groups = mean.about.groups
     lead = [x.ndim - len(like.shape) for x, like in zip(vectors, groups.like, strict=True)]
-    return functools.reduce(lambda f, _: jax.vmap(f), range(max(lead, default=0)), functools.partial(join, groups))(
-        vectors
-    )
+    dtypes = dict(enumerate(groups.dtypes)) | {
+        i: x.dtype for x, group in zip(vectors, groups.groups, strict=True) for i in group.leaves
+    }
+    shapes = [jax.ShapeDtypeStruct(shape, dtypes[i]) for i, shape in enumerate(groups.shapes)]
+    one = functools.partial(join, groups, like=jax.tree.unflatten(groups.structure, shapes))
+    return functools.reduce(lambda f, _: jax.vmap(f), range(max(lead, default=0)), one)(vectors)

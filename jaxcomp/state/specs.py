@@ -316,6 +316,17 @@ def check_wrappers(state: Any, divided: bool = False) -> None:
             "jc.replicas.skip_nonfinite(tx, "
             "axis_name), by which all workers skip a step together"
         )
+    if isinstance(state, optax.contrib.SAMState):
+        raise ValueError(
+            "compressed_mean: optax.contrib.sam around an exchange would take steps at each worker's own point. Give "
+            "it gradients that are exchanged before: those of jc.value_and_grad(loss, algorithm)"
+        )
+    if isinstance(state, optax.transforms.ConditionallyMaskState):
+        raise ValueError(
+            "compressed_mean: optax.conditionally_mask around an exchange leaves its state as it was where the "
+            "condition is not met, which the types of shard_map do not allow. Put the condition behind the mean: "
+            "optax.chain(jc.compressed_mean(...), optax.conditionally_mask(optimizer, ...))"
+        )
     if isinstance(state, optax.transforms.ConditionallyTransformState):
         raise ValueError(
             "compressed_mean: optax.conditionally_transform around an exchange returns each worker's own gradient "
@@ -344,6 +355,13 @@ def check_order(chain: tuple) -> None:
     first = next((i for i, part in enumerate(chain) if _has_mean(part)), 0)
     for part in chain[:first]:
         arrays = jax.tree.leaves(part, is_leaf=is_own)
+        seen = [x for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.bool_)]
+        if seen:
+            raise ValueError(
+                f"compressed_mean stands behind a transformation that remembers what it found in each worker's own "
+                f"gradient ({type(part).__name__}). Give it to the mean, which keeps its state for each worker: "
+                "jc.compressed_mean(..., before=transformation)"
+            )
         kept = [x for x in arrays if jnp.ndim(x) and jnp.issubdtype(jnp.result_type(x), jnp.floating)]
         if kept:
             raise ValueError(

@@ -121,6 +121,10 @@ def _own(old: OwnState, new: OwnState, keep: str) -> OwnState:
     return OwnState(type(new.local)(**fields), new.placement, new.roles)
 
 
+def _has_shards(mean: MeanState) -> bool:
+    return bool(mean.about.placement.shards)
+
+
 def _rows(mean: MeanState) -> int:
     return np.shape(mean.local.counts.size)[0]
 
@@ -145,6 +149,13 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
         except ValueError as error:
             raise Misfit(str(error).removeprefix(": ")) from None
     same = lambda a, b: (a.placement, a.roles, a.groups.structure) == (b.placement, b.roles, b.groups.structure)
+    if old.about.placement.shards != new.about.placement.shards and old.about.roles == new.about.roles:
+        where = lambda mean: f"cut over {', '.join(mean.about.placement.shards)}" if _has_shards(mean) else "whole"
+        raise Misfit(
+            f"the parameters are {where(old)} in the one and {where(new)} in the other (a mesh axis of length 1 cuts "
+            "nothing). jc.compressed_mean(..., sharded=specs) with jc.init_state names the axis whatever its length, "
+            "and its shards may become fewer, down to one"
+        )
     if not same(old.about, new.about):
         raise Misfit(
             f"the two states are of different optimizers or parameters: {old.about.placement} with "

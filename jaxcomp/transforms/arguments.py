@@ -65,7 +65,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_variable(node: Any) -> bool:
-    """Of Flax NNX. Asked of the type: `nnx.Rngs` answers to any name."""
+    """Whether it is a variable of Flax NNX. The type is asked, since `nnx.Rngs` answers to any name."""
     return hasattr(type(node), "set_value")
 
 

@@ -157,7 +157,7 @@ def _compared(whole: Gradients, parts: Gradients, kinds: list[str], tolerance: f
 
 
 def _words(rows: np.ndarray, target: np.ndarray, size: float, tolerance: float, found: LossCheck, axis: Any) -> str:
-    """Which kind of loss it is, and the cure."""
+    """Names the kind of loss, and the cure."""
     workers = len(rows)
     weights, _, rank, _ = np.linalg.lstsq(rows.T, target, rcond=None)
     outside = np.linalg.norm(weights @ rows - target) / size

@@ -37,6 +37,7 @@ from jaxcomp.base import Algorithm, Compressor, check_algorithm
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, check_gradients, check_own, is_bound
 from jaxcomp.exchange.driver import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
+from jaxcomp.exchange.routes import Route
 from jaxcomp.groups import join, split
 from jaxcomp.paths import numbers_by_path
 from jaxcomp.transforms.rows import with_before, with_rows
@@ -54,7 +55,7 @@ MISSING: Any = object()  # an axis that was forgotten, which None is not
 def compressed_mean(
     algorithm: Algorithm | None = None,
     axis_name: Axis | Mapping[Any, Algorithm] = MISSING,
-    via: str = "auto",
+    via: str | Route = "auto",
     weights: Sequence[float] | Array | None = None,
     *,
     seed: int | Array = 0,
@@ -77,7 +78,7 @@ def compressed_mean(
             {"ici": jc.direct(jc.identity()), "dcn": jc.error_feedback(jc.sidco(1e-3))}: the exchanges in their order,
             the mean over the first axis is the gradient of the second); None,
             which must be said, for a single worker without an axis.
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel.
+        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
         weights: relative weight of each worker, n numbers >= 0; divided by their sum. None: those that
             the compressor brings (`dagc`), else equal.
         seed: int or key for both kinds of randomness.
@@ -136,7 +137,7 @@ def compressed_mean(
 def means_over(
     name: str,
     levels: dict[Any, Any],
-    via: str,
+    via: str | Route,
     root: Array,
     sharded: Any,
     partial: bool,
@@ -211,6 +212,12 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compres
         )
     if isinstance(axis_name, (Algorithm, Compressor)):
         raise TypeError(f"{name}: give algorithm before axis_name; got {axis_name!r} for axis_name")
+    for axis in axis_name if isinstance(axis_name, Mapping) else (axis_name,):
+        if not (axis is None or all(isinstance(each, str) for each in (axis if isinstance(axis, tuple) else (axis,)))):
+            raise TypeError(
+                f"{name}: axis_name must be the name of a mapped axis, a tuple of names, a mapping from these to "
+                f"algorithms, or None; got {axis!r}"
+            )
     if not isinstance(axis_name, Mapping):
         return {axis_name: algorithm}
     if algorithm is not None:
@@ -221,7 +228,7 @@ def levels_of(algorithm: Any, axis_name: Any, weights: Any, name: str = "compres
 
 
 def _mean(
-    name: str, algorithm: Any, placement: Placement, via: str, root: Array, options: dict[str, Any]
+    name: str, algorithm: Any, placement: Placement, via: str | Route, root: Array, options: dict[str, Any]
 ) -> Transformation:
     """`compressed_mean` over the workers of one placement."""
     run = exchange_of(name, check_algorithm(name, algorithm), placement, via, root, **options)

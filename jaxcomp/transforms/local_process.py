@@ -20,7 +20,7 @@ import optax
 from jaxcomp.arrays import root_key, wide_like, wrap_key
 from jaxcomp.base import Algorithm, Compressor, Round, State, answered, check_algorithm, sides, whole
 from jaxcomp.compressors.tree import each_of
-from jaxcomp.exchange.agreement import Options, check_equal, greeting, greeting_of, merged
+from jaxcomp.exchange.agreement import Options, check_equal, greeting, greeting_of, merged, probe
 from jaxcomp.exchange.axes import Placement
 from jaxcomp.exchange.driver import exchange_of, own_weights
 from jaxcomp.groups import join, split
@@ -148,7 +148,7 @@ class LocalProcess:
         self.waited = self.waited_for_start = 0.0
         self._greeting: Future | None = None
         times_of = {"every": times.every, "fragments": times.fragments, "delay": times.delay, "mixing": mixing}
-        self._others = tuple((times_of | {"size": place[1], "message code": code, "outer": outer}).items())
+        self._others = tuple((times_of | {"size": place[1], "message code": code}).items())
 
         self._exact = exact = is_exact(times, self._mixing)
 
@@ -185,9 +185,10 @@ class LocalProcess:
         self.point = jax.tree.map(lambda p, each: jnp.array(p, each.dtype, copy=True), params, like)
         self._state, self._count = self._inner.init(params), 0
         self._parts, options = [], []
+        others = (*self._others, ("outer", probe(self._outer)))
         for p, numbers in enumerate(fragments_of(params, self._times.fragments)):
             root = jax.random.fold_in(self._root, p) if self._times.fragments > 1 else self._root
-            run = exchange_of(NAME, self._algorithm, Placement(None), "gather", root, others=self._others)
+            run = exchange_of(NAME, self._algorithm, Placement(None), "gather", root, others=others)
             mean, outer = run.init(cut(like, numbers)), self._outer.init(cut(self.point, numbers))
             apart, together = (jax.jit(functools.partial(function, mean.about.groups)) for function in (split, join))
             compressors = each_of(self._algorithm, mean.about.groups.groups)

@@ -34,6 +34,7 @@ from jaxcomp.exchange.collectives import sum_arrays
 from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.measure import no_counts
+from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean, own_at_device, own_off_device
 from jaxcomp.floats import rounded_to, stored
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
@@ -86,7 +87,7 @@ def local_updates(
     fragments: int = 1,
     delay: int = 0,
     mixing: float = 0.0,
-    via: str = "auto",
+    via: str | Route = "auto",
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
     measure: bool | int = False,

@@ -1,4 +1,4 @@
-"""Where a loss runs: the mesh, found from the arrays, and the two stages of a step on it.
+"""The mesh on which a loss runs, found from the arrays, and the two stages of a step on it.
 
     stage 1   shard_map over the axes of the workers alone: loss and gradient of each worker's part of the batch. Other
               mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit: the model is written as for jax.jit.
@@ -37,6 +37,7 @@ __all__ = [
     "laid_out",
     "on_mesh",
     "own_gradients_on_mesh",
+    "placed",
     "same_on_mesh",
     "unless_in_force",
     "without",
@@ -145,7 +146,8 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
             if automatic:
                 raise ValueError(
                     f"{name}: inside jit, how parameters are cut over the automatic axis {automatic[0]!r} is not "
-                    "known. Call init outside of jit on parameters that are placed on the mesh, or give param_specs."
+                    "known, nor under jax.eval_shape: JAX does not hand on the sharding of what it is given. Call init "
+                    "outside, on parameters that are placed on the mesh, or give param_specs."
                 )
             if not jax.typeof(leaf).sharding.mesh.empty:
                 return jax.typeof(leaf).sharding.spec
@@ -202,7 +204,7 @@ def gradients_on_mesh(
     given: Given,
     scale: Any = None,
 ) -> Gradients:
-    """What `worker_gradients` finds at all workers, with gradients [n, ...]."""
+    """Results of `worker_gradients` at all workers, with gradients [n, ...]."""
     workers, made = axis_names(axis), []
 
     def one(trained, rest, given, scale):
@@ -215,8 +217,8 @@ def gradients_on_mesh(
         grads = jax.tree.map(lambda g: g[None], found.grads)
         return found._replace(grads=grads, aux=tuple(apart), kinds=())
 
-    outs = Gradients(P(), (P(), P(workers)), P(), P(workers), P())  # pyright: ignore[reportArgumentType]
-    found = _stage(one, mesh, workers, P(), outs)(*_placed(mesh, workers, trained, rest, given), scale)
+    outs = Gradients(P(), (P(), P(_in_order(mesh, workers))), P(), P(workers), P())  # pyright: ignore[reportArgumentType]
+    found = _stage(one, mesh, workers, P(), outs)(*placed(mesh, workers, trained, rest, given), scale)
     structure, kinds = made
     joint, rows = map(iter, found.aux)
     aux = jax.tree.unflatten(structure, [next(rows) if kind in ROWS else next(joint) for kind in kinds])
@@ -233,7 +235,7 @@ def own_gradients_on_mesh(
     given: Given,
     why: str,
 ) -> Own:
-    """What `own_gradients` finds at each worker at parameters of its own, all of it behind a leading axis of workers.
+    """Results of `own_gradients` at each worker at parameters of its own, all behind a leading axis of workers.
 
     Args:
         owners: axes over which parameters differ; they have a leading axis of these already.
@@ -247,7 +249,7 @@ def own_gradients_on_mesh(
         check_kept(found)
         return jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
 
-    _, state, given = _placed(mesh, workers, {}, given.state, given)
+    _, state, given = placed(mesh, workers, {}, given.state, given)
     return _stage(one, mesh, workers, P(owners), P(workers))(own, state, given, None)
 
 
@@ -260,21 +262,26 @@ def check_kept(found: Own) -> None:
         )
 
 
+def _in_order(mesh: Any, workers: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes in the order of the mesh, as batches lie: in that of the exchanges they would be moved."""
+    return tuple(name for name in mesh.axis_names if name in workers)
+
+
 def _stage(one: Any, mesh: Any, workers: tuple[str, ...], params: P, outs: Any) -> Any:
     return jax.shard_map(
         one,
         mesh=unless_in_force(mesh),
-        in_specs=(params, P(), Given(P(workers), P(), P()), P()),  # pyright: ignore[reportArgumentType]
+        in_specs=(params, P(), Given(P(_in_order(mesh, workers)), P(), P()), P()),  # pyright: ignore[reportArgumentType]
         out_specs=outs,
         axis_names=set(workers),
         check_vma=False,  # so that a loss may hold loops whose carry begins with zeros, as under plain jit
     )
 
 
-def _placed(mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given) -> tuple[Any, Any, Given]:
+def placed(mesh: Any, workers: tuple[str, ...], trained: Any, rest: Any, given: Given) -> tuple[Any, Any, Given]:
     """The arguments as stage 1 takes them: whole over the workers, the batch cut."""
     whole = lambda tree: jax.tree.map(lambda x: laid_out(x, without(_spec(x), workers), mesh), tree)
-    cut = [laid_out(x, _batch_spec(x, workers), mesh) for x in given.cut]
+    cut = [laid_out(x, _batch_spec(x, _in_order(mesh, workers)), mesh) for x in given.cut]
     return whole(trained), whole(rest), Given(cut, whole(given.whole), whole(given.state))
 
 

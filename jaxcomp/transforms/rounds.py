@@ -11,6 +11,7 @@ from jaxcomp.base import Algorithm, Compressor, check_algorithm
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, varying
 from jaxcomp.exchange.driver import Exchange, exchange_of, own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
+from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import MeanState
 from jaxcomp.groups import join, split
 from jaxcomp.transforms.worker_gradients import weighing
@@ -54,11 +55,11 @@ class _Gradient:
 def rounds(
     method: Algorithm | None,
     axis_name: Axis | Mapping[Any, Algorithm],
-    via: str = "auto",
+    via: str | Route = "auto",
     *,
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
-    code: str = "elias",
+    code: str = "fixed",
     link: Link = DEFAULT,
 ) -> Rounds:
     """Binds a method to a mapped axis. What it exchanges goes the same road as in `compressed_mean`.

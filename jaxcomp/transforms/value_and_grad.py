@@ -17,6 +17,7 @@ from jaxcomp.base import Algorithm, check_algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
+from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import kept, means_in
 from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.arguments import (
@@ -43,6 +44,7 @@ from jaxcomp.transforms.meshes import (
     same_on_mesh,
 )
 from jaxcomp.transforms.rows import WorkerGradients
+from jaxcomp.transforms.unreduced import unreduced_on_mesh
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, check_loss_options, worker_gradients
 
 __all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_grad"]
@@ -77,6 +79,7 @@ class ValueAndGrad:
     axis: Axis
     wrt: Any
     param_specs: Any
+    unreduced: bool = False
 
     def init(self, params: Any) -> GradientState:
         """The state for these parameters, each worker's part on its own device.
@@ -123,6 +126,11 @@ class ValueAndGrad:
         call, given = call_of("value_and_grad", self.loss.batch, self.loss.keys, batch, named)
         rest = [*rest, *given.state]
         if is_bound(self.axis) and self.axis is not None:
+            if self.unreduced:
+                raise ValueError(
+                    f'value_and_grad: gradients="unreduced" goes with plain jax.jit; here {self.axis} is bound by '
+                    'shard_map, pmap or vmap. Say gradients="per_worker"'
+                )
             out = _here(self, what, call, self.axis, trained, rest, given, state)
         else:
             mesh = self._mesh(trained, given.cut)
@@ -172,12 +180,13 @@ def value_and_grad(
     micro_batches: int = 1,
     loss_scale: float | DynamicScale | None = None,
     keys: str | Sequence[str] | None = None,
-    via: str = "auto",
+    via: str | Route = "auto",
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
     measure: bool | int = False,
     link: Link = DEFAULT,
     bucket_bytes: int | None = None,
+    gradients: str = "auto",
 ) -> ValueAndGrad:
     """Loss and gradient as `jax.value_and_grad` gives them, with a compressed exchange between the workers.
 
@@ -220,8 +229,8 @@ def value_and_grad(
         wrt: what is trained, where not all of `params` is: a type of nodes, `flax.nnx.Param` for an NNX model; a
             function of a leaf, `eqx.is_inexact_array` for one of Equinox; a function (path, node), such as the filters
             of NNX; or a tuple of these, any of which may choose. Other NNX variables that the loss changes (BatchNorm
-            statistics, counters of random keys) are averaged and written back; random keys among them are another one
-            for each worker. So is an `nnx.Rngs` that is given by keyword.
+            statistics, counters of random keys) are averaged, all workers alike, and written back; random keys among
+            them are another one for each worker. So is an `nnx.Rngs` that is given by keyword.
         param_specs: PartitionSpecs of the parameters, a prefix tree of them. None: as the arrays lie that are given to
             `init`.
         micro_batches: into how many pieces each worker cuts its part of the batch; gradients are added up in f32, and
@@ -240,12 +249,17 @@ def value_and_grad(
             the same.
         via, weights, seed, measure, link, bucket_bytes: as for `compressed_mean`. Loss and averaged auxiliary values
             are weighted as gradients are, by `weights` or those that the compressor brings (`dagc`).
+        gradients: "per_worker" (and so far "auto"): as above. "unreduced": the loss is called once, on the whole batch,
+            and JAX leaves its gradient unreduced over the workers: masks, class weights, contrastive losses, statistics
+            and auxiliary values are plain JAX's, and need no `weight` nor `aux`. On a mesh whose axes are Explicit,
+            outside of `shard_map`, for operations for which JAX has a rule: products yes, convolutions not.
 
     Returns:
         `ValueAndGrad`: init(params) -> state; (params, state, *batch, **named) -> (loss, grads, state), or
         ((loss, aux), grads, state). Positional arguments after the state are cut along their leading axis, keyword
-        arguments are given whole to each worker, and as they are where they are no arrays (train=True). Gradients are
-        laid out like the parameters; with `wrt`, what is not trained is None.
+        arguments are given whole to each worker, and as they are where they are no arrays (train=True; another
+        value compiles anew, so give numbers that change as arrays). Gradients are laid out like the parameters; with
+        `wrt`, what is not trained is None.
 
     Raises:
         TypeError, ValueError: as `compressed_mean`, when built; and when called: a batch that cannot be cut evenly, or
@@ -276,6 +290,8 @@ def value_and_grad(
         batch=batch,
     )
     check_wrt("value_and_grad", wrt)
+    if gradients not in ("auto", "per_worker", "unreduced"):
+        raise ValueError(f'value_and_grad: gradients must be "auto", "per_worker" or "unreduced"; got {gradients!r}')
     options: dict[str, Any] = {"seed": seed, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
 
     def transform(sharded: Any) -> Any:
@@ -285,7 +301,7 @@ def value_and_grad(
         return compressed_mean(algorithm, axis_name, via, weights, sharded=sharded, **options)
 
     transform(None)  # says what else does not fit while it is built
-    return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs)
+    return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs, gradients == "unreduced")
 
 
 def worker_value_and_grad(
@@ -421,7 +437,8 @@ def _on_mesh(
     state: GradientState,
 ) -> tuple[Gradients, GradientState]:
     """The two stages."""
-    found = gradients_on_mesh(self.loss, what, call, mesh, self.axis, trained, rest, given, _factor(state))
+    given = (self.loss, what, call, mesh, axis_names(self.axis), trained, rest, given, _factor(state))
+    found = unreduced_on_mesh(*given) if self.unreduced else gradients_on_mesh(*given)
     tree = _like_tree(state.specs, trained)
     new = exchange_on_mesh(self.transform(tree), mesh, self.axis, tree, found.grads, state.exchange)
     return _after(self, found, trained, rest, state, new)

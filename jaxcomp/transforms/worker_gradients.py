@@ -1,4 +1,4 @@
-"""What one worker computes before anything is exchanged: its loss, its gradient, its auxiliary values.
+"""One worker's part before anything is exchanged: its loss, its gradient, its auxiliary values.
 
     l_ij, W_ij    loss of micro-batch j of worker i, and what it counts: 1, or its weight (tokens, say)
     p_i           share of worker i: 1 / n, or `weights` divided by their sum
@@ -40,6 +40,7 @@ __all__ = [
     "Loss",
     "Own",
     "check_loss_options",
+    "is_overflow",
     "kinds_of",
     "mean_over",
     "not_zero",
@@ -161,8 +162,8 @@ def check_loss_options(
 
 
 def kinds_of(name: str, aux: Any) -> Any:
-    """What becomes of auxiliary values, as something that has a hash: (patterns, kinds), or (structure, kinds) of a
-    prefix tree; ValueError unless each kind is one of KINDS."""
+    """Kinds of auxiliary values in a form that has a hash: (patterns, kinds), or (structure, kinds) of a prefix tree;
+    ValueError unless each kind is one of KINDS."""
     by_path = isinstance(aux, Mapping) and all(isinstance(each, str) for each in (*aux, *aux.values()))
     leaves, structure = jax.tree.flatten(aux, is_leaf=lambda kind: kind is None)
     wrong = [kind for kind in leaves if kind not in KINDS]
@@ -206,7 +207,7 @@ def _kinds_for(kinds: Any, extra: Any) -> tuple[str, ...]:
 
 
 class _Calling(NamedTuple):
-    """Who calls a loss. axes: of the workers. shares: of each. refusal: why no mean over them can be taken."""
+    """The caller of a loss. axes: of the workers. shares: of each. refusal: why no mean over them can be taken."""
 
     axes: tuple[str, ...]
     shares: tuple[tuple[Axis, tuple[float, ...]], ...]
@@ -315,6 +316,7 @@ def own_gradients(
     given: Given,
     factor: Any = None,
     refusal: str = "",
+    rows: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None,
 ) -> Own:
     """Loss and gradient of this worker's part of the batch, with what it counts. No collective.
 
@@ -325,6 +327,7 @@ def own_gradients(
         given: this worker's part of the batch, and what is equal on all workers.
         factor: of the loss, None for 1. Gradients are divided by it, in f32, which they keep.
         refusal: see `mean_over`.
+        rows: (what is made of a gradient before anything else, zeros of that form for a tree of parameters).
     """
     number, parts = axis_index(axis), how.micro_batches
     if axis_names(axis):
@@ -337,7 +340,8 @@ def own_gradients(
         return call.join(Given(cut, whole, rest[len(rest) - len(given.state) :]))
 
     def one(rest, cut, j):
-        return _differentiated(how, what, call, trained, rest, lambda: arguments(rest, cut, j), factor)
+        grads, out = _differentiated(how, what, call, trained, rest, lambda: arguments(rest, cut, j), factor)
+        return (grads if rows is None else rows[0](grads)), out
 
     why = refusal or ("inside of micro_batches it would see one of them alone" if parts > 1 else "")
     with weighing(axis, how.shares, why):
@@ -351,7 +355,8 @@ def own_gradients(
         else:
             cut = _micro_batches(given.cut, parts, how.batch is None)
             first = [x[0] for x in cut]
-            grads, loss, extra, new, weights = _accumulated(trained, rest, cut, parts, one)
+            zeros = jax.tree.map(_wide_zeros, trained) if rows is None else rows[1](trained)
+            grads, loss, extra, new, weights = _accumulated(zeros, rest, cut, parts, one)
         kinds = _kinds_for(how.kinds, extra)
         doubled = lambda: _doubled(how, what, trained, rest, lambda cut: arguments(rest, cut, 0), first)
         examples = [x.shape[0] for x in first[:1] if x.ndim]
@@ -363,13 +368,12 @@ def own_gradients(
     return Own(loss, extra, new, grads, None if weights is None else jnp.sum(weights), kinds)
 
 
-def _accumulated(trained: Any, rest: list[Any], cut: list[Any], parts: int, one: Callable[..., Any]) -> Any:
+def _accumulated(zeros: Any, rest: list[Any], cut: list[Any], parts: int, one: Callable[..., Any]) -> Any:
     """Gradient and loss of the worker's own mean, auxiliary values and weights of each micro-batch [k, ...], and the
     last values of what is not trained.
 
     With weights the sums are of W_j g_j and W_j l_j, and are divided by that of W_j.
     """
-    zeros = jax.tree.map(_wide_zeros, trained)
 
     def add(carry, given):
         total, rest = carry
@@ -457,7 +461,7 @@ def not_zero(x: Array) -> Array:
 
 
 def _each_key(split: Callable[[Array], Array], keys: Array) -> Array:
-    """Of one random key, typed or not, or of an array of them."""
+    """Splits one random key, typed or not, or each of an array of them."""
     for _ in range(keys.ndim - (0 if is_key(keys) else 1)):
         split = jax.vmap(split)
     return split(keys)
@@ -577,7 +581,7 @@ def worker_gradients(
     own = own_gradients(how, what, call, axis, trained, rest, given._replace(whole=whole), factor)
     share = share_of_worker(axis, how.shares)
     counts = share if own.weight is None else jnp.asarray(share, own.weight.dtype) * own.weight
-    overflow = None if scale is None else _is_overflow(own.grads) * jnp.asarray(counts != 0, jnp.float32)
+    overflow = None if scale is None else is_overflow(own.grads) * jnp.asarray(counts != 0, jnp.float32)
     kept = [None if x is None else "unweighted" if _is_float(x) else "equal" for x in own.rest]
     kinds = ("mean", list(own.kinds), kept, None if scale is None else "sum")
     leaves, structure = jax.tree.flatten(own.extra)
@@ -591,7 +595,7 @@ def worker_gradients(
     return Gradients(loss, jax.tree.unflatten(structure, leaves), rest, grads, overflows, own.kinds)
 
 
-def _is_overflow(grads: Any) -> Array:
+def is_overflow(grads: Any) -> Array:
     """f32[]: one if any entry is NaN or infinite."""
     finite = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
     return 1.0 - jnp.all(jnp.stack(finite)).astype(jnp.float32) if finite else jnp.zeros((), jnp.float32)

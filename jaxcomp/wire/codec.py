@@ -62,7 +62,7 @@ def encode(payload: Any, *, code: str = "fixed", compressor: Any = None) -> byte
 
 
 def _made(compressor: Any) -> str:
-    """What the header says of compressors."""
+    """Text of the header for these compressors."""
     each = () if compressor is None else (compressor,) if hasattr(compressor, "spec") else compressor
     return ", ".join(dict.fromkeys(map(factories.described, each)))
 

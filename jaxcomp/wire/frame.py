@@ -40,7 +40,7 @@ def unseal(data: bytes) -> memoryview:
 
 
 def opened(data: bytes) -> tuple[str, memoryview]:
-    """By which compressors a message was made, and its body without copying it, after checking the frame.
+    """Checks the frame, and returns by which compressors a message was made and its body, without copying it.
 
     Raises:
         WireError: too short, other magic or version, wrong length, wrong checksum.

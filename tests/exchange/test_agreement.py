@@ -21,7 +21,7 @@ SAID = {  # by process 1, whose workers are 2 and 3
     "algorithm": "algorithm is ef21 ON, and error_feedback",
     "parts": r"algorithm.parts is \['b', '.'\] ON, and \['b', 'w'\]",
     "seed": r"seed is \[0, 1\] ON, and \[0, 0\]",
-    "via": "via is 'gather' ON, and 'auto'",
+    "via": "via is gather ON, and auto",
     "weights": r"weights is \[0.4, 0.2, 0.2, 0.2\] ON, and \[0.25, 0.25, 0.25, 0.25\]",
     "buckets": "bucket_bytes is 1048576 ON, and 1024",
     "layout": "algorithm.compressor is per_leaf ON, and flat",

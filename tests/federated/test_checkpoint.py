@@ -130,3 +130,33 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path):
             load(file, made())
         with pytest.raises(ValueError, match="is not the file of a member"):
             Member(file)
+
+
+def test_no_flipped_byte_raises_anything_but_value_error(tmp_path):
+    """One turns a part of a zip file into another compression method, or an encrypted one."""
+    path = tmp_path / "server.npz"
+    save(path, made())
+    good = bytearray(path.read_bytes())
+    for place in range(0, len(good), 23):
+        for flip in (0x01, 0x08, 0xFF):
+            bad = bytearray(good)
+            bad[place] ^= flip
+            path.write_bytes(bad)
+            try:
+                load(path, made())
+            except ValueError as error:
+                assert str(path) in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [("point", np.full(D, np.nan), "point is not finite"), ("shown", np.zeros(D - 1), "vectors in it have the shapes")],
+)
+def test_a_good_file_with_bad_vectors_is_refused(tmp_path, name, value, said):
+    path = tmp_path / "server.npz"
+    save(path, made())
+    with np.load(path) as kept:
+        arrays = dict(kept) | {name: value.astype(np.float32)}
+    np.savez(path, **arrays)
+    with pytest.raises(ValueError, match=f"is damaged: {said}"):
+        load(path, made())

@@ -481,3 +481,14 @@ def test_specs_of_a_state_without_a_mean_are_refused():
             jc.init_state(adam, PARAMS, mesh, AXIS)
     with pytest.raises(ValueError, match="state_axes: there is no compressed_mean in this state"):
         jc.state.state_axes(adam.init(PARAMS))
+
+
+def test_a_memory_by_leaf_keeps_its_dtype():
+    """In f32 it was rounded to the gradients' 16 bits, and to the largest number of f16."""
+    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), None)
+    params = {"w": jnp.zeros((40, 30), jnp.float16), "b": jnp.zeros(3, jnp.float16)}
+    state = tx.init(params)
+    memory = tuple(jnp.full_like(x, 160_000.0) for x in state.local.algorithm.memory)
+    found = jc.state.by_leaf(state, memory)
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    np.testing.assert_array_equal(found["w"], 160_000)

@@ -105,6 +105,19 @@ def test_training_with_a_hierarchy_among_optax(kind, seed):
     assert memory.shape == (2, 40, 30)  # one for each group
 
 
+def test_a_batch_stays_where_it_lies_whatever_the_order_of_the_levels(seed):
+    """Gradients over "ici" first; the mesh, and so the batch, has "dcn" first."""
+    mesh, levels = mesh_of(("dcn", "ici")), {"ici": DENSE, "dcn": TOP}
+    w = jax.device_put(jnp.ones(2048), NamedSharding(mesh, P()))
+    x = jax.random.normal(jax.random.key(seed), (64, 2048))
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    grad_fn = jc.value_and_grad(loss, axis_name=levels)
+    state, placed = grad_fn.init(w), jax.device_put(x, NamedSharding(mesh, BOTH))
+    book = jc.ledger(jax.jit(grad_fn), w, state, placed)
+    assert book.total_bytes < 4 * w.size + 4 * w.size  # dense over ici, a twentieth over dcn; the batch has 524,288
+    np.testing.assert_allclose(jax.jit(grad_fn)(w, state, placed)[0], loss(w, x), rtol=1e-5)
+
+
 def test_hierarchies_are_checked():
     with pytest.raises(ValueError, match="got both"):
         jc.compressed_mean(DENSE, {"a": DENSE})

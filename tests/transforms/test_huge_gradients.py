@@ -121,3 +121,29 @@ def test_methods_with_an_iterate_go_on_after_huge_gradients(name):
     assert np.all(np.isfinite(run.point(state)))
     kept = jax.tree.leaves((state.local.algorithm, state.shared.algorithm))
     assert all(np.all(np.isfinite(leaf)) for leaf in kept if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        jc.contract(jc.rotate(jc.block_scaled("int4", rounding="stochastic"), block=64)),
+        jc.eden(2, block=64, scale="least_squares"),
+        jc.block_scaled("int4"),
+        jc.dct(jc.top_k(0.1), 16),
+    ],
+    ids=lambda compressor: compressor.spec.name,
+)
+@pytest.mark.parametrize("weights", [None, [1, 3]])
+def test_what_is_cut_off_the_direction_stays_in_memory(compressor, weights, seed):
+    """Codes may decode to more than the largest number of f16, at which the direction ends: all of it was lost."""
+    rng, largest = np.random.default_rng(seed), float(jnp.finfo(jnp.float16).max)
+    size = rng.uniform(0.9, 1, 2048) * largest
+    signs = rng.choice([-1, 1], 2048)
+    grads = jnp.asarray([np.stack([size * signs] * 2), np.stack([-size * signs] * 2) / 2], jnp.float16)
+    tx = jc.compressed_mean(jc.error_feedback(compressor), AXIS, weights=weights)
+    directions, state = run_vmap(tx, jnp.zeros(2048, jnp.float16), grads)
+    shares = np.asarray(weights or [1, 1]) / np.sum(weights or [1, 1])
+    memory = np.tensordot(shares, np.float64(state.local.algorithm.memory[0][:, 0]), 1)
+    given = np.tensordot(shares, np.float64(grads).sum(0), 1)
+    # But for rounding of the directions to f16.
+    np.testing.assert_allclose(np.float64(directions).sum(0) + memory, given, atol=2e-3 * largest)

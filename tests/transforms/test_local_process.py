@@ -241,7 +241,7 @@ OTHERS = {
     "outer is an optimizer with the first steps .* on worker 1": {"outer": optax.sgd(0.7, momentum=0.5)},
     "every is 3 on worker 1, and 2 on worker 0": {"every": 3},
     "mixing is 0.5 on worker 1, and 0 on worker 0": {"mixing": 0.5},
-    "message code is 'best' on worker 1, and 'fixed' on worker 0": {"code": "best"},
+    "message code is best on worker 1, and fixed on worker 0": {"code": "best"},
     r"seed is \[0, 1\] on worker 1, and \[0, 0\] on worker 0": {"seed": 1},
     r"parameters is float32\[3000\] .* on worker 1, and float32\[4000\]": {"params": {"w": jnp.zeros(3000)}},
 }

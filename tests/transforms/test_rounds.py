@@ -199,3 +199,14 @@ WRONG = [
 def test_errors_name_the_cure(error, make, message):
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("compressor", [jc.natural(), jc.sign(), jc.block_scaled("mxfp8")], ids=repr)
+def test_bits_are_those_of_code_bits(compressor):
+    """Elias codes, the default before, take up to twice as many for these."""
+    algorithm = jc.direct(compressor) if compressor.spec.omega else jc.error_feedback(compressor)
+    run = jc.methods.rounds(jc.methods.descend(algorithm, RATE), None)
+    x = jnp.asarray(targets_of(0)[0])
+    _, bits = jax.jit(lambda s: run.step(s, lambda at: at - x))(run.init(jnp.zeros(D)))
+    _, payload = jc.roundtrip(compressor, -x, key=jax.random.key(0))
+    assert float(bits) == float(jc.code_bits(payload))

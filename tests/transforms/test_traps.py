@@ -1,5 +1,7 @@
 """Mistakes that would otherwise train something else without a word: each is refused in one sentence, with the cure."""
 
+import json
+
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -163,5 +165,44 @@ def test_what_a_round_cost_is_a_table():
     assert repr(found) == str(found)
     assert lines[3].endswith("not measured")
     assert str(each).splitlines()[0].split() == ["worker", "0", "1"]
-    assert len(jax.tree.leaves(found)) == 8
+    assert len(jax.tree.leaves(found)) == 9
     assert jax.jit(lambda s: str(jc.info(s)).startswith("Info(lane_bytes=") + 0)(state) == 1
+    plain = json.loads(json.dumps(found.as_dict()))
+    assert (plain["relative_error"], plain["route"], plain["dense"]) == (None, "sum", 17)
+    assert plain["lane_bytes"] == float(found.lane_bytes)
+    assert each.as_dict()["route"] == ["sum", "sum"]
+
+
+SECOND = lambda step: step % 2 == 0
+REFUSED = {
+    "axis": (lambda: jc.compressed_mean(jc.direct(jc.identity()), 3), r"axis_name must be the name .* got 3"),
+    "axes": (lambda: jc.compressed_mean(jc.direct(jc.identity()), (AXIS, 3)), r"axis_name must be the name .*, 3\)"),
+    "seed": (lambda: jc.compressed_mean(jc.direct(jc.identity()), AXIS, seed=1.5), r"seed must be an integer .* 1\.5"),
+    "complex": (
+        lambda: MEAN.init({"w": jnp.ones(3, jnp.complex64)}),
+        r"\['w'\] has dtype complex64.*optax\.contrib\.split_real_and_imaginary",
+    ),
+    "has_aux": (
+        lambda: jc.worker_value_and_grad(lambda w, x: (jnp.sum(w * x), x), mesh_of(2))(jnp.ones(3), jnp.ones((2, 3))),
+        "the loss must return a number; got a tuple.*[Ss]ay has_aux=True",
+    ),
+    "condition": (lambda: traced(optax.conditionally_mask(MEAN, SECOND)), "Put the condition behind the mean"),
+    "sam": (
+        lambda: traced(optax.contrib.sam(optax.chain(MEAN, optax.sgd(0.1)), optax.sgd(0.1))),
+        r"optax\.contrib\.sam around an exchange",
+    ),
+    "zero_nans": (lambda: traced(optax.chain(optax.zero_nans(), MEAN)), r"ZeroNansState.*before=transformation"),
+    "fetch_sgd": (
+        lambda: jax.eval_shape(
+            jc.compressed_mean(jc.fetch_sgd(0.01), None).init, jax.ShapeDtypeStruct((2**31 + 5,), jnp.float32)
+        ),
+        r"at most 2\^31 - 1 entries share a sketch.*got 2147\d*.*jc\.by_path",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_was_refused_by_something_else_is_named(name):
+    call, said = REFUSED[name]
+    with pytest.raises((TypeError, ValueError), match=said):
+        call()

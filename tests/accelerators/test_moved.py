@@ -1,0 +1,33 @@
+"""What codecs of 2^22 entries move on an H100, counted in the text that its compiler makes: copies, kernels, waits."""
+
+import pytest
+
+from experiments.bench.text import TURNS, cases, row_of
+from experiments.lib.targets import described, lacks
+
+CASES = cases(22)
+# Copies of the vector, kernels, and waits of the host: at most.
+MOST = {
+    "compress sidco": (0.7, 45, 4),
+    "compress top_k": (0.8, 75, 1),
+    "compress chunked": (3.2, 70, 4),
+    "compress int8": (1.2, 4, 0),
+    "compress int4": (1.15, 5, 0),
+    "compress mxfp8": (1.25, 5, 0),
+    "compress dithering(7)": (1.15, 8, 1),
+    "compress eden(4)": (4.8, 16, 0),
+    "decompress eden(4)": (3.7, 11, 0),
+    "16 workers by vmap, top_k": (0.9, 75, 1),
+}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_codec_moves_few_copies(name):
+    if package := lacks("h100"):
+        pytest.skip(f"compiling for an H100 needs the package {package}")
+    turns = next((turns for word, turns in TURNS.items() if word in name), 0)
+    row = row_of(name, CASES[name], described("h100")[0], turns)
+    copies, kernels, waits = MOST[name]
+    assert row["copies"] <= copies, row["largest"]
+    assert row["kernels"] <= kernels
+    assert row["waits"] <= waits
