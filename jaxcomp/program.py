@@ -235,20 +235,24 @@ class Module:
         parts = read_by(made) if made is not None and made.op == "tuple" else []
         return parts[place] if place is not None and place < len(parts) else ""
 
-    def entry_of_tuple(self, name: str, computation: str) -> int | None:
-        """Which entry of the parameter of a computation an instruction is; None for any other."""
-        found = self.computations[computation].get(name)
-        of = (
-            self.computations[computation].get(read_by(found)[0]) if found and found.op == "get-tuple-element" else None
-        )
-        index = re.search(r"index=(\d+)", found.attributes) if found and of and of.op == "parameter" else None
-        return int(index[1]) if index else None
-
-    def constant(self, name: str, computation: str) -> int | None:
-        """The integer that an instruction is; None for any other."""
+    def behind_copies(self, name: str, computation: str) -> Instruction | None:
+        """The instruction of which another one is a copy, or itself."""
         found = self.computations[computation].get(name)
         while found is not None and found.op in ("copy", "bitcast", "reshape"):
             found = self.computations[computation].get(read_by(found)[0])
+        return found
+
+    def entry_of_tuple(self, name: str, computation: str) -> int | None:
+        """Which entry of the parameter of a computation an instruction is; None for any other."""
+        found = self.behind_copies(name, computation)
+        if found is None or found.op != "get-tuple-element":
+            return None
+        of, index = self.computations[computation].get(read_by(found)[0]), re.search(r"index=(\d+)", found.attributes)
+        return int(index[1]) if index and of is not None and of.op == "parameter" else None
+
+    def constant(self, name: str, computation: str) -> int | None:
+        """The integer that an instruction is; None for any other."""
+        found = self.behind_copies(name, computation)
         is_whole = found is not None and found.op == "constant" and re.fullmatch(r"-?\d+", found.operands.strip())
         return int(found.operands) if found is not None and is_whole else None
 

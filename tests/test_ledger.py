@@ -337,7 +337,8 @@ COUNTED = """HloModule m, num_partitions=4, is_scheduled=true
   %f = f32[10] fusion(%x), kind=kLoop, calls=%other
   %d = f32[10] all-reduce-done(%s)
   %one = s32[] constant({step})
-  %next = s32[] add(%j, {by})
+  %k = s32[] copy(%j)
+  %next = s32[] add(%k, {by})
   ROOT %t = (s32[], f32[10]) tuple(%next, %d)
 }}
 
