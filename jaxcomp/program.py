@@ -243,7 +243,7 @@ class Module:
         return found
 
     def entry_of_tuple(self, name: str, computation: str) -> int | None:
-        """Which entry of the parameter of a computation an instruction is; None for any other."""
+        """The entry of the parameter of a computation that an instruction is; None for any other."""
         found = self.behind_copies(name, computation)
         if found is None or found.op != "get-tuple-element":
             return None
