@@ -81,7 +81,7 @@ def check_loss(
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> loss = lambda w, x, mask: jnp.sum(mask * (x - w) ** 2) / jnp.sum(mask)
-    >>> print(jc.check_loss(loss, jnp.zeros(()), (jnp.ones(4), jnp.array([1, 1, 0, 0])), mesh).gradient_error)
+    >>> print(jc.check_loss(loss, jnp.zeros(()), (jnp.ones(4), jnp.array([1.0, 1.0, 0.0, 0.0])), mesh).gradient_error)
     0.0
     """
     if isinstance(loss, ValueAndGrad):

@@ -107,7 +107,7 @@ def test_one_step_of_diana_plus_is_that_of_the_file():
 
     def update(key, gradient):
         now = here._replace(key=key, index=jax.lax.axis_index("data"))
-        turn = _Turn(run, run._way(groups), State(), None)
+        turn = _Turn(run, run._way(groups, gradient), State(), None)
         return answered(algorithm.update(now, (gradient,), state), turn.answer)
 
     direction, after = jax.jit(jax.vmap(update, axis_name="data"))(jnp.stack([key_of(0), key_of(1)]), gradients)
