@@ -483,8 +483,11 @@ class SparseSum:
             pieces |= dict(zip(rest, cut_apart(made[-1], rest_sizes), strict=True))
         return [pieces[i] for i in range(len(sizes))]
 
-    def _zeros(self, size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size,), self.values.dtype)
+    def _zeros(self, size: int) -> Any:
+        """Zeros, typed as the values are over the axes of a mesh; on a CPU they are made after the values."""
+        if platform() == "cpu":
+            return jax.ShapeDtypeStruct((size,), self.values.dtype)
+        return jnp.zeros_like(self.values, shape=(size,))
 
 
 LONG = backend_cpu.LONG  # entries of a vector that is worth a branch, or a loop, of its own
