@@ -184,8 +184,8 @@ def test_a_leaf_of_an_identity_exchange_is_not_padded(shape):
     step = jax.shard_map(lambda g, s: tx.update(g[0], s), mesh=mesh, in_specs=(P("dcn"), specs), out_specs=(P(), specs))
     gradients = placed(jax.ShapeDtypeStruct((2, *shape), jnp.float32), P("dcn"))
     book = jc.ledger(jax.jit(step), gradients, jax.tree.map(placed, state, specs))
-    entries = sum(row.physical_bytes for row in book.rows) / 4
-    assert entries <= int(np.prod(shape)) + TILE
+    entries = sum(row.physical_bytes for row in book.rows if row.slices) / 4  # not what chips of a slice then share
+    assert 0 < entries <= int(np.prod(shape)) + TILE
 
 
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32], ids=lambda dtype: dtype.__name__)
@@ -247,7 +247,7 @@ def test_bf16_between_slices_takes_what_sends_least(number):
     """Of two slices a gather: an all-to-all would hand over the part that stays, too."""
     plain, exact = (exchanged(method(jc.cast("bfloat16")), number)["dcn",] for method in (jc.direct, jc.error_feedback))
     part, b = 2**18 / 4, 2
-    assert plain <= (number - 1 if number == 2 else 2 * (number - 1) / number) * b * part + 4 * TILE
+    assert plain <= (number - 1 if number == 2 else 2 * (number - 1) / number) * b * part + 8 * TILE
     assert exact <= (number - 1 if number < 4 else 3 * (number - 1) / number) * b * part + 8 * TILE
 
 
