@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from laws import ROWS, WORKERS, D
+from variants import variants
 
 import jaxcomp as jc
 from experiments.bench.trees import temporary, update_of
@@ -225,8 +226,10 @@ FEW_ENTRIES = {
 ON_GPU = {"top_k", "int4", "natural", "diana", "by_path, dense"}
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", FEW_ENTRIES)
+KEPT = {"top_k", "int4", "by_path, dense", "bidirectional", "dagc"}  # of the others, all with -m ""
+
+
+@pytest.mark.parametrize("name", variants(FEW_ENTRIES, KEPT))
 def test_a_direction_is_the_same_made_leaf_by_leaf(name, seed, monkeypatch):
     """Two rounds of three workers, as where the mean is made as a vector; also in the forms of GPUs."""
     rng = np.random.default_rng(seed)

@@ -231,6 +231,7 @@ def tree(dtype):
 
 
 @pytest.mark.filterwarnings("ignore:compressed_mean. this exchange sends")
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_keeps_its_roundings_and_products_by_every_route(name):
     carried = 0

@@ -104,6 +104,7 @@ def test_decoded_messages_give_the_mean_of_a_gather(seed):
     assert jc.info(state).chosen == "sum"
 
 
+@pytest.mark.slow
 def test_a_state_that_does_not_know_its_workers_keeps_its_layout():
     """`tx.init` outside of any mesh: among 16 workers messages are then decoded and added."""
     tx = optax.chain(jc.compressed_mean(STEP, AXIS), optax.sgd(0.1))

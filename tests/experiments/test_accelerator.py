@@ -167,6 +167,7 @@ def ran(tmp_path, *words, devices=1):
     return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_the_whole_command_on_two_devices_of_the_cpu(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(MARKERS)

@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from programs import run_inside
 
 from experiments.quantizers import error_of, main, quantizers, seconds_of
 from experiments.quantizers.released import RELEASED
 
 
+@pytest.mark.slow
 def test_table_and_figure(tmp_path):
     with jax.numpy_dtype_promotion("standard"):
         options = ["--log2-size", "11", "--workers", "3", "--steps", "1", "--log2-timed", "11"]
@@ -23,6 +25,7 @@ def test_table_and_figure(tmp_path):
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("q.png", "q-speed.png"))
 
 
+@pytest.mark.slow
 def test_words_choose_families_and_quantizers(capsys):
     names = lambda *words: [q.name for q in quantizers(2048, words)]
     assert names("nvfp4 AS") == ["block_scaled(nvfp4, scale=e4m3-nearest)"]
@@ -34,6 +37,7 @@ def test_words_choose_families_and_quantizers(capsys):
     assert all(words in result.stderr for words in ("MX, best scale;", "torchft, released"))
 
 
+@pytest.mark.slow
 def test_means_of_workers_lose_little(key, seed):
     """Of the code with the fewest bits of each family, some of which have no bound."""
     xs = jnp.asarray(np.random.default_rng(seed).standard_normal((3, 2048)), jnp.float32)

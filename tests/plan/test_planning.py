@@ -59,6 +59,7 @@ def test_a_plan_measures_advises_and_keeps_its_facts(tmp_path):
     assert said  # other candidates are another plan
 
 
+@pytest.mark.slow
 def test_what_was_run_is_kept_until_it_says_nothing_any_more(machine, tmp_path):
     """The second plan measures and runs nothing; another one runs what another argument or an edited file asks for."""
     path, said = tmp_path / "plan.json", []

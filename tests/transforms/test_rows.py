@@ -191,6 +191,7 @@ def test_rows_refuse_arithmetic_and_say_what_to_do():
         jc.WorkerGradients(jnp.ones(()))
 
 
+@pytest.mark.slow
 def test_what_is_no_row_is_named():
     _, params, batch = on_mesh()
     grad_fn = jc.worker_value_and_grad(loss_of)
