@@ -87,6 +87,7 @@ def test_the_algorithm_of_the_page_runs_and_remembers(seed):
     assert jc.redistribute(state, fewer).local.algorithm.memory[-1].shape[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_compressor_of_the_page_is_unbiased_and_is_exchanged(seed):
     names = {}

@@ -310,6 +310,7 @@ def directions_of(algorithm, tree, rounds=2):
     return found, state
 
 
+@pytest.mark.slow
 def test_small_leaves_together_are_a_vector():
     """Twenty leaves of 1,000 entries were sent as they are, 80,000 B, by every algorithm."""
     tree = {f"leaf{i:02d}": _array(1000) for i in range(20)}

@@ -42,14 +42,15 @@ WITHIN = {
 }
 
 
-# Codecs alone are compiled for TPUs with -m "" only, but for those of other families than the algorithms above have.
-ON_TPU = {"rand_k", "sign", "count_sketch", "precondition"}
+# Of codecs and algorithms, what is compiled for TPUs without -m "", too: one of each family.
+ON_TPU = {"rand_k", "sign", "count_sketch", "precondition", "direct(identity)", "direct(dithering)", "power_sgd(4)"}
+ON_TPU |= {"error_feedback(top_k)", "error_feedback(int4)", "diana(dithering)", "fetch_sgd", "sparse_loco"}
 
 
 def variant(target, name):
     # Those of one case run in one process, which compiles it for the CPU once.
     is_codec = not any(name.startswith(other) for other in ("via=", *ALGORITHMS, *FORMS))
-    rest = WITHIN.get(name) in CASES or (target != "h100" and is_codec and name not in ON_TPU)
+    rest = WITHIN.get(name) in CASES or (target != "h100" and name not in ON_TPU and (is_codec or name in ALGORITHMS))
     marks = [pytest.mark.xdist_group(name)] + [pytest.mark.slow] * rest
     return pytest.param(target, name, id=f"{target}-{name}", marks=marks)
 

@@ -34,6 +34,7 @@ def test_no_array_of_a_state_is_empty(name):
     assert [path for path, x in jax.tree_util.tree_leaves_with_path(state) if x.size == 0] == []
 
 
+@pytest.mark.slow
 def test_a_round_of_each_without_small_leaves():
     """vmap of two workers: directions and states keep their shapes, and no group is of small leaves."""
     rng = np.random.default_rng(0)
