@@ -55,6 +55,7 @@ __all__ = [
     "check_compressor",
     "entries",
     "for_worker",
+    "has_role",
     "keys_of",
     "lengths",
     "overflow",
@@ -372,6 +373,16 @@ class Algorithm(NamedTuple):
 
     def __hash__(self) -> int:
         return hash((self.init, self.update, *self[3:]))  # roles may be a dict
+
+
+def has_role(roles: Any, role: str) -> bool:
+    """Whether a field has this role, also in an algorithm inside.
+
+    >>> has_role({"rounds": "coin", "algorithm": {"memory": "memory"}}, "memory")
+    True
+    """
+    values = roles.values() if isinstance(roles, Mapping) else [roles]
+    return any(has_role(value, role) if isinstance(value, Mapping) else value == role for value in values)
 
 
 def sides(state: Any, roles: Any) -> State:

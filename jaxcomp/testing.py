@@ -25,6 +25,7 @@ from jaxcomp.base import (
     advance,
     check_compressor,
     for_worker,
+    has_role,
     residual,
 )
 from jaxcomp.base import (
@@ -484,12 +485,18 @@ def new_rounds(s: Subject) -> None:
 
 def payload(s: Subject) -> None:
     """A payload holds arrays alone, whose shapes follow from that of the vector; no array of the state is empty."""
-    x = s.vector()
-    _, sent, _, _ = s.one_round(x, s.key)
-    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(sent)):
-        _broken(f"a payload holds arrays alone; got {sent}")
-    like = jax.eval_shape(lambda x, k: roundtrip(s.compressor, x, key=k)[1], x, s.key)
-    if not lane_bytes(sent) == lane_bytes(like) == sum(a.nbytes for a in jax.tree.leaves(sent)):
+    made: list[Any] = []  # as it is while it is traced: a program would make arrays of whatever it returns
+
+    def run(x, key):
+        made.append(roundtrip(s.compressor, x, key=key)[1])
+        return made[-1]
+
+    like = jax.eval_shape(run, s.like, s.key)
+    others = [type(leaf).__name__ for leaf in jax.tree.leaves(made[-1]) if not isinstance(leaf, jax.Array)]
+    if others:
+        _broken(f"a payload holds arrays alone; there is one of type {others[0]}")
+    _, sent, _, _ = s.one_round(s.vector(), s.key)
+    if lane_bytes(sent) != lane_bytes(like):
         _broken(f"the bytes of a payload follow from shapes; got {lane_bytes(sent)} and {lane_bytes(like)}")
     state = s.compressor.init(s.key, s.like)
     if not all(np.size(leaf) for leaf in jax.tree.leaves(state)):
@@ -691,18 +698,13 @@ def _worlds(run: _Run, seed: int) -> None:
 
 def _handed_on(run: _Run, seed: int) -> None:
     """The state can be handed on to fewer workers by its roles, unless one is "gradient"."""
-    if _has_role(run.algorithm.roles, "gradient"):
+    if has_role(run.algorithm.roles, "gradient"):
         return
     _, state = run.step(run.grads(seed), run.state)
     fewer = _run_of(run.algorithm, run.params, run.workers - 1)
     new = redistribute(state, fewer.state)
     direction, _ = fewer.step(fewer.grads(seed), new)
     _finite("directions after redistribute to one worker less", direction)
-
-
-def _has_role(roles: Any, role: str) -> bool:
-    values = roles.values() if hasattr(roles, "values") else [roles]
-    return any(value == role or (hasattr(value, "values") and _has_role(value, role)) for value in values)
 
 
 ALGORITHM_LAWS: dict[str, Callable[[_Run, int], None]] = {

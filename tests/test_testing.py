@@ -1,9 +1,11 @@
 """`jc.testing`: what obeys the laws passes, and each law is broken by something that says so in words."""
 
+import itertools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from test_docs import DEVELOPMENT, code_of
 
@@ -27,6 +29,21 @@ def decoded(change):
 
 class Grows(NamedTuple):
     count: jax.Array
+
+
+class Kept(NamedTuple):
+    values: jax.Array
+    length: int
+
+
+@jax.custom_batching.custom_vmap
+def doubled_where_mapped(x):
+    return x
+
+
+@doubled_where_mapped.def_vmap
+def _(size, batched, x):
+    return 2 * x, batched[0]
 
 
 BROKEN = {
@@ -56,8 +73,26 @@ BROKEN = {
         "before State.*int32.*after State.*float32",
     ),
     "new rounds": (jc.rand_k(0.1)._replace(advance=lambda shared: shared), "it gives the same message again"),
+    "jit": (
+        decoded(lambda values, like: values if isinstance(values, jax.core.Tracer) else 2 * values),
+        "jit changes nothing but the last place; .* entries differ",
+    ),
+    "vmap": (decoded(lambda values, like: doubled_where_mapped(values)), "vmap gives what a loop gives; .* differ"),
+    "tiny": (
+        decoded(lambda values, like: values.reshape(like.shape) / (like.size > 3)),
+        r"shape \(\) gives shape \(\) or is not finite",
+    ),
+    "payload": (
+        IDENTITY._replace(compress=lambda key, x, state: (Kept(x, 7), ()), decompress=lambda p, *_: p.values),
+        "a payload holds arrays alone; there is one of type int",
+    ),
     "wire": (decoded(lambda values, like: values)._replace(compress=lambda key, x, state: ((x,), ())), "it raises"),
 }
+
+
+def test_each_law_is_broken_by_something():
+    assert set(BROKEN) == set(jc.testing.LAWS)
+    assert set(BAD) == set(jc.testing.ALGORITHM_LAWS)
 
 
 @pytest.mark.parametrize("law", BROKEN)
@@ -121,7 +156,30 @@ def of_another_type(here, grads, state):
     return sent.mean, Memory(jax.tree.map(lambda m: m.astype(jnp.float16), state.memory), sent.states)
 
 
+def not_finite(here, grads, state):
+    sent = yield here.mean(grads, state.compressor)
+    return jax.tree.map(lambda x: x / 0, sent.mean), Memory(state.memory, sent.states)
+
+
+def drawn_on_the_host(here, grads, state):
+    """A number of the host's, another one each time."""
+    sent = yield here.mean(grads, state.compressor)
+    number = jax.pure_callback(lambda: np.float32(next(HOST)), jax.ShapeDtypeStruct((), jnp.float32))
+    return jax.tree.map(lambda x: x + number, sent.mean), Memory(state.memory, sent.states)
+
+
+def of_its_mesh(here, grads, state):
+    """Twice the mean where an axis of a mesh is bound."""
+    sent = yield here.mean(grads, state.compressor)
+    factor = 1.0 + bool(jax.sharding.get_abstract_mesh().manual_axes)
+    return jax.tree.map(lambda x: factor * x, sent.mean), Memory(state.memory, sent.states)
+
+
+HOST = itertools.count()
 BAD = {
+    "like gradients": (remembering(not_finite), "directions for float32 gradients are finite"),
+    "replayed": (remembering(drawn_on_the_host), "a round can be replayed"),
+    "worlds": (remembering(of_its_mesh), "shard_map gives what vmap gives; .* entries differ"),
     "shared": (remembering(own_direction), "directions are equal on all workers, bit for bit; .* differs"),
     "non-finite": (remembering(passes_nan), "memories after gradients with NaN and infinities are finite"),
     "descends": (remembering(upwards), "over 30 rounds their inner product is -"),

@@ -34,6 +34,7 @@ from jaxcomp.base import (
     answered,
     entries,
     for_worker,
+    has_role,
     overflow,
     residual,
     sides,
@@ -94,10 +95,11 @@ class Exchange(NamedTuple):
     """An algorithm bound to a place on a mesh and to a route: made once, when a transformation is built.
 
     name: of the outer form, for errors. root: key of both kinds of randomness, or its words. layout: how trees are laid
-    out. choices: what compresses their groups, for each part of `by_path`. roles: of the algorithm, frozen. link:
-    between workers, for routes that have a choice. shares: weights of the workers, with sum one, or None. measure:
-    errors are measured in one of so many rounds; 0 for never. code: whose bits are counted; None: what is cheap.
-    others: further options of the outer form, in which processes must agree.
+    out. choices: what compresses their groups, for each part of `by_path`. roles: of the algorithm, frozen. exact:
+    whether it remembers what was sent (`Way.exact`). link: between workers, for routes that have a choice. shares:
+    weights of the workers, with sum one, or None. measure: errors are measured in one of so many rounds; 0 for never.
+    code: whose bits are counted; None: what is cheap. others: further options of the outer form, in which processes
+    must agree.
     """
 
     name: str
@@ -108,6 +110,7 @@ class Exchange(NamedTuple):
     layout: Layout
     choices: tuple[Choice, ...]
     roles: tuple
+    exact: bool
     link: Link = DEFAULT
     shares: np.ndarray | None = None
     measure: int = 0
@@ -234,7 +237,6 @@ class Exchange(NamedTuple):
         """For the route. given: all that messages are made of."""
         place, dtype = self.placement, wide(*groups.dtypes)
         weights = None if self.shares is None else jnp.asarray(self.shares, dtype)
-        exact = any(_has_role(self.algorithm.roles, role) for role in ("memory", "narrow memory", "shift"))
         buckets = self.layout.bucket_bytes is not None
         replicas = place.replicas
         if types_tell(place.workers):  # devices that hold the same share the work, also along axes that nobody named
@@ -242,7 +244,7 @@ class Exchange(NamedTuple):
             mesh = jax.sharding.get_abstract_mesh()
             replicas += tuple(name for name in mesh.manual_axes if name not in known and mesh.shape[name] > 1)
         rereads = self.algorithm.rereads
-        return Way(place.workers, weights, self.link, replicas, buckets, exact, place.outer, rereads)
+        return Way(place.workers, weights, self.link, replicas, buckets, self.exact, place.outer, rereads)
 
     def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
         """Errors of this round, or of the last one in which they were measured."""
@@ -251,11 +253,6 @@ class Exchange(NamedTuple):
         typed = lambda x: varying(x, self.placement.every)
         bad = lax.cond(measured, lambda: typed(nonfinite(arrays)), lambda: typed(jnp.zeros((), jnp.float32)))
         return jax.tree.map(lambda a, b: jnp.where(measured, a, b), errors._replace(nonfinite=bad), before)
-
-
-def _has_role(roles: Any, role: str) -> bool:
-    values = roles.values() if hasattr(roles, "values") else [roles]
-    return any(value == role or (hasattr(value, "values") and _has_role(value, role)) for value in values)
 
 
 class _Turn:
@@ -614,6 +611,7 @@ def exchange_of(
         layout,
         choices_of(algorithm),
         frozen(algorithm.roles),
+        any(has_role(algorithm.roles, role) for role in ("memory", "narrow memory", "shift")),
         shares=shares,
         **options,
     )

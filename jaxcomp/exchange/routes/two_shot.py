@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import bounded, wide_like
-from jaxcomp.base import Compressor, State, accumulate, advance, residual
+from jaxcomp.base import Compressor, State, accumulate, advance, has_role, residual
 from jaxcomp.compressors.rows import Rows
 from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, on_equal_types, varying, varying_axes
 from jaxcomp.exchange.collectives import all_gather, all_to_all, all_to_all_bytes, gather_bytes, share_of, whole_of
@@ -111,7 +111,7 @@ def _row(shared: Rows, axis: Axis) -> Any:
 def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
     """Why messages cannot be cut into chunks and compressed once more; None where they can."""
     spec = compressor.spec
-    if _has_shift(roles):
+    if has_role(roles, "shift"):
         return (
             'via="two_shot" compresses the mean once more, and this algorithm keeps a shift in step with the mean as '
             'it was sent. Use direct(...) or error_feedback(...), or via="gather"'
@@ -130,10 +130,6 @@ def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
         cure = spec.remedy or 'Use via="gather"'
         return f'via="two_shot" needs a compressor with a known error bound; {spec.name} has none. {cure}'
     return None
-
-
-def _has_shift(roles: Any) -> bool:
-    return roles == "shift" or (isinstance(roles, Mapping) and any(map(_has_shift, roles.values())))
 
 
 def layout(given: Layout, workers: int) -> Layout:
