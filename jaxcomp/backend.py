@@ -50,7 +50,6 @@ __all__ = [
     "of_entries",
     "only_if",
     "platform",
-    "read_again",
     "shared_program",
     "side_by_side",
     "step_in_place",
@@ -100,7 +99,8 @@ def computed_once(function: Callable[..., Tree], *args: Any) -> Tree:
 
 
 def materialized(tree: Tree) -> Tree:
-    """The same arrays, for several readers: none of them computes them again within its own loop.
+    """The same arrays, for several readers: none of them computes them again within its own loop, and nothing that two
+    of them compute alike is kept from one to the other.
 
     On CPUs sums are made so where they are added up (`fold_in_one_pass`).
     """
@@ -118,11 +118,6 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
     if platform() != "cpu":
         return lax.optimization_barrier(function(memory, x))
     return backend_cpu.in_place(function, memory, x)
-
-
-def read_again(x: Array) -> Array:
-    """The same array, for another pass. Elsewhere than on CPU nothing that both passes compute is kept."""
-    return x if platform() == "cpu" else lax.optimization_barrier(x)
 
 
 def step_in_place(tree: Tree, step: Any, change: Tree) -> Tree:
@@ -207,8 +202,7 @@ def only_if(condition: Array, function: Callable[..., Tree], x: Tree, *operands:
 
 def largest_finite(rows: Array) -> Array:
     """The largest finite magnitude along the last axis."""
-    form = backend_cpu.largest_finite if platform() == "cpu" else lambda rows: jnp.max(jnp.abs(finite(rows)), axis=-1)
-    return form(rows)
+    return form(lambda rows: jnp.max(jnp.abs(finite(rows)), axis=-1), backend_cpu.largest_finite)(rows)
 
 
 def in_parts(function: Callable[..., Array], out: Array, *rows: Array) -> Array:
@@ -298,7 +292,7 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     return Pieces(tuple(leaves))
 
 
-OPERANDS = 48  # leaves that one loop reads: beyond about 90 XLA for GPU joins them in several, into an array of its own
+OPERANDS = 48  # leaves that one loop reads: 50 XLA for GPU joins in one loop, 290 in several, into an array of its own
 
 
 def _added_in_parts(one: Callable[..., Array], memory: Array, pieces: Pieces, *others: Array) -> Array:

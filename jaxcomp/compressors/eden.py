@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp.arrays import bounded, finite, key_data, like_of, wide, zeros_like
-from jaxcomp.backend import fold, read_again, zeros_if_shape
+from jaxcomp.backend import fold, materialized, zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
@@ -285,7 +285,7 @@ def _compressor(spec: Spec, code: _Code, block: int, least: float | None, per_wo
         y = rotation.forward(x, key_of(state.shared))
         codes, others, scales = [], [], []
         safe = lambda sigma: jnp.where(sigma > 0, sigma, jnp.ones((), sigma.dtype))
-        each = zip(rotation.cut(y), rotation.cut(read_again(y)), rotation.energies(x, y), strict=True)
+        each = zip(rotation.cut(y), rotation.cut(materialized(y)), rotation.energies(x, y), strict=True)
         for rows, again, energy in each:
             sigma = jnp.sqrt(energy)[:, None]
             high, low, _ = code.encode(rows / safe(sigma))
