@@ -8,7 +8,8 @@ from worlds import mesh_of
 import jaxcomp as jc
 from jaxcomp.plan.candidates import Limits, default_candidates, traced
 from jaxcomp.plan.facts import Facts, Line, Work
-from jaxcomp.plan.links import KINDS, Fit
+from jaxcomp.exchange.links import KINDS
+from jaxcomp.plan.links import Fit
 from jaxcomp.plan.predict import rows_of
 
 NAMED = {each.name: each for each in default_candidates()}

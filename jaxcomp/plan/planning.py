@@ -90,7 +90,7 @@ class Plan:
     @functools.cached_property
     def table(self) -> str:
         """All candidates, the best first."""
-        return table(self.rows, self.chosen)
+        return table(self.rows, self.chosen, self.facts)
 
     def watch(self, **options: Any) -> Watch:
         """A detector of changes, to be fed in the training loop (see `jaxcomp.plan.watch`)."""

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxcomp.plan import planning
-from jaxcomp.plan.links import KINDS, Fit
+from jaxcomp.exchange.links import KINDS
+from jaxcomp.plan.links import Fit
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxcomp.plan.links import KINDS, Collective, Fit, Timing, fit, seconds_of
+from jaxcomp.exchange.links import KINDS
+from jaxcomp.plan.links import Collective, Fit, Timing, fit, seconds_of
 
 
 def sweep_of(kind, workers, sizes, latency=1e-3, per_byte=1e-8, noise=0.0, seed=0):
