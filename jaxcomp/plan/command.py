@@ -90,7 +90,9 @@ def add_parser(commands: Any) -> None:
     add("--parameters", type=count, default="10M", help="entries of the gradient, in vectors")
     add("--workers", type=int, default=None, help="how many exchange gradients; 4 where no --link has a width")
     what = "rate, latency and width of a level of links, innermost first; several levels have one option each"
-    add("--link", type=link_of, default=None, metavar="LINK", help=f"{FORM}: {what}; without it 100mbit,1ms")
+    add("--link", type=link_of, default=None, metavar="LINK", help=f"{FORM}: {what}; without it --rate and --latency")
+    add("--rate", type=quantity(RATES, "a rate such as 100mbit or 10gbit", least=1 / 8), default="100mbit", help="of one link")
+    add("--latency", type=time, default="1ms", help="of one link: time of a message besides its bytes")
     add("--machine", default=None, help=f"{', '.join(Machine.names())}, or a file; without it the device that is there")
     add("--gradient", type=time, default="0s", help="time of the forward and backward pass of a step")
     p.add_argument("--max-error", type=share, default=None, help="largest share of |x|^2 that a message may lose")
@@ -110,9 +112,11 @@ def run(o: argparse.Namespace) -> str:
         if o.given:
             o.parser.error(f"argument {o.given[0]}: not allowed with argument --facts; edit that file instead")
         return _of_file(o)
-    links = dict(o.link or [("data", Link())])
+    links = dict(o.link or [("data", Link(o.latency, o.rate))])
     if len(links) < len(o.link or links):
         raise ValueError("--link must have different names")
+    if o.link and {"--rate", "--latency"} & set(o.given):
+        raise ValueError("--link has the rate and the latency; leave --rate and --latency out")
     if o.workers is not None and o.workers < 2:
         raise ValueError(f"--workers must be at least 2; got {o.workers}")
     some_open = any(each.width is None for each in links.values())

@@ -67,7 +67,7 @@ class Machine(NamedTuple):
     counts. source, date, code: where the figures are from, and whether they were measured.
 
     >>> Machine.of("h200").codecs["top_k"].compress
-    2.26
+    1.45
     """
 
     name: str
