@@ -44,7 +44,8 @@ class Figure(NamedTuple):
     page: of docs/results. command: words after `python -m experiments`; {table} is the file to write it to, {data} the
     folder of --data. Without {table} the command keeps a run, and writes its table.md. source: file or folder below
     experiments that makes it. minutes: about, on 2 cores. picture: of the run, and its name in docs/images.
-    accelerator: the command needs a GPU or a TPU, and writes the page itself. compilers: it needs theirs.
+    accelerator: the command needs a GPU or a TPU, and writes the page itself. compilers: it needs theirs. whole: all
+    lines of table.md are the table, not only its rows.
     """
 
     page: str
@@ -54,6 +55,7 @@ class Figure(NamedTuple):
     picture: tuple[str, str] | None = None
     accelerator: bool = False
     compilers: bool = False
+    whole: bool = False
 
 
 SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
@@ -74,6 +76,7 @@ FIGURES = {
     "local": Figure("local", LOCAL, "local", 10),
     "accelerator": Figure("accelerators", "accelerator", "accelerator", 5, accelerator=True),
     "pods": Figure("pods", PODS, "pods", 25, ("pods.png", "pods.png"), compilers=True),
+    "setups": Figure("setups", "setups", "scale/setups.py", 3, whole=True),
     "compiled": Figure("accelerators", "compiled", "compiled", 20, compilers=True),
 }
 
@@ -132,7 +135,8 @@ def make(name: str, figure: Figure, data: Path | None) -> list[str]:
         done = subprocess.run([sys.executable, "-m", "experiments", *words], cwd=ROOT, check=False)
         if done.returncode:
             raise UserError(f"python -m experiments {' '.join(words)} ended with {done.returncode}")
-        rows = [line for line in (run / "table.md").read_text().splitlines() if line.startswith("|")]
+        lines = (run / "table.md").read_text().splitlines()
+        rows = [line for line in lines if figure.whole or line.startswith("|")]
         page = RESULTS / f"{figure.page}.md"
         before = page.read_text()
         page.write_text(placed(before, name, rows, stamp_of(figure)))

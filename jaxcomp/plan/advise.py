@@ -7,7 +7,7 @@ from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import at_bandwidth, seconds_of
 from jaxcomp.plan.predict import Advice
 
-__all__ = ["best_of", "break_even", "choose", "duration", "rate", "reason", "table", "verdict"]
+__all__ = ["best_of", "break_even", "choose", "columns_of", "duration", "rate", "reason", "table", "verdict"]
 
 LEAST = 1e-9  # seconds that are told apart
 MARGIN = 0.05  # by which compressing must be faster than dense to be advised
@@ -162,10 +162,10 @@ def break_even(faster: Callable[[float], bool]) -> str:
 # The table
 
 
-def table(rows: Sequence[Advice], chosen: Advice, facts: Facts) -> str:
-    """The rows as text, the fastest first; what is not known comes later. All columns are per step.
+def columns_of(rows: Sequence[Advice], chosen: Advice, facts: Facts) -> tuple[dict[str, list[str]], list[bool]]:
+    """Cells of the rows by column, the fastest first, what is not known later; and which row is advised. Per step:
 
-    candidate: "->" marks the advice. MB sent: by a worker. A column for each link: seconds on it. work: to encode and
+    MB sent: by a worker. A column for each link: seconds on it. work: to encode and
     decode, beyond what the best dense candidate takes. step: predicted, ">" is a lower bound; measured: where it was
     run. loses: share of |x|^2 of a message. effect on the loss, known from: theory, or unknown. pays: bandwidths, of
     the link on which the best dense candidate is longest, at which it is faster than that one.
@@ -189,12 +189,17 @@ def table(rows: Sequence[Advice], chosen: Advice, facts: Facts) -> str:
         del columns["measured"]
     place = lambda row: (row.refused is not None, not row.known, math.isnan(row.seconds), row.seconds)
     ordered = sorted(rows, key=place)
-    texts = [["  ", *("->" if row is chosen else "  " for row in ordered)]]
-    right = ("MB sent", *links, "work", "step", "measured")
-    for head, cell in columns.items():
-        column = [head, *map(cell, ordered)]
-        width = max(map(len, column))
-        texts.append([text.rjust(width) if head in right else text.ljust(width) for text in column])
+    return {head: [cell(row) for row in ordered] for head, cell in columns.items()}, [row is chosen for row in ordered]
+
+
+def table(rows: Sequence[Advice], chosen: Advice, facts: Facts) -> str:
+    """The rows as text (`columns_of`); "->" marks the advice."""
+    columns, marks = columns_of(rows, chosen, facts)
+    texts = [["  ", *("->" if mark else "  " for mark in marks)]]
+    for head, column in columns.items():
+        width = max(map(len, [head, *column]))
+        left = head.startswith(("candidate", "loses", "effect", "known", "pays"))
+        texts.append([text.ljust(width) if left else text.rjust(width) for text in (head, *column)])
     return "\n".join("  ".join(line).rstrip() for line in zip(*texts, strict=True))
 
 
