@@ -75,8 +75,8 @@ class Layout:
         leaves of one bucket. The gradients of the last leaves come first out of a backward pass.
     whole_blocks: with "tree", long vectors are filled up with zeros to a multiple of 1024 entries, which the usual
         blocks and words divide: with a shorter last block codes of few bits take several times as long.
-    longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
-        they are matrices, of which no entry is numbered.
+    longest: with "tree", leaves with more entries together are several vectors. One leaf with more is cut into equal
+        rows; longer chunks are refused. Leaves of "shape" stay whole: they are matrices, of which no entry is numbered.
     alone: with "tree", so many of the largest leaves, of at least 2^18 entries and of at most four sizes, are vectors
         of their own: they are neither copied into a vector nor cut out of one (but for blocks that are filled up), at
         the price of their arithmetic in the compiled program.
@@ -231,7 +231,11 @@ def _grouped(layout: Layout, leaves: dict[int, Any], bare: bool) -> list[Group]:
     by_shape = layout.unit == "shape"
     is_matrix = by_shape and any(leaf.ndim > 1 for leaf in leaves.values())
     if (bare and not is_matrix) or (layout.unit == "tree" and layout.single):
-        return [Group(tuple(leaves), _shape(size, layout), _common(dtypes))]
+        runs = [list(leaves)] if bare else _runs(list(leaves), leaves, layout.longest)
+        numbers = range(len(runs)) if len(runs) > 1 else [None]
+        shapes = [_shape(sum(leaves[i].size for i in run), layout) for run in runs]
+        each = zip(runs, shapes, numbers, strict=True)
+        return [Group(tuple(run), shape, _common(dtypes), number=number) for run, shape, number in each]
     is_small = lambda leaf: leaf.size < layout.dense_below or (by_shape and leaf.ndim < 2)
     small = [i for i, leaf in leaves.items() if is_small(leaf)]
     if layout.unit == "tree" and not (layout.fixed and len(small) < len(leaves)):
@@ -250,7 +254,12 @@ def _grouped(layout: Layout, leaves: dict[int, Any], bare: bool) -> list[Group]:
     if small:
         own = tuple(leaves[i] for i in small)
         made.append(Group(tuple(small), (sum(x.size for x in own),), _common(x.dtype for x in own), small=True))
-    for number, ((bucket, _, dtype), members) in enumerate(together.items()):
+    vectors = [
+        (bucket, dtype, members)
+        for (bucket, _, dtype), found in together.items()
+        for members in (_runs(found, leaves, layout.longest) if layout.unit == "tree" else [found])
+    ]
+    for number, (bucket, dtype, members) in enumerate(vectors):
         first, count = leaves[members[0]], len(members)
         each = by_shape or (layout.unit == "leaf" and count > 1 and first.size <= layout.longest)
         if by_shape:
@@ -289,6 +298,20 @@ def _shape(size: int, layout: Layout) -> tuple[int, ...]:
     if rows > 1:
         return rows, row_size(size, rows)
     return (row_size(size, 1) if layout.whole_blocks and size >= LONG else size,)
+
+
+def _runs(members: list[int], leaves: dict[int, Any], longest: int) -> list[list[int]]:
+    """The leaves in their order, as few vectors of about one length as hold `longest` entries each: rows of a stack
+    would be cut out of it and put back. A leaf that is longer is by itself.
+    """
+    size = sum(leaves[i].size for i in members)
+    enough, runs, held = size / -(-size // longest), [[]], 0
+    for i in members:
+        if runs[-1] and (held >= enough or held + leaves[i].size > longest):
+            runs, held = [*runs, []], 0
+        runs[-1].append(i)
+        held += leaves[i].size
+    return runs
 
 
 def _alone(large: list[int], leaves: dict[int, Any], most: int) -> list[int]:
