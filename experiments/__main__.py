@@ -43,7 +43,10 @@ EXPERIMENTS = {
     "bench exchange": ("bench.exchange", "exchanges of unequal messages between processes: bytes on the wire, time"),
     "bench codes": ("bench.codes", "keys and levels in jit and on the host, against a sort, zlib and zstd"),
     "bench compressors": ("bench.compressors", "compress and decompress of each, against passes over memory"),
-    "bench machines": ("bench.machines", "what codecs cost on an H100 or a TPU, by its compiler: a file for jaxcomp plan"),
+    "bench machines": (
+        "bench.machines",
+        "what codecs cost on an H100 or a TPU, by its compiler: a file for jaxcomp plan",
+    ),
     "bench plan": ("bench.plan", "seconds of jc.plan for 10 M parameters, and how much of its table it measures"),
     "bench rotations": ("bench.rotations", "rotations, EDEN and block-scaled numbers, against a copy"),
     "bench select": ("bench.select", "thresholds and compaction against sorts, over sizes"),

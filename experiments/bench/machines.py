@@ -90,10 +90,16 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--log2-size", type=at_least(10), default=27, help="of the vectors of codecs")
     run = Run(p, arguments, "bench-machines")
     o = run.options
-    mesh, kind, size = targets.mesh_on(targets.described(o.target)[:1], {"data": 1}), o.target.partition(":")[0], 2**o.log2_size
+    mesh, kind, size = (
+        targets.mesh_on(targets.described(o.target)[:1], {"data": 1}),
+        o.target.partition(":")[0],
+        2**o.log2_size,
+    )
     names = chosen([*CODECS, *ALGORITHMS], o.only, "--only")
     copy, bandwidth = 0.0, BANDWIDTH * H100
-    source = "computed: copy as on an H200, by the ratio of 3.35 to 4.8 TB/s in the data sheets, codecs counted in the text "
+    source = (
+        "computed: copy as on an H200, by the ratio of 3.35 to 4.8 TB/s in the data sheets, codecs counted in the text "
+    )
     source += "that XLA makes for an H100 (python -m experiments bench machines)"
     if kind != "h100":
         like = targets.shapes_on(mesh, jax.ShapeDtypeStruct((size,), jnp.float32))

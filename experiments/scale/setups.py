@@ -93,11 +93,16 @@ def seconds_on(row: Advice, links: Mapping[str, jc.Link]) -> float:
 def told(setup: Setup) -> dict[str, Any]:
     """What is said of a set-up."""
     params, _ = gpt(SIZES[setup.size])
-    found = jc.recommend(shard_of(params, setup.chips), link=setup.links, machine=setup.machine, gradient=setup.gradient)
+    found = jc.recommend(
+        shard_of(params, setup.chips), link=setup.links, machine=setup.machine, gradient=setup.gradient
+    )
     dense = best_of(found.rows, dense=True)
     assert dense is not None
     compared = [dense] if found.chosen is dense else [dense, found.chosen]
-    compressed = sorted((row for row in found.rows if not row.candidate.dense and not row.refused), key=lambda row: (row.bound, row.seconds))
+    compressed = sorted(
+        (row for row in found.rows if not row.candidate.dense and not row.refused),
+        key=lambda row: (row.bound, row.seconds),
+    )
     plain = [row for row in found.rows if row.candidate.dense and not row.candidate.bucket_bytes]
     columns, marks = columns_of([*plain, *compressed[:SHOWN]], found.chosen, found.facts)
     checks = [(row.candidate.name, row.per_step.network, seconds_on(row, found.links)) for row in compared]
@@ -114,7 +119,10 @@ def told(setup: Setup) -> dict[str, Any]:
 def lines_of(setup: Setup, row: Mapping[str, Any]) -> list[str]:
     """A section of the page."""
     heads = [head for head in row["columns"] if head != "known from"]
-    effect = [f"{words} ({known})" for words, known in zip(row["columns"]["effect on the loss"], row["columns"]["known from"], strict=True)]
+    effect = [
+        f"{words} ({known})"
+        for words, known in zip(row["columns"]["effect on the loss"], row["columns"]["known from"], strict=True)
+    ]
     cells = {**row["columns"], "effect on the loss": effect}
     cells["candidate"] = [f"**{x}**" if mark else x for x, mark in zip(cells["candidate"], row["advised"], strict=True)]
     cells = {head: [x.replace("|", "\\|") for x in column] for head, column in cells.items()}
@@ -127,7 +135,11 @@ def lines_of(setup: Setup, row: Mapping[str, Any]) -> list[str]:
         f"is taken to need {duration(setup.gradient)}.",
         "",
         "| " + " | ".join(heads) + " |",
-        "| " + " | ".join("---" if head in ("candidate", "loses") or head.startswith(("effect", "pays")) else "---:" for head in heads) + " |",
+        "| "
+        + " | ".join(
+            "---" if head in ("candidate", "loses") or head.startswith(("effect", "pays")) else "---:" for head in heads
+        )
+        + " |",
         *body,
         "",
         f"{row['verdict'][0].upper()}{row['verdict'][1:]}.".replace("|", "\\|"),

@@ -72,8 +72,9 @@ def rate(bandwidth: float) -> str:
     >>> rate(12.5e6), rate(1.25e9)
     ('100 Mbit/s', '10 Gbit/s')
     """
-    bits, unit = next((8 * bandwidth / x, u) for x, u in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if bandwidth * 8 >= x or u == "k")
-    return f"{bits:.3g} {unit}bit/s"
+    units = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+    unit = next((unit for unit, least in units.items() if 8 * bandwidth >= least), "k")
+    return f"{8 * bandwidth / units[unit]:.3g} {unit}bit/s"
 
 
 def verdict(rows: Sequence[Advice], chosen: Advice, on: str = "") -> str:
@@ -183,7 +184,9 @@ def columns_of(rows: Sequence[Advice], chosen: Advice, facts: Facts) -> tuple[di
         "loses": _loses,
         "effect on the loss": lambda row: row.loss.words,
         "known from": _known,
-        f"pays{'' if level is None else f' ({level})'}": lambda row: reason(row, rows) or _pays(row, dense, facts, level),
+        f"pays{'' if level is None else f' ({level})'}": lambda row: (
+            reason(row, rows) or _pays(row, dense, facts, level)
+        ),
     }
     if all(row.measured is None for row in rows):
         del columns["measured"]

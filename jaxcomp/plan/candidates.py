@@ -330,7 +330,9 @@ def error_bound(candidate: Candidate, like: Any, workers: int) -> ErrorBound:
     if candidate.dense:
         return ErrorBound(0.0, True, False, "none, or rounding to 16 bits")
     if isinstance(candidate.algorithm, Mapping):
-        outer = [x for x in candidate.algorithm.values() if x.compressor is None or x.compressor.spec.name != "identity"]
+        outer = [
+            x for x in candidate.algorithm.values() if x.compressor is None or x.compressor.spec.name != "identity"
+        ]
         if len(outer) != 1:
             return ErrorBound(None, False, False, "no bound is known")
         return error_bound(candidate._replace(algorithm=outer[0]), like, 2)  # of the mean of a group, which is exact

@@ -91,7 +91,12 @@ def add_parser(commands: Any) -> None:
     add("--workers", type=int, default=None, help="how many exchange gradients; 4 where no --link has a width")
     what = "rate, latency and width of a level of links, innermost first; several levels have one option each"
     add("--link", type=link_of, default=None, metavar="LINK", help=f"{FORM}: {what}; without it --rate and --latency")
-    add("--rate", type=quantity(RATES, "a rate such as 100mbit or 10gbit", least=1 / 8), default="100mbit", help="of one link")
+    add(
+        "--rate",
+        type=quantity(RATES, "a rate such as 100mbit or 10gbit", least=1 / 8),
+        default="100mbit",
+        help="of one link",
+    )
     add("--latency", type=time, default="1ms", help="of one link: time of a message besides its bytes")
     add("--machine", default=None, help=f"{', '.join(Machine.names())}, or a file; without it the device that is there")
     add("--gradient", type=time, default="0s", help="time of the forward and backward pass of a step")

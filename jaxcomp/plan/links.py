@@ -159,7 +159,9 @@ def stated(levels: Mapping[str, Link]) -> dict[str, dict[str, Stated]]:
 def at_bandwidth(fits: Fits, level: str, bandwidth: float) -> Fits:
     """The same with a link of so many bytes per second at one level."""
     return {
-        axis: {kind: each.at(level, bandwidth) if level in (axis, *axis.split(",")) else each for kind, each in own.items()}
+        axis: {
+            kind: each.at(level, bandwidth) if level in (axis, *axis.split(",")) else each for kind, each in own.items()
+        }
         for axis, own in fits.items()
     }
 

@@ -149,7 +149,9 @@ class Machine(NamedTuple):
 
         sizes: axis -> workers.
         """
-        parts = candidate.algorithm.items() if isinstance(candidate.algorithm, Mapping) else [(None, candidate.algorithm)]
+        parts = (
+            candidate.algorithm.items() if isinstance(candidate.algorithm, Mapping) else [(None, candidate.algorithm)]
+        )
         every = [self._one(algorithm, axis, sent, sizes) for axis, algorithm in parts]
         known = [each for each in every if each is not None]
         if len(known) < len(every):

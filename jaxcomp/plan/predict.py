@@ -215,7 +215,15 @@ def _predicted(
     )._replace(links=network.each)
     sent = sent_bytes(collectives, facts.sizes) / candidate.every
     loss = error_bound(candidate, like, facts.workers(axis))
-    return Advice(candidate, parts, sent, loss, None if work is None else work.error, bound=work is None, collectives=tuple(collectives))
+    return Advice(
+        candidate,
+        parts,
+        sent,
+        loss,
+        None if work is None else work.error,
+        bound=work is None,
+        collectives=tuple(collectives),
+    )
 
 
 def with_expected(rows: Sequence[Advice]) -> list[Advice]:

@@ -54,7 +54,9 @@ class Recommendation(NamedTuple):
         """The advice in one sentence, with the links and the machine."""
         joined = ", ".join(f"{name} {rate(each.bandwidth)}" for name, each in self.links.items())
         workers = math.prod(self.facts.sizes.values())
-        return verdict(self.rows, self.chosen, f"{workers:,} workers, {joined}, computed for {self.machine.split(' (')[0]}")
+        return verdict(
+            self.rows, self.chosen, f"{workers:,} workers, {joined}, computed for {self.machine.split(' (')[0]}"
+        )
 
     def __str__(self) -> str:
         dense = best_of(self.rows, dense=True)

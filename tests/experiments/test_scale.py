@@ -58,7 +58,9 @@ def test_formulas_of_the_routes_that_exist_agree_with_theirs():
             assert found.seconds <= real.seconds * (1 + 1e-9)
 
 
-KINDS_AND_SIZES = [(kind, b) for kind in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter") for b in (1e3, 1e7)]
+KINDS_AND_SIZES = [
+    (kind, b) for kind in ("all_reduce", "all_gather", "all_to_all", "reduce_scatter") for b in (1e3, 1e7)
+]
 
 
 @pytest.mark.parametrize(("kind", "b"), KINDS_AND_SIZES)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxcomp.plan import planning
 from jaxcomp.exchange.links import KINDS
+from jaxcomp.plan import planning
 from jaxcomp.plan.links import Fit
 
 

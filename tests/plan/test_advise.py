@@ -5,7 +5,7 @@ import re
 import pytest
 from plan_worlds import F32, NAMED, facts_of, rows
 
-from jaxcomp.plan.advise import break_even, choose, reason, table, verdict
+from jaxcomp.plan.advise import break_even, choose, rate, reason, table, verdict
 from jaxcomp.plan.candidates import ErrorBound
 from jaxcomp.plan.predict import Advice, step_seconds
 
@@ -27,7 +27,9 @@ def test_the_advice_turns_where_it_must():
     assert verdict(fast, fast[0]).startswith("do not compress: f32")
     assert choose(slow) is slow[1]
     assert verdict(slow, slow[1], "here").startswith("compress: sign+ef:two_shot takes 17.5 ms")
-    assert "where f32 takes 191 ms (here): it sends 30.8 times fewer bytes and works 1 ms more" in verdict(slow, slow[1], "here")
+    assert "where f32 takes 191 ms (here): it sends 30.8 times fewer bytes and works 1 ms more" in verdict(
+        slow, slow[1], "here"
+    )
     assert table(slow, slow[1], facts[1]).count("->") == 1
     with pytest.raises(ValueError, match="all are refused"):
         choose([slow[1]._replace(refused="no")])
@@ -76,7 +78,7 @@ def test_the_break_even_link_is_where_seconds_cross():
     f32, signs = rows([F32, SIGNS], facts)
     cells = cells_of(table([f32, signs], signs, facts))
     less = f32.sent_bytes - signs.sent_bytes
-    assert cells["sign+ef:two_shot"]["pays (data)"] == f"below {8 * less / 1e-3 / 1e9:.3g} Gbit/s"
+    assert cells["sign+ef:two_shot"]["pays (data)"] == f"below {rate(less / 1e-3)}"
     assert [break_even(lambda _: x) for x in (True, False)] == ["always", "never"]
     assert break_even(lambda bandwidth: bandwidth > 1e6) == "above 8 Mbit/s"
 

@@ -31,7 +31,9 @@ def test_seconds_by_hand():
     assert sparse.parts.encode + sparse.parts.decode == pytest.approx(1e-3 * (1 + 0.5 + 2.3 + 0.27) + 1e-4, rel=1e-3)
     assert sparse.parts.total == pytest.approx(0.02 + sum(sparse.parts[1:4]))
     said = "compress: top_k takes 28.8 ms a step where f32 takes 96 ms (4 workers, data 80 Mbit/s, computed for slow)"
-    assert found.verdict.startswith(f"{said}: it sends 25 times fewer bytes and works 4.17 ms more; effect on the loss: ")
+    assert found.verdict.startswith(
+        f"{said}: it sends 25 times fewer bytes and works 4.17 ms more; effect on the loss: "
+    )
     assert "Times are computed, work for slow (stated)." in str(found)
     for bandwidth, pays in ((1.05e9 / 8, True), (1.15e10 / 8, False)):
         f32, sparse = jc.recommend(LIKE, candidates=FEW, **SLOW | {"link": jc.Link(1e-4, bandwidth)}).rows
