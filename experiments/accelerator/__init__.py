@@ -7,9 +7,9 @@ temporary memory, and one of them by kernels. exchanges: the same among all devi
 each codec compiled and op by op, in the time that the others leave. Whether codecs are unbiased is not tried, it takes
 thousands of draws: tests/compressors/test_laws.py does.
 
-Writes to runs/NAME: config.json, results.json, a table for each part, accelerator.png, and machine.json of the times, for
-`jaxcomp plan --machine FILE`; and, from an accelerator with
-all parts, docs/results/accelerators.md between its markers. The exit status is 1 if a law is broken or a case fails.
+Writes to runs/NAME: config.json, results.json, a table for each part, accelerator.png, and machine.json of the times,
+for `jaxcomp plan --machine FILE`; and, from an accelerator with all parts, docs/results/accelerators.md between its
+markers. The exit status is 1 if a law is broken or a case fails.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """What codecs cost on a machine, by its compiler: the figures of `jaxcomp/plan/machines.json` for H100s and TPUs.
 
 Copies of 2^27 entries, and on an H100 the seconds that launches and waits take besides: of the text that XLA makes
-(`experiments.lib.kernels`), at the speeds of an H200. On TPUs: cycles that libtpu estimates over those of a copy; it has
-none for scatters, so decoding takes at least half a copy. `python -m experiments accelerator` measures instead. Writes to
-runs/NAME: config.json, results.json, table.md and machine.json, for `jaxcomp plan --machine FILE`.
+(`experiments.lib.kernels`), at the speeds of an H200. On TPUs: cycles that libtpu estimates over those of a copy; it
+has none for scatters, so decoding takes at least half a copy. `python -m experiments accelerator` measures instead.
+Writes to runs/NAME: config.json, results.json, table.md and machine.json, for `jaxcomp plan --machine FILE`.
 """
 
 import time

@@ -1,8 +1,8 @@
 """The exchange among thousands of workers: bytes, memory and seconds of every route, by formula.
 
-n workers, gradients of d entries, messages of b bytes (4 d dense, 2 d in 16 bits, 8 k for k values with indices). Seconds
-of collectives are those of `jaxcomp.exchange.links` on levels of links, by the better of the schedules that are in use;
-those of encoding and decoding are a machine's (`jaxcomp.plan.machine`).
+n workers, gradients of d entries, messages of b bytes (4 d dense, 2 d in 16 bits, 8 k for k values with indices).
+Seconds of collectives are those of `jaxcomp.exchange.links` on levels of links, by the better of the schedules that are
+in use; those of encoding and decoding are a machine's (`jaxcomp.plan.machine`).
 
 Stragglers. All wait for the slowest of n. With independent normal times of standard deviation sigma it is later than
 the mean by E max = sigma sqrt(2 ln n) at most; a step waits for it once, whatever the route.
@@ -19,7 +19,7 @@ from jaxcomp.exchange.links import Link, levels_of, on_links
 
 __all__ = ["LINKS", "ROUTES", "At", "costs_at", "crossover", "straggling", "widened"]
 
-# 8 devices of a host at 800 Gbit/s each; a host has 8 links of 100 Gbit/s, to switches with half of that on their way out.
+# 8 devices of a host at 800 Gbit/s each; a host has 8 links of 100 Gbit/s, to switches with half of that outwards.
 LINKS = {"host": Link(2e-5, 1e11, 8), "net": Link(2e-5, 5e10)}
 
 

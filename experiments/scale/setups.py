@@ -131,8 +131,8 @@ def lines_of(setup: Setup, row: Mapping[str, Any]) -> list[str]:
     return [
         f"### {setup.title}",
         "",
-        f"{setup.about[0].upper()}{setup.about[1:]}. A GPT of {setup.size} G parameters; {setup.tokens:,} tokens a device, whose gradient "
-        f"is taken to need {duration(setup.gradient)}.",
+        f"{setup.about[0].upper()}{setup.about[1:]}. A GPT of {setup.size} G parameters; {setup.tokens:,} tokens a "
+        f"device, whose gradient is taken to need {duration(setup.gradient)}.",
         "",
         "| " + " | ".join(heads) + " |",
         "| "

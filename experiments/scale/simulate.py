@@ -1,8 +1,9 @@
-"""Collectives on levels of links, message by message: what the formulas of `jaxcomp.exchange.links` are checked against.
+"""Collectives on levels of links, message by message: a check of the formulas of `jaxcomp.exchange.links`.
 
 Devices are numbered with the innermost level fastest. A message from one device to another goes out through the link of
-each member that it leaves, all at once; a link carries one message after the other. A device sends its message of a round
-when it has received that of the round before and its links are free. What a factor of a kind adds is added to each.
+each member that it leaves, all at once; a link carries one message after the other. A device sends its message of a
+round when it has received that of the round before and its links are free. What a factor of a kind adds is added to
+each.
 """
 
 import itertools

@@ -14,9 +14,9 @@ programs take f times as long for them as the bytes do:
     t = m latency + f s / bandwidth
 
 A partial permute of the ring schedule waits for both neighbours at every tick: f = 1.5. The factors were measured with
-gloo, eight processes and links of 100 Mbit/s (`python -m experiments bench exchange --workers 8 --mbit 100`). Routes are
-sums of such collectives, and each states its own in its file in `routes`: concat beats gather from about
-max w_i > 2.2 W / n on, for messages of w_i bytes, W = sum w_i.
+gloo, eight processes and links of 100 Mbit/s (`python -m experiments bench exchange --workers 8 --mbit 100`). Routes
+are sums of such collectives, and each states its own in its file in `routes`: concat beats gather from about max w_i >
+2.2 W / n on, for messages of w_i bytes, W = sum w_i.
 
 Levels. Workers may be joined by several links: a level joins `width` members by a link of each, and the members of the
 next one are these groups. So of an inner level "ici", width 8, and "dcn", width 4, a host of eight devices has one link

@@ -5,7 +5,7 @@ compresses d entries takes, in copies,
 
     compress + decompress                       what is added on the way, or one message
     compress + decompress + (n - 1) more        n messages that are gathered; more = decompress, of a sparse message
-                                                9 times its share of the entries (a sector of 64 bytes is moved for each)
+                                                9 times its share of the entries (64 bytes are moved for each)
     (1 + 1 / n) compress + 2 decompress         two shots: chunks of n messages, then of one
 
 and besides 0.9 to join the leaves and to cut them apart again, or 2.3 where there is a memory, which is read, written

@@ -1,7 +1,7 @@
 """`jc.recommend`: what to take, from shapes, links and a machine; the loss is not run and nothing is compiled.
 
-The model is that of `jc.plan`: traced collectives on links that are stated (`jaxcomp.exchange.links`), and the work of a
-machine (`jaxcomp.plan.machine`).
+The model is that of `jc.plan`: traced collectives on links that are stated (`jaxcomp.exchange.links`), and the work of
+a machine (`jaxcomp.plan.machine`).
 """
 
 import math
@@ -35,8 +35,11 @@ __all__ = ["Recommendation", "recommend"]
 
 
 class Recommendation(NamedTuple):
-    """Print it for the table. rows: an `Advice` for each candidate; chosen: the fastest that is eligible; links: as they
-    were stated, innermost first; facts: what the prediction is made of; machine: whose work it is, in words."""
+    """Print it for the table.
+
+    rows: an `Advice` for each candidate. chosen: the fastest that is eligible. links: as they were stated, innermost
+    first. facts: what the prediction is made of. machine: whose work it is, in words.
+    """
 
     rows: tuple[Advice, ...]
     chosen: Advice
@@ -88,8 +91,8 @@ def recommend(
             levels by name, innermost first: {"ici": jc.Link(1e-6, 50e9, 8), "dcn": jc.Link(5e-5, 1.25e9)} are groups of
             8, each with 10 Gbit/s to the others. None: 100 Mbit/s with 1 ms.
         candidates: as for `plan`; hierarchies name the levels.
-        machine: whose work encoding and decoding is: a `jc.Machine`, its name or file (`Machine.of`); or what a plan has
-            measured (`plan.facts`). None: the device that is there.
+        machine: which encodes and decodes: a `jc.Machine`, its name or file (`Machine.of`); or what a plan has measured
+            (`plan.facts`). None: the device that is there.
         gradient: seconds of loss and gradient of a step, finite and >= 0, which all candidates have in common.
         max_error: messages may lose at most this share of |x|^2, >= 0, by what theory bounds, or by what was measured
             where `machine` has it.

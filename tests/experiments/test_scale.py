@@ -49,7 +49,7 @@ def test_what_grows_with_n_and_what_does_not():
 
 
 def test_formulas_of_the_routes_that_exist_agree_with_theirs():
-    """Bytes are those of `routes.*.cost`, where all workers have equal messages; seconds are at most theirs, in a ring."""
+    """Bytes are those of `routes.*.cost` for equal messages; seconds are at most theirs, which are in a ring."""
     for name in ("sum", "gather", "concat", "two_shot"):
         for n in (2, 4, 16):
             real = REAL[name].cost((1000,) * n, 1000, jc.Link(1e-3, 1e9))

@@ -79,7 +79,7 @@ def test_the_break_even_link_is_where_seconds_cross():
     cells = cells_of(table([f32, signs], signs, facts))
     less = f32.sent_bytes - signs.sent_bytes
     assert cells["sign+ef:two_shot"]["pays (data)"] == f"below {rate(less / 1e-3)}"
-    assert [break_even(lambda _: x) for x in (True, False)] == ["always", "never"]
+    assert [break_even(lambda _, x=x: x) for x in (True, False)] == ["always", "never"]
     assert break_even(lambda bandwidth: bandwidth > 1e6) == "above 8 Mbit/s"
 
 
