@@ -145,8 +145,8 @@ def hierarchies(axes: Sequence[Any]) -> list[Candidate]:
     outer = {"sidco(0.01)+ef": error_feedback(sidco(0.01)), "int4+ef": error_feedback(block_scaled("int4"))}
     found = []
     for last in axes if len(axes) > 1 else ():
-        within = tuple(name for name in axes if name != last)
-        first = within if len(within) > 1 else within[0]
+        within = [name for name in axes if name != last]
+        first = tuple(within) if len(within) > 1 else within[0]
         for name, algorithm in outer.items():
             words = f"f32 over {', '.join(map(str, within))}, {name} over {last}"
             found.append(Candidate(words, {first: direct(identity()), last: algorithm}))

@@ -117,7 +117,7 @@ def run(o: argparse.Namespace) -> str:
         if o.given:
             o.parser.error(f"argument {o.given[0]}: not allowed with argument --facts; edit that file instead")
         return _of_file(o)
-    links = dict(o.link or [("data", Link(o.latency, o.rate))])
+    links: dict[str, Link] = dict(o.link or [("data", Link(o.latency, o.rate))])
     if len(links) < len(o.link or links):
         raise ValueError("--link must have different names")
     if o.link and {"--rate", "--latency"} & set(o.given):

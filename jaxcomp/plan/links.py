@@ -142,7 +142,7 @@ class Stated(NamedTuple):
         return Seconds(found.seconds, 0.0, found.each)
 
 
-Fits = Mapping[str, Mapping[str, Fit]] | Mapping[str, Mapping[str, Stated]]
+Fits = Mapping[str, Mapping[str, Fit | Stated]]
 
 
 def stated(levels: Mapping[str, Link]) -> dict[str, dict[str, Stated]]:
@@ -151,7 +151,7 @@ def stated(levels: Mapping[str, Link]) -> dict[str, dict[str, Stated]]:
     >>> list(stated({"ici": Link(1e-6, 5e10, 8), "dcn": Link(5e-5, 1.25e9, 4)}))
     ['dcn', 'ici', 'dcn,ici']
     """
-    names = tuple(reversed(levels))
+    names = tuple(reversed(list(levels)))
     some = [set_ for count in range(1, len(names) + 1) for set_ in itertools.combinations(names, count)]
     return {",".join(along): {kind: Stated(kind, along, levels) for kind in KINDS} for along in some}
 

@@ -166,7 +166,8 @@ def rows_of(
     for each in candidates:
         collectives, shares = sent[each.name], bucket_shares(each, like)
         if isinstance(collectives, str):
-            nothing = StepParts(*[math.nan] * (len(StepParts._fields) - 1))
+            nan = math.nan
+            nothing = StepParts(nan, nan, nan, nan, nan, nan, nan)
             unknown = ErrorBound(None, False, False, "no bound is known")
             rows.append(Advice(each, nothing, math.nan, unknown, refused=collectives))
             continue

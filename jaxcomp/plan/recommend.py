@@ -117,7 +117,7 @@ def recommend(
     if workers is not None and (not is_integer(workers, 2) or workers >= 2**31):
         raise ValueError(f"recommend: workers must be an integer of at least 2 and below 2^31; got {workers!r}")
     levels = levels_of("recommend", Link() if link is None else link, None if workers is None else int(workers))
-    axis = tuple(reversed(levels))
+    axis = tuple(reversed(list(levels)))
     if math.prod(each.width or 1 for each in levels.values()) < 2:
         raise ValueError(f"recommend: workers must be at least 2; the widths of {levels} make one")
     if candidates is None:
