@@ -1,4 +1,4 @@
-"""What an exchange takes on links: the one model by which routes are chosen, advice is given and scale is computed.
+"""The time of an exchange on links: the one model by which routes are chosen, advice is given, scale is computed.
 
 A link carries a message of b bytes in latency + b / bandwidth, and all links work at once. A collective of operands of
 b bytes at each of n workers has m messages one after the other, a worker sends s bytes in it, as the ledger counts, and

@@ -1,4 +1,4 @@
-"""What compressing costs on a machine: copies of the gradient that a codec takes, and how fast a copy is.
+"""The work of compressing on a machine: copies of the gradient that a codec takes, and how fast a copy is.
 
 A copy reads and writes every entry in f32, 8 bytes an entry: d entries take 8 d / bandwidth. With n workers a step that
 compresses d entries takes, in copies,
@@ -132,7 +132,7 @@ class Machine(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Its name, and how its figures are known."""
+        """Name, and how the figures are known."""
         return f"{self.name} ({self.source}{', ' if self.date else ''}{self.date})"
 
     def codec(self, name: str) -> Codec | None:
@@ -141,7 +141,7 @@ class Machine(NamedTuple):
         return None if found is None else self.codecs[found]
 
     def seconds(self, copies: float) -> float:
-        """Of so many copies of an entry."""
+        """Seconds of so many copies of an entry."""
         return 8 * copies / self.bandwidth
 
     def work(self, candidate: Candidate, sent: Sequence[Collective], sizes: Mapping[str, int]) -> Work | None:
