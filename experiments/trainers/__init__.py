@@ -60,7 +60,7 @@ def maxtext(run: Run) -> int:
         **{f"loss at step {step}": at(step) for step in (steps // 4 - 1, steps // 2 - 1, steps - 1)},
     }
     notes = (
-        "Two layers of width 64, MaxText's synthetic data, an exchange every 5 steps (streaming: 3 fragments, every 6). "
+        "Two layers of width 64, synthetic data, an exchange every 5 steps (streaming: 3 fragments, 6 steps). "
         "Bytes: jc.ledger of MaxText's compiled step, which holds the programs of all fragments. Ended after 8 of 16 "
         f"steps and restored from MaxText's checkpoint, losses are the same: {' and '.join(map(str, restored))}."
     )

@@ -14,11 +14,11 @@ from experiments.lib.cli import UserError
 __all__ = ["CASES", "Case", "resumed", "trained"]
 
 FILE = Path(__file__).parents[2] / "docs" / "examples" / "trainers" / "maxtext_diloco.py"
-SMALL = """hardware=cpu dataset_type=synthetic base_emb_dim=64 base_mlp_dim=128 base_num_query_heads=4 base_num_kv_heads=4
-base_num_decoder_layers=2 head_dim=16 vocab_size=256 max_target_length=32 per_device_batch_size=2 attention=dot_product
-enable_goodput_recording=false monitor_goodput=false skip_jax_distributed_system=true gcs_metrics=false
-enable_tensorboard=false enable_diloco=true ici_diloco_parallelism=2 ici_fsdp_parallelism=2 learning_rate=0.003
-async_checkpointing=false"""
+SMALL = """hardware=cpu dataset_type=synthetic base_emb_dim=64 base_mlp_dim=128 base_num_query_heads=4
+base_num_kv_heads=4 base_num_decoder_layers=2 head_dim=16 vocab_size=256 max_target_length=32 per_device_batch_size=2
+attention=dot_product enable_goodput_recording=false monitor_goodput=false skip_jax_distributed_system=true
+gcs_metrics=false enable_tensorboard=false enable_diloco=true ici_diloco_parallelism=2 ici_fsdp_parallelism=2
+learning_rate=0.003 async_checkpointing=false"""
 WHOLE = "diloco_sync_period=5"
 STREAMING = """enable_streaming_diloco=true num_diloco_fragments=3 diloco_sync_period=6
 num_communication_overlapping_steps=1 communication_overlapping_alpha=0.5"""

@@ -1,4 +1,4 @@
-"""Tunix's PeftTrainer with its own Qwen3, on four virtual devices: its own step, and the same with a compressed mean."""
+"""Tunix's PeftTrainer with its own Qwen3 on four virtual devices: its own step, and one with a compressed mean."""
 
 import runpy
 from collections.abc import Iterator
