@@ -49,6 +49,7 @@ def maxtext(run: Run) -> int:
     folder = run.path("config.json").parent
     rows = run.rows_of(CASES, lambda case: case.name, lambda case: trained(case, folder, steps))
     rows = with_ratios([row | {"dense": row["method"].startswith("MaxText")} for row in rows], "diloco")
+    run.keep(rows)
     restored = [resumed(case, folder, 16, 8) for case in CASES if "int4" in case.name]
     run.keep([*rows, {"resumed": restored}])
     at = lambda step: lambda row: f"{row['losses'][step]:.3f}" if step in row["losses"] else ""

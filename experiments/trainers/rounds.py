@@ -69,9 +69,10 @@ def trained(form: Form, algorithm: Algorithm | None, rounds: int) -> dict[str, A
     states = [make(tx, names) for tx, names in zip(txs, parts, strict=True)]
 
     def mean_of(i: int, rows: Any, states: list[Any]) -> tuple[Any, list[Any]]:
-        if txs[i] is None:
+        tx = txs[i]
+        if tx is None:
             return drjax.reduce_mean(rows), states
-        mean, state = txs[i].update(jax.tree.map(jc.WorkerGradients, rows), states[i])
+        mean, state = tx.update(jax.tree.map(jc.WorkerGradients, rows), states[i])
         return mean, [*states[:i], state, *states[i + 1 :]]
 
     @drjax.program(placements={AXIS: clients})

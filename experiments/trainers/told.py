@@ -45,7 +45,8 @@ def told(*args: Any, mesh: Any, jit: Any = train_utils.jit_train_step, **kwargs:
 
 def within_a_slice(function: Any) -> Any:
     def run(*args: Any, config: Any = None) -> Any:
-        *args, config = (*args, config) if config is not None else args
+        if config is None:
+            args, config = args[:-1], args[-1]
         names = ("diloco_outer_lr", "diloco_outer_momentum")
         options = {name: getattr(config, name) for name in names}
         return function(*args, config=SimpleNamespace(dcn_diloco_parallelism=config.num_diloco_replicas, **options))
