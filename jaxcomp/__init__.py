@@ -49,6 +49,7 @@ from jaxcomp.algorithms import (
     sparse_loco,
 )
 from jaxcomp.base import Algorithm, Compressor, Sent, Spec, State
+from jaxcomp.buckets import buckets
 from jaxcomp.compressors import (
     bernoulli,
     binned,
@@ -130,6 +131,7 @@ __all__ = [
     "bernoulli",
     "binned",
     "block_scaled",
+    "buckets",
     "by_path",
     "cast",
     "check_loss",

@@ -38,7 +38,7 @@ from jaxcomp.exchange.axes import Axis, Placement, axis_names, check_gradients, 
 from jaxcomp.exchange.driver import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
-from jaxcomp.groups import join, split
+from jaxcomp.groups import Buckets, join, split
 from jaxcomp.paths import numbers_by_path, same_leaves
 from jaxcomp.transforms.rows import with_before, with_rows
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
@@ -62,7 +62,7 @@ def compressed_mean(
     measure: bool | int = False,
     link: Link = DEFAULT,
     sharded: Any = None,
-    bucket_bytes: int | None = None,
+    bucket_bytes: int | Buckets | None = None,
     before: optax.GradientTransformation | None = None,
 ) -> Transformation:
     """Replaces each worker's gradient by the mean direction of a compressed exchange.
@@ -93,7 +93,8 @@ def compressed_mean(
             `init_state(tx, params, mesh, axis_name, specs)`. Of leaves that are cut over the workers themselves
             (FSDP) each worker gives the whole gradient, and gets the direction of its own shard.
         bucket_bytes: size of the buckets of leaves that are compressed and exchanged by themselves, from the last leaf
-            to the first, so that an exchange need not wait for the rest of the backward pass. None: one collective.
+            to the first, so that an exchange need not wait for the rest of the backward pass; or what `jc.buckets`
+            makes: in the order in which gradients are ready. None: one collective.
         before: optax transformation that each worker applies to its own gradient, before the exchange: clipping, noise,
             weight decay at each worker. It has a state for each worker; typed random keys in it are another one for
             each. Of rows it sees one at a time, under vmap, with whole parameters.
