@@ -37,6 +37,10 @@ EXPERIMENTS = {
     "workers": ("scale.workers", "1,024 simulated workers: error feedback, DIANA, EF21, DAGC, local updates"),
     "compiled": ("compiled", "what the compilers of H100s and TPUs make of each method, on a machine without either"),
     "pods": ("pods", "what crosses between slices of TPUs and hosts of GPUs for a GPT, compiled without any of them"),
+    "trainers": (
+        "trainers",
+        "MaxText's DiLoCo, DrJAX and Tunix with the exchange compressed, in their released packages",
+    ),
     "accelerator": ("accelerator", "on a GPU or a TPU: parity with the CPU, laws, and times; under five minutes"),
     "figures": ("figures", "tables and pictures of docs/results: which are stale, and to make them anew"),
     # Benchmarks: every figure is a ratio within one run.

@@ -22,7 +22,7 @@ from jax import lax
 from jaxcomp.arrays import bounded, finite, is_array, like_of, wide
 from jaxcomp.backend import LONG, Pieces, SparseSum, cut_apart, joined
 from jaxcomp.base import Compressor, Spec, State
-from jaxcomp.paths import numbers_by_path
+from jaxcomp.paths import numbers_by_path, same_leaves
 from jaxcomp.payloads import Dense
 
 __all__ = [
@@ -378,7 +378,7 @@ def split(groups: Groups, tree: Any, *, pieces: bool | tuple[bool, ...] = False)
 def check_fits(groups: Groups, tree: Any) -> None:
     """Raises ValueError unless the tree is the one that was laid out."""
     got = like_of(tree)
-    if jax.tree.structure(got) != groups.structure:
+    if jax.tree.structure(got) != groups.structure and not same_leaves(got, groups.tree):
         raise ValueError(
             f"the state was made for another tree than these gradients: expected {groups.structure}, got "
             f"{jax.tree.structure(got)}"
@@ -394,9 +394,10 @@ def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
 
     What is too large for a leaf is its largest number.
 
-    like: tree whose dtypes the leaves get; None: those that were laid out.
+    like: tree whose dtypes and containers the leaves get; None: those that were laid out.
     """
-    dtypes = groups.dtypes if like is None else [leaf.dtype for leaf in jax.tree.leaves(like_of(like))]
+    like = groups.tree if like is None else like_of(like)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
     leaves: list[Any] = [None] * len(groups.shapes)
     for group, array in zip(groups.groups, arrays, strict=True):
         if isinstance(array, Pieces):
@@ -406,4 +407,4 @@ def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
         for i, piece in zip(group.leaves, pieces, strict=True):
             leaf = lax.reshape(piece, groups.shapes[i])
             leaves[i] = leaf if leaf.dtype == dtypes[i] else bounded(leaf, dtypes[i])
-    return jax.tree.unflatten(groups.structure, leaves)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)

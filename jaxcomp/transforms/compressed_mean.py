@@ -39,7 +39,7 @@ from jaxcomp.exchange.driver import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.groups import Buckets, join, split
-from jaxcomp.paths import numbers_by_path
+from jaxcomp.paths import numbers_by_path, same_leaves
 from jaxcomp.transforms.rows import with_before, with_rows
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
 
@@ -319,14 +319,11 @@ def _by_shards(
 
     def parted(tree):
         """The tree once for each group, with `optax.MaskedNode` in place of what is not of it."""
-        if jax.tree.structure(tree, masked) != structure:
-            raise ValueError(
-                f"compressed_mean: gradients have the structure {jax.tree.structure(tree, masked)}, sharded= has "
-                f"{structure}"
-            )
-        leaves = jax.tree.leaves(tree, is_leaf=masked)
+        leaves, here = jax.tree.flatten(tree, masked)
+        if not same_leaves(tree, jax.tree.unflatten(structure, range(len(cut)))):
+            raise ValueError(f"compressed_mean: gradients have the structure {here}, sharded= has {structure}")
         only = lambda own: [x if i in own else optax.MaskedNode() for i, x in enumerate(leaves)]
-        return [jax.tree.unflatten(structure, only(set(own))) for own in numbers]
+        return [jax.tree.unflatten(here, only(set(own))) for own in numbers]
 
     def means_for(tree):
         nodes = jax.tree.leaves(tree, is_leaf=masked)
@@ -345,7 +342,7 @@ def _by_shards(
         del params, extra
         for axis in axes:
             check_own(grads, axis)
-        leaves = jax.tree.leaves(grads, is_leaf=masked)
+        leaves, here = jax.tree.flatten(grads, masked)
         after = []
         for mean, part, own, old in zip(means_for(grads), parted(grads), numbers, state, strict=True):
             direction, new = mean.update(part, old) if jax.tree.leaves(part) else (part, old)
@@ -353,6 +350,6 @@ def _by_shards(
             given = jax.tree.leaves(direction, is_leaf=masked)
             for i in own:
                 leaves[i] = given[i]
-        return jax.tree.unflatten(structure, leaves), tuple(after)
+        return jax.tree.unflatten(here, leaves), tuple(after)
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]
