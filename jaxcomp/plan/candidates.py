@@ -4,6 +4,7 @@ What a candidate exchanges is read from its traced program: every collective wit
 holds for routes, hierarchies and algorithms that were written after it.
 """
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -249,8 +250,14 @@ def _about(candidate: Candidate, like: Any, workers: int) -> Any:
     layout. None for a hierarchy."""
     if isinstance(candidate.algorithm, Mapping):
         return None
-    init = candidate.transformation(AXIS).init
-    return jax.make_jaxpr(init, axis_env=[(AXIS, workers)], return_shape=True)(like_of(like))[1].about
+    leaves, structure = jax.tree.flatten(like_of(like))
+    return _about_of(candidate._replace(name="", every=1), tuple(leaves), structure, workers)
+
+
+@functools.lru_cache(maxsize=256)
+def _about_of(candidate: Candidate, leaves: tuple[Any, ...], structure: Any, workers: int) -> Any:
+    init, like = candidate.transformation(AXIS).init, jax.tree.unflatten(structure, leaves)
+    return jax.make_jaxpr(init, axis_env=[(AXIS, workers)], return_shape=True)(like)[1].about
 
 
 def bucket_shares(candidate: Candidate, like: Any) -> list[float]:
