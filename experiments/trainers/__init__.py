@@ -62,7 +62,7 @@ def maxtext(run: Run) -> int:
     }
     notes = (
         "Two layers of width 64, synthetic data, an exchange every 5 steps (streaming: 3 fragments, 6 steps). "
-        "Bytes: jc.ledger of MaxText's compiled step, which holds the programs of all fragments. Ended after 8 of 16 "
+        "Bytes: jc.ledger of MaxText's compiled step, of the largest fragment. Ended after 8 of 16 "
         f"steps and restored from MaxText's checkpoint, losses are the same: {' and '.join(map(str, restored))}."
     )
     run.table("MaxText's DiLoCo, compressed", columns, rows, notes)

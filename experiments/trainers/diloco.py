@@ -77,7 +77,8 @@ def trained(
 
 def resumed(case: Case, folder: Path, steps: int, stop: int) -> bool:
     """Whether a training that ends after `stop` steps and goes on from MaxText's checkpoint has the same losses."""
-    whole = trained(case, folder, steps, name="whole", every=stop - 1)["losses"]
-    trained(case, folder, steps, name="parts", every=stop - 1, last=stop)
-    after = trained(case, folder, steps, name="parts", every=stop - 1)["losses"]
-    return min(after) == stop and all(whole[step] == loss for step, loss in after.items())
+    names = [f"{part}-{'streaming' if case.options == STREAMING else 'whole'}" for part in ("once", "twice")]
+    once = trained(case, folder, steps, name=names[0], every=stop - 1)["losses"]
+    trained(case, folder, steps, name=names[1], every=stop - 1, last=stop)
+    after = trained(case, folder, steps, name=names[1], every=stop - 1)["losses"]
+    return min(after, default=0) == stop and all(once[step] == loss for step, loss in after.items())

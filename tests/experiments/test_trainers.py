@@ -20,11 +20,11 @@ def rounds():
     return rounds
 
 
-@pytest.mark.parametrize("name", ["whole parameters", "parameters over fsdp 2", "fragments, merged a round later"])
+@pytest.mark.parametrize("name", ["parameters over fsdp 2", "fragments, merged a round later"])
 def test_identity_is_the_mean_of_drjax(rounds, name):
     with jax.numpy_dtype_promotion("standard"):
         own, same, fewer = (
-            rounds.trained(rounds.FORMS[name], algorithm, 4)
+            rounds.trained(rounds.FORMS[name], algorithm, 3)
             for algorithm in (None, jc.direct(jc.identity()), jc.error_feedback(jc.top_k(0.05)))
         )
     for a, b in zip(jax.tree.leaves(own["params"]), jax.tree.leaves(same["params"]), strict=True):
