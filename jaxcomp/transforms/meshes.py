@@ -2,11 +2,14 @@
 
     stage 1   shard_map over the axes of the workers alone: loss and gradient of each worker's part of the batch. Other
               mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit: the model is written as for jax.jit.
+              A model that names the workers' axis in its sharding constraints is called once more on a mesh in which
+              that axis has length 1, and the workers another name.
     stage 2   shard_map over all axes: each device exchanges its own shard of the gradient over the axes of the workers.
 
 Between them each gradient is an array [n, ...] with a leading axis of workers. Each row lies where it was made.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +26,15 @@ from jaxcomp.exchange.axes import Axis, axis_names
 from jaxcomp.exchange.state import means_in
 from jaxcomp.state.specs import shape_on, shapes_of_shards, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained
-from jaxcomp.transforms.worker_gradients import ROWS, Gradients, Loss, Own, own_gradients, worker_gradients
+from jaxcomp.transforms.worker_gradients import (
+    ROWS,
+    Gradients,
+    Loss,
+    Own,
+    own_gradients,
+    stand_in,
+    worker_gradients,
+)
 
 __all__ = [
     "check_kept",
@@ -207,8 +218,8 @@ def gradients_on_mesh(
     """Results of `worker_gradients` at all workers, with gradients [n, ...]."""
     workers, made = axis_names(axis), []
 
-    def one(trained, rest, given, scale):
-        found = worker_gradients(how, what, call, axis, trained, rest, given, scale)
+    def one(axis, number, trained, rest, given, scale):
+        found = worker_gradients(how, what, call, axis, trained, rest, given, scale, number)
         leaves, structure = jax.tree.flatten(found.aux)
         made[:] = [structure, found.kinds]
         apart = [
@@ -218,7 +229,7 @@ def gradients_on_mesh(
         return found._replace(grads=grads, aux=tuple(apart), kinds=())
 
     outs = Gradients(P(), (P(), P(_in_order(mesh, workers))), P(), P(workers), P())  # pyright: ignore[reportArgumentType]
-    found = _stage(one, mesh, workers, P(), outs)(*placed(mesh, workers, trained, rest, given), scale)
+    found = _stage(one, how, mesh, workers, P(), outs, *placed(mesh, workers, trained, rest, given), scale)
     structure, kinds = made
     joint, rows = map(iter, found.aux)
     aux = jax.tree.unflatten(structure, [next(rows) if kind in ROWS else next(joint) for kind in kinds])
@@ -242,15 +253,15 @@ def own_gradients_on_mesh(
         why: no mean over the workers can be taken in the loss.
     """
 
-    def one(own, state, given, scale):
+    def one(axis, number, own, state, given, scale):
         del scale
         mine = jax.tree.map(lambda x: x[0], own)
-        found = own_gradients(how, Trained(None, ()), call, workers, mine, state, given, refusal=why)
+        found = own_gradients(how, Trained(None, ()), call, axis, mine, state, given, refusal=why, number=number)
         check_kept(found)
         return jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
 
     _, state, given = placed(mesh, workers, {}, given.state, given)
-    return _stage(one, mesh, workers, P(owners), P(workers))(own, state, given, None)
+    return _stage(one, how, mesh, workers, P(owners), P(workers), own, state, given, None)
 
 
 def check_kept(found: Own) -> None:
@@ -267,14 +278,70 @@ def _in_order(mesh: Any, workers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in workers)
 
 
-def _stage(one: Any, mesh: Any, workers: tuple[str, ...], params: P, outs: Any) -> Any:
-    return jax.shard_map(
-        one,
-        mesh=unless_in_force(mesh),
-        in_specs=(params, P(), Given(P(_in_order(mesh, workers)), P(), P()), P()),  # pyright: ignore[reportArgumentType]
-        out_specs=outs,
-        axis_names=set(workers),
-        check_vma=False,  # so that a loss may hold loops whose carry begins with zeros, as under plain jit
+def _stage(one: Any, how: Loss, mesh: Any, workers: tuple[str, ...], params: P, outs: Any, *arrays: Any) -> Any:
+    """Results of one(axis, number, *arrays) at each worker.
+
+    Where the loss constrains how arrays lie over the axis of the workers, it is called again with an axis of that name
+    and of length 1, over which nothing is cut.
+    """
+    ins = (params, P(), Given(P(_in_order(mesh, workers)), P(), P()), P())  # pyright: ignore[reportArgumentType]
+
+    def run(one, mesh, workers, ins, outs):
+        return jax.shard_map(
+            functools.partial(one, workers),
+            mesh=unless_in_force(mesh),
+            in_specs=ins,
+            out_specs=outs,
+            axis_names=set(workers),
+            check_vma=False,  # so that a loss may hold loops whose carry begins with zeros, as under plain jit
+        )
+
+    try:
+        return run(lambda axis, *arrays: one(axis, None, *arrays), mesh, workers, ins, outs)(*arrays)
+    except ValueError as error:
+        if "Manual" not in str(error) or not any(name in str(error) for name in workers):
+            raise
+        if not isinstance(mesh, Mesh) or set(mesh.axis_types) != {AxisType.Auto} or how.shares:
+            raise ValueError(_constrained(mesh, workers)) from error
+        constrained = error
+    other = lambda axis: tuple(stand_in(name) if name in workers else name for name in axis_names(axis))
+    ins, outs = jax.tree.map(lambda spec: P(*map(other, spec)), ((P(workers), *ins), outs))
+    larger, others = _with_stand_ins(mesh, workers), other(workers)
+    # JAX lowers axis_index by the mesh of jax.set_mesh, which has no such axis.
+    numbers = jnp.arange(np.prod([mesh.shape[name] for name in workers]), dtype=jnp.int32)
+    numbered = lambda axis, number, *arrays: one(axis, number[0], *arrays)
+    try:
+        with jax.sharding.use_abstract_mesh(larger.abstract_mesh):
+            return run(numbered, larger, others, ins, outs)(numbers, *arrays)
+    except NameError:  # the loss sums over the axis, too
+        raise ValueError(_constrained(mesh, workers)) from constrained
+
+
+def _with_stand_ins(mesh: Mesh, workers: tuple[str, ...]) -> Mesh:
+    """The same devices in the same order; the workers along `stand_in(name)`, each `name` with length 1."""
+    axes = [
+        each
+        for name, size in mesh.shape.items()
+        for each in ([(stand_in(name), size), (name, 1)] if name in workers else [(name, size)])  # pyright: ignore[reportArgumentType]
+    ]
+    names, sizes = zip(*axes, strict=True)
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _constrained(mesh: Any, workers: tuple[str, ...]) -> str:
+    """What to do about a loss that constrains arrays over the axis of the workers."""
+    kinds = set(mesh.axis_types)
+    if kinds == {AxisType.Explicit}:
+        cure = 'Say gradients="unreduced", which calls the loss on the whole batch; or leave'
+    elif kinds == {AxisType.Auto} and not isinstance(mesh, Mesh):
+        cure = "Give the mesh with its devices, value_and_grad(loss, algorithm, mesh); or leave"
+    else:  # axes of both types, weights of the workers, or a loss that sums over the axis, too
+        cure = "Leave"
+    return (
+        f"the loss names {(workers[0] if len(workers) == 1 else workers)!r}, the axis of the workers, in a sharding "
+        f"constraint, and is called on the part of the batch of one worker, which is not cut over it. {cure} "
+        "that axis out of the constraint: P(None, 'model') in place of P('data', 'model'), the rule ('batch', None) in "
+        "place of ('batch', 'data')"
     )
 
 

@@ -211,7 +211,9 @@ def value_and_grad(
     Args:
         loss: (params, *batch, **named) -> mean loss of this part of the batch; or (loss, auxiliary values).
         algorithm: `direct`, `error_feedback`, ...; None where axis_name is a mapping.
-        mesh: None: that of `jax.set_mesh`, else that on which parameters or batch lie.
+        mesh: None: that of `jax.set_mesh`, else that on which parameters or batch lie. Give it where the loss names the
+            axis of the workers in sharding constraints, P("data", None, "model"): such a loss is called on a mesh of
+            the same devices in which that axis has length 1. For meshes whose axes are Auto.
         axis_name: mesh axis of the workers, a tuple of them, or a mapping from axes to algorithms, as for
             `compressed_mean`; None for a single worker.
         has_aux: whether the loss returns auxiliary values, too.
