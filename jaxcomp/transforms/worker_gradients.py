@@ -624,9 +624,7 @@ def share_of_worker(axis: Axis, shares: tuple[tuple[Axis, tuple[float, ...]], ..
     return share / rest
 
 
-def _together(
-    tree: Any, kinds: Any, axis: Axis, counts: Any, is_weighted: bool, number: Any = None
-) -> tuple[Any, Any]:
+def _together(tree: Any, kinds: Any, axis: Axis, counts: Any, is_weighted: bool, number: Any = None) -> tuple[Any, Any]:
     """Facts of all workers together, by one sum of all of it; and the sum of `counts`, where they are weights.
 
     kinds: of KINDS. counts: those of this worker in a "mean": shares, with sum one, or weights.

@@ -14,6 +14,7 @@ import jaxcomp as jc
 AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
 RNG = np.random.default_rng(0)
 W, X = (jnp.asarray(RNG.normal(size=shape) / 8, jnp.float32) for shape in ((64, 64), (8, 64)))
+SPEC = P(None, "model")
 MASK = jnp.arange(8.0) % 3
 
 
@@ -66,7 +67,7 @@ def test_local_steps_take_such_a_loss():
         for batch in ("data", None):
             own = lambda w, x, batch=batch: jnp.mean(constrained(x @ w, P(batch, "model")) ** 2)
             steps = jc.local_steps(
-                own, optax.sgd(0.1), optax.sgd(1.0), jc.direct(jc.identity()), mesh, every=2, param_specs=P(None, "model")
+                own, optax.sgd(0.1), optax.sgd(1.0), jc.direct(jc.identity()), mesh, every=2, param_specs=SPEC
             )
             own_params, state = steps.init(w)
             step = jax.jit(lambda p, s, x, steps=steps: steps(p, s, x))
@@ -88,7 +89,7 @@ def summed(w, x, mask):
     ("kinds", "given", "loss", "cure"),
     [
         (AUTO, False, loss, r"Give the mesh with its devices, value_and_grad\(loss, algorithm, mesh\)"),
-        (AUTO, True, summed, r"over it. Leave that axis out of the constraint: P\(None, 'model'\) in place of P\('data', 'model'\)"),
+        (AUTO, True, summed, r"over it. Leave that axis out of the constraint: P\(None, 'model'\)"),
         (EXPLICIT, True, outs, 'Say gradients="unreduced"'),
         (AUTO[:1] + EXPLICIT[:1], True, outs, "over it. Leave that axis out"),
     ],
