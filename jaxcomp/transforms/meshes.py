@@ -10,6 +10,7 @@ Between them each gradient is an array [n, ...] with a leading axis of workers. 
 """
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp.arrays import like_of
@@ -51,6 +53,7 @@ __all__ = [
     "placed",
     "same_on_mesh",
     "unless_in_force",
+    "warn_of_lookups",
     "without",
 ]
 
@@ -315,6 +318,46 @@ def _stage(one: Any, how: Loss, mesh: Any, workers: tuple[str, ...], params: P, 
             return run(numbered, larger, others, ins, outs)(numbers, *arrays)
     except NameError:  # the loss sums over the axis, too
         raise ValueError(_constrained(mesh, workers)) from constrained
+
+
+LOOKUP = (
+    "the loss looks up rows of an array of shape {}, which is cut over {}, on a mesh with more than one axis besides "
+    "{}. XLA's partitioner may abort the process there (Check failed: partition_group_list.num_replica_groups(), seen "
+    "in JAX 0.10.2 and 0.12.0.1). Take jax.nn.one_hot(tokens, len(table)) @ table, or look up in "
+    'jax.lax.with_sharding_constraint(table, P()), or take axes of type Explicit and gradients="unreduced"'
+)
+
+
+def warn_of_lookups(run: Callable[..., Any], mesh: Any, workers: tuple[str, ...], specs: Any, trained: Any) -> None:
+    """Warns of lookups of sharded tables in stage 1, where XLA was seen to abort; before it can.
+
+    Args:
+        run: stage 1, a function of the parameters. It is traced once more where there is such a table.
+        mesh, workers: see there.
+        specs: of the parameters; () where none is cut.
+        trained: parameters.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    auto = [name for name in mesh.axis_names if name not in workers and mesh.shape[name] > 1]
+    auto = [name for name in auto if kinds[name] == AxisType.Auto]
+    if len(auto) < 2 or all(mesh.shape[name] == 1 for name in workers):
+        return
+    cut = {}
+    for x, spec in zip(jax.tree.leaves(trained), specs, strict=bool(specs)):
+        over = tuple(axis for entry in spec for axis in axis_names(entry) if axis in auto)
+        if over and len(x.shape) > 1:
+            cut[x.shape] = over
+    if not cut:
+        return
+    todo, found = [jax.make_jaxpr(run)(trained).jaxpr], None
+    while todo and found is None:
+        for equation in todo.pop().eqns:
+            inner = jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr))
+            todo += [getattr(x, "jaxpr", x) for x in inner if isinstance(x, ClosedJaxpr | Jaxpr)]
+            if equation.primitive.name == "gather" and equation.invars[0].aval.shape in cut:
+                found = equation.invars[0].aval.shape
+    if found is not None:
+        warnings.warn(LOOKUP.format(found, cut[found], workers), stacklevel=2)
 
 
 def _with_stand_ins(mesh: Mesh, workers: tuple[str, ...]) -> Mesh:

@@ -42,6 +42,7 @@ from jaxcomp.transforms.meshes import (
     init_on_mesh,
     is_cut,
     same_on_mesh,
+    warn_of_lookups,
 )
 from jaxcomp.transforms.rows import WorkerGradients
 from jaxcomp.transforms.unreduced import unreduced_on_mesh
@@ -440,7 +441,10 @@ def _on_mesh(
 ) -> tuple[Gradients, GradientState]:
     """The two stages."""
     stage = unreduced_on_mesh if self.unreduced else gradients_on_mesh
-    found = stage(self.loss, what, call, mesh, axis_names(self.axis), trained, rest, given, _factor(state))
+    workers, factor = axis_names(self.axis), _factor(state)
+    run = lambda trained: stage(self.loss, what, call, mesh, workers, trained, rest, given, factor)
+    warn_of_lookups(lambda trained: run(trained).loss, mesh, workers, state.specs, trained)
+    found = run(trained)
     tree = _like_tree(state.specs, trained)
     new = exchange_on_mesh(self.transform(tree), mesh, self.axis, tree, found.grads, state.exchange)
     return _after(self, found, trained, rest, state, new)

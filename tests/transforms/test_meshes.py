@@ -1,5 +1,7 @@
 """Losses that name the axis of the workers in their sharding constraints."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,3 +108,15 @@ def test_where_that_cannot_be_one_sentence_has_the_cure(kinds, given, loss, cure
             grad_fn = jc.value_and_grad(loss, jc.direct(jc.identity()), gradients="unreduced")
             found, want = jax.jit(grad_fn)(w, state, x, mask)[:2], jax.value_and_grad(loss)(w, x, mask)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, want)
+
+
+@pytest.mark.parametrize("lookup", [True, False])
+def test_a_lookup_where_xla_aborts_is_warned_of(lookup):
+    """Nothing is compiled: XLA would end this process."""
+    mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
+    rows = lambda table, tokens: table[tokens] if lookup else jax.nn.one_hot(tokens, len(table)) @ table
+    loss = lambda table, tokens: jnp.mean(rows(table, tokens) ** 2)
+    grad_fn = jc.value_and_grad(loss, jc.direct(jc.identity()), mesh, param_specs=P("fsdp", "model"))
+    warning = pytest.warns(UserWarning, match=r"rows of .* \(64, 64\), which is cut over \('fsdp', 'model'\)")
+    with warning if lookup else nullcontext():
+        jax.eval_shape(lambda table, x: grad_fn(table, grad_fn.init(table), x)[:2], W, jnp.zeros((8, 4), jnp.int32))
