@@ -16,11 +16,30 @@ in `routes`.
 """
 
 import functools
+import math
+import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxcomp.compressors.checks import is_number
+import numpy as np
+from jax.sharding import Mesh
 
-__all__ = ["ADDS", "DEFAULT", "GATHERS", "Cost", "Link", "Phase", "Plan", "check_link", "cost_of", "ring_plan"]
+from jaxcomp.compressors.checks import is_number
+from jaxcomp.exchange.axes import Placement
+
+__all__ = [
+    "ADDS",
+    "DEFAULT",
+    "GATHERS",
+    "Cost",
+    "Link",
+    "Phase",
+    "Plan",
+    "check_link",
+    "cost_of",
+    "ring_plan",
+    "warn_of_order",
+]
 
 MOST_PIECES = 48  # of the longest message
 MOST_REST = 8  # pieces of the longest rest
@@ -53,6 +72,48 @@ def check_link(name: str, link: Any) -> None:
             f"{name}: link must have a latency in [0, {MOST_LATENCY:g}] seconds and a bandwidth of at least "
             f"{LEAST_BANDWIDTH:g} byte per second, in this order; got {link}"
         )
+
+
+SLOW = ("devices of one process", "several processes", "several slices")  # of TPUs; each slower than the one before
+
+
+def warn_of_order(placements: Sequence[Placement], mesh: Mesh) -> None:
+    """Warns where a hierarchy exchanges over slower links first, from what the devices say of themselves.
+
+    Then each device of a fast group sends a message of its own over the slow links. With the fast axis first the
+    devices of a group share out one message.
+
+    Args:
+        placements: of the means of one transformation.
+        mesh: with its devices.
+    """
+
+    def kind(axes: tuple[str, ...]) -> int:
+        places = [mesh.axis_names.index(name) for name in axes]
+        rows = np.moveaxis(mesh.devices, places, range(len(places))).reshape(*map(mesh.shape.get, axes), -1)  # pyright: ignore
+        rows = rows.reshape(-1, rows.shape[-1])
+        along = lambda of: any(len({of(device) for device in rows[:, j]}) > 1 for j in range(rows.shape[1]))
+        if along(lambda device: getattr(device, "slice_index", None)):
+            return 2
+        return int(along(lambda device: device.process_index))
+
+    for placement in placements:
+        levels = [placement.names, *placement.later]
+        if len(levels) == 1:
+            continue
+        kinds = [kind(axes) for axes in levels]
+        faster = [j for j in range(1, len(levels)) if kinds[j] < kinds[0]]
+        if faster:
+            fast = levels[faster[0]]
+            number = math.prod(mesh.shape[name] for name in fast)
+            shown = lambda axes: repr(axes[0] if len(axes) == 1 else axes)
+            warnings.warn(
+                f"the exchange over {shown(levels[0])}, between {SLOW[kinds[0]]}, comes before that over "
+                f"{shown(fast)}, between {SLOW[kinds[faster[0]]]}, so that each of {number} devices sends a message of "
+                f"its own over the slower links. Let the mapping begin with {shown(fast)}: then they share out one message",
+                stacklevel=3,
+            )
+            return
 
 
 class Cost(NamedTuple):
