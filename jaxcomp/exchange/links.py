@@ -110,7 +110,7 @@ def warn_of_order(placements: Sequence[Placement], mesh: Mesh) -> None:
             warnings.warn(
                 f"the exchange over {shown(levels[0])}, between {SLOW[kinds[0]]}, comes before that over "
                 f"{shown(fast)}, between {SLOW[kinds[faster[0]]]}, so that each of {number} devices sends a message of "
-                f"its own over the slower links. Let the mapping begin with {shown(fast)}: then they share out one message",
+                f"its own over the slower links. Begin with {shown(fast)}: then they share out one message",
                 stacklevel=3,
             )
             return

@@ -105,5 +105,5 @@ def test_a_hierarchy_that_begins_with_the_slow_axis_is_warned_of(by, what, names
     mesh = SimpleNamespace(axis_names=names, devices=devices, shape=dict(zip(names, devices.shape, strict=True)))
     warn_of_order([Placement("near", (("far",),)), Placement("far"), Placement(("far", "near"))], mesh)
     assert not recwarn.list
-    with pytest.warns(UserWarning, match=f"over 'far', between {what}.*each of 3 devices.*begin with 'near'"):
+    with pytest.warns(UserWarning, match=f"over 'far', between {what}.*each of 3 devices.*Begin with 'near'"):
         warn_of_order([Placement("far", (("near",),))], mesh)
