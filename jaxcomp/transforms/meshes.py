@@ -54,11 +54,13 @@ __all__ = [
     "same_on_mesh",
     "unless_in_force",
     "warn_of_lookups",
+    "warn_of_whole",
     "without",
 ]
 
 Meshes = Mesh | AbstractMesh
 P = PartitionSpec
+WHOLE = 2**26  # bytes that are gathered before a warning says so
 
 
 # ------------------------------------------------------------------------------------------------
@@ -172,6 +174,21 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
         return PartitionSpec()
 
     return tuple(map(one, jax.tree.leaves(params)))
+
+
+def warn_of_whole(workers: tuple[str, ...], specs: tuple[PartitionSpec, ...], trained: Any) -> None:
+    """Warns where a loss would gather much of what is cut over the workers themselves."""
+    names = lambda spec: {axis for entry in spec for axis in axis_names(entry)}
+    pairs = zip(jax.tree.leaves(trained), specs, strict=bool(specs))
+    size = sum(x.size * x.dtype.itemsize for x, spec in pairs if names(spec) & set(workers))
+    if size >= WHOLE:
+        warnings.warn(
+            f"value_and_grad: parameters of {size / 1e6:.0f} MB are cut over the workers {workers} themselves: each "
+            "step gathers them whole before the loss, and every worker holds its whole gradient, and memory. Cut them "
+            'over an axis of their own, on a mesh ("data", "fsdp"); or gather a layer at a time, by '
+            "jc.collectives.all_gather inside of shard_map",
+            stacklevel=3,
+        )
 
 
 def is_cut(spec: PartitionSpec, mesh: Meshes) -> bool:

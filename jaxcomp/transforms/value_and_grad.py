@@ -43,6 +43,7 @@ from jaxcomp.transforms.meshes import (
     is_cut,
     same_on_mesh,
     warn_of_lookups,
+    warn_of_whole,
 )
 from jaxcomp.transforms.rows import WorkerGradients
 from jaxcomp.transforms.unreduced import unreduced_on_mesh
@@ -98,6 +99,7 @@ class ValueAndGrad:
         if mesh is None:
             return GradientState(self._single().init(trained), (), self._scale())
         specs = self._specs(params, trained, mesh)
+        warn_of_whole(axis_names(self.axis), specs, trained)
         tree = _like_tree(specs, trained)
         exchange = init_on_mesh(self.transform(tree), mesh, self.axis, tree, trained)
         return GradientState(exchange, specs, self._scale(mesh))

@@ -120,3 +120,13 @@ def test_a_lookup_where_xla_aborts_is_warned_of(lookup):
     warning = pytest.warns(UserWarning, match=r"rows of .* \(64, 64\), which is cut over \('fsdp', 'model'\)")
     with warning if lookup else nullcontext():
         jax.eval_shape(lambda table, x: grad_fn(table, grad_fn.init(table), x)[:2], W, jnp.zeros((8, 4), jnp.int32))
+
+
+def test_parameters_that_are_gathered_whole_are_warned_of():
+    spec = P(None, "data")
+    for shape in ((2**10, 2**14), (2**9, 2**10)):
+        large = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh_of(AUTO), spec))
+        grad_fn = jc.value_and_grad(lambda w, x: jnp.sum(w) * jnp.sum(x), jc.direct(jc.identity()), mesh_of(AUTO))
+        warning = pytest.warns(UserWarning, match=r"67 MB are cut over the workers \('data',\)")
+        with warning if shape[0] == 2**10 else nullcontext():
+            jax.eval_shape(lambda: grad_fn.init(large))  # noqa: B023
