@@ -7,7 +7,9 @@ the state where it is traced by the user (`check_inside`). Workers that exchange
 """
 
 import json
+import math
 import re
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +24,6 @@ import jaxcomp  # for its version, which is known once this is called
 from jaxcomp.arrays import constants
 from jaxcomp.exchange.axes import Placement, axis_names, is_bound, varying
 from jaxcomp.exchange.collectives import all_gather
-from jaxcomp.exchange.links import warn_of_order
 from jaxcomp.exchange.state import is_mean, means_in
 from jaxcomp.factories import described, options_in
 from jaxcomp.groups import Groups
@@ -41,6 +42,7 @@ __all__ = [
     "merged",
     "options_of",
     "probe",
+    "warn_of_order",
 ]
 
 SHOWN = 3  # options that an error names
@@ -135,6 +137,48 @@ def check_equal(name: str, each: Sequence[Options], who: Sequence[str]) -> None:
 
 # ------------------------------------------------------------------------------------------------
 # Processes of one mesh
+
+
+SLOW = ("devices of one process", "several processes", "several slices")  # of TPUs; each slower than the one before
+
+
+def warn_of_order(placements: Sequence[Placement], mesh: Mesh) -> None:
+    """Warns where a hierarchy exchanges over slower links first, from what the devices say of themselves.
+
+    Then each device of a fast group sends a message of its own over the slow links. With the fast axis first the
+    devices of a group share out one message.
+
+    Args:
+        placements: of the means of one transformation.
+        mesh: with its devices.
+    """
+
+    def kind(axes: tuple[str, ...]) -> int:
+        places = [mesh.axis_names.index(name) for name in axes]
+        rows = np.moveaxis(mesh.devices, places, range(len(places))).reshape(*map(mesh.shape.get, axes), -1)  # pyright: ignore
+        rows = rows.reshape(-1, rows.shape[-1])
+        along = lambda of: any(len({of(device) for device in rows[:, j]}) > 1 for j in range(rows.shape[1]))
+        if along(lambda device: getattr(device, "slice_index", None)):
+            return 2
+        return int(along(lambda device: device.process_index))
+
+    for placement in placements:
+        levels = [placement.names, *placement.later]
+        if len(levels) == 1:
+            continue
+        kinds = [kind(axes) for axes in levels]
+        faster = [j for j in range(1, len(levels)) if kinds[j] < kinds[0]]
+        if faster:
+            fast = levels[faster[0]]
+            number = math.prod(mesh.shape[name] for name in fast)
+            shown = lambda axes: repr(axes[0] if len(axes) == 1 else axes)
+            warnings.warn(
+                f"the exchange over {shown(levels[0])}, between {SLOW[kinds[0]]}, comes before that over "
+                f"{shown(fast)}, between {SLOW[kinds[faster[0]]]}, so that each of {number} devices sends a message of "
+                f"its own over the slower links. Begin with {shown(fast)}: then they share out one message",
+                stacklevel=3,
+            )
+            return
 
 
 def check_state(name: str, state: Any, mesh: Any, axis: Any) -> None:

@@ -7,8 +7,9 @@ import pytest
 from oracles_dagc import skewed_volumes
 
 from jaxcomp.allocate import counts, ratios
+from jaxcomp.exchange.agreement import warn_of_order
 from jaxcomp.exchange.axes import Placement
-from jaxcomp.exchange.links import Link, ring_plan, warn_of_order
+from jaxcomp.exchange.links import Link, ring_plan
 from jaxcomp.exchange.routes import ROUTES, costs
 from jaxcomp.exchange.routes.auto import fastest
 
