@@ -27,6 +27,7 @@ EXPERIMENTS = {
     "federated": ("federated", "members who come and go, on Flower; messages as long as their ratio"),
     "smoothness": ("smoothness", "smoothness-aware compression against plain, in rounds and bits"),
     "sharded": ("sharded", "sharded models: each device compresses its shard, and what crosses which axis"),
+    "ways": ("ways", "per-worker and unreduced gradients of Flax, Equinox, a GPT: what each needs and costs"),
     "overlap": ("sharded.overlap", "buckets: exchanges that may start while the backward pass still runs"),
     "layouts": ("layouts", "which vectors a tree should become: one, each leaf, or equal chunks"),
     "local": ("local", "many steps at each worker, then one compressed exchange of their differences"),
