@@ -44,7 +44,8 @@ class Figure(NamedTuple):
     page: of docs/results. command: words after `python -m experiments`; {table} is the file to write it to, {data} the
     folder of --data. Without {table} the command keeps a run, and writes its table.md. source: file or folder below
     experiments that makes it. minutes: about, on 2 cores. picture: of the run, and its name in docs/images.
-    accelerator: the command needs a GPU or a TPU, and writes the page itself. compilers: it needs theirs.
+    accelerator: the command needs a GPU or a TPU, and writes the page itself. compilers: it needs theirs. package: of a
+    trainer, which it needs. whole: all lines of table.md are the table, not only its rows.
     """
 
     page: str
@@ -54,6 +55,8 @@ class Figure(NamedTuple):
     picture: tuple[str, str] | None = None
     accelerator: bool = False
     compilers: bool = False
+    whole: bool = False
+    package: str = ""
 
 
 SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
@@ -74,6 +77,12 @@ FIGURES = {
     "local": Figure("local", LOCAL, "local", 10),
     "accelerator": Figure("accelerators", "accelerator", "accelerator", 5, accelerator=True),
     "pods": Figure("pods", PODS, "pods", 25, ("pods.png", "pods.png"), compilers=True),
+    "setups": Figure("setups", "setups", "scale/setups.py", 3, whole=True),
+    "maxtext": Figure(
+        "trainers", "trainers maxtext", "trainers", 10, ("maxtext.png", "maxtext.png"), package="maxtext"
+    ),
+    "drjax": Figure("trainers", "trainers drjax", "trainers", 3, package="drjax"),
+    "tunix": Figure("trainers", "trainers tunix", "trainers", 3, package="tunix"),
     "compiled": Figure("accelerators", "compiled", "compiled", 20, compilers=True),
 }
 
@@ -105,6 +114,9 @@ def main(arguments: Sequence[str]) -> int:
                 f"{name}: left out, it needs the compilers of accelerators, which make test-accelerators sets up"
             )
             continue
+        if FIGURES[name].package and find_spec(FIGURES[name].package) is None:
+            console.print(f"{name}: left out, it needs pip install '.[trainers]', on Python 3.12")
+            continue
         console.print(f"{name}: about {FIGURES[name].minutes} min")
         for row in make(name, FIGURES[name], data):
             console.print(f"  changed: {row}")
@@ -132,7 +144,8 @@ def make(name: str, figure: Figure, data: Path | None) -> list[str]:
         done = subprocess.run([sys.executable, "-m", "experiments", *words], cwd=ROOT, check=False)
         if done.returncode:
             raise UserError(f"python -m experiments {' '.join(words)} ended with {done.returncode}")
-        rows = [line for line in (run / "table.md").read_text().splitlines() if line.startswith("|")]
+        lines = (run / "table.md").read_text().splitlines()
+        rows = [line for line in lines if figure.whole or line.startswith("|")]
         page = RESULTS / f"{figure.page}.md"
         before = page.read_text()
         page.write_text(placed(before, name, rows, stamp_of(figure)))

@@ -49,6 +49,7 @@ from jaxcomp.algorithms import (
     sparse_loco,
 )
 from jaxcomp.base import Algorithm, Compressor, Sent, Spec, State
+from jaxcomp.buckets import buckets
 from jaxcomp.compressors import (
     bernoulli,
     binned,
@@ -88,6 +89,7 @@ from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.metrics import metrics
 from jaxcomp.payloads import code_bits, lane_bytes
 from jaxcomp.plan.candidates import Candidate
+from jaxcomp.plan.machine import Machine
 from jaxcomp.plan.planning import plan
 from jaxcomp.plan.recommend import recommend
 from jaxcomp.replicas import check_replicas
@@ -121,6 +123,7 @@ __all__ = [
     "Layout",
     "Ledger",
     "Link",
+    "Machine",
     "Sent",
     "Spec",
     "State",
@@ -130,6 +133,7 @@ __all__ = [
     "bernoulli",
     "binned",
     "block_scaled",
+    "buckets",
     "by_path",
     "cast",
     "check_loss",

@@ -22,7 +22,7 @@ from jax import lax
 from jaxcomp.arrays import bounded, finite, is_array, like_of, wide
 from jaxcomp.backend import LONG, Pieces, SparseSum, cut_apart, joined
 from jaxcomp.base import Compressor, Spec, State
-from jaxcomp.paths import numbers_by_path
+from jaxcomp.paths import numbers_by_path, same_leaves
 from jaxcomp.payloads import Dense
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "DENSE_BELOW",
     "FIXED",
     "WHOLE_BLOCKS",
+    "Buckets",
     "Choice",
     "Group",
     "Groups",
@@ -51,6 +52,15 @@ ALONE = 64  # leaves in vectors of their own, where that pays; each of them adds
 KINDS = 4  # sizes of such leaves; each of them adds half a second
 LARGE = 2**18  # entries of a leaf that may be a vector of its own
 UNITS = ("tree", "leaf", "apart", "shape", "chunks", "paths")
+
+
+class Buckets(NamedTuple):
+    """size: bytes of a bucket. order: paths of leaves, those whose gradients are ready first before the others; leaves
+    that are not named come last, and without any they go from the last leaf to the first.
+    """
+
+    size: int
+    order: tuple[str, ...] = ()
 
 
 class TooLong(ValueError):
@@ -73,10 +83,12 @@ class Layout:
     chunks: number of rows.
     bucket_bytes: leaves are put together, from the last to the first, until they have so many bytes; a vector holds
         leaves of one bucket. The gradients of the last leaves come first out of a backward pass.
+    bucket_order: paths of leaves, in the order in which their gradients come, in place of that; what it does not name
+        is last.
     whole_blocks: with "tree", long vectors are filled up with zeros to a multiple of 1024 entries, which the usual
         blocks and words divide: with a shorter last block codes of few bits take several times as long.
-    longest: vectors with more entries are cut into equal rows; longer chunks are refused. Leaves of "shape" stay whole:
-        they are matrices, of which no entry is numbered.
+    longest: with "tree", leaves with more entries together are several vectors. One leaf with more is cut into equal
+        rows; longer chunks are refused. Leaves of "shape" stay whole: they are matrices, of which no entry is numbered.
     alone: with "tree", so many of the largest leaves, of at least 2^18 entries and of at most four sizes, are vectors
         of their own: they are neither copied into a vector nor cut out of one (but for blocks that are filled up), at
         the price of their arithmetic in the compiled program.
@@ -88,6 +100,7 @@ class Layout:
     single: bool = False
     chunks: int = 1
     bucket_bytes: int | None = None
+    bucket_order: tuple[str, ...] = ()
     whole_blocks: bool = False
     longest: int = LONGEST
     alone: int = 0
@@ -99,9 +112,9 @@ class Layout:
         parts = tuple((pattern, part.together()) for pattern, part in self.parts)
         return dataclasses.replace(self, alone=0, parts=parts)
 
-    def in_buckets(self, bucket_bytes: int) -> "Layout":
+    def in_buckets(self, bucket_bytes: int, order: tuple[str, ...] = ()) -> "Layout":
         """The same, bucket by bucket."""
-        return dataclasses.replace(self, bucket_bytes=bucket_bytes, single=False)
+        return dataclasses.replace(self, bucket_bytes=bucket_bytes, bucket_order=order, single=False)
 
 
 DEFAULT, WHOLE_BLOCKS, FIXED = Layout(), Layout(whole_blocks=True), Layout(fixed=True)
@@ -201,6 +214,7 @@ def groups_of(layout: Layout, tree: Any) -> Groups:
     """
     tree = like_of(tree)
     leaves, structure = jax.tree.flatten(tree)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     shapes, dtypes = tuple(leaf.shape for leaf in leaves), tuple(leaf.dtype for leaf in leaves)
     every = dict(enumerate(leaves))
     if layout.unit == "paths":
@@ -208,16 +222,16 @@ def groups_of(layout: Layout, tree: Any) -> Groups:
         groups = [
             group._replace(part=number)
             for number, (own, (_, part)) in enumerate(zip(found, layout.parts, strict=True))
-            for group in (_grouped(part, {i: leaves[i] for i in own}, bare=False) if own else ())
+            for group in (_grouped(part, {i: leaves[i] for i in own}, paths, bare=False) if own else ())
         ]
     else:
-        groups = _grouped(layout, every, bare=is_array(tree))
+        groups = _grouped(layout, every, paths, bare=is_array(tree))
     groups = [group._replace(sizes=tuple(leaves[i].size for i in group.leaves)) for group in groups]
     return Groups(structure, shapes, dtypes, tuple(groups))
 
 
-def _grouped(layout: Layout, leaves: dict[int, Any], bare: bool) -> list[Group]:
-    """The groups of some leaves, by their numbers."""
+def _grouped(layout: Layout, leaves: dict[int, Any], paths: list[str], bare: bool) -> list[Group]:
+    """The groups of some leaves, by their numbers. paths: of all leaves."""
     size, dtypes = sum(leaf.size for leaf in leaves.values()), [leaf.dtype for leaf in leaves.values()]
     if layout.unit == "chunks":
         row = row_size(size, layout.chunks)
@@ -231,7 +245,11 @@ def _grouped(layout: Layout, leaves: dict[int, Any], bare: bool) -> list[Group]:
     by_shape = layout.unit == "shape"
     is_matrix = by_shape and any(leaf.ndim > 1 for leaf in leaves.values())
     if (bare and not is_matrix) or (layout.unit == "tree" and layout.single):
-        return [Group(tuple(leaves), _shape(size, layout), _common(dtypes))]
+        runs = [list(leaves)] if bare else _runs(list(leaves), leaves, layout.longest)
+        numbers = range(len(runs)) if len(runs) > 1 else [None]
+        shapes = [_shape(sum(leaves[i].size for i in run), layout) for run in runs]
+        each = zip(runs, shapes, numbers, strict=True)
+        return [Group(tuple(run), shape, _common(dtypes), number=number) for run, shape, number in each]
     is_small = lambda leaf: leaf.size < layout.dense_below or (by_shape and leaf.ndim < 2)
     small = [i for i, leaf in leaves.items() if is_small(leaf)]
     if layout.unit == "tree" and not (layout.fixed and len(small) < len(leaves)):
@@ -240,7 +258,7 @@ def _grouped(layout: Layout, leaves: dict[int, Any], bare: bool) -> list[Group]:
             held[leaves[i].dtype] += leaves[i].size
         small = [i for i in small if held[leaves[i].dtype] < layout.dense_below]
     large = [i for i in leaves if i not in set(small)]
-    buckets = _buckets(large, leaves, layout.bucket_bytes)
+    buckets = _buckets(large, leaves, layout, paths)
     alone = {i: i for i in _alone(large, leaves, layout.alone)}
     together: dict[Any, list[int]] = {}
     for i in large:
@@ -250,7 +268,12 @@ def _grouped(layout: Layout, leaves: dict[int, Any], bare: bool) -> list[Group]:
     if small:
         own = tuple(leaves[i] for i in small)
         made.append(Group(tuple(small), (sum(x.size for x in own),), _common(x.dtype for x in own), small=True))
-    for number, ((bucket, _, dtype), members) in enumerate(together.items()):
+    vectors = [
+        (bucket, dtype, members)
+        for (bucket, _, dtype), found in together.items()
+        for members in (_runs(found, leaves, layout.longest) if layout.unit == "tree" else [found])
+    ]
+    for number, (bucket, dtype, members) in enumerate(vectors):
         first, count = leaves[members[0]], len(members)
         each = by_shape or (layout.unit == "leaf" and count > 1 and first.size <= layout.longest)
         if by_shape:
@@ -291,6 +314,20 @@ def _shape(size: int, layout: Layout) -> tuple[int, ...]:
     return (row_size(size, 1) if layout.whole_blocks and size >= LONG else size,)
 
 
+def _runs(members: list[int], leaves: dict[int, Any], longest: int) -> list[list[int]]:
+    """The leaves in their order, as few vectors of about one length as hold `longest` entries each: rows of a stack
+    would be cut out of it and put back. A leaf that is longer is by itself.
+    """
+    size = sum(leaves[i].size for i in members)
+    enough, runs, held = size / -(-size // longest), [[]], 0
+    for i in members:
+        if runs[-1] and (held >= enough or held + leaves[i].size > longest):
+            runs, held = [*runs, []], 0
+        runs[-1].append(i)
+        held += leaves[i].size
+    return runs
+
+
 def _alone(large: list[int], leaves: dict[int, Any], most: int) -> list[int]:
     """At most so many of the largest leaves, of at most `KINDS` sizes."""
     found = sorted((i for i in large if leaves[i].size >= LARGE), key=lambda i: -leaves[i].size)
@@ -298,10 +335,14 @@ def _alone(large: list[int], leaves: dict[int, Any], most: int) -> list[int]:
     return [i for i in found if leaves[i].size in sizes][:most]
 
 
-def _buckets(large: list[int], leaves: dict[int, Any], bucket_bytes: int | None) -> dict[int, int]:
+def _buckets(large: list[int], leaves: dict[int, Any], layout: Layout, paths: list[str]) -> dict[int, int]:
+    """The number of the bucket of each leaf, from 1."""
     numbers, number, held = {}, 1, 0
-    for i in reversed(large):
-        if bucket_bytes is not None and held >= bucket_bytes:
+    ranks = {path: rank for rank, path in enumerate(layout.bucket_order)}
+    if ranks and large and not any(paths[i] in ranks for i in large):
+        raise ValueError(f"bucket_bytes: its order names no leaf of this tree, of which one is {paths[large[0]]}")
+    for i in sorted(large, key=lambda i: (ranks.get(paths[i], len(ranks)), -i)):
+        if layout.bucket_bytes is not None and held >= layout.bucket_bytes:
             number, held = number + 1, 0
         numbers[i] = number
         held += leaves[i].size * leaves[i].dtype.itemsize
@@ -337,7 +378,7 @@ def split(groups: Groups, tree: Any, *, pieces: bool | tuple[bool, ...] = False)
 def check_fits(groups: Groups, tree: Any) -> None:
     """Raises ValueError unless the tree is the one that was laid out."""
     got = like_of(tree)
-    if jax.tree.structure(got) != groups.structure:
+    if jax.tree.structure(got) != groups.structure and not same_leaves(got, groups.tree):
         raise ValueError(
             f"the state was made for another tree than these gradients: expected {groups.structure}, got "
             f"{jax.tree.structure(got)}"
@@ -353,9 +394,10 @@ def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
 
     What is too large for a leaf is its largest number.
 
-    like: tree whose dtypes the leaves get; None: those that were laid out.
+    like: tree whose dtypes and containers the leaves get; None: those that were laid out.
     """
-    dtypes = groups.dtypes if like is None else [leaf.dtype for leaf in jax.tree.leaves(like_of(like))]
+    like = groups.tree if like is None else like_of(like)
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
     leaves: list[Any] = [None] * len(groups.shapes)
     for group, array in zip(groups.groups, arrays, strict=True):
         if isinstance(array, Pieces):
@@ -365,4 +407,4 @@ def join(groups: Groups, arrays: tuple[Any, ...], like: Any = None) -> Any:
         for i, piece in zip(group.leaves, pieces, strict=True):
             leaf = lax.reshape(piece, groups.shapes[i])
             leaves[i] = leaf if leaf.dtype == dtypes[i] else bounded(leaf, dtypes[i])
-    return jax.tree.unflatten(groups.structure, leaves)
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-__all__ = ["check_patterns", "numbers_by_path", "paths_of"]
+__all__ = ["check_patterns", "numbers_by_path", "paths_of", "same_leaves"]
 
 SHOWN = 6  # paths in an error
 
@@ -45,6 +45,29 @@ def paths_of(tree: Any) -> list[tuple[str, bool]]:
     """
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_masked)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), not _masked(node)) for path, node in nodes]
+
+
+def same_leaves(a: Any, b: Any) -> bool:
+    """Whether two trees have leaves at the same paths, some of which lie in containers of their own in one of them.
+
+    Such containers are nodes like `flax.nnx.Param`, whose one child is an attribute. Flax gives an optimizer parameters
+    with them, and gradients without.
+
+    >>> import collections
+    >>> Param = collections.namedtuple("Param", "value")
+    >>> same_leaves({"w": Param(1)}, {"w": 2}), same_leaves({"w": {"value": 1}}, {"w": 2})
+    (True, False)
+    """
+    if jax.tree.structure(a, is_leaf=_masked) == jax.tree.structure(b, is_leaf=_masked):
+        return True
+    both = [[path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_masked)] for tree in (a, b)]
+    return len(both[0]) == len(both[1]) and all(map(_same_path, *both))
+
+
+def _same_path(*paths: tuple[Any, ...]) -> bool:
+    short, long = sorted(paths, key=len)
+    into = (jax.tree_util.GetAttrKey, jax.tree_util.FlattenedIndexKey)
+    return long[: len(short)] == short and all(isinstance(key, into) for key in long[len(short) :])
 
 
 def _matches(pattern: Any, path: str) -> bool:

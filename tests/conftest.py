@@ -20,7 +20,7 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 import jax
 import pytest
-from variants import BETWEEN_WORKERS, sampled
+from variants import BETWEEN_WORKERS, LONG, sampled
 
 # Programs that a test starts compile the same steps again and again: they share them, for as long as the tests run.
 CACHE = None
@@ -102,6 +102,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("sampled") and not item.get_closest_marker("slow")]
     kept = set(map(id, sampled(marked)))
-    for item in marked:
-        if id(item) not in kept:
+    left_out = {item for item in marked if id(item) not in kept}
+    for item in items:
+        if item in left_out or item.nodeid in LONG:
             item.add_marker(pytest.mark.slow)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from variants import LONG
+
 CONFTEST = """
 import pytest
 from variants import sampled
@@ -72,3 +74,10 @@ def test_values_of_one_parameter_meet_those_of_others(tmp_path):
     assert all(0 < held[row] < 20 for row in rows if row != "identity")
     kinds = collections.Counter((row, kind) for kind, row in kept["test_kinds"])
     assert all(sum(kinds[row, kind] for kind in "wxyz") == (4 if row == "identity" else 1) for row in rows)
+
+
+def test_what_is_left_to_the_whole_suite_is_still_there():
+    for test in LONG:
+        path, _, name = test.partition("::")
+        text = (Path(__file__).parents[1] / path).read_text()
+        assert f"def {name.partition('[')[0]}(" in text, test

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Container, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ BETWEEN_WORKERS = {
     "sidco",
     "skcompress-recentred",
 }
+
+# Tests that take longest, beside a variant of the same test that `make test` runs, or a shorter test of the same thing.
+LONG = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())
 
 
 def variants(names: Iterable, kept: Container) -> list:

@@ -40,6 +40,7 @@ from jaxcomp.base import (
     sides,
     whole,
 )
+from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.tree import choices_of, layout_of
 from jaxcomp.exchange.agreement import check_inside, options_of
 from jaxcomp.exchange.axes import (
@@ -74,7 +75,7 @@ from jaxcomp.exchange.measure import (
 )
 from jaxcomp.exchange.routes import ROUTES, VIAS, Arrived, Parcel, Route, Way, route_of, taken
 from jaxcomp.exchange.state import Description, MeanLocal, MeanShared, MeanState, frozen, is_mean
-from jaxcomp.groups import Choice, Groups, Layout, TooLong, groups_of, split, warn_if_dense
+from jaxcomp.groups import Buckets, Choice, Groups, Layout, TooLong, groups_of, split, warn_if_dense
 
 __all__ = ["Exchange", "Message", "exchange_of", "own_weights", "shares_of"]
 
@@ -561,7 +562,7 @@ def exchange_of(
     root: Array,
     *,
     weights: Any = None,
-    bucket_bytes: int | None = None,
+    bucket_bytes: int | Buckets | None = None,
     **options: Any,
 ) -> Exchange:
     """Checks that algorithm, route and weights go together, and binds them.
@@ -591,14 +592,16 @@ def exchange_of(
     if weights is None:
         weights = own_weights(name, algorithm)
     if bucket_bytes is not None:
-        if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, (int, np.integer)) or bucket_bytes < 1:
-            raise ValueError(f"{name}: bucket_bytes must be an integer of at least 1; got {bucket_bytes!r}")
+        buckets = bucket_bytes if isinstance(bucket_bytes, Buckets) else Buckets(bucket_bytes)
+        if not is_whole(buckets.size):
+            needs = "an integer of at least 1, or what jc.buckets makes"
+            raise ValueError(f"{name}: bucket_bytes must be {needs}; got {bucket_bytes!r}")
         if algorithm.parts:
             raise ValueError(f"{name}: bucket_bytes does not go with by_path, whose parts share their collectives")
         if via not in ("auto", "sum", "gather"):
             why = "the other routes send one message, cut or coded as a whole, and wait for the whole gradient"
             raise ValueError(f'{name}: bucket_bytes goes with via="auto", "sum" and "gather"; got {via!r}: {why}')
-        layout = layout.in_buckets(int(bucket_bytes))
+        layout = layout.in_buckets(int(buckets.size), buckets.order)
     shares = None if weights is None else shares_of(name, weights)
     if not isinstance(root, Tracer):  # words on the host are of no mesh: a state may be made on any
         root = np.asarray(jax.random.key_data(root))  # pyright: ignore[reportAssignmentType]

@@ -220,7 +220,8 @@ def init_state(
 
     Args:
         tx: optimizer with `compressed_mean` in it, or `jc.methods.rounds(...)`.
-        params: parameters, equal on all workers, or whole ones that `specs` cuts, wherever they lie.
+        params: parameters, equal on all workers, or whole ones that `specs` cuts, wherever they lie; or their
+            `jax.ShapeDtypeStruct`, for those of the state, with the shardings to restore a checkpoint by.
         mesh: the mesh that `shard_map` will run on; or the number of workers of a `vmap` or `pmap`; or an
             `AbstractMesh`, for shapes and dtypes alone, say of a state that other workers saved.
         axis_name: its data axis (or a tuple of axes, or the mapping given to `compressed_mean`).
@@ -262,12 +263,18 @@ def init_state(
     made = state_specs(shapes, axis_name, params=like, specs=specs)
     check_state("init_state", shapes, mesh, names_of(axis_name))
     whole = PartitionSpec() if specs is None else specs
-    if isinstance(mesh, AbstractMesh):
+    leaves = jax.tree.leaves(params)
+    if isinstance(mesh, AbstractMesh) or (leaves and all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)):
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
-        mesh = mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-        make = jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made)
+        abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+        abstract = abstract.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        make = jax.shard_map(tx.init, mesh=abstract, in_specs=(whole,), out_specs=made)
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is in force here
-            return jax.eval_shape(make, params), made
+            state = jax.eval_shape(make, params)
+        if isinstance(mesh, AbstractMesh):
+            return state, made
+        place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        return jax.tree.map(place, state, made), made
     if specs is not None:
         params = jax.tree.map(lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), params, specs)
     make = jax.shard_map(tx.init, mesh=mesh, in_specs=(whole,), out_specs=made)

@@ -29,6 +29,7 @@ from jaxcomp.exchange.rearrange import (
 )
 from jaxcomp.exchange.spread import pooled
 from jaxcomp.exchange.state import MeanState, OwnState, check_rows, is_mean, is_own, means_in
+from jaxcomp.paths import same_leaves
 
 __all__ = ["redistribute"]
 
@@ -148,7 +149,7 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
             check_rows("", state)
         except ValueError as error:
             raise Misfit(str(error).removeprefix(": ")) from None
-    same = lambda a, b: (a.placement, a.roles, a.groups.structure) == (b.placement, b.roles, b.groups.structure)
+    same = lambda a, b: (a.placement, a.roles) == (b.placement, b.roles) and same_leaves(a.groups.tree, b.groups.tree)
     if old.about.placement.shards != new.about.placement.shards and old.about.roles == new.about.roles:
         where = lambda mean: f"cut over {', '.join(mean.about.placement.shards)}" if _has_shards(mean) else "whole"
         raise Misfit(

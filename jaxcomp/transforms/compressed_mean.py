@@ -38,8 +38,8 @@ from jaxcomp.exchange.axes import Axis, Placement, axis_names, check_gradients, 
 from jaxcomp.exchange.driver import exchange_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
-from jaxcomp.groups import join, split
-from jaxcomp.paths import numbers_by_path
+from jaxcomp.groups import Buckets, join, split
+from jaxcomp.paths import numbers_by_path, same_leaves
 from jaxcomp.transforms.rows import with_before, with_rows
 from jaxcomp.transforms.scattered import cut_dimension, scattered_mean
 
@@ -62,7 +62,7 @@ def compressed_mean(
     measure: bool | int = False,
     link: Link = DEFAULT,
     sharded: Any = None,
-    bucket_bytes: int | None = None,
+    bucket_bytes: int | Buckets | None = None,
     before: optax.GradientTransformation | None = None,
 ) -> Transformation:
     """Replaces each worker's gradient by the mean direction of a compressed exchange.
@@ -93,7 +93,8 @@ def compressed_mean(
             `init_state(tx, params, mesh, axis_name, specs)`. Of leaves that are cut over the workers themselves
             (FSDP) each worker gives the whole gradient, and gets the direction of its own shard.
         bucket_bytes: size of the buckets of leaves that are compressed and exchanged by themselves, from the last leaf
-            to the first, so that an exchange need not wait for the rest of the backward pass. None: one collective.
+            to the first, so that an exchange need not wait for the rest of the backward pass; or what `jc.buckets`
+            makes: in the order in which gradients are ready. None: one collective.
         before: optax transformation that each worker applies to its own gradient, before the exchange: clipping, noise,
             weight decay at each worker. It has a state for each worker; typed random keys in it are another one for
             each. Of rows it sees one at a time, under vmap, with whole parameters.
@@ -318,14 +319,11 @@ def _by_shards(
 
     def parted(tree):
         """The tree once for each group, with `optax.MaskedNode` in place of what is not of it."""
-        if jax.tree.structure(tree, masked) != structure:
-            raise ValueError(
-                f"compressed_mean: gradients have the structure {jax.tree.structure(tree, masked)}, sharded= has "
-                f"{structure}"
-            )
-        leaves = jax.tree.leaves(tree, is_leaf=masked)
+        leaves, here = jax.tree.flatten(tree, masked)
+        if not same_leaves(tree, jax.tree.unflatten(structure, range(len(cut)))):
+            raise ValueError(f"compressed_mean: gradients have the structure {here}, sharded= has {structure}")
         only = lambda own: [x if i in own else optax.MaskedNode() for i, x in enumerate(leaves)]
-        return [jax.tree.unflatten(structure, only(set(own))) for own in numbers]
+        return [jax.tree.unflatten(here, only(set(own))) for own in numbers]
 
     def means_for(tree):
         nodes = jax.tree.leaves(tree, is_leaf=masked)
@@ -344,7 +342,7 @@ def _by_shards(
         del params, extra
         for axis in axes:
             check_own(grads, axis)
-        leaves = jax.tree.leaves(grads, is_leaf=masked)
+        leaves, here = jax.tree.flatten(grads, masked)
         after = []
         for mean, part, own, old in zip(means_for(grads), parted(grads), numbers, state, strict=True):
             direction, new = mean.update(part, old) if jax.tree.leaves(part) else (part, old)
@@ -352,6 +350,6 @@ def _by_shards(
             given = jax.tree.leaves(direction, is_leaf=masked)
             for i in own:
                 leaves[i] = given[i]
-        return jax.tree.unflatten(structure, leaves), tuple(after)
+        return jax.tree.unflatten(here, leaves), tuple(after)
 
     return Transformation(init, update)  # pyright: ignore[reportArgumentType]

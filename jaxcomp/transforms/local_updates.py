@@ -37,6 +37,7 @@ from jaxcomp.exchange.measure import no_counts
 from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import MeanState, OwnState, is_mean, own_at_device, own_off_device
 from jaxcomp.floats import rounded_to, stored
+from jaxcomp.groups import Buckets
 from jaxcomp.transforms.compressed_mean import MISSING, levels_of, means_over
 from jaxcomp.transforms.fragments import Timetable, cut, fragments_of, replaced
 from jaxcomp.transforms.worker_gradients import not_zero, share_of_worker, times
@@ -93,7 +94,7 @@ def local_updates(
     measure: bool | int = False,
     link: Link = DEFAULT,
     sharded: Any = None,
-    bucket_bytes: int | None = None,
+    bucket_bytes: int | Buckets | None = None,
     weighted: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Steps of an inner optimizer at each worker; every H steps a compressed exchange of parameter differences.

@@ -21,6 +21,7 @@ from jaxcomp.arrays import like_of
 from jaxcomp.exchange.agreement import check_state
 from jaxcomp.exchange.axes import Axis, axis_names
 from jaxcomp.exchange.state import means_in
+from jaxcomp.paths import same_leaves
 from jaxcomp.state.specs import shape_on, shapes_of_shards, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained
 from jaxcomp.transforms.worker_gradients import ROWS, Gradients, Loss, Own, own_gradients, worker_gradients
@@ -306,7 +307,7 @@ def exchange_on_mesh(
     """
     workers = axis_names(axis)
     _check_workers(state, mesh, workers)
-    outer = jax.tree.map(lambda _: P(), grads) if specs is None else specs
+    outer = jax.tree.map(lambda _: P(), grads) if specs is None else specs_like(grads, specs)
     rows = jax.tree.map(lambda spec: P(workers, *without(spec, workers)), outer)
     made = state_specs(state, axis)
 
@@ -315,6 +316,11 @@ def exchange_on_mesh(
 
     stage = jax.shard_map(one, mesh=unless_in_force(mesh), in_specs=(rows, made), out_specs=(outer, made))
     return stage(jax.tree.map(lambda x, spec: laid_out(x, spec, mesh), grads, rows), state)
+
+
+def specs_like(tree: Any, specs: Any) -> Any:
+    """The specs in the containers of a tree: those of Flax NNX lie in `nnx.Param`, and gradients do not."""
+    return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(specs)) if same_leaves(tree, specs) else specs
 
 
 def _check_workers(state: Any, mesh: Any, workers: tuple[str, ...]) -> None:
@@ -334,7 +340,7 @@ def _check_workers(state: Any, mesh: Any, workers: tuple[str, ...]) -> None:
 
 def init_on_mesh(tx: optax.GradientTransformation, mesh: Any, axis: Axis, specs: Any, params: Any) -> Any:
     """The state of tx, each worker's part on its own device. Of the parameters it takes the shapes alone."""
-    like = like_of(params if specs is None else shapes_of_shards(params, mesh, specs))
+    like = like_of(params if specs is None else shapes_of_shards(params, mesh, specs_like(params, specs)))
     shapes = shape_on(mesh, tx, like)
     made = state_specs(shapes, axis, params=like)
     traced = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, Tracer)]

@@ -19,6 +19,7 @@ from jaxcomp.exchange.driver import own_weights, shares_of
 from jaxcomp.exchange.links import DEFAULT, Link
 from jaxcomp.exchange.routes import Route
 from jaxcomp.exchange.state import kept, means_in
+from jaxcomp.groups import Buckets
 from jaxcomp.state.specs import names_of, per_worker
 from jaxcomp.transforms.arguments import (
     Call,
@@ -185,7 +186,7 @@ def value_and_grad(
     seed: int | Array = 0,
     measure: bool | int = False,
     link: Link = DEFAULT,
-    bucket_bytes: int | None = None,
+    bucket_bytes: int | Buckets | None = None,
     gradients: str = "auto",
 ) -> ValueAndGrad:
     """Loss and gradient as `jax.value_and_grad` gives them, with a compressed exchange between the workers.

@@ -115,6 +115,68 @@ def test_an_nnx_model_in_place():
     assert len(traced) == 1
 
 
+class Adapted(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(30, 40, rngs=rngs)
+        self.norm = nnx.BatchNorm(40, rngs=rngs)
+        self.adapted = nnx.LoRA(40, 4, 8, base_module=nnx.Linear(40, 8, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x):
+        return self.adapted(nnx.relu(self.norm(self.dense(x))))
+
+
+def cut_over(axis):
+    """Specs in the containers of the parameters, as `nnx.get_partition_spec` gives them."""
+    state = nnx.state(Adapted(nnx.Rngs(0)), nnx.Param)
+    return jax.tree.map(lambda x: P(None, axis) if x.ndim > 1 and x.size > 1000 else P(), state)
+
+
+TOP_K = jc.error_feedback(jc.top_k(0.1))
+FORMS = {
+    "a mean": lambda to: jc.compressed_mean(TOP_K, "data"),
+    "before": lambda to: jc.compressed_mean(TOP_K, "data", before=optax.trace(0.9)),
+    "paths": lambda to: jc.compressed_mean(jc.by_path({"kernel": TOP_K, ".*": jc.direct(jc.identity())}), "data"),
+    "shards": lambda to: jc.compressed_mean(TOP_K, "data", sharded=to(cut_over("model"))),
+    "cut over the workers": lambda to: jc.compressed_mean(TOP_K, "data", sharded=to(cut_over("data"))),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "wrt"),
+    [(form, nnx.Param) for form in FORMS] + [("a mean", nnx.Any(nnx.LoRAParam, nnx.PathContains("norm")))],
+)
+@pytest.mark.filterwarnings("ignore:compressed_mean. nothing is compressed")
+def test_a_mean_inside_of_an_nnx_optimizer(form, wrt):
+    """Flax makes the state of parameters in `nnx.Param`, and gives update gradients without."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    grad_fn = jc.worker_value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), axis_name="data", wrt=wrt)
+
+    def trained(tx):
+        model, traced = Adapted(nnx.Rngs(0)), []
+        nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(mesh, P())))
+        with jax.numpy_dtype_promotion("standard"):
+            optimizer = nnx.Optimizer(model, optax.chain(tx, optax.sgd(0.1, momentum=0.9)), wrt=wrt)
+
+        @nnx.jit
+        def step(model, optimizer, x):
+            traced.append(None)
+            optimizer.update(model, grad_fn(model, x)[1])
+
+        for _ in range(3):
+            step(model, optimizer, x)
+        assert len(traced) <= 2  # the second time with all state on the mesh
+        return nnx.as_pure(nnx.state(model))
+
+    pure = FORMS[form](nnx.as_pure)
+    pure = optax.GradientTransformation(lambda params, init=pure.init: init(nnx.as_pure(params)), pure.update)
+    found = trained(FORMS[form](lambda specs: specs)), trained(pure)
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
+    start = nnx.as_pure(nnx.state(Adapted(nnx.Rngs(0))))
+    assert not np.array_equal(found[0]["norm"]["scale"], start["norm"]["scale"])
+
+
 def scaled_steps(grad_fn, steps, params, *placed_batches):
     """States and directions of a few steps of one compiled program."""
     state, found, traced = grad_fn.init(params), [], []

@@ -1,0 +1,143 @@
+"""Trainers that people have, with the exchange compressed: DrJAX, MaxText, Tunix. Each in its released package.
+
+`pip install '.[trainers]'` in an environment of its own, on Python 3.12. What is not installed is left out by name.
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from experiments.lib.report import Columns
+from experiments.lib.run import Run, parser_of
+
+__all__ = ["PACKAGES", "main"]
+
+PACKAGES = {"drjax": "drjax", "maxtext": "maxtext", "tunix": "tunix"}  # name of the command -> module
+
+
+def over(row: dict[str, Any], axis: str) -> float:
+    return sum(sent for names, sent in row["axes"].items() if axis in names.split("+"))
+
+
+def main(arguments: Sequence[str]) -> int:
+    p = parser_of("trainers", __doc__)
+    p.add_argument("trainer", choices=list(PACKAGES), help="whose package")
+    p.add_argument("--steps", type=int, default=0, help="steps of each training; 0: as on the page")
+    run = Run(p, arguments, "trainers")
+    name = run.options.trainer
+    if find_spec(PACKAGES[name]) is None:
+        run.say(f"{name}: left out, its package is not installed (pip install '.[trainers]', on Python 3.12)")
+        return 0
+    return {"drjax": drjax, "maxtext": maxtext, "tunix": tunix}[name](run)
+
+
+def with_ratios(rows: list[dict[str, Any]], axis: str) -> list[dict[str, Any]]:
+    """The rows with bytes over the axis, and how many times fewer they are than those of the dense row above."""
+    dense, found = 0.0, []
+    for row in rows:
+        sent = over(row, axis)
+        dense = sent if row.get("dense") else dense
+        others = sum(row["axes"].values()) - sent
+        found.append(row | {"sent": sent, "fewer": dense / sent if sent else float("nan"), "others": others})
+    return found
+
+
+def maxtext(run: Run) -> int:
+    from experiments.trainers.diloco import CASES, resumed, trained
+
+    steps = run.options.steps or 200
+    folder = run.path("config.json").parent
+    rows = run.rows_of(CASES, lambda case: case.name, lambda case: trained(case, folder, steps))
+    rows = with_ratios([row | {"dense": row["method"].startswith("MaxText")} for row in rows], "diloco")
+    run.keep(rows)
+    restored = [resumed(case, folder, 16, 8) for case in CASES if "int4" in case.name]
+    run.keep([*rows, {"resumed": restored}])
+    at = lambda step: lambda row: f"{row['losses'][step]:.3f}" if step in row["losses"] else ""
+    columns: Columns = {
+        "MaxText 0.2.5, DiLoCo, 2 replicas of fsdp 2": "{method}",
+        'bytes over "diloco" in a step with an exchange': "{sent:,.0f}",
+        "times fewer": "{fewer:.1f}",
+        "on other axes": "{others:,.0f}",
+        **{f"loss at step {step}": at(step) for step in (steps // 4 - 1, steps // 2 - 1, steps - 1)},
+    }
+    notes = (
+        "Two layers of width 64, synthetic data, an exchange every 5 steps (streaming: 3 fragments, 6 steps). "
+        "Bytes: jc.ledger of MaxText's compiled step, which holds the programs of all fragments. Ended after 8 of 16 "
+        f"steps and restored from MaxText's checkpoint, losses are the same: {' and '.join(map(str, restored))}."
+    )
+    run.table("MaxText's DiLoCo, compressed", columns, rows, notes)
+    curves = {row["method"]: (list(row["losses"]), list(row["losses"].values())) for row in rows}
+    run.plot("maxtext.png", {"MaxText's DiLoCo": curves}, xlabel="step", ylabel="loss", yscale="log")
+    return run.status
+
+
+def drjax(run: Run) -> int:
+    on_four_devices()
+    from experiments.trainers.rounds import AXIS, FORMS, METHODS, trained
+
+    rounds = run.options.steps or 20
+    cases = [(form, method) for form in FORMS for method in METHODS]
+    measure = lambda case: {
+        "form": case[0],
+        "method": case[1],
+        "dense": METHODS[case[1]] is None,
+        **trained(FORMS[case[0]], METHODS[case[1]], rounds),
+    }
+    rows = with_ratios(run.rows_of(cases, ", ".join, measure), AXIS)
+    for row in rows:
+        del row["params"]
+    run.keep(rows)
+    columns: Columns = {
+        "DrJAX 0.2.1": "{form}",
+        "mean": "{method}",
+        f'bytes over "{AXIS}" in a round': "{sent:,.0f}",
+        "times fewer": "{fewer:.1f}",
+        "on other axes": "{others:,.0f}",
+        f"loss after {rounds // 2} rounds": lambda row: f"{row['losses'][rounds // 2 - 1]:.4f}",
+        f"after {rounds}": lambda row: f"{row['losses'][-1]:.4f}",
+    }
+    notes = (
+        "A linear model of 16,640 parameters, 4 clients (2 where their parameters are cut), 5 local steps in a round."
+    )
+    run.table("Rounds in DrJAX", columns, rows, notes)
+    panels = {
+        form: {row["method"]: (list(range(1, rounds + 1)), row["losses"]) for row in rows if row["form"] == form}
+        for form in FORMS
+    }
+    run.plot("drjax.png", panels, xlabel="round", ylabel="loss", yscale="log")
+    return run.status
+
+
+def tunix(run: Run) -> int:
+    on_four_devices()
+    from experiments.trainers.peft import METHODS, restored, trained
+
+    steps = run.options.steps or 50
+    measure = lambda name: {**trained(name, steps), "dense": METHODS[name] is None}
+    rows = with_ratios(run.rows_of(list(METHODS), str, measure), "fsdp")
+    same = restored("int4 + error feedback", run.path("checkpoints"))
+    run.keep([*rows, {"restored": same}])
+    at = lambda step: lambda row: f"{row['losses'][step]:.4f}"
+    columns: Columns = {
+        "Tunix 0.1.7, PeftTrainer": "{method}",
+        'bytes over "fsdp" in a step': "{sent:,.0f}",
+        "times fewer": "{fewer:.1f}",
+        **{f"loss at step {step + 1}": at(step) for step in (steps // 5 - 1, steps // 2 - 1, steps - 1)},
+        "furthest from its own": lambda row: f"{max(abs(a - b) for a, b in zip(row['losses'], rows[0]['losses'])):.1e}",  # noqa: B905
+    }
+    notes = (
+        "Qwen3 with two layers of width 64, batches of very unequal lengths, clipping, a cosine schedule. "
+        f"A new trainer finds the exchange's state in Tunix's checkpoint: {same}."
+    )
+    run.table("Tunix's trainer, compressed", columns, rows, notes)
+    curves = {row["method"]: (list(range(1, steps + 1)), row["losses"]) for row in rows}
+    run.plot("tunix.png", {"Tunix's PeftTrainer": curves}, xlabel="step", ylabel="loss")
+    return run.status
+
+
+def on_four_devices() -> None:
+    """Before anything else touches JAX."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)

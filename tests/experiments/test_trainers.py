@@ -1,0 +1,73 @@
+"""Compressed means in the trainers that people have, in their packages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import jax_utils
+from flax.training.train_state import TrainState
+
+import jaxcomp as jc
+from experiments.__main__ import main
+
+
+@pytest.fixture(scope="module")
+def rounds():
+    pytest.importorskip("drjax")
+    from experiments.trainers import rounds
+
+    return rounds
+
+
+@pytest.mark.parametrize("name", ["whole parameters", "parameters over fsdp 2", "fragments, merged a round later"])
+def test_identity_is_the_mean_of_drjax(rounds, name):
+    with jax.numpy_dtype_promotion("standard"):
+        own, same, fewer = (
+            rounds.trained(rounds.FORMS[name], algorithm, 4)
+            for algorithm in (None, jc.direct(jc.identity()), jc.error_feedback(jc.top_k(0.05)))
+        )
+    for a, b in zip(jax.tree.leaves(own["params"]), jax.tree.leaves(same["params"]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    sent = [found["axes"]["clients"] for found in (own, same, fewer)]
+    assert sent[1] <= 1.01 * sent[0]
+    assert sent[2] < sent[0] / 3
+    assert own["axes"].get("fsdp") == fewer["axes"].get("fsdp")
+
+
+def test_a_trainer_that_is_not_installed_is_left_out_by_name(monkeypatch, capsys):
+    monkeypatch.setattr("experiments.trainers.find_spec", lambda name: None)
+    assert main(["trainers", "maxtext"]) == 0
+    assert "maxtext: left out, its package is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_train_state_that_is_replicated_under_pmap():
+    """The loop of HuggingFace's Flax scripts: without lax.pmean(grad, "batch"), and the mean first in the optimizer."""
+    x = jax.random.normal(jax.random.key(0), (4, 8, 64))
+    y = x @ jax.random.normal(jax.random.key(1), (64, 32))
+
+    def loss_fn(params, x, y):
+        return jnp.mean((x @ params["kernel"] - y) ** 2)
+
+    def trained(tx, mean):
+        def step(state, x, y):
+            grad = jax.grad(loss_fn)(state.params, x, y)
+            return state.apply_gradients(grads=jax.lax.pmean(grad, "batch") if mean else grad)
+
+        params = {"kernel": jnp.zeros((64, 32))}
+        state = jax_utils.replicate(TrainState.create(apply_fn=None, params=params, tx=tx))
+        many = jax.pmap(step, "batch")
+        for _ in range(5):
+            state = many(state, x, y)
+        return np.asarray(state.params["kernel"])
+
+    dense = trained(optax.sgd(0.5), True)
+    same, fewer = (
+        trained(optax.chain(jc.compressed_mean(algorithm, "batch"), optax.sgd(0.5)), False)
+        for algorithm in (jc.direct(jc.identity()), jc.error_feedback(jc.top_k(0.1)))
+    )
+    np.testing.assert_allclose(same, dense, rtol=1e-5, atol=1e-6)
+    assert np.array_equal(fewer[0], fewer[3])
+    loss = lambda kernel: float(loss_fn({"kernel": kernel[0]}, x, y))
+    assert loss(fewer) < 0.9 * float(jnp.mean(y**2))
