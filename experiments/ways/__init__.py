@@ -43,8 +43,8 @@ def ways(model: Model, way: str, algorithm: Any) -> tuple[Any, Any, Any]:
     with jax.set_mesh(mesh):
         params = jax.device_put(model.params, NamedSharding(mesh, P()))
         data = jax.device_put(batch(), NamedSharding(mesh, P("data")))
-        weight = {"weight": lambda tokens, mask: mask.sum()} if way == "per_worker" else {}
-        grad_fn = jc.value_and_grad(of(logits), algorithm, mesh, gradients=way, **weight)
+        weight: Any = (lambda tokens, mask: mask.sum()) if way == "per_worker" else None
+        grad_fn = jc.value_and_grad(of(logits), algorithm, mesh, gradients=way, weight=weight)
         args = (params, grad_fn.init(params), *data)
         return jax.jit(lambda *args: grad_fn(*args)).lower(*args).compile(), args, dense
 

@@ -219,7 +219,7 @@ def _of_optimizer(state: Any) -> Options:
     known = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_replicated
     scalars = [(path, x) for path, x in others if not x.shape and known(x)]
     for path, x in scalars:
-        data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        data = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
         options[f"{OPTIMIZER} at {path}"] = str(np.asarray(data.addressable_data(0)))
     return options
 
