@@ -45,7 +45,7 @@ class Figure(NamedTuple):
     folder of --data. Without {table} the command keeps a run, and writes its table.md. source: file or folder below
     experiments that makes it. minutes: about, on 2 cores. picture: of the run, and its name in docs/images.
     accelerator: the command needs a GPU or a TPU, and writes the page itself. compilers: it needs theirs. package: of a
-    trainer, which it needs.
+    trainer, which it needs. whole: all lines of table.md are the table, not only its rows.
     """
 
     page: str
@@ -55,6 +55,7 @@ class Figure(NamedTuple):
     picture: tuple[str, str] | None = None
     accelerator: bool = False
     compilers: bool = False
+    whole: bool = False
     package: str = ""
 
 
@@ -76,6 +77,7 @@ FIGURES = {
     "local": Figure("local", LOCAL, "local", 10),
     "accelerator": Figure("accelerators", "accelerator", "accelerator", 5, accelerator=True),
     "pods": Figure("pods", PODS, "pods", 25, ("pods.png", "pods.png"), compilers=True),
+    "setups": Figure("setups", "setups", "scale/setups.py", 3, whole=True),
     "maxtext": Figure(
         "trainers", "trainers maxtext", "trainers", 10, ("maxtext.png", "maxtext.png"), package="maxtext"
     ),
@@ -142,7 +144,8 @@ def make(name: str, figure: Figure, data: Path | None) -> list[str]:
         done = subprocess.run([sys.executable, "-m", "experiments", *words], cwd=ROOT, check=False)
         if done.returncode:
             raise UserError(f"python -m experiments {' '.join(words)} ended with {done.returncode}")
-        rows = [line for line in (run / "table.md").read_text().splitlines() if line.startswith("|")]
+        lines = (run / "table.md").read_text().splitlines()
+        rows = [line for line in lines if figure.whole or line.startswith("|")]
         page = RESULTS / f"{figure.page}.md"
         before = page.read_text()
         page.write_text(placed(before, name, rows, stamp_of(figure)))

@@ -89,6 +89,7 @@ from jaxcomp.ledger import Ledger, ledger
 from jaxcomp.metrics import metrics
 from jaxcomp.payloads import code_bits, lane_bytes
 from jaxcomp.plan.candidates import Candidate
+from jaxcomp.plan.machine import Machine
 from jaxcomp.plan.planning import plan
 from jaxcomp.plan.recommend import recommend
 from jaxcomp.replicas import check_replicas
@@ -122,6 +123,7 @@ __all__ = [
     "Layout",
     "Ledger",
     "Link",
+    "Machine",
     "Sent",
     "Spec",
     "State",

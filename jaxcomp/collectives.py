@@ -1,4 +1,6 @@
-"""Drop-in collectives: `lax.pmean` and `lax.psum_scatter` with a chosen format on the wire and sums in f32.
+"""Drop-in collectives: `lax.pmean`, `lax.psum_scatter`, `lax.all_gather` with a chosen format on the wire.
+
+Sums are in f32.
 
 A backend adds bf16 in bf16, or widens it to f32 on the wire (XLA on CPU does). Here what crosses is exactly what the
 wire format says, as unsigned words, and is added in f32 (or f64). Nothing is remembered between calls: for formats that
@@ -20,14 +22,15 @@ from jaxcomp.compressors.dense import cast, narrow_type
 from jaxcomp.compressors.rows import rows
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.exchange.axes import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
-from jaxcomp.exchange.collectives import all_gather, all_max, all_sum, share_of, sum_scatter
+from jaxcomp.exchange.collectives import all_gather as gathered
+from jaxcomp.exchange.collectives import all_max, all_sum, share_of, sum_scatter
 from jaxcomp.exchange.routes.route import Way
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
 from jaxcomp.floats import exponent_of, power_of_two, rounded_to
 from jaxcomp.groups import Layout, groups_of, join, split
 from jaxcomp.payloads import Dense
 
-__all__ = ["pmean", "psum_scatter"]
+__all__ = ["all_gather", "pmean", "psum_scatter"]
 
 Array = jax.Array
 
@@ -121,14 +124,68 @@ def psum_scatter(
     plan, words = _planned("psum_scatter", x, axis_name, wire, accumulate, key)
     x = jnp.asarray(x)
     workers = axis_size(axis_name)
-    dimension = scatter_dimension + x.ndim if scatter_dimension < 0 else scatter_dimension
-    if not 0 <= dimension < x.ndim:
-        raise ValueError(f"psum_scatter: scatter_dimension {scatter_dimension} of an array of shape {x.shape}")
+    dimension = _dimension("psum_scatter: scatter_dimension", scatter_dimension, x.ndim, x.shape)
     length = x.shape[dimension]
     if (length % workers if tiled else length != workers) != 0:
         needed = f"a multiple of {workers}" if tiled else f"{workers}, or give tiled=True"
         raise ValueError(f"psum_scatter: dimension {dimension} of {x.shape} must be {needed}, the number of workers")
     return _psum_scatter(plan._replace(dimension=dimension, tiled=tiled), varying(x, axis_name), words)
+
+
+def all_gather(
+    x: Array,
+    axis_name: Axis,
+    *,
+    axis: int = 0,
+    tiled: bool = False,
+    wire: Any = None,
+    gradient: Any = None,
+    accumulate: str = "f32",
+    key: Array | None = None,
+) -> Array:
+    """Gathers the parts of all workers, as `lax.all_gather`, with chosen formats on the wire both ways.
+
+    y = [C(x_1), ..., C(x_n)]; backwards, the cotangent of x_j is sum_i C'(ybar_ij), the `psum_scatter` of those of y.
+    (n - 1) times the lane bytes of a part leave each worker forward, and (n - 1) / n of those of y backward.
+
+    For parameters that are cut over the workers (FSDP), in the body of a `lax.scan` over layers under `jax.checkpoint`:
+    one layer at a time is whole, and neither a gradient nor a memory of it is kept. Formats for the gradient that lose
+    much want error feedback, which is a memory of the whole gradient: `compressed_mean`.
+
+    Args:
+        x: this worker's part, real floating point.
+        axis_name: mapped axis, or a tuple of them.
+        axis: dimension along which parts are put together.
+        tiled: parts are joined along that dimension; else it is a new one, of length n.
+        wire: of the parts, as for `pmean`. None: their dtype.
+        gradient: of the cotangents, as for `pmean`. None: their dtype.
+        accumulate, key: as for `pmean`; in a loop over layers another key for each.
+
+    Returns:
+        The whole array, of the dtype of x.
+
+    Raises:
+        ValueError: as for `pmean`, or no such dimension.
+
+    >>> import jax, jax.numpy as jnp, jaxcomp as jc
+    >>> x = jnp.array([[1.0, 2.0], [3.0, 4.0]])
+    >>> print(jax.vmap(lambda x: jc.collectives.all_gather(x, "data", wire="bfloat16"), axis_name="data")(x)[0])
+    [[1. 2.]
+     [3. 4.]]
+    """
+    plan, words = _planned("all_gather", x, axis_name, wire, accumulate, key)
+    back, _ = _planned("all_gather", x, axis_name, gradient, accumulate, key)
+    x = jnp.asarray(x)
+    there = {"dimension": _dimension("all_gather: axis", axis, x.ndim + (not tiled), x.shape), "tiled": tiled}
+    return _all_gather((plan._replace(**there), back._replace(**there)), varying(x, axis_name), words)
+
+
+def _dimension(name: str, given: int, ndim: int, shape: tuple[int, ...]) -> int:
+    """The number of a dimension, counted from the first."""
+    dimension = given + ndim if given < 0 else given
+    if not 0 <= dimension < ndim:
+        raise ValueError(f"{name} {given} of an array of shape {shape}")
+    return dimension
 
 
 def _planned(name: str, x: Any, axis: Axis, wire: Any, accumulate: str, key: Array | None) -> tuple[Plan, Array]:
@@ -307,7 +364,7 @@ def _psum_scatter_backward(plan, words, cotangent):
     part = jnp.moveaxis(cotangent, plan.dimension, 0) if plan.tiled else cotangent
     mine = part.astype(plan.dtype).reshape(-1)
     if plan.wire is None:
-        rows = all_gather(mine, plan.axis)
+        rows = gathered(mine, plan.axis)
     else:
         later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
         (shared_key, _), (private, _) = _keys(plan, later)
@@ -317,3 +374,29 @@ def _psum_scatter_backward(plan, words, cotangent):
 
 
 _psum_scatter.defvjp(_psum_scatter_forward, _psum_scatter_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_gather(plans: tuple[Plan, Plan], x: Array, words: Array) -> Array:
+    plan, _ = plans
+    part = jnp.moveaxis(x, plan.dimension, 0) if plan.tiled else x
+    mine = part.reshape(-1)
+    if plan.wire is None:
+        rows = gathered(mine, plan.axis)
+    else:
+        (shared_key, _), (private, _) = _keys(plan, words)
+        rows = _to_all(plan, mine.astype(plan.dtype), shared_key, private)
+    rows = rounded_to(rows.reshape(rows.shape[0], *part.shape), x.dtype)
+    return varying(_joined(plan, rows), plan.axis)
+
+
+def _all_gather_forward(plans, x, words):
+    return _all_gather(plans, x, words), words
+
+
+def _all_gather_backward(plans, words, cotangent):
+    later = jax.random.key_data(jax.random.fold_in(wrap_key(words), 2))
+    return _psum_scatter(plans[1], cotangent, later), None
+
+
+_all_gather.defvjp(_all_gather_forward, _all_gather_backward)

@@ -50,6 +50,9 @@ def factory(make: Callable[P, T]) -> Callable[P, T]:
     A compressor or an algorithm of your own that is decorated so is known to `jc.from_config` by the name of the
     function, and processes in which its options differ are refused.
 
+    Raises:
+        ValueError: another module has a factory of this name, which `jc.from_config` would no longer find.
+
     >>> import jaxcomp as jc
     >>> @factory
     ... def tenth(compressor):
@@ -58,6 +61,9 @@ def factory(make: Callable[P, T]) -> Callable[P, T]:
     tenth(compressor=dithering(levels=7))
     """
     signature, name = inspect.signature(make), make.__name__
+    before = getattr(_factories.get(name), "__module__", make.__module__)
+    if before != make.__module__:
+        raise ValueError(f"factory: there is a factory {name!r} in {before} already; give yours another name")
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> T:

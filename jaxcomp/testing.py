@@ -503,6 +503,17 @@ def payload(s: Subject) -> None:
         _broken("no array of a state is empty, as checkpoints do not save such; leave it out as ()")
 
 
+def x64(s: Subject) -> None:
+    """With 64 bits enabled the payload of an f32 vector is the same: no index, count or number becomes wider."""
+    described = lambda tree: [f"{a.dtype}{list(a.shape)}" for a in jax.tree.leaves(tree)]
+    made = lambda: described(jax.eval_shape(lambda x, key: roundtrip(s.compressor, x, key=key)[1], s.like, s.key))
+    usual = made()
+    with jax.enable_x64(True):
+        wider = made()
+    if wider != usual:
+        _broken(f"with jax_enable_x64 the payload of an f32 vector is the same; got {wider} in place of {usual}")
+
+
 LAWS: dict[str, Callable[[Subject], None]] = {
     "shapes": shapes,
     "jit": jit,
@@ -520,6 +531,7 @@ LAWS: dict[str, Callable[[Subject], None]] = {
     "traced once": traced_once,
     "new rounds": new_rounds,
     "payload": payload,
+    "x64": x64,
 }
 
 
@@ -561,10 +573,10 @@ def check_algorithm(
 ) -> tuple[str, ...]:
     """Holds an algorithm to the laws of `jaxcomp.base`, in `compressed_mean` among some workers.
 
-    Directions are like the gradients, equal on all workers and finite; so is what `roles` call shared; a round can be
-    replayed; nothing is traced a second time; gradients of 16 bits work; on average directions point along the mean
-    gradient; with as many devices as workers, `shard_map` gives what `vmap` gives; the state can be handed on to
-    fewer workers.
+    Directions are like the gradients, equal on all workers and finite; so is what `roles` call shared; gradients with
+    NaN, infinities or the largest numbers leave none behind; a round can be replayed; nothing is traced a second time;
+    gradients of 16 bits work; on average directions point along the mean gradient; with as many devices as workers,
+    `shard_map` gives what `vmap` gives; the state can be handed on to fewer workers.
 
     Args:
         algorithm: whose gradients are taken at the caller's parameters.
@@ -656,6 +668,18 @@ def _nonfinite(run: _Run, seed: int) -> None:
     _finite("memories after gradients with NaN and infinities", [state.local.algorithm, state.shared.algorithm])
 
 
+def _largest(run: _Run, seed: int) -> None:
+    """Gradients of the largest number leave no infinity behind, in no field of the state, over some rounds."""
+    limit = float(jnp.finfo(jnp.float32).max)
+    huge = lambda g: jnp.full_like(g, 0.9 * min(limit, float(jnp.finfo(g.dtype).max)))
+    state = run.state
+    for i in range(3):
+        ordinary = run.grads(seed + i)
+        direction, state = run.step(jax.tree.map(huge, ordinary) if i < 2 else ordinary, state)
+        _finite("directions for gradients near the largest number", direction)
+        _finite("fields of the state after such gradients", [state.local.algorithm, state.shared.algorithm])
+
+
 def _replayed(run: _Run, seed: int) -> None:
     """The same gradients and state give the same bits again."""
     _, state = run.step(run.grads(seed), run.state)
@@ -712,6 +736,7 @@ ALGORITHM_LAWS: dict[str, Callable[[_Run, int], None]] = {
     "shared": _shared,
     "traced once": _types,
     "non-finite": _nonfinite,
+    "largest": _largest,
     "replayed": _replayed,
     "descends": _descends,
     "worlds": _worlds,

@@ -83,6 +83,8 @@ ROWS = [
     Row("block_scaled-mxfp4-floor", jc.block_scaled("mxfp4", scale="e8m0-floor"), False, True, slow=True),
     Row("block_scaled-nvfp4", jc.block_scaled("nvfp4", scale="e4m3-best"), False, True, slow=True),
     Row("block_scaled-nvfp4-random", jc.block_scaled("nvfp4", rounding="stochastic"), False, False, slow=True),
+    Row("block_scaled-mxint8", jc.block_scaled("mxint8"), False, True, slow=True),
+    Row("block_scaled-mxint8-random", jc.block_scaled("mxint8", rounding="stochastic"), False, False, slow=True),
     Row("block_scaled-mxfp6", jc.block_scaled("mxfp6_e3m2", scale="float32"), False, True, slow=True),
     Row("block_scaled-int4", jc.block_scaled("int4", rounding="stochastic"), False, False),
     Row("block_scaled-int4-nearest", jc.block_scaled("int4"), False, True, slow=True),

@@ -16,9 +16,12 @@ class PowerSGDHook:
     """`powerSGD_hook` of torch for one bucket: iteration counter, dense start, Q warm, error of the whole bucket.
 
     first: name -> Q [columns, rank] of the first compressed round, before it is made orthonormal.
+    again: iteration -> the same for that round, where there is no warm start.
+    feedback: whether errors are remembered.
     """
 
-    def __init__(self, first, rank=1, start=10, min_ratio=2.0):
+    def __init__(self, first, rank=1, start=10, min_ratio=2.0, again=None, feedback=True):
+        self.again, self.feedback = again, feedback
         self.q = {name: np.array(q, np.float64) for name, q in first.items()}
         self.rank, self.start, self.min_ratio, self.iter, self.error = rank, start, min_ratio, 0, None
 
@@ -29,7 +32,9 @@ class PowerSGDHook:
         self.iter += 1
         if self.iter <= self.start:
             return {name: mean([np.float64(g[name]) for g in workers]) for name in names}
-        if self.error is None:
+        if self.again is not None:
+            self.q = {name: np.array(q, np.float64) for name, q in self.again(self.iter - 1).items()}
+        if self.error is None or not self.feedback:
             self.error = [{name: np.zeros(np.shape(g[name])) for name in names} for g in workers]
         inputs = [{name: g[name] + e[name] for name in names} for g, e in zip(workers, self.error, strict=True)]
         out = {}

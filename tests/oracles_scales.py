@@ -1,6 +1,7 @@
 """Block-scaled numbers in float64 NumPy, with the casts of ml_dtypes; none of this imports jaxcomp."""
 
 import math
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -20,19 +21,46 @@ def blocks(x, size):
     return [x[i : i + size] for i in range(0, len(x), size)]
 
 
-def power_up(peak, largest):
-    """The least power of two s with peak <= largest s."""
-    exponent = -126
-    while peak > largest * 2.0**exponent:
-        exponent += 1
-    return 2.0**exponent
+def grid_of(name):
+    """The values of a format that are not negative, in the order of their codes."""
+    if name == "mxint8":  # OCP MX v1.0, section 5.3.4: -128/64 may be left unused
+        return [Fraction(k, 64) for k in range(128)]
+    kind = FLOATS[name]
+    codes = np.arange(2 ** (ml_dtypes.finfo(kind).bits - 1), dtype=np.uint8)
+    return [Fraction(v) for v in codes.view(kind).astype(np.float64) if np.isfinite(v)]
 
 
-def power_floor(peak, largest):
-    """OCP Microscaling Formats, section 6.3."""
-    if peak == 0:
-        return 2.0**-126
-    return 2.0 ** max(math.floor(math.log2(peak)) - math.floor(math.log2(largest)), -126)
+def mx(x, name, floor=False, size=32):
+    """OCP Microscaling Formats v1.0, section 6.3, in exact arithmetic.
+
+    Entries that are not finite count as zero.  Returns bytes of the scales, signs, levels (places in the grid) and
+    values, f64, exact, of which the largest are those of f32.
+    """
+    grid = grid_of(name)
+    places = np.array([float(v) for v in grid])
+    top = max(e for e in range(-9, 17) if Fraction(2) ** e <= grid[-1])
+    scales, signs, levels, values = [], [], [], []
+    for block in blocks(np.float64(x), size):
+        entries = [Fraction(v) if math.isfinite(v) else Fraction(0) for v in block]
+        peak = max(map(abs, entries))
+        exponent = -127
+        if floor:  # floor(log2 peak) - top
+            while exponent < 127 and peak >= Fraction(2) ** (exponent + 1 + top):
+                exponent += 1
+        else:
+            while exponent < 127 and peak > grid[-1] * Fraction(2) ** exponent:
+                exponent += 1
+        scales.append(exponent + 127)
+        for entry, raw in zip(entries, block, strict=True):
+            y = min(abs(entry) / Fraction(2) ** exponent, grid[-1])
+            above = min(int(np.searchsorted(places, float(y))), len(grid) - 1)
+            around = [k for k in range(above - 2, above + 2) if 0 <= k < len(grid)]
+            level = min(around, key=lambda k: (abs(grid[k] - y), k % 2))
+            signs.append(math.isfinite(raw) and bool(np.signbit(raw)) and not (name == "mxint8" and level == 0))
+            levels.append(level)
+            value = min(grid[level] * Fraction(2) ** exponent, Fraction(float(np.finfo(np.float32).max)))
+            values.append(float(value) * (-1 if signs[-1] else 1))
+    return np.uint8(scales), np.array(signs), np.array(levels), np.array(values)
 
 
 def bfloat16_up(x):

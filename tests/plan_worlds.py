@@ -6,9 +6,10 @@ import numpy as np
 from worlds import mesh_of
 
 import jaxcomp as jc
+from jaxcomp.exchange.links import KINDS
 from jaxcomp.plan.candidates import Limits, default_candidates, traced
 from jaxcomp.plan.facts import Facts, Line, Work
-from jaxcomp.plan.links import KINDS, Fit
+from jaxcomp.plan.links import Fit
 from jaxcomp.plan.predict import rows_of
 
 NAMED = {each.name: each for each in default_candidates()}

@@ -1,5 +1,6 @@
 """The documentation: its code runs, every public name has a place in it, and no link is broken."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -234,6 +235,23 @@ def test_no_relative_link_is_broken(page):
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+def test_names_of_the_library_can_be_imported_as_written():
+    """`jc.a.b` and `jaxcomp.a.b` on every page; modules are imported. doubling.py is the file that a reader adds."""
+
+    def is_there(parts):
+        for end in range(len(parts), 0, -1):
+            try:
+                found = importlib.import_module(".".join(parts[:end]))
+            except ImportError:
+                continue
+            return all((found := getattr(found, name, None)) is not None for name in parts[end:])
+
+    words = [re.findall(r"(?<![\w./])(?:jc|jaxcomp)((?:\.[A-Za-z_]\w*)+)", page.read_text()) for page in PAGES]
+    names = {f"jaxcomp{name}" for each in words for name in each} - {"jaxcomp.exchange.routes.doubling"}
+    assert len(names) > 100
+    assert [name for name in sorted(names) if not is_there(name.split("."))] == []
 
 
 def test_every_page_is_in_a_contents_list():

@@ -86,6 +86,10 @@ BROKEN = {
         IDENTITY._replace(compress=lambda key, x, state: (Kept(x, 7), ()), decompress=lambda p, *_: p.values),
         "a payload holds arrays alone; there is one of type int",
     ),
+    "x64": (
+        IDENTITY._replace(compress=lambda key, x, state: (Dense(x + jnp.asarray(np.zeros(x.size))), ())),
+        r"the payload of an f32 vector is the same; got \['float64\[300\]'\]",
+    ),
     "wire": (decoded(lambda values, like: values)._replace(compress=lambda key, x, state: ((x,), ())), "it raises"),
 }
 
@@ -146,6 +150,12 @@ def passes_nan(here, grads, state):
     return sent.mean, Memory(jax.tree.map(jnp.add, state.memory, grads), sent.states)
 
 
+def adds_up(here, grads, state):
+    sent = yield here.mean(grads, state.compressor)
+    finite = lambda m, g: m + jnp.where(jnp.isfinite(g), g, 0)
+    return sent.mean, Memory(jax.tree.map(finite, state.memory, grads), sent.states)
+
+
 def upwards(here, grads, state):
     sent = yield here.mean(grads, state.compressor)
     return jax.tree.map(jnp.negative, sent.mean), Memory(state.memory, sent.states)
@@ -182,6 +192,7 @@ BAD = {
     "worlds": (remembering(of_its_mesh), "shard_map gives what vmap gives; .* entries differ"),
     "shared": (remembering(own_direction), "directions are equal on all workers, bit for bit; .* differs"),
     "non-finite": (remembering(passes_nan), "memories after gradients with NaN and infinities are finite"),
+    "largest": (remembering(adds_up), "fields of the state after such gradients are finite"),
     "descends": (remembering(upwards), "over 30 rounds their inner product is -"),
     "traced once": (remembering(of_another_type), "before .*float32.*after .*float16"),
     "handed on": (

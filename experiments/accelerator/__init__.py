@@ -7,27 +7,30 @@ temporary memory, and one of them by kernels. exchanges: the same among all devi
 each codec compiled and op by op, in the time that the others leave. Whether codecs are unbiased is not tried, it takes
 thousands of draws: tests/compressors/test_laws.py does.
 
-Writes to runs/NAME: config.json, results.json, a table for each part, accelerator.png; and, from an accelerator with
-all parts, docs/results/accelerators.md between its markers. The exit status is 1 if a law is broken or a case fails.
+Writes to runs/NAME: config.json, results.json, a table for each part, accelerator.png, and machine.json of the times,
+for `jaxcomp plan --machine FILE`; and, from an accelerator with all parts, docs/results/accelerators.md between its
+markers. The exit status is 1 if a law is broken or a case fails.
 """
 
 import functools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+import jaxcomp as jc
 from experiments.accelerator.laws import BROKEN, LAWS, OP_BY_OP, Round, laws_of, op_by_op_of
 from experiments.accelerator.parity import COLUMNS as PARITY
 from experiments.accelerator.parity import cpu, parity_of
 from experiments.accelerator.parts import PARTS, Done, Part, measured, rows_in
 from experiments.accelerator.steps import EXCHANGES, METHODS, Tree, default_tree
 from experiments.accelerator.times import COLUMNS as TIMES
-from experiments.accelerator.times import default_log2, times_of
+from experiments.accelerator.times import default_log2, memory_of, times_of
 from experiments.bench.timing import machine
 from experiments.bench.trees import gpt_like, num_entries
-from experiments.figures import FIGURES, RESULTS, placed, stamp_of
+from experiments.figures import FIGURES, RESULTS, code_of, placed, stamp_of
 from experiments.lib.cli import UserError, at_least, common, positive
 from experiments.lib.codecs import CODECS, chosen, heavy_tailed
 from experiments.lib.run import Columns, Run, parser_of
@@ -36,6 +39,7 @@ __all__ = ["main"]
 
 FIGURE = FIGURES["accelerator"]
 LAW_ENTRIES = 4_099  # at most: among more entries some code lies so near to a boundary that rounding decides it
+KEPT = ("cast", "block_scaled", "eden")  # whose costs depend on their format
 KERNELS = 12  # the longest are shown
 STEPS: Columns = {
     "method": "{method}",
@@ -93,6 +97,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     done = measured(run, parts)
     shown = show(run, done, {name: part.title for name, part in parts.items()}, devices[0].platform)
+    if rows := rows_in(done, "times"):
+        machine_of(rows, devices[0]).save(run.path("machine.json"))
+        run.say(f"machine: {run.path('machine.json')}")
     if page is not None and not run.interrupted:
         lines, stamp = lines_of(run, said_of(devices), shown), stamp_of(FIGURE, machine())
         page.write_text(placed(page.read_text(), "accelerator", lines, stamp))
@@ -101,6 +108,16 @@ def main(arguments: Sequence[str]) -> int:
     if broken:
         run.say(f"Laws are broken by {', '.join(dict.fromkeys(broken))}.")
     return run.status or int(bool(broken) or any(outcome.failed for outcome in done.values()))
+
+
+def machine_of(rows: Sequence[dict[str, Any]], device: Any) -> jc.Machine:
+    """The machine whose times these are. The codec of a name holds whatever its ratio or block is."""
+    begin = lambda name: name.partition(",")[0].rstrip(")") if name.startswith(KEPT) else name.partition("(")[0]
+    codecs = {begin(row["name"]): (row["compress"], row["decompress"], 0.0) for row in rows}
+    speed = sorted(row["copy_gbs"] for row in rows)[len(rows) // 2]
+    made = {"source": "measured (python -m experiments accelerator)", "date": time.strftime("%Y-%m-%d")}
+    plain = {"name": device.device_kind, "bandwidth": 1e9 * speed, "memory": float(memory_of(device) or 0), **made}
+    return jc.Machine.from_dict({**plain, "codecs": codecs, "code": code_of(FIGURE)})
 
 
 def is_broken(row: dict[str, Any]) -> bool:

@@ -9,13 +9,13 @@ waits for, the arm of "true" counts, which in this library is the one that is ex
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxcomp.hlo import Contents, Instruction, bits_of, called, contents_of, split_list, trip_count
 from jaxcomp.program import Module
 
-__all__ = ["Counted", "Kernel", "counted"]
+__all__ = ["Counted", "Kernel", "counted", "cycles"]
 
 NAMES = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 NAMES |= {"optimization-barrier", "add-dependency", "domain"}
@@ -25,6 +25,9 @@ CACHED = 2**17  # bytes of a table that stays beside the units that read it
 NARROW, SLOWER = 32, 1.8
 # A sort passes so often over what it sorts; measured on an H200: 9 (2^27 entries) to 16 (rows of 2^12).
 SORT_PASSES = 12
+
+
+Visit = Callable[[str, Instruction, int], None]
 
 
 class Kernel(NamedTuple):
@@ -64,12 +67,26 @@ def counted(text: str, turns: int = 0) -> Counted:
     """turns: of each loop whose number of turns is not in the text."""
     module = Module(text)
     kernels: list[Kernel] = []
-    waits = _walk(module, module.entry, 1, turns, kernels)
+    add = lambda computation, each, times: kernels.append(_kernel(module, computation, each, times))
+    waits = _walk(module, module.entry, 1, turns, add)
     return Counted(tuple(kernels), waits)
 
 
-def _walk(module: Module, computation: str, times: int, turns: int, kernels: list[Kernel]) -> int:
-    """Appends the kernels of a computation; returns its waits."""
+def cycles(text: str, turns: int = 0) -> int:
+    """Cycles that the compiler of TPUs estimates for a program. turns: as for `counted`."""
+    module, found = Module(text), list[int]()
+
+    def add(computation: str, each: Instruction, times: int) -> None:
+        del computation
+        own = re.search(r'"estimated_cycles":"(\d+)"', each.attributes)
+        found.append(times * int(own[1]) if own else 0)
+
+    _walk(module, module.entry, 1, turns, add)
+    return sum(found)
+
+
+def _walk(module: Module, computation: str, times: int, turns: int, visit: Visit) -> int:
+    """Calls visit(computation, instruction, times) for all that runs; returns how often the host waits."""
     waits = 0
     for each in module.computations.get(computation, {}).values():
         op, attributes = each.op, each.attributes
@@ -81,20 +98,20 @@ def _walk(module: Module, computation: str, times: int, turns: int, kernels: lis
             rounds = (0 if "pred[" in each.type else turns) if known is None else known
             waits += times * (rounds + 1) * (known is None)
             for name in called(attributes, "body"):
-                waits += _walk(module, name, times * rounds, turns, kernels)
+                waits += _walk(module, name, times * rounds, turns, visit)
             for name in called(attributes, "condition"):
                 if known is None:
-                    waits += _walk(module, name, times * (rounds + 1), turns, kernels)
+                    waits += _walk(module, name, times * (rounds + 1), turns, visit)
         elif op == "conditional":
             arms = called(attributes, "true_computation") or called(attributes, "branch_computations")[-1:]
             waits += times
             for name in arms:
-                waits += _walk(module, name, times, turns, kernels)
+                waits += _walk(module, name, times, turns, visit)
         elif op == "call":
             for name in called(attributes, "to_apply"):
-                waits += _walk(module, name, times, turns, kernels)
+                waits += _walk(module, name, times, turns, visit)
         else:
-            kernels.append(_kernel(module, computation, each, times))
+            visit(computation, each, times)
     return waits
 
 

@@ -59,16 +59,21 @@ dnn_version_info { major: 9 minor: 8 patch: 0 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 WHOLE = P()
-PACKAGES = {"h100": "jax_plugins.xla_cuda13", "v5e": "libtpu"}
+PACKAGES = {"h100": "jax_plugins.xla_cuda13"}
 
 
 def lacks(name: str) -> str | None:
     """The package without which nothing can be compiled for this target, where it is missing; else None."""
     from importlib.util import find_spec
 
-    if not re.fullmatch(r"h100(:[1-9]\d*x[1-9]\d*)?|v5e:[1-9]\d*x[1-9]\d*", name):
-        raise UserError(f"a target must be h100, h100:HOSTSxDEVICES or v5e:AxB, for instance v5e:2x2; got {name!r}")
-    package = PACKAGES[name.partition(":")[0]]
+    number = r"[1-9]\d*"
+    flat, cubes = f"v(5e|6e):{number}x{number}", f"v(4|5p):{number}x{number}x{number}"
+    if not re.fullmatch(f"h100(:{number}x{number})?|{flat}|{cubes}", name):
+        raise UserError(
+            "a target must be h100, h100:HOSTSxDEVICES, v5e:AxB, v6e:AxB, v4:AxBxC or v5p:AxBxC, for instance v5e:2x2; "
+            f"got {name!r}"
+        )
+    package = PACKAGES.get(name.partition(":")[0], "libtpu")
     try:
         return None if find_spec(package) else package
     except ModuleNotFoundError:

@@ -33,7 +33,7 @@ SCALES["xlabel"] = "bits an entry, scales included"
 def families() -> dict[str, list]:
     """Lines of the figure: what belongs together, in the order of its bits. EDEN comes first."""
     scaled, bits = jc.block_scaled, (2, 3, 4, 8)
-    mx = ("mxfp4", "mxfp6", "mxfp8")
+    mx = ("mxfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "mxint8")
     shared = lambda b: jc.eden(b) if b > 1 else jc.drive()
     return {
         "EDEN, a rotation each": [jc.eden(b, per_worker=True) for b in (0.5, 1, 1.5, 2, 3, 4, 8)],
@@ -44,11 +44,11 @@ def families() -> dict[str, list]:
         "integers, stochastic": [scaled(f"int{b}", rounding="stochastic") for b in bits],
         "rotated integers": [jc.rotate(scaled(f"int{b}"), per_worker=True) for b in bits],
         "dithering": [jc.dithering(s, norm="inf", block_size=128, norm_dtype="bfloat16") for s in (1, 3, 7, 127)],
-        "MX, sound": [scaled(name) for name in mx],
+        "MX, sound": [scaled(name, scale="e8m0") for name in mx],
         "MX, best scale": [scaled(name, scale="e8m0-best") for name in mx],
         "MX as released": [scaled(name, scale="e8m0-floor") for name in mx],
         "NVFP4, best scale": [scaled("nvfp4", scale="e4m3-best")],
-        "NVFP4, sound": [scaled("nvfp4")],
+        "NVFP4, sound": [scaled("nvfp4", scale="e4m3")],
         "NVFP4 as released": [scaled("nvfp4", scale="e4m3-nearest")],
         "e4m3": [scaled("e4m3")],
     }
@@ -60,8 +60,15 @@ def families() -> dict[str, list]:
 
 def sources_of(workers: int, size: int, seed: int, text: Path | None, steps: int) -> dict[str, np.ndarray]:
     normal = lambda which: np.random.default_rng([seed, which]).standard_normal((workers, size)).astype(np.float32)
-    gradients = transformer(workers, size, seed, text, steps)
-    return {"normal": normal(1), "lognormal": np.exp(normal(2)), "transformer": gradients}
+    laplace = np.random.default_rng([seed, 3]).laplace(size=(workers, size)).astype(np.float32)
+    heavy = np.exp(3 * normal(4)) * np.sign(normal(5))
+    return {
+        "normal": normal(1),
+        "laplace": laplace,
+        "lognormal": np.exp(normal(2)),
+        "lognormal of 3": heavy,
+        "transformer": transformer(workers, size, seed, text, steps),
+    }
 
 
 def transformer(workers: int, size: int, seed: int, text: Path | None, steps: int) -> np.ndarray:

@@ -1,19 +1,8 @@
 """The exchange among thousands of workers: bytes, memory and seconds of every route, by formula.
 
 n workers, gradients of d entries, messages of b bytes (4 d dense, 2 d in 16 bits, 8 k for k values with indices).
-Latency a, seconds of a byte c. A collective takes the better of two schedules that are in use:
-
-    all-gather      ring        (n - 1) (a + b c)
-                    doubling    ceil(log2 n) a + (n - 1) b c
-    all-reduce      ring        2 (n - 1) (a + b c / n)
-                    halving     2 ceil(log2 n) a + 2 (n - 1) / n b c      reduce-scatter by halves, all-gather by
-                    doubling tree        2 ceil(log2 n) (a + b c)
-    all-to-all      pairwise    (n - 1) (a + b c / n)
-                    Bruck       ceil(log2 n) (a + b c / 2)                each byte travels log2(n) / 2 times
-
-Contention. Links of m = `group` workers meet in a switch whose way out is `oversubscription` times narrower than their
-sum, and s of those bytes leave the group. The bandwidth is that of the narrower place:  c_eff = c max(1, s o). For an
-all-to-all s = (n - m) / (n - 1); a ring leaves the group over one link only, s = 1 / m.
+Seconds of collectives are those of `jaxcomp.exchange.links` on levels of links, by the better of the schedules that are
+in use; those of encoding and decoding are a machine's (`jaxcomp.plan.machine`).
 
 Stragglers. All wait for the slowest of n. With independent normal times of standard deviation sigma it is later than
 the mean by E max = sigma sqrt(2 ln n) at most; a step waits for it once, whatever the route.
@@ -23,138 +12,87 @@ memory of error feedback (4 d), stated apart.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-__all__ = ["ROUTES", "At", "Fabric", "all_gather", "all_reduce", "all_to_all", "costs_at", "crossover", "straggling"]
+from jaxcomp.exchange.links import Link, levels_of, on_links
 
+__all__ = ["LINKS", "ROUTES", "At", "costs_at", "crossover", "straggling", "widened"]
 
-class Fabric(NamedTuple):
-    """latency: seconds of a message; bandwidth: bytes per second of a worker's link; group: workers at one switch;
-    oversubscription: of its way out; inner: bandwidth within a group, for hierarchies; deviation: sigma, seconds."""
-
-    latency: float = 2e-5
-    bandwidth: float = 12.5e9
-    group: int = 8
-    oversubscription: float = 1.0
-    inner: float = 1e11
-    deviation: float = 0.0
-
-    def per_byte(self, leaving: float) -> float:
-        """Seconds of a byte where this share of the bytes leaves a group."""
-        return max(1.0, leaving * self.oversubscription) / self.bandwidth
-
-
-FABRIC = Fabric()
+# 8 devices of a host at 800 Gbit/s each; a host has 8 links of 100 Gbit/s, to switches with half of that outwards.
+LINKS = {"host": Link(2e-5, 1e11, 8), "net": Link(2e-5, 5e10)}
 
 
 class At(NamedTuple):
-    """Of one route at one n. sent_bytes: by a worker; held_bytes: beside gradient and error feedback; seconds: of the
-    links; schedule: the collective's, in words."""
+    """Of one route at one n. sent_bytes: by a worker; held_bytes: beside gradient and error feedback; seconds: on the
+    links; schedule: the collective's, in words; kinds: of its collectives, by which its work goes."""
 
     sent_bytes: float
     held_bytes: float
     seconds: float
     schedule: str
+    kinds: tuple[str, ...]
 
 
-def _rounds(n: int) -> int:
-    return max(math.ceil(math.log2(n)), 0) if n > 1 else 0
+def widened(links: Mapping[str, Link], n: int) -> dict[str, Link]:
+    """The levels for n workers: inner ones are at most n wide, the one without a width joins the rest.
 
-
-def all_gather(n: int, b: float, fabric: Fabric) -> tuple[float, str]:
-    """Seconds, and the better schedule.
-
-    >>> all_gather(4, 1e6, Fabric(latency=1e-3, bandwidth=1e9, group=4))
-    (0.005, 'doubling')
+    >>> [each.width for each in widened(LINKS, 64).values()], [each.width for each in widened(LINKS, 4).values()]
+    ([8, 8], [4, 1])
     """
-    if n < 2:
-        return 0.0, "nothing"
-    ring = (n - 1) * (fabric.latency + b * fabric.per_byte(1 / fabric.group))
-    far = fabric.per_byte(_leaving(n, fabric))
-    return min((ring, "ring"), (_rounds(n) * fabric.latency + (n - 1) * b * far, "doubling"))
-
-
-def all_reduce(n: int, b: float, fabric: Fabric) -> tuple[float, str]:
-    """Seconds, and the better schedule."""
-    if n < 2:
-        return 0.0, "nothing"
-    near, far = fabric.per_byte(1 / fabric.group), fabric.per_byte(_leaving(n, fabric))
-    rounds = _rounds(n)
-    return min(
-        (2 * (n - 1) * (fabric.latency + b / n * near), "ring"),
-        (2 * rounds * fabric.latency + 2 * (n - 1) / n * b * far, "halving"),
-        (2 * rounds * (fabric.latency + b * near), "tree"),
-    )
-
-
-def all_to_all(n: int, b: float, fabric: Fabric) -> tuple[float, str]:
-    """Seconds, and the better schedule; b: all that a worker has."""
-    if n < 2:
-        return 0.0, "nothing"
-    far = fabric.per_byte(_leaving(n, fabric))
-    return min(
-        ((n - 1) * (fabric.latency + b / n * far), "pairwise"),
-        (_rounds(n) * (fabric.latency + b / 2 * far), "Bruck"),
-    )
-
-
-def _leaving(n: int, fabric: Fabric) -> float:
-    """Share of the bytes to random partners that leave the group."""
-    return max(n - fabric.group, 0) / max(n - 1, 1)
+    found, left = {}, n
+    for name, each in links.items():
+        width = left if each.width is None else min(each.width, left)
+        found[name] = each._replace(width=width)
+        left //= width
+    return levels_of("scale", found, n)
 
 
 # ------------------------------------------------------------------------------------------------
 # Routes
 
 
-def _sum(n: int, b: float, wide: float, fabric: Fabric) -> At:
+def _collective(kind: str, b: float, levels: Mapping[str, Link]) -> tuple[float, str]:
+    found = on_links(kind, b, list(levels), levels)
+    return found.seconds, found.schedule
+
+
+def _sum(n: int, b: float, wide: float, levels: Mapping[str, Link]) -> At:
     del wide
-    seconds, how = all_reduce(n, b, fabric)
-    return At(2 * (n - 1) / n * b, b, seconds, how)
+    return At(2 * (n - 1) / n * b, b, *_collective("all_reduce", b, levels), ("all_reduce",))
 
 
-def _gather(n: int, b: float, wide: float, fabric: Fabric) -> At:
-    seconds, how = all_gather(n, b, fabric)
-    return At((n - 1) * b, n * b + wide, seconds, how)
+def _gather(n: int, b: float, wide: float, levels: Mapping[str, Link]) -> At:
+    return At((n - 1) * b, n * b + wide, *_collective("all_gather", b, levels), ("all_gather",))
 
 
-def _ring(n: int, b: float, wide: float, fabric: Fabric) -> At:
-    """Pieces passed on around a ring, a partial permute for each tick; without padding, so b is the mean message."""
-    seconds = (n - 1) * (fabric.latency + b * fabric.per_byte(1 / fabric.group))
-    return At((n - 1) * b, n * b + wide, seconds if n > 1 else 0.0, "ring")
+def _concat(n: int, b: float, wide: float, levels: Mapping[str, Link]) -> At:
+    return At(2 * (n - 1) * b, 2 * n * b + wide, *_collective("all_reduce", n * b, levels), ("all_gather",))
 
 
-def _concat(n: int, b: float, wide: float, fabric: Fabric) -> At:
-    seconds, how = all_reduce(n, n * b, fabric)
-    return At(2 * (n - 1) * b, 2 * n * b + wide, seconds, how)
-
-
-def _two_shot(n: int, b: float, wide: float, fabric: Fabric) -> At:
+def _two_shot(n: int, b: float, wide: float, levels: Mapping[str, Link]) -> At:
     """All-to-all of chunks, sums by their owners, who select once more; all-gather of what they selected."""
-    first, how = all_to_all(n, b, fabric)
-    second, then = all_gather(n, b / n, fabric)
-    return At(2 * (n - 1) / n * b, 2 * b + wide + 2 * wide / n, first + second, f"{how}, {then}")
+    (first, how), (second, then) = _collective("all_to_all", b, levels), _collective("all_gather", b / n, levels)
+    sent, held = 2 * (n - 1) / n * b, 2 * b + wide + 2 * wide / n
+    return At(sent, held, first + second, f"{how}, {then}", ("all_to_all", "all_gather"))
 
 
-def _hierarchy(n: int, b: float, wide: float, fabric: Fabric) -> At:
-    """A dense sum within each group over its own links; two shots between the groups, where every worker of a group
-    carries one part of the one message that its group has."""
-    m = min(fabric.group, n)
-    groups = max(n // m, 1)
-    inner = fabric._replace(bandwidth=fabric.inner, oversubscription=1.0)
-    dense, how = all_reduce(m, wide, inner)
-    between = fabric._replace(group=1, oversubscription=max(1.0, fabric.oversubscription))
-    outer = _two_shot(groups, b / m, wide / m, between)
-    spread, _ = all_gather(m, b / m, inner)
-    sent = 2 * (m - 1) / m * wide + outer.sent_bytes + (m - 1) * b / m
-    return At(sent, outer.held_bytes + wide + b, dense + outer.seconds + spread, f"{how} in groups, {outer.schedule}")
+def _hierarchy(n: int, b: float, wide: float, levels: Mapping[str, Link]) -> At:
+    """A dense sum at the innermost level; two shots between its groups, where every worker of a group carries one part
+    of the one message that its group has."""
+    (inner, *others), m = levels, next(iter(levels.values())).width or 1
+    groups = n // m
+    dense, spread = (on_links(*of, [inner], levels) for of in (("all_reduce", wide), ("all_gather", b / m)))
+    first, second = (on_links(*of, others, levels) for of in (("all_to_all", b / m), ("all_gather", b / m / groups)))
+    sent = 2 * (m - 1) / m * wide + 2 * (groups - 1) / groups * b / m + (m - 1) * b / m
+    held = 2 * b / m + wide / m + 2 * wide / m / groups + wide + b
+    how = f"{dense.schedule} in groups, {first.schedule}, {second.schedule}"
+    return At(sent, held, sum(x.seconds for x in (dense, first, second, spread)), how, ("all_to_all", "all_gather"))
 
 
-ROUTES: dict[str, Callable[[int, float, float, Fabric], At]] = {
+ROUTES: dict[str, Callable[[int, float, float, Mapping[str, Link]], At]] = {
     "sum": _sum,
     "gather": _gather,
-    "ring": _ring,
     "concat": _concat,
     "two_shot": _two_shot,
     "hierarchy": _hierarchy,
@@ -170,7 +108,7 @@ def straggling(n: int, deviation: float) -> float:
     return deviation * math.sqrt(2 * math.log(n)) if n > 1 else 0.0
 
 
-def costs_at(n: int, entries: float, bytes_of: float, fabric: Fabric = FABRIC) -> dict[str, At]:
+def costs_at(n: int, entries: float, bytes_of: float, links: Mapping[str, Link] = LINKS) -> dict[str, At]:
     """Every route for messages of `bytes_of` bytes, of gradients of so many entries.
 
     >>> found = costs_at(16_384, 1e9, 8e6)
@@ -179,10 +117,11 @@ def costs_at(n: int, entries: float, bytes_of: float, fabric: Fabric = FABRIC) -
     """
     if n < 1 or entries <= 0 or bytes_of < 0:
         raise ValueError(f"costs_at: n >= 1, entries > 0 and bytes_of >= 0 are needed; got {n}, {entries}, {bytes_of}")
-    return {name: route(n, bytes_of, 4.0 * entries, fabric) for name, route in ROUTES.items()}
+    levels = widened(links, n)
+    return {name: route(n, bytes_of, 4.0 * entries, levels) for name, route in ROUTES.items()}
 
 
-def crossover(entries: float, bytes_of: float, fabric: Fabric = FABRIC, most: int = 2**20) -> int | None:
+def crossover(entries: float, bytes_of: float, links: Mapping[str, Link] = LINKS, most: int = 2**20) -> int | None:
     """The least power of two of workers from which gathering such messages is slower than a dense f32 sum.
 
     None: it is not, up to `most`.
@@ -192,7 +131,8 @@ def crossover(entries: float, bytes_of: float, fabric: Fabric = FABRIC, most: in
     """
     n = 2
     while n <= most:
-        if _gather(n, bytes_of, 4 * entries, fabric).seconds > _sum(n, 4 * entries, 0.0, fabric).seconds:
+        levels = widened(links, n)
+        if _gather(n, bytes_of, 4 * entries, levels).seconds > _sum(n, 4 * entries, 0.0, levels).seconds:
             return n
         n *= 2
     return None

@@ -24,7 +24,8 @@ from experiments.lib.cli import Parser, UserError, at_least, one_thread, positiv
 from experiments.lib.netlab import add_rates, laboratory, rate_name
 from experiments.lib.run import Columns, Run, parser_of
 from experiments.network import pool_in
-from jaxcomp.plan.links import KINDS, Fit, Seconds, Timing, fit, least_squares, weights_of
+from jaxcomp.exchange.links import KINDS
+from jaxcomp.plan.links import Fit, Seconds, Timing, fit, least_squares, weights_of
 
 __all__ = ["main"]
 

@@ -21,7 +21,8 @@ from experiments.smoothness.setups import STUDIES, Setup
 __all__ = ["main", "upload_bits"]
 
 NOTES = """\
-Per worker. budget: expected non-zeros of a message over d, the one with the fewest bits. kB up: sent until the target
+Per worker. budget: expected non-zeros of a message over d, the one with the fewest bits; * at an end of those tried,
+so that one further may be better. kB up: sent until the target
 (norms, Elias-coded gaps and levels, values of 32 bits), geometric mean over seeds. + upload: with the one-off message
 that tells the server the roots and the plan. kB down: the direction, in 32 bits an entry or as a server compresses
 it (dithering with sqrt(d) levels and a norm of 16 bits). factor: kB up (--count both: up
@@ -34,7 +35,7 @@ def where_reached(key: str, form: str) -> Callable[[dict[str, Any]], str]:
 
 COLUMNS: Columns = {
     "method": "{method}",
-    "budget": "{budget:g} d",
+    "budget": "{budget:g} d{edge}",
     "rounds": where_reached("rounds", "{:,.0f}"),
     "bits/round": "{bits:.0f}",
     "kB up": where_reached("up", "{:,.1f}"),
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     p = parser_of("smoothness", __doc__)
     p.add_argument("study", nargs="?", choices=[*STUDIES, "networks"], default="all", help=known)
     add_rows(p, "digits")
+    own = "D features of drawn rows instead of data: each worker has a strong one of its own, where theory gains most"
+    p.add_argument("--own", type=at_least(2), default=None, metavar="D", help=own)
     p.add_argument("--workers", nargs="+", type=at_least(1), default=None, help="n; a table for each")
     p.add_argument("--l2", type=positive, default=None, help="also mu; without it 1e-2 for digits, else 1e-3")
     p.add_argument("--budgets", nargs="+", type=positive, default=None, help="non-zeros over d; the best counts")
@@ -84,11 +87,11 @@ def main(arguments: Sequence[str]) -> int:
 def compare(run: Run, n: int) -> list[dict[str, Any]]:
     """The table and the plot of n workers; its rows."""
     o = run.options
-    problem = make_problem(o.data, n, o.l2)
+    problem = make_problem(o.data, n, o.l2, o.own)
     setups = {setup.label: setup for setup in STUDIES[o.study].setups(problem, o.budgets or (1 / n,), o.count)}
     if missing := [label for label in o.only or () if label not in setups]:
         raise UserError(f"no method {missing[0]!r} in this study; it has {', '.join(setups)}")
-    name = "digits" if o.data is None else o.data.name
+    name = f"own {o.own}" if o.own else "digits" if o.data is None else o.data.name
     title = (
         f"{name}: n = {n} workers x {problem.features.shape[1]} rows, d = {problem.d}, l2 = {o.l2:g}, "
         f"L = {problem.L:.3g}, L_max = {problem.L_max:.3g}, to {o.target:g}"
@@ -127,6 +130,7 @@ def row_of(problem: Problem, setup: Setup, curves: Curves, target: float, count:
         "method": setup.label,
         "workers": problem.workers,
         "budget": setup.budgets[best],
+        "edge": "*" if len(setup.budgets) > 1 and best in (0, len(setup.budgets) - 1) else "",
         "rounds": float(np.mean(curves.reached(target)[best])),
         "bits": float(curves.up[best, :, -1].mean()) / errors.size,
         "uploaded": sent["up"] + upload,

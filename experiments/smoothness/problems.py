@@ -39,12 +39,13 @@ class Problem(NamedTuple):
         return self.features.shape[2]
 
 
-def make_problem(path: Path | None, workers: int, l2: float = 1e-3) -> Problem:
+def make_problem(path: Path | None, workers: int, l2: float = 1e-3, own: int | None = None) -> Problem:
     """Rows divided by their largest magnitude, dealt to workers in the order of their norms, with the exact optimum.
 
     path: of `read_rows`; None: digits, the lower half against the upper one.
+    own: number of features of rows that are drawn instead (`strong_rows`).
     """
-    rows, labels = _read(path)
+    rows, labels = _read(path) if own is None else strong_rows(workers, own)
     rows = scaled_rows(rows)
     signs = np.where(labels == labels.max(), 1.0, -1.0)
     try:
@@ -56,6 +57,23 @@ def make_problem(path: Path | None, workers: int, l2: float = 1e-3) -> Problem:
     S = jc.smoothness.glm(list(features), l2=l2)
     L = jc.smoothness.mean_lambda_max(S)
     return Problem(features, signs, l2, S, _optimum(features, signs, l2), L, float(np.max(S.lambda_max)))
+
+
+def strong_rows(workers: int, d: int, each: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of workers with one strong feature each, of its own, in a block of its own (of n blocks of d / n).
+
+    So tr L_i and n lambda_max(mean L_i) are of the order of lambda_max(L_i), and diag L_i is in one block, which is
+    where the bounds of methods with smoothness gain most.
+    """
+    if workers > d:
+        raise UserError(f"--own {d} is for at most as many workers; got {workers}")
+    rng = np.random.default_rng(0)
+    weak = rng.standard_normal((workers, each, d))
+    weak *= np.linspace(0.2, 0.25, workers)[:, None, None] / np.linalg.norm(weak, axis=2, keepdims=True)
+    places = np.arange(workers) * (d // workers)
+    weak[np.arange(workers), :, places] = 1.0
+    rows = weak.reshape(-1, d)
+    return rows, (rng.random(len(rows)) < 1 / (1 + np.exp(-2 * rows @ rng.standard_normal(d)))).astype(np.float64)
 
 
 def _read(path: Path | None) -> tuple[np.ndarray, np.ndarray]:

@@ -79,7 +79,7 @@ def run_setup(
     operator = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), setup.operator)
     data = (jnp.asarray(problem.features), jnp.asarray(problem.labels))
     size = float(np.sum(problem.optimum**2))
-    bound = lambda steps, key: jc.methods.rounds(setup.make(steps), AXIS, seed=key)
+    bound = lambda steps, key: jc.methods.rounds(setup.make(steps), AXIS, seed=key, code="elias")
 
     def start(steps, key, plan):
         state, _ = jc.init_state(bound(steps, key), jnp.zeros(problem.d), problem.workers, AXIS)

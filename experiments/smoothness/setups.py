@@ -154,7 +154,9 @@ def budget(problem: Problem, budgets: Sequence[float], count: str) -> list[Setup
         return pairs(*names)(problem, finer, count) + [make_setup(problem, name, finer, down=True) for name in short]
     names = ("diana uniform", "diana uniform-16", "diana+ uniform", "diana+ varying", "diana+ varying-16")
     names += ("adiana uniform", "adiana+ varying", "adiana+ varying-16")
-    return [make_setup(problem, name, budgets if name.startswith("diana+") else finer) for name in names]
+    finest = finer + [factor * max(finer) for factor in (2, 4, 8)]  # where plain ADIANA has its best one
+    grids = {"diana+": budgets, "adiana": finest}
+    return [make_setup(problem, name, grids.get(name.split()[0], finer)) for name in names]
 
 
 def variants(problem: Problem, budgets: Sequence[float], count: str) -> list[Setup]:

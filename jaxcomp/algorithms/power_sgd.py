@@ -17,7 +17,7 @@ from jaxcomp.algorithms.low_rank import (
     product,
     ranks_of,
 )
-from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
+from jaxcomp.arrays import bounded, finite, key_data, wide, wide_like, wrap_key, zeros_like
 from jaxcomp.backend import accumulated, in_place
 from jaxcomp.base import Algorithm, Cond
 from jaxcomp.factories import factory
@@ -29,8 +29,9 @@ Array = jax.Array
 
 
 class PowerState(NamedTuple):
-    """memory: e_i, of each group.  q: the right factors of the last round, [m, c, rank] for each stack of m matrices,
-    () for what goes dense.  rounds i32[]: so far.
+    """memory: e_i, of each group; () without error feedback.  q: the right factors of the last round, [m, c, rank] for
+    each stack of m matrices, or the words of a key from which those of each round are drawn; () for what goes dense.
+    rounds i32[]: so far.
     """
 
     memory: tuple[Array, ...]
@@ -40,7 +41,13 @@ class PowerState(NamedTuple):
 
 @factory
 def power_sgd(
-    rank: int | Mapping[int, int] = 1, *, min_ratio: float = 2.0, start: int = 0, dense_below: int = 1024
+    rank: int | Mapping[int, int] = 1,
+    *,
+    min_ratio: float = 2.0,
+    start: int = 0,
+    dense_below: int = 1024,
+    error_feedback: bool = True,
+    warm_start: bool = True,
 ) -> Algorithm:
     """One step of subspace iteration a round, from where the last one ended, with error feedback.
 
@@ -68,14 +75,17 @@ def power_sgd(
         min_ratio: by how much factors must be smaller than their matrix.
         start: rounds in the beginning in which everything goes dense (torch's hook has 10).
         dense_below: number of entries.
+        error_feedback: whether what is not sent is remembered; without, e_i = 0, and it is lost.
+        warm_start: whether a round begins with the Q of the last one; without, with a normal Q of its own, the same on
+            all workers.
 
     Raises:
         ValueError: an argument is out of range.
 
-    Reference: Vogels, Karimireddy, Jaggi 2019 (PowerSGD), algorithms 1 and 2; min_ratio and start as in torch's
-    `powerSGD_hook`. Bases by Gram-Schmidt with a second projection and with replacement (`low_rank.bases_of`), where
-    the references divide by the norm of what may be zero. Q is made orthonormal before it is used, as the hook does:
-    products neither overflow nor lose the smaller directions.
+    Reference: Vogels, Karimireddy, Jaggi 2019 (PowerSGD), algorithms 1 and 2; min_ratio, start, error_feedback and
+    warm_start as in torch's `powerSGD_hook`. Bases by Gram-Schmidt with a second projection and with replacement
+    (`low_rank.bases_of`), where the references divide by the norm of what may be zero. Q is made orthonormal before it
+    is used, as the hook does: products neither overflow nor lose the smaller directions.
 
     >>> import jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.power_sgd(1, dense_below=0, min_ratio=1), None)
@@ -86,6 +96,9 @@ def power_sgd(
     """
     ranks = ranks_of("power_sgd", rank)
     check_low_rank("power_sgd", min_ratio, start, dense_below)
+    for what, value in (("error_feedback", error_feedback), ("warm_start", warm_start)):
+        if not isinstance(value, bool):
+            raise ValueError(f"power_sgd: {what} must be True or False; got {value!r}")
     most = max(value for _, value in ranks)
     before = [value for at, value in ranks if at <= start][-1]
     schedule = [(start, before), *((at, value) for at, value in ranks if at > start)]
@@ -95,20 +108,29 @@ def power_sgd(
         like, numbers = wide_like(like), range(len(like))
         number = lambda i: sum(len(x.shape) > 2 for x in like[:i])  # among the stacks
         key = lambda i: jax.random.fold_in(here.key, number(i))
-        q = tuple(_first(key(i), like[i], most) if len(like[i].shape) > 2 else () for i in numbers)
-        return PowerState(zeros_like(like), q, jnp.zeros((), jnp.int32))
+        q_of = (lambda i: _first(key(i), like[i], most)) if warm_start else (lambda i: key_data(key(i)))
+        q = tuple(q_of(i) if len(like[i].shape) > 2 else () for i in numbers)
+        return PowerState(zeros_like(like) if error_feedback else (), q, jnp.zeros((), jnp.int32))
 
     def update(here, grads, state):
-        message = accumulated(_added, state.memory, grads)
+        message = accumulated(_added, state.memory, grads) if error_feedback else tuple(map(_alone, grads))
+        draw = lambda key, x: _first(jax.random.fold_in(wrap_key(key), state.rounds), x, most)
+        new = lambda: tuple(draw(key, x) if len(x.shape) > 2 else () for key, x in zip(state.q, message, strict=True))
         branches = {at: functools.partial(_round, rank, min_ratio, here.size) for at, rank in schedule}
         run = branches.pop(0)
         for at, other in branches.items():
             run = functools.partial(_either, state.rounds >= at, other, run)
-        direction, memory, q = yield from run(message, state.q)
-        return direction, PowerState(memory, q, state.rounds + 1)
+        direction, memory, q = yield from run(message, state.q if warm_start else new())
+        kept = memory if error_feedback else ()
+        return direction, PowerState(kept, q if warm_start else state.q, state.rounds + 1)
 
     roles = {"memory": "memory", "q": "coin", "rounds": "coin"}
-    return Algorithm(init, update, roles, layout=Layout("shape", int(dense_below)), pieces=True)
+    return Algorithm(init, update, roles, layout=Layout("shape", int(dense_below)), pieces=error_feedback)
+
+
+def _alone(g: Array) -> Array:
+    """Finite g, in the dtype of sums."""
+    return finite(g).astype(wide(g.dtype))
 
 
 def _added(e: Array, g: Array) -> Array:

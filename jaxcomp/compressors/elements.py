@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxcomp.compressors.quantize import unzigzag, zigzag
 
-__all__ = ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "Elements", "Float", "Integer"]
+__all__ = ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "INT8", "Elements", "Fixed", "Float", "Integer"]
 
 Array = jax.Array
 U32 = jnp.uint32
@@ -114,10 +114,49 @@ class Integer(NamedTuple):
         return unzigzag(codes).astype(jnp.float32)
 
 
-Elements = Float | Integer
+class Fixed(NamedTuple):
+    """bits: b, with the sign and one before the point;  values k 2^-(b-2), |k| < 2^(b-1)."""
+
+    bits: int
+
+    @property
+    def mantissa(self) -> int:
+        """Bits of a value after the first."""
+        return self.bits - 2
+
+    @property
+    def largest(self) -> float:
+        return 2.0 - self.smallest
+
+    @property
+    def smallest(self) -> float:
+        return 2.0**-self.mantissa
+
+    @property
+    def unit(self) -> float:
+        return 0.0
+
+    @property
+    def variance(self) -> float:
+        return 0.0
+
+    def encode(self, y: Array, noise: Array | None) -> Array:
+        """Codes u32[d] of numbers f32[d] (see `Float.encode`)."""
+        most = 2**self.mantissa * self.largest
+        k = y * jnp.float32(2**self.mantissa)
+        k = jnp.round(k) if noise is None else jnp.floor(k + noise)
+        return zigzag(jnp.clip(k, -most, most).astype(jnp.int32))
+
+    def decode(self, codes: Array) -> Array:
+        """f32[d]."""
+        return unzigzag(codes).astype(jnp.float32) * jnp.float32(self.smallest)
+
+
+Elements = Float | Integer | Fixed
 
 E2M1 = Float(4, 1, 0, 0x7)
 E2M3 = Float(6, 3, 0, 0x1F)
 E3M2 = Float(6, 2, -2, 0x1F)
 E4M3 = Float(8, 3, -6, 0x7E)
 E5M2 = Float(8, 2, -14, 0x7B)
+INT8 = Fixed(8)

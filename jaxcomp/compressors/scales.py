@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp.arrays import bounded
 from jaxcomp.compressors.elements import E4M3, Elements, Integer
 from jaxcomp.compressors.quantize import up_to_bfloat16
 from jaxcomp.floats import power_of_two, rounded_to
@@ -14,13 +15,14 @@ from jaxcomp.floats import power_of_two, rounded_to
 __all__ = ["SCALES", "Made", "Scale"]
 
 Array = jax.Array
-U32 = jnp.uint32
+I32, U32 = jnp.int32, jnp.uint32
 TINY = float(jnp.finfo(jnp.float32).tiny)
 Extremes = tuple[Array, Array]
 
 
 class Made(NamedTuple):
-    """norms: scales as they are sent;  scale: f32[count], what they are;  factor: of the array, f32[1], or None."""
+    """norms: scales as they are sent;  scale: what they are, f32[count], or i32[count] exponents of powers of two;
+    factor: of the array, f32[1], or None."""
 
     norms: Array
     scale: Array
@@ -39,10 +41,18 @@ class Scale(NamedTuple):
         """Whether elements may be too small for what they stand for."""
         return self.released or self.best
 
+    @property
+    def power(self) -> bool:
+        """Whether scales are powers of two, 2^-127 to 2^127, which are known by their exponents."""
+        return self.name.startswith("e8m0")
+
     def of(self, extremes: Extremes, elements: Elements, stochastic: bool) -> Made:
-        """The scales of blocks with these largest entries, and minus the smallest; 0 for a block without a scale."""
-        if self.name.startswith("e8m0"):
-            return _e8m0(jnp.maximum(*extremes), _end(elements, stochastic), self.released)
+        """The scales of blocks with these largest entries, and minus the smallest; 0 for a block without a scale.
+
+        For powers of two the first of both is the largest magnitude, which may be subnormal.
+        """
+        if self.power:
+            return _e8m0(extremes[0], _end(elements, stochastic), self.released)
         if self.name.startswith("e4m3"):
             return _e4m3(jnp.maximum(*extremes), _end(elements, stochastic), elements.mantissa, self.released)
         return _plain(extremes, elements, stochastic, self.name == "bfloat16")
@@ -50,19 +60,30 @@ class Scale(NamedTuple):
     def lower(self, made: Made) -> Made:
         """The next smaller scales, where there are any."""
         byte = lax.bitcast_convert_type(made.norms, jnp.uint8)
-        less = jnp.maximum(byte, jnp.uint8(2 if made.factor is None else 1)) - jnp.uint8(1)
+        less = jnp.maximum(byte, jnp.uint8(1)) - jnp.uint8(1)
         norms = lax.bitcast_convert_type(less, made.norms.dtype)
         return Made(norms, self.read(norms, made.factor), made.factor)
 
     def read(self, norms: Array, factor: Array | None) -> Array:
-        """f32[count] of what was sent."""
-        if self.name.startswith("e8m0"):
-            byte = lax.bitcast_convert_type(norms, jnp.uint8).astype(jnp.int32)
-            return power_of_two(jnp.clip(byte - 127, -126, 127), jnp.float32)
+        """What was sent, as `Made.scale` has it."""
+        if self.power:
+            return lax.bitcast_convert_type(norms, jnp.uint8).astype(I32) - 127
         if self.name.startswith("e4m3"):
             values = E4M3.decode(lax.bitcast_convert_type(norms, jnp.uint8).astype(U32))
             return values if factor is None else values * factor
         return norms.astype(jnp.float32)
+
+    def divided(self, x: Array, scale: Array) -> Array:
+        """x / scale of finite x, f32; zero where a block has no scale. Exact for powers of two."""
+        if self.power:
+            return _over_power(x, scale)
+        # By entry: instead of dividing by the scale of a block, XLA would multiply by its inverse, which is rounded.
+        divisor = jnp.where((scale == 0) | (x == 0), jnp.float32(1), scale)
+        return jnp.where(scale == 0, jnp.float32(0), x / divisor)
+
+    def times(self, element: Array, scale: Array) -> Array:
+        """element scale, f32, at most the largest number. Exact: an element has so few bits."""
+        return _times_power(element, scale) if self.power else bounded(element * scale)
 
     def reach(self, elements: Elements, stochastic: bool) -> tuple[float, float]:
         """The least max|x| / s of a block, and the largest relative error of what saturates."""
@@ -79,8 +100,15 @@ class Scale(NamedTuple):
         return end / (1 + (2.0**-7 if self.name == "bfloat16" else 2.0 ** -(22 - elements.mantissa))), 0.0
 
     def least_share(self, elements: Elements, stochastic: bool) -> float:
-        """The least scale that a block may have, over max|x| of the array; 0 if there is none."""
-        return E4M3.smallest / (E4M3.largest * _end(elements, stochastic)) if self.name.startswith("e4m3") else 0.0
+        """The least scale that a block may have, over max|x| of the array; 0 if there is none.
+
+        To nearest, scales of up to 8 of the smallest steps are off by up to half a step: as much as a scale of that
+        size, and what saturates.
+        """
+        if not self.name.startswith("e4m3"):
+            return 0.0
+        least = E4M3.smallest / (E4M3.largest * _end(elements, stochastic))
+        return least * (math.hypot(8, _end(elements, stochastic) / elements.smallest) if self.released else 1)
 
 
 def _end(elements: Elements, stochastic: bool) -> float:
@@ -100,11 +128,42 @@ def _up(x: Array, bits: int) -> Array:
 def _e8m0(peak: Array, end: float, floor: bool) -> Made:
     """The least E with peak <= end 2^E, from the bits; or floor(log2 peak) - floor(log2 end)."""
     mantissa, top = math.frexp(end)
-    over = 0 if floor else (1 << 23) - 1 - int((2 * mantissa - 1) * 2**23)
-    bits = lax.bitcast_convert_type(peak, jnp.int32)
-    exponent = jnp.clip(((bits + over) >> 23) - 127 - (top - 1), -126, 127)
+    above = 0 if floor else (1 << 23) - 1 - int((2 * mantissa - 1) * 2**23)
+    bits, shift = _normal(lax.bitcast_convert_type(peak, I32))
+    exponent = jnp.clip(((bits + above) >> 23) - shift - 127 - (top - 1), -127, 127)
     byte = (exponent + 127).astype(jnp.uint8)
-    return Made(lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), power_of_two(exponent, jnp.float32))
+    return Made(lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu), exponent)
+
+
+# Products with powers of two, by the bits: a scale may be subnormal (2^-127), and so may entries and what they are
+# decoded to, which many backends take for zero in arithmetic, conversions and comparisons.
+
+
+def _normal(size: Array) -> tuple[Array, Array]:
+    """A positive f32 x by its bits i32: bits of a normal number y (or zero), and s with x = y 2^-s."""
+    small = size < I32(1 << 23)  # x = size 2^-149
+    bits = lax.bitcast_convert_type(size.astype(jnp.float32), I32)
+    return jnp.where(small, bits, size), jnp.where(small, I32(149), I32(0))
+
+
+def _over_power(x: Array, exponent: Array) -> Array:
+    """x 2^-exponent, f32; zero with the sign of x where that would be subnormal."""
+    word = lax.bitcast_convert_type(x, I32)
+    bits, shift = _normal(word & I32(0x7FFFFFFF))
+    less = exponent + shift
+    size = jnp.where((bits >> 23) > less, bits - (less << 23), I32(0))
+    return lax.bitcast_convert_type(size | (word & I32(-(2**31))), jnp.float32)
+
+
+def _times_power(y: Array, exponent: Array) -> Array:
+    """y 2^exponent, f32, of y with at most 16 bits before and 22 after the point; NaN for the exponent of NaN, 128."""
+    word = lax.bitcast_convert_type(y, U32)
+    sign = word & U32(1 << 31)
+    normal = jnp.minimum((word ^ sign) + (exponent.astype(U32) << U32(23)), U32(0x7F7FFFFF))
+    steps = jnp.abs(y) * power_of_two(jnp.minimum(exponent + 149, 127), jnp.float32)  # of 2^-149
+    small = steps < 2.0**23
+    size = jnp.where(small, jnp.where(small, steps, 0).astype(U32), normal)
+    return lax.bitcast_convert_type(jnp.where(exponent > 127, U32(0x7FC00000), size | sign), jnp.float32)
 
 
 def _e4m3(peak: Array, end: float, mantissa: int, nearest: bool) -> Made:

@@ -17,7 +17,9 @@ published. If the last threshold still misses k by more than 10 %, a line throug
 last two counts moves it, at most three times. Since all entries are counted in the end, laws of long vectors
 are fitted to a sample (`select.every`). There the sample's own count moves the threshold first, if it is off by more
 than chance makes it (1 / sqrt(k / stride), at least 2 %): that costs no pass over the vector, and mends a law that
-fits badly.
+fits badly. No such line helps where a tail is none (uniform, clipped or discrete entries): if the count is still not
+between 4/5 and 5/4 of k, `select.top_set` searches for a threshold between two known ones, and of equal magnitudes
+takes the first. That costs passes only there.
 """
 
 import math
@@ -71,7 +73,8 @@ def sidco(
     fitted by moments; "gamma" (SIDCo-GP) a gamma law for eta_1 and the Pareto law afterwards.
 
     Stage ratios: those published are r_m = (4 delta)^(1 / (M - 1)); with adapt="count" they follow from the number of
-    entries that each stage really left, and a last threshold that misses k by more than 10 % is corrected.
+    entries that each stage really left, and a last threshold that misses k by more than 10 % is corrected. Then between
+    4 k / 5 and 5 k / 4 entries are sent whatever the law is (all that are not zero, if there are fewer).
 
     Exact zeros are left out of the fit; delta is a share of all entries. Fits are free of scale. If no entry exceeds
     the threshold about k are sent, and whatever is sent is at least as large as whatever is not, so alpha = 1 / d is
@@ -86,8 +89,8 @@ def sidco(
             published recursion with an M that changes when the mean of (sent / k) over 5 rounds leaves [0.8, 1.2]:
             see `contrib.sidco_published`.
         capacity: room in the message as a multiple of k = max(1, floor(delta d)), at least 1. When
-            more entries exceed the threshold it rises until they fit; the others stay in the
-            memory of the algorithm and are counted as overflow.
+            more entries exceed the threshold (with adapt="count": more than that, or than 5 k / 4) it rises until they
+            fit; the others stay in the memory of the algorithm and are counted as overflow.
         quantile: of the gamma law: "newton" (exact) or "approximate" (closed form).
         sample: with adapt="count", the least number of entries to fit to; None for all of them. The count is
             always that of all entries.
@@ -167,7 +170,7 @@ def counted(law: str, exact: bool, stages: int, sample: int | None) -> Estimator
         end, words = _corrected(x, before._replace(above=before.above * stride), eta, goal)
         return end.eta, words, end.above, memory
 
-    return Estimator(estimate)
+    return Estimator(estimate, near=True)
 
 
 def _last_two(

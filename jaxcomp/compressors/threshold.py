@@ -44,12 +44,14 @@ class Estimator(NamedTuple):
     bounds(number of entries above eta, k) -> how many are enough, and at most how many to keep. Where there are fewer
         or more, the threshold moves until at least k and at most that many are left, of which the first k by index are
         sent. None: one is enough, and as many as the capacity are kept, the others being counted as overflow.
+    near: without bounds, 4/5 of k are enough and at most 5/4 are kept, all of which are sent, whatever the estimate is.
     """
 
     estimate: Callable[..., tuple[Array, Array, Array, Any]]
     memory: Callable[[Any], Any] = lambda dtype: ()
     learn: Callable[..., Any] = lambda memory, wanted, k, ratio: memory
     bounds: Callable[[Array, Array], tuple[Any, Any]] | None = None
+    near: bool = False
 
 
 def by_threshold(
@@ -86,10 +88,12 @@ def by_threshold(
         k, ratio = target.of(d, target.round_of(state.shared))
         eta, words, wanted, remembered = estimator.estimate(key, x, k, ratio, state.local.memory)
         enough, most = (1, places(d)) if estimator.bounds is None else estimator.bounds(wanted, k)
+        if estimator.near:
+            enough, most = k - k // 5, jnp.minimum(k + (k + 3) // 4, places(d))
         words = top_set(x, eta, k, most, enough=enough, known=(words, wanted))
         positions, chosen = indices_of_words(words, places(d), d)
         if estimator.bounds is None:
-            room, chosen = places(d), jnp.maximum(chosen, wanted)
+            room, chosen = most, jnp.maximum(chosen, wanted)
         else:
             room, positions = k, jnp.where(lax.iota(jnp.int32, places(d)) < k, positions, d)
         learnt = estimator.learn(remembered, wanted, k, ratio)

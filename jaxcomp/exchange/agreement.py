@@ -7,7 +7,9 @@ the state where it is traced by the user (`check_inside`). Workers that exchange
 """
 
 import json
+import math
 import re
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +24,7 @@ import jaxcomp  # for its version, which is known once this is called
 from jaxcomp.arrays import constants
 from jaxcomp.exchange.axes import Placement, axis_names, is_bound, varying
 from jaxcomp.exchange.collectives import all_gather
-from jaxcomp.exchange.state import means_in
+from jaxcomp.exchange.state import is_mean, means_in
 from jaxcomp.factories import described, options_in
 from jaxcomp.groups import Groups
 from jaxcomp.wire.frame import VERSION as WIRE
@@ -40,11 +42,14 @@ __all__ = [
     "merged",
     "options_of",
     "probe",
+    "warn_of_order",
 ]
 
 SHOWN = 3  # options that an error names
 GREETING = b"jaxcomp options "
 CURE = "Build the exchange with the same options in every process"
+
+OPTIMIZER = "optimizer state"
 
 Options = Mapping[str, str]
 _compared: set[str] = set()
@@ -102,7 +107,7 @@ def differences(each: Sequence[Options], who: Sequence[str]) -> str | None:
     # Of an algorithm that is another one, its options are no news; nor is a layout that follows from something else.
     inside = lambda key, other: key != other and key.startswith((f"{other}.", f"{other}["))
     keys = [key for key in keys if not any(inside(key, other) for other in keys)]
-    keys = [key for key in keys if key != "layout" or len(keys) == 1]
+    keys = [key for key in keys if key not in ("layout", OPTIMIZER) or len(keys) == 1]
     found = []
     for key in keys[:SHOWN]:
         values = [options.get(key, "not given") for options in each]
@@ -134,8 +139,52 @@ def check_equal(name: str, each: Sequence[Options], who: Sequence[str]) -> None:
 # Processes of one mesh
 
 
+SLOW = ("devices of one process", "several processes", "several slices")  # of TPUs; each slower than the one before
+
+
+def warn_of_order(placements: Sequence[Placement], mesh: Mesh) -> None:
+    """Warns where a hierarchy exchanges over slower links first, from what the devices say of themselves.
+
+    Then each device of a fast group sends a message of its own over the slow links. With the fast axis first the
+    devices of a group share out one message.
+
+    Args:
+        placements: of the means of one transformation.
+        mesh: with its devices.
+    """
+
+    def kind(axes: tuple[str, ...]) -> int:
+        places = [mesh.axis_names.index(name) for name in axes]
+        rows = np.moveaxis(mesh.devices, places, range(len(places))).reshape(*map(mesh.shape.get, axes), -1)  # pyright: ignore
+        rows = rows.reshape(-1, rows.shape[-1])
+        along = lambda of: any(len({of(device) for device in rows[:, j]}) > 1 for j in range(rows.shape[1]))
+        if along(lambda device: getattr(device, "slice_index", None)):
+            return 2
+        return int(along(lambda device: device.process_index))
+
+    for placement in placements:
+        levels = [placement.names, *placement.later]
+        if len(levels) == 1:
+            continue
+        kinds = [kind(axes) for axes in levels]
+        faster = [j for j in range(1, len(levels)) if kinds[j] < kinds[0]]
+        if faster:
+            fast = levels[faster[0]]
+            number = math.prod(mesh.shape[name] for name in fast)
+            shown = lambda axes: repr(axes[0] if len(axes) == 1 else axes)
+            warnings.warn(
+                f"the exchange over {shown(levels[0])}, between {SLOW[kinds[0]]}, comes before that over "
+                f"{shown(fast)}, between {SLOW[kinds[faster[0]]]}, so that each of {number} devices sends a message of "
+                f"its own over the slower links. Begin with {shown(fast)}: then they share out one message",
+                stacklevel=3,
+            )
+            return
+
+
 def check_state(name: str, state: Any, mesh: Any, axis: Any) -> None:
     """Compares the options of all processes of a mesh, once for each set of them; raises Differs in every process.
+
+    Warns of a hierarchy that begins with the slower links of the mesh.
 
     Args:
         name: of the caller, for errors.
@@ -143,10 +192,13 @@ def check_state(name: str, state: Any, mesh: Any, axis: Any) -> None:
         mesh: with its devices; of anything else, and of a single process, nothing is compared.
         axis: of the workers.
     """
+    if isinstance(mesh, Mesh):
+        warn_of_order([mean.about.placement for mean in means_in(state)], mesh)
     if not isinstance(mesh, Mesh) or jax.process_count() == 1 or isinstance(jnp.zeros(()) + 0, Tracer):
         return
     processes = sorted({device.process_index for device in mesh.devices.flat})
     options = merged([json.loads(mean.about.options) for mean in means_in(state) if mean.about.options])
+    options = {**options, **_of_optimizer(state)}
     text = json.dumps(options).encode()
     if len(processes) > 1 and jax.process_index() in processes:
         sizes = _from_each(mesh, processes, np.array([len(text)], np.uint32))
@@ -156,8 +208,27 @@ def check_state(name: str, state: Any, mesh: Any, axis: Any) -> None:
         _compared.update(mean.about.options for mean in means_in(state))
 
 
+def _of_optimizer(state: Any) -> Options:
+    """What else there is of a state besides the means: its arrays, and the values of scalars where they are known."""
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_mean)
+    others = [(jax.tree_util.keystr(path), x) for path, x in leaves if not is_mean(x) and hasattr(x, "dtype")]
+    if not others:
+        return {OPTIMIZER: "without arrays"}
+    texts = [f"{x.dtype}{list(x.shape)} at {path}" for path, x in others]
+    options = {OPTIMIZER: _listed(texts, len(texts))}
+    known = lambda x: isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_replicated
+    scalars = [(path, x) for path, x in others if not x.shape and known(x)]
+    for path, x in scalars:
+        data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        options[f"{OPTIMIZER} at {path}"] = str(np.asarray(data.addressable_data(0)))
+    return options
+
+
 def check_options(state: Any, mesh: Mesh, axis_name: Any) -> None:
     """Compares the options with which the processes of a mesh have built an exchange.
+
+    So are the shapes of the optimizer's state, and its scalars: counts of steps, and rates that
+    `optax.inject_hyperparams` keeps there.
 
     `init_state` and the `init` of `value_and_grad` and `local_steps` do so themselves. Call it, in every process, where
     a state is used that none of these has made, say one that was restored from a checkpoint.

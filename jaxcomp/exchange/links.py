@@ -1,36 +1,70 @@
-"""A model of the time that messages take on links, and schedules of pieces around a ring.
+"""The time of an exchange on links: the one model by which routes are chosen, advice is given, scale is computed.
 
-A link carries a message of b bytes in `latency + b / bandwidth`, and all links work at once. For n
-workers with messages of w_i bytes, W = sum w_i, the routes take:
+A link carries a message of b bytes in latency + b / bandwidth, and all links work at once. A collective of operands of
+b bytes at each of n workers has m messages one after the other, a worker sends s bytes in it, as the ledger counts, and
+programs take f times as long for them as the bytes do:
 
-    gather   (n - 1) (latency + 1.1 max w_i / bandwidth)       ring all-gather of padded messages
-    concat   2 (n - 1) (latency + 1.2 W / n / bandwidth)       ring all-reduce of their concatenation
-    ring     sum over ticks (latency + 1.5 piece / bandwidth)  pieces passed on, about W over each link
-    ragged   (n - 1) (latency + 1.1 max w_i / bandwidth)       each sends its own message n - 1 times
+    kind             m            s                  f
+    all_reduce       2 (n - 1)    2 (n - 1) / n b    1.2    ring: reduce-scatter, then all-gather
+    all_gather       n - 1        (n - 1) b          1.1    ring
+    all_to_all       n - 1        (n - 1) / n b      1.1    pairwise
+    reduce_scatter   n - 1        (n - 1) / n b      1.2    ring
+    permute          1            b                  1.1
 
-So concat beats gather from about max w_i > 2.2 W / n on. Ring sends the fewest bytes but waits most often, and
-at every tick for both neighbours, which a collective that runs by itself does not. The factors and the
-latency of 1 ms were measured with gloo, eight processes and links of 100 Mbit/s
-(`python -m experiments bench exchange --workers 8 --mbit 100`). The formula of each route stands in its own file
-in `routes`.
+    t = m latency + f s / bandwidth
+
+A partial permute of the ring schedule waits for both neighbours at every tick: f = 1.5. The factors were measured with
+gloo, eight processes and links of 100 Mbit/s (`python -m experiments bench exchange --workers 8 --mbit 100`). Routes
+are sums of such collectives, and each states its own in its file in `routes`: concat beats gather from about max w_i >
+2.2 W / n on, for messages of w_i bytes, W = sum w_i.
+
+Levels. Workers may be joined by several links: a level joins `width` members by a link of each, and the members of the
+next one are these groups. So of an inner level "ici", width 8, and "dcn", width 4, a host of eight devices has one link
+to the other hosts. m is the number of devices in one member, and u that of collectives which run beside each other in
+it and share its link. For each collective the best of schedules that are in use is taken:
+
+    ring       as above; a byte leaves a member once: u s on the link of each level, m latencies of the slowest level
+    doubling   2 or 1 times log2(width) latencies of each level. Halves are summed, or pieces gathered, innermost first,
+               so f u 2 (n - m) / n b or f u m (n - m) b leave a member of m devices
+    pairwise   all-to-all: f u m (n - m) / n b leave it; n - 1 latencies
+    Bruck      all-to-all with each byte handed on: f u m b log2(n / m) / 2; log2(width) latencies of each level
+
+A schedule takes its latencies and the longest time of a level.
 """
 
 import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxcomp.compressors.checks import is_number
+from jaxcomp.compressors.checks import is_integer, is_number
 
-__all__ = ["ADDS", "DEFAULT", "GATHERS", "Cost", "Link", "Phase", "Plan", "check_link", "cost_of", "ring_plan"]
+__all__ = [
+    "DEFAULT",
+    "KINDS",
+    "Cost",
+    "Link",
+    "OnLinks",
+    "Phase",
+    "Plan",
+    "check_link",
+    "cost_of",
+    "levels_of",
+    "on_links",
+    "ring_plan",
+]
 
 MOST_PIECES = 48  # of the longest message
 MOST_REST = 8  # pieces of the longest rest
-GATHERS, ADDS, WAITS = 1.1, 1.2, 1.5  # time of a message, of one that is added, and of a tick over that of its bytes
+WAITS = 1.5  # time of a tick over that of its bytes
 MOST_LATENCY, LEAST_BANDWIDTH = 60.0, 1.0  # no link is beyond these; latency and bandwidth in the wrong order are
 WASTE = 1.04  # what a link carries, over the sum of the real sizes, that is worth more ticks to avoid
 
 
 class Link(NamedTuple):
-    """latency: seconds that a message takes besides its bytes; bandwidth: bytes per second.
+    """latency: seconds that a message takes besides its bytes; bandwidth: bytes per second of a member.
+
+    width: how many members it joins, of one of several levels; None: as many as are left.
 
     The default is 1 ms and 100 Mbit/s. On links where latency decides, messages of equal length (via="gather") are as
     fast as any.
@@ -38,6 +72,7 @@ class Link(NamedTuple):
 
     latency: float = 1e-3
     bandwidth: float = 12.5e6
+    width: int | None = None
 
 
 DEFAULT = Link()
@@ -53,6 +88,30 @@ def check_link(name: str, link: Any) -> None:
             f"{name}: link must have a latency in [0, {MOST_LATENCY:g}] seconds and a bandwidth of at least "
             f"{LEAST_BANDWIDTH:g} byte per second, in this order; got {link}"
         )
+    if link.width is not None and not is_integer(link.width, 1):
+        raise ValueError(f"{name}: link must have a width of at least 1, or None; got {link}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Collectives
+
+
+class Kind(NamedTuple):
+    """messages(n): one after the other; sent(b, n): bytes that a worker sends for operands of b bytes; factor: time of
+    a program over that of its bytes."""
+
+    messages: Callable[[int], float]
+    sent: Callable[[float, int], float]
+    factor: float
+
+
+KINDS: dict[str, Kind] = {
+    "all_reduce": Kind(lambda n: 2.0 * (n - 1), lambda b, n: 2 * (n - 1) / n * b, 1.2),
+    "all_gather": Kind(lambda n: n - 1.0, lambda b, n: (n - 1.0) * b, 1.1),
+    "all_to_all": Kind(lambda n: n - 1.0, lambda b, n: (n - 1) / n * b, 1.1),
+    "reduce_scatter": Kind(lambda n: n - 1.0, lambda b, n: (n - 1) / n * b, 1.2),
+    "permute": Kind(lambda n: min(1.0, n - 1.0), lambda b, n: b if n > 1 else 0.0, 1.1),
+}
 
 
 class Cost(NamedTuple):
@@ -62,9 +121,104 @@ class Cost(NamedTuple):
     sent_bytes: float
 
 
-def cost_of(messages: int, message_bytes: float, sent_bytes: float, link: Link, factor: float = GATHERS) -> Cost:
-    """The cost of so many messages of equal size, one after the other; factor: GATHERS or ADDS."""
-    return Cost(messages * (link.latency + factor * message_bytes / link.bandwidth), float(sent_bytes))
+def cost_of(kind: str, operand_bytes: float, workers: int, link: Link) -> Cost:
+    """The cost of a collective in a ring on one link (see the module).
+
+    >>> cost_of("all_gather", 1e6, 3, Link(1e-3, 1.1e6))
+    Cost(seconds=2.002, sent_bytes=2000000.0)
+    """
+    each = KINDS[kind]
+    sent = each.sent(operand_bytes, workers)
+    return Cost(each.messages(workers) * link.latency + each.factor * sent / link.bandwidth, sent)
+
+
+class OnLinks(NamedTuple):
+    """A collective on levels of links. seconds: in all; each: seconds on the link of each level, latencies included;
+    schedule: its name."""
+
+    seconds: float
+    each: dict[str, float]
+    schedule: str
+
+
+def levels_of(name: str, link: Any, workers: int | None) -> dict[str, Link]:
+    """The levels as they are stated, innermost first, each with its width, whose product is the number of workers.
+
+    Args:
+        name: of the function that the user called, for errors.
+        link: a `Link`, or a mapping from names to them.
+        workers: n; None: the product of the widths.
+
+    Raises:
+        TypeError, ValueError: no link, one out of range, or widths that do not make so many workers.
+
+    >>> levels_of("plan", {"ici": Link(1e-6, 5e10, 8), "dcn": Link(5e-5, 1.25e9)}, 32)["dcn"].width
+    4
+    """
+    levels = dict(link) if isinstance(link, Mapping) else {"data": link}
+    if not levels or not all(isinstance(key, str) and key and "," not in key for key in levels):
+        raise ValueError(f"{name}: link must map names without commas to links; got {link!r}")
+    for each in levels.values():
+        check_link(name, each)
+    open_levels = [key for key, each in levels.items() if each.width is None]
+    known = math.prod(each.width or 1 for each in levels.values())
+    if len(open_levels) > 1 or (open_levels and (workers is None or workers % known)):
+        raise ValueError(
+            f"{name}: link must have a width at each level, but for one where workers are said and a multiple of the "
+            f"others; got {link!r} and workers={workers}"
+        )
+    levels |= {key: levels[key]._replace(width=(workers or known) // known) for key in open_levels}
+    made = math.prod(each.width or 1 for each in levels.values())
+    if workers is not None and made != workers:
+        raise ValueError(f"{name}: link must have widths whose product is the {workers} workers; it is {made}")
+    return levels
+
+
+def on_links(kind: str, operand_bytes: float, along: Sequence[str], levels: Mapping[str, Link]) -> OnLinks:
+    """The time of a collective on levels of links, by the best schedule (see the module).
+
+    along: names of the levels that take part; the other ones inside of these run the same beside each other.
+
+    >>> on_links("all_gather", 1e6, ["data"], {"data": Link(1e-3, 1.1e6, 3)})
+    OnLinks(seconds=2.002, each={'data': 2.002}, schedule='ring')
+    """
+    n, inside, used = 1, 1, []
+    for name, link in levels.items():  # innermost first
+        if name in along and (link.width or 1) > 1:
+            used.append((name, link, n, inside))
+            n *= link.width or 1
+        elif name not in along:
+            inside *= link.width or 1
+    if not used:
+        return OnLinks(0.0, {}, "nothing")
+    factor, operand_bytes = KINDS[kind].factor, float(operand_bytes)
+    rounds = {name: math.ceil(math.log2(link.width or 1)) for name, link, *_ in used}
+    slowest = max(used, key=lambda level: level[1].latency)[0]
+    in_ring = {name: KINDS[kind].messages(n) * (name == slowest) for name, *_ in used}
+    halves = {"all_reduce": 2, "reduce_scatter": 1}.get(kind, 0)
+    found = []
+
+    def schedule(name: str, latencies: Mapping[str, float], leaving: Callable[[int], float]) -> None:
+        wait = {level: latencies[level] * link.latency for level, link, *_ in used}
+        busy = {level: factor * u * leaving(m) / link.bandwidth for level, link, m, u in used}
+        each = {level: wait[level] + busy[level] for level in wait}
+        found.append(OnLinks(sum(wait.values()) + max(busy.values()), each, name))
+
+    if kind == "all_to_all":
+        schedule("pairwise", in_ring, lambda m: m * (n - m) / n * operand_bytes)
+        schedule("Bruck", rounds, lambda m: m * operand_bytes * math.log2(n / m) / 2)
+    else:
+        schedule("ring", in_ring, lambda m: KINDS[kind].sent(operand_bytes, n))
+    if halves:
+        twice = {level: halves * count for level, count in rounds.items()}
+        schedule("halving", twice, lambda m: halves * (n - m) / n * operand_bytes)
+    if kind == "all_gather":
+        schedule("doubling", rounds, lambda m: m * (n - m) * operand_bytes)
+    return min(found, key=lambda each: each.seconds)
+
+
+# ------------------------------------------------------------------------------------------------
+# Around a ring
 
 
 class Tick(NamedTuple):

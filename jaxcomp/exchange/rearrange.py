@@ -80,7 +80,8 @@ class Move(NamedTuple):
     """A way from one state to another.
 
     keep: as for `redistribute`. along: mesh axes of the shards. leads: shared arrays have a leading axis.
-    before, after: the groups of the tree.
+    before, after: the groups of the tree. owners: how the rows of owners lie before and after, of parameters that are
+    cut over the workers themselves.
     """
 
     old: Cut
@@ -90,6 +91,7 @@ class Move(NamedTuple):
     leads: bool
     before: Groups
     after: Groups
+    owners: tuple[Any, Any] = (None, None)
 
 
 def each_leaf(
@@ -152,12 +154,9 @@ def check_shapes(move: Move) -> None:
     old, new = move.before.shapes, move.after.shapes
     if move.old.shards != move.new.shards or old == new:
         return
-    if len(old) == len(new) == 1 and (old[0][:1], new[0][:1]) == ((move.old.workers,), (move.new.workers,)):
-        raise Misfit(
-            f"parameters are cut over the workers themselves, and lie in a row for each of {move.old.workers} owners "
-            f"before and {move.new.workers} now: memories of such rows cannot be cut anew. Restore with as many "
-            "workers, or begin with the new state, which forgets what was not sent yet"
-        )
+    rows, others = move.owners
+    if rows is not None and others is not None and rows.whole == others.whole:
+        return
     raise Misfit(f"parameters have other shapes: {old} before, {new} now")
 
 
@@ -192,7 +191,8 @@ def _cut_anew(rows: np.ndarray, lead: int, shape: tuple[int, ...], move: Move) -
     """[groups, shards, ..., *shape of a shard] of other shards: put together and cut again."""
     old, new = move.old.shards, move.new.shards
     if old == new:
-        return rows
+        owners, others = move.owners
+        return rows if owners == others else owners.recut(rows, others)
     if len(move.along) > 1:
         raise Misfit(f"{change_of(move)}; their number may change where one mesh axis cuts the parameters")
     before = rows.shape[lead:]

@@ -70,6 +70,7 @@ class Description:
     roles: `Algorithm.roles` as nested tuples, by which the state is handed on to other workers.
     route: name of the route that via="auto" chose for this tree and number of workers, where it needs another layout.
     options: of the transformation that made it, for `exchange.agreement`. A state may be used with others.
+    owners: of parameters that are cut over the workers themselves, how they lie in rows (`transforms.scattered`).
     """
 
     placement: Placement
@@ -77,6 +78,7 @@ class Description:
     roles: tuple
     route: str = ""
     options: str = dataclasses.field(default="", compare=False, repr=False)
+    owners: Any = None
 
 
 @kept

@@ -4,7 +4,9 @@ What a candidate exchanges is read from its traced program: every collective wit
 holds for routes, hierarchies and algorithms that were written after it.
 """
 
+import functools
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +18,11 @@ from jaxcomp.arrays import like_of
 from jaxcomp.base import Algorithm, Round, check_algorithm, keys_of
 from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, narrow, sidco, sign, top_k
 from jaxcomp.compressors.checks import is_integer, is_number
-from jaxcomp.compressors.tree import each_of, layout_of
+from jaxcomp.compressors.tree import each_of
 from jaxcomp.compressors.vector import alpha_of, omega_of
-from jaxcomp.exchange.routes import route_of
-from jaxcomp.groups import TooLong, groups_of, join, split
-from jaxcomp.plan.links import KINDS, Collective, workers_of
+from jaxcomp.exchange.links import KINDS
+from jaxcomp.groups import TooLong, join, split
+from jaxcomp.plan.links import Collective, workers_of
 from jaxcomp.plan.programs import collectives_in
 from jaxcomp.transforms.compressed_mean import compressed_mean
 
@@ -42,6 +44,7 @@ __all__ = [
     "traced",
 ]
 
+AXIS = "data"  # of workers of which only the number counts
 USEFUL = 1e-4  # least alpha whose bound on transient steps says something
 
 
@@ -133,17 +136,21 @@ def default_candidates(max_every: int = 1) -> list[Candidate]:
 
 
 def hierarchies(axes: Sequence[Any]) -> list[Candidate]:
-    """For workers along several axes: dense within all of them but one, then sparse along that one, each in its turn.
+    """For workers along several axes: dense within all of them but one, then sparse or in 4 bits along that one.
 
-    >>> [each.name for each in hierarchies(("dcn", "ici"))]
-    ['f32 over ici, sidco(0.01)+ef over dcn', 'f32 over dcn, sidco(0.01)+ef over ici']
+    Each is that one in its turn.
+
+    >>> [each.name for each in hierarchies(("dcn", "ici"))][:2]
+    ['f32 over ici, sidco(0.01)+ef over dcn', 'f32 over ici, int4+ef over dcn']
     """
+    outer = {"sidco(0.01)+ef": error_feedback(sidco(0.01)), "int4+ef": error_feedback(block_scaled("int4"))}
     found = []
     for last in axes if len(axes) > 1 else ():
         within = [name for name in axes if name != last]
         first = tuple(within) if len(within) > 1 else within[0]
-        name = f"f32 over {', '.join(map(str, within))}, sidco(0.01)+ef over {last}"
-        found.append(Candidate(name, {first: direct(identity()), last: error_feedback(sidco(0.01))}))
+        for name, algorithm in outer.items():
+            words = f"f32 over {', '.join(map(str, within))}, {name} over {last}"
+            found.append(Candidate(words, {first: direct(identity()), last: algorithm}))
     return found
 
 
@@ -208,7 +215,9 @@ def collectives_of(
     def exchange(grads):
         return transform.update(grads, transform.init(jax.tree.map(jnp.zeros_like, grads)))[0]
 
-    program = jax.make_jaxpr(exchange, axis_env=list(sizes.items()))(like_of(like))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* this exchange sends ")  # which the table says of each
+        program = jax.make_jaxpr(exchange, axis_env=list(sizes.items()))(like_of(like))
     return tuple(collectives_in(program.jaxpr, joined))
 
 
@@ -236,12 +245,19 @@ def sent_bytes(collectives: Sequence[Collective], sizes: Mapping[str, int]) -> f
 # How it lays out a tree, and what a message of it loses
 
 
-def _plan_of(candidate: Candidate, like: Any, workers: int) -> Any:
-    """How a candidate lays out a tree; None for a hierarchy."""
+def _about(candidate: Candidate, like: Any, workers: int) -> Any:
+    """How a candidate lays out a tree among so many workers, as its state says: via="auto" may take two shots, in their
+    layout. None for a hierarchy."""
     if isinstance(candidate.algorithm, Mapping):
         return None
-    layout, route = layout_of(candidate.algorithm), route_of(candidate.via)
-    return groups_of(layout if route.layout is None else route.layout(layout, workers), like_of(like))
+    leaves, structure = jax.tree.flatten(like_of(like))
+    return _about_of(candidate._replace(name="", every=1), tuple(leaves), structure, workers)
+
+
+@functools.lru_cache(maxsize=256)
+def _about_of(candidate: Candidate, leaves: tuple[Any, ...], structure: Any, workers: int) -> Any:
+    init, like = candidate.transformation(AXIS).init, jax.tree.unflatten(structure, leaves)
+    return jax.make_jaxpr(init, axis_env=[(AXIS, workers)], return_shape=True)(like)[1].about
 
 
 def bucket_shares(candidate: Candidate, like: Any) -> list[float]:
@@ -255,8 +271,7 @@ def bucket_shares(candidate: Candidate, like: Any) -> list[float]:
     if isinstance(candidate.algorithm, Mapping) or not candidate.bucket_bytes:
         return [1.0]
     sizes: dict[int, float] = {}
-    groups = groups_of(layout_of(candidate.algorithm).in_buckets(candidate.bucket_bytes), like_of(like)).groups
-    for group in (group for group in groups if not group.small):
+    for group in (group for group in _about(candidate, like, 2).groups.groups if not group.small):
         sizes[group.bucket] = sizes.get(group.bucket, 0.0) + math.prod(group.shape)
     total = sum(sizes.values())
     return [sizes[number] / total for number in sorted(sizes)] if total else [1.0]
@@ -267,14 +282,15 @@ def compresses_nothing(candidate: Candidate, like: Any, workers: int) -> bool:
     leaves into chunks with the others."""
     if candidate.dense or candidate.every > 1 or isinstance(candidate.algorithm, Mapping):
         return False
-    return all(group.small for group in _plan_of(candidate, like, workers).groups)
+    return all(group.small for group in _about(candidate, like, workers).groups.groups)
 
 
 def sent_back(candidate: Candidate, grads: Any, workers: int) -> Any:
     """The tree after one message, compressed and decompressed; None for an algorithm without a compressor."""
-    plan, compressor = _plan_of(candidate, grads, workers), getattr(candidate.algorithm, "compressor", None)
-    if plan is None or compressor is None:
+    about, compressor = _about(candidate, grads, workers), getattr(candidate.algorithm, "compressor", None)
+    if about is None or compressor is None:
         return None
+    plan = about.groups
     compressors = each_of(compressor, plan.groups)
     here = Round(jax.random.key(0), plan.groups, compressors)
 
@@ -316,21 +332,31 @@ def error_bound(candidate: Candidate, like: Any, workers: int) -> ErrorBound:
     Unbiased C with omega: the mean of n messages has at most omega / n times the mean |g_i|^2 as additional variance.
     Contraction with alpha and error feedback: what is lost comes later; the leading term of the stochastic rate is that
     without compression, a term of higher order grows with 1 / alpha (Stich and Karimireddy 2020), alpha = 1 - bound.
+    In two shots the mean is compressed once more, which the bound is not of.
     """
     if candidate.dense:
         return ErrorBound(0.0, True, False, "none, or rounding to 16 bits")
-    compressor = getattr(candidate.algorithm, "compressor", None)
-    memory = any("memory" in str(role) for role in getattr(candidate.algorithm, "roles", {}).values())
+    if isinstance(candidate.algorithm, Mapping):
+        outer = [
+            x for x in candidate.algorithm.values() if x.compressor is None or x.compressor.spec.name != "identity"
+        ]
+        if len(outer) != 1:
+            return ErrorBound(None, False, False, "no bound is known")
+        return error_bound(candidate._replace(algorithm=outer[0]), like, 2)  # of the mean of a group, which is exact
+    memory = any("memory" in str(role) for role in candidate.algorithm.roles.values())
     late = f"; gradients are of points up to {candidate.every - 1} steps apart" if candidate.every > 1 else ""
+    compressor = getattr(candidate.algorithm, "compressor", None)
     if compressor is None or (compressor.spec.omega is None and compressor.spec.alpha is None):
-        return ErrorBound(None, False, memory, "no bound is known" + late)
-    plan = _plan_of(candidate, like, workers)
-    compressors = each_of(compressor, plan.groups)
+        return ErrorBound(None, False, memory, ("sent later; " if memory else "") + "no bound is known" + late)
+    about = _about(candidate, like, workers)
+    late += "; the mean is compressed once more" if "two_shot" in (candidate.via, about.route) else ""
+    groups = about.groups
+    compressors = each_of(compressor, groups.groups)
     if compressor.spec.omega is not None:
-        omega = float(omega_of(compressors, plan.like))
+        omega = float(omega_of(compressors, groups.like))
         words = f"unbiased: at most {omega / workers:.3g} times the mean |g|^2 more variance"
         return ErrorBound(omega, True, memory, words + late)
-    alpha = float(alpha_of(compressors, plan.like))
+    alpha = float(alpha_of(compressors, groups.like))
     if not memory:
         words = f"biased: at most {1 - alpha:.3g} of |g|^2 is lost"
     elif alpha >= USEFUL:

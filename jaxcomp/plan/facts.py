@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.exchange.axes import axis_names
-from jaxcomp.plan.links import Fit, check_kind
+from jaxcomp.plan.links import Fit, Fits, check_kind
 
 __all__ = [
     "Facts",
@@ -82,7 +82,7 @@ class Facts(NamedTuple):
 
     about: Mapping[str, Any]
     sizes: Mapping[str, int]
-    fits: Mapping[str, Mapping[str, Fit]]
+    fits: Fits
     work: Mapping[str, Work]
     gradient: float
     forward_share: float

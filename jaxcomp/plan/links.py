@@ -1,16 +1,10 @@
-"""Seconds of a collective on a link: latency and bandwidth, fitted to a sweep of sizes.
+"""Seconds of a collective on a link that was measured, or on links that were stated.
 
-A collective of operands of b bytes among n workers has m(n) messages one after the other, and each worker sends s(b, n)
-bytes in it, as the ledger counts them:
-
-    kind             m(n)        s(b, n)
-    all_reduce       2 (n - 1)   2 (n - 1) / n b     ring: reduce-scatter, then all-gather
-    all_gather       n - 1       (n - 1) b           ring
-    all_to_all       n - 1       (n - 1) / n b       pairwise
-    reduce_scatter   n - 1       (n - 1) / n b       ring
-    permute          1           b
+Latency and bandwidth are fitted to a sweep of sizes by the model of `jaxcomp.exchange.links`,
 
     t = m latency + s / bandwidth
+
+whose factors a fit has in its bandwidth.
 
 A fit minimises sum_i ((t_i - X_i b) / e_i)^2 over b = (latency, 1 / bandwidth) >= 0, where X_i = [m, s] and e_i is the
 standard error of the i-th time, or 2 % of it if that is more. The covariance of b is that of weighted least squares,
@@ -24,42 +18,31 @@ ratio at the end that is nearer.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jaxcomp.exchange.links import KINDS, Link, on_links
+
 __all__ = [
-    "KINDS",
     "Collective",
     "Fit",
+    "Fits",
     "Seconds",
+    "Stated",
     "Timing",
+    "at_bandwidth",
     "check_kind",
     "fit",
     "least_squares",
     "seconds_of",
+    "stated",
     "weights_of",
     "workers_of",
 ]
 
 LEAST_ERROR = 0.02  # of a time: what repeated medians on a quiet machine differ by
-
-
-class Kind(NamedTuple):
-    """messages(n): one after the other; sent(b, n): bytes that a worker sends for operands of b bytes."""
-
-    messages: Callable[[int], float]
-    sent: Callable[[float, int], float]
-
-
-KINDS: dict[str, Kind] = {
-    "all_reduce": Kind(lambda n: 2.0 * (n - 1), lambda b, n: 2 * (n - 1) / n * b),
-    "all_gather": Kind(lambda n: n - 1.0, lambda b, n: (n - 1.0) * b),
-    "all_to_all": Kind(lambda n: n - 1.0, lambda b, n: (n - 1) / n * b),
-    "reduce_scatter": Kind(lambda n: n - 1.0, lambda b, n: (n - 1) / n * b),
-    "permute": Kind(lambda n: min(1.0, n - 1.0), lambda b, n: b if n > 1 else 0.0),
-}
 
 
 class Collective(NamedTuple):
@@ -81,10 +64,11 @@ class Timing(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """A predicted time and its standard deviation."""
+    """A predicted time and its standard deviation; each: of it, on each link by its name."""
 
     mean: float
     deviation: float
+    each: Mapping[str, float] = {}
 
 
 class Fit(NamedTuple):
@@ -116,6 +100,15 @@ class Fit(NamedTuple):
         mean = self.line(operand_bytes, workers) * self.ratio(operand_bytes, workers)
         return Seconds(mean, math.sqrt(max(variance, 0.0)))
 
+    def of_kind(self, kind: str) -> "Fit":
+        """The same for another kind of collective."""
+        return self._replace(kind=kind, ratios=())
+
+    def at(self, level: str, bandwidth: float) -> "Fit":
+        """The same on a link of so many bytes per second."""
+        del level
+        return self._replace(per_byte=1 / bandwidth, ratios=())
+
     def ratio(self, operand_bytes: float, workers: int) -> float:
         """Measured over line, from the sweep with the nearest number of workers."""
         if not self.ratios:
@@ -124,6 +117,53 @@ class Fit(NamedTuple):
         nearest = min((n for n, _, _ in self.ratios), key=lambda n: abs(n - workers))
         points = sorted((max(place, 1.0), ratio) for n, place, ratio in self.ratios if n == nearest)
         return float(np.interp(np.log(max(sent, 1.0)), np.log([p for p, _ in points]), [r for _, r in points]))
+
+
+class Stated(NamedTuple):
+    """A collective along some of the levels of links that were stated (`jaxcomp.exchange.links`)."""
+
+    kind: str
+    along: tuple[str, ...]
+    levels: Mapping[str, Link]
+
+    def of_kind(self, kind: str) -> "Stated":
+        """The same for another kind of collective."""
+        return self._replace(kind=kind)
+
+    def at(self, level: str, bandwidth: float) -> "Stated":
+        """The same with another bandwidth at one level."""
+        other = self.levels[level]._replace(bandwidth=bandwidth)
+        return self._replace(levels={**self.levels, level: other})
+
+    def seconds(self, operand_bytes: float, workers: int) -> Seconds:
+        """Predicted seconds of one collective."""
+        del workers
+        found = on_links(self.kind, operand_bytes, self.along, self.levels)
+        return Seconds(found.seconds, 0.0, found.each)
+
+
+Fits = Mapping[str, Mapping[str, Fit | Stated]]
+
+
+def stated(levels: Mapping[str, Link]) -> dict[str, dict[str, Stated]]:
+    """Every kind of collective along every set of levels, whose names stand outermost first, as axes of a mesh do.
+
+    >>> list(stated({"ici": Link(1e-6, 5e10, 8), "dcn": Link(5e-5, 1.25e9, 4)}))
+    ['dcn', 'ici', 'dcn,ici']
+    """
+    names = tuple(reversed(list(levels)))
+    some = [set_ for count in range(1, len(names) + 1) for set_ in itertools.combinations(names, count)]
+    return {",".join(along): {kind: Stated(kind, along, levels) for kind in KINDS} for along in some}
+
+
+def at_bandwidth(fits: Fits, level: str, bandwidth: float) -> Fits:
+    """The same with a link of so many bytes per second at one level."""
+    return {
+        axis: {
+            kind: each.at(level, bandwidth) if level in (axis, *axis.split(",")) else each for kind, each in own.items()
+        }
+        for axis, own in fits.items()
+    }
 
 
 def check_kind(name: str, kind: str) -> None:
@@ -200,22 +240,23 @@ def workers_of(axis: str, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[name] for name in axis.split(","))
 
 
-def seconds_of(
-    collectives: Iterable[Collective], fits: Mapping[str, Mapping[str, Fit]], sizes: Mapping[str, int]
-) -> Seconds:
+def seconds_of(collectives: Iterable[Collective], fits: Fits, sizes: Mapping[str, int]) -> Seconds:
     """Predicted seconds of some collectives, one after the other, whose times are independent.
 
     fits: axis -> kind -> its fit; a kind that was not measured is taken for the slowest of the others. sizes: axis ->
     workers.
     """
     mean = variance = 0.0
+    links: dict[str, float] = {}
     for one in collectives:
-        each = fits.get(one.axis)
-        if not each:
+        known = fits.get(one.axis)
+        if not known:
             raise ValueError(f"plan: fits must hold what was measured of axis {one.axis!r}; it has {list(fits)}")
-        known = [each[one.kind]] if one.kind in each else [x._replace(kind=one.kind, ratios=()) for x in each.values()]
+        alike = [known[one.kind]] if one.kind in known else [x.of_kind(one.kind) for x in known.values()]
         workers = workers_of(one.axis, sizes)
-        slowest = max((x.seconds(one.operand_bytes, workers) for x in known), key=lambda seconds: seconds.mean)
+        slowest = max((x.seconds(one.operand_bytes, workers) for x in alike), key=lambda seconds: seconds.mean)
         mean += one.times * slowest.mean
         variance += (one.times * slowest.deviation) ** 2
-    return Seconds(mean, math.sqrt(variance))
+        for name, seconds in (slowest.each or {one.axis: slowest.mean}).items():
+            links[name] = links.get(name, 0.0) + one.times * seconds
+    return Seconds(mean, math.sqrt(variance), links)

@@ -35,6 +35,7 @@ from jaxcomp.plan.links import Collective
 from jaxcomp.plan.measure import Workload, links_of, overlap_on, sample_of, seconds_of_steps, step_of, work_of
 from jaxcomp.plan.predict import Advice, rows_of, shared_work, step_seconds, with_expected
 from jaxcomp.plan.watch import Watch
+from jaxcomp.transforms.arguments import check_wrt, trained_of
 from jaxcomp.transforms.meshes import find_devices
 from jaxcomp.transforms.value_and_grad import worker_value_and_grad
 
@@ -90,7 +91,7 @@ class Plan:
     @functools.cached_property
     def table(self) -> str:
         """All candidates, the best first."""
-        return table(self.rows, self.chosen)
+        return table(self.rows, self.chosen, self.facts)
 
     def watch(self, **options: Any) -> Watch:
         """A detector of changes, to be fed in the training loop (see `jaxcomp.plan.watch`)."""
@@ -113,6 +114,7 @@ def plan(
     max_error: float | None = None,
     max_every: int | None = None,
     tried: int = TRIED,
+    wrt: Any = None,
     show: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Measures this machine and its links, and says which exchange makes the fastest step; it may be a dense one.
@@ -147,6 +149,7 @@ def plan(
             exchange at every step, unless candidates are given that say otherwise.
         tried: how many candidates are run besides f32 and the best dense one; 0: prediction alone. Of local updates
             H steps are run.
+        wrt: what is trained, as for `value_and_grad`; None: all of `params`. The rest is a constant of the loss.
         show: takes a line about what is being measured.
 
     Returns:
@@ -171,6 +174,11 @@ def plan(
         raise ValueError(f"plan: budget must be seconds > 0; got {budget!r}")
     if not is_integer(tried, 0):
         raise ValueError(f"plan: tried must be an integer >= 0; got {tried!r}")
+    check_wrt("plan", wrt)
+    if wrt is not None:
+        what = trained_of(params, wrt, "plan")
+        params, rest = what.part(params)
+        loss = _of_trained(loss, what, rest)
     like_of(params)  # refuses what is no parameter, by name
     found = find_devices("plan", mesh, axis, params, batch)
     if not isinstance(found, Mesh):
@@ -189,6 +197,11 @@ def _alone(candidates: list[Candidate]) -> Plan:
     dense = next((each for each in candidates if each.dense), dense_candidates()[0])
     row = Advice(dense, step_seconds(0.0, 0.0, (0.0, 0.0, 0.0)), 0.0, ErrorBound(0.0, True, False, "none"))
     return Plan((row,), row, facts, "do not compress: there is a single worker, so nothing is exchanged")
+
+
+def _of_trained(loss: Callable[..., Any], what: Any, rest: list[Any]) -> Callable[..., Any]:
+    """The loss as a function of what is trained."""
+    return lambda trained, *batch: loss(what.join(trained, rest), *batch)
 
 
 def _placed(params: Any, mesh: Mesh) -> Any:

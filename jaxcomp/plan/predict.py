@@ -52,7 +52,7 @@ __all__ = ["Advice", "StepParts", "overlap_of", "rows_of", "shared_work", "step_
 
 
 class StepParts(NamedTuple):
-    """The parts of a predicted step, in seconds; hidden: by overlap, at each exchange."""
+    """The parts of a predicted step, in seconds; hidden: by overlap, at each exchange; links: on each of them."""
 
     gradient: float
     encode: float
@@ -61,6 +61,7 @@ class StepParts(NamedTuple):
     hidden: float
     total: float
     deviation: float
+    links: Mapping[str, float] = {}
 
 
 class Advice(NamedTuple):
@@ -69,7 +70,8 @@ class Advice(NamedTuple):
     sent_bytes: per step. error: measured, of a message. measured: seconds per step, None where it was not run.
     expected: of one that was not run where others were: seconds per step, predicted from these, too. refused: why it is
     not eligible; None if it is. bound: whether its work was not measured, because even without any it would not be the
-    fastest, or the budget was spent; its seconds are then a lower bound.
+    fastest, or the budget was spent; its seconds are then a lower bound. collectives: of an
+    exchange.
     """
 
     candidate: Candidate
@@ -81,6 +83,7 @@ class Advice(NamedTuple):
     refused: str | None = None
     bound: bool = False
     expected: float | None = None
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def known(self) -> bool:
@@ -97,7 +100,9 @@ class Advice(NamedTuple):
     def per_step(self) -> StepParts:
         """The parts with those of an exchange divided by H: total = gradient + encode + network + decode - hidden."""
         shared = ("encode", "network", "decode", "hidden")
-        return self.parts._replace(**{name: getattr(self.parts, name) / self.candidate.every for name in shared})
+        links = {name: seconds / self.candidate.every for name, seconds in self.parts.links.items()}
+        divided = {name: getattr(self.parts, name) / self.candidate.every for name in shared}
+        return self.parts._replace(links=links, **divided)
 
 
 def step_seconds(
@@ -161,7 +166,8 @@ def rows_of(
     for each in candidates:
         collectives, shares = sent[each.name], bucket_shares(each, like)
         if isinstance(collectives, str):
-            nothing = StepParts(*[math.nan] * len(StepParts._fields))
+            nan = math.nan
+            nothing = StepParts(nan, nan, nan, nan, nan, nan, nan)
             unknown = ErrorBound(None, False, False, "no bound is known")
             rows.append(Advice(each, nothing, math.nan, unknown, refused=collectives))
             continue
@@ -207,10 +213,18 @@ def _predicted(
         overlap=facts.overlap if len(shares) > 1 else 0.0,
         every=candidate.every,
         deviation=network.deviation,
-    )
+    )._replace(links=network.each)
     sent = sent_bytes(collectives, facts.sizes) / candidate.every
     loss = error_bound(candidate, like, facts.workers(axis))
-    return Advice(candidate, parts, sent, loss, None if work is None else work.error, bound=work is None)
+    return Advice(
+        candidate,
+        parts,
+        sent,
+        loss,
+        None if work is None else work.error,
+        bound=work is None,
+        collectives=tuple(collectives),
+    )
 
 
 def with_expected(rows: Sequence[Advice]) -> list[Advice]:

@@ -164,7 +164,8 @@ def _mean(old: MeanState, new: MeanState, sizes: list[dict], keep: str) -> MeanS
         )
     place = old.about.placement
     cuts = [_cut(state, size) for state, size in zip((old, new), sizes, strict=True)]
-    move = Move(cuts[0], cuts[1], keep, place.shards, bool(place.outer), old.about.groups, new.about.groups)
+    owners = (old.about.owners, new.about.owners)
+    move = Move(cuts[0], cuts[1], keep, place.shards, bool(place.outer), old.about.groups, new.about.groups, owners)
     check_shapes(move)
     local, shared = _algorithm(old.about.roles, old, new, move)
     route_local, route_shared = _route(old, new, move)

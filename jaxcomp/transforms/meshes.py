@@ -2,11 +2,15 @@
 
     stage 1   shard_map over the axes of the workers alone: loss and gradient of each worker's part of the batch. Other
               mesh axes (tensor parallel, FSDP) stay as they are, Auto or Explicit: the model is written as for jax.jit.
+              A model that names the workers' axis in its sharding constraints is called once more on a mesh in which
+              that axis has length 1, and the workers another name.
     stage 2   shard_map over all axes: each device exchanges its own shard of the gradient over the axes of the workers.
 
 Between them each gradient is an array [n, ...] with a leading axis of workers. Each row lies where it was made.
 """
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp.arrays import like_of
@@ -24,7 +29,15 @@ from jaxcomp.exchange.state import means_in
 from jaxcomp.paths import same_leaves
 from jaxcomp.state.specs import shape_on, shapes_of_shards, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained
-from jaxcomp.transforms.worker_gradients import ROWS, Gradients, Loss, Own, own_gradients, worker_gradients
+from jaxcomp.transforms.worker_gradients import (
+    ROWS,
+    Gradients,
+    Loss,
+    Own,
+    own_gradients,
+    stand_in,
+    worker_gradients,
+)
 
 __all__ = [
     "check_kept",
@@ -41,11 +54,14 @@ __all__ = [
     "placed",
     "same_on_mesh",
     "unless_in_force",
+    "warn_of_lookups",
+    "warn_of_whole",
     "without",
 ]
 
 Meshes = Mesh | AbstractMesh
 P = PartitionSpec
+WHOLE = 2**26  # bytes that are gathered before a warning says so
 
 
 # ------------------------------------------------------------------------------------------------
@@ -161,6 +177,21 @@ def find_specs(name: str, params: Any, mesh: Meshes, workers: tuple[str, ...], g
     return tuple(map(one, jax.tree.leaves(params)))
 
 
+def warn_of_whole(workers: tuple[str, ...], specs: tuple[PartitionSpec, ...], trained: Any) -> None:
+    """Warns where a loss would gather much of what is cut over the workers themselves."""
+    names = lambda spec: {axis for entry in spec for axis in axis_names(entry)}
+    pairs = zip(jax.tree.leaves(trained), specs, strict=bool(specs))
+    size = sum(x.size * x.dtype.itemsize for x, spec in pairs if names(spec) & set(workers))
+    if size >= WHOLE:
+        warnings.warn(
+            f"value_and_grad: parameters of {size / 1e6:.0f} MB are cut over the workers {workers} themselves: each "
+            "step gathers them whole before the loss, and every worker holds its whole gradient, and memory. Cut them "
+            'over an axis of their own, on a mesh ("data", "fsdp"); or gather a layer at a time, by '
+            "jc.collectives.all_gather inside of shard_map",
+            stacklevel=3,
+        )
+
+
 def is_cut(spec: PartitionSpec, mesh: Meshes) -> bool:
     """Whether it cuts an array into more than one piece."""
     return any(mesh.shape[axis] > 1 for entry in spec for axis in axis_names(entry))
@@ -208,8 +239,8 @@ def gradients_on_mesh(
     """Results of `worker_gradients` at all workers, with gradients [n, ...]."""
     workers, made = axis_names(axis), []
 
-    def one(trained, rest, given, scale):
-        found = worker_gradients(how, what, call, axis, trained, rest, given, scale)
+    def one(axis, number, trained, rest, given, scale):
+        found = worker_gradients(how, what, call, axis, trained, rest, given, scale, number)
         leaves, structure = jax.tree.flatten(found.aux)
         made[:] = [structure, found.kinds]
         apart = [
@@ -219,7 +250,7 @@ def gradients_on_mesh(
         return found._replace(grads=grads, aux=tuple(apart), kinds=())
 
     outs = Gradients(P(), (P(), P(_in_order(mesh, workers))), P(), P(workers), P())  # pyright: ignore[reportArgumentType]
-    found = _stage(one, mesh, workers, P(), outs)(*placed(mesh, workers, trained, rest, given), scale)
+    found = _stage(one, how, mesh, workers, P(), outs, *placed(mesh, workers, trained, rest, given), scale)
     structure, kinds = made
     joint, rows = map(iter, found.aux)
     aux = jax.tree.unflatten(structure, [next(rows) if kind in ROWS else next(joint) for kind in kinds])
@@ -243,15 +274,15 @@ def own_gradients_on_mesh(
         why: no mean over the workers can be taken in the loss.
     """
 
-    def one(own, state, given, scale):
+    def one(axis, number, own, state, given, scale):
         del scale
         mine = jax.tree.map(lambda x: x[0], own)
-        found = own_gradients(how, Trained(None, ()), call, workers, mine, state, given, refusal=why)
+        found = own_gradients(how, Trained(None, ()), call, axis, mine, state, given, refusal=why, number=number)
         check_kept(found)
         return jax.tree.map(lambda x: x[None], found._replace(kinds=(), rest=[]))
 
     _, state, given = placed(mesh, workers, {}, given.state, given)
-    return _stage(one, mesh, workers, P(owners), P(workers))(own, state, given, None)
+    return _stage(one, how, mesh, workers, P(owners), P(workers), own, state, given, None)
 
 
 def check_kept(found: Own) -> None:
@@ -268,14 +299,110 @@ def _in_order(mesh: Any, workers: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name in workers)
 
 
-def _stage(one: Any, mesh: Any, workers: tuple[str, ...], params: P, outs: Any) -> Any:
-    return jax.shard_map(
-        one,
-        mesh=unless_in_force(mesh),
-        in_specs=(params, P(), Given(P(_in_order(mesh, workers)), P(), P()), P()),  # pyright: ignore[reportArgumentType]
-        out_specs=outs,
-        axis_names=set(workers),
-        check_vma=False,  # so that a loss may hold loops whose carry begins with zeros, as under plain jit
+def _stage(one: Any, how: Loss, mesh: Any, workers: tuple[str, ...], params: P, outs: Any, *arrays: Any) -> Any:
+    """Results of one(axis, number, *arrays) at each worker.
+
+    Where the loss constrains how arrays lie over the axis of the workers, it is called again with an axis of that name
+    and of length 1, over which nothing is cut.
+    """
+    ins = (params, P(), Given(P(_in_order(mesh, workers)), P(), P()), P())  # pyright: ignore[reportArgumentType]
+
+    def run(one, mesh, workers, ins, outs):
+        return jax.shard_map(
+            functools.partial(one, workers),
+            mesh=unless_in_force(mesh),
+            in_specs=ins,
+            out_specs=outs,
+            axis_names=set(workers),
+            check_vma=False,  # so that a loss may hold loops whose carry begins with zeros, as under plain jit
+        )
+
+    try:
+        return run(lambda axis, *arrays: one(axis, None, *arrays), mesh, workers, ins, outs)(*arrays)
+    except ValueError as error:
+        if "Manual" not in str(error) or not any(name in str(error) for name in workers):
+            raise
+        if not isinstance(mesh, Mesh) or set(mesh.axis_types) != {AxisType.Auto} or how.shares:
+            raise ValueError(_constrained(mesh, workers)) from error
+        constrained = error
+    other = lambda axis: tuple(stand_in(name) if name in workers else name for name in axis_names(axis))
+    ins, outs = jax.tree.map(lambda spec: P(*map(other, spec)), ((P(workers), *ins), outs))
+    larger, others = _with_stand_ins(mesh, workers), other(workers)
+    # JAX lowers axis_index by the mesh of jax.set_mesh, which has no such axis.
+    numbers = jnp.arange(np.prod([mesh.shape[name] for name in workers]), dtype=jnp.int32)
+    numbered = lambda axis, number, *arrays: one(axis, number[0], *arrays)
+    try:
+        with jax.sharding.use_abstract_mesh(larger.abstract_mesh):
+            return run(numbered, larger, others, ins, outs)(numbers, *arrays)
+    except NameError:  # the loss sums over the axis, too
+        raise ValueError(_constrained(mesh, workers)) from constrained
+
+
+LOOKUP = (
+    "the loss looks up rows of an array of shape {}, which is cut over {}, on a mesh with more than one axis besides "
+    "{}. XLA's partitioner may abort the process there (Check failed: partition_group_list.num_replica_groups(), seen "
+    "in JAX 0.10.2 and 0.12.0.1). Take jax.nn.one_hot(tokens, len(table)) @ table, or look up in "
+    'jax.lax.with_sharding_constraint(table, P()), or take axes of type Explicit and gradients="unreduced"'
+)
+
+
+def warn_of_lookups(run: Callable[..., Any], mesh: Any, workers: tuple[str, ...], specs: Any, trained: Any) -> None:
+    """Warns of lookups of sharded tables in stage 1, where XLA was seen to abort; before it can.
+
+    Args:
+        run: stage 1, a function of the parameters. It is traced once more where there is such a table.
+        mesh, workers: see there.
+        specs: of the parameters; () where none is cut.
+        trained: parameters.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    auto = [name for name in mesh.axis_names if name not in workers and mesh.shape[name] > 1]
+    auto = [name for name in auto if kinds[name] == AxisType.Auto]
+    if len(auto) < 2 or all(mesh.shape[name] == 1 for name in workers):
+        return
+    cut = {}
+    for x, spec in zip(jax.tree.leaves(trained), specs, strict=bool(specs)):
+        over = tuple(axis for entry in spec for axis in axis_names(entry) if axis in auto)
+        if over and len(x.shape) > 1:
+            cut[x.shape] = over
+    if not cut:
+        return
+    todo, found = [jax.make_jaxpr(run)(trained).jaxpr], None
+    while todo and found is None:
+        for equation in todo.pop().eqns:
+            inner = jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr))
+            todo += [getattr(x, "jaxpr", x) for x in inner if isinstance(x, ClosedJaxpr | Jaxpr)]
+            if equation.primitive.name == "gather" and equation.invars[0].aval.shape in cut:
+                found = equation.invars[0].aval.shape
+    if found is not None:
+        warnings.warn(LOOKUP.format(found, cut[found], workers), stacklevel=2)
+
+
+def _with_stand_ins(mesh: Mesh, workers: tuple[str, ...]) -> Mesh:
+    """The same devices in the same order; the workers along `stand_in(name)`, each `name` with length 1."""
+    axes = [
+        each
+        for name, size in mesh.shape.items()
+        for each in ([(stand_in(name), size), (name, 1)] if name in workers else [(name, size)])  # pyright: ignore[reportArgumentType]
+    ]
+    names, sizes = zip(*axes, strict=True)
+    return Mesh(mesh.devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _constrained(mesh: Any, workers: tuple[str, ...]) -> str:
+    """What to do about a loss that constrains arrays over the axis of the workers."""
+    kinds = set(mesh.axis_types)
+    if kinds == {AxisType.Explicit}:
+        cure = 'Say gradients="unreduced", which calls the loss on the whole batch; or leave'
+    elif kinds == {AxisType.Auto} and not isinstance(mesh, Mesh):
+        cure = "Give the mesh with its devices, value_and_grad(loss, algorithm, mesh); or leave"
+    else:  # axes of both types, weights of the workers, or a loss that sums over the axis, too
+        cure = "Leave"
+    return (
+        f"the loss names {(workers[0] if len(workers) == 1 else workers)!r}, the axis of the workers, in a sharding "
+        f"constraint, and is called on the part of the batch of one worker, which is not cut over it. {cure} "
+        "that axis out of the constraint: P(None, 'model') in place of P('data', 'model'), the rule ('batch', None) in "
+        "place of ('batch', 'data')"
     )
 
 

@@ -7,10 +7,12 @@ Each worker has the gradient of whole parameters, and holds a shard of them. The
 the algorithm sees that stack, and each worker ends with its own row of the mean direction (`exchange.routes.scatter`).
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
@@ -76,6 +78,26 @@ class Rows(NamedTuple):
             pieces.append(jnp.moveaxis(leaf.astype(dtype).reshape(whole), k, 0).reshape(self.workers, -1))
         return jnp.concatenate([*pieces, jnp.zeros((self.workers, self.width - sum(self.sizes)), dtype)], axis=1)
 
+    @property
+    def whole(self) -> list[tuple[int, ...]]:
+        """Shapes of the whole leaves."""
+        pairs = zip(self.shapes, self.dimensions, strict=True)
+        return [(*shape[:k], shape[k] * self.workers, *shape[k + 1 :]) for shape, k in pairs]
+
+    def recut(self, stack: np.ndarray, other: "Rows") -> np.ndarray:
+        """[..., n, c] for the owners of `other`, on the host. The padding is zero in both."""
+        lead, start, pieces = stack.shape[:-2], 0, []
+        at = len(lead)
+        each = zip(self.shapes, self.dimensions, self.sizes, self.whole, other.shapes, other.dimensions, strict=True)
+        for shape, k, size, whole, shard, other_k in each:
+            piece = stack[..., start : start + size].reshape(*lead, self.workers, *shape)
+            leaf = np.moveaxis(piece, at, at + k).reshape(*lead, *whole)
+            cut = leaf.reshape(*lead, *shard[:other_k], other.workers, *shard[other_k:])
+            pieces.append(np.moveaxis(cut, at + other_k, at).reshape(*lead, other.workers, -1))
+            start += size
+        rest = np.zeros((*lead, other.workers, other.width - sum(other.sizes)), stack.dtype)
+        return np.concatenate([*pieces, rest], -1)
+
     def cut(self, row: Array, dtypes: list[Any]) -> list[Array]:
         """Shards of the leaves from one row."""
         ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
@@ -112,7 +134,8 @@ def scattered_mean(
     def init(params):
         leaves = jax.tree.leaves(like_of(params))
         rows = rows_of(leaves)
-        return run.init(jax.ShapeDtypeStruct((rows.workers, rows.width), _common(leaves)))
+        state = run.init(jax.ShapeDtypeStruct((rows.workers, rows.width), _common(leaves)))
+        return dataclasses.replace(state, about=dataclasses.replace(state.about, owners=rows))
 
     def update(grads, state, params=None, **extra):
         del params, extra

@@ -9,10 +9,13 @@ A worker's part counts its own tokens, so g_i is what a loss with `weight=` give
 """
 
 import math
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,11 +27,54 @@ from jaxcomp.transforms.worker_gradients import Gradients, Loss, is_overflow, ki
 __all__ = ["unreduced_on_mesh"]
 
 NOTE = (
-    'value_and_grad(gradients="unreduced"): JAX differentiates the loss with parameters typed reduced over {}. '
-    "Where it has no rule for an operation, or does not know how its result is to lie, either say so in the loss "
+    'value_and_grad(gradients="unreduced"): JAX differentiates the loss with parameters typed reduced over {}. {}Where '
+    "JAX has no rule for an operation, or does not know how its result is to lie, either say so in the loss "
     "(out_sharding=, or jax.reshard of the parameter to P() before an operation on single entries), or take the "
     'gradients of each worker by itself, gradients="per_worker".'
 )
+PLAIN = "Plain jax.grad on these Explicit axes refuses the loss as well ({}). "
+INNER = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # calls of a jaxpr with its arguments
+
+
+class _Refused(Exception):
+    """Carries the name of an operation."""
+
+
+def _replayed(program: Any, values: list[Any]) -> list[Any]:
+    """Results of a jaxpr for these values, one operation after the other; raises _Refused for one that fails."""
+    jaxpr = program.jaxpr
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*program.consts, *values], strict=True))
+    value = lambda x: x.val if isinstance(x, Literal) else known[x]
+    for equation in jaxpr.eqns:
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        if equation.primitive.name in INNER and isinstance(inner, ClosedJaxpr):
+            found = _replayed(inner, list(map(value, equation.invars)))
+        else:
+            given = [x for x in equation.invars if not isinstance(x, Literal)]
+            with warnings.catch_warnings():  # JAX would like names for the arguments
+                warnings.simplefilter("ignore", DeprecationWarning)
+                one = Jaxpr((), given, equation.outvars, [equation], equation.effects)
+            try:
+                found = jaxpr_as_fun(ClosedJaxpr(one, ()))(*map(value, given))
+            except Exception as error:
+                raise _Refused(equation.primitive.name) from error
+        known.update(zip(equation.outvars, found, strict=True))
+    return list(map(value, jaxpr.outvars))
+
+
+def _which(run: Callable[[Any], Any], whole: Any, typed: Any) -> str:
+    """Says which operation of the loss JAX refuses, found by tracing it once more with parameters that are whole."""
+    try:
+        program = jax.make_jaxpr(run)(whole)
+    except Exception as error:
+        return PLAIN.format(" ".join(str(error).split())[:160])
+    try:
+        _replayed(program, jax.tree.leaves(typed))
+    except _Refused as refused:
+        return f"It refuses {refused}. "
+    except Exception:  # which would hide the error that is explained here
+        return ""
+    return ""
 
 
 def unreduced_on_mesh(
@@ -76,12 +122,14 @@ def unreduced_on_mesh(
 
     if parts == 1:
         how = how._replace(kinds=kinds_of("value_and_grad", "equal"))  # as they are
-    typed = jax.tree.map(lambda x, spec: lie(lie(x, spec), spec.update(reduced=set(workers))), trained, specs)
+    whole = jax.tree.map(lie, trained, specs)
+    typed = jax.tree.map(lambda x, spec: lie(x, spec.update(reduced=set(workers))), whole, specs)
     factor = how.scale if scale is None else scale
     try:
         own = own_gradients(how, what, call, None, typed, rest, given, factor, rows=(apart, zeros))
     except Exception as error:
-        error.add_note(NOTE.format(workers))
+        run = lambda whole: own_gradients(how, what, call, None, whole, rest, given, factor).loss
+        error.add_note(NOTE.format(workers, _which(run, whole, typed)))
         raise
     overflow = None if scale is None else is_overflow(own.grads)
     return Gradients(own.loss, own.extra, own.rest, own.grads, overflow, own.kinds)

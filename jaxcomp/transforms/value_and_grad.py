@@ -43,6 +43,8 @@ from jaxcomp.transforms.meshes import (
     init_on_mesh,
     is_cut,
     same_on_mesh,
+    warn_of_lookups,
+    warn_of_whole,
 )
 from jaxcomp.transforms.rows import WorkerGradients
 from jaxcomp.transforms.unreduced import unreduced_on_mesh
@@ -98,6 +100,7 @@ class ValueAndGrad:
         if mesh is None:
             return GradientState(self._single().init(trained), (), self._scale())
         specs = self._specs(params, trained, mesh)
+        warn_of_whole(axis_names(self.axis), specs, trained)
         tree = _like_tree(specs, trained)
         exchange = init_on_mesh(self.transform(tree), mesh, self.axis, tree, trained)
         return GradientState(exchange, specs, self._scale(mesh))
@@ -212,7 +215,9 @@ def value_and_grad(
     Args:
         loss: (params, *batch, **named) -> mean loss of this part of the batch; or (loss, auxiliary values).
         algorithm: `direct`, `error_feedback`, ...; None where axis_name is a mapping.
-        mesh: None: that of `jax.set_mesh`, else that on which parameters or batch lie.
+        mesh: None: that of `jax.set_mesh`, else that on which parameters or batch lie. Give it where the loss names the
+            axis of the workers in sharding constraints, P("data", None, "model"): such a loss is called on a mesh of
+            the same devices in which that axis has length 1. For meshes whose axes are Auto.
         axis_name: mesh axis of the workers, a tuple of them, or a mapping from axes to algorithms, as for
             `compressed_mean`; None for a single worker.
         has_aux: whether the loss returns auxiliary values, too.
@@ -439,7 +444,10 @@ def _on_mesh(
 ) -> tuple[Gradients, GradientState]:
     """The two stages."""
     stage = unreduced_on_mesh if self.unreduced else gradients_on_mesh
-    found = stage(self.loss, what, call, mesh, axis_names(self.axis), trained, rest, given, _factor(state))
+    workers, factor = axis_names(self.axis), _factor(state)
+    run = lambda trained: stage(self.loss, what, call, mesh, workers, trained, rest, given, factor)
+    warn_of_lookups(lambda trained: run(trained).loss, mesh, workers, state.specs, trained)
+    found = run(trained)
     tree = _like_tree(state.specs, trained)
     new = exchange_on_mesh(self.transform(tree), mesh, self.axis, tree, found.grads, state.exchange)
     return _after(self, found, trained, rest, state, new)

@@ -46,6 +46,7 @@ __all__ = [
     "not_zero",
     "own_gradients",
     "share_of_worker",
+    "stand_in",
     "times",
     "weighing",
     "worker_gradients",
@@ -223,6 +224,11 @@ def weighing(axis: Axis, shares: Any = (), refusal: str = "") -> Any:
     return _calling(_Calling(axis_names(axis), tuple(shares), refusal))
 
 
+def stand_in(name: str) -> str:
+    """The axis along which workers lie while a loss sees an axis of length 1 under their name."""
+    return f"jc_{name}"
+
+
 def mean_over(x: Array, mask: Array | None = None, axis: Axis = "data") -> Array:
     """Takes the mean of entries over all workers, each entry counted by a mask: for use inside of a loss.
 
@@ -264,6 +270,8 @@ def mean_over(x: Array, mask: Array | None = None, axis: Axis = "data") -> Array
     if not fits:
         raise ValueError(f"mean_over: the mask must broadcast to the shape {x.shape} of x; got {mask.shape}")
     names = axis_names(axis)
+    if here is not None:
+        axis = names = tuple(stand_in(name) if stand_in(name) in here.axes else name for name in names)
     if here is not None and here.refusal:
         raise ValueError(f"mean_over: {here.refusal}. Return (loss, weight) instead, with weight=True")
     if here is not None and here.axes and set(names) != set(here.axes):
@@ -317,6 +325,7 @@ def own_gradients(
     factor: Any = None,
     refusal: str = "",
     rows: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None,
+    number: Any = None,
 ) -> Own:
     """Loss and gradient of this worker's part of the batch, with what it counts. No collective.
 
@@ -328,8 +337,9 @@ def own_gradients(
         factor: of the loss, None for 1. Gradients are divided by it, in f32, which they keep.
         refusal: see `mean_over`.
         rows: (what is made of a gradient before anything else, zeros of that form for a tree of parameters).
+        number: of this worker; None: as the axis has it.
     """
-    number, parts = axis_index(axis), how.micro_batches
+    number, parts = axis_index(axis) if number is None else number, how.micro_batches
     if axis_names(axis):
         rest = [jax.random.fold_in(leaf, number) if is_key(leaf) else leaf for leaf in rest]
 
@@ -569,23 +579,24 @@ def worker_gradients(
     rest: list[Any],
     given: Given,
     scale: Array | None = None,
+    number: Any = None,
 ) -> Gradients:
     """The message of this worker (see above), and what all workers together know of loss and auxiliary values.
 
     Args:
-        how, what, call, axis, trained, rest, given: as for `own_gradients`.
+        how, what, call, axis, trained, rest, given, number: as for `own_gradients`.
         scale: f32[], of the loss, where `how.scale` is a `DynamicScale`.
     """
     trained, rest, whole, scale = varying((trained, rest, given.whole, scale), axis)
     factor = scale if isinstance(how.scale, DynamicScale) else how.scale
-    own = own_gradients(how, what, call, axis, trained, rest, given._replace(whole=whole), factor)
+    own = own_gradients(how, what, call, axis, trained, rest, given._replace(whole=whole), factor, number=number)
     share = share_of_worker(axis, how.shares)
     counts = share if own.weight is None else jnp.asarray(share, own.weight.dtype) * own.weight
     overflow = None if scale is None else is_overflow(own.grads) * jnp.asarray(counts != 0, jnp.float32)
     kept = [None if x is None else "unweighted" if _is_float(x) else "equal" for x in own.rest]
     kinds = ("mean", list(own.kinds), kept, None if scale is None else "sum")
     leaves, structure = jax.tree.flatten(own.extra)
-    together = _together((own.loss, leaves, own.rest, overflow), kinds, axis, counts, how.weighted)
+    together = _together((own.loss, leaves, own.rest, overflow), kinds, axis, counts, how.weighted, number)
     (loss, leaves, rest, overflows), total = together
     grads = own.grads
     if own.weight is not None:
@@ -613,7 +624,7 @@ def share_of_worker(axis: Axis, shares: tuple[tuple[Axis, tuple[float, ...]], ..
     return share / rest
 
 
-def _together(tree: Any, kinds: Any, axis: Axis, counts: Any, is_weighted: bool) -> tuple[Any, Any]:
+def _together(tree: Any, kinds: Any, axis: Axis, counts: Any, is_weighted: bool, number: Any = None) -> tuple[Any, Any]:
     """Facts of all workers together, by one sum of all of it; and the sum of `counts`, where they are weights.
 
     kinds: of KINDS. counts: those of this worker in a "mean": shares, with sum one, or weights.
@@ -621,7 +632,7 @@ def _together(tree: Any, kinds: Any, axis: Axis, counts: Any, is_weighted: bool)
     if not axis_names(axis):
         return tree, counts
     leaves, structure = jax.tree.flatten(tree)
-    number, size = axis_index(axis), axis_size(axis)
+    number, size = axis_index(axis) if number is None else number, axis_size(axis)
     names = jax.tree.leaves(kinds)
 
     def mine(kind, x):

@@ -13,8 +13,10 @@ from worlds import AXIS, gradients, mesh_of, run_shard_map, run_vmap
 
 import jaxcomp as jc
 from jaxcomp.algorithms.low_rank import FEW, bases_of, factored, matrix_shape, product, transposed_times
+from jaxcomp.algorithms.power_sgd import _first
 
 N, ROUNDS, RANK = 4, 5, 2
+OPTIONS = [{"error_feedback": False}, {"warm_start": False}, {"error_feedback": False, "warm_start": False}]
 TREE = {"a": jnp.zeros((12, 8)), "b": jnp.zeros((12, 8)), "c": jnp.zeros((10, 4, 3)), "v": jnp.zeros(7)}
 FIRST_Q = {"a": (0, 0), "b": (0, 1), "c": (1, 0)}  # which stack, and which of its rows
 SMALL = {"dense_below": 0, "min_ratio": 1.0}
@@ -66,27 +68,46 @@ def test_fifty_steps_are_those_of_torchs_hook(rank, seed):
         np.testing.assert_allclose(x[name], want[name], atol=1e-5)
 
 
+@pytest.mark.parametrize("options", variants(OPTIONS, OPTIONS[2:]), ids=str)
+def test_options_are_those_of_torchs_hook(options, seed):
+    with jax.enable_x64(True):
+        x, want = fifty_steps_of_both(2, seed, **options)
+        plain, _ = fifty_steps_of_both(2, seed)
+    for name in TREE_64:
+        np.testing.assert_allclose(x[name], want[name], atol=1e-5)
+    assert np.abs(x["w"] - plain["w"]).max() > 1e-3  # the option does something
+    for name in ("error_feedback", "warm_start"):
+        with pytest.raises(ValueError, match=f"{name} must be True or False; got 1"):
+            jc.power_sgd(2, **{name: 1})
+
+
 TREE_64 = {"w": (16, 12), "k": (8, 4, 5), "b": (12,)}
 
 
-def fifty_steps_of_both(rank, seed):
+def fifty_steps_of_both(rank, seed, **options):
     """Where `power_sgd` and the hook's transcription arrive."""
     rng = np.random.default_rng(seed)
     tree = {name: jnp.zeros(shape, "f8") for name, shape in TREE_64.items()}
     targets = jax.tree.map(lambda p: rng.standard_normal((N, *p.shape)), tree)
     curvature = jax.tree.map(lambda p: rng.uniform(0.5, 2, (N, *p.shape)), tree)
-    tx = jc.compressed_mean(jc.power_sgd(rank, start=10, dense_below=0, min_ratio=1.2), AXIS)
+    tx = jc.compressed_mean(jc.power_sgd(rank, start=10, dense_below=0, min_ratio=1.2, **options), AXIS)
     state, axes = jc.init_state(tx, tree, N, AXIS)
     order = jax.tree.unflatten(jax.tree.structure(tree), range(3))
-    first = {
-        name: np.asarray(state.shared.algorithm.q[i][row])
-        for i, group in enumerate(state.about.groups.groups)
-        if group.is_stack
-        for row, leaf in enumerate(group.leaves)
-        for name in tree
-        if order[name] == leaf
-    }
-    hook = oracles_lowrank.PowerSGDHook(first, rank, 10, 1.2)
+    stacks = [group for group in state.about.groups.groups if group.is_stack]
+
+    def by_name(qs):
+        qs = [np.asarray(q) for q in qs]
+        places = {leaf: (i, row) for i, group in enumerate(stacks) for row, leaf in enumerate(group.leaves)}
+        return {name: qs[places[leaf][0]][places[leaf][1]] for name, leaf in order.items() if leaf in places}
+
+    def drawn(iteration):
+        keys = [jax.random.wrap_key_data(key) for key in state.shared.algorithm.q if len(key)]
+        like = [jax.ShapeDtypeStruct(group.shape, "f8") for group in stacks]
+        return by_name(_first(jax.random.fold_in(k, iteration), x, rank) for k, x in zip(keys, like, strict=True))
+
+    warm, feedback = options.get("warm_start", True), options.get("error_feedback", True)
+    first = by_name(q for q in state.shared.algorithm.q if len(q)) if warm else {}
+    hook = oracles_lowrank.PowerSGDHook(first, rank, 10, 1.2, None if warm else drawn, feedback)
 
     def step(x, state, target, curvature):
         grads = jax.tree.map(lambda x, t, c: c * (x - t), x, target, curvature)

@@ -116,6 +116,30 @@ def test_the_default_hits_the_target_whatever_the_law(law, ratio, key, seed):
             assert abs(np.count_nonzero(x_hat) / (ratio * 100_000) - 1) <= 0.1, name
 
 
+NO_TAILS = {
+    "uniform": lambda rng, d: rng.uniform(-1, 1, d),
+    "clipped": lambda rng, d: np.clip(rng.standard_normal(d), -1, 1),
+    "clipped beyond k": lambda rng, d: np.clip(rng.standard_normal(d), -3.2, 3.2),
+    "discrete": lambda rng, d: np.round(rng.standard_normal(d)),
+    "plateau": lambda rng, d: np.where(rng.random(d) < 0.02, 1.0, 1e-3 * rng.standard_normal(d)),
+    "steps": lambda rng, d: 2.0 ** -rng.integers(0, 4, d),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("law", ["exponential", "pareto", "gamma"])
+@pytest.mark.parametrize("ratio", [0.01, 1e-3])
+def test_the_default_is_near_its_target_where_tails_are_none(law, ratio, key, seed):
+    rng, k = np.random.default_rng(seed), int(ratio * 2**17)
+    for name, draw in NO_TAILS.items():
+        x = draw(rng, 2**17).astype(np.float32)
+        payload, x_hat = compressed(sidco(ratio, law=law, capacity=8, sample=1 << 12), x, key)
+        sent = np.count_nonzero(x_hat)
+        assert 0.8 * k <= sent <= np.ceil(1.25 * k), name
+        assert np.abs(x[x_hat != 0]).min() >= np.abs(x[x_hat == 0]).max(), name
+        assert payload.indices.size == 8 * k
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("law", ["exponential", "gamma"])
 def test_a_sample_serves_as_well(law, key, seed):

@@ -28,6 +28,11 @@ def cases(number):
         tx = optax.chain(jc.compressed_mean(algorithm, axis, **options), optax.sgd(1.0))
         return lambda: jc.init_state(tx, params, mesh, "data")
 
+    def optimizer(last, on_request=False):
+        tx = optax.chain(jc.compressed_mean(jc.direct(jc.identity()), "data"), last)
+        make = lambda: jc.init_state(tx, params, mesh, "data")[0]
+        return (lambda: jc.replicas.check_options(make(), mesh, "data")) if on_request else make
+
     def local(**options):
         outer = optax.sgd(options.pop("rate", 0.5), momentum=0.9)
         tx = jc.local_updates(optax.sgd(0.1), outer, jc.direct(jc.identity()), "data", **{"every": 4} | options)
@@ -60,6 +65,8 @@ def cases(number):
         "every": local(every=here(4, 5)),
         "outer": local(rate=here(0.5, 0.7)),
         "value_and_grad": grads(jc.direct(jc.dithering(here(7, 5)))),
+        "optimizer": optimizer(here(optax.sgd(0.1), optax.adam(0.1))),
+        "rate": optimizer(optax.inject_hyperparams(optax.sgd)(here(0.1, 0.2)), on_request=True),
         "version": mean(top),
         "equal again": mean(top),
         "inside": own_program(jc.direct(jc.dithering(here(7, 5)))),

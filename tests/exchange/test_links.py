@@ -1,10 +1,14 @@
 """Schedules of pieces around a ring, and the model of what routes cost."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from oracles_dagc import skewed_volumes
 
 from jaxcomp.allocate import counts, ratios
+from jaxcomp.exchange.agreement import warn_of_order
+from jaxcomp.exchange.axes import Placement
 from jaxcomp.exchange.links import Link, ring_plan
 from jaxcomp.exchange.routes import ROUTES, costs
 from jaxcomp.exchange.routes.auto import fastest
@@ -90,3 +94,17 @@ def test_costs_of_routes_for_equal_messages():
         assert sent["sum"] == sent["two_shot"] == pytest.approx(2 * (n - 1) / n * 200)
         assert sent["gather"] == sent["ring"] == sent["ragged"] == pytest.approx((n - 1) * 200)
     assert ROUTES["ladder"].cost is None
+
+
+@pytest.mark.parametrize(("by", "what"), [("process_index", "several processes"), ("slice_index", "several slices")])
+@pytest.mark.parametrize("names", [("far", "near"), ("near", "far")])
+def test_a_hierarchy_that_begins_with_the_slow_axis_is_warned_of(by, what, names, recwarn):
+    """Two groups of three devices; which axis is slow is read from the devices, not from names or order."""
+    device = lambda far: SimpleNamespace(**{"process_index": 0, "slice_index": 0} | {by: far})
+    devices = np.array([[device(far) for _ in range(3)] for far in range(2)])
+    devices = devices if names[0] == "far" else devices.T
+    mesh = SimpleNamespace(axis_names=names, devices=devices, shape=dict(zip(names, devices.shape, strict=True)))
+    warn_of_order([Placement("near", (("far",),)), Placement("far"), Placement(("far", "near"))], mesh)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=f"over 'far', between {what}.*each of 3 devices.*Begin with 'near'"):
+        warn_of_order([Placement("far", (("near",),))], mesh)

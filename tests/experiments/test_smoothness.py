@@ -67,9 +67,30 @@ def test_aware_needs_fewer_bits_and_uploads_its_roots(problem):
     with jax.enable_x64(True):
         made = [make_setup(problem, label, [0.25]) for label in ("diana uniform", "diana+ varying")]
         plain, aware = (run_setup(problem, s, [0], target=1e-6, max_rounds=3000).bits_to(1e-6)[0, 0] for s in made)
+        short = make_setup(problem, "diana uniform", [1 / 16])
+        sparse = run_setup(problem, short, [0], target=0.0, max_rounds=50).up
     assert aware < plain / 1.5
+    assert sparse[0, 0, -1] / 50 < 32 + 64  # Elias-coded: fewer than the two bits an entry of a code of fixed width
     assert upload_bits(made[0], problem.d) == 0
     assert upload_bits(made[1], problem.d) == 32 * (64 * 65 / 2 + 64)
+
+
+def test_blocks_save_rounds_in_proportion_to_workers_as_one_norm_does():
+    """The setting in which the bound of blocks is tight: n strong coordinates, one of each worker, in n blocks."""
+    n, d = 4, 64
+    with jax.enable_x64(True):
+        problem = make_problem(None, n, 1e-3, own=d)
+        bound = {}
+        for name in ("diana uniform", "diana+ uniform", "diana+ block"):
+            (steps,) = make_setup(problem, name, [1 / n]).steps
+            bound[name] = 1 / min(float(steps.gamma) * problem.l2, float(steps.alpha) / 2)
+    peaks = np.argmax(np.asarray(problem.smoothness.diag), axis=1)
+    np.testing.assert_array_equal(peaks // (d // n), np.arange(n))
+    assert 2 * problem.L_max / n > problem.L
+    assert bound["diana uniform"] > n * bound["diana+ block"]
+    assert bound["diana uniform"] > n * bound["diana+ uniform"]
+    with pytest.raises(UserError, match="--own 8 is for at most as many workers; got 9"):
+        make_problem(None, 9, own=8)
 
 
 SHORT = ("--l2", 0.1, "--workers", 4, "--rounds", 200, "--seeds", 0, "--target", 1e-3)

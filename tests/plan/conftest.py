@@ -2,8 +2,9 @@
 
 import pytest
 
+from jaxcomp.exchange.links import KINDS
 from jaxcomp.plan import planning
-from jaxcomp.plan.links import KINDS, Fit
+from jaxcomp.plan.links import Fit
 
 
 @pytest.fixture

@@ -19,4 +19,20 @@ def test_what_theory_says():
     assert "no useful bound" in hardly.words
     assert error_bound(F32, LIKE, 4).bound == 0
     assert "apart" in error_bound(SPARSE.with_every(4), LIKE, 4).words
-    assert error_bound(jc.Candidate("p", jc.power_sgd(2)), LIKE, 4).words == "no bound is known"
+    assert error_bound(jc.Candidate("p", jc.power_sgd(2)), LIKE, 4).words == "sent later; no bound is known"
+
+
+def test_bounds_are_of_the_layout_that_is_taken():
+    """Among 16 workers auto takes two shots for signs, in chunks of 16 times fewer entries: alpha >= 1 / entries."""
+    signs = jc.Candidate("sign", jc.error_feedback(jc.sign()))
+    few, many = (error_bound(signs, LIKE, n) for n in (4, 100))
+    chunked = error_bound(signs._replace(via="two_shot"), LIKE, 100)
+    assert many == chunked
+    assert many.words.endswith("the mean is compressed once more")
+    assert "once more" not in few.words
+    assert many.bound < few.bound == pytest.approx(1 - jc.sign().spec.alpha(30_000))
+
+
+def test_a_hierarchy_loses_what_its_last_level_loses():
+    slow = jc.Candidate("h", {"ici": jc.direct(jc.identity()), "dcn": jc.error_feedback(jc.top_k(0.01))})
+    assert error_bound(slow, LIKE, 8) == error_bound(SPARSE, LIKE, 2)

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxcomp.plan.links import KINDS, Collective, Fit, Timing, fit, seconds_of
+from jaxcomp.exchange.links import KINDS
+from jaxcomp.plan.links import Collective, Fit, Timing, fit, seconds_of
 
 
 def sweep_of(kind, workers, sizes, latency=1e-3, per_byte=1e-8, noise=0.0, seed=0):
@@ -36,7 +37,7 @@ def test_a_fit_is_weighted_least_squares_with_its_covariance():
     misfit = (t - x @ expected) @ weight @ (t - x @ expected) / 2
     a, both, c = found.covariance
     np.testing.assert_allclose([[a, both], [both, c]], normal * max(misfit, 1), rtol=1e-6)
-    mean, deviation = found.seconds(1e5, 4)
+    mean, deviation, _ = found.seconds(1e5, 4)
     row = np.array([3.0, 3e5])
     assert deviation == pytest.approx(math.sqrt(row @ (normal * max(misfit, 1)) @ row))
     assert mean == pytest.approx(timings[2].seconds)  # measured sizes are met
@@ -69,5 +70,6 @@ def test_seconds_of_collectives_by_hand():
     sent += [Collective("permute", 1e6, "a")]  # not measured: as a message of the all-gather
     found = seconds_of(sent, fits, {"a": 4, "b": 2})
     assert found.mean == pytest.approx(2 * (3 * 1e-3 + 3e6 * 1e-9) + (2 * 1e-2 + 1e5 * 1e-8) + (1e-3 + 1e6 * 1e-9))
+    assert found.each == pytest.approx({"a": found.mean - 2.1e-2, "b": 2.1e-2})
     with pytest.raises(ValueError, match="fits must hold what was measured of axis 'b'"):
         seconds_of(sent, {"a": fits["a"]}, {"a": 4, "b": 2})

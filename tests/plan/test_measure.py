@@ -8,8 +8,9 @@ from plan_worlds import F32, PARAMS, batch, loss
 from worlds import AXIS, mesh_of
 
 import jaxcomp as jc
+from jaxcomp.exchange.links import KINDS
 from jaxcomp.plan.clock import MeshClock
-from jaxcomp.plan.links import KINDS, fit
+from jaxcomp.plan.links import fit
 from jaxcomp.plan.measure import Workload, step_of, sweep, work_of
 
 

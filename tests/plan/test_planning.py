@@ -59,6 +59,18 @@ def test_a_plan_measures_advises_and_keeps_its_facts(tmp_path):
     assert said  # other candidates are another plan
 
 
+def test_a_plan_is_of_what_is_trained():
+    """Of a model with a frozen leaf only the others are exchanged; the loss has it as a constant."""
+    params = {**PARAMS, "frozen": np.full(3000, 2.0, np.float32)}
+    frozen = lambda params, x: loss(params, x) * params["frozen"][0]
+    options = {"mesh": mesh_of(2), "candidates": [F32], "tried": 0, "wrt": lambda path, leaf: "frozen" not in path}
+    advice = jc.plan(frozen, params, batch(), **options)
+    assert sorted(advice.facts.about["leaves"]) == ["float32[32]", "float32[64,32]"]
+    assert advice.rows[0].sent_bytes == pytest.approx(4 * 2080)
+    with pytest.raises(TypeError, match="plan: wrt must be"):
+        jc.plan(frozen, params, batch(), **{**options, "wrt": 3})
+
+
 @pytest.mark.slow
 def test_what_was_run_is_kept_until_it_says_nothing_any_more(machine, tmp_path):
     """The second plan measures and runs nothing; another one runs what another argument or an edited file asks for."""

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
+from jaxcomp.exchange.state import means_in
+from jaxcomp.transforms.scattered import Rows
 
 N, K = 4, 9
 RNG = np.random.default_rng(0)
@@ -121,14 +123,30 @@ def test_what_cannot_be_scattered_is_refused():
         jc.compressed_mean(axis_name=dict.fromkeys("ab", jc.direct(jc.identity())), sharded={"x": P(("a", "b"))})
 
 
-def test_another_number_of_owners_is_refused_by_name():
-    """As many workers go on from their own memories."""
+@pytest.mark.parametrize("workers", [N, 2])
+def test_another_number_of_owners_goes_on_from_the_memories(workers, seed):
+    """Each entry at its leaf and its place; the memories of two workers are those of four, added."""
     algorithm = jc.error_feedback(jc.top_k(k=K))
     init = lambda workers: jc.value_and_grad(loss_of, algorithm).init(placed(mesh_of((workers,)))[0])
-    old, same, fewer = init(N), init(N), init(2)
-    memories = lambda state: [x for x in jax.tree.leaves(state) if x.shape[:2] == (N, N)]
-    assert len(memories(old)) == 1
-    old = jax.tree.map(lambda x: x + 1 if x.shape[:2] == (N, N) else x, old)
-    np.testing.assert_allclose(np.sum(memories(jc.redistribute(old, same))[0]), memories(old)[0].size, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"cut over the workers themselves, and lie in a row for each of 4 owners"):
-        jc.redistribute(old, fewer)
+    (old,), (new,) = (
+        [mean for mean in means_in(state) if mean.about.owners is not None] for state in (init(N), init(workers))
+    )
+    rows, others = old.about.owners, new.about.owners
+    whole = [np.random.default_rng(seed).integers(-9, 9, (N, *shape)).astype(np.float32) for shape in rows.whole]
+    memory = np.stack([rows.stack([leaf[i] for leaf in whole]) for i in range(N)])
+    filled = lambda x: jnp.asarray(memory) if x.shape == memory.shape else x
+    (found,) = [x for x in jax.tree.leaves(jc.redistribute(jax.tree.map(filled, old), new)) if x.ndim == 3]
+    total = lambda leaf: leaf if workers == N else np.stack([leaf[::2].sum(0), leaf[1::2].sum(0)])
+    want = [others.stack([total(leaf)[i] for leaf in whole]) for i in range(workers)]
+    np.testing.assert_array_equal(found.sum(0), np.sum(want, 0))
+    if workers == N:
+        np.testing.assert_array_equal(found, want)
+
+
+def test_rows_of_owners_are_cut_anew():
+    shapes = [(8, 3), (2, 8, 5), (16,)]
+    leaves = [jnp.arange(1.0, 1.0 + float(np.prod(shape))).reshape(shape) for shape in shapes]
+    of = lambda n: Rows(n, ((8 // n, 3), (2, 8 // n, 5), (16 // n,)), (0, 1, 0))
+    for before, after in ((4, 2), (2, 8), (1, 4)):
+        found = of(before).recut(np.asarray(of(before).stack(leaves))[None], of(after))
+        np.testing.assert_array_equal(found[0], of(after).stack(leaves))

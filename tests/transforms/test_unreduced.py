@@ -118,7 +118,33 @@ def test_what_it_does_not_do_says_so():
         weighed = jc.value_and_grad(masked, DENSE, gradients="unreduced", weights=[1, 2, 3, 4])
         with pytest.raises(ValueError, match="weighs its parts itself"):
             jax.eval_shape(weighed, params, weighed.init(params), *batch)
-        entries = jc.value_and_grad(lambda w, x: jnp.mean((x * w) ** 2), DENSE, gradients="unreduced")
-        with pytest.raises(Exception, match="reduced") as caught:
-            jax.eval_shape(entries, params, entries.init(params), batch[0])
-        assert 'gradients="per_worker"' in caught.value.__notes__[0]
+
+
+IMAGES, KERNEL = jnp.ones((16, 4, 4, 3)), jnp.ones((2, 2, 3, 4))
+REFUSED = {
+    "mul": (lambda w, x: jnp.mean((x * w) ** 2), V, X),
+    "add": (lambda p, x: jnp.mean(jax.nn.relu(jax.jit(jnp.add)(x @ p[0], p[1]))), (W, V[:3]), X),
+    "conv_general_dilated": (
+        lambda w, x: jnp.mean(
+            jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        ),
+        KERNEL,
+        IMAGES,
+    ),
+    "": (lambda w, labels: jnp.mean(w[labels] ** 2), W, LABELS),
+}
+
+
+@pytest.mark.parametrize("operation", REFUSED)
+def test_the_operation_that_jax_refuses_is_named_with_both_cures(operation):
+    """Also inside of a function that is compiled by itself; and that plain JAX refuses the loss, where it does."""
+    loss, params, batch = REFUSED[operation]
+    with jax.set_mesh(mesh_of()):
+        params, batch = jax.device_put(params, P()), jax.device_put(batch, P("data"))
+        grad_fn = jc.value_and_grad(loss, DENSE, gradients="unreduced")
+        with pytest.raises(Exception, match=r"reduced|pspec|out_sharding") as caught:
+            jax.eval_shape(grad_fn, params, grad_fn.init(params), batch)
+    note = caught.value.__notes__[0]
+    assert (f"It refuses {operation}. " if operation else "refuses the loss as well (Use `.at[...].get(") in note
+    assert "out_sharding=" in note
+    assert 'gradients="per_worker"' in note

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxcomp.exchange.axes import Axis, axis_index, varying, varying_axes
 from jaxcomp.exchange.collectives import all_sum_words
-from jaxcomp.exchange.links import ADDS, Cost, Link, cost_of
+from jaxcomp.exchange.links import Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import gathering_route
 from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words, pieces_of
 
@@ -34,7 +34,7 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
     n, total = len(lengths), 4 * sum(lengths)
-    return cost_of(2 * (n - 1), total / n, 2 * (n - 1) / n * total, link, ADDS)
+    return cost_of("all_reduce", total, n, link)
 
 
 gather = gather_by(exchange, cost)

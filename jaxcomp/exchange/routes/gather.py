@@ -42,7 +42,7 @@ def _warn_of_padding(payloads: Any, lengths: Any, workers: int) -> None:
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
-    return cost_of(n - 1, 4 * capacity, (n - 1) * 4 * capacity, link)
+    return cost_of("all_gather", 4 * capacity, n, link)
 
 
 GATHER = gathering_route("gather", gather, cost)

@@ -27,7 +27,7 @@ def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
     n = len(lengths)
-    return cost_of(n - 1, 4 * max(lengths), (n - 1) / n * 4 * sum(lengths), link)
+    return cost_of("all_gather", 4 * max(lengths), n, link)._replace(sent_bytes=(n - 1) / n * 4 * sum(lengths))
 
 
 def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxcomp.base import State
-from jaxcomp.exchange.links import ADDS, Cost, Link, cost_of
+from jaxcomp.exchange.links import Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way, sums
 
 __all__ = ["SUM"]
@@ -36,7 +36,7 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carrie
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
-    return cost_of(2 * (n - 1), 4 * capacity / n, 2 * (n - 1) / n * 4 * capacity, link, ADDS)
+    return cost_of("all_reduce", 4 * capacity, n, link)
 
 
 SUM = Route("sum", carry, refuses, cost=cost)

@@ -180,7 +180,8 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carr
 def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
-    return cost_of(2 * (n - 1), 4 * capacity / n, 2 * (n - 1) / n * 4 * capacity, link)
+    first, second = cost_of("all_to_all", 4 * capacity, n, link), cost_of("all_gather", 4 * capacity / n, n, link)
+    return Cost(first.seconds + second.seconds, first.sent_bytes + second.sent_bytes)
 
 
 TWO_SHOT = Route("two_shot", carry, refuses, layout, init, cost)
