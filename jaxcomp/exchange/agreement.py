@@ -209,7 +209,7 @@ def check_state(name: str, state: Any, mesh: Any, axis: Any) -> None:
 
 
 def _of_optimizer(state: Any) -> Options:
-    """What else there is of a state besides the means: its arrays, and the values of scalars where they are known."""
+    """Lists the arrays of a state that are of no mean, and the values of scalars where they are known."""
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_mean)
     others = [(jax.tree_util.keystr(path), x) for path, x in leaves if not is_mean(x) and hasattr(x, "dtype")]
     if not others:

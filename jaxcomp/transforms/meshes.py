@@ -390,7 +390,7 @@ def _with_stand_ins(mesh: Mesh, workers: tuple[str, ...]) -> Mesh:
 
 
 def _constrained(mesh: Any, workers: tuple[str, ...]) -> str:
-    """What to do about a loss that constrains arrays over the axis of the workers."""
+    """Says what to do about a loss that constrains arrays over the axis of the workers."""
     kinds = set(mesh.axis_types)
     if kinds == {AxisType.Explicit}:
         cure = 'Say gradients="unreduced", which calls the loss on the whole batch; or leave'
