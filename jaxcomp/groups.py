@@ -319,7 +319,7 @@ def _runs(members: list[int], leaves: dict[int, Any], longest: int) -> list[list
     would be cut out of it and put back. A leaf that is longer is by itself.
     """
     size = sum(leaves[i].size for i in members)
-    enough, runs, held = size / -(-size // longest), [[]], 0
+    enough, runs, held = size / max(1, -(-size // longest)), [[]], 0
     for i in members:
         if runs[-1] and (held >= enough or held + leaves[i].size > longest):
             runs, held = [*runs, []], 0

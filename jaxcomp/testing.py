@@ -504,7 +504,7 @@ def payload(s: Subject) -> None:
 
 
 def x64(s: Subject) -> None:
-    """With 64 bits enabled the payload of an f32 vector is the same: no index, count or number becomes wider."""
+    """The payload of an f32 vector is the same with 64 bits enabled: no index, count or number becomes wider."""
     described = lambda tree: [f"{a.dtype}{list(a.shape)}" for a in jax.tree.leaves(tree)]
     made = lambda: described(jax.eval_shape(lambda x, key: roundtrip(s.compressor, x, key=key)[1], s.like, s.key))
     usual = made()

@@ -65,7 +65,7 @@ class Scale(NamedTuple):
         return Made(norms, self.read(norms, made.factor), made.factor)
 
     def read(self, norms: Array, factor: Array | None) -> Array:
-        """What was sent, as `Made.scale` has it."""
+        """The scales that were sent, as `Made.scale` has them."""
         if self.power:
             return lax.bitcast_convert_type(norms, jnp.uint8).astype(I32) - 127
         if self.name.startswith("e4m3"):

@@ -271,7 +271,7 @@ def mean_over(x: Array, mask: Array | None = None, axis: Axis = "data") -> Array
         raise ValueError(f"mean_over: the mask must broadcast to the shape {x.shape} of x; got {mask.shape}")
     names = axis_names(axis)
     if here is not None:
-        axis = names = tuple(stand_in(name) if stand_in(name) in here.axes else name for name in names)
+        names = tuple(stand_in(name) if stand_in(name) in here.axes else name for name in names)
     if here is not None and here.refusal:
         raise ValueError(f"mean_over: {here.refusal}. Return (loss, weight) instead, with weight=True")
     if here is not None and here.axes and set(names) != set(here.axes):
@@ -282,7 +282,7 @@ def mean_over(x: Array, mask: Array | None = None, axis: Axis = "data") -> Array
     kind = wide(x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32)
     counts = jnp.broadcast_to(mask, x.shape).astype(kind)
     total = jnp.sum(jnp.where(counts != 0, x.astype(kind) * counts, 0))
-    bound = axis if names and is_bound(axis) else None
+    bound = names if names and is_bound(names) else None
     shares = here.shares if here is not None and here.axes else ()
     found = _ratio(total, jnp.sum(counts), axis_names(bound), shares)
     return found.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else found

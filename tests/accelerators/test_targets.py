@@ -19,7 +19,7 @@ def test_a_target_has_its_devices(name, platform, count):
 
 @pytest.mark.parametrize("name", ["a100", "h100:2", "h100:x", "v5e", "v5e:a", "v5e:0x2"])
 def test_an_unknown_target_is_refused(name):
-    with pytest.raises(UserError, match="target must be h100, h100:HOSTSxDEVICES or v5e:AxB"):
+    with pytest.raises(UserError, match="target must be h100, h100:HOSTSxDEVICES, v5e:AxB"):
         described(name)
 
 
