@@ -48,6 +48,7 @@ EXPERIMENTS = {
     "bench exchange": ("bench.exchange", "exchanges of unequal messages between processes: bytes on the wire, time"),
     "bench codes": ("bench.codes", "keys and levels in jit and on the host, against a sort, zlib and zstd"),
     "bench compressors": ("bench.compressors", "compress and decompress of each, against passes over memory"),
+    "bench layers": ("bench.layers", "parameters cut over devices: bytes and memory, gathered whole or by layers"),
     "bench machines": (
         "bench.machines",
         "what codecs cost on an H100 or a TPU, by its compiler: a file for jaxcomp plan",
