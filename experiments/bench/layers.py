@@ -77,7 +77,8 @@ CASES: list[tuple[str, str, Callable[[Any, Any], tuple[Any, Any]]]] = [
 ]
 
 
-def row_of(name: str, mesh_name: str, make: Any, layers: int, width: int) -> dict[str, Any]:
+def row_of(case: tuple[str, str, Any], layers: int, width: int) -> dict[str, Any]:
+    name, mesh_name, make = case
     sizes, names = MESHES[mesh_name]
     mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[:4])
     weights = jax.device_put(np.ones((layers, width, width), np.float32), NamedSharding(mesh, P(None, None, names[-1])))
@@ -115,7 +116,7 @@ def main(arguments: Sequence[str]) -> int:
     run = Run(p, arguments, "bench-layers")
     o = run.options
     find_devices(4)
-    rows = run.rows_of(CASES, lambda case: f"{case[0]}, {case[1]}", lambda case: row_of(*case, o.layers, o.width))
+    rows = run.rows_of(CASES, lambda case: f"{case[0]}, {case[1]}", lambda case: row_of(case, o.layers, o.width))
     run.keep(rows)
     run.table(f"{o.layers} layers of {o.width} x {o.width}", COLUMNS, rows, NOTES)
     return run.status
