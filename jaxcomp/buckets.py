@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.groups import Buckets
+from jaxcomp.jaxprs import called
 
 __all__ = ["buckets"]
 
@@ -53,16 +54,7 @@ def _places(jaxpr: Jaxpr) -> list[tuple[int, ...]]:
     """For each output the number of the equation that makes it, and within a call those of the equations inside."""
     made: dict[Any, tuple[int, ...]] = {}
     for number, equation in enumerate(jaxpr.eqns):
-        inside = _called(equation)
+        inside = called(equation)
         each = [()] * len(equation.outvars) if inside is None else _places(inside)
         made.update((out, (number, *place)) for out, place in zip(equation.outvars, each, strict=True))
     return [() if isinstance(out, Literal) else made.get(out, ()) for out in jaxpr.outvars]
-
-
-def _called(equation: Any) -> Jaxpr | None:
-    """The program that an equation runs once, from beginning to end: of `jax.jit`, `jax.checkpoint` and the like."""
-    if equation.primitive.name in ("scan", "while", "cond"):
-        return None
-    found = [value for value in equation.params.values() if isinstance(value, (ClosedJaxpr, Jaxpr))]
-    inside = [value.jaxpr if isinstance(value, ClosedJaxpr) else value for value in found]
-    return inside[0] if len(inside) == 1 and len(inside[0].outvars) == len(equation.outvars) else None

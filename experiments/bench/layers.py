@@ -111,8 +111,8 @@ NOTES = "Bytes a parameter, of a device. XLA for CPUs sums in whole where others
 
 def main(arguments: Sequence[str]) -> int:
     p = parser_of("bench layers", __doc__)
-    p.add_argument("--layers", type=at_least(1), default=16)
-    p.add_argument("--width", type=at_least(4), default=512)
+    p.add_argument("--layers", type=at_least(1), default=16, help="of the scan")
+    p.add_argument("--width", type=at_least(4), default=512, help="rows and columns of a layer, a multiple of 4")
     run = Run(p, arguments, "bench-layers")
     o = run.options
     find_devices(4)

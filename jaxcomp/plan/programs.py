@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from jaxcomp.exchange.axes import axis_names
+from jaxcomp.jaxprs import CALLS, inner_of
 from jaxcomp.plan.links import Collective
 
 __all__ = ["Arrival", "Halves", "Inseparable", "collectives_in", "offline", "settled"]
@@ -28,17 +29,10 @@ KIND_OF = dict.fromkeys((*SUMS, "pmax", "pmin"), "all_reduce") | {
     "reduce_scatter": "reduce_scatter",
     "ppermute": "permute",
 }
-CALLS = ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2", "checkpoint")
 
 
 def _axes(eqn: Any) -> tuple[Any, ...]:
     return axis_names(eqn.params.get("axes", eqn.params.get("axis_name")))
-
-
-def _inner(eqn: Any) -> list[Any]:
-    """The programs within an equation."""
-    leaves = jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))
-    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")]
 
 
 def _variables(eqn: Any) -> list[Any]:
@@ -75,7 +69,7 @@ def collectives_in(jaxpr: Any, joined: bool = True, times: int = 1) -> list[Coll
                 is_open, after = name in SUMS, set(eqn.outvars)
             continue
         more = times * eqn.params["length"] if name == "scan" else times
-        inner = [collectives_in(each, joined, more) for each in _inner(eqn)]
+        inner = [collectives_in(each, joined, more) for each in inner_of(eqn)]
         if name == "cond":
             inner = [max(inner, key=lambda arm: sum(x.operand_bytes * x.times for x in arm))]
         if any(inner):
@@ -222,7 +216,7 @@ def _follow(equations: Any, values: dict[Any, Any], number: Any = None, exchange
             _follow(jaxpr.eqns, inner, number, exchange)
             results = [_read(inner, x) for x in jaxpr.outvars]
         else:
-            if any(map(_needs_axes, _inner(eqn))):
+            if any(map(_needs_axes, inner_of(eqn))):
                 raise Inseparable(f"a collective within {name}")
             results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
             results = results if eqn.primitive.multiple_results else [results]
@@ -232,7 +226,7 @@ def _follow(equations: Any, values: dict[Any, Any], number: Any = None, exchange
 def _needs_axes(jaxpr: Any) -> bool:
     """Whether a program, or one within it, has a collective or asks for the number of its worker."""
     names = {*KIND_OF, "axis_index"}
-    return any(eqn.primitive.name in names or any(map(_needs_axes, _inner(eqn))) for eqn in jaxpr.eqns)
+    return any(eqn.primitive.name in names or any(map(_needs_axes, inner_of(eqn))) for eqn in jaxpr.eqns)
 
 
 def settled(

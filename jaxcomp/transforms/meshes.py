@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp.arrays import like_of
 from jaxcomp.exchange.agreement import check_state
 from jaxcomp.exchange.axes import Axis, axis_names
 from jaxcomp.exchange.state import means_in
+from jaxcomp.jaxprs import inner_of
 from jaxcomp.paths import same_leaves
 from jaxcomp.state.specs import shape_on, shapes_of_shards, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained
@@ -370,8 +370,7 @@ def warn_of_lookups(run: Callable[..., Any], mesh: Any, workers: tuple[str, ...]
     todo, found = [jax.make_jaxpr(run)(trained).jaxpr], None
     while todo and found is None:
         for equation in todo.pop().eqns:
-            inner = jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr))
-            todo += [getattr(x, "jaxpr", x) for x in inner if isinstance(x, ClosedJaxpr | Jaxpr)]
+            todo += inner_of(equation)
             if equation.primitive.name == "gather" and equation.invars[0].aval.shape in cut:
                 found = equation.invars[0].aval.shape
     if found is not None:

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.arrays import wide
+from jaxcomp.jaxprs import CALLS
 from jaxcomp.transforms.arguments import Call, Given, Trained
 from jaxcomp.transforms.meshes import placed, unless_in_force, without
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, is_overflow, kinds_of, own_gradients
@@ -33,7 +34,6 @@ NOTE = (
     'gradients of each worker by itself, gradients="per_worker".'
 )
 PLAIN = "Plain jax.grad on these Explicit axes refuses the loss as well ({}). "
-INNER = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")  # calls of a jaxpr with its arguments
 
 
 class _Refused(Exception):
@@ -47,7 +47,7 @@ def _replayed(program: Any, values: list[Any]) -> list[Any]:
     value = lambda x: x.val if isinstance(x, Literal) else known[x]
     for equation in jaxpr.eqns:
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if equation.primitive.name in INNER and isinstance(inner, ClosedJaxpr):
+        if equation.primitive.name in CALLS and isinstance(inner, ClosedJaxpr):
             found = _replayed(inner, list(map(value, equation.invars)))
         else:
             given = [x for x in equation.invars if not isinstance(x, Literal)]
