@@ -45,14 +45,15 @@ WITHIN = {
 # Of codecs and algorithms, what is compiled for TPUs without -m "", too: one of each family.
 ON_TPU = {"rand_k", "sign", "count_sketch", "precondition", "direct(identity)", "direct(dithering)", "power_sgd(4)"}
 ON_TPU |= {"error_feedback(top_k)", "error_feedback(int4)", "diana(dithering)"}
-SLOW_ON_TPU = {"via=ladder", "via=ragged", "via=ring"}  # each 10 to 23 s
+SLOW_ON_TPU = {"via=ragged", "local_updates, streaming", "value_and_grad, fsdp over the workers"}  # each 10 to 15 s
+SLOW = {"via=ladder", "via=ring"}  # 10 to 29 s on each
 
 
 def variant(target, name):
     # Those of one case run in one process, which compiles it for the CPU once.
     is_codec = not any(name.startswith(other) for other in ("via=", *ALGORITHMS, *FORMS))
     on_tpu = name in ON_TPU or not (is_codec or name in ALGORITHMS or name in SLOW_ON_TPU)
-    rest = WITHIN.get(name) in CASES or (target != "h100" and not on_tpu)
+    rest = name in SLOW or WITHIN.get(name) in CASES or (target != "h100" and not on_tpu)
     marks = [pytest.mark.xdist_group(name)] + [pytest.mark.slow] * rest
     return pytest.param(target, name, id=f"{target}-{name}", marks=marks)
 
