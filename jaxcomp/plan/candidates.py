@@ -8,10 +8,12 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from jaxcomp.algorithms import direct, error_feedback, power_sgd
 from jaxcomp.arrays import like_of
@@ -200,11 +202,18 @@ class Limits(NamedTuple):
 
 
 def collectives_of(
-    candidate: Candidate, like: Any, axis: Any, sizes: Mapping[str, int], *, joined: bool = True
+    candidate: Candidate,
+    like: Any,
+    axis: Any,
+    sizes: Mapping[str, int],
+    *,
+    joined: bool = True,
+    platform: str | None = None,
 ) -> tuple[Collective, ...]:
     """The collectives of one exchange, from its traced program (`programs.collectives_in`).
 
-    like: shapes of the gradients of one device; axis: of the workers, where it is no hierarchy; sizes: axis -> workers.
+    like: shapes of the gradients of one device; axis: of the workers, where it is no hierarchy; sizes: axis -> workers;
+    platform: "cpu", "gpu" or "tpu", whose program it is (on TPUs operands fill tiles); None: of the devices here.
 
     >>> import jax.numpy as jnp
     >>> collectives_of(dense_candidates()[0], jnp.zeros(5000), "data", {"data": 4})
@@ -215,22 +224,25 @@ def collectives_of(
     def exchange(grads):
         return transform.update(grads, transform.init(jax.tree.map(jnp.zeros_like, grads)))[0]
 
-    with warnings.catch_warnings():
+    device = None if platform is None else AbstractDevice(device_kind=platform, num_cores=None, platform=platform)
+    here = nullcontext() if device is None else use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    with warnings.catch_warnings(), here:
         warnings.filterwarnings("ignore", message=".* this exchange sends ")  # which the table says of each
         program = jax.make_jaxpr(exchange, axis_env=list(sizes.items()))(like_of(like))
     return tuple(collectives_in(program.jaxpr, joined))
 
 
 def traced(
-    candidates: Sequence[Candidate], like: Any, axis: Any, sizes: Mapping[str, int], *, joined: bool = True
+    candidates: Sequence[Candidate], like: Any, axis: Any, sizes: Mapping[str, int], **options: Any
 ) -> dict[str, tuple[Collective, ...] | str]:
-    """The collectives of each by its name, or why it cannot carry so many entries. Local updates exchange the same."""
+    """The collectives of each by its name (`collectives_of`, with these options), or why it cannot carry so many
+    entries. Local updates exchange the same."""
     found: dict[Any, tuple[Collective, ...] | str] = {}
     place = lambda each: (id(each.algorithm), each.via, each.bucket_bytes)
     for each in candidates:
         if place(each) not in found:
             try:
-                found[place(each)] = collectives_of(each, like, axis, sizes, joined=joined)
+                found[place(each)] = collectives_of(each, like, axis, sizes, **options)
             except TooLong as error:
                 found[place(each)] = str(error)
     return {each.name: found[place(each)] for each in candidates}

@@ -14,7 +14,7 @@ from jaxcomp.exchange.links import Link
 from jaxcomp.plan import facts as files
 from jaxcomp.plan.advise import choose, table, verdict
 from jaxcomp.plan.candidates import Limits, default_candidates, hierarchies, traced
-from jaxcomp.plan.machine import Machine
+from jaxcomp.plan.machine import Machine, platform_of
 from jaxcomp.plan.predict import rows_of, shared_work
 from jaxcomp.plan.recommend import recommend
 
@@ -168,7 +168,8 @@ def _of_file(o: argparse.Namespace) -> str:
             f"{''.join(f'. {line}' for line in left)}. Call jc.plan with its candidates and cache={str(o.facts)!r}"
         )
     axis = names[0] if len(names) == 1 else names
-    sent = traced(known, like, axis, facts.sizes, joined=facts.about.get("device") != "cpu")
+    platform = platform_of(str(facts.about.get("device", "cpu")))
+    sent = traced(known, like, axis, facts.sizes, joined=platform != "cpu", platform=platform)
     rows = rows_of(known, facts, like, axis, sent, Limits(max_error=o.max_error))
     chosen = choose(rows)
     return "\n\n".join([table(rows, chosen, facts), *left, verdict(rows, chosen)])

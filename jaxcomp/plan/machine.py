@@ -32,7 +32,7 @@ from jaxcomp.plan.candidates import Candidate
 from jaxcomp.plan.facts import Line, Work
 from jaxcomp.plan.links import Collective
 
-__all__ = ["MACHINES", "Codec", "Machine"]
+__all__ = ["MACHINES", "Codec", "Machine", "platform_of"]
 
 MACHINES = Path(__file__).with_name("machines.json")
 LAYOUT, MEMORY = 0.9, 2.3  # copies
@@ -185,6 +185,16 @@ class Machine(NamedTuple):
             decode += (workers - 1) * more
         whole = encode + decode + (MEMORY if remembers else LAYOUT)
         return Work(line(encode, codec.seconds), line(whole, codec.seconds))
+
+
+def platform_of(name: str) -> str:
+    """ "cpu", "gpu" or "tpu": of the name of a machine, or of what JAX calls a device.
+
+    >>> platform_of("h200"), platform_of("NVIDIA H100 80GB HBM3"), platform_of("TPU v5 lite"), platform_of("mine")
+    ('gpu', 'gpu', 'tpu', 'cpu')
+    """
+    words = next((device for device, known in DEVICES.items() if name.startswith((device, known))), name)
+    return {"NVIDIA": "gpu", "TPU": "tpu"}.get(words.partition(" ")[0], "cpu")
 
 
 def _joined(axis: Any) -> str:

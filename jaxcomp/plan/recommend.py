@@ -27,7 +27,7 @@ from jaxcomp.plan.candidates import (
 )
 from jaxcomp.plan.facts import Facts
 from jaxcomp.plan.links import stated
-from jaxcomp.plan.machine import Machine
+from jaxcomp.plan.machine import Machine, platform_of
 from jaxcomp.plan.predict import Advice, rows_of
 from jaxcomp.transforms.arguments import check_wrt, trained_of
 
@@ -132,7 +132,8 @@ def recommend(
         raise ValueError(f"recommend: params must hold at least one entry; got {params!r}")
     name = axis[0] if len(axis) == 1 else axis
     sizes = {each: levels[each].width or 1 for each in axis}
-    sent = traced(candidates, like, name, sizes)
+    device = str(machine.about.get("device", "cpu")) if isinstance(machine, Facts) else machine.name
+    sent = traced(candidates, like, name, sizes, platform=platform_of(device))
     carried = [(each, x) for each in candidates if not isinstance(x := sent[each.name], str)]
     if isinstance(machine, Facts):
         work, words = dict(machine.work), str(machine.about.get("device", "a plan's machine"))

@@ -1,4 +1,7 @@
-"""MaxText's DiLoCo, compressed: run this in place of maxtext.trainers.pre_train.train, with the same arguments."""
+"""MaxText's DiLoCo, compressed: run this in place of maxtext.trainers.pre_train.train, with the same arguments.
+
+With compile_topology= in place of maxtext.trainers.pre_train.train_compile.
+"""
 
 import os
 from types import SimpleNamespace
@@ -7,7 +10,7 @@ import jax
 import optax
 from absl import app
 from maxtext.trainers.diloco import diloco, utils
-from maxtext.trainers.pre_train import train
+from maxtext.trainers.pre_train import train, train_compile
 from maxtext.utils import train_utils
 
 import jaxcomp as jc
@@ -28,6 +31,8 @@ class DrJAX:
 def init(params):
     """State of the outer optimizer: its momentum, and the exchange of each fragment."""
     parts, leaf = [params], jax.tree.leaves(params)[0]
+    if isinstance(leaf, jax.core.Tracer):  # of shapes alone, without their shardings: see `abstract`
+        return optax.TraceState(params), ()
     if config.enable_streaming_diloco:
         cut = utils.FragmentedTreeManipulator.create(params, config)
         parts = [cut.get_flat_fragment(params, i) for i in range(config.num_diloco_fragments)]
@@ -49,6 +54,17 @@ def with_state(synchronize):
     return run
 
 
+def abstract(options, *args, build=diloco.build_abstract_diloco_state):
+    """What is compiled ahead of time: shapes of the state, and their shardings."""
+    global config
+    config = options
+    state, placed, inner = build(options, *args)
+    where = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    outer = init(jax.tree.map(where, state.params, placed.params))
+    placed = placed.replace(outer_opt_state=jax.tree.map(lambda x: x.sharding, outer))
+    return state.replace(outer_opt_state=outer), placed, inner
+
+
 def jit(config, model, state, shardings, *args, jit=train_utils.jit_train_step, **kwargs):
     outer = jax.tree.map(lambda x: x.sharding, state.outer_opt_state)
     return jit(config, model, state, shardings.replace(outer_opt_state=outer), *args, **kwargs)
@@ -56,13 +72,15 @@ def jit(config, model, state, shardings, *args, jit=train_utils.jit_train_step, 
 
 sgd = lambda *args, **kwargs: optax.sgd(*args, **kwargs)._replace(init=init)
 diloco.optax = sync.optax = saved.optax = SimpleNamespace(**{**vars(optax), "sgd": sgd})
-sync.drjax, train_utils.jit_train_step = DrJAX(), jit
+sync.drjax, train_utils.jit_train_step, diloco.build_abstract_diloco_state = DrJAX(), jit, abstract
 utils.synchronize_full_state = with_state(utils.synchronize_full_state)
 utils.synchronize_fragment_state = with_state(utils.synchronize_fragment_state)
 
 
 def main(argv):
     global config
+    if any(word.startswith("compile_topology=") for word in argv):
+        return train_compile.main(argv)
     config, recorder = train.initialize(argv)
     train.get_train_func(config, recorder, argv)()
 
