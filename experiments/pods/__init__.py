@@ -1,12 +1,15 @@
 """What crosses between slices of TPUs and hosts of GPUs when a GPT's workers exchange: compiled, without any of them.
 
-The exchange of a GPT's gradients (or of the differences of local steps), by shapes alone: each slice or host is a
-worker, and its parameters are cut over its chips. For each method: bytes that a chip sends over the network between
-workers ("dcn") and inside ("ici"), from the ledger of the program that the accelerator's compiler made, beside the
-planner's figure; seconds on links; memory of a chip; seconds to compile.
+The exchange of a GPT's gradients (or of the differences of local steps), by shapes alone. Of several slices or hosts
+each is a worker, and its parameters are cut over its chips; of one host each GPU is a worker, and of one slice each row
+of chips. Methods named "f32 inside" are hierarchies: dense among those within a host or slice, compressed between them.
+For each method: bytes that a chip sends between workers and inside, from the ledger of the program that the
+accelerator's compiler made, beside the planner's; seconds on links, computed; memory of a chip; seconds to compile.
+
+`pods maxtext` compiles the training step of MaxText in its place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.lib import targets  # first: it sets what JAX reads of the environment  # isort: skip
@@ -22,17 +25,24 @@ from experiments.lib.report import Columns
 from experiments.lib.run import Run, parser_of
 from jaxcomp.base import Algorithm
 from jaxcomp.plan.candidates import Candidate, collectives_of, sent_bytes
+from jaxcomp.plan.machine import platform_of
 
-__all__ = ["METHODS", "SIZES", "Pods", "Size", "gpt", "main", "pods_of", "tried"]
+__all__ = ["METHODS", "SIZES", "Pods", "Size", "chosen", "gpt", "main", "memory_of", "planned", "pods_of", "reported"]
 
 RATES = (10, 25, 100)  # Gbit/s of a host
-METHODS: dict[str, Algorithm] = {
-    "f32": jc.direct(jc.identity()),
+F32 = jc.direct(jc.identity())
+EACH: dict[str, Algorithm] = {
+    "f32": F32,
     "bf16": jc.direct(jc.cast("bfloat16")),
     "int4 + error feedback": jc.error_feedback(jc.block_scaled("int4")),
     "top_k(0.01) + error feedback": jc.error_feedback(jc.top_k(0.01)),
     "sidco(0.001) + error feedback": jc.error_feedback(jc.sidco(0.001)),
     "sparse_loco": jc.sparse_loco(),
+}
+INSIDE = "f32 inside, "
+METHODS: dict[str, Algorithm | Mapping[str, Algorithm]] = {
+    **EACH,
+    **{f"{INSIDE}{name}": {"data": F32, "dcn": EACH[name]} for name in ("int4 + error feedback", "sparse_loco")},
 }
 
 
@@ -46,51 +56,49 @@ class Size(NamedTuple):
 
 
 SIZES = {"0.1": Size(12, 768), "1.3": Size(24, 2048), "6.7": Size(32, 4096)}  # 10^9 parameters: GPT-3's table
-DEVICE_BYTES = {"h100": 80e9, "v5e": 16e9}
-HOST_CHIPS = {"h100": 8, "v5e": 4}
 
 
 class Pods(NamedTuple):
-    """Workers joined by a slow network. target: of one worker, as for `targets.described`; workers: how many."""
+    """target: a host or a slice, as for `targets.described`; number: how many, joined by a slow network."""
 
     target: str
-    workers: int
+    number: int
 
     @property
     def name(self) -> str:
-        return f"{self.workers} x {self.target}"
+        return f"{self.number} x {self.target}"
 
-    @property
-    def kind(self) -> str:
-        return self.target.partition(":")[0]
-
-    def mesh(self) -> Mesh:
-        if self.kind == "h100":
-            devices = targets.described(f"h100:{self.workers}x8")
+    def mesh(self, levels: bool = False) -> Mesh:
+        """The workers, and "ici", over which the parameters of each are cut. Workers are along "dcn", those of a single
+        host or slice along "data", those of a hierarchy, where `levels` says so, along both."""
+        if self.target == "h100":
+            devices, rows, columns = targets.described(f"h100:{self.number}x8"), 8, 1
         else:
-            devices = targets.described(self.target, slices=self.workers)
-        rows = [[device for device in devices if slice_of(device, i, self)] for i in range(self.workers)]
-        return Mesh(np.array(rows), ("dcn", "ici"))
-
-
-def slice_of(device: Any, number: int, pods: Pods) -> bool:
-    """Whether a device is of a worker."""
-    own = device.id // 8 if pods.kind == "h100" else device.slice_index
-    return own == number
+            devices = targets.described(self.target, slices=self.number)
+            rows, columns = (int(x) for x in self.target.partition(":")[2].split("x"))
+        own = lambda device: device.id // 8 if self.target == "h100" else getattr(device, "slice_index", 0)
+        placed = np.array([[x for x in devices if own(x) == i] for i in range(self.number)])
+        if self.number == 1:
+            return Mesh(placed.reshape(rows, columns), ("data", "ici"))
+        return (
+            Mesh(placed.reshape(-1, rows, columns), ("dcn", "data", "ici")) if levels else Mesh(placed, ("dcn", "ici"))
+        )
 
 
 def pods_of(text: str) -> Pods:
-    """Reads "2xv5e:4x4" (slices), "4xh100" (hosts of eight).
+    """Reads "2xv5e:4x4" (slices), "4xh100" (hosts of eight), "h100" (one host) or "v5e:16x16" (one slice).
 
     Raises:
-        UserError: it is neither.
+        UserError: it is none of them.
 
-    >>> pods_of("2xv5e:4x4")
-    Pods(target='v5e:4x4', workers=2)
+    >>> pods_of("2xv5e:4x4"), pods_of("h100")
+    (Pods(target='v5e:4x4', number=2), Pods(target='h100', number=1))
     """
-    number, _, target = text.partition("x")
-    if not number.isdigit() or not 2 <= int(number) <= 64 or not target.startswith(("h100", "v5e:")):
-        raise UserError(f"pods must be like 2xv5e:4x4 (slices) or 4xh100 (hosts of 8), 2 to 64 of them; got {text!r}")
+    number, _, target = text.partition("x") if text[:1].isdigit() else ("1", "", text)
+    if not number.isdigit() or not 1 <= int(number) <= 64 or not target.startswith(("h100", "v5e:")):
+        raise UserError(
+            f"pods must be like 2xv5e:4x4 (slices), 4xh100 (hosts of 8), v5e:4x4 or h100, 64 at most; got {text!r}"
+        )
     if target.startswith("h100") and target != "h100":
         raise UserError(f"a host has 8 H100: say {number}xh100; got {text!r}")
     return Pods(target, int(number))
@@ -119,22 +127,29 @@ def shard_of(like: Any, chips: int) -> Any:
     return jax.tree.map(cut, like)
 
 
-def planned(algorithm: Algorithm, like: Any, mesh: Mesh) -> float:
-    """Bytes over "dcn" that the planner counts for the exchange of one chip's shards, without the padding of tiles."""
-    sizes = {"dcn": mesh.shape["dcn"]}
-    return sent_bytes(collectives_of(Candidate("one", algorithm), like, "dcn", sizes, joined=False), sizes)
+def planned(algorithm: Any, like: Any, sizes: Mapping[str, int], platform: str) -> tuple[float, float]:
+    """Bytes that the planner counts for the exchange of one chip's shards: over the first of these axes, and over the
+    others alone."""
+    slow, one = next(iter(sizes)), Candidate("one", algorithm)
+    found = collectives_of(one, like, slow, sizes, joined=False, platform=platform)
+    both = [[one for one in found if (slow in one.axis.split(",")) == out] for out in (True, False)]
+    return sent_bytes(both[0], sizes), sent_bytes(both[1], sizes)
 
 
 def tried(pods: Pods, size: Size, name: str) -> dict[str, Any]:
-    """A row: a method on some pods."""
-    mesh, (params, cut) = pods.mesh(), gpt(size)
-    about: dict[str, Any] = {"pods": pods.name, "method": name, "chips": mesh.size}
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((pods.workers, *x.shape), x.dtype), params)
-    lead = jax.tree.map(lambda spec: PartitionSpec("dcn", *spec), cut)
+    """A row: a method on some pods, for a GPT of some size."""
     algorithm = METHODS[name]
-    tx = jc.compressed_mean(algorithm, "dcn", sharded=cut)
+    levels = isinstance(algorithm, Mapping)
+    mesh, (params, cut) = pods.mesh(levels), gpt(size)
+    workers = {axis: mesh.shape[axis] for axis in mesh.axis_names if axis != "ici"}
+    chips, axes = mesh.shape["ici"], tuple(workers)
+    about: dict[str, Any] = {"pods": pods.name, "method": name, "workers": mesh.size // chips, "chips": chips}
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((mesh.size // chips, *x.shape), x.dtype), params)
+    lead = jax.tree.map(lambda spec: PartitionSpec(axes, *spec), cut)
+    axis = algorithm if isinstance(algorithm, Mapping) else axes[0]
+    tx = jc.compressed_mean(*((None, algorithm) if levels else (algorithm, axis)), sharded=cut)
     try:
-        state, state_specs = jc.init_state(tx, params, mesh.abstract_mesh, "dcn", cut)
+        state, state_specs = jc.init_state(tx, params, mesh.abstract_mesh, axis, cut)
         step = jax.shard_map(
             lambda grads, state: tx.update(jax.tree.map(lambda g: g[0], grads), state),
             mesh=mesh,
@@ -148,19 +163,31 @@ def tried(pods: Pods, size: Size, name: str) -> dict[str, Any]:
         raise
     except Exception as error:
         return about | {"error": shortened(error)}
-    axes = program.ledger.by_axes(mesh)
-    over = lambda axis: sum(sent for names, sent in axes.items() if axis in names)
-    held = sum(num_bytes(x) for x in jax.tree.leaves(args))
+    over = program.ledger.by_axes(mesh)
+    between = sum(sent for names, sent in over.items() if axes[0] in names)
+    held, shard = sum(num_bytes(x) for x in jax.tree.leaves(args)), shard_of(params, chips)
+    made = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shard))  # the direction
+    said = planned(algorithm, shard, workers, platform_of(pods.target))
     return about | {
-        "dcn": over("dcn"),
-        "ici": axes.get(("ici",), 0.0),
+        "dcn": between,
+        "ici": sum(over.values()) - between,
         "unknown": program.ledger.unknown_bytes,
-        "planned": planned(algorithm, shard_of(params, mesh.shape["ici"]), mesh),
+        "planned": said[0],
+        "planned_ici": said[1],
         "held": held,
         "temporary": program.memory,
-        "fits": held + program.memory <= DEVICE_BYTES[pods.kind],
+        "fits": held + made + program.memory <= memory_of(pods.target),
         "seconds": program.seconds,
     }
+
+
+def memory_of(target: str) -> float:
+    """Bytes of memory of a device.
+
+    >>> memory_of("v5e-256")
+    16000000000.0
+    """
+    return jc.Machine.of(next(name for name in jc.Machine.names() if target.startswith(name))).memory
 
 
 def num_bytes(x: Any) -> int:
@@ -168,10 +195,16 @@ def num_bytes(x: Any) -> int:
     return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
 
 
-def with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with how many times fewer bytes they send than f32 on the same pods."""
-    dense = {row["pods"]: row["dcn"] for row in rows if row["method"] == "f32" and "dcn" in row}
-    return [row | {"fewer": dense.get(row["pods"], np.nan) / row["dcn"]} if "dcn" in row else row for row in rows]
+# ------------------------------------------------------------------------------------------------
+# The table
+
+
+def chosen(methods: Mapping[str, Any], words: Sequence[str] | None) -> list[str]:
+    """Names of methods that hold one of these words; UserError where none does."""
+    names = [name for name in methods if words is None or any(word in name for word in words)]
+    if not names:
+        raise UserError(f"--only names no method; they are {', '.join(methods)}")
+    return names
 
 
 def cell(form: str, missing: str = "") -> Any:
@@ -179,68 +212,94 @@ def cell(form: str, missing: str = "") -> Any:
 
 
 def on_links(row: dict[str, Any]) -> str:
-    """Seconds of a round's bytes on the network of a host, which its chips share."""
-    if "error" in row:
+    """Computed seconds of a round's bytes on the network of a host, which its chips share."""
+    if "error" in row or row["pods"].startswith("1 x"):
         return ""
-    host = row["dcn"] * HOST_CHIPS["h100" if "h100" in row["pods"] else "v5e"]
+    host = row["dcn"] * (8 if "h100" in row["pods"] else 4)
     return " / ".join(f"{8 * host / (rate * 1e9):.2g}" for rate in RATES)
 
 
+def inside(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return ""
+    same = "planned_ici" not in row or row["planned_ici"] == row["ici"]
+    return f"{row['ici']:,.0f}" + ("" if same else f" (planned {row['planned_ici']:,.0f})")
+
+
 COLUMNS: Columns = {
-    "workers": "{pods}",
+    "chips": "{pods}",
     "method": "{method}",
     "bytes a chip sends between workers": cell("{dcn:,.0f}", "does not compile"),
     "times fewer": cell("{fewer:.1f}"),
     "the planner's": cell("{planned:,.0f}"),
-    "inside": cell("{ici:,.0f}"),
-    f"s at {' / '.join(map(str, RATES))} Gbit/s a host": on_links,
+    "inside": inside,
+    f"s at {' / '.join(map(str, RATES))} Gbit/s a host, computed": on_links,
     "GB a chip holds": cell("{held_gb:.2f}"),
     "temporary": cell("{temporary_gb:.2f}"),
+    "fits": lambda row: "" if "error" in row else "yes" if row["fits"] else "no",
     "s to compile": cell("{seconds:.0f}"),
 }
 
 
-def main(arguments: Sequence[str]) -> int:
-    p = parser_of("pods", __doc__)
-    p.add_argument("--pods", nargs="+", default=["2xv5e:4x4", "4xh100"], metavar="N", help="2xv5e:16x16, 4xh100, ...")
-    p.add_argument("--size", choices=list(SIZES), default="1.3", help="parameters of the GPT, in 10^9")
-    p.add_argument("--only", nargs="+", default=None, metavar="WORD", help="methods whose name contains one of these")
-    run = Run(p, arguments, "pods")
-    o = run.options
-    every, size = [pods_of(text) for text in o.pods], SIZES[o.size]
-    names = [name for name in METHODS if o.only is None or any(word in name for word in o.only)]
-    if not names:
-        raise UserError(f"--only names no method; they are {', '.join(METHODS)}")
-    for pods in every:  # before anything is compiled
-        pods.mesh()
-    cases = [(pods, name) for pods in every for name in names]
-    rows = run.rows_of(cases, lambda case: f"{case[0].name}, {case[1]}", lambda case: tried(case[0], size, case[1]))
-    rows = with_ratios(rows)
-    rows = [row | {f"{k}_gb": row[k] / 1e9 for k in ("held", "temporary")} if "dcn" in row else row for row in rows]
+def reported(run: Run, title: str, rows: list[dict[str, Any]], dense: str, notes: str) -> int:
+    """Keeps and prints the rows, and draws their bytes beside the planner's.
+
+    dense: the method with which the others on the same pods are compared.
+    """
+    sent = {row["pods"]: row["dcn"] for row in rows if row["method"] == dense and "dcn" in row}
+    more = lambda row: {f"{name}_gb": row[name] / 1e9 for name in ("held", "temporary")}
+    fewer = lambda row: {"fewer": sent.get(row["pods"], np.nan) / row["dcn"]}
+    rows = [row | more(row) | fewer(row) if "dcn" in row else row for row in rows]
     run.keep(rows)
-    notes = (
-        f"A GPT of {o.size} G parameters, its layers stacked, in f32, cut over the chips of each worker; the exchange "
-        "of one gradient (or of the difference of local steps), compiled ahead of time for devices that are not here. "
-        "Bytes: of the ledger, padding of TPU tiles included; the planner's are without. Seconds: those bytes on the "
-        "network of a host (8 H100, or 4 chips of a TPU v5e), without latency or work. GB a chip holds: gradient and "
-        "state."
-    )
-    run.table(f"Pods, compiled by JAX {jax.__version__}", COLUMNS, rows, notes)
-    known = [row for row in rows if "dcn" in row]
-    panels = {}
-    for pods in every:
-        own = [row for row in known if row["pods"] == pods.name]
-        panels[pods.name] = {
-            "the compiled program": ([row["method"] for row in own], [row["dcn"] for row in own]),
-            "the planner": ([row["method"] for row in own], [row["planned"] for row in own]),
+    run.table(title, COLUMNS, rows, notes)
+    panels = {
+        name: {
+            of: ([row["method"] for row in own], [row[key] / 1e6 for row in own])
+            for of, key in (("the compiled program", "dcn"), ("the planner", "planned"))
         }
-    if known:
-        run.plot(
-            "pods.png", panels, f"GPT of {o.size} G parameters", ylabel="bytes a chip sends in a round", yscale="log"
-        )
+        for name in dict.fromkeys(row["pods"] for row in rows)
+        if (own := [row for row in rows if row["pods"] == name and "dcn" in row])
+    }
+    if panels:
+        run.plot("pods.png", panels, title, ylabel="MB that a chip sends in a round", yscale="log")
     for row in rows:
         if "error" in row:
             run.say(f"{row['pods']}, {row['method']}: {row['error']}")
         elif not row["fits"]:
             run.say(f"{row['pods']}, {row['method']}: more than the memory of a chip")
     return run.status
+
+
+def main(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["maxtext"]:
+        from experiments.pods import maxtext
+
+        return maxtext.main(arguments[1:])
+    p = parser_of("pods", __doc__)
+    p.add_argument("--pods", nargs="+", default=["2xv5e:4x4", "4xh100"], metavar="N", help="2xv5e:16x16, 4xh100, ...")
+    p.add_argument("--size", choices=list(SIZES), nargs="+", default=["1.3"], help="parameters of the GPT, in 10^9")
+    p.add_argument("--only", nargs="+", default=None, metavar="WORD", help="methods whose name contains one of these")
+    run = Run(p, arguments, "pods")
+    o = run.options
+    every, names = [pods_of(text) for text in o.pods], chosen(METHODS, o.only)
+    for pods in every:  # before anything is compiled
+        pods.mesh()
+    names_of = lambda pods: [name for name in names if pods.number > 1 or not name.startswith(INSIDE)]
+    cases = [(size, pods, name) for size in o.size for pods in every for name in names_of(pods)]
+
+    def row_of(case: tuple[str, Pods, str]) -> dict[str, Any]:
+        size, pods, name = case
+        row = tried(pods, SIZES[size], name)
+        return row | {"pods": f"{row['pods']}, {size} G"}
+
+    rows = run.rows_of(cases, lambda case: f"{case[0]} G on {case[1].name}, {case[2]}", row_of)
+    notes = (
+        "A GPT of so many parameters (1 G: 10^9), its layers stacked, in f32; the exchange of one gradient (or of the "
+        "difference of local steps), compiled ahead of time for devices that are not here. Parameters are cut over the "
+        "chips of a worker: of a host or slice, where there are several; of a row of chips of a single slice or in a "
+        "hierarchy; an H100 there has them whole. Bytes: of the ledger, padding of TPU tiles included, as the planner "
+        "counts it. Seconds are computed, not measured: those bytes on the network of a host (8 H100, or 4 chips of a "
+        "TPU v5e), without latency or work. GB a chip holds: gradient and state; fits: with the "
+        "direction and temporary memory."
+    )
+    return reported(run, f"The exchange of a GPT, compiled by JAX {jax.__version__}", rows, "f32", notes)

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, root_key, wide, wide_like, zeros_like
 from jaxcomp.base import Algorithm, check_algorithm
+from jaxcomp.compressors.checks import is_integer
 from jaxcomp.exchange.axes import Axis, Placement, axis_names, axis_size, is_bound, known_equal, varying
 from jaxcomp.exchange.collectives import sum_arrays
 from jaxcomp.exchange.driver import own_weights, shares_of
@@ -120,9 +121,9 @@ def local_updates(
         every: H, steps from one exchange of a fragment to the next, at least 1.
         fragments: P, parts of about equal size that the leaves are split into, in their order, each with its own time;
             at most `every`, and at most as many as there are leaves.
-        delay: steps from taking a difference to merging it; 0 .. every - 1. Here its exchange stands in the step that
-            merges it; `local_process` runs it beside the steps in between. What a worker does in them is lost without
-            mixing.
+        delay: steps from taking a difference to merging it; 0 .. every - 1. Its exchange stands in the step that
+            merges it; beside the steps in between it runs in a program that has them all and says their numbers (`at`,
+            below), and by `local_process`. What a worker does in them is lost without mixing.
         mixing: share of a worker's own parameters that it keeps when it merges, in [0, 1).
         via, weights, seed, measure, link, sharded, bucket_bytes: as for `compressed_mean`.
         weighted: whether update takes `weight`, a number >= 0: what the batch of this step counts at this worker (its
@@ -138,6 +139,11 @@ def local_updates(
         TypeError: no axis_name, or no algorithm.
         ValueError: arguments out of range; at trace time: no params, an unbound axis, parameters or gradients that are
             equal on all workers, too many fragments.
+
+    A program that has several steps and knows their numbers t, counted from one, says each as `update(..., at=t)`, a
+    Python integer. Then no conditional stands around an exchange: a step without one has none, and one with `delay`
+    runs beside the steps in between, where the compiler schedules it so. Times repeat every H steps: a program of H
+    steps that says at = H + 1 .. 2 H is that of every round but the first.
 
     Non-finite entries of a difference count as zero, so they stay with their worker; no sum leads that away from a NaN:
     wrap `inner` in `optax.apply_if_finite`. Gradients are accumulated inside: inner=optax.MultiSteps(optimizer, k).
@@ -266,13 +272,16 @@ class _LocalUpdates(NamedTuple):
         return (zeros, zeros) if self.times.delay else (zeros,)
 
     def update(
-        self, grads: Any, state: Any, params: Any = None, *, weight: Any = None, **extra: Any
+        self, grads: Any, state: Any, params: Any = None, *, weight: Any = None, at: int | None = None, **extra: Any
     ) -> tuple[Any, LocalUpdatesState]:
         self._check(grads, state, params, weight)
+        if at is not None and not is_integer(at, 1):
+            raise ValueError(f"{NAME}: at must be the number of this step, an integer of at least 1; got {at!r}")
         own: Own = own_at_device(NAME, state.own, self.place)
         since, waiting = ([list(each) for each in own.counts] + [[], []])[:2]
         since = [each + jnp.asarray(weight, jnp.float32) for each in since]
         count = state.count + 1
+        now = count if at is None else int(at)
         grads, groups = self.groups.update(grads, state.groups, params)
         updates, inner = self.inner.update(grads, own.inner, params, **extra)
         updates = varying(updates, self.place.workers)
@@ -285,10 +294,10 @@ class _LocalUpdates(NamedTuple):
             here = _Here(
                 self.mean(p, numbers), part(params), part(after), own.pending[p] if own.pending else None, mine
             )
-            merges = taken = self.times.merges(p, count)
-            new = lax.cond(merges, self._merged(here), self._left, before)
+            merges = taken = self.times.merges(p, now)
+            new = either(merges, self._merged(here), self._left, before)
             if own.pending:
-                taken = self.times.takes(p, count)
+                taken = self.times.takes(p, now)
                 pending.append(self._taken(here, before.point, taken))
             if waiting:
                 waiting[p] = jnp.where(taken, since[p], waiting[p])
@@ -301,9 +310,9 @@ class _LocalUpdates(NamedTuple):
         kept = own_off_device(Own(inner, tuple(pending), counts), self.place, ROLES)
         return updates, LocalUpdatesState(count, point, tuple(outer), groups, tuple(means), kept)
 
-    def _taken(self, here: "_Here", point: Any, now: Array) -> Any:
+    def _taken(self, here: "_Here", point: Any, now: Any) -> Any:
         """The difference that is on its way: a new one, if it is taken now."""
-        return lax.cond(now, lambda old: difference_of(point, here.after), lambda old: old, here.pending)
+        return either(now, lambda old: difference_of(point, here.after), lambda old: old, here.pending)
 
     def _merged(self, here: "_Here") -> Callable[["_Fragment"], "_Fragment"]:
         """The exchange of a fragment and what comes of it."""
@@ -383,6 +392,11 @@ class _Here(NamedTuple):
     after: Any
     pending: Any
     weight: Any
+
+
+def either(now: Any, yes: Callable[[Any], Any], no: Callable[[Any], Any], operand: Any) -> Any:
+    """`lax.cond`, and the function itself where it is known which."""
+    return (yes if now else no)(operand) if isinstance(now, bool) else lax.cond(now, yes, no, operand)
 
 
 def difference_of(point: Any, mine: Any) -> Any:

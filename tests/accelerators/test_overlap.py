@@ -1,9 +1,12 @@
-"""Buckets in the order in which gradients are ready are exchanged beside the backward pass: in the text for H100s."""
+"""What exchanges run beside, in scheduled texts: buckets beside the backward pass, fragments beside the next step."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
@@ -55,3 +58,52 @@ def test_buckets_in_order_are_exchanged_beside_the_backward_pass():
     assert ready[0].waits_for < 0.3
     assert hidden(ready) > 1.3 * hidden(by_name)
     assert hidden(ready) >= 0.5
+
+
+@pytest.mark.parametrize("target", ["v5e:2x2", "h100:2x2"])
+def test_fragments_with_delay_are_exchanged_beside_the_next_step(target):
+    """Two slices, or hosts, of four chips, in a round of two steps that say their numbers; else each exchange lies in
+    an arm of a conditional, and no step beside it."""
+    if package := targets.lacks(target):
+        pytest.skip(f"compiling for {target} needs the package {package}")
+    devices = targets.described(target, slices=2) if target.startswith("v5e") else targets.described(target)
+    of = lambda device: getattr(device, "slice_index", device.id // 2)
+    mesh = Mesh([[device for device in devices if of(device) == i] for i in range(2)], ("dcn", "ici"))
+    outer, rows = optax.sgd(0.7, momentum=0.9), P("dcn")
+    tx = jc.local_updates(
+        optax.sgd(0.1), outer, jc.direct(jc.identity()), "dcn", every=2, fragments=2, delay=1, mixing=0.5
+    )
+    like = {f"block_{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(2)}
+    state, specs = jc.init_state(tx, like, mesh.abstract_mesh, "dcn")
+
+    def loss(params, x):
+        for block in params.values():
+            x = x + jnp.tanh(x @ block)
+        return jnp.mean(x**2)
+
+    def steps(known, params, state, batches):
+        params = jax.tree.map(lambda x: x[0], params)
+        for i, x in enumerate(batches):
+            updates, state = tx.update(jax.grad(loss)(params, x), state, params, at=3 + i if known else None)
+            params = optax.apply_updates(params, updates)
+        return jax.tree.map(lambda x: x[None], params), state
+
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), like)
+    batches = [jax.ShapeDtypeStruct((512, WIDTH), jnp.float32)] * 2
+    args = (
+        targets.shapes_on(mesh, params, rows),
+        targets.shapes_on(mesh, state, specs),
+        targets.shapes_on(mesh, batches, rows),
+    )
+    books = [
+        targets.compiled(
+            jax.shard_map(partial(steps, known), mesh=mesh, in_specs=(rows, specs, rows), out_specs=(rows, specs)),
+            *args,
+        ).ledger
+        for known in (True, False)
+    ]
+    between = [[row for row in book.rows if "dcn" in "".join(row.axes(mesh))] for book in books]
+    assert [row.branch for row in between[0]] == ["", ""]
+    assert min(row.beside or 0 for row in between[0]) >= 3
+    assert len(between[1]) == 4  # an arm for each fragment in each step
+    assert all(row.branch and not row.beside for row in between[1])

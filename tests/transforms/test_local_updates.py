@@ -1,5 +1,7 @@
 """Local updates against the oracle, against their plain methods to the bit, on meshes, and in what they send."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,20 +43,22 @@ def like(tree, x):
     )
 
 
-def train(tx, curvature, target, steps, workers=N, observe=lambda params, state: ()):
-    """Points of all workers after each step, the state, and what `observe` sees of each step."""
+def train(tx, curvature, target, steps, workers=N, observe=lambda params, state: (), at=lambda t: None):
+    """Points of all workers after each step, the state, and what `observe` sees of each step. at: what step t says."""
     state, axes = jc.init_state(tx, PARAMS, workers, "data")
     params = jax.tree.map(lambda p: jnp.stack([p] * workers), PARAMS)
 
-    def one(params, state, curvature, target):
+    def one(at, params, state, curvature, target):
         grads = jax.tree.map(lambda p, a, b: a * (p - b), params, like(PARAMS, curvature), like(PARAMS, target))
-        updates, state = tx.update(grads, state, params)
+        updates, state = tx.update(grads, state, params, at=at)
         return optax.apply_updates(params, updates), state
 
-    step = jax.jit(jax.vmap(one, in_axes=(0, axes, 0, 0), out_axes=(0, axes), axis_name="data"))
+    in_axes, out_axes = (0, axes, 0, 0), (0, axes)
+    mapped = lambda at, *args: jax.vmap(functools.partial(one, at), in_axes, out_axes, "data")(*args)
+    step = jax.jit(mapped, static_argnums=0)
     points, seen = [], []
-    for _ in range(steps):
-        params, state = step(params, state, curvature, target)
+    for t in range(1, steps + 1):
+        params, state = step(at(t), params, state, curvature, target)
         points.append(np.stack([flat(jax.tree.map(lambda p: p[i], params)) for i in range(workers)]))  # noqa: B023
         seen.append(observe(params, state))
     return np.stack(points), state, seen
@@ -105,6 +109,28 @@ def test_it_is_the_method_of_the_oracle(case, seed):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(flat(state.point), centre[-1], rtol=2e-5, atol=2e-6)
     assert int(state.count) == steps
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_step_that_says_its_number_needs_no_conditional(delay, seed):
+    """Rounds after the first are one program: they may say the numbers of the second one."""
+    tx = jc.local_updates(
+        optax.sgd(0.05), optax.sgd(0.7, momentum=0.9), FULL, "data", every=2, fragments=2, delay=delay, mixing=0.5
+    )
+    (want, state, _), (got, same, _) = (
+        train(tx, *worlds(seed), 7, at=at) for at in (lambda t: None, lambda t: t if t <= 4 else 3 + (t - 1) % 2)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
+    assert int(state.count) == int(same.count) == 7
+    assert jax.tree.structure(state) == jax.tree.structure(same)
+    update = lambda at: jax.make_jaxpr(
+        lambda grads, state: tx.update(grads, state, grads, at=at), axis_env=[("data", N)]
+    )(PARAMS, tx.init(PARAMS))
+    assert "cond[" in str(update(None))
+    assert "cond[" not in str(update(3))
+    for wrong in (0, 2.0, True, jnp.int32(3)):
+        with pytest.raises(ValueError, match=r"at must be the number of this step, an integer of at least 1"):
+            update(wrong)
 
 
 def test_fragments_are_even_and_none_is_empty():
