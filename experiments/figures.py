@@ -71,6 +71,7 @@ FIGURES = {
     "trees": Figure("costs", "bench trees --markdown {table}", "bench/trees.py", 12),
     "codes": Figure("costs", "bench codes --markdown {table}", "bench/codes.py", 3),
     "training": Figure("thresholds", "sidco training --steps 300 --seeds 0 1", "sidco", 4),
+    "scale": Figure("scale", "scale --workers 8 512 16384", "scale", 1, ("scale.png", "scale.png")),
     "workers": Figure("scale", "workers", "scale/workers.py", 8, ("workers.png", "workers.png")),
     "scoreboard": Figure("scoreboard", SCOREBOARD, "network", 35, ("scoreboard.png", "scoreboard.png")),
     "plan": Figure("plan", PLAN, "plan", 35, ("regret.png", "plan.png")),

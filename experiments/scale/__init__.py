@@ -24,20 +24,19 @@ COLUMNS: Columns = {
     "entries / shards": "{entries:.0e} / {shards}",
     "exchanging": "{exchanging:,} of {workers:,}",
     "message": "{message}",
-    "route": "{route}",
+    "route": "`{route}`",
     "sent": lambda row: in_units(row["sent_bytes"]),
     "held": lambda row: in_units(row["held_bytes"]),
-    "s on links": "{links:.3g}",
-    "s of work": "{work:.3g}",
-    "seconds": "{seconds:.3g}",
+    "s on links, computed": "{links:.3g}",
+    "s of work": "{work:.3g}, {known}",
+    "s in all": "{seconds:.3g}",
     "selects": "{selects}",
     "waits": "{waits:.3g}",
     "schedule": "{schedule}",
     "replaced by": "{replaced}",
 }
 NOTES = """\
-Seconds: on the links and of work, to encode and decode on {machine}. What a second selection loses ("twice") is not in
-them. Held: beside the gradient and the memory of error feedback. A worker has {memory:g} GB, and models that do not fit
+Seconds: on the links, and of work, to encode and decode on {machine}. Held: beside the gradient and the memory of error feedback. A worker has {memory:g} GB, and models that do not fit
 are cut into shards: n / shards devices exchange the same one. A route that needs more than a quarter of the memory, or
 takes more than twice as long as the fastest that fits, is marked with the one that replaces it.
 
@@ -83,8 +82,9 @@ def rows_of(
                     work = machine.work(jc.Candidate(message, algorithm), sent, {"all": n // shards})
                     both = {"links": at.pop("seconds"), "work": 0.0 if work is None else work.all.seconds(own)}
                     twice = message.startswith("sparse") and name in ("two_shot", "hierarchy")
+                    about["known"] = "measured" if machine.source.startswith("measured") else "computed"
                     row = {**about, "message": message, "route": name, **at, **both, "seconds": sum(both.values())}
-                    rows.append(row | {"selects": "twice" if twice else ""})
+                    rows.append(row | {"selects": "twice, loss not counted" if twice else ""})
     return [row | {"replaced": replacement(rows, row, machine.memory / 4)} for row in rows]
 
 

@@ -88,7 +88,7 @@ def test_scale_marks_what_does_not_fit_and_names_what_replaces_it(tmp_path, caps
     assert replacement(rows, gathered, 2e10) == "does not fit: two_shot"
     assert gathered["seconds"] == pytest.approx(gathered["links"] + gathered["work"])
     assert gathered["work"] > 0
-    assert {row["selects"] for row in rows if row["route"] == "two_shot"} == {"", "twice"}
+    assert {row["selects"] for row in rows if row["route"] == "two_shot"} == {"", "twice, loss not counted"}
     assert (tmp_path / "s" / "scale.png").exists()
     assert gathered["waits"] == pytest.approx(0.001 * math.sqrt(2 * math.log(16384)))
     assert "two_shot" in capsys.readouterr().out
