@@ -252,22 +252,38 @@ def reported(run: Run, title: str, rows: list[dict[str, Any]], dense: str, notes
     rows = [row | more(row) | fewer(row) if "dcn" in row else row for row in rows]
     run.keep(rows)
     run.table(title, COLUMNS, rows, notes)
-    panels = {
-        name: {
-            of: ([row["method"] for row in own], [row[key] / 1e6 for row in own])
-            for of, key in (("the compiled program", "dcn"), ("the planner", "planned"))
-        }
-        for name in dict.fromkeys(row["pods"] for row in rows)
-        if (own := [row for row in rows if row["pods"] == name and "dcn" in row])
-    }
-    if panels:
-        run.plot("pods.png", panels, title, ylabel="MB that a chip sends in a round", yscale="log")
+    if known := [row for row in rows if "dcn" in row]:
+        run.picture(drawn(known, title), "pods.png")
     for row in rows:
         if "error" in row:
             run.say(f"{row['pods']}, {row['method']}: {row['error']}")
         elif not row["fits"]:
             run.say(f"{row['pods']}, {row['method']}: more than the memory of a chip")
     return run.status
+
+
+def drawn(rows: list[dict[str, Any]], title: str) -> Any:
+    """A panel for each kind of pods: a bar of the compiled program's bytes for each method, and a tick of the
+    planner's."""
+    from experiments.lib.plots import COLOURS, new_figure
+
+    names = list(dict.fromkeys(row["pods"] for row in rows))
+    columns = min(len(names), 2)
+    figure, axes = new_figure(columns, height=3.4 * -(-len(names) // columns), rows=-(-len(names) // columns))
+    for axis, name in zip(axes, names, strict=False):
+        own = [row for row in rows if row["pods"] == name][::-1]  # the first on top
+        sent, methods = [row["dcn"] / 1e6 for row in own], [row["method"] for row in own]
+        axis.barh(methods, sent, color=COLOURS[6], label="the compiled program")
+        axis.plot([row["planned"] / 1e6 for row in own], methods, "|", color=COLOURS[0], ms=18, mew=2, label="planner")
+        axis.bar_label(axis.containers[0], [f"{x:,.3g}" for x in sent], padding=4, fontsize=8)
+        axis.set(title=name, xlabel="MB that a chip sends between workers in a round", xscale="log")
+        axis.set_xlim(min(sent) / 3, max(sent) * 6)
+        axis.grid(axis="y", visible=False)
+    for axis in axes[len(names) :]:
+        axis.remove()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    figure.suptitle(title)
+    return figure
 
 
 def main(arguments: Sequence[str]) -> int:

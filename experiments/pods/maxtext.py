@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     notes = (
         f"MaxText's {o.model}: a step of AdamW, and DiLoCo's exchange of all parameters in f32 after it; 2048 tokens a "
         f"chip, parameters cut over the chips of each slice ({o.topology}). Compiled ahead of time for devices that "
-        "are not here: bytes and memory are of that program, and seconds computed from its bytes, without latency or work. "
-        "Bytes: of the ledger, padding of TPU tiles included, as the planner counts it; inside: all of the step."
+        "are not here: bytes and memory are of that program; seconds are computed from its bytes, without latency or "
+        "work. Bytes: of the ledger, padding of TPU tiles included, as the planner counts it; inside: all of the step."
     )
     return pods.reported(run, f"MaxText's {o.model}, compiled by JAX {jax.__version__}", rows, OWN, notes)

@@ -36,8 +36,9 @@ COLUMNS: Columns = {
     "replaced by": "{replaced}",
 }
 NOTES = """\
-Seconds: on the links, and of work, to encode and decode on {machine}. Held: beside the gradient and the memory of error feedback. A worker has {memory:g} GB, and models that do not fit
-are cut into shards: n / shards devices exchange the same one. A route that needs more than a quarter of the memory, or
+Seconds: on the links, and of work, to encode and decode on {machine}.
+Held: beside the gradient and the memory of error feedback. A worker has {memory:g} GB, and models that do not fit are
+cut into shards: n / shards devices exchange the same one. A route that needs more than a quarter of the memory, or
 takes more than twice as long as the fastest that fits, is marked with the one that replaces it.
 
 Waits: seconds, at most, until the slowest of n is there, where the times of a step have a standard deviation of
@@ -150,5 +151,5 @@ def main(arguments: Sequence[str]) -> int:
         x, y = panel.setdefault(f"{row['message']}: {row['route']}", ([], []))
         x.append(row["workers"])
         y.append(row["seconds"])
-    run.plot("scale.png", panels, xscale="log", yscale="log", xlabel="devices", ylabel="seconds of an exchange")
+    run.plot("scale.png", panels, xscale="log", yscale="log", xlabel="devices", ylabel="seconds of an exchange, computed")
     return 0

@@ -67,7 +67,7 @@ def test_fragments_with_delay_are_exchanged_beside_the_next_step(target):
     if package := targets.lacks(target):
         pytest.skip(f"compiling for {target} needs the package {package}")
     devices = targets.described(target, slices=2) if target.startswith("v5e") else targets.described(target)
-    of = lambda device: getattr(device, "slice_index", device.id // 2)
+    of = lambda device: device.slice_index if target.startswith("v5e") else device.id // 2
     mesh = Mesh([[device for device in devices if of(device) == i] for i in range(2)], ("dcn", "ici"))
     outer, rows = optax.sgd(0.7, momentum=0.9), P("dcn")
     tx = jc.local_updates(
@@ -104,6 +104,6 @@ def test_fragments_with_delay_are_exchanged_beside_the_next_step(target):
     ]
     between = [[row for row in book.rows if "dcn" in "".join(row.axes(mesh))] for book in books]
     assert [row.branch for row in between[0]] == ["", ""]
-    assert min(row.beside or 0 for row in between[0]) >= 3
+    assert max(row.beside or 0 for row in between[0]) >= 5
     assert len(between[1]) == 4  # an arm for each fragment in each step
     assert all(row.branch and not row.beside for row in between[1])
