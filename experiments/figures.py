@@ -63,7 +63,7 @@ SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two
 SCOREBOARD += "local-int4@20"
 PLAN = "plan regret --workers 2 4 8 --one-process 2 4 --sizes 50000 250000 --seconds 12 --rounds 40"
 LOCAL = "local --data {data}/tinyshakespeare --every 20 --steps 240 --batch 4 --length 48"
-PODS = "pods --pods 4xh100 16xh100 2xv5e:16x16"
+HOSTS = "pods --pods h100 4xh100 32xh100 --size 1.3 6.7"
 FIGURES = {
     "demo": Figure("demo", "compare", "train", 2, ("compare.png", "demo.png")),
     "bench": Figure("costs", "bench compressors --markdown {table}", "bench/compressors.py", 5),
@@ -77,7 +77,11 @@ FIGURES = {
     "plan": Figure("plan", PLAN, "plan", 35, ("regret.png", "plan.png")),
     "local": Figure("local", LOCAL, "local", 10),
     "accelerator": Figure("accelerators", "accelerator", "accelerator", 5, accelerator=True),
-    "pods": Figure("pods", PODS, "pods", 25, ("pods.png", "pods.png"), compilers=True),
+    "pods": Figure("pods", "pods --pods v5e:16x16 2xv5e:16x16", "pods", 30, ("pods.png", "pods.png"), compilers=True),
+    "hosts": Figure("pods", HOSTS, "pods", 40, ("pods.png", "hosts.png"), compilers=True),
+    "pods-maxtext": Figure(
+        "pods", "pods maxtext", "pods", 40, ("pods.png", "pods-maxtext.png"), compilers=True, package="maxtext"
+    ),
     "setups": Figure("setups", "setups", "scale/setups.py", 3, whole=True),
     "maxtext": Figure(
         "trainers", "trainers maxtext", "trainers", 10, ("maxtext.png", "maxtext.png"), package="maxtext"

@@ -151,5 +151,6 @@ def main(arguments: Sequence[str]) -> int:
         x, y = panel.setdefault(f"{row['message']}: {row['route']}", ([], []))
         x.append(row["workers"])
         y.append(row["seconds"])
-    run.plot("scale.png", panels, xscale="log", yscale="log", xlabel="devices", ylabel="seconds of an exchange, computed")
+    labels = {"xlabel": "devices", "ylabel": "seconds of an exchange, computed"}
+    run.plot("scale.png", panels, xscale="log", yscale="log", **labels)
     return 0

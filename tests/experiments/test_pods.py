@@ -5,9 +5,12 @@ import math
 import jax
 import pytest
 
+import jaxcomp as jc
 from experiments import pods
+from experiments.__main__ import main
 from experiments.lib.cli import UserError
 from experiments.lib.targets import lacks
+from experiments.pods import maxtext
 
 SMALL = pods.Size(2, 256, 1024, 128)
 
@@ -20,27 +23,44 @@ def test_parameters_are_those_of_the_name():
         assert set(cut) == set(shapes)
 
 
-@pytest.mark.parametrize("text", ["v5e:4x4", "1xv5e:4x4", "2xa100", "2xh100:4", "axv5e:2x2"])
+@pytest.mark.parametrize("text", ["65xh100", "0xv5e:4x4", "2xa100", "2xh100:4", "axv5e:2x2"])
 def test_what_are_no_pods_is_refused(text):
     with pytest.raises(UserError, match=r"pods must be like|say 2xh100"):
         pods.pods_of(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype"), [("2xv5e:2x2", "f32"), ("4xh100", "bf16"), ("4xh100", "int4 + error feedback")]
+    ("text", "name"),
+    [
+        ("2xv5e:2x2", "sidco(0.001) + error feedback"),
+        ("v5e:2x2", "f32"),
+        ("4xh100", "bf16"),
+        ("h100", "int4 + error feedback"),
+        ("2xh100", "f32 inside, int4 + error feedback"),
+    ],
 )
-def test_the_planner_counts_what_the_compiled_program_sends(text, dtype):
+def test_the_planner_counts_what_the_compiled_program_sends(text, name):
     each = pods.pods_of(text)
     if package := lacks(each.target):
         pytest.skip(f"compiling for {each.target} needs the package {package}")
     before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     try:
-        row = pods.tried(each, SMALL, dtype)
+        row = pods.tried(each, SMALL, name)
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
     assert "error" not in row
-    tiles = 4096 * len(pods.gpt(SMALL)[0]) if each.kind == "v5e" else 0
-    assert row["planned"] <= row["dcn"] <= 1.01 * row["planned"] + tiles
+    assert (row["planned"], row["planned_ici"]) == (row["dcn"], row["ici"])
+    assert bool(row["ici"]) == ("inside" in name)
     assert row["unknown"] == 0
     assert row["fits"]
+
+
+def test_maxtext_is_left_out_by_name_where_it_is_not_installed(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("experiments.pods.maxtext.find_spec", lambda name: None)
+    assert main(["pods", "maxtext", "--runs", str(tmp_path)]) == 0
+    assert "maxtext: left out, maxtext is not installed" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--slices must be at least 2; got 1"):
+        maxtext.main(["--slices", "1", "--runs", str(tmp_path)])
+    for words in maxtext.METHODS.values():
+        assert not words or jc.from_config(words)
