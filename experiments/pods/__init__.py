@@ -276,7 +276,7 @@ def drawn(rows: list[dict[str, Any]], title: str) -> Any:
         axis.barh(methods, sent, color=COLOURS[6], label="the compiled program")
         axis.plot([row["planned"] / 1e6 for row in own], methods, "|", color=COLOURS[0], ms=18, mew=2, label="planner")
         axis.bar_label(axis.containers[0], [f"{x:,.3g}" for x in sent], padding=4, fontsize=8)
-        axis.set(title=name, xlabel="MB that a chip sends between workers in a round", xscale="log")
+        axis.set(title=name, xlabel="MB that a chip sends in a round", xscale="log")
         axis.set_xlim(min(sent) / 3, max(sent) * 6)
         axis.grid(axis="y", visible=False)
     for axis in axes[len(names) :]:
