@@ -275,9 +275,12 @@ def drawn(rows: list[dict[str, Any]], title: str) -> Any:
         sent, methods = [row["dcn"] / 1e6 for row in own], [row["method"] for row in own]
         axis.barh(methods, sent, color=COLOURS[6], label="the compiled program")
         axis.plot([row["planned"] / 1e6 for row in own], methods, "|", color=COLOURS[0], ms=18, mew=2, label="planner")
-        axis.bar_label(axis.containers[0], [f"{x:,.3g}" for x in sent], padding=4, fontsize=8)
+        axis.bar_label(
+            axis.containers[0], [f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in sent], padding=4, fontsize=8
+        )
         axis.set(title=name, xlabel="MB that a chip sends in a round", xscale="log")
         axis.set_xlim(min(sent) / 3, max(sent) * 6)
+        axis.tick_params(axis="x", which="minor", labelbottom=False)
         axis.grid(axis="y", visible=False)
     for axis in axes[len(names) :]:
         axis.remove()
