@@ -334,7 +334,7 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
 
 def zeros_if_shape(total: Tree, messages: Tree) -> Tree:
     """A total to add messages to: itself, or zeros where it has shapes alone, made once the messages are there."""
-    if not is_shapes(total):
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(total)):
         return total
     if platform() == "cpu":
         return backend_cpu.zeros_after(messages, total)
@@ -517,10 +517,11 @@ def of_entries(entries: Callable[..., tuple[Array, Array]], ascending: bool = Tr
 
     def with_weight(payload: Tree, weight: Array | None, shared: Tree, like: Any) -> tuple[Array, Array]:
         indices, values = entries(payload, shared, like)
-        return indices, weighted(values.astype(like.dtype), weight)
+        values = values.astype(like.dtype)
+        return indices, values if weight is None else values * weight.astype(like.dtype)
 
     def accumulate(total: Any, payloads: Tree, weights: Tree, shared: Tree) -> Array:
-        like = like_of(total)
+        like = jax.ShapeDtypeStruct(total.shape, total.dtype)
 
         def add(total: Array, message: tuple[Tree, Tree]) -> Array:
             indices, values = with_weight(*message, shared, like)

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import as_words, bounded, sum_rows, weighted
-from jaxcomp.backend import SparseSum, cut_apart, platform, side_by_side
+from jaxcomp.arrays import as_words, sum_rows, weighted
+from jaxcomp.backend import cut_apart, platform, side_by_side
 from jaxcomp.backend_cpu import opaque_true
 from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, proven_equal, varying, varying_axes
 from jaxcomp.floats import rounded_to
@@ -42,14 +42,12 @@ __all__ = [
     "permutation_schedule",
     "ragged_all_to_all",
     "send",
-    "share_of",
     "sum_arrays",
     "sum_bytes",
     "sum_lanes",
     "sum_scatter",
     "summed",
     "summed_size",
-    "whole_of",
     "word_lanes",
 ]
 
@@ -188,23 +186,6 @@ def _sums_in_turn(arrays: list[Array], axis: Axis) -> list[Array]:
             now = [jnp.where(ready, x, jnp.zeros((), x.dtype)) if x.size >= SMALL else x for x in now]
         sums += lax.psum(now, axis)
     return sums
-
-
-def share_of(axis: Axis, weights: Any = None) -> float:
-    """Weight of each message where it is added, if there are no weights: 2^-k, at most 1/n.
-
-    1/n comes in two parts, this one and that of `whole_of`. Products with it are exact, so that sums are the same bit
-    for bit wherever they are compiled, and none overflows.
-    """
-    return 1.0 if weights is not None else 0.5 ** (axis_size(axis) - 1).bit_length()
-
-
-def whole_of(total: Any, axis: Axis, weights: Any = None) -> Any:
-    """The mean, from a sum of such shares (an array or a `SparseSum`): times 2^k/n < 2, and saturated."""
-    last = 1.0 if weights is not None else 1 / (axis_size(axis) * share_of(axis))
-    if last == 1 or isinstance(total, SparseSum):  # which is saturated when it is made
-        return total if last == 1 else total * last
-    return bounded(total * last)
 
 
 def sum_scatter(x: Array, axis: Axis) -> Array:

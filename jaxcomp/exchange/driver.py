@@ -58,7 +58,7 @@ from jaxcomp.exchange.axes import (
     varying,
     varying_axes,
 )
-from jaxcomp.exchange.collectives import share_of, summed, whole_of
+from jaxcomp.exchange.collectives import summed
 from jaxcomp.exchange.links import DEFAULT, Link, check_link
 from jaxcomp.exchange.measure import (
     NAMES,
@@ -156,16 +156,10 @@ class Exchange(NamedTuple):
             return self._replace(route=route_of(made)).step(state, given)
         local, shared, groups = self._opened(state)
         grads, arrays = given(groups)
-        way = self._way(groups, (arrays, local, shared))
+        way = self._way(groups, axis_size(self.placement.workers), (arrays, local, shared))
         measured = shared.count % self.measure == 0 if self.measure else None
-        workers = self.placement.workers
-        round_ = Round(
-            self._key(shared),
-            groups.groups,
-            self._compressors(groups),
-            axis_index(workers),
-            axis_size(workers),
-        )
+        index = axis_index(self.placement.workers)
+        round_ = Round(self._key(shared), groups.groups, self._compressors(groups), index, way.workers)
         roles, turn = self.algorithm.roles, _Turn(self, way, State(local.route, shared.route), measured)
         before = whole(State(local.algorithm, shared.algorithm), roles)
         out, after = answered(self.algorithm.update(round_, grads, before), turn.answer)
@@ -234,7 +228,7 @@ class Exchange(NamedTuple):
             key = jax.random.fold_in(key, axis_index(self.placement.outer))
         return jax.random.fold_in(key, axis_index(self.placement.workers))
 
-    def _way(self, groups: Groups, given: Any) -> Way:
+    def _way(self, groups: Groups, workers: int, given: Any) -> Way:
         """For the route. given: all that messages are made of."""
         place, dtype = self.placement, wide(*groups.dtypes)
         weights = None if self.shares is None else jnp.asarray(self.shares, dtype)
@@ -245,7 +239,7 @@ class Exchange(NamedTuple):
             mesh = jax.sharding.get_abstract_mesh()
             replicas += tuple(name for name in mesh.manual_axes if name not in known and mesh.shape[name] > 1)
         rereads = self.algorithm.rereads
-        return Way(place.workers, weights, self.link, replicas, buckets, self.exact, place.outer, rereads)
+        return Way(place.workers, workers, weights, self.link, replicas, buckets, self.exact, place.outer, rereads)
 
     def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
         """Errors of this round, or of the last one in which they were measured."""
@@ -295,7 +289,7 @@ class _Turn:
         for message in messages:
             message.arrived = tuple(next(arrived) for _ in message.parcels)
         given = [x for request in requests for x in request.message]
-        n = axis_size(self.way.axis)
+        n = self.way.workers
         dense = 8 * (n - 1) / n * sum(x.size for x in given)
         known = not isinstance(carried.sent_bytes, Tracer) and not self.way.replicas  # which add bytes on other axes
         if known and carried.sent_bytes > 1.01 * dense + PADDING:
@@ -313,14 +307,14 @@ class _Turn:
         for i, request in enumerate(requests):
             by_dtype.setdefault(wide(*(leaf.dtype for leaf in jax.tree.leaves(request.x))), []).append(i)
         totals: list[Any] = [None] * len(requests)
-        size, way = axis_size(self.way.axis), self.way
+        way = self.way
         for dtype, numbers in by_dtype.items():
             given = tuple(requests[i].x for i in numbers)
             with jax.named_scope("jc_exchange_sum"):
                 found, sent_bytes = summed(given, way.axis, way.weights, way.replicas, None, True, dtype)
             self.counted.append(count_sum(given, sent_bytes))
             for i, total in zip(numbers, found, strict=True):
-                totals[i] = total if way.weights is None else jax.tree.map(lambda t: t * size, total)
+                totals[i] = total if way.weights is None else jax.tree.map(lambda t: t * way.workers, total)
         return totals
 
     def _cond(self, request: Cond) -> Any:
@@ -361,9 +355,9 @@ class Message:
     def __init__(self, request: Mean, way: Way):
         self.request, self.way = request, way
         self.arrived: tuple[Arrived, ...] = ()
-        index, size = axis_index(way.axis), axis_size(way.axis)
+        index = axis_index(way.axis)
         pairs = list(zip(request.compressors, request.states, strict=True))
-        self.mine = tuple(for_worker(c, state.shared, index, size) for c, state in pairs)
+        self.mine = tuple(for_worker(c, state.shared, index, way.workers) for c, state in pairs)
         parcels, local = [], []
         each = zip(pairs, request.keys, request.message, self.mine, request.groups, strict=True)
         self.programs = _programs(request)
@@ -474,11 +468,10 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
     if arrived.payloads is None:
         mine = lambda shared: for_worker(compressor, shared, 0, 1)
         decode = lambda total, shared: compressor.decompress(total, mine(shared), like)
-        return whole_of(varying(on_equal_types(decode, arrived.total, parcel.shared), way.outer), way.axis, way.weights)
+        return way.mean_of(varying(on_equal_types(decode, arrived.total, parcel.shared), way.outer))
     weights = way.weights
     if weights is None:
-        workers = jax.tree.leaves(arrived.payloads)[0].shape[0]
-        weights = jnp.full((workers,), share_of(way.axis), like.dtype)
+        weights = jnp.full((way.workers,), way.share, like.dtype)
 
     def total(payloads: Any, weights: Any, shared: Any) -> Any:
         if sizes and compressor.entries is not None:
@@ -489,7 +482,7 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
 
     def made(payloads: Any) -> Any:
         found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)
-        return whole_of(found, way.axis, way.weights)
+        return way.mean_of(found)
 
     if compressor.spec.entrywise and is_apart(like.size, sizes):
         return made_in_pieces(made, arrived.payloads, sizes)

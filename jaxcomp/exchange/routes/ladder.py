@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.exchange.axes import axis_size, on_equal_types
+from jaxcomp.exchange.axes import on_equal_types
 from jaxcomp.exchange.collectives import all_gather, all_max, gather_bytes
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route, payloads_of
 from jaxcomp.groups import Layout
@@ -50,7 +50,7 @@ def rungs(words: int) -> tuple[int, ...]:
 def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
     """All payloads, as an all-gather would bring them, for the bytes of their codes."""
     payloads, is_stack = payloads_of(parcels), [len(parcel.like.shape) > 1 for parcel in parcels]
-    workers, axis = axis_size(way.axis), way.axis
+    workers, axis = way.workers, way.axis
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), payloads)
     steps = rungs(lane_bytes(payloads) // 4)
     if not steps:
