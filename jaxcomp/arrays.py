@@ -17,6 +17,7 @@ from jaxcomp.floats import loses, rounded_to
 
 __all__ = [
     "as_words",
+    "bit_length",
     "bounded",
     "constants",
     "finite",
@@ -126,6 +127,17 @@ def is_host(x: Any) -> bool:
 def namespace(x: Any) -> Any:
     """numpy or jax.numpy."""
     return np if is_host(x) else jnp
+
+
+def bit_length(x: Array) -> Array:
+    """Number of binary digits of each uint32, 0 for 0: i32.
+
+    >>> bit_length(np.array([0, 1, 255, 256, 2**32 - 1], np.uint32))
+    array([ 0,  1,  8,  9, 32], dtype=int32)
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        return np.frexp(x.astype(np.float64))[1].astype(np.int32)
+    return 32 - lax.clz(x.astype(jnp.uint32)).astype(jnp.int32)
 
 
 def as_words(x: Array) -> Array:

@@ -130,7 +130,9 @@ def grid(second):
 
 def on_vmap(step, given):
     """step(message, way) -> equal on all workers; given: [n, ...]."""
-    return jax.jit(jax.vmap(lambda x: step(x, Way(AXIS, len(jax.tree.leaves(given)[0]))), axis_name=AXIS, out_axes=None))(given)
+    return jax.jit(
+        jax.vmap(lambda x: step(x, Way(AXIS, len(jax.tree.leaves(given)[0]))), axis_name=AXIS, out_axes=None)
+    )(given)
 
 
 def on_mesh(step, given, check_vma=True):

@@ -59,7 +59,7 @@ class Scaled(NamedTuple):
 def _codings(payload: Dense, code: str) -> Choices:
     values = payload.values
     if is_array(values):
-        return Choices([Coding(DENSE, (code,), 8 * lane_bytes(values))])
+        return Choices([Coding(DENSE, (code,), 8 * values.size * values.dtype.itemsize)])
     return Choices([Coding(DENSE, (code,), 0)], lambda: code_bits(values, code=code))
 
 

@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import as_words, is_host, namespace
+from jaxcomp.arrays import bit_length, is_host
 from jaxcomp.base import Lengths
-from jaxcomp.codes.arrays import bit_length
 from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.keys import MAX_KEYS, Gaps, decode_gaps, encode_keys, keys_of, plan
 from jaxcomp.payloads import sparse_records as records
@@ -57,9 +56,15 @@ I32, U32 = jnp.int32, jnp.uint32
 # What a message says
 
 
+def _of(x: Array) -> Any:
+    """numpy, or jax.numpy."""
+    return np if isinstance(x, np.ndarray) else jnp
+
+
 def _not_zero(values: Array) -> Array:
     """Mask of the numbers that have a bit set: padding has none, not even a sign."""
-    return (values.view(f"u{values.itemsize}") if is_host(values) else as_words(values)) != 0
+    words = f"uint{8 * values.dtype.itemsize}"
+    return (values.view(words) if _of(values) is np else lax.bitcast_convert_type(values, jnp.dtype(words))) != 0
 
 
 def _bare(payload: Sparse) -> Sparse:
@@ -79,7 +84,7 @@ def _extent(payload: Sparse) -> tuple[Array, Entries]:
     values, indices = payload
     if isinstance(indices, LocalIndices):
         return _local_extent(payload)
-    xp, capacity = namespace(indices), indices.shape[-1]
+    xp, capacity = _of(indices), indices.shape[-1]
     place, last = xp.arange(capacity, dtype=xp.int32), indices[-1]
     padding = indices == last
     stop = xp.argmax(padding).astype(xp.int32) + 1
@@ -100,7 +105,7 @@ def _extent(payload: Sparse) -> tuple[Array, Entries]:
 
 def _local_extent(payload: Sparse) -> tuple[Array, Entries]:
     values, (low, counts) = payload
-    xp, capacity = namespace(low), low.shape[-1]
+    xp, capacity = _of(low), low.shape[-1]
     size = min(BLOCK * counts.shape[0], 2**31 - 1)
     place = xp.arange(capacity, dtype=xp.int32)
     total = xp.sum(counts, dtype=xp.int64 if is_host(counts) else xp.int32)
@@ -121,7 +126,7 @@ def _local_extent(payload: Sparse) -> tuple[Array, Entries]:
 def _gaps(entries: Entries) -> Gaps:
     """Distances of the entries that are sent, which stand at the front."""
     indices, count = entries.indices, entries.count
-    xp = namespace(indices)
+    xp = _of(indices)
     if is_host(indices):
         indices = indices[: int(count)]
     before = xp.concatenate([xp.full((1,), -1, xp.int32), indices[:-1]])[: indices.shape[0]]
@@ -148,7 +153,7 @@ def _codings(payload: Sparse, code: str) -> Choices:
         best = [Coding(records.CODED_LOCAL, ("best",), int(keys.bits), plan=(none, keys))] if local else []
         return Choices([Coding(kind, ("fixed", "best"), extra, plan=(0, none)), *elias, *best], rest)
     stop, entries = _extent(payload)
-    xp, dtype = namespace(low), count_type(low, capacity * (each + 40) + extra)
+    xp, dtype = _of(low), count_type(low, capacity * (each + 40) + extra)
     if local:
         width = 16
     else:
