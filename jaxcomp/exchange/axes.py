@@ -190,6 +190,9 @@ class Placement:
     shards: those along which parameters are cut into shards.
     replicas: those along which gradients are equal, so that the devices there share the work.
     partial: whether it is part of a larger mesh, so that shared state may differ over `outer`.
+    names: of the axes of the workers.
+    outer: axes over which gradients differ and which it leaves alone, in the order of the leading axis of a state.
+    every: axes over which gradients differ.
     """
 
     workers: Axis
@@ -197,25 +200,19 @@ class Placement:
     shards: tuple[str, ...] = ()
     replicas: tuple[str, ...] = ()
     partial: bool = False
+    names: tuple[str, ...] = dataclasses.field(init=False, compare=False, repr=False)
+    outer: tuple[str, ...] = dataclasses.field(init=False, compare=False, repr=False)
+    every: Axis = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        outer = (*(name for axes in self.later for name in axes), *self.shards)
+        names = axis_names(self.workers)
+        found = {"names": names, "outer": outer, "every": (*outer, *names) or None}
+        vars(self).update(found)  # as a frozen dataclass keeps what follows from its other fields
 
     def __str__(self) -> str:
-        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.init]
         return ", ".join(f"{name}={value}" for name, value in values if value or name == "workers")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the axes of the workers."""
-        return axis_names(self.workers)
-
-    @property
-    def outer(self) -> tuple[str, ...]:
-        """Axes over which gradients differ and which it leaves alone, in the order of the leading axis of a state."""
-        return (*(name for axes in self.later for name in axes), *self.shards)
-
-    @property
-    def every(self) -> Axis:
-        """Axes over which gradients differ."""
-        return (*self.outer, *self.names) or None
 
     @property
     def identity(self) -> "Placement":

@@ -475,7 +475,7 @@ def all_gather(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: S
             send each other what arrived.
         buckets: number of the bucket of each array; None for a single bucket.
     """
-    if not axis_names(axis):
+    if not axis:
         return jax.tree.map(lambda a: a[None], tree)
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     gathered: list[Any] = [None] * len(leaves)
@@ -521,7 +521,7 @@ def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets:
 
 def _shared_out(lane: Array, replicas: tuple[str, ...], exchange: Callable[[Array], Array]) -> Array:
     """exchange(lane), [m] -> [..., m], where each replica does one part of the lane."""
-    devices = axis_size(replicas)
+    devices = axis_size(replicas) if replicas else 1
     if devices == 1:
         return exchange(lane)
     size = -(-lane.size // devices)
@@ -534,7 +534,7 @@ def _shared_out(lane: Array, replicas: tuple[str, ...], exchange: Callable[[Arra
 
 def all_to_all(tree: Any, axis: Axis) -> Any:
     """Row j of every array goes to worker j: [n, ...] by destination becomes [n, ...] by origin."""
-    if not axis_names(axis):
+    if not axis:
         return tree
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     workers = axis_size(axis)
@@ -585,7 +585,7 @@ def all_sum(
         exact: nothing is rounded to less than `wide`.
         wide: f32 or f64, in which narrow floats are added.
     """
-    if not axis_names(axis):
+    if not axis:
         return tree if weights is None else jax.tree.map(lambda a: weighted(a, weights[0]), tree)
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     mine = weights[axis_index(axis)] if weights is not None else jnp.asarray(share, wide) if share != 1 else None
@@ -597,7 +597,7 @@ def all_sum(
         narrow = _is_narrow(lane)
         if lane.size == 0:
             totals = [jnp.zeros(part.shape, wide if narrow else lane.dtype) for part in parts]
-        elif not narrow and axis_size(replicas) == 1:
+        elif not narrow and (not replicas or axis_size(replicas) == 1):
             totals = sum_arrays([weighted(part, mine) for part in parts], axis)
         else:
             if narrow:  # as words, which XLA for CPU moves as they are: numbers of 16 bits it would widen before
