@@ -68,11 +68,11 @@ def gather(x: Array, axis: Axis) -> Array:
     Under `shard_map(check_vma=True)` only the form `to="invarying"` yields a value that the out
     spec P() accepts; under vmap and pmap that form is refused, and the plain one is typed so.
     """
-    size, width, lead = x.shape[-1], x.dtype.itemsize, x.shape[:-1]
-    extra = gathered_size(size, width) - size
+    size, lead, unit = x.shape[-1], x.shape[:-1], _gathered_unit(x.dtype.itemsize)
+    extra = -size % unit
     if extra:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)])
-    if platform() == "tpu" and width < 4 and size:
+    if unit > TPU_LANES and size:  # words of fewer than 32 bits, on a TPU
         x = x.reshape(*lead, -1, TPU_LANES)
     if set(axis_names(axis)) <= set(varying_axes(x)):
         rows = lax.all_gather(x, axis, to="invarying")
@@ -84,7 +84,12 @@ def gather(x: Array, axis: Axis) -> Array:
 
 def gathered_size(size: int, width: int) -> int:
     """How many entries cross in `gather` of so many, of `width` bytes each."""
-    return size + -size % (TPU_LANES * max(1, 4 // width)) if platform() == "tpu" else size
+    return size + -size % _gathered_unit(width)
+
+
+def _gathered_unit(width: int) -> int:
+    """What the number of entries of so many bytes is a multiple of where they are gathered."""
+    return TPU_LANES * max(1, 4 // width) if platform() == "tpu" else 1
 
 
 def exchanged_size(size: int, width: int) -> int:
@@ -115,8 +120,9 @@ def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
     processes small arrays are joined: gloo reduces each array of an all-reduce by itself, in 2 (n - 1) messages one
     after the other. On TPUs small arrays are joined, too, so that what crosses fills tiles.
     """
-    tiles = _in_tiles()
-    if platform() != "cpu" and not tiles:
+    where = platform()
+    tiles = where == "tpu" and _in_tiles()
+    if where != "cpu" and not tiles:
         return lax.psum(arrays, axis)
     if not tiles and jax.process_count() == 1:
         return _sums_in_turn(arrays, axis)
@@ -658,7 +664,8 @@ def sum_bytes(
             width, one = lane.width, [jax.ShapeDtypeStruct((part,), lane.dtype)]
             added = summed_size([leaves[i] for i in lane.places] if devices == 1 else one)
             sent += 2 * (workers - 1) / workers * added * width
-        sent += (devices - 1) * gathered_size(part, width) * width
+        if devices > 1:
+            sent += (devices - 1) * gathered_size(part, width) * width
     return sent
 
 
