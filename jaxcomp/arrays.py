@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ __all__ = [
     "bit_length",
     "bounded",
     "constants",
+    "decayed_sum",
     "finite",
     "is_array",
     "is_host",
@@ -160,6 +161,17 @@ def bounded(x: Array, dtype: Any = None) -> Array:
     x = x if dtype is None else x.astype(dtype)
     info = jnp.finfo(x.dtype)
     return jnp.clip(x, jnp.asarray(info.min, x.dtype), jnp.asarray(info.max, x.dtype))
+
+
+@functools.cache
+def decayed_sum(decay: float) -> Callable[[Array, Array], Array]:
+    """(e, g) -> decay e + g of finite g, saturated."""
+
+    def added(e: Array, g: Array) -> Array:
+        g = finite(g).astype(e.dtype)
+        return bounded(g + (e if decay == 1 else decay * e))
+
+    return added
 
 
 # ------------------------------------------------------------------------------------------------

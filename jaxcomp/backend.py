@@ -260,6 +260,8 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
         if len(sizes) > 1 and max(sizes) >= LONG and any(isinstance(a, Tracer) for a in jax.tree.leaves(vector)):
             return backend_cpu.made_apart(vector, sizes) if platform() == "cpu" else vector.made_apart(sizes)
         vector = vector.made()
+    if len(sizes) == 1 and sizes[0] == vector.shape[-1]:
+        return [vector]
     if _on_cpu(vector):
         return backend_cpu.cut_apart(vector, sizes)
     starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)

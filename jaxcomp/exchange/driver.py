@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.arrays import bounded, key_data, like_of, wide, wide_like, wrap_key
+from jaxcomp.arrays import bounded, key_data, wide, wide_like, wrap_key
 from jaxcomp.backend import in_place, is_apart, is_lazy, made_in_pieces, materialized, shared_program
 from jaxcomp.base import (
     Algorithm,
@@ -367,7 +367,7 @@ class Message:
             # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and
             # conditionals branches of different types.
             payload = varying(payload, (*axis_names(way.axis), *way.outer, *varying_axes(payload)))
-            parcels.append(Parcel(c, payload, state.shared, like_of(x), group.bucket))
+            parcels.append(Parcel(c, payload, state.shared, jax.ShapeDtypeStruct(x.shape, x.dtype), group.bucket))
             local.append((c, after))
         self.parcels, self.locals = tuple(parcels), tuple(local)
         # Where the largest number of the direction is far below that of a memory: of gradients in f16.
@@ -429,7 +429,7 @@ class Message:
     def _means(self, lazy: bool) -> tuple[Any, ...]:
         add = lambda compressor: functools.partial(accumulate, compressor)
         each = zip(self.parcels, self.arrived, self.programs, self.request.groups, strict=True)
-        cuts = lambda group: () if not lazy or group.is_stack else group.sizes
+        cuts = lambda group: () if not lazy or len(group.shape) > 1 else group.sizes
         with jax.named_scope("jc_decode"):
             return tuple(_mean(p, arrived, self.way, add(program), cuts(group)) for p, arrived, program, group in each)
 

@@ -29,7 +29,6 @@ __all__ = [
     "counted",
     "decode_message",
     "encode_message",
-    "is_array",
     "lane_bytes",
     "limits",
     "num_entries",
@@ -116,11 +115,6 @@ def family_of(payload: Any, who: str) -> Family:
     if family is None:
         raise TypeError(f"{who}: unknown payload type {type(payload).__name__}")
     return family
-
-
-def is_array(values: Any) -> bool:
-    """Whether these are plain numbers and not a payload."""
-    return hasattr(values, "dtype")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -37,7 +37,6 @@ from jaxcomp.payloads.registry import (
     code_bits,
     count_type,
     encode_message,
-    is_array,
     register,
     same_everywhere,
     unpack_message,
@@ -70,7 +69,7 @@ def _not_zero(values: Array) -> Array:
 def _bare(payload: Sparse) -> Sparse:
     """The same payload, with the values themselves in place of a `Dense` of them."""
     values, indices = payload
-    if not isinstance(values, Dense) or not is_array(values.values):
+    if not isinstance(values, Dense) or not hasattr(values.values, "dtype"):
         return payload
     size = (indices.low if isinstance(indices, LocalIndices) else indices).shape
     return Sparse(values.values, indices) if values.values.shape == size else payload
@@ -90,7 +89,7 @@ def _extent(payload: Sparse) -> tuple[Array, Entries]:
     stop = xp.argmax(padding).astype(xp.int32) + 1
     whole = xp.sum(padding, dtype=xp.int32) != capacity - stop + 1
     spare: Array = True
-    if is_array(values):
+    if hasattr(values, "dtype"):
         filled = _not_zero(values)
         whole |= xp.any((place >= stop) & filled)
         stop = xp.where(whole, capacity, stop)
@@ -110,7 +109,7 @@ def _local_extent(payload: Sparse) -> tuple[Array, Entries]:
     place = xp.arange(capacity, dtype=xp.int32)
     total = xp.sum(counts, dtype=xp.int64 if is_host(counts) else xp.int32)
     behind = low != 0
-    if is_array(values):
+    if hasattr(values, "dtype"):
         behind |= _not_zero(values)
     filled = xp.any((place >= total) & behind)
     stop = xp.where(filled, capacity, xp.clip(total, 0, capacity)).astype(xp.int32)
@@ -140,7 +139,7 @@ def _gaps(entries: Entries) -> Gaps:
 
 def _codings(payload: Sparse, code: str) -> Choices:
     values, indices = payload = _bare(payload) if code == WORDS else payload
-    local, plain = isinstance(indices, LocalIndices), is_array(values)
+    local, plain = isinstance(indices, LocalIndices), hasattr(values, "dtype")
     low = indices.low if local else indices
     capacity, each = low.shape[-1], 8 * values.dtype.itemsize if plain else 0
     rest = (lambda: 0) if plain else (lambda: code_bits(values, code=code))
@@ -202,7 +201,7 @@ def _pack(payload: Sparse) -> Coded:
     head = jnp.stack([count, jnp.asarray(last, I32)]).astype(U32)
     words, bits = encode_keys(indices, count.reshape(1), num_words=_key_room(indices.shape[0]))
     parts = [whole_array(head), coded(words, bits, fits)]
-    if is_array(values):
+    if hasattr(values, "dtype"):
         used = -(-count * values.dtype.itemsize // 4)
         parts.append(Coded(to_words(values), used, jnp.asarray(True)))
     else:
@@ -220,11 +219,11 @@ def _unpack(cursor: Cursor, like: Sparse) -> Sparse:
     counts = count.reshape(1)
     gaps = cursor.bits(_key_room(capacity), lambda words: decode_gaps(words, counts, capacity))
     keys = jnp.where(lax.iota(I32, capacity) < count, keys_of(gaps, counts), last)
-    if is_array(values):
+    if hasattr(values, "dtype"):
         used = -(-count * values.dtype.itemsize // 4)
         words = cursor.take(num_words(values), used)
         values = from_words(jnp.where(lax.iota(I32, words.size) < used, words, U32(0)), values)
-        values = values if is_array(like.values) else Dense(values)
+        values = values if hasattr(like.values, "dtype") else Dense(values)
     else:
         values = unpack_message(cursor, values)
     return Sparse(values, local_indices(keys, BLOCK * indices.counts.shape[0]) if local else keys)
@@ -240,7 +239,7 @@ def _entries(payload: Sparse) -> Array | int:
 
 def _limits(payload: Sparse, lengths: Any) -> list:
     values, indices = payload
-    plain = is_array(values)
+    plain = hasattr(values, "dtype")
     if not isinstance(lengths, Lengths) or not (plain or isinstance(values, Dense | Scaled)):
         return same_everywhere(payload, lengths)
     first = [(lengths, 0), *([] if plain else [None] * (len(values) - 1))]
