@@ -384,10 +384,13 @@ def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: T
 
 def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:
     """Both for messages with 8-bit floats as words: XLA for CPU slices such floats more slowly."""
-    narrow = lambda a: jnp.issubdtype(a.dtype, jnp.floating) and jnp.finfo(a.dtype).bits == 8
+    kinds = {a.dtype for a in jax.tree.leaves(messages)}
+    narrow = {kind for kind in kinds if jnp.issubdtype(kind, jnp.floating) and jnp.finfo(kind).bits == 8}
+    if not narrow:
+        return add, messages
     kinds = jax.tree.map(lambda a: a.dtype, messages)
     back = lambda a, kind: a if a.dtype == kind else lax.bitcast_convert_type(a, kind)
-    words = jax.tree.map(lambda a: as_words(a) if narrow(a) else a, messages)
+    words = jax.tree.map(lambda a: as_words(a) if a.dtype in narrow else a, messages)
     return lambda total, message: add(total, jax.tree.map(back, message, kinds)), words
 
 

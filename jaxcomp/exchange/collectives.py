@@ -8,7 +8,7 @@ it, and the functions that count bytes count by it.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -386,18 +386,18 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
         buckets: number of the bucket of each array; None for a single bucket.
     """
     leaves = jax.tree.leaves(tree)
-    width = lambda i: jnp.dtype(leaves[i].dtype).itemsize
-    num_bytes = lambda places: sum(math.prod(leaves[i].shape) * width(i) for i in places)
+    widths = [jnp.dtype(leaf.dtype).itemsize for leaf in leaves]
+    held = [math.prod(leaf.shape) * width for leaf, width in zip(leaves, widths, strict=True)]
     alone_from, lanes = ALONE_BYTES_ON_GPU if platform() == "gpu" else ALONE_BYTES, []
-    for bucket, places in _grouped(range(len(leaves)), _number_of(buckets)):
-        narrowest, *wider = [group for _, group in sorted(_grouped(places, width))]
-        few = [group for group in wider if num_bytes(group) <= FEW_BYTES]
+    for bucket, places in _grouped(buckets or [0] * len(leaves)):
+        narrowest, *wider = [[places[j] for j in group] for _, group in sorted(_grouped([widths[i] for i in places]))]
+        few = [group for group in wider if sum(held[i] for i in group) <= FEW_BYTES]
         merged = narrowest + [i for group in few for i in group]
-        alone = [[i] for i in merged if num_bytes([i]) >= alone_from]
+        alone = [[i] for i in merged if held[i] >= alone_from]
         rest = [i for i in merged if [i] not in alone]
         for group in (*alone, *filter(None, [rest]), *(group for group in wider if group not in few)):
-            word = min(map(width, group))
-            sizes = tuple(num_bytes([i]) // word for i in group)
+            word = min(widths[i] for i in group)
+            sizes = tuple(held[i] // word for i in group)
             lanes.append(Lane(tuple(group), sizes, jnp.dtype(f"uint{8 * word}"), bucket))
     return _in_order(lanes)
 
@@ -406,38 +406,38 @@ def sum_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     """Lanes of numbers, for collectives that add: one for each bucket and dtype; of narrow ones several, if they are
     many, since what is on its way takes memory.
     """
-    leaves, number = jax.tree.leaves(tree), _number_of(buckets)
-    size, lanes = lambda i: math.prod(leaves[i].shape), []
-    for (bucket, dtype), group in _grouped(range(len(leaves)), lambda i: (number(i), jnp.dtype(leaves[i].dtype))):
-        for part in _parted(group, size, SOME_ENTRIES) if dtype.itemsize < 4 else [group]:
-            lanes.append(Lane(tuple(part), tuple(map(size, part)), dtype, bucket))
+    leaves, lanes = jax.tree.leaves(tree), []
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    dtypes = [jnp.dtype(leaf.dtype) for leaf in leaves]
+    for (bucket, dtype), group in _grouped(list(zip(buckets or [0] * len(leaves), dtypes, strict=True))):
+        for part in _parted(group, sizes, SOME_ENTRIES) if dtype.itemsize < 4 else [group]:
+            lanes.append(Lane(tuple(part), tuple(sizes[i] for i in part), dtype, bucket))
     return _in_order(lanes)
 
 
-def _parted(items: list[int], size: Callable[[int], int], most: int) -> list[list[int]]:
+def _parted(items: list[int], sizes: list[int], most: int) -> list[list[int]]:
     """Items one after the other, in parts of about `most` in all."""
     parts, held = [[]], 0
     for item in items:
-        if parts[-1] and held + size(item) > most:
+        if parts[-1] and held + sizes[item] > most:
             parts, held = [*parts, []], 0
         parts[-1].append(item)
-        held += size(item)
+        held += sizes[item]
     return parts
 
 
-def _number_of(buckets: Sequence[int] | None) -> Callable[[int], int]:
-    return lambda i: 0 if buckets is None else buckets[i]
-
-
-def _grouped(items: Iterable[int], key: Callable[[int], Any]) -> list[tuple[Any, list[int]]]:
+def _grouped(kinds: Sequence[Any]) -> list[tuple[Any, list[int]]]:
+    """Each kind, in the order in which they occur, and the places where it does."""
     groups: dict[Any, list[int]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
+    for place, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(place)
     return list(groups.items())
 
 
 def _in_order(lanes: list[Lane]) -> list[Lane]:
     """Sorts by the number of the bucket; bucket 0, of small leaves from everywhere, is the last to be ready."""
+    if len(lanes) < 2:
+        return lanes
     return sorted(lanes, key=lambda lane: (lane.bucket == 0, lane.bucket))
 
 

@@ -77,6 +77,8 @@ def no_counts() -> Counts:
 
 def add_counts(counts: list[Counts]) -> Counts:
     """Counts of several messages in one round: the sums; norms joined; of the routes the last one in the table."""
+    if len(counts) == 1:
+        return counts[0]
     total = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), no_counts(), *counts)
     errors = joint_errors([count.errors for count in counts] or [no_errors()])
     route = jnp.max(jnp.stack([jnp.zeros((), jnp.int32), *(count.route for count in counts)]))
