@@ -6,6 +6,7 @@ Under vmap, pmap and `check_vma=False` there are no such types: everything here 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,11 +30,13 @@ __all__ = [
     "known_equal",
     "local_rows",
     "on_equal_types",
+    "only_row",
     "proven_equal",
     "types_tell",
     "unknown_axes",
     "varying",
     "varying_axes",
+    "with_rows",
 ]
 
 Array = jax.Array
@@ -71,6 +74,31 @@ def local_rows(axis: Axis) -> int:
     sizes = jax.sharding.get_abstract_mesh().shape
     names = axis_names(axis)
     return math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else 1
+
+
+def with_rows(tree: Any, axis: Axis) -> Any:
+    """Arrays on a leading axis of workers, as often as there are rows here, typed as differing over `axis`."""
+    rows = local_rows(axis)
+    return varying(jax.tree.map(lambda x: jnp.tile(jnp.asarray(x)[None], (rows,) + (1,) * jnp.ndim(x)), tree), axis)
+
+
+def only_row(name: str, tree: Any, axis: Axis, what: str = "state") -> Any:
+    """Inverse of `with_rows` at one worker.
+
+    Raises:
+        ValueError: there are several rows, or none; named after the function `name` and after `what` they belong to.
+    """
+
+    def one(path, x):
+        if x.shape[:1] != (1,):
+            raise ValueError(
+                f"{name}: {what}{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
+                "worker. Make the state, and its in_specs and out_specs, with jc.init_state; hand one that other "
+                "workers saved on by jc.redistribute(old, new)."
+            )
+        return x[0]
+
+    return jax.tree_util.tree_map_with_path(one, varying(tree, axis))
 
 
 def varying(tree: Any, axis: Axis) -> Any:
@@ -194,9 +222,6 @@ class Placement:
     shards: those along which parameters are cut into shards.
     replicas: those along which gradients are equal, so that the devices there share the work.
     partial: whether it is part of a larger mesh, so that shared state may differ over `outer`.
-    names: of the axes of the workers.
-    outer: axes over which gradients differ and which it leaves alone, in the order of the leading axis of a state.
-    every: axes over which gradients differ.
     """
 
     workers: Axis
@@ -204,21 +229,27 @@ class Placement:
     shards: tuple[str, ...] = ()
     replicas: tuple[str, ...] = ()
     partial: bool = False
-    names: tuple[str, ...] = dataclasses.field(init=False, compare=False, repr=False)
-    outer: tuple[str, ...] = dataclasses.field(init=False, compare=False, repr=False)
-    every: Axis = dataclasses.field(init=False, compare=False, repr=False)
-
-    def __post_init__(self):
-        outer = (*(name for axes in self.later for name in axes), *self.shards)
-        names = axis_names(self.workers)
-        found = {"names": names, "outer": outer, "every": (*outer, *names) or None}
-        vars(self).update(found)  # as a frozen dataclass keeps what follows from its other fields
 
     def __str__(self) -> str:
-        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self) if field.init]
+        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         return ", ".join(f"{name}={value}" for name, value in values if value or name == "workers")
 
-    @property
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the axes of the workers."""
+        return axis_names(self.workers)
+
+    @functools.cached_property
+    def outer(self) -> tuple[str, ...]:
+        """Axes over which gradients differ and which it leaves alone, in the order of the leading axis of a state."""
+        return (*(name for axes in self.later for name in axes), *self.shards)
+
+    @functools.cached_property
+    def every(self) -> Axis:
+        """Axes over which gradients differ."""
+        return (*self.outer, *self.names) or None
+
+    @functools.cached_property
     def identity(self) -> "Placement":
         """Facts that two placements have in common whose states can be handed on to one another."""
         return Placement(self.names, self.later, self.shards, (), self.partial)

@@ -469,8 +469,15 @@ def _unpack(lane: Lane, rows: Array, leaves: Sequence[Any], sizes: Sequence[int]
     return arrays
 
 
-def all_gather(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> Any:
-    """Every worker's arrays, stacked on a leading axis of n, in the order of the axis index.
+def all_gather(tree: Any, axis: Axis) -> Any:
+    """Every worker's arrays, stacked on a leading axis of n, in the order of the axis index."""
+    return gathered(tree, axis)[0]
+
+
+def gathered(
+    tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None
+) -> tuple[Any, float]:
+    """`all_gather`, and the bytes that a device sends for it (`gather_bytes`).
 
     One collective for each lane. Each worker contributes exactly the bytes of its arrays.
 
@@ -482,9 +489,10 @@ def all_gather(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: S
         buckets: number of the bucket of each array; None for a single bucket.
     """
     if not axis:
-        return jax.tree.map(lambda a: a[None], tree)
+        return jax.tree.map(lambda a: a[None], tree), 0.0
     leaves, structure = jax.tree.flatten(varying(tree, axis))
-    gathered: list[Any] = [None] * len(leaves)
+    devices, sent = axis_size(replicas) if replicas else 1, 0.0
+    arrived: list[Any] = [None] * len(leaves)
     before: Any = None
     for lane in word_lanes(leaves, buckets):
         words = _pack(lane, leaves)
@@ -494,15 +502,9 @@ def all_gather(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: S
         else:
             rows = proven_equal(jnp.broadcast_to(words, (axis_size(axis), 0)), axis)
         for i, array in zip(lane.places, _unpack(lane, rows, leaves, lane.sizes), strict=True):
-            gathered[i] = array.reshape(len(rows), *leaves[i].shape)
-    return jax.tree.unflatten(structure, gathered)
-
-
-def gathered(
-    payload: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None
-) -> tuple[Any, float]:
-    """`all_gather` of a payload, and the bytes that a device sends for it."""
-    return all_gather(payload, axis, replicas, buckets), gather_bytes(payload, axis, replicas, buckets)
+            arrived[i] = array.reshape(len(rows), *leaves[i].shape)
+        sent += _bytes_gathered(lane, len(rows), devices)
+    return jax.tree.unflatten(structure, arrived), sent
 
 
 def gathers_for_less(workers: int, exact: bool) -> bool:
@@ -516,13 +518,15 @@ def gathers_for_less(workers: int, exact: bool) -> bool:
 
 
 def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> float:
-    """Bytes that a device sends in `all_gather`: (n - 1) times its part; replicas then send on the n parts."""
+    """Bytes that a device sends in `gathered`."""
     workers, devices = axis_size(axis), axis_size(replicas)
-    sent = 0
-    for lane in word_lanes(tree, buckets):
-        part = gathered_size(-(-lane.size // devices), lane.width)
-        sent += part * lane.width * ((workers - 1) + (devices - 1) * workers)
-    return float(sent)
+    return float(sum(_bytes_gathered(lane, workers, devices) for lane in word_lanes(tree, buckets)))
+
+
+def _bytes_gathered(lane: Lane, workers: int, devices: int) -> int:
+    """(n - 1) times a device's part of the lane; replicas then send on the n parts."""
+    part = gathered_size(-(-lane.size // devices), lane.width)
+    return part * lane.width * ((workers - 1) + (devices - 1) * workers)
 
 
 def _shared_out(lane: Array, replicas: tuple[str, ...], exchange: Callable[[Array], Array]) -> Array:

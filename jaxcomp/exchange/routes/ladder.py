@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.exchange.axes import on_equal_types
-from jaxcomp.exchange.collectives import all_gather, all_max, gather_bytes
+from jaxcomp.exchange.collectives import all_gather, all_max, gather_bytes, gathered
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route, payloads_of
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import Coded, decode_message, encode_message, lane_bytes
@@ -54,7 +54,7 @@ def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), payloads)
     steps = rungs(lane_bytes(payloads) // 4)
     if not steps:
-        return all_gather(payloads, axis), gather_bytes(payloads, axis)
+        return gathered(payloads, axis)
     message = on_equal_types(lambda payloads: encode(payloads, is_stack), payloads)
     words = jnp.pad(message.words, (0, max(steps[-1] - message.words.size, 0)))
     need = all_max(jnp.where(message.fits, message.used, steps[-1] + 1), axis)
