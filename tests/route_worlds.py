@@ -109,7 +109,7 @@ def send(via, compressor, like, message, way):
     states = tuple(State(varying(s.local, axes), s.shared) for s in here.start(shapes_of(here)))
     here = here._replace(key=jax.random.fold_in(jax.random.key(1), axis_index(axes)))
     request = here.mean((message,) if is_bare(like) else message, states)
-    sent, route = Message(request, way, here.index), route_of(via)
+    sent, route = Message(request, way, axis_index(way.axis)), route_of(via)
     memory = State() if route.init is None else route.init(jax.random.key(2), here.compressors, shapes_of(here))
     carried = route.carry(sent.parcels, way, request.route_key, memory)
     sent.arrived = carried.arrived
