@@ -94,7 +94,11 @@ def refusal_of(how: Loss, *args: Any) -> str | None:
     except Exception as error:
         before, after = (part.split("{}")[-1].removeprefix(". ") for part in NOTE.split("{}Where"))
         notes = [note for note in getattr(error, "__notes__", ()) if after in note]
-        return notes[0].partition("typed reduced over")[2].partition(". ")[2].partition(f"Where{after}")[0] if notes else ""
+        return (
+            notes[0].partition("typed reduced over")[2].partition(". ")[2].partition(f"Where{after}")[0]
+            if notes
+            else ""
+        )
     return None
 
 
