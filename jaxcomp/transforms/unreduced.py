@@ -92,13 +92,7 @@ def refusal_of(how: Loss, *args: Any) -> str | None:
     try:
         jax.eval_shape(lambda: unreduced_on_mesh(how, *args).grads)
     except Exception as error:
-        before, after = (part.split("{}")[-1].removeprefix(". ") for part in NOTE.split("{}Where"))
-        notes = [note for note in getattr(error, "__notes__", ()) if after in note]
-        return (
-            notes[0].partition("typed reduced over")[2].partition(". ")[2].partition(f"Where{after}")[0]
-            if notes
-            else ""
-        )
+        return getattr(error, "refused", "")
     return None
 
 
@@ -154,7 +148,9 @@ def unreduced_on_mesh(
         own = own_gradients(how, what, call, None, typed, rest, given, factor, rows=(apart, zeros))
     except Exception as error:
         run = lambda whole: own_gradients(how, what, call, None, whole, rest, given, factor).loss
-        error.add_note(NOTE.format(workers, _which(run, whole, typed)))
+        refused = _which(run, whole, typed)
+        error.add_note(NOTE.format(workers, refused))
+        error.refused = refused  # pyright: ignore[reportAttributeAccessIssue]
         raise
     overflow = None if scale is None else is_overflow(own.grads)
     return Gradients(own.loss, own.extra, own.rest, own.grads, overflow, own.kinds)
