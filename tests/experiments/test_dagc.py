@@ -41,7 +41,7 @@ def test_dagc_compares_rules_and_thresholds_with_uniform(tmp_path):
 
 
 def test_thresholds_keep_the_budget_when_there_is_memory():
-    options = SimpleNamespace(workers=4, rounds=30, lr=0.3, target=1e-9)
+    options = SimpleNamespace(workers=4, rounds=30, lr=0.3, target=1e-9, by="accuracy")
     simulation = heterogeneous_quadratics(options)
     before = runner.cache_info().misses
     for method in ("threshold:uniform", "threshold:released"):
