@@ -7,6 +7,7 @@ of workers that sent it, as jc.demo does unless it is asked for mean="all". The 
 both means stand beside that of the release.
 """
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +51,8 @@ def main() -> None:
     for workers in (1, 4):
         problem = Problem(workers, SIZE)
         theirs = run_processes(workers, released, checkout, problem)
-        trained = lambda **more: problem.trained(jc.demo(RATE, "data", decay=DECAY, k=K, chunk=CHUNK, **more), STEPS)
-        ours, of_all = trained(), trained(mean="all")
+        demo = functools.partial(jc.demo, RATE, "data", decay=DECAY, k=K, chunk=CHUNK)
+        ours, of_all = problem.trained(demo(), STEPS), problem.trained(demo(mean="all"), STEPS)
         apart = np.abs(theirs - ours) > 1e-4
         row = {"workers": workers, "first": problem.loss(np.zeros((SIZE, SIZE))), "theirs": problem.loss(theirs[-1])}
         row |= {

@@ -48,10 +48,10 @@ def demo(
         k: coefficients of a block that are sent, at least 1; all of a block with fewer.
         chunk: side of a block.
         weight_decay: decoupled.
-        mean: "senders": a coefficient is divided by the weights of those who sent it, as in the release. What few send is
-            then as large as what all send, and the direction is no longer what left the momenta divided by n, though
-            each momentum still loses what it sent and no more. It needs all messages: routes that bring their sum alone
-            are refused, and "auto" always gathers. "all": by the weights of all workers, as in error feedback.
+        mean: "senders": a coefficient is divided by the weights of those who sent it, as in the release. What few
+            send is then as large as what all send, and the direction is no longer what left the momenta divided by n,
+            though each momentum still loses what it sent and no more. It needs all messages: routes that bring their
+            sum alone are refused, and "auto" always gathers. "all": by the weights of all, as in error feedback.
         via, options: `weights`, `seed`, `measure`, ..., as for `compressed_mean`.
 
     Returns:

@@ -27,10 +27,8 @@ def in_blocks(x, chunk, each):
     """Float64: each(block of a matrix, filled up with zeros), put together again; [rows, columns] filled up, too."""
     (rows, a), (columns, b) = pieces(x.shape[0], chunk), pieces(x.shape[1], chunk)
     padded = np.pad(x, ((0, a * len(rows) - x.shape[0]), (0, b * len(columns) - x.shape[1])))
-    blocks = [
-        [each(padded[i : i + a, j : j + b]) for j in range(0, padded.shape[1], b)] for i in range(0, len(padded), a)
-    ]
-    return np.block(blocks)
+    row = lambda i: [each(padded[i : i + a, j : j + b]) for j in range(0, padded.shape[1], b)]
+    return np.block([row(i) for i in range(0, len(padded), a)])
 
 
 def coefficients(x, chunk, k):
@@ -46,8 +44,7 @@ def coefficients(x, chunk, k):
 
 def back(q, chunk, shape):
     """Float64 oracle: blocks of coefficients as the matrix of this shape."""
-    (rows, a), (columns, b) = pieces(shape[0], chunk), pieces(shape[1], chunk)
-    del rows, columns
+    a, b = (pieces(n, chunk)[1] for n in shape)
     out = np.zeros(q.shape)
     for i in range(0, q.shape[0], a):
         for j in range(0, q.shape[1], b):
