@@ -164,7 +164,7 @@ class Compressor(NamedTuple):
     advance: Callable[[Tree], Tree] | None = None
     lengths: Callable[[Tree], Tree] | None = None
     for_worker: Callable[[Tree, Array | int, int | None], Tree] | None = None
-    overflow: Callable[[Tree], Array] | None = None
+    overflow: "Callable[[Tree], Array | Left] | None" = None
     entries: Callable[[Tree, Tree, Tree, Tree], Tree] | None = None
 
     def __repr__(self) -> str:

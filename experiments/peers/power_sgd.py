@@ -70,8 +70,10 @@ def released(number: int, rank: int, batched: bool, feedback: bool) -> tuple[lis
     names = {id(p): name for name, p in model.named_parameters()}
     state = hook.PowerSGDState(None, rank, start_powerSGD_iter=DENSE_STEPS, use_error_feedback=feedback)
     run = hook.batched_powerSGD_hook if batched else hook.powerSGD_hook
-    each = hook._orthogonalize  # takes stacks alone, so the batched hook, which gives it a matrix, raises (torch 2.13)
-    hook._orthogonalize = lambda q, epsilon=0: each(q[None] if q.ndim == 2 else q, epsilon)
+    made_orthogonal = (
+        hook._orthogonalize
+    )  # of stacks alone: the batched hook gives it a matrix, and raises (torch 2.13)
+    hook._orthogonalize = lambda q, epsilon=0: made_orthogonal(q[None] if q.ndim == 2 else q, epsilon)
     order: list[str] = []
 
     def reducing(state, bucket):  # torch allows no other annotation than its own
