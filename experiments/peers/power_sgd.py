@@ -70,9 +70,8 @@ def released(number: int, rank: int, batched: bool, feedback: bool) -> tuple[lis
     names = {id(p): name for name, p in model.named_parameters()}
     state = hook.PowerSGDState(None, rank, start_powerSGD_iter=DENSE_STEPS, use_error_feedback=feedback)
     run = hook.batched_powerSGD_hook if batched else hook.powerSGD_hook
-    made_orthogonal = (
-        hook._orthogonalize
-    )  # of stacks alone: the batched hook gives it a matrix, and raises (torch 2.13)
+    # Of stacks alone: the batched hook gives it a matrix, and raises (torch 2.13).
+    made_orthogonal = hook._orthogonalize
     hook._orthogonalize = lambda q, epsilon=0: made_orthogonal(q[None] if q.ndim == 2 else q, epsilon)
     order: list[str] = []
 
