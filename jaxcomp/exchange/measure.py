@@ -17,7 +17,7 @@ from jaxcomp.arrays import wide
 from jaxcomp.exchange.routes import ROUTES, SCATTER
 from jaxcomp.exchange.state import check_rows, means_in
 from jaxcomp.norms import block_norms
-from jaxcomp.payloads import by_row, cheap_bits, code_bits, lane_bytes, num_entries
+from jaxcomp.payloads import counted, lane_bytes
 
 __all__ = [
     "NAMES",
@@ -78,6 +78,8 @@ def no_counts() -> Counts:
 
 def add_counts(counts: list[Counts]) -> Counts:
     """Counts of several messages in one round: the sums; norms joined; of the routes the last one in the table."""
+    if len(counts) == 1:
+        return counts[0]
     total = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), no_counts(), *counts)
     errors = joint_errors([count.errors for count in counts] or [no_errors()])
     route = jnp.max(jnp.stack([jnp.zeros((), jnp.int32), *(count.route for count in counts)]))
@@ -129,15 +131,12 @@ def count_message(parcels: Sequence[Any], message: Sequence[Any], carried: Any, 
     parcels, message: of each group (`routes.Parcel`). carried: `routes.Carried`. code: whose bits are counted; None:
     what is cheap to count.
     """
-    bits_of = cheap_bits if code is None else lambda payload: code_bits(payload, code=code)
-    total = lambda function: sum(
-        (by_row(function, parcel.payload, x) for parcel, x in zip(parcels, message, strict=True)), _real(0)
-    )
-    held = sum(lane_bytes(parcel.payload) for parcel in parcels)
+    each = [counted(parcel.payload, x, code) for parcel, x in zip(parcels, message, strict=True)]
+    held, bits, entries = zip(*each, strict=True) if each else ((), (), ())
     return no_counts()._replace(
-        lane_bytes=_real(float(held + carried.lane_bytes)),
-        code_bits=total(bits_of) + _real(carried.code_bits),
-        entries=total(num_entries),
+        lane_bytes=_real(float(sum(held) + carried.lane_bytes)),
+        code_bits=sum(bits, _real(0)) + _real(carried.code_bits),
+        entries=sum(entries, _real(0)),
         size=_real(float(sum(x.size for x in message))),
         sent_bytes=_real(carried.sent_bytes),
         route=jnp.asarray(NAMES.index(carried.route), jnp.int32),
