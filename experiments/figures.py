@@ -1,10 +1,13 @@
 """Tables and pictures of docs/results that a command makes in under an hour: which are stale, and to make them anew.
 
 A table stands on its page between two markers. The first one says when it was made, with which JAX, on how many cores,
-and a hash of the code that it came from: the library, what experiments share, and the experiment itself, without
-comments and docstrings. The planner takes no part in a step, and counts for its own table alone. Where that hash is
-another one today, or none stands there, the table is stale. Text around a table is not rewritten: rows that changed are
-printed, so that its author can. A table that is of an accelerator is made by its command alone, which writes the page.
+and a hash of the code that it came from, without comments and docstrings: the experiment, and those files of the
+library and of what experiments share that it uses (`experiments.sources`), so that a method that it does not compare
+changes nothing. What hands arrays on (MACHINERY) is in the hash of tables with times and with facts of compiled
+programs; of tables with losses, entries and bytes it is not, since by the tests it changes no direction and no byte.
+Where that hash is another one today, or none stands there, the table is stale. Text around a table is not rewritten:
+rows that changed are printed, so that its author can. A table that is of an accelerator is made by its command alone,
+which writes the page.
 
     python -m experiments figures                    what is stale
     python -m experiments figures demo scale         make these anew
@@ -12,6 +15,7 @@ printed, so that its author can. A table that is of an accelerator is made by it
 """
 
 import ast
+import functools
 import hashlib
 import os
 import re
@@ -28,14 +32,27 @@ from typing import NamedTuple
 from experiments.lib.cli import UserError, existing_folder
 from experiments.lib.report import new_console, show_rows
 from experiments.lib.run import parser_of
+from experiments.sources import ROOT, sources_of
 
 __all__ = ["FIGURES", "Figure", "main", "placed", "stamp_of"]
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 IMAGES = ROOT / "docs" / "images"
-SHARED = ("jaxcomp", "experiments/lib")
-PLANNER = "plan"  # a folder of the library, and of the experiments
+# Files of the library that lay out, hand on, count and add, which tests hold bit for bit whatever the method is.
+MACHINERY = (
+    "exchange",
+    "state",
+    "arrays.py",
+    "backend.py",
+    "backend_cpu.py",
+    "base.py",
+    "buckets.py",
+    "collectives.py",
+)
+MACHINERY += ("factories.py", "groups.py", "hlo.py", "jaxprs.py", "ledger.py", "metrics.py", "paths.py", "program.py")
+MACHINERY += ("replicas.py", *(f"transforms/{name}.py" for name in ("arguments", "bytes_exchange", "compressed_mean")))
+MACHINERY += tuple(f"transforms/{name}.py" for name in ("meshes", "rows", "scattered", "unreduced", "value_and_grad"))
+MACHINERY += ("transforms/worker_gradients.py",)
 
 
 class Figure(NamedTuple):
@@ -45,7 +62,8 @@ class Figure(NamedTuple):
     folder of --data. Without {table} the command keeps a run, and writes its table.md. source: file or folder below
     experiments that makes it. minutes: about, on 2 cores. picture: of the run, and its name in docs/images.
     accelerator: the command needs a GPU or a TPU, and writes the page itself. compilers: it needs theirs. package: of a
-    trainer, which it needs. whole: all lines of table.md are the table, not only its rows.
+    trainer, which it needs. whole: all lines of table.md are the table, not only its rows. programs: it
+    holds times, or facts of compiled programs, which change with the machinery, too.
     """
 
     page: str
@@ -57,6 +75,7 @@ class Figure(NamedTuple):
     compilers: bool = False
     whole: bool = False
     package: str = ""
+    programs: bool = False
 
 
 SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
@@ -66,21 +85,30 @@ LOCAL = "local --data {data}/tinyshakespeare --every 20 --steps 240 --batch 4 --
 HOSTS = "pods --pods h100 4xh100 32xh100 --size 1.3 6.7"
 FIGURES = {
     "demo": Figure("demo", "compare", "train", 2, ("compare.png", "demo.png")),
-    "bench": Figure("costs", "bench compressors --markdown {table}", "bench/compressors.py", 5),
-    "step": Figure("costs", "bench step --markdown {table}", "bench/step.py", 5),
-    "trees": Figure("costs", "bench trees --markdown {table}", "bench/trees.py", 12),
-    "codes": Figure("costs", "bench codes --markdown {table}", "bench/codes.py", 3),
+    "bench": Figure("costs", "bench compressors --markdown {table}", "bench/compressors.py", 5, programs=True),
+    "step": Figure("costs", "bench step --markdown {table}", "bench/step.py", 5, programs=True),
+    "trees": Figure("costs", "bench trees --markdown {table}", "bench/trees.py", 12, programs=True),
+    "codes": Figure("costs", "bench codes --markdown {table}", "bench/codes.py", 3, programs=True),
     "training": Figure("thresholds", "sidco training --steps 300 --seeds 0 1", "sidco", 4),
     "scale": Figure("scale", "scale --workers 8 512 16384", "scale", 1, ("scale.png", "scale.png")),
     "workers": Figure("scale", "workers", "scale/workers.py", 8, ("workers.png", "workers.png")),
-    "scoreboard": Figure("scoreboard", SCOREBOARD, "network", 35, ("scoreboard.png", "scoreboard.png")),
-    "plan": Figure("plan", PLAN, "plan", 35, ("regret.png", "plan.png")),
+    "scoreboard": Figure("scoreboard", SCOREBOARD, "network", 35, ("scoreboard.png", "scoreboard.png"), programs=True),
+    "plan": Figure("plan", PLAN, "plan", 35, ("regret.png", "plan.png"), programs=True),
     "local": Figure("local", LOCAL, "local", 10),
-    "accelerator": Figure("accelerators", "accelerator", "accelerator", 5, accelerator=True),
-    "pods": Figure("pods", "pods --pods v5e:16x16 2xv5e:16x16", "pods", 30, ("pods.png", "pods.png"), compilers=True),
-    "hosts": Figure("pods", HOSTS, "pods", 40, ("pods.png", "hosts.png"), compilers=True),
+    "accelerator": Figure("accelerators", "accelerator", "accelerator", 5, accelerator=True, programs=True),
+    "pods": Figure(
+        "pods", "pods --pods v5e:16x16 2xv5e:16x16", "pods", 30, ("pods.png", "pods.png"), compilers=True, programs=True
+    ),
+    "hosts": Figure("pods", HOSTS, "pods", 40, ("pods.png", "hosts.png"), compilers=True, programs=True),
     "pods-maxtext": Figure(
-        "pods", "pods maxtext", "pods", 40, ("pods.png", "pods-maxtext.png"), compilers=True, package="maxtext"
+        "pods",
+        "pods maxtext",
+        "pods",
+        40,
+        ("pods.png", "pods-maxtext.png"),
+        compilers=True,
+        package="maxtext",
+        programs=True,
     ),
     "setups": Figure("setups", "setups", "scale/setups.py", 3, whole=True),
     "maxtext": Figure(
@@ -88,7 +116,7 @@ FIGURES = {
     ),
     "drjax": Figure("trainers", "trainers drjax", "trainers", 3, package="drjax"),
     "tunix": Figure("trainers", "trainers tunix", "trainers", 3, package="tunix"),
-    "compiled": Figure("accelerators", "compiled", "compiled", 20, compilers=True),
+    "compiled": Figure("accelerators", "compiled", "compiled", 20, compilers=True, programs=True),
 }
 
 
@@ -190,12 +218,22 @@ def stamp_of(figure: Figure, machine: str | None = None) -> str:
 def code_of(figure: Figure) -> str:
     """A short hash of the code, without comments, that the table comes from."""
     digest = hashlib.sha256()
-    for place in (*SHARED, f"experiments/{figure.source}"):
-        for path in sorted((ROOT / place).rglob("*.py")) or [ROOT / place]:
-            if figure.source == PLANNER or not path.is_relative_to(ROOT / "jaxcomp" / PLANNER):
-                name = path.relative_to(ROOT).as_posix()
-                digest.update(f"{name}\0{code_in(path.read_text())}\0".encode())
+    for path in files_of(figure):
+        digest.update(f"{path.relative_to(ROOT).as_posix()}\0{code_at(path)}\0".encode())
     return digest.hexdigest()[:12]
+
+
+def files_of(figure: Figure) -> list[Path]:
+    """The files that the table comes from."""
+    own = ROOT / "experiments" / figure.source
+    found = sources_of(sorted(own.rglob("*.py")) or [own])
+    machinery = [] if figure.programs else [ROOT / "jaxcomp" / name for name in MACHINERY]
+    return sorted(path for path in found if not any(path.is_relative_to(place) for place in machinery))
+
+
+@functools.cache
+def code_at(path: Path) -> str:
+    return code_in(path.read_text())
 
 
 def code_in(source: str) -> str:

@@ -39,6 +39,7 @@ __all__ = [
     "Algorithm",
     "Compressor",
     "Cond",
+    "Left",
     "Lengths",
     "Lifted",
     "Mean",
@@ -57,8 +58,9 @@ __all__ = [
     "for_worker",
     "has_role",
     "keys_of",
+    "left",
+    "left_of",
     "lengths",
-    "overflow",
     "residual",
     "sides",
     "stepped",
@@ -149,7 +151,7 @@ class Compressor(NamedTuple):
     advance(shared) -> shared of the next round.
     lengths(like) -> `Lengths` in the place of each payload whose length depends on the worker, None in that of others.
     for_worker(shared, worker, workers) -> shared as one worker uses it (law 6). Built with `row_of`.
-    overflow(local) -> i32[], how many chosen entries of the last round found no place in the capacity.
+    overflow(local) -> i32[], how many chosen entries of the last round found no place in the capacity; or a `Left`.
     entries(payloads, weights, shared, like) -> what `accumulate` adds to zeros like `like`, as a `backend.SparseSum`
         that is not made yet. A wrapper that has another `accumulate` has other entries, too, or none.
     """
@@ -162,7 +164,7 @@ class Compressor(NamedTuple):
     advance: Callable[[Tree], Tree] | None = None
     lengths: Callable[[Tree], Tree] | None = None
     for_worker: Callable[[Tree, Array | int, int | None], Tree] | None = None
-    overflow: Callable[[Tree], Array] | None = None
+    overflow: "Callable[[Tree], Array | Left] | None" = None
     entries: Callable[[Tree, Tree, Tree, Tree], Tree] | None = None
 
     def __repr__(self) -> str:
@@ -547,6 +549,22 @@ def for_worker(compressor: Compressor, shared: Tree, worker: Array | int, worker
     return shared if compressor.for_worker is None else compressor.for_worker(shared, worker, workers)
 
 
-def overflow(compressor: Compressor, local: Tree) -> Array:
-    """How many chosen entries of the last round found no place in the static capacity, i32[]."""
-    return jnp.zeros((), jnp.int32) if compressor.overflow is None else compressor.overflow(local)
+class Left(NamedTuple):
+    """overflow: i32[], chosen entries of the last round without a place in the capacity. searches: i32[], vectors whose
+    threshold no estimate found, so that it was searched for.
+    """
+
+    overflow: Array
+    searches: Array
+
+
+def left(compressor: Compressor, local: Tree) -> Left:
+    """What a compressor says of its last round."""
+    zero = jnp.zeros((), jnp.int32)
+    found = zero if compressor.overflow is None else compressor.overflow(local)
+    return found if isinstance(found, Left) else Left(found, zero)
+
+
+def left_of(rows: Left) -> Left:
+    """The sums over the rows of a stack."""
+    return Left(*(jnp.sum(x, dtype=jnp.int32) for x in rows))

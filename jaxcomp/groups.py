@@ -11,6 +11,7 @@ groups, not of leaves.
 
 import collections
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ LONGEST = 2**30  # entries of a vector: indices, and the bits of their masks, ar
 ALONE = 64  # leaves in vectors of their own, where that pays; each of them adds 0.05 to 0.2 s to compiling
 KINDS = 4  # sizes of such leaves; each of them adds half a second
 LARGE = 2**18  # entries of a leaf that may be a vector of its own
-UNITS = ("tree", "leaf", "apart", "shape", "chunks", "paths")
+UNITS = ("tree", "leaf", "apart", "shape", "chunks", "square", "paths")
 
 
 class Buckets(NamedTuple):
@@ -77,6 +78,7 @@ class Layout:
         "shape": leaves of equal shape [r, ...] are the rows of a stack [m, r, ...]; vectors and scalars go dense.
         "paths": a tuple, with the vectors of each of `parts`, or None for a part that has no leaf here.
         "chunks": all leaves end to end, cut into `chunks` equal rows, the last one filled up with zeros.
+        "square": all leaves end to end as one square matrix, a stack [1, s, s], filled up with zeros.
     dense_below: leaves with fewer entries go dense; with "tree", only if those of their dtype have fewer together, too.
     fixed: for a compressor of vectors of one length: beside a large leaf, small ones go dense however many they are.
     single: with "tree", all leaves in one vector whatever their dtypes, the widest of which it has.
@@ -242,6 +244,9 @@ def _grouped(layout: Layout, leaves: dict[int, Any], paths: list[str], bare: boo
                 "vectors into rows"
             )
         return [Group(tuple(leaves), (layout.chunks, row), _common(dtypes))]
+    if layout.unit == "square":
+        side = math.isqrt(max(size, 1) - 1) + 1
+        return [Group(tuple(leaves), (1, side, side), _common(dtypes))]
     by_shape = layout.unit == "shape"
     is_matrix = by_shape and any(leaf.ndim > 1 for leaf in leaves.values())
     if (bare and not is_matrix) or (layout.unit == "tree" and layout.single):

@@ -26,8 +26,8 @@ def metrics(state: Any, *, prefix: str = "") -> dict[str, int | float]:
 
     Returns:
         rounds: so far. workers: that took part in the last round (0 before the first). lane_bytes, code_bits,
-        sent_bytes, achieved_ratio, relative_error: means over the workers here, as in `Info`. overflow, nonfinite: sums
-        over them.
+        sent_bytes, achieved_ratio, relative_error: means over the workers here, as in `Info`. overflow, nonfinite,
+        searches: sums over them.
 
     Raises:
         TypeError: the state is traced. ValueError: as `info`.

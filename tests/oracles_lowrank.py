@@ -56,6 +56,44 @@ class PowerSGDHook:
         return out
 
 
+class BatchedPowerSGDHook:
+    """`batched_powerSGD_hook` of torch for one bucket: the whole of it as one square matrix.
+
+    first: Q [side, rank] of the first compressed round, before it is made orthonormal. again: iteration -> the same for
+    that round, where there is no warm start. feedback: whether errors are remembered, those of what is filled up, too.
+    """
+
+    def __init__(self, first, rank=1, start=10, again=None, feedback=True):
+        self.q, self.again, self.feedback = None if first is None else np.array(first, np.float64), again, feedback
+        self.rank, self.start, self.iter, self.error = rank, start, 0, None
+
+    def __call__(self, workers):
+        """workers: for each, name -> gradient; the bucket has them in this order. Returns name -> direction."""
+        n, shapes = len(workers), {name: np.shape(g) for name, g in workers[0].items()}
+        bucket = [np.concatenate([np.float64(g).reshape(-1) for g in each.values()]) for each in workers]
+        length = bucket[0].size
+        side = int(np.ceil(np.sqrt(length)))
+        self.iter += 1
+        if self.iter <= self.start:
+            out = sum(bucket) / n
+        else:
+            inputs = [np.pad(x, (0, side**2 - length)) for x in bucket]
+            if self.error is None or not self.feedback:
+                self.error = [np.zeros(side**2) for _ in workers]
+            inputs = [x + e for x, e in zip(inputs, self.error, strict=True)]
+            if self.again is not None:
+                self.q = np.array(self.again(self.iter - 1), np.float64)
+            gram_schmidt(self.q)
+            p = sum(x.reshape(side, side) @ self.q for x in inputs)
+            gram_schmidt(p)
+            self.q = sum(x.reshape(side, side).T @ p for x in inputs) / n
+            out = (p @ self.q.T).reshape(-1)
+            self.error = [x - out for x in inputs]
+            out = out[:length]
+        cuts = np.cumsum([int(np.prod(shape)) for shape in shapes.values()])[:-1]
+        return {name: x.reshape(shapes[name]) for name, x in zip(shapes, np.split(out, cuts), strict=True)}
+
+
 def ef21(workers, compress, momentum=0.0, plus=False, whole_start=True):
     """Richtarik, Sokolov, Fatkhullin 2021, algorithms 2 and 3 (with one choice for all); Fatkhullin et al. 2023.
 

@@ -20,9 +20,8 @@ from jaxcomp.base import State, accumulate, for_worker
 __all__ = ["TASKS", "Simulation", "Task", "factor_for", "heterogeneous_quadratics", "runner"]
 
 Array = jax.Array
-EXAMINED = 2000  # test examples looked at after each round
+EXAMINED = 2000  # examples looked at after each round, at most
 STEPS, BATCH = 5, 16  # of SGD at a worker in a round
-ALPHA = 1.0  # Dirichlet parameter of the label mixes
 
 
 class Task(NamedTuple):
@@ -44,16 +43,18 @@ class Simulation(NamedTuple):
 
 
 def classification(o: Any) -> Simulation:
-    """Images split by `imbalanced_split`; SGD steps at each worker; score: test accuracy."""
+    """Images split by `imbalanced_split`; SGD steps at each worker; score: test accuracy, or loss in training."""
     data = load(o.task, o.data_dir)
-    model = flat_model(data, 0)
+    model, by_loss = flat_model(data, 0), o.by == "loss"
+    # The volumes weigh the workers, so what they minimise together is the mean loss over the training examples.
+    looked_at = (data.train_x, data.train_y) if by_loss else (data.test_x, data.test_y)
 
     def task(skew: float, seed: int) -> Task:
-        parts = imbalanced_split(data.train_y, o.workers, skew, ALPHA, seed)
+        parts = imbalanced_split(data.train_y, o.workers, skew, o.alpha, seed)
         batches = lambda t: [local_batches(part, STEPS, BATCH, seed, t, i) for i, part in enumerate(parts)]
         chosen = np.array([batches(t) for t in range(o.rounds)], np.int32)
         inputs = {"x": data.train_x, "y": data.train_y, "chosen": chosen}
-        inputs |= {"test_x": data.test_x[:EXAMINED], "test_y": data.test_y[:EXAMINED]}
+        inputs["looked_at"] = [part[:EXAMINED] for part in looked_at]
         start = flat_model(data, seed).start
         return Task(start, np.array([len(part) for part in parts], float), jax.tree.map(jnp.asarray, inputs))
 
@@ -61,8 +62,8 @@ def classification(o: Any) -> Simulation:
         one = lambda chosen: local_steps(model, vector, inputs["x"][chosen], inputs["y"][chosen], o.lr)
         return lax.map(one, inputs["chosen"][t])
 
-    score = lambda vector, inputs: model.test(vector, inputs["test_x"], inputs["test_y"])[1]
-    return Simulation(task, changes, score, +1)
+    score = lambda vector, inputs: model.test(vector, *inputs["looked_at"])[0 if by_loss else 1]
+    return Simulation(task, changes, score, -1 if by_loss else +1)
 
 
 def heterogeneous_quadratics(o: Any) -> Simulation:

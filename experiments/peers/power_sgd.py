@@ -1,8 +1,9 @@
 """PowerSGD beside torch's hook for DistributedDataParallel, as it is installed (extra `peers`).
 
-    python -m experiments.peers.power_sgd [--rank 2]
+    python -m experiments.peers.power_sgd [--rank 2] [--batched] [--no-error-feedback]
 
-Two processes train a small network with torch's DDP over gloo and its `powerSGD_hook`; `jc.power_sgd` trains the same
+Two processes train a small network with torch's DDP over gloo and its `powerSGD_hook`, or `batched_powerSGD_hook`;
+`jc.power_sgd` trains the same
 network on the same batches from the same parameters and the same first Q, and takes its gradients at its own points.
 Prints the largest difference of the parameters after each tenth of the steps; the exit status is 1 if it is 1e-4.
 
@@ -15,6 +16,7 @@ and these should be large.
 import argparse
 import importlib.util
 import itertools
+import math
 import sys
 from typing import Any
 
@@ -30,6 +32,7 @@ __all__ = ["main", "ours", "released"]
 
 WORKERS, SIZES, ROWS, RATE = 2, (24, 40, 32, 8), 64, 0.05 / 64
 STEPS, DENSE_STEPS = 50, 10  # the latter before compression; torch needs at least 2
+BUCKET = "the bucket"
 CLOSE = 1e-4  # what passes as equal
 Params = dict[str, np.ndarray]
 
@@ -50,8 +53,9 @@ def batches() -> tuple[np.ndarray, np.ndarray]:
     return x, np.tanh(x @ rng.standard_normal((SIZES[0], SIZES[-1])) / 4)
 
 
-def released(number: int, rank: int) -> tuple[list[Params], Params]:
-    """Parameters after each step of torch's hook, and its first Q of each matrix that it compresses."""
+def released(number: int, rank: int, batched: bool, feedback: bool) -> tuple[list[Params], Params, list[str]]:
+    """Parameters after each step of torch's hook, its first Q of each matrix that it compresses (of the batched hook
+    under BUCKET), and the parameters in the order of its bucket."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook  # pyright: ignore[reportMissingImports]
 
@@ -64,12 +68,16 @@ def released(number: int, rank: int) -> tuple[list[Params], Params]:
     model.load_state_dict({name: torch.from_numpy(value) for name, value in start().items()})
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     names = {id(p): name for name, p in model.named_parameters()}
-    state = hook.PowerSGDState(None, rank, start_powerSGD_iter=DENSE_STEPS)
+    state = hook.PowerSGDState(None, rank, start_powerSGD_iter=DENSE_STEPS, use_error_feedback=feedback)
+    run = hook.batched_powerSGD_hook if batched else hook.powerSGD_hook
+    # Of stacks alone: the batched hook gives it a matrix, and raises (torch 2.13).
+    made_orthogonal = hook._orthogonalize
+    hook._orthogonalize = lambda q, epsilon=0: made_orthogonal(q[None] if q.ndim == 2 else q, epsilon)
     order: list[str] = []
 
     def reducing(state, bucket):  # torch allows no other annotation than its own
         order[:] = [names[id(p)] for p in bucket.parameters()]
-        return hook.powerSGD_hook(state, bucket)
+        return run(state, bucket)
 
     parallel.register_comm_hook(state, reducing)
     optimizer = torch.optim.SGD(model.parameters(), RATE)
@@ -82,22 +90,29 @@ def released(number: int, rank: int) -> tuple[list[Params], Params]:
     # The normal numbers that the hook drew in its first compressed round, in the order of its bucket.
     torch.manual_seed(np.random.RandomState(0).randint(1_000_000_000))
     q = {}
+    if batched:
+        side = math.isqrt(sum(value.size for value in found[0].values()) - 1) + 1
+        return found, {BUCKET: torch.randn(side, rank).numpy()}, order
     for name in order:
         rows, columns = (*found[0][name].shape, 1)[:2]
         each = min(rows, columns, rank)
         if columns > 1 and each * (rows + columns) * state.min_compression_rate < rows * columns:
             q[name] = torch.randn(columns, each).numpy()
-    return found, q
+    return found, q, order
 
 
-def ours(rank: int, q: Params) -> list[Params]:
-    """Parameters after each step with `jc.power_sgd`, workers mapped by vmap, from the given right factors."""
-    params = jax.tree.map(jnp.asarray, start())
-    tx = jc.compressed_mean(jc.power_sgd(rank, start=DENSE_STEPS, dense_below=0), "data")
+def ours(rank: int, q: Params, order: list[str], batched: bool, feedback: bool) -> list[Params]:
+    """Parameters after each step with `jc.power_sgd`, workers mapped by vmap, from the given right factors.
+
+    order: of the parameters in the tree, a list, so that the square matrix is that of torch's bucket.
+    """
+    params = [jnp.asarray(start()[name]) for name in order]
+    options: dict[str, Any] = {"batched": batched, "error_feedback": feedback}
+    tx = jc.compressed_mean(jc.power_sgd(rank, start=DENSE_STEPS, dense_below=0, **options), "data")
     state, axes = jc.init_state(tx, params, WORKERS, "data")
-    leaves = sorted(params)
+    names = lambda group: [BUCKET] if batched else [order[i] for i in group.leaves]
     stacks = [
-        jnp.stack([jnp.asarray(q.get(leaves[i], row)) for i, row in zip(group.leaves, old, strict=True)])
+        jnp.stack([jnp.asarray(q.get(name, row)) for name, row in zip(names(group), old, strict=True)])
         if group.is_stack
         else old
         for old, group in zip(state.shared.algorithm.q, state.about.groups.groups, strict=True)
@@ -106,6 +121,7 @@ def ours(rank: int, q: Params) -> list[Params]:
     state = type(state)(state.local, state.shared._replace(algorithm=algorithm), state.about)
 
     def loss(params: Any, x: Any, y: Any) -> Any:
+        params = dict(zip(order, params, strict=True))
         for i in range(len(SIZES) - 1):
             x = x @ params[f"{i}.weight"].T + params[f"{i}.bias"]
             x = jnp.tanh(x) if i < len(SIZES) - 2 else x
@@ -119,20 +135,23 @@ def ours(rank: int, q: Params) -> list[Params]:
     found = []
     for x, y in zip(*batches(), strict=True):
         params, state = step(params, state, x, y)
-        found.append(jax.device_get(params))
+        found.append(dict(zip(order, jax.device_get(params), strict=True)))
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rank", type=int, default=2)
+    p.add_argument("--batched", action="store_true", help="the whole bucket as one square matrix")
+    p.add_argument("--no-error-feedback", action="store_true")
     o = p.parse_args(arguments)
+    options = (o.batched, not o.no_error_feedback)
     if importlib.util.find_spec("torch") is None:
         print("skipped: torch is not installed; pip install 'jaxcomp[peers]'")
         return 0
-    theirs, q = run_processes(WORKERS, released, o.rank)
+    theirs, q, order = run_processes(WORKERS, released, o.rank, *options)
     with jax.enable_x64(True):
-        mine = ours(o.rank, q)
+        mine = ours(o.rank, q, order, *options)
     far = lambda one, other: max(float(np.max(np.abs(one[name] - other[name]))) for name in one)
     apart = [far(one, other) for one, other in zip(mine, theirs, strict=True)]
     marks = range(STEPS // 10, STEPS + 1, STEPS // 10)

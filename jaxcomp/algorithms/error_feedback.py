@@ -7,6 +7,7 @@ import jax
 from jaxcomp.arrays import decayed_sum, wide_like, zeros_like
 from jaxcomp.backend import accumulated
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
+from jaxcomp.compressors.tree import each_of
 from jaxcomp.compressors.vector import alpha_of
 from jaxcomp.factories import factory
 
@@ -21,7 +22,7 @@ class ErrorFeedbackState(NamedTuple):
 
 
 @factory
-def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
+def error_feedback(compressor: Compressor, *, decay: float = 1.0, read_by: Compressor | None = None) -> Algorithm:
     """Sends C(decay e_i + g_i) and remembers the rest.
 
     message_i = decay e_i + g_i,   e_i <- message_i - C(message_i),   direction = (1/n) sum_i C(message_i).
@@ -35,6 +36,8 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
         compressor: contracts (alpha known), of one array (then large leaves are joined, `jaxcomp.groups`) or of trees.
         decay: factor on the memory, in [0, 1]; 1 is the method of the references, less forgets
             old gradients.
+        read_by: another compressor with the same payload, which makes the direction of the messages in place of the
+            mean; what is remembered stays that of `compressor`. `demo` reads the mean over those who sent an entry.
 
     Raises:
         ValueError: the compressor does not contract, or decay is out of range.
@@ -60,9 +63,11 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     def update(here, grads, state):
         message = accumulated(added, state.memory, grads)
         sent = yield here.mean(message, state.compressor)
-        return sent.direction, ErrorFeedbackState(sent.residual, sent.states)
+        direction = sent.direction if read_by is None else sent.read_by(each_of(read_by, here.groups))[0]
+        return direction, ErrorFeedbackState(sent.residual, sent.states)
 
-    return Algorithm(init, update, {"memory": "memory", "compressor": "compressor"}, compressor, pieces=True)
+    roles = {"memory": "memory", "compressor": "compressor"}
+    return Algorithm(init, update, roles, compressor, pieces=True, rereads=read_by is not None)
 
 
 def check_contracts(

@@ -48,6 +48,7 @@ def power_sgd(
     dense_below: int = 1024,
     error_feedback: bool = True,
     warm_start: bool = True,
+    batched: bool = False,
 ) -> Algorithm:
     """One step of subspace iteration a round, from where the last one ended, with error feedback.
 
@@ -78,14 +79,18 @@ def power_sgd(
         error_feedback: whether what is not sent is remembered; without, e_i = 0, and it is lost.
         warm_start: whether a round begins with the Q of the last one; without, with a normal Q of its own, the same on
             all workers.
+        batched: all leaves end to end, vectors and small ones too, are one square matrix, filled up with zeros; then
+            `dense_below` says nothing. One pair of factors whatever the tree, 4 k sqrt(d) numbers for d entries, and a
+            mean that is far less accurate, since its rows are no rows of any leaf.
 
     Raises:
         ValueError: an argument is out of range.
 
     Reference: Vogels, Karimireddy, Jaggi 2019 (PowerSGD), algorithms 1 and 2; min_ratio, start, error_feedback and
-    warm_start as in torch's `powerSGD_hook`. Bases by Gram-Schmidt with a second projection and with replacement
-    (`low_rank.bases_of`), where the references divide by the norm of what may be zero. Q is made orthonormal before it
-    is used, as the hook does: products neither overflow nor lose the smaller directions.
+    warm_start as in torch's `powerSGD_hook`, batched as in its `batched_powerSGD_hook`, whose matrix is that of a
+    bucket: give the leaves in its order for the same one. Bases by Gram-Schmidt with a second projection and with
+    replacement (`low_rank.bases_of`), where the references divide by the norm of what may be zero. Q is made
+    orthonormal before it is used, as the hook does: products neither overflow nor lose the smaller directions.
 
     >>> import jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.power_sgd(1, dense_below=0, min_ratio=1), None)
@@ -96,7 +101,7 @@ def power_sgd(
     """
     ranks = ranks_of("power_sgd", rank)
     check_low_rank("power_sgd", min_ratio, start, dense_below)
-    for what, value in (("error_feedback", error_feedback), ("warm_start", warm_start)):
+    for what, value in (("error_feedback", error_feedback), ("warm_start", warm_start), ("batched", batched)):
         if not isinstance(value, bool):
             raise ValueError(f"power_sgd: {what} must be True or False; got {value!r}")
     most = max(value for _, value in ranks)
@@ -125,7 +130,8 @@ def power_sgd(
         return direction, PowerState(kept, q if warm_start else state.q, state.rounds + 1)
 
     roles = {"memory": "memory", "q": "coin", "rounds": "coin"}
-    return Algorithm(init, update, roles, layout=Layout("shape", int(dense_below)), pieces=error_feedback)
+    layout = Layout("square") if batched else Layout("shape", int(dense_below))
+    return Algorithm(init, update, roles, layout=layout, pieces=error_feedback and not batched)
 
 
 def _alone(g: Array) -> Array:

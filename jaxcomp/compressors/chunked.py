@@ -6,7 +6,7 @@ from jax import lax
 
 from jaxcomp.arrays import is_array, weighted
 from jaxcomp.backend import fold, zeros_if_shape
-from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, overflow
+from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, left, left_of
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
@@ -109,7 +109,7 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
         advance=None if compressor.advance is None else jax.vmap(lambda shared: advance(compressor, shared)),
         overflow=None
         if compressor.overflow is None
-        else lambda local: jnp.sum(jax.vmap(lambda row: overflow(compressor, row))(local), dtype=jnp.int32),
+        else lambda local: left_of(jax.vmap(lambda row: left(compressor, row))(local)),
         spec=Spec(name, None, None if alpha is None else lambda d: alpha(cut(d)[1]), linear=False, selects=True),
         apart_from=2**31,
     )

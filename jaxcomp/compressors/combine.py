@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxcomp.arrays import like_of, size_of, wide
 from jaxcomp.backend import fold
-from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, entries, for_worker, overflow
+from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, entries, for_worker, left
 from jaxcomp.compressors.dense import cast
 from jaxcomp.factories import factory
 from jaxcomp.groups import FIXED
@@ -189,8 +189,8 @@ def _composed(outer: Compressor, inner: Compressor, spec: Spec) -> Compressor:
     def pick(shared, worker, workers):
         return for_worker(outer, shared[0], worker, workers), for_worker(inner, shared[1], worker, workers)
 
-    def left(local):
-        return overflow(outer, local[0]) + overflow(inner, local[1])
+    def left_by_both(local):
+        return jax.tree.map(jnp.add, left(outer, local[0]), left(inner, local[1]))
 
     next_round = None
     if outer.advance is not None or inner.advance is not None:
@@ -205,7 +205,7 @@ def _composed(outer: Compressor, inner: Compressor, spec: Spec) -> Compressor:
         advance=next_round,
         lengths=outer.lengths,
         for_worker=None if outer.for_worker is None and inner.for_worker is None else pick,
-        overflow=None if outer.overflow is None and inner.overflow is None else left,
+        overflow=None if outer.overflow is None and inner.overflow is None else left_by_both,
     )
 
 

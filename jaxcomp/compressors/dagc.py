@@ -18,7 +18,7 @@ import numpy as np
 from jaxcomp.allocate import counts, ratios, thresholds
 from jaxcomp.allocate.workers import Rule, number_of, shares
 from jaxcomp.arrays import one_row, row_of, wide
-from jaxcomp.base import Compressor, Lengths, Spec, State, overflow
+from jaxcomp.base import Compressor, Lengths, Spec, State, left
 from jaxcomp.compressors.sidco import sidco
 from jaxcomp.compressors.sparsify import entries_of, largest_indices, top_k
 from jaxcomp.compressors.vector import on_vectors
@@ -83,7 +83,7 @@ def _fitted(x: Array, ratio: Array, room: Array, capacity: int) -> tuple[Array, 
     inner = sidco(lambda round_: ratio, peak=capacity / d, capacity=1.0)
     state = inner.init(jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype))
     payload, local = inner.compress(jax.random.key(0), x, state)
-    wanted = jnp.sum(payload.indices < d, dtype=jnp.int32) + overflow(inner, local)
+    wanted = jnp.sum(payload.indices < d, dtype=jnp.int32) + left(inner, local).overflow
     places, _ = _above(payload.values, jnp.zeros(()), room, capacity)
     indices = payload.indices.at[places].get(mode="fill", fill_value=d, indices_are_sorted=True)
     return jnp.where(ratio > 0, indices, d), jnp.where(ratio > 0, wanted, 0)

@@ -60,12 +60,35 @@ def dct(compressor: Compressor, chunk: int = 64) -> Compressor:
     return _transformed(f"dct({compressor.spec.name}, {chunk})", lambda _: compressor, chunk)
 
 
-def dct_of_blocks(compressor: Compressor, chunk: int = 64) -> Compressor:
-    """`dct` that selects in each block by itself, whatever its size (`chunked`)."""
-    name = f"dct_of_blocks({compressor.spec.name}, {chunk})"
-    made = _transformed(name, lambda size: chunked(compressor, size), chunk)
+def dct_of_blocks(compressor: Compressor, chunk: int = 64, *, by_senders: bool = False) -> Compressor:
+    """`dct` that selects in each block by itself, whatever its size (`chunked`).
+
+    by_senders: a mean of messages is, for each coefficient, over those who sent it (`of_senders`). Such a compressor
+    reads the messages of others; what is left of a message is not its to say.
+    """
+    name = f"dct_of_blocks({compressor.spec.name}, {chunk}{', by_senders' if by_senders else ''})"
+    inner = lambda size: of_senders(chunked(compressor, size)) if by_senders else chunked(compressor, size)
+    made = _transformed(name, inner, chunk)
     least = _of_blocks(compressor.spec.alpha, chunk)
     return made._replace(spec=made.spec._replace(alpha=least, layout=Layout("shape")))
+
+
+def of_senders(compressor: Compressor) -> Compressor:
+    """The compressor, which divides each entry of a sum by the weights of those who sent it, not by those of all.
+
+    sum_j w_j  sum_j w_j q_j / sum_j w_j [q_j != 0]: a mean over all where all weights add up to one. A second sum over
+    the same indices counts the senders. compressor: selects, and its payload has the field `values`.
+    """
+
+    def add(total, payloads, weights, shared):
+        values = payloads.values
+        marks = payloads._replace(values=(values != 0).astype(values.dtype))
+        found = accumulate(compressor, total, payloads, weights, shared)
+        by = accumulate(compressor, total, marks, weights, shared)
+        every = jnp.asarray(values.shape[0] if weights is None else jnp.sum(weights), found.dtype)
+        return found * (every / jnp.where(by > 0, by, every))
+
+    return compressor._replace(accumulate=add, entries=None)
 
 
 class Cut(NamedTuple):

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxcomp.arrays import as_words
 from jaxcomp.backend import shared_program, zeros_if_shape
-from jaxcomp.base import Compressor, State, accumulate, advance, for_worker, overflow
+from jaxcomp.base import Compressor, State, accumulate, advance, for_worker, left, left_of
 
 __all__ = ["Rows", "rows"]
 
@@ -68,7 +68,7 @@ def rows(one: Compressor) -> Compressor:
         return lambda shared, *args: Rows(jax.vmap(lambda row: function(one, row, *args))(shared.rows))
 
     def left_over(local):
-        return jnp.sum(jax.vmap(lambda row: overflow(one, row))(local.rows))
+        return left_of(jax.vmap(lambda row: left(one, row))(local.rows))
 
     return Compressor(
         init,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import wide
-from jaxcomp.base import Compressor, Spec, State
+from jaxcomp.base import Compressor, Left, Spec, State
 from jaxcomp.compressors.schedule import Target
 from jaxcomp.compressors.sparsify import entries_of
 from jaxcomp.compressors.vector import on_vectors
@@ -28,10 +28,11 @@ Array = jax.Array
 
 
 class ThresholdLocal(NamedTuple):
-    """overflow: i32[], of the last round (see `base.overflow`); memory: what the estimate remembers."""
+    """overflow, searches: i32[], of the last round (`base.Left`); memory: what the estimate remembers."""
 
     overflow: Array
     memory: Any
+    searches: Array
 
 
 class Estimator(NamedTuple):
@@ -78,8 +79,8 @@ def by_threshold(
         return min(d, math.ceil(capacity * target.peak(d)))
 
     def init(shared_key, like):
-        local = ThresholdLocal(jnp.zeros((), jnp.int32), estimator.memory(wide(like.dtype)))
-        return State(local, target.first_round())
+        zero = jnp.zeros((), jnp.int32)
+        return State(ThresholdLocal(zero, estimator.memory(wide(like.dtype)), zero), target.first_round())
 
     def compress(key, x, state):
         d = x.shape[0]
@@ -98,14 +99,15 @@ def by_threshold(
             room, positions = k, jnp.where(lax.iota(jnp.int32, places(d)) < k, positions, d)
         learnt = estimator.learn(remembered, wanted, k, ratio)
         learnt = jax.tree.map(lambda new, old: jnp.where(chosen > 0, new, old), learnt, state.local.memory)
-        return Sparse(take(x, positions), positions), ThresholdLocal(jnp.maximum(chosen - room, 0), learnt)
+        searched = ((wanted < enough) | (wanted > most)).astype(jnp.int32)
+        return Sparse(take(x, positions), positions), ThresholdLocal(jnp.maximum(chosen - room, 0), learnt, searched)
 
     return on_vectors(
         init=init,
         compress=compress,
         entries=entries_of,
         advance=target.advance,
-        overflow=lambda local: local.overflow,
+        overflow=lambda local: Left(local.overflow, local.searches),
         spec=Spec(name, omega=None, alpha=lambda d: alpha(d) if d else 1.0, linear=False, selects=True),
     )
 

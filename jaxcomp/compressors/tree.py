@@ -10,6 +10,7 @@ from jaxcomp.arrays import is_left_out
 from jaxcomp.backend import zeros_if_shape
 from jaxcomp.base import (
     Compressor,
+    Left,
     Lifted,
     State,
     accumulate,
@@ -17,8 +18,8 @@ from jaxcomp.base import (
     check_compressor,
     for_worker,
     keys_of,
+    left,
     lengths,
-    overflow,
 )
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.rows import Rows, rows
@@ -173,7 +174,9 @@ def _of_trees(name: str, compressor: Compressor, layout: Layout) -> Compressor:
         return _lengths(groups.groups, tuple(lengths(c, x) for c, x in zip(each, groups.like, strict=True)))
 
     def overflow_(local):
-        return sum((overflow(one_of(each), each) for each in local if not is_left_out(each)), jnp.zeros((), jnp.int32))
+        zero = jnp.zeros((), jnp.int32)
+        each = [left(one_of(own), own) for own in local if not is_left_out(own)]
+        return jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), Left(zero, zero), *each)
 
     return Compressor(
         init,

@@ -34,7 +34,7 @@ from jaxcomp.base import (
     answered,
     for_worker,
     has_role,
-    overflow,
+    left,
     residual,
     sides,
     whole,
@@ -299,8 +299,9 @@ class _Turn:
         if known and carried.sent_bytes > 1.01 * dense + PADDING:
             warnings.warn(MORE.format(self.exchange.name, carried.sent_bytes, n, carried.route, dense), stacklevel=2)
         count = count_message(parcels, given, carried, self.exchange.code)
-        left = [overflow(*pair) for message in messages for pair in message.locals]
-        count = count._replace(overflow=sum(left, count.overflow))
+        each = [left(*pair) for message in messages for pair in message.locals]
+        unsent = sum([x.overflow for x in each], count.overflow)
+        count = count._replace(overflow=unsent, searches=sum([x.searches for x in each], count.searches))
         if self.measured is not None and messages:
             count = count._replace(errors=joint_errors([self._errors(message) for message in messages]))
         self.counted.append(count)

@@ -59,6 +59,7 @@ class Counts(NamedTuple):
     entries: Array
     size: Array
     overflow: Array
+    searches: Array
     sent_bytes: Array
     route: Array
     errors: Errors
@@ -72,7 +73,7 @@ def no_errors() -> Errors:
 def no_counts() -> Counts:
     """Nothing was sent."""
     integer, real = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-    return Counts(real, real, real, real, integer, real, integer, no_errors())
+    return Counts(real, real, real, real, integer, integer, real, integer, no_errors())
 
 
 def add_counts(counts: list[Counts]) -> Counts:
@@ -177,6 +178,8 @@ class Info(NamedTuple):
     route: how the payloads travelled, as a place in `jaxcomp.exchange.ROUTES` (behind them, of your own); `chosen` is
         its name.
     dense: entries of a worker's gradient that are sent as they are, since they are of small leaves.
+    searches: vectors whose threshold no estimate found (`sidco` and its like), so that it was searched for in further
+        passes; summed over workers.
     """
 
     lane_bytes: Array
@@ -188,6 +191,7 @@ class Info(NamedTuple):
     sent_bytes: Array
     route: Array
     dense: Array | int = 0
+    searches: Array | int = 0
 
     @property
     def chosen(self) -> str:
@@ -221,6 +225,7 @@ class Info(NamedTuple):
             "relative_error": "{:.4g}",
             "nonfinite": "{:,.0f}",
             "overflow": "{:,.0f}",
+            "searches": "{:,.0f}",
             "sent_bytes": "{:,.0f} B",
             "dense": "{:,.0f}",
         }
@@ -271,6 +276,7 @@ def info(state: Any, *, each: bool = False) -> Info:
     relative_error     0.6
     nonfinite            0
     overflow             0
+    searches             0
     sent_bytes         0 B
     route           gather
     dense                0
@@ -303,6 +309,7 @@ def _read(nodes: list[Any], each: bool) -> Info:
         counts.sent_bytes,
         jnp.max(jnp.stack([row.route for row in rows]), axis=0),
         jnp.full_like(counts.entries, sum(map(_dense_of, nodes))),
+        counts.searches,
     )
     return result if each else jax.tree.map(lambda x: x[0], _over_workers(result))
 
@@ -325,6 +332,5 @@ def _over_workers(rows: Info) -> Info:
     """The means of what each worker counted (sums and maxima where they are meant), with one row left."""
     means = jax.tree.map(lambda x: jnp.mean(x, keepdims=True), rows)
     add = lambda x: jnp.sum(x, keepdims=True)
-    return means._replace(
-        nonfinite=add(rows.nonfinite), overflow=add(rows.overflow), route=jnp.max(rows.route, keepdims=True)
-    )
+    sums = {name: add(getattr(rows, name)) for name in ("nonfinite", "overflow", "searches")}
+    return means._replace(route=jnp.max(rows.route, keepdims=True), **sums)

@@ -24,6 +24,7 @@ def demo(
     k: int = 32,
     chunk: int = 64,
     weight_decay: float = 0.0,
+    mean: str = "senders",
     via: str = "auto",
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -32,6 +33,7 @@ def demo(
     delta_i <- decay delta_i + g_i,   q_i = top-k of each block of T delta_i,   delta_i <- delta_i - T' q_i,
     x <- x - learning_rate (sign(T' mean_i q_i) + weight_decay x),
 
+    where the mean of a coefficient is over the workers that sent it, or over all (`mean`), and
     T the orthonormal DCT-II of blocks of chunk x chunk of the last two axes of each leaf (`dct`). That is error
     feedback that forgets, with alpha = k / chunk^2, and a sign. Vectors and scalars, and small leaves, are exchanged
     as they are.
@@ -46,6 +48,10 @@ def demo(
         k: coefficients of a block that are sent, at least 1; all of a block with fewer.
         chunk: side of a block.
         weight_decay: decoupled.
+        mean: "senders": a coefficient is divided by the weights of those who sent it, as in the release. What few
+            send is then as large as what all send, and the direction is no longer what left the momenta divided by n,
+            though each momentum still loses what it sent and no more. It needs all messages: routes that bring their
+            sum alone are refused, and "auto" always gathers. "all": by the weights of all, as in error feedback.
         via, options: `weights`, `seed`, `measure`, ..., as for `compressed_mean`.
 
     Returns:
@@ -54,8 +60,8 @@ def demo(
     Raises:
         ValueError: an argument is out of range.
 
-    Reference: Peng, Quesnelle, Kingma 2024 (DeMo), algorithm 1. The release divides each coefficient by the number of
-    workers that sent it; here the mean is over all of them. Messages are added in the order of the workers, so the
+    Reference: Peng, Quesnelle, Kingma 2024 (DeMo), algorithm 1. The release counts a coefficient of zero among those
+    sent where a block has fewer than k others; here it is not. Messages are added in the order of the workers, so the
     result does not vary from run to run.
 
     >>> import jax, jax.numpy as jnp, jaxcomp as jc
@@ -70,7 +76,10 @@ def demo(
         raise ValueError(f"demo: decay must be in [0, 1]; got {decay}")
     if not is_integer(k):
         raise ValueError(f"demo: k must be an integer of at least 1; got {k!r}")
-    algorithm = error_feedback(dct_of_blocks(top_k(k=k), chunk), decay=decay)
+    if mean not in ("senders", "all"):
+        raise ValueError(f"demo: mean must be 'senders' or 'all'; got {mean!r}")
+    read_by = dct_of_blocks(top_k(k=k), chunk, by_senders=True) if mean == "senders" else None
+    algorithm = error_feedback(dct_of_blocks(top_k(k=k), chunk), decay=decay, read_by=read_by)
     parts: list[Any] = [
         compressed_mean(algorithm, axis_name, via, **options),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.sign, updates)),

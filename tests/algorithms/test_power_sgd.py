@@ -16,7 +16,9 @@ from jaxcomp.algorithms.low_rank import FEW, bases_of, factored, matrix_shape, p
 from jaxcomp.algorithms.power_sgd import _first
 
 N, ROUNDS, RANK = 4, 5, 2
-OPTIONS = [{"error_feedback": False}, {"warm_start": False}, {"error_feedback": False, "warm_start": False}]
+BATCHED = {"batched": True}
+OPTIONS = [{"error_feedback": False}, {"warm_start": False}, {"error_feedback": False, "warm_start": False}, BATCHED]
+OPTIONS += [BATCHED | {"warm_start": False}, BATCHED | {"error_feedback": False}]
 TREE = {"a": jnp.zeros((12, 8)), "b": jnp.zeros((12, 8)), "c": jnp.zeros((10, 4, 3)), "v": jnp.zeros(7)}
 FIRST_Q = {"a": (0, 0), "b": (0, 1), "c": (1, 0)}  # which stack, and which of its rows
 SMALL = {"dense_below": 0, "min_ratio": 1.0}
@@ -68,7 +70,7 @@ def test_fifty_steps_are_those_of_torchs_hook(rank, seed):
         np.testing.assert_allclose(x[name], want[name], atol=1e-5)
 
 
-@pytest.mark.parametrize("options", variants(OPTIONS, OPTIONS[2:]), ids=str)
+@pytest.mark.parametrize("options", variants(OPTIONS, OPTIONS[2:4]), ids=str)
 def test_options_are_those_of_torchs_hook(options, seed):
     with jax.enable_x64(True):
         x, want = fifty_steps_of_both(2, seed, **options)
@@ -76,7 +78,7 @@ def test_options_are_those_of_torchs_hook(options, seed):
     for name in TREE_64:
         np.testing.assert_allclose(x[name], want[name], atol=1e-5)
     assert np.abs(x["w"] - plain["w"]).max() > 1e-3  # the option does something
-    for name in ("error_feedback", "warm_start"):
+    for name in ("error_feedback", "warm_start", "batched"):
         with pytest.raises(ValueError, match=f"{name} must be True or False; got 1"):
             jc.power_sgd(2, **{name: 1})
 
@@ -103,11 +105,16 @@ def fifty_steps_of_both(rank, seed, **options):
     def drawn(iteration):
         keys = [jax.random.wrap_key_data(key) for key in state.shared.algorithm.q if len(key)]
         like = [jax.ShapeDtypeStruct(group.shape, "f8") for group in stacks]
-        return by_name(_first(jax.random.fold_in(k, iteration), x, rank) for k, x in zip(keys, like, strict=True))
+        return named(_first(jax.random.fold_in(k, iteration), x, rank) for k, x in zip(keys, like, strict=True))
 
+    batched = options.get("batched", False)
+    named = (lambda qs: np.asarray(next(iter(qs))[0])) if batched else by_name
     warm, feedback = options.get("warm_start", True), options.get("error_feedback", True)
-    first = by_name(q for q in state.shared.algorithm.q if len(q)) if warm else {}
-    hook = oracles_lowrank.PowerSGDHook(first, rank, 10, 1.2, None if warm else drawn, feedback)
+    first = named(q for q in state.shared.algorithm.q if len(q)) if warm else None
+    if batched:
+        hook = oracles_lowrank.BatchedPowerSGDHook(first, rank, 10, None if warm else drawn, feedback)
+    else:
+        hook = oracles_lowrank.PowerSGDHook(first or {}, rank, 10, 1.2, None if warm else drawn, feedback)
 
     def step(x, state, target, curvature):
         grads = jax.tree.map(lambda x, t, c: c * (x - t), x, target, curvature)
@@ -118,7 +125,7 @@ def fifty_steps_of_both(rank, seed, **options):
     x, want = tree, jax.tree.map(lambda p: np.zeros(p.shape), tree)
     for _ in range(50):
         x, state = step(x, state, targets, curvature)
-        grads = [{k: curvature[k][i] * (want[k] - targets[k][i]) for k in tree} for i in range(N)]
+        grads = [{k: curvature[k][i] * (want[k] - targets[k][i]) for k in sorted(tree)} for i in range(N)]
         direction = hook(grads)
         want = {k: want[k] - 0.05 * direction[k] for k in tree}
     return x, want

@@ -7,7 +7,7 @@ import pytest
 from jitted import roundtrip
 
 import jaxcomp as jc
-from jaxcomp.base import overflow
+from jaxcomp.base import left
 from jaxcomp.packing import pack
 from jaxcomp.payloads import Chunks
 
@@ -64,7 +64,7 @@ def test_overflow_and_schedule_of_the_chunks(key):
     full = jc.chunked(jc.contrib.hard_threshold(0.0, room=0.1), 50)
     x = jnp.arange(1.0, 101)
     _, local = jax.jit(full.compress)(key, x, full.init(key, x))
-    assert int(overflow(full, local)) == 90
+    assert int(left(full, local).overflow) == 90
     falling = jc.chunked(jc.top_k(jc.warm_up([0.5, 0.1], 1)), 10)
     state = falling.init(key, x)
     counts = []

@@ -12,7 +12,7 @@ from variants import variants
 from worlds import AXIS, run_shard_map
 
 import jaxcomp as jc
-from jaxcomp.base import accumulate, for_worker, overflow
+from jaxcomp.base import accumulate, for_worker, left
 from jaxcomp.compressors.tree import _of_trees
 
 FULL = jc.contrib.hard_threshold(0.0, room=0.1)  # of a hundred entries ten fit
@@ -43,9 +43,9 @@ def test_overflow_is_handed_on(name, key):
     elif name == "two leaves":
         x = [jnp.arange(1.0, 11), jnp.arange(1.0, 91), jnp.zeros(3)]
     state = jax.jit(compressor.init)(key, x)
-    assert int(overflow(compressor, state.local)) == 0
+    assert int(left(compressor, state.local).overflow) == 0
     _, local = jax.jit(compressor.compress)(key, x, state)
-    count = overflow(compressor, local)
+    count = left(compressor, local).overflow
     assert (count.shape, count.dtype) == ((), jnp.int32)
     assert int(count) == want
 

@@ -23,22 +23,37 @@ def wave(size):
     return np.where(k == 0, np.sqrt(1 / size), np.sqrt(2 / size)) * np.cos(np.pi * (2 * i + 1) * k / (2 * size))
 
 
-def top_of_blocks(x, chunk, k):
-    """Float64 oracle: of each block of a matrix the k largest coefficients, transformed back."""
+def in_blocks(x, chunk, each):
+    """Float64: each(block of a matrix, filled up with zeros), put together again; [rows, columns] filled up, too."""
     (rows, a), (columns, b) = pieces(x.shape[0], chunk), pieces(x.shape[1], chunk)
-    out = np.zeros_like(x)
-    for r in rows:
-        for c in columns:
-            block = np.zeros((a, b))
-            part = x[r, c]
-            block[: part.shape[0], : part.shape[1]] = part
-            q = wave(a) @ block @ wave(b).T
-            keep = np.argsort(-np.abs(q).reshape(-1), kind="stable")[:k]
-            kept = np.zeros(a * b)
-            kept[keep] = q.reshape(-1)[keep]
-            back = wave(a).T @ kept.reshape(a, b) @ wave(b)
-            out[r, c] = back[: part.shape[0], : part.shape[1]]
-    return out
+    padded = np.pad(x, ((0, a * len(rows) - x.shape[0]), (0, b * len(columns) - x.shape[1])))
+    row = lambda i: [each(padded[i : i + a, j : j + b]) for j in range(0, padded.shape[1], b)]
+    return np.block([row(i) for i in range(0, len(padded), a)])
+
+
+def coefficients(x, chunk, k):
+    """Float64 oracle: of each block of a matrix the k largest cosine coefficients, and zeros in the place of others."""
+
+    def kept(block):
+        q = wave(block.shape[0]) @ block @ wave(block.shape[1]).T
+        order = np.argsort(-np.abs(q).reshape(-1), kind="stable")
+        return np.where(np.isin(np.arange(q.size), order[:k]).reshape(q.shape), q, 0)
+
+    return in_blocks(x, chunk, kept)
+
+
+def back(q, chunk, shape):
+    """Float64 oracle: blocks of coefficients as the matrix of this shape."""
+    a, b = (pieces(n, chunk)[1] for n in shape)
+    out = np.zeros(q.shape)
+    for i in range(0, q.shape[0], a):
+        for j in range(0, q.shape[1], b):
+            out[i : i + a, j : j + b] = wave(a).T @ q[i : i + a, j : j + b] @ wave(b)
+    return out[: shape[0], : shape[1]]
+
+
+def top_of_blocks(x, chunk, k):
+    return back(coefficients(x, chunk, k), chunk, x.shape)
 
 
 @pytest.mark.sampled
@@ -71,27 +86,40 @@ def test_smooth_matrices_gather_in_few_coefficients(key):
     assert error(jc.dct(jc.top_k(0.01))) < 1e-3 < 0.5 < error(jc.top_k(0.01))
 
 
-def test_demo_is_its_algorithm(seed):
-    n, shape, rounds = 3, (40, 48), 4
+@pytest.mark.parametrize(("mean", "weights"), [("all", None), ("senders", None), ("senders", (3.0, 2.0, 0.0))])
+def test_demo_is_its_algorithm(mean, weights, seed):
+    """The release divides a coefficient by how many workers sent it; with weights, by the sum of theirs."""
+    n, shape, rounds, chunk, k = 3, (40, 48), 4, 16, 8
     grads = np.random.default_rng(seed).standard_normal((rounds, n, *shape)).astype(np.float32)
-    tree = lambda g: {"b": g[..., 0], "w": g}
-    tx = jc.demo(0.1, AXIS, decay=0.9, k=8, chunk=16, weight_decay=0.5)
+    tree = lambda g: {"b": g[..., 0], "v": g[..., :40, :40], "w": g}
+    tx = jc.demo(0.1, AXIS, decay=0.9, k=k, chunk=chunk, weight_decay=0.5, mean=mean, weights=weights)
     params = tree(jnp.ones(shape))
     state, axes = jc.init_state(tx, params, n, AXIS)
     step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes, None), out_axes=(None, axes), axis_name=AXIS))
+    shares = np.full(n, 1 / n) if weights is None else np.array(weights) / np.sum(weights)
     delta = np.zeros((n, *shape))
     for g in grads:
         updates, state = step(tree(jnp.asarray(g)), state, params)
         delta = 0.9 * delta + g
-        sent = np.stack([top_of_blocks(d, 16, 8) for d in delta])
-        delta -= sent
-        mean = sent.mean(0)
-        clear = np.abs(mean) > 1e-5  # where rounding does not decide the sign
-        want = -0.1 * (np.sign(mean) + 0.5)
+        sent = np.stack([coefficients(d, chunk, k) for d in delta])
+        delta -= np.stack([back(q, chunk, shape) for q in sent])
+        total = np.tensordot(shares, sent, 1)
+        if mean == "senders":
+            by = np.tensordot(shares, sent != 0, 1)
+            total = total / np.where(by > 0, by, 1)
+        direction = back(total, chunk, shape)
+        clear = np.abs(direction) > 1e-5  # where rounding does not decide the sign
+        want = -0.1 * (np.sign(direction) + 0.5)
         np.testing.assert_allclose(updates["w"][clear], want[clear], rtol=1e-5)
-        np.testing.assert_allclose(updates["b"], -0.1 * (np.sign(g.mean(0)[:, 0]) + 0.5), rtol=1e-5)
+        mean_of_b = np.tensordot(shares, g, 1)[:, 0]
+        np.testing.assert_allclose(updates["b"], -0.1 * (np.sign(mean_of_b) + 0.5), rtol=1e-5)
     memory = state[0].local.algorithm.memory[-1]
     np.testing.assert_allclose(np.reshape(memory, delta.shape), delta, atol=1e-4)
+
+
+def test_the_mean_over_senders_needs_their_messages():
+    with pytest.raises(ValueError, match=r'via="two_shot" cuts all leaves together .* use via="gather"'):
+        jc.demo(0.1, AXIS, via="two_shot")
 
 
 def test_demo_under_shard_map(seed):
@@ -106,6 +134,7 @@ def test_demo_under_shard_map(seed):
         (lambda: jc.dct(jc.top_k(0.1), 0), r"dct: chunk must be an integer in 1 \.\. 1024; got 0"),
         (lambda: jc.dct(jc.flat(jc.top_k(0.1))), "acts on trees"),
         (lambda: jc.demo(0.1, AXIS, decay=2.0), "demo: decay must be in"),
+        (lambda: jc.demo(0.1, AXIS, mean="sender"), "demo: mean must be 'senders' or 'all'; got 'sender'"),
         (lambda: jc.demo(0.1, AXIS, k=0), "demo: k must be an integer of at least 1"),
     ],
 )

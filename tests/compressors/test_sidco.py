@@ -140,6 +140,22 @@ def test_the_default_is_near_its_target_where_tails_are_none(law, ratio, key, se
         assert payload.indices.size == 8 * k
 
 
+@pytest.mark.parametrize("wrapped", [lambda c: c, jc.per_leaf, lambda c: jc.compose(c, jc.cast("bfloat16"))])
+def test_searches_are_counted(wrapped, seed):
+    """Info says where no estimate served: on clipped entries at one of two workers, never on a law with a tail."""
+    rng = np.random.default_rng(seed)
+    tail = rng.laplace(size=4096).astype(np.float32)
+    tx = jc.compressed_mean(jc.error_feedback(wrapped(jc.sidco(0.01, capacity=4))), "data")
+    state, axes = jc.init_state(tx, {"a": tail}, 2, "data")
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name="data"))
+    for second, searches in ((tail, 0), (np.clip(tail, -1, 1), 1)):
+        _, after = step({"a": jnp.stack([tail, second])}, state)
+        found = jc.info(after)
+        assert int(found.searches) == searches
+        assert 0.8 <= float(found.achieved_ratio) / 0.01 <= 1.25
+        assert jc.metrics(after)["searches"] == searches
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("law", ["exponential", "gamma"])
 def test_a_sample_serves_as_well(law, key, seed):

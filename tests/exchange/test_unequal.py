@@ -14,7 +14,7 @@ from worlds import AXIS, mesh_of, run_pmap, run_shard_map, run_vmap
 from worlds import gradients as random_gradients
 
 import jaxcomp as jc
-from jaxcomp.base import State, for_worker, overflow
+from jaxcomp.base import State, for_worker, left
 from jaxcomp.compressors.dagc import Amounts
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.links import Link
@@ -232,7 +232,7 @@ def sent_by(compressor, number, x):
     own = State(state.local, for_worker(compressor, state.shared, number))
     payload, local = jax.jit(compressor.compress)(jax.random.key(0), x, own)
     assert np.all(np.diff(payload.indices[payload.indices < x.size]) > 0)
-    return np.asarray(payload.indices[payload.indices < x.size]), int(overflow(compressor, local))
+    return np.asarray(payload.indices[payload.indices < x.size]), int(left(compressor, local).overflow)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from programs import ROOT, run_to
 
 from experiments.dagc import against_uniform, interval, one, rule_in, shown
-from experiments.dagc.tasks import factor_for, heterogeneous_quadratics, runner
+from experiments.dagc.tasks import Task, factor_for, heterogeneous_quadratics, runner
 from experiments.lib import data
 from experiments.lib.cli import UserError
 from jaxcomp import allocate
@@ -41,13 +41,23 @@ def test_dagc_compares_rules_and_thresholds_with_uniform(tmp_path):
 
 
 def test_thresholds_keep_the_budget_when_there_is_memory():
-    options = SimpleNamespace(workers=4, rounds=30, lr=0.3, target=1e-9)
+    options = SimpleNamespace(workers=4, rounds=30, lr=0.3, target=1e-9, by="accuracy")
     simulation = heterogeneous_quadratics(options)
     before = runner.cache_info().misses
     for method in ("threshold:uniform", "threshold:released"):
         row = one(simulation, simulation.task(100.0, 0), options, 0.1, method)
         assert row["achieved"] == pytest.approx(0.1, rel=0.01)
     assert runner.cache_info().misses == before + 1  # one program for both
+
+
+def test_a_loss_passes_its_target_between_two_rounds(monkeypatch):
+    losses = np.array([2.0, 1.0, 0.5, 0.25])
+    monkeypatch.setattr("experiments.dagc.runner", lambda *args: lambda *args: (losses, np.full(4, 10.0)))
+    task = Task(np.zeros(100), np.array([3.0, 1.0]), ())
+    for target, rounds, reached in ((0.75, 2.5, True), (0.5, 3.0, True), (2.0, 1.0, True), (0.1, 4.0, False)):
+        options = SimpleNamespace(workers=2, rounds=4, target=target, by="loss")
+        row = one(SimpleNamespace(better=-1), task, options, 0.1, "sqrt")
+        assert (row["rounds"], row["reached"]) == (rounds, reached)
 
 
 @pytest.mark.parametrize("rule", ["uniform", 2 / 3])

@@ -52,8 +52,19 @@ def test_a_table_is_stale_until_it_is_made_and_after_its_code_changes(small, mon
     assert "JAX" in made
     assert not stale
     assert "| 1 |" not in page.read_text()
-    monkeypatch.setattr(figures, "SHARED", ("jaxcomp",))
+    monkeypatch.setattr(figures, "code_at", lambda path: "")
     assert state_of("scale", figure) == (made, True)
+
+
+def test_a_table_depends_on_what_it_uses():
+    """Methods that it compares, and not all that the front door imports; the machinery where it holds times."""
+    name = lambda path: path.relative_to(figures.ROOT).as_posix()
+    demo, step = ({name(path) for path in figures.files_of(FIGURES[each])} for each in ("demo", "step"))
+    assert {"jaxcomp/compressors/sidco.py", "jaxcomp/select.py", "experiments/lib/report.py"} <= demo & step
+    assert {"experiments/train/compare.py", "jaxcomp/contrib/dgc.py", "jaxcomp/algorithms/power_sgd.py"} <= demo
+    assert "jaxcomp/exchange/driver.py" in step - demo
+    other = ("jaxcomp/federated", "jaxcomp/plan/", "jaxcomp/algorithms/isega.py", "experiments/peers")
+    assert not any(path.startswith(other) for path in demo | step)
 
 
 def test_what_needs_data_is_named(small):
@@ -77,7 +88,6 @@ def test_what_needs_an_accelerator_is_neither_stale_nor_made_here(tmp_path, monk
     figure = Figure("page", "accelerator", "accelerator", 5, accelerator=True)
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     monkeypatch.setattr(figures, "FIGURES", {"chip": figure})
-    monkeypatch.setattr(figures, "SHARED", ())
     listed = lambda *words: (main([*words]), capsys.readouterr().out)[1]
     assert "needs an accelerator" in listed()
     assert "left out, it needs an accelerator" in listed("--all")

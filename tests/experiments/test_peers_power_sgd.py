@@ -14,8 +14,9 @@ def test_without_torch_it_is_skipped(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [1, 2])
-def test_fifty_steps_of_torchs_hook(rank, capsys):
+@pytest.mark.parametrize("options", [["--rank", "1"], ["--rank", "2"], ["--no-error-feedback"], ["--batched"]], ids=str)
+def test_fifty_steps_of_torchs_hook(options, capsys):
     pytest.importorskip("torch", reason="the peers are not installed")
-    assert power_sgd.main(["--rank", str(rank)]) == 0
-    assert "compressed from step 11: 0.weight, 1.weight, 2.weight" in capsys.readouterr().out
+    assert power_sgd.main(options) == 0
+    what = "the bucket" if "--batched" in options else "0.weight, 1.weight, 2.weight"
+    assert f"compressed from step 11: {what}" in capsys.readouterr().out

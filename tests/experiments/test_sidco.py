@@ -2,11 +2,17 @@
 
 import json
 
+import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from programs import run_to
 
+import jaxcomp as jc
 from experiments.bench.select import slope_of
+from experiments.lib.models import CharLstm
+from experiments.lib.text import read_characters, windows
 from experiments.sidco.quality import LAWS, ZEROS, draws
 from experiments.sidco.training import row_of
 
@@ -28,6 +34,35 @@ def test_quality(tmp_path):
     for name in ("recorded.png", "laws.md", "cnn-feedback.md", "lstm-plain.md"):
         assert (out / name).stat().st_size > 100
         assert name.endswith(".md") or name in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ratio", [1e-3, 1e-2])
+def test_a_closed_loop_of_an_lstm_stays_near_its_target(ratio):
+    """110 rounds of two workers whose memories meet gradients at points that they led to: between 4/5 and 5/4 of k."""
+    codes, characters = read_characters(None)
+    graph, params, rest = nnx.split(CharLstm(characters, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    tx = optax.chain(jc.compressed_mean(jc.error_feedback(jc.sidco(ratio, capacity=8)), "data"), optax.sgd(0.5))
+    state, axes = jc.init_state(tx, params, 2, "data")
+
+    def loss(params, x, y):
+        logits = nnx.merge(graph, params, rest)(x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    def step(params, state, x, y):
+        updates, state = tx.update(jax.grad(loss)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(jax.vmap(step, (None, axes, 0, 0), (None, axes), axis_name="data"))
+    size = sum(x.size for x in jax.tree.leaves(params))
+    for t in range(110):
+        rows = windows(codes, 8, 32, 0, t).reshape(2, 4, 33)
+        params, state = step(params, state, rows[..., :-1], rows[..., 1:])
+        found = jc.info(state, each=True)
+        dense = int(found.dense[0])
+        k = int(ratio * (size - dense))
+        sent = np.rint(np.asarray(found.achieved_ratio) * size - dense)
+        assert np.all((sent >= np.ceil(0.8 * k) - 1) & (sent <= np.ceil(1.25 * k) + 1)), (t, sent / k)
 
 
 @pytest.mark.slow
