@@ -22,8 +22,11 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 DEVELOPMENT = DOCS / "development"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
-TUTORIALS = sorted(page.stem for page in (DOCS / "tutorials").glob("*.md") if "```python" in page.read_text())
+TUTORIALS = sorted(
+    page for room in ("tutorials", "guides") for page in (DOCS / room).glob("*.md") if "```python" in page.read_text()
+)
 QUICK = ("federated",)
+NEEDS = {"equinox": "equinox", "haiku": "haiku"}  # pages that run where these are installed
 PUBLIC_MODULES = ("allocate", "collectives", "contrib", "methods", "payloads", "prox", "replicas")
 PUBLIC_MODULES += ("smoothness", "state", "testing", "theory", "wire", "federated", "federated.flower")
 
@@ -36,10 +39,16 @@ def code_of(page):
 # Code
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in TUTORIALS])
-def test_a_tutorial_runs(name):
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[] if page.stem in QUICK else pytest.mark.slow) for page in TUTORIALS],
+    ids=lambda page: page.stem,
+)
+def test_a_tutorial_runs(page):
     """As a script of its own: all blocks of the page, one after the other."""
-    code = code_of(DOCS / "tutorials" / f"{name}.md")
+    if page.stem in NEEDS:
+        pytest.importorskip(NEEDS[page.stem])
+    code = code_of(page)
     command = [sys.executable, "-W", "error", "-c", code]
     environment = {**os.environ, "JAX_NUMPY_DTYPE_PROMOTION": "standard"}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)

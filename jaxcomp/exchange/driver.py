@@ -64,6 +64,7 @@ from jaxcomp.exchange.measure import (
     NAMES,
     Counts,
     Errors,
+    Since,
     add_counts,
     count_message,
     count_sum,
@@ -169,7 +170,7 @@ class Exchange(NamedTuple):
         roles, turn = self.algorithm.roles, _Turn(self, way, State(local.route, shared.route), measured)
         before = whole(State(local.algorithm, shared.algorithm), roles)
         out, after = answered(self.algorithm.update(round_, grads, before), turn.answer)
-        kept, counts = sides(after, roles), turn.counts()
+        kept, counts = sides(after, roles), turn.counts(local.counts.since)
         errors = self._errors(measured, counts.errors, arrays, local.counts.errors)
         local = MeanLocal(kept.local, turn.state.local, counts._replace(errors=errors))
         size = jnp.asarray(round_.size, jnp.int32)
@@ -268,9 +269,9 @@ class _Turn:
         self.exchange, self.way, self.state, self.measured = exchange, way, state, measured
         self.counted: list[Counts] = []
 
-    def counts(self) -> Counts:
+    def counts(self, since: Since | None = None) -> Counts:
         """Everything counted so far."""
-        return add_counts(self.counted)
+        return add_counts(self.counted, since)
 
     def answer(self, requests: list[Any]) -> list[Any]:
         """The answers to requests: messages together, sums together, conditionals one by one."""

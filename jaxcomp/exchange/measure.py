@@ -24,6 +24,7 @@ __all__ = [
     "Counts",
     "Errors",
     "Info",
+    "Since",
     "add_counts",
     "count_message",
     "count_sum",
@@ -51,8 +52,20 @@ class Errors(NamedTuple):
     nonfinite: Array
 
 
+class Since(NamedTuple):
+    """Sums of one worker since the state was made: whole units of 2^20, i32[], and what is left of each, f32[]."""
+
+    sent_units: Array
+    sent_bytes: Array
+    code_units: Array
+    code_bits: Array
+
+
 class Counts(NamedTuple):
-    """Measurements of one worker in one round, as they are kept in the state. All scalars, f32 or i32."""
+    """Measurements of one worker in one round, as they are kept in the state. All scalars, f32 or i32.
+
+    since: with those of the rounds before.
+    """
 
     lane_bytes: Array
     code_bits: Array
@@ -62,6 +75,7 @@ class Counts(NamedTuple):
     sent_bytes: Array
     route: Array
     errors: Errors
+    since: Since
 
 
 def no_errors() -> Errors:
@@ -72,15 +86,24 @@ def no_errors() -> Errors:
 def no_counts() -> Counts:
     """Nothing was sent."""
     integer, real = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-    return Counts(real, real, real, real, integer, real, integer, no_errors())
+    return Counts(real, real, real, real, integer, real, integer, no_errors(), Since(integer, real, integer, real))
 
 
-def add_counts(counts: list[Counts]) -> Counts:
-    """Counts of several messages in one round: the sums; norms joined; of the routes the last one in the table."""
+def add_counts(counts: list[Counts], since: Since | None = None) -> Counts:
+    """Counts of several messages in one round: the sums; norms joined; of the routes the last one in the table.
+
+    since: what the rounds before came to; None for a part of a round.
+    """
     total = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), no_counts(), *counts)
     errors = joint_errors([count.errors for count in counts] or [no_errors()])
     route = jnp.max(jnp.stack([jnp.zeros((), jnp.int32), *(count.route for count in counts)]))
-    return total._replace(errors=errors, route=route)
+    total = total._replace(errors=errors, route=route)
+    if since is None:
+        return total
+    sent, bits = since.sent_bytes + total.sent_bytes, since.code_bits + total.code_bits
+    units, more = jnp.floor(sent / 2**20), jnp.floor(bits / 2**20)
+    sums = (since.sent_units + units.astype(jnp.int32), sent - units * 2**20)
+    return total._replace(since=Since(*sums, since.code_units + more.astype(jnp.int32), bits - more * 2**20))
 
 
 def joint_errors(every: Sequence[Errors]) -> Errors:
@@ -117,9 +140,9 @@ def joint_norm(norms: list[Array]) -> Array:
     if not norms:
         return jnp.zeros((), jnp.float32)
     stacked = jnp.stack([norm.astype(jnp.float32) for norm in norms])
-    largest = jnp.max(stacked, axis=0)
+    largest = jnp.max(stacked, axis=0, keepdims=True)
     unit = jnp.where(largest > 0, largest, 1)
-    return unit * jnp.sqrt(jnp.sum(jnp.square(jnp.clip(stacked / unit, 0, 1)), axis=0))
+    return unit[0] * jnp.sqrt(jnp.sum(jnp.square(jnp.clip(stacked / unit, 0, 1)), axis=0))
 
 
 def count_message(parcels: Sequence[Any], message: Sequence[Any], carried: Any, code: str | None) -> Counts:
@@ -174,10 +197,13 @@ class Info(NamedTuple):
     relative_error: |C(m) - m| / |m| for the message m (gradient, plus memory or minus shift). NaN unless measured.
     nonfinite: NaN or infinite gradient entries, summed over workers. NaN unless measured.
     overflow: chosen entries that found no place in the static capacity, summed over workers.
-    sent_bytes: bytes a worker sends in the exchange, every hop counted, as the compiled program does.
+    sent_bytes: bytes a worker sends in the exchange, every hop counted, as the compiled program does. Loss, weights and
+        auxiliary values of `value_and_grad` travel beside it and are not counted (`ledger` has them).
     route: how the payloads travelled, as a place in `jaxcomp.exchange.ROUTES` (behind them, of your own); `chosen` is
         its name.
     dense: entries of a worker's gradient that are sent as they are, since they are of small leaves.
+    rounds: so far; the largest number, where several exchanges are added up.
+    total_sent_bytes, total_code_bits: of all rounds since the state was made, or handed on by `redistribute`.
     """
 
     lane_bytes: Array
@@ -189,6 +215,9 @@ class Info(NamedTuple):
     sent_bytes: Array
     route: Array
     dense: Array | int = 0
+    rounds: Array | int = 0
+    total_sent_bytes: Array | int = 0
+    total_code_bits: Array | int = 0
 
     @property
     def chosen(self) -> str:
@@ -304,6 +333,9 @@ def _read(nodes: list[Any], each: bool) -> Info:
         counts.sent_bytes,
         jnp.max(jnp.stack([row.route for row in rows]), axis=0),
         jnp.full_like(counts.entries, sum(map(_dense_of, nodes))),
+        jnp.zeros_like(counts.overflow) + jnp.max(jnp.stack([jnp.max(_here(node.shared.count)) for node in nodes])),
+        counts.since.sent_units.astype(jnp.float32) * 2**20 + counts.since.sent_bytes,
+        counts.since.code_units.astype(jnp.float32) * 2**20 + counts.since.code_bits,
     )
     return result if each else jax.tree.map(lambda x: x[0], _over_workers(result))
 
@@ -327,5 +359,8 @@ def _over_workers(rows: Info) -> Info:
     means = jax.tree.map(lambda x: jnp.mean(x, keepdims=True), rows)
     add = lambda x: jnp.sum(x, keepdims=True)
     return means._replace(
-        nonfinite=add(rows.nonfinite), overflow=add(rows.overflow), route=jnp.max(rows.route, keepdims=True)
+        nonfinite=add(rows.nonfinite),
+        overflow=add(rows.overflow),
+        route=jnp.max(rows.route, keepdims=True),
+        rounds=jnp.max(rows.rounds, keepdims=True),
     )
