@@ -1,6 +1,7 @@
 """The documentation: its code runs, every public name has a place in it, and no link is broken."""
 
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -208,6 +209,20 @@ def test_every_public_name_is_on_a_reference_page():
     assert not missing
     submodules = {name for name in jc.__all__ if type(getattr(jc, name)) is type(sys)}
     assert submodules <= set(PUBLIC_MODULES)
+
+
+def test_every_parameter_is_named_in_its_docstring():
+    import jaxcomp.federated  # noqa: F401
+
+    functions = {name: value for name in documented() if inspect.isfunction(value := value_of(name))}
+    given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    missing = {}
+    for name, function in functions.items():
+        named = [x.name for x in inspect.signature(function).parameters.values() if x.kind not in given]
+        lacking = [each for each in named if not re.search(rf"\b{each}\b", inspect.getdoc(function) or "")]
+        missing |= {name: lacking} if lacking else {}
+    assert len(functions) > 100
+    assert missing == {}
 
 
 # ------------------------------------------------------------------------------------------------

@@ -64,13 +64,12 @@ from jaxcomp.exchange.measure import (
     NAMES,
     Counts,
     Errors,
-    Since,
     add_counts,
     count_message,
     count_sum,
     errors_of,
+    first_counts,
     joint_errors,
-    no_counts,
     no_errors,
     nonfinite,
 )
@@ -135,7 +134,7 @@ class Exchange(NamedTuple):
         first = Round(shared_key, groups.groups, compressors)
         state = self.algorithm.init(first, split(groups, tree) if starts else groups.like)
         kept, zero = sides(state, self.algorithm.roles), jnp.zeros((), jnp.int32)
-        local = MeanLocal(kept.local, route.local, no_counts())
+        local = MeanLocal(kept.local, route.local, first_counts())
         shared = MeanShared(zero, key_data(private_key), zero, kept.shared, route.shared)
         chosen = "" if run.route is self.route else run.route.name
         options = self.options(groups) if jax.process_count() > 1 else ""
@@ -269,7 +268,7 @@ class _Turn:
         self.exchange, self.way, self.state, self.measured = exchange, way, state, measured
         self.counted: list[Counts] = []
 
-    def counts(self, since: Since | None = None) -> Counts:
+    def counts(self, since: Array | None = None) -> Counts:
         """Everything counted so far."""
         return add_counts(self.counted, since)
 

@@ -24,11 +24,11 @@ __all__ = [
     "Counts",
     "Errors",
     "Info",
-    "Since",
     "add_counts",
     "count_message",
     "count_sum",
     "errors_of",
+    "first_counts",
     "info",
     "joint_errors",
     "joint_norm",
@@ -52,19 +52,14 @@ class Errors(NamedTuple):
     nonfinite: Array
 
 
-class Since(NamedTuple):
-    """Sums of one worker since the state was made: whole units of 2^20, i32[], and what is left of each, f32[]."""
-
-    sent_units: Array
-    sent_bytes: Array
-    code_units: Array
-    code_bits: Array
+UNIT = 2**24  # of totals: numbers below it are exact in f32
 
 
 class Counts(NamedTuple):
     """Measurements of one worker in one round, as they are kept in the state. All scalars, f32 or i32.
 
-    since: with those of the rounds before.
+    since: f32[4], since the state was made: bytes sent, in whole UNITs and what is left, and bits so; () in what one
+    message counts.
     """
 
     lane_bytes: Array
@@ -75,7 +70,7 @@ class Counts(NamedTuple):
     sent_bytes: Array
     route: Array
     errors: Errors
-    since: Since
+    since: Any = ()
 
 
 def no_errors() -> Errors:
@@ -86,30 +81,36 @@ def no_errors() -> Errors:
 def no_counts() -> Counts:
     """Nothing was sent."""
     integer, real = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
-    return Counts(real, real, real, real, integer, real, integer, no_errors(), Since(integer, real, integer, real))
+    return Counts(real, real, real, real, integer, real, integer, no_errors())
 
 
-def add_counts(counts: list[Counts], since: Since | None = None) -> Counts:
+def first_counts() -> Counts:
+    """Those of a state before its first round."""
+    return no_counts()._replace(since=jnp.zeros(4, jnp.float32))
+
+
+def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
     """Counts of several messages in one round: the sums; norms joined; of the routes the last one in the table.
 
     since: what the rounds before came to; None for a part of a round.
     """
-    total = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), no_counts(), *counts)
-    errors = joint_errors([count.errors for count in counts] or [no_errors()])
+    counts = counts or [no_counts()]
+    fields = [[count[i] for count in counts] for i in range(6)]
+    totals = [sum(each[1:], start=each[0]) for each in fields]
+    errors = joint_errors([count.errors for count in counts])
     route = jnp.max(jnp.stack([jnp.zeros((), jnp.int32), *(count.route for count in counts)]))
-    total = total._replace(errors=errors, route=route)
+    total = Counts(*totals, route, errors)
     if since is None:
         return total
-    sent, bits = since.sent_bytes + total.sent_bytes, since.code_bits + total.code_bits
-    units, more = jnp.floor(sent / 2**20), jnp.floor(bits / 2**20)
-    sums = (since.sent_units + units.astype(jnp.int32), sent - units * 2**20)
-    return total._replace(since=Since(*sums, since.code_units + more.astype(jnp.int32), bits - more * 2**20))
+    sent, bits = since[1] + total.sent_bytes, since[3] + total.code_bits
+    units, more = jnp.floor(sent / UNIT), jnp.floor(bits / UNIT)
+    return total._replace(since=jnp.stack([since[0] + units, sent - units * UNIT, since[2] + more, bits - more * UNIT]))
 
 
 def joint_errors(every: Sequence[Errors]) -> Errors:
     """Errors of several messages together; of one at least."""
-    of = lambda name: _joint([getattr(each, name) for each in every])
-    return Errors(of("error"), of("norm"), every[0].nonfinite)
+    error, norm = [_joint([each[i] for each in every]) for i in (0, 1)]
+    return Errors(error, norm, every[0].nonfinite)
 
 
 def _joint(norms: list[Array]) -> Array:
@@ -316,6 +317,8 @@ def info(state: Any, *, each: bool = False) -> Info:
 
 def _read(nodes: list[Any], each: bool) -> Info:
     rows = [jax.tree.map(lambda x: jnp.reshape(_here(x), (-1,)), node.local.counts) for node in nodes]
+    parts = [jnp.reshape(row.since, (-1, 4)).T for row in rows]
+    rows = [row._replace(since=(a * UNIT + b, c * UNIT + d)) for row, (a, b, c, d) in zip(rows, parts, strict=True)]
     if len({row.size.size for row in rows}) > 1:  # levels of a hierarchy
         if each:
             raise ValueError("info: levels have different numbers of workers; leave each=True out, or give one level")
@@ -334,8 +337,7 @@ def _read(nodes: list[Any], each: bool) -> Info:
         jnp.max(jnp.stack([row.route for row in rows]), axis=0),
         jnp.full_like(counts.entries, sum(map(_dense_of, nodes))),
         jnp.zeros_like(counts.overflow) + jnp.max(jnp.stack([jnp.max(_here(node.shared.count)) for node in nodes])),
-        counts.since.sent_units.astype(jnp.float32) * 2**20 + counts.since.sent_bytes,
-        counts.since.code_units.astype(jnp.float32) * 2**20 + counts.since.code_bits,
+        *counts.since,
     )
     return result if each else jax.tree.map(lambda x: x[0], _over_workers(result))
 
