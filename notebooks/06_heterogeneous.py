@@ -161,7 +161,7 @@ for name, (distances, kilobytes) in curves.items():
 # the optimum, since what it rounds does not vanish there. Error feedback comes nearer and stops, too: what it holds
 # back is as large as the local gradients. EF21 and DIANA send differences to a shift that follows the local gradient,
 # so that their errors vanish, and they arrive at nearly the pace of the dense exchange: by rounds these three nearly
-# lie on one another. By bytes they are apart: DIANA sends a quarter of what the dense exchange sends, EF21 about a third.
+# lie on one another. By bytes they are apart: DIANA sends a quarter of what the dense exchange sends, EF21 a third.
 # (Entries are 64-bit here; a training run would send half.)
 
 # %% [markdown]
