@@ -85,7 +85,7 @@ def no_counts() -> Counts:
 
 
 def first_counts() -> Counts:
-    """Those of a state before its first round."""
+    """Counts of a state before its first round."""
     return no_counts()._replace(since=jnp.zeros(4, jnp.float32))
 
 
