@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,10 @@ from jaxcomp.floats import loses, rounded_to
 
 __all__ = [
     "as_words",
+    "bit_length",
     "bounded",
     "constants",
+    "decayed_sum",
     "finite",
     "is_array",
     "is_host",
@@ -128,6 +130,17 @@ def namespace(x: Any) -> Any:
     return np if is_host(x) else jnp
 
 
+def bit_length(x: Array) -> Array:
+    """Number of binary digits of each uint32, 0 for 0: i32.
+
+    >>> bit_length(np.array([0, 1, 255, 256, 2**32 - 1], np.uint32))
+    array([ 0,  1,  8,  9, 32], dtype=int32)
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        return np.frexp(x.astype(np.float64))[1].astype(np.int32)
+    return 32 - lax.clz(x.astype(jnp.uint32)).astype(jnp.int32)
+
+
 def as_words(x: Array) -> Array:
     """The bits of x as unsigned integers of the same width."""
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
@@ -148,6 +161,17 @@ def bounded(x: Array, dtype: Any = None) -> Array:
     x = x if dtype is None else x.astype(dtype)
     info = jnp.finfo(x.dtype)
     return jnp.clip(x, jnp.asarray(info.min, x.dtype), jnp.asarray(info.max, x.dtype))
+
+
+@functools.cache
+def decayed_sum(decay: float) -> Callable[[Array, Array], Array]:
+    """(e, g) -> decay e + g of finite g, saturated."""
+
+    def added(e: Array, g: Array) -> Array:
+        g = finite(g).astype(e.dtype)
+        return bounded(g + (e if decay == 1 else decay * e))
+
+    return added
 
 
 # ------------------------------------------------------------------------------------------------

@@ -260,6 +260,8 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
         if len(sizes) > 1 and max(sizes) >= LONG and any(isinstance(a, Tracer) for a in jax.tree.leaves(vector)):
             return backend_cpu.made_apart(vector, sizes) if platform() == "cpu" else vector.made_apart(sizes)
         vector = vector.made()
+    if len(sizes) == 1 and sizes[0] == vector.shape[-1]:
+        return [vector]
     if _on_cpu(vector):
         return backend_cpu.cut_apart(vector, sizes)
     starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)
@@ -334,7 +336,7 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
 
 def zeros_if_shape(total: Tree, messages: Tree) -> Tree:
     """A total to add messages to: itself, or zeros where it has shapes alone, made once the messages are there."""
-    if not is_shapes(total):
+    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(total)):
         return total
     if platform() == "cpu":
         return backend_cpu.zeros_after(messages, total)
@@ -382,10 +384,13 @@ def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: T
 
 def _in_slices(add: Callable[[Tree, Tree], Tree], messages: Tree) -> tuple[Callable[[Tree, Tree], Tree], Tree]:
     """Both for messages with 8-bit floats as words: XLA for CPU slices such floats more slowly."""
-    narrow = lambda a: jnp.issubdtype(a.dtype, jnp.floating) and jnp.finfo(a.dtype).bits == 8
+    kinds = {a.dtype for a in jax.tree.leaves(messages)}
+    narrow = {kind for kind in kinds if jnp.issubdtype(kind, jnp.floating) and jnp.finfo(kind).bits == 8}
+    if not narrow:
+        return add, messages
     kinds = jax.tree.map(lambda a: a.dtype, messages)
     back = lambda a, kind: a if a.dtype == kind else lax.bitcast_convert_type(a, kind)
-    words = jax.tree.map(lambda a: as_words(a) if narrow(a) else a, messages)
+    words = jax.tree.map(lambda a: as_words(a) if a.dtype in narrow else a, messages)
     return lambda total, message: add(total, jax.tree.map(back, message, kinds)), words
 
 
@@ -517,10 +522,11 @@ def of_entries(entries: Callable[..., tuple[Array, Array]], ascending: bool = Tr
 
     def with_weight(payload: Tree, weight: Array | None, shared: Tree, like: Any) -> tuple[Array, Array]:
         indices, values = entries(payload, shared, like)
-        return indices, weighted(values.astype(like.dtype), weight)
+        values = values.astype(like.dtype)
+        return indices, values if weight is None else values * weight.astype(like.dtype)
 
     def accumulate(total: Any, payloads: Tree, weights: Tree, shared: Tree) -> Array:
-        like = like_of(total)
+        like = jax.ShapeDtypeStruct(total.shape, total.dtype)
 
         def add(total: Array, message: tuple[Tree, Tree]) -> Array:
             indices, values = with_weight(*message, shared, like)

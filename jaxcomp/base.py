@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import bounded, like_of, wide
+from jaxcomp.arrays import bounded, wide
 from jaxcomp.backend import add_each, cut_apart, materialized
 
 FEW = 16  # keys that are made one by one
@@ -508,7 +508,8 @@ def residual(compressor: Compressor, message: Tree, payload: Tree, shared: Tree)
     """message - decompress(payload): what was not sent of a finite message. Bitwise so where entries are copied."""
     if compressor.accumulate is not None:
         return _added(compressor, message, payload, -1, shared)
-    x_hat = compressor.decompress(payload, shared, like_of(message))
+    like = jax.tree.map(lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), message)
+    x_hat = compressor.decompress(payload, shared, like)
     return jax.tree.map(lambda m, x: bounded(m - x), message, x_hat)
 
 

@@ -23,7 +23,7 @@ from jaxcomp.compressors.rows import rows
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.exchange.axes import Axis, axis_index, axis_size, is_bound, types_tell, varying, varying_axes
 from jaxcomp.exchange.collectives import all_gather as gathered
-from jaxcomp.exchange.collectives import all_max, all_sum, share_of, sum_scatter
+from jaxcomp.exchange.collectives import all_max, all_sum, sum_scatter
 from jaxcomp.exchange.routes.route import Way
 from jaxcomp.exchange.routes.two_shot import first_shot, second_shot
 from jaxcomp.floats import exponent_of, power_of_two, rounded_to
@@ -254,7 +254,8 @@ def _cast_like(tree: Any, like: Any) -> Any:
 
 
 def _mean(plan: Plan, x: Any, words: Array) -> Any:
-    axis, workers, share = plan.axis, axis_size(plan.axis), share_of(plan.axis)
+    axis = plan.axis
+    workers, share = _way(plan).workers, _way(plan).share
     wide = jax.tree.map(lambda leaf: leaf.astype(plan.dtype), x)
     if plan.wire is None:
         total = all_sum(wide, axis, wide=plan.dtype, share=share)
@@ -288,14 +289,18 @@ def _scaled(tree: Any, exponents: Array | None, sign: int) -> Any:
 
 
 def _owners_sum(plan: Plan, stack: Array, shared_key: Array, private: Array) -> Array:
-    """The sum over the workers of row j of each one's [n, m], times `share_of` all, at worker j."""
+    """The sum over the workers of row j of each one's [n, m], times `Way.share`, at worker j."""
     whole = rows(plan.wire)  # pyright: ignore[reportArgumentType]
     like = like_of(stack)
     state = whole.init(shared_key, like)
     outer = varying_axes(stack)
     payload, _ = whole.compress(private, stack, State(varying(state.local, outer), state.shared))
     row = jax.ShapeDtypeStruct(like.shape[1:], like.dtype)
-    return first_shot(payload, whole, state.shared, row, Way(plan.axis, outer=outer))
+    return first_shot(payload, whole, state.shared, row, _way(plan)._replace(outer=outer))
+
+
+def _way(plan: Plan) -> Way:
+    return Way(plan.axis, axis_size(plan.axis))
 
 
 def _to_all(plan: Plan, mine: Array, shared_key: Array, private: Array) -> Array:
@@ -351,7 +356,7 @@ def _psum_scatter(plan: Plan, x: Array, words: Array) -> Array:
         total = sum_scatter(rows, plan.axis)
     else:
         (shared_key, _), (private, _) = _keys(plan, words)
-        total = _owners_sum(plan, rows, shared_key, private) / share_of(plan.axis)
+        total = _owners_sum(plan, rows, shared_key, private) / _way(plan).share
     total = rounded_to(total.reshape(shape), x.dtype)
     return jnp.moveaxis(total, 0, plan.dimension) if plan.tiled else total
 

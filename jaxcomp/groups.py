@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import bounded, finite, is_array, like_of, wide
+from jaxcomp.arrays import bounded, finite, like_of, wide
 from jaxcomp.backend import LONG, Pieces, SparseSum, cut_apart, joined
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.paths import numbers_by_path, same_leaves
@@ -225,7 +225,7 @@ def groups_of(layout: Layout, tree: Any) -> Groups:
             for group in (_grouped(part, {i: leaves[i] for i in own}, paths, bare=False) if own else ())
         ]
     else:
-        groups = _grouped(layout, every, paths, bare=is_array(tree))
+        groups = _grouped(layout, every, paths, bare=paths == [""])
     groups = [group._replace(sizes=tuple(leaves[i].size for i in group.leaves)) for group in groups]
     return Groups(structure, shapes, dtypes, tuple(groups))
 

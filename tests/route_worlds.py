@@ -109,7 +109,7 @@ def send(via, compressor, like, message, way):
     states = tuple(State(varying(s.local, axes), s.shared) for s in here.start(shapes_of(here)))
     here = here._replace(key=jax.random.fold_in(jax.random.key(1), axis_index(axes)))
     request = here.mean((message,) if is_bare(like) else message, states)
-    sent, route = Message(request, way), route_of(via)
+    sent, route = Message(request, way, axis_index(way.axis)), route_of(via)
     memory = State() if route.init is None else route.init(jax.random.key(2), here.compressors, shapes_of(here))
     carried = route.carry(sent.parcels, way, request.route_key, memory)
     sent.arrived = carried.arrived
@@ -130,12 +130,14 @@ def grid(second):
 
 def on_vmap(step, given):
     """step(message, way) -> equal on all workers; given: [n, ...]."""
-    return jax.jit(jax.vmap(lambda x: step(x, Way(AXIS)), axis_name=AXIS, out_axes=None))(given)
+    return jax.jit(
+        jax.vmap(lambda x: step(x, Way(AXIS, len(jax.tree.leaves(given)[0]))), axis_name=AXIS, out_axes=None)
+    )(given)
 
 
 def on_mesh(step, given, check_vma=True):
     workers = len(jax.tree.leaves(given)[0])
-    one = lambda x: step(first(x), Way(AXIS))
+    one = lambda x: step(first(x), Way(AXIS, workers))
     return jax.jit(jax.shard_map(one, mesh=mesh_of(workers), in_specs=P(AXIS), out_specs=P(), check_vma=check_vma))(
         given
     )
@@ -143,13 +145,13 @@ def on_mesh(step, given, check_vma=True):
 
 def on_shards(step, given):
     """given: [2 workers, 2 shards, ...]; results have a leading axis of shards."""
-    one = lambda x: row(varying(step(first(first(x)), Way(AXIS, outer=("shard",))), "shard"))
+    one = lambda x: row(varying(step(first(first(x)), Way(AXIS, 2, outer=("shard",))), "shard"))
     return jax.jit(jax.shard_map(one, mesh=grid("shard"), in_specs=P(AXIS, "shard"), out_specs=P("shard")))(given)
 
 
 def on_replicas(step, given):
     """given: [2 workers, ...], equal on 2 devices each."""
-    one = lambda x: step(first(x), Way(AXIS, replicas=("replica",)))
+    one = lambda x: step(first(x), Way(AXIS, 2, replicas=("replica",)))
     return jax.jit(jax.shard_map(one, mesh=grid("replica"), in_specs=P(AXIS), out_specs=P()))(given)
 
 

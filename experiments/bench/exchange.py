@@ -89,7 +89,7 @@ class Exchange:
         def exchange(payload):
             mine = jax.tree.map(lambda a: a[0], payload)
             parcel = Parcel(compressor, mine, (), jax.ShapeDtypeStruct((size,), jnp.float32))
-            (rows,), _ = gathered_by(GATHERING[chosen].gather, [parcel], Way("data", link=link))
+            (rows,), _ = gathered_by(GATHERING[chosen].gather, [parcel], Way("data", n, link=link))
             return jnp.sum(rows.values) + jnp.sum(rows.indices % 7)
 
         self.payload = jax.tree.map(workers.own, Sparse(values, indices))

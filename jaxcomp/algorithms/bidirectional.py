@@ -1,6 +1,5 @@
 """Both directions compressed: what a server sends back to the workers goes through a compressor as well."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from jaxcomp.base import (
 )
 from jaxcomp.compressors.tree import each_of
 from jaxcomp.factories import factory
-from jaxcomp.payloads import by_row, code_bits
+from jaxcomp.payloads import counted
 
 __all__ = ["Down", "bidirectional", "check_down", "send_down", "start_down"]
 
@@ -120,7 +119,7 @@ def send_down(here: Round, down: Compressor, state: Down, direction: Any, code: 
     for c, key, x, *both in each:
         payload, after = c.compress(key, x, State(*both))
         arrived.append(c.decompress(payload, both[1], like_of(x)))
-        bits = bits + by_row(functools.partial(code_bits, code=code), payload, x)
+        bits = bits + counted(payload, x, code)[1]
         local.append(after)
         shared.append(advance(c, both[1]))
     return tuple(arrived), Down(state.key, state.rounds + 1, bits, tuple(local), tuple(shared))

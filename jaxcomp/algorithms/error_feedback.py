@@ -1,11 +1,10 @@
 """Error feedback: what was not sent is remembered and added to the next gradient."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
+from jaxcomp.arrays import decayed_sum, wide_like, zeros_like
 from jaxcomp.backend import accumulated
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
 from jaxcomp.compressors.vector import alpha_of
@@ -51,7 +50,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
     check_contracts("error_feedback", compressor)
     if not 0 <= decay <= 1:
         raise ValueError(f"error_feedback: decay must be in [0, 1]; got {decay}")
-    added = _added(decay)
+    added = decayed_sum(decay)
 
     def init(here, like):
         like = wide_like(like)
@@ -64,11 +63,6 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0) -> Algorithm:
         return sent.direction, ErrorFeedbackState(sent.residual, sent.states)
 
     return Algorithm(init, update, {"memory": "memory", "compressor": "compressor"}, compressor, pieces=True)
-
-
-def _added(decay: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """decay e + g of finite g, saturated."""
-    return lambda e, g: bounded(finite(g).astype(e.dtype) + decay * e)
 
 
 def check_contracts(

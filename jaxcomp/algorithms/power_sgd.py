@@ -17,7 +17,7 @@ from jaxcomp.algorithms.low_rank import (
     product,
     ranks_of,
 )
-from jaxcomp.arrays import bounded, finite, key_data, wide, wide_like, wrap_key, zeros_like
+from jaxcomp.arrays import bounded, decayed_sum, finite, key_data, wide, wide_like, wrap_key, zeros_like
 from jaxcomp.backend import accumulated, in_place
 from jaxcomp.base import Algorithm, Cond
 from jaxcomp.factories import factory
@@ -113,7 +113,7 @@ def power_sgd(
         return PowerState(zeros_like(like) if error_feedback else (), q, jnp.zeros((), jnp.int32))
 
     def update(here, grads, state):
-        message = accumulated(_added, state.memory, grads) if error_feedback else tuple(map(_alone, grads))
+        message = accumulated(decayed_sum(1.0), state.memory, grads) if error_feedback else tuple(map(_alone, grads))
         draw = lambda key, x: _first(jax.random.fold_in(wrap_key(key), state.rounds), x, most)
         new = lambda: tuple(draw(key, x) if len(x.shape) > 2 else () for key, x in zip(state.q, message, strict=True))
         branches = {at: functools.partial(_round, rank, min_ratio, here.size) for at, rank in schedule}
@@ -131,11 +131,6 @@ def power_sgd(
 def _alone(g: Array) -> Array:
     """Finite g, in the dtype of sums."""
     return finite(g).astype(wide(g.dtype))
-
-
-def _added(e: Array, g: Array) -> Array:
-    """e + g of finite g, saturated."""
-    return bounded(finite(g).astype(e.dtype) + e)
 
 
 def _first(key: Array, like: Any, rank: int) -> Array:

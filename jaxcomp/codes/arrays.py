@@ -16,7 +16,6 @@ from jaxcomp.arrays import is_host
 from jaxcomp.select import indices_of_words
 
 __all__ = [
-    "bit_length",
     "branch",
     "gather",
     "histogram",
@@ -28,17 +27,6 @@ __all__ = [
 ]
 
 Array = Any
-
-
-def bit_length(x: Array) -> Array:
-    """Number of binary digits of each uint32, 0 for 0: i32.
-
-    >>> bit_length(np.array([0, 1, 255, 256, 2**32 - 1], np.uint32))
-    array([ 0,  1,  8,  9, 32], dtype=int32)
-    """
-    if is_host(x):
-        return np.frexp(x.astype(np.float64))[1].astype(np.int32)
-    return 32 - lax.clz(x.astype(jnp.uint32)).astype(jnp.int32)
 
 
 def gather(x: Array, indices: Array) -> Array:

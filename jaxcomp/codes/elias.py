@@ -8,8 +8,7 @@ Reference: Elias 1975.
 
 from typing import Any
 
-from jaxcomp.arrays import namespace
-from jaxcomp.codes.arrays import bit_length
+from jaxcomp.arrays import bit_length, namespace
 
 __all__ = ["elias_length"]
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxcomp.arrays import namespace
-from jaxcomp.codes.arrays import bit_length, gather, scan, scatter_bits
+from jaxcomp.arrays import bit_length, namespace
+from jaxcomp.codes.arrays import gather, scan, scatter_bits
 from jaxcomp.codes.stream import pack_codes, read_fields, starts_of
 
 __all__ = [

@@ -32,8 +32,8 @@ Kiely 2004 (the range of k).
 
 from typing import Any, NamedTuple
 
-from jaxcomp.arrays import namespace
-from jaxcomp.codes.arrays import bit_length, branch, gather, histogram, mark, ones, running_max, scatter_bits
+from jaxcomp.arrays import bit_length, namespace
+from jaxcomp.codes.arrays import branch, gather, histogram, mark, ones, running_max, scatter_bits
 from jaxcomp.codes.huffman import (
     chunk_bits,
     code_lengths,

@@ -85,8 +85,9 @@ def top_k(ratio: Ratio | None = None, *, k: int | None = None, peak: float | Non
         d = x.shape[0]
         if d == 0:
             return Sparse(x, jnp.zeros((0,), jnp.int32)), state.local
-        count = target.of(d, target.round_of(state.shared))[0] if target.scheduled else target.peak(d)
-        positions = largest_indices(x, count, target.peak(d))
+        most = target.peak(d)
+        count = target.of(d, target.round_of(state.shared))[0] if target.scheduled else most
+        positions = largest_indices(x, count, most)
         return Sparse(take(x, positions), positions), state.local
 
     return on_vectors(

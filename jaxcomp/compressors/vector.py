@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import is_array, like_of, reshaped
+from jaxcomp.arrays import is_array, like_of
 from jaxcomp.backend import form, in_turn, of_entries
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.checks import is_whole
@@ -52,18 +52,9 @@ def on_vectors(
         compressor selects (`row_by_row`).
     """
 
-    def flat_like(like: Any) -> jax.ShapeDtypeStruct:
-        if not is_array(like):
-            raise ValueError(
-                f"{spec.name} acts on one array; got a {type(like).__name__}. "
-                "Wrap it: per_leaf(...) compresses each leaf, flat(...) all leaves as one vector."
-            )
-        (like,) = jax.tree.leaves(like_of(like))
-        if like.size > MOST:
-            raise TooLong(
-                f"{spec.name}: an array of shape {like.shape} has {like.size} entries, and at most {MOST} can be "
-                "numbered with 32 bits. Wrap it: flat(...) cuts long arrays into rows."
-            )
+    def flat_like(x: Any) -> jax.ShapeDtypeStruct:
+        is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+        like = x if is_float and x.size <= MOST else _checked(spec.name, x)
         return jax.ShapeDtypeStruct((like.size,), like.dtype)
 
     def init_(shared_key, like):
@@ -86,7 +77,8 @@ def on_vectors(
 
     def of_any_shape(accumulate):
         def accumulate_(total, payloads, weights, shared):
-            flat = reshaped(total, flat_like(total).shape)
+            flat = flat_like(total)
+            flat = flat if isinstance(total, jax.ShapeDtypeStruct) else jnp.reshape(total, flat.shape)
             return accumulate(flat, payloads, weights, shared).reshape(total.shape)
 
         return accumulate_
@@ -97,6 +89,27 @@ def on_vectors(
     accumulate = None if accumulate is None else of_any_shape(accumulate)
     of_flat = None if lengths is None else lambda like: lengths(flat_like(like))
     return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker, overflow, every)
+
+
+def _checked(name: str, x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of what a compressor of one array may take.
+
+    Raises:
+        ValueError: not one array, or not of real floating point.
+        TooLong: more entries than indices of 32 bits can number.
+    """
+    if not is_array(x):
+        raise ValueError(
+            f"{name} acts on one array; got a {type(x).__name__}. "
+            "Wrap it: per_leaf(...) compresses each leaf, flat(...) all leaves as one vector."
+        )
+    (like,) = jax.tree.leaves(like_of(x))
+    if like.size > MOST:
+        raise TooLong(
+            f"{name}: an array of shape {like.shape} has {like.size} entries, and at most {MOST} can be "
+            "numbered with 32 bits. Wrap it: flat(...) cuts long arrays into rows."
+        )
+    return like
 
 
 def row_by_row(function: Callable) -> Callable:

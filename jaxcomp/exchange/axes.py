@@ -6,6 +6,7 @@ Under vmap, pmap and `check_vma=False` there are no such types: everything here 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,11 +30,13 @@ __all__ = [
     "known_equal",
     "local_rows",
     "on_equal_types",
+    "only_row",
     "proven_equal",
     "types_tell",
     "unknown_axes",
     "varying",
     "varying_axes",
+    "with_rows",
 ]
 
 Array = jax.Array
@@ -56,12 +59,12 @@ def is_bound(axis: Axis) -> bool:
 
 def axis_size(axis: Axis) -> int:
     """Number of workers; 1 without an axis."""
-    return lax.axis_size(axis) if axis_names(axis) else 1
+    return lax.axis_size(axis) if axis else 1
 
 
 def axis_index(axis: Axis) -> Array:
     """This worker's number, i32[]; 0 without an axis."""
-    return lax.axis_index(axis).astype(jnp.int32) if axis_names(axis) else jnp.zeros((), jnp.int32)
+    return lax.axis_index(axis).astype(jnp.int32) if axis else jnp.zeros((), jnp.int32)
 
 
 def local_rows(axis: Axis) -> int:
@@ -73,9 +76,37 @@ def local_rows(axis: Axis) -> int:
     return math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else 1
 
 
+def with_rows(tree: Any, axis: Axis) -> Any:
+    """Arrays on a leading axis of workers, as often as there are rows here, typed as differing over `axis`."""
+    rows = local_rows(axis)
+    return varying(jax.tree.map(lambda x: jnp.tile(jnp.asarray(x)[None], (rows,) + (1,) * jnp.ndim(x)), tree), axis)
+
+
+def only_row(name: str, tree: Any, axis: Axis, what: str = "state") -> Any:
+    """Inverse of `with_rows` at one worker.
+
+    Raises:
+        ValueError: there are several rows, or none; named after the function `name` and after `what` they belong to.
+    """
+
+    def one(path, x):
+        if x.shape[:1] != (1,):
+            raise ValueError(
+                f"{name}: {what}{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
+                "worker. Make the state, and its in_specs and out_specs, with jc.init_state; hand one that other "
+                "workers saved on by jc.redistribute(old, new)."
+            )
+        return x[0]
+
+    return jax.tree_util.tree_map_with_path(one, varying(tree, axis))
+
+
 def varying(tree: Any, axis: Axis) -> Any:
     """Types arrays as differing over the axis, where `shard_map` keeps track of that. No data moves."""
-    names = [name for name in dict.fromkeys(axis_names(axis)) if name in _manual_axes()]
+    manual = _manual_axes()
+    names = [name for name in dict.fromkeys(axis_names(axis)) if name in manual]
+    if not names:
+        return jax.tree.map(jnp.asarray, tree)
 
     def mark(x):
         x = jnp.asarray(x)
@@ -88,14 +119,14 @@ def varying(tree: Any, axis: Axis) -> Any:
 def types_tell(axis: Axis) -> bool:
     """Whether types say what is equal on all workers: inside `shard_map` with its default check_vma=True."""
     names = set(axis_names(axis))
-    return bool(names) and names <= _varying_axes(varying(jnp.zeros(()), axis))
+    return bool(names) and names <= _manual_axes() and names <= _varying_axes(varying(jnp.zeros(()), axis))
 
 
 def known_equal(tree: Any, axis: Axis) -> list[str]:
     """Paths of the arrays whose types say that they are equal on all workers."""
-    names = set(axis_names(axis))
     if not types_tell(axis):
         return []
+    names = set(axis_names(axis))
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [jax.tree_util.keystr(path) for path, x in leaves if not names & _varying_axes(jnp.asarray(x))]
 
@@ -105,9 +136,8 @@ def unknown_axes(tree: Any, axis: Axis, named: tuple[str, ...]) -> tuple[list[st
 
     Both are empty outside of a `shard_map` over `axis`.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = _manual_axes()
-    if not axis_names(axis) or not set(axis_names(axis)) <= manual:
+    mesh, manual = jax.sharding.get_abstract_mesh(), _manual_axes()
+    if not axis or not set(axis_names(axis)) <= manual:
         return [], []
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
     differ = {name for x in leaves for name in _varying_axes(x)} - set(named)
@@ -120,7 +150,8 @@ def unknown_axes(tree: Any, axis: Axis, named: tuple[str, ...]) -> tuple[list[st
 
 def varying_axes(tree: Any) -> tuple[str, ...]:
     """All mesh axes over which some array differs, as far as types tell."""
-    return tuple(sorted({name for x in jax.tree.leaves(tree) for name in _varying_axes(jnp.asarray(x))}))
+    each = (jax.typeof(jnp.asarray(x)).manual_axis_type.varying for x in jax.tree.leaves(tree))
+    return tuple(sorted({name for varying in each for name in varying}))
 
 
 def _varying_axes(x: Array) -> frozenset:
@@ -173,7 +204,8 @@ def on_equal_types(function: Callable[..., Any], *args: Any) -> Any:
     function sees only arrays typed as equal, and its results are typed as varying over all axes over which some array
     in `args` varies.
     """
-    axes = tuple(name for name in varying_axes(args) if name in _manual_axes())
+    manual = _manual_axes()
+    axes = tuple(name for name in varying_axes(args) if name in manual) if manual else ()
     return varying(function(*proven_equal(args, axes)), axes) if axes else function(*args)
 
 
@@ -202,22 +234,22 @@ class Placement:
         values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
         return ", ".join(f"{name}={value}" for name, value in values if value or name == "workers")
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the axes of the workers."""
         return axis_names(self.workers)
 
-    @property
+    @functools.cached_property
     def outer(self) -> tuple[str, ...]:
         """Axes over which gradients differ and which it leaves alone, in the order of the leading axis of a state."""
         return (*(name for axes in self.later for name in axes), *self.shards)
 
-    @property
+    @functools.cached_property
     def every(self) -> Axis:
         """Axes over which gradients differ."""
         return (*self.outer, *self.names) or None
 
-    @property
+    @functools.cached_property
     def identity(self) -> "Placement":
         """Facts that two placements have in common whose states can be handed on to one another."""
         return Placement(self.names, self.later, self.shards, (), self.partial)

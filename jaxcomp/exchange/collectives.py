@@ -8,15 +8,15 @@ it, and the functions that count bytes count by it.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import as_words, bounded, sum_rows, weighted
-from jaxcomp.backend import SparseSum, cut_apart, platform, side_by_side
+from jaxcomp.arrays import as_words, sum_rows, weighted
+from jaxcomp.backend import cut_apart, platform, side_by_side
 from jaxcomp.backend_cpu import opaque_true
 from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, proven_equal, varying, varying_axes
 from jaxcomp.floats import rounded_to
@@ -42,14 +42,12 @@ __all__ = [
     "permutation_schedule",
     "ragged_all_to_all",
     "send",
-    "share_of",
     "sum_arrays",
     "sum_bytes",
     "sum_lanes",
     "sum_scatter",
     "summed",
     "summed_size",
-    "whole_of",
     "word_lanes",
 ]
 
@@ -70,11 +68,11 @@ def gather(x: Array, axis: Axis) -> Array:
     Under `shard_map(check_vma=True)` only the form `to="invarying"` yields a value that the out
     spec P() accepts; under vmap and pmap that form is refused, and the plain one is typed so.
     """
-    size, width, lead = x.shape[-1], x.dtype.itemsize, x.shape[:-1]
-    extra = gathered_size(size, width) - size
+    size, lead, unit = x.shape[-1], x.shape[:-1], _gathered_unit(x.dtype.itemsize)
+    extra = -size % unit
     if extra:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)])
-    if platform() == "tpu" and width < 4 and size:
+    if unit > TPU_LANES and size:  # words of fewer than 32 bits, on a TPU
         x = x.reshape(*lead, -1, TPU_LANES)
     if set(axis_names(axis)) <= set(varying_axes(x)):
         rows = lax.all_gather(x, axis, to="invarying")
@@ -86,7 +84,12 @@ def gather(x: Array, axis: Axis) -> Array:
 
 def gathered_size(size: int, width: int) -> int:
     """How many entries cross in `gather` of so many, of `width` bytes each."""
-    return size + -size % (TPU_LANES * max(1, 4 // width)) if platform() == "tpu" else size
+    return size + -size % _gathered_unit(width)
+
+
+def _gathered_unit(width: int) -> int:
+    """What the number of entries of so many bytes is a multiple of where they are gathered."""
+    return TPU_LANES * max(1, 4 // width) if platform() == "tpu" else 1
 
 
 def exchanged_size(size: int, width: int) -> int:
@@ -117,8 +120,9 @@ def sum_arrays(arrays: list[Array], axis: Axis) -> list[Array]:
     processes small arrays are joined: gloo reduces each array of an all-reduce by itself, in 2 (n - 1) messages one
     after the other. On TPUs small arrays are joined, too, so that what crosses fills tiles.
     """
-    tiles = _in_tiles()
-    if platform() != "cpu" and not tiles:
+    where = platform()
+    tiles = where == "tpu" and _in_tiles()
+    if where != "cpu" and not tiles:
         return lax.psum(arrays, axis)
     if not tiles and jax.process_count() == 1:
         return _sums_in_turn(arrays, axis)
@@ -188,23 +192,6 @@ def _sums_in_turn(arrays: list[Array], axis: Axis) -> list[Array]:
             now = [jnp.where(ready, x, jnp.zeros((), x.dtype)) if x.size >= SMALL else x for x in now]
         sums += lax.psum(now, axis)
     return sums
-
-
-def share_of(axis: Axis, weights: Any = None) -> float:
-    """Weight of each message where it is added, if there are no weights: 2^-k, at most 1/n.
-
-    1/n comes in two parts, this one and that of `whole_of`. Products with it are exact, so that sums are the same bit
-    for bit wherever they are compiled, and none overflows.
-    """
-    return 1.0 if weights is not None else 0.5 ** (axis_size(axis) - 1).bit_length()
-
-
-def whole_of(total: Any, axis: Axis, weights: Any = None) -> Any:
-    """The mean, from a sum of such shares (an array or a `SparseSum`): times 2^k/n < 2, and saturated."""
-    last = 1.0 if weights is not None else 1 / (axis_size(axis) * share_of(axis))
-    if last == 1 or isinstance(total, SparseSum):  # which is saturated when it is made
-        return total if last == 1 else total * last
-    return bounded(total * last)
 
 
 def sum_scatter(x: Array, axis: Axis) -> Array:
@@ -399,18 +386,18 @@ def word_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
         buckets: number of the bucket of each array; None for a single bucket.
     """
     leaves = jax.tree.leaves(tree)
-    width = lambda i: jnp.dtype(leaves[i].dtype).itemsize
-    num_bytes = lambda places: sum(math.prod(leaves[i].shape) * width(i) for i in places)
+    widths = [jnp.dtype(leaf.dtype).itemsize for leaf in leaves]
+    held = [math.prod(leaf.shape) * width for leaf, width in zip(leaves, widths, strict=True)]
     alone_from, lanes = ALONE_BYTES_ON_GPU if platform() == "gpu" else ALONE_BYTES, []
-    for bucket, places in _grouped(range(len(leaves)), _number_of(buckets)):
-        narrowest, *wider = [group for _, group in sorted(_grouped(places, width))]
-        few = [group for group in wider if num_bytes(group) <= FEW_BYTES]
+    for bucket, places in _grouped(buckets or [0] * len(leaves)):
+        narrowest, *wider = [[places[j] for j in group] for _, group in sorted(_grouped([widths[i] for i in places]))]
+        few = [group for group in wider if sum(held[i] for i in group) <= FEW_BYTES]
         merged = narrowest + [i for group in few for i in group]
-        alone = [[i] for i in merged if num_bytes([i]) >= alone_from]
+        alone = [[i] for i in merged if held[i] >= alone_from]
         rest = [i for i in merged if [i] not in alone]
         for group in (*alone, *filter(None, [rest]), *(group for group in wider if group not in few)):
-            word = min(map(width, group))
-            sizes = tuple(num_bytes([i]) // word for i in group)
+            word = min(widths[i] for i in group)
+            sizes = tuple(held[i] // word for i in group)
             lanes.append(Lane(tuple(group), sizes, jnp.dtype(f"uint{8 * word}"), bucket))
     return _in_order(lanes)
 
@@ -419,38 +406,38 @@ def sum_lanes(tree: Any, buckets: Sequence[int] | None = None) -> list[Lane]:
     """Lanes of numbers, for collectives that add: one for each bucket and dtype; of narrow ones several, if they are
     many, since what is on its way takes memory.
     """
-    leaves, number = jax.tree.leaves(tree), _number_of(buckets)
-    size, lanes = lambda i: math.prod(leaves[i].shape), []
-    for (bucket, dtype), group in _grouped(range(len(leaves)), lambda i: (number(i), jnp.dtype(leaves[i].dtype))):
-        for part in _parted(group, size, SOME_ENTRIES) if dtype.itemsize < 4 else [group]:
-            lanes.append(Lane(tuple(part), tuple(map(size, part)), dtype, bucket))
+    leaves, lanes = jax.tree.leaves(tree), []
+    sizes = [math.prod(leaf.shape) for leaf in leaves]
+    dtypes = [jnp.dtype(leaf.dtype) for leaf in leaves]
+    for (bucket, dtype), group in _grouped(list(zip(buckets or [0] * len(leaves), dtypes, strict=True))):
+        for part in _parted(group, sizes, SOME_ENTRIES) if dtype.itemsize < 4 else [group]:
+            lanes.append(Lane(tuple(part), tuple(sizes[i] for i in part), dtype, bucket))
     return _in_order(lanes)
 
 
-def _parted(items: list[int], size: Callable[[int], int], most: int) -> list[list[int]]:
+def _parted(items: list[int], sizes: list[int], most: int) -> list[list[int]]:
     """Items one after the other, in parts of about `most` in all."""
     parts, held = [[]], 0
     for item in items:
-        if parts[-1] and held + size(item) > most:
+        if parts[-1] and held + sizes[item] > most:
             parts, held = [*parts, []], 0
         parts[-1].append(item)
-        held += size(item)
+        held += sizes[item]
     return parts
 
 
-def _number_of(buckets: Sequence[int] | None) -> Callable[[int], int]:
-    return lambda i: 0 if buckets is None else buckets[i]
-
-
-def _grouped(items: Iterable[int], key: Callable[[int], Any]) -> list[tuple[Any, list[int]]]:
+def _grouped(kinds: Sequence[Any]) -> list[tuple[Any, list[int]]]:
+    """Each kind, in the order in which they occur, and the places where it does."""
     groups: dict[Any, list[int]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
+    for place, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(place)
     return list(groups.items())
 
 
 def _in_order(lanes: list[Lane]) -> list[Lane]:
     """Sorts by the number of the bucket; bucket 0, of small leaves from everywhere, is the last to be ready."""
+    if len(lanes) < 2:
+        return lanes
     return sorted(lanes, key=lambda lane: (lane.bucket == 0, lane.bucket))
 
 
@@ -482,8 +469,15 @@ def _unpack(lane: Lane, rows: Array, leaves: Sequence[Any], sizes: Sequence[int]
     return arrays
 
 
-def all_gather(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> Any:
-    """Every worker's arrays, stacked on a leading axis of n, in the order of the axis index.
+def all_gather(tree: Any, axis: Axis) -> Any:
+    """Every worker's arrays, stacked on a leading axis of n, in the order of the axis index."""
+    return gathered(tree, axis)[0]
+
+
+def gathered(
+    tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None
+) -> tuple[Any, float]:
+    """`all_gather`, and the bytes that a device sends for it (`gather_bytes`).
 
     One collective for each lane. Each worker contributes exactly the bytes of its arrays.
 
@@ -494,10 +488,11 @@ def all_gather(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: S
             send each other what arrived.
         buckets: number of the bucket of each array; None for a single bucket.
     """
-    if not axis_names(axis):
-        return jax.tree.map(lambda a: a[None], tree)
+    if not axis:
+        return jax.tree.map(lambda a: a[None], tree), 0.0
     leaves, structure = jax.tree.flatten(varying(tree, axis))
-    gathered: list[Any] = [None] * len(leaves)
+    devices, sent = axis_size(replicas) if replicas else 1, 0.0
+    arrived: list[Any] = [None] * len(leaves)
     before: Any = None
     for lane in word_lanes(leaves, buckets):
         words = _pack(lane, leaves)
@@ -507,15 +502,9 @@ def all_gather(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: S
         else:
             rows = proven_equal(jnp.broadcast_to(words, (axis_size(axis), 0)), axis)
         for i, array in zip(lane.places, _unpack(lane, rows, leaves, lane.sizes), strict=True):
-            gathered[i] = array.reshape(len(rows), *leaves[i].shape)
-    return jax.tree.unflatten(structure, gathered)
-
-
-def gathered(
-    payload: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None
-) -> tuple[Any, float]:
-    """`all_gather` of a payload, and the bytes that a device sends for it."""
-    return all_gather(payload, axis, replicas, buckets), gather_bytes(payload, axis, replicas, buckets)
+            arrived[i] = array.reshape(len(rows), *leaves[i].shape)
+        sent += _bytes_gathered(lane, len(rows), devices)
+    return jax.tree.unflatten(structure, arrived), sent
 
 
 def gathers_for_less(workers: int, exact: bool) -> bool:
@@ -529,18 +518,20 @@ def gathers_for_less(workers: int, exact: bool) -> bool:
 
 
 def gather_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = (), buckets: Sequence[int] | None = None) -> float:
-    """Bytes that a device sends in `all_gather`: (n - 1) times its part; replicas then send on the n parts."""
+    """Bytes that a device sends in `gathered`."""
     workers, devices = axis_size(axis), axis_size(replicas)
-    sent = 0
-    for lane in word_lanes(tree, buckets):
-        part = gathered_size(-(-lane.size // devices), lane.width)
-        sent += part * lane.width * ((workers - 1) + (devices - 1) * workers)
-    return float(sent)
+    return float(sum(_bytes_gathered(lane, workers, devices) for lane in word_lanes(tree, buckets)))
+
+
+def _bytes_gathered(lane: Lane, workers: int, devices: int) -> int:
+    """(n - 1) times a device's part of the lane; replicas then send on the n parts."""
+    part = gathered_size(-(-lane.size // devices), lane.width)
+    return part * lane.width * ((workers - 1) + (devices - 1) * workers)
 
 
 def _shared_out(lane: Array, replicas: tuple[str, ...], exchange: Callable[[Array], Array]) -> Array:
     """exchange(lane), [m] -> [..., m], where each replica does one part of the lane."""
-    devices = axis_size(replicas)
+    devices = axis_size(replicas) if replicas else 1
     if devices == 1:
         return exchange(lane)
     size = -(-lane.size // devices)
@@ -553,7 +544,7 @@ def _shared_out(lane: Array, replicas: tuple[str, ...], exchange: Callable[[Arra
 
 def all_to_all(tree: Any, axis: Axis) -> Any:
     """Row j of every array goes to worker j: [n, ...] by destination becomes [n, ...] by origin."""
-    if not axis_names(axis):
+    if not axis:
         return tree
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     workers = axis_size(axis)
@@ -604,7 +595,7 @@ def all_sum(
         exact: nothing is rounded to less than `wide`.
         wide: f32 or f64, in which narrow floats are added.
     """
-    if not axis_names(axis):
+    if not axis:
         return tree if weights is None else jax.tree.map(lambda a: weighted(a, weights[0]), tree)
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     mine = weights[axis_index(axis)] if weights is not None else jnp.asarray(share, wide) if share != 1 else None
@@ -616,7 +607,7 @@ def all_sum(
         narrow = _is_narrow(lane)
         if lane.size == 0:
             totals = [jnp.zeros(part.shape, wide if narrow else lane.dtype) for part in parts]
-        elif not narrow and axis_size(replicas) == 1:
+        elif not narrow and (not replicas or axis_size(replicas) == 1):
             totals = sum_arrays([weighted(part, mine) for part in parts], axis)
         else:
             if narrow:  # as words, which XLA for CPU moves as they are: numbers of 16 bits it would widen before
@@ -677,7 +668,8 @@ def sum_bytes(
             width, one = lane.width, [jax.ShapeDtypeStruct((part,), lane.dtype)]
             added = summed_size([leaves[i] for i in lane.places] if devices == 1 else one)
             sent += 2 * (workers - 1) / workers * added * width
-        sent += (devices - 1) * gathered_size(part, width) * width
+        if devices > 1:
+            sent += (devices - 1) * gathered_size(part, width) * width
     return sent
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jaxcomp.arrays import bounded, key_data, like_of, wide, wide_like, wrap_key
+from jaxcomp.arrays import bounded, key_data, wide, wide_like, wrap_key
 from jaxcomp.backend import in_place, is_apart, is_lazy, made_in_pieces, materialized, shared_program
 from jaxcomp.base import (
     Algorithm,
@@ -32,7 +32,6 @@ from jaxcomp.base import (
     add_own,
     advance,
     answered,
-    entries,
     for_worker,
     has_role,
     overflow,
@@ -44,7 +43,6 @@ from jaxcomp.compressors.checks import is_whole
 from jaxcomp.compressors.tree import choices_of, layout_of
 from jaxcomp.exchange.agreement import check_inside, options_of
 from jaxcomp.exchange.axes import (
-    Axis,
     Placement,
     axis_index,
     axis_names,
@@ -54,11 +52,13 @@ from jaxcomp.exchange.axes import (
     known_equal,
     local_rows,
     on_equal_types,
+    only_row,
     types_tell,
     varying,
     varying_axes,
+    with_rows,
 )
-from jaxcomp.exchange.collectives import share_of, summed, whole_of
+from jaxcomp.exchange.collectives import summed
 from jaxcomp.exchange.links import DEFAULT, Link, check_link
 from jaxcomp.exchange.measure import (
     NAMES,
@@ -154,19 +154,13 @@ class Exchange(NamedTuple):
         made = state.about.route if self.route.name == "auto" and isinstance(state, MeanState) else ""
         if made:
             return self._replace(route=route_of(made)).step(state, given)
-        local, shared, groups = self._opened(state)
+        workers, index = self._here()
+        local, shared, groups = self._opened(state, workers)
         grads, arrays = given(groups)
-        way = self._way(groups, (arrays, local, shared))
+        way = self._way(groups, workers, (arrays, local, shared))
         measured = shared.count % self.measure == 0 if self.measure else None
-        workers = self.placement.workers
-        round_ = Round(
-            self._key(shared),
-            groups.groups,
-            self._compressors(groups),
-            axis_index(workers),
-            axis_size(workers),
-        )
-        roles, turn = self.algorithm.roles, _Turn(self, way, State(local.route, shared.route), measured)
+        round_ = Round(self._key(shared, index), groups.groups, self._compressors(groups), index, workers)
+        roles, turn = self.algorithm.roles, _Turn(self, way, index, State(local.route, shared.route), measured)
         before = whole(State(local.algorithm, shared.algorithm), roles)
         out, after = answered(self.algorithm.update(round_, grads, before), turn.answer)
         kept, counts = sides(after, roles), turn.counts(local.counts.since)
@@ -176,17 +170,21 @@ class Exchange(NamedTuple):
         shared = MeanShared(shared.count + 1, shared.key, size, kept.shared, turn.state.shared)
         return out, off_device(local, shared, state.about)
 
-    def _opened(self, state: Any) -> tuple[MeanLocal, MeanShared, Groups]:
+    def _here(self) -> tuple[int, Array]:
+        """How many workers there are, and the number of this one."""
         place = self.placement
         if missing := is_missing(place):
             raise ValueError(
                 f"{self.name}: no axis named {missing!r} is bound here; call it inside jax.shard_map, jax.pmap or "
                 "jax.vmap(axis_name=...)"
             )
-        workers = axis_size(place.workers)
+        workers, index = axis_size(place.workers), axis_index(place.workers)
         if self.shares is not None and len(self.shares) != workers:
             raise ValueError(f"{self.name}: {len(self.shares)} weights for {workers} workers on axis {place.workers!r}")
-        local, shared = at_device(self.name, state, place.identity, self.roles)
+        return workers, index
+
+    def _opened(self, state: Any, workers: int) -> tuple[MeanLocal, MeanShared, Groups]:
+        local, shared = at_device(self.name, state, self.placement.identity, self.roles)
         groups = state.about.groups
         here = self._groups(workers, groups.tree)
         if groups != here:
@@ -227,14 +225,14 @@ class Exchange(NamedTuple):
         others |= {"bucket_bytes": self.layout.bucket_bytes, "link": self.link, "code": self.code}
         return options_of(self.name, self.algorithm, groups, **others, **dict(self.others))
 
-    def _key(self, shared: MeanShared) -> Array:
+    def _key(self, shared: MeanShared, index: Array) -> Array:
         """Private to this worker and round: any round can be replayed."""
         key = jax.random.fold_in(wrap_key(shared.key), shared.count)
         if self.placement.outer:
             key = jax.random.fold_in(key, axis_index(self.placement.outer))
-        return jax.random.fold_in(key, axis_index(self.placement.workers))
+        return jax.random.fold_in(key, index)
 
-    def _way(self, groups: Groups, given: Any) -> Way:
+    def _way(self, groups: Groups, workers: int, given: Any) -> Way:
         """For the route. given: all that messages are made of."""
         place, dtype = self.placement, wide(*groups.dtypes)
         weights = None if self.shares is None else jnp.asarray(self.shares, dtype)
@@ -245,12 +243,12 @@ class Exchange(NamedTuple):
             mesh = jax.sharding.get_abstract_mesh()
             replicas += tuple(name for name in mesh.manual_axes if name not in known and mesh.shape[name] > 1)
         rereads = self.algorithm.rereads
-        return Way(place.workers, weights, self.link, replicas, buckets, self.exact, place.outer, rereads)
+        return Way(place.workers, workers, weights, self.link, replicas, buckets, self.exact, place.outer, rereads)
 
     def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
         """Errors of this round, or of the last one in which they were measured."""
         if measured is None:
-            return no_errors()
+            return errors
         typed = lambda x: varying(x, self.placement.every)
         bad = lax.cond(measured, lambda: typed(nonfinite(arrays)), lambda: typed(jnp.zeros((), jnp.float32)))
         return jax.tree.map(lambda a, b: jnp.where(measured, a, b), errors._replace(nonfinite=bad), before)
@@ -260,12 +258,12 @@ class _Turn:
     """Answers what an algorithm asks for in one round.
 
     Args:
-        exchange: see there. way: for the route. state: of the route, from the last round.
+        exchange: see there. way: for the route. index: number of this worker. state: of the route, from the last round.
         measured: whether the errors of messages are measured in this round; None if never.
     """
 
-    def __init__(self, exchange: Exchange, way: Way, state: State, measured: Array | None):
-        self.exchange, self.way, self.state, self.measured = exchange, way, state, measured
+    def __init__(self, exchange: Exchange, way: Way, index: Array, state: State, measured: Array | None):
+        self.exchange, self.way, self.index, self.state, self.measured = exchange, way, index, state, measured
         self.counted: list[Counts] = []
 
     def counts(self, since: Array | None = None) -> Counts:
@@ -287,7 +285,7 @@ class _Turn:
     def _means(self, requests: list[Mean]) -> "list[Message]":
         if not requests:
             return []
-        messages = [Message(request, self.way) for request in requests]
+        messages = [Message(request, self.way, self.index) for request in requests]
         parcels = [parcel for message in messages for parcel in message.parcels]
         with jax.named_scope(f"jc_exchange_{self.exchange.route.name}"):
             carried = self.exchange.route.carry(parcels, self.way, requests[0].route_key, self.state)
@@ -295,7 +293,7 @@ class _Turn:
         for message in messages:
             message.arrived = tuple(next(arrived) for _ in message.parcels)
         given = [x for request in requests for x in request.message]
-        n = axis_size(self.way.axis)
+        n = self.way.workers
         dense = 8 * (n - 1) / n * sum(x.size for x in given)
         known = not isinstance(carried.sent_bytes, Tracer) and not self.way.replicas  # which add bytes on other axes
         if known and carried.sent_bytes > 1.01 * dense + PADDING:
@@ -313,14 +311,14 @@ class _Turn:
         for i, request in enumerate(requests):
             by_dtype.setdefault(wide(*(leaf.dtype for leaf in jax.tree.leaves(request.x))), []).append(i)
         totals: list[Any] = [None] * len(requests)
-        size, way = axis_size(self.way.axis), self.way
+        way = self.way
         for dtype, numbers in by_dtype.items():
             given = tuple(requests[i].x for i in numbers)
             with jax.named_scope("jc_exchange_sum"):
                 found, sent_bytes = summed(given, way.axis, way.weights, way.replicas, None, True, dtype)
             self.counted.append(count_sum(given, sent_bytes))
             for i, total in zip(numbers, found, strict=True):
-                totals[i] = total if way.weights is None else jax.tree.map(lambda t: t * size, total)
+                totals[i] = total if way.weights is None else jax.tree.map(lambda t: t * way.workers, total)
         return totals
 
     def _cond(self, request: Cond) -> Any:
@@ -328,7 +326,7 @@ class _Turn:
 
         def apart(branch: Callable[..., Any]) -> Callable[..., Any]:
             def run(state: State, *operands: Any) -> Any:
-                turn = _Turn(self.exchange, self.way, state, self.measured)
+                turn = _Turn(self.exchange, self.way, self.index, state, self.measured)
                 out = answered(branch(*operands), turn.answer)
                 return out, varying(turn.state, every), varying(turn.counts(), every)
 
@@ -358,12 +356,11 @@ class Message:
     route brought of each group.
     """
 
-    def __init__(self, request: Mean, way: Way):
+    def __init__(self, request: Mean, way: Way, index: Array):
         self.request, self.way = request, way
         self.arrived: tuple[Arrived, ...] = ()
-        index, size = axis_index(way.axis), axis_size(way.axis)
         pairs = list(zip(request.compressors, request.states, strict=True))
-        self.mine = tuple(for_worker(c, state.shared, index, size) for c, state in pairs)
+        self.mine = tuple(for_worker(c, state.shared, index, way.workers) for c, state in pairs)
         parcels, local = [], []
         each = zip(pairs, request.keys, request.message, self.mine, request.groups, strict=True)
         self.programs = _programs(request)
@@ -373,7 +370,7 @@ class Message:
             # Typed alike: an array that happens to be typed as equal (an empty one, say) would give loops and
             # conditionals branches of different types.
             payload = varying(payload, (*axis_names(way.axis), *way.outer, *varying_axes(payload)))
-            parcels.append(Parcel(c, payload, state.shared, like_of(x), group.bucket))
+            parcels.append(Parcel(c, payload, state.shared, jax.ShapeDtypeStruct(x.shape, x.dtype), group.bucket))
             local.append((c, after))
         self.parcels, self.locals = tuple(parcels), tuple(local)
         # Where the largest number of the direction is far below that of a memory: of gradients in f16.
@@ -435,7 +432,7 @@ class Message:
     def _means(self, lazy: bool) -> tuple[Any, ...]:
         add = lambda compressor: functools.partial(accumulate, compressor)
         each = zip(self.parcels, self.arrived, self.programs, self.request.groups, strict=True)
-        cuts = lambda group: () if not lazy or group.is_stack else group.sizes
+        cuts = lambda group: () if not lazy or len(group.shape) > 1 else group.sizes
         with jax.named_scope("jc_decode"):
             return tuple(_mean(p, arrived, self.way, add(program), cuts(group)) for p, arrived, program, group in each)
 
@@ -474,22 +471,21 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
     if arrived.payloads is None:
         mine = lambda shared: for_worker(compressor, shared, 0, 1)
         decode = lambda total, shared: compressor.decompress(total, mine(shared), like)
-        return whole_of(varying(on_equal_types(decode, arrived.total, parcel.shared), way.outer), way.axis, way.weights)
+        return way.mean_of(varying(on_equal_types(decode, arrived.total, parcel.shared), way.outer))
     weights = way.weights
     if weights is None:
-        workers = jax.tree.leaves(arrived.payloads)[0].shape[0]
-        weights = jnp.full((workers,), share_of(way.axis), like.dtype)
+        weights = jnp.full((way.workers,), way.share, like.dtype)
 
     def total(payloads: Any, weights: Any, shared: Any) -> Any:
         if sizes and compressor.entries is not None:
-            found = entries(compressor, payloads, weights, shared, like)
+            found = compressor.entries(payloads, weights, shared, like)
             if is_lazy(found):
                 return found
         return add(like, payloads, weights, shared)
 
     def made(payloads: Any) -> Any:
         found = varying(on_equal_types(total, payloads, weights, parcel.shared), way.outer)
-        return whole_of(found, way.axis, way.weights)
+        return way.mean_of(found)
 
     if compressor.spec.entrywise and is_apart(like.size, sizes):
         return made_in_pieces(made, arrived.payloads, sizes)
@@ -500,18 +496,11 @@ def _mean(parcel: Parcel, arrived: Arrived, way: Way, add: Callable[..., Any], s
 # How a state is kept: with leading axes
 
 
-def _with_rows(tree: Any, axis: Axis) -> Any:
-    """The same arrays on a leading axis, as often as there are rows here, typed as differing over `axis`."""
-    rows = local_rows(axis)
-    tree = jax.tree.map(lambda x: jnp.tile(x[None], (rows,) + (1,) * x.ndim), tree)
-    return varying(tree, axis) if is_bound(axis) else tree
-
-
 def off_device(local: MeanLocal, shared: MeanShared, about: Description) -> MeanState:
     """A state as it is kept: with leading axes."""
     place = about.placement
-    shared = _with_rows(shared, place.outer) if place.outer else shared
-    return MeanState(_with_rows(local, place.every), shared, about)
+    shared = with_rows(shared, place.outer) if place.outer else shared
+    return MeanState(with_rows(local, place.every), shared, about)
 
 
 def at_device(name: str, state: Any, placement: Placement, roles: tuple) -> State:
@@ -532,17 +521,8 @@ def at_device(name: str, state: Any, placement: Placement, roles: tuple) -> Stat
             f"{name}: local state{equal[0]} is typed as equal on all workers: passed with P(), all but one worker's "
             f"memory would be lost. {cure}, or with jc.state_specs(state, {placement.workers!r})."
         )
-
-    def one(path, x):
-        if x.shape[:1] != (1,):
-            raise ValueError(
-                f"{name}: state{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
-                f"worker. {cure}; hand one that other workers saved on by jc.redistribute(old, new)."
-            )
-        return x[0]
-
-    local = jax.tree_util.tree_map_with_path(one, varying(state.local, placement.every))
-    return State(local, jax.tree_util.tree_map_with_path(one, state.shared) if placement.outer else state.shared)
+    shared = only_row(name, state.shared, None) if placement.outer else state.shared
+    return State(only_row(name, state.local, placement.every), shared)
 
 
 def _workers_here(placement: Placement) -> int:

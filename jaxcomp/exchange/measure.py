@@ -17,7 +17,7 @@ from jaxcomp.arrays import wide
 from jaxcomp.exchange.routes import ROUTES, SCATTER
 from jaxcomp.exchange.state import check_rows, means_in
 from jaxcomp.norms import block_norms
-from jaxcomp.payloads import by_row, cheap_bits, code_bits, lane_bytes, num_entries
+from jaxcomp.payloads import counted, lane_bytes
 
 __all__ = [
     "NAMES",
@@ -94,12 +94,13 @@ def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
 
     since: what the rounds before came to; None for a part of a round.
     """
-    counts = counts or [no_counts()]
-    fields = [[count[i] for count in counts] for i in range(6)]
-    totals = [sum(each[1:], start=each[0]) for each in fields]
-    errors = joint_errors([count.errors for count in counts])
-    route = jnp.max(jnp.stack([jnp.zeros((), jnp.int32), *(count.route for count in counts)]))
-    total = Counts(*totals, route, errors)
+    if len(counts) == 1:
+        total = counts[0]
+    else:
+        counts = counts or [no_counts()]
+        totals = [sum(each[1:], start=each[0]) for each in [[count[i] for count in counts] for i in range(6)]]
+        route = jnp.max(jnp.stack([count.route for count in counts]))
+        total = Counts(*totals, route, joint_errors([count.errors for count in counts]))
     if since is None:
         return total
     sent, bits = since[1] + total.sent_bytes, since[3] + total.code_bits
@@ -152,15 +153,12 @@ def count_message(parcels: Sequence[Any], message: Sequence[Any], carried: Any, 
     parcels, message: of each group (`routes.Parcel`). carried: `routes.Carried`. code: whose bits are counted; None:
     what is cheap to count.
     """
-    bits_of = cheap_bits if code is None else lambda payload: code_bits(payload, code=code)
-    total = lambda function: sum(
-        (by_row(function, parcel.payload, x) for parcel, x in zip(parcels, message, strict=True)), _real(0)
-    )
-    held = sum(lane_bytes(parcel.payload) for parcel in parcels)
+    each = [counted(parcel.payload, x, code) for parcel, x in zip(parcels, message, strict=True)]
+    held, bits, entries = zip(*each, strict=True) if each else ((), (), ())
     return no_counts()._replace(
-        lane_bytes=_real(float(held + carried.lane_bytes)),
-        code_bits=total(bits_of) + _real(carried.code_bits),
-        entries=total(num_entries),
+        lane_bytes=_real(float(sum(held) + carried.lane_bytes)),
+        code_bits=sum(bits, _real(0)) + _real(carried.code_bits),
+        entries=sum(entries, _real(0)),
         size=_real(float(sum(x.size for x in message))),
         sent_bytes=_real(carried.sent_bytes),
         route=jnp.asarray(NAMES.index(carried.route), jnp.int32),

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxcomp.exchange.axes import Placement, is_bound, local_rows, varying
+from jaxcomp.exchange.axes import Placement, is_bound, only_row, with_rows
 from jaxcomp.groups import Groups
 
 __all__ = [
@@ -157,10 +156,7 @@ def check_rows(name: str, state: MeanState) -> None:
 
 def own_off_device(local: Any, placement: Placement, roles: tuple) -> OwnState:
     """State that one worker keeps for itself, as it is kept: with a leading axis of workers."""
-    axis = placement.workers
-    rows = local_rows(axis)
-    local = jax.tree.map(lambda x: jnp.tile(jnp.asarray(x)[None], (rows,) + (1,) * jnp.ndim(x)), local)
-    return OwnState(varying(local, axis) if is_bound(axis) else local, placement.identity, roles)
+    return OwnState(with_rows(local, placement.workers), placement.identity, roles)
 
 
 def own_at_device(name: str, own: OwnState, placement: Placement) -> Any:
@@ -172,13 +168,4 @@ def own_at_device(name: str, own: OwnState, placement: Placement) -> Any:
     if not is_own(own) or own.placement != placement.identity:
         got = own.placement if is_own(own) else type(own).__name__
         raise ValueError(f"{name}: expected a state of {placement.identity}; got {got}")
-
-    def one(path, x):
-        if x.shape[:1] != (1,):
-            raise ValueError(
-                f"{name}: own{jax.tree_util.keystr(path)} has shape {x.shape}, expected a leading axis of 1 at one "
-                "worker. Make the state, and its in_specs and out_specs, with jc.init_state."
-            )
-        return x[0]
-
-    return jax.tree_util.tree_map_with_path(one, varying(own.local, placement.workers))
+    return only_row(name, own.local, placement.workers, "own")

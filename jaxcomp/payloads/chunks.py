@@ -36,7 +36,6 @@ from jaxcomp.payloads.registry import (
     code_bits,
     count_type,
     encode_message,
-    is_array,
     lane_bytes,
     num_entries,
     read_record,
@@ -129,7 +128,7 @@ def _codings(payload: Chunks, code: str) -> Choices:
     values, words = payload
     width, groups = words.shape
     size = 32 * groups
-    rest = (lambda: 8 * lane_bytes(values)) if is_array(values) else (lambda: code_bits(values, code=code))
+    rest = (lambda: 8 * lane_bytes(values)) if hasattr(values, "dtype") else (lambda: code_bits(values, code=code))
     fixed = Coding(CHUNKS, ("fixed", "elias", "best"), width * size)
     if code not in ("best", WORDS) or not 0 < size <= MAX_KEYS:
         return Choices([fixed], rest)
@@ -151,7 +150,7 @@ def _pack(payload: Chunks) -> Coded:
     sent = _sent(words)
     count = sent.count.reshape(1)
     keys = coded(*encode_keys(sent.keys, count, num_words=size + 1), sent.total < FURTHEST)
-    return joined([whole(count), keys, whole(values) if is_array(values) else encode_message(values)])
+    return joined([whole(count), keys, whole(values) if hasattr(values, "dtype") else encode_message(values)])
 
 
 def _unpack(cursor: Cursor, like: Chunks) -> Chunks:
@@ -161,7 +160,7 @@ def _unpack(cursor: Cursor, like: Chunks) -> Chunks:
         return uncoded_like(cursor, like)
     count = cursor.take(1).astype(I32)
     gaps = cursor.bits(size + 1, lambda words: decode_gaps(words, count, size))
-    values = cursor.array(like.values) if is_array(like.values) else unpack_message(cursor, like.values)
+    values = cursor.array(like.values) if hasattr(like.values, "dtype") else unpack_message(cursor, like.values)
     return Chunks(values, pack(gaps, width))
 
 
@@ -218,7 +217,7 @@ def _read_coded(reader: Reader) -> Chunks:
 
 def _entries(payload: Chunks) -> Any:
     values = payload.values
-    if not is_array(values):  # all places, filled up to a whole number of words, where that does not tell
+    if not hasattr(values, "dtype"):  # all places, filled up to a whole number of words, where that does not tell
         inside = num_entries(values)
         return 32 * payload.words.shape[1] if inside is None else inside
     xp = namespace(values)

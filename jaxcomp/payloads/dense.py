@@ -16,7 +16,6 @@ from jaxcomp.payloads.registry import (
     Family,
     code_bits,
     encode_message,
-    is_array,
     lane_bytes,
     num_entries,
     read_record,
@@ -58,8 +57,8 @@ class Scaled(NamedTuple):
 
 def _codings(payload: Dense, code: str) -> Choices:
     values = payload.values
-    if is_array(values):
-        return Choices([Coding(DENSE, (code,), 8 * lane_bytes(values))])
+    if hasattr(values, "dtype"):
+        return Choices([Coding(DENSE, (code,), 8 * values.size * values.dtype.itemsize)])
     return Choices([Coding(DENSE, (code,), 0)], lambda: code_bits(values, code=code))
 
 
@@ -76,15 +75,15 @@ def _read(reader: Reader) -> Dense:
 
 
 def _pack(payload: Dense) -> Coded:
-    return uncoded(payload) if is_array(payload.values) else encode_message(payload.values)
+    return uncoded(payload) if hasattr(payload.values, "dtype") else encode_message(payload.values)
 
 
 def _unpack(cursor: Cursor, like: Dense) -> Dense:
-    return Dense(cursor.array(like.values) if is_array(like.values) else unpack_message(cursor, like.values))
+    return Dense(cursor.array(like.values) if hasattr(like.values, "dtype") else unpack_message(cursor, like.values))
 
 
 def _entries(payload: Dense) -> Any:
-    return payload.values.size if is_array(payload.values) else num_entries(payload.values)
+    return payload.values.size if hasattr(payload.values, "dtype") else num_entries(payload.values)
 
 
 # ------------------------------------------------------------------------------------------------

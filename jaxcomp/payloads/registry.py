@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.arrays import is_host
 from jaxcomp.payloads.words import Coded, Cursor
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.format import ARRAY, read_array, write_array
@@ -24,13 +23,12 @@ __all__ = [
     "Choices",
     "Coding",
     "Family",
-    "by_row",
     "cheap_bits",
     "code_bits",
     "count_type",
+    "counted",
     "decode_message",
     "encode_message",
-    "is_array",
     "lane_bytes",
     "limits",
     "num_entries",
@@ -126,18 +124,13 @@ def family_of(payload: Any, who: str) -> Family:
     return family
 
 
-def is_array(values: Any) -> bool:
-    """Whether these are plain numbers and not a payload."""
-    return jax.tree.structure(values) == jax.tree.structure(0)
-
-
 # ------------------------------------------------------------------------------------------------
 # Sizes, and the choice of the shortest code
 
 
 def count_type(like: Array, most: int) -> Any:
     """The dtype that counts up to so many bits: in jit i32, or f32 beyond 2^31; on the host i64."""
-    if is_host(like):
+    if isinstance(like, np.ndarray | np.generic):
         return np.int64
     return jnp.int32 if most < 2**31 else jnp.float32
 
@@ -209,9 +202,12 @@ def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:
     """
     if code not in CODES:
         raise ValueError(f"code_bits: code must be one of {', '.join(CODES)}; got {code!r}")
-    choices = family_of(payload, "code_bits").codings(payload, code)
-    bits = shortest(choices.codings, code)[1]
-    return bits + choices.rest()
+    return _bits_of(family_of(payload, "code_bits"), payload, code)
+
+
+def _bits_of(family: Family, payload: Any, code: str) -> Array | int:
+    choices = family.codings(payload, code)
+    return shortest(choices.codings, code)[1] + choices.rest()
 
 
 def cheap_bits(payload: Any) -> Array | int:
@@ -331,20 +327,25 @@ def num_entries(payload: Any) -> Array | int | None:
     return family_of(payload, "num_entries").entries(payload)
 
 
-def by_row(function: Callable[[Any], Any], payload: Any, like: Any) -> jax.Array:
-    """A number of a payload, f32[]; of a stack the sum over its rows. None stands for all entries.
+def counted(payload: Any, like: Any, code: str | None) -> tuple[int, jax.Array, jax.Array]:
+    """Bytes of the lanes of a payload, bits of its code f32[], and its entries f32[]; of a stack those of all rows.
 
     Args:
-        function: payload of one vector -> number or None.
         like: what was compressed, or its shape.
+        code: as for `code_bits`; None: `cheap_bits`.
     """
 
-    def real(part):
-        number = function(part)
-        return None if number is None else jnp.asarray(number, jnp.float32)
+    def one(part):
+        family = family_of(part, "counted")
+        cheap = code is None and family.entropy
+        bits = 8 * lane_bytes(part) if cheap else _bits_of(family, part, code or "fixed")
+        entries = family.entries(part)
+        real = lambda number: jnp.asarray(number, jnp.float32)
+        return real(bits), None if entries is None else real(entries)
 
-    number = jax.vmap(real)(payload) if len(like.shape) > 1 else real(payload)
-    return jnp.full((), float(like.size), jnp.float32) if number is None else jnp.sum(number)
+    bits, entries = (jax.vmap(one) if len(like.shape) > 1 else one)(payload)
+    entries = jnp.full((), float(like.size), jnp.float32) if entries is None else jnp.sum(entries)
+    return lane_bytes(payload), jnp.sum(bits), entries
 
 
 def limits(payload: Any, lengths: Any) -> list:

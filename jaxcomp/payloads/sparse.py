@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import as_words, is_host, namespace
+from jaxcomp.arrays import bit_length, is_host
 from jaxcomp.base import Lengths
-from jaxcomp.codes.arrays import bit_length
 from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.keys import MAX_KEYS, Gaps, decode_gaps, encode_keys, keys_of, plan
 from jaxcomp.payloads import sparse_records as records
@@ -38,7 +37,6 @@ from jaxcomp.payloads.registry import (
     code_bits,
     count_type,
     encode_message,
-    is_array,
     register,
     same_everywhere,
     unpack_message,
@@ -57,15 +55,21 @@ I32, U32 = jnp.int32, jnp.uint32
 # What a message says
 
 
+def _of(x: Array) -> Any:
+    """numpy, or jax.numpy."""
+    return np if isinstance(x, np.ndarray) else jnp
+
+
 def _not_zero(values: Array) -> Array:
     """Mask of the numbers that have a bit set: padding has none, not even a sign."""
-    return (values.view(f"u{values.itemsize}") if is_host(values) else as_words(values)) != 0
+    words = f"uint{8 * values.dtype.itemsize}"
+    return (values.view(words) if _of(values) is np else lax.bitcast_convert_type(values, jnp.dtype(words))) != 0
 
 
 def _bare(payload: Sparse) -> Sparse:
     """The same payload, with the values themselves in place of a `Dense` of them."""
     values, indices = payload
-    if not isinstance(values, Dense) or not is_array(values.values):
+    if not isinstance(values, Dense) or not hasattr(values.values, "dtype"):
         return payload
     size = (indices.low if isinstance(indices, LocalIndices) else indices).shape
     return Sparse(values.values, indices) if values.values.shape == size else payload
@@ -79,13 +83,13 @@ def _extent(payload: Sparse) -> tuple[Array, Entries]:
     values, indices = payload
     if isinstance(indices, LocalIndices):
         return _local_extent(payload)
-    xp, capacity = namespace(indices), indices.shape[-1]
+    xp, capacity = _of(indices), indices.shape[-1]
     place, last = xp.arange(capacity, dtype=xp.int32), indices[-1]
     padding = indices == last
     stop = xp.argmax(padding).astype(xp.int32) + 1
     whole = xp.sum(padding, dtype=xp.int32) != capacity - stop + 1
     spare: Array = True
-    if is_array(values):
+    if hasattr(values, "dtype"):
         filled = _not_zero(values)
         whole |= xp.any((place >= stop) & filled)
         stop = xp.where(whole, capacity, stop)
@@ -100,12 +104,12 @@ def _extent(payload: Sparse) -> tuple[Array, Entries]:
 
 def _local_extent(payload: Sparse) -> tuple[Array, Entries]:
     values, (low, counts) = payload
-    xp, capacity = namespace(low), low.shape[-1]
+    xp, capacity = _of(low), low.shape[-1]
     size = min(BLOCK * counts.shape[0], 2**31 - 1)
     place = xp.arange(capacity, dtype=xp.int32)
     total = xp.sum(counts, dtype=xp.int64 if is_host(counts) else xp.int32)
     behind = low != 0
-    if is_array(values):
+    if hasattr(values, "dtype"):
         behind |= _not_zero(values)
     filled = xp.any((place >= total) & behind)
     stop = xp.where(filled, capacity, xp.clip(total, 0, capacity)).astype(xp.int32)
@@ -121,7 +125,7 @@ def _local_extent(payload: Sparse) -> tuple[Array, Entries]:
 def _gaps(entries: Entries) -> Gaps:
     """Distances of the entries that are sent, which stand at the front."""
     indices, count = entries.indices, entries.count
-    xp = namespace(indices)
+    xp = _of(indices)
     if is_host(indices):
         indices = indices[: int(count)]
     before = xp.concatenate([xp.full((1,), -1, xp.int32), indices[:-1]])[: indices.shape[0]]
@@ -135,7 +139,7 @@ def _gaps(entries: Entries) -> Gaps:
 
 def _codings(payload: Sparse, code: str) -> Choices:
     values, indices = payload = _bare(payload) if code == WORDS else payload
-    local, plain = isinstance(indices, LocalIndices), is_array(values)
+    local, plain = isinstance(indices, LocalIndices), hasattr(values, "dtype")
     low = indices.low if local else indices
     capacity, each = low.shape[-1], 8 * values.dtype.itemsize if plain else 0
     rest = (lambda: 0) if plain else (lambda: code_bits(values, code=code))
@@ -148,7 +152,7 @@ def _codings(payload: Sparse, code: str) -> Choices:
         best = [Coding(records.CODED_LOCAL, ("best",), int(keys.bits), plan=(none, keys))] if local else []
         return Choices([Coding(kind, ("fixed", "best"), extra, plan=(0, none)), *elias, *best], rest)
     stop, entries = _extent(payload)
-    xp, dtype = namespace(low), count_type(low, capacity * (each + 40) + extra)
+    xp, dtype = _of(low), count_type(low, capacity * (each + 40) + extra)
     if local:
         width = 16
     else:
@@ -197,7 +201,7 @@ def _pack(payload: Sparse) -> Coded:
     head = jnp.stack([count, jnp.asarray(last, I32)]).astype(U32)
     words, bits = encode_keys(indices, count.reshape(1), num_words=_key_room(indices.shape[0]))
     parts = [whole_array(head), coded(words, bits, fits)]
-    if is_array(values):
+    if hasattr(values, "dtype"):
         used = -(-count * values.dtype.itemsize // 4)
         parts.append(Coded(to_words(values), used, jnp.asarray(True)))
     else:
@@ -215,11 +219,11 @@ def _unpack(cursor: Cursor, like: Sparse) -> Sparse:
     counts = count.reshape(1)
     gaps = cursor.bits(_key_room(capacity), lambda words: decode_gaps(words, counts, capacity))
     keys = jnp.where(lax.iota(I32, capacity) < count, keys_of(gaps, counts), last)
-    if is_array(values):
+    if hasattr(values, "dtype"):
         used = -(-count * values.dtype.itemsize // 4)
         words = cursor.take(num_words(values), used)
         values = from_words(jnp.where(lax.iota(I32, words.size) < used, words, U32(0)), values)
-        values = values if is_array(like.values) else Dense(values)
+        values = values if hasattr(like.values, "dtype") else Dense(values)
     else:
         values = unpack_message(cursor, values)
     return Sparse(values, local_indices(keys, BLOCK * indices.counts.shape[0]) if local else keys)
@@ -235,7 +239,7 @@ def _entries(payload: Sparse) -> Array | int:
 
 def _limits(payload: Sparse, lengths: Any) -> list:
     values, indices = payload
-    plain = is_array(values)
+    plain = hasattr(values, "dtype")
     if not isinstance(lengths, Lengths) or not (plain or isinstance(values, Dense | Scaled)):
         return same_everywhere(payload, lengths)
     first = [(lengths, 0), *([] if plain else [None] * (len(values) - 1))]

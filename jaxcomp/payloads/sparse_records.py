@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxcomp.codes import keys as keycodes
 from jaxcomp.payloads.local import LocalIndices
-from jaxcomp.payloads.registry import Coding, is_array, read_record, write_record
+from jaxcomp.payloads.registry import Coding, read_record, write_record
 from jaxcomp.wire.bitstream import pack_bits, packed_size, stream_bytes, unpack_bits
 from jaxcomp.wire.elias import decode_gaps, encode_gaps
 from jaxcomp.wire.errors import WireError
@@ -109,7 +109,7 @@ def _filler_bytes(padding: int, itemsize: int) -> int:
 
 def _write_values(out: Writer, values: Any, count: int, capacity: int) -> None:
     """The first `count` of them, or all of a nested payload, and what the padding behind them costs."""
-    if is_array(values):
+    if hasattr(values, "dtype"):
         out.add(bytes([ARRAY, dtype_code(values.dtype)]), raw(values[:count]))
         out.add(_filler(capacity - count, values.dtype.itemsize))
     else:

@@ -25,7 +25,7 @@ from jaxcomp.transforms.arguments import Call, Given, Trained
 from jaxcomp.transforms.meshes import placed, unless_in_force, without
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, is_overflow, kinds_of, own_gradients
 
-__all__ = ["unreduced_on_mesh"]
+__all__ = ["is_of_whole_batch", "refusal_of", "unreduced_on_mesh"]
 
 NOTE = (
     'value_and_grad(gradients="unreduced"): JAX differentiates the loss with parameters typed reduced over {}. {}Where '
@@ -75,6 +75,25 @@ def _which(run: Callable[[Any], Any], whole: Any, typed: Any) -> str:
     except Exception:  # which would hide the error that is explained here
         return ""
     return ""
+
+
+def is_of_whole_batch(how: Loss, mesh: Any) -> bool:
+    """Whether a loss may be that of the whole batch: on Explicit axes, where nothing is said of its parts."""
+    own = how.shares or how.weighted or how.kinds != kinds_of("value_and_grad", "mean")
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return not own and all(kind == AxisType.Explicit or mesh.shape[axis] == 1 for axis, kind in kinds)
+
+
+def refusal_of(how: Loss, *args: Any) -> str | None:
+    """A sentence on the operation of which JAX cannot leave the gradient unreduced; None where there is none.
+
+    args: as for `unreduced_on_mesh`.
+    """
+    try:
+        jax.eval_shape(lambda: unreduced_on_mesh(how, *args).grads)
+    except Exception as error:
+        return getattr(error, "refused", "")
+    return None
 
 
 def unreduced_on_mesh(
@@ -129,7 +148,9 @@ def unreduced_on_mesh(
         own = own_gradients(how, what, call, None, typed, rest, given, factor, rows=(apart, zeros))
     except Exception as error:
         run = lambda whole: own_gradients(how, what, call, None, whole, rest, given, factor).loss
-        error.add_note(NOTE.format(workers, _which(run, whole, typed)))
+        refused = _which(run, whole, typed)
+        error.add_note(NOTE.format(workers, refused))
+        error.refused = refused  # pyright: ignore[reportAttributeAccessIssue]
         raise
     overflow = None if scale is None else is_overflow(own.grads)
     return Gradients(own.loss, own.extra, own.rest, own.grads, overflow, own.kinds)

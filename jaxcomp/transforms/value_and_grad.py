@@ -6,6 +6,7 @@ the first one alone.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ from jaxcomp.transforms.meshes import (
     warn_of_whole,
 )
 from jaxcomp.transforms.rows import WorkerGradients
-from jaxcomp.transforms.unreduced import unreduced_on_mesh
+from jaxcomp.transforms.unreduced import is_of_whole_batch, refusal_of, unreduced_on_mesh
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, check_loss_options, worker_gradients
 
 __all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_grad"]
@@ -82,7 +83,7 @@ class ValueAndGrad:
     axis: Axis
     wrt: Any
     param_specs: Any
-    unreduced: bool = False
+    gradients: str = "per_worker"
 
     def init(self, params: Any) -> GradientState:
         """The state for these parameters, each worker's part on its own device.
@@ -130,7 +131,7 @@ class ValueAndGrad:
         call, given = call_of("value_and_grad", self.loss.batch, self.loss.keys, batch, named)
         rest = [*rest, *given.state]
         if is_bound(self.axis) and self.axis is not None:
-            if self.unreduced:
+            if self.gradients == "unreduced":
                 raise ValueError(
                     f'value_and_grad: gradients="unreduced" goes with plain jax.jit; here {self.axis} is bound by '
                     'shard_map, pmap or vmap. Say gradients="per_worker"'
@@ -167,6 +168,11 @@ class ValueAndGrad:
 
 
 _NO_AXIS: Any = object()
+PER_WORKER = (
+    "value_and_grad: the loss is called on each worker's part of the batch, since JAX cannot leave the gradient of the "
+    'whole batch unreduced on this mesh. {}Say gradients="per_worker" if that is meant: parts that do not count alike '
+    'then need weight=. gradients="unreduced" shows the error'
+)
 
 
 def value_and_grad(
@@ -255,10 +261,12 @@ def value_and_grad(
             the same.
         via, weights, seed, measure, link, bucket_bytes: as for `compressed_mean`. Loss and averaged auxiliary values
             are weighted as gradients are, by `weights` or those that the compressor brings (`dagc`).
-        gradients: "per_worker" (and so far "auto"): as above. "unreduced": the loss is called once, on the whole batch,
-            and JAX leaves its gradient unreduced over the workers: masks, class weights, contrastive losses, statistics
-            and auxiliary values are plain JAX's, and need no `weight` nor `aux`. On a mesh whose axes are Explicit,
-            outside of `shard_map`, for operations for which JAX has a rule: products yes, convolutions not.
+        gradients: "per_worker": as above. "unreduced": the loss is called once, on the whole batch, and JAX leaves its
+            gradient unreduced over the workers: masks, class weights, contrastive losses, statistics and auxiliary
+            values are plain JAX's, and need no `weight` nor `aux`. On a mesh whose axes are Explicit, outside of
+            `shard_map`, for operations for which JAX has a rule: products yes, convolutions not. "auto": "unreduced" on
+            such a mesh, without `weight`, `aux` and `weights` (nor `dagc`), which are said of workers; else
+            "per_worker", with a warning where JAX refuses an operation of the loss.
 
     Returns:
         `ValueAndGrad`: init(params) -> state; (params, state, *batch, **named) -> (loss, grads, state), or
@@ -307,7 +315,7 @@ def value_and_grad(
         return compressed_mean(algorithm, axis_name, via, weights, sharded=sharded, **options)
 
     transform(None)  # says what else does not fit while it is built
-    return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs, gradients == "unreduced")
+    return ValueAndGrad(how, transform, mesh, names_of(axis_name), wrt, param_specs, gradients)
 
 
 def worker_value_and_grad(
@@ -443,8 +451,13 @@ def _on_mesh(
     state: GradientState,
 ) -> tuple[Gradients, GradientState]:
     """The two stages."""
-    stage = unreduced_on_mesh if self.unreduced else gradients_on_mesh
     workers, factor = axis_names(self.axis), _factor(state)
+    stage = unreduced_on_mesh if self.gradients == "unreduced" else gradients_on_mesh
+    if self.gradients == "auto" and is_of_whole_batch(self.loss, mesh):
+        refused = refusal_of(self.loss, what, call, mesh, workers, trained, rest, given, factor)
+        stage = unreduced_on_mesh if refused is None else gradients_on_mesh
+        if refused is not None:
+            warnings.warn(PER_WORKER.format(refused), stacklevel=2)
     run = lambda trained: stage(self.loss, what, call, mesh, workers, trained, rest, given, factor)
     warn_of_lookups(lambda trained: run(trained).loss, mesh, workers, state.specs, trained)
     found = run(trained)

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxcomp.codes.arrays import bit_length, scatter_bits
+from jaxcomp.arrays import bit_length
+from jaxcomp.codes.arrays import scatter_bits
 from jaxcomp.codes.elias import elias_length
 from jaxcomp.wire.bitstream import fields_at, look_ahead, padded_words, stream_bytes
 from jaxcomp.wire.errors import WireError

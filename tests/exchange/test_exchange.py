@@ -55,7 +55,7 @@ def everywhere(compressor, via, weights, like, key, seed):
     w = None if weights is None else jnp.asarray(weights, jnp.float32)
 
     def worker(payloads, shared):
-        way, each = Way(AXIS, weights=w), zip(here.compressors, payloads, shared, groups, strict=True)
+        way, each = Way(AXIS, N, weights=w), zip(here.compressors, payloads, shared, groups, strict=True)
         parcels = [Parcel(c, payload, state, group.like) for c, payload, state, group in each]
         arrived = route_of(via).carry(parcels, way, jax.random.key(0), State()).arrived
         adds = [functools.partial(accumulate, c) for c in here.compressors]

@@ -53,14 +53,14 @@ def test_a_very_long_array_has_a_lane_of_its_own():
 def test_buckets_have_lanes_of_their_own_and_small_leaves_go_last():
     payloads = (Dense(jnp.zeros(3)), Dense(jnp.zeros(2)), (jnp.zeros(1), jnp.zeros(1, jnp.int32)))
     parcels = [Parcel(identity(), x, (), None, bucket) for x, bucket in zip(payloads, (0, 2, 1), strict=True)]
-    buckets = Way(AXIS, buckets=True).buckets_of(parcels)
+    buckets = Way(AXIS, N, buckets=True).buckets_of(parcels)
     assert buckets == [0, 2, 1, 1]
     assert [(lane.bucket, lane.places) for lane in lanes.word_lanes(payloads, buckets)] == [
         (1, (2, 3)),
         (2, (1,)),
         (0, (0,)),
     ]
-    assert Way(AXIS).buckets_of(parcels) is None
+    assert Way(AXIS, N).buckets_of(parcels) is None
 
 
 @pytest.mark.sampled
@@ -238,8 +238,8 @@ def counted(via, compressor, like, given, world, **options):
         return result.mean
 
     mesh, way, spec = {
-        "mesh": (mesh_of(N), Way(AXIS), P(AXIS)),
-        "replicas": (rw.grid("replica"), Way(AXIS, replicas=("replica",)), P(AXIS)),
+        "mesh": (mesh_of(N), Way(AXIS, N), P(AXIS)),
+        "replicas": (rw.grid("replica"), Way(AXIS, N, replicas=("replica",)), P(AXIS)),
     }[world]
     program = jax.jit(jax.shard_map(lambda x: step(rw.first(x), way), mesh=mesh, in_specs=spec, out_specs=P()))
     return ledger(program, given).total_bytes, said[0]
@@ -289,7 +289,7 @@ def test_a_bucket_does_not_wait_for_the_others(seed):
     given = messages(seed, LIKES["small"], (N,))
     ways = {}
     for buckets in (False, True):
-        way = Way(AXIS, buckets=buckets)
+        way = Way(AXIS, N, buckets=buckets)
         step = lambda x: rw.send("gather", natural(), LIKES["small"], rw.first(x), way).mean  # noqa: B023
         program = jax.jit(jax.shard_map(step, mesh=mesh_of(N), in_specs=P(AXIS), out_specs=P()))
         ways[buckets] = len([row for row in ledger(program, given).rows if row.op == "all-gather"])

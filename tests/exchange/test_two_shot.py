@@ -24,7 +24,7 @@ def largest(k):
 def run(compressor, given, weights=None):
     """given: [rounds, n, n, c]. Means [rounds, n, c], what was sent first [rounds, n, n, c], and the route's states."""
     stacked, like = rows(compressor), rw.shape(*given.shape[2:], dtype=given.dtype)
-    state, way = stacked.init(jax.random.key(0), like), Way(AXIS, weights=weights)
+    state, way = stacked.init(jax.random.key(0), like), Way(AXIS, N, weights=weights)
 
     def worker(message, key, memory):
         payload, _ = stacked.compress(jax.random.fold_in(key, 0), message, state)
@@ -92,7 +92,7 @@ def test_narrow_messages_are_sent_narrow(seed):
     said = []
 
     def worker(message):
-        result = rw.send("two_shot", identity(), like, message, Way(AXIS))
+        result = rw.send("two_shot", identity(), like, message, Way(AXIS, N))
         payload, carried = result.message.parcels[0].payload, result.carried
         said.append((carried.sent_bytes, carried.lane_bytes, payload.values.dtype))
         return result.mean

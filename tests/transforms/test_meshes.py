@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 
+DENSE = jc.direct(jc.identity())
 AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
 RNG = np.random.default_rng(0)
 W, X = (jnp.asarray(RNG.normal(size=shape) / 8, jnp.float32) for shape in ((64, 64), (8, 64)))
@@ -100,12 +101,12 @@ def test_where_that_cannot_be_one_sentence_has_the_cure(kinds, given, loss, cure
     mesh = mesh_of(kinds)
     with jax.set_mesh(mesh):
         w, x, mask = placed(mesh)
-        grad_fn = jc.value_and_grad(loss, jc.direct(jc.identity()), mesh if given else None)
+        grad_fn = jc.value_and_grad(loss, DENSE, mesh if given else None, gradients="per_worker")
         state = grad_fn.init(w)
         with pytest.raises(ValueError, match=f"the loss names 'data', the axis of the workers.*{cure}"):
             jax.jit(grad_fn)(w, state, x, mask)
         if kinds == EXPLICIT:
-            grad_fn = jc.value_and_grad(loss, jc.direct(jc.identity()), gradients="unreduced")
+            grad_fn = jc.value_and_grad(loss, DENSE)
             found, want = jax.jit(grad_fn)(w, state, x, mask)[:2], jax.value_and_grad(loss)(w, x, mask)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, want)
 

@@ -63,7 +63,7 @@ def own_gradients():
 def test_error_feedback_of_each_owners_rows(kind):
     """m_j = (1/n) sum_i top_k(e_ij + g_ij), and e_ij keeps the rest. Memories lie at workers, directions at owners."""
     params, batch = placed(mesh_of(kind=kind))
-    grad_fn = jc.value_and_grad(loss_of, jc.error_feedback(jc.top_k(k=K)))
+    grad_fn = jc.value_and_grad(loss_of, jc.error_feedback(jc.top_k(k=K)), gradients="per_worker")
     state, memory = grad_fn.init(params), np.zeros((N, N, 160))
     step = jax.jit(grad_fn)
     for _ in range(3):

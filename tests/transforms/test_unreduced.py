@@ -56,13 +56,14 @@ def close(found, want, **options):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_loss_is_that_of_the_whole_batch(name):
-    """Its gradient crosses once, in the exchange; what else crosses are the sums that the loss takes."""
+    """Its gradient crosses once, in the exchange; what else crosses are the sums that the loss takes. On Explicit axes
+    it is taken so without being said."""
     loss, params, batch, named, options = LOSSES[name]
     mesh = mesh_of()
     with jax.set_mesh(mesh):
         params, batch, named = jax.device_put(params, P()), jax.device_put(batch, P("data")), jax.device_put(named, P())
         want = jax.jit(jax.value_and_grad(loss, **options))(params, *batch, **named)
-        grad_fn = jc.value_and_grad(loss, DENSE, gradients="unreduced", **options)
+        grad_fn = jc.value_and_grad(loss, DENSE, **options)
         state = grad_fn.init(params)
         step = jax.jit(lambda *a, **k: grad_fn(*a, **k))
         found, grads, _ = step(params, state, *batch, **named)
@@ -144,6 +145,10 @@ def test_the_operation_that_jax_refuses_is_named_with_both_cures(operation):
         grad_fn = jc.value_and_grad(loss, DENSE, gradients="unreduced")
         with pytest.raises(Exception, match=r"reduced|pspec|out_sharding") as caught:
             jax.eval_shape(grad_fn, params, grad_fn.init(params), batch)
+        if operation:  # else not even the part of a worker can be differentiated
+            grad_fn = jc.value_and_grad(loss, DENSE)
+            with pytest.warns(UserWarning, match=f"each worker's part of the batch.* It refuses {operation}. Say "):
+                jax.eval_shape(grad_fn, params, grad_fn.init(params), batch)
     note = caught.value.__notes__[0]
     assert (f"It refuses {operation}. " if operation else "refuses the loss as well (Use `.at[...].get(") in note
     assert "out_sharding=" in note

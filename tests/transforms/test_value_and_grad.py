@@ -104,7 +104,7 @@ def test_models_that_the_compiler_shards(kind):
     mesh = mesh_of((2, 2), kind)
     params, batch = placed(mesh, SPECS)
     loss_fn = functools.partial(loss_of, out=P() if kind == "explicit" else None)
-    grad_fn = jc.value_and_grad(loss_fn, DENSE)
+    grad_fn = jc.value_and_grad(loss_fn, DENSE, gradients="per_worker")  # where out=P() is a worker's part
     state = grad_fn.init(params)
     step = jax.jit(grad_fn).lower(params, state, *batch).compile()
     loss, grads, state = step(params, state, *batch)

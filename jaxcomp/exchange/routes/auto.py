@@ -24,8 +24,8 @@ import jax
 from jaxcomp.arrays import wide_like
 from jaxcomp.base import Compressor, State, for_worker, lengths
 from jaxcomp.compressors.vector import omega_of
-from jaxcomp.exchange.axes import axis_index, axis_size
-from jaxcomp.exchange.collectives import gathered, gathers_for_less, has_ragged, whole_of
+from jaxcomp.exchange.axes import axis_index
+from jaxcomp.exchange.collectives import gathered, gathers_for_less, has_ragged
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
 from jaxcomp.exchange.routes import concat, gather, ragged, ring
 from jaxcomp.exchange.routes.route import (
@@ -123,9 +123,8 @@ def _dense(like: Any) -> int:
 def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carried:
     """Carries what is linear, or decoded, in one sum, all else in one gathering (see `Route.carry`)."""
     del key
-    workers = axis_size(way.axis)
-    how = [_how(parcel, way, workers) for parcel in parcels]
-    name = _gathering([parcel for parcel, each in zip(parcels, how, strict=True) if each == "gather"], way, workers)
+    how = [_how(parcel, way) for parcel in parcels]
+    name = _gathering([parcel for parcel, each in zip(parcels, how, strict=True) if each == "gather"], way)
     if name is None:
         how = ["decoded" if each == "gather" else each for each in how]
     pairs = list(zip(parcels, how, strict=True))
@@ -137,31 +136,31 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carrie
     for each in how:
         brought = next(payload if each == "gather" else total)
         if each == "decoded":
-            arrived.append(Arrived(mean=whole_of(brought, way.axis, way.weights)))
+            arrived.append(Arrived(mean=way.mean_of(brought)))
         else:
             arrived.append(Arrived(brought) if each == "gather" else Arrived(total=brought))
     return Carried(tuple(arrived), name if name and payloads else "sum", sent_bytes + more_bytes, state)
 
 
-def _how(parcel: Parcel, way: Way, workers: int) -> str:
+def _how(parcel: Parcel, way: Way) -> str:
     """Way of one message: "sum", "gather" or "decoded"."""
     compressor, leaves = parcel.compressor, jax.tree.leaves(parcel.payload)
     if compressor.spec.linear:
-        narrow = workers in (2, 3) and all(x.dtype.itemsize < 4 for x in leaves)
-        return "gather" if narrow and gathers_for_less(workers, way.exact) else "sum"
+        narrow = way.workers in (2, 3) and all(x.dtype.itemsize < 4 for x in leaves)
+        return "gather" if narrow and gathers_for_less(way.workers, way.exact) else "sum"
     # How much of a message of unequal length travels is decided for all of them together.
-    free = workers == 1 or compressor.lengths is not None or way.rereads
+    free = way.workers == 1 or compressor.lengths is not None or way.rereads
     held = sum(x.size * x.dtype.itemsize for x in leaves)
-    return "gather" if free or workers * held <= _dense(parcel.like) else "decoded"
+    return "gather" if free or way.workers * held <= _dense(parcel.like) else "decoded"
 
 
-def _gathering(parcels: Sequence[Parcel], way: Way, workers: int) -> str | None:
+def _gathering(parcels: Sequence[Parcel], way: Way) -> str | None:
     """Name of the route that brings messages to all; None where each would send more than an all-reduce of f32."""
     known = [lengths(parcel.compressor, parcel.like) for parcel in parcels]
-    if workers == 1 or all(limit is None for limit in known):
+    if way.workers == 1 or all(limit is None for limit in known):
         return "gather"
-    message = message_of(tuple(parcel.payload for parcel in parcels), tuple(known), workers)
-    dense = (workers - 1) / workers * sum(_dense(parcel.like) for parcel in parcels)
+    message = message_of(tuple(parcel.payload for parcel in parcels), tuple(known), way.workers)
+    dense = (way.workers - 1) / way.workers * sum(_dense(parcel.like) for parcel in parcels)
     return fastest(message.lengths, message.capacity, way.link, math.inf if way.rereads else dense)
 
 
@@ -179,7 +178,7 @@ def _gathered(parcels: Sequence[Parcel], way: Way, name: str | None) -> tuple[tu
 def _decoded(parcel: Parcel, way: Way) -> Parcel:
     """The same with what this worker's message says in place of it."""
     compressor, like = parcel.compressor, wide_like(parcel.like)
-    mine = for_worker(compressor, parcel.shared, axis_index(way.axis), axis_size(way.axis))
+    mine = for_worker(compressor, parcel.shared, axis_index(way.axis), way.workers)
     return parcel._replace(payload=compressor.decompress(parcel.payload, mine, like))
 
 

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from jaxcomp.exchange.axes import axis_size
 from jaxcomp.exchange.collectives import gathered
 from jaxcomp.exchange.links import Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route, lengths_of, payloads_of
@@ -23,7 +22,7 @@ def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]
     """All payloads, by one collective for each lane."""
     lengths = lengths_of(parcels)
     if lengths is not None:
-        _warn_of_padding(payloads_of(parcels), lengths, axis_size(way.axis))
+        _warn_of_padding(payloads_of(parcels), lengths, way.workers)
     return gathered(payloads_of(parcels), way.axis, way.replicas, way.buckets_of(parcels))
 
 

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.exchange.axes import axis_size, on_equal_types
-from jaxcomp.exchange.collectives import all_gather, all_max, gather_bytes
+from jaxcomp.exchange.axes import on_equal_types
+from jaxcomp.exchange.collectives import all_gather, all_max, gather_bytes, gathered
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route, payloads_of
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import Coded, decode_message, encode_message, lane_bytes
@@ -50,11 +50,11 @@ def rungs(words: int) -> tuple[int, ...]:
 def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], Any]:
     """All payloads, as an all-gather would bring them, for the bytes of their codes."""
     payloads, is_stack = payloads_of(parcels), [len(parcel.like.shape) > 1 for parcel in parcels]
-    workers, axis = axis_size(way.axis), way.axis
+    workers, axis = way.workers, way.axis
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), payloads)
     steps = rungs(lane_bytes(payloads) // 4)
     if not steps:
-        return all_gather(payloads, axis), gather_bytes(payloads, axis)
+        return gathered(payloads, axis)
     message = on_equal_types(lambda payloads: encode(payloads, is_stack), payloads)
     words = jnp.pad(message.words, (0, max(steps[-1] - message.words.size, 0)))
     need = all_max(jnp.where(message.fits, message.used, steps[-1] + 1), axis)

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from jaxcomp.arrays import wide
+from jaxcomp.arrays import bounded, wide
+from jaxcomp.backend import SparseSum
 from jaxcomp.base import Compressor, State, lengths
-from jaxcomp.exchange.axes import Axis, axis_size
-from jaxcomp.exchange.collectives import all_gather, share_of, summed
+from jaxcomp.exchange.axes import Axis
+from jaxcomp.exchange.collectives import all_gather, summed
 from jaxcomp.exchange.links import DEFAULT, Cost, Link
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import lane_bytes
@@ -39,6 +40,7 @@ class Way(NamedTuple):
     """Everything a route needs besides the messages. Static, except for the weights.
 
     axis: of the workers.
+    workers: how many there are.
     weights: [n], of all workers, with sum one, in the widest dtype of the messages; None for equal ones.
     link: between workers, for routes that have a choice.
     replicas: mesh axes on which payloads are equal; in gathers and sums the devices there share the work.
@@ -49,6 +51,7 @@ class Way(NamedTuple):
     """
 
     axis: Axis
+    workers: int
     weights: Array | None = None
     link: Link = DEFAULT
     replicas: tuple[str, ...] = ()
@@ -56,6 +59,22 @@ class Way(NamedTuple):
     exact: bool = False
     outer: tuple[str, ...] = ()
     rereads: bool = False
+
+    @property
+    def share(self) -> float:
+        """Weight of each message where messages are added, besides `weights`: 2^-k, at most 1/n; 1 where there are any.
+
+        1/n comes in two parts, this one and that of `mean_of`. Products with it are exact, so that sums are the same
+        bit for bit wherever they are compiled, and none overflows.
+        """
+        return 1.0 if self.weights is not None else 0.5 ** (self.workers - 1).bit_length()
+
+    def mean_of(self, total: Any) -> Any:
+        """The mean, from a sum of such shares (an array or a `SparseSum`): times 2^k/n < 2, and saturated."""
+        last = 1.0 if self.weights is not None else 1 / (self.workers * self.share)
+        if last == 1 or isinstance(total, SparseSum):  # which is saturated when it is made
+            return total if last == 1 else total * last
+        return bounded(total * last)
 
     def buckets_of(self, parcels: "Sequence[Parcel]") -> list[int] | None:
         """The bucket of each array of the payloads; None where all share their collectives."""
@@ -82,7 +101,7 @@ class Arrived(NamedTuple):
     """The part of what a route brought that is of one group: one of these.
 
     payloads: of all workers, stacked on a leading axis of n and equal on all of them.
-    total: their sum, as one payload, where each has its weight already, or `share_of` all.
+    total: their sum, as one payload, where each has its weight already, or `Way.share` all.
     mean: the mean itself, in f32 (f64 for f64 messages), equal on all workers.
     """
 
@@ -167,15 +186,14 @@ def lengths_of(parcels: Sequence[Parcel]) -> tuple[Any, ...] | None:
 def sums(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
     """The sum over the workers of the payload of each parcel, and the bytes that a device sends."""
     kind = wide(*(parcel.like.dtype for parcel in parcels))  # f64 messages are added in f64
-    share, payloads = share_of(way.axis, way.weights), tuple(parcel.payload for parcel in parcels)
-    buckets = way.buckets_of(parcels)
-    return summed(payloads, way.axis, way.weights, way.replicas, buckets, way.exact, kind, share)
+    payloads, buckets = payloads_of(parcels), way.buckets_of(parcels)
+    return summed(payloads, way.axis, way.weights, way.replicas, buckets, way.exact, kind, way.share)
 
 
 def gathered_by(gather: Gather, parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float | Array]:
     """All payloads, by `gather`; where nothing crosses, without it."""
     payloads = payloads_of(parcels)
-    if axis_size(way.axis) == 1 or lane_bytes(payloads) == 0:
+    if way.workers == 1 or lane_bytes(payloads) == 0:
         return all_gather(payloads, way.axis), 0.0
     return gather(parcels, way)
 

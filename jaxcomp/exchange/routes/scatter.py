@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxcomp.base import Compressor, State
-from jaxcomp.exchange.collectives import all_to_all_bytes, whole_of
+from jaxcomp.exchange.collectives import all_to_all_bytes
 from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
 from jaxcomp.exchange.routes.two_shot import first_shot
 from jaxcomp.exchange.routes.two_shot import layout as chunks
@@ -42,7 +42,7 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carrie
     del key
     (out,) = parcels
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
-    chunk = whole_of(first_shot(out.payload, out.compressor, out.shared, row, way), way.axis, way.weights)
+    chunk = way.mean_of(first_shot(out.payload, out.compressor, out.shared, row, way))
     return Carried((Arrived(mean=chunk),), "scatter", all_to_all_bytes(out.payload, way.axis), state)
 
 

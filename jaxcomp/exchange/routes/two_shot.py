@@ -24,8 +24,8 @@ from jax import lax
 from jaxcomp.arrays import bounded, wide_like
 from jaxcomp.base import Compressor, State, accumulate, advance, has_role, residual
 from jaxcomp.compressors.rows import Rows
-from jaxcomp.exchange.axes import Axis, axis_index, axis_names, axis_size, on_equal_types, varying, varying_axes
-from jaxcomp.exchange.collectives import all_gather, all_to_all, all_to_all_bytes, gather_bytes, share_of, whole_of
+from jaxcomp.exchange.axes import Axis, axis_index, axis_names, on_equal_types, varying, varying_axes
+from jaxcomp.exchange.collectives import all_gather, all_to_all, all_to_all_bytes, gather_bytes
 from jaxcomp.exchange.links import Cost, Link, cost_of
 from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
 from jaxcomp.groups import Layout
@@ -52,7 +52,7 @@ class Second(NamedTuple):
 
 
 def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, way: Way) -> Array:
-    """The sum of what the workers sent to the owner of a chunk, each with its weight, or with `share_of` all.
+    """The sum of what the workers sent to the owner of a chunk, each with its weight, or with `Way.share`.
 
     f32[c], f64 for f64 messages.
 
@@ -65,7 +65,7 @@ def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, way:
     """
     rows, like = all_to_all(payload, way.axis), wide_like(row)
     add = lambda *args: accumulate(_of_row(compressor), like, *args)
-    equal = jnp.full((axis_size(way.axis),), share_of(way.axis), like.dtype)
+    equal = jnp.full((way.workers,), way.share, like.dtype)
     weights = equal if way.weights is None else way.weights
     total = on_equal_types(add, rows, weights, _row(shared, way.axis))
     return varying(total, (*axis_names(way.axis), *way.outer))
@@ -163,7 +163,7 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carr
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
     axes = (*axis_names(axis), *way.outer)
     memory, local = varying(state.local, axes)
-    chunk = whole_of(first_shot(out.payload, compressor, out.shared, row, way), axis, way.weights)
+    chunk = way.mean_of(first_shot(out.payload, compressor, out.shared, row, way))
     chunk = jnp.nan_to_num(chunk)
     if _is_biased(compressor):
         chunk = bounded(chunk + memory)

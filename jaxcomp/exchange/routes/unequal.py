@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.exchange.axes import Axis, axis_index, axis_size, proven_equal, varying, varying_axes
+from jaxcomp.exchange.axes import Axis, axis_index, proven_equal, varying, varying_axes
 from jaxcomp.exchange.collectives import gathered
 from jaxcomp.exchange.links import Cost, Link
 from jaxcomp.exchange.routes.route import Gather, Parcel, Way, lengths_of, payloads_of
@@ -86,7 +86,7 @@ def gather_by(
 
     def gather(parcels: Sequence[Parcel], way: Way) -> tuple[tuple[Any, ...], float]:
         payloads = payloads_of(parcels)
-        message = message_of(payloads, lengths_of(parcels), axis_size(way.axis))
+        message = message_of(payloads, lengths_of(parcels), way.workers)
         if max(message.lengths) == 0:
             return gathered(payloads, way.axis)
         found = exchange(message, way.axis, way.link)
