@@ -100,7 +100,7 @@ def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
         counts = counts or [no_counts()]
         totals = [sum(each[1:], start=each[0]) for each in [[count[i] for count in counts] for i in range(6)]]
         route = jnp.max(jnp.stack([count.route for count in counts]))
-        total = Counts(*totals, route, joint_errors([count.errors for count in counts]))
+        total = Counts(*totals, route=route, errors=joint_errors([count.errors for count in counts]))
     if since is None:
         return total
     sent, bits = since[1] + total.sent_bytes, since[3] + total.code_bits
