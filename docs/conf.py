@@ -38,7 +38,9 @@ for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
     shutil.copy2(notebook, DOCS / "notebooks" / notebook.name)
 
 # Docstrings
-autodoc_typehints = "none"  # shapes and types stand in the docstrings
+autodoc_typehints = "signature"  # shapes and ranges stand in the docstrings
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 100
 autodoc_preserve_defaults = True
 autodoc_mock_imports = ["flwr"]
 napoleon_numpy_docstring = False

@@ -130,7 +130,7 @@ def namespace(x: Any) -> Any:
     return np if is_host(x) else jnp
 
 
-def bit_length(x: Array) -> Array:
+def bit_length(x: Any) -> Any:
     """Number of binary digits of each uint32, 0 for 0: i32.
 
     >>> bit_length(np.array([0, 1, 255, 256, 2**32 - 1], np.uint32))

@@ -50,6 +50,9 @@ def factory(make: Callable[P, T]) -> Callable[P, T]:
     A compressor or an algorithm of your own that is decorated so is known to `jc.from_config` by the name of the
     function, and processes in which its options differ are refused.
 
+    Args:
+        make: the function; its parameters are the options.
+
     Raises:
         ValueError: another module has a factory of this name, which `jc.from_config` would no longer find.
 

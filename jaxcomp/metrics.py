@@ -27,7 +27,7 @@ def metrics(state: Any, *, prefix: str = "") -> dict[str, int | float]:
     Returns:
         rounds: so far. workers: that took part in the last round (0 before the first). lane_bytes, code_bits,
         sent_bytes, achieved_ratio, relative_error: means over the workers here, as in `Info`. overflow, nonfinite,
-        searches: sums over them.
+        searches: sums over them. total_sent_bytes, total_code_bits: of all rounds.
 
     Raises:
         TypeError: the state is traced. ValueError: as `info`.
@@ -44,7 +44,7 @@ def metrics(state: Any, *, prefix: str = "") -> dict[str, int | float]:
     found, shared = info(state), [mean.shared for mean in means_in(state)]
     most = lambda name: max(int(np.max(_here(getattr(each, name)), initial=0)) for each in shared)
     numbers = {"rounds": most("count"), "workers": most("workers")}
-    numbers |= {name: float(value) for name, value in found._asdict().items() if name != "route"}
+    numbers |= {name: float(value) for name, value in found._asdict().items() if name not in ("route", "rounds")}
     return {f"{prefix}{name}": value for name, value in numbers.items() if not math.isnan(value)}
 
 

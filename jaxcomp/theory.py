@@ -59,7 +59,8 @@ def dcgd(
     Args:
         smoothness: L, above 0.
         workers: n, at least 1.
-        variance: V, at least 0.
+        variance: V, at least 0: omega max_i L_i; of a preconditioned compressor max_i V(C_i, L_i), which
+            `smoothness.dithering_variance` and its kin compute.
         mu: strong convexity, in [0, L].
         interpolation: whether the gradients of all workers vanish at the optimum.
         down_omega: omega of what compresses the way down (`bidirectional`); gamma is divided by 1 + down_omega.
@@ -101,7 +102,8 @@ def diana(
     Args:
         smoothness: L, above 0.
         workers: n, at least 1.
-        variance: V, at least 0.
+        variance: V, at least 0: omega max_i L_i; of a preconditioned compressor max_i V(C_i, L_i), which
+            `smoothness.dithering_variance` and its kin compute.
         omega: largest omega of the compressors, at least 0.
         mu: strong convexity, in [0, L].
         tight: whether to take the larger step above; without effect for mu = 0.
@@ -161,7 +163,8 @@ def adiana(
     Args:
         smoothness: L, above 0.
         workers: n, at least 1.
-        variance: V, at least 0.
+        variance: V, at least 0: omega max_i L_i; of a preconditioned compressor max_i V(C_i, L_i), which
+            `smoothness.dithering_variance` and its kin compute.
         omega: largest omega of the compressors, at least 0.
         mu: strong convexity, in (0, L].
         down_omega: omega of what compresses the way down; eta is divided by (1 + down_omega)^2, the price of
@@ -243,7 +246,8 @@ def isega(
     Args:
         smoothness: L, above 0.
         workers: n, at least 1.
-        variance: V, at least 0.
+        variance: V, at least 0: omega max_i L_i; of a preconditioned compressor max_i V(C_i, L_i), which
+            `smoothness.dithering_variance` and its kin compute.
         mu: strong convexity, in [0, L].
         smallest_probability: min_j p_j over all workers, in (0, 1]; None: the rate is then 0.
         tight: as for `diana`; needs smallest_probability.
@@ -278,7 +282,7 @@ def marina(*, smoothness: float, workers: int, variance: float, full: float) -> 
     Args:
         smoothness: L, above 0.
         workers: n, at least 1.
-        variance: V as above, at least 0.
+        variance: V as above, at least 0; V_i of worker i is what `smoothness.dithering_variance` and its kin compute.
         full: p, the probability of a round with whole gradients, in (0, 1].
 
     Returns:

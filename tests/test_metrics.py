@@ -11,6 +11,7 @@ import pytest
 from worlds import AXIS, N, mesh_of
 
 import jaxcomp as jc
+from jaxcomp.exchange.measure import add_counts, first_counts
 
 PARAMS = {"b": jnp.zeros(5), "v": jnp.zeros((30, 50)), "w": jnp.zeros((40, 30))}
 
@@ -40,6 +41,35 @@ def test_plain_numbers_of_a_round(measure):
         jax.jit(jc.metrics)(state)
     with pytest.raises(ValueError, match="there is no compressed_mean in this state"):
         jc.metrics(optax.adam(1e-3).init(PARAMS))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_totals_are_those_of_all_rounds():
+    """Of messages whose length changes, beyond 2^24 bytes, and of local steps between two exchanges."""
+    tx = jc.compressed_mean(jc.error_feedback(jc.top_k(jc.warm_up([0.5, 0.25, 0.1], 2))), AXIS, "ladder")
+    state, axes = jc.init_state(tx, PARAMS, N, AXIS)
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+    sent, bits = [], []
+    for t in range(6):
+        grads = jax.tree.map(lambda p, t=t: jax.random.normal(jax.random.key(t), (N, *p.shape)), PARAMS)
+        state = step(grads, state)[1]
+        sent, bits = [*sent, float(jc.info(state).sent_bytes)], [*bits, float(jc.info(state).code_bits)]
+    found = jc.info(state).as_dict()
+    assert len(set(sent)) > 1
+    assert (found["rounds"], found["total_sent_bytes"], found["total_code_bits"]) == (6, sum(sent), sum(bits))
+    assert json.loads(json.dumps(found)) == found
+    round_, counts = first_counts()._replace(sent_bytes=jnp.float32(2**23 + 1), since=()), first_counts()
+    for _ in range(100):
+        counts = add_counts([round_], counts.since)
+    assert counts.since.tolist() == [50, 100, 0, 0]
+    tx = jc.local_updates(optax.sgd(0.1), optax.sgd(1.0), jc.direct(jc.identity()), AXIS, every=2)
+    state, axes = jc.init_state(tx, PARAMS, N, AXIS)
+    params = jax.tree.map(lambda p: jnp.zeros((N, *p.shape)), PARAMS)
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes, 0), out_axes=(0, axes), axis_name=AXIS))
+    for t in range(5):
+        _, state = step(params, state, params)
+        sent[t] = float(jc.info(state).sent_bytes)
+    assert jc.info(state).total_sent_bytes == sum(sent[:5]) == 2 * max(sent[:5])
 
 
 STEPS = {

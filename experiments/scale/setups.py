@@ -129,7 +129,7 @@ def lines_of(setup: Setup, row: Mapping[str, Any]) -> list[str]:
     body = ["| " + " | ".join(line) + " |" for line in zip(*(cells[head] for head in heads), strict=True)]
     said = "; ".join(f"{name} {duration(a)}, simulated {duration(b)}" for name, a, b in row["checks"])
     return [
-        f"### {setup.title}",
+        f"## {setup.title}",
         "",
         f"{setup.about[0].upper()}{setup.about[1:]}. A GPT of {setup.size} G parameters; {setup.tokens:,} tokens a "
         f"device, whose gradient is taken to need {duration(setup.gradient)}.",

@@ -239,6 +239,10 @@ def counts(ratios: Sequence[float] | Array, size: int, *, mode: str = "exact") -
 def bound(volumes: Sequence[float] | Array, ratios: Sequence[float] | Array) -> float:
     """A(delta) = sum_i p_i / delta_i over the workers with data; infinite where such a ratio is 0.
 
+    Args:
+        volumes: of data, [n], >= 0; p_i is their share.
+        ratios: delta_i, [n], >= 0.
+
     >>> bound([1, 1], [0.1, 0.4])
     6.25
     """
@@ -249,6 +253,10 @@ def bound(volumes: Sequence[float] | Array, ratios: Sequence[float] | Array) -> 
 
 def coupled_bound(volumes: Sequence[float] | Array, ratios: Sequence[float] | Array) -> float:
     """Phi(delta) = sum_i p_i / sqrt(delta_i min_j delta_j) over the workers with data.
+
+    Args:
+        volumes: of data, [n], >= 0; p_i is their share.
+        ratios: delta_i, [n], >= 0.
 
     >>> coupled_bound([1, 1], [0.1, 0.4])
     7.5

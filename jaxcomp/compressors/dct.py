@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp.arrays import bounded, finite, is_array, like_of, wide
+from jaxcomp.arrays import bounded, is_array, like_of, wide
 from jaxcomp.backend import zeros_if_shape
 from jaxcomp.base import Compressor, Spec, accumulate, check_compressor, lengths
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.chunked import chunked
+from jaxcomp.compressors.rotate import clipped
 from jaxcomp.factories import factory
 from jaxcomp.groups import Layout
 from jaxcomp.norms import room
@@ -31,7 +32,8 @@ def dct(compressor: Compressor, chunk: int = 64) -> Compressor:
     An axis of n entries is cut into ceil(n / chunk) equal pieces, the last of which is filled up with zeros, so that
     sides are at most `chunk`, and no more than one entry in each piece is filled up. Other axes are left as they are.
     C' sees the coefficients block after block as one vector of d' <= d (1 + 1 / chunk)^2 entries, and omega and
-    alpha are its at d'. Non-finite entries count as zero, and coefficients saturate. Sums are transformed back once.
+    alpha are its at d'. Non-finite entries count as zero, and magnitudes beyond 2^-26 of the largest number saturate,
+    so that no sum overflows and memories keep the rest. Sums are transformed back once.
 
     All large leaves of a tree come as one vector, which loses their axes; `demo` takes leaf by leaf.
 
@@ -174,8 +176,8 @@ def _transformed(name: str, inner_of: Callable[[int], Compressor], chunk: int) -
         return inner.init(shared_key, coefficients)
 
     def compress(key, x, state):
-        cut, inner, coefficients = parts(x)
-        return inner.compress(key, forward(finite(x.astype(coefficients.dtype)), cut), state)
+        cut, inner, _ = parts(x)
+        return inner.compress(key, forward(clipped(x), cut), state)
 
     def decompress(payload, shared, like):
         cut, inner, coefficients = parts(like)

@@ -34,7 +34,7 @@ from jaxcomp.backend import fold, materialized, zeros_if_shape
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.checks import check_like
 from jaxcomp.compressors.hadamard import Rotation, rotation_of
-from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, key_of
+from jaxcomp.compressors.rotate import BLOCK, Rotated, check_block, clipped, key_of
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.floats import exponent_of, power_of_two
@@ -170,6 +170,7 @@ def eden(bits: float, *, block: int = BLOCK, scale: str = "unbiased", per_worker
 
     With b + f bits, 0 < f < 1, the first part f of the rotated entries of each block has b + 1 bits and the others b;
     those without a bit count as zero. Which entries these are plays no part, since all have one distribution.
+    Magnitudes beyond 2^-26 of the largest number saturate, and memories keep the rest.
 
     Args:
         bits: above 0, at most 8.
@@ -250,11 +251,11 @@ class _Code:
 
 
 def _unit(x: Array) -> tuple[Array, Array]:
-    """x over a power of two with which no square overflows, and that power of two."""
-    x = x.astype(wide(x.dtype))
+    """x, saturated, over a power of two with which no square overflows, and that power of two."""
+    x = clipped(x)
     info = jnp.finfo(x.dtype)
     exponent = jnp.clip(exponent_of(max_abs(x)), info.minexp + 1, -info.minexp - 1)
-    return bounded(finite(x)) * power_of_two(-exponent, x.dtype), power_of_two(exponent, x.dtype)
+    return x * power_of_two(-exponent, x.dtype), power_of_two(exponent, x.dtype)
 
 
 def _room(payload: Any, dtype: Any) -> Array:

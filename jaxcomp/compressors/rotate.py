@@ -66,7 +66,7 @@ def rotate(compressor: Compressor, *, block: int = BLOCK, per_worker: bool = Fal
 
     The signs come from the shared key, are new in each round, and cost no bits. Where d is no multiple of B, the last
     block overlaps the one before it (`jaxcomp.compressors.hadamard`): nothing is padded. Magnitudes beyond 2^-26 of the
-    largest number saturate.
+    largest number saturate, and memories keep the rest.
 
     Args:
         compressor: of one array.

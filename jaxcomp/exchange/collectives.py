@@ -88,7 +88,7 @@ def gathered_size(size: int, width: int) -> int:
 
 
 def _gathered_unit(width: int) -> int:
-    """What the number of entries of so many bytes is a multiple of where they are gathered."""
+    """Returns a divisor of the number of entries, of so many bytes each, that cross in `gather`."""
     return TPU_LANES * max(1, 4 // width) if platform() == "tpu" else 1
 
 

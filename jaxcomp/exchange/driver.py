@@ -68,8 +68,8 @@ from jaxcomp.exchange.measure import (
     count_message,
     count_sum,
     errors_of,
+    first_counts,
     joint_errors,
-    no_counts,
     no_errors,
     nonfinite,
 )
@@ -134,7 +134,7 @@ class Exchange(NamedTuple):
         first = Round(shared_key, groups.groups, compressors)
         state = self.algorithm.init(first, split(groups, tree) if starts else groups.like)
         kept, zero = sides(state, self.algorithm.roles), jnp.zeros((), jnp.int32)
-        local = MeanLocal(kept.local, route.local, no_counts())
+        local = MeanLocal(kept.local, route.local, first_counts())
         shared = MeanShared(zero, key_data(private_key), zero, kept.shared, route.shared)
         chosen = "" if run.route is self.route else run.route.name
         options = self.options(groups) if jax.process_count() > 1 else ""
@@ -163,7 +163,7 @@ class Exchange(NamedTuple):
         roles, turn = self.algorithm.roles, _Turn(self, way, index, State(local.route, shared.route), measured)
         before = whole(State(local.algorithm, shared.algorithm), roles)
         out, after = answered(self.algorithm.update(round_, grads, before), turn.answer)
-        kept, counts = sides(after, roles), turn.counts()
+        kept, counts = sides(after, roles), turn.counts(local.counts.since)
         errors = self._errors(measured, counts.errors, arrays, local.counts.errors)
         local = MeanLocal(kept.local, turn.state.local, counts._replace(errors=errors))
         size = jnp.asarray(round_.size, jnp.int32)
@@ -266,9 +266,9 @@ class _Turn:
         self.exchange, self.way, self.index, self.state, self.measured = exchange, way, index, state, measured
         self.counted: list[Counts] = []
 
-    def counts(self) -> Counts:
+    def counts(self, since: Array | None = None) -> Counts:
         """Everything counted so far."""
-        return add_counts(self.counted)
+        return add_counts(self.counted, since)
 
     def answer(self, requests: list[Any]) -> list[Any]:
         """The answers to requests: messages together, sums together, conditionals one by one."""

@@ -28,6 +28,7 @@ __all__ = [
     "count_message",
     "count_sum",
     "errors_of",
+    "first_counts",
     "info",
     "joint_errors",
     "joint_norm",
@@ -51,8 +52,15 @@ class Errors(NamedTuple):
     nonfinite: Array
 
 
+UNIT = 2**24  # of totals: numbers below it are exact in f32
+
+
 class Counts(NamedTuple):
-    """Measurements of one worker in one round, as they are kept in the state. All scalars, f32 or i32."""
+    """Measurements of one worker in one round, as they are kept in the state. All scalars, f32 or i32.
+
+    since: f32[4], since the state was made: bytes sent, in whole UNITs and what is left, and bits so; () in what one
+    message counts.
+    """
 
     lane_bytes: Array
     code_bits: Array
@@ -63,6 +71,7 @@ class Counts(NamedTuple):
     sent_bytes: Array
     route: Array
     errors: Errors
+    since: Any = ()
 
 
 def no_errors() -> Errors:
@@ -76,20 +85,36 @@ def no_counts() -> Counts:
     return Counts(real, real, real, real, integer, integer, real, integer, no_errors())
 
 
-def add_counts(counts: list[Counts]) -> Counts:
-    """Counts of several messages in one round: the sums; norms joined; of the routes the last one in the table."""
+def first_counts() -> Counts:
+    """Counts of a state before its first round."""
+    return no_counts()._replace(since=jnp.zeros(4, jnp.float32))
+
+
+def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
+    """Counts of several messages in one round: the sums; norms joined; of the routes the last one in the table.
+
+    since: what the rounds before came to; None for a part of a round.
+    """
     if len(counts) == 1:
-        return counts[0]
-    total = jax.tree.map(lambda *xs: sum(xs[1:], start=xs[0]), no_counts(), *counts)
-    errors = joint_errors([count.errors for count in counts] or [no_errors()])
-    route = jnp.max(jnp.stack([jnp.zeros((), jnp.int32), *(count.route for count in counts)]))
-    return total._replace(errors=errors, route=route)
+        total = counts[0]
+    else:
+        counts = counts or [no_counts()]
+        totals: list[Any] = [
+            sum(each[1:], start=each[0]) for each in zip(*(count[:7] for count in counts), strict=True)
+        ]
+        route = jnp.max(jnp.stack([count.route for count in counts]))
+        total = Counts(*totals, route=route, errors=joint_errors([count.errors for count in counts]))
+    if since is None:
+        return total
+    sent, bits = since[1] + total.sent_bytes, since[3] + total.code_bits
+    units, more = jnp.floor(sent / UNIT), jnp.floor(bits / UNIT)
+    return total._replace(since=jnp.stack([since[0] + units, sent - units * UNIT, since[2] + more, bits - more * UNIT]))
 
 
 def joint_errors(every: Sequence[Errors]) -> Errors:
     """Errors of several messages together; of one at least."""
-    of = lambda name: _joint([getattr(each, name) for each in every])
-    return Errors(of("error"), of("norm"), every[0].nonfinite)
+    error, norm = [_joint([each[i] for each in every]) for i in (0, 1)]
+    return Errors(error, norm, every[0].nonfinite)
 
 
 def _joint(norms: list[Array]) -> Array:
@@ -120,9 +145,9 @@ def joint_norm(norms: list[Array]) -> Array:
     if not norms:
         return jnp.zeros((), jnp.float32)
     stacked = jnp.stack([norm.astype(jnp.float32) for norm in norms])
-    largest = jnp.max(stacked, axis=0)
+    largest = jnp.max(stacked, axis=0, keepdims=True)
     unit = jnp.where(largest > 0, largest, 1)
-    return unit * jnp.sqrt(jnp.sum(jnp.square(jnp.clip(stacked / unit, 0, 1)), axis=0))
+    return unit[0] * jnp.sqrt(jnp.sum(jnp.square(jnp.clip(stacked / unit, 0, 1)), axis=0))
 
 
 def count_message(parcels: Sequence[Any], message: Sequence[Any], carried: Any, code: str | None) -> Counts:
@@ -174,12 +199,15 @@ class Info(NamedTuple):
     relative_error: |C(m) - m| / |m| for the message m (gradient, plus memory or minus shift). NaN unless measured.
     nonfinite: NaN or infinite gradient entries, summed over workers. NaN unless measured.
     overflow: chosen entries that found no place in the static capacity, summed over workers.
-    sent_bytes: bytes a worker sends in the exchange, every hop counted, as the compiled program does.
+    sent_bytes: bytes a worker sends in the exchange, every hop counted, as the compiled program does. Loss, weights and
+        auxiliary values of `value_and_grad` travel beside it and are not counted (`ledger` has them).
     route: how the payloads travelled, as a place in `jaxcomp.exchange.ROUTES` (behind them, of your own); `chosen` is
         its name.
     dense: entries of a worker's gradient that are sent as they are, since they are of small leaves.
     searches: vectors whose threshold no estimate found (`sidco` and its like), so that it was searched for in further
         passes; summed over workers.
+    rounds: so far; the largest number, where several exchanges are added up.
+    total_sent_bytes, total_code_bits: of all rounds since the state was made, or handed on by `redistribute`.
     """
 
     lane_bytes: Array
@@ -192,6 +220,9 @@ class Info(NamedTuple):
     route: Array
     dense: Array | int = 0
     searches: Array | int = 0
+    rounds: Array | int = 0
+    total_sent_bytes: Array | int = 0
+    total_code_bits: Array | int = 0
 
     @property
     def chosen(self) -> str:
@@ -292,6 +323,8 @@ def info(state: Any, *, each: bool = False) -> Info:
 
 def _read(nodes: list[Any], each: bool) -> Info:
     rows = [jax.tree.map(lambda x: jnp.reshape(_here(x), (-1,)), node.local.counts) for node in nodes]
+    parts = [jnp.reshape(row.since, (-1, 4)).T for row in rows]
+    rows = [row._replace(since=(a * UNIT + b, c * UNIT + d)) for row, (a, b, c, d) in zip(rows, parts, strict=True)]
     if len({row.size.size for row in rows}) > 1:  # levels of a hierarchy
         if each:
             raise ValueError("info: levels have different numbers of workers; leave each=True out, or give one level")
@@ -310,6 +343,8 @@ def _read(nodes: list[Any], each: bool) -> Info:
         jnp.max(jnp.stack([row.route for row in rows]), axis=0),
         jnp.full_like(counts.entries, sum(map(_dense_of, nodes))),
         counts.searches,
+        jnp.zeros_like(counts.overflow) + jnp.max(jnp.stack([jnp.max(_here(node.shared.count)) for node in nodes])),
+        *counts.since,
     )
     return result if each else jax.tree.map(lambda x: x[0], _over_workers(result))
 
@@ -333,4 +368,4 @@ def _over_workers(rows: Info) -> Info:
     means = jax.tree.map(lambda x: jnp.mean(x, keepdims=True), rows)
     add = lambda x: jnp.sum(x, keepdims=True)
     sums = {name: add(getattr(rows, name)) for name in ("nonfinite", "overflow", "searches")}
-    return means._replace(route=jnp.max(rows.route, keepdims=True), **sums)
+    return means._replace(route=jnp.max(rows.route, keepdims=True), rounds=jnp.max(rows.rounds, keepdims=True), **sums)

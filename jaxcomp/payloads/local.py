@@ -45,7 +45,7 @@ def local_indices(indices: Array, size: int) -> LocalIndices:
 
 
 def global_indices(local: LocalIndices, size: int) -> Array:
-    """The inverse: i32[k], padded with d."""
+    """The inverse: indices i32[k] of a vector of `size` entries from `local` ones, padded with that size."""
     low, counts = local
     capacity = low.shape[0]
     if is_host(low):

@@ -101,7 +101,14 @@ _readers: dict[int, Family] = {}
 
 
 def register(family: Family) -> None:
-    """Makes a type of payloads known."""
+    """Makes a type of payloads known.
+
+    Args:
+        family: the type, and its functions for bits, words and bytes.
+
+    Raises:
+        ValueError: the type, or a kind of record that it reads, is registered already.
+    """
     taken = set(family.readers) & {ARRAY, *_readers}
     if family.type in _families or taken:
         raise ValueError(f"register: {family.type.__name__} or its kinds {sorted(taken)} are registered already")
@@ -204,7 +211,11 @@ def _bits_of(family: Family, payload: Any, code: str) -> Array | int:
 
 
 def cheap_bits(payload: Any) -> Array | int:
-    """The bits of the "fixed" code where they are cheap to count; those of the lanes where that is an entropy code."""
+    """The bits of the "fixed" code where they are cheap to count; those of the lanes where that is an entropy code.
+
+    Args:
+        payload: of any registered type, in jit or on the host.
+    """
     if family_of(payload, "cheap_bits").entropy:
         return 8 * lane_bytes(payload)
     return code_bits(payload)
@@ -250,6 +261,10 @@ def unpack_message(cursor: Cursor, like: Any) -> Any:
 def write_record(out: Writer, node: Any) -> None:
     """An array or a payload, in the code of the writer.
 
+    Args:
+        out: where the record is added.
+        node: what is written, with NumPy arrays.
+
     Raises:
         TypeError: neither of them.
         WireError: a payload that no reader would take.
@@ -275,6 +290,9 @@ def write_record(out: Writer, node: Any) -> None:
 
 def read_record(reader: Reader) -> Any:
     """The array or payload that begins here.
+
+    Args:
+        reader: of a message, at the first byte of the record.
 
     Raises:
         WireError: nothing that `write_record` could have written; says which field was wrong.

@@ -113,7 +113,7 @@ class SketchBits(NamedTuple):
 
 
 def sketch_bits(payload: Sketch) -> SketchBits:
-    """Bits that `wire.encode` spends on keys, values and tables."""
+    """Bits that `wire.encode` spends on keys, values and tables of a payload, a `Sketch`."""
     levels, counts, keys, cells, zero = payload
     present = namespace(levels).sum(levels != 0, dtype=np.int32)
     tables = levels.shape[0] + 8 * levels.dtype.itemsize * present

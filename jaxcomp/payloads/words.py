@@ -55,7 +55,7 @@ def from_words(words: Array, like: Any) -> Array:
 
 
 def num_words(like: Any) -> int:
-    """uint32 words that an array of this shape and dtype fills, the last one padded."""
+    """uint32 words that an array of the shape and dtype of `like` fills, the last one padded."""
     return -(-like.size * like.dtype.itemsize // 4)
 
 

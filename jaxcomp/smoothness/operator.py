@@ -229,6 +229,9 @@ def pseudo_roots(matrix: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def dense_of(matrix: Array) -> Dense:
     """The dense form of a positive semidefinite matrix.
 
+    Args:
+        matrix: L, [d, d], symmetric; the Hessian of the loss must lie below it everywhere.
+
     >>> print(dense_of(np.diag([4.0, 1.0])).root(np.ones(2)))
     [2. 1.]
     """
@@ -238,7 +241,12 @@ def dense_of(matrix: Array) -> Dense:
 
 
 def diagonal_of(diag: Array, factor: float = 1.0) -> Diagonal:
-    """M = factor * diag. Needs factor Diag(diag) >= L; factor = 1 and ones make whitening the identity."""
+    """M = factor * diag. Needs factor Diag(diag) >= L; factor = 1 and ones make whitening the identity.
+
+    Args:
+        diag: [d], finite and >= 0.
+        factor: >= 0.
+    """
     diag = factor * np.asarray(diag, np.float64)
     if diag.ndim != 1 or not np.all(np.isfinite(diag) & (diag >= 0)):
         raise ValueError(f"smoothness: a diagonal must be [d], finite and at least 0; got {diag}")
@@ -246,7 +254,12 @@ def diagonal_of(diag: Array, factor: float = 1.0) -> Diagonal:
 
 
 def blocks_of(matrix: Array, blocks: int) -> Blocks:
-    """M = c blockdiag(L), blocks of ceil(d / blocks) entries, with the smallest c that gives M >= L."""
+    """M = c blockdiag(L), blocks of ceil(d / blocks) entries, with the smallest c that gives M >= L.
+
+    Args:
+        matrix: L, [d, d], symmetric, positive semidefinite.
+        blocks: their number, 1 to d.
+    """
     matrix = np.asarray(matrix, np.float64)
     d = matrix.shape[0]
     if not 1 <= blocks <= d:
@@ -282,6 +295,9 @@ def eigenbasis(matrix: Array) -> Dense:
 
     The eigenvalues majorise the diagonal, so sparsification with optimal probabilities never has
     a larger variance than in the standard basis.
+
+    Args:
+        matrix: L, [d, d], symmetric, positive semidefinite.
 
     >>> print(eigenbasis(np.array([[2.0, 1.0], [1.0, 2.0]])).diag)
     [1. 3.]

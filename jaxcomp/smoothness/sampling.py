@@ -160,6 +160,11 @@ def exact_probabilities(diag: Any, tau: float, objective: Callable[[float, float
     At the optimum 1 / p_j - 1 = omega min(1, c / L_jj) with c = V / omega between the least and the largest L_jj:
     omega follows from the budget for every c, and c from a search in one dimension.
 
+    Args:
+        diag: L_jj, [d], >= 0.
+        tau: expected number of entries that are sent, above 0, at most d.
+        objective: of omega and V.
+
     >>> p = exact_probabilities([0.6, 0.225, 0.115625], 1.5, lambda omega, v: omega + v / 0.2)
     >>> print(round(float(max(1 / p - 1) + max((1 / p - 1) * [0.6, 0.225, 0.115625]) / 0.2), 6))
     2.929679
@@ -310,6 +315,10 @@ def block_steps(
 def sparsification_variance(diag: Any, p: Any) -> float:
     """V of independent sampling: max_j (1 / p_j - 1) L_jj; with diag = 1 this is omega.
 
+    Args:
+        diag: L_jj, [d], >= 0.
+        p: probabilities, [d].
+
     Raises:
         ValueError: a probability is not in (0, 1].
 
@@ -324,6 +333,10 @@ def sparsification_variance(diag: Any, p: Any) -> float:
 
 def rand_k_variance(matrix: Any, k: int) -> float:
     """V of k entries without replacement: ((d - k) / k) / (d - 1) lambda_max(d Diag(L) - L), exactly.
+
+    Args:
+        matrix: L, [d, d].
+        k: 1 to d.
 
     >>> print(round(rand_k_variance([[0.6, 0.125, 0], [0.125, 0.225, 0], [0, 0, 0.115625]], 2), 6))
     0.305071
@@ -387,6 +400,11 @@ def expected_nonzeros(steps: Any, x: Any = None, *, norm: float = 2) -> float:
     """Expected number of non-zero levels of dithering.
 
     For a vector x, exactly: sum_j min(1, |x_j| / (h_j |x|_q)). Without, its bound |1/h|_2 over all x (norm 2).
+
+    Args:
+        steps: h, [d], above 0.
+        x: [d], or None for the bound.
+        norm: q.
 
     >>> print(round(expected_nonzeros([0.5, 0.5]), 4), expected_nonzeros([0.5, 0.5], [1.0, 0.0]))
     2.8284 1.0

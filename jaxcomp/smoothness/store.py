@@ -63,7 +63,7 @@ def _opened(path: str | Path) -> Iterator[tuple[dict[str, Any], Any]]:
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """Form, shape and provenance of a file, without its arrays."""
+    """Form, shape and provenance of the file at `path`, without its arrays."""
     with _opened(path) as (header, _):
         return {"form": header["form"], "shape": tuple(header["shape"]), **header["provenance"]}
 

@@ -17,6 +17,10 @@ def by_leaf(mean: MeanState, vectors: Any) -> Any:
     Leaves have the leading axes and the dtype that the arrays have: a memory in f32 is not rounded to the gradients' 16
     bits.
 
+    Args:
+        mean: the state of `compressed_mean`.
+        vectors: a part of it that has an array for each group, say state.local.algorithm.memory.
+
     >>> import jax.numpy as jnp, jaxcomp as jc
     >>> tx = jc.compressed_mean(jc.error_feedback(jc.top_k(k=1)), None)
     >>> state = tx.init({"w": jnp.zeros((2, 3))})

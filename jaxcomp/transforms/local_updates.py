@@ -457,5 +457,6 @@ def _idle(state: MeanState) -> MeanState:
     """The state of a mean after a step without an exchange."""
     every = state.about.placement.every
     none = lambda value, x: varying(jnp.full(x.shape, value, x.dtype), every)
-    counts = jax.tree.map(none, no_counts(), state.local.counts)
+    before, since = state.local.counts._replace(since=()), varying(state.local.counts.since, every)
+    counts = jax.tree.map(none, no_counts(), before)._replace(since=since)
     return MeanState(state.local._replace(counts=counts), state.shared, state.about)

@@ -334,7 +334,9 @@ def _stage(one: Any, how: Loss, mesh: Any, workers: tuple[str, ...], params: P, 
     try:
         with jax.sharding.use_abstract_mesh(larger.abstract_mesh):
             return run(numbered, larger, others, ins, outs)(numbers, *arrays)
-    except NameError:  # the loss sums over the axis, too
+    except (NameError, ValueError) as error:  # the loss sums over the axis, too, or holds an array of this mesh
+        if isinstance(error, ValueError) and "should match the mesh" not in str(error):
+            raise
         raise ValueError(_constrained(mesh, workers)) from constrained
 
 
@@ -401,7 +403,8 @@ def _constrained(mesh: Any, workers: tuple[str, ...]) -> str:
         f"the loss names {(workers[0] if len(workers) == 1 else workers)!r}, the axis of the workers, in a sharding "
         f"constraint, and is called on the part of the batch of one worker, which is not cut over it. {cure} "
         "that axis out of the constraint: P(None, 'model') in place of P('data', 'model'), the rule ('batch', None) in "
-        "place of ('batch', 'data')"
+        "place of ('batch', 'data'). If it names none, a closure holds an array that lies on the mesh: give that array "
+        "by keyword"
     )
 
 

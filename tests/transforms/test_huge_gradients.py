@@ -73,19 +73,11 @@ def test_means_are_exact_where_sums_would_overflow(algorithm, via, workers):
     np.testing.assert_allclose(directions["w"][0, 7], largest / workers, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        jc.error_feedback(jc.eden(4, scale="least_squares")),
-        jc.error_feedback(jc.dct(jc.cast("bfloat16"))),
-        jc.fetch_sgd(k=9),
-    ],
-)
-def test_what_is_decoded_beyond_the_largest_number_is_that(algorithm):
+def test_what_is_decoded_beyond_the_largest_number_is_that():
     """A third is no power of two: the mean is the last product, and is saturated."""
     signs = jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, (64, 64)), 1.0, -1.0)
     grads = jnp.broadcast_to(signs * jnp.finfo(jnp.float32).max, (2, 3, 64, 64))
-    directions, _ = run_vmap(jc.compressed_mean(algorithm, AXIS), jnp.zeros((64, 64)), grads)
+    directions, _ = run_vmap(jc.compressed_mean(jc.fetch_sgd(k=9), AXIS), jnp.zeros((64, 64)), grads)
     assert np.all(np.isfinite(directions))
     assert np.max(np.abs(directions)) > 3e38
 
@@ -147,3 +139,20 @@ def test_what_is_cut_off_the_direction_stays_in_memory(compressor, weights, seed
     given = np.tensordot(shares, np.float64(grads).sum(0), 1)
     # But for rounding of the directions to f16.
     np.testing.assert_allclose(np.float64(directions).sum(0) + memory, given, atol=2e-3 * largest)
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [jc.drive(), jc.eden(2), jc.eden(4, scale="least_squares"), jc.dct(jc.block_scaled("int8")), jc.dct(jc.top_k(0.1))],
+    ids=lambda compressor: compressor.spec.name,
+)
+def test_what_saturates_in_f32_stays_in_memory(compressor, seed):
+    """Codes of rotated and transformed blocks decode to more than an entry: up to the largest number, that was lost."""
+    rng, largest = np.random.default_rng(seed), float(jnp.finfo(jnp.float32).max)
+    for share in (0.3, 1.0):
+        grads = jnp.asarray(rng.uniform(-share, share, (1, 2, 4096)) * largest, jnp.float32)
+        tx = jc.compressed_mean(jc.error_feedback(compressor), AXIS)
+        directions, state = run_vmap(tx, jnp.zeros(4096), grads)
+        memory = np.float64(state.local.algorithm.memory[0][:, 0]).mean(0)
+        given = np.float64(grads).mean((0, 1))
+        np.testing.assert_allclose(np.float64(directions).sum(0) + memory, given, atol=1e-6 * largest)
