@@ -176,7 +176,8 @@ def _words(rows: np.ndarray, target: np.ndarray, size: float, tolerance: float, 
         "takes statistics of the batch. Of a contrastive loss gather what is compared, inside of it: "
         f"z = jax.lax.all_gather(z, {axis!r}, tiled=True) is exact. A BatchNorm is exact if it knows the axis, "
         f"nnx.BatchNorm(..., axis_name={axis!r}); without it, each worker has the statistics of its part. "
-        f"Beside a sum over the workers in the loss, weight= is not exact: write jc.mean_over(losses, mask, {axis!r})."
+        "Beside a sum over the workers in the loss, weight= is not exact with weights= or f16: write "
+        f"jc.mean_over(losses, mask, {axis!r})."
     )
     if np.isclose(found.loss, workers * found.workers, rtol=tolerance) and np.allclose(
         rows.sum(0), target, rtol=0, atol=tolerance * size

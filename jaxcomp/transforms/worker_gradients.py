@@ -83,9 +83,9 @@ class Loss(NamedTuple):
 
 
 class Own(NamedTuple):
-    """One worker's results. loss, grads: of its own mean. extra: auxiliary values. rest: new values of what is not
-    trained, None where it did not change. weight: f32[], what its part of the batch counts; None where all count alike.
-    kinds: of the leaves of extra.
+    """One worker's results. loss, grads: of its own mean; grads of weight times that where they were asked for so.
+    extra: auxiliary values. rest: new values of what is not trained, None where it did not change. weight: f32[], what
+    its part of the batch counts; None where all count alike. kinds: of the leaves of extra.
     """
 
     loss: Array
@@ -326,6 +326,7 @@ def own_gradients(
     refusal: str = "",
     rows: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None,
     number: Any = None,
+    times_weight: bool = False,
 ) -> Own:
     """Loss and gradient of this worker's part of the batch, with what it counts. No collective.
 
@@ -338,6 +339,8 @@ def own_gradients(
         refusal: see `mean_over`.
         rows: (what is made of a gradient before anything else, zeros of that form for a tree of parameters).
         number: of this worker; None: as the axis has it.
+        times_weight: gradients are those of weight times the loss. What a loss adds up over the workers then counts by
+            their weights, too: the transpose of such a sum adds the workers' parts before anybody could weigh them.
     """
     number, parts = axis_index(axis) if number is None else number, how.micro_batches
     if axis_names(axis):
@@ -350,7 +353,9 @@ def own_gradients(
         return call.join(Given(cut, whole, rest[len(rest) - len(given.state) :]))
 
     def one(rest, cut, j):
-        grads, out = _differentiated(how, what, call, trained, rest, lambda: arguments(rest, cut, j), factor)
+        grads, out = _differentiated(
+            how, what, call, trained, rest, lambda: arguments(rest, cut, j), factor, times_weight
+        )
         return (grads if rows is None else rows[0](grads)), out
 
     why = refusal or ("inside of micro_batches it would see one of them alone" if parts > 1 else "")
@@ -361,12 +366,14 @@ def own_gradients(
             extra = jax.tree.map(lambda x: jnp.asarray(x)[None], extra)
             weights = None if weight is None else weight[None]
             if weight is not None:  # a worker without tokens has 0 / 0
-                loss, grads = jax.tree.map(lambda x: jnp.where(weight != 0, x, 0), (loss, grads))
+                loss = jnp.where(weight != 0, loss, 0)
+                counts = (lambda g: (weight != 0) | jnp.isfinite(g)) if times_weight else lambda _: weight != 0
+                grads = jax.tree.map(lambda g: jnp.where(counts(g), g, 0), grads)
         else:
             cut = _micro_batches(given.cut, parts, how.batch is None)
             first = [x[0] for x in cut]
             zeros = jax.tree.map(_wide_zeros, trained) if rows is None else rows[1](trained)
-            grads, loss, extra, new, weights = _accumulated(zeros, rest, cut, parts, one)
+            grads, loss, extra, new, weights = _accumulated(zeros, rest, cut, parts, one, times_weight)
         kinds = _kinds_for(how.kinds, extra)
         doubled = lambda: _doubled(how, what, trained, rest, lambda cut: arguments(rest, cut, 0), first)
         examples = [x.shape[0] for x in first[:1] if x.ndim]
@@ -378,18 +385,23 @@ def own_gradients(
     return Own(loss, extra, new, grads, None if weights is None else jnp.sum(weights), kinds)
 
 
-def _accumulated(zeros: Any, rest: list[Any], cut: list[Any], parts: int, one: Callable[..., Any]) -> Any:
+def _accumulated(
+    zeros: Any, rest: list[Any], cut: list[Any], parts: int, one: Callable[..., Any], times_weight: bool
+) -> Any:
     """Gradient and loss of the worker's own mean, auxiliary values and weights of each micro-batch [k, ...], and the
     last values of what is not trained.
 
-    With weights the sums are of W_j g_j and W_j l_j, and are divided by that of W_j.
+    With weights the sums are of W_j g_j and W_j l_j, and are divided by that of W_j; not that of the gradients if they
+    are to be those of the weight times the mean.
     """
 
     def add(carry, given):
         total, rest = carry
         j, part = given
         grads, (loss, extra, new, weight) = one(rest, part, j)
-        if weight is not None:
+        if times_weight:
+            grads = jax.tree.map(lambda g: jnp.where((weight != 0) | jnp.isfinite(g), g, 0), grads)
+        elif weight is not None:
             grads = jax.tree.map(lambda g: times(g, weight), grads)
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
         rest = [old if leaf is None else leaf for old, leaf in zip(rest, new, strict=True)]
@@ -400,7 +412,7 @@ def _accumulated(zeros: Any, rest: list[Any], cut: list[Any], parts: int, one: C
     count = parts if weights is None else not_zero(jnp.sum(weights))
     loss = jnp.mean(losses) if weights is None else jnp.sum(times(losses, weights)) / count
     return (
-        jax.tree.map(lambda t: t / jnp.asarray(count, t.dtype), total),
+        total if times_weight else jax.tree.map(lambda t: t / jnp.asarray(count, t.dtype), total),
         loss.astype(losses.dtype),
         extra,
         new,
@@ -409,7 +421,14 @@ def _accumulated(zeros: Any, rest: list[Any], cut: list[Any], parts: int, one: C
 
 
 def _differentiated(
-    how: Loss, what: Trained, call: Call, trained: Any, rest: list[Any], arguments: Callable[[], Any], factor: Any
+    how: Loss,
+    what: Trained,
+    call: Call,
+    trained: Any,
+    rest: list[Any],
+    arguments: Callable[[], Any],
+    factor: Any,
+    times_weight: bool = False,
 ) -> Any:
     """Gradients, and (loss, auxiliary values, new values of what is not trained, weight) of one micro-batch."""
 
@@ -420,6 +439,8 @@ def _differentiated(
         kept = lambda old, new: new is old or is_key(old)
         new = [None if kept(a, b) else jnp.asarray(b, a.dtype) for a, b in zip(rest, after, strict=True)]
         out = (loss, extra, new, weight)
+        if times_weight:
+            loss = times(loss, weight)
         if factor is None:
             return loss, out
         return loss.astype(wide(loss.dtype)) * jnp.asarray(factor, wide(loss.dtype)), out
@@ -589,7 +610,11 @@ def worker_gradients(
     """
     trained, rest, whole, scale = varying((trained, rest, given.whole, scale), axis)
     factor = scale if isinstance(how.scale, DynamicScale) else how.scale
-    own = own_gradients(how, what, call, axis, trained, rest, given._replace(whole=whole), factor, number=number)
+    # Numbers of 16 bits that have few exponents, and shares, weigh gradients afterwards.
+    wide_enough = all(jnp.finfo(x.dtype).maxexp >= 64 for x in jax.tree.leaves(trained) if _is_float(x))
+    times_weight = how.weighted and not how.shares and wide_enough and bool(axis_names(axis))
+    given = given._replace(whole=whole)
+    own = own_gradients(how, what, call, axis, trained, rest, given, factor, number=number, times_weight=times_weight)
     share = share_of_worker(axis, how.shares)
     counts = share if own.weight is None else jnp.asarray(share, own.weight.dtype) * own.weight
     overflow = None if scale is None else is_overflow(own.grads) * jnp.asarray(counts != 0, jnp.float32)
@@ -600,7 +625,7 @@ def worker_gradients(
     (loss, leaves, rest, overflows), total = together
     grads = own.grads
     if own.weight is not None:
-        part = own.weight / not_zero(total)
+        part = (1 if times_weight else own.weight) / not_zero(total)
         is_kept = factor is not None  # in f32, until after the exchange
         grads = jax.tree.map(lambda g: times(g, part) if is_kept else bounded(times(g, part), g.dtype), grads)
     return Gradients(loss, jax.tree.unflatten(structure, leaves), rest, grads, overflows, own.kinds)

@@ -123,6 +123,23 @@ def test_what_each_worker_sends():
     assert not any(np.any(x) for x in jax.tree.leaves(nothing))
 
 
+@pytest.mark.parametrize("form", ["function", "returned"])
+def test_a_weight_beside_a_sum_over_the_workers_in_the_loss(form):
+    """Say of a synchronized BatchNorm: its transpose adds the gradients of all workers' losses, each with its weight,
+    also at the worker without a token. One that is weighed afterwards is some per cent off.
+    """
+
+    def loss(axis, w, x, y, m):
+        h = x @ w
+        centre = jnp.mean(h) if axis is None else jax.lax.pmean(jnp.mean(h), axis)
+        out = jnp.sum(m * (jnp.tanh(h - centre) - y) ** 2) / jnp.maximum(jnp.sum(m), 1)
+        return (out, jnp.sum(m)) if axis and form == "returned" else out
+
+    weight = True if form == "returned" else lambda x, y, m: m.sum()
+    found = step_of(jc.value_and_grad(functools.partial(loss, "data"), DENSE, weight=weight), PARAMS, BATCH)[:2]
+    close(found, jax.value_and_grad(functools.partial(loss, None))(PARAMS, *BATCH))
+
+
 def test_mean_over_by_hand_and_with_a_mask_that_is_trained():
     """In a shard_map with types, and where what entries count depends on the parameters: d(S/W), not dS/W."""
     soft = lambda w, x, y, m: jc.mean_over((x @ w - y) ** 2, jax.nn.sigmoid(x @ w) * m, "data") + jnp.sum(w**2)
