@@ -559,7 +559,7 @@ class Left(NamedTuple):
 
 
 def left(compressor: Compressor, local: Tree) -> Left:
-    """What a compressor says of its last round."""
+    """Asks a compressor for its counts of the last round."""
     zero = jnp.zeros((), jnp.int32)
     found = zero if compressor.overflow is None else compressor.overflow(local)
     return found if isinstance(found, Left) else Left(found, zero)

@@ -6,6 +6,7 @@ are those of plain `jax.jit`, and for error feedback with top-k 0.05 what crosse
 step. Prints a table in markdown.
 """
 
+import importlib.util
 import os
 import statistics
 import time
@@ -19,8 +20,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from experiments.lib.cli import Parser, at_least
+from experiments.lib.cli import Parser, UserError, at_least
 from experiments.lib.report import markdown
+from experiments.ways import maxtext
 from experiments.ways.models import BATCH, LENGTH, MODELS, VOCABULARY, Model, masked
 
 __all__ = ["batch", "difference", "main", "measured", "ways"]
@@ -77,7 +79,15 @@ def measured(model: Model, way: str, steps: int = 0) -> dict[str, Any]:
 def main(arguments: list[str]) -> int:
     parser = Parser(prog="python -m experiments ways", description=__doc__)
     parser.add_argument("--steps", type=at_least(1), default=20, help="that are timed")
+    told = "MaxText's own model and loss in place of these, where the package is (extra trainers)"
+    parser.add_argument("--maxtext", action="store_true", help=told)
     options = parser.parse_args(arguments)
+    if options.maxtext:
+        if importlib.util.find_spec("maxtext") is None:
+            raise UserError("--maxtext needs MaxText, whose environment docs/results/trainers.md tells")
+        head = ["mesh", "method", "loss of plain JAX", "loss", "largest difference", "collectives", "bytes"]
+        print(markdown(head, [row for layout in maxtext.LAYOUTS for row in maxtext.rows(layout)]))
+        return 0
     rows = []
     for name, make in MODELS.items():
         model = make()

@@ -343,7 +343,7 @@ def _read(nodes: list[Any], each: bool) -> Info:
         jnp.max(jnp.stack([row.route for row in rows]), axis=0),
         jnp.full_like(counts.entries, sum(map(_dense_of, nodes))),
         counts.searches,
-        jnp.zeros_like(counts.overflow) + jnp.max(jnp.stack([jnp.max(_here(node.shared.count)) for node in nodes])),
+        jnp.full(counts.overflow.shape, jnp.max(jnp.stack([jnp.max(_here(node.shared.count)) for node in nodes]))),
         *counts.since,
     )
     return result if each else jax.tree.map(lambda x: x[0], _over_workers(result))
@@ -359,6 +359,8 @@ def _here(x: Any) -> Any:
         return x
     if x.is_fully_addressable:
         return jnp.asarray(np.asarray(x))
+    if not x.ndim:  # equal everywhere
+        return jnp.asarray(np.asarray(x.addressable_data(0)))
     rows = {shard.index[0].start or 0: np.asarray(shard.data) for shard in x.addressable_shards}
     return jnp.asarray(np.concatenate([rows[start] for start in sorted(rows)]))
 

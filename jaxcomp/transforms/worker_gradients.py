@@ -344,7 +344,8 @@ def own_gradients(
     """
     number, parts = axis_index(axis) if number is None else number, how.micro_batches
     if axis_names(axis):
-        rest = [jax.random.fold_in(leaf, number) if is_key(leaf) else leaf for leaf in rest]
+        mine = lambda key: jax.random.fold_in(key, number)
+        rest = [_each_key(mine, leaf) if is_key(leaf) else leaf for leaf in rest]  # of scanned layers there are several
 
     def arguments(rest, cut, j):
         """(batch, named) of micro-batch j, with the keys of this worker."""

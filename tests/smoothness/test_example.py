@@ -106,8 +106,8 @@ def test_one_step_of_diana_plus_is_that_of_the_file():
         return keys[int(np.argmax(np.all(masks == np.array(want["masks"][worker], bool), axis=1)))]
 
     def update(key, gradient):
-        now = here._replace(key=key, index=jax.lax.axis_index("data"))
-        turn = _Turn(run, run._way(groups, gradient), State(), None)
+        index = jax.lax.axis_index("data")
+        now, turn = here._replace(key=key, index=index), _Turn(run, run._way(groups, 2, gradient), index, State(), None)
         return answered(algorithm.update(now, (gradient,), state), turn.answer)
 
     direction, after = jax.jit(jax.vmap(update, axis_name="data"))(jnp.stack([key_of(0), key_of(1)]), gradients)

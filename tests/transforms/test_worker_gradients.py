@@ -527,6 +527,20 @@ class Whole:
         self.weights, self.steps, self.activation, self.name = weights, steps, activation, name
 
 
+def test_keys_of_scanned_layers_are_each_workers_own():
+    """An NNX model whose layers are stacked holds arrays of keys."""
+    rngs = nnx.Rngs(0).split(3)
+    keys = nnx.state(rngs)
+    key_of = lambda keys: next(x for x in jax.tree.leaves(keys) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+    drawn = lambda keys: jax.vmap(jax.random.uniform)(key_of(keys))
+    assert key_of(keys).shape == (3,)
+    model = {"w": nnx.Param(PARAMS), "keys": rngs}
+    loss = lambda model, x, y: (jnp.mean((x @ model["w"][...] - y) ** 2), drawn(nnx.state(model["keys"])))
+    grad_fn = jc.value_and_grad(loss, DENSE, mesh_of(), wrt=nnx.Param, has_aux=True, aux="each")
+    (_, found), *_ = grad_fn(model, grad_fn.init(model), *on(mesh_of(), BATCH[:2], P("data")))
+    assert len(set(np.asarray(found).ravel().tolist())) == 3 * N
+
+
 def test_a_model_with_leaves_that_are_no_arrays():
     """`wrt` as Equinox has it, a function of a leaf; gradients have None elsewhere."""
     model = Whole(PARAMS, jnp.int32(3), jnp.tanh, "net")
