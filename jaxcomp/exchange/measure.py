@@ -58,8 +58,8 @@ UNIT = 2**24  # of totals: numbers below it are exact in f32
 class Counts(NamedTuple):
     """Measurements of one worker in one round, as they are kept in the state. All scalars, f32 or i32.
 
-    since: f32[4], since the state was made: bytes sent, in whole UNITs and what is left, and bits so; () in what one
-    message counts.
+    since: f32[2, 2], since the state was made: whole UNITs of bytes and of bits that were sent, and what is left; () in
+    what one message counts.
     """
 
     lane_bytes: Array
@@ -87,7 +87,7 @@ def no_counts() -> Counts:
 
 def first_counts() -> Counts:
     """Counts of a state before its first round."""
-    return no_counts()._replace(since=jnp.zeros(4, jnp.float32))
+    return no_counts()._replace(since=jnp.zeros((2, 2), jnp.float32))
 
 
 def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
@@ -106,9 +106,9 @@ def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
         total = Counts(*totals, route=route, errors=joint_errors([count.errors for count in counts]))
     if since is None:
         return total
-    sent, bits = since[1] + total.sent_bytes, since[3] + total.code_bits
-    units, more = jnp.floor(sent / UNIT), jnp.floor(bits / UNIT)
-    return total._replace(since=jnp.stack([since[0] + units, sent - units * UNIT, since[2] + more, bits - more * UNIT]))
+    left = since[1] + jnp.stack([total.sent_bytes, total.code_bits])
+    units = jnp.floor(left / UNIT)
+    return total._replace(since=jnp.stack([since[0] + units, left - units * UNIT]))
 
 
 def joint_errors(every: Sequence[Errors]) -> Errors:
@@ -324,7 +324,7 @@ def info(state: Any, *, each: bool = False) -> Info:
 def _read(nodes: list[Any], each: bool) -> Info:
     rows = [jax.tree.map(lambda x: jnp.reshape(_here(x), (-1,)), node.local.counts) for node in nodes]
     parts = [jnp.reshape(row.since, (-1, 4)).T for row in rows]
-    rows = [row._replace(since=(a * UNIT + b, c * UNIT + d)) for row, (a, b, c, d) in zip(rows, parts, strict=True)]
+    rows = [row._replace(since=(a * UNIT + c, b * UNIT + d)) for row, (a, b, c, d) in zip(rows, parts, strict=True)]
     if len({row.size.size for row in rows}) > 1:  # levels of a hierarchy
         if each:
             raise ValueError("info: levels have different numbers of workers; leave each=True out, or give one level")
