@@ -136,7 +136,7 @@ def bit_length(x: Any) -> Any:
     >>> bit_length(np.array([0, 1, 255, 256, 2**32 - 1], np.uint32))
     array([ 0,  1,  8,  9, 32], dtype=int32)
     """
-    if isinstance(x, np.ndarray | np.generic):
+    if is_host(x):
         return np.frexp(x.astype(np.float64))[1].astype(np.int32)
     return 32 - lax.clz(x.astype(jnp.uint32)).astype(jnp.int32)
 

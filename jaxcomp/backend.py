@@ -336,7 +336,7 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
 
 def zeros_if_shape(total: Tree, messages: Tree) -> Tree:
     """A total to add messages to: itself, or zeros where it has shapes alone, made once the messages are there."""
-    if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(total)):
+    if not is_shapes(total):
         return total
     if platform() == "cpu":
         return backend_cpu.zeros_after(messages, total)
@@ -522,8 +522,7 @@ def of_entries(entries: Callable[..., tuple[Array, Array]], ascending: bool = Tr
 
     def with_weight(payload: Tree, weight: Array | None, shared: Tree, like: Any) -> tuple[Array, Array]:
         indices, values = entries(payload, shared, like)
-        values = values.astype(like.dtype)
-        return indices, values if weight is None else values * weight.astype(like.dtype)
+        return indices, weighted(values.astype(like.dtype), weight)
 
     def accumulate(total: Any, payloads: Tree, weights: Tree, shared: Tree) -> Array:
         like = jax.ShapeDtypeStruct(total.shape, total.dtype)

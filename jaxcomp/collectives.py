@@ -254,8 +254,8 @@ def _cast_like(tree: Any, like: Any) -> Any:
 
 
 def _mean(plan: Plan, x: Any, words: Array) -> Any:
-    axis = plan.axis
-    workers, share = _way(plan).workers, _way(plan).share
+    axis, way = plan.axis, _way(plan)
+    workers, share = way.workers, way.share
     wide = jax.tree.map(lambda leaf: leaf.astype(plan.dtype), x)
     if plan.wire is None:
         total = all_sum(wide, axis, wide=plan.dtype, share=share)

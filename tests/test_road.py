@@ -80,12 +80,12 @@ ROADS = {
     "error_feedback(top_k)": (
         jc.error_feedback(jc.top_k(0.01)),
         ["algorithms/error_feedback.py", "compressors/sparsify.py", "select.py", "exchange/routes/auto.py"],
-        Walk([""] * 19, 224, 216, 455),
+        Walk([""] * 19, 249, 219, 465),
     ),
     "direct(identity)": (
         jc.direct(jc.identity()),
         ["algorithms/direct.py", "compressors/dense.py", "exchange/routes/auto.py", "exchange/routes/route.py"],
-        Walk([""] * 16, 176, 131, 341),
+        Walk([""] * 16, 184, 131, 345),
     ),
 }
 

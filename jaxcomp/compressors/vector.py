@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.arrays import is_array, like_of
+from jaxcomp.arrays import is_array, like_of, reshaped
 from jaxcomp.backend import form, in_turn, of_entries
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.checks import is_whole
@@ -77,8 +77,7 @@ def on_vectors(
 
     def of_any_shape(accumulate):
         def accumulate_(total, payloads, weights, shared):
-            flat = flat_like(total)
-            flat = flat if isinstance(total, jax.ShapeDtypeStruct) else jnp.reshape(total, flat.shape)
+            flat = reshaped(total, flat_like(total).shape)
             return accumulate(flat, payloads, weights, shared).reshape(total.shape)
 
         return accumulate_

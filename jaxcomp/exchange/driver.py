@@ -247,8 +247,8 @@ class Exchange(NamedTuple):
 
     def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
         """Errors of this round, or of the last one in which they were measured."""
-        if measured is None:
-            return errors
+        if measured is None:  # and what joins those of several messages is in no program
+            return no_errors()
         typed = lambda x: varying(x, self.placement.every)
         bad = lax.cond(measured, lambda: typed(nonfinite(arrays)), lambda: typed(jnp.zeros((), jnp.float32)))
         return jax.tree.map(lambda a, b: jnp.where(measured, a, b), errors._replace(nonfinite=bad), before)
@@ -433,7 +433,7 @@ class Message:
     def _means(self, lazy: bool) -> tuple[Any, ...]:
         add = lambda compressor: functools.partial(accumulate, compressor)
         each = zip(self.parcels, self.arrived, self.programs, self.request.groups, strict=True)
-        cuts = lambda group: () if not lazy or len(group.shape) > 1 else group.sizes
+        cuts = lambda group: () if not lazy or group.is_stack else group.sizes
         with jax.named_scope("jc_decode"):
             return tuple(_mean(p, arrived, self.way, add(program), cuts(group)) for p, arrived, program, group in each)
 

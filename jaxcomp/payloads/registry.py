@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomp.arrays import is_host
 from jaxcomp.payloads.words import Coded, Cursor
 from jaxcomp.wire.errors import WireError
 from jaxcomp.wire.format import ARRAY, read_array, write_array
@@ -63,10 +64,13 @@ class Coding(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """codings: the first holds any payload.  rest(): bits that all of them need besides, of what is inside."""
+    """codings: the first holds any payload.  rest(): bits that all of them need besides, of what is inside.  entries:
+    those of the payload (`Family.entries`), where the codings count them anyway.
+    """
 
     codings: Sequence[Coding]
     rest: Callable[[], Array | int] = lambda: 0
+    entries: Array | int | None = None
 
 
 class Family(NamedTuple):
@@ -130,7 +134,7 @@ def family_of(payload: Any, who: str) -> Family:
 
 def count_type(like: Array, most: int) -> Any:
     """The dtype that counts up to so many bits: in jit i32, or f32 beyond 2^31; on the host i64."""
-    if isinstance(like, np.ndarray | np.generic):
+    if is_host(like):
         return np.int64
     return jnp.int32 if most < 2**31 else jnp.float32
 
@@ -202,11 +206,10 @@ def code_bits(payload: Any, *, code: str = "fixed") -> Array | int:
     """
     if code not in CODES:
         raise ValueError(f"code_bits: code must be one of {', '.join(CODES)}; got {code!r}")
-    return _bits_of(family_of(payload, "code_bits"), payload, code)
+    return _bits_of(family_of(payload, "code_bits").codings(payload, code), code)
 
 
-def _bits_of(family: Family, payload: Any, code: str) -> Array | int:
-    choices = family.codings(payload, code)
+def _bits_of(choices: Choices, code: str) -> Array | int:
     return shortest(choices.codings, code)[1] + choices.rest()
 
 
@@ -337,9 +340,12 @@ def counted(payload: Any, like: Any, code: str | None) -> tuple[int, jax.Array, 
 
     def one(part):
         family = family_of(part, "counted")
-        cheap = code is None and family.entropy
-        bits = 8 * lane_bytes(part) if cheap else _bits_of(family, part, code or "fixed")
-        entries = family.entries(part)
+        if code is None and family.entropy:
+            bits, entries = cheap_bits(part), family.entries(part)
+        else:
+            choices = family.codings(part, code or "fixed")
+            bits = _bits_of(choices, code or "fixed")
+            entries = family.entries(part) if choices.entries is None else choices.entries
         real = lambda number: jnp.asarray(number, jnp.float32)
         return real(bits), None if entries is None else real(entries)
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.arrays import bit_length, is_host
+from jaxcomp.arrays import as_words, bit_length, is_host, namespace
 from jaxcomp.base import Lengths
 from jaxcomp.codes.elias import elias_length
 from jaxcomp.codes.keys import MAX_KEYS, Gaps, decode_gaps, encode_keys, keys_of, plan
@@ -55,15 +55,9 @@ I32, U32 = jnp.int32, jnp.uint32
 # What a message says
 
 
-def _of(x: Array) -> Any:
-    """numpy, or jax.numpy."""
-    return np if isinstance(x, np.ndarray) else jnp
-
-
 def _not_zero(values: Array) -> Array:
     """Mask of the numbers that have a bit set: padding has none, not even a sign."""
-    words = f"uint{8 * values.dtype.itemsize}"
-    return (values.view(words) if _of(values) is np else lax.bitcast_convert_type(values, jnp.dtype(words))) != 0
+    return (values.view(f"u{values.itemsize}") if is_host(values) else as_words(values)) != 0
 
 
 def _bare(payload: Sparse) -> Sparse:
@@ -83,7 +77,7 @@ def _extent(payload: Sparse) -> tuple[Array, Entries]:
     values, indices = payload
     if isinstance(indices, LocalIndices):
         return _local_extent(payload)
-    xp, capacity = _of(indices), indices.shape[-1]
+    xp, capacity = namespace(indices), indices.shape[-1]
     place, last = xp.arange(capacity, dtype=xp.int32), indices[-1]
     padding = indices == last
     stop = xp.argmax(padding).astype(xp.int32) + 1
@@ -104,7 +98,7 @@ def _extent(payload: Sparse) -> tuple[Array, Entries]:
 
 def _local_extent(payload: Sparse) -> tuple[Array, Entries]:
     values, (low, counts) = payload
-    xp, capacity = _of(low), low.shape[-1]
+    xp, capacity = namespace(low), low.shape[-1]
     size = min(BLOCK * counts.shape[0], 2**31 - 1)
     place = xp.arange(capacity, dtype=xp.int32)
     total = xp.sum(counts, dtype=xp.int64 if is_host(counts) else xp.int32)
@@ -125,7 +119,7 @@ def _local_extent(payload: Sparse) -> tuple[Array, Entries]:
 def _gaps(entries: Entries) -> Gaps:
     """Distances of the entries that are sent, which stand at the front."""
     indices, count = entries.indices, entries.count
-    xp = _of(indices)
+    xp = namespace(indices)
     if is_host(indices):
         indices = indices[: int(count)]
     before = xp.concatenate([xp.full((1,), -1, xp.int32), indices[:-1]])[: indices.shape[0]]
@@ -152,7 +146,7 @@ def _codings(payload: Sparse, code: str) -> Choices:
         best = [Coding(records.CODED_LOCAL, ("best",), int(keys.bits), plan=(none, keys))] if local else []
         return Choices([Coding(kind, ("fixed", "best"), extra, plan=(0, none)), *elias, *best], rest)
     stop, entries = _extent(payload)
-    xp, dtype = _of(low), count_type(low, capacity * (each + 40) + extra)
+    xp, dtype = namespace(low), count_type(low, capacity * (each + 40) + extra)
     if local:
         width = 16
     else:
@@ -170,7 +164,7 @@ def _codings(payload: Sparse, code: str) -> Choices:
         kind = records.CODED_LOCAL if local else records.CODED_SPARSE
         bits = keys.bits.astype(dtype) + sent
         codings.append(Coding(kind, ("best", WORDS), bits, entries.fits, (entries, keys)))
-    return Choices(codings, rest)
+    return Choices(codings, rest, entries.count)
 
 
 def _may_fit(fits: Any) -> bool:

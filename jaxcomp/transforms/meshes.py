@@ -495,6 +495,12 @@ def _in_force() -> Any:
     return None if isinstance(jnp.zeros(()) + 0, Tracer) else jax.sharding.get_mesh()
 
 
+def not_explicit(mesh: Any) -> list[str]:
+    """Axes with several devices whose type is not Explicit."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return [name for name, kind in kinds if kind != AxisType.Explicit and mesh.shape[name] > 1]
+
+
 def unless_in_force(mesh: Any) -> Any:
     """The mesh as `shard_map` takes it: None for the one in force."""
     return None if mesh == jax.sharding.get_abstract_mesh() else mesh

@@ -16,16 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp.arrays import wide
 from jaxcomp.jaxprs import CALLS
 from jaxcomp.transforms.arguments import Call, Given, Trained
-from jaxcomp.transforms.meshes import placed, unless_in_force, without
+from jaxcomp.transforms.meshes import not_explicit, placed, unless_in_force, without
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, is_overflow, kinds_of, own_gradients
 
-__all__ = ["is_of_whole_batch", "refusal_of", "unreduced_on_mesh"]
+__all__ = ["refusal_of", "unreduced_on_mesh"]
 
 NOTE = (
     'value_and_grad(gradients="unreduced"): JAX differentiates the loss with parameters typed reduced over {}. {}Where '
@@ -77,13 +77,6 @@ def _which(run: Callable[[Any], Any], whole: Any, typed: Any) -> str:
     return ""
 
 
-def is_of_whole_batch(how: Loss, mesh: Any) -> bool:
-    """Whether a loss may be that of the whole batch: on Explicit axes, where nothing is said of its parts."""
-    own = how.shares or how.weighted or how.kinds != kinds_of("value_and_grad", "mean")
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return not own and all(kind == AxisType.Explicit or mesh.shape[axis] == 1 for axis, kind in kinds)
-
-
 def refusal_of(how: Loss, *args: Any) -> str | None:
     """A sentence on the operation of which JAX cannot leave the gradient unreduced; None where there is none.
 
@@ -112,11 +105,11 @@ def unreduced_on_mesh(
     Raises:
         ValueError: an axis that is not Explicit; weights of the workers, which a loss of the whole batch has in it.
     """
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    auto = [axis for axis in mesh.axis_names if kinds[axis] != AxisType.Explicit and mesh.shape[axis] > 1]
-    if auto:
+    others = not_explicit(mesh)
+    if others:
+        kind = mesh.axis_types[mesh.axis_names.index(others[0])].name
         raise ValueError(
-            f'value_and_grad: gradients="unreduced" needs axes of type Explicit; {auto[0]!r} is {kinds[auto[0]].name}. '
+            f'value_and_grad: gradients="unreduced" needs axes of type Explicit; {others[0]!r} is {kind}. '
             'Make the mesh with axis_types=(jax.sharding.AxisType.Explicit,) * n, or say gradients="per_worker"'
         )
     if how.shares:

@@ -43,12 +43,13 @@ from jaxcomp.transforms.meshes import (
     gradients_on_mesh,
     init_on_mesh,
     is_cut,
+    not_explicit,
     same_on_mesh,
     warn_of_lookups,
     warn_of_whole,
 )
 from jaxcomp.transforms.rows import WorkerGradients
-from jaxcomp.transforms.unreduced import is_of_whole_batch, refusal_of, unreduced_on_mesh
+from jaxcomp.transforms.unreduced import refusal_of, unreduced_on_mesh
 from jaxcomp.transforms.worker_gradients import Gradients, Loss, check_loss_options, worker_gradients
 
 __all__ = ["GradientState", "ValueAndGrad", "value_and_grad", "worker_value_and_grad"]
@@ -229,7 +230,8 @@ def value_and_grad(
         has_aux: whether the loss returns auxiliary values, too.
         weight: what the part of the batch counts, a number >= 0, constant to the gradient: a function (*batch, **named)
             -> weight; or True, where the loss returns (loss, weight), with has_aux ((loss, weight), aux). None: all
-            parts count alike.
+            parts count alike. With `weights` or parameters in f16 it counts after the gradient is taken: then a loss
+            that adds something up over the workers itself takes `jc.mean_over` in its place.
         aux: what becomes of auxiliary values: "mean" over the workers, weighted as the loss is; "unweighted": the plain
             mean (statistics of a BatchNorm without a mask); "sum" (counts); "concat": values of each example, those of
             the whole batch in its order; "equal": the same on all workers (a counter, statistics of a synchronized
@@ -453,7 +455,7 @@ def _on_mesh(
     """The two stages."""
     workers, factor = axis_names(self.axis), _factor(state)
     stage = unreduced_on_mesh if self.gradients == "unreduced" else gradients_on_mesh
-    if self.gradients == "auto" and is_of_whole_batch(self.loss, mesh):
+    if self.gradients == "auto" and not (not_explicit(mesh) or self.loss.tells_of_parts):
         refused = refusal_of(self.loss, what, call, mesh, workers, trained, rest, given, factor)
         stage = unreduced_on_mesh if refused is None else gradients_on_mesh
         if refused is not None:

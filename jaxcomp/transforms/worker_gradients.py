@@ -81,6 +81,11 @@ class Loss(NamedTuple):
         """Whether micro-batches and workers count by a weight."""
         return self.weight is not None
 
+    @property
+    def tells_of_parts(self) -> bool:
+        """Whether an option says something of the workers' parts of the batch."""
+        return self.weighted or bool(self.shares) or self.kinds != kinds_of("value_and_grad", "mean")
+
 
 class Own(NamedTuple):
     """One worker's results. loss, grads: of its own mean; grads of weight times that where they were asked for so.

@@ -72,7 +72,7 @@ BOUNDS = {
     "local_updates, streaming": (2500, 4.3, 4.9),
     "demo": (6950, 3.8, 2.75),
     "onebit_adam": (1300, 5.55, 2.7),
-    "zero_one_adam": (1600, 9.15, 7.7),
+    "zero_one_adam": (1500, 9.15, 7.7),
     "descend(diana)": (2550, 3.55, 1.25),
     "adiana": (3600, 3.9, 3.65),
     "isega": (2250, 4.85, 2.2),
