@@ -58,8 +58,8 @@ UNIT = 2**24  # of totals: numbers below it are exact in f32
 class Counts(NamedTuple):
     """Measurements of one worker in one round, as they are kept in the state. All scalars, f32 or i32.
 
-    since: f32[2, 2], since the state was made: whole UNITs of bytes and of bits that were sent, and what is left; () in
-    what one message counts.
+    since: f32[4], since the state was made: whole UNITs of bytes and of bits that were sent, and what is left of both;
+    () in what one message counts.
     """
 
     lane_bytes: Array
@@ -87,7 +87,7 @@ def no_counts() -> Counts:
 
 def first_counts() -> Counts:
     """Counts of a state before its first round."""
-    return no_counts()._replace(since=jnp.zeros((2, 2), jnp.float32))
+    return no_counts()._replace(since=jnp.zeros(4, jnp.float32))
 
 
 def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
@@ -106,9 +106,9 @@ def add_counts(counts: list[Counts], since: Array | None = None) -> Counts:
         total = Counts(*totals, route=route, errors=joint_errors([count.errors for count in counts]))
     if since is None:
         return total
-    left = since[1] + jnp.stack([total.sent_bytes, total.code_bits])
+    left = since[2:] + jnp.stack([total.sent_bytes, total.code_bits])
     units = jnp.floor(left / UNIT)
-    return total._replace(since=jnp.stack([since[0] + units, left - units * UNIT]))
+    return total._replace(since=jnp.concatenate([since[:2] + units, left - units * UNIT]))
 
 
 def joint_errors(every: Sequence[Errors]) -> Errors:
