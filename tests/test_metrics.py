@@ -61,7 +61,7 @@ def test_totals_are_those_of_all_rounds():
     round_, counts = first_counts()._replace(sent_bytes=jnp.float32(2**23 + 1), since=()), first_counts()
     for _ in range(100):
         counts = add_counts([round_], counts.since)
-    assert counts.since.tolist() == [50, 100, 0, 0]
+    assert counts.since.tolist() == [50, 0, 100, 0]
     tx = jc.local_updates(optax.sgd(0.1), optax.sgd(1.0), jc.direct(jc.identity()), AXIS, every=2)
     state, axes = jc.init_state(tx, PARAMS, N, AXIS)
     params = jax.tree.map(lambda p: jnp.zeros((N, *p.shape)), PARAMS)
