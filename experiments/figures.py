@@ -76,6 +76,7 @@ class Figure(NamedTuple):
     whole: bool = False
     package: str = ""
     programs: bool = False
+    resumable: bool = False
 
 
 SCOREBOARD = "scoreboard --seconds 4 --methods dense-bf16:two_shot dithering:two_shot power-sgd-2 sidco-narrow "
@@ -97,9 +98,18 @@ FIGURES = {
     "local": Figure("local", LOCAL, "local", 10),
     "accelerator": Figure("accelerators", "accelerator", "accelerator", 5, accelerator=True, programs=True),
     "pods": Figure(
-        "pods", "pods --pods v5e:16x16 2xv5e:16x16", "pods", 30, ("pods.png", "pods.png"), compilers=True, programs=True
+        "pods",
+        "pods --pods v5e:16x16 2xv5e:16x16",
+        "pods",
+        30,
+        ("pods.png", "pods.png"),
+        compilers=True,
+        programs=True,
+        resumable=True,
     ),
-    "hosts": Figure("pods", HOSTS, "pods", 40, ("pods.png", "hosts.png"), compilers=True, programs=True),
+    "hosts": Figure(
+        "pods", HOSTS, "pods", 40, ("pods.png", "hosts.png"), compilers=True, programs=True, resumable=True
+    ),
     "pods-maxtext": Figure(
         "pods",
         "pods maxtext",
@@ -109,6 +119,7 @@ FIGURES = {
         compilers=True,
         package="maxtext",
         programs=True,
+        resumable=True,
     ),
     "setups": Figure("setups", "setups", "scale/setups.py", 3, whole=True),
     "maxtext": Figure(
@@ -174,6 +185,9 @@ def make(name: str, figure: Figure, data: Path | None) -> list[str]:
             run.mkdir()
         else:
             words += ["--runs", folder, "--name", "run"]
+        rows_kept = ROOT / "runs" / "figures" / f"{name}-{code_of(figure)}"
+        if figure.resumable:
+            words += ["--rows", str(rows_kept)]
         done = subprocess.run([sys.executable, "-m", "experiments", *words], cwd=ROOT, check=False)
         if done.returncode:
             raise UserError(f"python -m experiments {' '.join(words)} ended with {done.returncode}")
@@ -184,6 +198,7 @@ def make(name: str, figure: Figure, data: Path | None) -> list[str]:
         page.write_text(placed(before, name, rows, stamp_of(figure)))
         if figure.picture is not None:
             shutil.copyfile(run / figure.picture[0], IMAGES / figure.picture[1])
+        shutil.rmtree(rows_kept, ignore_errors=True)
     return [row for row in rows if row not in before]
 
 

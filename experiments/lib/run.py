@@ -29,17 +29,22 @@ class Run:
         parser: of the options of the experiment; --name and --runs are added.
         arguments: of the command line.
         kind: what the folder is called if the user gives no name.
+        resumable: adds --rows, a folder in which `rows_of` keeps each row as it is made.
 
     Raises:
         UserError: the folder exists.
     """
 
-    def __init__(self, parser: Parser, arguments: Sequence[str], kind: str):
+    def __init__(self, parser: Parser, arguments: Sequence[str], kind: str, resumable: bool = False):
         run_options(parser, kind)
+        if resumable:
+            about = "keep each row here as it is made, and make none again that is here: to go on after an end"
+            parser.add_argument("--rows", type=Path, default=None, metavar="FOLDER", help=about)
         options = vars(parser.parse_args(arguments))
         if find_spec("matplotlib") is None:  # said before hours of work, not after
             raise UserError("the plot needs matplotlib; install it with: pip install 'jaxcomp[experiments]'")
         self.folder = choose_new(options.pop("runs"), options.pop("name"), kind)
+        self.rows: Path | None = options.pop("rows", None)
         self.options: Any = SimpleNamespace(**options)
         self.console, self.begun, self.interrupted = new_console(), False, False
 
@@ -70,14 +75,20 @@ class Run:
     def rows_of(self, cases: Sequence[Any], name: Callable[[Any], str], measure: Callable[[Any], Any]) -> list[Any]:
         """What `measure` gives for each case, behind a progress bar with its name.
 
-        After Ctrl-C these are the rows so far, of the first cases.
+        With --rows those that stand there, by the names of their cases, are not made again. After Ctrl-C these are the
+        rows so far, of the first cases.
 
         Raises:
             KeyboardInterrupt: there are none so far, or Ctrl-C ended an earlier call.
         """
         if self.interrupted:
             raise KeyboardInterrupt
-        rows = []
+        rows, kept, journal = [], {}, None
+        if self.rows is not None:
+            self.rows.mkdir(parents=True, exist_ok=True)
+            journal = Journal(self.rows, needs={"case": str})
+            journal.keep(lambda line: True)  # without half a line at the end
+            kept = {line["case"]: line["row"] for line in journal.lines()}
         with progress_bar(self.console, "runs") as bar:
             task = bar.add_task("", total=len(cases), now="")
             try:
@@ -85,7 +96,11 @@ class Run:
                     bar.update(task, description=name(case))
                     if bar.disable:
                         self.say(name(case))
-                    rows.append(measure(case))
+                    if (row := kept.get(name(case))) is None:
+                        row = measure(case)
+                        if journal is not None:
+                            journal.add({"case": name(case), "row": row})
+                    rows.append(row)
                     bar.advance(task)
             except KeyboardInterrupt:
                 if not rows:

@@ -298,7 +298,7 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--pods", nargs="+", default=["2xv5e:4x4", "4xh100"], metavar="N", help="2xv5e:16x16, 4xh100, ...")
     p.add_argument("--size", choices=list(SIZES), nargs="+", default=["1.3"], help="parameters of the GPT, in 10^9")
     p.add_argument("--only", nargs="+", default=None, metavar="WORD", help="methods whose name contains one of these")
-    run = Run(p, arguments, "pods")
+    run = Run(p, arguments, "pods", resumable=True)
     o = run.options
     every, names = [pods_of(text) for text in o.pods], chosen(METHODS, o.only)
     for pods in every:  # before anything is compiled

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     p.add_argument("--topology", default="v5e-256", metavar="NAME", help="a slice, as MaxText names it: v5e-256, ...")
     p.add_argument("--slices", type=int, default=2, metavar="N", help="how many, a worker each")
     p.add_argument("--only", nargs="+", default=None, metavar="WORD", help="methods whose name contains one of these")
-    run = Run(p, arguments, "pods-maxtext")
+    run = Run(p, arguments, "pods-maxtext", resumable=True)
     o = run.options
     if o.slices < 2:
         raise UserError(f"--slices must be at least 2; got {o.slices}")

@@ -70,6 +70,32 @@ def test_what_was_measured_before_ctrl_c_is_kept(tmp_path):
         run.rows_of([1, 2], str, measure)
 
 
+def test_rows_that_stand_in_a_file_are_not_made_again(tmp_path):
+    def run(name):
+        words = ["--runs", str(tmp_path), "--name", name, "--rows", str(tmp_path / "kept")]
+        return Run(parser_of("something", "Does something."), words, "something", resumable=True)
+
+    made = []
+
+    def measure(case):
+        if case == 3 and not made.count(3):
+            made.append(case)
+            raise RuntimeError("ended")
+        made.append(case)
+        return {"x": case}
+
+    with pytest.raises(RuntimeError):
+        run("a").rows_of([1, 2, 3], str, measure)
+    with (tmp_path / "kept" / "metrics.jsonl").open("a") as file:
+        file.write('{"case": "3", "ro')  # as it is where a process was killed
+    assert run("b").rows_of([1, 2, 3, 4], str, measure) == [{"x": x} for x in (1, 2, 3, 4)]
+    assert run("c").rows_of([4, 3], str, measure) == [{"x": 4}, {"x": 3}]
+    assert made == [1, 2, 3, 3, 4]
+    (tmp_path / "kept" / "metrics.jsonl").write_text("something else\n")
+    with pytest.raises(UserError, match="line 1 is damaged"):
+        run("d").rows_of([1], str, measure)
+
+
 def then_ctrl_c(measure):
     """measure, interrupted in its second call."""
     calls = []
