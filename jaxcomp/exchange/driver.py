@@ -9,7 +9,7 @@ hierarchies are the same in all of them.
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +59,7 @@ from jaxcomp.exchange.axes import (
     with_rows,
 )
 from jaxcomp.exchange.collectives import summed
-from jaxcomp.exchange.links import DEFAULT, Link, check_link
+from jaxcomp.exchange.links import DEFAULT, Levels, Link, check_links, placed_on
 from jaxcomp.exchange.measure import (
     NAMES,
     Counts,
@@ -112,7 +112,7 @@ class Exchange(NamedTuple):
     choices: tuple[Choice, ...]
     roles: tuple
     exact: bool
-    link: Link = DEFAULT
+    link: Link | Mapping[str, Link] = DEFAULT
     shares: np.ndarray | None = None
     measure: int = 0
     code: str | None = None
@@ -217,7 +217,10 @@ class Exchange(NamedTuple):
         except TooLong:
             return self
         own, chunks = (list(zip(self._compressors(groups), groups.like, strict=True)) for groups in both)
-        return other if taken(own, chunks, workers, sharing) is two_shot else self
+        return other if taken(own, chunks, workers, self._levels(workers), sharing) is two_shot else self
+
+    def _levels(self, workers: int) -> Link | Levels:
+        return placed_on(self.name, self.link, axis_names(self.placement.workers), workers)
 
     def options(self, groups: Groups) -> str:
         """All that must be equal on all workers (`exchange.agreement`)."""
@@ -243,7 +246,8 @@ class Exchange(NamedTuple):
             mesh = jax.sharding.get_abstract_mesh()
             replicas += tuple(name for name in mesh.manual_axes if name not in known and mesh.shape[name] > 1)
         rereads = self.algorithm.rereads
-        return Way(place.workers, workers, weights, self.link, replicas, buckets, self.exact, place.outer, rereads)
+        link = self.link if isinstance(self.link, Link) else self._levels(workers)
+        return Way(place.workers, workers, weights, link, replicas, buckets, self.exact, place.outer, rereads)
 
     def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
         """Errors of this round, or of the last one in which they were measured."""
@@ -557,7 +561,7 @@ def exchange_of(
     if isinstance(via, Route) and via.name not in NAMES:
         NAMES.append(via.name)  # of the user's own
     if "link" in options:
-        check_link(name, options["link"])
+        check_links(name, options["link"])
     layout = layout_of(algorithm)
     for part in algorithm.parts or (algorithm,):
         reason = refusal(route, part)

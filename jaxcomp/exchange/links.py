@@ -43,15 +43,19 @@ __all__ = [
     "DEFAULT",
     "KINDS",
     "Cost",
+    "Levels",
     "Link",
     "OnLinks",
     "Phase",
     "Plan",
     "check_link",
+    "check_links",
     "cost_of",
     "levels_of",
     "on_links",
+    "placed_on",
     "ring_plan",
+    "slowest",
 ]
 
 MOST_PIECES = 48  # of the longest message
@@ -92,6 +96,54 @@ def check_link(name: str, link: Any) -> None:
         raise ValueError(f"{name}: link must have a width of at least 1, or None; got {link}")
 
 
+class Levels(NamedTuple):
+    """Several links as an exchange meets them. levels: innermost first, each with its width; along: names of those over
+    which it goes."""
+
+    levels: Mapping[str, Link]
+    along: tuple[str, ...]
+
+
+def check_links(name: str, link: Any) -> None:
+    """Raises TypeError or ValueError, named after the function `name`, unless it is a link or levels of them."""
+    if not isinstance(link, Mapping):
+        return check_link(name, link)
+    if not link or not all(isinstance(key, str) and key and "," not in key for key in link):
+        raise ValueError(f"{name}: link must map names without commas to links; got {link!r}")
+    for each in link.values():
+        check_link(name, each)
+    return None
+
+
+def placed_on(name: str, link: Link | Mapping[str, Link], axes: Sequence[str], workers: int) -> Link | Levels:
+    """The links of an exchange among so many workers along these mesh axes. Levels that have the names of the axes are
+    those of the axes; else all of them together join the workers.
+
+    Raises:
+        ValueError: widths that do not make so many workers.
+
+    >>> few = {"ici": Link(1e-6, 5e10, 8), "dcn": Link(5e-5, 1.25e9, 4)}
+    >>> placed_on("mean", few, ("dcn",), 4).along, placed_on("mean", few, ("data",), 32).along
+    (('dcn',), ('ici', 'dcn'))
+    """
+    if not isinstance(link, Mapping):
+        return link
+    own = {key: each for key, each in link.items() if key in axes}
+    if len(own) < len(axes):
+        return Levels(levels_of(name, link, workers), tuple(link))
+    others = levels_of(name, rest, None) if (rest := {key: x for key, x in link.items() if key not in own}) else {}
+    found = levels_of(name, own, workers) | others
+    return Levels({key: found[key] for key in link}, tuple(own))
+
+
+def slowest(link: Link | Levels) -> Link:
+    """What a ring meets, which crosses every level: the longest latency, the least bandwidth."""
+    if isinstance(link, Link):
+        return link
+    used = [link.levels[name] for name in link.along]
+    return Link(max(each.latency for each in used), min(each.bandwidth for each in used))
+
+
 # ------------------------------------------------------------------------------------------------
 # Collectives
 
@@ -121,15 +173,15 @@ class Cost(NamedTuple):
     sent_bytes: float
 
 
-def cost_of(kind: str, operand_bytes: float, workers: int, link: Link) -> Cost:
-    """The cost of a collective in a ring on one link (see the module).
+def cost_of(kind: str, operand_bytes: float, workers: int, link: Link | Levels) -> Cost:
+    """The cost of a collective by its best schedule (see the module).
 
     >>> cost_of("all_gather", 1e6, 3, Link(1e-3, 1.1e6))
     Cost(seconds=2.002, sent_bytes=2000000.0)
     """
-    each = KINDS[kind]
-    sent = each.sent(operand_bytes, workers)
-    return Cost(each.messages(workers) * link.latency + each.factor * sent / link.bandwidth, sent)
+    levels, along = link if isinstance(link, Levels) else ({"": link._replace(width=workers)}, ("",))
+    seconds = on_links(kind, operand_bytes, along, levels).seconds
+    return Cost(seconds, KINDS[kind].sent(operand_bytes, workers))
 
 
 class OnLinks(NamedTuple):
@@ -155,11 +207,8 @@ def levels_of(name: str, link: Any, workers: int | None) -> dict[str, Link]:
     >>> levels_of("plan", {"ici": Link(1e-6, 5e10, 8), "dcn": Link(5e-5, 1.25e9)}, 32)["dcn"].width
     4
     """
+    check_links(name, link)
     levels = dict(link) if isinstance(link, Mapping) else {"data": link}
-    if not levels or not all(isinstance(key, str) and key and "," not in key for key in levels):
-        raise ValueError(f"{name}: link must map names without commas to links; got {link!r}")
-    for each in levels.values():
-        check_link(name, each)
     open_levels = [key for key, each in levels.items() if each.width is None]
     known = math.prod(each.width or 1 for each in levels.values())
     if len(open_levels) > 1 or (open_levels and (workers is None or workers % known)):

@@ -22,7 +22,7 @@ from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, n
 from jaxcomp.compressors.checks import is_integer, is_number
 from jaxcomp.compressors.tree import each_of
 from jaxcomp.compressors.vector import alpha_of, omega_of
-from jaxcomp.exchange.links import KINDS
+from jaxcomp.exchange.links import KINDS, Link
 from jaxcomp.groups import TooLong, join, split
 from jaxcomp.plan.links import Collective, workers_of
 from jaxcomp.plan.programs import collectives_in
@@ -58,6 +58,7 @@ class Candidate(NamedTuple):
     via, bucket_bytes: as for `compressed_mean`.
     every: H, steps at each worker to an exchange (`local_updates`); 1: an exchange at every step.
     dense: whether it sends every entry in 16 bits or more.
+    links: levels by their names, on which via="auto" chooses; none: the default of `compressed_mean`.
     """
 
     name: str
@@ -66,11 +67,13 @@ class Candidate(NamedTuple):
     bucket_bytes: int | None = None
     every: int = 1
     dense: bool = False
+    links: tuple[tuple[str, Link], ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of `compressed_mean` and `value_and_grad`, besides the algorithm."""
-        return {"via": self.via} | ({"bucket_bytes": self.bucket_bytes} if self.bucket_bytes else {})
+        options = {"bucket_bytes": self.bucket_bytes} if self.bucket_bytes else {}
+        return {"via": self.via, **options} | ({"link": dict(self.links)} if self.links else {})
 
     def in_buckets(self, size: int) -> "Candidate":
         """The same with an exchange for each bucket of so many bytes."""

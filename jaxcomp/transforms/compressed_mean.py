@@ -60,7 +60,7 @@ def compressed_mean(
     *,
     seed: int | Array = 0,
     measure: bool | int = False,
-    link: Link = DEFAULT,
+    link: Link | Mapping[str, Link] = DEFAULT,
     sharded: Any = None,
     bucket_bytes: int | Buckets | None = None,
     before: optax.GradientTransformation | None = None,
@@ -85,8 +85,10 @@ def compressed_mean(
         measure: whether `info` has the relative error and the number of non-finite entries, which cost passes over the
             gradient; or an integer k: in one of k rounds. Bytes, ratio and overflow are always there, and so are code
             bits, but those of entropy codes (`skcompress`), in whose place those of the lanes stand unless measured.
-        link: `Link` between workers, latency in seconds, in [0, 60], and bandwidth in bytes per second, >= 1; where
-            messages are of unequal length (`dagc`), via="auto" and the pieces of via="ring" depend on it.
+        link: `Link` between workers, latency in seconds, in [0, 60], and bandwidth in bytes per second, >= 1; or a
+            mapping from names to several levels, innermost first: {"ici": jc.Link(1e-6, 50e9, 8),
+            "dcn": jc.Link(5e-5, 1.25e9, 4)} are four groups of eight. Names that are mesh axes are those of the axes.
+            via="auto" depends on it, and the pieces of via="ring".
         sharded: PartitionSpecs of parameters that are cut into shards over other mesh axes, a tree like them, or the
             names of the axes if all are cut over the same: each device exchanges its own shard. Within
             `optax.multi_transform` or `optax.masked` it is the tree of all parameters. Make the state with

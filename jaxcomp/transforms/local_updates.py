@@ -93,7 +93,7 @@ def local_updates(
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
     measure: bool | int = False,
-    link: Link = DEFAULT,
+    link: Link | Mapping[str, Link] = DEFAULT,
     sharded: Any = None,
     bucket_bytes: int | Buckets | None = None,
     weighted: bool = False,

@@ -1,6 +1,6 @@
 """1-bit Adam and 0/1 Adam as optimizers: Adam with the exchange where these methods have it, inside."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,7 +102,7 @@ def zero_one_adam(
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
     measure: bool | int = False,
-    link: Link = DEFAULT,
+    link: Link | Mapping[str, Link] = DEFAULT,
 ) -> Transformation:
     """0/1 Adam: the variance at fewer and fewer steps, and local steps between exchanges of their compressed sum.
 

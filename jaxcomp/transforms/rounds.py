@@ -60,7 +60,7 @@ def rounds(
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
     code: str = "fixed",
-    link: Link = DEFAULT,
+    link: Link | Mapping[str, Link] = DEFAULT,
 ) -> Rounds:
     """Binds a method to a mapped axis. What it exchanges goes the same road as in `compressed_mean`.
 

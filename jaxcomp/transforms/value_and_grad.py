@@ -195,7 +195,7 @@ def value_and_grad(
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
     measure: bool | int = False,
-    link: Link = DEFAULT,
+    link: Link | Mapping[str, Link] = DEFAULT,
     bucket_bytes: int | Buckets | None = None,
     gradients: str = "auto",
 ) -> ValueAndGrad:

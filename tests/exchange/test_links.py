@@ -9,7 +9,7 @@ from oracles_dagc import skewed_volumes
 from jaxcomp.allocate import counts, ratios
 from jaxcomp.exchange.agreement import warn_of_order
 from jaxcomp.exchange.axes import Placement
-from jaxcomp.exchange.links import Link, ring_plan
+from jaxcomp.exchange.links import Levels, Link, cost_of, placed_on, ring_plan, slowest
 from jaxcomp.exchange.routes import ROUTES, costs
 from jaxcomp.exchange.routes.auto import fastest
 
@@ -108,3 +108,42 @@ def test_a_hierarchy_that_begins_with_the_slow_axis_is_warned_of(by, what, names
     assert not recwarn.list
     with pytest.warns(UserWarning, match=f"over 'far', between {what}.*each of 3 devices.*Begin with 'near'"):
         warn_of_order([Placement("far", (("near",),))], mesh)
+
+
+# ------------------------------------------------------------------------------------------------
+# Levels
+
+HOSTS = {"nvlink": Link(3e-6, 450e9, 8), "net": Link(2e-5, 12.5e9, 4)}  # four hosts of eight devices
+
+
+def test_a_collective_on_levels_by_hand():
+    """A ring hands each byte on once a level; an all-to-all of 32 devices has 8 * 24 of 32 * 31 pairs leave a host."""
+    both, b = placed_on("test", HOSTS, ("data",), 32), 4e6
+    assert both == Levels(HOSTS, ("nvlink", "net"))
+    ring = 62 * 2e-5 + 1.2 * 2 * 31 / 32 * b / 12.5e9
+    halving = 2 * (3 * 3e-6 + 2 * 2e-5) + max(1.2 * 2 * 24 / 32 * b / 12.5e9, 1.2 * 2 * 31 / 32 * b / 450e9)
+    assert cost_of("all_reduce", b, 32, both) == pytest.approx((min(ring, halving), 2 * 31 / 32 * b))
+    pairwise = 31 * 2e-5 + 1.1 * 8 * 24 / 32 * b / 12.5e9
+    assert cost_of("all_to_all", b, 32, both).seconds == pytest.approx(pairwise, rel=0.1)
+    one = placed_on("test", HOSTS, ("net",), 4)  # eight of these beside each other share a host's link
+    assert one == Levels(HOSTS, ("net",))
+    assert cost_of("all_gather", b, 4, one).seconds == pytest.approx(3 * 2e-5 + 1.1 * 8 * 3 * b / 12.5e9, rel=0.1)
+    assert slowest(both) == Link(2e-5, 12.5e9)
+    assert placed_on("test", Link(), ("data",), 32) == slowest(Link()) == Link()
+
+
+def test_a_ring_on_levels_goes_at_the_pace_of_the_slowest():
+    both, lengths = placed_on("test", HOSTS, ("data",), 32), tuple(range(100, 132))
+    assert ROUTES["ring"].cost(lengths, 131, both) == ROUTES["ring"].cost(lengths, 131, Link(2e-5, 12.5e9))
+
+
+def test_widths_are_those_of_the_workers():
+    open_ended = HOSTS | {"net": Link(2e-5, 12.5e9)}
+    assert placed_on("test", open_ended, ("data",), 16).levels["net"].width == 2
+    assert placed_on("test", open_ended, ("net",), 4).levels["net"].width == 4
+    with pytest.raises(ValueError, match="test: link must have widths whose product is the 16 workers; it is 32"):
+        placed_on("test", HOSTS, ("data",), 16)
+    with pytest.raises(ValueError, match="test: link must have a width at each level"):
+        placed_on("test", {"a": Link(), "b": Link()}, ("b",), 4)
+    with pytest.raises(ValueError, match="test: link must have widths whose product is the 8 workers; it is 4"):
+        placed_on("test", HOSTS, ("net",), 8)

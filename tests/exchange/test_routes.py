@@ -11,6 +11,7 @@ from jax import lax
 from route_worlds import LIKES, bits, messages, on_mesh, on_replicas, on_shards, on_vmap, uneven
 from variants import variants
 
+import jaxcomp as jc
 from jaxcomp.arrays import like_of as like_of_array
 from jaxcomp.arrays import wide_like
 from jaxcomp.base import for_worker, keys_of
@@ -22,6 +23,7 @@ from jaxcomp.exchange.links import Link
 from jaxcomp.exchange.routes import ROUTES, VIAS, route_of
 from jaxcomp.exchange.routes.ladder import decode, encode, rungs
 from jaxcomp.groups import Layout
+from jaxcomp.plan.programs import collectives_in
 
 N = 4
 COUNTS = (40, 3, 11, 60)
@@ -195,6 +197,40 @@ def test_auto_takes_the_fastest(compressor, like, link, name, seed, monkeypatch)
         on_vmap(step, given), mean_of_decoded(compressor, like, given), 1 if "natural" in str(compressor) else 1e-5
     )
     assert set(chosen) == {name}
+
+
+LEVELS = {"host": Link(3e-6, 450e9, 8), "net": Link(2e-5, 12.5e9)}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "size", "link", "chosen"),
+    [
+        (jc.error_feedback(jc.block_scaled("int8")), 2**20, None, "two_shot"),
+        (jc.error_feedback(jc.block_scaled("int8")), 2**20, LEVELS, "sum"),  # a quarter of the bytes, twice the time
+        (jc.error_feedback(jc.block_scaled("int4")), 2**26, LEVELS | {"host": Link(3e-6, 450e9, 1)}, "two_shot"),
+        (jc.error_feedback(jc.top_k(0.001)), 2**20, LEVELS, "gather"),
+        (jc.direct(jc.identity()), 2**20, LEVELS, "sum"),
+    ],
+    ids=["one-link", "levels", "levels-of-one", "sparse", "dense"],
+)
+def test_auto_takes_the_faster_one_on_levels_of_links(algorithm, size, link, chosen):
+    """Of 32 workers in hosts of eight: what leaves a host is less in a sum of f32 than in an all-to-all of int8."""
+    options = {} if link is None else {"link": link}
+    transform = jc.compressed_mean(algorithm, "data", **options)
+    grads = jax.ShapeDtypeStruct((size,), jnp.float32)
+    step = lambda grads: transform.update(grads, transform.init(grads))[0]
+    program = jax.make_jaxpr(step, axis_env=[("data", 32)])(grads)
+    kinds = {x.kind for x in collectives_in(program.jaxpr, joined=False) if x.operand_bytes > 4}
+    of_route = {"sum": {"all_reduce"}, "gather": {"all_gather"}, "two_shot": {"all_to_all", "all_gather"}}
+    assert kinds == of_route[chosen]
+
+
+def test_levels_that_do_not_make_the_workers():
+    transform = jc.compressed_mean(jc.direct(jc.identity()), "data", link=LEVELS | {"net": Link(1e-3, 1e6, 3)})
+    with pytest.raises(ValueError, match="compressed_mean: link must have widths whose product is the 32 workers"):
+        jax.make_jaxpr(lambda x: transform.update(x, transform.init(x))[0], axis_env=[("data", 32)])(jnp.ones(2000))
+    with pytest.raises(ValueError, match="compressed_mean: link must map names without commas to links"):
+        jc.compressed_mean(jc.direct(jc.identity()), "data", link={})
 
 
 def test_gathering_padded_messages_warns(seed):

@@ -54,6 +54,20 @@ def test_levels_of_links():
     assert "f32 over ici, sidco(0.01)+ef over dcn" in names
 
 
+def test_auto_chooses_on_the_links_that_the_advice_is_for():
+    """The row of via="auto" has the time of its faster route, and its options make `compressed_mean` take that one."""
+    levels = {"nvlink": jc.Link(3e-6, 450e9, 8), "net": jc.Link(2e-5, 12.5e9)}
+    int8, like = jc.error_feedback(jc.block_scaled("int8")), jax.ShapeDtypeStruct((2**20,), jnp.float32)
+    few = [*dense_candidates()[:1], *(jc.Candidate(via, int8, via) for via in ("auto", "two_shot"))]
+    found = jc.recommend(like, candidates=few, link=levels, workers=32, machine=NONE)
+    f32, auto, two_shot = (row.parts.network for row in found.rows)
+    assert auto == f32 < two_shot / 2
+    options = found.rows[1].candidate.options
+    assert options["link"]["net"] == jc.Link(2e-5, 12.5e9, 4)
+    assert jc.compressed_mean(int8, "data", **options)
+    assert found.rows[2].candidate.options == {"via": "two_shot"}
+
+
 def test_a_link_and_a_machine_that_take_no_time():
     found = jc.recommend(LIKE, workers=4, candidates=FEW, link=jc.Link(0.0, math.inf), machine=NONE)
     assert found.chosen.candidate.name == "f32"

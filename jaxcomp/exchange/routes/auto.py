@@ -1,4 +1,4 @@
-"""via="auto": each message goes the way that sends few bytes, and never more than uncompressed f32 would.
+"""via="auto": each message goes a way that neither sends more than uncompressed f32 would nor takes longer.
 
 n workers, a message of d entries in b bytes:
 
@@ -9,10 +9,13 @@ n workers, a message of d entries in b bytes:
                 the tree, so this is decided when the state is made (`taken`)
     else        decoded before they are sent, and added: as many bytes as without compression, and no more
 
+Longer: by the model of `links`, on the link or the levels of links that the user states. On one link fewer bytes are
+less time, but for vectors so short that latency decides. On several levels they need not be: an all-to-all sends half
+the bytes of a sum of twice the width, and all of them leave the host, where a ring hands each byte on once a level.
+
 So a code of c bits an entry is gathered by up to 64 / c workers, and sparse messages of 8 bytes for each of r d entries
 by up to 1 / r. Of a payload of several vectors the small dense leaves are linear, whatever the compressor is. Where the
-lengths of messages differ, the route is the one with the least expected time by the model of `links`, among those that
-send no more than f32.
+lengths of messages differ, the route is the one with the least expected time, among those that send no more than f32.
 """
 
 import math
@@ -26,7 +29,7 @@ from jaxcomp.base import Compressor, State, for_worker, lengths
 from jaxcomp.compressors.vector import omega_of
 from jaxcomp.exchange.axes import axis_index
 from jaxcomp.exchange.collectives import gathered, gathers_for_less, has_ragged
-from jaxcomp.exchange.links import DEFAULT, Cost, Link
+from jaxcomp.exchange.links import DEFAULT, Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes import concat, gather, ragged, ring
 from jaxcomp.exchange.routes.route import (
     Arrived,
@@ -46,16 +49,17 @@ __all__ = ["AUTO", "costs", "fastest", "taken"]
 # Variance, in |mean|^2, up to which an unbiased message is compressed once more: no memory takes it back, and the mean
 # of n messages had but an n-th of it.
 MOST_OMEGA = 4.0
+ANY = Cost(math.inf, math.inf)
 GATHERING = {"gather": gather, "concat": concat, "ring": ring, "ragged": ragged}
 
 
-def costs(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> dict[str, Cost]:
+def costs(lengths: tuple[int, ...], capacity: int, link: Link | Levels = DEFAULT) -> dict[str, Cost]:
     """Expected time and bytes of every route that brings all messages to all workers.
 
     Args:
         lengths: uint32 words of each worker's message.
         capacity: words of a padded message.
-        link: latency and bandwidth.
+        link: between workers.
 
     >>> {name: cost.sent_bytes for name, cost in costs((6, 2, 1), 6).items()}
     {'gather': 48.0, 'concat': 48.0, 'ring': 24.0, 'ragged': 24.0}
@@ -63,11 +67,15 @@ def costs(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT) -> dict
     return {name: route.cost(lengths, capacity, link) for name, route in GATHERING.items()}
 
 
-def fastest(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT, most: float = math.inf) -> str | None:
-    """Name of the route with the least expected time, among those that the backend has and that send at most so many
-    bytes; gather for equal lengths; None where there is none.
+def fastest(lengths: tuple[int, ...], capacity: int, link: Link | Levels = DEFAULT, most: Cost = ANY) -> str | None:
+    """Name of the route with the least expected time, among those that the backend has and that neither send more nor
+    take longer than `most`; gather for equal lengths; None where there is none.
     """
-    each = {name: cost for name, cost in costs(lengths, capacity, link).items() if cost.sent_bytes <= most}
+    each = {
+        name: cost
+        for name, cost in costs(lengths, capacity, link).items()
+        if cost.sent_bytes <= most.sent_bytes and cost.seconds <= most.seconds
+    }
     if len(set(lengths)) == 1:
         return "gather" if "gather" in each else None
     there = [name for name in each if name != "ragged" or has_ragged()]
@@ -79,14 +87,20 @@ def fastest(lengths: tuple[int, ...], capacity: int, link: Link = DEFAULT, most:
 
 
 def taken(
-    own: Sequence[tuple[Compressor, Any]], chunks: Sequence[tuple[Compressor, Any]], workers: int, sharing: int = 1
+    own: Sequence[tuple[Compressor, Any]],
+    chunks: Sequence[tuple[Compressor, Any]],
+    workers: int,
+    link: Link | Levels,
+    sharing: int = 1,
 ) -> Route:
-    """The route for a tree: two shots where a gather of some message would send more than f32, and they send less.
+    """The route for a tree: two shots where a gather of some message would send more than f32 or take longer, and they
+    send less and are faster.
 
     Args:
         own: compressor, and shape and dtype of what it compresses, of each group of the tree in its own layout.
         chunks: the same in the layout of two shots; none where these are refused.
         workers: n.
+        link: between them.
         sharing: devices with equal messages, which share the work of gathers and sums, but not of two shots.
     """
     if not chunks or workers < 3:  # two shots of two workers send as much as a gather
@@ -94,11 +108,35 @@ def taken(
     (compressor, like) = chunks[0]
     if compressor.spec.omega is not None and omega_of((compressor,), (like,)) > MOST_OMEGA:
         return AUTO
-    sent = [(held_by(*pair), _dense(pair[1]), pair[0].spec.linear) for pair in own]
-    if all(is_linear or workers * held <= dense for held, dense, is_linear in sent):
+    added, gathered, decoded = 0, 0, 0
+    for each, like in own:
+        held = held_by(each, like)
+        if each.spec.linear:
+            added += held
+        elif _is_within(held, like, workers, link):
+            gathered += held
+        else:
+            decoded += _dense(like)
+    if not decoded:
         return AUTO
-    auto = sum(2 * held if is_linear else min(workers * held, dense) for held, dense, is_linear in sent)
-    return TWO_SHOT if 2 * sum(held_by(*pair) for pair in chunks) * sharing < auto else AUTO
+    on = lambda kind, size: cost_of(kind, size, workers, link)
+    auto = on("all_reduce", (added + decoded) / sharing), on("all_gather", gathered / sharing)
+    chunk = sum(held_by(*pair) for pair in chunks)
+    both = on("all_to_all", chunk), on("all_gather", chunk / workers)
+    better = all(sum(getattr(x, of) for x in both) < sum(getattr(x, of) for x in auto) for of in Cost._fields)
+    return TWO_SHOT if better else AUTO
+
+
+def _is_within(held: float, like: Any, workers: int, link: Link | Levels) -> bool:
+    """Whether a gather of messages of so many bytes sends no more than a sum of arrays like this one in f32, or wider,
+    and takes no longer: which follows on one link, where it has half the latencies."""
+    dense = max(4, like.dtype.itemsize) * like.size
+    if workers * held > 2 * dense:
+        return False
+    if isinstance(link, Link):
+        return True
+    each = cost_of("all_gather", held, workers, link), cost_of("all_reduce", dense, workers, link)
+    return each[0].seconds <= each[1].seconds
 
 
 def held_by(compressor: Compressor, like: Any) -> int:
@@ -112,8 +150,8 @@ def held_by(compressor: Compressor, like: Any) -> int:
 
 
 def _dense(like: Any) -> int:
-    """n / (n - 1) times the bytes that a worker sends in an all-reduce of the array, in f32 or wider."""
-    return 2 * max(4, like.dtype.itemsize) * like.size
+    """Bytes of the array, in f32 or wider."""
+    return max(4, like.dtype.itemsize) * like.size
 
 
 # ------------------------------------------------------------------------------------------------
@@ -151,17 +189,18 @@ def _how(parcel: Parcel, way: Way) -> str:
     # How much of a message of unequal length travels is decided for all of them together.
     free = way.workers == 1 or compressor.lengths is not None or way.rereads
     held = sum(x.size * x.dtype.itemsize for x in leaves)
-    return "gather" if free or way.workers * held <= _dense(parcel.like) else "decoded"
+    return "gather" if free or _is_within(held, parcel.like, way.workers, way.link) else "decoded"
 
 
 def _gathering(parcels: Sequence[Parcel], way: Way) -> str | None:
-    """Name of the route that brings messages to all; None where each would send more than an all-reduce of f32."""
+    """Name of the route that brings messages to all; None where a sum of f32 sends less than each or is faster."""
     known = [lengths(parcel.compressor, parcel.like) for parcel in parcels]
     if way.workers == 1 or all(limit is None for limit in known):
         return "gather"
     message = message_of(tuple(parcel.payload for parcel in parcels), tuple(known), way.workers)
-    dense = (way.workers - 1) / way.workers * sum(_dense(parcel.like) for parcel in parcels)
-    return fastest(message.lengths, message.capacity, way.link, math.inf if way.rereads else dense)
+    dense = cost_of("all_reduce", sum(_dense(parcel.like) for parcel in parcels), way.workers, way.link)
+    most = ANY if way.rereads else dense
+    return fastest(message.lengths, message.capacity, way.link, most)
 
 
 def _gathered(parcels: Sequence[Parcel], way: Way, name: str | None) -> tuple[tuple[Any, ...], Any]:

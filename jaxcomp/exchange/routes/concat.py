@@ -11,14 +11,14 @@ from jax import lax
 
 from jaxcomp.exchange.axes import Axis, axis_index, varying, varying_axes
 from jaxcomp.exchange.collectives import all_sum_words
-from jaxcomp.exchange.links import Cost, Link, cost_of
+from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import gathering_route
 from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words, pieces_of
 
 __all__ = ["CONCAT", "gather"]
 
 
-def exchange(message: Message, axis: Axis, link: Link) -> Any:
+def exchange(message: Message, axis: Axis, link: Link | Levels) -> Any:
     """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
     del link
     lengths = message.lengths
@@ -30,7 +30,7 @@ def exchange(message: Message, axis: Axis, link: Link) -> Any:
     return from_buffers(message, pieces_of(all_sum_words(buffer[:total], axis), lengths), axis)
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
     n, total = len(lengths), 4 * sum(lengths)

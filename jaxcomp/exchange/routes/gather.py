@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxcomp.exchange.collectives import gathered
-from jaxcomp.exchange.links import Cost, Link, cost_of
+from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route, lengths_of, payloads_of
 from jaxcomp.exchange.routes.unequal import message_of
 
@@ -38,7 +38,7 @@ def _warn_of_padding(payloads: Any, lengths: Any, workers: int) -> None:
         )
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     return cost_of("all_gather", 4 * capacity, n, link)

@@ -8,14 +8,14 @@ from typing import Any
 
 from jaxcomp.exchange import collectives
 from jaxcomp.exchange.axes import Axis
-from jaxcomp.exchange.links import Cost, Link, cost_of
+from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import Parcel, Way, gathering_route
 from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words, pieces_of
 
 __all__ = ["RAGGED", "gather"]
 
 
-def exchange(message: Message, axis: Axis, link: Link) -> Any:
+def exchange(message: Message, axis: Axis, link: Link | Levels) -> Any:
     """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
     del link
     lengths = message.lengths
@@ -23,7 +23,7 @@ def exchange(message: Message, axis: Axis, link: Link) -> Any:
     return from_buffers(message, pieces_of(buffer, lengths), axis)
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
     n = len(lengths)

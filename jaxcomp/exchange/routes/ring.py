@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxcomp.exchange.axes import Axis, axis_index, varying, varying_axes
 from jaxcomp.exchange.collectives import send
-from jaxcomp.exchange.links import Cost, Link, Phase, ring_plan
+from jaxcomp.exchange.links import Cost, Levels, Link, Phase, ring_plan, slowest
 from jaxcomp.exchange.routes.route import gathering_route
 from jaxcomp.exchange.routes.unequal import Message, from_buffers, gather_by, own_words
 
@@ -21,11 +21,11 @@ __all__ = ["RING", "gather"]
 Array = jax.Array
 
 
-def exchange(message: Message, axis: Axis, link: Link) -> Any:
+def exchange(message: Message, axis: Axis, link: Link | Levels) -> Any:
     """The words of all workers without padding, put back into payloads stacked on a leading axis of n."""
     lengths = message.lengths
     n, number = len(lengths), axis_index(axis)
-    phases = ring_plan(lengths, link).phases
+    phases = ring_plan(lengths, slowest(link)).phases
     own = own_words(message, axis, max(lengths) + sum(phase.words * phase.pieces for phase in phases))
     start = jnp.zeros((), jnp.int32)
     arrived: list[list[Array]] = [[] for _ in lengths]
@@ -52,11 +52,11 @@ def _around(mine: Array, phase: Phase, number: Array, axis: Axis) -> Array:
     return pieces
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
-    plan = ring_plan(lengths, link)
-    return Cost(plan.seconds(link), plan.sent_bytes)
+    plan = ring_plan(lengths, slowest(link))
+    return Cost(plan.seconds(slowest(link)), plan.sent_bytes)
 
 
 gather = gather_by(exchange, cost)

@@ -14,7 +14,7 @@ from jaxcomp.backend import SparseSum
 from jaxcomp.base import Compressor, State, lengths
 from jaxcomp.exchange.axes import Axis
 from jaxcomp.exchange.collectives import all_gather, summed
-from jaxcomp.exchange.links import DEFAULT, Cost, Link
+from jaxcomp.exchange.links import DEFAULT, Cost, Levels, Link
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import lane_bytes
 
@@ -53,7 +53,7 @@ class Way(NamedTuple):
     axis: Axis
     workers: int
     weights: Array | None = None
-    link: Link = DEFAULT
+    link: Link | Levels = DEFAULT
     replicas: tuple[str, ...] = ()
     buckets: bool = False
     exact: bool = False
@@ -163,7 +163,7 @@ class Route(NamedTuple):
     refuses: Callable[[Compressor, Mapping[str, Any]], str | None]
     layout: Callable[[Layout, int], Layout] | None = None
     init: Callable[[Array, tuple[Compressor, ...], tuple[Any, ...]], State] | None = None
-    cost: Callable[[tuple[int, ...], int, Link], Cost] | None = None
+    cost: Callable[[tuple[int, ...], int, Link | Levels], Cost] | None = None
 
 
 def accepts_all(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
@@ -201,7 +201,7 @@ def gathered_by(gather: Gather, parcels: Sequence[Parcel], way: Way) -> tuple[tu
 def gathering_route(
     name: str,
     gather: Gather,
-    cost: Callable[[tuple[int, ...], int, Link], Cost] | None = None,
+    cost: Callable[[tuple[int, ...], int, Link | Levels], Cost] | None = None,
     layout: Callable[[Layout, int], Layout] | None = None,
 ) -> Route:
     """The route that brings all payloads to all workers by `gather`."""

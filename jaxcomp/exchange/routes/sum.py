@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxcomp.base import State
-from jaxcomp.exchange.links import Cost, Link, cost_of
+from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way, sums
 
 __all__ = ["SUM"]
@@ -33,7 +33,7 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carrie
     return Carried(tuple(Arrived(total=total) for total in totals), "sum", sent_bytes, state)
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     return cost_of("all_reduce", 4 * capacity, n, link)

@@ -26,7 +26,7 @@ from jaxcomp.base import Compressor, State, accumulate, advance, has_role, resid
 from jaxcomp.compressors.rows import Rows
 from jaxcomp.exchange.axes import Axis, axis_index, axis_names, on_equal_types, varying, varying_axes
 from jaxcomp.exchange.collectives import all_gather, all_to_all, all_to_all_bytes, gather_bytes
-from jaxcomp.exchange.links import Cost, Link, cost_of
+from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
 from jaxcomp.groups import Layout
 from jaxcomp.payloads import cheap_bits, lane_bytes
@@ -177,7 +177,7 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carr
     return Carried((Arrived(mean=mean),), "two_shot", sent, after, lane_bytes(second), cheap_bits(second))
 
 
-def cost(lengths: tuple[int, ...], capacity: int, link: Link) -> Cost:
+def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     n = len(lengths)
     first, second = cost_of("all_to_all", 4 * capacity, n, link), cost_of("all_gather", 4 * capacity / n, n, link)

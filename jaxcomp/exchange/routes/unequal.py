@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxcomp.exchange.axes import Axis, axis_index, proven_equal, varying, varying_axes
 from jaxcomp.exchange.collectives import gathered
-from jaxcomp.exchange.links import Cost, Link
+from jaxcomp.exchange.links import Cost, Levels, Link
 from jaxcomp.exchange.routes.route import Gather, Parcel, Way, lengths_of, payloads_of
 from jaxcomp.payloads import from_words, limits, to_words
 
@@ -80,7 +80,7 @@ def message_of(payload: Any, lengths: Any, workers: int) -> Message:
 
 
 def gather_by(
-    exchange: Callable[[Message, Axis, Link], Any], cost: Callable[[tuple[int, ...], int, Link], Cost]
+    exchange: Callable[[Message, Axis, Link | Levels], Any], cost: Callable[[tuple[int, ...], int, Link | Levels], Cost]
 ) -> Gather:
     """`Gather` from a function that brings a message to all workers, and its cost."""
 
