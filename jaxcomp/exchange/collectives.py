@@ -529,21 +529,24 @@ def _bytes_gathered(lane: Lane, workers: int, devices: int) -> int:
     return part * lane.width * ((workers - 1) + (devices - 1) * workers)
 
 
-def _shared_out(lane: Array, replicas: tuple[str, ...], exchange: Callable[[Array], Array]) -> Array:
-    """exchange(lane), [m] -> [..., m], where each replica does one part of the lane."""
+def _shared_out(rows: Array, replicas: tuple[str, ...], exchange: Callable[[Array], Array]) -> Array:
+    """exchange(rows), [..., m] -> [..., m], where each replica does one part of the last axis."""
     devices = axis_size(replicas) if replicas else 1
     if devices == 1:
-        return exchange(lane)
-    size = -(-lane.size // devices)
-    padded = jnp.pad(lane, (0, size * devices - lane.size))
+        return exchange(rows)
+    size = -(-rows.shape[-1] // devices)
+    padded = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, size * devices - rows.shape[-1])])
     start = axis_index(replicas) * size
-    parts = gather(exchange(lax.dynamic_slice_in_dim(padded, start, size)), replicas)
+    parts = gather(exchange(lax.dynamic_slice_in_dim(padded, start, size, axis=-1)), replicas)
     whole = jnp.moveaxis(parts, 0, -2)
-    return whole.reshape(*whole.shape[:-2], size * devices)[..., : lane.size]
+    return whole.reshape(*whole.shape[:-2], size * devices)[..., : rows.shape[-1]]
 
 
-def all_to_all(tree: Any, axis: Axis) -> Any:
-    """Row j of every array goes to worker j: [n, ...] by destination becomes [n, ...] by origin."""
+def all_to_all(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> Any:
+    """Row j of every array goes to worker j: [n, ...] by destination becomes [n, ...] by origin.
+
+    replicas: as for `gathered`.
+    """
     if not axis:
         return tree
     leaves, structure = jax.tree.flatten(varying(tree, axis))
@@ -551,18 +554,23 @@ def all_to_all(tree: Any, axis: Axis) -> Any:
     arrived: list[Any] = [None] * len(leaves)
     for lane in word_lanes(leaves):
         rows = _pack(lane, leaves, (workers,))
-        rows = all_to_all_rows(rows, axis) if lane.size else rows
+        rows = _shared_out(rows, replicas, lambda part: all_to_all_rows(part, axis)) if lane.size else rows
         sizes = [size // workers for size in lane.sizes]
         for i, array in zip(lane.places, _unpack(lane, rows, leaves, sizes), strict=True):
             arrived[i] = array.reshape(leaves[i].shape)
     return jax.tree.unflatten(structure, arrived)
 
 
-def all_to_all_bytes(tree: Any, axis: Axis) -> float:
-    """Bytes that a device sends in `all_to_all`: all rows but its own."""
-    workers = axis_size(axis)
-    rows = sum(exchanged_size(lane.size // workers, lane.width) * lane.width for lane in word_lanes(tree))
-    return float((workers - 1) * rows)
+def all_to_all_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> float:
+    """Bytes that a device sends in `all_to_all`: all rows but its own, or its part of them; replicas then send on what
+    arrived."""
+    workers, devices = axis_size(axis), axis_size(replicas) if replicas else 1
+    sent = 0
+    for lane in word_lanes(tree):
+        part = -(-(lane.size // workers) // devices)
+        sent += (workers - 1) * exchanged_size(part, lane.width) * lane.width
+        sent += (devices - 1) * gathered_size(workers * part, lane.width) * lane.width if devices > 1 else 0
+    return float(sent)
 
 
 # ------------------------------------------------------------------------------------------------

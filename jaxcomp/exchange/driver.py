@@ -120,9 +120,9 @@ class Exchange(NamedTuple):
 
     def init(self, tree: Any, *, starts: bool = False) -> MeanState:
         """The state for gradients like `tree`; or, if it starts there, of a method with this point."""
-        here = lambda axis: axis_size(axis) if is_bound(axis) else local_rows(axis)
-        workers = here(self.placement.workers)
-        run = self._taken(tree, workers, here(self.placement.replicas))
+        place = self.placement.workers
+        workers = axis_size(place) if is_bound(place) else local_rows(place)
+        run = self._taken(tree, workers)
         groups = run._groups(workers, tree)
         warn_if_dense(self.name, groups)
         compressors = self._compressors(groups)
@@ -202,11 +202,8 @@ class Exchange(NamedTuple):
         several = len(self.choices) > 1
         return tuple(self.choices[group.part if several else 0].of(group) for group in groups.groups)
 
-    def _taken(self, tree: Any, workers: int, sharing: int) -> "Exchange":
-        """The exchange as a tree and so many workers take it: via="auto" may take two shots, in their layout.
-
-        sharing: devices with equal gradients, which share the work.
-        """
+    def _taken(self, tree: Any, workers: int) -> "Exchange":
+        """The exchange as a tree and so many workers take it: via="auto" may take two shots, in their layout."""
         two_shot, algorithm = ROUTES["two_shot"], self.algorithm
         whole = algorithm.compressor is not None and not algorithm.parts and self.layout.bucket_bytes is None
         if self.route.name != "auto" or workers < 3 or not whole or refusal(two_shot, algorithm) is not None:
@@ -217,7 +214,7 @@ class Exchange(NamedTuple):
         except TooLong:
             return self
         own, chunks = (list(zip(self._compressors(groups), groups.like, strict=True)) for groups in both)
-        return other if taken(own, chunks, workers, self._levels(workers), sharing) is two_shot else self
+        return other if taken(own, chunks, workers, self._levels(workers)) is two_shot else self
 
     def _levels(self, workers: int) -> Link | Levels:
         return placed_on(self.name, self.link, axis_names(self.placement.workers), workers)

@@ -11,6 +11,7 @@ from worlds import AXIS, PARAMS, gradients, mesh_of, run_pmap, run_shard_map, ru
 
 import jaxcomp as jc
 from jaxcomp.groups import row_size
+from jaxcomp.plan.candidates import collectives_of, sent_bytes
 
 N = 4
 SIZE = 1205
@@ -240,3 +241,35 @@ def test_what_overflows_at_the_owner_is_the_largest_number(dtype, value, compres
     means = np.float64(means)
     assert np.all(np.isfinite(means))
     assert np.mean(means) > value / 10
+
+
+@pytest.mark.parametrize("name", ["top_k", "int4"])
+def test_devices_that_hold_the_same_share_both_shots(name, seed):
+    """Of two workers of two devices each, which hold the same, a device sends half of both shots to the other worker,
+    and what comes out is bit for bit that of two devices."""
+    algorithm = jc.error_feedback(jc.top_k(0.3) if name == "top_k" else jc.block_scaled("int4"))
+    tx, grads, found = two_shot(algorithm), gradients(seed, 2, 2), {}
+    for devices in (1, 2):
+        mesh = jax.make_mesh((2, devices), (AXIS, "inside"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        state, specs = jc.init_state(tx, PARAMS, mesh, AXIS)
+        one = lambda grads, state: tx.update(jax.tree.map(lambda g: g[0], grads), state)
+        step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs)))
+        book = jc.ledger(step, jax.tree.map(lambda g: g[0], grads), state)
+        directions = []
+        for i in range(2):
+            direction, state = step(jax.tree.map(lambda g, i=i: g[i], grads), state)
+            directions.append(vectors(direction))
+        assert float(np.ravel(jc.info(state).sent_bytes)[0]) == book.total_bytes
+        found[devices] = np.stack(directions), book.by_axes(mesh)[AXIS,]
+    assert np.array_equal(found[1][0], found[2][0])
+    assert found[2][1] == pytest.approx(found[1][1] / 2, rel=0.02)  # each part is filled up to whole words
+
+
+def test_auto_takes_two_shots_of_a_hierarchy_whose_devices_share_them():
+    """32 hosts of eight: int4 would be 31 messages of 33 d / 64 bytes; both shots send 2 * 31 / 32 of one, shared by 8."""
+    levels = {"ici": jc.direct(jc.identity()), "dcn": jc.error_feedback(jc.block_scaled("int4"))}
+    sizes, d = {"dcn": 32, "ici": 8}, 2**20
+    found = collectives_of(jc.Candidate("both", levels), jax.ShapeDtypeStruct((d,), jnp.float32), "dcn", sizes)
+    slow = [one for one in found if one.axis == "dcn"]
+    assert {one.kind for one in slow} == {"all_to_all", "all_gather"}
+    assert sent_bytes(slow, sizes) == pytest.approx(2 * 31 / 32 * d * 33 / 64 / 8, rel=0.001)

@@ -91,7 +91,6 @@ def taken(
     chunks: Sequence[tuple[Compressor, Any]],
     workers: int,
     link: Link | Levels,
-    sharing: int = 1,
 ) -> Route:
     """The route for a tree: two shots where a gather of some message would send more than f32 or take longer, and they
     send less and are faster.
@@ -101,7 +100,6 @@ def taken(
         chunks: the same in the layout of two shots; none where these are refused.
         workers: n.
         link: between them.
-        sharing: devices with equal messages, which share the work of gathers and sums, but not of two shots.
     """
     if not chunks or workers < 3:  # two shots of two workers send as much as a gather
         return AUTO
@@ -120,7 +118,7 @@ def taken(
     if not decoded:
         return AUTO
     on = lambda kind, size: cost_of(kind, size, workers, link)
-    auto = on("all_reduce", (added + decoded) / sharing), on("all_gather", gathered / sharing)
+    auto = on("all_reduce", added + decoded), on("all_gather", gathered)
     chunk = sum(held_by(*pair) for pair in chunks)
     both = on("all_to_all", chunk), on("all_gather", chunk / workers)
     better = all(sum(getattr(x, of) for x in both) < sum(getattr(x, of) for x in auto) for of in Cost._fields)

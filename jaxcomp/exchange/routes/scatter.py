@@ -43,7 +43,7 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Any, state: State) -> Carrie
     (out,) = parcels
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
     chunk = way.mean_of(first_shot(out.payload, out.compressor, out.shared, row, way))
-    return Carried((Arrived(mean=chunk),), "scatter", all_to_all_bytes(out.payload, way.axis), state)
+    return Carried((Arrived(mean=chunk),), "scatter", all_to_all_bytes(out.payload, way.axis, way.replicas), state)
 
 
 SCATTER = Route("scatter", carry, refuses, chunks)

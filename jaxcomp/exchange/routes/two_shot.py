@@ -25,7 +25,7 @@ from jaxcomp.arrays import bounded, wide_like
 from jaxcomp.base import Compressor, State, accumulate, advance, has_role, residual
 from jaxcomp.compressors.rows import Rows
 from jaxcomp.exchange.axes import Axis, axis_index, axis_names, on_equal_types, varying, varying_axes
-from jaxcomp.exchange.collectives import all_gather, all_to_all, all_to_all_bytes, gather_bytes
+from jaxcomp.exchange.collectives import all_to_all, all_to_all_bytes, gather_bytes, gathered
 from jaxcomp.exchange.links import Cost, Levels, Link, cost_of
 from jaxcomp.exchange.routes.route import Arrived, Carried, Parcel, Route, Way
 from jaxcomp.groups import Layout
@@ -63,7 +63,7 @@ def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, way:
         row: shape and dtype of a chunk.
         way: see `Way`.
     """
-    rows, like = all_to_all(payload, way.axis), wide_like(row)
+    rows, like = all_to_all(payload, way.axis, way.replicas), wide_like(row)
     add = lambda *args: accumulate(_of_row(compressor), like, *args)
     equal = jnp.full((way.workers,), way.share, like.dtype)
     weights = equal if way.weights is None else way.weights
@@ -72,7 +72,13 @@ def first_shot(payload: Any, compressor: Compressor, shared: Any, row: Any, way:
 
 
 def second_shot(
-    key: Array, chunk: Array, compressor: Compressor, state: State, like: Any, axis: Axis
+    key: Array,
+    chunk: Array,
+    compressor: Compressor,
+    state: State,
+    like: Any,
+    axis: Axis,
+    replicas: tuple[str, ...] = (),
 ) -> tuple[Any, Any, Array]:
     """Compresses the owner's chunk and brings it to all workers.
 
@@ -83,6 +89,7 @@ def second_shot(
         state: local of one chunk, shared of all.
         like: shapes of the mean, [n, c].
         axis: of the workers.
+        replicas: see `Way`.
 
     Returns:
         The payload of the chunk, the compressor's local state, and the chunks of all workers as they are decoded,
@@ -91,7 +98,7 @@ def second_shot(
     payload, local = _of_row(compressor).compress(key, chunk, State(state.local, _row(state.shared, axis)))
     payload = varying(payload, varying_axes((chunk, payload)))
     read = lambda payloads, shared: compressor.decompress(payloads, shared, like)
-    return payload, local, on_equal_types(read, all_gather(payload, axis), state.shared)
+    return payload, local, on_equal_types(read, gathered(payload, axis, replicas)[0], state.shared)
 
 
 def _of_row(compressor: Compressor) -> Compressor:
@@ -168,11 +175,11 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carr
     if _is_biased(compressor):
         chunk = bounded(chunk + memory)
     second, local, mean = second_shot(
-        key, bounded(chunk, like.dtype), compressor, State(local, state.shared), wide_like(like), axis
+        key, bounded(chunk, like.dtype), compressor, State(local, state.shared), wide_like(like), axis, way.replicas
     )
     if _is_biased(compressor):
         memory = residual(_of_row(compressor), chunk, second, _row(state.shared, axis))
-    sent = all_to_all_bytes(out.payload, axis) + gather_bytes(second, axis)
+    sent = all_to_all_bytes(out.payload, axis, way.replicas) + gather_bytes(second, axis, way.replicas)
     after = State(Second(memory, local), advance(compressor, state.shared))
     return Carried((Arrived(mean=mean),), "two_shot", sent, after, lane_bytes(second), cheap_bits(second))
 
