@@ -266,7 +266,7 @@ def test_devices_that_hold_the_same_share_both_shots(name, seed):
 
 
 def test_auto_takes_two_shots_of_a_hierarchy_whose_devices_share_them():
-    """32 hosts of eight: int4 would be 31 messages of 33 d / 64 bytes; both shots send 2 * 31 / 32 of one, shared by 8."""
+    """32 hosts of eight: int4 would be 31 messages of 33 d / 64 bytes; both shots 2 * 31 / 32 of one, shared by 8."""
     levels = {"ici": jc.direct(jc.identity()), "dcn": jc.error_feedback(jc.block_scaled("int4"))}
     sizes, d = {"dcn": 32, "ici": 8}, 2**20
     found = collectives_of(jc.Candidate("both", levels), jax.ShapeDtypeStruct((d,), jnp.float32), "dcn", sizes)
