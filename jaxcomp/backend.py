@@ -43,16 +43,19 @@ __all__ = [
     "in_turn",
     "is_lazy",
     "joined",
+    "lanes",
     "largest_finite",
     "made",
     "mapped_as",
     "materialized",
     "of_entries",
+    "of_short_rows",
     "only_if",
     "platform",
     "shared_program",
     "side_by_side",
     "step_in_place",
+    "to_short_rows",
     "zeros_if_shape",
 ]
 
@@ -79,6 +82,31 @@ def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
     name = device if isinstance(device, str) else getattr(device, "platform", None)
     name = name or jax.default_backend()
     return "gpu" if name in ("cuda", "rocm") else name
+
+
+def lanes() -> int:
+    """How many neighbours a register holds: an array with a shorter last axis is padded to it in memory."""
+    return 128 if platform() == "tpu" else 1
+
+
+def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
+    """of(rows), for the rows of `length` entries that a vector holds one after the other: [b, m] -> [b] each. Short
+    rows that are a part of the lanes stand in these side by side."""
+    if lanes() <= length or lanes() % length or not x.size:
+        return of(x.reshape(x.size // max(length, 1), length))
+    wide = jnp.pad(x, (0, -x.size % lanes())).reshape(-1, lanes())
+    found = [of(wide[:, i : i + length]) for i in range(0, lanes(), length)]
+    return jax.tree.map(lambda *each: jnp.stack(each, axis=1).reshape(-1)[: x.size // length], *found)
+
+
+def to_short_rows(each: Array, length: int) -> Array:
+    """A number of each row, repeated over its `length` entries: [b] -> [b length], as in `of_short_rows`."""
+    if lanes() <= length or lanes() % length or not each.size:
+        return jnp.broadcast_to(each[:, None], (each.size, length)).reshape(-1)
+    rows = lanes() // length
+    wide = jnp.pad(each, (0, -each.size % rows)).reshape(-1, rows)
+    parts = [jnp.broadcast_to(wide[:, i : i + 1], (wide.shape[0], length)) for i in range(rows)]
+    return jnp.concatenate(parts, axis=1).reshape(-1)[: each.size * length]
 
 
 def _on_cpu(*trees: Tree) -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "as_uniform",
     "fmix32",
     "halves",
+    "halves_in_lanes",
     "multiply_high",
     "random_bits",
     "random_subset",
@@ -74,6 +75,34 @@ def halves(key: Array, shape: tuple[int, ...], count: int) -> list[Array]:
         word = fmix32(word + first if pair else word)
         made += [word & U32(0xFFFF), word >> U32(16)]
     return made[:count]
+
+
+def halves_in_lanes(key: Array, size: int, width: int, lanes: int) -> Array:
+    """uint32[size], those of `halves(key, (size / 1024, w, 32), 32 / w)` in the order in which entries stand in words
+    of w bits (`packing`): of 32 words side by side first all first codes, then all second ones, and so on.
+
+    lanes: of a register, a multiple of 64 that divides 1024 / w. Words are computed where they are used, four times for
+    128 lanes, and nothing moves from one lane to another.
+
+    >>> from jaxcomp.packing import Places
+    >>> key, places = jax.random.key_data(jax.random.key(0)), Places(4, 2)
+    >>> whole = jnp.stack(halves(key, places.shape, places.count), axis=2).reshape(-1)
+    >>> print(jnp.array_equal(halves_in_lanes(key, 2048, 4, 128), whole))
+    True
+    """
+    first, second = _words(key)
+    rows, several = 1024 // width // lanes, lanes // 64
+    shape = (size // (rows * lanes), lanes)
+    lane = lax.broadcasted_iota(U32, shape, 1)
+    word = fmix32((lax.broadcasted_iota(U32, shape, 0) * U32(32) + lane % U32(32)) ^ first) + second
+    made = []
+    for row in range(rows):
+        own = word
+        for pair in range(several):
+            word = fmix32(word + first if row or pair else word)
+            own = jnp.where(lane // U32(64) == pair, word, own)
+        made.append(jnp.where(lane // U32(32) % U32(2) == 0, own & U32(0xFFFF), own >> U32(16)))
+    return jnp.stack(made, axis=1).reshape(-1)
 
 
 def as_uniform(half: Array) -> Array:

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.backend import computed_once
+from jaxcomp.backend import computed_once, lanes, materialized
+from jaxcomp.hashing import halves, halves_in_lanes
 
-__all__ = ["Places", "num_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
+__all__ = ["Lanes", "Places", "num_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
 
 Array = jax.Array
 U32 = jnp.uint32
@@ -73,8 +74,10 @@ def pack(codes: Array, width: int) -> Array:
         codes = codes & U32((1 << width) - 1)
     rest = 32 * groups - codes.shape[0]
     if 32 % width == 0:  # no code straddles two words: a sum, in which XLA computes the codes where they are used
-        tile = tile_of(groups, width)
-        parts = jnp.pad(codes, (0, rest)).reshape(groups // tile * width, 32 // width, tile)
+        tile, codes = tile_of(groups, width), jnp.pad(codes, (0, rest))
+        if _in_lanes(tile, width):
+            return _packed_in_lanes(codes, width)
+        parts = codes.reshape(groups // tile * width, 32 // width, tile)
         shifts = lax.iota(U32, 32 // width) * U32(width)
         return _in_order(jnp.sum(parts << shifts[None, :, None], axis=1, dtype=U32), width)
     kind = jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else U32  # these codes will be an array
@@ -147,8 +150,44 @@ class Places(NamedTuple):
             words = words | (code << U32(i * self.width))
         return words
 
+    def halves(self, key: Array) -> list[Array]:
+        """Random numbers of each slice (`hashing.halves`)."""
+        return halves(key, self.shape, self.count)
 
-def places_of(size: int, width: int) -> Places | None:
+
+class Lanes(NamedTuple):
+    """The same n entries one after the other, as a TPU works on them (`_in_lanes`): the vector is the only slice."""
+
+    width: int
+    size: int
+
+    @property
+    def whole(self) -> tuple[int]:
+        """Shape of all entries."""
+        return (self.size,)
+
+    def spread(self, each: Array) -> Array:
+        """The same: a number for each entry, or one for all."""
+        return each
+
+    def slices(self, each: Array) -> list[Array]:
+        """The same, once."""
+        return [each]
+
+    def unpack(self, words: Array) -> Array:
+        """uint32[n], `packing.unpack` of words [w, G]."""
+        return unpack(words, self.size)
+
+    def pack(self, codes: list[Array]) -> Array:
+        """`packing.pack` of the only slice."""
+        return pack(codes[0], self.width)
+
+    def halves(self, key: Array) -> list[Array]:
+        """Those of `Places.halves`, of all entries in their order."""
+        return [halves_in_lanes(key, self.size, self.width, lanes())]
+
+
+def places_of(size: int, width: int) -> Places | Lanes | None:
     """None where entries cannot be worked on in the order of words: a number that 1024 does not divide, say.
 
     >>> places = places_of(2048, 8)
@@ -156,7 +195,9 @@ def places_of(size: int, width: int) -> Places | None:
     >>> print(jnp.array_equal(places.pack(places.slices(codes)).reshape(8, -1), pack(codes, 8)))
     True
     """
-    return Places(width, size // 1024) if size and size % 1024 == 0 and 32 % width == 0 else None
+    if not size or size % 1024 or 32 % width:
+        return None
+    return Lanes(width, size) if _in_lanes(TILE, width) else Places(width, size // 1024)
 
 
 def unpack(words: Array, size: int) -> Array:
@@ -181,6 +222,8 @@ def unpack(words: Array, size: int) -> Array:
     _check_width(width)
     if 32 % width == 0:  # no code straddles two words
         tile = tile_of(groups, width)
+        if _in_lanes(tile, width):
+            return _unpacked_in_lanes(words, width)[:size]
         shifts = jnp.arange(0, 32, width, dtype=U32)[None, None, :, None]
         codes = words.reshape(groups // tile, width, 1, tile) >> shifts
         return (codes & U32((1 << width) - 1) if width < 32 else codes).reshape(-1)[:size]
@@ -191,6 +234,32 @@ def unpack(words: Array, size: int) -> Array:
     # undefined, so codes that start at bit 0 are masked out instead.
     high = jnp.where(shift == 0, U32(0), words[jnp.minimum(row + 1, width - 1)] << ((U32(32) - shift) % U32(32)))
     return ((low | high) & U32((1 << width) - 1)).reshape(-1)[:size]
+
+
+# ------------------------------------------------------------------------------------------------
+# Where a register has more lanes than a tile has groups (TPUs), an axis of 32 would be padded to it, and an array of
+# codes be four times as large. So the codes of 32 words stand there as [32 / w / 4, 128]: four of a word side by side.
+
+
+def _in_lanes(tile: int, width: int) -> bool:
+    return tile == TILE < lanes() and lanes() % TILE == 0 and (TILE * 32 // width) % lanes() == 0
+
+
+def _shifts(width: int) -> Array:
+    """[32 / w / 4, 128] for 128 lanes: where the code of each place stands in its word."""
+    return (lax.iota(U32, TILE * 32 // width) // U32(TILE) * U32(width)).reshape(-1, lanes())
+
+
+def _packed_in_lanes(codes: Array, width: int) -> Array:
+    parts = codes.reshape(-1, *_shifts(width).shape) << _shifts(width)
+    side_by_side = jnp.sum(parts, axis=1, dtype=U32)
+    words = sum(side_by_side[:, i : i + TILE] for i in range(0, lanes(), TILE))
+    return jnp.asarray(words).reshape(width, -1)
+
+
+def _unpacked_in_lanes(words: Array, width: int) -> Array:
+    side_by_side = jnp.concatenate([words.reshape(-1, TILE)] * (lanes() // TILE), axis=1)
+    return materialized(((side_by_side[:, None] >> _shifts(width)) & U32((1 << width) - 1)).reshape(-1))
 
 
 def _check_width(width: int) -> None:

@@ -190,7 +190,7 @@ def _compressor(elements: Elements, rule: Scale, layout: Any, stochastic: bool, 
     def compress(key, x, state):
         x, cut = x.astype(wide(x.dtype)), layout(x.shape[0])
         ends_of = _largest_by_bits if rule.power else _ends_of(isinstance(elements, Integer))
-        made = rule.of(_extremes(cut, x, ends_of), elements, stochastic)
+        made = rule.of(cut.each(ends_of, x), elements, stochastic)
         made = better_of(x, cut, made) if rule.best else made
         words = coded(code, elements.bits, cut, x, [made.scale], key if stochastic else None)
         payload = Quantized(made.norms, words)
@@ -227,17 +227,6 @@ def _within(x: Array) -> Array:
     near = jnp.minimum(size, LARGEST).astype(jnp.float32)
     near = jnp.where(size < TINY, lax.bitcast_convert_type(steps, jnp.float32), near)
     return jnp.where(jnp.signbit(x), -near, near)
-
-
-def _extremes(cut: Blocks, x: Array, ends_of: Callable[[Array], tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Two numbers of each block, f32[count] each: of its rows [b, m], (f[b], f[b])."""
-    body = cut.rows * cut.length
-    parts = [x[:body].reshape(cut.rows, cut.length)] if cut.rows else []
-    parts += [x[body:].reshape(1, cut.tail)] if cut.tail else []
-    if not parts:
-        return jnp.zeros((0,), jnp.float32), jnp.zeros((0,), jnp.float32)
-    most, least = (jnp.concatenate(side) for side in zip(*map(ends_of, parts), strict=True))
-    return most, least
 
 
 def _largest_by_bits(rows: Array) -> tuple[Array, Array]:

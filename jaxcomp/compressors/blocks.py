@@ -1,16 +1,17 @@
 """Vectors cut into blocks, each with a norm, a scale or a step of its own, and codes of their entries."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxcomp.arrays import key_data, reshaped, weighted
-from jaxcomp.backend import computed_once, fold_in_one_pass
+from jaxcomp.backend import computed_once, fold_in_one_pass, of_short_rows, to_short_rows
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.hashing import random_uniform
 from jaxcomp.norms import block_norms
-from jaxcomp.packing import Places, pack, places_of, unpack
+from jaxcomp.packing import Lanes, Places, pack, places_of, unpack
 
 __all__ = ["BLOCK_SIZE", "Blocks", "add_worth", "blocks_of", "coded", "worth"]
 
@@ -36,15 +37,18 @@ class Blocks:
         self.count = len(self.lengths)
         self.largest = max(self.lengths, default=0)
 
+    def each(self, of: Callable[[Array], Any], x: Array) -> Any:
+        """of(rows), for the blocks of a vector as rows [b, m] -> [b] each: [count] each."""
+        cut, parts = self.rows * self.length, []
+        if self.rows or not self.tail:
+            parts.append(of_short_rows(of, x[:cut], self.length))
+        if self.tail:
+            parts.append(of(x[cut:].reshape(1, self.tail)))
+        return jax.tree.map(lambda *numbers: jnp.concatenate(numbers), *parts)
+
     def norms(self, x: Array, order: float) -> Array:
         """Norm of each block, [count]."""
-        cut = self.rows * self.length
-        parts = []
-        if self.rows:
-            parts.append(block_norms(x[:cut].reshape(self.rows, self.length), order))
-        if self.tail:
-            parts.append(block_norms(x[cut:].reshape(1, self.tail), order))
-        return jnp.concatenate(parts) if parts else jnp.zeros((0,), x.dtype)
+        return self.each(lambda rows: block_norms(rows, order), x)
 
     @property
     def in_words(self) -> bool:
@@ -55,14 +59,18 @@ class Blocks:
         """A number per block, repeated over 32 entries at a time; [count] -> [d / 32] or [1]."""
         return each if self.count <= 1 else jnp.repeat(each, self.length // 32)
 
+    def spread_in(self, places: Places | Lanes) -> Callable[[Array], Array]:
+        """How a number per block is repeated for `places.spread`."""
+        return self.spread_to_words if isinstance(places, Places) else self.spread
+
     def spread(self, each: Array) -> Array:
         """A number per block, repeated over the entries of its block; [count] -> [d] or [1]."""
         if self.count <= 1:
             return each
         if self.tail <= self.length:  # fuses with what follows, where a concatenation would be an array of its own
             size = self.rows * self.length + self.tail
-            return jnp.broadcast_to(each[:, None], (self.count, self.length)).reshape(-1)[:size]
-        body = jnp.broadcast_to(each[: self.rows, None], (self.rows, self.length)).reshape(-1)
+            return to_short_rows(each, self.length)[:size]
+        body = to_short_rows(each[: self.rows], self.length)
         return jnp.concatenate([body, jnp.broadcast_to(each[self.rows :], (self.tail,))]) if self.tail else body
 
 
@@ -92,7 +100,7 @@ def blocks_of(name: str, blocks: int | None, block_size: int | None, default: in
 # for all entries.
 
 
-def _places(cut: Blocks, size: int, width: int) -> Places | None:
+def _places(cut: Blocks, size: int, width: int) -> Places | Lanes | None:
     return places_of(size, width) if cut.in_words else None
 
 
@@ -113,7 +121,7 @@ def coded(
         return places.pack([code(*slices) for slices in zip(*map(places.slices, [*args, *noise(words)]), strict=True)])
 
     words = () if key is None else key_data(key)
-    return computed_once(words_of, words, x, *map(cut.spread_to_words, each)).reshape(width, -1)
+    return computed_once(words_of, words, x, *map(cut.spread_in(places), each)).reshape(width, -1)
 
 
 def worth(value: Callable[[Array, Array], Array], words: Array, cut: Blocks, each: Array, size: int) -> Array:
@@ -122,7 +130,7 @@ def worth(value: Callable[[Array, Array], Array], words: Array, cut: Blocks, eac
     if places is None:
         return value(unpack(words, size), cut.spread(each))
     decode = lambda words, each: value(places.unpack(words), places.spread(each))
-    return computed_once(decode, words, cut.spread_to_words(each)).reshape(-1)
+    return computed_once(decode, words, cut.spread_in(places)(each)).reshape(-1)
 
 
 def add_worth(
@@ -140,7 +148,7 @@ def add_worth(
     def add(total, message):
         words, each, weight = message
         codes = unpack(words, total.size) if places is None else places.unpack(words)
-        each = cut.spread(each) if places is None else places.spread(cut.spread_to_words(each))
+        each = cut.spread(each) if places is None else places.spread(cut.spread_in(places)(each))
         return total + weighted(value(codes, each).astype(total.dtype), weight)
 
     return fold_in_one_pass(add, reshaped(total, shape), (words, each, weights), least=1).reshape(-1)

@@ -19,8 +19,8 @@ from jaxcomp.compressors.vector import MOST, on_vectors
 from jaxcomp.factories import factory
 from jaxcomp.floats import rounded_to
 from jaxcomp.groups import ALONE, FIXED, Layout
-from jaxcomp.hashing import as_uniform, halves, random_uniform
-from jaxcomp.packing import Places, pack, places_of, unpack, width_for
+from jaxcomp.hashing import as_uniform, random_uniform
+from jaxcomp.packing import Lanes, Places, pack, places_of, unpack, width_for
 from jaxcomp.payloads import Quantized
 
 __all__ = ["dithering", "unzigzag", "zigzag"]
@@ -257,7 +257,7 @@ def _dithering(
             )
         return State(shared=jnp.asarray(sizes, jnp.float32))
 
-    def places_for(d: int, cut: Blocks) -> Places | None:
+    def places_for(d: int, cut: Blocks) -> Places | Lanes | None:
         """Places of entries that are processed in the order of their words; None: entry by entry."""
         return places_of(d, width) if cut.in_words else None
 
@@ -272,14 +272,13 @@ def _dithering(
             unit = steps.unit(state.shared, cut, norms, cut.spread).astype(x.dtype)
             codes = _codes(x, _inverses(unit), random_uniform(key, x.shape[0]), most)
             return Quantized(short_norms, pack(codes, width)), state.local
-        units = steps.unit(state.shared, cut, norms, cut.spread_to_words).astype(x.dtype)
+        units = steps.unit(state.shared, cut, norms, cut.spread_in(places)).astype(x.dtype)
         few = x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25  # then 1 / unit is a normal number
         codes = _few_codes if few else _codes_of_halves
 
         def words_of(x, inverses, words):
-            noise = halves(words, places.shape, places.count)
             inverses = zip(*map(places.slices, inverses), strict=True)
-            each = zip(places.slices(x), inverses, noise, strict=True)
+            each = zip(places.slices(x), inverses, places.halves(words), strict=True)
             return places.pack([codes(*three, most) for three in each])
 
         made = computed_once(words_of, x, (_inverse(units),) if few else _inverses(units), key_data(key))
@@ -292,7 +291,7 @@ def _dithering(
         if places is None:
             return _worth(unpack(payload.words, like.size), steps.unit(shared, cut, norms, cut.spread), like.dtype)
         decode = lambda words, units: _worth(places.unpack(words), places.spread(units), like.dtype)
-        return computed_once(decode, payload.words, steps.unit(shared, cut, norms, cut.spread_to_words)).reshape(-1)
+        return computed_once(decode, payload.words, steps.unit(shared, cut, norms, cut.spread_in(places))).reshape(-1)
 
     def accumulate(total, payloads, weights, shared):
         cut = layout(total.size)
@@ -303,12 +302,15 @@ def _dithering(
             pick = lambda worker: row_of("dithering", shared, worker, workers) if per_worker else shared
             return add_each(decompress, pick, total, payloads, weights)
 
+        whole = isinstance(places, Lanes)  # there units of all entries of all messages would be as many vectors
+        outside, inside = (lambda each: each, cut.spread) if whole else (cut.spread_to_words, places.spread)
+
         def add(total, message):
             words, units, weight = message
-            return total + weighted(_added_worth(places.unpack(words), places.spread(units), total.dtype), weight)
+            return total + weighted(_added_worth(places.unpack(words), inside(units), total.dtype), weight)
 
-        by_word = lambda norms: steps.unit(shared, cut, norms, cut.spread_to_words)
-        messages = payloads.words, jax.vmap(by_word)(payloads.norms.astype(jnp.float32)), weights
+        units_of = lambda norms: steps.unit(shared, cut, norms, outside)
+        messages = payloads.words, jax.vmap(units_of)(payloads.norms.astype(jnp.float32)), weights
         return fold_in_one_pass(add, reshaped(total, places.whole), messages, least=1).reshape(-1)
 
     return on_vectors(

@@ -47,7 +47,7 @@ BOUNDS = {
     "error_feedback(int4)": (1300, 1.7, 0.05),
     "error_feedback(skcompress)": (3450, 1.2, 0.9),
     "error_feedback(dagc)": (3000, 1.2, 0.8),
-    "diana(dithering)": (2100, 2.25, 2.1),
+    "diana(dithering)": (2100, 2.25, 2.8),
     "ef21(top_k)": (3050, 4.45, 1.85),
     "ef_bv(sidco)": (2500, 3.35, 0.95),
     "loco(int4, int8)": (2250, 3.35, 1.9),

@@ -7,7 +7,9 @@ import oracles
 import pytest
 from variants import variants
 
-from jaxcomp.packing import num_words, pack, places_of, unpack, width_for
+import jaxcomp as jc
+from jaxcomp.base import accumulate
+from jaxcomp.packing import Lanes, Places, num_words, pack, places_of, unpack, width_for
 
 
 @pytest.mark.sampled
@@ -71,3 +73,60 @@ def test_shapes_that_do_not_fit():
         pack(jnp.zeros((3, 3), jnp.uint32), 2)
     with pytest.raises(ValueError, match=r"need words of shape \(w, 2\)"):
         unpack(jnp.zeros((3, 1), jnp.uint32), 64)
+
+
+# ------------------------------------------------------------------------------------------------
+# As a TPU works on them
+
+
+@pytest.fixture
+def in_lanes(monkeypatch):
+    """As in a program for TPUs, whose registers have 128 lanes."""
+    monkeypatch.setattr(jc.backend, "lanes", lambda: 128)
+    monkeypatch.setattr(jc.packing, "lanes", lambda: 128)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 16, 32])
+@pytest.mark.parametrize("size", [0, 33, 1024, 5000, 32 * 1024, 96 * 1024])
+def test_lanes_change_no_word(width, size, seed, in_lanes):
+    codes = np.random.default_rng([seed, width, size]).integers(0, 2**width, size, dtype=np.uint64).astype(np.uint32)
+    words = pack(jnp.asarray(codes), width)
+    np.testing.assert_array_equal(words, oracles.pack(codes, width))
+    np.testing.assert_array_equal(unpack(words, size), codes)
+    found = places_of(32 * 1024, width)
+    assert isinstance(found, Lanes if width in (1, 2, 4, 8) else Places) or (width == 3 and found is None)
+
+
+CODED = {
+    "dithering": jc.dithering(7),
+    "dithering(1)": jc.dithering(1, block_size=512),
+    "dithering(100)": jc.dithering(100),
+    **{f: jc.block_scaled(f) for f in ("int8", "int4", "mxfp8", "mxfp4", "nvfp4")},
+    "int4, stochastic": jc.block_scaled("int4", rounding="stochastic"),
+    "sign": jc.sign(),
+    "natural": jc.natural(),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("size", [5000, 33 * 1024])
+def test_a_payload_of_a_tpu_is_that_of_a_cpu(name, size, seed, request):
+    """Bit for bit, with the same draws; and so is what it decodes to, alone and added up."""
+    compressor, x = CODED[name], np.random.default_rng([seed, size]).standard_normal(size).astype(np.float32)
+    state = compressor.init(jax.random.key(1), jnp.asarray(x))
+
+    def both(x):
+        payload, _ = compressor.compress(jax.random.key(2), x, state)
+        two = jax.tree.map(lambda a: jnp.stack([a, a]), payload)
+        added = accumulate(
+            compressor, jax.ShapeDtypeStruct(x.shape, x.dtype), two, jnp.array([0.5, 0.25]), state.shared
+        )
+        return payload, compressor.decompress(payload, state.shared, x), added
+
+    of_cpu = jax.jit(both)(x)
+    request.getfixturevalue("in_lanes")
+    of_tpu = jax.jit(lambda x: both(x))(x)
+    for a, b in zip(jax.tree.leaves(of_cpu), jax.tree.leaves(of_tpu), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
