@@ -183,7 +183,7 @@ class Lanes(NamedTuple):
         return pack(codes[0], self.width)
 
     def halves(self, key: Array) -> list[Array]:
-        """Those of `Places.halves`, of all entries in their order."""
+        """The random numbers of `Places.halves`, of all entries in their order."""
         return [halves_in_lanes(key, self.size, self.width, lanes())]
 
 

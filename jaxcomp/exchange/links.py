@@ -137,7 +137,7 @@ def placed_on(name: str, link: Link | Mapping[str, Link], axes: Sequence[str], w
 
 
 def slowest(link: Link | Levels) -> Link:
-    """What a ring meets, which crosses every level: the longest latency, the least bandwidth."""
+    """The link at whose pace a ring goes, which crosses every level: the longest latency, the least bandwidth."""
     if isinstance(link, Link):
         return link
     used = [link.levels[name] for name in link.along]

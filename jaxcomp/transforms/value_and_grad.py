@@ -261,8 +261,13 @@ def value_and_grad(
         keys: names of the keyword arguments that hold random keys, of which each worker and micro-batch gets its own.
             None: all that have the dtype of keys; what looks like an untyped one is refused. (): none, all workers have
             the same.
-        via, weights, seed, measure, link, bucket_bytes: as for `compressed_mean`. Loss and averaged auxiliary values
-            are weighted as gradients are, by `weights` or those that the compressor brings (`dagc`).
+        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
+        weights: relative weight of each worker, n numbers >= 0; None: the compressor's (`dagc`), else equal. Loss
+            and averaged auxiliary values are weighted as gradients are.
+        seed: int or key for both kinds of randomness.
+        measure: whether, or in which one of k rounds, `info` has errors, non-finite entries and bits of entropy codes.
+        link: `Link` between workers, or levels of them by name, by which via="auto" chooses.
+        bucket_bytes: size of buckets of leaves that are exchanged by themselves, or what `jc.buckets` makes; None: one.
         gradients: "per_worker": as above. "unreduced": the loss is called once, on the whole batch, and JAX leaves its
             gradient unreduced over the workers: masks, class weights, contrastive losses, statistics and auxiliary
             values are plain JAX's, and need no `weight` nor `aux`. On a mesh whose axes are Explicit, outside of
