@@ -24,16 +24,20 @@ import jaxcomp as jc
 
 
 class Told:
-    """MaxText's jitted step: compiled, it prints its ledger; called, which is then that program, the loss."""
+    """MaxText's jitted step: compiled, it prints its ledger; called, the loss."""
 
     def __init__(self, step: Any, mesh: Any):
-        self.step, self.mesh, self.lowered = step, mesh, None
+        self.step, self.mesh, self.lowered, self.program = step, mesh, None, step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.step, name)
 
     def __call__(self, *args: Any) -> Any:
-        state, metrics = self.step(*args)
+        try:
+            state, metrics = self.program(*args)  # or else it is compiled twice
+        except TypeError:  # MaxText's DiLoCo is compiled for a state of another type than it makes
+            self.program = self.step
+            state, metrics = self.step(*args)
         print("LOSS", repr(float(metrics["scalar"]["learning/loss"])), flush=True)
         return state, metrics
 
@@ -43,10 +47,10 @@ class Told:
 
     def compile(self, **kwargs: Any) -> Any:
         assert self.lowered is not None
-        self.step = self.lowered.compile(**kwargs)
-        axes = jc.ledger(self.step).by_axes(self.mesh)
+        self.program = self.lowered.compile(**kwargs)
+        axes = jc.ledger(self.program).by_axes(self.mesh)
         print("LEDGER", json.dumps({"+".join(names): sent for names, sent in axes.items()}), flush=True)
-        return self.step
+        return self.program
 
 
 def told(*args: Any, mesh: Any, jit: Any = train_utils.jit_train_step, **kwargs: Any) -> Any:
