@@ -35,6 +35,49 @@ def test_identity_is_the_mean_of_drjax(rounds, name):
     assert own["axes"].get("fsdp") == fewer["axes"].get("fsdp")
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("micro", [None, 2])
+def test_identity_is_the_step_of_tunix_also_with_its_gradient_accumulation(micro, tmp_path):
+    pytest.importorskip("tunix")
+    from experiments.trainers import peft
+
+    with jax.numpy_dtype_promotion("standard"):
+        own, same = (peft.trained(name, 3, micro) for name in ("Tunix's own", "identity"))
+        assert peft.restored("int4 + error feedback", tmp_path, micro)
+    np.testing.assert_allclose(same["losses"], own["losses"], rtol=1e-5)
+    assert same["axes"]["fsdp"] * (micro or 1) == pytest.approx(own["axes"]["fsdp"], rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def maxtext(tmp_path_factory):
+    pytest.importorskip("maxtext")
+    from experiments.trainers import pretrain
+
+    with pretrain.MaxText(tmp_path_factory.mktemp("maxtext"), pretrain.made_lines(500)) as trainer:
+        yield trainer
+
+
+@pytest.mark.parametrize("form", ["step, data 2 of fsdp 2, text", "the same, 2 micro-batches"])
+def test_identity_is_the_step_of_maxtext_on_lines_of_unequal_lengths(maxtext, form):
+    from experiments.trainers.pretrain import CASES
+
+    cases = {case.method: case for case in CASES if case.form == form}
+    own, same, fewer = (
+        maxtext.trained(cases[name], 6) for name in ("MaxText's own", "identity", "int4 + error feedback")
+    )
+    assert list(own["losses"]) == list(range(6))
+    np.testing.assert_allclose(list(same["losses"].values()), list(own["losses"].values()), rtol=1e-5)
+    sent = [sum(v for names, v in row["axes"].items() if "data" in names.split("+")) for row in (own, same, fewer)]
+    assert sent[1] <= sent[0]
+    assert sent[2] < sent[1] / 7
+
+
+def test_the_exchange_of_maxtexts_step_is_in_its_checkpoints(maxtext):
+    from experiments.trainers.pretrain import RESTORED
+
+    assert maxtext.restored(next(case for case in RESTORED if case.axis == "data"), 6, 3)
+
+
 def test_a_trainer_that_is_not_installed_is_left_out_by_name(monkeypatch, capsys):
     monkeypatch.setattr("experiments.trainers.find_spec", lambda name: None)
     assert main(["trainers", "maxtext"]) == 0
