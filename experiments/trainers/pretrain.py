@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 
 def cases_of(form: str, methods: Any, file: str, axis: str, options: str) -> list[Case]:
-    return [Case(form, *method, file, axis, options) for method in methods]
+    return [Case(form, name, algorithm, file, axis, options) for name, algorithm in methods]
 
 
 CASES = (
