@@ -56,13 +56,15 @@ def maxtext(run: Run) -> int:
     text = made_lines() if data is None else shakespeare(existing_folder(data))
     cases = [case for case in CASES if data is not None or case.form != "DiLoCo, text"]
     with MaxText(run.path("config.json").parent, text) as trainer:
-        rows = run.rows_of(cases, lambda case: f"{case.form}, {case.method}", lambda case: trainer.trained(case, steps))
+        measure = lambda case: trainer.trained(case, steps if case.axis == "diloco" else steps // 4)
+        rows = run.rows_of(cases, lambda case: f"{case.form}, {case.method}", measure)
         found = []
         for case, row in zip(cases, rows, strict=False):
             dense = not case.algorithm
             own = row if dense else next(each for each in found if each["form"] == case.form)
             away = max(abs(loss - own["losses"][step]) for step, loss in row["losses"].items() if step < 50)
-            found.append(with_ratios([row | {"dense": True} if dense else own, row], case.axis)[-1] | {"away": away})
+            both = with_ratios([own | {"dense": True}, row | {"dense": dense}], case.axis)
+            found.append(both[-1] | {"away": away})
         run.keep(found)
         restored = {case.form: trainer.restored(case, 16, 8) for case in RESTORED}
     run.keep([*found, {"restored": restored}])
