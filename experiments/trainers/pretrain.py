@@ -25,7 +25,8 @@ FOLDER = ROOT / "docs" / "examples" / "trainers"
 SMALL = """hardware=cpu base_emb_dim=64 base_mlp_dim=128 base_num_query_heads=4 base_num_kv_heads=4
 base_num_decoder_layers=2 head_dim=16 vocab_size=260 max_target_length=32 attention=dot_product dtype=float32
 weight_dtype=float32 enable_goodput_recording=false monitor_goodput=false skip_jax_distributed_system=true
-gcs_metrics=false enable_tensorboard=false log_config=false learning_rate=0.003 async_checkpointing=false"""
+gcs_metrics=false enable_tensorboard=false log_config=false learning_rate=0.003 learning_rate_schedule_steps=200
+async_checkpointing=false"""
 SYNTHETIC = "dataset_type=synthetic"
 TEXT = "dataset_type=hf hf_path=text packing=false num_epoch=100 grain_worker_count=0"
 DILOCO = "per_device_batch_size=2 enable_diloco=true ici_diloco_parallelism=2 ici_fsdp_parallelism=2"
