@@ -16,6 +16,7 @@ import traceback
 from types import SimpleNamespace
 from typing import Any
 
+import datasets  # noqa: F401  # what MaxText imports later  # pyright: ignore[reportMissingImports]
 import maxtext.trainers.diloco.utils.spmd_diloco_checkpointing as saved  # pyright: ignore[reportMissingImports]
 import maxtext.trainers.pre_train.train  # noqa: F401  # pyright: ignore[reportMissingImports]
 from maxtext.utils import train_utils  # pyright: ignore[reportMissingImports]
