@@ -84,6 +84,7 @@ SCOREBOARD += "local-int4@20"
 PLAN = "plan regret --workers 2 4 8 --one-process 2 4 --sizes 50000 250000 --seconds 12 --rounds 40"
 LOCAL = "local --data {data}/tinyshakespeare --every 20 --steps 240 --batch 4 --length 48"
 HOSTS = "pods --pods h100 4xh100 32xh100 --size 1.3 6.7"
+MAXTEXT = "trainers maxtext --data {data}/tinyshakespeare"
 FIGURES = {
     "demo": Figure("demo", "compare", "train", 2, ("compare.png", "demo.png")),
     "bench": Figure("costs", "bench compressors --markdown {table}", "bench/compressors.py", 5, programs=True),
@@ -122,9 +123,7 @@ FIGURES = {
         resumable=True,
     ),
     "setups": Figure("setups", "setups", "scale/setups.py", 3, whole=True),
-    "maxtext": Figure(
-        "trainers", "trainers maxtext", "trainers", 10, ("maxtext.png", "maxtext.png"), package="maxtext"
-    ),
+    "maxtext": Figure("trainers", MAXTEXT, "trainers", 5, ("maxtext.png", "maxtext.png"), package="maxtext"),
     "drjax": Figure("trainers", "trainers drjax", "trainers", 3, package="drjax"),
     "tunix": Figure("trainers", "trainers tunix", "trainers", 3, package="tunix"),
     "compiled": Figure("accelerators", "compiled", "compiled", 20, compilers=True, programs=True),

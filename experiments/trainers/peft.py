@@ -68,29 +68,33 @@ def trainer_of(algorithm: Algorithm | None, mesh: Mesh, **options: Any) -> Any:
     return made.with_gen_model_input_fn(inputs_of)
 
 
-def trained(name: str, steps: int) -> dict[str, Any]:
-    """A row: losses of each step, and bytes by axis of the trainer's step."""
+def trained(name: str, steps: int, micro: int | None = None) -> dict[str, Any]:
+    """A row: losses of each call, and bytes by axis in a step of the optimizer.
+
+    micro: calls that make one; Tunix's own step exchanges in each of them.
+    """
     mesh = mesh_of()
-    trainer = trainer_of(METHODS[name], mesh)
+    trainer = trainer_of(METHODS[name], mesh, gradient_accumulation_steps=micro)
     step = nnx.jit(trainer.create_train_step_fn())
     losses, batch = [], None
-    for batch in data(steps, mesh):
+    for batch in data(steps * (micro or 1), mesh):
         losses.append(float(step(trainer.model, trainer.optimizer, batch)[0]))
     compiled = step.lower(trainer.model, trainer.optimizer, batch).compile()
-    axes = jc.ledger(getattr(compiled, "compiled", compiled)).by_axes(mesh)
-    return {"method": name, "losses": losses, "axes": {"+".join(names): sent for names, sent in axes.items()}}
+    axes, times = jc.ledger(getattr(compiled, "compiled", compiled)).by_axes(mesh), 1 if METHODS[name] else micro or 1
+    return {"method": name, "losses": losses, "axes": {"+".join(names): times * sent for names, sent in axes.items()}}
 
 
-def restored(name: str, folder: Path) -> bool:
+def restored(name: str, folder: Path, micro: int | None = None) -> bool:
     """Whether a new trainer finds the model and the optimizer, the exchange in it, in the checkpoint of another."""
     from orbax.checkpoint import CheckpointManagerOptions
 
     mesh = mesh_of()
     saving = CheckpointManagerOptions(save_interval_steps=4)
     options = {"checkpoint_root_directory": str(folder.resolve()), "checkpointing_options": saving, "max_steps": 4}
+    options |= {"gradient_accumulation_steps": micro}
     with mesh:
         first = trainer_of(METHODS[name], mesh, **options)
-        first.train(data(4, mesh))
+        first.train(data(4 * (micro or 1), mesh))
         again = trainer_of(METHODS[name], mesh, **options)
     both = [jax.tree.leaves(nnx.state((trainer.model, trainer.optimizer))) for trainer in (first, again)]
     return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(*both, strict=True))
