@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -184,7 +185,7 @@ def make(name: str, figure: Figure, data: Path | None) -> list[str]:
             run.mkdir()
         else:
             words += ["--runs", folder, "--name", "run"]
-        rows_kept = ROOT / "runs" / "figures" / f"{name}-{code_of(figure)}"
+        rows_kept = ROOT / "runs" / "figures" / f"{name}-{code_of(figure)}-{version('jax')}"
         if figure.resumable:
             words += ["--rows", str(rows_kept)]
         done = subprocess.run([sys.executable, "-m", "experiments", *words], cwd=ROOT, check=False)

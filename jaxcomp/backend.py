@@ -92,7 +92,7 @@ def lanes() -> int:
 def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
     """of(rows), for the rows of `length` entries that a vector holds one after the other: [b, m] -> [b] each. Short
     rows that are a part of the lanes stand in these side by side."""
-    if lanes() <= length or lanes() % length or not x.size:
+    if not x.size or not _is_short(length):
         return of(x.reshape(x.size // max(length, 1), length))
     wide = jnp.pad(x, (0, -x.size % lanes())).reshape(-1, lanes())
     found = [of(wide[:, i : i + length]) for i in range(0, lanes(), length)]
@@ -101,12 +101,17 @@ def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
 
 def to_short_rows(each: Array, length: int) -> Array:
     """A number of each row, repeated over its `length` entries: [b] -> [b length], as in `of_short_rows`."""
-    if lanes() <= length or lanes() % length or not each.size:
+    if not each.size or not _is_short(length):
         return jnp.broadcast_to(each[:, None], (each.size, length)).reshape(-1)
     rows = lanes() // length
     wide = jnp.pad(each, (0, -each.size % rows)).reshape(-1, rows)
     parts = [jnp.broadcast_to(wide[:, i : i + 1], (wide.shape[0], length)) for i in range(rows)]
     return jnp.concatenate(parts, axis=1).reshape(-1)[: each.size * length]
+
+
+def _is_short(length: int) -> bool:
+    """Whether a few whole rows fill the lanes; of very short ones the program would be long."""
+    return lanes() // 16 <= length < lanes() and lanes() % length == 0
 
 
 def _on_cpu(*trees: Tree) -> bool:

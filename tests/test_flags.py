@@ -121,3 +121,27 @@ def test_two_rounds(name, flag, world):
         with jax.transfer_guard("allow"):
             assert all(np.isfinite(x).all() for x in jax.tree.leaves(direction))
             assert jc.info(state).lane_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["top_k", "dithering", "bf16", "power_sgd"])
+def test_axes_of_one_device_that_jax_leaves_out_of_types(name):
+    """As MaxText asks for: workers along (4, 1) exchange as those along (4,) do."""
+    algorithms = {
+        "top_k": jc.error_feedback(jc.top_k(0.1)),
+        "dithering": jc.direct(jc.dithering(7)),
+        "bf16": jc.error_feedback(jc.cast("bfloat16")),
+        "power_sgd": jc.power_sgd(1),
+    }
+    params, x = {"w": jnp.ones((64, 64))}, jax.random.normal(jax.random.key(0), (8, 64))
+    loss, found = lambda p, x: jnp.mean((x @ p["w"]) ** 2), {}
+    before = jax.config.jax_remove_size_one_mesh_axis_from_type
+    for flag in (False, True):
+        jax.config.update("jax_remove_size_one_mesh_axis_from_type", flag)
+        try:
+            mesh = jax.make_mesh((4, 1), ("data", "fsdp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+            step = jc.value_and_grad(loss, algorithms[name], mesh, ("data", "fsdp"))
+            found[flag] = jax.jit(step)(params, step.init(params), x)[:2]
+        finally:
+            jax.config.update("jax_remove_size_one_mesh_axis_from_type", before)
+    for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -1,5 +1,6 @@
 """A run of an experiment: its options, the folder that keeps it, and its rows as a table and a picture."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +47,7 @@ class Run:
         self.folder = choose_new(options.pop("runs"), options.pop("name"), kind)
         self.rows: Path | None = options.pop("rows", None)
         self.options: Any = SimpleNamespace(**options)
+        self.made_with = json.dumps(options, sort_keys=True, default=str)
         self.console, self.begun, self.interrupted = new_console(), False, False
 
     @property
@@ -75,8 +77,8 @@ class Run:
     def rows_of(self, cases: Sequence[Any], name: Callable[[Any], str], measure: Callable[[Any], Any]) -> list[Any]:
         """What `measure` gives for each case, behind a progress bar with its name.
 
-        With --rows those that stand there, by the names of their cases, are not made again. After Ctrl-C these are the
-        rows so far, of the first cases.
+        With --rows those that stand there, of a run with the same options and by the names of their cases, are not made
+        again, but for errors. After Ctrl-C these are the rows so far, of the first cases.
 
         Raises:
             KeyboardInterrupt: there are none so far, or Ctrl-C ended an earlier call.
@@ -85,10 +87,12 @@ class Run:
             raise KeyboardInterrupt
         rows, kept, journal = [], {}, None
         if self.rows is not None:
+            if self.rows.exists() and not self.rows.is_dir():
+                raise UserError(f"--rows must be a folder; {self.rows} is a file")
             self.rows.mkdir(parents=True, exist_ok=True)
-            journal = Journal(self.rows, needs={"case": str})
-            journal.keep(lambda line: True)  # without half a line at the end
-            kept = {line["case"]: line["row"] for line in journal.lines()}
+            journal = Journal(self.rows, needs={"case": str, "options": str, "row": dict})
+            journal.keep(lambda line: "error" not in line["row"])  # nor half a line at the end
+            kept = {line["case"]: line["row"] for line in journal.lines() if line["options"] == self.made_with}
         with progress_bar(self.console, "runs") as bar:
             task = bar.add_task("", total=len(cases), now="")
             try:
@@ -99,7 +103,7 @@ class Run:
                     if (row := kept.get(name(case))) is None:
                         row = measure(case)
                         if journal is not None:
-                            journal.add({"case": name(case), "row": row})
+                            journal.add({"case": name(case), "options": self.made_with, "row": row})
                     rows.append(row)
                     bar.advance(task)
             except KeyboardInterrupt:

@@ -223,7 +223,7 @@ def _few_codes(x: Array, inverses: tuple[Array], half: Array, most: int) -> Arra
     position = jnp.minimum(jnp.abs(finite(x)) * inverses[0], jnp.float32(most)) + jnp.float32(128)
     level = (lax.bitcast_convert_type(position, jnp.uint32) + half) >> 16
     level = lax.bitcast_convert_type(level, jnp.int32) - (0x43000000 >> 16)
-    return jnp.maximum(2 * level - 1 + lax.shift_right_logical(bits, 31), 0).astype(jnp.uint32)
+    return jnp.maximum(2 * level - 1 + lax.shift_right_logical(bits, jnp.int32(31)), 0).astype(jnp.uint32)
 
 
 def _worth(codes: Array, unit: Array, dtype: Any) -> Array:

@@ -25,6 +25,7 @@ __all__ = [
     "axis_size",
     "check_gradients",
     "check_own",
+    "crossed",
     "is_bound",
     "is_missing",
     "known_equal",
@@ -60,6 +61,12 @@ def is_bound(axis: Axis) -> bool:
 def axis_size(axis: Axis) -> int:
     """Number of workers; 1 without an axis."""
     return lax.axis_size(axis) if axis else 1
+
+
+def crossed(axis: Axis) -> Axis:
+    """The axis without mesh axes of a single device, which no collective may name where JAX leaves them out of types
+    (`jax_remove_size_one_mesh_axis_from_type`); None where there is no other."""
+    return tuple(name for name in axis_names(axis) if axis_size(name) > 1) or None
 
 
 def axis_index(axis: Axis) -> Array:

@@ -551,6 +551,7 @@ def all_to_all(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> Any:
         return tree
     leaves, structure = jax.tree.flatten(varying(tree, axis))
     workers = axis_size(axis)
+    replicas = replicas if workers > 1 else ()  # else nothing arrives from others
     arrived: list[Any] = [None] * len(leaves)
     for lane in word_lanes(leaves):
         rows = _pack(lane, leaves, (workers,))
@@ -564,8 +565,8 @@ def all_to_all(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> Any:
 def all_to_all_bytes(tree: Any, axis: Axis, replicas: tuple[str, ...] = ()) -> float:
     """Bytes that a device sends in `all_to_all`: all rows but its own, or its part of them; replicas then send on what
     arrived."""
-    workers, devices = axis_size(axis), axis_size(replicas) if replicas else 1
-    sent = 0
+    workers = axis_size(axis)
+    devices, sent = axis_size(replicas) if replicas and workers > 1 else 1, 0
     for lane in word_lanes(tree):
         part = -(-(lane.size // workers) // devices)
         sent += (workers - 1) * exchanged_size(part, lane.width) * lane.width

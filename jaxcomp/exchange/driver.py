@@ -47,6 +47,7 @@ from jaxcomp.exchange.axes import (
     axis_index,
     axis_names,
     axis_size,
+    crossed,
     is_bound,
     is_missing,
     known_equal,
@@ -237,14 +238,16 @@ class Exchange(NamedTuple):
         place, dtype = self.placement, wide(*groups.dtypes)
         weights = None if self.shares is None else jnp.asarray(self.shares, dtype)
         buckets = self.layout.bucket_bytes is not None
-        replicas = place.replicas
-        if types_tell(place.workers):  # devices that hold the same share the work, also along axes that nobody named
+        replicas, axis = place.replicas, place.workers
+        if jax.config.jax_remove_size_one_mesh_axis_from_type:  # pyright: ignore[reportAttributeAccessIssue]
+            axis = crossed(axis)
+        if types_tell(axis):  # devices that hold the same share the work, also along axes that nobody named
             known = (*place.names, *place.outer, *replicas, *varying_axes(given))
             mesh = jax.sharding.get_abstract_mesh()
             replicas += tuple(name for name in mesh.manual_axes if name not in known and mesh.shape[name] > 1)
         rereads = self.algorithm.rereads
         link = self.link if isinstance(self.link, Link) else self._levels(workers)
-        return Way(place.workers, workers, weights, link, replicas, buckets, self.exact, place.outer, rereads)
+        return Way(axis, workers, weights, link, replicas, buckets, self.exact, place.outer, rereads)
 
     def _errors(self, measured: Array | None, errors: Errors, arrays: list[Array], before: Errors) -> Errors:
         """Errors of this round, or of the last one in which they were measured."""
@@ -559,6 +562,7 @@ def exchange_of(
         NAMES.append(via.name)  # of the user's own
     if "link" in options:
         check_links(name, options["link"])
+        options["link"] = dict(options["link"]) if isinstance(options["link"], Mapping) else options["link"]
     layout = layout_of(algorithm)
     for part in algorithm.parts or (algorithm,):
         reason = refusal(route, part)

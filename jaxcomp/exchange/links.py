@@ -116,32 +116,40 @@ def check_links(name: str, link: Any) -> None:
 
 
 def placed_on(name: str, link: Link | Mapping[str, Link], axes: Sequence[str], workers: int) -> Link | Levels:
-    """The links of an exchange among so many workers along these mesh axes. Levels that have the names of the axes are
-    those of the axes; else all of them together join the workers.
+    """The links of an exchange among so many workers along these mesh axes. Levels that have the names of all of these
+    are those of the axes; else all levels together join the workers. A single worker has none.
 
     Raises:
         ValueError: widths that do not make so many workers.
 
-    >>> few = {"ici": Link(1e-6, 5e10, 8), "dcn": Link(5e-5, 1.25e9, 4)}
+    >>> few = {"ici": Link(1e-6, 5e10, 8), "dcn": Link(5e-5, 1.25e9)}
     >>> placed_on("mean", few, ("dcn",), 4).along, placed_on("mean", few, ("data",), 32).along
     (('dcn',), ('ici', 'dcn'))
     """
-    if not isinstance(link, Mapping):
-        return link
-    own = {key: each for key, each in link.items() if key in axes}
-    if len(own) < len(axes):
-        return Levels(levels_of(name, link, workers), tuple(link))
-    others = levels_of(name, rest, None) if (rest := {key: x for key, x in link.items() if key not in own}) else {}
-    found = levels_of(name, own, workers) | others
-    return Levels({key: found[key] for key in link}, tuple(own))
+    if not isinstance(link, Mapping) or workers == 1:
+        return link if isinstance(link, Link) else DEFAULT
+    along = tuple(key for key in link if key in axes)
+    along = along if len(along) == len(axes) else tuple(link)
+    try:
+        own = levels_of(name, {key: link[key] for key in along}, workers)
+    except ValueError as error:
+        told = f"{error}. It is along {', '.join(axes)}; levels of a hierarchy have the names of its axes"
+        raise ValueError(told) from None
+    last = max(list(link).index(key) for key in along)
+    for key in list(link)[:last]:
+        if key not in along and link[key].width is None:
+            raise ValueError(f"{name}: link must have a width at {key!r}, inside of {', '.join(along)}; got {link!r}")
+    return Levels(
+        {key: own.get(key, each if each.width else each._replace(width=1)) for key, each in link.items()}, along
+    )
 
 
 def slowest(link: Link | Levels) -> Link:
     """The link at whose pace a ring goes, which crosses every level: the longest latency, the least bandwidth."""
     if isinstance(link, Link):
         return link
-    used = [link.levels[name] for name in link.along]
-    return Link(max(each.latency for each in used), min(each.bandwidth for each in used))
+    used = [link.levels[name] for name in link.along if link.levels[name].width != 1]
+    return Link(max(each.latency for each in used), min(each.bandwidth for each in used)) if used else DEFAULT
 
 
 # ------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from jaxcomp.compressors import block_scaled, cast, dithering, eden, identity, n
 from jaxcomp.compressors.checks import is_integer, is_number
 from jaxcomp.compressors.tree import each_of
 from jaxcomp.compressors.vector import alpha_of, omega_of
-from jaxcomp.exchange.links import KINDS, Link
+from jaxcomp.exchange.links import KINDS, Link, check_links
 from jaxcomp.groups import TooLong, join, split
 from jaxcomp.plan.links import Collective, workers_of
 from jaxcomp.plan.programs import collectives_in
@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
     via, bucket_bytes: as for `compressed_mean`.
     every: H, steps at each worker to an exchange (`local_updates`); 1: an exchange at every step.
     dense: whether it sends every entry in 16 bits or more.
-    links: levels by their names, on which via="auto" chooses; none: the default of `compressed_mean`.
+    link: as for `compressed_mean`, by which via="auto" chooses; None: its default.
     """
 
     name: str
@@ -67,13 +67,13 @@ class Candidate(NamedTuple):
     bucket_bytes: int | None = None
     every: int = 1
     dense: bool = False
-    links: tuple[tuple[str, Link], ...] = ()
+    link: Link | Mapping[str, Link] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of `compressed_mean` and `value_and_grad`, besides the algorithm."""
         options = {"bucket_bytes": self.bucket_bytes} if self.bucket_bytes else {}
-        return {"via": self.via, **options} | ({"link": dict(self.links)} if self.links else {})
+        return {"via": self.via, **options} | ({} if self.link is None else {"link": self.link})
 
     def in_buckets(self, size: int) -> "Candidate":
         """The same with an exchange for each bucket of so many bytes."""
@@ -164,6 +164,9 @@ def check_candidates(name: str, candidates: Any) -> list[Candidate]:
     found = list(candidates) if isinstance(candidates, Iterable) else []
     if not found or not all(isinstance(each, Candidate) for each in found):
         raise TypeError(f"{name}: candidates must be a list of jc.Candidate, not empty; got {candidates!r}")
+    for each in found:
+        if each.link is not None:
+            check_links(f"{name}: candidate {each.name!r}", each.link)
     names = [each.name for each in found]
     if len(set(names)) < len(names):
         raise ValueError(f"{name}: candidates must have different names; got {names}")
@@ -266,11 +269,13 @@ def _about(candidate: Candidate, like: Any, workers: int) -> Any:
     if isinstance(candidate.algorithm, Mapping):
         return None
     leaves, structure = jax.tree.flatten(like_of(like))
-    return _about_of(candidate._replace(name="", every=1), tuple(leaves), structure, workers)
+    link = tuple(candidate.link.items()) if isinstance(candidate.link, Mapping) else candidate.link
+    return _about_of(candidate._replace(name="", every=1, link=None), link, tuple(leaves), structure, workers)
 
 
 @functools.lru_cache(maxsize=256)
-def _about_of(candidate: Candidate, leaves: tuple[Any, ...], structure: Any, workers: int) -> Any:
+def _about_of(candidate: Candidate, link: Any, leaves: tuple[Any, ...], structure: Any, workers: int) -> Any:
+    candidate = candidate._replace(link=link if link is None or isinstance(link, Link) else dict(link))
     init, like = candidate.transformation(AXIS).init, jax.tree.unflatten(structure, leaves)
     return jax.make_jaxpr(init, axis_env=[(AXIS, workers)], return_shape=True)(like)[1].about
 

@@ -122,11 +122,9 @@ def recommend(
         raise ValueError(f"recommend: workers must be at least 2; the widths of {levels} make one")
     if candidates is None:
         candidates = [*default_candidates(max_every or 1), *hierarchies(axis)]
-    stated_links = tuple(levels.items())
     candidates = check_candidates("recommend", candidates)
-    candidates = [
-        each._replace(links=each.links or stated_links) if each.via == "auto" else each for each in candidates
-    ]
+    on_link = lambda each: each.via == "auto" and each.link is None
+    candidates = [each._replace(link=link) if on_link(each) else each for each in candidates]
     machine = _machine_of(machine)
     if not _is_finite(gradient):
         raise ValueError(f"recommend: gradient must be finite seconds >= 0; got {gradient!r}")

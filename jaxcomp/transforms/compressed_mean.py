@@ -87,8 +87,9 @@ def compressed_mean(
             bits, but those of entropy codes (`skcompress`), in whose place those of the lanes stand unless measured.
         link: `Link` between workers, latency in seconds, in [0, 60], and bandwidth in bytes per second, >= 1; or a
             mapping from names to several levels, innermost first: {"ici": jc.Link(1e-6, 50e9, 8),
-            "dcn": jc.Link(5e-5, 1.25e9, 4)} are four groups of eight. Names that are mesh axes are those of the axes.
-            via="auto" depends on it, and the pieces of via="ring".
+            "dcn": jc.Link(5e-5, 1.25e9)} are groups of eight. Levels that have the names of all axes of an exchange
+            are those of the axes; else all levels together join its workers. via="auto" depends on it, and the pieces
+            of via="ring".
         sharded: PartitionSpecs of parameters that are cut into shards over other mesh axes, a tree like them, or the
             names of the axes if all are cut over the same: each device exchanges its own shard. Within
             `optax.multi_transform` or `optax.masked` it is the tree of all parameters. Make the state with

@@ -130,3 +130,25 @@ def test_a_payload_of_a_tpu_is_that_of_a_cpu(name, size, seed, request):
     of_tpu = jax.jit(lambda x: both(x))(x)
     for a, b in zip(jax.tree.leaves(of_cpu), jax.tree.leaves(of_tpu), strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", CODED)
+def test_words_of_long_vectors_are_the_same_with_64_bits_enabled(name, seed):
+    compressor, x = CODED[name], np.random.default_rng(seed).standard_normal(4096).astype(np.float32)
+
+    def payload():
+        state = compressor.init(jax.random.key(1), jnp.asarray(x))
+        return jax.tree.map(np.asarray, compressor.compress(jax.random.key(2), jnp.asarray(x), state)[0])
+
+    narrow = payload()
+    with jax.enable_x64(True):
+        wide = payload()
+    for a, b in zip(jax.tree.leaves(narrow), jax.tree.leaves(wide), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+def test_a_vector_of_no_entries_in_blocks():
+    compressor = jc.dithering(7, blocks=4)
+    payload, _ = compressor.compress(jax.random.key(0), jnp.zeros(0), compressor.init(jax.random.key(0), jnp.zeros(0)))
+    assert [x.shape for x in jax.tree.leaves(payload)] == [(0,), (4, 0)]

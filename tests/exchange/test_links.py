@@ -143,7 +143,14 @@ def test_widths_are_those_of_the_workers():
     assert placed_on("test", open_ended, ("net",), 4).levels["net"].width == 4
     with pytest.raises(ValueError, match="test: link must have widths whose product is the 16 workers; it is 32"):
         placed_on("test", HOSTS, ("data",), 16)
-    with pytest.raises(ValueError, match="test: link must have a width at each level"):
+    assert placed_on("test", open_ended, ("nvlink",), 8).levels["net"].width == 1  # which it does not go over
+    assert placed_on("test", {"a": Link(), "b": Link()}, ("a",), 4).along == ("a",)
+    assert placed_on("test", HOSTS, (), 1) == placed_on("test", HOSTS, ("data",), 1) == Link()
+    with pytest.raises(ValueError, match="test: link must have a width at 'a', inside of b"):
         placed_on("test", {"a": Link(), "b": Link()}, ("b",), 4)
+    with pytest.raises(ValueError, match="along data; levels of a hierarchy have the names of its axes"):
+        placed_on("test", HOSTS, ("data",), 4)
+    with_one = {"device": Link(1.0, 1.0, 1), "net": Link(1e-3, 1e6, 8)}
+    assert slowest(placed_on("test", with_one, ("data",), 8)) == Link(1e-3, 1e6)
     with pytest.raises(ValueError, match="test: link must have widths whose product is the 8 workers; it is 4"):
         placed_on("test", HOSTS, ("net",), 8)

@@ -71,9 +71,11 @@ def test_what_was_measured_before_ctrl_c_is_kept(tmp_path):
 
 
 def test_rows_that_stand_in_a_file_are_not_made_again(tmp_path):
-    def run(name):
+    def run(name, steps=3):
+        parser = parser_of("something", "Does something.")
+        parser.add_argument("--steps", type=int, default=steps)
         words = ["--runs", str(tmp_path), "--name", name, "--rows", str(tmp_path / "kept")]
-        return Run(parser_of("something", "Does something."), words, "something", resumable=True)
+        return Run(parser, words, "something", resumable=True)
 
     made = []
 
@@ -91,6 +93,10 @@ def test_rows_that_stand_in_a_file_are_not_made_again(tmp_path):
     assert run("b").rows_of([1, 2, 3, 4], str, measure) == [{"x": x} for x in (1, 2, 3, 4)]
     assert run("c").rows_of([4, 3], str, measure) == [{"x": 4}, {"x": 3}]
     assert made == [1, 2, 3, 3, 4]
+    assert run("g", steps=4).rows_of([1], str, lambda case: {"x": 10}) == [{"x": 10}]  # of other options
+    failed = lambda case: {"error": "killed"} if made.append(case) is None else {}
+    assert run("e").rows_of([5], str, failed) == run("f").rows_of([5], str, failed)
+    assert made == [1, 2, 3, 3, 4, 5, 5]  # what failed is tried again
     (tmp_path / "kept" / "metrics.jsonl").write_text("something else\n")
     with pytest.raises(UserError, match="line 1 is damaged"):
         run("d").rows_of([1], str, measure)

@@ -63,9 +63,12 @@ def test_auto_chooses_on_the_links_that_the_advice_is_for():
     f32, auto, two_shot = (row.parts.network for row in found.rows)
     assert auto == f32 < two_shot / 2
     options = found.rows[1].candidate.options
-    assert options["link"]["net"] == jc.Link(2e-5, 12.5e9, 4)
+    assert options["link"] == levels
     assert jc.compressed_mean(int8, "data", **options)
     assert found.rows[2].candidate.options == {"via": "two_shot"}
+    assert all("link" not in row.candidate.options for row in jc.recommend(like, workers=4, machine=NONE).rows)
+    with pytest.raises(TypeError, match=r"recommend: candidate 'x': link must be a jc.Link"):
+        jc.recommend(like, candidates=[jc.Candidate("x", int8, link=5)], workers=4, machine=NONE)
 
 
 def test_a_link_and_a_machine_that_take_no_time():

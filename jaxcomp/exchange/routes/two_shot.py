@@ -167,6 +167,7 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carr
     """The mean by way of the owners of its chunks (see `Route.carry`)."""
     (out,) = parcels
     compressor, axis, like = out.compressor, way.axis, _sent_like(out.compressor, out.like)
+    replicas = way.replicas if way.workers > 1 else ()
     row = jax.ShapeDtypeStruct(out.like.shape[1:], out.like.dtype)
     axes = (*axis_names(axis), *way.outer)
     memory, local = varying(state.local, axes)
@@ -175,11 +176,11 @@ def carry(parcels: Sequence[Parcel], way: Way, key: Array, state: State) -> Carr
     if _is_biased(compressor):
         chunk = bounded(chunk + memory)
     second, local, mean = second_shot(
-        key, bounded(chunk, like.dtype), compressor, State(local, state.shared), wide_like(like), axis, way.replicas
+        key, bounded(chunk, like.dtype), compressor, State(local, state.shared), wide_like(like), axis, replicas
     )
     if _is_biased(compressor):
         memory = residual(_of_row(compressor), chunk, second, _row(state.shared, axis))
-    sent = all_to_all_bytes(out.payload, axis, way.replicas) + gather_bytes(second, axis, way.replicas)
+    sent = all_to_all_bytes(out.payload, axis, replicas) + gather_bytes(second, axis, replicas)
     after = State(Second(memory, local), advance(compressor, state.shared))
     return Carried((Arrived(mean=mean),), "two_shot", sent, after, lane_bytes(second), cheap_bits(second))
 
