@@ -48,6 +48,8 @@ class Blocks:
 
     def norms(self, x: Array, order: float) -> Array:
         """Norm of each block, [count]."""
+        if not self.count:
+            return jnp.zeros((0,), x.dtype)
         return self.each(lambda rows: block_norms(rows, order), x)
 
     @property
