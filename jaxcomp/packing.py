@@ -9,7 +9,8 @@ after the other, which may be cut out. The width can be read off the shape: thes
 Within a group, code i occupies bits [i*w, (i+1)*w) of the 32*w bits, least significant first.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,10 @@ class Places(NamedTuple):
         """Shape of all entries."""
         return self.tiles, self.width, self.count, TILE
 
+    def of_blocks(self, cut: Any) -> Callable[[Array], Array]:
+        """How a number for each block (`compressors.blocks`) is repeated for `spread`."""
+        return cut.spread_to_words
+
     def spread(self, each: Array) -> Array:
         """Reshapes a number for each entry, each 32 entries, or all so that it broadcasts to [q, w, 32 / w, 32]."""
         if each.shape[0] == 1:
@@ -165,6 +170,10 @@ class Lanes(NamedTuple):
     def whole(self) -> tuple[int]:
         """Shape of all entries."""
         return (self.size,)
+
+    def of_blocks(self, cut: Any) -> Callable[[Array], Array]:
+        """How a number for each block is repeated for `spread`."""
+        return cut.spread
 
     def spread(self, each: Array) -> Array:
         """The same: a number for each entry, or one for all."""

@@ -80,7 +80,7 @@ ROADS = {
     "error_feedback(top_k)": (
         jc.error_feedback(jc.top_k(0.01)),
         ["algorithms/error_feedback.py", "compressors/sparsify.py", "select.py", "exchange/routes/auto.py"],
-        Walk([""] * 19, 249, 219, 465),
+        Walk([""] * 19, 247, 220, 465),
     ),
     "direct(identity)": (
         jc.direct(jc.identity()),

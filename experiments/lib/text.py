@@ -9,7 +9,7 @@ import numpy as np
 import jaxcomp as jc
 from experiments.lib.cli import Parser, UserError, at_least, common
 
-__all__ = ["Text", "add_options", "add_sizes", "read_characters", "text_of", "windows"]
+__all__ = ["Text", "add_options", "add_sizes", "bytes_of", "read_characters", "text_of", "windows"]
 
 
 class Text(NamedTuple):
@@ -37,22 +37,29 @@ def add_sizes(p: Parser, *, width: int, layers: int) -> None:
     p.add_argument("--layers", type=at_least(1), default=layers, help="blocks")
 
 
-def read_characters(path: Path | None) -> tuple[np.ndarray, int]:
-    """Codes i32[n] and the number of different characters; of this package's own source if there is no path.
+def bytes_of(path: Path | None) -> bytes:
+    """What a text is made of; of this package's own source if there is no path.
 
     path: plain or .xz; of a folder all files NAME.txt and NAME.txt.xz in the order of their names.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
     """
     if path is None:
-        raw = b"".join(file.read_bytes() for file in sorted(Path(jc.__file__).parent.rglob("*.py")))
-    else:
-        files = sorted([*path.glob("*.txt"), *path.glob("*.txt.xz")]) if path.is_dir() else [path]
-        if not files or not all(file.is_file() for file in files):
-            raise UserError(f"no file {path}" if files else f"no .txt or .txt.xz in {path}")
-        plain = lambda file: lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
-        try:
-            raw = b"".join(map(plain, files))
-        except (OSError, lzma.LZMAError) as error:
-            raise UserError(f"cannot read {path}: {error}") from None
+        return b"".join(file.read_bytes() for file in sorted(Path(jc.__file__).parent.rglob("*.py")))
+    files = sorted([*path.glob("*.txt"), *path.glob("*.txt.xz")]) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise UserError(f"no file {path}" if files else f"no .txt or .txt.xz in {path}")
+    plain = lambda file: lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
+    try:
+        return b"".join(map(plain, files))
+    except (OSError, lzma.LZMAError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+
+
+def read_characters(path: Path | None) -> tuple[np.ndarray, int]:
+    """Codes i32[n] and the number of different characters (`bytes_of`)."""
+    raw = bytes_of(path)
     known, codes = np.unique(np.frombuffer(raw, np.uint8), return_inverse=True)
     if len(codes) < 1000:
         raise UserError(f"{path} is too short: {len(codes)} characters")

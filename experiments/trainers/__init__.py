@@ -11,6 +11,7 @@ from typing import Any
 from experiments.lib.cli import existing_folder
 from experiments.lib.report import Columns
 from experiments.lib.run import Run, parser_of
+from experiments.lib.text import bytes_of
 
 __all__ = ["PACKAGES", "main"]
 
@@ -46,14 +47,14 @@ def with_ratios(rows: list[dict[str, Any]], axis: str) -> list[dict[str, Any]]:
 
 
 def maxtext(run: Run) -> int:
-    from experiments.trainers.pretrain import CASES, RESTORED, MaxText, made_lines, shakespeare
+    from experiments.trainers.pretrain import CASES, RESTORED, MaxText, made_lines
 
     steps, data = run.options.steps or 200, run.options.data
     if data is None:
         run.say(
             "DiLoCo on text is left out, and MaxText's own step trains on made lines: --data DIR has tinyshakespeare"
         )
-    text = made_lines() if data is None else shakespeare(existing_folder(data))
+    text = made_lines() if data is None else bytes_of(existing_folder(data)).decode()
     cases = [case for case in CASES if data is not None or case.form != "DiLoCo, text"]
     with MaxText(run.path("config.json").parent, text) as trainer:
         measure = lambda case: trainer.trained(case, steps if case.axis == "diloco" else steps // 4)

@@ -5,7 +5,6 @@ and what is behind their ends is masked.
 """
 
 import json
-import lzma
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ import numpy as np
 
 from experiments.lib.cli import UserError
 
-__all__ = ["CASES", "RESTORED", "Case", "MaxText", "made_lines", "shakespeare"]
+__all__ = ["CASES", "RESTORED", "Case", "MaxText", "made_lines"]
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "examples" / "trainers"
@@ -80,15 +79,6 @@ RESTORED = (
     Case("DiLoCo, streaming", *INT4, "maxtext_diloco.py", "diloco", f"{STREAMING} {SYNTHETIC}"),
     Case("step, data 2 of fsdp 2", *INT4, "maxtext_step.py", "data", f"{FSDP} {SYNTHETIC}"),
 )
-
-
-def shakespeare(folder: Path) -> str:
-    """The text of a folder with input.txt or input.txt.xz."""
-    for name, opened in (("input.txt", open), ("input.txt.xz", lzma.open)):
-        if (folder / name).is_file():
-            with opened(folder / name, "rt", encoding="utf-8") as file:
-                return file.read()
-    raise UserError(f"--data: {folder} has no input.txt, nor input.txt.xz")
 
 
 def made_lines(lines: int = 2000) -> str:

@@ -61,10 +61,6 @@ class Blocks:
         """A number per block, repeated over 32 entries at a time; [count] -> [d / 32] or [1]."""
         return each if self.count <= 1 else jnp.repeat(each, self.length // 32)
 
-    def spread_in(self, places: Places | Lanes) -> Callable[[Array], Array]:
-        """How a number per block is repeated for `places.spread`."""
-        return self.spread_to_words if isinstance(places, Places) else self.spread
-
     def spread(self, each: Array) -> Array:
         """A number per block, repeated over the entries of its block; [count] -> [d] or [1]."""
         if self.count <= 1:
@@ -123,7 +119,7 @@ def coded(
         return places.pack([code(*slices) for slices in zip(*map(places.slices, [*args, *noise(words)]), strict=True)])
 
     words = () if key is None else key_data(key)
-    return computed_once(words_of, words, x, *map(cut.spread_in(places), each)).reshape(width, -1)
+    return computed_once(words_of, words, x, *map(places.of_blocks(cut), each)).reshape(width, -1)
 
 
 def worth(value: Callable[[Array, Array], Array], words: Array, cut: Blocks, each: Array, size: int) -> Array:
@@ -132,7 +128,7 @@ def worth(value: Callable[[Array, Array], Array], words: Array, cut: Blocks, eac
     if places is None:
         return value(unpack(words, size), cut.spread(each))
     decode = lambda words, each: value(places.unpack(words), places.spread(each))
-    return computed_once(decode, words, cut.spread_in(places)(each)).reshape(-1)
+    return computed_once(decode, words, places.of_blocks(cut)(each)).reshape(-1)
 
 
 def add_worth(
@@ -150,7 +146,7 @@ def add_worth(
     def add(total, message):
         words, each, weight = message
         codes = unpack(words, total.size) if places is None else places.unpack(words)
-        each = cut.spread(each) if places is None else places.spread(cut.spread_in(places)(each))
+        each = cut.spread(each) if places is None else places.spread(places.of_blocks(cut)(each))
         return total + weighted(value(codes, each).astype(total.dtype), weight)
 
     return fold_in_one_pass(add, reshaped(total, shape), (words, each, weights), least=1).reshape(-1)

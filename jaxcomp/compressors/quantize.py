@@ -272,7 +272,7 @@ def _dithering(
             unit = steps.unit(state.shared, cut, norms, cut.spread).astype(x.dtype)
             codes = _codes(x, _inverses(unit), random_uniform(key, x.shape[0]), most)
             return Quantized(short_norms, pack(codes, width)), state.local
-        units = steps.unit(state.shared, cut, norms, cut.spread_in(places)).astype(x.dtype)
+        units = steps.unit(state.shared, cut, norms, places.of_blocks(cut)).astype(x.dtype)
         few = x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25  # then 1 / unit is a normal number
         codes = _few_codes if few else _codes_of_halves
 
@@ -291,7 +291,7 @@ def _dithering(
         if places is None:
             return _worth(unpack(payload.words, like.size), steps.unit(shared, cut, norms, cut.spread), like.dtype)
         decode = lambda words, units: _worth(places.unpack(words), places.spread(units), like.dtype)
-        return computed_once(decode, payload.words, steps.unit(shared, cut, norms, cut.spread_in(places))).reshape(-1)
+        return computed_once(decode, payload.words, steps.unit(shared, cut, norms, places.of_blocks(cut))).reshape(-1)
 
     def accumulate(total, payloads, weights, shared):
         cut = layout(total.size)

@@ -235,8 +235,8 @@ class Exchange(NamedTuple):
 
     def _way(self, groups: Groups, workers: int, given: Any) -> Way:
         """For the route. given: all that messages are made of."""
-        place, dtype = self.placement, wide(*groups.dtypes)
-        weights = None if self.shares is None else jnp.asarray(self.shares, dtype)
+        place = self.placement
+        weights = None if self.shares is None else jnp.asarray(self.shares, wide(*groups.dtypes))
         buckets = self.layout.bucket_bytes is not None
         replicas, axis = place.replicas, place.workers
         if jax.config.jax_remove_size_one_mesh_axis_from_type:  # pyright: ignore[reportAttributeAccessIssue]

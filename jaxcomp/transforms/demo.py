@@ -52,7 +52,7 @@ def demo(
             send is then as large as what all send, and the direction is no longer what left the momenta divided by n,
             though each momentum still loses what it sent and no more. It needs all messages: routes that bring their
             sum alone are refused, and "auto" always gathers. "all": by the weights of all, as in error feedback.
-        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; one that brings all messages.
+        via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
         options: `weights`, `seed`, `measure`, `sharded` of `compressed_mean`.
 
     Returns:

@@ -9,9 +9,9 @@ n workers, a message of d entries in b bytes:
                 the tree, so this is decided when the state is made (`taken`)
     else        decoded before they are sent, and added: as many bytes as without compression, and no more
 
-Longer: by the model of `links`, on the link or the levels of links that the user states. On one link fewer bytes are
-less time, but for vectors so short that latency decides. On several levels they need not be: an all-to-all sends half
-the bytes of a sum of twice the width, and all of them leave the host, where a ring hands each byte on once a level.
+Longer: by the model of `links`, on the link or the levels of links that the user states. On one link fewer bytes take
+less time, unless a vector is so short that latency decides. On several levels they may take more: in an all-to-all
+each device sends to each device of the other hosts, while a ring takes a byte out of a host once.
 
 So a code of c bits an entry is gathered by up to 64 / c workers, and sparse messages of 8 bytes for each of r d entries
 by up to 1 / r. Of a payload of several vectors the small dense leaves are linear, whatever the compressor is. Where the
@@ -128,7 +128,7 @@ def taken(
 def _is_within(held: float, like: Any, workers: int, link: Link | Levels) -> bool:
     """Whether a gather of messages of so many bytes sends no more than a sum of arrays like this one in f32, or wider,
     and takes no longer: which follows on one link, where it has half the latencies."""
-    dense = max(4, like.dtype.itemsize) * like.size
+    dense = _dense(like)
     if workers * held > 2 * dense:
         return False
     if isinstance(link, Link):

@@ -55,8 +55,9 @@ def _around(mine: Array, phase: Phase, number: Array, axis: Axis) -> Array:
 def cost(lengths: tuple[int, ...], capacity: int, link: Link | Levels) -> Cost:
     """Expected time and bytes of this route for messages of these lengths (see `Route.cost`)."""
     del capacity
-    plan = ring_plan(lengths, slowest(link))
-    return Cost(plan.seconds(slowest(link)), plan.sent_bytes)
+    one = slowest(link)
+    plan = ring_plan(lengths, one)
+    return Cost(plan.seconds(one), plan.sent_bytes)
 
 
 gather = gather_by(exchange, cost)
