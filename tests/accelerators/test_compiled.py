@@ -169,6 +169,16 @@ def parts_of(row):
     return parts
 
 
+def left_by(row):
+    """x, key -> what a message does not say."""
+
+    def left(x, key):
+        _, mine, payload = parts_of(row)(x, key)
+        return residual(row.compressor, x, payload, mine.shared)
+
+    return left
+
+
 X, KEY = jax.ShapeDtypeStruct((D,), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
 
 
@@ -177,14 +187,15 @@ X, KEY = jax.ShapeDtypeStruct((D,), jnp.float32), jax.eval_shape(lambda: jax.ran
 def test_what_a_rounding_lost_is_remembered(target, name):
     """Of a residual alone, in whose program nothing else could hold the rounding."""
     needs(target)
-    row = OF[name]
+    assert ROUNDS.search(one_device(target, left_by(OF[name]), X, KEY).text)
+    assert not lost_roundings(traced(left_by(OF[name]), X, KEY))
 
-    def left(x, key):
-        _, mine, payload = parts_of(row)(x, key)
-        return residual(row.compressor, x, payload, mine.shared)
 
-    assert ROUNDS.search(one_device(target, left, X, KEY).text)
-    assert not lost_roundings(traced(left, X, KEY))
+@pytest.mark.parametrize("name", ["block_scaled-int4-nearest", "block_scaled-mxfp8"])
+def test_what_a_rounding_lost_is_remembered_where_codes_fill_the_lanes(name):
+    needs("v5e:2x2")
+    whole_lanes = jax.ShapeDtypeStruct((32 * 1024,), jnp.float32)
+    assert ROUNDS.search(one_device("v5e:2x2", left_by(OF[name]), whole_lanes, KEY).text)
 
 
 @pytest.mark.parametrize("target", TARGETS)
