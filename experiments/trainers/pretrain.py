@@ -65,10 +65,10 @@ def cases_of(form: str, methods: Any, file: str, axis: str, options: str) -> lis
 
 
 CASES = (
-    *cases_of("DiLoCo", (OWN, IDENTITY, INT4, *SPARSE), "maxtext_diloco.py", "diloco", f"{WHOLE} {SYNTHETIC}"),
+    *cases_of("DiLoCo", (OWN, INT4, *SPARSE), "maxtext_diloco.py", "diloco", f"{WHOLE} {SYNTHETIC}"),
     *cases_of("DiLoCo, streaming", (OWN, INT4), "maxtext_diloco.py", "diloco", f"{STREAMING} {SYNTHETIC}"),
     *cases_of("DiLoCo, text", (OWN, IDENTITY, INT4, *SPARSE), "maxtext_diloco.py", "diloco", f"{WHOLE} {TEXT}"),
-    *cases_of("step, data 4, text", (OWN, IDENTITY, INT4, TOP_K), "maxtext_step.py", "data", f"{DATA} {TEXT}"),
+    *cases_of("step, data 4, text", (OWN, IDENTITY, INT4), "maxtext_step.py", "data", f"{DATA} {TEXT}"),
     *cases_of(
         "step, data 2 of fsdp 2, text", (OWN, IDENTITY, INT4, TOP_K), "maxtext_step.py", "data", f"{FSDP} {TEXT}"
     ),

@@ -19,8 +19,8 @@ import jaxcomp as jc
 
 ALGORITHM = jc.from_config(os.environ.get("JAXCOMP", "error_feedback(block_scaled('int4'))"))
 tokens = lambda data, rest: (data["targets_segmentation"] != 0).sum()
-options = {"has_aux": True, "gradients": "unreduced", "aux": {"^1": "equal", "_loss": "mean", ".*": "sum"}}
-now = {}  # the state of the exchange within a step
+# now: the state of the exchange within a step.
+options, now = {"has_aux": True, "gradients": "unreduced", "aux": {"^1": "equal", "_loss": "mean", ".*": "sum"}}, {}
 
 
 def value_and_grad(loss, params, custom, rest, config, data):
@@ -35,9 +35,10 @@ def get_optimizer(config, *args, mesh, make=optimizers.get_optimizer, **kwargs):
 
     def init(params):
         state = jc.value_and_grad(init, mesh=mesh, param_specs=PartitionSpec(), **options).init(params)
-        placed = lambda x, spec: nnx.Variable(x, out_sharding=spec)
-        return jax.tree.map(placed, state, jc.state_specs(state, tuple(axes)))
+        specs = jc.state_specs(state, tuple(axes))
+        return jax.tree.map(lambda x, spec: nnx.Variable(x, out_sharding=spec), state, specs)
 
+    assert not config.routed_bias or config.gradient_accumulation_steps == 1, "routed_bias: without accumulation"
     axes = [axis for axis in ("fsdp", "data") if mesh.shape[axis] > 1]
     levels = {axis: jc.direct(jc.identity()) for axis in axes} | {axes[-1]: ALGORITHM}
     options.update(axis_name=levels, micro_batches=config.gradient_accumulation_steps, weight=tokens)
