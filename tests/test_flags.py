@@ -29,17 +29,18 @@ def strict():
         yield
 
 
+@contextlib.contextmanager
+def watched():
+    """All that says no, while a program is traced and while it runs: what passes under all passes under each."""
+    with strict(), jax.debug_nans(True), jax.transfer_guard("disallow"):
+        yield
+
+
 FLAGS = {
-    "none": contextlib.nullcontext,
-    "nans": lambda: jax.debug_nans(True),
-    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "leaks": jax.checking_leaks,
-    "key reuse": lambda: jax.debug_key_reuse(True),
+    "watched": watched,
     "x64": lambda: jax.enable_x64(True),
     "old threefry": lambda: jax.threefry_partitionable(False),
     "rbg": lambda: jax.default_prng_impl("rbg"),
-    "custom keys": lambda: jax.enable_custom_prng(True),
-    "transfer guard": lambda: jax.transfer_guard("disallow"),
     "no jit": jax.disable_jit,
 }
 
