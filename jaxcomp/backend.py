@@ -290,7 +290,8 @@ def side_by_side(words: Sequence[Array]) -> Array:
 def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
     """Consecutive pieces of a vector, or of each row [..., d]; what is left of it is dropped."""
     if isinstance(vector, SparseSum):
-        if len(sizes) > 1 and max(sizes) >= LONG and any(isinstance(a, Tracer) for a in jax.tree.leaves(vector)):
+        least = LONG if platform() == "cpu" else vector.least_apart
+        if len(sizes) > 1 and max(sizes) >= least and any(isinstance(a, Tracer) for a in jax.tree.leaves(vector)):
             return backend_cpu.made_apart(vector, sizes) if platform() == "cpu" else vector.made_apart(sizes)
         vector = vector.made()
     if len(sizes) == 1 and sizes[0] == vector.shape[-1]:
@@ -327,14 +328,16 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     return Pieces(tuple(leaves))
 
 
-OPERANDS = 48  # leaves that one loop reads: 50 XLA for GPU joins in one loop, 290 in several, into an array of its own
+OPERANDS = 40  # leaves that one loop reads: 50 XLA for GPU joins in one loop, 290 in several, into an array of its own
 
 
 def _added_in_parts(one: Callable[..., Array], memory: Array, pieces: Pieces, *others: Array) -> Array:
     """So many leaves at a time, joined in the loop that adds them to their part of the memory, in its place."""
     after, start = materialized(memory.reshape(-1)), 0  # else the first part is copied out of it
-    for i in range(0, len(pieces.leaves), OPERANDS):
-        leaves = pieces.leaves[i : i + OPERANDS]
+    count = len(pieces.leaves)
+    several = -(-count // -(-count // OPERANDS))
+    for i in range(0, count, several):
+        leaves = pieces.leaves[i : i + several]
         end = start + sum(leaf.size for leaf in leaves)
         there = [lax.slice_in_dim(x.reshape(-1), start, end) for x in (after, *others)]
         now = one(there[0], end_to_end(leaves, memory.dtype), *there[1:])
@@ -355,7 +358,7 @@ def accumulated(one: Callable[..., Array], memory: Tree, grads: Tree, *others: T
         if isinstance(g, Pieces):
             if _on_cpu(e) and 0 < e.size < 2**31:
                 return backend_cpu.piece_by_piece(one, e, g, *others)
-            if len(g.leaves) > OPERANDS and platform() != "cpu":
+            if len(g.leaves) > 1 and platform() != "cpu":
                 return materialized(_added_in_parts(one, e, g, *others))
             g = joined(g, e)
         return in_place(backend_cpu.of_several(one), e, (g, *others))
@@ -478,15 +481,19 @@ class SparseSum:
         add = lambda total, message: total.at[message[0]].add(message[1], mode="drop", indices_are_sorted=True)
         return self.scaled(fold(add, self._zeros(self.size), (self.indices, self.values)))
 
+    @property
+    def least_apart(self) -> int:
+        """Entries of a piece that is made by itself, which costs a pass over all messages."""
+        return max(LONG, self.indices.size)
+
     def made_apart(self, sizes: Sequence[int]) -> list[Array]:
         """Consecutive pieces of the vector, which is never made as a whole.
 
-        A piece with more entries than all messages is made by itself: it costs a pass over them, and saves that its
-        part of a vector is made and cut out. So are 128 pieces at most; the others are cut out of one vector of them.
+        A piece with more entries than all messages is made by itself, which saves that its part of a vector is made and
+        cut out. So are 128 pieces at most; the others are cut out of one vector of them.
         """
-        most = max(LONG, self.indices.size)
         order = np.argsort(sizes, kind="stable")[::-1][:128].tolist()
-        large = sorted(i for i in order if sizes[i] >= most)
+        large = sorted(i for i in order if sizes[i] >= self.least_apart)
         rest = [i for i in range(len(sizes)) if i not in set(large)]
         starts, rest_sizes = backend_cpu.starts_of(sizes), [sizes[i] for i in rest]
         ends = np.asarray(starts) + np.asarray(sizes)
@@ -503,7 +510,8 @@ class SparseSum:
             inside = lambda i: (indices >= starts[i]) & (indices < ends[i])
             each = [added(totals[j], inside(i), starts[i]) for j, i in enumerate(large)]
             if rest:
-                number = jnp.searchsorted(jnp.asarray(ends, jnp.int32), indices, side="right", method="compare_all")
+                among = materialized(jnp.asarray(ends, jnp.int32))  # or XLA computes the first step when it compiles
+                number = jnp.searchsorted(among, indices, side="right", method="scan_unrolled")
                 shift = jnp.asarray(shifts)[number]
                 each.append(added(totals[-1], shift >= 0, shift))
             return each

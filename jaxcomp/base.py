@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jaxcomp.arrays import bounded, wide
 from jaxcomp.backend import add_each, cut_apart, materialized
 
-FEW = 16  # keys that are made one by one
+FEW = 4  # keys that are made one by one: each is a hundred operations to compile
 
 __all__ = [
     "ROLES",

@@ -87,8 +87,9 @@ class Layout:
         leaves of one bucket. The gradients of the last leaves come first out of a backward pass.
     bucket_order: paths of leaves, in the order in which their gradients come, in place of that; what it does not name
         is last.
-    whole_blocks: with "tree", long vectors are filled up with zeros to a multiple of 1024 entries, which the usual
-        blocks and words divide: with a shorter last block codes of few bits take several times as long.
+    multiple: with "tree", long vectors are filled up with zeros to a multiple of so many entries: with a shorter last
+        block codes of few bits take several times as long, and a shorter last chunk makes a copy of the vector. 1024,
+        which the usual blocks and words divide, is `WHOLE_BLOCKS`.
     longest: with "tree", leaves with more entries together are several vectors. One leaf with more is cut into equal
         rows; longer chunks are refused. Leaves of "shape" stay whole: they are matrices, of which no entry is numbered.
     alone: with "tree", so many of the largest leaves, of at least 2^18 entries and of at most four sizes, are vectors
@@ -103,7 +104,7 @@ class Layout:
     chunks: int = 1
     bucket_bytes: int | None = None
     bucket_order: tuple[str, ...] = ()
-    whole_blocks: bool = False
+    multiple: int = 1
     longest: int = LONGEST
     alone: int = 0
     parts: tuple[tuple[Any, "Layout"], ...] = ()
@@ -119,7 +120,7 @@ class Layout:
         return dataclasses.replace(self, bucket_bytes=bucket_bytes, bucket_order=order, single=False)
 
 
-DEFAULT, WHOLE_BLOCKS, FIXED = Layout(), Layout(whole_blocks=True), Layout(fixed=True)
+DEFAULT, WHOLE_BLOCKS, FIXED = Layout(), Layout(multiple=1024), Layout(fixed=True)
 
 
 class Group(NamedTuple):
@@ -316,7 +317,7 @@ def _shape(size: int, layout: Layout) -> tuple[int, ...]:
     rows = -(-size // layout.longest)
     if rows > 1:
         return rows, row_size(size, rows)
-    return (row_size(size, 1) if layout.whole_blocks and size >= LONG else size,)
+    return (-(-size // layout.multiple) * layout.multiple if size >= LONG else size,)
 
 
 def _runs(members: list[int], leaves: dict[int, Any], longest: int) -> list[list[int]]:

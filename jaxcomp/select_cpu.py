@@ -37,7 +37,7 @@ def first_bits(words: Array, count: Array) -> Array:
         return jnp.where(number < bit // U32(32), words, jnp.where(number == bit // U32(32), part, U32(0)))
 
     def step(i, bit):
-        later = bit | (U32(1) << (steps - 1 - i).astype(U32))
+        later = bit | (U32(1) << jnp.asarray(steps - 1 - i, U32))
         return jnp.where(count_words(before(later)) <= count, later, bit)
 
     return before(lax.fori_loop(0, steps, step, start))
@@ -60,7 +60,7 @@ def reached_by(bits: Array, count: Array) -> Array:
     kind, most = bits.dtype.type, jnp.iinfo(bits.dtype).bits
 
     def bit(i, threshold):
-        higher = threshold | (kind(1) << (most - 2 - i).astype(kind))
+        higher = threshold | (kind(1) << jnp.asarray(most - 2 - i, kind))
         return jnp.where(jnp.sum(bits >= higher, dtype=I32) >= count, higher, threshold)
 
     return lax.fori_loop(0, most - 1, bit, jnp.zeros_like(bits, shape=()))

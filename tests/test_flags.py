@@ -12,6 +12,7 @@ from variants import variants
 from worlds import mesh_of
 
 import jaxcomp as jc
+from jaxcomp import select_cpu
 
 N = 2
 
@@ -146,3 +147,11 @@ def test_axes_of_one_device_that_jax_leaves_out_of_types(name):
             jax.config.update("jax_remove_size_one_mesh_axis_from_type", before)
     for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_loops_that_are_not_compiled():
+    """Without jit the number of a turn is a number of Python: searches in programs for CPUs find the same."""
+    words, bits = jnp.array([0b1101, 0b11], jnp.uint32), jnp.arange(40, dtype=jnp.uint32)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(select_cpu.first_bits(words, jnp.int32(4)), [0b1101, 0b1])
+        assert select_cpu.reached_by(bits, jnp.int32(3)) == 37

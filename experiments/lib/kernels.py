@@ -254,6 +254,13 @@ def _entries(each: Instruction) -> float:
     return float(max((math.prod(x.shape) for x in contents_of(each.type)), default=0))
 
 
+def _follows(broadcast: Instruction) -> bool:
+    """Whether part of the rows of what is broadcast is read for part of the rows of the result."""
+    first = next((axis for axis, size in enumerate(contents_of(broadcast.type)[0].shape) if size > 1), 0)
+    found = re.search(r"dimensions=\{([\d,]*)\}", broadcast.attributes)
+    return found is not None and str(first) in found[1].split(",")
+
+
 def _ask(known: dict[str, Instruction], each: Instruction, need: dict[str, float], scattered: dict[str, float]) -> None:
     """What an instruction needs of its operands for the entries that are asked of it."""
     asked, inputs = need[each.name], [name for name in _operands(each) if name in known]
@@ -273,8 +280,10 @@ def _ask(known: dict[str, Instruction], each: Instruction, need: dict[str, float
             more = asked
         elif each.op in ("dynamic-slice", "dynamic-update-slice") and place > 0 and whole == 1:
             more = 1.0
-        elif each.op in ("slice", "concatenate", "pad", "reduce", "reduce-window", "dot", "broadcast", "gather"):
-            more = min(whole, asked) if each.op in ("broadcast", "concatenate", "pad") else whole * share
+        elif each.op == "broadcast" and not _follows(each):
+            more = min(whole, asked)
+        elif each.op in ("concatenate", "pad"):
+            more = min(whole, asked)
         else:
             more = whole * share
         # Several slices of one operand may be of different parts; anything else asks for the same entries again.

@@ -4,18 +4,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.arrays import is_array, weighted
-from jaxcomp.backend import fold, zeros_if_shape
+from jaxcomp.arrays import is_array
 from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, left, left_of
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.vector import on_vectors
 from jaxcomp.factories import factory
+from jaxcomp.groups import Layout
 from jaxcomp.packing import pack, unpack, width_for
 from jaxcomp.payloads import Chunks, Sparse
 
 __all__ = ["chunked"]
 
 Array = jax.Array
+FILLED = 2**13  # entries of a chunk, up to which vectors of trees are filled up to whole ones
 
 
 @factory
@@ -78,39 +79,38 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
             raise ValueError(f"chunked: {spec.name} sends no values with 32-bit indices; got {type(sent).__name__}")
         return Chunks(sent.values.reshape(-1), pack(_gaps(sent.indices, length), width_for(length))), local
 
-    def places(payload, d):
-        """The index of each value, i32[n]; d for padding."""
-        rows, length = cut(d)
-        gaps = unpack(payload.words, payload.values.size).reshape(rows, -1).astype(jnp.int32)
-        inside = jnp.cumsum(gaps + 1, axis=1) - 1
-        index = length * lax.broadcasted_iota(jnp.int32, inside.shape, 0) + inside
-        return jnp.where((inside >= 0) & (inside < length), jnp.minimum(index, d), d).reshape(-1)
+    def entries(payload, shared, like):
+        """Ascending indices and values of one message. What fills a chunk up adds zero to the last entry of it."""
+        rows, length = cut(like.size)
+        gaps = unpack(payload.words, payload.values.size).reshape(rows, payload.values.size // max(rows, 1))
+        inside = jnp.cumsum(gaps.astype(jnp.int32) + 1, axis=1) - 1
+        filled = (inside >= 0) & (inside < length)
+        inside = jnp.where(filled, inside, length - 1)
+        index = jnp.minimum(length * lax.broadcasted_iota(jnp.int32, inside.shape, 0) + inside, like.size)
+        return index.reshape(-1), jnp.where(filled.reshape(-1), payload.values, jnp.zeros((), payload.values.dtype))
 
     def decompress(payload, shared, like):
-        if like.size == 0:
-            return jnp.zeros(like.shape, like.dtype)
-        index = places(payload, like.size)
-        return jnp.zeros(like.shape, like.dtype).at[index].set(payload.values.astype(like.dtype), mode="drop")
-
-    def add(total, payloads, weights, shared):
-        def add_one(total, message):
-            payload, weight = message
-            values = weighted(payload.values.astype(total.dtype), weight)
-            return total.at[places(payload, total.size)].add(values, mode="drop")
-
-        return fold(add_one, total, (payloads, weights)) if total.size else zeros_if_shape(total, payloads)
+        index, values = entries(payload, shared, like)
+        return jnp.zeros(like.shape, like.dtype).at[index].add(values.astype(like.dtype), mode="drop")
 
     alpha = spec.alpha
     return on_vectors(
         init=init,
         compress=compress,
         decompress=decompress,
-        accumulate=add,
+        entries=entries,
         advance=None if compressor.advance is None else jax.vmap(lambda shared: advance(compressor, shared)),
         overflow=None
         if compressor.overflow is None
         else lambda local: left_of(jax.vmap(lambda row: left(compressor, row))(local)),
-        spec=Spec(name, None, None if alpha is None else lambda d: alpha(cut(d)[1]), linear=False, selects=True),
+        spec=Spec(
+            name,
+            omega=None,
+            alpha=None if alpha is None else lambda d: alpha(cut(d)[1]),
+            linear=False,
+            selects=True,
+            layout=Layout(multiple=int(size) if size <= FILLED else 1),
+        ),
         apart_from=2**31,
     )
 

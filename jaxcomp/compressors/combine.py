@@ -11,7 +11,7 @@ from jaxcomp.backend import fold
 from jaxcomp.base import Compressor, Spec, State, accumulate, advance, check_compressor, entries, for_worker, left
 from jaxcomp.compressors.dense import cast
 from jaxcomp.factories import factory
-from jaxcomp.groups import FIXED
+from jaxcomp.groups import DEFAULT, Layout
 from jaxcomp.payloads import LocalIndices, Sparse, global_indices, local_indices
 
 __all__ = ["compose", "contract", "narrow"]
@@ -121,7 +121,8 @@ def compose(outer: Compressor, inner: Compressor) -> Compressor:
             alpha = _alpha_of_both(first.alpha, _one_minus(second.omega), num_values)
     name = f"compose({first.name}, {second.name})"
     spec = Spec(name, omega, alpha, first.linear and second.linear, weights=first.weights)
-    spec = spec._replace(layout=FIXED if first.layout == FIXED else None)
+    own = first.layout or DEFAULT
+    spec = spec._replace(layout=Layout(fixed=own.fixed, multiple=own.multiple))
     return _composed(outer, inner, spec)
 
 

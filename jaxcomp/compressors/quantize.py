@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, key_data, one_row, reshaped, row_of, weighted, wide
-from jaxcomp.backend import add_each, computed_once, fold_in_one_pass
+from jaxcomp.backend import add_each, computed_once, fold_in_one_pass, form
 from jaxcomp.base import Compressor, Spec, State
 from jaxcomp.compressors.blocks import BLOCK_SIZE, Blocks, blocks_of
 from jaxcomp.compressors.checks import check_like, contraction, is_whole
@@ -129,7 +129,7 @@ def dithering(
     name = f"levels={levels}" if steps is None else "varying steps" if steps_of.varying else f"steps={steps}"
     name += (", norm=inf" if order != 2 else "") + (", norm_dtype=bfloat16" if short else "")
     name += f", blocks={blocks}" if blocks else f", block_size={block_size}" if block_size else ""
-    best = Layout(whole_blocks=True, alone=ALONE) if blocks is None else None
+    best = Layout(multiple=1024, alone=ALONE) if blocks is None else None
     best = FIXED if steps_of.varying else best
     made = _dithering(f"dithering({name})", steps_of, layout, order, short, per_worker)
     longest = MOST if blocks is not None else BLOCK_SIZE if block_size is None else block_size
@@ -213,17 +213,37 @@ def _codes_of_halves(x: Array, inverses: tuple[Array, Array], half: Array, most:
     return _codes(x, inverses, as_uniform(half), most)
 
 
-def _few_codes(x: Array, inverses: tuple[Array], half: Array, most: int) -> Array:
-    """The same of f32 and at most `FEW` levels, in integers, with fewer operations.
+def _few_words(places: Places | Lanes, x: Array, inverse: Array, key: Array, most: int) -> Array:
+    """`places.pack` of the codes of `_codes_of_halves`, for f32 and at most `FEW` levels, in integers, with fewer
+    operations: a compiler for GPUs takes a time that grows with the square of their number in one kernel.
 
     A float in [128, 256) is a multiple of 2^-16, so adding 128 rounds a position to one, and the last bits are that
-    multiple. A fraction of f 2^-16 is rounded up for f of the 2^16 values of half.
+    multiple. A fraction of f 2^-16 is rounded up for f of the 2^16 values of half. What is left of each entry is its
+    level and, in the highest bit of its code, its sign: these are packed, and become codes in all places of a word at
+    once: of t = 2 level + sign, t - 1, and 0 for t = 0.
     """
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    position = jnp.minimum(jnp.abs(finite(x)) * inverses[0], jnp.float32(most)) + jnp.float32(128)
-    level = (lax.bitcast_convert_type(position, jnp.uint32) + half) >> 16
-    level = lax.bitcast_convert_type(level, jnp.int32) - (0x43000000 >> 16)
-    return jnp.maximum(2 * level - 1 + lax.shift_right_logical(bits, jnp.int32(31)), 0).astype(jnp.uint32)
+    width = places.width
+
+    def level_of(x: Array, inverse: Array) -> Array:
+        negative = lax.shift_right_logical(lax.bitcast_convert_type(x, jnp.uint32), jnp.uint32(31))
+        position = jnp.minimum(jnp.abs(finite(x)) * inverse, jnp.float32(most)) + jnp.float32(128)
+        return lax.bitcast_convert_type(position, jnp.uint32) - jnp.uint32(0x43000000) | negative << (15 + width)
+
+    def of_all() -> list[Array]:
+        return places.slices(level_of(places.spread(x), places.spread(inverse)).reshape(-1))
+
+    def of_slices() -> list[Array]:  # a loop over them reads neighbours
+        return list(map(level_of, places.slices(x), places.slices(inverse)))
+
+    pairs = zip(form(of_all, of_slices)(), places.halves(key), strict=True)
+    words = places.pack([part + half >> 16 for part, half in pairs])
+    last = jnp.uint32(sum(1 << i for i in range(0, 32, width)))  # the lowest bit of each place
+    signs = words >> (width - 1) & last
+    twice = (words << 1) & ~last | signs
+    some = twice
+    for step in (1 << i for i in range(width.bit_length() - 1)):
+        some = some | some >> step
+    return twice - (some & last)
 
 
 def _worth(codes: Array, unit: Array, dtype: Any) -> Array:
@@ -273,15 +293,17 @@ def _dithering(
             codes = _codes(x, _inverses(unit), random_uniform(key, x.shape[0]), most)
             return Quantized(short_norms, pack(codes, width)), state.local
         units = steps.unit(state.shared, cut, norms, places.of_blocks(cut)).astype(x.dtype)
-        few = x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25  # then 1 / unit is a normal number
-        codes = _few_codes if few else _codes_of_halves
+        if x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25:  # then 1 / unit is a normal number
+            words_of = lambda x, inverse, words: _few_words(places, x, inverse, words, most)
+            made = computed_once(words_of, x, _inverse(units), key_data(key))
+            return Quantized(short_norms, made.reshape(width, -1)), state.local
 
         def words_of(x, inverses, words):
             inverses = zip(*map(places.slices, inverses), strict=True)
             each = zip(places.slices(x), inverses, places.halves(words), strict=True)
-            return places.pack([codes(*three, most) for three in each])
+            return places.pack([_codes_of_halves(*three, most) for three in each])
 
-        made = computed_once(words_of, x, (_inverse(units),) if few else _inverses(units), key_data(key))
+        made = computed_once(words_of, x, _inverses(units), key_data(key))
         return Quantized(short_norms, made.reshape(width, -1)), state.local
 
     def decompress(payload, shared, like):

@@ -115,7 +115,8 @@ def flat(compressor: Compressor) -> Compressor:
     >>> print(x_hat["a"], x_hat["b"], payload.indices)
     [0. 0.] 3.0 [2]
     """
-    return _of_trees("flat", compressor, Layout("tree", 0, single=True))
+    own = check_compressor("flat", compressor).layout or DEFAULT
+    return _of_trees("flat", compressor, Layout("tree", 0, single=True, multiple=own.multiple))
 
 
 def _of_trees(name: str, compressor: Compressor, layout: Layout) -> Compressor:

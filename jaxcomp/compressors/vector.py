@@ -47,7 +47,7 @@ def on_vectors(
     """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`).
 
     entries: (payload, shared, like) -> indices i32[k], behind them padding of `like.size`, and values [k]; takes the
-        place of `decompress` and `accumulate`. shared: of one worker or of all. ascending: whether the indices are.
+        place of `accumulate`, and of `decompress` where none is given (which an index twice needs). shared: of one worker or of all. ascending: whether the indices are.
     apart_from: under vmap vectors with at least so many entries are compressed one after the other, where the
         compressor selects (`row_by_row`).
     """
@@ -82,9 +82,10 @@ def on_vectors(
 
         return accumulate_
 
-    if entries is not None:
-        decompress, accumulate, every = of_entries(entries, ascending)
     decode: Any = decompress
+    if entries is not None:
+        once, accumulate, every = of_entries(entries, ascending)
+        decode = decompress or once
     accumulate = None if accumulate is None else of_any_shape(accumulate)
     of_flat = None if lengths is None else lambda like: lengths(flat_like(like))
     return Compressor(init_, compress_, decompress_, spec, accumulate, advance, of_flat, for_worker, overflow, every)
