@@ -322,7 +322,7 @@ def stepped(steps: Any) -> Generator[Any, Any, Any]:
 # What a field of an algorithm's state is: so where it is, and what becomes of it when the number of workers changes.
 ROLES = {
     "memory": "local: what was not sent yet; its sum over the workers is kept",
-    "narrow memory": "the same as `jaxcomp.algorithms.loco.Narrow`: in 8 bits, with scales",
+    "narrow memory": "the same as `jaxcomp.algorithms.narrow.Narrow`: in bfloat16, or in 8 bits with scales",
     "shift": "`State`, local h_i, shared their mean h: in step with the means as they were sent; workers start from h",
     "average": "local: a running average of this worker's gradients; other workers start from the mean of all",
     "momentum": "shared: an average of directions; kept",

@@ -120,7 +120,7 @@ def shapes_on(mesh: Mesh, tree: Any, specs: Any = WHOLE) -> Any:
 
 class Program(NamedTuple):
     """lines: of StableHLO; seconds: to trace and compile; memory: temporary, in bytes; aliased: bytes of arguments that
-    results take the place of."""
+    results take the place of; peak: bytes of arguments, results and temporary arrays together."""
 
     stable: str
     text: str
@@ -128,6 +128,7 @@ class Program(NamedTuple):
     seconds: float
     memory: int
     aliased: int
+    peak: int
     ledger: jc.Ledger
 
 
@@ -146,6 +147,7 @@ def compiled(function: Any, *args: Any) -> Program:
         seconds,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
+        memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
         jc.ledger(program),
     )
 

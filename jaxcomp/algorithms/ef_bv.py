@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomp.algorithms.diana import after_shift, from_shift
 from jaxcomp.algorithms.error_feedback import check_contracts
+from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, wide_like, zeros_like
 from jaxcomp.backend import step_in_place
 from jaxcomp.base import Algorithm, Compressor, Cond, Round, State, Sum, check_compressor, for_worker, keys_of, residual
@@ -31,7 +32,14 @@ class ShiftedState(NamedTuple):
 
 
 @factory
-def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, whole_start: bool = True) -> Algorithm:
+def ef21(
+    compressor: Compressor,
+    *,
+    momentum: float = 0.0,
+    plus: bool = False,
+    whole_start: bool = True,
+    memory: str = "float32",
+) -> Algorithm:
     """Sends C(g_i - h_i) and adds all of it to the shift: for biased compressors what DIANA is for unbiased ones.
 
     v_i <- momentum v_i + (1 - momentum) g_i   (the gradient itself by default),
@@ -49,6 +57,7 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
             all; the bound of the reference, which is on the mean of these distances, holds for this choice too. Two
             compressions more in each round.
         whole_start: the first gradient is sent whole. Otherwise C of it.
+        memory: dtype in which v_i - h_i is, of momentum, kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
 
     Raises:
         ValueError: the compressor does not contract, or momentum is out of range.
@@ -98,7 +107,7 @@ def ef21(compressor: Compressor, *, momentum: float = 0.0, plus: bool = False, w
         own, mean, rest, inner = done
         return mean, ShiftedState(State(own, mean), rest, rounds + 1, inner)
 
-    return Algorithm(init, update, _ROLES, compressor)
+    return remembered_in(memory, Algorithm(init, update, _ROLES, compressor))
 
 
 @factory

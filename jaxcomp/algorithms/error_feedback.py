@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import decayed_sum, wide_like, zeros_like
 from jaxcomp.backend import accumulated
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
@@ -22,7 +23,9 @@ class ErrorFeedbackState(NamedTuple):
 
 
 @factory
-def error_feedback(compressor: Compressor, *, decay: float = 1.0, read_by: Compressor | None = None) -> Algorithm:
+def error_feedback(
+    compressor: Compressor, *, decay: float = 1.0, read_by: Compressor | None = None, memory: str = "float32"
+) -> Algorithm:
     """Sends C(decay e_i + g_i) and remembers the rest.
 
     message_i = decay e_i + g_i,   e_i <- message_i - C(message_i),   direction = (1/n) sum_i C(message_i).
@@ -30,7 +33,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0, read_by: Compr
     Nothing is lost: sent + memory = message, bitwise where C copies entries. Entries that overflow
     the capacity of C stay in the memory as well. Non-finite entries of a gradient count as
     zero, and sums saturate at the largest number, so no infinity enters the memory. Memories are kept in f32
-    (f64 for f64 gradients).
+    (f64 for f64 gradients), or in fewer bits (`memory`).
 
     Args:
         compressor: contracts (alpha known), of one array (then large leaves are joined, `jaxcomp.groups`) or of trees.
@@ -38,9 +41,12 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0, read_by: Compr
             old gradients.
         read_by: another compressor with the same payload, which makes the direction of the messages in place of the
             mean; what is remembered stays that of `compressor`. `demo` reads the mean over those who sent an entry.
+        memory: dtype in which it is kept between rounds, "float32", "bfloat16" or "int8" (with a scale of 32 bits for every
+            128 entries). Both narrow ones are rounded at random without bias, so what is not sent is remembered in the
+            mean, no longer bit for bit; a step needs an array in f32 for each group all the same.
 
     Raises:
-        ValueError: the compressor does not contract, or decay is out of range.
+        ValueError: the compressor does not contract, decay is out of range, or memory is none of these.
 
     Reference: Stich, Cordonnier, Jaggi 2018, algorithm 1; Karimireddy, Rebjock, Stich, Jaggi 2019. The
     memory holds gradients, not steps, so the step size may change from round to round.
@@ -67,7 +73,7 @@ def error_feedback(compressor: Compressor, *, decay: float = 1.0, read_by: Compr
         return direction, ErrorFeedbackState(sent.residual, sent.states)
 
     roles = {"memory": "memory", "compressor": "compressor"}
-    return Algorithm(init, update, roles, compressor, pieces=True, rereads=read_by is not None)
+    return remembered_in(memory, Algorithm(init, update, roles, compressor, pieces=True, rereads=read_by is not None))
 
 
 def check_contracts(

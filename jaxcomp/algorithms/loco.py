@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.algorithms.narrow import Narrow
+from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.base import Algorithm, Compressor, State, check_compressor
 from jaxcomp.compressors.checks import is_whole
 from jaxcomp.factories import factory
 
-__all__ = ["Narrow", "loco"]
+__all__ = ["loco"]
 
 
 class LocoState(NamedTuple):
@@ -37,8 +37,7 @@ def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024,
         compressor: of one array (then large leaves are joined, `jaxcomp.groups`) or of trees.
         beta: in [0, 1).
         reset: number of rounds, or None for never. One count for all parameters.
-        memory: "float32", or "int8": 8 bits and a scale of 32 bits for every 128 entries, rounded at random without
-            bias.
+        memory: dtype in which e_i is kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
 
     Raises:
         ValueError: neither omega nor alpha of the compressor is known, or an argument is out of range.
@@ -60,29 +59,19 @@ def loco(compressor: Compressor, *, beta: float = 0.8, reset: int | None = 1024,
         raise ValueError(f"loco: beta must be in [0, 1); got {beta}")
     if reset is not None and not (is_whole(reset) and reset < 2**31):
         raise ValueError(f"loco: reset must be None or an integer in 1 .. 2^31 - 1; got {reset}")
-    if memory not in ("float32", "int8"):
-        raise ValueError(f'loco: memory must be "float32" or "int8"; got {memory!r}')
-    narrow = memory == "int8"
 
     def init(here, like):
         like = wide_like(like)
-        zeros = tuple(map(Narrow.zeros, like)) if narrow else zeros_like(like)
-        return LocoState(zeros, jnp.zeros((), jnp.int32), here.start(like))
+        return LocoState(zeros_like(like), jnp.zeros((), jnp.int32), here.start(like))
 
     def update(here, grads, state):
-        key, round_key = jax.random.split(here.key)
-        e = tuple(each.values() for each in state.memory) if narrow else state.memory
-        e = tuple(each.astype(like.dtype) for each, like in zip(e, wide_like(grads), strict=True))
-        h = jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + e), finite(grads), e)
-        sent = yield here.mean(h, state.compressor, key)
-        e = jax.tree.map(lambda e, r: beta * e + (1 - beta) * r, e, sent.residual)
+        h = jax.tree.map(lambda g, e: bounded(g.astype(e.dtype) + e), finite(grads), state.memory)
+        sent = yield here.mean(h, state.compressor)
+        e = jax.tree.map(lambda e, r: beta * e + (1 - beta) * r, state.memory, sent.residual)
         if reset is not None:
             last = (state.rounds + 1) % reset == 0
             e = jax.tree.map(lambda e: jnp.where(last, jnp.zeros((), e.dtype), e), e)
-        if narrow:
-            keys = jax.random.split(round_key, max(len(e), 1))
-            e = tuple(Narrow.of(x, k) for x, k in zip(e, keys, strict=False))
         return sent.direction, LocoState(e, state.rounds + 1, sent.states)
 
-    roles = {"memory": "narrow memory" if narrow else "memory", "rounds": "coin", "compressor": "compressor"}
-    return Algorithm(init, update, roles, compressor)
+    roles = {"memory": "memory", "rounds": "coin", "compressor": "compressor"}
+    return remembered_in(memory, Algorithm(init, update, roles, compressor))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
+from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, finite, wide, wide_like, zeros_like
 from jaxcomp.base import Algorithm, Compressor, Cond, State, Sum
 from jaxcomp.factories import factory
@@ -30,7 +31,14 @@ class OnebitState(NamedTuple):
 
 @factory
 def onebit_directions(
-    compressor: Compressor, *, freeze_step: int, b1: float, b2: float, eps: float, bias_correction: bool
+    compressor: Compressor,
+    *,
+    freeze_step: int,
+    b1: float,
+    b2: float,
+    eps: float,
+    bias_correction: bool,
+    memory: str = "float32",
 ) -> Algorithm:
     """Directions m / (sqrt v + eps) of 1-bit Adam, t counted from one.
 
@@ -74,7 +82,7 @@ def onebit_directions(
         "steps": "coin",
         "compressor": "compressor",
     }
-    return Algorithm(init, update, roles, compressor)
+    return remembered_in(memory, Algorithm(init, update, roles, compressor))
 
 
 def scaled_by_variance(

@@ -17,6 +17,7 @@ from jaxcomp.algorithms.low_rank import (
     product,
     ranks_of,
 )
+from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, decayed_sum, finite, key_data, wide, wide_like, wrap_key, zeros_like
 from jaxcomp.backend import accumulated, in_place
 from jaxcomp.base import Algorithm, Cond
@@ -49,6 +50,7 @@ def power_sgd(
     error_feedback: bool = True,
     warm_start: bool = True,
     batched: bool = False,
+    memory: str = "float32",
 ) -> Algorithm:
     """One step of subspace iteration a round, from where the last one ended, with error feedback.
 
@@ -82,6 +84,7 @@ def power_sgd(
         batched: all leaves end to end, vectors and small ones too, are one square matrix, filled up with zeros; then
             `dense_below` says nothing. One pair of factors whatever the tree, 4 k sqrt(d) numbers for d entries, and a
             mean that is far less accurate, since its rows are no rows of any leaf.
+        memory: dtype in which e_i is kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
 
     Raises:
         ValueError: an argument is out of range.
@@ -131,7 +134,8 @@ def power_sgd(
 
     roles = {"memory": "memory", "q": "coin", "rounds": "coin"}
     layout = Layout("square") if batched else Layout("shape", int(dense_below))
-    return Algorithm(init, update, roles, layout=layout, pieces=error_feedback and not batched)
+    pieces = error_feedback and not batched
+    return remembered_in(memory, Algorithm(init, update, roles, layout=layout, pieces=pieces))
 
 
 def _alone(g: Array) -> Array:

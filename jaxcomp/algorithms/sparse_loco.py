@@ -14,7 +14,13 @@ __all__ = ["sparse_loco"]
 
 @factory
 def sparse_loco(
-    *, k: int = 64, chunk: int = 4096, bits: int = 2, decay: float = 0.95, per_chunk: bool = False
+    *,
+    k: int = 64,
+    chunk: int = 4096,
+    bits: int = 2,
+    decay: float = 0.95,
+    per_chunk: bool = False,
+    memory: str = "float32",
 ) -> Algorithm:
     """Sends the k largest entries of each chunk in a few bits, and remembers the rest: for `local_updates`.
 
@@ -36,10 +42,11 @@ def sparse_loco(
         bits: of a value, 1 .. 4.
         decay: factor on the memory, in [0, 1].
         per_chunk: bins for each chunk, with 2^bits means in f32 each; else for all chunks together.
+        memory: dtype in which the memory is kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
 
     Returns:
-        `error_feedback(flat(compose(chunked(top_k(k=k), chunk), binned(bits))), decay=decay)`, whose parts check the
-        arguments.
+        `error_feedback(flat(compose(chunked(top_k(k=k), chunk), binned(bits))), decay=decay, memory=memory)`, whose
+        parts check the arguments.
 
     Raises:
         ValueError: an argument is out of range.
@@ -56,4 +63,4 @@ def sparse_loco(
     True
     """
     values = binned(bits, block_size=k) if per_chunk else binned(bits, blocks=1)
-    return error_feedback(flat(compose(chunked(top_k(k=k), chunk), values)), decay=decay)
+    return error_feedback(flat(compose(chunked(top_k(k=k), chunk), values)), decay=decay, memory=memory)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
+from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.algorithms.onebit_adam import scaled_by_variance
 from jaxcomp.arrays import bounded, finite, wide_like, zeros_like
 from jaxcomp.base import Algorithm, Compressor, Cond, State, Sum
@@ -58,7 +59,14 @@ class ZeroOneState(NamedTuple):
 
 @factory
 def zero_one_updates(
-    compressor: Compressor, times: Times, *, b1: float, b2: float, eps: float, bias_correction: bool
+    compressor: Compressor,
+    times: Times,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    bias_correction: bool,
+    memory: str = "float32",
 ) -> Algorithm:
     """Updates of a worker's own parameters; `grads` is (gradients, parameters, step size). See `zero_one_adam`."""
     if compressor.spec.alpha is None:
@@ -123,7 +131,7 @@ def zero_one_updates(
         "clock": "coin",
         "compressor": "compressor",
     }
-    return Algorithm(init, update, roles, compressor)
+    return remembered_in(memory, Algorithm(init, update, roles, compressor), "memory")
 
 
 def _after_variance(clock: Clock, due: Array, times: Times) -> Clock:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.algorithms.error_feedback import check_contracts
+from jaxcomp.algorithms.narrow import remembered_in
 from jaxcomp.arrays import bounded, finite, wide, wide_like, zeros_like
 from jaxcomp.backend import accumulated, in_place
 from jaxcomp.base import Algorithm, Compressor, State
@@ -38,6 +39,7 @@ def momentum_correction(
     masking: bool = True,
     clip_norm: float | None = None,
     workers: int | None = None,
+    memory: str = "float32",
 ) -> Algorithm:
     """Error feedback on velocities, so that what is delayed has the momentum it would have had.
 
@@ -58,6 +60,7 @@ def momentum_correction(
         clip_norm: bound on the norm of the mean gradient, > 0, or None. Each worker keeps to
             clip_norm / sqrt(n), because the sum of n independent gradients grows like sqrt(n).
         workers: n, needed with clip_norm.
+        memory: dtype in which u_i and v_i are kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
 
     Raises:
         ValueError: the compressor does not contract, or an argument is out of range.
@@ -113,7 +116,7 @@ def momentum_correction(
         return direction, MomentumState(sent.residual, u, dense, sent.states)
 
     roles = {"velocity": "memory", "momentum": "memory", "dense_momentum": "momentum", "compressor": "compressor"}
-    return Algorithm(init, update, roles, compressor, pieces=True)
+    return remembered_in(memory, Algorithm(init, update, roles, compressor, pieces=True))
 
 
 def _heavy_ball(momentum: float, nesterov: bool, u: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:

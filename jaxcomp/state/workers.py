@@ -257,9 +257,8 @@ def _narrow_memory(name: str, old: Pair, new: Pair, move: Move) -> Pair:
     before, after = (jax.tree.map(_widened, part, is_leaf=is_narrow) for part in (old[0], new[0]))
     _check_role(name, "memory", (before, ()), move)
     wide, _ = _memory(name, (before, ()), (jax.tree.map(jax.numpy.asarray, after), ()), move)
-    rows = jax.tree.map(lambda x: Narrow.of(np.asarray(x)), wide)
-    place = lambda narrow, like: Narrow(*map(placed, narrow, like))
-    return jax.tree.map(place, rows, new[0], is_leaf=is_narrow), ()
+    place = lambda x, like: Narrow(*map(placed, Narrow.of(np.asarray(x), kind=like.kind), like))
+    return jax.tree.map(place, wide, new[0]), ()
 
 
 def _widened(narrow: Narrow) -> np.ndarray:

@@ -25,6 +25,7 @@ def demo(
     chunk: int = 64,
     weight_decay: float = 0.0,
     mean: str = "senders",
+    memory: str = "float32",
     via: str = "auto",
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -52,6 +53,7 @@ def demo(
             send is then as large as what all send, and the direction is no longer what left the momenta divided by n,
             though each momentum still loses what it sent and no more. It needs all messages: routes that bring their
             sum alone are refused, and "auto" always gathers. "all": by the weights of all, as in error feedback.
+        memory: dtype in which delta is kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
         via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
         options: `weights`, `seed`, `measure`, `sharded` of `compressed_mean`.
 
@@ -80,7 +82,7 @@ def demo(
     if mean not in ("senders", "all"):
         raise ValueError(f"demo: mean must be 'senders' or 'all'; got {mean!r}")
     read_by = dct_of_blocks(top_k(k=k), chunk, by_senders=True) if mean == "senders" else None
-    algorithm = error_feedback(dct_of_blocks(top_k(k=k), chunk), decay=decay, read_by=read_by)
+    algorithm = error_feedback(dct_of_blocks(top_k(k=k), chunk), decay=decay, read_by=read_by, memory=memory)
     parts: list[Any] = [
         compressed_mean(algorithm, axis_name, via, **options),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.sign, updates)),

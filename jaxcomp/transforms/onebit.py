@@ -36,6 +36,7 @@ def onebit_adam(
     weight_decay: float = 0.0,
     bias_correction: bool = True,
     compressor: Compressor | None = None,
+    memory: str = "float32",
     via: str = "two_shot",
     **options: Any,
 ) -> Transformation:
@@ -56,6 +57,7 @@ def onebit_adam(
         bias_correction: divide m by 1 - b1^t and v by 1 - b2^min(t, freeze_step). The release does not, whatever its
             flag says.
         compressor: C, with a known alpha; sign("l2") is the release's.
+        memory: dtype in which e_i is kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
         via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
         options: `weights`, `seed`, `measure`, `link`, `sharded`, `bucket_bytes` of `compressed_mean`.
 
@@ -78,7 +80,7 @@ def onebit_adam(
     compressor = sign() if compressor is None else compressor
     check_compressor("onebit_adam", compressor)
     algorithm = onebit_directions(
-        compressor, freeze_step=int(freeze_step), b1=b1, b2=b2, eps=eps, bias_correction=bias_correction
+        compressor, freeze_step=int(freeze_step), b1=b1, b2=b2, eps=eps, bias_correction=bias_correction, memory=memory
     )
     parts: list[Any] = [compressed_mean(algorithm, axis_name, via, **options)]
     if weight_decay:
@@ -99,6 +101,7 @@ def zero_one_adam(
     eps: float = 1e-8,
     bias_correction: bool = True,
     compressor: Compressor | None = None,
+    memory: str = "float32",
     via: str = "two_shot",
     weights: Sequence[float] | Array | None = None,
     seed: int | Array = 0,
@@ -131,6 +134,7 @@ def zero_one_adam(
         b1, b2, eps: of Adam.
         bias_correction: divide m by 1 - b1^t, and v by 1 - b2^j after j variances.
         compressor: C, with a known alpha; `sign()` if not given.
+        memory: dtype in which e_i is kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
         via: "auto" or a name in `jaxcomp.exchange.ROUTES`: how messages travel; or a `Route` of your own.
         weights: relative weight of each worker, n numbers >= 0; None: those of the compressor (`dagc`), else equal.
         seed: int or key for both kinds of randomness.
@@ -169,7 +173,7 @@ def zero_one_adam(
     compressor = sign() if compressor is None else compressor
     check_compressor(name, compressor)
     times = Times(*map(int, numbers.values()))
-    algorithm = zero_one_updates(compressor, times, b1=b1, b2=b2, eps=eps, bias_correction=bias_correction)
+    algorithm = zero_one_updates(compressor, times, b1=b1, b2=b2, eps=eps, bias_correction=bias_correction, memory=memory)
     placement = Placement(axis_name)
     options = {"weights": weights, "measure": int(measure), "code": "fixed" if measure else None, "link": link}
     run = exchange_of(name, algorithm, placement, via, root_key(seed), **options)

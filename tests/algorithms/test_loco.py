@@ -8,7 +8,7 @@ from variants import variants
 from worlds import run_vmap
 
 import jaxcomp as jc
-from jaxcomp.algorithms.loco import Narrow
+from jaxcomp.algorithms.narrow import Narrow
 
 TREE = {"b": jnp.zeros(5), "w": jnp.zeros((30, 50))}
 
@@ -72,7 +72,7 @@ def test_narrow_vectors_are_unbiased_and_keep_zeros(key, seed):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("memory", "workers"), [("float32", 3), ("int8", 1), ("int8", 3)])
+@pytest.mark.parametrize(("memory", "workers"), [("float32", 3), ("int8", 1), ("int8", 3), ("bfloat16", 3)])
 def test_memories_go_to_other_workers(memory, workers, seed):
     tx = jc.compressed_mean(jc.loco(jc.block_scaled("int2"), memory=memory), "data")
     _, old = run_vmap(tx, TREE, gradients(seed, 2))
@@ -82,7 +82,7 @@ def test_memories_go_to_other_workers(memory, workers, seed):
     before, after = (values(state.local.algorithm.memory[-1]).reshape(-1, 1500) for state in (old, new))
     assert after.shape == (workers, 1500)
     assert np.abs(before).max() > 0
-    tolerance = 1e-6 if memory == "float32" else np.abs(after).max() / 127
+    tolerance = 1e-6 if memory == "float32" else np.abs(after).max() / 100
     np.testing.assert_allclose(after.sum(0), before.sum(0), atol=tolerance)
 
 

@@ -25,7 +25,7 @@ __all__ = ["SCATTER"]
 
 def refuses(compressor: Compressor, roles: Mapping[str, Any]) -> str | None:
     """Why messages cannot be cut by owner; None where they can."""
-    others = sorted(set(jax.tree.leaves(roles)) - {"memory", "compressor"})
+    others = sorted(set(jax.tree.leaves(roles)) - {"memory", "narrow memory", "compressor"})
     if others:
         return (
             "parameters that are cut over the workers themselves: each worker ends with the mean of its own shard, and "

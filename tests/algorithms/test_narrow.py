@@ -1,0 +1,177 @@
+"""Memories in bfloat16 and in 8 bits, of every method that has one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from variants import variants
+from worlds import run_shard_map, run_vmap
+
+import jaxcomp as jc
+from jaxcomp.algorithms.narrow import BLOCK, MEMORIES, Narrow
+
+AXIS = "data"
+TREE = {"b": jnp.zeros(5), "w": jnp.zeros((48, 96))}
+NARROW = MEMORIES[1:]
+# memory -> transformation; fields of the state that are kept in it; rounds before they are rounded for the first time
+METHODS = {
+    "error_feedback": (lambda m: mean(jc.error_feedback(jc.top_k(0.1), memory=m)), ["memory"], 1),
+    "sparse_loco": (lambda m: mean(jc.sparse_loco(k=8, chunk=256, memory=m)), ["memory"], 1),
+    "power_sgd": (lambda m: mean(jc.power_sgd(2, memory=m)), ["memory"], 1),
+    "ef21": (lambda m: mean(jc.ef21(jc.top_k(0.1), momentum=0.5, whole_start=False, memory=m)), ["memory"], 1),
+    "loco": (lambda m: mean(jc.loco(jc.block_scaled("int4"), memory=m)), ["memory"], 1),
+    "momentum_correction": (
+        lambda m: mean(jc.contrib.momentum_correction(jc.top_k(0.1), memory=m)),
+        ["velocity", "momentum"],
+        1,
+    ),
+    "demo": (lambda m: jc.demo(0.1, AXIS, k=8, chunk=16, memory=m), ["memory"], 1),
+    "onebit_adam": (lambda m: jc.onebit_adam(0.1, AXIS, freeze_step=1, memory=m), ["memory"], 2),
+    "zero_one_adam": (lambda m: jc.zero_one_adam(0.1, AXIS, freeze_step=1, memory=m), ["memory"], 1),
+}
+
+
+def mean(algorithm):
+    return jc.compressed_mean(algorithm, AXIS)
+
+
+def gradients(seed, rounds, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    make = lambda x: rng.standard_normal((rounds, 2, *x.shape)) * np.exp(rng.standard_normal(x.shape))
+    return jax.tree.map(lambda x: jnp.asarray(make(x), dtype), TREE)
+
+
+def of_workers(method, tx, grads):
+    """Directions and the state after rounds among two workers."""
+    if method != "zero_one_adam":
+        return run_vmap(tx, TREE, grads)
+    state, axes = jc.init_state(tx, TREE, 2, AXIS)
+    rows = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, *x.shape)), TREE)
+    run = jax.vmap(lambda s, g, x: tx.update(g, s, x), (axes, 0, 0), (0, axes), axis_name=AXIS)
+    found, step = [], jax.jit(run)
+    for t in range(jax.tree.leaves(grads)[0].shape[0]):
+        out, state = step(state, jax.tree.map(lambda g: g[t], grads), rows)  # noqa: B023
+        found.append(out)
+    return jax.tree.map(lambda *each: jnp.stack(each), *found), state
+
+
+def fields_of(state, fields):
+    """Their arrays, as numbers."""
+    if not hasattr(state, "local"):
+        (state,) = [one for one in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "local")) if hasattr(one, "local")]
+    is_narrow = lambda node: isinstance(node, Narrow)
+    found = [x for field in fields for x in getattr(state.local.algorithm, field)]
+    assert found
+    return [(x.values() if is_narrow(x) else x, x) for x in jax.tree.leaves(found, is_leaf=is_narrow)]
+
+
+def steps_of(values, kind):
+    """How far the two numbers are apart between which one is rounded."""
+    values = np.abs(np.asarray(values, np.float64))
+    if kind == "bfloat16":
+        return np.exp2(np.floor(np.log2(np.maximum(values, 2.0**-126))) - 7)
+    *lead, d = values.shape
+    rows = np.pad(values, [(0, 0)] * len(lead) + [(0, -d % BLOCK)]).reshape(*lead, -1, BLOCK)
+    return np.repeat(rows.max(-1) / 127, BLOCK, axis=-1)[..., :d]
+
+
+@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("method", variants(list(METHODS), {"error_feedback", "power_sgd", "onebit_adam"}))
+def test_what_is_remembered_is_what_was_not_sent_rounded_up_or_down(method, kind, seed):
+    """A first message finds empty memories, so all is equal but for the rounding at the end of its round."""
+    make, fields, rounds = METHODS[method]
+    grads = gradients(seed, rounds)
+    wide, narrow = (of_workers(method, make(memory), grads) for memory in ("float32", kind))
+    for a, b in zip(*(jax.tree.leaves(each[0]) for each in (wide, narrow)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    pairs = zip(fields_of(wide[1], fields), fields_of(narrow[1], fields), strict=True)
+    largest = 0.0
+    for (exact, _), (rounded, stored) in pairs:
+        assert isinstance(stored, Narrow) and stored.kind == kind
+        bytes_of = sum(x.nbytes for x in jax.tree.leaves(stored))
+        assert bytes_of <= {"bfloat16": 0.5, "int8": 0.34}[kind] * exact.nbytes + 64
+        error = np.abs(np.asarray(rounded, np.float64) - np.asarray(exact, np.float64))
+        assert (error <= 1.001 * steps_of(exact, kind)).all()
+        largest = max(largest, error.max())
+    assert largest > 0
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_in_the_mean_nothing_is_lost(kind, seed):
+    """Over 60 rounds: what was sent and what is remembered is what came, but for 60 roundings that do not add up."""
+    rounds, grads = 60, gradients(seed, 60)
+    directions, state = run_shard_map(mean(jc.error_feedback(jc.top_k(0.1), memory=kind)), TREE, grads)
+    ((memory, _),) = [pair for pair in fields_of(state, ["memory"]) if pair[0].shape[-1] == 48 * 96]
+    total = np.asarray(grads["w"], np.float64).sum((0, 1)).ravel() / 2
+    found = np.asarray(directions["w"], np.float64).sum(0).ravel() + np.asarray(memory, np.float64).reshape(2, -1).mean(0)
+    step = 8 * np.abs(np.asarray(grads["w"])).max() * {"bfloat16": 2.0**-7, "int8": 1 / 127}[kind]
+    error = found - total
+    assert np.abs(error).max() < step * np.sqrt(rounds)
+    # Rounded to nearest, what is smaller than half a step would never be remembered: its mean would be off.
+    assert abs(error.mean()) < 6 * step * np.sqrt(rounds / (2 * error.size))
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_rounding_has_no_bias_and_stays_finite(kind, key, seed):
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal((2, 300)), jnp.float32)
+    draws = jax.jit(jax.vmap(lambda key: Narrow.of(x, key, kind).values()))(jax.random.split(key, 4000))
+    error = np.abs(np.asarray(draws, np.float64).mean(0) - np.asarray(x, np.float64))
+    assert (error < 6 * steps_of(x, kind) / 2 / np.sqrt(4000) + 1e-12).all()
+    largest = float(jnp.finfo(jnp.float32).max)
+    edge = jnp.asarray([[largest, -largest, 0.0, 1e-45, largest / 3]], jnp.float32)
+    found = np.asarray(Narrow.of(edge, key, kind).values())
+    assert np.isfinite(found).all() and found[0, 0] > 0.99 * largest and found[0, 2] == 0
+    np.testing.assert_allclose(Narrow.of(np.asarray(x), kind=kind).values(), x, atol=4 / 127)
+
+
+def test_f64_gradients_are_remembered_in_few_bits_too(seed):
+    with jax.enable_x64(True):
+        tree = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float64), TREE)
+        for kind in NARROW:
+            tx = mean(jc.error_feedback(jc.top_k(0.1), memory=kind))
+            directions, state = run_vmap(tx, tree, gradients(seed, 2, np.float64))
+            assert directions["w"].dtype == jnp.float64
+            assert all(values.dtype == jnp.float64 for values, _ in fields_of(state, ["memory"]))
+
+
+def test_by_leaf_and_training_go_on(seed):
+    """A memory in few bits in value_and_grad, and as a tree like the parameters."""
+    x = jax.random.normal(jax.random.key(seed), (8, 48))
+    params, loss = {"w": jnp.zeros((48, 96))}, lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2)
+    mesh = jax.make_mesh((2,), (AXIS,), devices=jax.devices()[:2])
+    step = jc.value_and_grad(loss, jc.error_feedback(jc.top_k(0.1), memory="bfloat16"), mesh, AXIS)
+    opt, run = optax.sgd(0.5), jax.jit(step)
+    state, inner, values = step.init(params), opt.init(params), []
+    for _ in range(30):
+        value, grads, state = run(params, state, x)
+        updates, inner = opt.update(grads, inner)
+        params = optax.apply_updates(params, updates)
+        values.append(float(value))
+    assert values[-1] < 0.2 * values[0]
+
+
+@pytest.mark.parametrize(("axes", "spec"), [((4,), P(AXIS)), ((2, 2), P(None, "model"))], ids=["fsdp", "tensor"])
+def test_parameters_that_are_cut(axes, spec, key):
+    """Over four workers themselves, a memory of 8 bits for each of them is as large as a shard in f32."""
+    mesh = jax.make_mesh(axes, (AXIS, "model")[: len(axes)], axis_types=(AxisType.Auto,) * len(axes))
+    params = {"w": jax.device_put(jax.random.normal(key, (64, 64)) / 8, NamedSharding(mesh, spec))}
+    x, loss = jax.random.normal(key, (16, 64)), lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2)
+    step = jc.value_and_grad(loss, jc.error_feedback(jc.dithering(127), memory="int8"), mesh, AXIS)
+    state, run, values = step.init(params), jax.jit(step), []
+    for _ in range(20):
+        value, grads, state = run(params, state, x)
+        params = jax.tree.map(lambda p, g: p - 2 * g, params, grads)
+        values.append(float(value))
+    assert values[-1] < 0.1 * values[0]
+    assert params["w"].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / len(jax.devices()[:4])
+    assert held < 1.2 * params["w"].nbytes / 4
+
+
+def test_an_unknown_memory_is_named():
+    for make, _, _ in METHODS.values():
+        with pytest.raises(ValueError, match="memory must be one of 'float32', 'bfloat16', 'int8'"):
+            make("int4")
