@@ -53,7 +53,10 @@ EXPERIMENTS = {
         "bench.machines",
         "what codecs cost on an H100 or a TPU, by its compiler: a file for jaxcomp plan",
     ),
-    "bench memory": ("bench.memory", "bytes a parameter of each method and route: state and peak, compiled for H100 and v5e"),
+    "bench memory": (
+        "bench.memory",
+        "bytes a parameter of each method and route: state and peak, compiled for H100 and v5e",
+    ),
     "bench plan": ("bench.plan", "seconds of jc.plan for 10 M parameters, and how much of its table it measures"),
     "bench rotations": ("bench.rotations", "rotations, EDEN and block-scaled numbers, against a copy"),
     "bench select": ("bench.select", "thresholds and compaction against sorts, over sizes"),

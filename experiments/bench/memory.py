@@ -118,7 +118,8 @@ def main(arguments: Sequence[str]) -> int:
     like = gpt_like(o.layers, o.width)
     notes = (
         f"{num_entries(like):,} parameters in {len(jax.tree.leaves(like))} leaves, {WORKERS} workers, ratio 0.001; JAX "
-        f"{jax.__version__}. sent: by a device in a step. Peak: gradients and direction (8 bytes), state, temporary arrays."
+        f"{jax.__version__}. sent: by a device in a step. Peak: gradients and direction (8 bytes), state, and what is "
+        "temporary."
     )
     run.table("Bytes a parameter of a device", COLUMNS, rows, notes)
     for row in rows:

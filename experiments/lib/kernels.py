@@ -280,9 +280,7 @@ def _ask(known: dict[str, Instruction], each: Instruction, need: dict[str, float
             more = asked
         elif each.op in ("dynamic-slice", "dynamic-update-slice") and place > 0 and whole == 1:
             more = 1.0
-        elif each.op == "broadcast" and not _follows(each):
-            more = min(whole, asked)
-        elif each.op in ("concatenate", "pad"):
+        elif (each.op == "broadcast" and not _follows(each)) or each.op in ("concatenate", "pad"):
             more = min(whole, asked)
         else:
             more = whole * share

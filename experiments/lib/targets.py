@@ -147,7 +147,10 @@ def compiled(function: Any, *args: Any) -> Program:
         seconds,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
-        memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes,
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes,
         jc.ledger(program),
     )
 

@@ -57,7 +57,8 @@ def ef21(
             all; the bound of the reference, which is on the mean of these distances, holds for this choice too. Two
             compressions more in each round.
         whole_start: the first gradient is sent whole. Otherwise C of it.
-        memory: dtype in which v_i - h_i is, of momentum, kept between rounds: "float32", "bfloat16" or "int8" (`error_feedback`).
+        memory: dtype in which what momentum has to remember is kept between rounds: "float32", "bfloat16" or "int8"
+            (`error_feedback`).
 
     Raises:
         ValueError: the compressor does not contract, or momentum is out of range.

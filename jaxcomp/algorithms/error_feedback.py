@@ -41,9 +41,9 @@ def error_feedback(
             old gradients.
         read_by: another compressor with the same payload, which makes the direction of the messages in place of the
             mean; what is remembered stays that of `compressor`. `demo` reads the mean over those who sent an entry.
-        memory: dtype in which it is kept between rounds, "float32", "bfloat16" or "int8" (with a scale of 32 bits for every
-            128 entries). Both narrow ones are rounded at random without bias, so what is not sent is remembered in the
-            mean, no longer bit for bit; a step needs an array in f32 for each group all the same.
+        memory: dtype in which it is kept between rounds: "float32"; "bfloat16"; or "int8", with a scale of 32 bits for
+            every 128 entries. The latter two are rounded at random, without bias, so what is not sent is remembered in
+            the mean, no longer bit for bit. A step needs an array in f32 for each group all the same.
 
     Raises:
         ValueError: the compressor does not contract, decay is out of range, or memory is none of these.

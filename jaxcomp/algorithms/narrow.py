@@ -42,7 +42,7 @@ class Narrow(NamedTuple):
 
     @classmethod
     def of(cls, x: Array, key: Array | None = None, kind: str = "int8") -> "Narrow":
-        """Rounded to nearest; with a key at random, without bias, but for what is beyond the largest number. x: finite."""
+        """Rounded to nearest; with a key at random, without bias up to the largest number. x: finite."""
         xp: Any = jnp if isinstance(x, jax.Array) else np
         dtype, largest = x.dtype, np.asarray(LARGEST[kind], x.dtype)
         x = xp.clip(x, -largest, largest).astype(xp.float32)
@@ -80,7 +80,7 @@ class Narrow(NamedTuple):
 
 
 def _in_16_bits(x: Array, key: Array | None) -> Array:
-    """bf16: f32 whose lower 16 bits, taken as a share of the step to the next number, are rounded up with that chance."""
+    """bf16, rounded up with the chance that the lower 16 bits say: they are a share of the step to the next number."""
     if key is None:
         return rounded_to(x, jnp.bfloat16) if isinstance(x, jax.Array) else x.astype(jnp.bfloat16)
     noise = random_bits(key, x.size).reshape(x.shape) >> jnp.uint32(16)

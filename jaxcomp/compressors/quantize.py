@@ -293,17 +293,16 @@ def _dithering(
             codes = _codes(x, _inverses(unit), random_uniform(key, x.shape[0]), most)
             return Quantized(short_norms, pack(codes, width)), state.local
         units = steps.unit(state.shared, cut, norms, places.of_blocks(cut)).astype(x.dtype)
-        if x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25:  # then 1 / unit is a normal number
-            words_of = lambda x, inverse, words: _few_words(places, x, inverse, words, most)
-            made = computed_once(words_of, x, _inverse(units), key_data(key))
-            return Quantized(short_norms, made.reshape(width, -1)), state.local
+        few = x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25  # then 1 / unit is a normal number
 
         def words_of(x, inverses, words):
+            if few:
+                return _few_words(places, x, *inverses, words, most)
             inverses = zip(*map(places.slices, inverses), strict=True)
             each = zip(places.slices(x), inverses, places.halves(words), strict=True)
             return places.pack([_codes_of_halves(*three, most) for three in each])
 
-        made = computed_once(words_of, x, _inverses(units), key_data(key))
+        made = computed_once(words_of, x, (_inverse(units),) if few else _inverses(units), key_data(key))
         return Quantized(short_norms, made.reshape(width, -1)), state.local
 
     def decompress(payload, shared, like):

@@ -47,7 +47,8 @@ def on_vectors(
     """A `Compressor` of arrays of any shape from functions of vectors (see `base.Compressor`).
 
     entries: (payload, shared, like) -> indices i32[k], behind them padding of `like.size`, and values [k]; takes the
-        place of `accumulate`, and of `decompress` where none is given (which an index twice needs). shared: of one worker or of all. ascending: whether the indices are.
+        place of `accumulate`, and of `decompress` where none is given (which an index that stands twice needs). shared:
+        of one worker or of all. ascending: whether the indices are.
     apart_from: under vmap vectors with at least so many entries are compressed one after the other, where the
         compressor selects (`row_by_row`).
     """

@@ -173,7 +173,9 @@ def zero_one_adam(
     compressor = sign() if compressor is None else compressor
     check_compressor(name, compressor)
     times = Times(*map(int, numbers.values()))
-    algorithm = zero_one_updates(compressor, times, b1=b1, b2=b2, eps=eps, bias_correction=bias_correction, memory=memory)
+    algorithm = zero_one_updates(
+        compressor, times, b1=b1, b2=b2, eps=eps, bias_correction=bias_correction, memory=memory
+    )
     placement = Placement(axis_name)
     options = {"weights": weights, "measure": int(measure), "code": "fixed" if measure else None, "link": link}
     run = exchange_of(name, algorithm, placement, via, root_key(seed), **options)

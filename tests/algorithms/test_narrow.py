@@ -61,7 +61,9 @@ def of_workers(method, tx, grads):
 def fields_of(state, fields):
     """Their arrays, as numbers."""
     if not hasattr(state, "local"):
-        (state,) = [one for one in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "local")) if hasattr(one, "local")]
+        (state,) = [
+            one for one in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "local")) if hasattr(one, "local")
+        ]
     is_narrow = lambda node: isinstance(node, Narrow)
     found = [x for field in fields for x in getattr(state.local.algorithm, field)]
     assert found
@@ -90,7 +92,8 @@ def test_what_is_remembered_is_what_was_not_sent_rounded_up_or_down(method, kind
     pairs = zip(fields_of(wide[1], fields), fields_of(narrow[1], fields), strict=True)
     largest = 0.0
     for (exact, _), (rounded, stored) in pairs:
-        assert isinstance(stored, Narrow) and stored.kind == kind
+        assert isinstance(stored, Narrow)
+        assert stored.kind == kind
         bytes_of = sum(x.nbytes for x in jax.tree.leaves(stored))
         assert bytes_of <= {"bfloat16": 0.5, "int8": 0.34}[kind] * exact.nbytes + 64
         error = np.abs(np.asarray(rounded, np.float64) - np.asarray(exact, np.float64))
@@ -106,7 +109,9 @@ def test_in_the_mean_nothing_is_lost(kind, seed):
     directions, state = run_shard_map(mean(jc.error_feedback(jc.top_k(0.1), memory=kind)), TREE, grads)
     ((memory, _),) = [pair for pair in fields_of(state, ["memory"]) if pair[0].shape[-1] == 48 * 96]
     total = np.asarray(grads["w"], np.float64).sum((0, 1)).ravel() / 2
-    found = np.asarray(directions["w"], np.float64).sum(0).ravel() + np.asarray(memory, np.float64).reshape(2, -1).mean(0)
+    found = np.asarray(directions["w"], np.float64).sum(0).ravel() + np.asarray(memory, np.float64).reshape(2, -1).mean(
+        0
+    )
     step = 8 * np.abs(np.asarray(grads["w"])).max() * {"bfloat16": 2.0**-7, "int8": 1 / 127}[kind]
     error = found - total
     assert np.abs(error).max() < step * np.sqrt(rounds)
@@ -123,7 +128,9 @@ def test_rounding_has_no_bias_and_stays_finite(kind, key, seed):
     largest = float(jnp.finfo(jnp.float32).max)
     edge = jnp.asarray([[largest, -largest, 0.0, 1e-45, largest / 3]], jnp.float32)
     found = np.asarray(Narrow.of(edge, key, kind).values())
-    assert np.isfinite(found).all() and found[0, 0] > 0.99 * largest and found[0, 2] == 0
+    assert np.isfinite(found).all()
+    assert found[0, 0] > 0.99 * largest
+    assert found[0, 2] == 0
     np.testing.assert_allclose(Narrow.of(np.asarray(x), kind=kind).values(), x, atol=4 / 127)
 
 
