@@ -297,7 +297,7 @@ def _dithering(
 
         def words_of(x, inverses, words):
             if few:
-                return _few_words(places, x, *inverses, words, most)
+                return _few_words(places, x, inverses[0], words, most)
             inverses = zip(*map(places.slices, inverses), strict=True)
             each = zip(places.slices(x), inverses, places.halves(words), strict=True)
             return places.pack([_codes_of_halves(*three, most) for three in each])
