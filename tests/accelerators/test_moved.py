@@ -1,9 +1,14 @@
 """What codecs of 2^22 entries move on an H100, counted in the text that its compiler makes: copies, kernels, waits."""
 
+import math
+import re
+
 import pytest
 
 from experiments.bench.text import TURNS, cases, row_of
 from experiments.lib.targets import compiled, described, lacks, mesh_on
+from jaxcomp.hlo import called, contents_of
+from jaxcomp.program import Module
 
 CASES = cases(22)
 # Copies of the vector, kernels, and waits of the host: at most.
@@ -51,3 +56,23 @@ def test_a_codec_holds_few_vectors_on_a_tpu(name):
         pytest.skip(f"compiling for a TPU needs the package {package}")
     function, args = cases(24)[name].make(mesh_on([described("v5e:2x2")[0]], {"data": 1}))
     assert compiled(function, *args).memory / 4 / 2**24 <= HELD[name]
+
+
+def test_no_sum_over_neighbours_is_a_tile_that_no_register_holds():
+    """Running sums of 64 counts, each compared with all others, were tiles of 2^19 numbers for 256 threads."""
+    if package := lacks("h100"):
+        pytest.skip(f"compiling for an H100 needs the package {package}")
+    case = cases(29)["compress top_k"]
+    function, args = case.make(mesh_on([described("h100")[0]], {"data": 1}))
+    module, tiles = Module(compiled(function, *args).text), []
+    for each in module.computations[module.entry].values():
+        found = re.search(r'"output_tiles":\[\{"sizes":\[([^\]]*)\]', each.attributes)
+        for name in called(each.attributes, "calls") if found else ():
+            inner = module.computations[name]
+            sums = [i for i in inner.values() if i.op == "reduce"]
+            summed = [math.prod(contents_of(inner[i.operands.split()[0].strip("%,")].type)[0].shape) for i in sums]
+            sizes = [math.prod(contents_of(i.type)[0].shape) for i in sums]
+            each_tile = math.prod(int(n) for n in re.findall(r"\d+", found[1]))
+            tiles += [each_tile * a // b for a, b in zip(summed, sizes, strict=True)]
+    assert tiles
+    assert max(tiles) <= 2**17
