@@ -370,7 +370,7 @@ class Algorithm(NamedTuple):
     made: Any = None
 
     def __repr__(self) -> str:
-        made = getattr(self.update, "__qualname__", "").partition(".")[0]
+        made = self.made.name if self.made else getattr(self.update, "__qualname__", "").partition(".")[0]
         return f"<algorithm {made}{f' of {self.compressor.spec.name}' if self.compressor else ''}>"
 
     def __hash__(self) -> int:

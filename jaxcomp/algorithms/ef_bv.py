@@ -58,7 +58,7 @@ def ef21(
             compressions more in each round.
         whole_start: the first gradient is sent whole. Otherwise C of it.
         memory: dtype in which what momentum has to remember is kept between rounds: "float32", "bfloat16" or "int8"
-            (`error_feedback`).
+            (`error_feedback`). The shifts stay as they are, since all workers must know their mean.
 
     Raises:
         ValueError: the compressor does not contract, or momentum is out of range.
@@ -74,6 +74,8 @@ def ef21(
     check_contracts("ef21", compressor)
     if not is_number(momentum) or not 0 <= momentum < 1:
         raise ValueError(f"ef21: momentum must be a Python number in [0, 1); got {momentum!r}")
+    if memory != "float32" and not momentum:
+        raise ValueError(f"ef21: memory must be 'float32' without momentum, which alone is remembered; got {memory!r}")
 
     def init(here, like):
         like = wide_like(like)

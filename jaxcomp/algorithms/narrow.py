@@ -1,6 +1,7 @@
 """Memories in fewer bits than the gradients: bfloat16, or 8 bits with a scale for each block; rounded at random."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import Algorithm, stepped
+from jaxcomp.base import Algorithm, Round, stepped
 from jaxcomp.floats import rounded_to
 from jaxcomp.hashing import random_bits, random_uniform
 
@@ -19,8 +20,8 @@ MEMORIES = ("float32", "bfloat16", "int8")
 BLOCK = 128
 MOST = 127
 TINY = float(np.finfo(np.float32).tiny)
-# Of 8 bits: 127 times a scale, which may have been rounded up.
-LARGEST = {"int8": float(np.finfo(np.float32).max) * (1 - 2.0**-22), "bfloat16": float(jnp.finfo(jnp.bfloat16).max)}
+# Of 8 bits: 127 times a scale, which is rounded up.
+LARGEST = {"int8": float(np.finfo(np.float32).max) * (1 - 2.0**-15), "bfloat16": float(jnp.finfo(jnp.bfloat16).max)}
 
 
 class Narrow(NamedTuple):
@@ -29,7 +30,8 @@ class Narrow(NamedTuple):
     codes: i8[..., d];    scales: f[..., ceil(d / 128)].  Values: codes times the scale of their block.
     codes: bf16[..., d];  scales: f[..., 0].              Values: the codes.
 
-    The dtype of the scales is that of the values.
+    The dtype of the scales is that of the values. A scale has 17 bits, so that its products with codes are exact: no
+    compiler can change a sum with them. A block of 8 bits whose largest entry is below 1.5e-36 is zero.
     """
 
     codes: Array
@@ -53,7 +55,7 @@ class Narrow(NamedTuple):
         rows = xp.pad(x, [(0, 0)] * len(lead) + [(0, blocks * BLOCK - d)])
         rows = rows.reshape(*lead, blocks, BLOCK)
         scales = xp.max(xp.abs(rows), axis=-1) / xp.float32(MOST)
-        scales = xp.where(scales < xp.float32(TINY), xp.float32(0), scales)
+        scales = _rounded_up(xp.where(scales < xp.float32(TINY), xp.float32(0), scales))
         steps = rows / xp.where(scales == 0, xp.float32(1), scales)[..., None]
         steps = xp.where((scales == 0)[..., None], xp.float32(0), steps)
         if key is None:
@@ -79,6 +81,14 @@ class Narrow(NamedTuple):
         return cls(jnp.zeros((*lead, d), kind), jnp.zeros((*lead, -(-d // BLOCK) if kind == "int8" else 0), like.dtype))
 
 
+def _rounded_up(scales: Array) -> Array:
+    """f32 to 17 bits, of which the first is not stored."""
+    if isinstance(scales, jax.Array):
+        bits = lax.bitcast_convert_type(scales, jnp.uint32) + jnp.uint32(127) & ~jnp.uint32(127)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+    return (scales.view(np.uint32) + np.uint32(127) & ~np.uint32(127)).view(np.float32)
+
+
 def _in_16_bits(x: Array, key: Array | None) -> Array:
     """bf16, rounded up with the chance that the lower 16 bits say: they are a share of the step to the next number."""
     if key is None:
@@ -92,7 +102,8 @@ def remembered_in(memory: str, algorithm: Algorithm, *fields: str) -> Algorithm:
     """The same algorithm with its memories in fewer bits between rounds: of these fields, or of the role "memory".
 
     A round reads them as f32 and rounds them at its end, at random without bias: so in the mean nothing is lost, and in
-    each round at most a part of 2^-7 of an entry (bfloat16) or of the largest one of 128 (int8).
+    each round at most a part of 2^-7 of an entry (bfloat16) or of the largest one of 128 (int8). Each group is one
+    vector [d]. Of f64, what is beyond the largest number of f32 (bfloat16: of that) is lost.
 
     Raises:
         ValueError: `memory` is none of `MEMORIES`.
@@ -103,19 +114,24 @@ def remembered_in(memory: str, algorithm: Algorithm, *fields: str) -> Algorithm:
     if memory == "float32":
         return algorithm
     fields = fields or tuple(field for field, role in algorithm.roles.items() if role == "memory")
-    each = lambda function, state: {field: tuple(map(function, getattr(state, field))) for field in fields}
+
+    def each(function: Callable[..., Any], here: Round, state: Any) -> dict[str, tuple[Any, ...]]:
+        """function(array, shape of its group), of all groups of each field; a field may be left out, ()."""
+        shapes = [group.shape for group in here.groups]
+        found = {field: getattr(state, field) for field in fields}
+        return {field: tuple(map(function, own, shapes)) if own else () for field, own in found.items()}
 
     def init(here, like):
         state = algorithm.init(here, like)
-        return state._replace(**each(lambda x: Narrow.zeros(x, memory), state))
+        return state._replace(**each(lambda x, _: Narrow.zeros(x.reshape(-1), memory), here, state))
 
     def update(here, grads, state):
         key, own = jax.random.split(here.key)
-        wide = state._replace(**each(lambda narrow: narrow.values(), state))
+        wide = state._replace(**each(lambda x, shape: x.values().reshape(shape), here, state))
         out, after = yield from stepped(algorithm.update(here._replace(key=key), grads, wide))
-        count = sum(len(getattr(after, field)) for field in fields)
-        keys = iter(jax.random.split(own, max(count, 1)))
-        return out, after._replace(**each(lambda x: Narrow.of(x, next(keys), memory), after))
+        keys = iter(jax.random.split(own, max(len(fields) * len(here.groups), 1)))
+        rounded = lambda x, _: Narrow.of(x.reshape(-1), next(keys), memory)
+        return out, after._replace(**each(rounded, here, after))
 
     roles = dict(algorithm.roles) | dict.fromkeys(fields, "narrow memory")
     return algorithm._replace(init=init, update=update, roles=roles)

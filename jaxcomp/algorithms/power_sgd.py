@@ -107,6 +107,8 @@ def power_sgd(
     for what, value in (("error_feedback", error_feedback), ("warm_start", warm_start), ("batched", batched)):
         if not isinstance(value, bool):
             raise ValueError(f"power_sgd: {what} must be True or False; got {value!r}")
+    if memory != "float32" and not error_feedback:
+        raise ValueError(f"power_sgd: memory must be 'float32' without error feedback; got {memory!r}")
     most = max(value for _, value in ranks)
     before = [value for at, value in ranks if at <= start][-1]
     schedule = [(start, before), *((at, value) for at, value in ranks if at > start)]

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxcomp.algorithms.narrow import Narrow
 from jaxcomp.exchange.state import MeanState
 from jaxcomp.groups import join
 
@@ -15,7 +16,7 @@ def by_leaf(mean: MeanState, vectors: Any) -> Any:
     """Arrays of a state, one for each group (memories, shifts, iterates), as a tree like the parameters.
 
     Leaves have the leading axes and the dtype that the arrays have: a memory in f32 is not rounded to the gradients' 16
-    bits.
+    bits. A memory in fewer bits (`memory="int8"`) is read.
 
     Args:
         mean: the state of `compressed_mean`.
@@ -28,6 +29,8 @@ def by_leaf(mean: MeanState, vectors: Any) -> Any:
     (1, 2, 3)
     """
     groups = mean.about.groups
+    shaped = lambda x, like: x.values().reshape(*x.codes.shape[:-1], *like.shape) if isinstance(x, Narrow) else x
+    vectors = tuple(map(shaped, vectors, groups.like))
     lead = [x.ndim - len(like.shape) for x, like in zip(vectors, groups.like, strict=True)]
     dtypes = dict(enumerate(groups.dtypes)) | {
         i: x.dtype for x, group in zip(vectors, groups.groups, strict=True) for i in group.leaves

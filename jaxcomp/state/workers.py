@@ -40,7 +40,8 @@ def redistribute(old: Any, new: Any, *, keep: str = "sum") -> Any:
     Memories and velocities (what was not sent yet) keep their sum over the workers exactly: new workers start with
     zero, and what those that are gone remembered is added to what the others do. A sum of floats is seldom a float, so
     the last worker or two take what rounding leaves over, instead of memories of their own; so two workers are as good
-    as 48 bits, four as 72, while a single one has to round. DIANA's shifts start from their mean, which all know.
+    as 48 bits, four as 72, while a single one has to round. Memories in fewer bits (`memory="int8"`) are read, handed
+    on so, and rounded to nearest. DIANA's shifts start from their mean, which all know.
     Where their number stays, workers keep their shifts. Adaptive state of compressors (stages of SIDCo) is taken over
     from worker i mod n. Parameters, moments, counters and keys stay as they are; measurements are those of the new
     state, and so are plans for each worker (ratios, matrices) that have another shape there. What `optax.MultiSteps`

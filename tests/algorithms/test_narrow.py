@@ -92,6 +92,7 @@ def test_what_is_remembered_is_what_was_not_sent_rounded_up_or_down(method, kind
     pairs = zip(fields_of(wide[1], fields), fields_of(narrow[1], fields), strict=True)
     largest = 0.0
     for (exact, _), (rounded, stored) in pairs:
+        exact = np.reshape(exact, rounded.shape)  # of each group a vector
         assert isinstance(stored, Narrow)
         assert stored.kind == kind
         bytes_of = sum(x.nbytes for x in jax.tree.leaves(stored))
@@ -144,8 +145,8 @@ def test_f64_gradients_are_remembered_in_few_bits_too(seed):
             assert all(values.dtype == jnp.float64 for values, _ in fields_of(state, ["memory"]))
 
 
-def test_by_leaf_and_training_go_on(seed):
-    """A memory in few bits in value_and_grad, and as a tree like the parameters."""
+def test_training_goes_on(seed):
+    """A memory in few bits in value_and_grad."""
     x = jax.random.normal(jax.random.key(seed), (8, 48))
     params, loss = {"w": jnp.zeros((48, 96))}, lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2)
     mesh = jax.make_mesh((2,), (AXIS,), devices=jax.devices()[:2])
@@ -158,6 +159,28 @@ def test_by_leaf_and_training_go_on(seed):
         params = optax.apply_updates(params, updates)
         values.append(float(value))
     assert values[-1] < 0.2 * values[0]
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_short_axes_cost_no_more(kind):
+    """Blocks of 128 go over the whole group: kernels of 3 x 3 are not filled up to 128 along each row."""
+    params = {"k": jnp.zeros((64, 32, 3, 3)), "c": jnp.zeros((4096, 1))}
+    tx = jc.compressed_mean(jc.power_sgd(2, dense_below=0, min_ratio=1, memory=kind), None)
+    state = jax.eval_shape(tx.init, params)
+    memory = state.local.algorithm.memory
+    entries = sum(x.size for x in jax.tree.leaves(params))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(memory))
+    assert held <= {"bfloat16": 2.0, "int8": 1.04}[kind] * entries
+    by_leaf = jax.eval_shape(lambda state: jc.state.by_leaf(state, state.local.algorithm.memory), state)
+    assert jax.tree.map(lambda x: x.shape, by_leaf) == {"c": (1, 4096, 1), "k": (1, 64, 32, 3, 3)}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_the_same_bits_in_every_world(kind, seed):
+    """Products of codes and scales are exact, so no compiler contracts them into another sum."""
+    grads, tx = gradients(seed, 3), mean(jc.error_feedback(jc.top_k(0.1), memory=kind))
+    for a, b in zip(*(jax.tree.leaves(run(tx, TREE, grads)[0]) for run in (run_vmap, run_shard_map)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(("axes", "spec"), [((4,), P(AXIS)), ((2, 2), P(None, "model"))], ids=["fsdp", "tensor"])
@@ -182,3 +205,8 @@ def test_an_unknown_memory_is_named():
     for make, _, _ in METHODS.values():
         with pytest.raises(ValueError, match="memory must be one of 'float32', 'bfloat16', 'int8'"):
             make("int4")
+    with pytest.raises(ValueError, match="without momentum"):
+        jc.ef21(jc.top_k(0.1), memory="int8")
+    with pytest.raises(ValueError, match="without error feedback"):
+        jc.power_sgd(2, error_feedback=False, memory="int8")
+    assert repr(jc.error_feedback(jc.top_k(0.1), memory="int8")) == "<algorithm error_feedback of top_k(0.1)>"
