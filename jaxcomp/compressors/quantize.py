@@ -246,6 +246,14 @@ def _few_words(places: Places | Lanes, x: Array, inverse: Array, key: Array, mos
     return twice - (some & last)
 
 
+def _words(places: Places | Lanes, most: int, x: Array, inverses: tuple[Array, ...], key: Array) -> Array:
+    """`places.pack` of the codes of all entries; with one inverse by `_few_words`."""
+    if len(inverses) == 1:
+        return _few_words(places, x, inverses[0], key, most)
+    each = zip(places.slices(x), zip(*map(places.slices, inverses), strict=True), places.halves(key), strict=True)
+    return places.pack([_codes_of_halves(*three, most) for three in each])
+
+
 def _worth(codes: Array, unit: Array, dtype: Any) -> Array:
     """Values of codes."""
     level = unzigzag(codes).astype(wide(dtype))
@@ -294,16 +302,11 @@ def _dithering(
             return Quantized(short_norms, pack(codes, width)), state.local
         units = steps.unit(state.shared, cut, norms, places.of_blocks(cut)).astype(x.dtype)
         few = x.dtype == jnp.float32 and most <= FEW and np.max(sizes) <= 0.25  # then 1 / unit is a normal number
-
-        def words_of(x, inverses, words):
-            if few:
-                return _few_words(places, x, inverses[0], words, most)
-            inverses = zip(*map(places.slices, inverses), strict=True)
-            each = zip(places.slices(x), inverses, places.halves(words), strict=True)
-            return places.pack([_codes_of_halves(*three, most) for three in each])
-
-        made = computed_once(words_of, x, (_inverse(units),) if few else _inverses(units), key_data(key))
-        return Quantized(short_norms, made.reshape(width, -1)), state.local
+        inverses = (_inverse(units),) if few else _inverses(units)
+        words_of = functools.partial(_words, places, most)
+        return Quantized(
+            short_norms, computed_once(words_of, x, inverses, key_data(key)).reshape(width, -1)
+        ), state.local
 
     def decompress(payload, shared, like):
         cut = layout(like.size)
