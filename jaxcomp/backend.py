@@ -11,6 +11,7 @@ messages that are not added up. Here and in `backend_cpu` is all that knows how 
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -328,14 +329,14 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     return Pieces(tuple(leaves))
 
 
-OPERANDS = 40  # leaves that one loop reads: 50 XLA for GPU joins in one loop, 290 in several, into an array of its own
+OPERANDS = 40  # leaves that one loop reads at most: XLA for GPUs splits some loops over 48, into an array of their own
 
 
 def _added_in_parts(one: Callable[..., Array], memory: Array, pieces: Pieces, *others: Array) -> Array:
     """So many leaves at a time, joined in the loop that adds them to their part of the memory, in its place."""
     after, start = materialized(memory.reshape(-1)), 0  # else the first part is copied out of it
     count = len(pieces.leaves)
-    several = -(-count // -(-count // OPERANDS))
+    several = math.ceil(count / math.ceil(count / OPERANDS))  # in loops of about equal size
     for i in range(0, count, several):
         leaves = pieces.leaves[i : i + several]
         end = start + sum(leaf.size for leaf in leaves)

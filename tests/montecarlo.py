@@ -4,7 +4,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from jaxcomp.testing import monte_carlo, z_bound
+from jaxcomp.testing.compressors import monte_carlo, z_bound
 
 
 def chi_square_bound(degrees, false_alarm):

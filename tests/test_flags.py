@@ -104,7 +104,7 @@ def test_no_state_begins_with_nan(name):
     """Under jax_debug_nans the first one would end the run."""
     with jax.debug_nans(True):
         tx = METHODS[name]()
-        jc.info(tx.init(params_of(name)))
+        assert jc.info(tx.init(params_of(name))).rounds == 0
 
 
 @pytest.mark.slow

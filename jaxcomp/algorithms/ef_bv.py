@@ -61,7 +61,7 @@ def ef21(
             (`error_feedback`). The shifts stay as they are, since all workers must know their mean.
 
     Raises:
-        ValueError: the compressor does not contract, or momentum is out of range.
+        ValueError: the compressor does not contract, or momentum or memory is out of range.
 
     Reference: Richtarik, Sokolov, Fatkhullin 2021 (EF21, algorithm 2; EF21+, algorithm 3, where each worker chooses and
     a server stores all shifts); Fatkhullin, Tyurin, Richtarik 2023 (EF21-SGDM). Step sizes: `theory.ef21`.

@@ -1,59 +1,26 @@
-"""The laws of compressors and algorithms (`jaxcomp.base`), for those of your own. Needs no test framework.
-
-`check` and `check_algorithm` try every law and raise one `LawBroken` with a sentence for each that does not hold. The
-laws stand in `LAWS` and `ALGORITHM_LAWS` by name; each is a function that raises `LawBroken` with one sentence.
-"""
+"""The laws of compressors (`jaxcomp.base`): each is a function that raises `LawBroken` with one sentence."""
 
 import functools
 import math
 from collections.abc import Callable, Iterable
 from statistics import NormalDist
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from jaxcomp import wire
-from jaxcomp.base import (
-    Algorithm,
-    Compressor,
-    State,
-    accumulate,
-    advance,
-    check_compressor,
-    for_worker,
-    has_role,
-    residual,
-)
-from jaxcomp.base import (
-    check_algorithm as check_is_algorithm,
-)
+from jaxcomp.base import Compressor, State, accumulate, advance, check_compressor, for_worker, residual
 from jaxcomp.compressors.roundtrip import roundtrip
 from jaxcomp.payloads import lane_bytes
-from jaxcomp.state.specs import init_state
-from jaxcomp.state.workers import redistribute
-from jaxcomp.transforms.compressed_mean import compressed_mean
+from jaxcomp.testing.law import all_hold, broken, equal, same_types
 
-__all__ = ["ALGORITHM_LAWS", "LAWS", "LawBroken", "Subject", "check", "check_algorithm"]
+__all__ = ["LAWS", "Subject", "check", "monte_carlo", "z_bound"]
 
 Array = jax.Array
 FALSE_ALARM = 1e-6  # of each statistical law
 KINDS = ("student", "sparse", "flat", "one", "tiny", "huge")
-
-
-class LawBroken(AssertionError):
-    """A compressor or an algorithm breaks a law. laws: their names."""
-
-    def __init__(self, message: str, laws: tuple[str, ...] = ()):
-        super().__init__(message)
-        self.laws = laws
-
-
-def _broken(text: str) -> NoReturn:
-    raise LawBroken(text)
 
 
 def check(
@@ -90,7 +57,7 @@ def check(
     >>> half = jc.identity()._replace(decompress=lambda payload, shared, like: payload.values / 2)
     >>> jc.testing.check(half, laws=["zeros", "linear", "unbiased"], draws=1)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    jaxcomp.testing.LawBroken: identity breaks 1 of 3 laws
+    jaxcomp.testing.law.LawBroken: identity breaks 1 of 3 laws
       unbiased: E C(x) = x, since spec.omega is not None; over 1 draws the mean of entry ...
     """
     spec = check_compressor("testing.check", compressor)
@@ -98,32 +65,7 @@ def check(
         raise ValueError(f"testing.check: size must be at least 40; got {size}")
     inside = spec.lifted.compressor if spec.lifted else compressor
     subject = Subject(inside, size, workers, draws, seed)
-    return _all_hold(spec.name, LAWS, laws, lambda law: LAWS[law](subject))
-
-
-def _all_hold(
-    name: str, table: dict[str, Any], chosen: Iterable[str] | None, run: Callable[[str], None]
-) -> tuple[str, ...]:
-    names = tuple(table if chosen is None else chosen)
-    unknown = [law for law in names if law not in table]
-    if unknown:
-        raise ValueError(f"testing: laws must be of {', '.join(table)}; got {unknown[0]!r}")
-    broken = {}
-    for law in names:
-        try:
-            run(law)
-        except LawBroken as error:
-            broken[law] = str(error)
-        except Exception as error:  # what it raises itself
-            broken[law] = f"it raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if broken:
-        lines = "".join(f"\n  {law}: {text}" for law, text in broken.items())
-        raise LawBroken(f"{name} breaks {len(broken)} of {len(names)} laws{lines}", tuple(broken))
-    return names
-
-
-# ------------------------------------------------------------------------------------------------
-# Compressors
+    return all_hold(spec.name, LAWS, laws, lambda law: LAWS[law](subject))
 
 
 class Subject:
@@ -250,29 +192,6 @@ def z_bound(false_alarm: float, num_tests: int) -> float:
     return NormalDist().inv_cdf(1 - false_alarm / (2 * num_tests))
 
 
-def _close(got: Any, want: Any, rtol: float, atol: float) -> str | None:
-    """Says where and how far two arrays differ; None where they do not."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    if got.shape != want.shape:
-        return f"shape {got.shape} instead of {want.shape}"
-    bad = ~np.isclose(got, want, rtol=rtol, atol=atol, equal_nan=True)
-    if not bad.any():
-        return None
-    i = np.unravel_index(np.argmax(np.where(bad, np.abs(got - want), -1)), got.shape) if got.ndim else ()
-    furthest = f"{got[i]:.9g} instead of {want[i]:.9g} at {list(map(int, i))}"
-    return f"{bad.sum()} of {got.size} entries differ; the furthest is {furthest}"
-
-
-def _equal(what: str, got: Any, want: Any, rtol: float = 0, atol: float = 0) -> None:
-    leaves = jax.tree.leaves(got), jax.tree.leaves(want)
-    if jax.tree.structure(got) != jax.tree.structure(want):
-        _broken(f"{what}; structures are {jax.tree.structure(got)} and {jax.tree.structure(want)}")
-    for a, b in zip(*leaves, strict=True):
-        exact = not jnp.issubdtype(jnp.result_type(a), jnp.floating)
-        if found := _close(a, b, *((0, 0) if exact else (rtol, atol))):
-            _broken(f"{what}; {found}")
-
-
 def shapes(s: Subject, dtypes: Iterable[str] = ("float32", "bfloat16")) -> None:
     """Shapes and dtypes of arrays are kept."""
     for dtype in dtypes:
@@ -280,7 +199,7 @@ def shapes(s: Subject, dtypes: Iterable[str] = ("float32", "bfloat16")) -> None:
             x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
             x_hat, _ = jax.eval_shape(lambda x, key: roundtrip(s.compressor, x, key=key), x, s.key)
             if (x_hat.shape, x_hat.dtype) != (x.shape, x.dtype):
-                _broken(f"shape and dtype are kept; {dtype}{list(shape)} becomes {x_hat.dtype}{list(x_hat.shape)}")
+                broken(f"shape and dtype are kept; {dtype}{list(shape)} becomes {x_hat.dtype}{list(x_hat.shape)}")
 
 
 def jit(s: Subject) -> None:
@@ -288,7 +207,7 @@ def jit(s: Subject) -> None:
     x = s.vector()
     plain = roundtrip(s.compressor, x, key=s.key)
     _, payload, x_hat, _ = s.one_round(x, s.key)
-    _equal("jit changes nothing but the last place", (x_hat, payload), plain, 3e-7, 1e-7)
+    equal("jit changes nothing but the last place", (x_hat, payload), plain, 3e-7, 1e-7)
 
 
 def vmap(s: Subject, atol: float = 1e-7) -> None:
@@ -298,7 +217,7 @@ def vmap(s: Subject, atol: float = 1e-7) -> None:
     looped = np.stack([s.one_round(x, key)[2] for x, key in zip(xs, keys, strict=True)])
     # Products with a matrix are added in another order when mapped.
     atol = atol if s.compressor.spec.norm is None else 1e-4
-    _equal("vmap gives what a loop gives", mapped, looped, 1e-6 if s.compressor.spec.norm is None else 1e-4, atol)
+    equal("vmap gives what a loop gives", mapped, looped, 1e-6 if s.compressor.spec.norm is None else 1e-4, atol)
 
 
 def conservation(s: Subject) -> None:
@@ -307,19 +226,19 @@ def conservation(s: Subject) -> None:
     _, _, x_hat, rest = s.one_round(x, s.key)
     if s.exact:
         said = "what was sent and the residual add up to the message, bitwise"
-        _equal(said, np.asarray(x_hat + rest).view(np.uint32), np.asarray(x).view(np.uint32))
+        equal(said, np.asarray(x_hat + rest).view(np.uint32), np.asarray(x).view(np.uint32))
         if np.any((np.asarray(x_hat) != 0) & (np.asarray(rest) != 0)):
-            _broken("entries are copied or left (spec.selects); some are split between what is sent and the residual")
+            broken("entries are copied or left (spec.selects); some are split between what is sent and the residual")
     total = np.float64(x_hat) + np.float64(rest)
-    _equal("what was sent and the residual add up to the message", total, np.float64(x), 1e-6, 1e-6)
+    equal("what was sent and the residual add up to the message", total, np.float64(x), 1e-6, 1e-6)
 
 
 def zeros(s: Subject) -> None:
     """C(0) = 0, with a finite payload."""
     _, payload, x_hat, _ = s.one_round(jnp.zeros(s.size), s.key)
-    _equal("zeros stay zero", x_hat, jnp.zeros(s.size))
+    equal("zeros stay zero", x_hat, jnp.zeros(s.size))
     if not all(np.isfinite(np.float64(leaf)).all() for leaf in jax.tree.leaves(payload)):
-        _broken("the payload of zeros is finite; it has NaN or infinite entries")
+        broken("the payload of zeros is finite; it has NaN or infinite entries")
 
 
 def nonfinite(s: Subject, bad: Iterable[float] = (math.nan, math.inf, -math.inf)) -> None:
@@ -329,8 +248,8 @@ def nonfinite(s: Subject, bad: Iterable[float] = (math.nan, math.inf, -math.inf)
         x[[0, 5, s.size - 1]] = value
         got, want = (s.one_round(jnp.asarray(y), s.key)[2] for y in (x, np.where(np.isfinite(x), x, 0).astype(x.dtype)))
         if not np.isfinite(got).all():
-            _broken(f"entries that are not finite count as zero; with {value} in the vector, C(x) is not finite")
-        _equal(f"entries that are not finite ({value}) count as zero", got, want, 1e-6, 1e-7)
+            broken(f"entries that are not finite count as zero; with {value} in the vector, C(x) is not finite")
+        equal(f"entries that are not finite ({value}) count as zero", got, want, 1e-6, 1e-7)
 
 
 def tiny(s: Subject, shapes: Iterable[tuple[int, ...]] = ((), (0,), (1,), (2,), (3,), (31,), (33,))) -> None:
@@ -339,9 +258,9 @@ def tiny(s: Subject, shapes: Iterable[tuple[int, ...]] = ((), (0,), (1,), (2,), 
         x = jnp.arange(1.0, math.prod(shape) + 1).reshape(shape)
         _, payload, x_hat, _ = s.one_round(x, s.key)
         if x_hat.shape != shape or not np.isfinite(x_hat).all():
-            _broken(f"vectors of any length are compressed; shape {shape} gives shape {x_hat.shape} or is not finite")
+            broken(f"vectors of any length are compressed; shape {shape} gives shape {x_hat.shape} or is not finite")
         if lane_bytes(payload) > 4 * x.size + 256:
-            _broken(f"a message is not longer than the vector by much; shape {shape} takes {lane_bytes(payload)} bytes")
+            broken(f"a message is not longer than the vector by much; shape {shape} takes {lane_bytes(payload)} bytes")
 
 
 def unbiased(s: Subject) -> None:
@@ -353,7 +272,7 @@ def unbiased(s: Subject) -> None:
     z = np.abs(mean - np.float64(x)) / np.maximum(error, 1e-6 * np.abs(x).max())
     if not z.max() < z_bound(FALSE_ALARM, x.size):
         i = int(z.argmax())
-        _broken(
+        broken(
             f"E C(x) = x, since spec.omega is not None; over {s.draws} draws the mean of entry {i} is {mean[i]:.6g} "
             f"for {float(x[i]):.6g}, {z[i]:.1f} standard errors away"
         )
@@ -368,7 +287,7 @@ def omega(s: Subject, kinds: Iterable[str] = KINDS) -> None:
         mean, error, norm = s.squared_error(s.kind(kind), min(s.draws, 1024))
         # float32 rounds the error itself
         if not mean <= most * norm * (1 + 1e-6) + 1e-12 * norm + z_bound(FALSE_ALARM, 1) * error:
-            _broken(f"E|C(x) - x|^2 <= omega |x|^2 with omega = {most:.6g}; a {kind} vector gives {mean / norm:.6g}")
+            broken(f"E|C(x) - x|^2 <= omega |x|^2 with omega = {most:.6g}; a {kind} vector gives {mean / norm:.6g}")
 
 
 def alpha(s: Subject, kinds: Iterable[str] = KINDS) -> None:
@@ -377,11 +296,11 @@ def alpha(s: Subject, kinds: Iterable[str] = KINDS) -> None:
         return
     least = s.compressor.spec.alpha(s.size)
     if not 0 < least <= 1:
-        _broken(f"alpha is in (0, 1]; for {s.size} entries it is {least:.6g}")
+        broken(f"alpha is in (0, 1]; for {s.size} entries it is {least:.6g}")
     for kind in kinds:
         mean, error, norm = s.squared_error(s.kind(kind), min(s.draws, 1024))
         if not mean <= (1 - least) * norm * (1 + 1e-6) + z_bound(FALSE_ALARM, 1) * error:
-            _broken(
+            broken(
                 f"E|C(x) - x|^2 <= (1 - alpha) |x|^2 with alpha = {least:.6g}; a {kind} vector gives {mean / norm:.6g} "
                 f"instead of at most {1 - least:.6g}"
             )
@@ -408,18 +327,18 @@ def accumulation(s: Subject) -> None:
     xs, keys = jnp.stack([s.vector(i) for i in range(n)]), jax.random.split(s.key, n)
     got, plain, from_shape, from_zeros, decoded = run(xs, keys, jnp.asarray(weights, jnp.float32), total)
     decoded, total = np.float64(decoded), np.float64(total)
-    _equal("accumulate adds the weighted messages", got, total + np.tensordot(weights, decoded, 1), 1e-5, 1e-5)
-    _equal("accumulate without weights adds the messages", plain, total + decoded.sum(0), 1e-5, 1e-5)
-    _equal("accumulate onto a shape is accumulate onto zeros", from_shape, from_zeros)
+    equal("accumulate adds the weighted messages", got, total + np.tensordot(weights, decoded, 1), 1e-5, 1e-5)
+    equal("accumulate without weights adds the messages", plain, total + decoded.sum(0), 1e-5, 1e-5)
+    equal("accumulate onto a shape is accumulate onto zeros", from_shape, from_zeros)
 
 
 def on_the_wire(s: Subject) -> None:
     """A payload that was decoded from bytes decompresses to the same."""
     state, payload, x_hat, _ = s.one_round(s.vector(), s.key)
     decoded = wire.decode(wire.encode(payload))
-    _equal("a message survives wire.encode and wire.decode", decoded, jax.tree.map(np.asarray, payload))
+    equal("a message survives wire.encode and wire.decode", decoded, jax.tree.map(np.asarray, payload))
     got = s.compressor.decompress(decoded, state.shared, s.like)
-    _equal("a message that was decoded from bytes decompresses to the same", got, x_hat, 1e-6, 1e-7)
+    equal("a message that was decoded from bytes decompresses to the same", got, x_hat, 1e-6, 1e-7)
 
 
 def linear(s: Subject) -> None:
@@ -441,7 +360,7 @@ def linear(s: Subject) -> None:
     eps = max(float(jnp.finfo(dtype).eps) for dtype in floats or [jnp.float32])
     largest = max(1.0, float(np.max(np.abs(parts))))  # of what is rounded: entries may be differences of such numbers
     said = "payloads may be added on the way, since spec.linear"
-    _equal(said, summed, parts[0] + parts[1], 4 * eps, 4 * eps * largest)
+    equal(said, summed, parts[0] + parts[1], 4 * eps, 4 * eps * largest)
 
 
 def traced_once(s: Subject) -> None:
@@ -458,16 +377,7 @@ def traced_once(s: Subject) -> None:
         return State(local, advance(c, state.shared))
 
     state = jax.eval_shape(first, s.key)
-    _same_types("a compressor", state, jax.eval_shape(step, s.like, state, s.key))
-
-
-def _same_types(what: str, before: Any, after: Any) -> None:
-    described = lambda state: jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}{' weak' * a.weak_type}", state)
-    if described(before) != described(after):
-        _broken(
-            f"the state of {what} has the same structure, shapes and dtypes after a round, or it is traced again; "
-            f"before {described(before)}, after {described(after)}"
-        )
+    same_types("a compressor", state, jax.eval_shape(step, s.like, state, s.key))
 
 
 def new_rounds(s: Subject) -> None:
@@ -480,7 +390,7 @@ def new_rounds(s: Subject) -> None:
     later = State(state.local, advance(c, state.shared))
     sent = jax.jit(lambda state: c.decompress(c.compress(s.key, x, state)[0], state.shared, s.like))
     if np.array_equal(sent(state), sent(later)):
-        _broken("advance makes the next round another one; it gives the same message again")
+        broken("advance makes the next round another one; it gives the same message again")
 
 
 def payload(s: Subject) -> None:
@@ -494,13 +404,13 @@ def payload(s: Subject) -> None:
     like = jax.eval_shape(run, s.like, s.key)
     others = [type(leaf).__name__ for leaf in jax.tree.leaves(made[-1]) if not isinstance(leaf, jax.Array)]
     if others:
-        _broken(f"a payload holds arrays alone; there is one of type {others[0]}")
+        broken(f"a payload holds arrays alone; there is one of type {others[0]}")
     _, sent, _, _ = s.one_round(s.vector(), s.key)
     if lane_bytes(sent) != lane_bytes(like):
-        _broken(f"the bytes of a payload follow from shapes; got {lane_bytes(sent)} and {lane_bytes(like)}")
+        broken(f"the bytes of a payload follow from shapes; got {lane_bytes(sent)} and {lane_bytes(like)}")
     state = s.compressor.init(s.key, s.like)
     if not all(np.size(leaf) for leaf in jax.tree.leaves(state)):
-        _broken("no array of a state is empty, as checkpoints do not save such; leave it out as ()")
+        broken("no array of a state is empty, as checkpoints do not save such; leave it out as ()")
 
 
 def x64(s: Subject) -> None:
@@ -511,7 +421,7 @@ def x64(s: Subject) -> None:
     with jax.enable_x64(True):
         wider = made()
     if wider != usual:
-        _broken(f"with jax_enable_x64 the payload of an f32 vector is the same; got {wider} in place of {usual}")
+        broken(f"with jax_enable_x64 the payload of an f32 vector is the same; got {wider} in place of {usual}")
 
 
 LAWS: dict[str, Callable[[Subject], None]] = {
@@ -532,213 +442,4 @@ LAWS: dict[str, Callable[[Subject], None]] = {
     "new rounds": new_rounds,
     "payload": payload,
     "x64": x64,
-}
-
-
-# ------------------------------------------------------------------------------------------------
-# Algorithms
-
-
-class _Run(NamedTuple):
-    """An algorithm among some workers under vmap.
-
-    tx: compressed_mean of it. params: shapes. step(grads, state): one round, jitted. state: the first.
-    """
-
-    tx: Any
-    algorithm: Algorithm
-    params: Any
-    workers: int
-    step: Callable[[Any, Any], tuple[Any, Any]]
-    state: Any
-
-    def grads(self, seed: int, scale: float = 1.0) -> Any:
-        """A row for each worker, which differ."""
-        rng = np.random.default_rng(seed)
-        draw = lambda p: jnp.asarray(scale * rng.standard_normal((self.workers, *p.shape)), p.dtype)
-        return jax.tree.map(draw, self.params)
-
-
-AXIS = "workers"
-SHAPES = {"bias": (7,), "empty": (0, 3), "scalar": (), "kernel": (40, 50)}
-
-
-def check_algorithm(
-    algorithm: Algorithm,
-    *,
-    params: Any = None,
-    workers: int = 4,
-    seed: int = 0,
-    laws: Iterable[str] | None = None,
-) -> tuple[str, ...]:
-    """Holds an algorithm to the laws of `jaxcomp.base`, in `compressed_mean` among some workers.
-
-    Directions are like the gradients, equal on all workers and finite; so is what `roles` call shared; gradients with
-    NaN, infinities or the largest numbers leave none behind; a round can be replayed; nothing is traced a second time;
-    gradients of 16 bits work; on average directions point along the mean gradient; with as many devices as workers,
-    `shard_map` gives what `vmap` gives; the state can be handed on to fewer workers.
-
-    Args:
-        algorithm: whose gradients are taken at the caller's parameters.
-        params: a tree of arrays, or of their shapes, of f32; None: a matrix, a vector, a scalar and an empty array.
-        workers: at least 2.
-        seed: of gradients.
-        laws: names of `ALGORITHM_LAWS`; None: all.
-
-    Returns:
-        The names of the laws that were tried.
-
-    Raises:
-        LawBroken: (an AssertionError) with a sentence for each law that does not hold.
-        TypeError: no algorithm, or one that keeps its own iterate.
-
-    >>> import jaxcomp as jc
-    >>> "replayed" in jc.testing.check_algorithm(jc.error_feedback(jc.top_k(0.1)), laws=["replayed", "non-finite"])
-    True
-    """
-    check_is_algorithm("testing.check_algorithm", algorithm)
-    if workers < 2:
-        raise ValueError(f"testing.check_algorithm: workers must be at least 2; got {workers}")
-    if params is None:
-        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
-    params = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.result_type(p)), params)
-    run = functools.cache(lambda: _run_of(algorithm, params, workers))
-    return _all_hold(repr(algorithm).strip("<>"), ALGORITHM_LAWS, laws, lambda law: ALGORITHM_LAWS[law](run(), seed))
-
-
-def _run_of(algorithm: Algorithm, params: Any, workers: int) -> _Run:
-    tx = compressed_mean(algorithm, AXIS)
-    state, axes = init_state(tx, params, workers, AXIS)
-    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
-    return _Run(tx, algorithm, params, workers, step, state)
-
-
-def _like_gradients(run: _Run, seed: int) -> None:
-    """Directions have the structure, shapes and dtypes of the gradients, also of 16 bits, and are finite."""
-    for dtype in ("float32", "bfloat16"):
-        params = jax.tree.map(lambda p: p.astype(dtype), run.params)  # noqa: B023
-        own = run if dtype == "float32" else _run_of(run.algorithm, params, run.workers)
-        direction, _ = own.step(own.grads(seed), own.state)
-        described = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-        if described(direction) != described(params):
-            _broken(f"directions are like the gradients; got {described(direction)} for {described(params)}")
-        _finite(f"directions for {dtype} gradients", direction)
-
-
-def _finite(what: str, tree: Any) -> None:
-    if not all(np.isfinite(np.float64(x)).all() for x in jax.tree.leaves(tree)):
-        _broken(f"{what} are finite; there are NaN or infinite entries")
-
-
-def _shared(run: _Run, seed: int) -> None:
-    """Directions, and state that is shared by its role, are equal on all workers."""
-    rows = _rows_of(run, seed)
-    for what, tree in (("directions", rows[0]), ("shared fields of the state", rows[1].shared)):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            leaf = np.asarray(leaf)
-            if any(row.tobytes() != leaf[0].tobytes() for row in leaf):
-                _broken(f"{what} are equal on all workers, bit for bit; {jax.tree_util.keystr(path)} differs")
-
-
-def _rows_of(run: _Run, seed: int) -> tuple[Any, Any]:
-    """Directions and state after two rounds, with a row for each worker also of what should be equal."""
-    every = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (run.workers, *jnp.shape(x))), tree)
-    state = run.state
-    state = type(state)(state.local, every(state.shared), state.about)
-    step = jax.jit(jax.vmap(run.tx.update, axis_name=AXIS))
-    _, state = step(run.grads(seed), state)
-    return step(run.grads(seed + 1), state)
-
-
-def _types(run: _Run, seed: int) -> None:
-    """The state after a round has the types of the one before."""
-    del seed
-    like = jax.tree.map(lambda p: jax.ShapeDtypeStruct((run.workers, *p.shape), p.dtype), run.params)
-    _same_types("an algorithm", jax.eval_shape(lambda s: s, run.state), jax.eval_shape(run.step, like, run.state)[1])
-
-
-def _nonfinite(run: _Run, seed: int) -> None:
-    """NaN and infinities in a gradient enter neither the direction nor the state."""
-    bad = lambda g: (
-        g.at[0].set(jnp.nan).at[1].set(jnp.inf) if g.ndim == 1 else g.at[0, 0].set(jnp.nan).at[1, 0].set(-jnp.inf)
-    )
-    grads = jax.tree.map(lambda g: bad(g) if g.size else g, run.grads(seed))
-    direction, state = run.step(grads, run.state)
-    _finite("directions for gradients with NaN and infinities", direction)
-    _finite("memories after gradients with NaN and infinities", [state.local.algorithm, state.shared.algorithm])
-
-
-def _largest(run: _Run, seed: int) -> None:
-    """Gradients of the largest number leave no infinity behind, in no field of the state, over some rounds."""
-    limit = float(jnp.finfo(jnp.float32).max)
-    huge = lambda g: jnp.full_like(g, 0.9 * min(limit, float(jnp.finfo(g.dtype).max)))
-    state = run.state
-    for i in range(3):
-        ordinary = run.grads(seed + i)
-        direction, state = run.step(jax.tree.map(huge, ordinary) if i < 2 else ordinary, state)
-        _finite("directions for gradients near the largest number", direction)
-        _finite("fields of the state after such gradients", [state.local.algorithm, state.shared.algorithm])
-
-
-def _replayed(run: _Run, seed: int) -> None:
-    """The same gradients and state give the same bits again."""
-    _, state = run.step(run.grads(seed), run.state)
-    first, again = (run.step(run.grads(seed + 1), state) for _ in range(2))
-    numbers = lambda out: [np.asarray(x).tobytes() for x in jax.tree.leaves(out)]
-    if numbers(first) != numbers(again):
-        _broken("a round can be replayed: the same gradients and state give the same bits; they give others")
-
-
-def _descends(run: _Run, seed: int, rounds: int = 30) -> None:
-    """Summed over some rounds, directions point along the mean gradient."""
-    grads, state, total = run.grads(seed), run.state, 0.0
-    grads = jax.tree.map(lambda g: g + 1, grads)
-    for _ in range(rounds):
-        direction, state = run.step(grads, state)
-        pairs = zip(jax.tree.leaves(direction), jax.tree.leaves(grads), strict=True)
-        total += sum(float(np.sum(np.float64(d) * np.float64(g).mean(0))) for d, g in pairs)
-    if not total > 0:
-        _broken(f"directions point along the mean gradient; over {rounds} rounds their inner product is {total:.6g}")
-
-
-def _worlds(run: _Run, seed: int) -> None:
-    """`shard_map` gives what `vmap` gives, to rounding. Nothing is tried with fewer devices than workers."""
-    if jax.device_count() < run.workers:
-        return
-    mesh = jax.make_mesh((run.workers,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[: run.workers])
-    state, specs = init_state(run.tx, run.params, mesh, AXIS)
-    one = lambda grads, state: run.tx.update(jax.tree.map(lambda g: g[0], grads), state)
-    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs)))
-    mapped = run.state
-    for i in range(2):
-        a, state = step(run.grads(seed + i), state)
-        b, mapped = run.step(run.grads(seed + i), mapped)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        # Dithering may round a norm, and so a level at its edge, differently when vmapped.
-        close = np.isclose(x, y, rtol=1e-4, atol=1e-4)
-        if close.size and not close.mean() > 0.999:
-            _broken(f"shard_map gives what vmap gives; {close.size - close.sum()} of {close.size} entries differ")
-
-
-def _handed_on(run: _Run, seed: int) -> None:
-    """The state can be handed on to fewer workers by its roles, unless one is "gradient"."""
-    if has_role(run.algorithm.roles, "gradient"):
-        return
-    _, state = run.step(run.grads(seed), run.state)
-    fewer = _run_of(run.algorithm, run.params, run.workers - 1)
-    new = redistribute(state, fewer.state)
-    direction, _ = fewer.step(fewer.grads(seed), new)
-    _finite("directions after redistribute to one worker less", direction)
-
-
-ALGORITHM_LAWS: dict[str, Callable[[_Run, int], None]] = {
-    "like gradients": _like_gradients,
-    "shared": _shared,
-    "traced once": _types,
-    "non-finite": _nonfinite,
-    "largest": _largest,
-    "replayed": _replayed,
-    "descends": _descends,
-    "worlds": _worlds,
-    "handed on": _handed_on,
 }

@@ -1,0 +1,225 @@
+"""The laws of algorithms (`jaxcomp.base`): each is a function that raises `LawBroken` with one sentence."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxcomp.base import Algorithm, has_role
+from jaxcomp.base import check_algorithm as check_is_algorithm
+from jaxcomp.state.specs import init_state
+from jaxcomp.state.workers import redistribute
+from jaxcomp.testing.law import all_hold, broken, same_types
+from jaxcomp.transforms.compressed_mean import compressed_mean
+
+__all__ = ["ALGORITHM_LAWS", "check_algorithm"]
+
+
+class _Run(NamedTuple):
+    """An algorithm among some workers under vmap.
+
+    tx: compressed_mean of it. params: shapes. step(grads, state): one round, jitted. state: the first.
+    """
+
+    tx: Any
+    algorithm: Algorithm
+    params: Any
+    workers: int
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    state: Any
+
+    def grads(self, seed: int, scale: float = 1.0) -> Any:
+        """A row for each worker, which differ."""
+        rng = np.random.default_rng(seed)
+        draw = lambda p: jnp.asarray(scale * rng.standard_normal((self.workers, *p.shape)), p.dtype)
+        return jax.tree.map(draw, self.params)
+
+
+AXIS = "workers"
+SHAPES = {"bias": (7,), "empty": (0, 3), "scalar": (), "kernel": (40, 50)}
+
+
+def check_algorithm(
+    algorithm: Algorithm,
+    *,
+    params: Any = None,
+    workers: int = 4,
+    seed: int = 0,
+    laws: Iterable[str] | None = None,
+) -> tuple[str, ...]:
+    """Holds an algorithm to the laws of `jaxcomp.base`, in `compressed_mean` among some workers.
+
+    Directions are like the gradients, equal on all workers and finite; so is what `roles` call shared; gradients with
+    NaN, infinities or the largest numbers leave none behind; a round can be replayed; nothing is traced a second time;
+    gradients of 16 bits work; on average directions point along the mean gradient; with as many devices as workers,
+    `shard_map` gives what `vmap` gives; the state can be handed on to fewer workers.
+
+    Args:
+        algorithm: whose gradients are taken at the caller's parameters.
+        params: a tree of arrays, or of their shapes, of f32; None: a matrix, a vector, a scalar and an empty array.
+        workers: at least 2.
+        seed: of gradients.
+        laws: names of `ALGORITHM_LAWS`; None: all.
+
+    Returns:
+        The names of the laws that were tried.
+
+    Raises:
+        LawBroken: (an AssertionError) with a sentence for each law that does not hold.
+        TypeError: no algorithm, or one that keeps its own iterate.
+
+    >>> import jaxcomp as jc
+    >>> "replayed" in jc.testing.check_algorithm(jc.error_feedback(jc.top_k(0.1)), laws=["replayed", "non-finite"])
+    True
+    """
+    check_is_algorithm("testing.check_algorithm", algorithm)
+    if workers < 2:
+        raise ValueError(f"testing.check_algorithm: workers must be at least 2; got {workers}")
+    if params is None:
+        params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+    params = jax.tree.map(lambda p: jnp.zeros(jnp.shape(p), jnp.result_type(p)), params)
+    run = functools.cache(lambda: _run_of(algorithm, params, workers))
+    return all_hold(repr(algorithm).strip("<>"), ALGORITHM_LAWS, laws, lambda law: ALGORITHM_LAWS[law](run(), seed))
+
+
+def _run_of(algorithm: Algorithm, params: Any, workers: int) -> _Run:
+    tx = compressed_mean(algorithm, AXIS)
+    state, axes = init_state(tx, params, workers, AXIS)
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+    return _Run(tx, algorithm, params, workers, step, state)
+
+
+def _like_gradients(run: _Run, seed: int) -> None:
+    """Directions have the structure, shapes and dtypes of the gradients, also of 16 bits, and are finite."""
+    for dtype in ("float32", "bfloat16"):
+        params = jax.tree.map(lambda p: p.astype(dtype), run.params)  # noqa: B023
+        own = run if dtype == "float32" else _run_of(run.algorithm, params, run.workers)
+        direction, _ = own.step(own.grads(seed), own.state)
+        described = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+        if described(direction) != described(params):
+            broken(f"directions are like the gradients; got {described(direction)} for {described(params)}")
+        _finite(f"directions for {dtype} gradients", direction)
+
+
+def _finite(what: str, tree: Any) -> None:
+    if not all(np.isfinite(np.float64(x)).all() for x in jax.tree.leaves(tree)):
+        broken(f"{what} are finite; there are NaN or infinite entries")
+
+
+def _shared(run: _Run, seed: int) -> None:
+    """Directions, and state that is shared by its role, are equal on all workers."""
+    rows = _rows_of(run, seed)
+    for what, tree in (("directions", rows[0]), ("shared fields of the state", rows[1].shared)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            leaf = np.asarray(leaf)
+            if any(row.tobytes() != leaf[0].tobytes() for row in leaf):
+                broken(f"{what} are equal on all workers, bit for bit; {jax.tree_util.keystr(path)} differs")
+
+
+def _rows_of(run: _Run, seed: int) -> tuple[Any, Any]:
+    """Directions and state after two rounds, with a row for each worker also of what should be equal."""
+    every = lambda tree: jax.tree.map(lambda x: jnp.broadcast_to(x, (run.workers, *jnp.shape(x))), tree)
+    state = run.state
+    state = type(state)(state.local, every(state.shared), state.about)
+    step = jax.jit(jax.vmap(run.tx.update, axis_name=AXIS))
+    _, state = step(run.grads(seed), state)
+    return step(run.grads(seed + 1), state)
+
+
+def _types(run: _Run, seed: int) -> None:
+    """The state after a round has the types of the one before."""
+    del seed
+    like = jax.tree.map(lambda p: jax.ShapeDtypeStruct((run.workers, *p.shape), p.dtype), run.params)
+    same_types("an algorithm", jax.eval_shape(lambda s: s, run.state), jax.eval_shape(run.step, like, run.state)[1])
+
+
+def _nonfinite(run: _Run, seed: int) -> None:
+    """NaN and infinities in a gradient enter neither the direction nor the state."""
+    bad = lambda g: (
+        g.at[0].set(jnp.nan).at[1].set(jnp.inf) if g.ndim == 1 else g.at[0, 0].set(jnp.nan).at[1, 0].set(-jnp.inf)
+    )
+    grads = jax.tree.map(lambda g: bad(g) if g.size else g, run.grads(seed))
+    direction, state = run.step(grads, run.state)
+    _finite("directions for gradients with NaN and infinities", direction)
+    _finite("memories after gradients with NaN and infinities", [state.local.algorithm, state.shared.algorithm])
+
+
+def _largest(run: _Run, seed: int) -> None:
+    """Gradients of the largest number leave no infinity behind, in no field of the state, over some rounds."""
+    limit = float(jnp.finfo(jnp.float32).max)
+    huge = lambda g: jnp.full_like(g, 0.9 * min(limit, float(jnp.finfo(g.dtype).max)))
+    state = run.state
+    for i in range(3):
+        ordinary = run.grads(seed + i)
+        direction, state = run.step(jax.tree.map(huge, ordinary) if i < 2 else ordinary, state)
+        _finite("directions for gradients near the largest number", direction)
+        _finite("fields of the state after such gradients", [state.local.algorithm, state.shared.algorithm])
+
+
+def _replayed(run: _Run, seed: int) -> None:
+    """The same gradients and state give the same bits again."""
+    _, state = run.step(run.grads(seed), run.state)
+    first, again = (run.step(run.grads(seed + 1), state) for _ in range(2))
+    numbers = lambda out: [np.asarray(x).tobytes() for x in jax.tree.leaves(out)]
+    if numbers(first) != numbers(again):
+        broken("a round can be replayed: the same gradients and state give the same bits; they give others")
+
+
+def _descends(run: _Run, seed: int, rounds: int = 30) -> None:
+    """Summed over some rounds, directions point along the mean gradient."""
+    grads, state, total = run.grads(seed), run.state, 0.0
+    grads = jax.tree.map(lambda g: g + 1, grads)
+    for _ in range(rounds):
+        direction, state = run.step(grads, state)
+        pairs = zip(jax.tree.leaves(direction), jax.tree.leaves(grads), strict=True)
+        total += sum(float(np.sum(np.float64(d) * np.float64(g).mean(0))) for d, g in pairs)
+    if not total > 0:
+        broken(f"directions point along the mean gradient; over {rounds} rounds their inner product is {total:.6g}")
+
+
+def _worlds(run: _Run, seed: int) -> None:
+    """`shard_map` gives what `vmap` gives, to rounding. Nothing is tried with fewer devices than workers."""
+    if jax.device_count() < run.workers:
+        return
+    mesh = jax.make_mesh((run.workers,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[: run.workers])
+    state, specs = init_state(run.tx, run.params, mesh, AXIS)
+    one = lambda grads, state: run.tx.update(jax.tree.map(lambda g: g[0], grads), state)
+    step = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(P(AXIS), specs), out_specs=(P(), specs)))
+    mapped = run.state
+    for i in range(2):
+        a, state = step(run.grads(seed + i), state)
+        b, mapped = run.step(run.grads(seed + i), mapped)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        # Dithering may round a norm, and so a level at its edge, differently when vmapped.
+        close = np.isclose(x, y, rtol=1e-4, atol=1e-4)
+        if close.size and not close.mean() > 0.999:
+            broken(f"shard_map gives what vmap gives; {close.size - close.sum()} of {close.size} entries differ")
+
+
+def _handed_on(run: _Run, seed: int) -> None:
+    """The state can be handed on to fewer workers by its roles, unless one is "gradient"."""
+    if has_role(run.algorithm.roles, "gradient"):
+        return
+    _, state = run.step(run.grads(seed), run.state)
+    fewer = _run_of(run.algorithm, run.params, run.workers - 1)
+    new = redistribute(state, fewer.state)
+    direction, _ = fewer.step(fewer.grads(seed), new)
+    _finite("directions after redistribute to one worker less", direction)
+
+
+ALGORITHM_LAWS: dict[str, Callable[[_Run, int], None]] = {
+    "like gradients": _like_gradients,
+    "shared": _shared,
+    "traced once": _types,
+    "non-finite": _nonfinite,
+    "largest": _largest,
+    "replayed": _replayed,
+    "descends": _descends,
+    "worlds": _worlds,
+    "handed on": _handed_on,
+}
