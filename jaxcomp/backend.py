@@ -300,7 +300,9 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
     if _on_cpu(vector):
         return backend_cpu.cut_apart(vector, sizes)
     starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)
-    return [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
+    pieces = [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
+    # A TPU would lay the whole vector out in rows of each length that leaves have, and take them from there.
+    return materialized(pieces) if platform() == "tpu" else pieces
 
 
 SEGMENTS = 8  # leaves that are decoded by themselves; each is a kernel to compile
@@ -396,11 +398,14 @@ def fold(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree) -> Tree
 ONE_PASS = 8
 
 
-def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree, *, least: int = 2) -> Tree:
+def fold_in_one_pass(
+    add: Callable[[Tree, Tree], Tree], total: Tree, messages: Tree, *, least: int = 2, apart: bool = False
+) -> Tree:
     """`fold` for messages that are decoded entry by entry: a few are added in one pass over the total.
 
     least: on a CPU, from so many messages on the sum is computed once, however many loops read it (`computed_once`);
         fewer are decoded within each of those loops.
+    apart: a pass for each message, one after the other: its codes are an array, and only one such is held at a time.
     """
     count = jax.tree.leaves(messages)[0].shape[0]
     if not least <= count <= ONE_PASS:
@@ -410,7 +415,8 @@ def fold_in_one_pass(add: Callable[[Tree, Tree], Tree], total: Tree, messages: T
     def add_all(total: Tree, messages: Tree) -> Tree:
         total = zeros_if_shape(total, messages)  # in here zeros are no pass of their own
         for j in range(count):
-            total = add(total, jax.tree.map(lambda a: a[j], messages))  # noqa: B023
+            message = jax.tree.map(lambda a: a[j], messages)  # noqa: B023
+            total = add(*(materialized((total, message)) if apart and j else (total, message)))
         return total
 
     if platform() != "cpu" or not any(a.size for a in jax.tree.leaves(messages)):

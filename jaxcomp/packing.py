@@ -267,8 +267,11 @@ def _packed_in_lanes(codes: Array, width: int) -> Array:
 
 
 def _unpacked_in_lanes(words: Array, width: int) -> Array:
+    """The codes, made once as an array of as narrow integers as hold them."""
     side_by_side = jnp.concatenate([words.reshape(-1, TILE)] * (lanes() // TILE), axis=1)
-    return materialized(((side_by_side[:, None] >> _shifts(width)) & U32((1 << width) - 1)).reshape(-1))
+    codes = (side_by_side[:, None] >> _shifts(width)) & U32((1 << width) - 1)
+    kind = jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else U32
+    return materialized(codes.astype(kind).reshape(-1)).astype(U32)
 
 
 def _check_width(width: int) -> None:

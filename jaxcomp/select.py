@@ -14,6 +14,7 @@ Cost O(d + capacity): the d entries are read once, everything else touches d/32 
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jax import lax
 
 from jaxcomp import select_cpu
 from jaxcomp.arrays import finite, wide
-from jaxcomp.backend import form, only_if
+from jaxcomp.backend import form, materialized, only_if
 from jaxcomp.norms import max_abs
 
 __all__ = [
@@ -68,35 +69,44 @@ def mask_words(mask: Array) -> Array:
     [5]
     """
 
-    none = lambda mask: 0
-    tiles = form(none, none, on_gpu=_tiles)(mask)
-    # The last word apart: with all of a mask padded, XLA for CPU takes five times as long.
+    in_tiles = lambda mask: _in_tiles(_words_of_columns, mask)
+    return form(in_tiles, _words_of_rows, on_gpu=lambda mask: _in_tiles(_words_by_halves, mask))(mask)
+
+
+def _words_of_rows(mask: Array) -> Array:
+    """As the formula says, for CPUs."""
+    row_words = lambda bits: jnp.sum(bits.reshape(-1, 32).astype(U32) << lax.iota(U32, 32)[None], axis=1, dtype=U32)
+    # The last word apart: with all of a mask padded, XLA takes five times as long.
     whole = mask.shape[0] // 32 * 32
-    parts = [_tile_words(mask[: tiles * TILE])] if tiles else []
-    parts += [_row_words(mask[tiles * TILE : whole])] if whole > tiles * TILE or not tiles else []
-    rest = mask[whole:]
-    parts += [_row_words(jnp.pad(rest, (0, 32 - rest.shape[0])))] if rest.shape[0] else []
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+    rest = jnp.pad(mask[whole:], (0, -mask.shape[0] % 32))
+    return jnp.concatenate([row_words(mask[:whole]), row_words(rest)]) if rest.shape[0] else row_words(mask)
 
 
-def _row_words(bits: Array) -> Array:
-    return jnp.sum(bits.reshape(-1, 32).astype(U32) << lax.iota(U32, 32)[None], axis=1, dtype=U32)
-
-
-def _tiles(mask: Array) -> int:
-    return mask.shape[0] // TILE
-
-
-@jax.jit  # once in a program, however often it is called
-def _tile_words(mask: Array) -> Array:
+@functools.partial(jax.jit, static_argnums=0)  # once in a program, however often it is called
+def _in_tiles(words: Callable[[Array], Array], mask: Array) -> Array:
     """The same of whole tiles of 32 x 128 entries, in which neighbours stay neighbours: first words of 32 entries that
-    stand below one another, then these bits in their order. A GPU takes twice as long for sums over 32 neighbours; a
-    TPU would write the bits.
+    stand below one another, then these bits in their order.
     """
-    below = _joined_bits(mask.reshape(-1, 32, 128).astype(U32), 1)  # [tiles, 1, 128], which is d / 32 words
-    below = lax.optimization_barrier(below).reshape(-1, 1, 4, 32)
+    tiles = jnp.pad(mask, (0, -mask.shape[0] % TILE)).reshape(-1, 32, 128)
+    return words(tiles).reshape(-1)[: -(-mask.shape[0] // 32)]
+
+
+def _words_of_columns(tiles: Array) -> Array:
+    """For TPUs, which pad an axis of 32 at the end to 128 lanes: tiles stand there instead."""
+    place = lax.iota(U32, 32)
+    below = jnp.sum(materialized(tiles).astype(U32) << place[:, None], axis=1, dtype=U32)  # [tiles, 128]
+    entry = below.T.reshape(1, 4, 32, -1)  # of the words of 32 rows; in each bit one of a row
+    bits = (entry >> place[:, None, None, None]) & U32(1)
+    words = jnp.sum(bits << place[:, None], axis=2, dtype=U32)  # [32, 4, tiles]
+    return words.reshape(128, -1).T
+
+
+def _words_by_halves(tiles: Array) -> Array:
+    """For GPUs, which take twice as long for sums over 32 neighbours."""
+    below = _joined_bits(tiles.astype(U32), 1)  # [tiles, 1, 128], which is d / 32 words
+    below = materialized(below).reshape(-1, 1, 4, 32)
     bits = (below >> lax.iota(U32, 32)[None, :, None, None]) & U32(1)  # [tiles, 32, 4, 32]
-    return _joined_bits(bits, 3).reshape(-1)
+    return _joined_bits(bits, 3)
 
 
 def _joined_bits(bits: Array, axis: int) -> Array:

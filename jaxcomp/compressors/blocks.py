@@ -149,4 +149,5 @@ def add_worth(
         each = cut.spread(each) if places is None else places.spread(places.of_blocks(cut)(each))
         return total + weighted(value(codes, each).astype(total.dtype), weight)
 
-    return fold_in_one_pass(add, reshaped(total, shape), (words, each, weights), least=1).reshape(-1)
+    apart, messages = isinstance(places, Lanes), (words, each, weights)
+    return fold_in_one_pass(add, reshaped(total, shape), messages, least=1, apart=apart).reshape(-1)
