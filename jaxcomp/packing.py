@@ -255,23 +255,27 @@ def _in_lanes(tile: int, width: int) -> bool:
 
 
 def _shifts(width: int) -> Array:
-    """[32 / w / 4, 128] for 128 lanes: where the code of each place stands in its word."""
-    return (lax.iota(U32, TILE * 32 // width) // U32(TILE) * U32(width)).reshape(-1, lanes())
+    """Where the codes of a word stand in it, [32 / w, 1, 1]."""
+    return jnp.arange(0, 32, width, dtype=U32)[:, None, None]
 
 
 def _packed_in_lanes(codes: Array, width: int) -> Array:
-    parts = codes.reshape(-1, *_shifts(width).shape) << _shifts(width)
-    side_by_side = jnp.sum(parts, axis=1, dtype=U32)
-    words = sum(side_by_side[:, i : i + TILE] for i in range(0, lanes(), TILE))
-    return jnp.asarray(words).reshape(width, -1)
+    columns = materialized(_narrow(codes, width)).reshape(-1, 32 * TILE).T
+    parts = materialized(columns.reshape(width, 32 // width, TILE, -1)).astype(U32) << _shifts(width)
+    words = jnp.sum(parts, axis=1, dtype=U32)  # [w, 32, tiles]
+    return words.reshape(width * TILE, -1).T.reshape(width, -1)
 
 
 def _unpacked_in_lanes(words: Array, width: int) -> Array:
-    """The codes, made once as an array of as narrow integers as hold them."""
-    side_by_side = jnp.concatenate([words.reshape(-1, TILE)] * (lanes() // TILE), axis=1)
-    codes = (side_by_side[:, None] >> _shifts(width)) & U32((1 << width) - 1)
-    kind = jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else U32
-    return materialized(codes.astype(kind).reshape(-1)).astype(U32)
+    columns = words.reshape(-1, width * TILE).T.reshape(width, 1, TILE, -1)
+    codes = (columns >> _shifts(width)) & U32((1 << width) - 1)
+    rows = materialized(_narrow(codes, width)).reshape(32 * TILE, -1).T
+    return materialized(rows.reshape(-1)).astype(U32)
+
+
+def _narrow(codes: Array, width: int) -> Array:
+    """The same in as narrow integers as hold them."""
+    return codes.astype(jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else U32)
 
 
 def _check_width(width: int) -> None:

@@ -72,7 +72,7 @@ def gather(x: Array, axis: Axis) -> Array:
     extra = -size % unit
     if extra:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, extra)])
-    if unit > TPU_LANES and size:  # words of fewer than 32 bits, on a TPU
+    if unit >= TPU_LANES and size:
         x = x.reshape(*lead, -1, TPU_LANES)
     if set(axis_names(axis)) <= set(varying_axes(x)):
         rows = lax.all_gather(x, axis, to="invarying")
