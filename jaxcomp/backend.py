@@ -52,6 +52,7 @@ __all__ = [
     "of_entries",
     "of_short_rows",
     "only_if",
+    "over_rows",
     "platform",
     "shared_program",
     "side_by_side",
@@ -205,6 +206,17 @@ def form(
 def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
     """function(row) for each row of stacked arrays: on a GPU all at once, elsewhere one after another."""
     return jax.vmap(function)(rows) if platform() == "gpu" else lax.map(function, rows)
+
+
+def over_rows(function: Callable[..., Tree], *rows: Tree, length: int) -> Tree:
+    """`jax.vmap` of the function over rows of so many entries; on a TPU over at most 2^22 entries at once, since it
+    sorts rows, which takes six times their memory.
+    """
+    mapped = jax.vmap(function)
+    count, most = jax.tree.leaves(rows)[0].shape[0], max(1, (1 << 22) // max(length, 1))
+    if platform() != "tpu" or count <= most:
+        return mapped(*rows)
+    return lax.map(lambda row: function(*row), rows, batch_size=most)
 
 
 def mapped_as(function: Callable[..., Tree], of_rows: Callable[..., Tree]) -> Callable[..., Tree]:

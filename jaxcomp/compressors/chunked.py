@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcomp.arrays import is_array
+from jaxcomp.backend import over_rows
 from jaxcomp.base import Compressor, Spec, State, advance, check_compressor, left, left_of
 from jaxcomp.compressors.checks import is_integer
 from jaxcomp.compressors.vector import on_vectors
@@ -74,7 +75,7 @@ def chunked(compressor: Compressor, size: int) -> Compressor:
     def compress(key, x, state):
         rows, length = cut(x.shape[0])
         chunks = jnp.pad(x, (0, rows * length - x.shape[0])).reshape(rows, length)
-        sent, local = jax.vmap(compressor.compress)(jax.random.split(key, rows), chunks, state)
+        sent, local = over_rows(compressor.compress, jax.random.split(key, rows), chunks, state, length=length)
         if not isinstance(sent, Sparse) or not is_array(sent.values) or not is_array(sent.indices):
             raise ValueError(f"chunked: {spec.name} sends no values with 32-bit indices; got {type(sent).__name__}")
         return Chunks(sent.values.reshape(-1), pack(_gaps(sent.indices, length), width_for(length))), local
