@@ -49,6 +49,7 @@ __all__ = [
     "made",
     "mapped_as",
     "materialized",
+    "of_columns",
     "of_entries",
     "of_short_rows",
     "only_if",
@@ -57,6 +58,7 @@ __all__ = [
     "shared_program",
     "side_by_side",
     "step_in_place",
+    "to_columns",
     "to_short_rows",
     "zeros_if_shape",
 ]
@@ -91,24 +93,36 @@ def lanes() -> int:
     return 128 if platform() == "tpu" else 1
 
 
+def to_columns(x: Array, length: int) -> Array:
+    """A vector in columns of so many entries, a multiple of the lanes: [length, size / length]."""
+    return jnp.moveaxis(x.reshape(-1, length // lanes(), lanes()), 0, -1).reshape(length, -1)
+
+
+def of_columns(columns: Array) -> Array:
+    """Inverse of `to_columns`, as an array."""
+    rows = jnp.moveaxis(columns.reshape(-1, lanes(), columns.shape[1]), -1, 0)
+    return materialized(rows.reshape(-1))
+
+
 def of_short_rows(of: Callable[[Array], Tree], x: Array, length: int) -> Tree:
     """of(rows), for the rows of `length` entries that a vector holds one after the other: [b, m] -> [b] each. Short
-    rows that are a part of the lanes stand in these side by side."""
+    rows that are a part of the lanes stand in columns, since an axis of their length would be padded to the lanes."""
     if not x.size or not _is_short(length):
         return of(x.reshape(x.size // max(length, 1), length))
-    wide = jnp.pad(x, (0, -x.size % lanes())).reshape(-1, lanes())
-    found = [of(wide[:, i : i + length]) for i in range(0, lanes(), length)]
-    return jax.tree.map(lambda *each: jnp.stack(each, axis=1).reshape(-1)[: x.size // length], *found)
+    whole = x.size // (length * lanes()) * lanes()  # rows
+    columns = to_columns(materialized(x[: whole * length]), lanes() * length).reshape(lanes(), length, -1)
+    numbers = jax.vmap(of, in_axes=-1, out_axes=-1)(columns)  # of `lanes` rows in turn
+    rest = of(x[whole * length :].reshape(-1, length))
+    return jax.tree.map(lambda each, more: jnp.concatenate([each.T.reshape(-1), more]), numbers, rest)
 
 
 def to_short_rows(each: Array, length: int) -> Array:
     """A number of each row, repeated over its `length` entries: [b] -> [b length], as in `of_short_rows`."""
     if not each.size or not _is_short(length):
         return jnp.broadcast_to(each[:, None], (each.size, length)).reshape(-1)
-    rows = lanes() // length
-    wide = jnp.pad(each, (0, -each.size % rows)).reshape(-1, rows)
-    parts = [jnp.broadcast_to(wide[:, i : i + 1], (wide.shape[0], length)) for i in range(rows)]
-    return jnp.concatenate(parts, axis=1).reshape(-1)[: each.size * length]
+    rows = jnp.pad(each, (0, -each.size % lanes())).reshape(-1, lanes())
+    columns = jnp.broadcast_to(rows.T[:, None], (lanes(), length, rows.shape[0]))
+    return of_columns(columns.reshape(lanes() * length, -1))[: each.size * length]
 
 
 def _is_short(length: int) -> bool:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp.backend import computed_once, lanes, materialized
+from jaxcomp.backend import computed_once, lanes, materialized, of_columns, to_columns
 from jaxcomp.hashing import halves, halves_in_lanes
 
 __all__ = ["Lanes", "Places", "num_words", "pack", "places_of", "tile_of", "unpack", "width_for"]
@@ -76,7 +76,7 @@ def pack(codes: Array, width: int) -> Array:
     rest = 32 * groups - codes.shape[0]
     if 32 % width == 0:  # no code straddles two words: a sum, in which XLA computes the codes where they are used
         tile, codes = tile_of(groups, width), jnp.pad(codes, (0, rest))
-        if _in_lanes(tile, width):
+        if groups and _in_lanes(tile, width):
             return _packed_in_lanes(codes, width)
         parts = codes.reshape(groups // tile * width, 32 // width, tile)
         shifts = lax.iota(U32, 32 // width) * U32(width)
@@ -231,7 +231,7 @@ def unpack(words: Array, size: int) -> Array:
     _check_width(width)
     if 32 % width == 0:  # no code straddles two words
         tile = tile_of(groups, width)
-        if _in_lanes(tile, width):
+        if groups and _in_lanes(tile, width):
             return _unpacked_in_lanes(words, width)[:size]
         shifts = jnp.arange(0, 32, width, dtype=U32)[None, None, :, None]
         codes = words.reshape(groups // tile, width, 1, tile) >> shifts
@@ -260,7 +260,7 @@ def _shifts(width: int) -> Array:
 
 
 def _packed_in_lanes(codes: Array, width: int) -> Array:
-    columns = materialized(_narrow(codes, width)).reshape(-1, 32 * TILE).T
+    columns = to_columns(materialized(_narrow(codes, width)), 32 * TILE)
     parts = materialized(columns.reshape(width, 32 // width, TILE, -1)).astype(U32) << _shifts(width)
     words = jnp.sum(parts, axis=1, dtype=U32)  # [w, 32, tiles]
     return words.reshape(width * TILE, -1).T.reshape(width, -1)
@@ -268,9 +268,8 @@ def _packed_in_lanes(codes: Array, width: int) -> Array:
 
 def _unpacked_in_lanes(words: Array, width: int) -> Array:
     columns = words.reshape(-1, width * TILE).T.reshape(width, 1, TILE, -1)
-    codes = (columns >> _shifts(width)) & U32((1 << width) - 1)
-    rows = materialized(_narrow(codes, width)).reshape(32 * TILE, -1).T
-    return materialized(rows.reshape(-1)).astype(U32)
+    codes = materialized(_narrow((columns >> _shifts(width)) & U32((1 << width) - 1), width))
+    return of_columns(codes.reshape(32 * TILE, -1)).astype(U32)
 
 
 def _narrow(codes: Array, width: int) -> Array:
