@@ -222,12 +222,15 @@ def in_turn(function: Callable[[Tree], Tree], rows: Tree) -> Tree:
     return jax.vmap(function)(rows) if platform() == "gpu" else lax.map(function, rows)
 
 
+SORTED = 2**22  # entries of rows that a TPU sorts at once
+
+
 def over_rows(function: Callable[..., Tree], *rows: Tree, length: int) -> Tree:
-    """`jax.vmap` of the function over rows of so many entries; on a TPU over at most 2^22 entries at once, since it
-    sorts rows, which takes six times their memory.
+    """`jax.vmap` of the function over rows of `length` entries; on a TPU over some of them at a time (`SORTED`), since
+    it sorts rows, which takes six times their memory.
     """
     mapped = jax.vmap(function)
-    count, most = jax.tree.leaves(rows)[0].shape[0], max(1, (1 << 22) // max(length, 1))
+    count, most = jax.tree.leaves(rows)[0].shape[0], max(1, SORTED // max(length, 1))
     if platform() != "tpu" or count <= most:
         return mapped(*rows)
     return lax.map(lambda row: function(*row), rows, batch_size=most)

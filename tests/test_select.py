@@ -128,9 +128,12 @@ def test_largest_is_a_stable_sort(d, capacity, dtype, seed):
             np.testing.assert_array_equal(run_largest(x, k, capacity), want, err_msg=kind)
 
 
-def on_accelerators(function, *args):
-    """What programs for GPUs and TPUs compute, run here."""
-    device = jax.sharding.AbstractDevice(device_kind="", num_cores=None, platform="gpu")
+ACCELERATORS = ["gpu", "tpu"]
+
+
+def on_accelerators(platform, function, *args):
+    """What programs for GPUs or TPUs compute, run here."""
+    device = jax.sharding.AbstractDevice(device_kind="", num_cores=None, platform=platform)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(function).lower(*args)
@@ -146,10 +149,11 @@ def stable_largest(x, k):
     return np.r_[kept, [a.size] * (k - kept.size)]
 
 
+@pytest.mark.parametrize("platform", ACCELERATORS)
 @pytest.mark.parametrize(
     ("rows", "d", "k"), [(1, 17_000, 60), (2, 17_000, 17_000), (5, 4096, 64), (8, 64, 5), (3, 300, 299)]
 )
-def test_accelerators_select_the_same(rows, d, k, seed):
+def test_accelerators_select_the_same(rows, d, k, platform, seed):
     """A vector, several at once, and many short rows: other forms, the same set."""
     rng = np.random.default_rng(seed)
     select = lambda x: (
@@ -158,14 +162,15 @@ def test_accelerators_select_the_same(rows, d, k, seed):
     inputs = np.stack([[draw(rng, d) for _ in range(rows)] for draw in KINDS.values()]).astype(np.float32)
     inputs[0, -1] = np.linspace(-1, 1, d)
     inputs[np.abs(inputs) < float(jnp.finfo(jnp.float32).tiny)] = 0
-    found = on_accelerators(lambda xs: jax.lax.map(select, xs), jnp.asarray(inputs))
+    found = on_accelerators(platform, lambda xs: jax.lax.map(select, xs), jnp.asarray(inputs))
     for kind, xs, each in zip(KINDS, inputs, found, strict=True):
         for x, got in zip(xs, each, strict=True):
             np.testing.assert_array_equal(got, stable_largest(x, k), err_msg=kind)
 
 
+@pytest.mark.parametrize("platform", ACCELERATORS)
 @pytest.mark.parametrize("d", [31, 4096, 9000])
-def test_accelerators_mark_count_and_find_the_same(d, seed):
+def test_accelerators_mark_count_and_find_the_same(d, platform, seed):
     x = jnp.asarray(np.random.default_rng(seed).standard_normal(d).astype(np.float32)).at[3].set(jnp.nan)
 
     def run(x):
@@ -175,7 +180,7 @@ def test_accelerators_mark_count_and_find_the_same(d, seed):
         above = count_words(words), count_above(x, jnp.float32(0.7))
         return words, first, *above, indices_of_words(words, d, d), indices_of_words(words, 2, d), excess
 
-    here, there = jax.jit(run)(x), on_accelerators(run, x)
+    here, there = jax.jit(run)(x), on_accelerators(platform, run, x)
     jax.tree.map(np.testing.assert_array_equal, here[:-1], there[:-1])
     np.testing.assert_allclose(here[-1], there[-1], rtol=1e-5)
 

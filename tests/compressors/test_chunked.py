@@ -133,3 +133,15 @@ def test_any_gaps_come_back(width, code, seed):
         assert all(np.array_equal(a, b) for a, b in zip(jc.wire.decode(message), payload, strict=True))
         bits = int(jax.jit(lambda p, code=code: jnp.asarray(jc.code_bits(p, code=code)))(payload))
         assert 0 <= 8 * len(message) - bits <= 8 * 64
+
+
+def test_rows_that_a_tpu_sorts_in_turn_are_those_of_all_at_once(monkeypatch, seed):
+    x = jnp.asarray(np.random.default_rng(seed).standard_normal(11 * 256 + 7).astype(np.float32))
+    compressor = jc.chunked(jc.top_k(k=9), 256)
+    state = compressor.init(jax.random.key(0), x)
+    compress = lambda: jax.tree.map(np.asarray, compressor.compress(jax.random.key(1), x, state)[0])
+    whole = compress()
+    monkeypatch.setattr(jc.backend, "platform", lambda: "tpu")
+    monkeypatch.setattr(jc.backend, "SORTED", 5 * 256)
+    jax.tree.map(np.testing.assert_array_equal, whole, compress())
+    assert "scan[" in str(jax.make_jaxpr(lambda x: compressor.compress(jax.random.key(1), x, state)[0])(x))
