@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
+from jitted import made_for
 from variants import variants
 
 from jaxcomp.arrays import finite
@@ -131,15 +132,6 @@ def test_largest_is_a_stable_sort(d, capacity, dtype, seed):
 ACCELERATORS = ["gpu", "tpu"]
 
 
-def on_accelerators(platform, function, *args):
-    """What programs for GPUs or TPUs compute, run here."""
-    device = jax.sharding.AbstractDevice(device_kind="", num_cores=None, platform=platform)
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        lowered = jax.jit(function).lower(*args)
-    return lowered.compile()(*args)
-
-
 def stable_largest(x, k):
     """Indices of the k largest finite magnitudes, ascending, padded: by a stable sort."""
     a = np.nan_to_num(np.abs(np.float64(x)), nan=0, posinf=0)
@@ -162,7 +154,7 @@ def test_accelerators_select_the_same(rows, d, k, platform, seed):
     inputs = np.stack([[draw(rng, d) for _ in range(rows)] for draw in KINDS.values()]).astype(np.float32)
     inputs[0, -1] = np.linspace(-1, 1, d)
     inputs[np.abs(inputs) < float(jnp.finfo(jnp.float32).tiny)] = 0
-    found = on_accelerators(platform, lambda xs: jax.lax.map(select, xs), jnp.asarray(inputs))
+    found = made_for(platform, lambda xs: jax.lax.map(select, xs), jnp.asarray(inputs))
     for kind, xs, each in zip(KINDS, inputs, found, strict=True):
         for x, got in zip(xs, each, strict=True):
             np.testing.assert_array_equal(got, stable_largest(x, k), err_msg=kind)
@@ -180,7 +172,7 @@ def test_accelerators_mark_count_and_find_the_same(d, platform, seed):
         above = count_words(words), count_above(x, jnp.float32(0.7))
         return words, first, *above, indices_of_words(words, d, d), indices_of_words(words, 2, d), excess
 
-    here, there = jax.jit(run)(x), on_accelerators(platform, run, x)
+    here, there = jax.jit(run)(x), made_for(platform, run, x)
     jax.tree.map(np.testing.assert_array_equal, here[:-1], there[:-1])
     np.testing.assert_allclose(here[-1], there[-1], rtol=1e-5)
 

@@ -1,4 +1,4 @@
-"""What codecs move on an H100, counted in the text that its compiler makes (copies, kernels, waits), and hold on a TPU."""
+"""What codecs move on an H100, counted in its compiler's text (copies, kernels, waits), and hold on a TPU."""
 
 import math
 import re
@@ -42,8 +42,8 @@ def test_a_codec_moves_few_copies(name):
     assert row["waits"] <= waits
 
 
-# Temporary memory of a TPU v5e, in vectors of 2^24 entries. An axis of 32 is padded to 128 lanes there: int4 held 6 and 9,
-# top_k 5, mxfp4 5 and 3. Arrays of codes lie in its fast memory, where they do not count.
+# Temporary memory of a TPU v5e, in vectors of 2^24 entries. An axis of 32 is padded to 128 lanes there: int4 held 6 and
+# 9, top_k 5, mxfp4 5 and 3. Arrays of codes lie in its fast memory, where they do not count.
 HELD = {
     "compress int4": 0.05,
     "decompress int4": 0.05,
