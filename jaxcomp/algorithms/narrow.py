@@ -25,11 +25,12 @@ LARGEST = {"int8": float(np.finfo(np.float32).max) * (1 - 2.0**-15), "bfloat16":
 
 
 class Narrow(NamedTuple):
-    """Numbers in few bits, in one of two forms.
+    """d numbers in few bits, as b = ceil(d / 128) blocks, the last filled up with zeros; in one of two forms.
 
-    codes: i8[..., d];    scales: f[..., ceil(d / 128)].  Values: codes times the scale of their block.
-    codes: bf16[..., d];  scales: f[..., 0].              Values: the codes.
+    codes: i8[..., b, 128];    scales: f[..., b].  Values: codes times the scale of their block.
+    codes: bf16[..., b, 128];  scales: f[..., 0].  Values: the codes.
 
+    A TPU keeps a single row of n such numbers, as state has them at each device, in four rows of 8 bits or two of 16.
     The dtype of the scales is that of the values. A scale has 17 bits, so that its products with codes are exact: no
     compiler can change a sum with them. A block of 8 bits whose largest entry is below 1.5e-36 is zero.
     """
@@ -47,13 +48,11 @@ class Narrow(NamedTuple):
         """Rounded to nearest; with a key at random, without bias up to the largest number. x: finite."""
         xp: Any = jnp if isinstance(x, jax.Array) else np
         dtype, largest = x.dtype, np.asarray(LARGEST[kind], x.dtype)
-        x = xp.clip(x, -largest, largest).astype(xp.float32)
-        if kind == "bfloat16":
-            return cls(_in_16_bits(x, key), xp.zeros((*x.shape[:-1], 0), dtype))
         *lead, d = x.shape
-        blocks = -(-d // BLOCK)
-        rows = xp.pad(x, [(0, 0)] * len(lead) + [(0, blocks * BLOCK - d)])
-        rows = rows.reshape(*lead, blocks, BLOCK)
+        rows = xp.pad(xp.clip(x, -largest, largest).astype(xp.float32), [(0, 0)] * len(lead) + [(0, -d % BLOCK)])
+        rows = rows.reshape(*lead, -(-d // BLOCK), BLOCK)
+        if kind == "bfloat16":
+            return cls(_in_16_bits(rows, key), xp.zeros((*lead, 0), dtype))
         scales = xp.max(xp.abs(rows), axis=-1) / xp.float32(MOST)
         scales = _rounded_up(xp.where(scales < xp.float32(TINY), xp.float32(0), scales))
         steps = rows / xp.where(scales == 0, xp.float32(1), scales)[..., None]
@@ -63,22 +62,22 @@ class Narrow(NamedTuple):
         else:
             noise = random_uniform(key, math.prod(rows.shape)).reshape(rows.shape)
             steps = xp.floor(steps + noise)
-        codes = xp.clip(steps, -MOST, MOST).astype(xp.int8)
-        return cls(codes.reshape(*lead, blocks * BLOCK)[..., :d], scales.astype(dtype))
+        return cls(xp.clip(steps, -MOST, MOST).astype(xp.int8), scales.astype(dtype))
 
-    def values(self) -> Array:
-        """f[..., d]."""
-        xp: Any = jnp if isinstance(self.codes, jax.Array) else np
+    def values(self, size: int | None = None) -> Array:
+        """f[..., d], the first `size` of them; None: of whole blocks."""
+        *lead, blocks, _ = self.codes.shape
         wide = self.codes.astype(self.scales.dtype)
-        if self.kind == "bfloat16":
-            return wide
-        return wide * xp.repeat(self.scales, BLOCK, axis=-1)[..., : self.codes.shape[-1]]
+        wide = wide if self.kind == "bfloat16" else wide * self.scales[..., None]
+        return wide.reshape(*lead, blocks * BLOCK)[..., :size]
 
     @classmethod
     def zeros(cls, like: Any, kind: str = "int8") -> "Narrow":
         """Codes of zeros of this shape and dtype."""
         *lead, d = like.shape
-        return cls(jnp.zeros((*lead, d), kind), jnp.zeros((*lead, -(-d // BLOCK) if kind == "int8" else 0), like.dtype))
+        blocks = -(-d // BLOCK)
+        scales = jnp.zeros((*lead, blocks if kind == "int8" else 0), like.dtype)
+        return cls(jnp.zeros((*lead, blocks, BLOCK), kind), scales)
 
 
 def _rounded_up(scales: Array) -> Array:
@@ -127,7 +126,7 @@ def remembered_in(memory: str, algorithm: Algorithm, *fields: str) -> Algorithm:
 
     def update(here, grads, state):
         key, own = jax.random.split(here.key)
-        wide = state._replace(**each(lambda x, shape: x.values().reshape(shape), here, state))
+        wide = state._replace(**each(lambda x, shape: x.values(math.prod(shape)).reshape(shape), here, state))
         out, after = yield from stepped(algorithm.update(here._replace(key=key), grads, wide))
         keys = iter(jax.random.split(own, max(len(fields) * len(here.groups), 1)))
         rounded = lambda x, _: Narrow.of(x.reshape(-1), next(keys), memory)

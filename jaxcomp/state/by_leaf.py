@@ -1,6 +1,7 @@
 """Vectors of a state as trees like the parameters."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -29,8 +30,7 @@ def by_leaf(mean: MeanState, vectors: Any) -> Any:
     (1, 2, 3)
     """
     groups = mean.about.groups
-    shaped = lambda x, like: x.values().reshape(*x.codes.shape[:-1], *like.shape) if isinstance(x, Narrow) else x
-    vectors = tuple(map(shaped, vectors, groups.like))
+    vectors = tuple(map(_shaped, vectors, groups.like))
     lead = [x.ndim - len(like.shape) for x, like in zip(vectors, groups.like, strict=True)]
     dtypes = dict(enumerate(groups.dtypes)) | {
         i: x.dtype for x, group in zip(vectors, groups.groups, strict=True) for i in group.leaves
@@ -38,3 +38,10 @@ def by_leaf(mean: MeanState, vectors: Any) -> Any:
     shapes = [jax.ShapeDtypeStruct(shape, dtypes[i]) for i, shape in enumerate(groups.shapes)]
     one = functools.partial(join, groups, like=jax.tree.unflatten(groups.structure, shapes))
     return functools.reduce(lambda f, _: jax.vmap(f), range(max(lead, default=0)), one)(vectors)
+
+
+def _shaped(vector: Any, like: Any) -> Any:
+    """A memory in few bits as an array with the shape of its group, behind the leading axes."""
+    if not isinstance(vector, Narrow):
+        return vector
+    return vector.values(math.prod(like.shape)).reshape(*vector.codes.shape[:-2], *like.shape)
