@@ -31,6 +31,7 @@ __all__ = [
     "SparseSum",
     "accumulated",
     "add_each",
+    "all_finite",
     "computed_once",
     "cut_apart",
     "end_to_end",
@@ -261,6 +262,11 @@ def only_if(condition: Array, function: Callable[..., Tree], x: Tree, *operands:
         return lax.cond(condition, function, lambda x, *_: x, x, *operands)
     step = lambda carry: (carry[0] & ~carry[0], function(carry[1], *operands))
     return lax.while_loop(lambda carry: carry[0], step, (condition, x))[1]
+
+
+def all_finite(rows: Array, *ends: Array) -> Array:
+    """Whether no entry is a NaN or an infinity. ends: extremes along the last axis, of which these would be some."""
+    return form(lambda _, *ends: jnp.all(jnp.isfinite(jnp.stack(ends))), backend_cpu.all_finite)(rows, *ends)
 
 
 def largest_finite(rows: Array) -> Array:

@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp.arrays import bounded, finite, wide
-from jaxcomp.backend import form, in_parts
+from jaxcomp.backend import all_finite, form, in_parts
 from jaxcomp.base import Compressor, Spec
 from jaxcomp.compressors.blocks import Blocks, add_worth, blocks_of, coded, worth
 from jaxcomp.compressors.checks import check_like, contraction, is_whole
@@ -268,13 +268,12 @@ def _magnitudes(rows: Array) -> tuple[Array, Array]:
 def _ends_on_cpu(rows: Array) -> tuple[Array, Array]:
     """Zero among them if any entry is not finite."""
     ends = jnp.max(rows, axis=1), jnp.min(rows, axis=1)
-    clean = jnp.all(jnp.isfinite(ends[0]) & jnp.isfinite(ends[1]))  # a NaN is the largest and the smallest, too
 
     def slow(rows, *ends):
         each = lambda function: lambda rows: function(finite(rows), axis=1)
         return in_parts(each(jnp.max), ends[0], rows), in_parts(each(jnp.min), ends[1], rows)
 
-    return lax.cond(clean, lambda rows, *ends: ends, slow, rows, *ends)
+    return lax.cond(all_finite(rows, *ends), lambda rows, *ends: ends, slow, rows, *ends)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -21,6 +21,28 @@ def vector(seed, d=1000):
     return np.random.default_rng(seed).standard_t(3, d).astype(np.float32)
 
 
+BY_LARGEST = {
+    "terngrad": jc.terngrad(),
+    "dithering": jc.dithering(7, norm=np.inf),
+    "cast": jc.cast(jnp.float8_e4m3fn, scaled=True),
+    **{name: jc.block_scaled(name) for name in ("int8", "int4", "mxfp8", "mxfp4", "nvfp4")},
+    "binned": jc.binned(2),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("name", BY_LARGEST)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_nan_hides_no_entry_of_a_long_vector(name, workers, seed, key):
+    """Maxima forgot a NaN, and the entries before it, among them the largest."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((workers, 33 * 1024)).astype(np.float32)
+    x[:, rng.integers(16, x.shape[1], 200)] = np.nan
+    both = lambda x: jax.jit(jax.vmap(lambda x: _compressed(BY_LARGEST[name], x, key)))(x)
+    got, want = both(jnp.asarray(x)), both(jnp.nan_to_num(x, nan=0.0))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _compressed(compressor, x, key):
     like = jax.ShapeDtypeStruct(x.shape, jnp.float32)
@@ -388,7 +410,7 @@ def test_natural_is_worst_where_its_omega_says(key):
 
 
 def test_codes_of_dithering_are_zigzag_levels(key):
-    payload, _ = compressed(jc.dithering(1, norm="inf"), np.array([1, -1, 0], np.float32), key)
+    payload, _ = compressed(jc.dithering(1, norm=np.inf), np.array([1, -1, 0], np.float32), key)
     np.testing.assert_array_equal(unpack(payload.words, 3), [1, 2, 0])
 
 
