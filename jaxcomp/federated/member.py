@@ -134,8 +134,14 @@ class Member:
         return self._keep(task, whole, self.compress(whole, task.entries), leaves=False, tokens=int(tokens))
 
     def leave(self, task: Task) -> Answer:
-        """The last answer: all that it remembers. The server uses it in its place; afterwards it remembers nothing."""
+        """The last answer: all that it remembers. The server uses it in its place; afterwards it remembers nothing.
+
+        A task that was answered before is answered with the same bytes, without leaving (`Answer.leaves` is False): the
+        server may have used them.
+        """
         self._known(task)
+        if self._pending is not None and self._pending.answer.round == task.round:
+            return self._pending.answer
         return self._keep(task, self.memory, Dense(self.memory), leaves=True)
 
     def _known(self, task: Task) -> Array:
