@@ -44,8 +44,9 @@ class Rounds:
         quorum: answers after which the grace time begins: a whole number of them, or as a share of those asked a
             float in (0, 1]. 1.0: all.
         grace: seconds that others still have then, at least 0.
-        deadline: seconds after which a round ends in any case; members that it was waited for in vain are not asked
-            until they are heard of again.
+        deadline: seconds after which a round ends in any case; no member has to
+            answer then.
+            Members whose answer a round did not wait for are asked again once they are heard of.
         least: members without whom a round does not begin, as long as the deadline.
         tag: a word for the messages, another one for each `Rounds` over one transport.
         clock: seconds from any beginning, as `time.monotonic`.
@@ -127,6 +128,7 @@ class Rounds:
         if self._left() > 0:
             return None
         self._open, self._since, self._reached = False, self.clock(), None
+        self._here -= self._asked & self.server.missing()  # until they are heard of again
         return self.server.close()
 
     def _left(self) -> float:
@@ -150,15 +152,11 @@ class Rounds:
         return len(free) >= self.least or (waited and bool(self._here)) or bool(undecided and not free)
 
     def _begin(self) -> None:
-        before = self.server.missing()
         tasks = self.server.open(self._here)
-        # Of those that are given up nothing was heard for rounds: they are asked again once they are heard of.
-        given_up = {member for member in before - self.server.missing() if member not in self.server.undecided()}
         self._open, self._since, self._asked = True, self.clock(), set(tasks)
         self._sent = {member: packed_task(task) for member, task in tasks.items()}
         for member in tasks:
             self._send(member)
-        self._here -= given_up - set(self._asked)
 
     def _send(self, member: Any) -> None:
         self._sent_at[member] = self.clock()
