@@ -87,7 +87,9 @@ class Rounds:
         if isinstance(quorum, bool) or not (
             (isinstance(quorum, int) and quorum >= 1) or (isinstance(quorum, float) and 0 < quorum <= 1)
         ):
-            raise ValueError(f"federated: quorum must be an integer of at least 1, or a float in (0, 1]; got {quorum!r}")
+            raise ValueError(
+                f"federated: quorum must be an integer of at least 1, or a float in (0, 1]; got {quorum!r}"
+            )
         if isinstance(least, bool) or not isinstance(least, int) or least < 1:
             raise ValueError(f"federated: least must be an integer of at least 1; got {least!r}")
         self.quorum, self.least = quorum, least
@@ -179,8 +181,9 @@ class Rounds:
                     self.server.behind(member)
                     self._here.add(member)
                 else:
-                    self.server.receive(member, answer_of(fields, blobs))
-                    self._here.add(member)
+                    answer = answer_of(fields, blobs)
+                    self.server.receive(member, answer)
+                    (self._here.discard if answer.leaves is True else self._here.add)(member)
             except WireError:
                 self.server.receive(member, None)  # counted as garbage
 
@@ -220,9 +223,7 @@ class Participant:
     See `Rounds` for an example.
     """
 
-    def __init__(
-        self, member: Member, transport: Any, *, server: str = SERVER, tag: str = "round", idle: float = 5.0
-    ):
+    def __init__(self, member: Member, transport: Any, *, server: str = SERVER, tag: str = "round", idle: float = 5.0):
         self.member, self.transport, self.server, self.tag = member, transport, server, tag
         self.idle = number_in("idle", idle, 0, np.inf)
 
@@ -267,7 +268,11 @@ class Participant:
         self._sent(self.member.answer(task, after, tokens))
 
     def leave(self, task: Task) -> bool:
-        """Sends all that the member remembers, in place of an answer. False: the task was answered before; ask again."""
+        """Sends all that the member remembers, in place of an answer.
+
+        Returns:
+            Whether it leaves; False where this task was answered before: leave with the next one.
+        """
         answer = self.member.leave(task)
         self._sent(answer)
         return answer.leaves
@@ -275,7 +280,9 @@ class Participant:
     def _sent(self, answer: Answer) -> None:
         self.transport.send([self.server], f"{self.tag}-answer", packed_answer(answer))
 
-    def serve(self, train: Callable[[Array, Task], tuple[Array, int]], until: Callable[[], bool] = lambda: False) -> None:
+    def serve(
+        self, train: Callable[[Array, Task], tuple[Array, int]], until: Callable[[], bool] = lambda: False
+    ) -> None:
         """Answers tasks until it is told to end: says hello, waits for a task, trains, answers.
 
         Args:

@@ -55,8 +55,8 @@ class Server:
             each task contains the bound, and a member sends a longer difference in several rounds.
         max_norm: an answer of a larger norm is refused, whatever the others say: for the first round, in which a
             single answer would be its own median.
-        weights: of answers in the mean. "volumes": the volumes of the roster; "tokens": what each answer says that it was
-            trained on, at most the member's volume, also where it comes late.
+        weights: of answers in the mean. "volumes": the volumes of the roster; "tokens": what each answer says that it
+            was trained on, at most the member's volume, also where it comes late.
         patience: rounds that a late answer is waited for; one that comes later stays with its member.
         history: updates kept for members that have been away. Who has missed more gets the whole point.
         compress: as for `Member`, of the updates.

@@ -7,7 +7,8 @@
 All of them are a `Transport`: `send`, `receive` and `close`, and whoever has these three brings a transport of his own.
 `Gathering` makes of any of them the `gather` of `jc.local_process`.
 
-The package is imported when `jc.transports` is first used. Nothing of it runs inside jit or in an exchange of gradients.
+The package is imported when `jc.transports` is first used. Nothing of it runs inside jit, or where gradients are
+exchanged.
 """
 
 from jaxcomp.transports.base import Gathering, Missing, Transport

@@ -228,7 +228,9 @@ def _client_and_place() -> tuple[Any, tuple[int, int]]:
         ) from None
     client = getattr(global_state, "client", None)
     if client is None:
-        raise ValueError("coordination: jax.distributed must be initialized before; call jax.distributed.initialize(...)")
+        raise ValueError(
+            "coordination: jax.distributed must be initialized before; call jax.distributed.initialize(...)"
+        )
     missing = [each for each in NEEDED if not hasattr(client, each)]
     if missing:
         raise NotImplementedError(
