@@ -210,8 +210,9 @@ def main(arguments: Sequence[str]) -> int:
         import grpc  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise UserError('churn needs grpcio; install it with: pip install "jaxcomp[sites]"') from None
-    rates = [float(x) for x in np.geomspace(*map(float, o.rates), o.members)]
-    trips = [float(x) / 1000 for x in np.geomspace(*o.trips, o.members)][::-1]  # the slowest link is the farthest
+    rates = [float(x) for x in np.geomspace(float(o.rates[0]), float(o.rates[1]), o.members)]
+    # The slowest link is the farthest.
+    trips = [float(x) / 1000 for x in np.geomspace(o.trips[1], o.trips[0], o.members)]
     worlds: list[World] = []
     with laboratory(2 * (o.members + 1)) as lab:
         lab.shape([*[1e9, *rates] * 2])

@@ -118,10 +118,11 @@ class Coordination:
 
     def _read(self, source: str, number: str, head: bytes) -> bytes:
         about, blobs = unpacked(head)
-        parts, size, check = (about.get(name) for name in ("parts", "bytes", "check"))
-        if not all(isinstance(value, int) and not isinstance(value, bool) for value in (parts, size, check)):
+        numbers = [about.get(name) for name in ("parts", "bytes", "check")]
+        parts, size, check = (x if isinstance(x, int) and not isinstance(x, bool) else -1 for x in numbers)
+        if min(parts, size, check) < 0:
             raise WireError(f"head of a message of {source}", about, "numbers of parts and bytes, and a checksum")
-        if not 0 <= parts <= MOST_PARTS or len(blobs) != (parts == 0):
+        if parts > MOST_PARTS or len(blobs) != (parts == 0):
             raise WireError(f"parts of a message of {source}", parts, f"in [0, {MOST_PARTS}]")
         folder, data = f"{self._run}/parts/{source}/{number}/", blobs[0] if blobs else b""
         if parts:
