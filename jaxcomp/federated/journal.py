@@ -78,18 +78,18 @@ class Journal:
         self._out.flush()
 
     def admit(self, member: Hashable, volume: int) -> None:
-        """As `Server.admit`."""
+        """Puts a member on the roster (`Server.admit`)."""
         self.server.admit(member, volume)
         self._write({"call": "admit", "member": member, "volume": int(volume)})
 
     def open(self, here: Iterable[Hashable]) -> dict[Any, Task]:
-        """As `Server.open`."""
+        """Begins a round (`Server.open`)."""
         here = list(here)
         self._write({"call": "open", "here": here})
         return self.server.open(here)
 
     def receive(self, member: Hashable, answer: Answer | None) -> str:
-        """As `Server.receive`."""
+        """Takes an answer in (`Server.receive`)."""
         message = []
         with contextlib.suppress(TypeError, ValueError):  # fields of other types, which no server takes: as none
             if isinstance(answer, Answer) and isinstance(answer.data, bytes):
@@ -98,17 +98,17 @@ class Journal:
         return self.server.receive(member, answer)  # pyright: ignore[reportArgumentType]
 
     def lost(self, member: Hashable) -> None:
-        """As `Server.lost`."""
+        """Gives a member up (`Server.lost`)."""
         self._write({"call": "lost", "member": member})
         self.server.lost(member)
 
     def behind(self, member: Hashable) -> None:
-        """As `Server.behind`."""
+        """Has a member sent the whole point (`Server.behind`)."""
         self._write({"call": "behind", "member": member})
         self.server.behind(member)
 
     def close(self) -> Round:
-        """As `Server.close`; the log is on the disk when this returns."""
+        """Ends the round (`Server.close`); the log is on the disk before."""
         self._write({"call": "close"})
         os.fsync(self._out.fileno())
         return self.server.close()

@@ -281,23 +281,37 @@ class Participant:
         self.transport.send([self.server], f"{self.tag}-answer", packed_answer(answer))
 
     def serve(
-        self, train: Callable[[Array, Task], tuple[Array, int]], until: Callable[[], bool] = lambda: False
+        self,
+        train: Callable[[Array, Task], tuple[Array, int]],
+        until: Callable[[], bool] = lambda: False,
+        *,
+        patience: float = 600.0,
     ) -> None:
         """Answers tasks until it is told to end: says hello, waits for a task, trains, answers.
 
         Args:
             train: shared point f32[d], task -> point after the member's own steps, and tokens that these took.
             until: whether to end; asked between tasks.
+            patience: seconds without the server after which it gives up; a server that is started again in between
+                finds its members.
 
         Raises:
             ValueError: the server turns this member away.
-            ConnectionError: the transport is gone.
+            ConnectionError: the transport has been gone for longer than `patience`.
         """
-        self.hello()
+        greets, heard = 0.0, time.monotonic()
         while not until():
-            given = self.task(self.idle)
-            if given is None:
-                self.hello(self.idle)
-                continue
-            task, point = given
-            self.answer(task, *train(point, task))
+            try:
+                if greets is not None:
+                    self.hello(greets)
+                given = self.task(self.idle)
+                greets = self.idle if given is None else None
+                if given is not None:
+                    task, point = given
+                    self.answer(task, *train(point, task))
+                heard = time.monotonic()
+            except ConnectionError:
+                if time.monotonic() - heard > patience:
+                    raise
+                greets = 0.0
+                time.sleep(min(1.0, self.idle))

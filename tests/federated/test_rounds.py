@@ -466,3 +466,28 @@ def test_a_log_that_was_cut_or_changed(tmp_path):
     (tmp_path / "log").write_bytes(whole[:30] + b"x" + whole[31:])
     with pytest.raises(WireError):
         list(replay(tmp_path / "log", start()))
+
+
+def test_a_member_serves_until_it_is_told_to_end_and_outlasts_its_server():
+    """The transport is gone for two calls, in which the server was started again; then for ever."""
+    server, room = Server(np.zeros(D), {"a": 10}, 1.0), jc.transports.mailboxes()
+    rounds, link, gone = Rounds(server, room.link("server")), room.link("a"), iter([0, 0, 1, 0, 1, 0, 0])
+
+    def send(to, tag, data, plain=link.send):
+        if next(gone, 1):
+            raise ConnectionError("gone")
+        plain(to, tag, data)
+        rounds.step()
+
+    link.send, results = send, []
+
+    def train(point, task):
+        results.append(task.round)
+        return point - np.float32(task.round), 1
+
+    part = Participant(Member(), link, idle=0.01)
+    with pytest.raises(ConnectionError, match="gone"):
+        part.serve(train, patience=0.05)
+    assert results[:2] == [1, 2]
+    assert server.point[0] < 0
+    part.serve(train, until=lambda: True)
