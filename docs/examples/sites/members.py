@@ -1,6 +1,7 @@
 """Sites without a coordinator: `python members.py server ADDRESS`, and at each site `python members.py NAME ADDRESS`.
 
-The server has an address, HOST:PORT; sites dial it. Each may be killed and started again at any moment; the server, too.
+The server has an address, HOST:PORT; sites dial it. Each may be killed and started again at any moment, and so may the
+server.
 """
 
 import os
@@ -23,9 +24,11 @@ def serve(address):
     journal = federated.Journal(server, "server.log")
     with jc.transports.hub(address, keys=KEYS) as hub:  # credentials=grpc.ssl_server_credentials(...) for TLS
         rounds = federated.Rounds(journal, hub.link("server"), quorum=1, grace=2.0, deadline=60.0)
-        while server.number < ROUNDS:
+        closed = server.number
+        while closed < ROUNDS:
             result = rounds.step(1.0)
             if result is not None:
+                closed = result.number
                 federated.save("server.npz", server)
                 print(f"round {result.number}: {result.used} used, {result.late} late", flush=True)
     journal.finish()
