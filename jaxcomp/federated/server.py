@@ -409,7 +409,7 @@ class Server:
             return np.array(optax.apply_updates(self.point, steps), np.float32), state  # pyright: ignore
 
     def _weight(self, member: Any) -> int:
-        """What a member handed over when it left weighs like its last answer."""
+        """Weight of a member; one that has left weighs like with its last answer."""
         entry = self._entries[member]
         return entry.volume if self.weights == "volumes" else self._said.get(member, entry.tokens)
 

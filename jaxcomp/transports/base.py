@@ -1,4 +1,4 @@
-"""What a transport is, and the gather of `jc.local_process` over any of them."""
+"""The protocol of a transport, and the gather of `jc.local_process` over any of them."""
 
 import contextlib
 import time

@@ -51,7 +51,7 @@ class Mailboxes:
 
     @property
     def held_bytes(self) -> int:
-        """Of messages that nobody has taken."""
+        """Length of all messages that nobody has taken."""
         with self._changed:
             return sum(len(data) for box in self._boxes.values() for _, data in box)
 

@@ -41,7 +41,7 @@ class Hub:
 
     @property
     def held_bytes(self) -> int:
-        """Of messages that nobody has taken."""
+        """Length of all messages that nobody has taken."""
         return self._boxes.held_bytes
 
     def close(self) -> None:

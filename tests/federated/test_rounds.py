@@ -491,3 +491,63 @@ def test_a_member_serves_until_it_is_told_to_end_and_outlasts_its_server():
     assert results[:2] == [1, 2]
     assert server.point[0] < 0
     part.serve(train, until=lambda: True)
+
+
+def test_a_log_that_is_gone_on_with_after_a_kill_gives_up_what_the_server_gave_up(tmp_path):
+    """Round 1 is closed without b; the server is killed in round 2, and b is asked in the new one."""
+    start, members = lambda: Server(np.zeros(D), {"a": 1, "b": 1}, 1.0), {"a": Member(), "b": Member()}
+    server = Journal(start(), tmp_path / "log")
+    tasks = server.open("ab")
+    server.receive("a", members["a"].answer(tasks["a"], members["a"].take(tasks["a"]) - np.float32(1)))
+    server.close()
+    save(tmp_path / "server.npz", server.server)
+    server.open("ab")
+    server.finish()
+    fresh = start()
+    load(tmp_path / "server.npz", fresh)
+    server = Journal(fresh, tmp_path / "log")
+    for name, task in server.open("ab").items():
+        server.receive(name, members[name].answer(task, members[name].take(task) - np.float32(2)))
+    assert server.close().used == 2
+    server.finish()
+    again = start()
+    assert [result.used for result in replay(tmp_path / "log", again)] == [1, 2]
+    assert again.point.tobytes() == server.point.tobytes()
+
+
+def test_a_member_that_was_started_anew_gets_its_task_again_and_answers_with_the_same_bytes():
+    clock, room, server, rounds, members = world("ab")
+    task, point = members["a"].task()
+    first = members["a"].member.answer(task, point - np.float32(1))  # on disk; its process dies before it is sent
+    again = Participant(members["a"].member, room.link("a"))
+    again.hello()
+    assert rounds.step() is None
+    same, _ = again.task()
+    assert same == task
+    again.answer(same, np.zeros(D))
+    answer(members, "b")
+    assert rounds.step().used == 2
+    assert again.member._pending.answer == first
+    assert clock.now == 0
+    assert server.counts["a"]["used"] == 1
+
+
+def test_a_hello_while_the_task_may_be_on_its_way_changes_nothing():
+    clock, _, _, rounds, members = world("ab", quorum=1, grace=0.0)
+    clock.now = 3.0
+    members["b"].hello(2.0)  # sent when it had been idle for 2 s; its task was sent 3 s ago
+    assert rounds.step() is None
+    assert len(members["b"].transport.receive("round-task", 0)) == 1
+    clock.now = 4.0
+    members["b"].hello(2.0)
+    assert rounds.step() is None
+    assert len(members["b"].transport.receive("round-task", 0)) == 1  # again
+    answer(members, "a")
+    assert rounds.step().missing == 1
+    assert rounds.step() is None
+    members["b"].hello()  # of a round that is closed nothing can come any more: it was started anew
+    answer(members, "a", 2.0)
+    assert rounds.step().used == 1
+    assert rounds.step() is None
+    assert rounds.here == set("ab")
+    assert members["b"].task()[0].round == 3

@@ -328,3 +328,15 @@ def test_a_receiver_may_wait_for_what_is_sent_later(made):
     sender.start()
     assert b.receive("x", 30.0) == [("a", b"now")]
     sender.join()
+
+
+def test_no_more_is_read_than_a_head_announces():
+    (a, b), _ = over_service("ab", 1000)
+    a.send(["b"], "x", bytes(50_000))
+    (key,) = [key for key in a._client.map if "/in/" in key]
+    a._client.map[key] = packed({"parts": 50, "bytes": 1500, "check": 0, "alone": True})
+    reads, plain = [], a._client.key_value_try_get_bytes
+    a._client.key_value_try_get_bytes = lambda key: reads.append(key) or plain(key)
+    with pytest.raises(WireError, match="length of a message of a must be 1500"):
+        b.receive("x", 0.0)
+    assert len(reads) == 2
