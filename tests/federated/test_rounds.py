@@ -533,7 +533,8 @@ def test_a_member_that_was_started_anew_gets_its_task_again_and_answers_with_the
 
 
 def test_a_hello_while_the_task_may_be_on_its_way_changes_nothing():
-    clock, _, _, rounds, members = world("ab", quorum=1, grace=0.0)
+    server = Server(np.zeros(D), {"a": 10, "b": 10}, 1.0, patience=5)
+    clock, _, _, rounds, members = world("ab", server=server, quorum=1, grace=0.0)
     clock.now = 3.0
     members["b"].hello(2.0)  # sent when it had been idle for 2 s; its task was sent 3 s ago
     assert rounds.step() is None
