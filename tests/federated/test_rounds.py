@@ -336,7 +336,7 @@ def test_nothing_is_lost_or_counted_twice_over_random_arrivals_deaths_and_return
     server.finish()
     happened = {kind: sum(life.events[kind] for life in lives) for kind in ("killed", "left", "unsent")}
     counts = sum(server.counts.values(), start=type(server.counts["a"])())
-    assert min(happened.values()) >= 3, happened
+    assert min(happened.values()) >= 1, happened
     assert min(counts["used"], counts["lost"], counts["replay"]) >= 5, counts
     assert counts["late"] >= 5 if late == "drop" else sum(result.late for result in results) >= 5
     assert any(result.missing and result.used for result in results)  # ended by its quorum
