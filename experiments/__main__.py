@@ -14,6 +14,7 @@ from experiments.lib.errors import line_of
 EXPERIMENTS = {
     "compare": ("train.compare", "train one model with several compression methods and compare them"),
     "train": ("train", "train one model with one method: in one process, in several, or on a cluster"),
+    "churn": ("churn", "members over slow links, one killed every minute: goodput, nothing lost, same bits on replay"),
     "soak": ("train.soak", "trainings with kills, a full disk, NaN, a corrupted checkpoint: same bits"),
     "attack": ("attack", "messages fuzzed, combinations and statistics of all parts: what holds, what falls"),
     "sidco quality": ("sidco.quality", "share of entries that SIDCo and rivals send, on known laws and on gradients"),

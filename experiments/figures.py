@@ -63,7 +63,7 @@ class Figure(NamedTuple):
     folder of --data. Without {table} the command keeps a run, and writes its table.md. source: file or folder below
     experiments that makes it. minutes: about, on 2 cores. picture: of the run, and its name in docs/images.
     accelerator: the command needs a GPU or a TPU, and writes the page itself. compilers: it needs theirs. package: of a
-    trainer, which it needs. whole: all lines of table.md are the table, not only its rows. programs: it
+    trainer or a transport, which it needs. whole: all lines of table.md are the table, not only its rows. programs: it
     holds times, or facts of compiled programs, which change with the machinery, too.
     """
 
@@ -97,6 +97,7 @@ FIGURES = {
     "workers": Figure("scale", "workers", "scale/workers.py", 8, ("workers.png", "workers.png")),
     "scoreboard": Figure("scoreboard", SCOREBOARD, "network", 35, ("scoreboard.png", "scoreboard.png"), programs=True),
     "plan": Figure("plan", PLAN, "plan", 35, ("regret.png", "plan.png"), programs=True),
+    "churn": Figure("churn", "churn", "churn", 35, ("churn.png", "churn.png"), package="grpc", programs=True),
     "local": Figure("local", LOCAL, "local", 10),
     "accelerator": Figure("accelerators", "accelerator", "accelerator", 5, accelerator=True, programs=True),
     "pods": Figure(
@@ -159,7 +160,8 @@ def main(arguments: Sequence[str]) -> int:
             )
             continue
         if FIGURES[name].package and find_spec(FIGURES[name].package) is None:
-            console.print(f"{name}: left out, it needs pip install '.[trainers]', on Python 3.12")
+            extra = "[sites]'" if FIGURES[name].package == "grpc" else "[trainers]', on Python 3.12"
+            console.print(f"{name}: left out, it needs pip install '.{extra}")
             continue
         console.print(f"{name}: about {FIGURES[name].minutes} min")
         for row in make(name, FIGURES[name], data):

@@ -14,12 +14,14 @@ What is listed here is public. Everything else may change without notice. What i
     jc.collectives   drop-in pmean and psum_scatter with a format on the wire
     jc.replicas      are all workers still the same: fingerprints, skip_nonfinite
     jc.state         states on meshes and of other workers: state_axes, refresh, set_amounts, ...
+    jc.transports    bytes from process to process: coordination, hub, site; imported when it is first used
     jc.testing       the laws, for a compressor or an algorithm of your own: check, check_algorithm
 
 `jaxcomp.federated`, rounds on the host among members who come and go, is imported by name and is no part of `jc`.
 """
 
 import difflib
+import importlib
 from typing import Any
 
 from jaxcomp import (
@@ -219,11 +221,15 @@ _KNOWN_AS = {
     "federated": "from jaxcomp import federated",
     "members": "from jaxcomp import federated",
     "flower": "from jaxcomp.federated import flower",
+    "coordination": "jc.transports.coordination",
+    "transport": "jc.transports",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Raises AttributeError with the name that was meant: the place of one in a group, or one that is like it."""
+    """`jc.transports`, imported when it is first used; for other names AttributeError with the one that was meant."""
+    if name == "transports":
+        return importlib.import_module("jaxcomp.transports")
     places = {each: f"{group.__name__.replace('jaxcomp', 'jc')}.{each}" for group in _GROUPS for each in group.__all__}
     known = {each.replace("_", "").lower(): f"jc.{each}" for each in __all__} | _KNOWN_AS
     known |= {each.replace("_", "").lower(): place for each, place in places.items()}

@@ -29,7 +29,7 @@ TUTORIALS = sorted(
 QUICK = ("federated",)
 NEEDS = {"equinox": "equinox", "haiku": "haiku"}  # pages that run where these are installed
 PUBLIC_MODULES = ("allocate", "collectives", "contrib", "methods", "payloads", "prox", "replicas")
-PUBLIC_MODULES += ("smoothness", "state", "testing", "theory", "wire", "federated", "federated.flower")
+PUBLIC_MODULES += ("smoothness", "state", "testing", "theory", "wire", "federated", "federated.flower", "transports")
 
 
 def code_of(page):

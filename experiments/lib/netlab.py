@@ -23,7 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,12 +161,14 @@ class Lab:
             command(f"ip -n {host} link set eth0 up")
             command(f"ip -n {host} link set lo up")
 
-    def shape(self, rate: float | None = None, delay: float = 0.0) -> None:
-        """Gives every link a rate in bit/s (None: no limit) and a delay in seconds, each way."""
-        piece = AT_ONCE_BYTES if rate is None else round(rate / 8 * AT_ONCE_SECONDS)
-        piece = min(max(piece, FRAME_BYTES), AT_ONCE_BYTES)
-        ends = [(host, "eth0") for host in self.names] + [(self.switch, f"port{i}") for i in range(len(self.names))]
-        for namespace, device in ends:  # of every link
+    def shape(self, rate: float | Sequence[float] | None = None, delay: float = 0.0) -> None:
+        """Gives every link a rate in bit/s (None: no limit; several: by host) and a delay in seconds, each way."""
+        rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(self.names)
+        ends = [(host, "eth0", rates[i]) for i, host in enumerate(self.names)]
+        ends += [(self.switch, f"port{i}", each) for i, each in enumerate(rates)]
+        for namespace, device, rate in ends:  # of every link
+            piece = AT_ONCE_BYTES if rate is None else round(rate / 8 * AT_ONCE_SECONDS)
+            piece = min(max(piece, FRAME_BYTES), AT_ONCE_BYTES)
             command(f"ip -n {namespace} link set {device} gso_max_size {piece}")
             qdisc = f"tc -n {namespace} qdisc"
             if self.shaped:
@@ -185,7 +187,7 @@ class Lab:
                     if "unknown" in str(error):
                         raise UserError("this kernel has no netem (CONFIG_NET_SCH_NETEM), which delays need") from None
                     raise
-        self.shaped = rate is not None or bool(delay)
+        self.shaped = any(each is not None for each in rates) or bool(delay)
 
     def counters(self) -> list[Link]:
         """What passed each link so far, counted at the switch."""

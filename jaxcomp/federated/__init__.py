@@ -8,7 +8,8 @@ Round t, with theta the point of the server and s what members know of it:
     4.  `Server.close`:  theta <- outer(theta, sum_i N_i clip(C_k(..)) / sum_i N_i) over those who arrived
                          s     <- s + C(theta - s), sent down as one message for all
 
-k follows the data volumes N_i of the members of the round (DAGC). `flower` carries it over Flower.
+k follows the data volumes N_i of the members of the round (DAGC). `Rounds` and `Participant` carry it over a transport
+of `jc.transports`, with a quorum and a grace time; `flower` carries it over Flower.
 
 The package is imported by name, `from jaxcomp import federated`; nothing else in jaxcomp imports it.
 
@@ -28,22 +29,28 @@ it in any round.
 
 from jaxcomp.federated import flower
 from jaxcomp.federated.checkpoint import load, save
+from jaxcomp.federated.journal import Journal, replay
 from jaxcomp.federated.member import Member, OutOfStep
 from jaxcomp.federated.messages import Answer, Refused, Task, largest, parted
 from jaxcomp.federated.roster import Round
+from jaxcomp.federated.rounds import Participant, Rounds
 from jaxcomp.federated.server import Server
 
 __all__ = [
     "Answer",
+    "Journal",
     "Member",
     "OutOfStep",
+    "Participant",
     "Refused",
     "Round",
+    "Rounds",
     "Server",
     "Task",
     "flower",
     "largest",
     "load",
     "parted",
+    "replay",
     "save",
 ]

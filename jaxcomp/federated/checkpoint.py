@@ -23,7 +23,7 @@ from jaxcomp.smoothness.sources import BROKEN
 __all__ = ["load", "read", "save", "written"]
 
 VERSION = 1
-FIELDS = ("volume", "version", "round", "last", "offered", "limit", "told", "seen", "here", "used", "norm")
+FIELDS = ("volume", "version", "round", "last", "offered", "limit", "told", "seen", "here", "used", "norm", "tokens")
 
 
 def save(file: Path | str, server: Server, **about: Any) -> None:
@@ -145,7 +145,7 @@ def _restore(server: Server, content: dict[str, Any], arrays: dict[str, np.ndarr
     for name, fields, fates in content["entries"]:
         entry = server._entries[name] = Entry(fields["volume"])
         for field in FIELDS:
-            setattr(entry, field, fields[field])
+            setattr(entry, field, fields.get(field, 0) if field == "tokens" else fields[field])  # new in 0.2
         entry.fates = dict(fates)
     server.counts |= {name: Counter(counter) for name, counter in content["counts"]}
     count = sum(name.startswith("update_") for name in arrays)
@@ -156,7 +156,7 @@ def _restore(server: Server, content: dict[str, Any], arrays: dict[str, np.ndarr
 
 def _options(server: Server) -> dict[str, Any]:
     """Options that must be the same when a run goes on."""
-    names = ("mean_ratio", "rule", "down", "late", "bound", "max_norm")
+    names = ("mean_ratio", "rule", "down", "late", "bound", "max_norm", "weights", "patience")
     leaves = [[list(np.shape(leaf)), str(np.asarray(leaf).dtype)] for leaf in jax.tree.leaves(server._outer_state)]
     options = {name: getattr(server, name) for name in names}
     return options | {"size": server.point.size, "history": server._updates.maxlen, "outer": leaves}

@@ -117,10 +117,11 @@ class Member:
         self.point, self.version = point, task.version
         return point.copy()
 
-    def answer(self, task: Task, after: Array) -> Answer:
+    def answer(self, task: Task, after: Array, tokens: int = 0) -> Answer:
         """The answer of a member that its own steps led from the shared point to `after`, f32[d].
 
-        Entries of the difference that are not finite count as zero.
+        Entries of the difference that are not finite count as zero. tokens: that it was trained on, its weight at a
+        server with weights="tokens".
         """
         point = self._known(task)
         if self._pending is not None and self._pending.answer.round == task.round:
@@ -130,11 +131,17 @@ class Member:
             whole = self.memory + np.where(np.isfinite(difference), difference, np.float32(0))
         largest_float = np.finfo(np.float32).max
         whole = np.clip(whole, -largest_float, largest_float)
-        return self._keep(task, whole, self.compress(whole, task.entries), leaves=False)
+        return self._keep(task, whole, self.compress(whole, task.entries), leaves=False, tokens=int(tokens))
 
     def leave(self, task: Task) -> Answer:
-        """The last answer: all that it remembers. The server uses it in its place; afterwards it remembers nothing."""
+        """The last answer: all that it remembers. The server uses it in its place; afterwards it remembers nothing.
+
+        A task that was answered before is answered with the same bytes, without leaving (`Answer.leaves` is False): the
+        server may have used them.
+        """
         self._known(task)
+        if self._pending is not None and self._pending.answer.round == task.round:
+            return self._pending.answer
         return self._keep(task, self.memory, Dense(self.memory), leaves=True)
 
     def _known(self, task: Task) -> Array:
@@ -142,14 +149,14 @@ class Member:
             raise ValueError(f"federated: call take(task) before answering round {task.round}")
         return self.point
 
-    def _keep(self, task: Task, whole: Array, payload: Any, leaves: bool) -> Answer:
+    def _keep(self, task: Task, whole: Array, payload: Any, leaves: bool, tokens: int = 0) -> Answer:
         data = encode(payload, code="best")
         sent = opened(data, whole.size, whole.size)
         norm = float(np.linalg.norm(sent.values.astype(np.float64)))
         share = task.norm / norm if norm > task.norm and not leaves else 1.0
         rest = whole.copy()
         rest[sent.indices] -= sent.values
-        answer = Answer(task.round, data, share, leaves)
+        answer = Answer(task.round, data, share, leaves, tokens)
         self._pending, self._memory = _Pending(answer, sent.values, sent.indices, rest), None
         self.save()
         return answer
@@ -181,7 +188,8 @@ class Member:
             self.version, self.point, self._memory = int(kept["version"]), kept["point"], kept.get("memory")
             if "round" in kept:
                 share, leaves = float(kept["share"]), bool(kept["leaves"])
-                answer = Answer(int(kept["round"]), kept["data"].tobytes(), share, leaves)
+                tokens = int(kept.get("tokens", 0))  # which files of 0.1 have not
+                answer = Answer(int(kept["round"]), kept["data"].tobytes(), share, leaves, tokens)
                 self._pending = _Pending(answer, kept["values"], kept["indices"], kept["rest"])
         except BROKEN as error:
             raise ValueError(f"federated: {file} is not the file of a member: {error}") from None

@@ -45,12 +45,14 @@ class Answer(NamedTuple):
     share: at most that much of it is to be used, in (0, 1]: who knows that it is longer than is allowed says so, sends
         it all, and keeps what is not used.
     leaves: whether it is all that the member remembers, its last answer before it goes.
+    tokens: samples or tokens that it was trained on, its weight where the server weighs by them; 0: not said.
     """
 
     round: int
     data: bytes
     share: float = 1.0
     leaves: bool = False
+    tokens: int = 0
 
 
 class Task(NamedTuple):
@@ -103,12 +105,12 @@ def well_formed(answer: Any) -> None:
     """
     if not isinstance(answer, Answer):
         raise Refused("garbage", f"expected an Answer; got {type(answer).__name__}")
-    number, data, share, leaves = answer
+    number, data, share, leaves, tokens = answer
     right = (
         isinstance(number, int) and isinstance(data, bytes) and isinstance(share, float) and isinstance(leaves, bool)
     )
-    if not right:
-        raise Refused("garbage", "an answer is a number, bytes, a share, and whether its member leaves")
+    if not right or not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        raise Refused("garbage", "an answer is a number, bytes, a share, whether its member leaves, and its tokens")
     if not 0 < share <= 1:
         raise Refused("shape", f"share must be in (0, 1]; got {share}")
     if leaves and share != 1:

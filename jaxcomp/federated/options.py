@@ -10,7 +10,7 @@ import optax
 from jaxcomp.allocate.workers import RULES, Rule, exponent_of, number_of
 from jaxcomp.compressors.checks import is_integer
 
-__all__ = ["check_compress", "check_outer", "history_of", "number_in", "rule_of"]
+__all__ = ["check_compress", "check_outer", "history_of", "number_in", "patience_of", "rule_of"]
 
 
 def number_in(name: str, value: Any, low: float, high: float, *, low_counts: bool = False) -> float:
@@ -36,6 +36,13 @@ def history_of(history: Any) -> int:
     if not is_integer(history, 0):
         raise ValueError(f"federated: history must be an integer of at least 0; got {history!r}")
     return int(history)
+
+
+def patience_of(patience: Any) -> int:
+    """Rounds that a late answer is waited for; ValueError unless it is an integer of at least 1."""
+    if not is_integer(patience, 1):
+        raise ValueError(f"federated: patience must be an integer of at least 1; got {patience!r}")
+    return int(patience)
 
 
 def check_outer(outer: Any) -> None:

@@ -42,7 +42,7 @@ class Entry:
     volume: samples. version: of the point that it has; -1: none. round: that it has not answered yet; 0: none.
     last: round of its last answer. offered, limit, told: of its last task. fates: shares that it has not
     been told yet, as far as the server knows. norm: of its last answer. used: whether an answer of it was used since it
-    joined or last left. seen, here: in any round, and in this one.
+    joined or last left. seen, here: in any round, and in this one. tokens: of its last answer that was used.
     """
 
     def __init__(self, volume: int):
@@ -51,6 +51,7 @@ class Entry:
         self.fates: dict[int, float] = {}
         self.seen = self.here = self.used = False
         self.norm = 0.0
+        self.tokens = 0
 
     def reach(self, size: int) -> float:
         """How much longer than a difference a memory may be: error feedback keeps at most 2 / alpha, alpha = k / d."""

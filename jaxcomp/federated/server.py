@@ -25,7 +25,7 @@ from jaxcomp.federated.messages import (
     share_within,
     well_formed,
 )
-from jaxcomp.federated.options import check_compress, check_outer, history_of, number_in, rule_of
+from jaxcomp.federated.options import check_compress, check_outer, history_of, number_in, patience_of, rule_of
 from jaxcomp.federated.roster import Arrived, Entry, Round
 from jaxcomp.payloads import Dense, Sparse
 from jaxcomp.wire import encode
@@ -34,7 +34,7 @@ __all__ = ["Server"]
 
 Array = np.ndarray
 MOST_SAMPLES = 2**53  # whole numbers up to here are exact in float64
-PATIENCE = 1  # rounds that a late answer is waited for
+PATIENCE = 1  # rounds that a late answer is waited for, where nothing else is asked for
 REMEMBERED = 100_000  # digests of messages, for repetitions
 HEAD_BYTES = 64  # of a message, at most, besides values and indices of four bytes each
 
@@ -55,6 +55,9 @@ class Server:
             each task contains the bound, and a member sends a longer difference in several rounds.
         max_norm: an answer of a larger norm is refused, whatever the others say: for the first round, in which a
             single answer would be its own median.
+        weights: of answers in the mean. "volumes": the volumes of the roster; "tokens": what each answer says that it
+            was trained on, at most the member's volume, also where it comes late.
+        patience: rounds that a late answer is waited for; one that comes later stays with its member.
         history: updates kept for members that have been away. Who has missed more gets the whole point.
         compress: as for `Member`, of the updates.
 
@@ -76,6 +79,8 @@ class Server:
         late: str = "use",
         bound: float = 10.0,
         max_norm: float = float("inf"),
+        weights: str = "volumes",
+        patience: int = PATIENCE,
         history: int = 16,
         compress: Callable[[Array, int], Any] = largest,
     ):
@@ -84,8 +89,11 @@ class Server:
             raise ValueError(f"federated: point must be a finite vector; got shape {self.point.shape}")
         if late not in ("use", "drop"):
             raise ValueError(f"federated: late must be 'use' or 'drop'; got {late!r}")
+        if weights not in ("volumes", "tokens"):
+            raise ValueError(f"federated: weights must be 'volumes' or 'tokens'; got {weights!r}")
         check_outer(outer)
         check_compress(compress)
+        self.weights, self.patience = weights, patience_of(patience)
         self.mean_ratio, self.down = number_in("mean_ratio", mean_ratio, 0, 1), number_in("down", down, 0, 1)
         self.bound = number_in("bound", bound, 1, np.inf, low_counts=True)
         self.max_norm = number_in("max_norm", max_norm, 0, np.inf)
@@ -109,6 +117,7 @@ class Server:
         self._arrived: list[Arrived] = []
         self._refused: list[tuple[Any, str]] = []
         self._joined, self._returned, self._left = [], [], []
+        self._said: dict[Any, int] = {}  # tokens of the answers of this round
         self._up = self._down = 0
 
     def admit(self, member: Hashable, volume: int) -> None:
@@ -143,10 +152,9 @@ class Server:
                 (self._returned if entry.seen else self._joined).append(member)
                 entry.seen = True
             entry.here = member in here
-            if entry.round and self.number - entry.round > PATIENCE:
+            if entry.round and self.number - entry.round > self.patience:
                 self.lost(member)
-        undecided = {arrived.member for arrived in self._arrived}  # a task would say that their answer was not used
-        busy = undecided | self.missing()
+        busy = self.undecided() | self.missing()
         self._asked = [member for member, entry in self._entries.items() if entry.here and member not in busy]
         limits = self.entries_of(self._asked)
         self._opened = time.monotonic()
@@ -208,12 +216,14 @@ class Server:
         return ""
 
     def _checked(self, member: Any, entry: Entry, answer: Answer) -> Arrived:
-        _, data, share, leaves = answer
+        _, data, share, leaves, tokens = answer
         size = self.point.size
         if leaves and not entry.used:
             raise Refused("leaves", "no answer of this member was used since it joined or last left")
         if leaves and any(who == member for who, _ in self._held):
             raise Refused("leaves", "what this member handed over when it last left is not used up yet")
+        if self.weights == "tokens" and not leaves and not 1 <= tokens <= entry.volume:
+            raise Refused("tokens", f"{tokens} tokens; this member may have 1 to {entry.volume} in a round")
         entries = size if leaves else entry.limit
         room = HEAD_BYTES + (4 * size if leaves else 8 * entries)  # before anything is decoded
         if len(data) > room:
@@ -261,6 +271,10 @@ class Server:
     def missing(self) -> set[Any]:
         """Members whose answer is awaited."""
         return {member for member, entry in self._entries.items() if entry.round}
+
+    def undecided(self) -> set[Any]:
+        """Members whose answer has arrived and is not decided on yet: a task would say that it was not used."""
+        return {arrived.member for arrived in self._arrived}
 
     # What comes of it
 
@@ -353,6 +367,7 @@ class Server:
             now, rest = parted(vector, share)
             parts.append((member, Sparse(now, np.arange(vector.size))))
             held.append((member, rest))
+        self._said = {each.member: each.answer.tokens for each, _ in used if not each.answer.leaves}
         point, state = self._moved(parts)
         with np.errstate(over="ignore"):
             finite = np.all(np.isfinite(point)) and np.all(np.isfinite(point - self.shown))
@@ -368,6 +383,7 @@ class Server:
                 self._left.append(arrived.member)
             else:
                 self._entries[arrived.member].norm = norm
+                self._entries[arrived.member].tokens = arrived.answer.tokens
             self._digests[arrived.digest] = None
         while len(self._digests) > REMEMBERED:
             del self._digests[next(iter(self._digests))]
@@ -380,8 +396,8 @@ class Server:
         return limit / 2 if held and any(arrived.member == member for arrived, _ in used) else limit
 
     def _moved(self, parts: list[tuple[Any, Sparse]]) -> tuple[Array, Any]:
-        """theta after the outer step with the mean, weighted by the volumes of those who are in it."""
-        volumes = {member: self._entries[member].volume for member, _ in parts}
+        """theta after the outer step with the mean, weighted by the volumes or tokens of those who are in it."""
+        volumes = {member: self._weight(member) for member, _ in parts}
         total = sum(volumes.values())
         mean = np.zeros(self.point.size, np.float64)
         for member, message in parts:
@@ -391,6 +407,11 @@ class Server:
                 return (self.point - mean).astype(np.float32), None
             steps, state = self._outer.update(mean.astype(np.float32), self._outer_state, self.point)  # pyright: ignore
             return np.array(optax.apply_updates(self.point, steps), np.float32), state  # pyright: ignore
+
+    def _weight(self, member: Any) -> int:
+        """Weight of a member; one that has left weighs like with its last answer."""
+        entry = self._entries[member]
+        return entry.volume if self.weights == "volumes" else self._said.get(member, entry.tokens)
 
     def _show(self) -> None:
         """One update for all: the largest entries of what members do not know yet."""
