@@ -41,6 +41,9 @@ class Rounds:
         choose: members who are there -> those who are asked.
         least: members without whom a round does not begin; it is waited for them.
         poll: seconds between two looks for replies.
+
+    Raises:
+        ValueError: the server weighs answers by their tokens.
     """
 
     def __init__(
@@ -53,6 +56,11 @@ class Rounds:
         least: int = 1,
         poll: float = 0.2,
     ):
+        if server.weights != "volumes":
+            raise ValueError(
+                "federated: over Flower weights must be 'volumes', as answers do not say their tokens there; "
+                f"got {server.weights!r}"
+            )
         self.server, self.names, self.choose = server, names, choose
         self.deadline, self.least, self.poll = deadline, least, poll
         self._awaited: dict[str, Any] = {}  # id of a message -> the member that it went to

@@ -552,3 +552,9 @@ def test_a_hello_while_the_task_may_be_on_its_way_changes_nothing():
     assert rounds.step() is None
     assert rounds.here == set("ab")
     assert members["b"].task()[0].round == 3
+
+
+def test_flower_does_not_weigh_by_tokens():
+    server = federated.Server(np.zeros(2), {"a": 1}, 1.0, weights="tokens")
+    with pytest.raises(ValueError, match="weights must be 'volumes'"):
+        federated.flower.Rounds(server, lambda grid: {})
