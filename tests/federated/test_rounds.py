@@ -7,7 +7,7 @@ import pytest
 
 import jaxcomp as jc
 from jaxcomp.exchange.agreement import greeting
-from jaxcomp.federated import Answer, Journal, Member, Participant, Rounds, Server, load, parted, replay, save
+from jaxcomp.federated import Answer, Journal, Member, Participant, Rounds, Server, flower, load, parted, replay, save
 from jaxcomp.federated.messages import options_here
 from jaxcomp.federated.packets import answer_of, packed_answer, packed_task, task_of
 from jaxcomp.payloads import Dense
@@ -555,6 +555,6 @@ def test_a_hello_while_the_task_may_be_on_its_way_changes_nothing():
 
 
 def test_flower_does_not_weigh_by_tokens():
-    server = federated.Server(np.zeros(2), {"a": 1}, 1.0, weights="tokens")
+    server = Server(np.zeros(2), {"a": 1}, 1.0, weights="tokens")
     with pytest.raises(ValueError, match="weights must be 'volumes'"):
-        federated.flower.Rounds(server, lambda grid: {})
+        flower.Rounds(server, lambda grid: {})
