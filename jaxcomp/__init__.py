@@ -222,7 +222,6 @@ _KNOWN_AS = {
     "members": "from jaxcomp import federated",
     "flower": "from jaxcomp.federated import flower",
     "coordination": "jc.transports.coordination",
-    "transport": "jc.transports",
 }
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from jaxcomp.arrays import finite, is_shapes
+from jaxcomp.arrays import finite, is_shapes, wide
 
 __all__ = [
     "FEW",
@@ -148,7 +148,7 @@ def all_finite(rows: Array, *_: Array) -> Array:
     """XLA for CPU (of JAX 0.10.2 and 0.12.0) forgets a NaN in a maximum of many entries, and those that came before it;
     in a sum it does not. A sum that overflows takes the slow way for nothing.
     """
-    return jnp.isfinite(jnp.sum(rows, dtype=jnp.promote_types(rows.dtype, jnp.float32)))
+    return jnp.isfinite(jnp.sum(rows, dtype=wide(rows.dtype)))
 
 
 def largest_finite(rows: Array) -> Array:

@@ -255,7 +255,7 @@ def _in_lanes(tile: int, width: int) -> bool:
 
 
 def _shifts(width: int) -> Array:
-    """Where the codes of a word stand in it, [32 / w, 1, 1]."""
+    """Returns the bit offset of each code within its word, [32 / w, 1, 1]."""
     return jnp.arange(0, 32, width, dtype=U32)[:, None, None]
 
 
@@ -273,7 +273,7 @@ def _unpacked_in_lanes(words: Array, width: int) -> Array:
 
 
 def _narrow(codes: Array, width: int) -> Array:
-    """The same in as narrow integers as hold them."""
+    """Casts codes to the narrowest unsigned integers that hold `width` bits."""
     return codes.astype(jnp.uint8 if width <= 8 else jnp.uint16 if width <= 16 else U32)
 
 

@@ -74,7 +74,7 @@ def mask_words(mask: Array) -> Array:
 
 
 def _words_of_rows(mask: Array) -> Array:
-    """As the formula says, for CPUs."""
+    """Computes them as the formula says: the form for CPUs."""
     row_words = lambda bits: jnp.sum(bits.reshape(-1, 32).astype(U32) << lax.iota(U32, 32)[None], axis=1, dtype=U32)
     # The last word apart: with all of a mask padded, XLA takes five times as long.
     whole = mask.shape[0] // 32 * 32

@@ -330,7 +330,7 @@ def greeting_of(name: str, worker: int, data: Any) -> Options:
         found = json.loads(bytes(data)[len(GREETING) :])
         if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
             raise ValueError("no options")
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise Differs(
             f"{name}: the first message of worker {worker} does not say its options: it runs another version of "
             f"jaxcomp than {jaxcomp.__version__}, or has begun before the others"

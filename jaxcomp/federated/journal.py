@@ -56,9 +56,9 @@ class Journal:
         self.server, self.file = server, Path(file)
         closed = end = 0
         if self.file.is_file():
-            for fields, _, after in _read(self.file) if server.number else ():
+            for fields, _, after in _read(self.file):
                 closed += fields["call"] == "close"
-                if closed == server.number:
+                if closed >= max(server.number, 1):
                     end = after
                     break
         if closed != server.number:
@@ -71,6 +71,9 @@ class Journal:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.server, name)
+
+    def __contains__(self, member: Any) -> bool:
+        return member in self.server
 
     def _write(self, fields: dict[str, Any], blobs: Iterable[bytes] = ()) -> None:
         data = packed(fields, list(blobs))
@@ -91,7 +94,9 @@ class Journal:
     def receive(self, member: Hashable, answer: Answer | None) -> str:
         """Takes an answer in (`Server.receive`)."""
         message = []
-        with contextlib.suppress(TypeError, ValueError):  # fields of other types, which no server takes: as none
+        with contextlib.suppress(
+            TypeError, ValueError, RecursionError
+        ):  # fields of other types, which no server takes: as none
             if isinstance(answer, Answer) and isinstance(answer.data, bytes):
                 message = [packed_answer(answer)]
         self._write({"call": "receive", "member": member}, message)

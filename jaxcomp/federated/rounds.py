@@ -170,7 +170,9 @@ class Rounds:
         except WireError:  # damaged on the way: whose it was is not known, and it was not sent
             return
         for name, data in arrived:
-            member = name if self._members is None else self._members.get(name, name)
+            member = name if self._members is None else self._members.get(name)
+            if member is None or member not in self.server:  # a stranger; one that is admitted says hello again
+                continue
             self._names.setdefault(member, name)
             try:
                 fields, blobs = unpacked(data)

@@ -255,15 +255,17 @@ def _narrow_memory(name: str, old: Pair, new: Pair, move: Move) -> Pair:
     is_narrow = lambda node: isinstance(node, Narrow)
     if not all(map(is_narrow, jax.tree.leaves(old[0], is_leaf=is_narrow))):
         raise Misfit(f'{name} has the role "narrow memory", and is no `Narrow`')
-    before, after = (jax.tree.map(_widened, part, is_leaf=is_narrow) for part in (old[0], new[0]))
+    before, after = _widened(old[0], move.before.like), _widened(new[0], move.after.like)
     _check_role(name, "memory", (before, ()), move)
     wide, _ = _memory(name, (before, ()), (jax.tree.map(jax.numpy.asarray, after), ()), move)
     place = lambda x, like: Narrow(*map(placed, Narrow.of(np.asarray(x), kind=like.kind), like))
     return jax.tree.map(place, wide, new[0]), ()
 
 
-def _widened(narrow: Narrow) -> np.ndarray:
-    return Narrow(*map(on_host, narrow)).values()
+def _widened(memories: tuple[Narrow, ...], like: Any) -> tuple[np.ndarray, ...]:
+    """The numbers of each group, without what fills the last block up."""
+    each = zip(memories, like, strict=False)  # other numbers of groups are refused with the memory
+    return tuple(Narrow(*map(on_host, narrow)).values(math.prod(x.shape)) for narrow, x in each)
 
 
 def _average(name: str, old: Pair, new: Pair, move: Move) -> Pair:

@@ -124,9 +124,9 @@ class Gathering:
             if left <= 0:
                 self._raise_missing(number, arrived)
             for name, data in self.transport.receive(self.tag, left):
-                theirs, body = _numbered(name, data)
                 if name not in self.others:
                     continue
+                theirs, body = _numbered(name, data)
                 if theirs < number:
                     raise ValueError(
                         f"transports: gather is at exchange {number}, and worker {name} sent one of exchange {theirs}: "

@@ -63,10 +63,10 @@ def test_eight_bits_remember_nearly_as_well(seed):
 def test_narrow_vectors_are_unbiased_and_keep_zeros(key, seed):
     x = np.random.default_rng(seed).standard_normal((3, 300)).astype(np.float32)
     x[:, 128:256] = 0
-    nearest = Narrow.of(x).values()
+    nearest = Narrow.of(x).values(300)
     steps = np.repeat(Narrow.of(x).scales, 128, axis=1)[:, :300]
     assert (np.abs(nearest - x) <= steps * 0.5001).all()
-    draws = jax.jit(jax.vmap(lambda key: Narrow.of(jnp.asarray(x), key).values()))(jax.random.split(key, 2000))
+    draws = jax.jit(jax.vmap(lambda key: Narrow.of(jnp.asarray(x), key).values(300)))(jax.random.split(key, 2000))
     assert np.abs(np.asarray(draws, np.float64).mean(0) - x).max() < 6 * steps.max() / 2 / np.sqrt(2000)
     np.testing.assert_array_equal(np.asarray(draws)[:, :, 128:256], 0)
 
@@ -78,7 +78,7 @@ def test_memories_go_to_other_workers(memory, workers, seed):
     _, old = run_vmap(tx, TREE, gradients(seed, 2))
     fresh, _ = jc.init_state(tx, TREE, workers, "data")
     new = jc.redistribute(old, fresh)
-    values = lambda node: np.asarray(node.values() if isinstance(node, Narrow) else node, np.float64)
+    values = lambda node: np.asarray(node.values(1500) if isinstance(node, Narrow) else node, np.float64)
     before, after = (values(state.local.algorithm.memory[-1]).reshape(-1, 1500) for state in (old, new))
     assert after.shape == (workers, 1500)
     assert np.abs(before).max() > 0

@@ -406,7 +406,7 @@ def test_bytes_that_are_no_message_are_counted_and_change_nothing():
     for name in "ab":
         answer(members, name)
     result = rounds.step()
-    assert (result.used, len(result.refused)) == (2, len(bad) + 1)
+    assert (result.used, len(result.refused)) == (2, len(bad))  # a stranger is not listened to
     assert clock.now == 0.0
 
 
@@ -558,3 +558,26 @@ def test_flower_does_not_weigh_by_tokens():
     server = Server(np.zeros(2), {"a": 1}, 1.0, weights="tokens")
     with pytest.raises(ValueError, match="weights must be 'volumes'"):
         flower.Rounds(server, lambda grid: {})
+
+
+def test_a_log_is_not_overwritten_by_a_server_that_was_not_loaded(tmp_path):
+    start = lambda: Server(np.zeros(2), {"a": 1}, 1.0)
+    journal = Journal(start(), tmp_path / "log")
+    journal.open(["a"])
+    journal.close()
+    journal.finish()
+    with pytest.raises(ValueError, match="holds 1 closed rounds; the server has closed 0"):
+        Journal(start(), tmp_path / "log")
+    assert len(list(replay(tmp_path / "log", start()))) == 1
+
+
+def test_strangers_begin_no_round():
+    clock, room, server, rounds, _ = world("ab")
+    for name in ("x", "y"):
+        room.link(name).send(
+            ["server"], "round-answer", packed({"kind": "hello", "idle": 0.0}, [greeting(options_here())])
+        )
+    before = server.number
+    for _ in range(5):
+        rounds.step()
+    assert (server.number, rounds.here & {"x", "y"}, clock.now) == (before, set(), 0.0)
