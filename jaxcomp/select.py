@@ -69,12 +69,14 @@ def mask_words(mask: Array) -> Array:
     [5]
     """
 
+    if mask.shape[0] < TILE:
+        return _words_of_rows(mask)
     in_tiles = lambda mask: _in_tiles(_words_of_columns, mask)
     return form(in_tiles, _words_of_rows, on_gpu=lambda mask: _in_tiles(_words_by_halves, mask))(mask)
 
 
 def _words_of_rows(mask: Array) -> Array:
-    """Computes them as the formula says: the form for CPUs."""
+    """Computes them as the formula says: the form for CPUs, and for masks that are shorter than a tile."""
     row_words = lambda bits: jnp.sum(bits.reshape(-1, 32).astype(U32) << lax.iota(U32, 32)[None], axis=1, dtype=U32)
     # The last word apart: with all of a mask padded, XLA takes five times as long.
     whole = mask.shape[0] // 32 * 32
