@@ -336,8 +336,8 @@ def cut_apart(vector: "Array | SparseSum", sizes: Sequence[int]) -> list[Array]:
         return backend_cpu.cut_apart(vector, sizes)
     starts = zip(backend_cpu.starts_of(sizes), sizes, strict=True)
     pieces = [lax.slice_in_dim(vector, start, start + size, axis=-1) for start, size in starts]
-    # A TPU would lay the whole vector out in rows of each length that leaves have, and take them from there.
-    return materialized(pieces) if platform() == "tpu" else pieces
+    # A TPU would lay a long vector out in rows of each length that leaves have, and take them from there.
+    return materialized(pieces) if platform() == "tpu" and vector.ndim == 1 and vector.size >= LONG else pieces
 
 
 SEGMENTS = 8  # leaves that are decoded by themselves; each is a kernel to compile
