@@ -68,6 +68,8 @@ class Journal:
         self._out.seek(end)
         if end:
             self._write({"call": "resumed"})
+            for member, volume in server.volumes().items():  # some may have come after the last round that is kept
+                self._write({"call": "admit", "member": member, "volume": volume})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.server, name)
@@ -134,7 +136,7 @@ def replay(file: Path | str, server: Server) -> Iterator[Round]:
         The rounds, one after the other, as they are closed.
 
     Raises:
-        WireError: the file is not a log, or was changed.
+        WireError: the file is not a log, or a message of it was changed. Where a length was, the log ends.
         ValueError: the server has begun.
 
     See `Journal` for an example.
@@ -154,7 +156,8 @@ def _replayed(file: Path, server: Server) -> Iterator[Round]:
         elif call == "close":
             yield server.close()
         elif call == "admit":
-            server.admit(member, fields["volume"])
+            if member not in server:
+                server.admit(member, fields["volume"])
         elif call == "resumed":  # as `federated.load` does
             for each in server.missing():
                 server.lost(each)

@@ -106,9 +106,8 @@ def well_formed(answer: Any) -> None:
     if not isinstance(answer, Answer):
         raise Refused("garbage", f"expected an Answer; got {type(answer).__name__}")
     number, data, share, leaves, tokens = answer
-    right = (
-        isinstance(number, int) and isinstance(data, bytes) and isinstance(share, float) and isinstance(leaves, bool)
-    )
+    right = isinstance(number, int) and not isinstance(number, bool)
+    right = right and isinstance(data, bytes) and isinstance(share, float) and isinstance(leaves, bool)
     if not right or not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
         raise Refused("garbage", "an answer is a number, bytes, a share, whether its member leaves, and its tokens")
     if not 0 < share <= 1:

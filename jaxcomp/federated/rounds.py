@@ -13,6 +13,7 @@ A model may be cut into fragments, each with a `Server` and a `Rounds` of its ow
 when they do, without lockstep. `step` waits for nobody unless it is told to, so one thread drives all of them.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -195,8 +196,9 @@ class Rounds:
         if isinstance(idle, bool) or not isinstance(idle, int | float) or not 0 <= idle < np.inf or len(blobs) != 1:
             raise WireError("hello", fields, "the seconds that a member was idle, and its options")
         try:
-            theirs = greeting_of("federated", 0, blobs[0])
-            check_equal("federated", [options_here(), theirs], ["the server", f"member {name}"])
+            ours, theirs = options_here(), greeting_of("federated", 0, blobs[0])
+            theirs = {key: theirs[key] for key in ours if key in theirs}  # of others there may be any number
+            check_equal("federated", [ours, theirs], ["the server", f"member {name}"])
         except Differs as why:
             self.turned_away[name] = str(why)
             self.transport.send([name], f"{self.tag}-task", packed({"kind": "turned away", "why": str(why)}))
@@ -307,13 +309,15 @@ class Participant:
                 if greets is not None:
                     self.hello(greets)
                 given = self.task(self.idle)
-                greets = self.idle if given is None else None
-                if given is not None:
-                    task, point = given
-                    self.answer(task, *train(point, task))
-                heard = time.monotonic()
             except ConnectionError:
                 if time.monotonic() - heard > patience:
                     raise
                 greets = 0.0
                 time.sleep(min(1.0, self.idle))
+                continue
+            greets, heard = self.idle if given is None else None, time.monotonic()
+            if given is not None:
+                task, point = given
+                after, tokens = train(point, task)
+                with contextlib.suppress(ConnectionError):  # the server asks again once it is there
+                    self.answer(task, after, tokens)

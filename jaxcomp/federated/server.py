@@ -268,6 +268,10 @@ class Server:
         mean = sum(seconds) / len(seconds) if seconds else 0.0
         return numbers | {"waited_mean": mean, "waited_longest": max(seconds, default=0.0)}
 
+    def volumes(self) -> dict[Any, int]:
+        """The roster: each member's volume."""
+        return {member: entry.volume for member, entry in self._entries.items()}
+
     def __contains__(self, member: Any) -> bool:
         """Whether a member is on the roster."""
         return member in self._entries

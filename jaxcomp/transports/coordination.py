@@ -126,10 +126,11 @@ class Coordination:
             raise WireError(f"parts of a message of {source}", parts, f"in [0, {MOST_PARTS}]")
         folder, data = f"{self._run}/parts/{source}/{number}/", blobs[0] if blobs else b""
         if parts:
-            chunks = []
+            chunks, found = [], 0
             for part in range(parts):
                 chunks.append(self._part(f"{folder}{part:06x}"))
-                if sum(map(len, chunks)) > size:
+                found += len(chunks[-1])
+                if found > size:
                     break
             data = b"".join(chunks)
             if about.get("alone") is True:
@@ -201,7 +202,7 @@ def coordination(
 
     Raises:
         ValueError: an argument out of range, or jax.distributed was not initialized.
-        NotImplementedError: this version of JAX has not the functions that it needs.
+        RuntimeError: this version of JAX has not the functions that it needs.
 
     >>> import jaxcomp as jc
     >>> jc.transports.coordination()
@@ -224,7 +225,7 @@ def _client_and_place() -> tuple[Any, tuple[int, int]]:
     try:
         from jax._src.distributed import global_state
     except ImportError:
-        raise NotImplementedError(
+        raise RuntimeError(
             f"coordination: JAX {jax.__version__} has no jax._src.distributed.global_state; {instead}"
         ) from None
     client = getattr(global_state, "client", None)
@@ -234,7 +235,5 @@ def _client_and_place() -> tuple[Any, tuple[int, int]]:
         )
     missing = [each for each in NEEDED if not hasattr(client, each)]
     if missing:
-        raise NotImplementedError(
-            f"coordination: the service of JAX {jax.__version__} has no {', '.join(missing)}; {instead}"
-        )
+        raise RuntimeError(f"coordination: the service of JAX {jax.__version__} has no {', '.join(missing)}; {instead}")
     return client, (int(global_state.process_id), int(global_state.num_processes))

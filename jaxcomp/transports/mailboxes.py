@@ -1,5 +1,6 @@
 """Mailboxes in the memory of one process: what the hub of gRPC keeps, and a transport among threads."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -18,7 +19,7 @@ class Mailboxes:
     def __init__(self):
         self._boxes: dict[tuple[str, str], deque[tuple[str, bytes]]] = {}
         self._changed = threading.Condition()
-        self._closed = False
+        self.closed = False
 
     def post(self, source: str, to: Sequence[str], tag: str, data: bytes) -> None:
         """Puts a message into the box of each receiver, in place of the last but one of this sender that lies there."""
@@ -31,22 +32,30 @@ class Mailboxes:
                 box.append((source, data))
             self._changed.notify_all()
 
-    def take(self, name: str, tag: str, seconds: float) -> list[tuple[str, bytes]]:
-        """Takes all messages for this receiver with this tag; waits so many seconds for the first."""
+    def take(self, name: str, tag: str, seconds: float, most_bytes: float = math.inf) -> list[tuple[str, bytes]]:
+        """Takes messages for this receiver with this tag, in their order: all, or at least one and as many as have
+        `most_bytes` together. Waits so many seconds for the first.
+        """
         end = time.monotonic() + seconds
         with self._changed:
-            while not self._closed:
-                box = self._boxes.pop((name, tag), None)
+            while not self.closed:
+                box = self._boxes.pop((name, tag), deque())
                 left = end - time.monotonic()
                 if box or left <= 0:
-                    return list(box or ())
+                    taken, total = [], 0
+                    while box and (not taken or total + len(box[0][1]) <= most_bytes):
+                        taken.append(box.popleft())
+                        total += len(taken[-1][1])
+                    if box:
+                        self._boxes[name, tag] = box
+                    return taken
                 self._changed.wait(left)
         return []
 
     def close(self) -> None:
         """Ends all waiting."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
 
     @property
@@ -67,10 +76,16 @@ class Local:
         self.boxes, self.name = boxes, name
 
     def send(self, to: Sequence[str], tag: str, data: bytes) -> None:
+        self._check_open()
         self.boxes.post(self.name, to, check_name("tag", tag), bytes(data))
 
     def receive(self, tag: str, seconds: float) -> list[tuple[str, bytes]]:
+        self._check_open()
         return self.boxes.take(self.name, tag, seconds)
+
+    def _check_open(self) -> None:
+        if self.boxes.closed:
+            raise ConnectionError(f"transports: the mailboxes of {self.name} are closed")
 
     def close(self) -> None:
         pass

@@ -10,6 +10,7 @@ answers late. With `keys`, a call is of the site that it says it is of.
 grpcio is imported when it is called, not before (`pip install "jaxcomp[sites]"`).
 """
 
+import functools
 import hmac
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,13 +81,12 @@ def hub(
         ImportError: grpcio is not installed.
     """
     grpc = _grpc()
-    if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or not 1 <= most_bytes < 2**31:
-        raise ValueError(f"transports: most_bytes must be an integer in [1, {2**31}); got {most_bytes!r}")
+    options = _options(most_bytes)
     for name in keys or ():
         check_name("name in keys", name)
     boxes = Mailboxes()
-    server = grpc.server(ThreadPoolExecutor(WORKERS, thread_name_prefix="jaxcomp-hub"), options=_options(most_bytes))
-    methods = {"Post": _posted, "Take": _taken}
+    server = grpc.server(ThreadPoolExecutor(WORKERS, thread_name_prefix="jaxcomp-hub"), options=options)
+    methods = {"Post": _posted, "Take": functools.partial(_taken, most_bytes=most_bytes)}
     handlers = {
         name: grpc.unary_unary_rpc_method_handler(_answering(grpc, boxes, keys, method))
         for name, method in methods.items()
@@ -128,11 +128,11 @@ def _posted(boxes: Mailboxes, source: str, fields: Mapping[str, Any], blobs: Seq
     return b""
 
 
-def _taken(boxes: Mailboxes, source: str, fields: Mapping[str, Any], blobs: Sequence[bytes]) -> bytes:
+def _taken(boxes: Mailboxes, source: str, fields: Mapping[str, Any], blobs: Sequence[bytes], most_bytes: int) -> bytes:
     seconds = fields.get("seconds")
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= LONGEST_WAIT:
         raise WireError("seconds", seconds, f"in [0, {LONGEST_WAIT:g}]")
-    found = boxes.take(source, check_name("tag", fields.get("tag")), seconds)
+    found = boxes.take(source, check_name("tag", fields.get("tag")), seconds, most_bytes)
     return packed({"sources": [name for name, _ in found]}, [data for _, data in found])
 
 
@@ -222,6 +222,8 @@ def site(
 
 
 def _options(most_bytes: int) -> list[tuple[str, int]]:
+    if isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or not 1 <= most_bytes < 2**31 - 2**16:
+        raise ValueError(f"transports: most_bytes must be an integer in [1, {2**31 - 2**16}); got {most_bytes!r}")
     room = most_bytes + 2**16  # for the fields beside the message
     return [
         ("grpc.max_send_message_length", min(room, 2**31 - 1)),

@@ -581,3 +581,43 @@ def test_strangers_begin_no_round():
     for _ in range(5):
         rounds.step()
     assert (server.number, rounds.here & {"x", "y"}, clock.now) == (before, set(), 0.0)
+
+
+def test_a_member_that_is_admitted_between_two_saves_is_replayed(tmp_path):
+    start = lambda: Server(np.zeros(2), {"a": 1}, 1.0)
+    members = {name: Member() for name in "ac"}
+
+    def played(server, names):
+        for name, task in server.open(names).items():
+            server.receive(name, members[name].answer(task, members[name].take(task) + np.float32([1, 2])))
+        server.close()
+
+    journal = Journal(start(), tmp_path / "log")
+    played(journal, "a")
+    journal.admit("c", 3)
+    save(tmp_path / "server.npz", journal.server)
+    journal.finish()
+    server = start()
+    load(tmp_path / "server.npz", server)
+    journal = Journal(server, tmp_path / "log")
+    played(journal, "ac")
+    journal.finish()
+    again = start()
+    assert len(list(replay(tmp_path / "log", again))) == 2
+    np.testing.assert_array_equal(again.point, server.point)
+
+
+def test_what_training_raises_is_not_a_lost_transport():
+    _, _, _, rounds, members = world("a")
+    calls = []
+
+    def train(point, task):
+        calls.append(task)
+        raise ConnectionError("the data store is away")
+
+    next(iter(members.values())).hello()
+    for _ in range(2):
+        rounds.step()
+    with pytest.raises(ConnectionError, match="data store"):
+        next(iter(members.values())).serve(train)
+    assert len(calls) == 1

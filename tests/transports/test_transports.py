@@ -185,7 +185,7 @@ def test_a_version_of_jax_without_the_functions_is_named(monkeypatch):
 
     monkeypatch.setattr(distributed.global_state, "client", object())
     said = r"has no key_value_set_bytes, .*; jc.transports.hub and site carry the same messages over gRPC"
-    with pytest.raises(NotImplementedError, match=said):
+    with pytest.raises(RuntimeError, match=said):
         jc.transports.coordination()
 
 
@@ -340,3 +340,18 @@ def test_no_more_is_read_than_a_head_announces():
     with pytest.raises(WireError, match="length of a message of a must be 1500"):
         b.receive("x", 0.0)
     assert len(reads) == 2
+
+
+def test_closed_mailboxes_say_so_and_large_messages_are_taken_in_turn():
+    room = jc.transports.mailboxes()
+    a, b = room.link("a"), room.link("b")
+    for data in (b"12345", b"678"):
+        a.send(["b"], "tag", data)
+    assert [room.take("b", "tag", 0, 6), room.take("b", "tag", 0, 1), b.receive("tag", 0)] == [
+        [("a", b"12345")],
+        [("a", b"678")],
+        [],
+    ]
+    room.close()
+    with pytest.raises(ConnectionError, match="mailboxes of b are closed"):
+        b.receive("tag", 1.0)
