@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from conservation import exact, remembered
 from variants import variants
 
 import jaxcomp as jc
@@ -397,21 +398,6 @@ class Watched(Server):
                 for index, value in zip(indices, values, strict=True):
                     self.delivered[index] += Fraction(float(value))
         return skipped
-
-
-def exact(x):
-    return np.array([Fraction(float(value)) for value in x])
-
-
-def remembered(server, name, member):
-    """What the member remembers once it is told all that is decided."""
-    pending = member._pending
-    if pending is None:
-        return exact(member.memory) if member.memory.size else exact(np.zeros(D))
-    share = server._entries[name].fates.get(pending.answer.round, 0.0)
-    memory = exact(pending.rest)
-    memory[pending.indices] += exact(parted(pending.values, share)[1])
-    return memory
 
 
 @pytest.mark.parametrize("late", variants(["use", "drop"], {"use"}))

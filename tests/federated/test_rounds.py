@@ -1,13 +1,12 @@
 """Rounds over a transport: when they end, what becomes of who is late, and that nothing is lost or counted twice."""
 
-from fractions import Fraction
-
 import numpy as np
 import pytest
+from conservation import exact, remembered
 
 import jaxcomp as jc
 from jaxcomp.exchange.agreement import greeting
-from jaxcomp.federated import Answer, Journal, Member, Participant, Rounds, Server, flower, load, parted, replay, save
+from jaxcomp.federated import Answer, Journal, Member, Participant, Rounds, Server, flower, load, replay, save
 from jaxcomp.federated.messages import options_here
 from jaxcomp.federated.packets import answer_of, packed_answer, packed_task, task_of
 from jaxcomp.payloads import Dense
@@ -222,21 +221,6 @@ class Watched(Server):
         for name, message in () if result.skipped else self._parts:
             self.delivered[name][message.indices] += exact(message.values)
         return result
-
-
-def exact(x):
-    return np.array([Fraction(float(value)) for value in x])
-
-
-def remembered(server, name, member):
-    """What the member remembers once it is told all that is decided."""
-    pending = member._pending
-    if pending is None:
-        return exact(member.memory) if member.memory.size else exact(np.zeros(D))
-    memory = exact(pending.rest)
-    share = server._entries[name].fates.get(pending.answer.round, 0.0)
-    memory[pending.indices] += exact(parted(pending.values, share)[1])
-    return memory
 
 
 class Life:
