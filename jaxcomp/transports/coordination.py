@@ -77,7 +77,10 @@ class Coordination:
         inline = len(data) <= self._chunk and len(to) == 1
         parts = 0 if inline else max(1, -(-len(data) // self._chunk))
         folder, keys = f"{self._run}/parts/{self.name}/{number}", []
+        unread = self._unread.setdefault((tag, *to), deque())
         with self._talking():
+            for key in unread.popleft() if len(unread) >= ROOM else ():  # before there is another message
+                self._client.key_value_delete(key)
             for part in range(parts):
                 chunk = data[part * self._chunk : (part + 1) * self._chunk]
                 self._client.key_value_set_bytes(f"{folder}/{part:06x}", chunk)
@@ -87,10 +90,7 @@ class Coordination:
                 key = f"{self._run}/in/{name}/{tag}/{self.name}/{number}"
                 self._client.key_value_set_bytes(key, head)
                 keys.append(key)
-            unread = self._unread.setdefault((tag, *to), deque())
             unread.append([*keys, *([f"{folder}/"] if parts else [])])
-            for key in unread.popleft() if len(unread) > ROOM else ():
-                self._client.key_value_delete(key)
 
     def receive(self, tag: str, seconds: float) -> list[tuple[str, bytes]]:
         folder = f"{self._run}/in/{self.name}/{check_name('tag', tag)}/"
