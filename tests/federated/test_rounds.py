@@ -605,3 +605,28 @@ def test_what_training_raises_is_not_a_lost_transport():
     with pytest.raises(ConnectionError, match="data store"):
         next(iter(members.values())).serve(train)
     assert len(calls) == 1
+
+
+def test_what_is_nested_deep_or_has_many_keys_ends_nothing(tmp_path):
+    _, room, _, rounds, _ = world("ab")
+    deep = b"jaxcomp options " + b"[" * 100_000
+    many = greeting({f"key {i}": "x" for i in range(20_000)} | options_here())
+    for options in (deep, many):
+        room.link("a").send(["server"], "round-answer", packed({"kind": "hello", "idle": 0.0}, [options]))
+        rounds.step()
+    assert "a" in rounds.here  # of the second, whose other keys are not looked at
+    nested = []
+    for _ in range(900):
+        nested = [nested]
+    journal = Journal(Server(np.zeros(2), {"a": 1}, 1.0), tmp_path / "log")
+    journal.open(["a"])
+    assert journal.receive("a", Answer(nested, b"")).startswith("garbage")
+    journal.finish()
+
+
+def test_a_process_that_is_no_member_s_does_not_answer_for_one():
+    clock, room, server = Clock(), jc.transports.mailboxes(), Server(np.zeros(D), {"a": 1}, 1.0)
+    rounds = Rounds(server, room.link("server"), {"host": "a"}, clock=clock)
+    room.link("a").send(["server"], "round-answer", packed({"kind": "hello", "idle": 0.0}, [greeting(options_here())]))
+    rounds.step()
+    assert not rounds.here

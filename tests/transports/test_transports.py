@@ -355,3 +355,13 @@ def test_closed_mailboxes_say_so_and_large_messages_are_taken_in_turn():
     room.close()
     with pytest.raises(ConnectionError, match="mailboxes of b are closed"):
         b.receive("tag", 1.0)
+
+
+def test_bytes_of_a_stranger_do_not_end_a_gather():
+    room = jc.transports.mailboxes()
+    a, b = (jc.transports.Gathering(room.link(name), ["a", "b"], seconds=5.0) for name in "ab")
+    room.link("c").send(["a"], "gather", b"noise")
+    other = threading.Thread(target=b, args=[b"y"])
+    other.start()
+    assert a(b"x") == [b"x", b"y"]
+    other.join()
