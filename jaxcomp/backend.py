@@ -9,10 +9,11 @@ messages that are not added up. Here and in `backend_cpu` is all that knows how 
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -157,6 +158,36 @@ def materialized(tree: Tree) -> Tree:
     return tree if platform() == "cpu" else lax.optimization_barrier(tree)
 
 
+def recomputes(grads: Sequence[Any]) -> bool:
+    """Whether vectors that are a little arithmetic on joined leaves are better computed again by each reader than kept:
+    on GPUs, which wait for memory, as long as one loop reads all leaves. A TPU would lay them all out again each time.
+    """
+    traced = any(isinstance(a, Tracer) for a in jax.tree.leaves(grads))
+    few = all(len(g.leaves) <= MOST_OPERANDS for g in grads if isinstance(g, Pieces))
+    return platform() == "gpu" and traced and few
+
+
+_kept = contextvars.ContextVar("kept", default=True)
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """In here `in_place` leaves it to readers whether they compute its result again."""
+    before = _kept.set(False)
+    try:
+        yield
+    finally:
+        _kept.reset(before)
+
+
+def seen_anew(tree: Tree) -> Tree:
+    """The same arrays for another reader: what is computed of the result is not kept from one reader to the next.
+
+    Each reader takes it from that of the reader before, not from the first: XLA takes equal barriers for one.
+    """
+    return lax.optimization_barrier(tree)
+
+
 def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> Tree:
     """function(memory, x), with shapes and dtypes of the memory: computed once, and in its place.
 
@@ -166,7 +197,7 @@ def in_place(function: Callable[[Tree, Tree], Tree], memory: Tree, x: Tree) -> T
     if not traced or not any(a.size for a in jax.tree.leaves(x)):
         return function(memory, x)
     if platform() != "cpu":
-        return lax.optimization_barrier(function(memory, x))
+        return lax.optimization_barrier(function(memory, x)) if _kept.get() else function(memory, x)
     return backend_cpu.in_place(function, memory, x)
 
 
@@ -352,21 +383,22 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
     """`Pieces` of these sizes of decode(messages), each of the largest by itself, and what lies between them together.
 
     A loop that decodes a slice reads what it needs of the messages. To each they are handed on by a barrier of its own,
-    with its number, or XLA would decode them once, into a vector, and copy the slices out of it.
+    or XLA would decode them once, into a vector, and copy the slices out of it.
     """
-    seen_by = lambda i: lax.optimization_barrier((messages, jnp.int32(i)))[0]
     large = {i for i in np.argsort(sizes, kind="stable")[::-1][:SEGMENTS].tolist() if sizes[i] >= LONG}
     starts, leaves, first = backend_cpu.starts_of(sizes), [], 0
     for i in range(len(sizes)):
         if i + 1 < len(sizes) and i not in large and i + 1 not in large:
             continue
         own, start = sizes[first : i + 1], starts[first]
-        leaves += cut_apart(lax.slice_in_dim(decode(seen_by(i)), start, start + sum(own)), own)
+        messages = seen_anew(messages)
+        leaves += cut_apart(lax.slice_in_dim(decode(messages), start, start + sum(own)), own)
         first = i + 1
     return Pieces(tuple(leaves))
 
 
 OPERANDS = 40  # leaves that one loop reads at most: XLA for GPUs splits some loops over 48, into an array of their own
+MOST_OPERANDS = 60  # and all of more than about 64
 
 
 def _added_in_parts(one: Callable[..., Array], memory: Array, pieces: Pieces, *others: Array) -> Array:

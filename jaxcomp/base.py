@@ -228,6 +228,7 @@ class Sent(Protocol):
     states: of the compressors, for the next round.
     add_to(total, weight): total + weight own, saturated, in the place of total.
     read_by(compressors): (mean, own) as other compressors with the same payloads decode them.
+    payloads: what was sent, of each group. again(message, payloads): the same, with both as they are computed anew.
     """
 
     @property
@@ -242,6 +243,9 @@ class Sent(Protocol):
     def states(self) -> tuple[State, ...]: ...
     def add_to(self, total: tuple[Any, ...], weight: Any) -> tuple[Any, ...]: ...
     def read_by(self, compressors: "tuple[Compressor, ...]") -> tuple[Any, Any]: ...
+    @property
+    def payloads(self) -> tuple[Any, ...]: ...
+    def again(self, message: tuple[Any, ...], payloads: tuple[Any, ...]) -> "Sent": ...
 
 
 class Round(NamedTuple):

@@ -191,7 +191,7 @@ AS_IT_IS = Compressor(
     init=lambda shared_key, like: State(),
     compress=lambda key, x, state: (Dense(finite(x)), ()),
     decompress=lambda payload, shared, like: payload.values.astype(like.dtype),
-    spec=Spec("as it is", omega=lambda d: 0.0, alpha=lambda d: 1.0, linear=True),
+    spec=Spec("as it is", omega=lambda d: 0.0, alpha=lambda d: 1.0, linear=True, entrywise=True),
 )
 
 

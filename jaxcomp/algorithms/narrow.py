@@ -1,7 +1,7 @@
 """Memories in fewer bits than the gradients: bfloat16, or 8 bits with a scale for each block; rounded at random."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp.base import Algorithm, Round, stepped
+from jaxcomp.arrays import wide_like
+from jaxcomp.backend import Pieces, joined, nothing_kept, recomputes, seen_anew
+from jaxcomp.base import Algorithm, Round, answered, stepped
 from jaxcomp.floats import rounded_to
 from jaxcomp.hashing import random_bits, random_uniform
 
@@ -46,23 +48,23 @@ class Narrow(NamedTuple):
     @classmethod
     def of(cls, x: Array, key: Array | None = None, kind: str = "int8") -> "Narrow":
         """Rounded to nearest; with a key at random, without bias up to the largest number. x: finite."""
-        xp: Any = jnp if isinstance(x, jax.Array) else np
-        dtype, largest = x.dtype, np.asarray(LARGEST[kind], x.dtype)
-        *lead, d = x.shape
-        rows = xp.pad(xp.clip(x, -largest, largest).astype(xp.float32), [(0, 0)] * len(lead) + [(0, -d % BLOCK)])
-        rows = rows.reshape(*lead, -(-d // BLOCK), BLOCK)
+        return cls.with_scales(x, scales_of(x, kind), key, kind)
+
+    @classmethod
+    def with_scales(cls, x: Array, scales: Array, key: Array | None, kind: str) -> "Narrow":
+        """The same; scales: `scales_of` x."""
+        xp, rows = _rows(x, kind)
         if kind == "bfloat16":
-            return cls(_in_16_bits(rows, key), xp.zeros((*lead, 0), dtype))
-        scales = xp.max(xp.abs(rows), axis=-1) / xp.float32(MOST)
-        scales = _rounded_up(xp.where(scales < xp.float32(TINY), xp.float32(0), scales))
-        steps = rows / xp.where(scales == 0, xp.float32(1), scales)[..., None]
-        steps = xp.where((scales == 0)[..., None], xp.float32(0), steps)
+            return cls(_in_16_bits(rows, key), scales)
+        each = scales.astype(xp.float32)
+        steps = rows / xp.where(each == 0, xp.float32(1), each)[..., None]
+        steps = xp.where((each == 0)[..., None], xp.float32(0), steps)
         if key is None:
             steps = xp.round(steps)
         else:
             noise = random_uniform(key, math.prod(rows.shape)).reshape(rows.shape)
             steps = xp.floor(steps + noise)
-        return cls(xp.clip(steps, -MOST, MOST).astype(xp.int8), scales.astype(dtype))
+        return cls(xp.clip(steps, -MOST, MOST).astype(xp.int8), scales)
 
     def values(self, size: int | None = None) -> Array:
         """f[..., d], the first `size` of them; None: of whole blocks."""
@@ -78,6 +80,24 @@ class Narrow(NamedTuple):
         blocks = -(-d // BLOCK)
         scales = jnp.zeros((*lead, blocks if kind == "int8" else 0), like.dtype)
         return cls(jnp.zeros((*lead, blocks, BLOCK), kind), scales)
+
+
+def scales_of(x: Array, kind: str) -> Array:
+    """f[..., b] of the blocks of x in 8 bits, f[..., 0] in 16."""
+    xp, rows = _rows(x, kind)
+    if kind == "bfloat16":
+        return xp.zeros((*rows.shape[:-2], 0), x.dtype)
+    scales = xp.max(xp.abs(rows), axis=-1) / xp.float32(MOST)
+    return _rounded_up(xp.where(scales < xp.float32(TINY), xp.float32(0), scales)).astype(x.dtype)
+
+
+def _rows(x: Array, kind: str) -> tuple[Any, Array]:
+    """The library of the array, and its blocks in f32."""
+    xp: Any = jnp if isinstance(x, jax.Array) else np
+    largest = np.asarray(LARGEST[kind], x.dtype)
+    *lead, d = x.shape
+    rows = xp.pad(xp.clip(x, -largest, largest).astype(xp.float32), [(0, 0)] * len(lead) + [(0, -d % BLOCK)])
+    return xp, rows.reshape(*lead, -(-d // BLOCK), BLOCK)
 
 
 def _rounded_up(scales: Array) -> Array:
@@ -126,11 +146,79 @@ def remembered_in(memory: str, algorithm: Algorithm, *fields: str) -> Algorithm:
 
     def update(here, grads, state):
         key, own = jax.random.split(here.key)
-        wide = state._replace(**each(lambda x, shape: x.values(math.prod(shape)).reshape(shape), here, state))
-        out, after = yield from stepped(algorithm.update(here._replace(key=key), grads, wide))
+        here = here._replace(key=key)
+
+        def run(grads, state, pieces=False):
+            widened = each(lambda x, shape: x.values(math.prod(shape)).reshape(shape), here, state)
+            grads = grads if pieces else tuple(map(_whole, grads, here.groups))
+            return algorithm.update(here, grads, state._replace(**widened))
+
+        # Of a sparse code the message is an array at any rate, in which its threshold is searched for.
+        if recomputes(grads) and all(c.spec.entrywise for c in here.compressors):
+            twice = _Again(run, grads, state)
+            out, after = yield from twice.first()
+            scales = each(lambda x, _: scales_of(x.reshape(-1), memory), here, twice.after())
+            anew = twice.after(scales)
+        else:
+            out, after = yield from stepped(run(grads, state, algorithm.pieces))
+            scales = each(lambda x, _: scales_of(x.reshape(-1), memory), here, after)
+            anew = after
         keys = iter(jax.random.split(own, max(len(fields) * len(here.groups), 1)))
-        rounded = lambda x, _: Narrow.of(x.reshape(-1), next(keys), memory)
-        return out, after._replace(**each(rounded, here, after))
+        found = iter(jax.tree.leaves(scales))
+        rounded = lambda x, _: Narrow.with_scales(x.reshape(-1), next(found), next(keys), memory)
+        return out, after._replace(**each(rounded, here, anew))
 
     roles = dict(algorithm.roles) | dict.fromkeys(fields, "narrow memory")
-    return algorithm._replace(init=init, update=update, roles=roles)
+    return algorithm._replace(init=init, update=update, roles=roles, pieces=algorithm.pieces or True)
+
+
+def _whole(grads: Any, group: Any) -> Any:
+    return joined(grads, wide_like(group.like)) if isinstance(grads, Pieces) else grads
+
+
+# ------------------------------------------------------------------------------------------------
+# A round run again
+
+
+class _Again:
+    """A round of an algorithm, and its state after the round, computed anew as often as it is read.
+
+    Of the gradients, the narrow memories and what was sent it is little arithmetic. Kept, as XLA would, the message and
+    what is remembered of it are arrays in f32, which memories in few bits are to save.
+    """
+
+    def __init__(self, run: Callable[[Any, Any], Any], grads: Any, state: Any):
+        """run(grads, state): the algorithm."""
+        self.run, self.given = run, (grads, state)
+        self.answers: list[Any] = []
+        self.sent: list[Any] = []  # with each answer
+
+    def first(self) -> Generator[Any, Any, Any]:
+        """What the algorithm returns; for `yield from`."""
+        steps: Any = self.run(*self.given)
+        if not isinstance(steps, Generator):
+            return steps
+        reply: Any = None
+        while True:
+            try:
+                with nothing_kept():
+                    asked = steps.send(reply)
+            except StopIteration as end:
+                return end.value
+            reply = yield asked
+            self.answers += reply if isinstance(asked, list) else [reply]
+
+    def after(self, tied: Any = ()) -> Any:
+        """The state after the round. tied: arrays that are computed before it is."""
+        is_sent = lambda answer: hasattr(answer, "payloads")
+        if not self.sent:
+            self.sent = [answer.payloads if is_sent(answer) else answer for answer in self.answers]
+        self.given, self.sent, _ = seen_anew((self.given, self.sent, tied))
+        noted = zip(self.answers, self.sent, strict=True)
+
+        def answer(requests: list[Any]) -> list[Any]:
+            each = [(request, *next(noted)) for request in requests]
+            return [x.again(request.message, new) if is_sent(x) else new for request, x, new in each]
+
+        with nothing_kept():
+            return answered(self.run(*self.given), answer)[1]

@@ -6,6 +6,7 @@ Every outer form (`compressed_mean`, `rounds`, `local_updates`) runs an `Exchang
 hierarchies are the same in all of them.
 """
 
+import copy
 import functools
 import math
 import warnings
@@ -414,7 +415,7 @@ class Message:
 
         # All at once: of one loop for each group, XLA for CPU would copy what some of them are made in.
         with jax.named_scope("jc_decode"):
-            return in_place(add, total, tuple(parcel.payload for parcel in self.parcels))
+            return in_place(add, total, self.payloads)
 
     def read_by(self, compressors: tuple[Compressor, ...]) -> tuple[Any, Any]:
         if any(arrived.payloads is None and arrived.total is None for arrived in self.arrived):
@@ -424,6 +425,17 @@ class Message:
         each = zip(parcels, self.arrived, strict=True)
         mean = tuple(_mean(parcel, arrived, self.way, add(parcel)) for parcel, arrived in each)
         return mean, self._decoded(parcels)
+
+    @property
+    def payloads(self) -> tuple[Any, ...]:
+        return tuple(parcel.payload for parcel in self.parcels)
+
+    def again(self, message: tuple[Any, ...], payloads: tuple[Any, ...]) -> "Message":
+        other = copy.copy(self)
+        other.__dict__.pop("own", None)
+        other.request = self.request._replace(message=message)
+        other.parcels = tuple(p._replace(payload=x) for p, x in zip(self.parcels, payloads, strict=True))
+        return other
 
     def decoded(self) -> tuple[Any, ...]:
         """`own`, which keeps what it is: inside of a branch it must not."""

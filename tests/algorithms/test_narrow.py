@@ -1,5 +1,7 @@
 """Memories in bfloat16 and in 8 bits, of every method that has one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,12 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jitted import made_for
 from variants import variants
 from worlds import run_shard_map, run_vmap
 
 import jaxcomp as jc
-from jaxcomp.algorithms.narrow import BLOCK, MEMORIES, Narrow
+from jaxcomp.algorithms.narrow import BLOCK, MEMORIES, Narrow, remembered_in
 
 AXIS = "data"
 TREE = {"b": jnp.zeros(5), "w": jnp.zeros((48, 96))}
@@ -22,6 +25,7 @@ METHODS = {
     "sparse_loco": (lambda m: mean(jc.sparse_loco(k=8, chunk=256, memory=m)), ["memory"], 1),
     "power_sgd": (lambda m: mean(jc.power_sgd(2, memory=m)), ["memory"], 1),
     "ef21": (lambda m: mean(jc.ef21(jc.top_k(0.1), momentum=0.5, whole_start=False, memory=m)), ["memory"], 1),
+    "error_feedback(int4)": (lambda m: mean(jc.error_feedback(jc.block_scaled("int4"), memory=m)), ["memory"], 1),
     "loco": (lambda m: mean(jc.loco(jc.block_scaled("int4"), memory=m)), ["memory"], 1),
     "momentum_correction": (
         lambda m: mean(jc.contrib.momentum_correction(jc.top_k(0.1), memory=m)),
@@ -86,7 +90,46 @@ def test_what_is_remembered_is_what_was_not_sent_rounded_up_or_down(method, kind
     """A first message finds empty memories, so all is equal but for the rounding at the end of its round."""
     make, fields, rounds = METHODS[method]
     grads = gradients(seed, rounds)
-    wide, narrow = (of_workers(method, make(memory), grads) for memory in ("float32", kind))
+    check_first_round(fields, *(of_workers(method, make(memory), grads) for memory in ("float32", kind)), kind)
+
+
+# On GPUs the numbers that are remembered are computed anew by those who read them.
+@pytest.mark.parametrize("kind", NARROW)
+@pytest.mark.parametrize("method", ["error_feedback(int4)", "loco"])
+def test_the_form_for_gpus_remembers_the_same(method, kind, seed):
+    make, fields, rounds = METHODS[method]
+    grads = gradients(seed, rounds)
+    run = lambda memory: made_for("gpu", functools.partial(of_workers, method, make(memory)), grads)
+    check_first_round(fields, run("float32"), run(kind), kind)
+    several = gradients(seed + 1, 3)
+    (_, here), (_, there) = (
+        each(functools.partial(of_workers, method, make(kind)), several)
+        for each in (lambda f, g: jax.jit(f)(g), functools.partial(made_for, "gpu"))
+    )
+    for (a, _), (b, _) in zip(fields_of(here, fields), fields_of(there, fields), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert (np.abs(a - b) <= 1.001 * steps_of(a, kind)).all()
+        assert np.mean(a != b) < 0.01
+
+
+def test_on_gpus_a_dense_code_is_run_again_and_a_sparse_one_is_not():
+    def runs(compressor):
+        algorithm, count = jc.error_feedback(compressor), 0
+
+        def update(here, grads, state):
+            nonlocal count
+            count += 1
+            return (yield from algorithm.update(here, grads, state))
+
+        tx = mean(remembered_in("int8", algorithm._replace(update=update)))
+        made_for("gpu", functools.partial(of_workers, "error_feedback", tx), gradients(0, 1))
+        return count
+
+    once = runs(jc.top_k(0.1))
+    assert runs(jc.block_scaled("int4")) == 3 * once
+
+
+def check_first_round(fields, wide, narrow, kind):
     for a, b in zip(*(jax.tree.leaves(each[0]) for each in (wide, narrow)), strict=True):
         np.testing.assert_array_equal(a, b)
     pairs = zip(fields_of(wide[1], fields), fields_of(narrow[1], fields), strict=True)
