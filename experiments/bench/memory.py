@@ -42,6 +42,7 @@ def _feedback(compressor: Callable[[], Any], memory: str = "float32") -> Callabl
 
 INT4 = lambda: jc.block_scaled("int4")
 TOP_K = lambda: jc.top_k(0.001)
+BUCKETS = (("bucket_bytes", 2**24),)
 CASES: dict[str, Case] = {
     "f32": Case(lambda: jc.direct(jc.identity())),
     "bfloat16": Case(lambda: jc.direct(jc.cast("bfloat16"))),
@@ -53,12 +54,13 @@ CASES: dict[str, Case] = {
     "error_feedback(top_k), memory int8": Case(_feedback(TOP_K, "int8")),
     "error_feedback(sidco)": Case(_feedback(lambda: jc.sidco(0.001))),
     "error_feedback(int4)": Case(_feedback(INT4)),
-    "error_feedback(int4), buckets of 16 MB": Case(_feedback(INT4), options=(("bucket_bytes", 2**24),)),
+    "error_feedback(int4), buckets of 16 MB": Case(_feedback(INT4), options=BUCKETS),
     "error_feedback(int4), two shots": Case(_feedback(INT4), "two_shot"),
     "error_feedback(int4), memory bfloat16": Case(_feedback(INT4, "bfloat16")),
     "error_feedback(int4), memory int8": Case(_feedback(INT4, "int8")),
     "loco(int4)": Case(lambda: jc.loco(INT4())),
     "loco(int4), memory int8": Case(lambda: jc.loco(INT4(), memory="int8")),
+    "loco(int4), memory int8, buckets of 16 MB": Case(lambda: jc.loco(INT4(), memory="int8"), options=BUCKETS),
     "power_sgd(4)": Case(lambda: jc.power_sgd(4)),
     "power_sgd(4), memory bfloat16": Case(lambda: jc.power_sgd(4, memory="bfloat16")),
     "sparse_loco": Case(jc.sparse_loco),
