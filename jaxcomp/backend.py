@@ -172,7 +172,7 @@ _kept = contextvars.ContextVar("kept", default=True)
 
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
-    """In here `in_place` leaves it to readers whether they compute its result again."""
+    """In here each reader computes again what `in_place` or `made_in_pieces` would keep for several."""
     before = _kept.set(False)
     try:
         yield
@@ -183,7 +183,7 @@ def nothing_kept() -> Iterator[None]:
 def seen_anew(tree: Tree) -> Tree:
     """The same arrays for another reader: what is computed of the result is not kept from one reader to the next.
 
-    Each reader takes it from that of the reader before, not from the first: XLA takes equal barriers for one.
+    Each reader takes it from that of the reader before, not from the first: XLA makes equal barriers one.
     """
     return lax.optimization_barrier(tree)
 
@@ -382,8 +382,9 @@ def is_apart(size: int, sizes: Sequence[int]) -> bool:
 def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Sequence[int]) -> Pieces:
     """`Pieces` of these sizes of decode(messages), each of the largest by itself, and what lies between them together.
 
-    A loop that decodes a slice reads what it needs of the messages. To each they are handed on by a barrier of its own,
-    or XLA would decode them once, into a vector, and copy the slices out of it.
+    A loop that decodes a slice reads what it needs of the messages. To each they are handed on by a barrier with its
+    number, or XLA would decode them once, into a vector, and copy the slices out of it. These barriers become one after
+    a while, so that a loop may write several leaves; in `nothing_kept` each stands behind the one before, and stays.
     """
     large = {i for i in np.argsort(sizes, kind="stable")[::-1][:SEGMENTS].tolist() if sizes[i] >= LONG}
     starts, leaves, first = backend_cpu.starts_of(sizes), [], 0
@@ -391,8 +392,9 @@ def made_in_pieces(decode: Callable[[Tree], Array], messages: Tree, sizes: Seque
         if i + 1 < len(sizes) and i not in large and i + 1 not in large:
             continue
         own, start = sizes[first : i + 1], starts[first]
-        messages = seen_anew(messages)
-        leaves += cut_apart(lax.slice_in_dim(decode(messages), start, start + sum(own)), own)
+        seen, _ = seen_anew((messages, jnp.int32(i)))
+        messages = messages if _kept.get() else seen
+        leaves += cut_apart(lax.slice_in_dim(decode(seen), start, start + sum(own)), own)
         first = i + 1
     return Pieces(tuple(leaves))
 

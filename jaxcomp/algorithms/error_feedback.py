@@ -43,7 +43,7 @@ def error_feedback(
             mean; what is remembered stays that of `compressor`. `demo` reads the mean over those who sent an entry.
         memory: dtype in which it is kept between rounds: "float32"; "bfloat16"; or "int8", with a scale of 32 bits for
             every 128 entries. The latter two are rounded at random, without bias, so what is not sent is remembered in
-            the mean, no longer bit for bit. A step needs an array in f32 for each group all the same.
+            the mean, no longer bit for bit. A step needs an array in f32 for each message all the same.
 
     Raises:
         ValueError: the compressor does not contract, decay is out of range, or memory is none of these.

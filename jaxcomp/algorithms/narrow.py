@@ -160,7 +160,7 @@ def remembered_in(memory: str, algorithm: Algorithm, *fields: str) -> Algorithm:
             scales = each(lambda x, _: scales_of(x.reshape(-1), memory), here, twice.after())
             anew = twice.after(scales)
         else:
-            out, after = yield from stepped(run(grads, state, algorithm.pieces))
+            out, after = yield from stepped(run(grads, state, bool(algorithm.pieces)))
             scales = each(lambda x, _: scales_of(x.reshape(-1), memory), here, after)
             anew = after
         keys = iter(jax.random.split(own, max(len(fields) * len(here.groups), 1)))
