@@ -154,7 +154,8 @@ def remembered_in(memory: str, algorithm: Algorithm, *fields: str) -> Algorithm:
             return algorithm.update(here, grads, state._replace(**widened))
 
         # Of a sparse code the message is an array at any rate, in which its threshold is searched for.
-        if recomputes(grads) and all(c.spec.entrywise for c in here.compressors):
+        dense = algorithm.compressor is not None and all(c.spec.entrywise for c in here.compressors)
+        if dense and recomputes(grads):
             twice = _Again(run, grads, state)
             out, after = yield from twice.first()
             scales = each(lambda x, _: scales_of(x.reshape(-1), memory), here, twice.after())
@@ -194,7 +195,7 @@ class _Again:
         self.sent: list[Any] = []  # with each answer
 
     def first(self) -> Generator[Any, Any, Any]:
-        """What the algorithm returns; for `yield from`."""
+        """Run of the algorithm, for `yield from`: returns what it returns."""
         steps: Any = self.run(*self.given)
         if not isinstance(steps, Generator):
             return steps
