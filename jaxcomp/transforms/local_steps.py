@@ -197,7 +197,8 @@ def local_steps(
         batch, keys: as for `value_and_grad`.
         param_specs: PartitionSpecs of the parameters, a prefix tree of them. None: as the arrays lie that are given to
             `init`.
-        options: fragments, delay, mixing, via, weights, seed, measure, link and bucket_bytes of `local_updates`.
+        options: fragments, delay, mixing, moments, moments_algorithm, via, weights, seed, measure, link and
+            bucket_bytes of `local_updates`.
 
     Returns:
         `LocalSteps`. Test `state.point`, which all workers share.
