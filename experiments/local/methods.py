@@ -45,7 +45,7 @@ def adamw(rate: Any) -> optax.GradientTransformation:
 def muon(rate: Any) -> optax.GradientTransformation:
     """Muon for the matrices of the layers, AdamW for the rest."""
     axes = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: MATRICES.get(path[-1].name), params)
-    options = {"weight_decay": DECAY, "adam_weight_decay": DECAY, "consistent_rms": RMS}
+    options: dict[str, Any] = {"weight_decay": DECAY, "adam_weight_decay": DECAY, "consistent_rms": RMS}
     return optax.contrib.muon(rate, muon_weight_dimension_numbers=axes, **options)
 
 

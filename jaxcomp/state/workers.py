@@ -119,7 +119,11 @@ def _moments(old: LocalMomentsState, new: Any, walk: Callable[[Any, Any], Any]) 
     found = LocalMomentsState(*walk(tuple(old), tuple(new)))
     inner, before = found.own.local.inner, jax.tree.leaves(old.own.local)
     known = np.shape(before[0])[0] if before else 0
-    places = places_of("redistribute", _rows_off(inner), found.point, found.moments)
+    lead = np.ndim(
+        next(iter(found.moments.values())).mean.local.counts.size
+    )  # under vmap rows have an axis of their own
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[lead:], x.dtype), inner)
+    places = places_of("redistribute", one, found.point, found.moments)
     for name, moment in found.moments.items():
 
         def begun(u, rows):
@@ -133,11 +137,6 @@ def _moments(old: LocalMomentsState, new: Any, walk: Callable[[Any, Any], Any]) 
         inner = replaced_by(inner, places[name], own)
     own = found.own
     return found._replace(own=OwnState(own.local._replace(inner=inner), own.placement, own.roles))
-
-
-def _rows_off(tree: Any) -> Any:
-    """Shapes without the leading axis of workers."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], x.dtype), tree)
 
 
 def _own(old: OwnState, new: OwnState, keep: str) -> OwnState:

@@ -442,11 +442,11 @@ class _LocalUpdates(NamedTuple):
 def _check_whole_matrices(inner: Any, params: Any, sharded: Any) -> None:
     """Raises ValueError where Muon would take a shard of a matrix for a matrix."""
     is_muon = lambda node: isinstance(node, optax.contrib.MuonState)
-    found = [node for node in jax.tree.leaves(inner, is_leaf=is_muon) if is_muon(node)] if sharded is not None else []
+    found = [] if sharded is None else [node for node in jax.tree.leaves(inner, is_leaf=is_muon) if is_muon(node)]
     leaves = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves(sharded, is_leaf=lambda node: isinstance(node, PartitionSpec))
     axes_of_leaf = [_axes_of(sharded if _are_names(sharded) else specs[i]) for i in range(len(leaves))] if found else []
-    for node in found:
+    for node in (each for each in found if jax.tree.leaves(each.mu)):
         for i in numbers_of(places_of(NAME, node, params, {"mu": 1})["mu"]):
             axes = axes_of_leaf[i]
             if axes and is_bound(axes) and axis_size(axes) > 1:
