@@ -175,11 +175,11 @@ def _rhythm(word: str) -> tuple[int, int, str]:
     """MU:NU[:NAME] in rounds; none: never."""
     if word == "none":
         return 0, 0, ""
-    mu, nu, code, *more = (*word.split(":"), "", "")
-    fits = len(more) <= 1 and not any(more) and all(each.isdecimal() and int(each) >= 1 for each in (mu, nu))
-    if not fits or (code and code not in NAMES):
+    rounds, codes = word.split(":")[:2], word.split(":")[2:]
+    fits = len(rounds) == 2 and len(codes) <= 1 and all(each.isdecimal() and int(each) >= 1 for each in rounds)
+    if not fits or not set(codes) <= set(NAMES):
         raise UserError(
             '--moments takes "none" or MU:NU[:METHOD], two numbers of rounds of at least 1, and one of '
             f"{', '.join(NAMES)}; got {word!r}"
         )
-    return int(mu), int(nu), code
+    return int(rounds[0]), int(rounds[1]), "".join(codes)

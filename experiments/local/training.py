@@ -80,7 +80,7 @@ def train(setup: Setup, seed: int, text: Text, o: Any, checkpoints: Checkpoints)
         else:
             seconds.append(took)
         takes = any(times.takes(p, t + 1) for p in range(setup.fragments))
-        if takes and not setup.plain and (line["message_bytes"] is None or t > o.steps // 2):
+        if takes and not setup.plain and (line["message_bytes"] is None or t + setup.every >= o.steps):
             line["message_bytes"] = message_bytes(setup, o, params, state, seed)
         if t == 1 or t % LOGGED == 0 or t == o.steps:
             line |= {"step": t, "loss": float(jnp.mean(loss)), "test": float(test(state.point, tested))}
