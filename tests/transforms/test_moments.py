@@ -11,7 +11,8 @@ import oracles_local as oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from local_worlds import PARAMS, Board, random_gradients, vmap_steps
+from local_worlds import PARAMS, Board, one_worker, random_gradients, vmap_steps
+from variants import variants
 
 import jaxcomp as jc
 from jaxcomp.state.moments import LocalMomentsState
@@ -55,7 +56,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", variants(CASES, {"adamw", "muon"}))
 def test_it_is_the_method_of_the_oracle(case, seed):
     """Also inside a chain, a schedule's state, and a partition, wherever optax put the moments."""
     inner, reference, periods = CASES[case]
@@ -100,7 +101,7 @@ def test_moments_are_equal_after_an_averaging_and_differ_after_a_step(seed):
     np.testing.assert_allclose(mean["c"], state.moments["nu"].point["c"], rtol=1e-5)  # which is linear in the squares
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", variants([False, True], {True}))
 def test_what_crosses_is_the_compressed_difference_to_the_shared_moment(apart, seed):
     """To the bit against `compressed_mean` of u - u_i by hand, with its memory, over several averagings."""
     given = {"moments_algorithm": TWO_BITS} if apart else {}
@@ -240,13 +241,7 @@ def test_one_worker_keeps_its_moments_and_one_step_a_round_averages_at_every_ste
     tx = jc.local_updates(optax.adam(0.01), optax.sgd(1.0), FULL, None, every=1, moments={"mu": 1, "nu": 1})
     alone = jc.local_updates(optax.adam(0.01), optax.sgd(1.0), FULL, None, every=1)
     grads = jax.tree.map(lambda g: g[:, 0], random_gradients(seed, 5))
-    results = []
-    for each in (tx, alone):
-        point, state = PARAMS, each.init(PARAMS)
-        for t in range(5):
-            updates, state = each.update(jax.tree.map(lambda g: g[t], grads), state, point)  # noqa: B023
-            point = optax.apply_updates(point, updates)
-        results.append(point)
+    results = [one_worker(each, optax.adam(0.01), grads)[0] for each in (tx, alone)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
 
 
@@ -299,7 +294,7 @@ ROADS = {
 }
 
 
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("road", variants(ROADS, {"buckets, measured", "fragments"}))
 def test_moments_take_the_road_of_differences(road, seed):
     algorithm, options = ROADS[road]
     _, state = adam_steps(algorithm, random_gradients(seed, 6), moments={"mu": 2, "nu": 6}, **options)
@@ -415,10 +410,9 @@ def test_new_workers_begin_with_the_shared_moments(seed):
         jc.redistribute(old, jc.init_state(other, PARAMS, 6, "data")[0])
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_processes_average_the_moments_that_the_program_does(apart, seed):
+def test_processes_average_the_moments_that_the_program_does(seed):
     size, inner = 3, optax.chain(optax.trace(0.5), optax.scale(-1 / 64))  # whose products are exact
-    more = {"moments_algorithm": FULL} if apart else {}
+    more = {"moments_algorithm": jc.error_feedback(jc.flat(jc.block_scaled("int4")))}
     times = {"every": 4, "fragments": 2, "delay": 1, "mixing": 0.5, "moments": {"trace": 3}, **more}
     grads = jax.tree.map(lambda g: g[:, :size], random_gradients(seed, 11))
     tx = jc.local_updates(inner, optax.sgd(1.0), TWO_BITS, "data", via="gather", **times)
