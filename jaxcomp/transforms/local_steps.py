@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxcomp.base import Algorithm
 from jaxcomp.exchange.axes import Axis, axis_names, is_bound
 from jaxcomp.exchange.state import kept
+from jaxcomp.state.moments import LocalMomentsState
 from jaxcomp.state.specs import init_state, names_of, state_specs
 from jaxcomp.transforms.arguments import Call, Given, Trained, call_of, check_cut
 from jaxcomp.transforms.local_updates import LocalUpdatesState, local_updates
@@ -59,7 +60,7 @@ class LocalStepsState:
     parameters is cut over the mesh; () where none is. Static.
     """
 
-    exchange: LocalUpdatesState
+    exchange: LocalUpdatesState | LocalMomentsState
     specs: tuple[PartitionSpec, ...] = dataclasses.field(metadata={"static": True})
 
     @property

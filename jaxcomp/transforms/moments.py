@@ -9,7 +9,7 @@ which the projected point is at least as near. Nothing is lost by it: the next d
 it was projected, which all workers know. Where the point is zero a worker keeps its own entry.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +36,7 @@ def check_moments(name: str, moments: Any, algorithm: Any) -> tuple[tuple[str, i
         if algorithm is not None:
             raise ValueError(f'{name}: moments_algorithm needs moments, say moments={{"mu": 90, "nu": 180}}')
         return ()
-    fits = isinstance(moments, dict) and moments and all(isinstance(each, str) for each in moments)
+    fits = isinstance(moments, Mapping) and len(moments) > 0 and all(isinstance(each, str) for each in moments)
     if not fits or not all(is_integer(period, 1) for period in moments.values()):
         raise ValueError(
             f"{name}: moments must be a dictionary from names of fields to integers of at least 1, the steps from one "
