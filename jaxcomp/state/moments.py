@@ -1,4 +1,4 @@
-"""Moments of an inner optimizer that workers share: where they lie in its state, and what a worker takes of them."""
+"""Moments of an inner optimizer that workers share: their places in its state, and what a worker takes of them."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ class LocalMomentsState(NamedTuple):
 
 
 def places_of(name: str, inner: Any, params: Any, wanted: Mapping[str, Any]) -> dict[str, Places]:
-    """Where the leaves of these fields lie in the state of an optimizer.
+    """Finds the leaves of these fields in the state of an optimizer.
 
     Args:
         name: of the outer form, for errors.
@@ -106,7 +106,7 @@ def replaced_by(inner: Any, places: Places, moment: Any) -> Any:
 
 
 def joined(name: str, shared: Any, own: Any, xp: Any = jnp) -> Any:
-    """What a worker goes on from: the shared moment, and of squares its own entry where the shared one is zero.
+    """The moment that a worker goes on with: the shared one, and of squares its own entry where that is zero.
 
     A mean of lossy messages may make zero of what no worker has as zero; a step divided by its root would be long.
     shared: as it is stored, in the dtype of `own`.

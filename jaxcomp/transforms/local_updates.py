@@ -19,6 +19,7 @@ With periods for its moments it is DES-LOC (Iacob et al. 2025).
 The steps in between run no collective: it stands inside a `lax.cond` on the count of steps, equal on all workers.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcomp.arrays import constants, root_key, wide, wide_like, zeros_like
@@ -204,7 +206,10 @@ def local_updates(
     periods = check_moments(NAME, moments, moments_algorithm)
     options = {"weights": weights, "measure": measure, "link": link, "bucket_bytes": bucket_bytes}
     partial = sharded is not None or isinstance(axis_name, Mapping)
-    last, root = len(levels) - 1, root_key(seed)
+    last = len(levels) - 1
+    with contextlib.nullcontext() if isinstance(seed, Tracer) else constants():
+        root = root_key(seed)
+        keys = [jax.random.fold_in(root, MOMENTS + j) for j in range(len(periods))]
     others = (("every", every), ("fragments", fragments), ("delay", delay), ("mixing", mixing), ("outer", outer))
     of_moments = levels if moments_algorithm is None else levels | {list(levels)[last]: moments_algorithm}
     check_algorithm(NAME, of_moments[list(levels)[last]])
@@ -225,9 +230,9 @@ def local_updates(
     @functools.cache
     def mean_of_moment(j: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
         with constants():
-            key, more = jax.random.fold_in(root, MOMENTS + j), (("moment", periods[j]),)
+            more = (("moment", periods[j]),)
             return means_over(
-                NAME, of_moments, via, key, specs_of(numbers), partial, chosen=(last,), others=more, **options
+                NAME, of_moments, via, keys[j], specs_of(numbers), partial, chosen=(last,), others=more, **options
             )
 
     groups = optax.identity()

@@ -343,6 +343,23 @@ def test_sharded_parameters_have_sharded_moments(seed):
     assert_equal_rows(jax.tree.map(np.asarray, state.exchange.own.local.inner[0].mu))
 
 
+@pytest.mark.parametrize("options", [{"moments": BOTH}, {"fragments": 2}], ids=["moments", "fragments"])
+def test_cut_parameters_on_explicit_axes_of_a_mesh_that_is_set(options):
+    """Keys of moments and of fragments are constants of no mesh."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    simple = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+    with jax.set_mesh(mesh):
+        start = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+        start = jax.tree.map(jax.device_put, start, {"w": P(None, "model"), "b": P("model")})
+        step = jc.local_steps(simple, optax.adam(0.01), optax.sgd(1.0), TWO_BITS, mesh, every=2, **options)
+        own, state = step.init(start)
+        step = jax.jit(step)
+        for _ in range(4):
+            value, own, state = jax.block_until_ready(step(own, state, jax.device_put(jnp.ones((8, 8)), P("data"))))
+    assert step._cache_size() == 1
+    assert np.all(np.asarray(value) < 1)
+
+
 def test_a_hierarchy_averages_moments_over_its_last_axis(seed):
     mesh = jax.make_mesh((2, 2), ("dcn", "ici"), axis_types=(AxisType.Auto,) * 2)
     levels = {"ici": FULL, "dcn": TWO_BITS}
