@@ -195,12 +195,8 @@ def local_updates(
     [1.5 1.5]
     """
     check_times(NAME, every, fragments, delay, mixing)
-    for what, value in (("inner", inner), ("outer", outer)):
-        if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
-            raise TypeError(f"{NAME}: {what} must be an optax optimizer; got {value!r}")
+    _check_optimizers(inner=inner, outer=outer)
     levels = levels_of(algorithm, axis_name, weights, NAME)
-    for each in levels.values():
-        check_algorithm(NAME, each)
     if weighted and len(levels) > 1:
         raise ValueError(f"{NAME}: weighted goes with one axis of workers; got a hierarchy over {tuple(levels)}")
     periods = check_moments(NAME, moments, moments_algorithm)
@@ -212,10 +208,9 @@ def local_updates(
         keys = [jax.random.fold_in(root, MOMENTS + j) for j in range(len(periods))]
     others = (("every", every), ("fragments", fragments), ("delay", delay), ("mixing", mixing), ("outer", outer))
     of_moments = levels if moments_algorithm is None else levels | {list(levels)[last]: moments_algorithm}
-    check_algorithm(NAME, of_moments[list(levels)[last]])
-
-    def specs_of(numbers: tuple[int, ...]) -> Any:
-        return sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
+    for each in (*levels.values(), *of_moments.values()):
+        check_algorithm(NAME, each)
+    specs_of = lambda numbers: sharded if sharded is None or _are_names(sharded) else cut(sharded, numbers)
 
     @functools.cache
     def mean(number: int, numbers: tuple[int, ...]) -> optax.GradientTransformationExtraArgs:
@@ -269,6 +264,12 @@ def check_times(name: str, every: int, fragments: int, delay: int, mixing: float
         raise ValueError(f"{name}: delay must be an integer in 0 .. every - 1 = {every - 1}; got {delay!r}")
     if not isinstance(mixing, int | float | np.number) or not 0 <= mixing < 1:
         raise ValueError(f"{name}: mixing must be in [0, 1); got {mixing!r}")
+
+
+def _check_optimizers(**optimizers: Any) -> None:
+    for what, value in optimizers.items():
+        if not (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+            raise TypeError(f"{NAME}: {what} must be an optax optimizer; got {value!r}")
 
 
 def _are_names(sharded: Any) -> bool:
